@@ -3,7 +3,7 @@
     POST the path of each wire (wires/)   GET /v1/models   GET /v1/models/{id}   GET /health (no key)
 
 The caller's key chooses the backend (`backend_for`); no backend is a 401. A client that goes away cancels its request.
-Every answer, also an error, is in the protocol that the request's path belongs to; only a defect of ours is a 500.
+Every answer, also an error, is in the protocol that the request's path belongs to; only a defect of art is a 500.
 """
 
 import asyncio
@@ -64,7 +64,7 @@ def build_app(
     is_processed: bool = False,
     more: Sequence[Route] = (),
 ) -> Starlette:
-    """The application. `defaults` fill the sampling fields that a client leaves out; a backend may fill them anew.
+    """Builds the application. `defaults` fill sampling fields that a client leaves out; a backend may fill them anew.
 
     `refuse_key` makes the error for a key that has no backend; `wrong_key` unless given. `body_limit` is asked at each
     request. With `is_processed` clients get the logprobs of the distribution sampled from. `more` are the
@@ -144,7 +144,7 @@ class _Routes:
         return await self.reader.read(_parse, wire, body, self.defaults)
 
     def authenticate(self, http: HttpRequest) -> tuple[str | None, Backend]:
-        """The client's key and its backend. Raises ChatError if the key has none."""
+        """Returns the client's key and its backend. Raises ChatError if the key has none."""
         key = self.wires.key(http.scope["path"], http.headers)
         backend = self.backend_for(key)
         if backend is None:
@@ -172,7 +172,7 @@ def _with_headers(request: Request, headers: Headers) -> Request:
 
 
 def _num_retries(headers: Headers) -> int:
-    """The number of earlier sends that the client's SDK reports; 0 for anything that is not a small number."""
+    """Returns the number of earlier sends that the client's SDK reports; 0 for anything that is not a small number."""
     reported = headers.get(RETRIES, "")
     return int(reported) if re.fullmatch("[0-9]{1,4}", reported) else 0
 
@@ -184,7 +184,7 @@ def _check_model(backend: Backend, name: str) -> None:
 
 
 def _model_card(name: str) -> dict[str, Any]:
-    """The fields of OpenAI's model and those of Anthropic's, because both protocols have the same path."""
+    """Returns the fields of OpenAI's model and those of Anthropic's, because both protocols have the same path."""
     openai = {"id": name, "object": "model", "created": 0, "owned_by": "art"}
     return {
         **openai,
@@ -263,7 +263,7 @@ class _EventStream(Response):
 
 @contextlib.asynccontextmanager
 async def closing_stream(chunks: AsyncIterator[Chunk]) -> AsyncIterator[AsyncIterator[Chunk]]:
-    """The stream, closed on the way out. Otherwise one that is left early would end with its garbage collection."""
+    """Yields the stream, and closes it. Otherwise one that is left early would end with its garbage collection."""
     try:
         yield chunks
     finally:
@@ -287,13 +287,13 @@ def _json(body: bytes, status: int = 200, headers: dict[str, str] | None = None)
 
 
 def wrong_key(key: str | None) -> ChatError:
-    """The refusal of a key, which it does not repeat, or of a request without one."""
+    """Returns the refusal of a key, which it does not repeat, or of a request without one."""
     message = "no API key in the request" if key is None else "this API key is not, or no longer, valid here"
     return ChatError(401, message, "authentication_error", None, "invalid_api_key")
 
 
 def error_response(error: ChatError, wire: Wire) -> Response:
-    """The error as HTTP. After a 408 the connection closes, because the rest of the body may never arrive."""
+    """Returns the error as HTTP. After a 408 the connection closes, because the rest of the body may never arrive."""
     headers = {"retry-after": error.retry_after} if error.retry_after else {}
     if error.status == 408:
         headers["connection"] = "close"
@@ -331,5 +331,5 @@ class _Refusals:
 
 
 async def _gone(http: HttpRequest, error: Exception) -> Response:
-    """The client went away, so no client reads this."""
+    """Returns an answer that no client reads, because the client went away."""
     return Response(status_code=499)

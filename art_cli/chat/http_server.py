@@ -69,7 +69,7 @@ def _listen(host: str, port: int) -> socket.socket:
 
 
 def _authority(host: str) -> str:
-    """The host name by which clients on this machine reach a server that listens on `host`."""
+    """Returns the host name by which clients on this machine reach a server that listens on `host`."""
     reachable = {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}.get(host, host)
     return f"[{reachable}]" if ":" in reachable else reachable
 

@@ -1,6 +1,6 @@
 """PromptList: a Backend for requests with several prompts, in front of one for requests with one.
 
-Each prompt is a request of its own, all at once, so that admission, recording and engines know no lists. The choices of
+Each prompt is a separate request, all at once, so that admission, recording and engines know no lists. The choices of
 prompt number i, of n each, have the indices i * n to i * n + n - 1, as OpenAI's do.
 """
 
@@ -48,7 +48,7 @@ class PromptList:
         )
 
     async def stream(self, request: Request) -> AsyncIterator[Chunk]:
-        """The chunks of all prompts as they come. A chunk's `usage` counts all prompts that have reported theirs."""
+        """Yields the chunks of all prompts as they come. A chunk's `usage` counts the prompts that have reported it."""
         requests = _parts(request)
         chunks: asyncio.Queue[_News] = asyncio.Queue(maxsize=1)  # so that prompts wait for a slow client
         tasks = [asyncio.create_task(self._read(part, number, chunks)) for number, part in enumerate(requests)]
@@ -98,7 +98,7 @@ def _parts(request: Request) -> list[Request]:
 
 
 def _placed(choice: Choice, request: Request, number: int, prompt_ids: list[int] | None) -> Choice:
-    """The choice at its index among those of all prompts, with its own prompt."""
+    """Returns the choice at its index among those of all prompts, with its own prompt."""
     echo = choice.echo
     if request.echo and echo is None and isinstance(request.prompt, str):
         echo = Echo(text=request.prompt)

@@ -85,17 +85,17 @@ class Chunk(msgspec.Struct, kw_only=True):
 
 
 def thoughts_of(message: Json) -> str:
-    """The thoughts in a message or a delta, which vLLM has called both names."""
+    """Returns the thoughts in a message or a delta, which vLLM has called both names."""
     return message.get("reasoning_content") or message.get("reasoning") or ""
 
 
 def token_bytes(token: str) -> bytes:
-    """A token's bytes. In its text, bytes of an incomplete character are lone surrogates (PEP 383)."""
+    """Returns a token's bytes. In its text, bytes of an incomplete character are lone surrogates (PEP 383)."""
     return token.encode(errors="surrogateescape")
 
 
 def token_text(token: str) -> str:
-    """A token as clients see it, with U+FFFD for bytes of an incomplete character."""
+    """Returns a token as clients see it, with U+FFFD for bytes of an incomplete character."""
     return token if token.isascii() else token_bytes(token).decode(errors="replace")
 
 
@@ -103,7 +103,7 @@ def token_text(token: str) -> str:
 
 
 def join_deltas(deltas: Iterable[Json]) -> Json:
-    """One delta from a choice's deltas: texts and tool calls in sequence, the role once, the newest of other values."""
+    """Joins a choice's deltas: texts and tool calls in sequence, the role once, the newest of other values."""
     joined: Json = {}
     texts: dict[str, list[str]] = {}  # joined once at the end, so that long texts are copied once
     for delta in deltas:
@@ -145,7 +145,7 @@ class ReplyBuilder:
             self._ended.add(piece.index)
 
     def reply(self) -> Reply:
-        """The Reply that the added chunks are pieces of. At least one chunk was added."""
+        """Returns the Reply that the added chunks are pieces of. At least one chunk was added."""
         last = self._last
         assert last is not None, "a stream without chunks"
         return Reply(
@@ -182,7 +182,7 @@ def _extend(whole: Choice, piece: Choice) -> None:
 
 
 def _finished(choice: Choice) -> Choice:
-    """A copy with None for lists that no piece had, as more pieces may follow: endpoints send the usage last.
+    """Returns a copy with None for lists that no piece had, as more pieces may follow: endpoints send the usage last.
 
     Its content is null beside tool calls, else text.
     """

@@ -88,17 +88,17 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def needs_echo(request: Request) -> bool:
-    """Whether the backend has to fill in `Choice.echo`, because the wire knows no more of the prompt than its text."""
+    """Returns whether the backend has to fill in `Choice.echo`, because the wire has the prompt's text only."""
     return request.echo and (request.wants_logprobs or not isinstance(request.prompt, str))
 
 
 def demands_format(request: Request) -> bool:
-    """Whether the reply has to be JSON or a tool call."""
+    """Returns whether the reply has to be JSON or a tool call."""
     return request.response_format is not None or request.tool_choice not in ("auto", "none")
 
 
 def with_defaults(request: Request, defaults: Sampling) -> Request:
-    """The request with `defaults` for the sampling fields that the client did not give."""
+    """Returns the request with `defaults` for the sampling fields that the client did not give."""
     given = {name: getattr(request.sampling, name) for name in request.user_set}
     return msgspec.structs.replace(request, sampling=msgspec.structs.replace(defaults, **given))
 
@@ -108,7 +108,7 @@ FORCED = ("temperature", "top_p", "top_k", "seed")
 
 
 def force_sampling(request: Request, defaults: Sampling) -> Request:
-    """The request with `defaults` for the fields in FORCED. `overridden` holds the client's values that differed."""
+    """Returns the request with `defaults` for the fields in FORCED. `overridden` has the client's other values."""
     given = {name: getattr(request.sampling, name) for name in FORCED if name in request.user_set}
     overridden = {name: value for name, value in given.items() if value != getattr(defaults, name)}
     forced = {name: getattr(defaults, name) for name in FORCED}
@@ -117,7 +117,7 @@ def force_sampling(request: Request, defaults: Sampling) -> Request:
 
 
 def cap_tokens(request: Request, most: int | None) -> Request:
-    """The request with at most `most` tokens, if its max_tokens is only a bound. `overridden` holds the client's."""
+    """Returns the request with at most `most` tokens, if max_tokens is only a bound. `overridden` has the client's."""
     asked = request.sampling.max_tokens
     if not request.caps_tokens or most is None or asked is None or asked <= most:
         return request
@@ -126,7 +126,7 @@ def cap_tokens(request: Request, most: int | None) -> Request:
 
 
 def text_of(content: str | list[Json] | None) -> str:
-    """A message's content as one string: a list of text parts is joined, null is empty."""
+    """Returns a message's content as one string: a list of text parts is joined, null is empty."""
     if isinstance(content, list):
         return "".join(part.get("text") or part.get("refusal") or "" for part in content)
     return content or ""

@@ -48,7 +48,7 @@ def report(ending: Outcome | AttemptError) -> Json:
 
 
 def read_report(value: object) -> Outcome | AttemptError:
-    """The ending that `report` wrote. Raises ValueError: it is no report."""
+    """Returns the ending that `report` wrote. Raises ValueError: it is no report."""
     match value:
         case {"done": fields, **more} if not more:
             return Outcome(**vars(checked(Done, fields)))

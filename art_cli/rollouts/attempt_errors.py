@@ -48,12 +48,12 @@ class AttemptError(Exception):
 
 
 def _writable(text: str) -> str:
-    """The text, cut to MAX_ERROR_LENGTH. A lone surrogate, which cannot be written, becomes a question mark."""
+    """Returns the text, cut to MAX_ERROR_LENGTH. A lone surrogate, which cannot be written, becomes a question mark."""
     return text[:MAX_ERROR_LENGTH].encode(errors="replace").decode()
 
 
 def from_exception(error: BaseException, root: Path) -> AttemptError:
-    """The AttemptError of an exception that the user's code raised. It names the innermost line of a file under `root`.
+    """Returns the AttemptError of an exception of the user's code. It names the innermost line of a file under `root`.
 
     For an exception group it has the group's text and that of the first error in it.
     """
@@ -70,7 +70,7 @@ def from_exception(error: BaseException, root: Path) -> AttemptError:
 
 
 def _leaves(error: BaseException) -> Iterator[BaseException]:
-    """The errors of a group and of the groups in it; the error itself where it is no group."""
+    """Yields the errors of a group and of the groups in it; the error itself where it is no group."""
     waiting = [error]
     while waiting:
         first = waiting.pop()
@@ -81,9 +81,9 @@ def _leaves(error: BaseException) -> Iterator[BaseException]:
 
 
 def is_transport_error(error: BaseException) -> bool:
-    """Whether a connection failed or the other side did, rather than the code that used it.
+    """Returns whether a connection failed or the other side did, rather than the code that used it.
 
-    Frameworks raise errors of their own from those of their client (`raise ... from`). Such an error counts as the one
+    Frameworks raise other errors from those of their client (`raise ... from`). Such an error counts as the one
     that it was raised from.
     """
     cause: BaseException | None = error

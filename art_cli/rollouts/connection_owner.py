@@ -31,7 +31,7 @@ class Peers:
         self._programs.pop(key, None)
 
     def thief(self, key: str, client: Address, server: Address) -> str | None:
-        """The key of the attempt whose program makes a call with another attempt's `key`; None if none does.
+        """Returns the key of the attempt whose program makes a call with another attempt's `key`; None if none does.
 
         It reads files of /proc, which takes some hundred microseconds for each attempt, too long for an event loop.
         """
@@ -43,7 +43,7 @@ class Peers:
 
 
 def _inode(client_port: int, server_port: int) -> str | None:
-    """The inode of the client's end of a TCP connection on this machine; None without such a connection."""
+    """Returns the inode of the client's end of a TCP connection on this machine; None without such a connection."""
     for table in ("/proc/net/tcp", "/proc/net/tcp6"):
         with contextlib.suppress(OSError), open(table) as file:
             next(file)  # the head

@@ -40,9 +40,9 @@ class _Environment(os._Environ[str]):
 
 @contextlib.contextmanager
 def reading_own(key: str) -> Iterator[None]:
-    """The block belongs to the attempt with this key, and so do all tasks and threads that get its context.
+    """Makes the block part of the attempt with this key, with all tasks and threads that get its context.
 
-    The caller must run in a task or a thread of the attempt's own, whose context no other attempt shares.
+    The caller must run in a task or thread whose context no other attempt shares.
     """
     os.environ.__class__ = _Environment
     _own.set(key)

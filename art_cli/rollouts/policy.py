@@ -131,7 +131,7 @@ class Policy:
         self.headers[STATE_HEADER] = write_header(key or "")
 
     def share(self, connections: Connections) -> None:
-        """The clients use these connections from now on. FunctionRollout calls this."""
+        """Makes the clients use these connections from now on. FunctionRollout calls this."""
         self._connections = connections
 
     @property
@@ -163,7 +163,7 @@ class Policy:
 
 
 def read_outcome(value: Any, *, entry: str) -> Outcome:
-    """The Outcome, in plain data, of a rollout's return value: None, a number, a bool, or an Outcome.
+    """Returns the Outcome, in plain data, of a rollout's return value: None, a number, a bool, or an Outcome.
 
     Raises RolloutError for any other type, because every rollout would return it. Raises AttemptError for a value that
     only this rollout may have: a number that is not finite or exceeds MAX_NUMBER, or metadata that JSON cannot hold. A
@@ -178,7 +178,7 @@ def read_outcome(value: Any, *, entry: str) -> Outcome:
 
 
 def _plain(metadata: Json, entry: str) -> Json:
-    """The metadata as they will be read from the disk."""
+    """Returns the metadata as they will be read from the disk."""
     try:
         written = dump(metadata)
         plain: Json = load(written)

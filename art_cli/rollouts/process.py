@@ -6,7 +6,7 @@ work for it, and an attempt that kills its process does not kill the run. The pr
 (runtime/processes/process_calls.py): `load`, `play`, `explain_timeout`.
 
 A process that dies fails the attempts in it as transport, which is tried again; the next attempt starts a new process.
-The last try is made in a process of its own, so that an attempt that kills its process fails no other one.
+The last try has a process to itself, so that an attempt that kills its process fails no other one.
 """
 
 import asyncio
@@ -175,7 +175,7 @@ class RolloutProcess:
                 raise explained from error
 
     async def _load(self) -> Any:
-        """The version of the Python that has loaded the function."""
+        """Returns the version of the Python that has loaded the function."""
         return await self.ask("load", **self._what)
 
     async def _launch(self) -> None:
@@ -195,7 +195,7 @@ class RolloutProcess:
         self._output = asyncio.create_task(_pass_on(self._child.stdout, self._printed))
 
     def _explain_start(self, error: BaseException) -> BaseException:
-        """The error of a start as the user reads it, with the Python where that is the user's choice."""
+        """Returns the error of a start as the user reads it, with the Python where that is the user's choice."""
         where = f" ({self._key}: {self._python})" if self._python is not None else ""
         match error:
             case TimeoutError():
@@ -229,7 +229,7 @@ class RolloutProcess:
         return ""
 
     async def close(self) -> None:
-        """The process and every one that descends from it are gone. The function's clients have been closed."""
+        """Closes the function's clients, then ends the process and every one that descends from it."""
         if self._loading is not None:  # it was never opened, and a process that imports reads nothing
             await end(self._loading, timeout_s=CLOSE_DEADLINE_S)
         elif self._calls is not None:
@@ -259,7 +259,7 @@ class RolloutProcess:
         return describe_exit(await child.wait())
 
     async def _end(self) -> None:
-        """The process and every one that descends from it are gone, and their last output is passed on."""
+        """Ends the process and every one that descends from it, and passes their last output on."""
         if self._child is not None:
             await self._child.stop()
         if self._calls is not None:
@@ -274,7 +274,7 @@ async def _pass_on(output: asyncio.StreamReader, printed: Callable[[str], None])
 
 
 def _environment(python: Path) -> dict[str, str]:
-    """The variables for another Python: ours, as if its environment had been activated instead of this one."""
+    """Returns the variables for another Python: ours, as if its environment had been activated instead of this one."""
     environment = {name: value for name, value in os.environ.items() if name not in OWN_VARIABLES}
     home = python.parent.parent
     if (home / "pyvenv.cfg").is_file():

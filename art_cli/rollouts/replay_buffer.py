@@ -22,7 +22,7 @@ class Replay(NamedTuple):
 
 
 def choose_replays(history: History, *, step: int, num: int, max_age: int, seed: int) -> list[Replay]:
-    """At most `num` groups; fewer where there are fewer candidates. A pure function of its arguments."""
+    """Returns at most `num` groups; fewer where there are fewer candidates. A pure function of its arguments."""
     candidates, weights = [], []
     for past in sorted(history):
         if not 1 <= step - past <= max_age:

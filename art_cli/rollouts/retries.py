@@ -30,7 +30,7 @@ class Attempted:
         self.is_abandoned = False
 
     def end(self) -> None:
-        """The call is over. Without an answer it is lost."""
+        """Records the end of a call. Without an answer it is lost."""
         if self.state == "in flight":
             self.state = "lost"
 
@@ -53,7 +53,7 @@ class Retries:
         return attempted
 
     def replaced(self, request: Request) -> Attempted | None:
-        """The call that this one replaces; None if it is no retry of a remembered one. A call is replaced once."""
+        """Returns the call that this one replaces, or None if it is no retry of a known one. It is replaced once."""
         equal = self._calls.get((request.digest, request.num_retries - 1))
         if not equal:
             return None

@@ -84,7 +84,7 @@ async def open_rollout(
     cluster: ClusterRollout | None = None,
     begun: ProcessRollout | None = None,
 ) -> Rollout:
-    """The user's rollout, loaded; it registers its programs in `peers`. Raises UsageError, RolloutError."""
+    """Returns the user's rollout, loaded; it registers its programs in `peers`. Raises UsageError, RolloutError."""
     if cluster is not None:
         await cluster.ready()
         return cluster
@@ -201,7 +201,7 @@ class Runner:
         )
 
     async def _attempts(self, plan: RolloutPlan) -> tuple[_Attempt, int]:
-        """The first attempt without a failure of transport, or the last one in time; and the number of retries."""
+        """Returns the first try without a failure of transport, or the last one in time, and the number of retries."""
         loop = asyncio.get_running_loop()
         deadline = loop.time() + self._config.timeout_s
         is_alone = False
@@ -250,7 +250,7 @@ class Runner:
         return self._judge_limit(_Attempt(recorder, outcome, error))
 
     def _judge_limit(self, attempt: _Attempt) -> _Attempt:
-        """The attempt without its error. Its reward is what it returned after the limit, or else `limit_reward`."""
+        """Returns the attempt without its error. Its reward is what it returned after the limit, or `limit_reward`."""
         error, outcome = attempt.error, attempt.outcome
         if error is not None and (error.is_transport or error.kind in NEVER_A_LIMIT):
             return attempt

@@ -36,17 +36,17 @@ class Overlap(NamedTuple):
 
 
 def is_held_out(id: str | int, share: float) -> bool:
-    """Whether the scenario with that id belongs to the held-out share of its set."""
+    """Returns whether the scenario with that id belongs to the held-out share of its set."""
     return int.from_bytes(hashlib.sha256(f"held out/{id}".encode()).digest()[:8]) < share * 2**64
 
 
 def training_scenarios(config: RunConfig, directory: Path) -> list[Json]:
-    """The scenarios to train on, in order. Raises DataError, UsageError as `load_scenarios` does; none is left."""
+    """Returns the scenarios to train on, in order. Raises as `load_scenarios` does, and DataError if none is left."""
     return _part(config, directory, is_evaluation=False)
 
 
 def evaluation_scenarios(config: RunConfig, directory: Path) -> list[Json]:
-    """The scenarios to evaluate on, in order. Raises as `training_scenarios`."""
+    """Returns the scenarios to evaluate on, in order. Raises as `training_scenarios`."""
     assert config.eval is not None, "no eval section"
     if config.eval.scenarios is not None:
         return load_scenarios(config.eval.scenarios, directory)

@@ -153,7 +153,7 @@ _UNPRINTABLE_IN_LINES = re.compile(_UNPRINTABLE.pattern.replace("\x00-\x1f", "\x
 
 
 def printable(text: object, *, limit: int | None = None) -> str:
-    """The text on one line. Characters that control a terminal are escaped: "\\x1b", "\\n", "\\u202e".
+    """Returns the text on one line. Characters that control a terminal are escaped: "\\x1b", "\\n", "\\u202e".
 
     A text of more than `limit` characters is cut there.
     """
@@ -162,7 +162,7 @@ def printable(text: object, *, limit: int | None = None) -> str:
 
 
 def printable_lines(text: str) -> str:
-    """The text as `printable` shows it, but with its newlines and tabs, which are ours."""
+    """Returns the text as `printable` shows it, but with its newlines and tabs, which are ours."""
     return _UNPRINTABLE_IN_LINES.sub(_escape, text)
 
 
@@ -226,7 +226,7 @@ def first_of_group() -> Iterator[None]:
 
 
 def first_error(error: BaseException) -> BaseException:
-    """The first error of an ExceptionGroup, however deep; any other error as it is."""
+    """Returns the first error of an ExceptionGroup, however deep; any other error as it is."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     return error

@@ -46,7 +46,7 @@ def compute_alone() -> int:
 
 
 def num_cores() -> int:
-    """The cores that this process may use, whatever else runs on them."""
+    """Returns the cores that this process may use, whatever else runs on them."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 

@@ -21,7 +21,7 @@ _loading: defaultdict[str, threading.RLock] = defaultdict(threading.RLock)  # pe
 
 
 def resolve(entry: str, *, base: Path) -> Any:
-    """The object that `entry` names; a path in it is relative to the directory `base`.
+    """Returns the object that `entry` names; a path in it is relative to the directory `base`.
 
     Raises UsageError: not of the form `module:attr`, no such file or module, an import that fails, no such attribute.
     """

@@ -16,7 +16,7 @@ def write_header(key: str) -> str:
 
 
 def read_header(value: str) -> str | None:
-    """The key in a header's value, at most MAX_LENGTH characters; None for an empty one.
+    """Returns the key in a header's value, at most MAX_LENGTH characters; None for an empty one.
 
     What is no percent-encoding stands for itself, so a client may send a plain ASCII key as it is.
     """
@@ -24,7 +24,7 @@ def read_header(value: str) -> str | None:
 
 
 def _shortened(key: str) -> str:
-    """The key, or "sha256:" and a digest of one that is longer than MAX_LENGTH. Equal keys stay equal."""
+    """Returns the key, or "sha256:" and a digest of one that is longer than MAX_LENGTH. Equal keys stay equal."""
     if len(key) <= MAX_LENGTH:
         return key
     return "sha256:" + hashlib.sha256(key.encode(errors="replace")).hexdigest()

@@ -27,7 +27,7 @@ Result = TypeVar("Result")
 
 
 def run(main: Coroutine[Any, Any, Result]) -> Result:
-    """The coroutine's result, as `asyncio.run` gives it, in the event loop of `new_event_loop`."""
+    """Returns the coroutine's result, as `asyncio.run` gives it, in the event loop of `new_event_loop`."""
     with asyncio.Runner(loop_factory=new_event_loop) as runner:
         return runner.run(main)
 
@@ -80,7 +80,7 @@ async def call_in_thread(function: Callable[..., Result], *arguments: Any) -> Re
 
 
 async def compute(function: Callable[..., Result], *arguments: Any, **knobs: Any) -> Result:
-    """The result, as `asyncio.to_thread` gives it. The thread's OpenMP pool is gone afterwards (openmp.py).
+    """Returns the result, as `asyncio.to_thread` gives it. The thread's OpenMP pool is gone afterwards (openmp.py).
 
     The next computation runs in another thread, whose pool must not share the cores with an idle one, and whose heap
     may be another one than that which holds the memory freed here.
@@ -97,7 +97,7 @@ async def compute(function: Callable[..., Result], *arguments: Any, **knobs: Any
 
 
 def contained(error: BaseException) -> BaseException:
-    """The error in a form that can cross into an event loop without breaking it.
+    """Returns the error in a form that can cross into an event loop without breaking it.
 
     A SystemExit or KeyboardInterrupt would end the loop itself, and asyncio's futures refuse a StopIteration.
     """
@@ -127,15 +127,15 @@ class LoopThread:
         self._thread: threading.Thread | None = None
 
     async def run(self, coroutine: Coroutine[Any, Any, Result]) -> Result:
-        """The coroutine's result, awaited from another loop. A caller that is cancelled cancels the coroutine."""
+        """Returns the coroutine's result to another loop. A caller that is cancelled cancels the coroutine."""
         return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(_contain(coroutine), self._start()))
 
     def run_here(self, coroutine: Coroutine[Any, Any, Result]) -> Result:
-        """The coroutine's result, while this thread waits. Not to be called in that loop."""
+        """Returns the coroutine's result, while this thread waits. Not to be called in that loop."""
         return asyncio.run_coroutine_threadsafe(coroutine, self._start()).result()
 
     async def is_blocked(self, timeout_s: float) -> bool:
-        """Whether code blocks the loop, so that it runs nothing else within that time."""
+        """Returns whether code blocks the loop, so that it runs nothing else within that time."""
         if self._loop is None:
             return False
         turn = threading.Event()
@@ -147,7 +147,7 @@ class LoopThread:
         await asyncio.to_thread(self.end, timeout_s, last)
 
     def end(self, timeout_s: float, last: Callable[[], Awaitable[None]] | None = None) -> None:
-        """The same, while this thread waits."""
+        """Closes as `close` does, while this thread waits."""
         if self._loop is None or self._thread is None:
             return
         loop, thread = self._loop, self._thread

@@ -46,7 +46,7 @@ class Admission:
 
     @contextlib.contextmanager
     def admitted(self) -> Iterator[None]:
-        """One request in flight. Raises ChatError: 503 while it is not open, 429 while too many are in flight."""
+        """Counts one request in flight. Raises ChatError: 503 if it is not open, 429 if too many are in flight."""
         self._check()
         self.num_in_flight += 1
         self._empty.clear()
@@ -59,7 +59,7 @@ class Admission:
 
     @contextlib.asynccontextmanager
     async def slot(self) -> AsyncIterator[None]:
-        """A slot at the engine, first come first served."""
+        """Yields a slot at the engine, first come first served."""
         self.num_waiting += 1
         try:
             await self._slots.acquire()

@@ -27,5 +27,5 @@ class Meter:
         self.step = Gauge("art_policy_step", "The step whose weights answer.", ["model"], registry=own)
 
     def render(self) -> bytes:
-        """All metrics in Prometheus' text format."""
+        """Returns all metrics in Prometheus' text format."""
         return generate_latest(self._registry)

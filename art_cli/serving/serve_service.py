@@ -2,7 +2,7 @@
 
     listen -> load -> ready -> ... -> stopping: 503 for new requests, those in flight end or run out of time -> closed
 
-It listens before it loads, so that /health answers at once and /ready tells when requests are admitted. An engine that
+It listens before it loads, so that /health answers at once and /ready shows when requests are admitted. An engine that
 fails ends it. SIGTERM and SIGINT stop it; a second signal ends it without waiting for requests in flight.
 """
 
@@ -87,7 +87,7 @@ class Service:
         self.app = Middleware(app, keys, self.admission, self.meter)
 
     def _metered(self) -> Meter:
-        """A meter whose gauges read this service."""
+        """Returns a meter whose gauges read this service."""
         meter, admission = Meter(), self.admission
         meter.in_flight.set_function(lambda: admission.num_in_flight)
         meter.answering.set_function(lambda: admission.num_answering)
@@ -132,7 +132,7 @@ class Service:
             await cancel(*tasks)
 
     def _body_limit(self) -> BodyLimit:
-        """The limit that the user set, or a lower one if no longer body holds a prompt that fits a context here."""
+        """Returns the limit that the user set, or a lower one if no longer body holds a prompt that fits here."""
         letters = [policy.longest_prompt() for policy in self.policies.served.values()]
         most = self.limits.max_body_bytes
         known = [number for number in letters if number is not None]
@@ -141,7 +141,7 @@ class Service:
             return BodyLimit(most, "art serve --max-body sets this limit")
         return BodyLimit(needed, "no longer prompt fits the model's context")
 
-    # --- routes of its own --------------------------------------------------------------------------------------------
+    # --- more routes --------------------------------------------------------------------------------------------------
 
     async def _ready(self, http: HttpRequest) -> Response:
         if self.admission.state != "open":

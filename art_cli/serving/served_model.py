@@ -99,14 +99,14 @@ def _refuse(target: str, which: Which) -> None:
 
 
 def _run_of_base(target: str) -> RunDir | None:
-    """The run if `target` is "RUN/base" and means that run's base model; None if it means anything else."""
+    """Returns the run if `target` is "RUN/base" and means that run's base model; None if it means anything else."""
     path = Path(target)
     run = RunDir(path.parent)
     return run if target and path.name == "base" and run.checkpoint_steps() and run.config_path.exists() else None
 
 
 def of_base(run: RunDir, *, name: str | None = None, base: str | None = None, dtype: str | None = None) -> Source:
-    """The base model of a run without an adapter, with the run's sampling."""
+    """Returns the base model of a run without an adapter, with the run's sampling."""
     trained = of_checkpoint(run_checkpoints.choose(run, "newest"), base=base, dtype=dtype)
     if trained.adapter is None and base is None:
         raise UsageError(f"{run.root}/base: the run trains all weights; name its base model, or its step 0")
@@ -116,7 +116,7 @@ def of_base(run: RunDir, *, name: str | None = None, base: str | None = None, dt
 def of_checkpoint(
     found: Found, *, name: str | None = None, base: str | None = None, dtype: str | None = None
 ) -> Source:
-    """The source in a checkpoint, an adapter or a model's directory."""
+    """Returns the source in a checkpoint, an adapter or a model's directory."""
     found = _downloaded(found)
     config = run_checkpoints.run_config(found.run)
     model, sampling = config.get("model", {}), config.get("rollout", {}).get("sampling", {})
@@ -142,7 +142,7 @@ def of_checkpoint(
 
 
 def _downloaded(found: Found) -> Found:
-    """The checkpoint; one whose weights are on a server is downloaded, an adapter of the same base or a whole model."""
+    """Returns the checkpoint. One whose weights are on a server is downloaded: an adapter, or a whole model."""
     path = fetched(found.path)
     if path == found.path or found.manifest is None:
         return found

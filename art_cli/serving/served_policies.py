@@ -81,7 +81,7 @@ class ServedPolicy:
         self.source = source
 
     def lease(self) -> contextlib.AbstractContextManager[Backend]:
-        """The backend that answers now. Its engine stays open until the lease ends, also when a change replaces it."""
+        """Returns the backend that answers now. Its engine stays open until the lease ends, also after a change."""
         return self._current().lease()
 
     def longest_prompt(self) -> int | None:

@@ -133,7 +133,7 @@ class OpenAIResponses(OpenAI):
     path = "/v1/responses"
 
     def parse(self, body: bytes, defaults: Sampling) -> Request:
-        """The request in a JSON body. Raises ChatError 400."""
+        """Returns the request in a JSON body. Raises ChatError 400."""
         fields = decode_object(body)
         _refuse_by_name(fields)
         asked = convert(fields, ResponsesBody)
@@ -169,7 +169,7 @@ class OpenAIResponses(OpenAI):
         return msgspec.json.encode(body)
 
     def render(self, request: Request, reply: Reply) -> bytes:
-        """The JSON body of a response."""
+        """Returns the JSON body of a response."""
         return msgspec.json.encode(whole_response(request, reply))
 
     def stream(self, request: Request) -> ResponseEvents:
@@ -210,7 +210,7 @@ def _repeated(fields: Json) -> Json:
 
 
 def _sampling_of(asked: ResponsesBody) -> Json:
-    """The sampling parameters that the client gave, under the names of `Sampling`."""
+    """Returns the sampling parameters that the client gave, under the names of `Sampling`."""
     return given_sampling(
         temperature=asked.temperature, top_p=asked.top_p, top_k=asked.top_k, max_tokens=asked.max_output_tokens
     )
@@ -224,7 +224,7 @@ def _include_of(asked: ResponsesBody) -> frozenset[str]:
 
 
 def _chat_tools(tools: list[Json]) -> list[Json]:
-    """The tools as chat has them, so that a policy sees the same prompt on both wires. Raises ChatError 400."""
+    """Returns the tools as chat has them, so that a policy sees the same prompt on both wires. Raises ChatError 400."""
     functions = functions_of(tools)
     name, number = next(iter(Counter(name for name, _ in functions).most_common(1)), ("", 0))
     if number > 1:

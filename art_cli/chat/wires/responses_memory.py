@@ -1,6 +1,6 @@
 """Memory: replies that a client may refer to by their ids, instead of sending the conversation again.
 
-OpenAI's Responses keep a response unless the client says `store: false`, and take its id as `previous_response_id`, or
+OpenAI's Responses keep a response unless the client sends `store: false`, and take its id as `previous_response_id`, or
 the id of one of its items as an `item_reference`. What is kept belongs to one backend and one key: in the gateway to
 one rollout, with which it ends. It is in memory only, and the oldest go first.
 """

@@ -64,7 +64,7 @@ class ServedCluster(ServedRollout):
         self._show = show
 
     async def load(self, cluster: Json, project: Json, played: Json, processes: int | None, concurrency: int) -> str:
-        """The version of this Python, when it is connected to the cluster. It blocks: Ray connects in the main thread.
+        """Connects to the cluster, and returns the version of this Python. It blocks: Ray connects in the main thread.
 
         `cluster` is the section of the configuration; `project` has the directory and the runs in it; `played` has the
         parameters of ServedNode.load but the gateway.
@@ -211,13 +211,13 @@ class RayRollout:
         self._keeping = [asyncio.create_task(place.keep()) for place in self._places]
 
     def _fitting(self, facts: ClusterFacts) -> int:
-        """The number of actors that fit on the free processors, at least 1 and at most one for each attempt."""
+        """Returns the number of actors that fit on the free processors, at least 1 and at most one for each attempt."""
         wanted = {"CPU": self._cluster["cpus"], **self._cluster["resources"]}
         number = min(int(facts.resources.get(name, 0.0) // amount) for name, amount in wanted.items())
         return max(1, min(number, self._concurrency))
 
     def _make(self) -> Any:
-        """A new actor, which Ray places when there is room."""
+        """Returns a new actor, which Ray places when there is room."""
         import ray
 
         options = {
@@ -230,7 +230,7 @@ class RayRollout:
         return ray.remote(**options)(NodeActor).remote()
 
     def tell(self, text: str = "") -> None:
-        """An actor's state has changed; the text is shown."""
+        """Shows the text about an actor whose state has changed."""
         if text:
             self._show(text)
         self._changed.set()
@@ -251,7 +251,7 @@ class RayRollout:
         return next(filter(None, guesses), "")
 
     async def close(self) -> None:
-        """The actors are gone, and this process has left the cluster."""
+        """Ends the actors and leaves the cluster."""
         import ray
 
         with contextlib.suppress(TimeoutError):
@@ -321,7 +321,7 @@ class _Place:
         self._owner.tell()
 
     def kill(self) -> None:
-        """The actor ends, and with it its child process and all that descends from it. Returns at once."""
+        """Ends the actor, with its child process and all that descends from it. Returns at once."""
         import ray
 
         if self._actor is not None:
@@ -349,7 +349,7 @@ class _Place:
         return ""
 
     async def close(self) -> None:
-        """The function's clients are closed. Where it is not ready yet, nothing is to be closed."""
+        """Closes the function's clients. Where it is not ready yet, there is nothing to close."""
         self._is_closing = True
         if self.is_ready:
             with contextlib.suppress(Lost, ArtError):

@@ -36,11 +36,11 @@ class NodeActor:
         self._served = ServedNode()
 
     async def where(self) -> str:
-        """The name of its machine, once it is placed."""
+        """Returns the name of its machine, once it is placed."""
         return socket.gethostname()
 
     async def answer(self, line: bytes) -> bytes:
-        """The answer to one call, as lines both."""
+        """Returns the answer to one call, as lines both."""
         call = decode(line, (Call,))
         try:
             return encode(Returned(call.id, await getattr(self._served, call.method)(**call.params)))
@@ -74,7 +74,7 @@ class ServedNode(ServedRollout):
         return rollout.version
 
     async def close(self) -> None:
-        """The rollout is over; the call of `output` that waits is answered at once."""
+        """Ends the rollout; a call of `output` that waits is answered at once."""
         await super().close()
         self._printed.end()
 

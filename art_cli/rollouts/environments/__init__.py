@@ -73,7 +73,7 @@ class Environment(Protocol):
     """One environment, opened with its settings."""
 
     async def play(self, policy: "Policy", scenario: Json) -> "Outcome":
-        """One attempt, by `policy.client`. What it raises fails the attempt."""
+        """Plays one attempt, by `policy.client`. What it raises fails the attempt."""
 
 
 class Library(Protocol):
@@ -86,20 +86,20 @@ class Library(Protocol):
     makes_scenarios: bool  # whether its scenarios are seeds; otherwise `rollout.scenarios` names them
 
     def listed(self) -> Iterable[Listing]:
-        """All its environments, with those that cannot be played here."""
+        """Returns all its environments, with those that cannot be played here."""
 
     def defaults(self, name: str) -> Json:
-        """The arguments that `rollout.environment.args` may set, with their defaults. Raises UsageError: no such name.
+        """Returns the arguments that `rollout.environment.args` may set. Raises UsageError: no such name.
 
         A default of None takes any value.
         """
 
     def open(self, name: str, settings: Settings) -> Environment:
-        """The environment, tried once. Raises UsageError: no such name, wrong arguments, it cannot be played here."""
+        """Opens the environment, tried once. Raises UsageError: no such name, wrong arguments, or not playable."""
 
 
 def libraries() -> dict[str, Library]:
-    """All libraries by name, whether their packages are installed or not."""
+    """Returns all libraries by name, whether their packages are installed or not."""
     found = {name: _load(*place.split(":")) for name, place in BUILT_IN.items()}
     return {entry.name: entry.load()() for entry in entry_points(group=GROUP)} | found
 
@@ -110,7 +110,7 @@ def _load(module: str, name: str) -> Library:
 
 
 def find_library(name: str) -> tuple[Library, str]:
-    """The library of "LIBRARY/NAME", and NAME. Raises UsageError: not of that form, no such library."""
+    """Returns the library of "LIBRARY/NAME", and NAME. Raises UsageError: not of that form, no such library."""
     library, _, rest = name.partition("/")
     found = library_named(library)
     if not rest:
@@ -134,12 +134,12 @@ def not_installed(library: Library) -> str:
 
 
 def cure(library: Library) -> str:
-    """The command that installs the library."""
+    """Returns the command that installs the library."""
     return f"pip install 'art-cli[{library.extra}]'" if library.extra else f"pip install {library.package}"
 
 
 def open_environment(settings: Settings) -> Environment:
-    """The environment that the settings name. Raises UsageError."""
+    """Returns the environment that the settings name. Raises UsageError."""
     library, name = find_library(settings.name)
     if problem := not_installed(library):
         raise UsageError(f"rollout.environment {settings.name}: {problem}")
@@ -147,12 +147,12 @@ def open_environment(settings: Settings) -> Environment:
 
 
 def seeds(first: int, count: int) -> Iterator[Json]:
-    """The scenarios of an environment: `count` seeds from `first` on."""
+    """Returns the scenarios of an environment: `count` seeds from `first` on."""
     return ({"id": f"seed-{seed}", "seed": seed} for seed in range(first, first + count))
 
 
 def seed_of(scenario: Json) -> int:
-    """The scenario's seed. Raises EnvironmentFault: it has none."""
+    """Returns the scenario's seed. Raises EnvironmentFault: it has none."""
     seed = scenario.get("seed")
     if not isinstance(seed, int) or isinstance(seed, bool) or seed < 0:
         raise EnvironmentFault('the scenario has no "seed", a whole number from 0 on')
@@ -160,7 +160,7 @@ def seed_of(scenario: Json) -> int:
 
 
 def unknown(what: str, name: str, known: Iterable[str]) -> UsageError:
-    """The refusal of a name. Example: unknown("rollout.environment.args", "min_number", ["min_numbers"])."""
+    """Returns the refusal of a name. Example: unknown("rollout.environment.args", "min_number", ["min_numbers"])."""
     there_are = sorted(known)
     near = get_close_matches(name, there_are, n=1)
     hint = f"; did you mean {near[0]!r}?" if near else f"; there are: {', '.join(there_are)}" if there_are else ""
@@ -168,7 +168,7 @@ def unknown(what: str, name: str, known: Iterable[str]) -> UsageError:
 
 
 def refused(settings: Settings, error: BaseException) -> UsageError:
-    """The error of an environment that cannot be made with these arguments."""
+    """Returns the error of an environment that cannot be made with these arguments."""
     return UsageError(f"rollout.environment {settings.name}: cannot be played with these args: {describe(error)}")
 
 

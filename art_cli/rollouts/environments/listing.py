@@ -28,7 +28,7 @@ print("\\n" + json.dumps(look(json.loads(sys.argv[2]))))
 
 
 def look(name: str | None) -> list[Json]:
-    """All libraries, or the one with this name. Raises UsageError: there is none."""
+    """Returns all libraries, or the one with this name. Raises UsageError: there is none."""
     chosen = libraries() if name is None else {name: library_named(name)}
     with redirect_stdout(io.StringIO()):  # some games print while they are made
         return [_look(each, library) for each, library in chosen.items()]

@@ -69,7 +69,7 @@ def _command(name: str, directory: str, variables: dict[str, str]) -> StdioServe
 
 
 def _variable(key: str, name: Any) -> str:
-    """The value of an environment variable. Raises UsageError: it is not set."""
+    """Returns the value of an environment variable. Raises UsageError: it is not set."""
     if not isinstance(name, str) or name not in os.environ:
         raise UsageError(f"rollout.environment.args.{key}: {printable(str(name), limit=80)} is not set")
     return os.environ[name]
@@ -77,7 +77,7 @@ def _variable(key: str, name: Any) -> str:
 
 @asynccontextmanager
 async def connected(place: ServerAddress) -> AsyncIterator[Client]:
-    """A client that is connected. Raises whatever the connection does, TimeoutError among it."""
+    """Yields a client that is connected. Raises whatever the connection does, TimeoutError among it."""
     loop = asyncio.get_running_loop()
     client = Client(_transport(place), read_timeout_seconds=place.timeout_s, cache=None)
     async with asyncio.timeout(place.timeout_s) as deadline:
@@ -168,7 +168,7 @@ class _Limited(httpx2.AsyncByteStream):
 
 
 async def list_tools(client: Client, chosen: list[str]) -> list[Json]:
-    """The server's tools as OpenAI's; `chosen`: only these, [] all. Raises ValueError: they cannot be offered."""
+    """Returns the `chosen` tools of the server, or all for [], as OpenAI's. Raises ValueError if one is unusable."""
     found: dict[str, Json] = {}
     cursor = None
     for _ in range(MAX_PAGES):

@@ -2,7 +2,7 @@
 
     reset {"seed": ...} -> observation      then, until it is done:      the policy's reply -> step {...} -> observation
 
-The server's schema says what an action is. Where that is one text, the reply is the action; otherwise the reply is a
+The server's schema defines an action. Where that is one text, the reply is the action; otherwise the reply is a
 JSON object with the action's fields, and the schema stands in the system message. An observation is shown as the field
 that `observation` names, or as JSON. The reward is the sum of the steps' rewards, or the last one. Where no step has
 one, a judge gives it. An action that the server refuses by its schema is answered with the reason.
@@ -73,7 +73,7 @@ class OpenEnvServer:
         self._schema = ""
 
     async def fetch_schema(self) -> Json:
-        """The JSON schema of an action."""
+        """Returns the JSON schema of an action."""
         import aiohttp
 
         timeout = aiohttp.ClientTimeout(total=self._args["timeout_s"])
@@ -159,17 +159,17 @@ class _Session:
         self._name, self._socket, self._timeout_s, self._observation = name, socket, timeout_s, observation
 
     async def ask(self, kind: str, data: Json) -> _Heard:
-        """The server's answer to a reset or a step. Raises EnvironmentFault: an error that is not the action's."""
+        """Returns the server's answer to a reset or step. Raises EnvironmentFault unless an error is the action's."""
         try:
             async with asyncio.timeout(self._timeout_s):
                 await self._socket.send_json({"type": kind, "data": data})
                 answer = json.loads(await self._socket.receive_str())
-            told = answer["data"]
+            data = answer["data"]
             if answer["type"] == "error" and told.get("code") == "VALIDATION_ERROR" and kind == "step":
                 return _Heard("", None, False, f"That action was refused: {str(told.get('errors') or told)[:1000]}")
             if answer["type"] != "observation":
-                raise EnvironmentFault(f"{self._name}: {kind}: {str(told)[:500]}")
-            reward = told.get("reward")
+                raise EnvironmentFault(f"{self._name}: {kind}: {str(data)[:500]}")
+            reward = data.get("reward")
             number = None if reward is None else float(reward)
             return _Heard(self._shown(told.get("observation")), number, bool(told.get("done")))
         except EnvironmentFault:

@@ -120,7 +120,7 @@ class Generator:
             raise EnvironmentFault(f"reasoning_gym/{self._name}: {what} took more than {CALL_S:.0f} s") from error
 
     def _entry(self, seed: int) -> tuple[Any, Json]:
-        """The dataset of that seed, and its first entry."""
+        """Returns the dataset of that seed, and its first entry."""
         config = self._config_class(**self._args, seed=seed, size=1)
         if hasattr(config, "validate"):
             config.validate()

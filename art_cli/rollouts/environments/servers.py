@@ -32,7 +32,7 @@ async def play_connected(
     connection: AbstractAsyncContextManager[Connection],
     converse: Callable[[Connection], Awaitable["Outcome"]],
 ) -> "Outcome":
-    """The outcome of `converse`, and what it raises. Raises EnvironmentFault: the connection failed.
+    """Returns the outcome of `converse`. Raises what it raises, or EnvironmentFault if the connection failed.
 
     A connection that fails when it is closed, with the outcome there, is no failure of the attempt.
     """

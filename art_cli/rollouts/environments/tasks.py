@@ -67,7 +67,7 @@ class Tasks:
         self.found.append(task)
 
     def add(self, task: Json) -> bool:
-        """Whether the task was new."""
+        """Returns whether the task was new."""
         words = words_of(task["task"])
         if any(is_same(words, other) for other in self._words):
             self.num_same += 1
@@ -105,7 +105,7 @@ def _names(task: Json) -> set[str]:
 
 
 def questions(tools: Sequence[Json], places: Sequence[TaskPlan], there_are: Sequence[str]) -> list[Json]:
-    """The messages that ask for one task for each place. `tools` as OpenAI's functions."""
+    """Returns the messages that ask for one task for each place. `tools` as OpenAI's functions."""
     shown = _show(tools, {place.tool for place in places})
     wanted = "\n".join(f"- difficulty {place.difficulty}, with the tool {place.tool}" for place in places)
     before = "".join(f"- {json.dumps(task, ensure_ascii=False)}\n" for task in there_are)
@@ -115,7 +115,7 @@ def questions(tools: Sequence[Json], places: Sequence[TaskPlan], there_are: Sequ
 
 
 def _show(tools: Sequence[Json], wanted: set[str]) -> str:
-    """The tools as JSON, a line each; of too many only those that are wanted, and the names of the others."""
+    """Returns the tools as JSON, a line each; of too many only those that are wanted, and the names of the others."""
     lines = {tool["function"]["name"]: json.dumps(tool["function"], ensure_ascii=False) for tool in tools}
     if sum(map(len, lines.values())) <= MAX_TOOLS:
         return "\n".join(lines.values())
@@ -124,7 +124,7 @@ def _show(tools: Sequence[Json], wanted: set[str]) -> str:
 
 
 def schema(tools: Sequence[str]) -> Json:
-    """The JSON schema of an answer."""
+    """Returns the JSON schema of an answer."""
     task = {
         "type": "object",
         "properties": {
@@ -147,7 +147,7 @@ class TaskAnswer(NamedTuple):
 
 
 def read_answer(text: str, tools: Sequence[str]) -> TaskAnswer:
-    """The tasks of an answer, which may stand in a code fence or in prose. Raises AnswerError: there is no list."""
+    """Returns the tasks of an answer, also from a code fence or prose. Raises AnswerError if there is no list."""
     tasks = _document(text).get("tasks")
     if not isinstance(tasks, list):
         raise AnswerError('"tasks" is not a list')
@@ -165,7 +165,7 @@ def read_answer(text: str, tools: Sequence[str]) -> TaskAnswer:
 
 
 def _document(text: str) -> Json:
-    """The JSON object of an answer: all of it, or what stands between its first and last brace."""
+    """Returns the JSON object of an answer: all of it, or what stands between its first and last brace."""
     said = text.rpartition("</think>")[2].strip()
     begin, end = said.find("{"), said.rfind("}")
     for piece in (said, said[begin : end + 1] if begin >= 0 else ""):
@@ -198,18 +198,18 @@ def _problem(task: Any, known: set[str]) -> str:
 
 
 def complaint(text: str, problem: str) -> list[Json]:
-    """The unusable answer and what is wrong with it, as the next two messages."""
+    """Returns the unusable answer and what is wrong with it, as the next two messages."""
     request = f"This answer cannot be used: {problem}. TaskAnswer again with one JSON object and nothing else."
     return [{"role": "assistant", "content": text[:20_000] or "(nothing)"}, {"role": "user", "content": request}]
 
 
 def task_id(text: str) -> str:
-    """The same for the same words."""
+    """Returns the same for the same words."""
     return f"task-{hashlib.sha256(text.encode()).hexdigest()[:10]}"
 
 
 def words_of(text: str) -> frozenset[str]:
-    """The words and numbers of a text, whatever their case, accents and punctuation."""
+    """Returns the words and numbers of a text, whatever their case, accents and punctuation."""
     plain = unicodedata.normalize("NFKD", text).casefold()
     return frozenset(re.findall(r"\w+", "".join(letter for letter in plain if not unicodedata.combining(letter))))
 

@@ -1,12 +1,12 @@
 """textarena: text games for one player or several (github.com/LeonGuertler/TextArena).
 
-A scenario's seed is the game's. The policy plays all seats, each in a conversation of its own: what the game and the
-other players say are user messages. It is trained on one seat, `seed % number of seats`, by that seat's reward. The
+A scenario's seed is the game's. The policy plays all seats, each in a separate conversation: texts of the game and of
+the other players are user messages. It is trained on one seat, `seed % number of seats`, by that seat's reward. The
 calls of the other seats are answered by the same policy and not recorded, because one trajectory has one reward, and
 what is good for one seat is bad for another.
 
 A game that downloads (nltk's word lists), asks a model by an API key, or cannot be imported here is refused with the
-reason. Games draw from Python's global generator of random numbers, so each gets a state of its own, and one runs at
+reason. Games draw from Python's global generator of random numbers, so each gets a separate state, and one runs at
 a time.
 """
 
@@ -54,7 +54,7 @@ class TextArena:
     about = "text games for one player or several; the policy plays all seats and is trained on one"
 
     def listed(self) -> Iterator[Listing]:
-        """One for each game, tried out; its other ids are other settings of the same game."""
+        """Returns one for each game, tried out; its other ids are other settings of the same game."""
         games: dict[str, list[str]] = {}
         for name, spec in _registry().items():
             games.setdefault(str(spec.entry_point), []).append(name)
@@ -242,7 +242,7 @@ class _Match:
 
     @contextlib.contextmanager
     def _own_numbers(self) -> Iterator[None]:
-        """The global generators hold this game's states meanwhile."""
+        """Puts this game's states into the global generators meanwhile."""
         outside, random_state = random.getstate(), self._state
         random.setstate(random_state)
         numpy = sys.modules.get("numpy") if self._numbers is not None else None
@@ -297,7 +297,7 @@ class _Match:
 
 
 def _reward(value: Any) -> float:
-    """A seat's reward. Some games give the reason of an invalid move in its place."""
+    """Returns a seat's reward. Some games give the reason of an invalid move in its place."""
     number = INVALID_REWARD if isinstance(value, str) else float(value)
     if not math.isfinite(number):
         raise ValueError(f"the reward is {number}")
@@ -305,7 +305,7 @@ def _reward(value: Any) -> float:
 
 
 def _make(spec: Any, kwargs: Json) -> Any:
-    """The game with the wrappers that shape actions. Those that shape observations repeat the whole conversation."""
+    """Returns the game with the wrappers of actions. Wrappers of observations would repeat the whole conversation."""
     from textarena.core import ActionWrapper
 
     env = _game_class(spec)(**spec.kwargs | kwargs)

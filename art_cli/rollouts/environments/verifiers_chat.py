@@ -64,7 +64,7 @@ class ChatHarness(Harness[HarnessConfig]):  # type: ignore[misc]  # verifiers is
 
 
 async def _turn(client: openai.AsyncOpenAI, model: str, messages: list[Any], tools: list[Any]) -> list[Any]:
-    """One reply, added to the messages; its calls."""
+    """Adds one reply to the messages, and returns its calls."""
     offered: dict[str, Any] = {"tools": tools} if tools else {}
     reply = await client.chat.completions.create(model=model, messages=messages, **offered)
     message = reply.choices[0].message

@@ -57,7 +57,7 @@ def _lines(text: TextIO) -> Iterator[str]:
 
 
 def _delimiter(path: Path) -> str:
-    """The one that divides the header into most columns; a comma where none does."""
+    """Returns the one that divides the header into most columns; a comma where none does."""
     with path.open(encoding="utf-8-sig", newline="") as text:
         header = next(_lines(text), "")
     return max(DELIMITERS, key=lambda each: len(next(csv.reader([header], delimiter=each), [])))

@@ -17,7 +17,7 @@ INSTRUCTIONS = 10_000  # steps of SQLite's machine between two looks at the cloc
 
 
 def rows(path: Path, query: str, columns: Columns, timeout_s: float) -> Generator[TableRow]:
-    """The rows of the query. Raises DataError: anything but one SELECT, an error of SQLite, a longer time."""
+    """Yields the rows of the query. Raises DataError: anything but one SELECT, an error of SQLite, a longer time."""
     deadline = time.monotonic() + timeout_s
     try:
         with closing(_open(path, deadline)) as database:

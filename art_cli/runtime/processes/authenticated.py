@@ -32,7 +32,7 @@ class SealedReader:
         self._reader, self._key, self._number = reader, key, 0
 
     async def readline(self) -> bytes:
-        """The next message; b"" when there are no more. Raises ValueError: too long, or its seal is wrong."""
+        """Returns the next message; b"" when there are no more. Raises ValueError: too long, or its seal is wrong."""
         try:
             head = await self._reader.readexactly(LENGTH + SEAL)
             size = int.from_bytes(head[:LENGTH])

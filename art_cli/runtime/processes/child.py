@@ -1,7 +1,7 @@
 """ChildProcess: one program, started, waited for and ended; the last lines of its log. It knows nothing of messages.
 
 The program runs under a supervisor (supervisor.py), so that it and all that descends from it end with this process,
-however this one ends. Both lead sessions of their own, so that a Ctrl-C in the terminal reaches this process alone,
+however this one ends. Both lead new sessions, so that a Ctrl-C in the terminal reaches this process alone,
 which decides when its children end.
 """
 
@@ -82,7 +82,7 @@ class ChildProcess:
                 raise
 
     async def program_pid(self) -> int:
-        """The process id of the program; 0 where it never started. To be asked once."""
+        """Returns the process id of the program; 0 where it never started. To be asked once."""
         self._control.setblocking(False)
         try:
             async with asyncio.timeout(PID_DEADLINE_S):
@@ -91,16 +91,16 @@ class ChildProcess:
             return 0
 
     async def wait(self) -> int:
-        """The program's exit status when it has ended; negative for the signal that ended it."""
+        """Returns the program's exit status when it has ended; negative for the signal that ended it."""
         return await self._process.wait()
 
     def terminate(self) -> None:
-        """The program's end begins; this returns at once."""
+        """Begins the program's end, and returns at once."""
         with contextlib.suppress(OSError):  # it is over
             self._control.shutdown(socket.SHUT_WR)
 
     async def stop(self) -> None:
-        """The program and everything that descends from it are gone when this returns."""
+        """Ends the program and everything that descends from it."""
         self.terminate()
         try:
             async with asyncio.timeout(self._grace_s + STOP_DEADLINE_S):

@@ -144,12 +144,12 @@ class CallingEnd:
             del self._pending[id]
 
     def hang_up(self) -> None:
-        """The other end sees the end of the stream and ends its process."""
+        """Ends the stream, so that the other end ends its process."""
         if not self.has_ended:
             self._writer.write_eof()
 
     async def close(self) -> None:
-        """The connection is closed; every call that waits has failed."""
+        """Closes the connection; every call that waits has failed then."""
         self._writer.close()
         await asyncio.wait({self._reading})
 
@@ -197,7 +197,7 @@ def _resolve(future: "asyncio.Future[Any]", *, result: object = None, error: Exc
 
 
 def error_named(kind: str, message: str) -> ArtError:
-    """The error of errors.py with that name, or its nearest base class that is made of a message alone."""
+    """Returns the error of errors.py with that name, or its nearest base class that is made of a message alone."""
     named = getattr(errors, kind, None)
     if not isinstance(named, type) or not issubclass(named, ArtError):
         return ArtError(f"{kind}: {message}")
@@ -206,12 +206,12 @@ def error_named(kind: str, message: str) -> ArtError:
 
 
 def encode(message: Message) -> bytes:
-    """The message's line. Raises TypeError or ValueError: it holds a value that JSON has no form for."""
+    """Returns the message's line. Raises TypeError or ValueError: it holds a value that JSON has no form for."""
     return dump({"type": type(message).__name__, **vars(message)}) + b"\n"
 
 
 def decode(line: bytes, kinds: tuple[type, ...]) -> Any:
-    """The message of a line, one of these kinds. Raises ValueError: it is none, or has a wrong field."""
+    """Returns the message of a line, one of these kinds. Raises ValueError: it is none, or has a wrong field."""
     given = load(line)
     if not isinstance(given, dict):
         raise ValueError(f"a message is a JSON object, not {type(given).__name__}")
@@ -223,7 +223,7 @@ def decode(line: bytes, kinds: tuple[type, ...]) -> Any:
 
 
 def checked(kind: type, given: object) -> Any:
-    """The dataclass `kind` made of an object of JSON. Raises ValueError: other fields, or a field of another type."""
+    """Makes the dataclass `kind` of an object of JSON. Raises ValueError: other fields, or a field of another type."""
     wanted = _types(kind)
     if not isinstance(given, dict) or given.keys() != wanted.keys():
         raise ValueError(f"{kind.__name__}: its fields are {', '.join(wanted)}")
@@ -235,5 +235,5 @@ def checked(kind: type, given: object) -> Any:
 
 @cache
 def _types(kind: type) -> dict[str, Any]:
-    """The type that each field's value is an instance of."""
+    """Returns the type that each field's value is an instance of."""
     return {each.name: dict if get_origin(each.type) is dict else each.type for each in fields(kind)}

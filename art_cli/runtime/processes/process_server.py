@@ -56,7 +56,7 @@ async def answer(
     heartbeat_s: float | None = None,
     watch: Callable[[], Coroutine[Any, Any, None]] | None = None,
 ) -> None:
-    """The same over a connection that is open. `watch` runs beside the calls and raises an ArtError to end them.
+    """Answers calls over a connection that is open. `watch` runs beside the calls and raises an ArtError to end them.
 
     The other end gets that error before the connection closes.
     """

@@ -83,7 +83,7 @@ class ClientBackend:
 
     @contextlib.contextmanager
     def _failures_logged(self) -> Iterator[None]:
-        """One line for a call that the engine failed to answer, or whose client left."""
+        """Logs one line for a call that the engine failed to answer, or whose client left."""
         try:
             yield
         except ChatError as error:

@@ -51,7 +51,7 @@ class Clients(Keys):
         return next((label for label, is_its in zip(self.labels, admitted, strict=True) if is_its), None)
 
     def split(self, key: str | None) -> tuple[str | None, str]:
-        """The key itself, and the name behind it; "" where there is none."""
+        """Returns the key itself, and the name behind it; "" where there is none."""
         if key is None or super().admits(key) and self._single:
             return key, ""
         base, _, name = key.partition(SEPARATOR)

@@ -64,7 +64,7 @@ class Head(msgspec.Struct):
 def call_of(
     request: Request, reply: Reply, *, last: list[Json], sequence: bytes, seen: list[Json], is_left: bool
 ) -> CapturedCall:
-    """The entry of a call. `last` are the messages recorded last, `sequence` the packed ids of the last turn, `seen`
+    """Makes the entry of a call. `last` are the messages recorded last, `sequence` the last turn's packed ids, `seen`
     the tools of earlier calls."""
     prompt = array("I", reply.prompt_ids).tobytes()
     prompt_kept = common_prefix(prompt, sequence)
@@ -91,7 +91,7 @@ def call_of(
 
 
 def request_of(call: CapturedCall, *, last: list[Json]) -> Request:
-    """The request of a call, as far as a recorder reads it."""
+    """Returns the request of a call, as far as a recorder reads it."""
     return Request(
         model="",
         sampling=Sampling(),
@@ -106,7 +106,7 @@ def request_of(call: CapturedCall, *, last: list[Json]) -> Request:
 
 
 def reply_of(call: CapturedCall, *, sequence: bytes) -> Reply:
-    """The reply of a call. Raises msgspec.ValidationError: its sampling is none."""
+    """Returns the reply of a call. Raises msgspec.ValidationError: its sampling is none."""
     before = array("I", sequence)[: call.prompt_kept].tolist()
     return msgspec.structs.replace(
         call.reply,

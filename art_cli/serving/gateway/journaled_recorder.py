@@ -50,7 +50,7 @@ class JournaledRecorder(Recorder):
         return len(self._entries)
 
     def is_continued_by(self, prompt: str) -> bool:
-        """Whether a plain prompt goes on from the text of a plain completion."""
+        """Returns whether a plain prompt goes on from the text of a plain completion."""
         return any(each.text and prompt.startswith(each.text) for each in self._conversations)
 
     # --- what RecordingBackend calls ----------------------------------------------------------------------------------
@@ -66,7 +66,7 @@ class JournaledRecorder(Recorder):
         return self._take(request, reply, num_bytes)
 
     def leave(self, request: Request, reply: Reply | None) -> Recorded | None:
-        """As a Recorder does, but a call that cannot be written is only logged, because its client is gone."""
+        """Records as a Recorder does. A call that cannot be written is only logged, because its client is gone."""
         self._is_leaving = True
         try:
             return super().leave(request, reply)

@@ -60,7 +60,7 @@ def places(scenarios: Mapping[str, str], *, group_size: int, file: str) -> dict[
 
 
 def trajectory_of(entries: Sequence[JournalEntry], place: GroupPlace) -> Trajectory:
-    """The trajectory of a conversation's entries, of which there is at least one, in the order of their numbers."""
+    """Returns the trajectory of a conversation's entries, at least one, in the order of their numbers."""
     first, last = entries[0], entries[-1]
     recorder = JournaledRecorder(About(first.conversation, first.client, first.name, first.scenario), NOTHING, _refuse)
     recorder.replay(entries)
