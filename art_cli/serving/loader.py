@@ -40,7 +40,8 @@ ENGINES: dict[str, type[EngineSection]] = {
     for kind, section in variants(RunConfig, "engine").items()
     if issubclass(section, EngineSection) and section.can_train and section not in NOT_SERVED
 }
-NEVER_TAKEN = ("url", "api_key_env")  # settings of a run that would send prompts and a key to another server
+# Settings of a run that would send prompts and a key to another server; `url` is the old name of `base_url`.
+NEVER_TAKEN = ("url", "base_url", "api_key_env")
 PROGRAMS = ("python", "args", "env")  # settings of a run's vLLM that decide which code runs
 MAX_SHOWN = 160  # characters of those settings that an error quotes
 

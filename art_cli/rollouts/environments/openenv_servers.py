@@ -164,14 +164,16 @@ class _Session:
             async with asyncio.timeout(self._timeout_s):
                 await self._socket.send_json({"type": kind, "data": data})
                 answer = json.loads(await self._socket.receive_str())
-            data = answer["data"]
-            if answer["type"] == "error" and told.get("code") == "VALIDATION_ERROR" and kind == "step":
-                return _Heard("", None, False, f"That action was refused: {str(told.get('errors') or told)[:1000]}")
+            payload = answer["data"]
+            if answer["type"] == "error" and payload.get("code") == "VALIDATION_ERROR" and kind == "step":
+                return _Heard(
+                    "", None, False, f"That action was refused: {str(payload.get('errors') or payload)[:1000]}"
+                )
             if answer["type"] != "observation":
-                raise EnvironmentFault(f"{self._name}: {kind}: {str(data)[:500]}")
-            reward = data.get("reward")
+                raise EnvironmentFault(f"{self._name}: {kind}: {str(payload)[:500]}")
+            reward = payload.get("reward")
             number = None if reward is None else float(reward)
-            return _Heard(self._shown(told.get("observation")), number, bool(told.get("done")))
+            return _Heard(self._shown(payload.get("observation")), number, bool(payload.get("done")))
         except EnvironmentFault:
             raise
         except Exception as error:  # the boundary to the server

@@ -5,10 +5,10 @@ import sys
 
 START, CASES, PLACE = sys.argv[1], json.loads(sys.argv[2]), sys.argv[3]
 sys.path.insert(0, START)
-import start  # noqa: E402
+import bootstrap  # noqa: E402
 
 sys.path.pop(0)
-start.load_package()
+bootstrap.load_package()
 from art_cli.rollouts.environments import Settings, open_environment  # noqa: E402
 from art_cli.rollouts.environments.listing import look  # noqa: E402
 from art_cli.runtime.errors import UsageError  # noqa: E402
