@@ -13,7 +13,6 @@ Ctrl-C does on a terminal: what is complete is on disk.
 
 import asyncio
 import tempfile
-import threading
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Future
 from pathlib import Path
@@ -103,15 +102,7 @@ def _apart(function: Callable[[], Result]) -> Result:
 
 def _in_thread(function: Callable[[], Result], cancel: Callable[[], None]) -> Result:
     """The result of the function, which runs in a thread. An interrupt here cancels it and waits until it has ended."""
-    future: Future[Result] = Future()
-
-    def work() -> None:
-        try:
-            future.set_result(function())
-        except BaseException as error:
-            future.set_exception(error)
-
-    threading.Thread(target=work, name="notebook", daemon=True).start()
+    future = threads.start_in_thread(function)
     try:
         return future.result()
     except KeyboardInterrupt:

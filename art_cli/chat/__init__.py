@@ -29,10 +29,10 @@ class Backend(Protocol):
     """
 
     def models(self) -> list[str]:
-        """The names of its models."""
+        """Returns the names of its models."""
 
     async def reply(self, request: Request) -> Reply:
-        """The whole answer: every choice with its token ids and logprobs."""
+        """Returns the whole answer: every choice with its token ids and logprobs."""
 
     def stream(self, request: Request) -> AsyncIterator[Chunk]:
-        """The answer in pieces; the tokens of all chunks are those of `reply`."""
+        """Returns the answer in pieces; the tokens of all chunks are those of `reply`."""

@@ -259,7 +259,7 @@ def _refuse(request: Request) -> None:
 
 
 def _messages(messages: list[Json]) -> tuple[str, list[Json]]:
-    """The system prompt, and the other messages as content blocks; neighbours of one role are one message."""
+    """Returns the system prompt, and the other messages as content blocks; neighbours of one role are one message."""
     leading = next((i for i, message in enumerate(messages) if not _is_system(message)), len(messages))
     system = "\n\n".join(filter(None, (text_of(message.get("content")) for message in messages[:leading])))
     found: list[Json] = []

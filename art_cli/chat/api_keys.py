@@ -24,7 +24,7 @@ class Keys:
         return f"Keys({len(self._hashes)} of them)"
 
     def admits(self, key: str | None) -> bool:
-        """Whether a client with this key may ask. The time it takes does not depend on the keys."""
+        """Returns whether a client with this key may ask. The time it takes does not depend on the keys."""
         if not self._hashes:
             return True
         sent = _hash(key or "")
@@ -32,13 +32,13 @@ class Keys:
 
 
 def bearer(headers: Headers) -> str | None:
-    """The key of `Authorization: Bearer KEY`, or None if there is none."""
+    """Returns the key of `Authorization: Bearer KEY`, or None if there is none."""
     scheme, _, key = single(headers, "authorization").partition(" ")
     return (key.strip() or None) if scheme.lower() == "bearer" else None
 
 
 def single(headers: Headers, name: str) -> str:
-    """The header's value; "" if it is missing, or sent several times with values that differ.
+    """Returns the header's value; "" if it is missing, or sent several times with values that differ.
 
     A proxy and this server could otherwise each check another one of them.
     """
@@ -47,12 +47,12 @@ def single(headers: Headers, name: str) -> str:
 
 
 def read_keys(key: str | None, file: Path | None) -> Keys:
-    """As `read_key_texts`, as hashes."""
+    """Returns the keys of `read_key_texts` as hashes."""
     return Keys(read_key_texts(key, file))
 
 
 def read_key_texts(key: str | None, file: Path | None) -> list[str]:
-    """The keys of an option and of a file with one key a line. Blank lines and lines that begin with # are skipped.
+    """Returns the keys of an option and of a file, one a line. Blank lines and lines that begin with # are skipped.
 
     Raises UsageError: a file without keys, or a key that no header can carry.
     """

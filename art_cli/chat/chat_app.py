@@ -3,7 +3,7 @@
     POST the path of each wire (wires/)   GET /v1/models   GET /v1/models/{id}   GET /health (no key)
 
 The caller's key chooses the backend (`backend_for`); no backend is a 401. A client that goes away cancels its request.
-Every answer, also an error, is in the protocol that the request's path belongs to; only a defect of ours is a 500.
+Every answer, also an error, is in the protocol that the request's path belongs to; only a defect of art is a 500.
 """
 
 import asyncio
@@ -13,7 +13,7 @@ import logging
 import re
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import partial
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
@@ -64,17 +64,17 @@ def build_app(
     is_processed: bool = False,
     more: Sequence[Route] = (),
 ) -> Starlette:
-    """The application. `defaults` fill the sampling fields that a client leaves out; a backend may fill them anew.
+    """Builds the application. `defaults` fill sampling fields that a client leaves out; a backend may fill them anew.
 
     `refuse_key` makes the error for a key that has no backend; `wrong_key` unless given. `body_limit` is asked at each
-    request. With `is_processed` clients get the logprobs of the distribution sampled from. `more` are routes of the
-    caller's own.
+    request. With `is_processed` clients get the logprobs of the distribution sampled from. `more` are the
+    caller's routes.
     """
     routes = _Routes(
         backend_for, wires, refuse_key or wrong_key, defaults or Sampling(), body_limit, body_timeout_s, is_processed
     )
     refusals = _Refusals(routes)
-    app = _Application(
+    app = Starlette(
         routes=[
             *(Route(wire.path, partial(routes.answer, wire), methods=["POST"]) for wire in wires),
             Route("/v1/models", routes.models, methods=["GET"]),
@@ -90,55 +90,7 @@ def build_app(
         },
     )
     app.router.redirect_slashes = False
-    app.wire_routes, app.refusals = routes, refusals
     return app
-
-
-class _Application(Starlette):
-    """Takes the requests of wires straight to their answers; Starlette's way through middleware and router is long."""
-
-    wire_routes: "_Routes"
-    refusals: "_Refusals"
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["method"] != "POST" or scope["path"] not in self.wire_routes.wires:
-            await super().__call__(scope, receive, send)
-            return
-        http = _WireRequest(scope, receive)
-        try:
-            response = await self.wire_routes.answer(self.wire_routes.wires.at(scope["path"]), http)
-        except ChatError as error:
-            response = await self.refusals.refuse(http, error)
-        except ClientDisconnect as error:
-            response = await _gone(http, error)
-        except Exception as error:  # a defect of ours must not take the connection down
-            response = await self.refusals.refuse(http, _internal(error))
-        await response(scope, receive, send)
-
-
-class _WireRequest(HttpRequest):
-    """A request whose headers are looked for by name, several times."""
-
-    @cached_property
-    def headers(self) -> Headers:
-        return _NamedHeaders(scope=self.scope)
-
-
-class _NamedHeaders(Headers):
-    """Headers by name; of several with one name the first, as in the base class, which looks through all each time."""
-
-    @cached_property
-    def _by_name(self) -> dict[str, str]:
-        return {name.decode("latin-1"): value.decode("latin-1") for name, value in reversed(self.raw)}
-
-    def __getitem__(self, key: str) -> str:
-        return self._by_name[key.lower()]
-
-    def __contains__(self, key: object) -> bool:
-        return isinstance(key, str) and key.lower() in self._by_name
-
-    def get(self, key: str, default: Any = None) -> Any:
-        return self._by_name.get(key.lower(), default)
 
 
 @dataclass
@@ -156,7 +108,10 @@ class _Routes:
     memories: WeakKeyDictionary[Backend, Memory] = field(default_factory=WeakKeyDictionary)
 
     async def answer(self, wire: Wire, http: HttpRequest) -> Response:
-        """The reply to a request of this wire."""
+        """Returns the reply to a request of this wire."""
+        return await _guard(self._answer(wire, http))
+
+    async def _answer(self, wire: Wire, http: HttpRequest) -> Response:
         key, backend = self.authenticate(http)
         body = await read_body(http, self.body_limit(), self.body_timeout_s)
         request = _with_headers(await self._parse(body, wire), http.headers)
@@ -169,7 +124,7 @@ class _Routes:
             backend = PromptList(backend)
         if request.is_stream:
             return _EventStream(backend, request, wire, partial(memory.keep, request, key))
-        reply = await unless_disconnected(http.receive, _guard(backend.reply(request)))
+        reply = await unless_disconnected(http.receive, backend.reply(request))
         memory.keep(request, key, reply)
         return _json(wire.render(request, reply))
 
@@ -189,7 +144,7 @@ class _Routes:
         return await self.reader.read(_parse, wire, body, self.defaults)
 
     def authenticate(self, http: HttpRequest) -> tuple[str | None, Backend]:
-        """The client's key and its backend. Raises ChatError if the key has none."""
+        """Returns the client's key and its backend. Raises ChatError if the key has none."""
         key = self.wires.key(http.scope["path"], http.headers)
         backend = self.backend_for(key)
         if backend is None:
@@ -203,21 +158,21 @@ def _parse(wire: Wire, body: bytes, defaults: Sampling) -> Request:
 
 
 def _with_headers(request: Request, headers: Headers) -> Request:
-    """The request with what its headers say of it."""
-    told: dict[str, Any] = {
+    """Returns the request with the fields from its headers."""
+    fields: dict[str, Any] = {
         "num_retries": _num_retries(headers),
         "state": read_header(headers.get(STATE_HEADER, "")),
         "conversation": read_header(headers.get(CONVERSATION_HEADER, "")),
         "scenario": read_header(headers.get(SCENARIO_HEADER, "")),
     }
-    told = {name: value for name, value in told.items() if value}
+    fields = {name: value for name, value in fields.items() if value}
     if headers.get(RECORD_HEADER) == NO_RECORD:
-        told["is_recorded"] = False
-    return msgspec.structs.replace(request, **told) if told else request
+        fields["is_recorded"] = False
+    return msgspec.structs.replace(request, **fields) if fields else request
 
 
 def _num_retries(headers: Headers) -> int:
-    """The number of earlier sends that the client's SDK reports; 0 for anything that is not a small number."""
+    """Returns the number of earlier sends that the client's SDK reports; 0 for anything that is not a small number."""
     reported = headers.get(RETRIES, "")
     return int(reported) if re.fullmatch("[0-9]{1,4}", reported) else 0
 
@@ -229,7 +184,7 @@ def _check_model(backend: Backend, name: str) -> None:
 
 
 def _model_card(name: str) -> dict[str, Any]:
-    """The fields of OpenAI's model and those of Anthropic's, because both protocols have the same path."""
+    """Returns the fields of OpenAI's model and those of Anthropic's, because both protocols have the same path."""
     openai = {"id": name, "object": "model", "created": 0, "owned_by": "art"}
     return {
         **openai,
@@ -244,12 +199,12 @@ def _model_card(name: str) -> dict[str, Any]:
 
 
 async def _guard(work: Coroutine[Any, Any, Result]) -> Result:
-    """The result of a backend's work. An exception other than ChatError is logged and becomes one."""
+    """Returns the result of the work. An exception that is no answer to a client is logged and becomes a ChatError."""
     try:
         return await work
-    except ChatError:
+    except (ChatError, ClientDisconnect):
         raise
-    except Exception as error:  # boundary to the backend: a defect there must not take the server down
+    except Exception as error:  # boundary to the backend: a defect there must not take the connection down
         raise _internal(error) from error
 
 
@@ -308,7 +263,7 @@ class _EventStream(Response):
 
 @contextlib.asynccontextmanager
 async def closing_stream(chunks: AsyncIterator[Chunk]) -> AsyncIterator[AsyncIterator[Chunk]]:
-    """The stream, closed on the way out. Otherwise one that is left early would end with its garbage collection."""
+    """Yields the stream, and closes it. Otherwise one that is left early would end with its garbage collection."""
     try:
         yield chunks
     finally:
@@ -332,13 +287,13 @@ def _json(body: bytes, status: int = 200, headers: dict[str, str] | None = None)
 
 
 def wrong_key(key: str | None) -> ChatError:
-    """The refusal of a key, which it does not repeat, or of a request without one."""
+    """Returns the refusal of a key, which it does not repeat, or of a request without one."""
     message = "no API key in the request" if key is None else "this API key is not, or no longer, valid here"
     return ChatError(401, message, "authentication_error", None, "invalid_api_key")
 
 
 def error_response(error: ChatError, wire: Wire) -> Response:
-    """The error as HTTP. After a 408 the connection closes, because the rest of the body may never arrive."""
+    """Returns the error as HTTP. After a 408 the connection closes, because the rest of the body may never arrive."""
     headers = {"retry-after": error.retry_after} if error.retry_after else {}
     if error.status == 408:
         headers["connection"] = "close"
@@ -376,5 +331,5 @@ class _Refusals:
 
 
 async def _gone(http: HttpRequest, error: Exception) -> Response:
-    """The client went away, so no client reads this."""
+    """Returns an answer that no client reads, because the client went away."""
     return Response(status_code=499)

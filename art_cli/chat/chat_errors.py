@@ -36,5 +36,5 @@ class ChatError(Exception):
 
 
 def invalid(message: str, param: str | None = None, code: str | None = None) -> ChatError:
-    """A ChatError with status 400: the client's mistake."""
+    """Returns a ChatError with status 400: the client's mistake."""
     return ChatError(400, message, INVALID_REQUEST, param, code)

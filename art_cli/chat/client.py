@@ -90,7 +90,7 @@ class HttpBackend:
 
     @asynccontextmanager
     async def _post(self, request: Request, *, is_stream: bool) -> AsyncIterator[aiohttp.ClientResponse]:
-        """An answer of status 200. A field that the endpoint refuses and the client did not ask for is left out."""
+        """Yields an answer of status 200. A field that the endpoint refuses and the client did not ask for goes."""
         url = f"{self._url}/{self._path(request)}"
         timeout = aiohttp.ClientTimeout(
             total=None if is_stream else self._timeout_s, sock_connect=CONNECT_TIMEOUT_S, sock_read=self._timeout_s
@@ -122,7 +122,7 @@ class HttpBackend:
         return self._dialect.body(request, self.model, is_stream=is_stream)
 
     def _learn(self, request: Request, status: int, answer: bytes) -> bool:
-        """Whether another body may be accepted, after this refusal."""
+        """Returns whether another body may be accepted, after this refusal."""
         return self._dialect.learn(request, status, answer)
 
     # --- failing ------------------------------------------------------------------------------------------------------
@@ -141,7 +141,7 @@ class HttpBackend:
             raise ChatError(502, message, code="upstream_unreachable") from error
 
     def _refusal(self, status: int, answer: bytes, retry_after: str | None = None) -> ChatError:
-        """The endpoint's error without our key, which it may quote."""
+        """Returns the endpoint's error without our key, which it may quote."""
         if status in (401, 403):
             return ChatError(status, f"{self._url}: it refused our API key", code="upstream_authentication")
         error = read_error(answer)
@@ -186,7 +186,7 @@ _REFUSED = re.compile(r"unsupported|not support|unrecognized|unknown|not permitt
 class _Dialect:
     """The request body with the fields that one endpoint understands, learnt from its refusals.
 
-    All sampling fields are sent, because endpoints have defaults of their own (vLLM takes the model's
+    All sampling fields are sent, because endpoints have other defaults (vLLM takes the model's
     generation_config.json). A field that the client did not ask for is left out once the endpoint has refused it.
     """
 
@@ -211,7 +211,7 @@ class _Dialect:
         return body
 
     def learn(self, request: Request, status: int, answer: bytes) -> bool:
-        """Whether the endpoint refused a field that can be left out; from now on it is."""
+        """Returns whether the endpoint refused a field that can be left out; from now on it is."""
         error = read_error(answer)
         if status not in (400, 422) or not _REFUSED.search(error.message):
             return False
@@ -225,7 +225,7 @@ class _Dialect:
 
 
 def _asked_for(request: Request) -> frozenset[str]:
-    """The fields without which the client would get another answer."""
+    """Returns the fields without which the client would get another answer."""
     sampling, neutral = request.sampling, Sampling()
     decisive = ("temperature", "top_p", "top_k", "max_tokens", "stop", "n", "ignore_eos", *RESHAPING)
     differing = {name for name in decisive if getattr(sampling, name) != getattr(neutral, name)}
@@ -392,7 +392,7 @@ def _add_logprobs(choice: Choice, parsed: _LogprobsJson) -> None:
 
 
 def _token(parsed: _TopJson) -> str:
-    """The token's text. Bytes of an incomplete character become lone surrogates, as in `replies.token_bytes`."""
+    """Returns the token's text. Bytes of an incomplete character become lone surrogates (`replies.token_bytes`)."""
     if parsed.bytes is None or "\ufffd" not in parsed.token:
         return parsed.token
     return bytes(parsed.bytes).decode(errors="surrogateescape")
@@ -409,7 +409,7 @@ def _usage(parsed: _ReplyJson) -> tuple[int, int] | None:
 
 
 async def read_events(response: aiohttp.ClientResponse) -> AsyncIterator[bytes]:
-    """The data of each server-sent event. aiohttp's line reader is not used: it refuses lines as long as token ids."""
+    """Yields the data of each server-sent event. aiohttp's line reader refuses lines as long as token ids."""
     rest = bytearray()
     async for piece in response.content.iter_any():
         *lines, last = piece.split(b"\n")

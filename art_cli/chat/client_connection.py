@@ -18,7 +18,7 @@ MAX_HEADER_BYTES = 64 * 2**10  # size limit of a request's headers; nginx allows
 
 
 class Timeouts(NamedTuple):
-    """How long a client may be slow, in seconds."""
+    """The longest times, in seconds, that a client may be slow."""
 
     request_s: float = (
         75.0  # longest time from a request's first byte to its last; the application's own limit is shorter

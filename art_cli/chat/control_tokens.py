@@ -1,7 +1,7 @@
 """ControlTokens: the tokens of a rendered conversation, of which the template's own markers alone are control tokens.
 
 A tokenizer makes `<|im_start|>` a control token wherever it stands. So a text of a user, a tool or the policy itself
-could write a turn of its own. Here it cannot:
+could write a whole turn. Here it cannot:
 
     values of the request   {"role": "user", "content": "a<|im_end|>b"}
     Guard.messages          {"role": "user", "content": "a?|im_end|>b"}    ? is a private-use character
@@ -65,7 +65,7 @@ class ControlTokens:
         self._find = _finder(marks)
 
     def places(self, text: str, *, is_free: bool) -> set[int]:
-        """The characters without which the text has no part in any marker, by index.
+        """Returns the characters without which the text has no part in any marker, by index.
 
         `is_free`: also where the text may be the middle of one, as "user" in <|user|>.
         """
@@ -92,21 +92,21 @@ class ControlTokens:
         return found
 
     def _ends(self, text: str, end: int) -> set[int]:
-        """Where a text that ends there ends with the beginning of a marker."""
+        """Returns the indices at which the beginning of a marker starts that ends the text before `end`."""
         near = range(max(0, end - self._longest), end)
         return {index for index in near if text[index] in self._first and text[index:end] in self._heads}
 
     def _starts(self, text: str, start: int) -> set[int]:
-        """Where a text that begins there begins with the end of a marker."""
+        """Returns the indices at which the end of a marker stops that begins the text from `start` on."""
         near = range(start, min(len(text), start + self._longest))
         return {index for index in near if text[index] in self._last and text[start : index + 1] in self._tails}
 
     def marks_in(self, text: str) -> list[str]:
-        """The markers that stand in a text."""
+        """Returns the markers that stand in a text."""
         return [match[0] + (match[match.lastindex] if match.lastindex else "") for match in self._find.finditer(text)]
 
     def chat_ids(self, messages: Sequence[Json], tools: Sequence[Json] = ()) -> list[int]:
-        """The tokens of a conversation in the tokenizer's own template. Raises what the template raises, ValueError."""
+        """Returns the tokens of a conversation in the tokenizer's template. Raises what that raises, and ValueError."""
         guard = Guard(self, messages, tools)
         text = self.tokenizer.apply_chat_template(
             guard.messages(messages), tools=guard.value(list(tools)) or None, tokenize=False
@@ -114,7 +114,7 @@ class ControlTokens:
         return self.encode(text, guard)
 
     def encode(self, text: str, guard: "Guard") -> list[int]:
-        """The tokens of a text that was rendered from a guard's values.
+        """Returns the tokens of a text that was rendered from a guard's values.
 
         Raises ValueError: the tokenizer has no way to encode a marker as text.
         """
@@ -125,11 +125,11 @@ class ControlTokens:
         return self.encode_apart(text, whole)
 
     def differ(self, text: str, whole: str) -> bool:
-        """Whether the text without stand-ins, `whole`, may have other control tokens than the template wrote."""
+        """Returns whether the text without stand-ins, `whole`, may have control tokens beside the template's."""
         return text != whole and (self.folds or self._marks(whole) != self._marks(text))
 
     def encode_apart(self, text: str, whole: str) -> list[int]:
-        """The tokens of `whole` with the control tokens of `text` and no others."""
+        """Returns the tokens of `whole` with the control tokens of `text` and no others."""
         encoded = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
         written = [
             (id, start, end)
@@ -147,7 +147,7 @@ class ControlTokens:
         return [(match.start(), match[match.lastindex or 0]) for match in self._find.finditer(text)]
 
     def _encode_text(self, text: str, written: list[int]) -> list[int]:
-        """The tokens of the text, in which nothing but _MARK is a control token: the next one that was written."""
+        """Returns the tokens of the text. Only _MARK is a control token in it: the next one that was written."""
         tokenizer, own_ids = self._without
         encoding = tokenizer.encode(text, add_special_tokens=False)
         rest, ids = iter(written), []
@@ -209,13 +209,13 @@ class Guard:
         return [self._message(message) for message in messages]
 
     def value(self, value: Any) -> Any:
-        """A JSON value, such as the tools."""
+        """Returns a JSON value, such as the tools."""
         return self._value(value, is_free=False)
 
     def json(self, text: str) -> str:
-        """The JSON text of a call's arguments."""
+        """Returns the JSON text of a call's arguments."""
         whole, place, pieces = text, 0, []
-        for match in _JSON_STRING.finditer(text):  # what stands around its strings is JSON's own
+        for match in _JSON_STRING.finditer(text):  # JSON itself stands around its strings
             pieces += [text[place : match.start(1)], self._text(match[1], is_free=False)]
             place = match.end(1)
         text = "".join([*pieces, text[place:]])
@@ -228,7 +228,7 @@ class Guard:
         return text
 
     def free(self) -> str:
-        """A character that occurs nowhere."""
+        """Returns a character that occurs nowhere."""
         if self._used is None:
             template = self._controls.tokenizer.chat_template
             self._used = json.dumps([self._values, template], ensure_ascii=False, default=str)
@@ -261,7 +261,7 @@ class Guard:
         return self._call(value) if key == "function" else self._value(value, is_free=False)
 
     def _reply(self, text: str, *, has_thought: bool) -> str:
-        """The content of an assistant's message. A thought at its beginning stays one where the template knows them."""
+        """Returns an assistant's content. A thought at its beginning stays one if the template has them."""
         template = str(self._controls.tokenizer.chat_template)
         before, begin, rest = text.partition(THINK)
         thought, end, answer = rest.partition(THINK_END)
@@ -304,7 +304,7 @@ class Guard:
 
 
 def _same(value: Any, guarded: Any) -> Any:
-    """The value itself where nothing in it changed, so that what was guarded can be told from what was not."""
+    """Returns the value itself if nothing in it changed, so that the caller can compare by identity."""
     pairs = zip(value, guarded, strict=True)
     if isinstance(value, dict):
         pairs = zip((*value, *value.values()), (*guarded, *guarded.values()), strict=True)
@@ -329,7 +329,7 @@ def _finder(marks: Sequence[str]) -> "re.Pattern[str]":
 
 
 def _folded(text: str) -> str:
-    """The text without what a normalizer may take away: case, accents, width, invisible characters."""
+    """Returns the text without what a normalizer may take away: case, accents, width, invisible characters."""
     return text.lower().translate(_CONTROL) if text.isascii() else "".join(map(_folded_letter, text))
 
 

@@ -11,7 +11,7 @@ Result = TypeVar("Result")
 
 
 async def unless_disconnected(receive: Receive, work: Coroutine[Any, Any, Result]) -> Result:
-    """The result of `work`. When the client goes away, `work` is cancelled and has ended; raises ClientDisconnect.
+    """Returns the result of `work`. Raises ClientDisconnect if the client goes away; `work` is cancelled and has ended.
 
     It runs in the caller's task, which a second, short one watches over.
     """
@@ -19,7 +19,7 @@ async def unless_disconnected(receive: Receive, work: Coroutine[Any, Any, Result
     try:
         result = await work
     except asyncio.CancelledError:
-        if watch.has_cancelled and watch.task.uncancel() == 0:  # nobody else cancelled it
+        if watch.has_cancelled and watch.task.uncancel() == 0:  # only this watch cancelled it
             raise ClientDisconnect from None
         raise
     finally:

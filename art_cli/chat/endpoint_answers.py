@@ -30,13 +30,13 @@ class ErrorAnswer(msgspec.Struct):
 
 
 def open_session(url: str, headers: Mapping[str, str], **more: Any) -> aiohttp.ClientSession:
-    """A session to the endpoint. The environment's proxies are for hosted models, not for this machine."""
+    """Returns a session to the endpoint. The environment's proxies are for hosted models, not for this machine."""
     connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=IDLE_S)
     return aiohttp.ClientSession(connector=connector, headers=headers, trust_env=URL(url).host not in LOCAL, **more)
 
 
 async def read_answer(response: aiohttp.ClientResponse, limit: int = MAX_ANSWER) -> bytes:
-    """The whole body, decompressed. Raises AnswerTooLarge, and closes the connection, if it exceeds `limit` bytes."""
+    """Returns the whole body, decompressed. Raises AnswerTooLarge and closes the connection beyond `limit` bytes."""
     pieces, size = [], 0
     async for piece in response.content.iter_any():
         size += len(piece)
@@ -48,7 +48,7 @@ async def read_answer(response: aiohttp.ClientResponse, limit: int = MAX_ANSWER)
 
 
 def read_error(answer: bytes) -> ErrorAnswer:
-    """The error of an OpenAI body, of vLLM's older flat body, or FastAPI's `detail`; empty for any other answer."""
+    """Returns the error of an OpenAI body, vLLM's older flat body, or FastAPI's `detail`; empty for other answers."""
     try:
         fields = msgspec.json.decode(answer)
         error = fields.get("error", fields) if isinstance(fields, dict) else {}

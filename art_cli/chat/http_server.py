@@ -69,7 +69,7 @@ def _listen(host: str, port: int) -> socket.socket:
 
 
 def _authority(host: str) -> str:
-    """The host name by which clients on this machine reach a server that listens on `host`."""
+    """Returns the host name by which clients on this machine reach a server that listens on `host`."""
     reachable = {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}.get(host, host)
     return f"[{reachable}]" if ":" in reachable else reachable
 
@@ -99,7 +99,7 @@ def _configure(app: ASGIApp, timeouts: Timeouts, grace_s: int) -> uvicorn.Config
         access_log=False,
         log_config=None,
         log_level="warning",
-        proxy_headers=False,  # the address in a scope is the client's own, whatever its headers say
+        proxy_headers=False,  # the address in a scope is the connection's, not one from a header
         server_header=False,
         timeout_keep_alive=int(KEEP_ALIVE_S),
         timeout_graceful_shutdown=grace_s,

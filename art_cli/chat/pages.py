@@ -6,27 +6,33 @@ that a page cannot change. Programs (curl, the OpenAI clients) send none of thes
 """
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from starlette.datastructures import Headers
 
 from art_cli.chat.api_keys import is_loopback
 from art_cli.chat.chat_errors import ChatError
 
-HOST = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[^\[\]:]+)(:\d{0,5})?")
+HOST = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[^\[\]:]+)(?::(\d{0,5}))?")
 OWN_SITES = ("same-origin", "none")  # "none" means that the user typed the address
 CURE = "start the server with a key (ART_API_KEY) to reach it this way"
 
 
-def check_sender(method: str, headers: Headers, kinds: Sequence[str] = ("application/json",)) -> None:
+def check_sender(
+    method: str,
+    headers: Headers,
+    kinds: Sequence[str] = ("application/json",),
+    is_own: Callable[[str, str], bool] = lambda name, port: is_loopback(name),
+) -> None:
     """Raises ChatError: 421 for a foreign host name, 403 for another site's page, 415 for a POST that is no JSON.
 
-    `kinds` are the content types of a POST that are accepted. A page needs permission to send any of them.
+    `kinds` are the content types of a POST that are accepted. A page needs permission to send any of them. `is_own`
+    returns whether the name and the port ("" if none is given) of a Host header are this server's.
 
     A request without a Host header is accepted, because browsers always send one and old health checks do not.
     """
     hosts = headers.getlist("host")
-    if not all(_is_own(host) for host in hosts):
+    if not all((parts := HOST.fullmatch(host)) and is_own(_bare(parts[1]), parts[2] or "") for host in hosts):
         message = f"the Host header names another machine; this server is localhost, 127.0.0.1 or [::1]; {CURE}"
         raise ChatError(421, message, code="foreign_host")
     if any(origin not in [f"http://{host}" for host in hosts] for origin in headers.getlist("origin")):
@@ -39,7 +45,5 @@ def check_sender(method: str, headers: Headers, kinds: Sequence[str] = ("applica
         raise ChatError(415, message, code="unsupported_media_type")
 
 
-def _is_own(host: str) -> bool:
-    """Whether a Host header is a loopback name or address, on any port."""
-    found = HOST.fullmatch(host)
-    return found is not None and is_loopback(found[1].strip("[]").lower())
+def _bare(name: str) -> str:
+    return name.strip("[]").lower()

@@ -1,6 +1,6 @@
 """PromptList: a Backend for requests with several prompts, in front of one for requests with one.
 
-Each prompt is a request of its own, all at once, so that admission, recording and engines know no lists. The choices of
+Each prompt is a separate request, all at once, so that admission, recording and engines know no lists. The choices of
 prompt number i, of n each, have the indices i * n to i * n + n - 1, as OpenAI's do.
 """
 
@@ -17,7 +17,7 @@ from art_cli.runtime.threads import end
 CANCEL_TIMEOUT_S = 10.0  # longest wait for the other prompts to end when one has failed or the client has gone
 
 
-_News = tuple[int, Chunk | Exception | None]  # of one prompt: a chunk, its failure, or its end
+_News = tuple[int, Chunk | Exception | None]  # a chunk of one prompt, its failure, or its end
 
 
 class PromptList:
@@ -48,7 +48,7 @@ class PromptList:
         )
 
     async def stream(self, request: Request) -> AsyncIterator[Chunk]:
-        """The chunks of all prompts as they come. A chunk's `usage` counts all prompts that have reported theirs."""
+        """Yields the chunks of all prompts as they come. A chunk's `usage` counts the prompts that have reported it."""
         requests = _parts(request)
         chunks: asyncio.Queue[_News] = asyncio.Queue(maxsize=1)  # so that prompts wait for a slow client
         tasks = [asyncio.create_task(self._read(part, number, chunks)) for number, part in enumerate(requests)]
@@ -87,7 +87,7 @@ class PromptList:
 
 
 def _parts(request: Request) -> list[Request]:
-    """A request for each prompt, with a digest of its own, so that none is taken for another's retry."""
+    """Returns a request for each prompt. Each has another digest, so that none is taken for a retry of another."""
     assert request.prompt is not None, "chat has no prompts"
     return [
         msgspec.structs.replace(
@@ -98,7 +98,7 @@ def _parts(request: Request) -> list[Request]:
 
 
 def _placed(choice: Choice, request: Request, number: int, prompt_ids: list[int] | None) -> Choice:
-    """The choice at its index among those of all prompts, with its own prompt."""
+    """Returns the choice at its index among those of all prompts, with its own prompt."""
     echo = choice.echo
     if request.echo and echo is None and isinstance(request.prompt, str):
         echo = Echo(text=request.prompt)

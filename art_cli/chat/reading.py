@@ -12,7 +12,7 @@ import msgspec
 
 from art_cli.chat.chat_errors import ChatError, invalid
 from art_cli.runtime.processes.plain_json import is_deep
-from art_cli.runtime.worker_pool import Crew, Crowded, Overran
+from art_cli.runtime.worker_pool import Crowded, Overran, WorkerPool
 
 Json = dict[str, Any]
 Result = TypeVar("Result")
@@ -33,12 +33,12 @@ class RequestReader:
     """
 
     def __init__(self) -> None:
-        self._crew = Crew(size=1, wait_s=WAIT_S, run_s=READ_S)
+        self._workers = WorkerPool(size=1, wait_s=WAIT_S, run_s=READ_S)
 
     async def read(self, function: Callable[..., Result], *arguments: Any) -> Result:
-        """The result of the function. Raises ChatError: 400 when it takes too long, 503 when too many calls wait."""
+        """Returns the function's result. Raises ChatError: 400 when it takes too long, 503 when too many calls wait."""
         try:
-            return await self._crew.call(function, *arguments)
+            return await self._workers.call(function, *arguments)
         except Overran:
             raise invalid(f"the request takes more than {READ_S:.0f} s to read; shorten it") from None
         except Crowded:
@@ -46,7 +46,7 @@ class RequestReader:
 
 
 def decode_object(body: bytes) -> Json:
-    """The fields of a JSON object. Raises ChatError 400: not an object, nested too deep, or too many values."""
+    """Returns the fields of a JSON object. Raises ChatError 400: not an object, nested too deep, or too many values."""
     check_size(body)
     try:
         fields = msgspec.json.decode(body)
@@ -60,7 +60,7 @@ def decode_object(body: bytes) -> Json:
 
 
 def convert(fields: Json, kind: type[Result]) -> Result:
-    """The fields as a msgspec.Struct. Raises ChatError 400 that names the first field that does not fit."""
+    """Returns the fields as a msgspec.Struct. Raises ChatError 400 that names the first field that does not fit."""
     try:
         return msgspec.convert(fields, kind)
     except msgspec.ValidationError as error:
@@ -89,7 +89,7 @@ def _outside_strings(body: bytes) -> Iterator[tuple[int, int]]:
 
 
 def _end_of_string(body: bytes, start: int) -> int:
-    """The index behind the closing quote of the string whose characters begin at `start`; the body's end without one.
+    """Returns the index behind the closing quote of the string that begins at `start`, or the body's end.
 
     A slice may end amid an escape; the next slice then begins with its backslash.
     """
@@ -105,7 +105,7 @@ def _end_of_string(body: bytes, start: int) -> int:
 
 
 def _is_within(body: bytes, spans: Iterable[tuple[int, int]]) -> bool:
-    """Whether these spans of a body together have no more brackets, colons and commas than the bounds allow."""
+    """Returns whether these spans of a body together have no more brackets, colons and commas than the bounds allow."""
     num_nodes = num_commas = 0
     for begin, end in spans:
         for start in range(begin, end, _SLICE):

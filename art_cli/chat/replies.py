@@ -43,9 +43,9 @@ class Choice(msgspec.Struct, kw_only=True):
     tokens: list[str] = []  # [L] each token as text, if the client asked for logprobs; see `token_bytes`
     top_logprobs: list[list[tuple[str, float]]] | None = None  # [L][k]
     finish_reason: str = "stop"  # stop, length, tool_calls
-    echo: Echo | None = None  # of a request that `needs_echo`
-    prompt_ids: list[int] | None = None  # of an answer to one of several prompts; None: the reply's
-    stop_string: str | None = None  # the stop string that ended it; None: none did, or the endpoint does not say which
+    echo: Echo | None = None  # set for a request that `needs_echo`
+    prompt_ids: list[int] | None = None  # set for one of several prompts; None means those of the reply
+    stop_string: str | None = None  # the stop string that ended it, if the endpoint reports one
 
 
 class Reply(msgspec.Struct, kw_only=True):
@@ -57,7 +57,7 @@ class Reply(msgspec.Struct, kw_only=True):
     choices: list[Choice]
     prompt_ids: list[int]
     step: int = 0  # policy step that sampled it
-    sampling: Any = None  # the Sampling used, defaults filled in; None: the endpoint does not report it
+    sampling: Any = None  # the Sampling used, defaults filled in, or None if the endpoint does not report it
     usage: tuple[int, int] | None = None  # (prompt, sampled) token counts, if the endpoint reports counts and no ids
 
     @property
@@ -85,17 +85,17 @@ class Chunk(msgspec.Struct, kw_only=True):
 
 
 def thoughts_of(message: Json) -> str:
-    """The thoughts in a message or a delta, which vLLM has called both names."""
+    """Returns the thoughts in a message or a delta, which vLLM has called both names."""
     return message.get("reasoning_content") or message.get("reasoning") or ""
 
 
 def token_bytes(token: str) -> bytes:
-    """A token's bytes. In its text, bytes of an incomplete character are lone surrogates (PEP 383)."""
+    """Returns a token's bytes. In its text, bytes of an incomplete character are lone surrogates (PEP 383)."""
     return token.encode(errors="surrogateescape")
 
 
 def token_text(token: str) -> str:
-    """A token as clients see it, with U+FFFD for bytes of an incomplete character."""
+    """Returns a token as clients see it, with U+FFFD for bytes of an incomplete character."""
     return token if token.isascii() else token_bytes(token).decode(errors="replace")
 
 
@@ -103,7 +103,7 @@ def token_text(token: str) -> str:
 
 
 def join_deltas(deltas: Iterable[Json]) -> Json:
-    """One delta from a choice's deltas: texts and tool calls in sequence, the role once, the newest of other values."""
+    """Joins a choice's deltas: texts and tool calls in sequence, the role once, the newest of other values."""
     joined: Json = {}
     texts: dict[str, list[str]] = {}  # joined once at the end, so that long texts are copied once
     for delta in deltas:
@@ -145,7 +145,7 @@ class ReplyBuilder:
             self._ended.add(piece.index)
 
     def reply(self) -> Reply:
-        """The Reply that the added chunks are pieces of. At least one chunk was added."""
+        """Returns the Reply that the added chunks are pieces of. At least one chunk was added."""
         last = self._last
         assert last is not None, "a stream without chunks"
         return Reply(
@@ -160,7 +160,7 @@ class ReplyBuilder:
         )
 
     def partial_reply(self) -> Reply | None:
-        """The part that was streamed before the client left; None: no choice has a token or text."""
+        """Returns the part that was streamed before the client left, or None if no choice has a token or text."""
         if self._last is None:
             return None
         reply = self.reply()
@@ -182,7 +182,7 @@ def _extend(whole: Choice, piece: Choice) -> None:
 
 
 def _finished(choice: Choice) -> Choice:
-    """A copy with None for lists that no piece had, as more pieces may follow: endpoints send the usage last.
+    """Returns a copy with None for lists that no piece had, as more pieces may follow: endpoints send the usage last.
 
     Its content is null beside tool calls, else text.
     """

@@ -12,14 +12,14 @@ MAX_DISCARDED = 64 * 2**20  # bytes of a refused body that are read only so that
 
 
 class BodyLimit(NamedTuple):
-    """How long a request's body may be, and why. Example: BodyLimit(2**20, "no longer prompt fits the context")"""
+    """The largest body of a request, and the reason. Example: BodyLimit(2**20, "no longer prompt fits the context")"""
 
     num_bytes: int = 32 * 2**20  # enough for a context of a million tokens as text
     reason: str = ""
 
 
 async def read_body(http: HttpRequest, limit: BodyLimit, timeout_s: float) -> bytes:
-    """The whole body. Raises ChatError: too large (413), also when only its header says so; too slow (408)."""
+    """Returns the whole body. Raises ChatError: too large (413), also by its header alone; too slow (408)."""
     declared = http.headers.get("content-length", "")
     is_over = declared.isdecimal() and int(declared[:20]) > limit.num_bytes
     if is_over and not _must_discard(http):
@@ -42,7 +42,7 @@ async def read_body(http: HttpRequest, limit: BodyLimit, timeout_s: float) -> by
 
 
 def _must_discard(http: HttpRequest) -> bool:
-    """Whether a body that is refused must be read all the same.
+    """Returns whether a body that is refused must be read all the same.
 
     If the client wants the connection closed, an answer before the body's end resets the connection, and the client
     never sees the answer. A client that expects "100 Continue" has not begun to send.

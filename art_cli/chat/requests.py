@@ -20,12 +20,12 @@ RENDERERS_OWN = frozenset(
 
 
 class Sampling(msgspec.Struct, frozen=True, kw_only=True):
-    """How to sample one request."""
+    """Sampling settings of one request."""
 
     temperature: float = 1.0  # 0: greedy
     top_p: float = 1.0
     top_k: int = 0  # 0: off
-    max_tokens: int | None = None  # None: up to the end of the context
+    max_tokens: int | None = None  # None means up to the end of the context
     stop: tuple[str, ...] = ()
     stop_ids: tuple[int, ...] = ()  # tokens that end the reply besides the model's own
     seed: int | None = None
@@ -58,9 +58,9 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     more_prompts: list[str | list[int]] = []  # the prompts after the first; the application asks for each by itself
     tools: list[Json] = []
     tool_choice: str | Json = "auto"  # "auto", "none", "required", or a named function
-    response_format: Json | None = None  # OpenAI's json_object or json_schema; None: text
+    response_format: Json | None = None  # OpenAI's json_object or json_schema; None means text
     template_kwargs: Json = {}  # chat_template_kwargs: {"enable_thinking": false}
-    thinks: bool | None = None  # whether the model is to think, where its template leaves the choice; None: its default
+    thinks: bool | None = None  # whether the model thinks, if its template has that choice; None means its default
     caps_tokens: bool = False  # True: max_tokens is only a bound, and the context may end the reply earlier
     is_stream: bool = False
     wants_usage: bool = False  # stream_options.include_usage
@@ -80,7 +80,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     is_recorded: bool = True  # False: the gateway writes no turn down (a question about a prompt, an opponent's move)
     num_retries: int = 0  # number of earlier times that the client's SDK sent this body and gave up
     group: str | None = None  # id of the attempt's group, whose prompts begin alike; several servers are routed by it
-    state: str | None = None  # key of the environment's state, from the header X-Art-State; None: the client sent none
+    state: str | None = None  # key of the environment's state, from the header X-Art-State
     conversation: str | None = None  # X-Art-Conversation, by which `art gateway` knows what the call belongs to
     scenario: str | None = None  # X-Art-Scenario, by which `art gateway` knows attempts at the same task
     user_set: frozenset[str] = frozenset()  # names of the sampling fields that the client gave
@@ -88,17 +88,17 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def needs_echo(request: Request) -> bool:
-    """Whether the backend has to fill in `Choice.echo`, because the wire knows no more of the prompt than its text."""
+    """Returns whether the backend has to fill in `Choice.echo`, because the wire has the prompt's text only."""
     return request.echo and (request.wants_logprobs or not isinstance(request.prompt, str))
 
 
 def demands_format(request: Request) -> bool:
-    """Whether the reply has to be JSON or a tool call."""
+    """Returns whether the reply has to be JSON or a tool call."""
     return request.response_format is not None or request.tool_choice not in ("auto", "none")
 
 
 def with_defaults(request: Request, defaults: Sampling) -> Request:
-    """The request with `defaults` for the sampling fields that the client did not give."""
+    """Returns the request with `defaults` for the sampling fields that the client did not give."""
     given = {name: getattr(request.sampling, name) for name in request.user_set}
     return msgspec.structs.replace(request, sampling=msgspec.structs.replace(defaults, **given))
 
@@ -108,7 +108,7 @@ FORCED = ("temperature", "top_p", "top_k", "seed")
 
 
 def force_sampling(request: Request, defaults: Sampling) -> Request:
-    """The request with `defaults` for the fields in FORCED. `overridden` holds the client's values that differed."""
+    """Returns the request with `defaults` for the fields in FORCED. `overridden` has the client's other values."""
     given = {name: getattr(request.sampling, name) for name in FORCED if name in request.user_set}
     overridden = {name: value for name, value in given.items() if value != getattr(defaults, name)}
     forced = {name: getattr(defaults, name) for name in FORCED}
@@ -117,7 +117,7 @@ def force_sampling(request: Request, defaults: Sampling) -> Request:
 
 
 def cap_tokens(request: Request, most: int | None) -> Request:
-    """The request with at most `most` tokens, if its max_tokens is only a bound. `overridden` holds the client's."""
+    """Returns the request with at most `most` tokens, if max_tokens is only a bound. `overridden` has the client's."""
     asked = request.sampling.max_tokens
     if not request.caps_tokens or most is None or asked is None or asked <= most:
         return request
@@ -126,7 +126,7 @@ def cap_tokens(request: Request, most: int | None) -> Request:
 
 
 def text_of(content: str | list[Json] | None) -> str:
-    """A message's content as one string: a list of text parts is joined, null is empty."""
+    """Returns a message's content as one string: a list of text parts is joined, null is empty."""
     if isinstance(content, list):
         return "".join(part.get("text") or part.get("refusal") or "" for part in content)
     return content or ""

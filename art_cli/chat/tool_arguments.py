@@ -17,7 +17,7 @@ MAX_DEPTH = 32  # levels of arguments handed out as an object; a client must be 
 
 
 def input_of(arguments: str) -> Json:
-    """The arguments as an object. Text that is no object, as a cut or broken call has, is its field `arguments`.
+    """Returns the arguments as an object. Text that is no object, as in a cut call, is its field `arguments`.
 
     Example: input_of('{"a": 2}') is {"a": 2}, and input_of('{"a": ') is {"arguments": '{"a": '}.
     """
@@ -29,7 +29,7 @@ def input_of(arguments: str) -> Json:
 
 
 def are_same(sampled: str, returned: str) -> bool:
-    """Whether two texts of arguments are the same JSON value, numbers compared as numbers."""
+    """Returns whether two texts of arguments are the same JSON value, numbers compared as numbers."""
     if sampled == returned:
         return True
     if len(returned) > MAX_GROWTH * (len(sampled) + 1):  # so that no long text is read which cannot be the same

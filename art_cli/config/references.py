@@ -15,7 +15,6 @@ import os
 import re
 import shutil
 import socket
-import threading
 import warnings
 from collections.abc import Iterator, Sequence
 from difflib import get_close_matches
@@ -52,6 +51,7 @@ from art_cli.config.store_address import missing_client
 from art_cli.models.base_files import gguf_problem
 from art_cli.rollouts.environments import find_library, not_installed
 from art_cli.runtime.errors import ConfigError, EngineError, Problem, UsageError
+from art_cli.runtime.threads import start_in_thread
 
 ALL = (
     *("runs", "store", "model", "rollout", "gateway", "engine", "judge", "shadow", "algorithm", "sft", "eval"),
@@ -428,9 +428,8 @@ def _is_address(host: str) -> bool:
 
 def _bind(host: str, port: int) -> OSError | None:
     """The error of binding a server to that address; None: it works. A host name is looked up with a deadline."""
-    outcome: list[OSError | None] = []
 
-    def bind() -> None:
+    def bind() -> OSError | None:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         try:
             with socket.socket(family, socket.SOCK_STREAM) as listener:
@@ -438,17 +437,15 @@ def _bind(host: str, port: int) -> OSError | None:
                 listener.bind((host, port))
                 listener.listen(1)
         except OSError as error:
-            outcome.append(error)
-        else:
-            outcome.append(None)
+            return error
+        return None
 
     if _is_address(host) or host == "localhost":
-        bind()
-    else:
-        thread = threading.Thread(target=bind, daemon=True)
-        thread.start()
-        thread.join(LOOKUP_TIMEOUT_S)
-    return outcome[0] if outcome else OSError(errno.ETIMEDOUT, "the name could not be looked up")
+        return bind()
+    try:
+        return start_in_thread(bind).result(LOOKUP_TIMEOUT_S)
+    except (TimeoutError, ValueError):  # a ValueError is a name that no encoding of host names takes
+        return OSError(errno.ETIMEDOUT, "the name could not be looked up")
 
 
 # --- the base model ---------------------------------------------------------------------------------------------------

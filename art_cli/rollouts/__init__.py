@@ -1,19 +1,19 @@
 """Runs the user's agent: scenarios in, trajectories out.
 
-scenario_files.py    reads scenarios, and says which ones a step plays
+scenario_files.py    reads scenarios, and chooses those that a step plays
 policy.py            Policy, which a rollout function gets, and the Outcome of what it returns
 function_rollout.py  a Python function as a Rollout
-process.py           that function in processes of its own, which is how it runs unless told otherwise
-attempt_end.py       how an attempt ended, as its process reports it
+process.py           that function in separate processes, as it runs by default
+attempt_end.py       the end of an attempt, as its process reports it
 bootstrap.py         starts such a process in any Python
 command_rollout.py   an external program as a Rollout
-attempt_errors.py    what can go wrong in one attempt, and what of it is tried again
+attempt_errors.py    errors of one attempt, and the choice of those that are tried again
 rollout_runner.py    many rollouts at once: concurrency, timeouts, turn limits, retries; each becomes a Trajectory
 progress.py          the counts of a run of rollouts, and their progress bar
-rollout_gateway.py   the capturing OpenAI-compatible proxy; a call's key tells its trajectory
-per_attempt_key.py   each attempt reads its own key from the environment
-connection_owner.py  finds out which attempt's program makes a call
-retries.py           which call a retry replaces
+rollout_gateway.py   the capturing OpenAI-compatible proxy; a call's key names its trajectory
+per_attempt_key.py   a key for each attempt in the environment that they share
+connection_owner.py  the attempt whose program makes a call
+retries.py           the call that a retry replaces
 recorder.py          one rollout's calls as a prefix tree of turns and a tree of messages
 
 The runner's unit of work is `Rollout.play`: (endpoint, key, scenario) -> outcome. All of it is plain data, so that the
@@ -31,12 +31,12 @@ class Rollout(Protocol):
     """Plays attempts at scenarios, many at once. Cancelling a `play` frees what it holds."""
 
     async def play(self, policy: "Policy", scenario: dict[str, Any], *, is_alone: bool = False) -> "Outcome":
-        """The attempt's outcome. Raises AttemptError: this attempt failed; RolloutError: every attempt would.
+        """Returns the attempt's outcome. Raises AttemptError: this attempt failed; RolloutError: every attempt would.
 
         With `is_alone` no other attempt shares its process, because the last process died during this attempt.
         """
 
     async def explain_timeout(self) -> str:
-        """The probable cause of a timeout, as the end of its message; empty if unknown."""
+        """Returns the probable cause of a timeout, as the end of its message; empty if unknown."""
 
     async def close(self) -> None: ...

@@ -27,13 +27,13 @@ History = Mapping[int, Sequence[GroupRewards]]  # step -> its groups
 
 
 class AdaptiveOrder:
-    """Which scenarios each step plays, drawn without repetition by the signal expected of them.
+    """The choice of the scenarios that each step plays, without repetition, by the signal expected of them.
 
     A pure function of ids, pools, seed, step and history. It does not depend on the order of the ids.
     """
 
     def __init__(self, ids: Sequence[str | int], *, seed: int, pools: Sequence[str] | None = None) -> None:
-        """`pools` are the pools of the scenarios, whose groups are seen as one; None: each is its own."""
+        """`pools` are the pools of the scenarios, whose groups are seen as one; None means a pool for each."""
         assert ids, "no scenarios to order"
         self._ids = [str(id) for id in ids]
         self._pools = list(pools) if pools is not None else self._ids
@@ -61,7 +61,7 @@ class AdaptiveOrder:
 
 
 def draw(key: str, ids: Sequence[str], weights: Sequence[float]) -> list[int]:
-    """All indices in the order of drawing one after the other, each with its weight's share among those left.
+    """Returns all indices in the order of drawing one after the other, each with its weight's share among those left.
 
     Weights are above 0. Efraimidis and Spirakis 2006: sorted by u^(1/w), u uniform in (0, 1), largest first. Here by
     -log(u) / w, smallest first, with u from a hash of key and id.
@@ -94,7 +94,7 @@ def reward_scale(history: History) -> float:
 
 
 def squared_deviations(rewards: Sequence[float]) -> float:
-    """The sum of (reward - mean)^2; 0 for less than two."""
+    """Returns the sum of (reward - mean)^2; 0 for less than two."""
     if len(rewards) < 2:
         return 0.0
     mean = math.fsum(rewards) / len(rewards)
@@ -102,5 +102,5 @@ def squared_deviations(rewards: Sequence[float]) -> float:
 
 
 def _uniform(key: str) -> float:
-    """A number in (0, 1), the same for the same key."""
+    """Returns a number in (0, 1), the same for the same key."""
     return (int.from_bytes(hashlib.sha256(key.encode()).digest()[:8]) + 0.5) / 2**64

@@ -1,4 +1,4 @@
-"""How an attempt ended, as its process reports it: an Outcome or an AttemptError, as plain JSON data.
+"""The end of an attempt, as its process reports it: an Outcome or an AttemptError, as plain JSON data.
 
 Standard library only, because the process may be a Python that has none of our dependencies (bootstrap.py). The process
 also runs the user's code, so what it reports is checked whole.
@@ -48,7 +48,7 @@ def report(ending: Outcome | AttemptError) -> Json:
 
 
 def read_report(value: object) -> Outcome | AttemptError:
-    """The ending that `report` wrote. Raises ValueError: it is no report."""
+    """Returns the ending that `report` wrote. Raises ValueError: it is no report."""
     match value:
         case {"done": fields, **more} if not more:
             return Outcome(**vars(checked(Done, fields)))

@@ -1,4 +1,4 @@
-"""What can go wrong in one attempt at a rollout, and what of it is tried again.
+"""Errors of one attempt at a rollout, and the choice of those that are tried again.
 
 An `AttemptError` becomes the `error` of a trajectory, which is kept and counted. A RolloutError stops the run, because
 every rollout would fail with it. Only failures of transport are tried again.
@@ -48,12 +48,12 @@ class AttemptError(Exception):
 
 
 def _writable(text: str) -> str:
-    """The text, cut to MAX_ERROR_LENGTH. A lone surrogate, which cannot be written, becomes a question mark."""
+    """Returns the text, cut to MAX_ERROR_LENGTH. A lone surrogate, which cannot be written, becomes a question mark."""
     return text[:MAX_ERROR_LENGTH].encode(errors="replace").decode()
 
 
 def from_exception(error: BaseException, root: Path) -> AttemptError:
-    """The AttemptError of an exception that the user's code raised. It names the innermost line of a file under `root`.
+    """Returns the AttemptError of an exception of the user's code. It names the innermost line of a file under `root`.
 
     For an exception group it has the group's text and that of the first error in it.
     """
@@ -70,7 +70,7 @@ def from_exception(error: BaseException, root: Path) -> AttemptError:
 
 
 def _leaves(error: BaseException) -> Iterator[BaseException]:
-    """The errors of a group and of the groups in it; the error itself where it is no group."""
+    """Yields the errors of a group and of the groups in it; the error itself where it is no group."""
     waiting = [error]
     while waiting:
         first = waiting.pop()
@@ -81,9 +81,9 @@ def _leaves(error: BaseException) -> Iterator[BaseException]:
 
 
 def is_transport_error(error: BaseException) -> bool:
-    """Whether a connection failed or the other side did, rather than the code that used it.
+    """Returns whether a connection failed or the other side did, rather than the code that used it.
 
-    Frameworks raise errors of their own from those of their client (`raise ... from`). Such an error counts as the one
+    Frameworks raise other errors from those of their client (`raise ... from`). Such an error counts as the one
     that it was raised from.
     """
     cause: BaseException | None = error
@@ -101,5 +101,5 @@ def _is_named_transport(error: BaseException) -> bool:
 
 
 def describe_exit(status: int) -> str:
-    """How a process ended, in an attempt's error. Examples: -9 is "signal 9", 3 is "status 3"."""
+    """Returns how a process ended, for an attempt's error. Examples: -9 is "signal 9", 3 is "status 3"."""
     return f"signal {-status}" if status < 0 else f"status {status}"

@@ -6,7 +6,7 @@ lies, and nothing else beside it becomes importable. What the process imports (p
 cluster/ray_driver.py, and below) needs the standard library only, and Ray's driver Ray. PATH is given where both
 processes are the same Python: it is a JSON list, the `sys.path` of the process that starts this one.
 
-A Python that is too old can still run this file, which then says so.
+A Python that is too old can still run this file, which then reports it.
 """
 
 import importlib

@@ -4,7 +4,7 @@ It gets the scenario as one JSON line on standard input, and in its environment 
 OPENAI_MODEL, and for Anthropic's clients ANTHROPIC_BASE_URL, ANTHROPIC_API_KEY and ANTHROPIC_MODEL. Of art's own
 variables, keys among them, it gets those of USUAL and those that the configuration names. The last line that it writes
 to standard output is its outcome: a number, null, or `{"reward": 1.0, "metrics": {...}, "metadata": {...}}`.
-It runs in a session of its own under a process that kills all that descends from it when the rollout is over, however
+It runs in a new session under a process that kills all that descends from it when the rollout is over, however
 it ends (runtime/processes/supervisor.py). Standard library only, because nodes of a cluster may have nothing else.
 """
 
@@ -26,7 +26,7 @@ from art_cli.runtime.errors import RolloutError, message_of
 from art_cli.runtime.processes.child import Finished, run_program
 from art_cli.runtime.processes.plain_json import dump
 
-# What a program needs to start and to talk; none of these holds a key.
+# Variables that a program needs to start and to make calls; none of them holds a key.
 USUAL = frozenset(
     ("PATH", "HOME", "USER", "LOGNAME", "SHELL", "TERM", "LANG", "LANGUAGE", "TZ", "TMPDIR", "TEMP", "TMP",
      "SYSTEMROOT", "PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "CONDA_PREFIX", "NODE_PATH", "LD_LIBRARY_PATH",
@@ -123,7 +123,7 @@ def _finite(digits: str) -> float:
 
 
 def _split(env: Collection[str]) -> tuple[dict[str, str], list[str]]:
-    """The variables that a program gets, and the names of those that it does not."""
+    """Returns the variables that a program gets, and the names of those that it does not."""
     passed = {name: value for name, value in os.environ.items() if is_passed(name, env)}
     return passed, sorted(os.environ.keys() - passed.keys())
 

@@ -1,6 +1,6 @@
-"""Finds out which attempt's program makes a call.
+"""The attempt whose program makes a call.
 
-A key alone does not tell, because programs of one user can read each other's keys: the environment of a program
+A key alone does not show it, because programs of one user can read each other's keys: the environment of a program
 (`/proc/PID/environ`) is open to every process of the same user. The gateway therefore looks at the process that holds
 the other end of a connection. If that process belongs to another attempt than the key does, the call is refused. A
 connection that belongs to no attempt's program is let through, because it may come from a container or a proxy that the
@@ -31,7 +31,7 @@ class Peers:
         self._programs.pop(key, None)
 
     def thief(self, key: str, client: Address, server: Address) -> str | None:
-        """The key of the attempt whose program makes a call with another attempt's `key`; None if none does.
+        """Returns the key of the attempt whose program makes a call with another attempt's `key`; None if none does.
 
         It reads files of /proc, which takes some hundred microseconds for each attempt, too long for an event loop.
         """
@@ -43,7 +43,7 @@ class Peers:
 
 
 def _inode(client_port: int, server_port: int) -> str | None:
-    """The inode of the client's end of a TCP connection on this machine; None without such a connection."""
+    """Returns the inode of the client's end of a TCP connection on this machine; None without such a connection."""
     for table in ("/proc/net/tcp", "/proc/net/tcp6"):
         with contextlib.suppress(OSError), open(table) as file:
             next(file)  # the head
@@ -56,7 +56,7 @@ def _inode(client_port: int, server_port: int) -> str | None:
 
 
 def _holds(process: int, inode: str) -> bool:
-    """Whether the process, or one that descends from it, has the socket open; False where /proc does not tell."""
+    """Returns whether the process or a descendant has the socket open; False where /proc does not show it."""
     link = f"socket:[{inode}]"
     return any(link == opened for descendant in _tree(process) for opened in _open_files(descendant))
 

@@ -2,7 +2,7 @@
 
 A ready-made environment is such a function as well.
 
-Neither runs in the event loop of the gateway and the engine. Async functions share a loop in a thread of its own; plain
+Neither runs in the event loop of the gateway and the engine. Async functions share a loop in one thread; plain
 ones get a thread each. So a function that blocks holds up nothing but itself, and its timeout still counts.
 """
 
@@ -46,7 +46,7 @@ class FunctionRollout:
         self._connections = Connections(has_one_loop=self._is_async)
 
     async def play(self, policy: Policy, scenario: Json, *, is_alone: bool = False) -> Outcome:
-        """The function's outcome. Raises AttemptError for what it raised, RolloutError for a wrong type."""
+        """Returns the function's outcome. Raises AttemptError for what it raised, RolloutError for a wrong type."""
         ending = await self._run(policy, copy.deepcopy(scenario))  # the function may change its own
         if isinstance(ending, Outcome):
             return ending
@@ -66,7 +66,7 @@ class FunctionRollout:
             raise from_exception(error.__cause__ or error, self._root) from error
 
     async def explain_timeout(self) -> str:
-        """The probable cause of a timeout, as the end of its message."""
+        """Returns the probable cause of a timeout, as the end of its message."""
         if self._is_async and await self._loop.is_blocked(PING_TIMEOUT_S):
             return "; it blocks the event loop: await what waits, or make it a plain `def`"
         return ""
@@ -136,7 +136,7 @@ def what_to_load(config: "RolloutConfig") -> tuple[str, Json | None]:
 
 
 def load_function(entry: str, directory: Path, environment: Json | None = None) -> FunctionRollout:
-    """The function, loaded. Raises UsageError: it cannot be; RolloutError: it does not take (policy, scenario).
+    """Returns the function, loaded. Raises UsageError: it cannot be; RolloutError: it does not take (policy, scenario).
 
     `environment` has the fields of `environments.Settings`; then that environment is played, and `entry` is its name.
     """

@@ -1,11 +1,11 @@
-"""Each attempt reads its own key from the environment, although the attempts of one process share the environment.
+"""A key for each attempt in the environment that the attempts of one process share.
 
 Suppose that a rollout sets OPENAI_API_KEY to its `policy.api_key`. Then the calls of all attempts in the process would
 go into the trajectory of the last attempt that did so. Therefore a variable that holds an attempt's key reads as the
 key of the attempt whose code reads it.
 
 Code outside every attempt's context, such as a thread of a pool, may belong to any of them. While several attempts run,
-it reads SHARED_KEY, which the gateway refuses with an error that says what to do. A child process that is given no
+it reads SHARED_KEY, which the gateway refuses with the cure. A child process that is given no
 `env` inherits the variable as it was set last.
 """
 
@@ -40,9 +40,9 @@ class _Environment(os._Environ[str]):
 
 @contextlib.contextmanager
 def reading_own(key: str) -> Iterator[None]:
-    """The block belongs to the attempt with this key, and so do all tasks and threads that get its context.
+    """Makes the block part of the attempt with this key, with all tasks and threads that get its context.
 
-    The caller must run in a task or a thread of the attempt's own, whose context no other attempt shares.
+    The caller must run in a task or thread whose context no other attempt shares.
     """
     os.environ.__class__ = _Environment
     _own.set(key)

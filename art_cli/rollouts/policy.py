@@ -13,8 +13,6 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from art_cli.rollouts.attempt_errors import AttemptError
-from art_cli.rollouts.local_http import LocalCalls, local_client
-from art_cli.rollouts.plain_chat import spare_the_walk
 from art_cli.runs.outcome import MAX_NUMBER, Outcome
 from art_cli.runtime.errors import RolloutError
 from art_cli.runtime.processes.plain_json import MAX_DEPTH, dump, is_deep, load
@@ -34,8 +32,7 @@ class Connections:
 
     An async client belongs to one event loop. It is shared where all rollouts run in the same loop (`has_one_loop`);
     otherwise each policy makes its own. The clients are of the kind that the user's openai package needs: httpx's up to
-    openai 2, httpx2's from openai 3 on. None means that this package has no such client, so that `openai.OpenAI` makes
-    its own.
+    openai 2, httpx2's from openai 3 on.
     """
 
     def __init__(self, *, has_one_loop: bool) -> None:
@@ -43,12 +40,11 @@ class Connections:
         self._lock = threading.Lock()
         self._async_client: Any = None
         self._client: Any = None
-        self._calls = LocalCalls()
 
     def async_client(self) -> Any:
         with self._lock:
             if self._has_one_loop and self._async_client is None:
-                self._async_client = _make_client("DefaultAioHttpClient", "DefaultAsyncHttpxClient", calls=self._calls)
+                self._async_client = _make_client("DefaultAsyncHttpxClient")
             return self._async_client
 
     def client(self) -> Any:
@@ -58,23 +54,20 @@ class Connections:
             return self._client
 
     async def close(self) -> None:
-        """To be awaited in the loop of the async client."""
+        """Closes them. To be awaited in the loop of the async client."""
         if self._async_client is not None:
             await self._async_client.aclose()
         if self._client is not None:
             self._client.close()
 
 
-def _make_client(*names: str, calls: LocalCalls | None = None) -> Any:
-    """The first of these clients that the installed openai has. The one over aiohttp is faster, but an extra."""
-    openai = _import_openai()
-    for name in names:
-        try:
-            kind = getattr(openai, name)
-            return kind() if calls is None else local_client(kind, calls)
-        except (AttributeError, RuntimeError):  # an openai without it; an extra that is not installed
-            continue
-    return None
+def _make_client(name: str) -> Any:
+    """Returns openai's own HTTP client of that name without the environment's proxies, or None in an old openai.
+
+    The gateway is reached directly, on this machine and from the nodes of a cluster.
+    """
+    kind = getattr(_import_openai(), name, None)
+    return None if kind is None else kind(trust_env=False)
 
 
 def import_client() -> None:
@@ -88,7 +81,7 @@ def import_client() -> None:
 
 
 def _import_openai() -> ModuleType:
-    """The openai package. Raises ModuleNotFoundError, which says what to do."""
+    """Returns the openai package. Raises ModuleNotFoundError with the cure."""
     try:
         import openai
     except ModuleNotFoundError as error:
@@ -105,9 +98,9 @@ class Policy:
 
     `client` is the ordinary `openai.AsyncOpenAI` pointed at the gateway, `sync_client` the ordinary `openai.OpenAI`;
     `base_url` and `api_key` serve any other framework, and `anthropic_base_url` serves Anthropic's clients. The key is
-    this attempt's own: calls with it are recorded. `headers` hold what `state` says; a client that is made with them
+    for this attempt alone: calls with it are recorded. `headers` hold the value of `state`; a client made with them
     (`default_headers=policy.headers`) sends it. `unrecorded` are headers of a call that is answered and not recorded:
-    it is no turn and not trained on. With `extra_headers=policy.unrecorded` the policy speaks as somebody else, such as
+    it is no turn and not trained on. With `extra_headers=policy.unrecorded` the policy plays another role, such as
     an opponent.
     """
 
@@ -128,7 +121,7 @@ class Policy:
         return self.base_url.removesuffix("/v1")
 
     def state(self, key: str | None) -> None:
-        """Names the state of the environment in which the next calls act, until it is called again; None: no name.
+        """Names the state of the environment in which the next calls act, until it is called again. None is no name.
 
         Example: policy.state(board). Algorithms with credit per step (gigpo, gagpo) compare the replies that a group's
         attempts gave in the same state. Without a name, states are the same where the prompts are, token for token.
@@ -138,35 +131,31 @@ class Policy:
         self.headers[STATE_HEADER] = write_header(key or "")
 
     def share(self, connections: Connections) -> None:
-        """The clients use these connections from now on. FunctionRollout calls this."""
+        """Makes the clients use these connections from now on. FunctionRollout calls this."""
         self._connections = connections
 
     @property
     def client(self) -> "openai.AsyncOpenAI":
         """For `async def rollout`."""
         if self._client is None:
-            package = _import_openai()
-            self._client = package.AsyncOpenAI(
+            self._client = _import_openai().AsyncOpenAI(
                 base_url=self.base_url,
                 api_key=self.api_key,
                 default_headers=self.headers,  # the client keeps this very dict, so later states are sent too
                 http_client=self._connections.async_client(),
             )
-            spare_the_walk(self._client, package)
         return self._client
 
     @property
     def sync_client(self) -> "openai.OpenAI":
         """For `def rollout`."""
         if self._sync_client is None:
-            package = _import_openai()
-            self._sync_client = package.OpenAI(
+            self._sync_client = _import_openai().OpenAI(
                 base_url=self.base_url,
                 api_key=self.api_key,
                 default_headers=self.headers,
                 http_client=self._connections.client(),
             )
-            spare_the_walk(self._sync_client, package)
         return self._sync_client
 
     def __repr__(self) -> str:  # must not show the key
@@ -174,7 +163,7 @@ class Policy:
 
 
 def read_outcome(value: Any, *, entry: str) -> Outcome:
-    """The Outcome, in plain data, of a rollout's return value: None, a number, a bool, or an Outcome.
+    """Returns the Outcome, in plain data, of a rollout's return value: None, a number, a bool, or an Outcome.
 
     Raises RolloutError for any other type, because every rollout would return it. Raises AttemptError for a value that
     only this rollout may have: a number that is not finite or exceeds MAX_NUMBER, or metadata that JSON cannot hold. A
@@ -189,7 +178,7 @@ def read_outcome(value: Any, *, entry: str) -> Outcome:
 
 
 def _plain(metadata: Json, entry: str) -> Json:
-    """The metadata as they will be read from the disk."""
+    """Returns the metadata as they will be read from the disk."""
     try:
         written = dump(metadata)
         plain: Json = load(written)

@@ -1,4 +1,4 @@
-"""ProcessRollout: the user's Python function in processes of its own (process_worker.py).
+"""ProcessRollout: the user's Python function in separate processes (process_worker.py).
 
 That is this interpreter, or `python`: one that has the function's packages and need not have ours (bootstrap.py).
 What the function computes does not take the interpreter from the engine and the gateway here, several processors can
@@ -6,7 +6,7 @@ work for it, and an attempt that kills its process does not kill the run. The pr
 (runtime/processes/process_calls.py): `load`, `play`, `explain_timeout`.
 
 A process that dies fails the attempts in it as transport, which is tried again; the next attempt starts a new process.
-The last try is made in a process of its own, so that an attempt that kills its process fails no other one.
+The last try has a process to itself, so that an attempt that kills its process fails no other one.
 """
 
 import asyncio
@@ -118,8 +118,8 @@ class RolloutProcess:
     """One process that plays attempts, started when it is needed and not there.
 
     `module` answers its calls (bootstrap.py), the first of which is `load` with the parameters `what`. Messages name it
-    `title`, and name `python` by its `key` in the configuration. Standard error goes to `errors`; None: to `printed`,
-    as standard output does.
+    `title`, and name `python` by its `key` in the configuration. Standard error goes to `errors`, or to `printed`,
+    as standard output does, if that is None.
     """
 
     version = ""  # its Python's, once that has loaded the function
@@ -150,7 +150,7 @@ class RolloutProcess:
         return self._calls is not None and not self._calls.has_ended
 
     async def begin(self) -> None:
-        """Returns when a process is there that has been told to load the function."""
+        """Returns when there is a process that loads the function."""
         await self._launch()
         self._loading = asyncio.create_task(self._load())
         await asyncio.sleep(0)  # the task sends its message now, as what the caller does next may hold up the loop
@@ -175,7 +175,7 @@ class RolloutProcess:
                 raise explained from error
 
     async def _load(self) -> Any:
-        """The version of the Python that has loaded the function."""
+        """Returns the version of the Python that has loaded the function."""
         return await self.ask("load", **self._what)
 
     async def _launch(self) -> None:
@@ -195,7 +195,7 @@ class RolloutProcess:
         self._output = asyncio.create_task(_pass_on(self._child.stdout, self._printed))
 
     def _explain_start(self, error: BaseException) -> BaseException:
-        """The error of a start as the user reads it, with the Python where that is the user's choice."""
+        """Returns the error of a start as the user reads it, with the Python where that is the user's choice."""
         where = f" ({self._key}: {self._python})" if self._python is not None else ""
         match error:
             case TimeoutError():
@@ -229,7 +229,7 @@ class RolloutProcess:
         return ""
 
     async def close(self) -> None:
-        """The process and every one that descends from it are gone. The function's clients have been closed."""
+        """Closes the function's clients, then ends the process and every one that descends from it."""
         if self._loading is not None:  # it was never opened, and a process that imports reads nothing
             await end(self._loading, timeout_s=CLOSE_DEADLINE_S)
         elif self._calls is not None:
@@ -240,7 +240,7 @@ class RolloutProcess:
         await self._end()
 
     async def ask(self, method: str, *, progress: Callable[[int, int], None] | None = None, **params: Any) -> Any:
-        """What the method returns. Raises the ArtError that it raised; AttemptError: the process ended."""
+        """Returns the method's result. Raises the ArtError that it raised; AttemptError if the process ended."""
         assert self._calls is not None and self._child is not None
         child = self._child
         try:
@@ -251,7 +251,7 @@ class RolloutProcess:
             raise AttemptError("process", f"its process ended ({status}{fault})", is_transport=True) from error
 
     async def _exit_of(self, child: ChildProcess, *, is_at_fault: bool) -> str:
-        """How a process ended whose connection is over. It is ended where it lives on."""
+        """Returns how a process ended whose connection is over. One that still runs is ended."""
         if not is_at_fault:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(child.wait(), EXIT_GRACE_S)
@@ -259,7 +259,7 @@ class RolloutProcess:
         return describe_exit(await child.wait())
 
     async def _end(self) -> None:
-        """The process and every one that descends from it are gone, and their last output is passed on."""
+        """Ends the process and every one that descends from it, and passes their last output on."""
         if self._child is not None:
             await self._child.stop()
         if self._calls is not None:
@@ -274,7 +274,7 @@ async def _pass_on(output: asyncio.StreamReader, printed: Callable[[str], None])
 
 
 def _environment(python: Path) -> dict[str, str]:
-    """The variables for another Python: ours, as if its environment had been activated instead of this one."""
+    """Returns the variables for another Python: ours, as if its environment had been activated instead of this one."""
     environment = {name: value for name, value in os.environ.items() if name not in OWN_VARIABLES}
     home = python.parent.parent
     if (home / "pyvenv.cfg").is_file():

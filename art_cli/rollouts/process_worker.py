@@ -49,7 +49,7 @@ class ServedRollout:
             return report(error)
         except ArtError:
             raise
-        except Exception as error:  # the boundary to a defect of ours, which must not end the other attempts here
+        except Exception as error:  # the boundary to a defect of art, which must not end the other attempts here
             return report(AttemptError(type(error).__name__, message_of(error)))
 
     async def explain_timeout(self) -> str:
@@ -62,7 +62,7 @@ class ServedRollout:
 
 class ServedFunction(ServedRollout):
     async def load(self, entry: str, directory: str, environment: Json | None) -> str:
-        """The version of this Python, when it has loaded the function. It blocks: modules load in the main thread."""
+        """Loads the function, and returns the version of this Python. It blocks: modules load in the main thread."""
         self._rollout = load_function(entry, Path(directory), environment)
         if environment is None and _mentions_client(Path(directory) / entry.partition(":")[0]):
             import_client()
@@ -70,7 +70,7 @@ class ServedFunction(ServedRollout):
 
 
 def _mentions_client(file: Path) -> bool:
-    """Whether a file's attempts will need the openai package, by its text: as policy.client, or as another library's.
+    """Returns whether a file's attempts need the openai package, by its text: as policy.client, or for another library.
 
     Many libraries that take `policy.base_url` import it with their first call. Where attempts do so in several threads
     at once, Python may show one thread a half-made module, rather than have two wait for each other for ever.

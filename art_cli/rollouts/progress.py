@@ -18,7 +18,7 @@ LINE_S = 10.0  # time between log lines where there is no terminal
 
 @dataclass
 class Progress:
-    """How far a run of rollouts has come. A trajectory is counted after it was handed over."""
+    """Progress of a run of rollouts. A trajectory is counted after it was handed over."""
 
     title: str
     total: int = 0

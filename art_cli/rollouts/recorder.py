@@ -5,7 +5,7 @@ a turn is the earlier turn whose sequence shares the most tokens with its prompt
 
     the prompt continues the whole sequence        kept = its length; the conversation goes on
     the prompt differs from it at some token       kept = the tokens before that one; a branch
-    the prompt shares no token with any            parent None; a tree of its own
+    the prompt shares no token with any            parent None; a new tree
 """
 
 from array import array
@@ -78,11 +78,11 @@ class Recorder:
         return candidates[-1] if candidates else None
 
     def as_sampled(self, request: Request) -> Request:
-        """The request with earlier replies that call tools written as they were sampled.
+        """Returns the request with earlier replies that call tools written as they were sampled.
 
         A client that parses arguments and writes them again changes spaces and the order of keys. Another drops a text
         that is only white space, or white space around the text. Its prompt would not continue the sampled tokens,
-        although the client says the same.
+        although the client sends the same.
         """
         if not self._arguments or not request.messages:
             return request
@@ -205,7 +205,7 @@ class Recorder:
         self._sequences.append(prompt + array("I", choice.token_ids).tobytes())
 
     def _find_parent(self, prompt: bytes) -> tuple[int | None, int]:
-        """The turn that shares the most tokens with `prompt`, the latest of equals, and their number; or (None, 0)."""
+        """Returns the latest turn that shares the most tokens with `prompt`, and their number, or (None, 0)."""
         parent, kept = None, 0
         for index in reversed(range(len(self._sequences))):
             if len(self._sequences[index]) > kept * _WIDTH:
@@ -243,7 +243,7 @@ class Recorder:
 
 
 def identity_of(message: Json) -> tuple[object, ...]:
-    """The fields in which two messages are compared."""
+    """Returns the fields in which two messages are compared."""
     functions = [call.get("function") or {} for call in message.get("tool_calls") or []]
     calls = tuple((function.get("name"), function.get("arguments")) for function in functions)
     return message.get("role"), text_of(message.get("content")), message.get("tool_call_id"), calls
@@ -254,7 +254,7 @@ def _begins_with(whole: list[tuple[object, ...]], start: list[tuple[object, ...]
 
 
 def common_prefix(first: bytes, second: bytes) -> int:
-    """How many tokens two packed sequences share at their beginning, found by bisection instead of a loop."""
+    """Returns the number of tokens that two packed sequences share at their beginning, by bisection."""
     low, high = 0, min(len(first), len(second)) // _WIDTH
     if first[: high * _WIDTH] == second[: high * _WIDTH]:
         return high

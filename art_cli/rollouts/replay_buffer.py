@@ -1,4 +1,4 @@
-"""Which groups of earlier steps are trained on again. Numbers and ids in, ids out.
+"""The choice of groups of earlier steps to train on again. Numbers and ids in, ids out.
 
 Candidates are the groups with signal of the last `max_age` steps. They are drawn without repetition, each with a
 probability among those left that follows the variance of its rewards divided by its age in steps: how much it teaches,
@@ -22,7 +22,7 @@ class Replay(NamedTuple):
 
 
 def choose_replays(history: History, *, step: int, num: int, max_age: int, seed: int) -> list[Replay]:
-    """At most `num` groups; fewer where there are fewer candidates. A pure function of its arguments."""
+    """Returns at most `num` groups; fewer where there are fewer candidates. A pure function of its arguments."""
     candidates, weights = [], []
     for past in sorted(history):
         if not 1 <= step - past <= max_age:

@@ -1,6 +1,6 @@
-"""Which call a retry replaces.
+"""The call that a retry replaces.
 
-An SDK that gives up on a call sends it again, and says in a header how many times it has (`Request.num_retries`). The
+An SDK that gives up on a call sends it again, and counts in a header how many times it has (`Request.num_retries`). The
 first call may have been answered all the same, with a reply that the rollout never saw. Where several calls are equal,
 such as the samples of a best-of-n, each retry replaces the likeliest one:
 
@@ -30,7 +30,7 @@ class Attempted:
         self.is_abandoned = False
 
     def end(self) -> None:
-        """The call is over. Without an answer it is lost."""
+        """Records the end of a call. Without an answer it is lost."""
         if self.state == "in flight":
             self.state = "lost"
 
@@ -53,7 +53,7 @@ class Retries:
         return attempted
 
     def replaced(self, request: Request) -> Attempted | None:
-        """The call that this one replaces; None if it is no retry of a remembered one. A call is replaced once."""
+        """Returns the call that this one replaces, or None if it is no retry of a known one. It is replaced once."""
         equal = self._calls.get((request.digest, request.num_retries - 1))
         if not equal:
             return None

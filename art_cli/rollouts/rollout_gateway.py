@@ -10,7 +10,7 @@ An SDK that gives up on a call sends it again. The new call replaces the old one
 one is marked as abandoned.
 
 A call with `Request.is_recorded` False is answered, and neither recorded nor counted: it only asks about a prompt, or
-the policy speaks as somebody else. It has seeds of its own, so that the recorded calls sample as without it.
+the policy plays another role. It has other seeds, so that the recorded calls sample as without it.
 
 Nothing is kept of a rollout that is closed. The keys are random and never logged, and each is given to one rollout.
 """
@@ -114,7 +114,7 @@ class Gateway:
             yield self.base_url
 
     def open(self, trajectory_id: str, *, temperature: float | None = None, group_id: str | None = None) -> str:
-        """The key of one attempt at one rollout. Calls that set no temperature get `temperature`.
+        """Returns the key of one attempt at one rollout. Calls that set no temperature get `temperature`.
 
         The calls of one `group_id` go to the same server where the engine has several.
         """
@@ -129,7 +129,7 @@ class Gateway:
         return self.wires.key(scope["path"], Headers(scope=scope))
 
     async def accuse(self, scope: Scope) -> bool:
-        """Whether the program of another attempt makes this call. If so, that attempt's record notes it."""
+        """Returns whether the program of another attempt makes this call. If so, that attempt's record notes it."""
         if self.peers.is_empty or not (scope.get("client") and scope.get("server")):
             return False
         if (key := self.key_of(scope)) not in self._backends:
@@ -140,14 +140,14 @@ class Gateway:
         return thief is not None
 
     def close(self, key: str) -> Recorder:
-        """The record of the rollout's calls, which ends here. Raises KeyError: not open."""
+        """Returns the record of the rollout's calls, which ends here. Raises KeyError: not open."""
         backend = self._backends.pop(key)
         backend.close()
         return backend.recorder
 
 
 class _RightfulCalls:
-    """The application behind a check of peers.py: a call with another attempt's key gets the 401 of a wrong key."""
+    """The application behind connection_owner.py: a call with another attempt's key gets the 401 of a wrong key."""
 
     def __init__(self, app: ASGIApp, gateway: Gateway) -> None:
         self._app = app
@@ -214,7 +214,7 @@ class RecordingBackend:
         return reply
 
     async def stream(self, request: Request) -> AsyncIterator[Chunk]:
-        """The answer's chunks. The one that completes it comes when the answer is recorded.
+        """Yields the answer's chunks. The one that completes it comes when the answer is recorded.
 
         When the client leaves, the answer is recorded at once, and then the engine is waited for to stop it.
         """
@@ -256,7 +256,7 @@ class RecordingBackend:
         return _Call(admitted, number, self._retries.add(request))
 
     def _admit(self, request: Request) -> Request:
-        """The request as the engine gets it. Where it sets no sampling, it gets the run's defaults and its own seed."""
+        """Returns the request as the engine gets it. Without sampling settings it gets the run's and a seed."""
         if self._is_closed:
             raise _finished()
         if self.recorder.num_calls + len(self._in_flight) >= self._gateway.max_turns:
@@ -277,7 +277,7 @@ class RecordingBackend:
         return self._sampled(self.recorder.as_sampled(request), self._trajectory_id, number)
 
     def _aside(self, request: Request) -> Request:
-        """An unrecorded request as the engine gets it."""
+        """Returns an unrecorded request as the engine gets it."""
         if self._is_closed:
             raise _finished()
         number = self._num_unrecorded
@@ -286,7 +286,7 @@ class RecordingBackend:
 
     @contextlib.contextmanager
     def _unrecorded(self) -> Iterator[None]:
-        """An engine's failure counts as in recorded calls, and so does a prompt that the context has no room for."""
+        """Counts an engine's failure as in recorded calls, and so a prompt that the context has no room for."""
         try:
             yield
         except ChatError as error:
@@ -308,7 +308,7 @@ class RecordingBackend:
 
     @contextlib.contextmanager
     def _calling(self, call: _Call) -> Iterator[None]:
-        """Keeps a call among those in flight. If the rollout ends first, the call is cancelled and its client told."""
+        """Keeps a call in flight. If the rollout ends first, it is cancelled, and its client gets an error."""
         assert call.task is not None, "calls run in tasks"
         self._in_flight.add(call)
         try:
@@ -380,7 +380,7 @@ class RecordingBackend:
 
 
 def _unknown_key(key: str | None) -> ChatError:
-    """The refusal of a key that belongs to no running attempt. Most often the client came from another attempt."""
+    """Returns the refusal of a key of no running attempt. Most often the client came from another attempt."""
     error = wrong_key(key)
     if key is not None:
         error.message = f"{error.message}: no running attempt has it. {OWN_CLIENT}"
@@ -393,6 +393,6 @@ def _finished() -> ChatError:
 
 
 def call_seed(run_seed: int, trajectory_id: str, number: int) -> int:
-    """The seed of one call of one rollout, whatever else runs. It has 31 bits, as some endpoints take no more."""
+    """Returns the seed of one call of one rollout, whatever else runs. It has 31 bits, the most for some endpoints."""
     digest = hashlib.sha256(f"{run_seed}/{trajectory_id}/{number}".encode()).digest()
     return int.from_bytes(digest[:4], "big") >> 1

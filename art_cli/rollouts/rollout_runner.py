@@ -69,7 +69,7 @@ class _Attempt(NamedTuple):
 
 
 async def begin_rollout(config: RolloutConfig, directory: Path) -> ProcessRollout | None:
-    """The rollout whose processes begin to load it; None where it has none of its own. The caller closes it."""
+    """Returns the rollout whose processes begin to load it, or None if it has no processes. The caller closes it."""
     if config.cluster is not None or config.command is not None or config.processes == 0:
         return None
     rollout = process_rollout(config, directory, processes=config.processes)
@@ -84,7 +84,7 @@ async def open_rollout(
     cluster: ClusterRollout | None = None,
     begun: ProcessRollout | None = None,
 ) -> Rollout:
-    """The user's rollout, loaded; it registers its programs in `peers`. Raises UsageError, RolloutError."""
+    """Returns the user's rollout, loaded; it registers its programs in `peers`. Raises UsageError, RolloutError."""
     if cluster is not None:
         await cluster.ready()
         return cluster
@@ -99,7 +99,7 @@ async def open_rollout(
 
 
 def process_rollout(config: RolloutConfig, directory: Path, *, processes: int = 1) -> ProcessRollout:
-    """The function or the environment in processes of its own, to be opened by the caller."""
+    """Returns the function or the environment in separate processes, to be opened by the caller."""
     entry, environment = what_to_load(config)
     return ProcessRollout(
         entry, directory=directory, processes=processes, python=config.python, environment=environment
@@ -120,7 +120,7 @@ class Runner:
         begun: ProcessRollout | None = None,
     ) -> None:
         """With a `cluster` it plays the rollouts, else this machine does. `begun` is what `begin_rollout` returned;
-        None: the rollout is loaded when this is entered.
+        if that is None, the rollout is loaded when this is entered.
         """
         self._cluster = cluster
         self._config = config
@@ -201,7 +201,7 @@ class Runner:
         )
 
     async def _attempts(self, plan: RolloutPlan) -> tuple[_Attempt, int]:
-        """The first attempt without a failure of transport, or the last one in time; and the number of retries."""
+        """Returns the first try without a failure of transport, or the last one in time, and the number of retries."""
         loop = asyncio.get_running_loop()
         deadline = loop.time() + self._config.timeout_s
         is_alone = False
@@ -225,7 +225,7 @@ class Runner:
         return attempt, number + num_moves
 
     async def _attempt(self, plan: RolloutPlan, deadline: float, *, is_alone: bool) -> _Attempt:
-        """One try, with a key and a recorder of its own."""
+        """Makes one try, with a new key and a new recorder."""
         key = self._gateway.open(plan.trajectory_id, temperature=plan.temperature, group_id=plan.group_id)
         policy = Policy(
             base_url=self._gateway.base_url, api_key=key, model=self._gateway.model, step=self._gateway.step
@@ -250,7 +250,7 @@ class Runner:
         return self._judge_limit(_Attempt(recorder, outcome, error))
 
     def _judge_limit(self, attempt: _Attempt) -> _Attempt:
-        """The attempt without its error. Its reward is what it returned after the limit, or else `limit_reward`."""
+        """Returns the attempt without its error. Its reward is what it returned after the limit, or `limit_reward`."""
         error, outcome = attempt.error, attempt.outcome
         if error is not None and (error.is_transport or error.kind in NEVER_A_LIMIT):
             return attempt
@@ -263,7 +263,7 @@ class Runner:
         return AttemptError("timeout", f"not finished after {self._config.timeout_s:g} s (rollout.timeout_s){guess}")
 
     def _judge_error(self, recorder: Recorder, error: AttemptError | None, key: str) -> AttemptError | None:
-        """The error that counts. The gateway's record of the calls says more than the rollout's exception."""
+        """Returns the error that counts. The gateway's record of the calls shows more than the rollout's exception."""
         if recorder.used_foreign_key:
             return AttemptError("foreign_key", "its program made a call with the key of another attempt")
         if error is None or error.kind == "timeout":

@@ -1,4 +1,4 @@
-"""Reads scenarios, and says which ones a step plays. A scenario is a JSON object with an `id`."""
+"""Reads scenarios, and chooses those that a step plays. A scenario is a JSON object with an `id`."""
 
 import hashlib
 import inspect
@@ -22,7 +22,7 @@ MAX_SCENARIOS = 1_000_000  # an iterable with more is taken to be endless
 
 
 def load_scenarios(source: str | ScenariosConfig, directory: Path) -> list[Json]:
-    """The scenarios of a source, in order: a file, a dataset, a query, "file.py:function" or "module:function".
+    """Returns the scenarios of a source, in order: a file, a dataset, a query, "file.py:function" or "module:function".
 
     A plain string is a source without further settings. Paths are relative to `directory`. Raises DataError: no such
     file, a line, row or item that is no scenario, an id twice, none at all; UsageError where the function cannot be
@@ -42,7 +42,7 @@ def load_scenarios(source: str | ScenariosConfig, directory: Path) -> list[Json]
 
 
 def is_function(source: ScenariosConfig, directory: Path) -> bool:
-    """Whether the scenarios are made by a Python function when they are needed."""
+    """Returns whether the scenarios are made by a Python function when they are needed."""
     return ":" in source.source and not (directory / source.source).exists() and not is_table(source, directory)
 
 
@@ -120,7 +120,7 @@ def _an_object(value: Any, source: object, line: int | None = None) -> Json:
 
 
 def pools_of(scenarios: Sequence[Json], key: str | None) -> list[str]:
-    """The pool of each scenario: its value of `key`; its id where `key` is None.
+    """Returns the pool of each scenario: its value of `key`; its id where `key` is None.
 
     Raises DataError: a scenario has no such key, or a value that is not a string or a number.
     """
@@ -134,7 +134,7 @@ def pools_of(scenarios: Sequence[Json], key: str | None) -> list[str]:
 
 
 class ScenarioOrder:
-    """Which scenarios each step plays. Epochs follow each other, each in a new seeded order.
+    """The scenarios that each step plays. Epochs follow each other, each in a new seeded order.
 
     A pure function of ids, seed and step, so that a resumed run needs to remember nothing. With `shuffle` it does not
     depend on the order of the ids either.
@@ -162,7 +162,7 @@ class ScenarioOrder:
         return own + sorted(spare, key=set(own).__contains__)
 
     def _order(self, epoch: int) -> list[int]:
-        """The permutation of one epoch, sorted by the hash of seed, epoch and id."""
+        """Returns the permutation of one epoch, sorted by the hash of seed, epoch and id."""
         indices = list(range(len(self._ids)))
         if not self._shuffle:
             return indices

@@ -1,7 +1,7 @@
-"""Which scenarios are trained on and which are held out for evaluation, and whether the two share any.
+"""The scenarios to train on, those held out for evaluation, and the overlap of the two.
 
-With `eval.held_out` the two are parts of one set, disjoint by construction: the hash of a scenario's id says in which
-part it is, whatever other scenarios there are and in which order. So a scenario that is added later moves no other.
+With `eval.held_out` the two are parts of one set, disjoint by construction: the hash of a scenario's id decides its
+part, whatever other scenarios there are and in which order. So a scenario that is added later moves no other.
 """
 
 import hashlib
@@ -36,17 +36,17 @@ class Overlap(NamedTuple):
 
 
 def is_held_out(id: str | int, share: float) -> bool:
-    """Whether the scenario with that id belongs to the held-out share of its set."""
+    """Returns whether the scenario with that id belongs to the held-out share of its set."""
     return int.from_bytes(hashlib.sha256(f"held out/{id}".encode()).digest()[:8]) < share * 2**64
 
 
 def training_scenarios(config: RunConfig, directory: Path) -> list[Json]:
-    """The scenarios to train on, in order. Raises DataError, UsageError as `load_scenarios` does; none is left."""
+    """Returns the scenarios to train on, in order. Raises as `load_scenarios` does, and DataError if none is left."""
     return _part(config, directory, is_evaluation=False)
 
 
 def evaluation_scenarios(config: RunConfig, directory: Path) -> list[Json]:
-    """The scenarios to evaluate on, in order. Raises as `training_scenarios`."""
+    """Returns the scenarios to evaluate on, in order. Raises as `training_scenarios`."""
     assert config.eval is not None, "no eval section"
     if config.eval.scenarios is not None:
         return load_scenarios(config.eval.scenarios, directory)
@@ -77,10 +77,10 @@ def _all(config: RunConfig, directory: Path) -> list[Json]:
 
 
 def find_overlap(training: Sequence[Json], evaluation: Sequence[Json]) -> Overlap:
-    """The evaluation's scenarios that are trained on.
+    """Returns the evaluation's scenarios that are trained on.
 
-    Contents are compared only where they tell the scenarios of each set apart. Otherwise the id itself says what is
-    played (a seed, for example), and scenarios with equal content are different ones.
+    Contents are compared only if they differ within each set. Otherwise the id itself names what is played
+    (a seed, for example), and scenarios with equal content are different ones.
     """
     ids = {str(scenario["id"]) for scenario in training}
     same_id = [str(scenario["id"]) for scenario in evaluation if str(scenario["id"]) in ids]

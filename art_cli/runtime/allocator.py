@@ -4,7 +4,7 @@ Freed memory is kept for the next computation, up to a bound.
 
 torch asks for every tensor anew. With glibc's defaults a large one is mapped and unmapped each time, and the kernel
 clears its pages again: 8 % of the time of training a model of a million parameters. And each thread gets an arena, a
-heap of its own that keeps what the thread freed, though the next computation may run in another thread: 135 million
+separate heap that keeps what the thread freed, though the next computation may run in another thread: 135 million
 parameters took 3 GB more every few steps. Other C libraries are left alone.
 """
 
@@ -23,7 +23,7 @@ _SETTINGS = (  # (mallopt's number of the setting (man 3 mallopt), its name in t
     (-8, "arena_max", 1),
 )
 _CGROUP = "/sys/fs/cgroup"
-_LIMITS = (f"{_CGROUP}/memory.max", f"{_CGROUP}/memory/memory.limit_in_bytes")  # of versions 2 and 1
+_LIMITS = (f"{_CGROUP}/memory.max", f"{_CGROUP}/memory/memory.limit_in_bytes")  # files of versions 2 and 1
 UNKNOWN = 8 * 2**30  # bytes that a machine is taken to have where the system has no number for it
 
 

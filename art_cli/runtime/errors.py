@@ -1,8 +1,8 @@
-"""What can go wrong, as a tree of exceptions.
+"""Exceptions of the package, as a tree.
 
 * ArtError ................ anything that a user can mend; the command line prints its line and exits with `exit_code`
   - UsageError ............ the command line or the configuration is wrong (exit code 2)
-    . ConfigError ......... one or more mistakes in a configuration, each with its place
+    . ConfigError ......... one or more mistakes in a configuration, each with its line
   - DataError ............. a file's content is not what it must be; names `file:line`
   - RolloutError .......... the user's rollout cannot be loaded or run at all
   - EngineError ........... the engine did not start, died, or did not answer in time
@@ -145,7 +145,7 @@ class Interrupted(ArtError):
     exit_code = 130
 
 
-MAX_MESSAGE = 1500  # characters that are kept of what an exception says
+MAX_MESSAGE = 1500  # characters that are kept of an exception's message
 
 # Controls of C0 and C1, line and paragraph separators, marks that turn the writing direction, lone surrogates.
 _UNPRINTABLE = re.compile("[\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ufeff\ud800-\udfff]")
@@ -153,7 +153,7 @@ _UNPRINTABLE_IN_LINES = re.compile(_UNPRINTABLE.pattern.replace("\x00-\x1f", "\x
 
 
 def printable(text: object, *, limit: int | None = None) -> str:
-    """The text on one line. Characters that control a terminal are escaped: "\\x1b", "\\n", "\\u202e".
+    """Returns the text on one line. Characters that control a terminal are escaped: "\\x1b", "\\n", "\\u202e".
 
     A text of more than `limit` characters is cut there.
     """
@@ -162,7 +162,7 @@ def printable(text: object, *, limit: int | None = None) -> str:
 
 
 def printable_lines(text: str) -> str:
-    """The text as `printable` shows it, but with its newlines and tabs, which are ours."""
+    """Returns the text as `printable` shows it, but with its newlines and tabs, which are ours."""
     return _UNPRINTABLE_IN_LINES.sub(_escape, text)
 
 
@@ -178,9 +178,9 @@ def no_such_option(group: str, name: object, there_are: Sequence[str]) -> str:
 
 
 def message_of(error: BaseException) -> str:
-    """The first MAX_MESSAGE characters of an exception's message, as text that can be written anywhere.
+    """Returns the first MAX_MESSAGE characters of an exception's message, as text that can be written anywhere.
 
-    The exception may come from a user's or a library's code. If its `__str__` raises, the text says so. The error of an
+    The exception may come from a user's or a library's code. If its `__str__` raises, the text is that. The error of an
     API's client has the server's own words in its `body`, without the JSON around them.
     """
     try:
@@ -195,24 +195,24 @@ def message_of(error: BaseException) -> str:
 
 
 def describe(error: BaseException) -> str:
-    """A foreign exception as one printable line. Example: KeyError("x") -> "KeyError: 'x'"."""
+    """Returns a foreign exception as one printable line. Example: KeyError("x") -> "KeyError: 'x'"."""
     return printable(f"{type(error).__name__}: {' '.join(message_of(error).split())}", limit=1000)
 
 
 def one_line(error: BaseException, *, limit: int = 200) -> str:
-    """The first line of a foreign exception's message, at most `limit` characters; its type if it has no message."""
+    """Returns the first line of a foreign exception's message, at most `limit` characters, or its type without one."""
     lines = message_of(error).strip().splitlines()
     return printable(lines[0] if lines else type(error).__name__, limit=limit)
 
 
 def first_sentence(text: str) -> str:
-    """The first sentence of a description on one line; of a title without an end, the whole paragraph."""
+    """Returns the first sentence of a description on one line, or the whole paragraph of a title without an end."""
     paragraph = " ".join(text.strip().partition("\n\n")[0].split())
     return re.split(r"(?<=[.!?])(?<! al\.)\s+(?=[^a-z])", paragraph, maxsplit=1)[0]
 
 
 def is_full_disk(error: BaseException) -> bool:
-    """Whether the disk had no room left. Rust's libraries, safetensors among them, say so in their message alone."""
+    """Returns whether the disk had no room left. Libraries in Rust, such as safetensors, put it in the message."""
     return getattr(error, "errno", None) == errno.ENOSPC or f"(os error {errno.ENOSPC})" in str(error)
 
 
@@ -226,7 +226,7 @@ def first_of_group() -> Iterator[None]:
 
 
 def first_error(error: BaseException) -> BaseException:
-    """The first error of an ExceptionGroup, however deep; any other error as it is."""
+    """Returns the first error of an ExceptionGroup, however deep; any other error as it is."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     return error

@@ -1,7 +1,7 @@
 """Logging to stderr, one line a record; the command line sets it up once. The progress bar on a terminal.
 
 Modules log with `logging.getLogger(__name__)`. Results go to stdout and numbers to metrics.jsonl, elsewhere. A record
-may quote models, providers and files. Such text must not control the terminal or look like a line of ours, so every
+may quote models, providers and files. Such text must not control the terminal or look like a line of art, so every
 record goes through `printable` (errors.py) here.
 """
 
@@ -29,7 +29,7 @@ class _Formatter(logging.Formatter):
 
 
 def set_up(*, verbose: bool = False) -> None:
-    """Sends the package's records to stderr: warnings and above of other packages, everything from INFO of ours."""
+    """Sends the package's records to stderr: warnings and above of other packages, everything from INFO of this one."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(_Formatter("%(levelname).1s %(name)s: %(message)s" if verbose else "%(message)s"))
     logging.basicConfig(level=logging.WARNING, handlers=[handler], force=True)
@@ -39,7 +39,7 @@ def set_up(*, verbose: bool = False) -> None:
 
 
 def is_verbose() -> bool:
-    """Whether the user asked for details, with --verbose."""
+    """Returns whether the user asked for details, with --verbose."""
     return logging.getLogger("art_cli").isEnabledFor(logging.DEBUG)
 
 
@@ -94,10 +94,10 @@ class Bar(Protocol):
 
 
 class Stages(Protocol):
-    """What shows the progress of stages in place of bars: the panel of `art train`."""
+    """The display of stages in place of bars: the panel of `art train`."""
 
     def stage(self, title: str) -> contextlib.AbstractContextManager[Bar]:
-        """The function that moves the progress of a stage, for as long as the stage lasts."""
+        """Returns the function that moves the progress of a stage, for as long as the stage lasts."""
 
 
 _panel: ContextVar[Stages | None] = ContextVar("panel", default=None)

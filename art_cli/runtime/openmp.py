@@ -1,7 +1,7 @@
 """The OpenMP threads that torch computes with on a CPU.
 
 This drives GNU's OpenMP and does nothing where torch came with another one. Each thread that computes with torch keeps
-a pool of OpenMP threads of its own.
+a separate pool of OpenMP threads.
 """
 
 import contextlib
@@ -46,7 +46,7 @@ def compute_alone() -> int:
 
 
 def num_cores() -> int:
-    """The cores that this process may use, whatever else runs on them."""
+    """Returns the cores that this process may use, whatever else runs on them."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 

@@ -12,7 +12,7 @@ FILE, DIRECTORY = 0o600, 0o700
 
 
 def owner_only(path: str, flags: int) -> int:
-    """An opener for `open`. Example: open(path, "ab", opener=owner_only)."""
+    """Returns an opener for `open`. Example: open(path, "ab", opener=owner_only)."""
     return os.open(path, flags, FILE)
 
 

@@ -21,7 +21,7 @@ _loading: defaultdict[str, threading.RLock] = defaultdict(threading.RLock)  # pe
 
 
 def resolve(entry: str, *, base: Path) -> Any:
-    """The object that `entry` names; a path in it is relative to the directory `base`.
+    """Returns the object that `entry` names; a path in it is relative to the directory `base`.
 
     Raises UsageError: not of the form `module:attr`, no such file or module, an import that fails, no such attribute.
     """
@@ -80,7 +80,7 @@ def _where(error: BaseException, path: Path) -> str:
 
 
 def place_of(error: BaseException, root: Path) -> str | None:
-    """`file:line` of the innermost frame in a user's file under `root`, relative to it; None: there is none."""
+    """Returns `file:line` of the innermost frame in a user's file under `root`, relative to it, or None."""
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
         path = Path(frame.filename)
         if path.is_relative_to(root) and "site-packages" not in path.parts:

@@ -85,7 +85,7 @@ def remove_abandoned() -> None:
 
 
 def _own(directory: Path) -> int:
-    """The locked lock file. It gets its name after it is locked, so that no process finds it unlocked."""
+    """Returns the locked lock file. It gets its name after it is locked, so that no process finds it unlocked."""
     unnamed = directory / f"{OWNER}.new"
     owner = os.open(unnamed, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
     with contextlib.suppress(OSError):  # the file system has no locks; then the directory is never removed

@@ -22,13 +22,13 @@ _ESCAPE = re.compile(
     r"""|&\#[xX]0{0,6}(?P<hash>[0-9a-fA-F]{2});?|&\#0{0,6}(?P<decimal>[0-9]{2,3});?|\\{1,8}(?P<char>[^\\])""",
     re.DOTALL,
 )
-_CONTROLS = {"n": "\n", "r": "\r", "t": "\t"}  # what these letters stand for behind backslashes
+_CONTROLS = {"n": "\n", "r": "\r", "t": "\t"}  # controls that these letters mean behind backslashes
 _BREAK = re.compile(r"[\r\n]")
 _BLANKS = " \t"
 _MARKS = ("%", "\\", "&")  # every escape begins with one
 _BASE64 = frozenset(string.ascii_letters + string.digits + "+/-_=")
 _URL_SAFE = str.maketrans("+/", "-_")
-MAX_ESCAPES = 50_000  # escapes that are undone in one text, unless the caller says otherwise
+MAX_ESCAPES = 50_000  # default number of escapes that are undone in one text
 MAX_ROUNDS = 3  # times that escapes are undone, for example of a key in a URL in a JSON text in a JSON text
 MIN_LENGTH = 6  # characters; a shorter value is no key, and replacing it would garble texts
 
@@ -51,11 +51,11 @@ class Secrets:
         self._plain = sorted(readings, key=len, reverse=True)
         self._plain += sorted({value.encode("utf-8", "surrogatepass").hex() for value in values})
         self._encoded = sorted({form for value in values for form in _base64_forms(value)})
-        forms = (self._plain, self._encoded)  # in a squeezed text they may stand with or without their blanks
+        forms = (self._plain, self._encoded)  # a squeezed text has them with or without their blanks
         self._sought = [{each for form in some for each in (form, re.sub(r"[ \t]", "", form))} for some in forms]
 
     def redact(self, text: str) -> str:
-        """The text with every secret, and every user:password in a URL, replaced by ***."""
+        """Returns the text with every secret, and every user:password in a URL, replaced by ***."""
         if self._plain:
             text = self._shortened(text)
             if self._may_occur(text):
@@ -63,14 +63,14 @@ class Secrets:
         return _USERINFO.sub("***@", text) if "://" in text else text
 
     def _shortened(self, text: str) -> str:
-        """The text up to where it has too many escapes, which no verdict and no error has."""
+        """Returns the text up to where it has too many escapes, which no verdict and no error has."""
         if sum(map(text.count, _MARKS)) <= self._max_escapes:
             return text
         too_many = next(itertools.islice(_ESCAPE.finditer(text), self._max_escapes, None), None)
         return text if too_many is None else text[: too_many.start()]
 
     def _may_occur(self, text: str) -> bool:
-        """Whether `_find` can find anything. It is much faster, because it notes no places and leaves out more."""
+        """Returns whether `_find` can find anything. It is much faster, because it records no offsets."""
         plain, encoded = self._sought
         for _ in range(MAX_ROUNDS + 1):
             squeezed = _squeezed(text)
@@ -85,7 +85,7 @@ class Secrets:
         return False
 
     def _find(self, text: str) -> Iterator[Span]:
-        """The spans of secrets in the text, as it is and with its escapes undone up to MAX_ROUNDS times."""
+        """Yields the spans of secrets in the text, as it is and with its escapes undone up to MAX_ROUNDS times."""
         lines = _Derived(text, None)
         for _ in range(MAX_ROUNDS + 1):
             joined = lines.join_lines()
@@ -95,7 +95,7 @@ class Secrets:
             for form in self._encoded:
                 for start in _occurrences(joined.text, form):
                     end = start + len(form)
-                    word = _around(lines.text, *joined.source(start, end))  # which ends where the line does
+                    word = _around(lines.text, *joined.source(start, end))  # a word ends where the line does
                     beside = joined.source(*_around(joined.text, start, end, most=1))
                     yield lines.origin(min(word[0], beside[0]), max(word[1], beside[1]))
             if (undone := joined.undo_escapes()) is None:
@@ -115,17 +115,17 @@ class _Derived:
         self._begins, self._firsts, self._lasts = array("q"), array("q"), array("q")
 
     def origin(self, start: int, end: int) -> Span:
-        """The span of the original that a span of this text comes from."""
+        """Returns the span of the original that a span of this text comes from."""
         return (start, end) if self.parent is None else self.parent.origin(*self.source(start, end))
 
     def source(self, start: int, end: int) -> Span:
-        """The span of the parent's text that a span of this one comes from."""
+        """Returns the span of the parent's text that a span of this one comes from."""
         first, last = bisect_right(self._begins, start) - 1, bisect_right(self._begins, end - 1) - 1
         after = self._begins[last + 1] if last + 1 < len(self._begins) else len(self.text)
         return self._firsts[first] + start - self._begins[first], self._lasts[last] - (after - end)
 
     def join_lines(self) -> "_Derived":
-        """The text as `_joined` has it."""
+        """Returns the text as `_joined` has it."""
         derived = _Derived(_joined(self.text), self)
         begin = place = 0
         for line in _BREAK.split(self.text):
@@ -138,7 +138,7 @@ class _Derived:
         return derived
 
     def undo_escapes(self) -> "_Derived | None":
-        """The text with one round of escapes undone, or None if it has none."""
+        """Returns the text with one round of escapes undone, or None if it has none."""
         pieces: list[str] = []
         derived = _Derived("", self)
         before = begin = 0
@@ -163,14 +163,14 @@ class _Derived:
 
 
 def _joined(text: str) -> str:
-    """The text without its line breaks and the blanks around them."""
+    """Returns the text without its line breaks and the blanks around them."""
     if "\n" not in text and "\r" not in text:
         return text.strip(_BLANKS)
     return "".join([line.strip(_BLANKS) for line in _BREAK.split(text)])
 
 
 def _squeezed(text: str) -> str:
-    """The text as it is if it is one line, and otherwise without any white space, which is faster than `_joined`."""
+    """Returns a text of one line as it is, and others without any white space, which is faster than `_joined`."""
     if "\n" not in text and "\r" not in text:
         return text
     data = text.encode("utf-8", "surrogatepass").translate(None, b" \t\r\n")
@@ -178,7 +178,7 @@ def _squeezed(text: str) -> str:
 
 
 def _readings(value: str) -> Iterator[str]:
-    """The value as it reads when the escapes of a text that quotes it are undone; more than one if it has some."""
+    """Yields the value as it reads when escapes are undone in a text that quotes it; several if it has escapes."""
     for _ in range(MAX_ROUNDS + 1):
         value = _joined(value)
         yield value
@@ -188,7 +188,7 @@ def _readings(value: str) -> Iterator[str]:
 
 
 def _character(escape: "re.Match[str]") -> str:
-    """The one character that an escape stands for."""
+    """Returns the one character that an escape stands for."""
     digits = next((group for group in escape.group("hex", "hash") if group), "")
     try:
         code = int(digits, 16) if digits else int(escape["decimal"])
@@ -198,7 +198,7 @@ def _character(escape: "re.Match[str]") -> str:
 
 
 def _lower(text: str) -> str:
-    """The text in lower case, as long as before: a character that would become several stays as it is."""
+    """Returns the text in lower case, as long as before: a character that would become several stays as it is."""
     lowered = text.lower()
     return lowered if len(lowered) == len(text) else "".join(c if len(c.lower()) != 1 else c.lower() for c in text)
 
@@ -211,7 +211,7 @@ def _occurrences(text: str, value: str) -> Iterator[int]:
 
 
 def _around(text: str, start: int, end: int, *, most: int | None = None) -> Span:
-    """The base64 word around a span of it, because the characters beside a key encode some of its bits.
+    """Returns the base64 word around a span of it, because the characters beside a key encode some of its bits.
 
     `most`: so many further characters on each side.
     """
@@ -224,7 +224,7 @@ def _around(text: str, start: int, end: int, *, most: int | None = None) -> Span
 
 
 def _base64_forms(value: str) -> Iterator[str]:
-    """The part of the value's base64 that is the same in every text that holds it: 3 alignments, 2 alphabets."""
+    """Yields the part of the value's base64 that is the same in every text that holds it: 3 alignments, 2 alphabets."""
     data = value.encode("utf-8", "surrogatepass")
     for shift in range(3):
         whole = base64.b64encode(b"\0" * shift + data).rstrip(b"=")
@@ -236,7 +236,7 @@ def _base64_forms(value: str) -> Iterator[str]:
 
 
 def _mask(text: str, spans: Sequence[Span]) -> str:
-    """The text with *** in place of the spans, which are in order and may overlap."""
+    """Returns the text with *** in place of the spans, which are in order and may overlap."""
     pieces: list[str] = []
     before = 0
     for start, end in spans:
@@ -257,7 +257,7 @@ def find_secrets(
     params: Iterable[Any] = (),
     max_escapes: int = MAX_ESCAPES,
 ) -> Secrets:
-    """The secrets of a process: `values`, variables that are named like secrets or in `names`, passwords and queries
+    """Finds the secrets of a process: `values`, variables named like secrets or in `names`, passwords and queries
     in `urls`, and from `params` the headers and the values under a name like a secret's.
     """
     named = set(names)
@@ -280,7 +280,7 @@ def _secrets_of_url(url: str) -> list[str]:
 
 
 def _secrets_of_params(value: Any, *, is_secret: bool) -> list[str]:
-    """The texts in parameters that stand under a name like a secret's, or under headers."""
+    """Returns the texts in parameters that stand under a name like a secret's, or under headers."""
     if isinstance(value, dict):
         return [
             text

@@ -1,4 +1,4 @@
-"""What Ctrl-C and SIGTERM do while an event loop runs."""
+"""The effect of Ctrl-C and SIGTERM while an event loop runs."""
 
 import asyncio
 import contextlib

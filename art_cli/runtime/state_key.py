@@ -11,12 +11,12 @@ MAX_LENGTH = 256  # characters of a key that is recorded as it is; a longer one 
 
 
 def write_header(key: str) -> str:
-    """The header's value for a key. An empty key says that the state has none."""
+    """Returns the header's value for a key. An empty key means that the state has none."""
     return quote(_shortened(key), safe=" ", errors="replace")
 
 
 def read_header(value: str) -> str | None:
-    """The key in a header's value, at most MAX_LENGTH characters; None for an empty one.
+    """Returns the key in a header's value, at most MAX_LENGTH characters; None for an empty one.
 
     What is no percent-encoding stands for itself, so a client may send a plain ASCII key as it is.
     """
@@ -24,7 +24,7 @@ def read_header(value: str) -> str | None:
 
 
 def _shortened(key: str) -> str:
-    """The key, or "sha256:" and a digest of one that is longer than MAX_LENGTH. Equal keys stay equal."""
+    """Returns the key, or "sha256:" and a digest of one that is longer than MAX_LENGTH. Equal keys stay equal."""
     if len(key) <= MAX_LENGTH:
         return key
     return "sha256:" + hashlib.sha256(key.encode(errors="replace")).hexdigest()

@@ -28,7 +28,7 @@ DUMB = ("", "dumb", "unknown")  # values of TERM of terminals that cannot move t
 
 
 def can_draw(environment: Mapping[str, str] = os.environ) -> bool:
-    """Whether standard error is a terminal on which a picture can be drawn again."""
+    """Returns whether standard error is a terminal on which a picture can be drawn again."""
     return sys.stderr.isatty() and environment.get("TERM", "").lower() not in DUMB
 
 
@@ -76,7 +76,7 @@ def drawn(render: Callable[["Console"], "RenderableType"]) -> Iterator[None]:
 
 
 def _console(terminal: int) -> "Console":
-    """A console on the terminal itself, whatever the process's standard streams are."""
+    """Returns a console on the terminal itself, whatever the process's standard streams are."""
     from rich.console import Console, ConsoleDimensions
 
     class OnTerminal(Console):
@@ -112,7 +112,7 @@ class _Relay:
         self._thread.start()
 
     def close(self) -> None:
-        """All that was written before is printed. Processes that still hold the pipe can no longer print."""
+        """Prints all that was written before. Processes that still hold the pipe can no longer print."""
         os.close(self._waker)
         if self._thread.ident is not None:
             self._thread.join(CLOSE_TIMEOUT_S)
@@ -146,6 +146,6 @@ class _Relay:
         return bool(data)
 
     def _print(self, line: str) -> None:
-        """A line; of one that was written over itself, as bars are, what it was at last."""
+        """Prints a line; of one that was overwritten, as bars are, only its last state."""
         shown = line.rstrip("\r").rpartition("\r")[2]
         self._show(printable(shown.expandtabs(), limit=MAX_LINE))

@@ -1,13 +1,14 @@
-"""Runs code where it cannot hold up this process's event loop: in an event loop or a thread of its own.
+"""Runs code where it cannot hold up this process's event loop: in another event loop or thread.
 
-run             a coroutine to its end, in the fastest event loop there is
-LoopThread      an event loop in a thread, for async functions that may block
-end             cancels tasks and waits for them
-call_in_thread  a blocking function in a thread of its own
-compute         a function that computes with torch, in a thread
+run              a coroutine to its end, in the fastest event loop there is
+LoopThread       an event loop in a thread, for async functions that may block
+end              cancels tasks and waits for them
+start_in_thread  a blocking function in a new thread; returns its future, for code that waits with a deadline
+call_in_thread   the same, awaited
+compute          a function that computes with torch, in a thread
 
-The threads are daemons and belong to no pool. A function that never returns is given up: it keeps no other call waiting
-and does not keep the process from ending. worker_pool.py is for calls that are broken off when they take too long.
+The threads are daemons and belong to no pool. A function that never returns keeps no other call waiting and does not
+hold up the end of the process. worker_pool.py bounds the number and the time of such calls.
 """
 
 import asyncio
@@ -26,7 +27,7 @@ Result = TypeVar("Result")
 
 
 def run(main: Coroutine[Any, Any, Result]) -> Result:
-    """The coroutine's result, as `asyncio.run` gives it, in the event loop of `new_event_loop`."""
+    """Returns the coroutine's result, as `asyncio.run` gives it, in the event loop of `new_event_loop`."""
     with asyncio.Runner(loop_factory=new_event_loop) as runner:
         return runner.run(main)
 
@@ -51,8 +52,11 @@ async def end(*tasks: asyncio.Future[Any], timeout_s: float) -> None:
             task.exception()
 
 
-async def call_in_thread(function: Callable[..., Result], *arguments: Any) -> Result:
-    """The result of `function(*arguments)`. A caller that is cancelled leaves at once; the thread runs on."""
+def start_in_thread(function: Callable[..., Result], *arguments: Any, is_awaited: bool = False) -> Future[Result]:
+    """Starts `function(*arguments)` in a daemon thread with a copy of this context, and returns its future.
+
+    An event loop may await it with `is_awaited`, which passes an error on as `contained` makes it.
+    """
     future: Future[Result] = Future()
     context = contextvars.copy_context()
 
@@ -60,18 +64,23 @@ async def call_in_thread(function: Callable[..., Result], *arguments: Any) -> Re
         try:
             result = context.run(function, *arguments)
         except BaseException as error:  # also SystemExit, which would end this thread without a word
-            finish(future, error=contained(error))
+            finish(future, error=contained(error) if is_awaited else error)
         else:
             finish(future, result=result)
 
     # not the function itself where it has no name, because the repr of a partial shows its arguments, tensors included
     name = getattr(function, "__name__", type(function).__name__)
     threading.Thread(target=work, name=f"call {name}", daemon=True).start()
-    return await asyncio.wrap_future(future)
+    return future
+
+
+async def call_in_thread(function: Callable[..., Result], *arguments: Any) -> Result:
+    """Returns `function(*arguments)`. A caller that is cancelled leaves at once; the thread runs on."""
+    return await asyncio.wrap_future(start_in_thread(function, *arguments, is_awaited=True))
 
 
 async def compute(function: Callable[..., Result], *arguments: Any, **knobs: Any) -> Result:
-    """The result, as `asyncio.to_thread` gives it. The thread's OpenMP pool is gone afterwards (openmp.py).
+    """Returns the result, as `asyncio.to_thread` gives it. The thread's OpenMP pool is gone afterwards (openmp.py).
 
     The next computation runs in another thread, whose pool must not share the cores with an idle one, and whose heap
     may be another one than that which holds the memory freed here.
@@ -88,7 +97,7 @@ async def compute(function: Callable[..., Result], *arguments: Any, **knobs: Any
 
 
 def contained(error: BaseException) -> BaseException:
-    """The error in a form that can cross into an event loop without breaking it.
+    """Returns the error in a form that can cross into an event loop without breaking it.
 
     A SystemExit or KeyboardInterrupt would end the loop itself, and asyncio's futures refuse a StopIteration.
     """
@@ -118,15 +127,15 @@ class LoopThread:
         self._thread: threading.Thread | None = None
 
     async def run(self, coroutine: Coroutine[Any, Any, Result]) -> Result:
-        """The coroutine's result, awaited from another loop. A caller that is cancelled cancels the coroutine."""
+        """Returns the coroutine's result to another loop. A caller that is cancelled cancels the coroutine."""
         return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(_contain(coroutine), self._start()))
 
     def run_here(self, coroutine: Coroutine[Any, Any, Result]) -> Result:
-        """The coroutine's result, while this thread waits. Not to be called in that loop."""
+        """Returns the coroutine's result, while this thread waits. Not to be called in that loop."""
         return asyncio.run_coroutine_threadsafe(coroutine, self._start()).result()
 
     async def is_blocked(self, timeout_s: float) -> bool:
-        """Whether code blocks the loop, so that it runs nothing else within that time."""
+        """Returns whether code blocks the loop, so that it runs nothing else within that time."""
         if self._loop is None:
             return False
         turn = threading.Event()
@@ -138,7 +147,7 @@ class LoopThread:
         await asyncio.to_thread(self.end, timeout_s, last)
 
     def end(self, timeout_s: float, last: Callable[[], Awaitable[None]] | None = None) -> None:
-        """The same, while this thread waits."""
+        """Closes as `close` does, while this thread waits."""
         if self._loop is None or self._thread is None:
             return
         loop, thread = self._loop, self._thread

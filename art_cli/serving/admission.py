@@ -40,16 +40,13 @@ class Admission:
         """Admits no request from now on."""
         self.state = "draining"
 
-    async def emptied(self, timeout_s: float) -> int:
-        """The number of requests in flight when none is left, or when the time is up."""
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(timeout_s):
-                await self._empty.wait()
-        return self.num_in_flight
+    async def emptied(self) -> None:
+        """Returns when no request is in flight."""
+        await self._empty.wait()
 
     @contextlib.contextmanager
     def admitted(self) -> Iterator[None]:
-        """One request in flight. Raises ChatError: 503 while it is not open, 429 while too many are in flight."""
+        """Counts one request in flight. Raises ChatError: 503 if it is not open, 429 if too many are in flight."""
         self._check()
         self.num_in_flight += 1
         self._empty.clear()
@@ -62,7 +59,7 @@ class Admission:
 
     @contextlib.asynccontextmanager
     async def slot(self) -> AsyncIterator[None]:
-        """A slot at the engine, first come first served."""
+        """Yields a slot at the engine, first come first served."""
         self.num_waiting += 1
         try:
             await self._slots.acquire()

@@ -1,6 +1,6 @@
 """Backlog: chunks of a stream that are sampled and that its client has not taken yet. Sampling waits for no client.
 
-    engine's stream -> a task of its own -> Backlog -> application, at the client's speed
+    engine's stream -> a task -> Backlog -> application, at the client's speed
 
 Chunks are joined while they wait. So a backlog is never larger than the whole reply unstreamed, about 100 bytes a
 token, and a slow client gets fewer and longer pieces.
@@ -21,7 +21,7 @@ MIN_JOIN = 64  # number of chunks up to which joining costs more than it saves
 
 
 async def read_ahead(stream: AsyncIterator[Chunk]) -> AsyncIterator[Chunk]:
-    """The stream's chunks, some joined. The stream is read as fast as it yields; leaving early closes it."""
+    """Yields the stream's chunks, some joined. The stream is read as fast as it yields; leaving early closes it."""
     backlog = Backlog()
     reading = asyncio.create_task(backlog.fill(stream))
     try:
@@ -58,7 +58,7 @@ class Backlog:
         self._news.set()
 
     async def take(self) -> list[Chunk]:
-        """All waiting chunks, at least one; an empty list once the stream has ended or failed."""
+        """Returns all waiting chunks, at least one; an empty list once the stream has ended or failed."""
         while not self._chunks and not self._is_ended:
             self._news.clear()
             await self._news.wait()
@@ -67,7 +67,7 @@ class Backlog:
 
 
 def join(chunks: Iterable[Chunk]) -> list[Chunk]:
-    """The same pieces in fewer chunks: successive pieces of a choice are joined, but a tool call stays apart."""
+    """Joins successive pieces of a choice, so that there are fewer chunks. A tool call stays apart."""
     runs: list[list[Chunk]] = []
     newest: dict[int, list[Chunk]] = {}  # each choice's latest run
     for chunk in chunks:
@@ -80,7 +80,7 @@ def join(chunks: Iterable[Chunk]) -> list[Chunk]:
 
 
 def _fit(first: Choice, second: Choice) -> bool:
-    """Whether two pieces can be joined: neither calls a tool, and both report the same facts of their tokens."""
+    """Returns whether two pieces can be joined: neither calls a tool, and both report the same of their tokens."""
     if any("tool_calls" in (choice.message or ()) for choice in (first, second)):
         return False
     reported = [
@@ -91,7 +91,7 @@ def _fit(first: Choice, second: Choice) -> bool:
 
 
 def _joined(run: list[Chunk]) -> Chunk:
-    """One chunk from several chunks of one choice. `run` is not changed."""
+    """Returns one chunk from several chunks of one choice. `run` is not changed."""
     choices = [chunk.choice for chunk in run]
     choice = msgspec.structs.replace(
         choices[-1],
@@ -111,6 +111,6 @@ def _joined(run: list[Chunk]) -> Chunk:
 
 
 def _concat(lists: Iterable[list[Any] | None]) -> Any:
-    """The lists as one; None if all are None."""
+    """Returns the lists as one; None if all are None."""
     found = [part for part in lists if part is not None]
     return [item for part in found for item in part] if found else None

@@ -8,7 +8,7 @@ from art_cli.serving.served_model import Source
 
 
 def model_card(source: Source, *, evaluation: Mapping[str, float], checks: Mapping[str, object]) -> str:
-    """The card's text. `evaluation` has the means at that step, or is empty; `checks` has what the export measured.
+    """Returns the card's text. `evaluation` has the means at that step, if any; `checks` what the export measured.
 
     It shows only the last name of a local directory, not its path.
     """

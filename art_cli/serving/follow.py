@@ -46,5 +46,5 @@ async def _change(policy: ServedPolicy, run: RunDir, which: Which) -> None:
 
 
 def _wanted(run: RunDir, which: Which) -> int | None:
-    """The step that is meant, by directory names and metrics alone; no checkpoint is read."""
+    """Returns the step that is meant, by directory names and metrics alone; no checkpoint is read."""
     return next(iter(run_checkpoints.wanted_steps(run, which)), None)

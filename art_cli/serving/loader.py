@@ -1,7 +1,7 @@
 """Loader: makes the engine of a source. A base model is loaded once, however many policies stand on it.
 
 Memory of the embedded engine: one base per (base, dtype, context, quantization); per policy an adapter and a cache of
-keys and values, twice while the policy changes to another checkpoint. vLLM has its memory in a process of its own.
+keys and values, twice while the policy changes to another checkpoint. vLLM has its memory in another process.
 """
 
 import json
@@ -40,7 +40,8 @@ ENGINES: dict[str, type[EngineSection]] = {
     for kind, section in variants(RunConfig, "engine").items()
     if issubclass(section, EngineSection) and section.can_train and section not in NOT_SERVED
 }
-NEVER_TAKEN = ("url", "api_key_env")  # settings of a run that would send prompts and a key to another server
+# Settings of a run that would send prompts and a key to another server; `url` is the old name of `base_url`.
+NEVER_TAKEN = ("url", "base_url", "api_key_env")
 PROGRAMS = ("python", "args", "env")  # settings of a run's vLLM that decide which code runs
 MAX_SHOWN = 160  # characters of those settings that an error quotes
 
@@ -59,7 +60,7 @@ class Loader:
         return self.config.swaps_adapters
 
     async def make(self, source: Source) -> Engine:
-        """An engine that samples from the source. Raises ArtError: it cannot be loaded, or not run here."""
+        """Returns an engine that samples from the source. Raises ArtError: it cannot be loaded, or not run here."""
         read = self._weights if self.config.needs_weights else _spec
         policy: loading.Weights | PolicySpec = await call_in_thread(read, source)
         engine = make_engine(self.config, policy, name=source.name, step=source.step, logs=self.logs)
@@ -109,7 +110,7 @@ def check_trust(trained: Mapping[str, Any], knobs: Mapping[str, Any], *, place: 
 
 
 def engine_config(name: str, knobs: Mapping[str, Any], trained: Mapping[str, Any]) -> EngineConfig:
-    """The engine's configuration: the one of its training run, if the engine is the same, with `knobs` over it.
+    """Returns the engine's configuration: the one of its training run, if the engine is the same, with `knobs` over it.
 
     Raises UsageError: no such engine or knob, or an invalid value.
     """

@@ -31,7 +31,7 @@ MAX_TOKENS = 1024  # tokens of a prompt that are scored
 
 
 class Exported(NamedTuple):
-    """Where the export is, and how close its logprobs are to the policy's."""
+    """The export, and the distance of its logprobs from the policy's."""
 
     path: Path
     num_prompts: int
@@ -68,7 +68,7 @@ def export(
 
 
 def saved_prompts(run: RunDir | None) -> list[list[int]]:
-    """The last turns of the run's newest trajectories, prompt and sampled tokens; empty if there are none."""
+    """Returns the last turns of the run's newest trajectories, prompt and sampled tokens; empty if there are none."""
     if run is None:
         return []
     for path in sorted(run.root.glob("step_*/trajectories.jsonl"), reverse=True):
@@ -80,7 +80,7 @@ def saved_prompts(run: RunDir | None) -> list[list[int]]:
 
 
 def compare(output: Path, wanted: Sequence[list[float]], found: Sequence[list[float]]) -> Exported:
-    """The result of comparing two lists of logprobs of the same tokens."""
+    """Returns the result of comparing two lists of logprobs of the same tokens."""
     pairs = [pair for ours, theirs in zip(wanted, found, strict=True) for pair in zip(ours, theirs, strict=True)]
     gaps = [abs(a - b) for a, b in pairs]
     max_share = max(gap / max(1.0, abs(a)) for gap, (a, _) in zip(gaps, pairs, strict=True))

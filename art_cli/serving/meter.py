@@ -7,7 +7,7 @@ BUCKETS_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0,
 
 
 class Meter:
-    """The metrics of one service, in a registry of its own. The service gives the gauges their functions."""
+    """The metrics of one service, in a separate registry. The service gives the gauges their functions."""
 
     def __init__(self) -> None:
         own = self._registry = CollectorRegistry()
@@ -27,5 +27,5 @@ class Meter:
         self.step = Gauge("art_policy_step", "The step whose weights answer.", ["model"], registry=own)
 
     def render(self) -> bytes:
-        """All metrics in Prometheus' text format."""
+        """Returns all metrics in Prometheus' text format."""
         return generate_latest(self._registry)

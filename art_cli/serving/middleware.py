@@ -81,7 +81,7 @@ class Middleware:
         log.log(level, "%s %s %d %.3f s", scope["method"], self._shown(path), status, seconds)
 
     def _shown(self, path: str) -> str:
-        """The path without parts that may be keys: /v1/models/* of /v1/models/sk-42."""
+        """Returns the path without parts that may be keys: /v1/models/* of /v1/models/sk-42."""
         if path in KNOWN:
             return path
         parts = path.split("/")

@@ -39,7 +39,7 @@ class Dispatch:
         return reply
 
     async def stream(self, request: Request) -> AsyncIterator[Chunk]:
-        """The chunks, at the client's speed. The slot is free once all is sampled, however slow the client is."""
+        """Yields the chunks at the client's speed. The slot is free once all is sampled, however slow the client is."""
         async with closing_stream(read_ahead(self._sample(request))) as chunks:
             async for chunk in chunks:
                 yield chunk
@@ -65,7 +65,7 @@ class Dispatch:
 
     @contextlib.asynccontextmanager
     async def _engine(self, request: Request) -> AsyncIterator[tuple[Backend, Request]]:
-        """The engine that answers, once it has a slot free, and the request with its policy's sampling defaults."""
+        """Yields the engine that answers, once it has a free slot, and the request with its policy's defaults."""
         policy = self._policies.served[request.model]
         async with self._admission.slot():
             with policy.lease() as backend:

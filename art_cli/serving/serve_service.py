@@ -2,7 +2,7 @@
 
     listen -> load -> ready -> ... -> stopping: 503 for new requests, those in flight end or run out of time -> closed
 
-It listens before it loads, so that /health answers at once and /ready tells when requests are admitted. An engine that
+It listens before it loads, so that /health answers at once and /ready shows when requests are admitted. An engine that
 fails ends it. SIGTERM and SIGINT stop it; a second signal ends it without waiting for requests in flight.
 """
 
@@ -70,7 +70,9 @@ class Service:
         self.admission = Admission(concurrency=limits.concurrency, queue=limits.queue)
         self.meter = self._metered()
         self._follows = follows
-        self._stopping = Stopping(self.admission, limits.drain_s)
+        self._stopping = Stopping(
+            limits.drain_s, refuse=self.admission.drain, num_running=lambda: self.admission.num_in_flight
+        )
         dispatch = Dispatch(policies, self.admission, self.meter, logs_content=logs_content)
         app = build_app(
             lambda key: dispatch,  # the middleware has checked the key
@@ -85,7 +87,7 @@ class Service:
         self.app = Middleware(app, keys, self.admission, self.meter)
 
     def _metered(self) -> Meter:
-        """A meter whose gauges read this service."""
+        """Returns a meter whose gauges read this service."""
         meter, admission = Meter(), self.admission
         meter.in_flight.set_function(lambda: admission.num_in_flight)
         meter.answering.set_function(lambda: admission.num_answering)
@@ -107,7 +109,7 @@ class Service:
                         on_ready(root)
                         async with self._followers():
                             await self._stopping.ends_before(self.policies.watch())
-                    await self._stopping.drain()
+                    await self._stopping.drain(self.admission.emptied())
                 finally:
                     await self.policies.close()
 
@@ -130,7 +132,7 @@ class Service:
             await cancel(*tasks)
 
     def _body_limit(self) -> BodyLimit:
-        """The limit that the user set, or a lower one if no longer body holds a prompt that fits a context here."""
+        """Returns the limit that the user set, or a lower one if no longer body holds a prompt that fits here."""
         letters = [policy.longest_prompt() for policy in self.policies.served.values()]
         most = self.limits.max_body_bytes
         known = [number for number in letters if number is not None]
@@ -139,7 +141,7 @@ class Service:
             return BodyLimit(most, "art serve --max-body sets this limit")
         return BodyLimit(needed, "no longer prompt fits the model's context")
 
-    # --- routes of its own --------------------------------------------------------------------------------------------
+    # --- more routes --------------------------------------------------------------------------------------------------
 
     async def _ready(self, http: HttpRequest) -> Response:
         if self.admission.state != "open":

@@ -32,10 +32,10 @@ class Source(NamedTuple):
 
     name: str  # model name in requests
     base: str  # hub id or directory; a checkpoint of all weights is its own base
-    adapter: Path | None  # adapter on that base; None: the base alone
+    adapter: Path | None  # adapter on that base; None for the base alone
     step: int
     dtype: str  # dtype of the base: "auto", "float32", "bfloat16"
-    max_length: int | None  # tokens of prompt and reply together; None: the base model's own context
+    max_length: int | None  # tokens of prompt and reply together; None for the base model's context
     defaults: Sampling  # sampling for fields that a request leaves out; a run's sources have the run's
     run: RunDir | None = None
     manifest: Manifest | None = None
@@ -48,7 +48,7 @@ class Source(NamedTuple):
 
 
 def base_config(source: Source) -> ModelConfig:
-    """How to load the base without the adapter. The adapter's chat template is used, because a base may have none."""
+    """Returns the configuration of the base alone, with the adapter's chat template, because a base may have none."""
     own = source.adapter / run_checkpoints.TEMPLATE_FILE if source.adapter is not None else None
     return ModelConfig.model_validate(
         {
@@ -73,7 +73,7 @@ def parse_name(text: str) -> tuple[str | None, str]:
 
 
 def find_source(text: str, *, which: Which = "offered", base: str | None = None, dtype: str | None = None) -> Source:
-    """The source that `[NAME=]CHECKPOINT` means. `base` and `dtype` override what the files say.
+    """Returns the source that `[NAME=]CHECKPOINT` means. `base` and `dtype` override the files.
 
     Raises CheckpointError: the directory holds nothing to serve; UsageError: neither a directory nor a hub id.
     """
@@ -98,14 +98,14 @@ def _refuse(target: str, which: Which) -> None:
 
 
 def _run_of_base(target: str) -> RunDir | None:
-    """The run if `target` is "RUN/base" and means that run's base model; None if it means anything else."""
+    """Returns the run if `target` is "RUN/base" and means that run's base model; None if it means anything else."""
     path = Path(target)
     run = RunDir(path.parent)
     return run if target and path.name == "base" and run.checkpoint_steps() and run.config_path.exists() else None
 
 
 def of_base(run: RunDir, *, name: str | None = None, base: str | None = None, dtype: str | None = None) -> Source:
-    """The base model of a run without an adapter, with the run's sampling."""
+    """Returns the base model of a run without an adapter, with the run's sampling."""
     trained = of_checkpoint(run_checkpoints.choose(run, "newest"), base=base, dtype=dtype)
     if trained.adapter is None and base is None:
         raise UsageError(f"{run.root}/base: the run trains all weights; name its base model, or its step 0")
@@ -115,7 +115,7 @@ def of_base(run: RunDir, *, name: str | None = None, base: str | None = None, dt
 def of_checkpoint(
     found: Found, *, name: str | None = None, base: str | None = None, dtype: str | None = None
 ) -> Source:
-    """The source in a checkpoint, an adapter or a model's directory."""
+    """Returns the source in a checkpoint, an adapter or a model's directory."""
     found = _downloaded(found)
     config = run_checkpoints.run_config(found.run)
     model, sampling = config.get("model", {}), config.get("rollout", {}).get("sampling", {})
@@ -141,7 +141,7 @@ def of_checkpoint(
 
 
 def _downloaded(found: Found) -> Found:
-    """The checkpoint; one whose weights are on a server is downloaded, an adapter of the same base or a whole model."""
+    """Returns the checkpoint. One whose weights are on a server is downloaded: an adapter, or a whole model."""
     path = run_checkpoints.fetched(found.path)
     if path == found.path or found.manifest is None:
         return found

@@ -81,11 +81,11 @@ class ServedPolicy:
         self.source = source
 
     def lease(self) -> contextlib.AbstractContextManager[Backend]:
-        """The backend that answers now. Its engine stays open until the lease ends, also when a change replaces it."""
+        """Returns the backend that answers now. Its engine stays open until the lease ends, also after a change."""
         return self._current().lease()
 
     def longest_prompt(self) -> int | None:
-        """The number of characters that no prompt within the context exceeds; None: unknown, or not loaded yet."""
+        """Returns the number of characters that no prompt exceeds, or None if it is unknown or nothing is loaded."""
         return None if self._generation is None else self._generation.engine.longest_prompt()
 
     async def watch(self) -> NoReturn:

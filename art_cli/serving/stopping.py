@@ -1,12 +1,11 @@
-"""Stopping: how a server ends. A signal or `stop` refuses new requests, and those in flight end or run out of time."""
+"""Stopping: the end of a server. A signal refuses new requests, and those in flight end or run out of time."""
 
 import asyncio
 import logging
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from typing import Any
 
 from art_cli.runtime.errors import first_of_group
-from art_cli.serving.admission import Admission
 
 log = logging.getLogger(__name__)
 
@@ -14,10 +13,10 @@ CANCEL_TIMEOUT_S = 60.0  # longest wait for cancelled work to end; a vLLM server
 
 
 class Stopping:
-    """The end of one server. `drain_s`: longest wait for requests in flight."""
+    """The end of one server. `refuse` refuses new requests; those in flight, `num_running` of them, have `drain_s`."""
 
-    def __init__(self, admission: Admission, drain_s: float) -> None:
-        self._admission, self._drain_s = admission, drain_s
+    def __init__(self, drain_s: float, *, refuse: Callable[[], None], num_running: Callable[[], int]) -> None:
+        self._drain_s, self._refuse, self._num_running = drain_s, refuse, num_running
         self._stop, self._stop_at_once = asyncio.Event(), asyncio.Event()
 
     @property
@@ -30,11 +29,11 @@ class Stopping:
             self._stop_at_once.set()
             return
         self._stop.set()
-        self._admission.drain()
-        log.info("stopping: %d requests are ended first, at most %g s", self._admission.num_in_flight, self._drain_s)
+        self._refuse()
+        log.info("stopping: %d requests are ended first, at most %g s", self._num_running(), self._drain_s)
 
     async def ends_before(self, work: Coroutine[Any, Any, None]) -> bool:
-        """Whether `work` ended by itself; False: `stop` was called first. Raises what `work` raises."""
+        """Returns whether `work` ended by itself before `stop` was called. Raises what `work` raises."""
         task, stop = asyncio.create_task(work), asyncio.create_task(self._stop.wait())
         try:
             await asyncio.wait((task, stop), return_when=asyncio.FIRST_COMPLETED)
@@ -46,18 +45,16 @@ class Stopping:
             stop.cancel()
             await cancel(task)
 
-    async def drain(self) -> None:
-        """Returns when no request is in flight, when the time is up, or at the second `stop`."""
-        emptied = asyncio.create_task(self._admission.emptied(self._drain_s))
-        at_once = asyncio.create_task(self._stop_at_once.wait())
-        await asyncio.wait((emptied, at_once), return_when=asyncio.FIRST_COMPLETED)
-        emptied.cancel()
-        at_once.cancel()
-        if self._admission.num_in_flight:
-            log.warning("stopped with %d requests unfinished", self._admission.num_in_flight)
+    async def drain(self, work: Coroutine[Any, Any, None]) -> None:
+        """Returns when `work`, which waits for those in flight, is done, the time is up, or `stop` was called again."""
+        task, at_once = asyncio.create_task(work), asyncio.create_task(self._stop_at_once.wait())
+        await asyncio.wait((task, at_once), timeout=self._drain_s, return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            log.warning("stopped with %d requests unfinished", self._num_running())
+        await cancel(task, at_once)
 
 
-async def cancel(*tasks: asyncio.Task[None]) -> None:
+async def cancel(*tasks: asyncio.Task[Any]) -> None:
     """Cancels the tasks and waits for their end, up to a deadline."""
     for task in tasks:
         task.cancel()

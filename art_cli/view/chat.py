@@ -13,6 +13,7 @@ from starlette.responses import Response
 from art_cli.chat.chat_errors import ChatError
 from art_cli.chat.client import HttpBackend
 from art_cli.chat.endpoint_answers import open_session, read_answer
+from art_cli.chat.request_body import BodyLimit, read_body
 from art_cli.chat.requests import Sampling
 from art_cli.chat.wires.openai_chat import OpenAIChat
 from art_cli.runtime.errors import UsageError, describe
@@ -65,9 +66,8 @@ class ChatRelay:
 
     async def answer(self, http: HttpRequest) -> Response:
         """{"message": {...}, "finish_reason": "stop"}. Raises HTTPException with one sentence."""
-        body = await _read(http)
         try:
-            fields = msgspec.json.decode(body)
+            fields = msgspec.json.decode(await read_body(http, BodyLimit(MAX_BODY), BODY_S))
             asked = {
                 name: fields[name] for name in ("messages", "tools", "temperature") if fields.get(name) is not None
             }
@@ -86,20 +86,3 @@ class ChatRelay:
 
     async def close(self) -> None:
         await self._backend.close()
-
-
-async def _read(http: HttpRequest) -> bytes:
-    """The body. Raises HTTPException: not JSON by its header, too large, or too slow."""
-    if not http.headers.get("content-type", "").startswith("application/json"):
-        raise HTTPException(415, "send application/json")
-    pieces, size = [], 0
-    try:
-        async with asyncio.timeout(BODY_S):
-            async for piece in http.stream():
-                size += len(piece)
-                if size > MAX_BODY:
-                    raise HTTPException(413, f"the conversation is larger than {MAX_BODY >> 20} MiB")
-                pieces.append(piece)
-    except TimeoutError:
-        raise HTTPException(408, f"the question did not arrive within {BODY_S:.0f} s") from None
-    return b"".join(pieces)

@@ -1,17 +1,17 @@
-"""Refuses requests that another site's page may have made a browser send, and says in each answer what a page may load.
-
-A page of another site cannot read our answers, but its name may be made to point to this machine (DNS rebinding): then
-the Host header has that name. A browser says in Origin and Sec-Fetch-Site which site a request comes from.
-"""
+"""Guard: refuses requests of other sites' pages (chat/pages.py), and sends with each answer what a page may load."""
 
 import ipaddress
 import socket
 from collections.abc import Sequence
+from functools import partial
 
 from starlette.datastructures import Headers, MutableHeaders
+from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from art_cli.chat.api_keys import is_loopback
+from art_cli.chat.chat_errors import ChatError
+from art_cli.chat.pages import check_sender
 
 POLICY = (
     "default-src 'self'; img-src 'self' data:; object-src 'none'; "
@@ -24,7 +24,7 @@ HEADERS = {
     "cross-origin-opener-policy": "same-origin",
     "cache-control": "no-store",
 }
-OWN = ("same-origin", "none")  # values of Sec-Fetch-Site: our page, or an address that the user typed
+REFUSAL = b'{"error":"ask for this page by its own address, from no other site, and send application/json"}'
 
 
 class Guard:
@@ -36,7 +36,6 @@ class Guard:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return
-        refusal = self._refusal(Headers(scope=scope), scope)
 
         async def send_guarded(message: Message) -> None:
             if message["type"] == "http.response.start":
@@ -46,39 +45,17 @@ class Guard:
                     headers.setdefault(name, value)
             await send(message)
 
-        if refusal is None:
+        port = str(scope["server"][1])
+        try:
+            check_sender(scope["method"], Headers(scope=scope), is_own=partial(self._is_own, port))
+        except ChatError as error:
+            refusal = Response(REFUSAL, 415 if error.status == 415 else 403, media_type="application/json")
+            await refusal(scope, receive, send_guarded)
+        else:
             await self._app(scope, receive, send_guarded)
-            return
-        body = b'{"error":"' + refusal.encode() + b'"}'
-        await send_guarded(
-            {
-                "type": "http.response.start",
-                "status": 403,
-                "headers": [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())],
-            }
-        )
-        await send({"type": "http.response.body", "body": body})
 
-    def _refusal(self, headers: Headers, scope: Scope) -> str | None:
-        """Why the request is refused; None: it is not."""
-        port = scope["server"][1] if scope.get("server") else None
-        host = headers.getlist("host")
-        if len(host) != 1 or not self._is_own(host[0], port):
-            return "this page is asked for by its own address only"
-        origin = headers.get("origin")
-        if origin is not None and origin != f"http://{host[0]}":
-            return "this page answers no other site"
-        if headers.get("sec-fetch-site", "none") not in OWN:
-            return "this page answers no other site"
-        return None
-
-    def _is_own(self, host: str, port: int | None) -> bool:
-        name, _, given = host.rpartition(":") if not host.endswith("]") else (host, "", "")
-        if not name:
-            name, given = host, ""
-        if port is not None and given != str(port) and not (given == "" and port == 80):
-            return False
-        return is_own_name(name.removeprefix("[").removesuffix("]").lower(), self._host)
+    def _is_own(self, port: str, name: str, given: str) -> bool:
+        return given == (port if port != "80" else given or port) and is_own_name(name, self._host)
 
 
 def is_own_name(name: str, host: str) -> bool:

@@ -18,7 +18,7 @@ from starlette.types import ASGIApp
 
 from art_cli.chat.disconnects import unless_disconnected
 from art_cli.runtime.errors import printable
-from art_cli.runtime.worker_pool import Crew, Crowded, Overran
+from art_cli.runtime.worker_pool import Crowded, Overran, WorkerPool
 from art_cli.view.group_rows import Query
 from art_cli.view.guard import Guard
 from art_cli.view.page_answers import Answers, NotThere
@@ -95,7 +95,7 @@ def _number(text: str | None) -> float | None:
 class _Routes:
     def __init__(self, answers: Answers, chat: "ChatRelay | None") -> None:
         self._answers, self._chat = answers, chat
-        self._crew = Crew(size=NUM_THREADS, wait_s=WAIT_S, run_s=RUN_S)
+        self._workers = WorkerPool(size=NUM_THREADS, wait_s=WAIT_S, run_s=RUN_S)
 
     def of(self, make: Callable[[_Asked], Any]) -> Callable[[HttpRequest], Any]:
         """The route whose answer `make` makes, in a thread, encoded there."""
@@ -108,9 +108,9 @@ class _Routes:
         return route
 
     async def _answer(self, http: HttpRequest, make: Callable[[], bytes], kind: str = "application/json") -> Response:
-        """The answer that `make` makes in a thread. It is broken off when the page no longer waits for it."""
+        """Returns what `make` makes in a thread, which is abandoned when the page no longer waits for it."""
         try:
-            return Response(await unless_disconnected(http.receive, self._crew.call(make)), media_type=kind)
+            return Response(await unless_disconnected(http.receive, self._workers.call(make)), media_type=kind)
         except ClientDisconnect:
             return Response(status_code=499)
         except NotThere as error:

@@ -35,7 +35,7 @@ from art_cli.engines.embedded import chat_prompts as messages
 from art_cli.engines.embedded import reply_text as text
 from art_cli.engines.embedded.reply_text import Detokenizer, Vocabulary
 from art_cli.models.loading import save_weights
-from art_cli.runtime.worker_pool import Crew, Crowded, Overran
+from art_cli.runtime.worker_pool import MAX_ABANDONED, Crowded, Overran, WorkerPool
 from tests.engines.test_embedded_engine import running
 from tests.serving.test_fuzz_server import art_serve
 from tests.support import forked
@@ -157,7 +157,7 @@ def test_the_text_is_that_of_transformers() -> None:
 async def test_a_template_that_does_not_end_is_broken_off_and_the_loop_goes_on() -> None:
     """The model's own template never ends: the loop goes on, the request gets a 400, the next one is answered."""
     reader = RequestReader()
-    reader._crew = Crew(size=1, wait_s=30.0, run_s=0.5)
+    reader._workers = WorkerPool(size=1, wait_s=30.0, run_s=0.5)
     body = WIRE["chat"].parse(json.dumps(chat()).encode(), Sampling())
     slow, good = vocabulary(SPIN), vocabulary()
     messages.render(good, body)
@@ -193,7 +193,7 @@ async def test_a_models_template_can_neither_recurse_nor_reach_out(name: str) ->
     """The template of a stranger's model directory: nothing of Python or of the machine is in the prompt, its time is
     bounded, the event loop goes on, and the next request is answered."""
     reader = RequestReader()
-    reader._crew = Crew(size=1, wait_s=30.0, run_s=1.0)
+    reader._workers = WorkerPool(size=1, wait_s=30.0, run_s=1.0)
     asked = WIRE["chat"].parse(json.dumps(chat()).encode(), Sampling())
     whole, good = vocabulary(ESCAPES[name]), vocabulary()
     said = messages.render(good, asked, 1024).ids
@@ -385,11 +385,11 @@ def test_text_without_a_whole_character_is_decoded_a_bounded_number_of_times(kin
     assert whole.num_decoded <= 64 * len(ids)
 
 
-# --- crews ------------------------------------------------------------------------------------------------------------
+# --- worker pools -----------------------------------------------------------------------------------------------------
 
 
-async def test_a_crew_takes_calls_in_order_and_never_more_at_once() -> None:
-    crew, running_now, most, order = Crew(size=2, wait_s=30, run_s=30), 0, 0, []
+async def test_a_pool_takes_calls_in_order_and_never_more_at_once() -> None:
+    pool, running_now, most, order = WorkerPool(size=2, wait_s=30, run_s=30), 0, 0, []
     lock = threading.Lock()
 
     def work(number: int) -> int:
@@ -403,42 +403,46 @@ async def test_a_crew_takes_calls_in_order_and_never_more_at_once() -> None:
             running_now -= 1
         return number
 
-    assert await asyncio.gather(*(crew.call(work, number) for number in range(50))) == list(range(50))
+    assert await asyncio.gather(*(pool.call(work, number) for number in range(50))) == list(range(50))
     assert most == 2
     assert all(abs(number - index) <= 1 for index, number in enumerate(order))
 
 
-async def test_a_crews_call_that_overruns_or_is_cancelled_ends_and_frees_its_thread() -> None:
-    crew, ended = Crew(size=1, wait_s=30, run_s=0.1), threading.Event()
-
-    def spin() -> None:
-        try:
-            while True:
-                pass
-        finally:
-            ended.set()
-
+async def test_a_call_that_overruns_or_is_cancelled_is_abandoned_and_the_next_one_has_its_turn() -> None:
+    pool, returns = WorkerPool(size=1, wait_s=30, run_s=0.1), threading.Event()
     with pytest.raises(Overran):
-        await crew.call(spin)
-    assert await asyncio.to_thread(ended.wait, 30)
-    ended.clear()
-    task = asyncio.create_task(crew.call(spin))
+        await pool.call(returns.wait)
+    task = asyncio.create_task(pool.call(returns.wait))
     await asyncio.sleep(0.03)
     task.cancel()
     await asyncio.wait((task,))
-    assert await crew.call(lambda: 7) == 7
+    assert await pool.call(lambda: 7) == 7
     with pytest.raises(ZeroDivisionError):
-        await crew.call(lambda: 1 / 0)
+        await pool.call(lambda: 1 / 0)
     with pytest.raises(RuntimeError, match="StopIteration"):
-        await crew.call(lambda: next(iter(())))
+        await pool.call(lambda: next(iter(())))
+    returns.set()
 
 
-async def test_who_waits_too_long_for_a_crew_is_told() -> None:
-    crew, gate = Crew(size=1, wait_s=0.05, run_s=30), threading.Event()
-    first = asyncio.create_task(crew.call(gate.wait))
+async def test_no_more_than_some_abandoned_calls_are_replaced() -> None:
+    pool, returns = WorkerPool(size=1, wait_s=0.3, run_s=0.01), threading.Event()
+    for _ in range(MAX_ABANDONED + 1):
+        with pytest.raises(Overran):
+            await pool.call(returns.wait)
+    with pytest.raises(Crowded):
+        await pool.call(lambda: 7)
+    returns.set()
+    pool._run_s = 30
+    assert await asyncio.gather(*(pool.call(lambda: 7) for _ in range(3))) == [7] * 3
+    assert pool._num_abandoned == 0 and not pool._turns.locked()
+
+
+async def test_who_waits_too_long_for_a_pool_is_told() -> None:
+    pool, gate = WorkerPool(size=1, wait_s=0.05, run_s=30), threading.Event()
+    first = asyncio.create_task(pool.call(gate.wait))
     await asyncio.sleep(0)
     with pytest.raises(Crowded):
-        await crew.call(lambda: 7)
+        await pool.call(lambda: 7)
     gate.set()
     assert await first is True
 
@@ -447,8 +451,6 @@ async def test_who_waits_too_long_for_a_crew_is_told() -> None:
 
 
 @pytest.mark.timeout(1800)
-# A call that is broken off may be inside Hypothesis' own gc callback just then.
-@pytest.mark.filterwarnings("ignore:Exception ignored in. <function gc_cumulative_time")
 async def test_mutated_requests_are_answered_or_refused_and_never_hold_the_loop() -> None:
     """Through the real parser, template and tokenizer: a prompt, or a ChatError below 500; nothing else comes out."""
     call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": '{"a": [1, "x"]}'}}

@@ -5,6 +5,7 @@ import logging
 import re
 import shutil
 import threading
+from concurrent import futures
 from pathlib import Path
 
 import pytest
@@ -75,14 +76,14 @@ async def test_an_interrupted_notebook_lets_the_work_go_and_waits_for_it(monkeyp
             order.append("tidied up")
             raise Interrupted("stopped") from None
 
-    class Future(art_cli.api.Future):  # type: ignore[name-defined, misc]
+    class Future(futures.Future[object]):
         def result(self, timeout: float | None = None) -> object:
-            if threading.current_thread().name == "notebook" or self.done():
+            if self.done():
                 return super().result(timeout)
             assert is_running.wait(30)
             raise KeyboardInterrupt
 
-    monkeypatch.setattr("art_cli.api.Future", Future)
+    monkeypatch.setattr("art_cli.runtime.threads.Future", Future)
     with pytest.raises(KeyboardInterrupt):
         _wait(work)
     assert order == ["tidied up"]

@@ -744,3 +744,23 @@ async def test_on_a_terminal_progress_is_a_bar_with_the_reward(monkeypatch: pyte
             await asyncio.sleep(0.01)
     assert "step 3" in screen.getvalue()
     assert "1/8" in screen.getvalue()
+
+
+# --- the clients of a policy ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("agent", ["await policy.client", "policy.sync_client"])
+async def test_a_policys_client_reaches_the_gateway_whatever_proxy_the_environment_names(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch, agent: str
+) -> None:
+    for name in ("HTTP_PROXY", "http_proxy", "ALL_PROXY"):
+        monkeypatch.setenv(name, "http://127.0.0.1:1")
+    keyword = "async def" if "await" in agent else "def"
+    source = f"""
+{keyword} rollout(policy, scenario):
+    messages = [{{"role": "user", "content": "hi"}}]
+    {agent}.chat.completions.create(model=policy.model, messages=messages)
+    return 1.0
+"""
+    (trajectory,) = await stage.play(source)
+    assert (trajectory.error, len(trajectory.turns)) == (None, 1)

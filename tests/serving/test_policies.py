@@ -11,7 +11,7 @@ import pytest
 
 from art_cli.chat.requests import Request, Sampling
 from art_cli.cli import app as cli
-from art_cli.config.schema import EmbeddedEngineConfig
+from art_cli.config.schema import EmbeddedEngineConfig, VllmEngineConfig
 from art_cli.models.loading import save_weights
 from art_cli.runs.manifest import Manifest, new_checkpoint
 from art_cli.runs.run_dir import RunDir
@@ -280,9 +280,11 @@ def test_the_engine_is_set_up_as_in_the_run_it_was_trained_with() -> None:
     trained = {"name": "embedded", "max_batch": 7, "prefill_tokens": 9}
     assert engine_config("embedded", {}, trained) == EmbeddedEngineConfig(max_batch=7, prefill_tokens=9)
     assert engine_config("embedded", {"max_batch": 3}, {"name": "vllm"}) == EmbeddedEngineConfig(max_batch=3)
-    elsewhere = {"name": "vllm", "url": "http://elsewhere", "sleep": 1}
-    forced = engine_config("vllm", {"python": "/opt/python"}, elsewhere)
-    assert (forced.name, forced.base_url, str(forced.python)) == ("vllm", None, "/opt/python")  # type: ignore[union-attr]
+    for key in ("base_url", "url"):
+        elsewhere = {"name": "vllm", key: "http://elsewhere", "sleep": 1}
+        forced = engine_config("vllm", {"python": "/opt/python"}, elsewhere)
+        assert isinstance(forced, VllmEngineConfig)
+        assert (forced.base_url, str(forced.python)) == (None, "/opt/python")
     for name, knobs, message in (
         ("fast", [], "--engine fast: one of auto, embedded, vllm"),
         ("embedded", ["max_batch"], "expected KEY=VALUE"),

@@ -66,7 +66,7 @@ def serving(
     try:
         yield found["address"]
     finally:
-        found["loop"].call_soon_threadsafe(found["service"].stop)
+        found["loop"].call_soon_threadsafe(found["service"].stopping.stop)
         thread.join(30)
         assert not thread.is_alive()
 

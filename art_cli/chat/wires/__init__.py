@@ -9,7 +9,7 @@
 
 A wire translates between JSON and the records of requests.py and replies.py. It answers nothing by itself: the
 application (chat_app.py) receives the body, asks a backend and sends what the wire has written. To add a protocol,
-write a class of the shape `Wire` in a file of its own here and name it in WIRES. The gateway and `art serve` read
+write a class of the shape `Wire` in a new file here and name it in WIRES. The gateway and `art serve` read
 that table.
 """
 
@@ -31,13 +31,13 @@ class Events(Protocol):
     """One streamed answer as server-sent events. Each method returns events, as bytes to send."""
 
     def render(self, chunk: Chunk) -> bytes:
-        """The events of one chunk; empty when the chunk holds nothing that the client asked for."""
+        """Returns the events of one chunk; empty when the chunk holds nothing that the client asked for."""
 
     def finish(self) -> bytes:
-        """The last events of a stream that ended well."""
+        """Returns the last events of a stream that ended well."""
 
     def fail(self, error: ChatError) -> bytes:
-        """The last events of a stream that broke after it had begun."""
+        """Returns the last events of a stream that broke after it had begun."""
 
 
 class Wire(Protocol):
@@ -56,25 +56,25 @@ class Wire(Protocol):
         """A header that only clients of this protocol send; "" where there is none."""
 
     def key(self, headers: Headers) -> str | None:
-        """The API key that the client sent; None when it sent none."""
+        """Returns the API key that the client sent; None when it sent none."""
 
     def parse(self, body: bytes, defaults: Sampling) -> Request:
-        """The request in a body; `defaults` fill the sampling parameters that the client left out.
+        """Returns the request in a body; `defaults` fill the sampling parameters that the client left out.
 
         Raises ChatError with status 400 when the body is not a request that this endpoint understands.
         """
 
     def render(self, request: Request, reply: Reply) -> bytes:
-        """The JSON body of a whole reply."""
+        """Returns the JSON body of a whole reply."""
 
     def stream(self, request: Request) -> Events:
-        """The renderer of one streamed reply."""
+        """Returns the renderer of one streamed reply."""
 
     def error(self, error: ChatError) -> bytes:
-        """The JSON body of a refusal or failure."""
+        """Returns the JSON body of a refusal or failure."""
 
     def status(self, error: ChatError) -> int:
-        """Its HTTP status: `error.status`, unless the protocol has a status of its own for this failure."""
+        """Returns its HTTP status: `error.status`, unless the protocol has another one for this failure."""
 
 
 class Wires:
@@ -91,13 +91,13 @@ class Wires:
         return path in self._by_path
 
     def at(self, path: str, headers: Headers | None = None) -> Wire:
-        """The path's wire; of a path that belongs to none, the first wire whose own header the client sent."""
+        """Returns the path's wire; of a path that belongs to none, the first wire whose own header the client sent."""
         if path in self or headers is None:
             return self._by_path.get(path, self._default)
         return next((wire for wire in self if wire.header in headers), self._default)
 
     def key(self, path: str, headers: Headers) -> str | None:
-        """The key of a request to `path`: where the path's wire has it, or any wire for a path that belongs to none."""
+        """Returns the key of a request to `path`: where the path's wire has it, or any wire for a path without one."""
         wires = [self._by_path[path]] if path in self else self
         return next((key for wire in wires if (key := wire.key(headers)) is not None), None)
 

@@ -4,7 +4,7 @@ https://docs.claude.com/en/api/messages
 
 A parameter is honoured, or it is harmless to ignore, or it is an error that names it. Headers such as `anthropic-beta`
 change nothing. What only Anthropic's servers or Anthropic's models can do is refused by name: images, documents, tools
-with a type of their own, a reply that is begun for the model.
+with another type, a reply that is begun for the model.
 
 Some clients write a header for billing into the system prompt, with another hash at each request. It is left out,
 because no conversation would ever continue its own tokens with it.
@@ -135,7 +135,7 @@ class Anthropic:
     header = "anthropic-version"
 
     def key(self, headers: Headers) -> str | None:
-        """The key of `x-api-key: KEY`, else of `Authorization: Bearer KEY`."""
+        """Returns the key of `x-api-key: KEY`, else of `Authorization: Bearer KEY`."""
         return single(headers, "x-api-key").strip() or bearer(headers)
 
     def error(self, error: ChatError) -> bytes:
@@ -173,7 +173,7 @@ class AnthropicMessages(Anthropic):
     path = "/v1/messages"
 
     def parse(self, body: bytes, defaults: Sampling) -> Request:
-        """The request in a JSON body. Raises ChatError 400."""
+        """Returns the request in a JSON body. Raises ChatError 400."""
         parsed = _parse(body)
         if parsed.max_tokens is None:
             raise invalid("max_tokens: required", "max_tokens")
@@ -183,7 +183,7 @@ class AnthropicMessages(Anthropic):
         return msgspec.structs.replace(request, is_stream=bool(parsed.stream))
 
     def render(self, request: Request, reply: Reply) -> bytes:
-        """The JSON body of a message."""
+        """Returns the JSON body of a message."""
         return msgspec.json.encode(message_of(reply))
 
     def stream(self, request: Request) -> MessageEvents:
@@ -196,7 +196,7 @@ class AnthropicCountTokens(Anthropic):
     path = "/v1/messages/count_tokens"
 
     def parse(self, body: bytes, defaults: Sampling) -> Request:
-        """The request whose prompt is counted. Raises ChatError 400."""
+        """Returns the request whose prompt is counted. Raises ChatError 400."""
         request = self._request(_parse(body), defaults, {"max_tokens": 1, "temperature": 0.0, "n": 1})
         return msgspec.structs.replace(request, response_format=None, is_recorded=False)
 
@@ -219,7 +219,7 @@ def _parse(body: bytes) -> MessagesBody:
 
 
 def _sampling(body: MessagesBody) -> Json:
-    """The sampling parameters that the client gave, under the names of `Sampling`."""
+    """Returns the sampling parameters that the client gave, under the names of `Sampling`."""
     return given_sampling(
         temperature=body.temperature,
         top_p=body.top_p,
@@ -230,7 +230,7 @@ def _sampling(body: MessagesBody) -> Json:
 
 
 def _tool(index: int, tool: _Tool) -> Json:
-    """The tool in OpenAI's form. Raises ChatError 400: it is one of Anthropic's own."""
+    """Returns the tool in OpenAI's form. Raises ChatError 400: it is one of Anthropic's own."""
     if tool.type not in (None, "custom"):
         message = f"the tool {tool.type[:_SHOWN]!r} is Anthropic's own; give a tool with an input_schema"
         raise invalid(f"tools[{index}]: {message}", f"tools[{index}].type")
@@ -288,7 +288,7 @@ class _Reader:
         self._messages.append({"role": role, "content": _without_billing(_texts(place, content))})
 
     def _user(self, place: str, content: str | list[_Block]) -> None:
-        """A tool message for each result, in the order in which the calls were issued, then the text."""
+        """Adds a tool message for each result, in the order in which the calls were issued, then the text."""
         blocks = _blocks(content)
         results = [
             {
@@ -323,7 +323,7 @@ class _Reader:
         self._messages.append(message)
 
     def _result(self, place: str, block: _Block) -> str:
-        """The text of a tool's result. In place of the name of a tool that was found stands the tool's definition."""
+        """Returns the text of a tool's result. The name of a tool that was found becomes the tool's definition."""
         if block.tool_use_id is None:
             raise invalid(f"{place}.tool_use_id: required", f"{place}.tool_use_id")
         if isinstance(block.content, dict):
@@ -332,7 +332,7 @@ class _Reader:
         return _texts(f"{place}.content", found)
 
     def _found(self, block: _Block) -> _Block:
-        """A reference to a tool as text; any other block as it is."""
+        """Returns a reference to a tool as text; any other block as it is."""
         if block.type != "tool_reference":
             return block
         tool = self._deferred.get(block.tool_name or "")
@@ -344,7 +344,7 @@ def _blocks(content: str | list[_Block]) -> list[_Block]:
 
 
 def _text(place: str, block: _Block) -> str:
-    """The text of a block. Raises ChatError 400 for any other block, with its type."""
+    """Returns the text of a block. Raises ChatError 400 for any other block, with its type."""
     if block.type != "text":
         message = f"{block.type[:_SHOWN]!r} blocks cannot be read here; send text"
         raise invalid(f"{place}: {message}", place, "unsupported_content")
@@ -358,7 +358,7 @@ def _texts(place: str, content: str | list[_Block]) -> str:
 
 
 def _call(place: str, block: _Block) -> Json:
-    """The tool call in OpenAI's form, its arguments written as most models are trained to write them."""
+    """Returns the tool call in OpenAI's form, its arguments written as most models are trained to write them."""
     for name in ("id", "name", "input"):
         if getattr(block, name) is None:
             raise invalid(f"{place}.{name}: required", f"{place}.{name}")
@@ -367,7 +367,7 @@ def _call(place: str, block: _Block) -> Json:
 
 
 def _without_billing(system: str) -> str:
-    """The system prompt without the lines that begin with BILLING."""
+    """Returns the system prompt without the lines that begin with BILLING."""
     if BILLING not in system:
         return system
     return "".join(line for line in system.splitlines(keepends=True) if not line.startswith(BILLING))

@@ -28,7 +28,7 @@ class _RendersErrors(Protocol):
 
 
 def message_of(reply: Reply) -> Json:
-    """The whole message."""
+    """Returns the whole message."""
     choice = reply.choices[0]
     message = choice.message if choice.message is not None else {"content": choice.text}
     return {
@@ -40,7 +40,7 @@ def message_of(reply: Reply) -> Json:
 
 
 def signature_of(thoughts: str) -> str:
-    """The same for the same thoughts, so that a message that is sent again is the same one."""
+    """Returns the same signature for the same thoughts, so that a message that is sent again is the same one."""
     return b64encode(hashlib.blake2b(thoughts.encode(errors="replace"), digest_size=48).digest()).decode()
 
 
@@ -54,23 +54,23 @@ def _blocks(message: Json) -> Iterator[Json]:
 
 
 def _tool_use(call: Json) -> Json:
-    """The block of a call without its input. An endpoint may give no id; the client needs one for its result."""
+    """Returns the block of a call without its input. It has an id, which an endpoint may not give."""
     id = call.get("id") or f"toolu_{uuid.uuid4().hex[:24]}"
     return {"type": "tool_use", "id": id, "name": _function(call).get("name") or ""}
 
 
 def _function(call: Json) -> Json:
-    """The function that is called; empty for a call of another kind, which some endpoints have."""
+    """Returns the function that is called; empty for a call of another kind, which some endpoints have."""
     return call.get("function") or {}
 
 
 def _head(model: str) -> Json:
-    """The id is new, because Claude Code joins messages of one id, and an endpoint may give all replies the same."""
+    """Returns the message's head. Its id is new, because Claude Code joins messages of one id."""
     return {"id": f"msg_{uuid.uuid4().hex[:24]}", "type": "message", "role": "assistant", "model": model}
 
 
 def _ending(choice: Choice) -> Json:
-    """The reason of the end, and the stop sequence if one was it."""
+    """Returns the reason of the end, and the stop sequence if one was it."""
     if choice.finish_reason == "stop" and choice.stop_string is not None:
         return {"stop_reason": "stop_sequence", "stop_sequence": choice.stop_string}
     return {"stop_reason": STOP_REASONS.get(choice.finish_reason, "end_turn"), "stop_sequence": None}
@@ -100,7 +100,7 @@ class MessageEvents:
         self._call_index = -1
 
     def render(self, chunk: Chunk) -> bytes:
-        """The events of one chunk; empty when it holds nothing that the client would see."""
+        """Returns the events of one chunk; empty when it holds nothing that the client would see."""
         is_first, self._last = self._last is None, chunk
         if chunk.is_last:
             self._ended = chunk.choice
@@ -124,7 +124,7 @@ class MessageEvents:
         return events + _event(ending) + _event({"type": "message_stop"})
 
     def fail(self, error: ChatError) -> bytes:
-        """The error; no message_stop follows."""
+        """Returns the error; no message_stop follows."""
         return b"event: error\ndata: " + self._wire.error(error) + b"\n\n"
 
     def _start(self, chunk: Chunk) -> bytes:
@@ -133,7 +133,7 @@ class MessageEvents:
         return _event({"type": "message_start", "message": {**message, "usage": _usage(*counts)}})
 
     def _piece(self, kind: str, text: str) -> bytes:
-        """The text in a block of this type, which is opened if another one or none is open."""
+        """Returns the text in a block of this type, which is opened if another one or none is open."""
         events = self._end_call()
         if self._open != kind:
             empty = {"type": kind, kind: "", **({"signature": ""} if kind == "thinking" else {})}
@@ -143,7 +143,7 @@ class MessageEvents:
         return events + self._delta({"type": f"{kind}_delta", kind: text})
 
     def _extend_call(self, piece: Json, index: int) -> bytes:
-        """A call's first piece names it, later ones have the rest of its arguments."""
+        """Returns the events of a piece of a call. The first has its name, later ones the rest of its arguments."""
         events = b""
         if self._call is None or index != self._call_index:
             events = self._end_call()
@@ -155,7 +155,7 @@ class MessageEvents:
         return events
 
     def _end_call(self) -> bytes:
-        """The whole block of the call that has ended."""
+        """Returns the whole block of the call that has ended."""
         if (call := self._call) is None:
             return b""
         self._call = None
@@ -172,7 +172,7 @@ class MessageEvents:
         return _event({"type": "content_block_delta", "index": self._index, "delta": delta})
 
     def _close(self) -> bytes:
-        """The end of the open block; thoughts end with their signature."""
+        """Returns the end of the open block; thoughts end with their signature."""
         if not self._open:
             return b""
         signed = b""
@@ -184,6 +184,6 @@ class MessageEvents:
 
 
 def _event(data: Json) -> bytes:
-    """One server-sent event, named by its type."""
+    """Returns one server-sent event, named by its type."""
     name: str = data["type"]
     return b"event: " + name.encode() + b"\ndata: " + msgspec.json.encode(data) + b"\n\n"

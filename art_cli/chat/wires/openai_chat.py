@@ -101,7 +101,7 @@ class OpenAIChat(OpenAI):
     path = "/v1/chat/completions"
 
     def parse(self, body: bytes, defaults: Sampling) -> Request:
-        """The request in a JSON body. Raises ChatError 400."""
+        """Returns the request in a JSON body. Raises ChatError 400."""
         fields, chat = parse_body(body, ChatBody)
         if None not in (chat.max_tokens, chat.max_completion_tokens) and chat.max_tokens != chat.max_completion_tokens:
             raise invalid("max_tokens and max_completion_tokens differ; give one", "max_tokens")
@@ -125,7 +125,7 @@ class OpenAIChat(OpenAI):
         )
 
     def render(self, request: Request, reply: Reply) -> bytes:
-        """The JSON body of a chat.completion."""
+        """Returns the JSON body of a chat.completion."""
         choices = [
             {
                 "index": choice.index,

@@ -48,7 +48,7 @@ class OpenAICompletions(OpenAI):
     path = "/v1/completions"
 
     def parse(self, body: bytes, defaults: Sampling) -> Request:
-        """The request in a JSON body. Raises ChatError 400."""
+        """Returns the request in a JSON body. Raises ChatError 400."""
         _, text = parse_body(body, CompletionBody)
         first, *others = prompts = _prompts(text.prompt)
         _check_size(prompts, text)
@@ -70,7 +70,7 @@ class OpenAICompletions(OpenAI):
         )
 
     def render(self, request: Request, reply: Reply) -> bytes:
-        """The JSON body of a text_completion."""
+        """Returns the JSON body of a text_completion."""
         choices = [
             {
                 "index": choice.index,
@@ -89,7 +89,7 @@ class OpenAICompletions(OpenAI):
 
 
 def _prompts(value: str | list[int | str | list[int]]) -> list[str | list[int]]:
-    """The prompts of a request, each text or token ids: one, or those of a list. Raises ChatError 400."""
+    """Returns the prompts of a request, each text or token ids: one, or those of a list. Raises ChatError 400."""
     is_list = isinstance(value, list) and bool(value) and not isinstance(value[0], int)
     prompts = cast("list[int | str | list[int | str | list[int]]]", value if is_list else [value])
     if len(prompts) > MAX_PROMPTS:
@@ -119,7 +119,7 @@ def _check_size(prompts: list[str | list[int]], text: CompletionBody) -> None:
 
 
 def _echo_text(request: Request, choice: Choice) -> str:
-    """The prompt that stands before the choice's text. Raises ChatError 400: the backend repeats no token ids."""
+    """Returns the prompt before the choice's text. Raises ChatError 400 if the backend repeats no token ids."""
     if not request.echo:
         return ""
     if choice.echo is None and not isinstance(request.prompt, str):
@@ -133,7 +133,7 @@ def _prompt_ids(request: Request, choice: Choice, reply: Reply) -> Json:
 
 
 def _whole_logprobs(request: Request, choice: Choice) -> Json:
-    """The logprobs of the prompt, if it is repeated, and of the choice."""
+    """Returns the logprobs of the prompt, if it is repeated, and of the choice."""
     sampled = _logprobs(request, choice, len(_echo_text(request, choice)))
     if not request.echo:
         return sampled
@@ -142,7 +142,7 @@ def _whole_logprobs(request: Request, choice: Choice) -> Json:
 
 
 def _echo_logprobs(choice: Choice) -> Json:
-    """The prompt's lists, whose first logprob is null. Raises ChatError 400: the backend reports none."""
+    """Returns the prompt's lists, whose first logprob is null. Raises ChatError 400: the backend reports none."""
     echo = choice.echo
     if echo is None or not echo.tokens:
         raise invalid("echo: the endpoint behind reports no logprobs of a prompt", "echo")

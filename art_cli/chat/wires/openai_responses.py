@@ -55,9 +55,8 @@ _INCLUDABLE = frozenset(
         *("code_interpreter_call.outputs",),
     }
 )
-_REPEATED: tuple[
-    tuple[str, Any], ...
-] = (  # fields of the request that a response repeats, with what is said where the client gave none
+# Fields of the request that a response repeats, with their values where the client gave none.
+_REPEATED: tuple[tuple[str, Any], ...] = (
     *(("instructions", None), ("max_output_tokens", None), ("metadata", {}), ("parallel_tool_calls", True)),
     *(
         ("previous_response_id", None),
@@ -134,7 +133,7 @@ class OpenAIResponses(OpenAI):
     path = "/v1/responses"
 
     def parse(self, body: bytes, defaults: Sampling) -> Request:
-        """The request in a JSON body. Raises ChatError 400."""
+        """Returns the request in a JSON body. Raises ChatError 400."""
         fields = decode_object(body)
         _refuse_by_name(fields)
         asked = convert(fields, ResponsesBody)
@@ -163,14 +162,14 @@ class OpenAIResponses(OpenAI):
         )
 
     def error(self, error: ChatError) -> bytes:
-        """OpenAI's error body. What the engine says of `messages` is said of `input`."""
+        """Returns OpenAI's error body, which names `input` where the engine named `messages`."""
         body: Json = msgspec.json.decode(super().error(error))
         if error.param == "messages":
             body["error"]["param"] = "input"
         return msgspec.json.encode(body)
 
     def render(self, request: Request, reply: Reply) -> bytes:
-        """The JSON body of a response."""
+        """Returns the JSON body of a response."""
         return msgspec.json.encode(whole_response(request, reply))
 
     def stream(self, request: Request) -> ResponseEvents:
@@ -202,7 +201,7 @@ def _refuse_by_name(fields: Json) -> None:
 
 
 def _repeated(fields: Json) -> Json:
-    """What a response repeats. Fields that no other check bounds are short, because each event may carry them."""
+    """Returns the fields that a response repeats. Fields without another bound are short, because events carry them."""
     for name in ("metadata", "reasoning", "user", "parallel_tool_calls"):
         if len(msgspec.json.encode(fields.get(name))) > _MAX_REPEATED:
             raise invalid(f"{name}: more than {_MAX_REPEATED} characters", name)
@@ -211,7 +210,7 @@ def _repeated(fields: Json) -> Json:
 
 
 def _sampling_of(asked: ResponsesBody) -> Json:
-    """The sampling parameters that the client gave, under the names of `Sampling`."""
+    """Returns the sampling parameters that the client gave, under the names of `Sampling`."""
     return given_sampling(
         temperature=asked.temperature, top_p=asked.top_p, top_k=asked.top_k, max_tokens=asked.max_output_tokens
     )
@@ -225,7 +224,7 @@ def _include_of(asked: ResponsesBody) -> frozenset[str]:
 
 
 def _chat_tools(tools: list[Json]) -> list[Json]:
-    """The tools as chat has them, so that a policy sees the same prompt on both wires. Raises ChatError 400."""
+    """Returns the tools as chat has them, so that a policy sees the same prompt on both wires. Raises ChatError 400."""
     functions = functions_of(tools)
     name, number = next(iter(Counter(name for name, _ in functions).most_common(1)), ("", 0))
     if number > 1:

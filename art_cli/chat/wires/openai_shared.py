@@ -1,9 +1,9 @@
-"""What OpenAI's protocols share: where the key stands, the error body, sampling parameters, usage.
+"""The parts that OpenAI's protocols share: the key, the error body, sampling parameters, usage.
 
 A parameter is honoured, or it is harmless to ignore, or it is an error. Beside OpenAI's parameters, clients may send
 vLLM's `top_k`, `repetition_penalty`, `min_tokens`, `ignore_eos`, `return_token_ids` and `chat_template_kwargs`. A reply
 to a request with `return_token_ids` carries vLLM's fields `prompt_token_ids` (in each choice of a plain completion) and
-`choices[].token_ids` and three of our own: `step`, the policy's step, `choices[].raw_logprobs`, each token's logprob
+`choices[].token_ids` and three more: `step`, the policy's step, `choices[].raw_logprobs`, each token's logprob
 under the unmodified softmax(logits), and `choices[].sampled_logprobs`, that under the distribution sampled from.
 `logprobs` has the former, as in vLLM (`reported_logprobs`).
 """
@@ -96,7 +96,7 @@ AnyBody = TypeVar("AnyBody", bound=Body)
 
 
 def parse_body(body: bytes, kind: type[AnyBody]) -> tuple[Json, AnyBody]:
-    """The fields of a JSON body as the client sent them, and checked. Raises ChatError 400."""
+    """Returns the fields of a JSON body as the client sent them, and checked. Raises ChatError 400."""
     fields = decode_object(body)
     checked = convert(fields, kind)
     check_names(fields, kind, HARMLESS, NEUTRAL)
@@ -131,7 +131,7 @@ def check_names(
 
 
 def given_sampling(*, temperature: float | None, top_k: int | None, **others: Any) -> Json:
-    """What the client gave, under the names of `Sampling`; None: it did not. Raises ChatError 400: too cold."""
+    """Returns what the client gave, under the names of `Sampling`. Raises ChatError 400 if it is too cold."""
     if temperature is not None and 0 < temperature < LOWEST_TEMPERATURE:
         raise invalid(f"temperature: 0 (greedy) or at least {LOWEST_TEMPERATURE}", "temperature")
     given = {"temperature": temperature, "top_k": None if top_k is None else max(top_k, 0), **others}
@@ -139,7 +139,7 @@ def given_sampling(*, temperature: float | None, top_k: int | None, **others: An
 
 
 def sampling_of(body: Body, max_tokens: int | None) -> Json:
-    """The sampling parameters that the client gave, under the names of `Sampling`."""
+    """Returns the sampling parameters that the client gave, under the names of `Sampling`."""
     if None not in (body.min_tokens, max_tokens) and (body.min_tokens or 0) > (max_tokens or 0):
         raise invalid("min_tokens: more than max_tokens", "min_tokens")
     return given_sampling(
@@ -160,7 +160,7 @@ def sampling_of(body: Body, max_tokens: int | None) -> Json:
 
 
 def _bias(pair: tuple[str, float]) -> tuple[int, float]:
-    """The token id and its bias. Raises ChatError 400: it is no token id."""
+    """Returns the token id and its bias. Raises ChatError 400: it is no token id."""
     token = pair[0]
     if not (token.isascii() and token.isdecimal() and int(token[:11]) <= INT32):
         raise invalid(f"logit_bias: {token[:80]!r} is no token id", "logit_bias")
@@ -168,7 +168,7 @@ def _bias(pair: tuple[str, float]) -> tuple[int, float]:
 
 
 def wanted_usage(body: Body) -> Json:
-    """The fields of a Request by which a stream reports usage, at its end and in each event."""
+    """Returns the fields of a Request by which a stream reports usage, at its end and in each event."""
     options = body.stream_options
     if options is None:
         return {}
@@ -179,7 +179,7 @@ def wanted_usage(body: Body) -> Json:
 
 
 def template_kwargs(variables: Json) -> Json:
-    """The variables for the chat template. The backend checks which of them its template reads."""
+    """Returns the variables for the chat template. The backend checks which of them its template reads."""
     for name in variables:
         if name in RENDERERS_OWN:
             param = f"chat_template_kwargs.{name}"
@@ -192,7 +192,7 @@ def template_kwargs(variables: Json) -> Json:
 
 
 def _numbers(value: Any) -> Iterator[int | float]:
-    """The numbers in a JSON value."""
+    """Yields the numbers in a JSON value."""
     if isinstance(value, dict | list):
         for inner in value.values() if isinstance(value, dict) else value:
             yield from _numbers(inner)
@@ -204,7 +204,7 @@ def _numbers(value: Any) -> Iterator[int | float]:
 
 
 def event(data: bytes) -> bytes:
-    """One server-sent event."""
+    """Returns one server-sent event."""
     return b"data: " + data + b"\n\n"
 
 
@@ -223,7 +223,7 @@ def usage(num_prompt: int, num_sampled: int) -> Json:
 
 
 def tokens_of(choice: Choice) -> list[str]:
-    """Each token as text; empty strings when the backend reports ids only."""
+    """Returns each token as text; empty strings when the backend reports ids only."""
     return choice.tokens or [""] * len(choice.logprobs)
 
 
@@ -241,7 +241,7 @@ class TokenLogprob(msgspec.Struct):
 
 
 def reported_logprobs(request: Request, choice: Choice) -> list[float]:
-    """Each token's logprob as clients see it, under the same distribution as its `top_logprobs`.
+    """Returns each token's logprob as clients see it, under the same distribution as its `top_logprobs`.
 
     That is the model's own, softmax(logits), unless the server was set to report what was sampled from, or the backend
     reports nothing else. A greedy token has the model's own either way.
@@ -252,7 +252,7 @@ def reported_logprobs(request: Request, choice: Choice) -> list[float]:
 
 
 def token_logprobs(request: Request, choice: Choice) -> list[TokenLogprob]:
-    """One entry for each token; its bytes are those of a part of a character where the token is one."""
+    """Returns one entry for each token; its bytes are those of a part of a character where the token is one."""
     content = [
         TokenLogprob(token_text(token), max(logprob, LOWEST_LOGPROB), list(token_bytes(token)))
         for token, logprob in zip(tokens_of(choice), reported_logprobs(request, choice), strict=True)
@@ -271,7 +271,7 @@ class OpenAI:
     header = ""
 
     def key(self, headers: Headers) -> str | None:
-        """The key of `Authorization: Bearer KEY`."""
+        """Returns the key of `Authorization: Bearer KEY`."""
         return bearer(headers)
 
     def error(self, error: ChatError) -> bytes:
@@ -300,7 +300,7 @@ class OpenAI:
 class OpenAIEvents:
     """The events of one stream: each choice's beginning, its pieces, at last usage and [DONE].
 
-    A subclass says what the beginning and the pieces of a choice look like.
+    A subclass makes the beginning and the pieces of a choice.
     """
 
     kind: str  # value of the field `object`
@@ -314,7 +314,7 @@ class OpenAIEvents:
         self._last: Chunk | None = None
 
     def render(self, chunk: Chunk) -> bytes:
-        """The events of one chunk; empty when the chunk holds nothing that the client asked for."""
+        """Returns the events of one chunk; empty when the chunk holds nothing that the client asked for."""
         self._last = chunk
         self._num_prompt += len(chunk.prompt_ids or ())
         self._num_sampled += len(chunk.choice.token_ids)
@@ -330,7 +330,7 @@ class OpenAIEvents:
         return events
 
     def finish(self) -> bytes:
-        """The usage chunk if the client asked for it, and the end of the stream."""
+        """Returns the usage chunk if the client asked for it, and the end of the stream."""
         done = event(b"[DONE]")
         if self._last is None or not self._request.wants_usage:
             return done
@@ -338,26 +338,26 @@ class OpenAIEvents:
         return event(msgspec.json.encode({**self._head(self._last), "choices": [], "usage": counts})) + done
 
     def fail(self, error: ChatError) -> bytes:
-        """The error; no [DONE] follows."""
+        """Returns the error; no [DONE] follows."""
         return event(self._wire.error(error))
 
     def first_content(self, choice: Choice) -> Json:
-        """The content of a choice's first event; empty when the choice needs none."""
+        """Returns the content of a choice's first event; empty when the choice needs none."""
         raise NotImplementedError
 
     def with_prompt(self, event: Json, prompt_ids: list[int]) -> Json:
-        """A choice's first event with the prompt's token ids where the protocol has them."""
+        """Returns a choice's first event with the prompt's token ids where the protocol has them."""
         return {**event, "prompt_token_ids": prompt_ids}
 
     def content(self, choice: Choice) -> Json:
-        """The new text of a choice, under the field's name in this protocol."""
+        """Returns the new text of a choice, under the field's name in this protocol."""
         raise NotImplementedError
 
     def logprobs(self, choice: Choice) -> Json:
         raise NotImplementedError
 
     def _begin(self, chunk: Chunk) -> bytes:
-        """A choice's first event; the prompt's token ids go with it."""
+        """Returns a choice's first event; the prompt's token ids go with it."""
         prompt_ids = chunk.prompt_ids if self._request.wants_token_ids else None
         if not (content := self.first_content(chunk.choice)) and prompt_ids is None:
             return b""

@@ -3,7 +3,7 @@
 A reply is several items: a `reasoning`, a `message`, and one `function_call` for each call. Sent back as input, they
 have to become the one assistant message that they were made of, because the chat template then renders the tokens that
 were sampled. The ids of items name the response that they belong to; where a client leaves them out, the sequence of
-items tells.
+items decides.
 """
 
 import base64
@@ -93,7 +93,7 @@ def _shown(kind: Any) -> str:
 
 
 def messages_of(items: str | Sequence[Item]) -> list[Json]:
-    """The items as chat messages. One with a `reply_id` stands for a reply that is kept (responses_memory.py)."""
+    """Returns the items as chat messages. One with a `reply_id` means a reply that is kept (responses_memory.py)."""
     fold = _Fold()
     for item in [MessageItem(role="user", content=items)] if isinstance(items, str) else items:
         fold.add(item)
@@ -106,7 +106,7 @@ class _Fold:
     def __init__(self) -> None:
         self._messages: list[Json] = []
         self._assistant: Json | None = None  # the assistant message that was written last
-        self._response: str | None = None  # response that this message came from, if an id of its items says so
+        self._response: str | None = None  # response that this message came from, if an id of its items names it
         self._follows: Literal["nothing", "outputs", "more"] = "nothing"  # the kind of item written after it
 
     def add(self, item: Item) -> None:
@@ -140,7 +140,7 @@ class _Fold:
         return self._messages
 
     def _open(self, item: Item) -> Json:
-        """The assistant message that this item is a part of."""
+        """Returns the assistant message that this item is a part of."""
         response = response_of(item.id)
         if self._assistant is None or not self._continues(self._assistant, item, response):
             self._assistant = {"role": "assistant", "content": []}
@@ -150,7 +150,7 @@ class _Fold:
         return self._assistant
 
     def _continues(self, message: Json, item: Item, response: str | None) -> bool:
-        """Whether the item belongs to the last assistant message. Outputs may stand between the calls of a response."""
+        """Returns whether the item is part of the last assistant message. Outputs may be between a response's calls."""
         if response is not None and self._response is not None:
             return response == self._response and self._follows != "more"
         if self._follows != "nothing" or isinstance(item, ReasoningItem):
@@ -163,14 +163,14 @@ def _text(content: str | list[TextPart]) -> str:
 
 
 def _thought(item: ReasoningItem) -> str:
-    """The text of a reasoning item: as it is, as we packed it, or what its summary says."""
+    """Returns the text of a reasoning item: as it is, as we packed it, or its summary."""
     if item.content:
         return _text(item.content)
     return _text(item.summary) if item.encrypted_content is None else decrypted(item.encrypted_content)
 
 
 def conversation(instructions: str | None, messages: Sequence[Json]) -> list[Json]:
-    """The messages as chat templates take them.
+    """Returns the messages as chat templates take them.
 
     The system messages at the beginning are one, `instructions` first, and later ones are the user's, because most
     templates take no more. Outputs of functions that were called in one message stand in the order of its calls,
@@ -184,7 +184,7 @@ def conversation(instructions: str | None, messages: Sequence[Json]) -> list[Jso
 
 
 def without_instructions(instructions: str | None, messages: list[Json]) -> list[Json]:
-    """What `conversation` was made of: a response's instructions are not those of the next one."""
+    """Returns the messages without a response's instructions, which are not those of the next one."""
     if not instructions:
         return messages
     rest = messages[0]["content"].removeprefix(instructions).removeprefix("\n\n")
@@ -216,12 +216,12 @@ def _in_order_of_calls(messages: Sequence[Json]) -> list[Json]:
 
 
 def full_name(namespace: str | None, name: str) -> str:
-    """The name by which a model calls a function: `mcp__mail__send` for `send` in the namespace `mcp__mail`."""
+    """Returns the name by which a model calls a function: `mcp__mail__send` for `send` in the namespace `mcp__mail`."""
     return f"{namespace.removesuffix('__')}__{name}" if namespace else name
 
 
 def functions_of(tools: Sequence[Json]) -> list[tuple[str, Json]]:
-    """The functions among the tools by their full names, those in namespaces included."""
+    """Returns the functions among the tools by their full names, those in namespaces included."""
     functions = []
     for tool in tools:
         namespace = tool["name"] if tool["type"] == "namespace" else None
@@ -234,18 +234,18 @@ def functions_of(tools: Sequence[Json]) -> list[tuple[str, Json]]:
 
 
 def item_id(prefix: str, response: str, place: int) -> str:
-    """The id of an item at this place of the output of `response`, 32 hexadecimal digits."""
+    """Returns the id of an item at this place of the output of `response`, 32 hexadecimal digits."""
     return f"{prefix}_{response}_{place}"
 
 
 def response_of(id: str | None) -> str | None:
-    """The response that an item's id names; None: the id is not one of ours."""
+    """Returns the response that an item's id names, or None if `art` did not make the id."""
     found = _ID.fullmatch(id or "")
     return found[1] if found else None
 
 
 def reasoning_item(id: str, text: str, status: str, *, is_encrypted: bool) -> Json:
-    """The thought in plain text, and with `is_encrypted` a second time as the field that every client sends back."""
+    """Returns the thought as text, and with `is_encrypted` also as the field that every client sends back."""
     item: Json = {"id": id, "type": "reasoning", "summary": [], "content": [reasoning_part(text)], "status": status}
     return item | ({"encrypted_content": encrypted(text)} if is_encrypted else {})
 
@@ -256,7 +256,7 @@ def message_item(id: str, text: str, status: str, logprobs: Sequence[Any] = ()) 
 
 
 def call_item(id: str, call: Json, status: str, functions: Mapping[str, Json]) -> Json:
-    """The call of one of these functions, which are by their full names."""
+    """Returns the call of one of these functions, which are by their full names."""
     function = call["function"]
     called = functions.get(function["name"]) or {"name": function["name"], "namespace": None}
     item = {"id": id, "type": "function_call", "status": status, "call_id": call["id"], "name": called["name"]}
@@ -273,12 +273,12 @@ def reasoning_part(text: str) -> Json:
 
 
 def encrypted(text: str) -> str:
-    """The text as `encrypted_content`. It hides nothing: it is there for clients that keep no other field."""
+    """Returns the text as `encrypted_content`. It hides nothing: it is there for clients that keep no other field."""
     return _ENCRYPTED + base64.b64encode(text.encode(errors="replace")).decode()
 
 
 def decrypted(packed: str) -> str:
-    """The text that `encrypted` packed. Raises ChatError 400: another endpoint made it."""
+    """Returns the text that `encrypted` packed. Raises ChatError 400: another endpoint made it."""
     message = "input: the encrypted_content of a reasoning item does not come from this endpoint; leave the item out"
     if not packed.startswith(_ENCRYPTED):
         raise invalid(message, "input")

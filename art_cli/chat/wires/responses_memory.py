@@ -1,6 +1,6 @@
 """Memory: replies that a client may refer to by their ids, instead of sending the conversation again.
 
-OpenAI's Responses keep a response unless the client says `store: false`, and take its id as `previous_response_id`, or
+OpenAI's Responses keep a response unless the client sends `store: false`, and take its id as `previous_response_id`, or
 the id of one of its items as an `item_reference`. What is kept belongs to one backend and one key: in the gateway to
 one rollout, with which it ends. It is in memory only, and the oldest go first.
 """
@@ -30,14 +30,14 @@ class _Kept(NamedTuple):
 
 
 class Memory:
-    """What was kept for the clients of one backend."""
+    """The conversations kept for the clients of one backend."""
 
     def __init__(self) -> None:
         self._kept: OrderedDict[tuple[bytes, str], _Kept] = OrderedDict()  # digest of the key, id -> conversation
         self._num_bytes = 0
 
     def recall(self, request: Request, key: str | None) -> Request:
-        """The request with all of its conversation. Raises ChatError 400: what it refers to is not kept here."""
+        """Returns the request with its whole conversation. Raises ChatError 400 if that is not kept."""
         messages = request.messages
         if messages is None or (request.previous is None and not any("reply_id" in sent for sent in messages)):
             return request

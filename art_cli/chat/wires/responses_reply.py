@@ -1,6 +1,6 @@
 """A reply as OpenAI's Responses: the whole response, and the events of a streamed one.
 
-Both say the same: `response.completed` carries what a whole answer is. A streamed call that text follows is the one
+Both have one content: `response.completed` carries the whole answer. A streamed call that text follows is the one
 difference: the text before it and the text after it are two messages, where a whole answer has one.
 """
 
@@ -29,14 +29,14 @@ ENCRYPTED = "reasoning.encrypted_content"  # value of `include` that asks for it
 
 
 def whole_response(request: Request, reply: Reply) -> Json:
-    """The JSON body of a response that is not streamed."""
+    """Returns the JSON body of a response that is not streamed."""
     choice = reply.choices[0]
     counts = reply.num_tokens
     return _response(request, reply.created, _status(choice.finish_reason), _output(request, choice), counts)
 
 
 def _response(request: Request, created: int, status: str, output: list[Json], counts: tuple[int, int] | None) -> Json:
-    """The response as it is now; `counts` are the tokens of prompt and answer."""
+    """Returns the response as it is now; `counts` are the tokens of prompt and answer."""
     repeated = {name: value for name, value in request.repeated.items() if name != "include"}
     return {
         "id": f"resp_{request.id}",
@@ -68,7 +68,7 @@ def _usage(num_prompt: int, num_sampled: int) -> Json:
 
 
 def _output(request: Request, choice: Choice) -> list[Json]:
-    """The items of a whole answer: the thought, the text, the calls. An empty answer is an empty message."""
+    """Returns the items of a whole answer: the thought, the text, the calls. An empty answer is an empty message."""
     message = choice.message or {"content": choice.text}
     thought, text, calls = thoughts_of(message), message.get("content") or "", message.get("tool_calls") or []
     status = _status(choice.finish_reason)
@@ -108,7 +108,7 @@ class _OpenItem:
         self.text = ""
 
     def item(self, status: str) -> Json:
-        """The item as it is now."""
+        """Returns the item as it is now."""
         raise NotImplementedError
 
     def begin(self) -> list[Event]:
@@ -213,7 +213,7 @@ class ResponseEvents:
         self._last: Chunk | None = None
 
     def render(self, chunk: Chunk) -> bytes:
-        """The events of one chunk; empty when it holds nothing to show."""
+        """Returns the events of one chunk; empty when it holds nothing to show."""
         events = self._begin(chunk) if self._last is None else b""
         self._last = chunk
         if chunk.is_last:  # a chunk with counts alone may follow
@@ -232,7 +232,7 @@ class ResponseEvents:
         return events
 
     def finish(self) -> bytes:
-        """The end of the last item and of the response."""
+        """Returns the end of the last item and of the response."""
         assert self._last is not None, "a stream without chunks"
         status = _status(self._finish_reason)
         events = b"" if self._items or self._open else self._grow(_OpenText, "")
@@ -240,7 +240,7 @@ class ResponseEvents:
         return events + self._event(f"response.{status}", {"response": self._body(status)})
 
     def fail(self, error: ChatError) -> bytes:
-        """The failed response, and the error once more in the form in which OpenAI's clients raise it.
+        """Returns the failed response, and the error once more in the form in which OpenAI's clients raise it.
 
         They take `response.failed` for an event like any other, so that its error would be missed.
         """
@@ -255,13 +255,13 @@ class ResponseEvents:
         return b"".join(self._event(f"response.{name}", {"response": body}) for name in ("created", "in_progress"))
 
     def _body(self, status: str) -> Json:
-        """The response as it is once its last item is closed."""
+        """Returns the response as it is once its last item is closed."""
         last = self._last
         counts = (self._counts[0], self._counts[1]) if last is None or last.usage is None else last.usage
         return _response(self._request, 0 if last is None else last.created, status, self._items, counts)
 
     def _grow(self, kind: type[_OpenItem], text: str) -> bytes:
-        """The events of a piece of the open item, which is opened anew unless it is of that kind."""
+        """Returns the events of a piece of the open item, which is opened anew unless it is of that kind."""
         events = b""
         if not isinstance(self._open, kind):
             events = self._close("completed")
@@ -273,7 +273,7 @@ class ResponseEvents:
         return events + self._tell(self._open.grow(text))
 
     def _grow_call(self, index: int, delta: Json) -> bytes:
-        """The events of a piece of a call. Its first piece has the name."""
+        """Returns the events of a piece of a call. Its first piece has the name."""
         function = delta.get("function") or {}
         events = b""
         if not isinstance(self._open, _OpenCall) or index != self._call:
@@ -292,7 +292,7 @@ class ResponseEvents:
         return added + self._tell(item.begin())
 
     def _close(self, status: str) -> bytes:
-        """The end of the open item, if there is one."""
+        """Returns the end of the open item, if there is one."""
         if (item := self._open) is None:
             return b""
         if isinstance(item, _OpenText):

@@ -7,6 +7,6 @@
                            packaging.py        what of the config's directory is sent to the nodes
 
 Ray ends its driver's process when it loses the cluster, writes to its standard error, and reads pickles that come from
-the nodes. So the driver is a process of its own, and what it says is JSON, checked whole. All but cluster_rollout.py
+the nodes. So the driver is a separate process, and its messages are JSON, checked whole. All but cluster_rollout.py
 needs the standard library only, and Ray.
 """

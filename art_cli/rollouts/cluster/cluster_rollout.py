@@ -44,7 +44,7 @@ class ClusterRollout:
     """Plays attempts on a cluster. `connect` first, then `open` with the gateway's address."""
 
     def __init__(self, config: RolloutConfig, played: Json, *, directory: Path, runs: Path) -> None:
-        """`played` says what is played, as the parameters of ServedNode.load."""
+        """`played` is the rollout, as the parameters of ServedNode.load."""
         assert config.cluster is not None
         self._config = config.cluster
         project = {"directory": str(directory.resolve()), "runs": str(runs.resolve())}
@@ -70,7 +70,7 @@ class ClusterRollout:
         self._told = 0.0
 
     async def connect(self) -> ClusterFacts:
-        """What the cluster is. Raises UsageError, RolloutError: it cannot be used, or there is none."""
+        """Returns the facts of the cluster. Raises UsageError, RolloutError if it cannot be used, or there is none."""
         await self._start()
         return _facts(await self._driver.ask("facts"))
 
@@ -80,7 +80,7 @@ class ClusterRollout:
         self._gateway = self._config.gateway_url or f"http://{address}:{port}"
 
     async def ready(self) -> float:
-        """The seconds until a place in the cluster was there. Raises RolloutError: none came, or no cluster answers."""
+        """Returns the seconds until an actor was placed. Raises RolloutError if none was, or no cluster answers."""
         begin = time.monotonic()
         try:
             async with asyncio.timeout(self._config.wait_s):
@@ -129,7 +129,7 @@ class ClusterRollout:
             self._told = time.monotonic()
 
     def _last_words(self) -> str:
-        """The last line that Ray wrote before its driver ended by itself; "" if it wrote none."""
+        """Returns the last line that Ray wrote before its driver ended by itself; "" if it wrote none."""
         if self._driver.is_running:
             return ""
         end = self._words.seek(0, os.SEEK_END)
@@ -157,7 +157,7 @@ async def serve_cluster(config: RunConfig, directory: Path, gateway: Gateway) ->
 
 
 def cluster_rollout(config: RunConfig, directory: Path) -> ClusterRollout:
-    """The rollout of a configuration that names a cluster. Raises UsageError: a variable that it names is not set."""
+    """Returns the rollout of a configuration with a cluster. Raises UsageError if a variable of it is not set."""
     chosen = config.rollout
     entry, environment = what_to_load(chosen) if chosen.command is None else (None, None)
     played = {"entry": entry, "environment": environment, "command": chosen.command}
@@ -165,7 +165,7 @@ def cluster_rollout(config: RunConfig, directory: Path) -> ClusterRollout:
 
 
 def _variables(key: str, names: list[str], directory: Path) -> dict[str, str]:
-    """The variables of this environment that the nodes get. Raises UsageError: one is not set."""
+    """Returns the variables of this environment that the nodes get. Raises UsageError: one is not set."""
     if names:
         load_environment(directory)
     for name in names:

@@ -1,4 +1,4 @@
-"""What is sent to the nodes of a cluster: copies of the config's directory and of this package, in a directory.
+"""Packages for the nodes of a cluster: copies of the config's directory and of this package, in a directory.
 
 Not sent are hidden files (.env, .git, .venv), the runs, environments of Python, and single files above a size. So
 keys that lie in a .env file stay here.

@@ -1,4 +1,4 @@
-"""RayRollout: Ray's driver, in a process of its own that rollout.py calls (bootstrap.py begins it).
+"""RayRollout: Ray's driver, in a separate process that rollout.py calls (bootstrap.py begins it).
 
 It places one actor (ray_node.py) for each process of rollouts, and each attempt goes to the actor that plays the
 fewest. An actor that is lost, with its node or alone, fails the attempts in it as `node`, which the runner plays again,
@@ -47,7 +47,7 @@ MAX_PRINTED = 2**17  # characters of one answer with output; a node may answer a
 
 
 def main() -> None:
-    """Standard output is what the attempts print and what this driver says; Ray's own words go to standard error."""
+    """Runs the driver. Standard output has what the attempts and this driver print; Ray prints to standard error."""
     output = os.fdopen(os.dup(1), "w", buffering=1, errors="replace")
     os.dup2(2, 1)
     with contextlib.redirect_stderr(output):
@@ -64,7 +64,7 @@ class ServedCluster(ServedRollout):
         self._show = show
 
     async def load(self, cluster: Json, project: Json, played: Json, processes: int | None, concurrency: int) -> str:
-        """The version of this Python, when it is connected to the cluster. It blocks: Ray connects in the main thread.
+        """Connects to the cluster, and returns the version of this Python. It blocks: Ray connects in the main thread.
 
         `cluster` is the section of the configuration; `project` has the directory and the runs in it; `played` has the
         parameters of ServedNode.load but the gateway.
@@ -82,7 +82,7 @@ class ServedCluster(ServedRollout):
 
 @dataclass(frozen=True)
 class ClusterFacts:
-    """What a cluster is. Example: ClusterFacts("10.0.0.1", "2.60.0", 3, 24.0, 20.0)"""
+    """Facts of a cluster. Example: ClusterFacts("10.0.0.1", "2.60.0", 3, 24.0, 20.0)"""
 
     host: str  # this machine's address in the cluster
     version: str  # Ray's
@@ -154,7 +154,7 @@ def _explain(error: Exception) -> str:
 
 
 async def ask_facts() -> ClusterFacts:
-    """What the cluster is now. Raises RolloutError: it does not answer."""
+    """Returns the facts of the cluster now. Raises RolloutError if it does not answer."""
     try:
         async with asyncio.timeout(ASK_DEADLINE_S):
             return await asyncio.to_thread(_facts)
@@ -211,13 +211,13 @@ class RayRollout:
         self._keeping = [asyncio.create_task(place.keep()) for place in self._places]
 
     def _fitting(self, facts: ClusterFacts) -> int:
-        """The number of actors that fit on the free processors, at least 1 and at most one for each attempt."""
+        """Returns the number of actors that fit on the free processors, at least 1 and at most one for each attempt."""
         wanted = {"CPU": self._cluster["cpus"], **self._cluster["resources"]}
         number = min(int(facts.resources.get(name, 0.0) // amount) for name, amount in wanted.items())
         return max(1, min(number, self._concurrency))
 
     def _make(self) -> Any:
-        """A new actor, which Ray places when there is room."""
+        """Returns a new actor, which Ray places when there is room."""
         import ray
 
         options = {
@@ -230,7 +230,7 @@ class RayRollout:
         return ray.remote(**options)(NodeActor).remote()
 
     def tell(self, text: str = "") -> None:
-        """An actor's state has changed; the text is shown."""
+        """Shows the text about an actor whose state has changed."""
         if text:
             self._show(text)
         self._changed.set()
@@ -251,7 +251,7 @@ class RayRollout:
         return next(filter(None, guesses), "")
 
     async def close(self) -> None:
-        """The actors are gone, and this process has left the cluster."""
+        """Ends the actors and leaves the cluster."""
         import ray
 
         with contextlib.suppress(TimeoutError):
@@ -321,7 +321,7 @@ class _Place:
         self._owner.tell()
 
     def kill(self) -> None:
-        """The actor ends, and with it its child process and all that descends from it. Returns at once."""
+        """Ends the actor, with its child process and all that descends from it. Returns at once."""
         import ray
 
         if self._actor is not None:
@@ -349,14 +349,14 @@ class _Place:
         return ""
 
     async def close(self) -> None:
-        """The function's clients are closed. Where it is not ready yet, nothing is to be closed."""
+        """Closes the function's clients. Where it is not ready yet, there is nothing to close."""
         self._is_closing = True
         if self.is_ready:
             with contextlib.suppress(Lost, ArtError):
                 await self._ask("close")
 
     async def _ask(self, method: str, **params: Any) -> Any:
-        """What the method of ServedNode returns, unchecked. Raises the ArtError that it raised; Lost; ValueError."""
+        """Returns the result of a method of ServedNode, unchecked. Raises its ArtError; Lost; ValueError."""
         if self._actor is None:
             raise Lost("it is being placed again")
         line = encode(Call(next(self._ids), method, params))
@@ -366,7 +366,7 @@ class _Place:
         return answer.value
 
     async def _await(self, method: str, *given: bytes) -> Any:
-        """What the actor's method returns. A caller that is cancelled cancels the call on the node. Raises Lost."""
+        """Returns the result of the actor's method. A caller that is cancelled cancels it on the node. Raises Lost."""
         import ray
 
         try:
@@ -385,7 +385,7 @@ class _Place:
 
 
 def _setup_error(text: str) -> str:
-    """The line of a failed setup of a node that says why: the last error that pip or Ray names."""
+    """Returns the line of a failed setup of a node with the reason: the last error that pip or Ray names."""
     lines = [line.strip() for line in text.splitlines() if line.strip()] or ["Ray gives no reason"]
     errors = [line for line in lines if re.match(r"[\w.]*error: ", line, re.IGNORECASE)]
     return printable((errors or lines)[-1 if errors else 0], limit=300)

@@ -36,11 +36,11 @@ class NodeActor:
         self._served = ServedNode()
 
     async def where(self) -> str:
-        """The name of its machine, once it is placed."""
+        """Returns the name of its machine, once it is placed."""
         return socket.gethostname()
 
     async def answer(self, line: bytes) -> bytes:
-        """The answer to one call, as lines both."""
+        """Returns the answer to one call, as lines both."""
         call = decode(line, (Call,))
         try:
             return encode(Returned(call.id, await getattr(self._served, call.method)(**call.params)))
@@ -57,7 +57,7 @@ class ServedNode(ServedRollout):
     async def load(
         self, entry: str | None, environment: Json | None, command: list[str] | None, gateway: str, variables: Json
     ) -> str:
-        """The version of the Python that has loaded the rollout. Raises UsageError, RolloutError."""
+        """Returns the version of the Python that has loaded the rollout. Raises UsageError, RolloutError."""
         await asyncio.to_thread(_reach, gateway)
         os.environ.update(variables)
         if command is not None:
@@ -74,17 +74,17 @@ class ServedNode(ServedRollout):
         return rollout.version
 
     async def close(self) -> None:
-        """The rollout is over; the call of `output` that waits is answered at once."""
+        """Ends the rollout; a call of `output` that waits is answered at once."""
         await super().close()
         self._printed.end()
 
     async def output(self) -> str:
-        """What was printed since the last call, as soon as there is something; "" after a while without."""
+        """Returns what was printed since the last call, as soon as there is something, or "" after a while."""
         return await self._printed.take()
 
 
 class Printed:
-    """What the attempts print, up to MAX_OUTPUT characters at a time."""
+    """The output of the attempts, up to MAX_OUTPUT characters at a time."""
 
     def __init__(self) -> None:
         self._parts: list[str] = []

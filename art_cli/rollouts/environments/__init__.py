@@ -7,16 +7,16 @@ textarena.py        textarena's games; one policy plays all seats
 openenv_servers.py  any OpenEnv server, by its address
 verifiers_tasks.py  tasksets of verifiers, played by its harnesses
 mcp.py              any MCP server; its tools become the agent's
-mcp_connection.py   how such a server is reached, and what it may send
-servers.py          what the two behind a server have in common
-expressions.py      which answers may be given to a scorer that evaluates them
+mcp_connection.py   connections to such a server, with limits on what it sends
+servers.py          the parts that the two behind a server share
+expressions.py      the answers that a scorer may evaluate
 
 A name is LIBRARY/NAME. A package of the user adds a library by an entry point in the group `art_cli.environments`,
 which names a class like `Library`. An environment is opened and played in the rollout process, so that neither the
 import of its package nor its dependencies reach the command line, and `rollout.python` may name a Python for them.
 Standard library only, here and in each file; a library's package is imported when its methods are called.
 
-A scenario is a seed, {"id": "seed-17", "seed": 17}, unless the library says otherwise. Texts of a game, of a generator
+A scenario is a seed, {"id": "seed-17", "seed": 17}, unless the library makes others. Texts of a game, of a generator
 and of the policy are data, and nothing of them is evaluated as code.
 """
 
@@ -47,7 +47,7 @@ GROUP = "art_cli.environments"  # the group of entry points with which other pac
 
 
 class EnvironmentFault(Exception):
-    """The environment itself failed, so that the attempt says nothing of the policy."""
+    """The environment itself failed, so that the attempt is no measure of the policy."""
 
 
 class Listing(NamedTuple):
@@ -60,11 +60,11 @@ class Listing(NamedTuple):
 
 @dataclass(frozen=True)
 class Settings:
-    """What the configuration says of an environment, as plain data."""
+    """The configuration of an environment, as plain data."""
 
     name: str  # LIBRARY/NAME, such as "reasoning_gym/countdown"
     args: Json = field(default_factory=dict)
-    system: str | None = None  # the system message; None: the library's own; "": none
+    system: str | None = None  # the system message; None means the library's, "" none
     directory: str = "."  # the configuration's, in which programs are started
     num_seeds: int = 0  # the scenarios' seeds are below this; 0: the scenarios come from a file
 
@@ -73,7 +73,7 @@ class Environment(Protocol):
     """One environment, opened with its settings."""
 
     async def play(self, policy: "Policy", scenario: Json) -> "Outcome":
-        """One attempt, by `policy.client`. What it raises fails the attempt."""
+        """Plays one attempt, by `policy.client`. What it raises fails the attempt."""
 
 
 class Library(Protocol):
@@ -86,20 +86,20 @@ class Library(Protocol):
     makes_scenarios: bool  # whether its scenarios are seeds; otherwise `rollout.scenarios` names them
 
     def listed(self) -> Iterable[Listing]:
-        """All its environments, with those that cannot be played here."""
+        """Returns all its environments, with those that cannot be played here."""
 
     def defaults(self, name: str) -> Json:
-        """The arguments that `rollout.environment.args` may set, with their defaults. Raises UsageError: no such name.
+        """Returns the arguments that `rollout.environment.args` may set. Raises UsageError: no such name.
 
         A default of None takes any value.
         """
 
     def open(self, name: str, settings: Settings) -> Environment:
-        """The environment, tried once. Raises UsageError: no such name, wrong arguments, it cannot be played here."""
+        """Opens the environment, tried once. Raises UsageError: no such name, wrong arguments, or not playable."""
 
 
 def libraries() -> dict[str, Library]:
-    """All libraries by name, whether their packages are installed or not."""
+    """Returns all libraries by name, whether their packages are installed or not."""
     found = {name: _load(*place.split(":")) for name, place in BUILT_IN.items()}
     return {entry.name: entry.load()() for entry in entry_points(group=GROUP)} | found
 
@@ -110,7 +110,7 @@ def _load(module: str, name: str) -> Library:
 
 
 def find_library(name: str) -> tuple[Library, str]:
-    """The library of "LIBRARY/NAME", and NAME. Raises UsageError: not of that form, no such library."""
+    """Returns the library of "LIBRARY/NAME", and NAME. Raises UsageError: not of that form, no such library."""
     library, _, rest = name.partition("/")
     found = library_named(library)
     if not rest:
@@ -134,12 +134,12 @@ def not_installed(library: Library) -> str:
 
 
 def cure(library: Library) -> str:
-    """The command that installs the library."""
+    """Returns the command that installs the library."""
     return f"pip install 'art-cli[{library.extra}]'" if library.extra else f"pip install {library.package}"
 
 
 def open_environment(settings: Settings) -> Environment:
-    """The environment that the settings name. Raises UsageError."""
+    """Returns the environment that the settings name. Raises UsageError."""
     library, name = find_library(settings.name)
     if problem := not_installed(library):
         raise UsageError(f"rollout.environment {settings.name}: {problem}")
@@ -147,12 +147,12 @@ def open_environment(settings: Settings) -> Environment:
 
 
 def seeds(first: int, count: int) -> Iterator[Json]:
-    """The scenarios of an environment: `count` seeds from `first` on."""
+    """Returns the scenarios of an environment: `count` seeds from `first` on."""
     return ({"id": f"seed-{seed}", "seed": seed} for seed in range(first, first + count))
 
 
 def seed_of(scenario: Json) -> int:
-    """The scenario's seed. Raises EnvironmentFault: it has none."""
+    """Returns the scenario's seed. Raises EnvironmentFault: it has none."""
     seed = scenario.get("seed")
     if not isinstance(seed, int) or isinstance(seed, bool) or seed < 0:
         raise EnvironmentFault('the scenario has no "seed", a whole number from 0 on')
@@ -160,7 +160,7 @@ def seed_of(scenario: Json) -> int:
 
 
 def unknown(what: str, name: str, known: Iterable[str]) -> UsageError:
-    """The refusal of a name. Example: unknown("rollout.environment.args", "min_number", ["min_numbers"])."""
+    """Returns the refusal of a name. Example: unknown("rollout.environment.args", "min_number", ["min_numbers"])."""
     there_are = sorted(known)
     near = get_close_matches(name, there_are, n=1)
     hint = f"; did you mean {near[0]!r}?" if near else f"; there are: {', '.join(there_are)}" if there_are else ""
@@ -168,7 +168,7 @@ def unknown(what: str, name: str, known: Iterable[str]) -> UsageError:
 
 
 def refused(settings: Settings, error: BaseException) -> UsageError:
-    """The error of an environment that cannot be made with these arguments."""
+    """Returns the error of an environment that cannot be made with these arguments."""
     return UsageError(f"rollout.environment {settings.name}: cannot be played with these args: {describe(error)}")
 
 

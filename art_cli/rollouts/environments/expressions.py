@@ -1,4 +1,4 @@
-"""Which answers of a policy may be given to a scorer that evaluates them as Python.
+"""A check of a policy's answers before a scorer evaluates them as Python.
 
 Some scorers of reasoning-gym call `eval` on an answer, or SymPy's `parse_expr`, which does. An answer may be anything
 that a model can write: a call of `os.system`, or `9**9**9**9`, which computes until the memory is full. So such a
@@ -22,7 +22,7 @@ OPERATORS = (ast.Add, ast.Sub, ast.Mult, ast.Div, ast.Pow, ast.USub, ast.UAdd)
 
 
 def is_harmless_literal(text: str) -> bool:
-    """Whether `eval` can only build lists of numbers, strings and names from the text, or fail to parse it."""
+    """Returns whether `eval` can only build lists of numbers, strings and names from the text, or fail to parse it."""
     if len(text) > MAX_LENGTH:
         return False
     try:
@@ -35,7 +35,7 @@ def is_harmless_literal(text: str) -> bool:
 
 
 def is_harmless_expression(text: str) -> bool:
-    """Whether the text is an expression of numbers, symbols, + - * / **, and a few functions, of bounded size.
+    """Returns whether the text is an expression of numbers, symbols, + - * / **, and a few functions, of bounded size.
 
     A text that does not parse is refused too, because SymPy rewrites texts before it evaluates them.
     """
@@ -67,7 +67,7 @@ def _is_expression(node: ast.expr) -> bool:
 
 
 def _degree(node: ast.AST) -> float:
-    """A bound of the largest power in an expression, where powers of powers multiply. It is 1 without any."""
+    """Returns a bound of the largest power in an expression, where powers of powers multiply. It is 1 without any."""
     degree = max(map(_degree, ast.iter_child_nodes(node)), default=1.0)
     if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Pow):
         return degree * max(1.0, _bound(node.right))
@@ -75,7 +75,7 @@ def _degree(node: ast.AST) -> float:
 
 
 def _bound(node: ast.expr) -> float:
-    """An upper bound of an exponent's absolute value, where each symbol counts as 1; infinite for anything unusual."""
+    """Returns an upper bound of an exponent's size, where each symbol counts as 1; infinite for anything unusual."""
     match node:
         case ast.Constant(value=int() | float() as value):
             return abs(value) if abs(value) <= MAX_EXPONENT else math.inf

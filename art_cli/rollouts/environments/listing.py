@@ -1,4 +1,4 @@
-"""What libraries of environments there are and what they have, as plain data, also by another Python.
+"""A listing of the libraries of environments and their names, as plain data, also by another Python.
 
     [{"library": "mcp", "about": ..., "problem": "", "environments": [{"name": ..., "about": ..., "problem": ""}]}]
 
@@ -28,7 +28,7 @@ print("\\n" + json.dumps(look(json.loads(sys.argv[2]))))
 
 
 def look(name: str | None) -> list[Json]:
-    """All libraries, or the one with this name. Raises UsageError: there is none."""
+    """Returns all libraries, or the one with this name. Raises UsageError: there is none."""
     chosen = libraries() if name is None else {name: library_named(name)}
     with redirect_stdout(io.StringIO()):  # some games print while they are made
         return [_look(each, library) for each, library in chosen.items()]
@@ -47,7 +47,7 @@ def _look(name: str, library: Library) -> Json:
 
 
 def look_with(python: Path, name: str | None) -> list[Json]:
-    """What `look` says in another Python, a program or the directory of its environment. Raises UsageError."""
+    """Returns `look` of another Python, a program or the directory of its environment. Raises UsageError."""
     program = python / "bin" / "python" if python.is_dir() else python
     command = [str(program.absolute()), "-c", PROGRAM, str(Path(__file__).parent.parent), json.dumps(name)]
     try:

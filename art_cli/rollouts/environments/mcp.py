@@ -2,7 +2,7 @@
 
     rollout: {environment: "mcp/python server.py", scenarios: tasks.jsonl}
 
-Each attempt has a connection of its own, and of a command a process of its own, which runs in the configuration's
+Each attempt has a new connection, and of a command a new process, which runs in the configuration's
 directory (mcp_connection.py). A scenario is {"id": ..., "task": ...}, and the task is the first user message. The
 policy calls tools until it answers without a call. A scenario with an "answer" has the reward 1 where the last reply
 has that answer in it as words, else 0. Without one a judge gives the reward.
@@ -127,7 +127,7 @@ class McpServer:
         return Outcome(reward=reward, metrics=metrics | ({} if reward is None else {"solved": reward}))
 
     async def _call(self, client: Any, call: Any, known: set[str]) -> tuple[str, bool]:
-        """What the model is told of its call, and whether that is an error."""
+        """Returns the tool's answer as the model gets it, and whether it is an error."""
         from mcp import MCPError
 
         name = call.function.name
@@ -150,7 +150,7 @@ class McpServer:
         return self._text(result), bool(result.is_error)
 
     def _text(self, result: Any) -> str:
-        """The result as text, cut to `max_result` characters."""
+        """Returns the result as text, cut to `max_result` characters."""
         text = "\n".join(map(_shown, result.content))
         if not text and result.structured_content is not None:
             text = json.dumps(result.structured_content, ensure_ascii=False)
@@ -159,13 +159,13 @@ class McpServer:
 
 
 def _shown(part: Any) -> str:
-    """A part of a result: its text, the text of a resource in it, or that it is not shown."""
+    """Returns a part of a result: its text, the text of a resource in it, or that it is not shown."""
     text = getattr(part, "text", None) or getattr(getattr(part, "resource", None), "text", None)
     return text or f"[{part.type}, which is not shown]" if part.type != "text" else part.text
 
 
 def has_answer(reply: str, answer: str) -> bool:
-    """Whether the words of the answer stand in the reply, whatever their case and spaces."""
+    """Returns whether the words of the answer stand in the reply, whatever their case and spaces."""
     words, said = (" ".join(text.casefold().split()) for text in (answer, reply.rpartition("</think>")[2]))
     return bool(words) and re.search(rf"(?<!\w){re.escape(words)}(?!\w)", said) is not None
 

@@ -1,4 +1,4 @@
-"""How an MCP server is reached: a command over its pipes, a URL over streamable HTTP or the older SSE.
+"""Connections to an MCP server: a command over its pipes, a URL over streamable HTTP or the older SSE.
 
 Bounds what a server may send and how long it may take. It is imported where a connection is made, because it imports
 the package `mcp`.
@@ -31,20 +31,20 @@ MAX_PAGES = 50  # most pages of the server's list of tools
 
 
 class ServerAddress(NamedTuple):
-    """Where a server is.
+    """The address of a server.
 
     Example: ServerAddress("https://host/mcp", None, {"Authorization": "Bearer ..."}, "http", 60.0)
     """
 
     url: str
-    command: StdioServerParameters | None  # None: it is the URL
+    command: StdioServerParameters | None  # None if it is the URL
     headers: dict[str, str]
     transport: str  # "http" or "sse", for a URL
     timeout_s: float  # longest wait for an answer, for a connection, and for its end
 
 
 def find_place(name: str, directory: str, args: Json) -> ServerAddress:
-    """Where the settings say that the server is. Raises UsageError."""
+    """Returns the address of the server in the settings. Raises UsageError."""
     is_url = name.startswith(("http://", "https://"))
     for key in ("variables",) if is_url else ("headers", "transport"):
         if args[key]:
@@ -69,7 +69,7 @@ def _command(name: str, directory: str, variables: dict[str, str]) -> StdioServe
 
 
 def _variable(key: str, name: Any) -> str:
-    """The value of an environment variable. Raises UsageError: it is not set."""
+    """Returns the value of an environment variable. Raises UsageError: it is not set."""
     if not isinstance(name, str) or name not in os.environ:
         raise UsageError(f"rollout.environment.args.{key}: {printable(str(name), limit=80)} is not set")
     return os.environ[name]
@@ -77,7 +77,7 @@ def _variable(key: str, name: Any) -> str:
 
 @asynccontextmanager
 async def connected(place: ServerAddress) -> AsyncIterator[Client]:
-    """A client that is connected. Raises whatever the connection does, TimeoutError among it."""
+    """Yields a client that is connected. Raises whatever the connection does, TimeoutError among it."""
     loop = asyncio.get_running_loop()
     client = Client(_transport(place), read_timeout_seconds=place.timeout_s, cache=None)
     async with asyncio.timeout(place.timeout_s) as deadline:
@@ -109,7 +109,7 @@ def _transport(place: ServerAddress) -> Any:
 
 
 def _errors() -> TextIO:
-    """Where a command's errors go: standard error, which a notebook replaces by something that is no file."""
+    """Returns the file for a command's errors: standard error, unless a notebook has replaced it by no file."""
     for stream in (sys.stderr, sys.__stderr__):
         with suppress(AttributeError, OSError, ValueError):
             if stream is not None and stream.fileno() >= 0:
@@ -127,7 +127,7 @@ async def _streamable_http(place: ServerAddress) -> AsyncIterator[Any]:
 
 
 def _http_client(place: ServerAddress) -> httpx2.AsyncClient:
-    """The client of a URL. A stream may be silent while the policy thinks; a call has the session's deadline."""
+    """Returns the client of a URL. A stream may be silent as long as the policy thinks; calls have a deadline."""
     return httpx2.AsyncClient(
         headers={**place.headers, "Accept-Encoding": "identity"},
         timeout=httpx2.Timeout(place.timeout_s, read=None),
@@ -138,7 +138,7 @@ def _http_client(place: ServerAddress) -> httpx2.AsyncClient:
 async def _limit(response: httpx2.Response) -> None:
     """Bounds an answer. A stream of events is not bounded as a whole, but by the size of each event.
 
-    The mcp package says only that a refused request was an error, so that a wrong key is named here.
+    The mcp package reports a refused request only as an error, so that a wrong key is named here.
     """
     if response.status_code in (401, 403):
         raise httpx2.RequestError(f"the server answers {response.status_code}; args.headers names the key's variable")
@@ -168,7 +168,7 @@ class _Limited(httpx2.AsyncByteStream):
 
 
 async def list_tools(client: Client, chosen: list[str]) -> list[Json]:
-    """The server's tools as OpenAI's; `chosen`: only these, [] all. Raises ValueError: they cannot be offered."""
+    """Returns the `chosen` tools of the server, or all for [], as OpenAI's. Raises ValueError if one is unusable."""
     found: dict[str, Json] = {}
     cursor = None
     for _ in range(MAX_PAGES):

@@ -2,7 +2,7 @@
 
     reset {"seed": ...} -> observation      then, until it is done:      the policy's reply -> step {...} -> observation
 
-The server's schema says what an action is. Where that is one text, the reply is the action; otherwise the reply is a
+The server's schema defines an action. Where that is one text, the reply is the action; otherwise the reply is a
 JSON object with the action's fields, and the schema stands in the system message. An observation is shown as the field
 that `observation` names, or as JSON. The reward is the sum of the steps' rewards, or the last one. Where no step has
 one, a judge gives it. An action that the server refuses by its schema is answered with the reason.
@@ -69,11 +69,11 @@ class OpenEnvServer:
         self._url, self._name = url, settings.name
         self._args = DEFAULTS | settings.args
         self._system = settings.system
-        self._field: str | None = None  # the action's field that the reply is; None: the reply is JSON
+        self._field: str | None = None  # the action's field that the reply is; None if the reply is JSON
         self._schema = ""
 
     async def fetch_schema(self) -> Json:
-        """The JSON schema of an action."""
+        """Returns the JSON schema of an action."""
         import aiohttp
 
         timeout = aiohttp.ClientTimeout(total=self._args["timeout_s"])
@@ -129,7 +129,7 @@ class OpenEnvServer:
         return Outcome(reward=reward, metrics={"steps": num_steps, "refused": num_refused, "ended": heard.is_done})
 
     def _action(self, reply: str) -> "Json | _Heard":
-        """The action, or what the policy is told instead."""
+        """Returns the action, or an observation for the policy in place of it."""
         if self._field is not None:
             return {self._field: reply}
         try:
@@ -140,7 +140,7 @@ class OpenEnvServer:
 
 
 async def _reply(policy: "Policy", messages: Any) -> str | None:
-    """What the policy says. None: it has reached a limit on its calls or its context."""
+    """Returns the policy's reply, or None if it has reached a limit on its calls or its context."""
     import openai
 
     try:
@@ -159,19 +159,21 @@ class _Session:
         self._name, self._socket, self._timeout_s, self._observation = name, socket, timeout_s, observation
 
     async def ask(self, kind: str, data: Json) -> _Heard:
-        """The server's answer to a reset or a step. Raises EnvironmentFault: an error that is not the action's."""
+        """Returns the server's answer to a reset or step. Raises EnvironmentFault unless an error is the action's."""
         try:
             async with asyncio.timeout(self._timeout_s):
                 await self._socket.send_json({"type": kind, "data": data})
                 answer = json.loads(await self._socket.receive_str())
-            told = answer["data"]
-            if answer["type"] == "error" and told.get("code") == "VALIDATION_ERROR" and kind == "step":
-                return _Heard("", None, False, f"That action was refused: {str(told.get('errors') or told)[:1000]}")
+            payload = answer["data"]
+            if answer["type"] == "error" and payload.get("code") == "VALIDATION_ERROR" and kind == "step":
+                return _Heard(
+                    "", None, False, f"That action was refused: {str(payload.get('errors') or payload)[:1000]}"
+                )
             if answer["type"] != "observation":
-                raise EnvironmentFault(f"{self._name}: {kind}: {str(told)[:500]}")
-            reward = told.get("reward")
+                raise EnvironmentFault(f"{self._name}: {kind}: {str(payload)[:500]}")
+            reward = payload.get("reward")
             number = None if reward is None else float(reward)
-            return _Heard(self._shown(told.get("observation")), number, bool(told.get("done")))
+            return _Heard(self._shown(payload.get("observation")), number, bool(payload.get("done")))
         except EnvironmentFault:
             raise
         except Exception as error:  # the boundary to the server

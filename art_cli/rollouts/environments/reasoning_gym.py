@@ -1,4 +1,4 @@
-"""reasoning-gym: generators of puzzles, each with a scorer of its own (github.com/open-thought/reasoning-gym).
+"""reasoning-gym: generators of puzzles, each with its scorer (github.com/open-thought/reasoning-gym).
 
 A scenario's puzzle is the first entry of the generator's dataset of that seed. The policy answers in one turn. What it
 writes between the last <answer> and </answer> is scored, or else its whole reply. An answer that makes the scorer fail
@@ -29,7 +29,7 @@ from art_cli.rollouts.environments import (
 from art_cli.rollouts.environments.expressions import is_harmless_expression, is_harmless_literal
 from art_cli.runs.outcome import Outcome
 from art_cli.runtime.errors import describe, first_sentence
-from art_cli.runtime.worker_pool import Crew, Crowded, Overran
+from art_cli.runtime.worker_pool import Crowded, Overran, WorkerPool
 
 if TYPE_CHECKING:
     from art_cli.rollouts.policy import Policy
@@ -99,7 +99,7 @@ class Generator:
             name: tuple(value) if isinstance(types[name], tuple) else value for name, value in settings.args.items()
         }
         self._may_score = _guard(self._dataset_class)
-        self._crew = Crew(size=1, wait_s=WAIT_S, run_s=CALL_S)
+        self._workers = WorkerPool(size=1, wait_s=WAIT_S, run_s=CALL_S)
         self.entry = lru_cache(NUM_KEPT)(self._entry)
 
     async def play(self, policy: "Policy", scenario: Json) -> Outcome:
@@ -115,12 +115,12 @@ class Generator:
 
     async def _call(self, what: str, function: Callable[..., Any], *arguments: Any) -> Any:
         try:
-            return await self._crew.call(function, *arguments)
+            return await self._workers.call(function, *arguments)
         except (Overran, Crowded) as error:
             raise EnvironmentFault(f"reasoning_gym/{self._name}: {what} took more than {CALL_S:.0f} s") from error
 
     def _entry(self, seed: int) -> tuple[Any, Json]:
-        """The dataset of that seed, and its first entry."""
+        """Returns the dataset of that seed, and its first entry."""
         config = self._config_class(**self._args, seed=seed, size=1)
         if hasattr(config, "validate"):
             config.validate()
@@ -128,7 +128,7 @@ class Generator:
         return dataset, dataset[0]
 
     def _score(self, dataset: Any, entry: Json, answer: str) -> float | None:
-        """The scorer's number. None: the answer makes it fail. Raises EnvironmentFault: the right one does as well."""
+        """Returns the score, or None if the answer makes the scorer fail. Raises EnvironmentFault if the right does."""
         try:
             return _number(dataset.score_answer(answer if self._may_score(answer) else "", entry))
         except Exception as error:  # the boundary to the library
@@ -140,7 +140,7 @@ class Generator:
 
 
 def read_answer(reply: str) -> str:
-    """What a reply answers: the text in its last pair of answer tags, or all of it without what was thought before."""
+    """Returns the answer of a reply: the text in its last pair of answer tags, or all text after the thoughts."""
     said = reply.rpartition("</think>")[2]
     before, closing, _ = said.rpartition("</answer>")
     if closing and "<answer>" in before:
@@ -149,7 +149,7 @@ def read_answer(reply: str) -> str:
 
 
 def _guard(dataset: type) -> Callable[[str], bool]:
-    """Says of an answer whether it may be given to this scorer, which may evaluate it as Python."""
+    """Returns a check of whether an answer may go to this scorer, which may evaluate it as Python."""
     source = inspect.getsource(sys.modules[dataset.__module__])
     if PARSED.search(source):
         return is_harmless_expression

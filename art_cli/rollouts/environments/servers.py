@@ -1,4 +1,4 @@
-"""What environments behind a server have in common: it is asked once, and each attempt has a connection of its own."""
+"""The parts that environments behind a server share: one question to it, and a connection for each attempt."""
 
 import asyncio
 import logging
@@ -19,7 +19,7 @@ Connection = TypeVar("Connection")
 
 
 def ask_once(settings: Settings, question: Coroutine[Any, Any, Answer]) -> Answer:
-    """What the server answers, while this thread waits. Raises UsageError: it failed."""
+    """Returns the server's answer, while this thread waits. Raises UsageError if it failed."""
     try:
         with ThreadPoolExecutor(1) as thread:  # an event loop runs in this one
             return thread.submit(asyncio.run, question).result()
@@ -32,7 +32,7 @@ async def play_connected(
     connection: AbstractAsyncContextManager[Connection],
     converse: Callable[[Connection], Awaitable["Outcome"]],
 ) -> "Outcome":
-    """The outcome of `converse`, and what it raises. Raises EnvironmentFault: the connection failed.
+    """Returns the outcome of `converse`. Raises what it raises, or EnvironmentFault if the connection failed.
 
     A connection that fails when it is closed, with the outcome there, is no failure of the attempt.
     """

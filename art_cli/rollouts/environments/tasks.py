@@ -1,7 +1,7 @@
-"""Tasks that a language model writes for the tools of a server: what it is asked, how its answer is read, what counts.
+"""Tasks that a language model writes for the tools of a server: the question, the reading of answers, what counts.
 
-Pure. The places of the tasks to come are spread over the tools and five difficulties: each goes to the tool with the
-fewest tasks, and there to the difficulty with the fewest. A task that says nearly the same as another is left out.
+Pure. The tasks to come are spread over the tools and five difficulties: each goes to the tool with the
+fewest tasks, and there to the difficulty with the fewest. A task that nearly repeats another is left out.
 """
 
 import hashlib
@@ -41,7 +41,7 @@ The tools:
 
 
 class TaskPlan(NamedTuple):
-    """What a task to come is about. Example: TaskPlan("search", 3)"""
+    """The plan of a task to come. Example: TaskPlan("search", 3)"""
 
     tool: str
     difficulty: int
@@ -57,7 +57,7 @@ class Tasks:
 
     tools: Sequence[str]  # names of the server's tools
     found: list[Json] = field(default_factory=list)
-    num_same: int = 0  # tasks left out because another says the same
+    num_same: int = 0  # tasks left out because they repeat another
     num_unusable: int = 0  # tasks left out because they have the wrong shape
     _words: list[frozenset[str]] = field(default_factory=list)
 
@@ -67,7 +67,7 @@ class Tasks:
         self.found.append(task)
 
     def add(self, task: Json) -> bool:
-        """Whether the task was new."""
+        """Returns whether the task was new."""
         words = words_of(task["task"])
         if any(is_same(words, other) for other in self._words):
             self.num_same += 1
@@ -76,7 +76,7 @@ class Tasks:
         return True
 
     def places(self, count: int) -> list[TaskPlan]:
-        """Where the next tasks go: over all tools, and within a tool over all difficulties."""
+        """Returns the plans of the next tasks: over all tools, and within a tool over all difficulties."""
         by_tool = Counter(tool for task in self.found for tool in task.get("tools", []) if isinstance(tool, str))
         by_place = Counter(
             TaskPlan(tool, task["difficulty"])
@@ -105,7 +105,7 @@ def _names(task: Json) -> set[str]:
 
 
 def questions(tools: Sequence[Json], places: Sequence[TaskPlan], there_are: Sequence[str]) -> list[Json]:
-    """The messages that ask for one task for each place. `tools` as OpenAI's functions."""
+    """Returns the messages that ask for one task for each place. `tools` as OpenAI's functions."""
     shown = _show(tools, {place.tool for place in places})
     wanted = "\n".join(f"- difficulty {place.difficulty}, with the tool {place.tool}" for place in places)
     before = "".join(f"- {json.dumps(task, ensure_ascii=False)}\n" for task in there_are)
@@ -115,7 +115,7 @@ def questions(tools: Sequence[Json], places: Sequence[TaskPlan], there_are: Sequ
 
 
 def _show(tools: Sequence[Json], wanted: set[str]) -> str:
-    """The tools as JSON, a line each; of too many only those that are wanted, and the names of the others."""
+    """Returns the tools as JSON, a line each; of too many only those that are wanted, and the names of the others."""
     lines = {tool["function"]["name"]: json.dumps(tool["function"], ensure_ascii=False) for tool in tools}
     if sum(map(len, lines.values())) <= MAX_TOOLS:
         return "\n".join(lines.values())
@@ -124,7 +124,7 @@ def _show(tools: Sequence[Json], wanted: set[str]) -> str:
 
 
 def schema(tools: Sequence[str]) -> Json:
-    """The JSON schema of an answer."""
+    """Returns the JSON schema of an answer."""
     task = {
         "type": "object",
         "properties": {
@@ -140,14 +140,14 @@ def schema(tools: Sequence[str]) -> Json:
 
 
 class TaskAnswer(NamedTuple):
-    """What an answer holds: usable tasks, and why others are not."""
+    """The content of an answer: usable tasks, and the reasons why others are not."""
 
     tasks: list[Json]
     problems: list[str]
 
 
 def read_answer(text: str, tools: Sequence[str]) -> TaskAnswer:
-    """The tasks of an answer, which may stand in a code fence or in prose. Raises AnswerError: there is no list."""
+    """Returns the tasks of an answer, also from a code fence or prose. Raises AnswerError if there is no list."""
     tasks = _document(text).get("tasks")
     if not isinstance(tasks, list):
         raise AnswerError('"tasks" is not a list')
@@ -165,7 +165,7 @@ def read_answer(text: str, tools: Sequence[str]) -> TaskAnswer:
 
 
 def _document(text: str) -> Json:
-    """The JSON object of an answer: all of it, or what stands between its first and last brace."""
+    """Returns the JSON object of an answer: all of it, or what stands between its first and last brace."""
     said = text.rpartition("</think>")[2].strip()
     begin, end = said.find("{"), said.rfind("}")
     for piece in (said, said[begin : end + 1] if begin >= 0 else ""):
@@ -179,7 +179,7 @@ def _document(text: str) -> Json:
 
 
 def _problem(task: Any, known: set[str]) -> str:
-    """What is wrong with a task of an answer; "": nothing."""
+    """Returns what is wrong with a task of an answer, or "" if nothing is."""
     if not isinstance(task, dict) or not isinstance(task.get("task"), str) or not task["task"].strip():
         return '"task" is not a text'
     if len(task["task"]) > MAX_TASK:
@@ -198,24 +198,24 @@ def _problem(task: Any, known: set[str]) -> str:
 
 
 def complaint(text: str, problem: str) -> list[Json]:
-    """The unusable answer and what is wrong with it, as the next two messages."""
+    """Returns the unusable answer and what is wrong with it, as the next two messages."""
     request = f"This answer cannot be used: {problem}. TaskAnswer again with one JSON object and nothing else."
     return [{"role": "assistant", "content": text[:20_000] or "(nothing)"}, {"role": "user", "content": request}]
 
 
 def task_id(text: str) -> str:
-    """The same for the same words."""
+    """Returns the same for the same words."""
     return f"task-{hashlib.sha256(text.encode()).hexdigest()[:10]}"
 
 
 def words_of(text: str) -> frozenset[str]:
-    """The words and numbers of a text, whatever their case, accents and punctuation."""
+    """Returns the words and numbers of a text, whatever their case, accents and punctuation."""
     plain = unicodedata.normalize("NFKD", text).casefold()
     return frozenset(re.findall(r"\w+", "".join(letter for letter in plain if not unicodedata.combining(letter))))
 
 
 def is_same(one: frozenset[str], other: frozenset[str]) -> bool:
-    """Whether two tasks say nearly the same. Example: seven of eight words each in common are 7 / 9, which is not."""
+    """Returns whether two tasks are nearly the same. Seven of eight words each in common are 7 / 9, which is not."""
     shorter, longer = sorted((len(one), len(other)))
     if shorter < SAME * longer:
         return False  # they cannot have enough in common
@@ -224,7 +224,7 @@ def is_same(one: frozenset[str], other: frozenset[str]) -> bool:
 
 
 def spread(tasks: Iterable[Json]) -> tuple[Counter[int], Counter[str]]:
-    """How many tasks there are of each difficulty, and for each tool."""
+    """Counts the tasks of each difficulty, and for each tool."""
     by_difficulty, by_tool = Counter[int](), Counter[str]()
     for task in tasks:
         if isinstance(task.get("difficulty"), int):

@@ -1,12 +1,12 @@
 """textarena: text games for one player or several (github.com/LeonGuertler/TextArena).
 
-A scenario's seed is the game's. The policy plays all seats, each in a conversation of its own: what the game and the
-other players say are user messages. It is trained on one seat, `seed % number of seats`, by that seat's reward. The
+A scenario's seed is the game's. The policy plays all seats, each in a separate conversation: texts of the game and of
+the other players are user messages. It is trained on one seat, `seed % number of seats`, by that seat's reward. The
 calls of the other seats are answered by the same policy and not recorded, because one trajectory has one reward, and
 what is good for one seat is bad for another.
 
 A game that downloads (nltk's word lists), asks a model by an API key, or cannot be imported here is refused with the
-reason. Games draw from Python's global generator of random numbers, so each gets a state of its own, and one runs at
+reason. Games draw from Python's global generator of random numbers, so each gets a separate state, and one runs at
 a time.
 """
 
@@ -32,7 +32,7 @@ from art_cli.rollouts.environments import (
 )
 from art_cli.runs.outcome import Outcome
 from art_cli.runtime.errors import UsageError, describe, first_sentence, one_line
-from art_cli.runtime.worker_pool import Crew, Crowded, Overran
+from art_cli.runtime.worker_pool import Crowded, Overran, WorkerPool
 
 if TYPE_CHECKING:
     from art_cli.rollouts.policy import Policy
@@ -54,7 +54,7 @@ class TextArena:
     about = "text games for one player or several; the policy plays all seats and is trained on one"
 
     def listed(self) -> Iterator[Listing]:
-        """One for each game, tried out; its other ids are other settings of the same game."""
+        """Returns one for each game, tried out; its other ids are other settings of the same game."""
         games: dict[str, list[str]] = {}
         for name, spec in _registry().items():
             games.setdefault(str(spec.entry_point), []).append(name)
@@ -93,7 +93,7 @@ def _listed(names: list[str]) -> Listing:
 
 
 def _about(spec: Any) -> str:
-    """What the class says of itself, where that is more than a placeholder."""
+    """Returns the first sentence of the class's docstring, or "" if it is a placeholder."""
     about = first_sentence(vars(_game_class(spec)).get("__doc__") or "")
     return f", {about.rstrip('.')}" if about else ""
 
@@ -145,7 +145,7 @@ def _is_found(find: Callable[[str], Any], place: str) -> bool:
 
 
 class _View(NamedTuple):
-    """What is to be done next: the seat that moves, and what it is told. `is_done`: the game is over."""
+    """The next move: the seat that makes it, and the observation for it. `is_done` means that the game is over."""
 
     is_done: bool
     seat: int
@@ -171,7 +171,7 @@ class TextGame:
         self._name, self._system = name, settings.system or ""
         self._make = partial(_make, spec, kwargs)
         self._begin, self.num_players = _try_players(self._make, wanted)
-        self._crew = Crew(size=1, wait_s=WAIT_S, run_s=CALL_S)
+        self._workers = WorkerPool(size=1, wait_s=WAIT_S, run_s=CALL_S)
 
     async def play(self, policy: "Policy", scenario: Json) -> Outcome:
         seed = seed_of(scenario)
@@ -193,7 +193,7 @@ class TextGame:
 
     async def _call(self, function: Callable[..., Any], *arguments: Any) -> Any:
         try:
-            return await self._crew.call(function, *arguments)
+            return await self._workers.call(function, *arguments)
         except (Overran, Crowded) as error:
             raise EnvironmentFault(f"textarena/{self._name}: it did not answer within {CALL_S:.0f} s") from error
         except Exception as error:  # the boundary to the game
@@ -209,7 +209,7 @@ class _Talks:
         self._messages: dict[int, list[Json]] = {}
 
     async def reply(self, seat: int, said: str, *, is_recorded: bool) -> str:
-        """What the policy does in that seat, without what it thought before."""
+        """Returns the policy's action in that seat, without its thoughts."""
         messages: Any = self._messages.setdefault(seat, list(self._first))
         messages.append({"role": "user", "content": said})
         answered = await self._policy.client.chat.completions.create(
@@ -226,7 +226,7 @@ class _Talks:
 
 
 class _Match:
-    """One game being played. Its methods run in the crew's thread, one at a time."""
+    """One game being played. Its methods run in the pool's thread, one at a time."""
 
     def __init__(self, make: Callable[[], Any], num_players: int, seed: int) -> None:
         self._state = random.Random(seed).getstate()
@@ -242,7 +242,7 @@ class _Match:
 
     @contextlib.contextmanager
     def _own_numbers(self) -> Iterator[None]:
-        """The global generators hold this game's states meanwhile."""
+        """Puts this game's states into the global generators meanwhile."""
         outside, random_state = random.getstate(), self._state
         random.setstate(random_state)
         numpy = sys.modules.get("numpy") if self._numbers is not None else None
@@ -267,7 +267,7 @@ class _Match:
         return _View(False, seat, self._told(seat, heard) or "It is your turn.")
 
     def _told(self, seat: int, heard: Any) -> str:
-        """The observation as text, without what the seat said itself, which its conversation has already."""
+        """Returns the observation as text, without the seat's own actions, which its conversation has already."""
         if isinstance(heard, str):
             return heard
         from textarena.core import GAME_ID, ObservationType
@@ -297,7 +297,7 @@ class _Match:
 
 
 def _reward(value: Any) -> float:
-    """A seat's reward. Some games give the reason of an invalid move in its place."""
+    """Returns a seat's reward. Some games give the reason of an invalid move in its place."""
     number = INVALID_REWARD if isinstance(value, str) else float(value)
     if not math.isfinite(number):
         raise ValueError(f"the reward is {number}")
@@ -305,7 +305,7 @@ def _reward(value: Any) -> float:
 
 
 def _make(spec: Any, kwargs: Json) -> Any:
-    """The game with the wrappers that shape actions. Those that shape observations repeat the whole conversation."""
+    """Returns the game with the wrappers of actions. Wrappers of observations would repeat the whole conversation."""
     from textarena.core import ActionWrapper
 
     env = _game_class(spec)(**spec.kwargs | kwargs)
@@ -316,10 +316,10 @@ def _make(spec: Any, kwargs: Json) -> Any:
 
 
 def _try_players(make: Callable[[], Any], wanted: int | None) -> tuple[int, int]:
-    """What the game is to be begun with, and the number of its seats.
+    """Returns the number of players to begin the game with, and the number of its seats.
 
     If none is wanted, it is the game's own default, or else the smallest. Some games for many take one player too, who
-    then plays with nobody. Raises what the game raises for one player where it refuses every number.
+    then plays alone. Raises what the game raises for one player where it refuses every number.
     """
     refusals = []
     default = wanted or getattr(make(), "default_num_players", None)

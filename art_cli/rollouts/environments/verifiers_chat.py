@@ -64,7 +64,7 @@ class ChatHarness(Harness[HarnessConfig]):  # type: ignore[misc]  # verifiers is
 
 
 async def _turn(client: openai.AsyncOpenAI, model: str, messages: list[Any], tools: list[Any]) -> list[Any]:
-    """One reply, added to the messages; its calls."""
+    """Adds one reply to the messages, and returns its calls."""
     offered: dict[str, Any] = {"tools": tools} if tools else {}
     reply = await client.chat.completions.create(model=model, messages=messages, **offered)
     message = reply.choices[0].message
@@ -73,7 +73,7 @@ async def _turn(client: openai.AsyncOpenAI, model: str, messages: list[Any], too
 
 
 async def _result(connections: Any, places: Any, call: Any) -> str:
-    """What the policy is told of its call."""
+    """Returns the answer to the policy's call."""
     name = call.function.name
     if name not in places:
         return f"there is no tool {name!r}, but: {', '.join(sorted(places)) or 'none'}"

@@ -9,8 +9,8 @@ metrics is a metric.
 
 A role without a harness has the taskset's own. If it has none, it talks in this process and calls the task's tools
 (verifiers_chat.py). Programs run on this machine, where verifiers would take a sandbox that is paid for. An environment
-with several roles trains one of them, the role `trained`; what the others say is not recorded. verifiers pins what
-other extras of ours need newer, so it has a Python of its own (`rollout.python`).
+with several roles trains one of them, the role `trained`; turns of the others are not recorded. verifiers pins what
+art's other extras need newer, so it has another Python (`rollout.python`).
 """
 
 import asyncio
@@ -46,7 +46,7 @@ class Verifiers:
     about = "tasksets of verifiers with their rewards, played by its harnesses; in a Python of its own"
 
     def listed(self) -> Iterator[Listing]:
-        """Its own tasksets, and the installed packages that need verifiers."""
+        """Yields its own tasksets, and the installed packages that need verifiers."""
         _check_version()
         from verifiers.v1 import tasksets
 
@@ -59,7 +59,7 @@ class Verifiers:
                 yield _listed(distribution.name.replace("-", "_").lower(), _summary(distribution))
 
     def defaults(self, name: str) -> Json:
-        """The taskset's own settings, and what the one agent may set."""
+        """Returns the taskset's own settings, and what the one agent may set."""
         config = _config(name, {})
         taskset = config.taskset.model_dump(mode="json", exclude={"id", "task", "system_prompt"})
         return {"taskset": taskset} if taskset else {}
@@ -157,7 +157,7 @@ class VerifiersEnvironment:
         self._servers = _Servers(self._env)
 
     def _find(self, seed: int) -> Any:
-        """The task with this number. A taskset without an end is read as far as this."""
+        """Returns the task with this number. A taskset without an end is read as far as this."""
         while len(self._tasks) <= seed:
             try:
                 self._tasks.append(next(self._unread))
@@ -180,7 +180,7 @@ class VerifiersEnvironment:
         return self._outcome(episode)
 
     async def _episode(self, policy: "Policy", task: Any, variable: str) -> Any:
-        """The finished episode, in which all roles are the policy and one of them is recorded."""
+        """Returns the finished episode, in which all roles are the policy and one of them is recorded."""
         from verifiers.v1 import EvalClientConfig, ModelContext
 
         client = EvalClientConfig(base_url=policy.base_url, api_key_var=variable)
@@ -234,7 +234,7 @@ def _finite(name: str, reward: float) -> float:
 
 @contextmanager
 def _key(key: str) -> Iterator[str]:
-    """The name of an environment variable that holds the attempt's key, which is the only way to hand verifiers one.
+    """Yields the name of a variable that holds the attempt's key, which is the only way to hand verifiers one.
 
     Programs that verifiers starts do not inherit it, because of its name.
     """
@@ -247,7 +247,7 @@ def _key(key: str) -> Iterator[str]:
 
 
 class _Servers:
-    """verifiers' servers of one environment: they run while any attempt does, in a task of their own.
+    """verifiers' servers of one environment: they run while any attempt does, in a separate task.
 
     What verifiers opens has to be closed by the task that opened it.
     """

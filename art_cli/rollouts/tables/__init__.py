@@ -18,12 +18,12 @@ PARQUET = b"PAR1"
 
 
 def is_table(source: ScenariosConfig, directory: Path) -> bool:
-    """Whether the source is a table. False: JSON lines, or a Python function."""
+    """Returns whether the source is a table. False: JSON lines, or a Python function."""
     return source.query is not None or source.split is not None or _kind(directory / source.source) is not None
 
 
 def table_scenarios(source: ScenariosConfig, directory: Path) -> list[Json]:
-    """The scenarios of a table, in its order; [] if it has no rows. Raises DataError: what is wrong with it."""
+    """Returns the scenarios of a table, in its order; [] if it has no rows. Raises DataError: what is wrong with it."""
     columns = Columns(source.columns)
     with closing(_rows(source, directory / source.source, columns)) as rows:
         return columns.scenarios(rows, source.source)
@@ -66,7 +66,7 @@ def _query(kind: str | None, path: Path, query: str, columns: Columns, timeout_s
 
 
 def _kind(path: Path) -> str | None:
-    """sqlite, duckdb, parquet, csv, or dataset for a directory. None: no table, or nothing there."""
+    """Returns sqlite, duckdb, parquet, csv, or dataset for a directory, or None if there is no table."""
     if path.is_dir():
         return "dataset"
     if not path.is_file():

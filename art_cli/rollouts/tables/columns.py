@@ -43,7 +43,7 @@ class Columns:
         return bool(self._mapping)
 
     def wanted(self, there: Sequence[str], source: object) -> list[str]:
-        """The columns of a table that are to be read, each once, in the table's order.
+        """Returns the columns of a table that are to be read, each once, in the table's order.
 
         Raises DataError: a column that is not there, or two with one name, or one without a name.
         """
@@ -64,7 +64,7 @@ class Columns:
         return [name for name in there if name in chosen]
 
     def scenarios(self, rows: Iterable[TableRow], source: object) -> list[Json]:
-        """A scenario for each row, with its `id` first.
+        """Returns a scenario for each row, with its `id` first.
 
         The id is the column that is called so or mapped to it. Without one it is a hash of the scenario's content, so
         that it depends on no other row and on no order; of rows that are equal then, the first one counts.
@@ -117,7 +117,7 @@ def check_id(id: object, source: object, line: int | None = None) -> None:
 
 
 def brief(value: object) -> str:
-    """A value of a file, short and printable, for an error."""
+    """Returns a value of a file, short and printable, for an error."""
     return printable(repr(value), limit=80)
 
 
@@ -129,7 +129,7 @@ def _no_column(name: str, there: Sequence[str]) -> str:
 
 
 def _refusal(value: object) -> str | None:
-    """What a value is that JSON cannot hold. Example: "NaN, which JSON has not". None: JSON can."""
+    """Returns the name of a value that JSON cannot hold, or None if it can. Example: "NaN, which JSON has not"."""
     match value:
         case None | bool():
             return None

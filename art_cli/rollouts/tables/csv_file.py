@@ -13,7 +13,7 @@ DELIMITERS = ",;\t"  # spreadsheets write one of these, by country and by format
 
 
 def rows(path: Path, columns: Columns) -> Generator[TableRow]:
-    """The rows of a CSV file in UTF-8, of which the header says how it is divided: by comma, semicolon or tab.
+    """Yields the rows of a CSV file in UTF-8. Its header shows whether comma, semicolon or tab divides it.
 
     Raises DataError: another encoding, an empty file, a row that is longer or shorter than the header, a cell or line
     of more than MAX_CELL characters, a quote that is never closed.
@@ -37,7 +37,7 @@ def rows(path: Path, columns: Columns) -> Generator[TableRow]:
                     continue
                 if len(cells) != len(header):
                     raise DataError(f"{len(cells)} cells, and the header has {len(header)}", path, started)
-                yield TableRow(f"{path}:{started}", {name: cells[place] for name, place in wanted})
+                yield TableRow(f"{path}:{started}", {name: cells[index] for name, index in wanted})
             if not header:
                 raise DataError("the file is empty", path)
     except UnicodeDecodeError:
@@ -57,7 +57,7 @@ def _lines(text: TextIO) -> Iterator[str]:
 
 
 def _delimiter(path: Path) -> str:
-    """The one that divides the header into most columns; a comma where none does."""
+    """Returns the one that divides the header into most columns; a comma where none does."""
     with path.open(encoding="utf-8-sig", newline="") as text:
         header = next(_lines(text), "")
     return max(DELIMITERS, key=lambda each: len(next(csv.reader([header], delimiter=each), [])))

@@ -16,7 +16,7 @@ COMMIT = re.compile("[0-9a-f]{40}")
 
 
 def rows(source: ScenariosConfig, path: Path, columns: Columns) -> Generator[TableRow]:
-    """The rows of one split. Raises DataError: no such dataset or split, no network and no copy, code of its own."""
+    """Yields the rows of one split. Raises DataError: no such dataset or split, no network and no copy, or code."""
     datasets = needs("datasets", source.source)
     if int(datasets.__version__.split(".")[0]) < 4:
         raise DataError("datasets before 4 runs code of a dataset: pip install 'art-cli[data]'", source.source)

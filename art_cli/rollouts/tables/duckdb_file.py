@@ -22,7 +22,7 @@ SETTINGS = {
 
 
 def rows(path: Path, query: str, columns: Columns, timeout_s: float) -> Generator[TableRow]:
-    """The rows of the query. Raises DataError: anything but one SELECT, an error of DuckDB, a longer time."""
+    """Yields the rows of the query. Raises DataError: anything but one SELECT, an error of DuckDB, a longer time."""
     duckdb = needs("duckdb", path)
     late = threading.Event()
     try:

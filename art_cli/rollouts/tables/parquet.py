@@ -13,7 +13,7 @@ LARGE_BATCH = 64 * 2**20  # bytes of a batch whose rows are made one by one
 
 
 def rows(path: Path, columns: Columns) -> Generator[TableRow]:
-    """The rows of a Parquet file. Raises DataError: no Parquet, a type that JSON cannot hold, too large, damaged."""
+    """Yields the rows of a Parquet file. Raises DataError: another format, a type that JSON lacks, size, damage."""
     pyarrow = needs("pyarrow", path)
     parquet = importlib.import_module("pyarrow.parquet")
     try:
@@ -33,7 +33,7 @@ def rows(path: Path, columns: Columns) -> Generator[TableRow]:
 
 
 def plain_rows(batches: Iterator[Any], source: object) -> Generator[TableRow]:
-    """The rows of Arrow's record batches. Raises DataError: a batch cannot be read."""
+    """Yields the rows of Arrow's record batches. Raises DataError: a batch cannot be read."""
     number = 0
     while True:
         try:
@@ -49,7 +49,7 @@ def plain_rows(batches: Iterator[Any], source: object) -> Generator[TableRow]:
 
 
 def _values(batch: Any) -> Iterable[Json]:
-    """The rows of a batch; of one with large cells each as it is needed, because plain values are copies."""
+    """Returns the rows of a batch; of one with large cells each as it is needed, because plain values are copies."""
     if batch.nbytes < LARGE_BATCH:
         rows: list[Json] = batch.to_pylist()
         return rows
@@ -78,7 +78,7 @@ def _is_json(kind: Any) -> bool:
 
 
 def needs(package: str, source: object) -> Any:
-    """The module of an optional package. Raises DataError: it is not installed, and what to do."""
+    """Returns the module of an optional package. Raises DataError: it is not installed, and what to do."""
     try:
         return importlib.import_module(package)
     except ImportError:

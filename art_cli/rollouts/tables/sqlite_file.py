@@ -17,7 +17,7 @@ INSTRUCTIONS = 10_000  # steps of SQLite's machine between two looks at the cloc
 
 
 def rows(path: Path, query: str, columns: Columns, timeout_s: float) -> Generator[TableRow]:
-    """The rows of the query. Raises DataError: anything but one SELECT, an error of SQLite, a longer time."""
+    """Yields the rows of the query. Raises DataError: anything but one SELECT, an error of SQLite, a longer time."""
     deadline = time.monotonic() + timeout_s
     try:
         with closing(_open(path, deadline)) as database:
@@ -52,7 +52,7 @@ def _open(path: Path, deadline: float) -> sqlite3.Connection:
 
 
 def _authorize(action: int, first: str | None, second: str | None, *_: str | None) -> int:
-    """What a SELECT does, and what the opening of a full-text index in it does: it declares its columns so."""
+    """Allows what a SELECT does, and the declaration of columns when it opens a full-text index."""
     is_loading = action == sqlite3.SQLITE_FUNCTION and second in ("load_extension", "fts3_tokenizer")
     is_declaring = action == sqlite3.SQLITE_UPDATE and first == "sqlite_master"
     is_asking = action == sqlite3.SQLITE_PRAGMA and first in READ_BY_INDEXES and second is None

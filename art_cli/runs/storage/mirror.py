@@ -10,6 +10,7 @@ import threading
 import time
 import uuid
 from collections.abc import AsyncIterator
+from concurrent import futures
 
 import msgspec
 
@@ -19,7 +20,7 @@ from art_cli.runs.storage.lease import RENEW_S, Lease, Marker, read_marker, take
 from art_cli.runs.storage.object_store import ObjectStore
 from art_cli.runs.storage.uploads import Uploads
 from art_cli.runtime.errors import ArtError, Interrupted, RunError, StorageError, describe
-from art_cli.runtime.threads import call_in_thread
+from art_cli.runtime.threads import call_in_thread, start_in_thread
 
 log = logging.getLogger(__name__)
 
@@ -149,9 +150,8 @@ class Mirror:
             )  # fmt: skip
         if owed and self._threads[0].is_alive():
             return  # the store hangs; the lease runs out by itself
-        giving = threading.Thread(target=self._give_back, daemon=True)
-        giving.start()
-        giving.join(max(5.0, deadline - time.monotonic()) if timeout_s < END_S else 60.0)
+        giving_s = max(5.0, deadline - time.monotonic()) if timeout_s < END_S else 60.0
+        futures.wait([start_in_thread(self._give_back)], timeout=giving_s)
 
     def _give_back(self) -> None:
         try:

@@ -12,10 +12,10 @@ import logging
 import os
 import re
 import shutil
-import threading
 import uuid
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -24,6 +24,7 @@ from art_cli.runs.durable import new_file
 from art_cli.runtime.errors import ArtError, StorageError, UsageError, one_line, printable
 from art_cli.runtime.permissions import make_directory
 from art_cli.runtime.secrets import find_secrets
+from art_cli.runtime.threads import start_in_thread
 
 log = logging.getLogger(__name__)
 Result = TypeVar("Result")
@@ -161,15 +162,7 @@ class ObjectStore:
         self._left_behind = {each for each in self._left_behind if not each.done()}
         if len(self._left_behind) >= MAX_LEFT_BEHIND:
             raise StorageError(f"{self.address}: does not answer ({len(self._left_behind)} calls still wait)")
-        future: Future[Result] = Future()
-
-        def work() -> None:
-            try:
-                future.set_result(function(*arguments, **knobs))
-            except BaseException as error:
-                future.set_exception(error)
-
-        threading.Thread(target=work, name="object store", daemon=True).start()
+        future = start_in_thread(partial(function, *arguments, **knobs))
         try:
             return future.result(timeout_s)
         except Exception as error:

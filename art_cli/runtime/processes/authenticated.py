@@ -6,7 +6,7 @@
     from then on          8 bytes of length, 32 bytes of seal, the message
 
 The seal is the HMAC of the message and its number in its direction, under a key of this connection and direction. So a
-message that somebody else wrote, changed, repeated, left out or moved ends the connection. Messages are not encrypted.
+message that another party wrote, changed, repeated, left out or moved ends the connection. Messages are not encrypted.
 """
 
 import asyncio
@@ -32,7 +32,7 @@ class SealedReader:
         self._reader, self._key, self._number = reader, key, 0
 
     async def readline(self) -> bytes:
-        """The next message; b"" when there are no more. Raises ValueError: too long, or its seal is wrong."""
+        """Returns the next message; b"" when there are no more. Raises ValueError: too long, or its seal is wrong."""
         try:
             head = await self._reader.readexactly(LENGTH + SEAL)
             size = int.from_bytes(head[:LENGTH])
@@ -42,7 +42,7 @@ class SealedReader:
         except (asyncio.IncompleteReadError, OSError):  # the other end is gone, or the network to it
             return b""
         if not hmac.compare_digest(_seal(self._key, self._number, message), head[LENGTH:]):
-            raise ValueError("the seal of a message is wrong, so that somebody else wrote or changed it")
+            raise ValueError("the seal of a message is wrong, so that another party wrote or changed it")
         self._number += 1
         return message
 
@@ -76,9 +76,9 @@ class Sealed(NamedTuple):
 
 
 async def listen(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, secret: bytes) -> Sealed:
-    """The connection that the other end has opened.
+    """Returns the connection that the other end has opened.
 
-    Raises SecretRefused: it has another secret; ConnectionError, TimeoutError: it is none of ours.
+    Raises SecretRefused if it has another secret; ConnectionError, TimeoutError if it is another program.
     """
     async with asyncio.timeout(HANDSHAKE_DEADLINE_S):
         ours = os.urandom(NONCE)
@@ -94,9 +94,9 @@ async def listen(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, sec
 
 
 async def dial(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, secret: bytes) -> Sealed:
-    """The connection that this end has opened.
+    """Returns the connection that this end has opened.
 
-    Raises SecretRefused: the other end has another secret; ConnectionError, TimeoutError: it is none of ours.
+    Raises SecretRefused if the other end has another secret; ConnectionError, TimeoutError if it is another program.
     """
     async with asyncio.timeout(HANDSHAKE_DEADLINE_S):
         if await _read(reader, len(MAGIC)) != MAGIC:

@@ -1,7 +1,7 @@
 """ChildProcess: one program, started, waited for and ended; the last lines of its log. It knows nothing of messages.
 
 The program runs under a supervisor (supervisor.py), so that it and all that descends from it end with this process,
-however this one ends. Both lead sessions of their own, so that a Ctrl-C in the terminal reaches this process alone,
+however this one ends. Both lead new sessions, so that a Ctrl-C in the terminal reaches this process alone,
 which decides when its children end.
 """
 
@@ -51,11 +51,11 @@ class ChildProcess:
         keep: int = -1,
         grace_s: float = 0.0,
     ) -> "ChildProcess":
-        """The child; its supervisor runs, the program soon will. Raises OSError: no process can be started.
+        """Returns the child; its supervisor runs, the program soon will. Raises OSError if no process can be started.
 
         `keep` is one more descriptor for the program, which has its number in an argument. `grace_s` is the time that
         the program has between SIGTERM and SIGKILL; 0 is SIGKILL at once. A program that does not exist ends with
-        status 127 and says so on standard error.
+        status 127 and a line on standard error.
         """
         ours, theirs = socket.socketpair()
         with theirs:
@@ -82,7 +82,7 @@ class ChildProcess:
                 raise
 
     async def program_pid(self) -> int:
-        """The process id of the program; 0 where it never started. To be asked once."""
+        """Returns the process id of the program; 0 where it never started. To be asked once."""
         self._control.setblocking(False)
         try:
             async with asyncio.timeout(PID_DEADLINE_S):
@@ -91,16 +91,16 @@ class ChildProcess:
             return 0
 
     async def wait(self) -> int:
-        """The program's exit status when it has ended; negative for the signal that ended it."""
+        """Returns the program's exit status when it has ended; negative for the signal that ended it."""
         return await self._process.wait()
 
     def terminate(self) -> None:
-        """The program's end begins; this returns at once."""
+        """Begins the program's end, and returns at once."""
         with contextlib.suppress(OSError):  # it is over
             self._control.shutdown(socket.SHUT_WR)
 
     async def stop(self) -> None:
-        """The program and everything that descends from it are gone when this returns."""
+        """Ends the program and everything that descends from it."""
         self.terminate()
         try:
             async with asyncio.timeout(self._grace_s + STOP_DEADLINE_S):
@@ -113,7 +113,7 @@ class ChildProcess:
 
 
 class Finished(NamedTuple):
-    """How a program ended. Example: Finished(0, b"1.0\\n", b"")"""
+    """The end of a program. Example: Finished(0, b"1.0\\n", b"")"""
 
     status: int  # negative for the signal that ended it
     stdout: bytes  # the last MAX_OUTPUT_BYTES at most
@@ -129,7 +129,7 @@ async def run_program(
     environment: Mapping[str, str] | None = None,
     on_start: Callable[[ChildProcess], None] = lambda child: None,
 ) -> Finished:
-    """What the program did with `given` on standard input; nothing of it is left. Raises OSError, TimeoutError.
+    """Runs the program with `given` on standard input; nothing of it is left. Raises OSError, TimeoutError.
 
     Files, not pipes, take its output, because a background process could keep a pipe open.
     """
@@ -149,20 +149,20 @@ async def run_program(
 
 
 def _tail(file: IO[bytes], size: int, start: int = 0) -> bytes:
-    """The last `size` bytes of a file, none of them before byte `start`."""
+    """Returns the last `size` bytes of a file, none of them before byte `start`."""
     file.seek(max(start, file.seek(0, os.SEEK_END) - size))
     return file.read()
 
 
 def describe_end(status: int) -> str:
-    """How a process ended, from its exit status. Examples: 1 is "exit status 1", -9 is "killed by SIGKILL"."""
+    """Returns how a process ended, from its exit status. Examples: 1 is "exit status 1", -9 is "killed by SIGKILL"."""
     with contextlib.suppress(ValueError):
         return f"killed by {signal.Signals(-status).name}" if status < 0 else f"exit status {status}"
     return f"exit status {status}"
 
 
 def last_lines(log: Path, *, count: int, start: int = 0, secrets: Sequence[str] = ()) -> str:
-    """The last `count` lines of a log from its byte `start` on, indented, with secrets as "***"; empty without any."""
+    """Returns the last `count` lines of a log from byte `start` on, indented, with secrets as "***"."""
     if not log.is_file():
         return ""
     with log.open("rb") as file:

@@ -17,7 +17,7 @@ MAX_DEPTH = 200  # lists and objects inside each other; Python versions differ i
 
 
 def dump(value: Any) -> bytes:
-    """One line of JSON, without its newline.
+    """Returns one line of JSON, without its newline.
 
     Raises TypeError, which names the type that JSON has no form for; ValueError: text that is not Unicode, an object
     that holds itself, nesting that Python's json cannot follow, a number of thousands of digits.
@@ -29,7 +29,7 @@ def dump(value: Any) -> bytes:
 
 
 def load(data: bytes) -> Any:
-    """The value of a JSON text. Raises ValueError: it is none, is nested too deeply, or has a huge number."""
+    """Returns the value of a JSON text. Raises ValueError: it is none, is nested too deeply, or has a huge number."""
     try:
         return _DECODER.decode(data.decode())
     except RecursionError as error:
@@ -37,7 +37,7 @@ def load(data: bytes) -> Any:
 
 
 def is_deep(value: Any, depth: int = MAX_DEPTH + 1) -> bool:
-    """Whether more than `depth` lists and objects stand inside each other, the outermost one counted."""
+    """Returns whether more than `depth` lists and objects stand inside each other, the outermost one counted."""
     level = [value]
     for _ in range(depth):
         inner = (item for each in level for item in (each.values() if isinstance(each, dict) else each))
@@ -48,7 +48,7 @@ def is_deep(value: Any, depth: int = MAX_DEPTH + 1) -> bool:
 
 
 def _as_plain(value: Any) -> Any:
-    """What stands in JSON for a value of a type that it lacks."""
+    """Returns what stands in JSON for a value of a type that it lacks."""
     match value:
         case set() | frozenset():
             return list(value)

@@ -26,7 +26,7 @@ Json = dict[str, Any]
 
 MAX_LINE_BYTES = 2**30  # longest message
 FIRST_ID = 1  # rollouts/bootstrap.py answers the first call without reading it
-FAREWELL = 0  # id of what a process says before it ends by itself
+FAREWELL = 0  # id of the last message of a process that ends by itself
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class Heartbeat:
 
 @dataclass(frozen=True)
 class Advance:
-    """How far a call has come. Example: Advance(7, 3, 8) is 3 of 8."""
+    """Progress of a call. Example: Advance(7, 3, 8) is 3 of 8."""
 
     id: int
     done: int
@@ -78,7 +78,7 @@ FROM_PROCESS = (Heartbeat, Advance, Returned, Raised)
 
 
 class ConnectionEnded(Exception):
-    """The other end closed the connection; `fault` is what it said last, or what it sent that is no message."""
+    """The other end closed the connection; `fault` is its last error, or what it sent that is no message."""
 
     def __init__(self, fault: str) -> None:
         super().__init__(fault)
@@ -86,13 +86,13 @@ class ConnectionEnded(Exception):
 
 
 class MessageReader(Protocol):
-    """What messages are read from: an asyncio.StreamReader or a SealedReader."""
+    """The source of messages: an asyncio.StreamReader or a SealedReader."""
 
     async def readline(self) -> bytes: ...
 
 
 class MessageWriter(Protocol):
-    """What messages are written to: an asyncio.StreamWriter or a SealedWriter."""
+    """The sink of messages: an asyncio.StreamWriter or a SealedWriter."""
 
     def write(self, data: bytes, /) -> None: ...
 
@@ -107,7 +107,7 @@ class CallingEnd:
     """This end of a connection to a process that answers calls. It reads until the other end is gone."""
 
     def __init__(self, reader: MessageReader, writer: MessageWriter) -> None:
-        self.fault = ""  # why the last line that came is no message, or what the other end said before it ended
+        self.fault = ""  # why the last line that came is no message, or the other end's last error
         self.farewell: ArtError | None = None  # error that the other end sent before it ended by itself
         self.heard: Callable[[Message], None] = lambda message: None  # called with each message that comes
         self._writer = writer
@@ -124,7 +124,7 @@ class CallingEnd:
         return self._reading.done()
 
     async def call(self, method: str, params: Json, *, progress: Callable[[int, int], None] | None = None) -> Any:
-        """What the method returns over there, unchecked. A caller that is cancelled cancels the call.
+        """Returns the result of the method there, unchecked. A caller that is cancelled cancels the call.
 
         Raises the ArtError that the method raised; ConnectionEnded: no answer will come.
         """
@@ -144,12 +144,12 @@ class CallingEnd:
             del self._pending[id]
 
     def hang_up(self) -> None:
-        """The other end sees the end of the stream and ends its process."""
+        """Ends the stream, so that the other end ends its process."""
         if not self.has_ended:
             self._writer.write_eof()
 
     async def close(self) -> None:
-        """The connection is closed; every call that waits has failed."""
+        """Closes the connection; every call that waits has failed then."""
         self._writer.close()
         await asyncio.wait({self._reading})
 
@@ -197,7 +197,7 @@ def _resolve(future: "asyncio.Future[Any]", *, result: object = None, error: Exc
 
 
 def error_named(kind: str, message: str) -> ArtError:
-    """The error of errors.py with that name, or its nearest base class that is made of a message alone."""
+    """Returns the error of errors.py with that name, or its nearest base class that is made of a message alone."""
     named = getattr(errors, kind, None)
     if not isinstance(named, type) or not issubclass(named, ArtError):
         return ArtError(f"{kind}: {message}")
@@ -206,12 +206,12 @@ def error_named(kind: str, message: str) -> ArtError:
 
 
 def encode(message: Message) -> bytes:
-    """The message's line. Raises TypeError or ValueError: it holds a value that JSON has no form for."""
+    """Returns the message's line. Raises TypeError or ValueError: it holds a value that JSON has no form for."""
     return dump({"type": type(message).__name__, **vars(message)}) + b"\n"
 
 
 def decode(line: bytes, kinds: tuple[type, ...]) -> Any:
-    """The message of a line, one of these kinds. Raises ValueError: it is none, or has a wrong field."""
+    """Returns the message of a line, one of these kinds. Raises ValueError: it is none, or has a wrong field."""
     given = load(line)
     if not isinstance(given, dict):
         raise ValueError(f"a message is a JSON object, not {type(given).__name__}")
@@ -223,7 +223,7 @@ def decode(line: bytes, kinds: tuple[type, ...]) -> Any:
 
 
 def checked(kind: type, given: object) -> Any:
-    """The dataclass `kind` made of an object of JSON. Raises ValueError: other fields, or a field of another type."""
+    """Makes the dataclass `kind` of an object of JSON. Raises ValueError: other fields, or a field of another type."""
     wanted = _types(kind)
     if not isinstance(given, dict) or given.keys() != wanted.keys():
         raise ValueError(f"{kind.__name__}: its fields are {', '.join(wanted)}")
@@ -235,5 +235,5 @@ def checked(kind: type, given: object) -> Any:
 
 @cache
 def _types(kind: type) -> dict[str, Any]:
-    """The type that each field's value is an instance of."""
+    """Returns the type that each field's value is an instance of."""
     return {each.name: dict if get_origin(each.type) is dict else each.type for each in fields(kind)}

@@ -56,9 +56,9 @@ async def answer(
     heartbeat_s: float | None = None,
     watch: Callable[[], Coroutine[Any, Any, None]] | None = None,
 ) -> None:
-    """The same over a connection that is open. `watch` runs beside the calls and raises an ArtError to end them.
+    """Answers calls over a connection that is open. `watch` runs beside the calls and raises an ArtError to end them.
 
-    The other end is told that error before the connection closes.
+    The other end gets that error before the connection closes.
     """
     await _AnsweringEnd(writer, target).answer(reader, heartbeat_s, watch)
 

@@ -1,6 +1,6 @@
 """Runs one program and leaves nothing of it behind: `supervisor.py CONTROL KEEP GRACE_S PROGRAM ...`.
 
-It is a process of its own, which ChildProcess starts (child.py). It needs nothing of this package, so that it starts
+It is a separate process, which ChildProcess starts (child.py). It needs nothing of this package, so that it starts
 in a hundredth of a second.
 
     CONTROL  one end of a socket pair, whose other end only the owner holds; the program's process id is written to it
@@ -62,7 +62,7 @@ def _prctl(option: int, value: int) -> None:
 
 
 def _start(command: list[str]) -> int:
-    """The process id of the program, in a session of its own: what it sends its group does not reach this process."""
+    """Returns the id of the program, in a new session, so that its signals to its group do not reach this process."""
     supervisor = os.getpid()
     program = os.fork()
     if program:
@@ -80,7 +80,7 @@ def _start(command: list[str]) -> int:
 
 
 def _wait(program: int, control: int, wake: int, owner: int) -> int | None:
-    """The program's wait status when it has ended; None when it is to be ended.
+    """Returns the program's wait status when it has ended; None when it is to be ended.
 
     The owner's process id is looked at too, because a child that the owner forked may hold its end of CONTROL open.
     """
@@ -98,7 +98,7 @@ def _wait(program: int, control: int, wake: int, owner: int) -> int | None:
 
 
 def _terminate(program: int, grace_s: float) -> int:
-    """The program's wait status; SIGKILL's where it does not end within the grace period."""
+    """Returns the program's wait status; SIGKILL's where it does not end within the grace period."""
     deadline = time.monotonic() + grace_s
     if grace_s > 0:
         with contextlib.suppress(ProcessLookupError, PermissionError):
@@ -111,7 +111,7 @@ def _terminate(program: int, grace_s: float) -> int:
 
 
 def _reap(program: int) -> int | None:
-    """The program's status if it has ended; every other child that has ended is waited for as well."""
+    """Returns the program's status if it has ended; every other child that has ended is waited for as well."""
     status = None
     while True:
         try:
@@ -144,7 +144,7 @@ def _kill_all(program: int) -> None:
 
 
 def _children() -> list[int]:
-    """The process ids of this process's children; without /proc, none."""
+    """Returns the process ids of this process's children; without /proc, none."""
     try:
         with open(f"/proc/self/task/{os.getpid()}/children") as file:
             return [int(pid) for pid in file.read().split()]
@@ -153,7 +153,7 @@ def _children() -> list[int]:
 
 
 def _children_by_stat() -> list[int]:
-    """The same for a kernel that was built without the list of children."""
+    """Returns the same for a kernel that was built without the list of children."""
     own, found = str(os.getpid()), []
     with contextlib.suppress(OSError):
         for name in filter(str.isdigit, os.listdir("/proc")):
@@ -164,7 +164,7 @@ def _children_by_stat() -> list[int]:
 
 
 def _end_as(status: int) -> None:
-    """Ends this process as the wait status says."""
+    """Ends this process by the wait status."""
     if os.WIFSIGNALED(status):
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         with contextlib.suppress(OSError, ValueError):  # SIGKILL has no handler

@@ -74,7 +74,7 @@ class ClientBackend:
             self.num_calls += 1
 
     async def _redacted(self, request: Request) -> list[Json] | None:
-        """The messages redacted; in a thread if they are long. None: a plain completion."""
+        """Returns the messages redacted, in a thread if they are long, or None for a plain completion."""
         if request.messages is None:
             return None
         if self._redactor.num_new_bytes(request.messages) <= READ_HERE_BYTES:
@@ -83,7 +83,7 @@ class ClientBackend:
 
     @contextlib.contextmanager
     def _failures_logged(self) -> Iterator[None]:
-        """One line for a call that the engine failed to answer, or whose client left."""
+        """Logs one line for a call that the engine failed to answer, or whose client left."""
         try:
             yield
         except ChatError as error:

@@ -1,9 +1,9 @@
 """Clients: the API keys of `art gateway`, and the client and the conversation that a key names.
 
-    KEY           one of the keys; conversations are told apart by how they go on
+    KEY           one of the keys; conversations differ by how they go on
     KEY:NAME      the same client; all calls with it are the conversation NAME
 
-NAME is the client's own word. It reaches the application as the header X-Art-Conversation, which a client may also send
+NAME is chosen by the client. It reaches the application as the header X-Art-Conversation, which a client may also send
 itself.
 """
 
@@ -43,15 +43,15 @@ class Clients(Keys):
         return self.label(key) is not None
 
     def label(self, key: str | None) -> str | None:
-        """The client with this key; None: it is not valid."""
+        """Returns the client with this key, or None if the key is not valid."""
         if not self._single:
             return ANYONE
         base, _ = self.split(key)
-        admitted = [keys.admits(base) for keys in self._single]  # all of them, so that the time says nothing
+        admitted = [keys.admits(base) for keys in self._single]  # all of them, so that the time reveals nothing
         return next((label for label, is_its in zip(self.labels, admitted, strict=True) if is_its), None)
 
     def split(self, key: str | None) -> tuple[str | None, str]:
-        """The key itself, and the name behind it; "" where there is none."""
+        """Returns the key itself, and the name behind it; "" where there is none."""
         if key is None or super().admits(key) and self._single:
             return key, ""
         base, _, name = key.partition(SEPARATOR)

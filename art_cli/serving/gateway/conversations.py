@@ -1,4 +1,4 @@
-"""Conversations: which one a call belongs to, and when one is over.
+"""Conversations: they take calls, and end.
 
 A call belongs, among the open conversations of its client, to
 
@@ -7,7 +7,7 @@ A call belongs, among the open conversations of its client, to
     else the one with which it shares most, one reply or more      it goes on from there, or branches off
     else a new one
 
-What is shared is told by a digest of the messages up to each reply that was sampled here. System messages are left
+What is shared is found by a digest of the messages up to each reply that was sampled here. System messages are left
 out, because clients put the time into them. Two attempts at one task begin alike and share no reply, so they are two
 conversations; should their replies be the same too, the one that nothing has followed yet is taken.
 
@@ -84,7 +84,7 @@ class Conversations:
 
     @contextlib.contextmanager
     def calling(self, client: str, request: Request, redacted: list[Json] | None) -> Iterator[Conversation]:
-        """The conversation of a call while it lasts. `redacted`: the call's messages, redacted."""
+        """Yields the conversation of a call while it lasts. `redacted`: the call's messages, redacted."""
         plain = request.prompt if isinstance(request.prompt, str) else None
         shown = msgspec.structs.replace(
             request, messages=redacted, prompt=None if plain is None else self._redactor.text(plain)
@@ -142,7 +142,7 @@ class Conversations:
         return None
 
     def _find_text(self, client: str, prompt: str | list[int] | None) -> Conversation | None:
-        """The conversation whose text a plain prompt goes on from. Token ids have no text, so they begin a new one."""
+        """Returns the conversation that a plain prompt goes on from. Token ids have no text: they begin a new one."""
         if not isinstance(prompt, str):
             return None
         for conversation in reversed(self.open.values()):
@@ -153,8 +153,8 @@ class Conversations:
 
     def _begin(self, client: str, request: Request) -> Conversation:
         name = None if request.conversation is None else self._redactor.text(request.conversation)
-        told = None if request.scenario is None else self._redactor.text(request.scenario)
-        scenario = scenario_of(msgspec.structs.replace(request, scenario=told))
+        redacted = None if request.scenario is None else self._redactor.text(request.scenario)
+        scenario = scenario_of(msgspec.structs.replace(request, scenario=redacted))
         return self._open(About(uuid.uuid4().hex, client, name, scenario))
 
     def _open(self, about: About) -> Conversation:
@@ -241,20 +241,20 @@ class Conversations:
 
 
 def _prefixes(client: str, messages: Sequence[Json]) -> list[bytes]:
-    """A digest of the client and the messages up to each one, system messages left out of it."""
+    """Returns a digest of the client and the messages up to each one, system messages left out of it."""
     digest = hashlib.blake2b(client.encode(), digest_size=16).digest()
     found = []
     for message in messages:
         if message.get("role") not in LEFT_OUT:
             role, text, answers, calls = identity_of(message)
-            told = [role, str(text).strip(), answers, [_call(*call) for call in calls]]  # type: ignore[attr-defined]
-            digest = hashlib.blake2b(digest + msgspec.json.encode(told), digest_size=16).digest()
+            parts = [role, str(text).strip(), answers, [_call(*call) for call in calls]]  # type: ignore[attr-defined]
+            digest = hashlib.blake2b(digest + msgspec.json.encode(parts), digest_size=16).digest()
         found.append(digest)
     return found
 
 
 def _call(name: str, arguments: str | None) -> list[object]:
-    """A tool call in a form that is the same however its arguments are written: spaces, order of keys, 1 for 1.0."""
+    """Returns a tool call in a form that spaces, order of keys, and 1 for 1.0 in its arguments do not change."""
     return [name, msgspec.json.encode(_whole(input_of(arguments or "")), order="deterministic").decode()]
 
 

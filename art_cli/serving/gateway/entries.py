@@ -15,13 +15,13 @@ from art_cli.runs.trajectory import SCHEMA_VERSION
 
 
 class CapturedCall(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """What a recorder takes of one answered call, redacted.
+    """The parts of one answered call that a recorder takes, redacted.
 
     Example, a conversation's second call: CapturedCall(kept=2, messages=[{"role": "user", "content": "again?"}], ...)
     """
 
     kept: int = 0  # number of leading messages that are those of the conversation recorded last, its reply included
-    messages: list[Json] | None = None  # the messages after them; None: a plain completion
+    messages: list[Json] | None = None  # the messages after them; None for a plain completion
     prompt: str | list[int] | None = None
     tools: list[Json] = []  # the tools that no earlier call of the conversation offered
     overridden: Json = {}
@@ -34,9 +34,9 @@ class CapturedCall(msgspec.Struct, kw_only=True, omit_defaults=True):
 
 
 class JournalEntry(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """One line: a call, or that the client gave one up.
+    """One line: a call, or a call that the client gave up.
 
-    Example: JournalEntry(conversation="4f0c...", number=3, at=1764.2, abandons=2): the fourth entry says that the reply
+    Example: JournalEntry(conversation="4f0c...", number=3, at=1764.2, abandons=2): by the fourth entry the reply
     in the third was never seen.
     """
 
@@ -64,7 +64,7 @@ class Head(msgspec.Struct):
 def call_of(
     request: Request, reply: Reply, *, last: list[Json], sequence: bytes, seen: list[Json], is_left: bool
 ) -> CapturedCall:
-    """The entry of a call. `last` are the messages recorded last, `sequence` the packed ids of the last turn, `seen`
+    """Makes the entry of a call. `last` are the messages recorded last, `sequence` the last turn's packed ids, `seen`
     the tools of earlier calls."""
     prompt = array("I", reply.prompt_ids).tobytes()
     prompt_kept = common_prefix(prompt, sequence)
@@ -91,7 +91,7 @@ def call_of(
 
 
 def request_of(call: CapturedCall, *, last: list[Json]) -> Request:
-    """The request of a call, as far as a recorder reads it."""
+    """Returns the request of a call, as far as a recorder reads it."""
     return Request(
         model="",
         sampling=Sampling(),
@@ -106,7 +106,7 @@ def request_of(call: CapturedCall, *, last: list[Json]) -> Request:
 
 
 def reply_of(call: CapturedCall, *, sequence: bytes) -> Reply:
-    """The reply of a call. Raises msgspec.ValidationError: its sampling is none."""
+    """Returns the reply of a call. Raises msgspec.ValidationError: its sampling is none."""
     before = array("I", sequence)[: call.prompt_kept].tolist()
     return msgspec.structs.replace(
         call.reply,
@@ -116,6 +116,6 @@ def reply_of(call: CapturedCall, *, sequence: bytes) -> Reply:
 
 
 def _count_equal(messages: list[Json], last: list[Json]) -> int:
-    """How many messages are equal at the beginning of both."""
+    """Counts the messages that are equal at the beginning of both."""
     pairs = enumerate(zip(messages, last, strict=False))
     return next((place for place, (one, other) in pairs if one != other), min(len(messages), len(last)))

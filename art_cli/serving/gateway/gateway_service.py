@@ -48,7 +48,7 @@ NO_LIMIT = 2**31 - 1
 
 
 class Totals(NamedTuple):
-    """What one gateway wrote. Example: Totals(num_calls=310, num_trajectories=120, num_exact=118, num_files=2)"""
+    """The output of one gateway. Example: Totals(num_calls=310, num_trajectories=120, num_exact=118, num_files=2)"""
 
     num_calls: int
     num_trajectories: int
@@ -74,7 +74,7 @@ class GatewayService:
         """`secrets_known`: the keys of the clients and of the endpoint, which no file may hold."""
         self._engine, self._journal, self._config = engine, journal, config
         self.admission = Admission(concurrency=CONCURRENCY, queue=0)
-        self.stopping = Stopping(self.admission, drain_s)
+        self.stopping = Stopping(drain_s, refuse=self.admission.drain, num_running=lambda: self.admission.num_in_flight)
         redactor = Redactor(config.redact, secrets_known)
         gateway = Gateway(
             engine,
@@ -122,7 +122,7 @@ class GatewayService:
                 on_ready(root)
                 try:
                     await self.stopping.ends_before(self._watch())
-                    await self.stopping.drain()
+                    await self.stopping.drain(self.admission.emptied())
                 finally:
                     self.admission.drain()
             await asyncio.to_thread(self._journal.finish)

@@ -59,7 +59,7 @@ class WrittenFile(NamedTuple):
 
 
 class _Line(NamedTuple):
-    """Where one entry stands."""
+    """The position of one entry."""
 
     offset: int
     length: int
@@ -67,7 +67,7 @@ class _Line(NamedTuple):
 
 
 class Outline(NamedTuple):
-    """Which conversations a journal holds. `lines`: conversation -> number -> where that entry stands."""
+    """The conversations of a journal. `lines`: conversation -> number -> position of that entry."""
 
     path: Path
     lines: dict[str, dict[int, _Line]]
@@ -77,7 +77,7 @@ class Outline(NamedTuple):
         return max(line.at for line in self.lines[conversation].values())
 
     def read(self, conversation: str) -> list[JournalEntry]:
-        """The entries of a conversation in the order of their numbers, up to the first one that is missing.
+        """Returns the entries of a conversation in the order of their numbers, up to the first one that is missing.
 
         Raises DataError: a line is no entry.
         """
@@ -95,7 +95,7 @@ class Outline(NamedTuple):
         return entries
 
     def copy(self, conversations: Iterable[str]) -> Iterator[tuple[str, list[msgspec.Raw]]]:
-        """The lines of each conversation, as they are."""
+        """Yields the lines of each conversation, as they are."""
         with self.path.open("rb") as file:
             for conversation in conversations:
                 lines = []
@@ -155,7 +155,7 @@ class Journal:
             raise _unwritable(f"only {free >> 20} MB are free on its disk")
 
     def append(self, entry: JournalEntry) -> int:
-        """The length of the line, which the system has when this returns. Raises ChatError 503: it does not take it."""
+        """Writes the line to the system, and returns its length. Raises ChatError 503 if that fails."""
         line = msgspec.json.encode(entry)
         try:
             self._writer.append(msgspec.Raw(line))
@@ -192,7 +192,7 @@ class Journal:
     # --- rotation -----------------------------------------------------------------------------------------------------
 
     def is_due(self, now: float) -> bool:
-        """Whether a file of trajectories should be written: by size or age, or because it could not be before."""
+        """Returns whether to write a file of trajectories: by size or age, or because that failed before."""
         if self._retired is not None:
             return True
         is_old = self._first_at is not None and now - self._first_at >= self._rotate_s
@@ -303,7 +303,7 @@ class Journal:
         path.unlink()
 
     def outline(self) -> Outline:
-        """The conversations of the current journal."""
+        """Returns the conversations of the current journal."""
         return _outline(self._writer.path)
 
     def _files(self, *kinds: str) -> Iterator[Path]:
@@ -336,7 +336,7 @@ class _Id(msgspec.Struct):
 
 
 def _ids(path: Path) -> set[str]:
-    """The ids of the trajectories in a file; none if there is no such file."""
+    """Returns the ids of the trajectories in a file; none if there is no such file."""
     if not path.exists():
         return set()
     decoder = msgspec.json.Decoder(_Id)

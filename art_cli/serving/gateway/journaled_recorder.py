@@ -22,7 +22,7 @@ OBJECTS_PER_BYTE = 3  # bytes of memory that a byte of JSON takes as Python's ob
 
 
 class About(NamedTuple):
-    """What a conversation is. Example: About("4f0c...", client="key 2", name=None, scenario="9a31...")"""
+    """The identity of a conversation. Example: About("4f0c...", client="key 2", name=None, scenario="9a31...")"""
 
     id: str
     client: str
@@ -39,7 +39,7 @@ class JournaledRecorder(Recorder):
         self.num_bytes = 0  # estimate of the memory that it takes
         self.num_text_only = 0  # calls that are recorded without token ids
         self.has_foreign_replies = False  # the endpoint reported none
-        self.on_call: Callable[[Request, Recorded], None] | None = None  # told of each call that is taken, redacted
+        self.on_call: Callable[[Request, Recorded], None] | None = None  # called with each call that is taken, redacted
         self._redactor = redactor
         self._write = write
         self._entries: list[Recorded | None] = []  # the turns of each entry of the journal
@@ -50,7 +50,7 @@ class JournaledRecorder(Recorder):
         return len(self._entries)
 
     def is_continued_by(self, prompt: str) -> bool:
-        """Whether a plain prompt goes on from the text of a plain completion."""
+        """Returns whether a plain prompt goes on from the text of a plain completion."""
         return any(each.text and prompt.startswith(each.text) for each in self._conversations)
 
     # --- what RecordingBackend calls ----------------------------------------------------------------------------------
@@ -66,7 +66,7 @@ class JournaledRecorder(Recorder):
         return self._take(request, reply, num_bytes)
 
     def leave(self, request: Request, reply: Reply | None) -> Recorded | None:
-        """As a Recorder does, but a call that cannot be written is only logged, because its client is gone."""
+        """Records as a Recorder does. A call that cannot be written is only logged, because its client is gone."""
         self._is_leaving = True
         try:
             return super().leave(request, reply)

@@ -49,7 +49,7 @@ class Redactor:
         return bool(self._patterns or self._names)
 
     def messages(self, messages: list[Json]) -> list[Json]:
-        """The messages; the same list if nothing is replaced."""
+        """Returns the messages; the same list if nothing is replaced."""
         redacted = [self._message(message) for message in messages]
         return messages if all(map(_is_same, redacted, messages)) else redacted
 
@@ -59,11 +59,11 @@ class Redactor:
         return redacted
 
     def text(self, text: str) -> str:
-        """The text; the same object if nothing is replaced."""
+        """Returns the text; the same object if nothing is replaced."""
         return self._text(text, nested=0)
 
     def num_new_bytes(self, messages: list[Json]) -> int:
-        """The size of the messages that it has not seen lately, which is the work that `messages` would be."""
+        """Returns the size of the messages that it has not seen lately, which is the work that `messages` would be."""
         encoded = map(msgspec.json.encode, messages)
         return sum(len(data) for data in encoded if _digest(data) not in self._remembered)
 
@@ -109,7 +109,7 @@ class Redactor:
         return value if is_same else found
 
     def _number(self, value: Any) -> Any:
-        """A number or word of JSON; it becomes a string where a pattern matches its digits."""
+        """Returns a number or word of JSON; it becomes a string where a pattern matches its digits."""
         if isinstance(value, bool) or value is None:
             return value
         text = json.dumps(value)
@@ -128,7 +128,7 @@ class Redactor:
         return self._secrets.redact(text)
 
     def _in_json(self, text: str, nested: int) -> str:
-        """A text that is a JSON object or list as a whole, with its values redacted and written anew if any is."""
+        """Returns a text that is one JSON object or list, with its values redacted, written anew if any is."""
         stripped = text.strip()
         if not stripped.startswith(("{", "[")) or not stripped.endswith(("}", "]")):
             return text
@@ -142,7 +142,7 @@ class Redactor:
         return text if walked is value else msgspec.json.encode(walked).decode()
 
     def _named_values(self, text: str) -> str:
-        """A text that quotes JSON, with the values of the named keys replaced; up to the line's end if one is cut."""
+        """Returns a text that quotes JSON, with the named keys' values replaced, a cut one to the line's end."""
         pieces, end = list[str](), 0
         while self._named is not None and (found := self._named.search(text, end)):
             pieces += text[end : found.end()], f'"{REDACTED}"'

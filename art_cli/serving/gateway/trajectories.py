@@ -1,4 +1,4 @@
-"""What a conversation's entries are as a trajectory, what scenario it attempts, and which group it belongs to."""
+"""A conversation's entries as a trajectory, with its scenario and its group."""
 
 import hashlib
 import math
@@ -27,7 +27,7 @@ class GroupPlace(NamedTuple):
 
 
 def scenario_of(request: Request) -> str:
-    """What attempts at the same task share: the client's word for it, or a digest of how the conversation begins.
+    """Returns the scenario that attempts at one task share: the client's name for it, or a digest of the beginning.
 
     That is all messages up to the first one of the user: the system prompt and the question. `request` is redacted.
     """
@@ -41,7 +41,7 @@ def scenario_of(request: Request) -> str:
 
 
 def places(scenarios: Mapping[str, str], *, group_size: int, file: str) -> dict[str, GroupPlace]:
-    """Where each conversation stands, group after group. `scenarios`: conversation -> scenario; `file`: its stamp.
+    """Returns the group and index of each conversation. `scenarios`: conversation -> scenario; `file`: its stamp.
 
     The attempts at one scenario in one file are divided into groups as equal as possible, of at most `group_size`.
     The file's stamp is part of a group's id, so that the groups of several files can be read as one file.
@@ -60,7 +60,7 @@ def places(scenarios: Mapping[str, str], *, group_size: int, file: str) -> dict[
 
 
 def trajectory_of(entries: Sequence[JournalEntry], place: GroupPlace) -> Trajectory:
-    """The trajectory of a conversation's entries, of which there is at least one, in the order of their numbers."""
+    """Returns the trajectory of a conversation's entries, at least one, in the order of their numbers."""
     first, last = entries[0], entries[-1]
     recorder = JournaledRecorder(About(first.conversation, first.client, first.name, first.scenario), NOTHING, _refuse)
     recorder.replay(entries)

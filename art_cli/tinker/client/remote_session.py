@@ -10,7 +10,6 @@ import contextlib
 import logging
 import os
 import re
-import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -20,6 +19,7 @@ from typing import Any
 
 from art_cli.runtime.errors import RemoteError, describe, printable
 from art_cli.runtime.secrets import find_secrets
+from art_cli.runtime.threads import start_in_thread
 from art_cli.tinker.client.remote_server import RemoteServer
 
 log = logging.getLogger(__name__)
@@ -73,18 +73,13 @@ class RemoteSession:
     # --- waiting ------------------------------------------------------------------------------------------------------
 
     def call(self, what: str, function: Callable[[], Any]) -> Any:
-        """Returns the result of the function, or of the future that it returns. It runs in a new thread."""
-        made: Future[Any] = Future()
+        """Returns the function's result, or that of the future that it returns. It runs in a thread of its own."""
 
-        def run() -> None:
-            try:
-                found = function()
-                made.set_result(found.result() if hasattr(type(found), "result") else found)
-            except BaseException as error:  # handed to the thread that waits
-                made.set_exception(error)
+        def run() -> Any:
+            result = function()
+            return result.result() if hasattr(type(result), "result") else result
 
-        threading.Thread(target=run, name="tinker call", daemon=True).start()
-        return self.wait(made, what)
+        return self.wait(start_in_thread(run), what)
 
     def wait(self, future: Any, what: str) -> Any:
         """Returns the result of one of the SDK's futures."""

@@ -84,6 +84,11 @@ class Futures:
         self._num_kept = self._num_bytes = 0
         self._is_closing = False
 
+    @property
+    def num_open(self) -> int:
+        """The number of unanswered requests."""
+        return sum(account.num_open for account in self._accounts.values())
+
     def add(
         self, id: str, owner: str, digest: bytes, *, is_owed: bool = False, num_bytes: int = 0
     ) -> tuple[Future, bool]:

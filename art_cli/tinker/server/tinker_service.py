@@ -15,7 +15,9 @@ from art_cli.chat.api_keys import Keys
 from art_cli.chat.http_server import serve
 from art_cli.config.schema import EngineConfig
 from art_cli.runtime import signals
-from art_cli.runtime.threads import call_in_thread, end
+from art_cli.runtime.errors import ArtError
+from art_cli.runtime.threads import call_in_thread
+from art_cli.serving.stopping import Stopping
 from art_cli.tinker.server import BackendLimits
 from art_cli.tinker.server.base_model import Base
 from art_cli.tinker.server.checkpoint_store import Store
@@ -45,10 +47,10 @@ class BackendService:
         self.models = Models(base, store, self.samplers, self.futures, limits)
         self.state = BackendState(base, store, self.models, self.samplers, self.futures, limits)
         self.app = build_app(self.state, keys)
-        self._stop, self._stop_at_once = asyncio.Event(), asyncio.Event()
+        self.stopping = Stopping(limits.drain_s, refuse=lambda: None, num_running=lambda: self.futures.num_open)
 
     async def run(self, host: str, port: int, on_ready: Callable[[str], None]) -> None:
-        """Serves until `stop` is called; `on_ready` gets the root, `http://127.0.0.1:8100`.
+        """Serves until a signal; `on_ready` gets the root, `http://127.0.0.1:8100`.
 
         Raises EngineError if the address is not available, or the engine does not start or ended for good.
         """
@@ -56,43 +58,21 @@ class BackendService:
             await call_in_thread(self.base.start, self._logs)
             await self.host.start()
             async with serve(self.app, host, port, grace_s=1) as root:
-                with signals.calling(self.stop):
-                    await self._until_stopped(lambda: on_ready(root))
+                with signals.calling(self.stopping.stop):
+                    try:
+                        on_ready(root)
+                        await self.stopping.ends_before(self._watch())
+                    finally:
+                        await self.futures.close()
+                        await self.stopping.drain(self.models.close())
         finally:
             await self.samplers.close()
             await call_in_thread(self.base.close)
 
-    async def _until_stopped(self, on_ready: Callable[[], None]) -> None:
-        """Raises EngineError if the engine ended for good."""
-        sweeping = asyncio.create_task(self._sweep())
-        watching = [asyncio.ensure_future(self.host.watch()), asyncio.create_task(self._watch_learner())]
-        stopping = asyncio.ensure_future(self._stop.wait())
-        try:
-            on_ready()
-            await asyncio.wait((*watching, stopping), return_when=asyncio.FIRST_COMPLETED)
-            for each in watching:
-                if each.done():
-                    each.result()
-        finally:
-            await end(sweeping, *watching, stopping, timeout_s=5)
-            await self._close()
-
-    def stop(self) -> None:
-        """Ends what runs and refuses everything else. A second call does not wait for what runs."""
-        if self._stop.is_set():
-            self._stop_at_once.set()
-        else:
-            log.info("stopping: what runs is ended first, at most %g s", self.limits.drain_s)
-            self._stop.set()
-
-    async def _close(self) -> None:
-        await self.futures.close()
-        closing = asyncio.create_task(self.models.close())
-        at_once = asyncio.create_task(self._stop_at_once.wait())
-        await asyncio.wait((closing, at_once), timeout=self.limits.drain_s, return_when=asyncio.FIRST_COMPLETED)
-        if not closing.done():
-            log.warning("stopped in the middle of a request; no weights were saved by it")
-        await end(closing, at_once, timeout_s=1)
+    async def _watch(self) -> None:
+        async with asyncio.TaskGroup() as group:
+            for work in (self.host.watch(), self._watch_learner(), self._sweep()):
+                group.create_task(work)
 
     async def _watch_learner(self) -> NoReturn:
         """Raises LearnerError if a process of the learner is dead, and the adapters in training with it."""
@@ -103,12 +83,10 @@ class BackendService:
     async def _sweep(self) -> None:
         while True:
             await asyncio.sleep(SWEEP_S)
-            for session in self.state.sessions.expired():
-                log.info(
-                    "session %s was not heard of for %g s; its models are unloaded", session.id, self.limits.session_s
-                )
-                await self.state.end(session)
             try:
+                for session in self.state.sessions.expired():
+                    log.info("session %s sent nothing for %g s; its models go", session.id, self.limits.session_s)
+                    await self.state.end(session)
                 await call_in_thread(self.state.store.sweep)
-            except OSError as error:
-                log.warning("expired checkpoints cannot be deleted: %s", error)
+            except (OSError, ArtError) as error:
+                log.warning("what expired cannot be deleted: %s", error)

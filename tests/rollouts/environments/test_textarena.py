@@ -11,7 +11,7 @@ from art_cli.chat.requests import Request, text_of
 from art_cli.rollouts.environments import EnvironmentFault, Settings, open_environment
 from art_cli.rollouts.environments.textarena import TextGame, _Match
 from art_cli.runs.trajectory import prompt, sequence
-from art_cli.runtime.worker_pool import Crew
+from art_cli.runtime.worker_pool import WorkerPool
 from tests.rollouts.environments.test_reasoning_gym import played
 from tests.support.scripted import ScriptedBackend
 from tests.support.stage import Stage
@@ -85,8 +85,9 @@ async def test_a_game_that_never_answers_is_a_failed_attempt() -> None:
     game = open_environment(Settings("textarena/PublicGoodsGame-v0"))
     assert isinstance(game, TextGame) and game.num_players == 3
     match = _Match(game._make, 1, seed=0)
-    game._crew = Crew(size=1, wait_s=60.0, run_s=0.2)
+    game._workers = WorkerPool(size=1, wait_s=60.0, run_s=0.2)
     with pytest.raises(EnvironmentFault, match="it did not answer within"):
         for _ in range(9):
             await game._call(match.move, "[1 1]")
     assert (await game._call(match.look)).seat == 0  # the next call has a thread again
+    match._env.state.elimination_order = None  # ends the abandoned call, by an error
