@@ -4,6 +4,7 @@ load_config    one run
 load_sweep     the runs of `--multirun`, each under a name of its own
 load_judge     only a judge, for `art judge` without a configuration
 load_gateway   a gateway in front of an endpoint, which needs no model and no rollout
+compose_new    the keys of a configuration that is still to be written
 """
 
 import re
@@ -41,6 +42,7 @@ from art_cli.runtime.errors import ConfigError, Problem
 
 AnySection = TypeVar("AnySection", bound=Section)
 
+TINY, BLANK_ROLLOUT = "builtin:tiny", {"entry": "rollout.py:rollout", "scenarios": "scenarios.jsonl"}  # recipes/blank
 ENTRY = "entry"  # the variant that a user's own class is, where a section may be one
 
 
@@ -124,6 +126,27 @@ def load_config(path: Path | str, overrides: Sequence[str] = ()) -> LoadedConfig
         composition.places,
         overrides=tuple(overrides),
     )
+
+
+def compose_new(overrides: Sequence[str]) -> dict[str, Any]:
+    """Returns the keys that these options and values come to, for a file that does not exist yet. Raises ConfigError.
+
+    A model and a rollout, which every run needs, are those of the recipe `blank` where none is chosen.
+    """
+    composition = Composition(None, RunConfig)
+    composed = composition.compose(overrides)
+    needed = {"model": {"base": TINY}, "rollout": dict(BLANK_ROLLOUT)}
+    if "environment" in (agent := composed.get("rollout", {})):
+        needed["rollout"] = {}
+    elif "command" in agent:
+        del needed["rollout"]["entry"]
+    for name, section in needed.items():
+        if isinstance(given := composed.setdefault(name, {}), dict):
+            composed[name] = section | given
+    config = _checked(composition, {"name": "new"} | composed, RunConfig)
+    if problems := [Problem(key, composition.places.of(key), message) for key, message in conflicts(config)]:
+        raise ConfigError(problems)
+    return {name: composed[name] for name in RunConfig.model_fields if name in composed}
 
 
 def load_sweep(path: Path, overrides: Sequence[str]) -> list[LoadedConfig]:

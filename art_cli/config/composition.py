@@ -2,10 +2,11 @@
 
     the file and the options in its `defaults`  <  options chosen on the command line  <  values given there
 
-An option chosen on the command line (`judge=rollout`) replaces the whole section of the file. A section that is only a
-name (`engine: embedded`) is the same choice, made in the file. An option is a YAML file in a folder beside the file
-(`judge/mine.yaml`), or else a variant of the schema. The values are not checked here; pydantic checks the dict.
-Composing writes nothing, and leaves Hydra, logging and the working directory as they were.
+An option is a YAML file in a folder beside the file (`judge/mine.yaml`), else one in `configs/` of the package
+(`hardware=h100`), else a variant of the schema. An option chosen on the command line (`judge=rollout`) replaces the
+whole section of the file. A section that is only a name (`engine: embedded`) is the same choice, made in the file. A
+section that names another variant than the one it is merged over replaces it. The values are not checked here; pydantic
+checks the dict. Composing writes nothing, and leaves Hydra, logging and the working directory as they were.
 """
 
 import contextlib
@@ -16,7 +17,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import yaml
-from hydra import compose, initialize_config_dir
+from hydra import initialize_config_dir
 from hydra._internal.core_plugins.file_config_source import FileConfigSource
 from hydra._internal.sources_registry import SourcesRegistry
 from hydra.core.config_store import ConfigStore
@@ -27,7 +28,7 @@ from hydra.errors import MissingConfigException
 from hydra.initialize import get_gh_backup, restore_gh_from_backup
 from hydra.plugins.config_source import ConfigResult, ConfigSource
 from hydra.types import RunMode
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, Node, OmegaConf
 from omegaconf.errors import InterpolationResolutionError, OmegaConfBaseException
 
 from art_cli.config.documents import bad_yaml, read_document, read_text
@@ -35,6 +36,7 @@ from art_cli.config.interpolation import InterpolationTooLarge, bounded
 from art_cli.config.key_locations import COMMAND_LINE, Places, join
 from art_cli.config.knobs import Schema, groups, section_at, variants
 from art_cli.config.overrides import parse, refuse_sweeps
+from art_cli.config.packaged import packaged
 from art_cli.config.sections.base_config import OLD_NAMES
 from art_cli.runtime.errors import ConfigError, Problem, no_such_option
 
@@ -75,7 +77,7 @@ class Composition:
         self.problems += refuse_sweeps(overrides)
         chosen, settings = self._split([override for override in overrides if not override.is_sweep_override()])
         with _hydra(self.directory, self.schema), bounded():  # merging resolves some interpolations too
-            config = self._merge_defaults(body, self._listed(body, chosen), file=self.path)
+            config = self._merge_defaults(body, chosen, file=self.path)
             self._replace_sections(config, self._named_in(config), place=None)
             self._replace_sections(config, chosen, place=COMMAND_LINE)
         if self.places.has("hydra"):
@@ -98,25 +100,61 @@ class Composition:
         return body
 
     def _merge_defaults(
-        self, body: DictConfig, arguments: Sequence[str] = (), *, file: Path | None = None
+        self, body: DictConfig, chosen: Mapping[str, str] | None = None, *, file: Path | None = None
     ) -> DictConfig:
-        """Merges `body`, the content of `file`, over the options in its defaults list. Notes the place of every key."""
-        ConfigStore.instance().store(name=PRIMARY, node=body)
+        """Merges `body`, the content of `file`, over the options in its defaults list, and `chosen` ones over both."""
+        primary = body.copy()
+        primary.hydra = {"searchpath": [f"file://{packaged('configs')}"]}  # comes after the user's own directory
+        ConfigStore.instance().store(name=PRIMARY, node=primary)
+        arguments = self._listed(body, chosen or {})
+        config = OmegaConf.create()
         try:
-            config = compose(PRIMARY, overrides=list(arguments))
-            merged = GlobalHydra.instance().config_loader().compute_defaults_list(PRIMARY, list(arguments), RunMode.RUN)
+            merged = GlobalHydra.instance().config_loader().compute_defaults_list(PRIMARY, arguments, RunMode.RUN)
+            defaults = [(str(each.config_path), each.package or "") for each in merged.defaults]
+            for name, package in sorted(defaults, key=lambda each: each[0].rpartition("/")[0] in (chosen or {})):
+                if not name.startswith("hydra/"):
+                    self._merge(config, self._part(name, package, body))
+                    self._note_places(name, package, primary=file)
         except ConfigError:
             raise
         except Exception as error:  # the boundary to Hydra, which may raise anything for a wrong defaults list
             raise ConfigError([self._of_hydra(error)]) from error
-        for default in merged.defaults:
-            self._note_places(default.config_path, default.package or "", primary=file)
-        OmegaConf.set_struct(config, False)
         return config
 
+    def _part(self, name: str, package: str, body: DictConfig) -> DictConfig:
+        """Returns the content of one item of a defaults list, below its package."""
+        file = self._file_of(name)
+        if name == PRIMARY:
+            content = body.copy()
+        else:
+            content = read_document(file) if file is not None else OmegaConf.create({"name": name.rpartition("/")[2]})
+        content.pop("defaults", None)
+        if not package:
+            part = content
+        else:
+            part = OmegaConf.create()
+            OmegaConf.update(part, package, content, merge=False)
+        if file is not None and file.is_relative_to(packaged("configs")):  # `art backend` has no use for `train`
+            used = [key for key in part if key in self.schema.model_fields]
+            return OmegaConf.masked_copy(part, used) if used else part
+        return part
+
+    def _merge(self, config: DictConfig, part: DictConfig) -> None:
+        """Merges `part` over `config`. Keys of another variant than the one that `part` names are forgotten."""
+        for group in self.groups:
+            name = _name_in(part, group)
+            if name is not None and _name_in(config, group) not in (None, name):
+                config.pop(group)
+        config.merge_with(part)
+
+    def _file_of(self, name: str) -> Path | None:
+        """Returns the file of an item of a defaults list: beside the user's file, or else packaged; or None."""
+        files = (self.directory / f"{name}.yaml", packaged("configs") / f"{name}.yaml")
+        return next((file for file in files if file.is_file()), None)
+
     def _note_places(self, name: str, package: str, primary: Path | None) -> None:
-        """Notes the places of the keys of a file that Hydra merged. A built-in option has no file."""
-        file = primary if name == PRIMARY else self.directory / f"{name}.yaml"
+        """Notes the places of the keys of a file that was merged. A variant of the schema has no file."""
+        file = primary if name == PRIMARY else self._file_of(name)
         if file is not None and file.is_file():
             self.places.add_file(file, read_text(file), package=package)
 
@@ -144,7 +182,7 @@ class Composition:
         for override in overrides:
             key, value = override.key_or_group, override.value()
             group = key.removesuffix(".name")
-            is_group = group in self.groups or (group == key and self._is_own_group(key))
+            is_group = group in self.groups or (group == key and self._has_files(key))
             if is_group and group == key and isinstance(value, dict) and "name" in value:
                 chosen[group] = str(value.pop("name"))
                 settings.append(Setting(key, value))
@@ -155,17 +193,18 @@ class Composition:
         known = {group: option for group, option in chosen.items() if self._exists(group, option, COMMAND_LINE)}
         return known, settings
 
-    def _is_own_group(self, key: str) -> bool:
-        """Whether the key is a folder of options beside the file, such as `experiment`."""
-        return GROUP.fullmatch(key) is not None and bool(self._own_options(key))
+    def _has_files(self, key: str) -> bool:
+        """Whether the key is a folder of options, beside the file (`experiment`) or packaged (`hardware`)."""
+        return GROUP.fullmatch(key) is not None and bool(self._files(key))
 
-    def _own_options(self, group: str) -> set[str]:
-        """The names of the YAML files in the group's folder beside the file."""
-        return {file.stem for file in (self.directory / group).glob("*.yaml")}
+    def _files(self, group: str) -> set[str]:
+        """Returns the names of the YAML files in the group's folders: beside the file, and packaged."""
+        folders = (self.directory / group, packaged("configs") / group)
+        return {file.stem for folder in folders for file in folder.glob("*.yaml")}
 
     def _options(self, group: str) -> list[str]:
-        """The names that `group=NAME` can choose, sorted."""
-        return sorted(self._own_options(group) | variants(self.schema, group).keys())
+        """Returns the names that `group=NAME` can choose, sorted."""
+        return sorted(self._files(group) | variants(self.schema, group).keys())
 
     def _named_in(self, config: DictConfig) -> dict[str, str]:
         """{group: option} for each section of the files that is only a name. The names are removed from `config`."""
@@ -194,14 +233,19 @@ class Composition:
         ]
 
     def _replace_sections(self, config: DictConfig, chosen: Mapping[str, str], *, place: str | None) -> None:
-        """Replaces whole sections by the chosen options. `place`: where they were chosen; None: in the section."""
+        """Replaces whole sections by the chosen options, which were chosen at `place`, or in the sections if None."""
         sections = {group: option for group, option in chosen.items() if group in self.schema.model_fields}
+        if not sections:
+            return
         for group in sections:
             config.pop(group, None)
             self.places.put(group, place or self.places.of(group))
-        if sections:
-            defaults = [{group: option} for group, option in sections.items()]
-            config.merge_with(self._merge_defaults(OmegaConf.create({"defaults": defaults})))
+        defaults: list[Any] = [{group: option} for group, option in sections.items()]
+        options = self._merge_defaults(OmegaConf.create({"defaults": [*defaults, "_self_"]}))
+        for group in self.groups:
+            if _name_in(options, group) is not None:  # `algorithm=gspo` chooses a loss
+                config.pop(group, None)
+        config.merge_with(options)
 
     # --- values -------------------------------------------------------------------------------------------------------
 
@@ -282,7 +326,7 @@ class _CheckedFiles(FileConfigSource):
 
 @contextlib.contextmanager
 def _hydra(directory: Path, schema: Schema) -> Iterator[None]:
-    """Hydra's compose API over a directory, with an option in Hydra's store for each variant that the schema has.
+    """Opens Hydra over a directory, with an option in Hydra's store for each variant of the schema that has no file.
 
     An application of Hydra's that this runs inside is left as it was.
     """
@@ -292,7 +336,8 @@ def _hydra(directory: Path, schema: Schema) -> Iterator[None]:
     store.repo = {name: node for name, node in stored.items() if name not in groups(schema)}
     for group in groups(schema):
         for name in variants(schema, group):
-            if not (directory / group / f"{name}.yaml").exists():  # Hydra refuses a name that the store has as well
+            folders = (directory / group, packaged("configs") / group)
+            if not any((folder / f"{name}.yaml").exists() for folder in folders):  # Hydra refuses a name in both
                 store.store(group=group, name=name, node={"name": name})
     GlobalHydra.instance().clear()
     Plugins.instance()  # creating it fills the table of sources
@@ -313,6 +358,13 @@ def _defaults(body: DictConfig) -> list[Any]:
     raw = OmegaConf.to_container(body, resolve=False)
     found = raw.get("defaults") if isinstance(raw, dict) else None
     return found if isinstance(found, list) else []
+
+
+def _name_in(config: DictConfig, group: str) -> str | None:
+    """Returns the variant that a section names, or None if there is no such section or it names none."""
+    section = config._get_node(group)
+    name = section._get_node("name") if isinstance(section, DictConfig) and not section._is_none() else None
+    return name._value() if isinstance(name, Node) and isinstance(name._value(), str) else None
 
 
 def _why(error: InterpolationResolutionError) -> str:

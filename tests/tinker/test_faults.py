@@ -195,8 +195,7 @@ FAULTS: dict[str, tuple[Callable[[Setting, Path, pytest.MonkeyPatch], None], str
     "full": (full, "URL: WHAT was not there within N s (engine.timeout_s); the server is slow, or full"),
     "another version": (
         older_server,
-        "URL: it speaks another version of the protocol than tinker VERSION here (WHAT); PATH says which go "
-        "together",
+        "URL: it speaks another version of the protocol than tinker VERSION here (WHAT); PATH says which go together",
     ),
     "another server": (
         another_server,
