@@ -54,18 +54,6 @@ def run(
         float, typer.Option("--drain", metavar="SECONDS", min=0, help="When told to stop, how long work may go on.")
     ] = 30.0,
     as_json: Json = False,
-    kind: Annotated[
-        str | None,
-        typer.Option(
-            "--print", metavar="KIND", help="Starts nothing; prints skypilot, kubernetes, slurm or modal's file."
-        ),
-    ] = None,
-    gpu: Annotated[
-        str, typer.Option("--gpu", metavar="NAME:COUNT", help="With --print: the machine's GPUs.")
-    ] = "H100:1",
-    image: Annotated[
-        str | None, typer.Option("--image", metavar="NAME", help="With --print: an image built from the Dockerfile.")
-    ] = None,
 ) -> None:
     """Train and sample for clients on other machines, by the Tinker protocol.
 
@@ -83,14 +71,8 @@ def run(
     DIR/RUN/weights/NAME, where art serve and art export take it, and is found again after a restart. SIGTERM and
     Ctrl-C let running work end. docs/backend.md says the rest.
 
-    --print writes the file that starts the server with these options elsewhere. docs/machines.md has the commands.
+    docs/machines.md has the files that start it by SkyPilot, Kubernetes, Slurm and Modal.
     """
-    if kind is not None:
-        from art_cli.cli.machines import print_file
-
-        return print_file(context, kind, _load(arguments or [], base))
-    if is_on_line(context, "gpu") or is_on_line(context, "image"):
-        raise UsageError("--gpu and --image go with --print")
     from art_cli.chat.api_keys import check_exposure, read_keys
     from art_cli.runtime import threads
     from art_cli.runtime.scratch import scratch
