@@ -20,7 +20,7 @@ from art_cli.config.composition import Composition
 from art_cli.config.key_locations import COMMAND_LINE, Places
 from art_cli.config.knobs import Schema, groups, sections, variants
 from art_cli.config.overrides import expand, suffixes
-from art_cli.config.problems import explain, unwritable
+from art_cli.config.problems import explain
 from art_cli.config.schema import (
     MAX_NAME,
     AutoEngineConfig,
@@ -217,9 +217,7 @@ def _judged(composition: Composition, overrides: Sequence[str], schema: type[Any
 
 
 def _checked(composition: Composition, composed: dict[str, Any], schema: type[AnySection]) -> AnySection:
-    problems = [*composition.problems, *unwritable(composed, composition.places)]
-    if len(problems) > len(composition.problems):  # pydantic would report these again, in words that are hard to read
-        raise ConfigError(sorted(problems, key=_in_reading_order))
+    problems = list(composition.problems)
     data = _with_defaults(composed, schema, composition.path)
     try:
         judged = schema.model_validate(data)

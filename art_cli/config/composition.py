@@ -32,7 +32,6 @@ from omegaconf import DictConfig, Node, OmegaConf
 from omegaconf.errors import InterpolationResolutionError, OmegaConfBaseException
 
 from art_cli.config.documents import bad_yaml, read_document, read_text
-from art_cli.config.interpolation import InterpolationTooLarge, bounded
 from art_cli.config.key_locations import COMMAND_LINE, Places, join
 from art_cli.config.knobs import Schema, groups, section_at, variants
 from art_cli.config.overrides import parse, refuse_sweeps
@@ -76,7 +75,7 @@ class Composition:
         body = self._read()
         self.problems += refuse_sweeps(overrides)
         chosen, settings = self._split([override for override in overrides if not override.is_sweep_override()])
-        with _hydra(self.directory, self.schema), bounded():  # merging resolves some interpolations too
+        with _hydra(self.directory, self.schema):
             config = self._merge_defaults(body, chosen, file=self.path)
             self._replace_sections(config, self._named_in(config), place=None)
             self._replace_sections(config, chosen, place=COMMAND_LINE)
@@ -288,15 +287,14 @@ class Composition:
         voided: set[str] = set()
         while True:
             try:
-                with bounded():
-                    for key in sorted(OmegaConf.missing_keys(config)):
-                        self._void(config, key, "'???' is a place for a value; give one here or on the command line")
-                    data: Any = OmegaConf.to_container(config, resolve=True)
+                for key in sorted(OmegaConf.missing_keys(config)):
+                    self._void(config, key, "'???' is a place for a value; give one here or on the command line")
+                data: Any = OmegaConf.to_container(config, resolve=True)
                 assert isinstance(data, dict), data
                 return dict(data)
             except InterpolationResolutionError as error:
                 key = error.full_key or ""
-                if key in voided or not key or isinstance(error, InterpolationTooLarge):
+                if key in voided or not key:
                     raise ConfigError([*self.problems, self._problem(key, _why(error))]) from error
                 voided.add(key)
                 self._void(config, key, _why(error))
@@ -314,7 +312,7 @@ class Composition:
 
 
 class _CheckedFiles(FileConfigSource):
-    """Hydra's source of files, with the bounds of documents.py: no bombs, tags or pipes."""
+    """Hydra's source of files, which documents.py reads."""
 
     def load_config(self, config_path: str) -> ConfigResult:
         path = Path(self.path) / self._normalize_file_name(config_path)

@@ -6,15 +6,14 @@ Works on the plain dict and the schema; Places has the file and line of each key
 import json
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from difflib import SequenceMatcher
 from typing import Any
 
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from art_cli.config.documents import MAX_DEPTH, MAX_DIGITS
-from art_cli.config.key_locations import Places, join
+from art_cli.config.key_locations import Places
 from art_cli.config.knobs import Schema, all_keys, section_at, variant_name, variants
 from art_cli.config.sections.base_config import OLD_NAMES
 from art_cli.runtime.errors import Problem, first_sentence, no_such_option
@@ -45,28 +44,6 @@ def explain(error: ValidationError, data: dict[str, Any], schema: Schema, places
         for key, details in by_key.items()
         if not any(other.startswith(f"{key}.") for other in by_key)  # an error below the key says more
     ]
-
-
-def unwritable(data: Any, places: Places, key: str = "", depth: int = 0) -> Iterator[Problem]:
-    """A Problem for each value or key of the plain dict that cannot be written to a JSON file or used in a path."""
-    if depth > MAX_DEPTH:
-        yield Problem(key, places.of(key), f"nested deeper than {MAX_DEPTH} levels")
-    elif isinstance(data, str) and ("\0" in data or any("\ud800" <= letter <= "\udfff" for letter in data)):
-        yield Problem(key, places.of(key), "the text holds a NUL character, or half of a surrogate pair")
-    elif isinstance(data, int) and abs(data) >= 10**MAX_DIGITS:
-        yield Problem(key, places.of(key), f"a number of more than {MAX_DIGITS} digits")
-    elif isinstance(data, bytes):
-        yield Problem(key, places.of(key), "expected text or a number, not bytes")
-    elif isinstance(data, dict):
-        for name, value in data.items():
-            if isinstance(name, str):
-                yield from unwritable(name, places, join(key, name))
-                yield from unwritable(value, places, join(key, name), depth + 1)
-            else:
-                yield Problem(join(key, str(name)), places.of(key), "a key is text; put it in quotes")
-    elif isinstance(data, list):
-        for index, value in enumerate(data):
-            yield from unwritable(value, places, join(key, str(index)), depth + 1)
 
 
 def no_such_key(key: str, data: dict[str, Any], schema: Schema) -> str:
