@@ -26,8 +26,8 @@ def run(
     art check config.yaml --no-judge        only says what asking the judge would cost
     """
     from art_cli.config.compose import load_config
-    from art_cli.config.references import check_ready
     from art_cli.loop.auto import resolve_auto
+    from art_cli.loop.references import check_ready
     from art_cli.runtime.scratch import scratch
 
     loaded = load_config(config, overrides or [])

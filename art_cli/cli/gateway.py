@@ -137,9 +137,9 @@ class _Made(NamedTuple):
 @contextlib.contextmanager
 def _policy_engine(loaded: "LoadedGateway", checkpoint: Path | None, which: "Which") -> Iterator[_Made]:
     """Yields the engine that the file names: an endpoint's, or one that samples from a checkpoint of the run."""
-    from art_cli.config.references import check_ready
     from art_cli.engines import engine_traits, make_engine
     from art_cli.loop.auto import resolve_auto
+    from art_cli.loop.references import check_ready
     from art_cli.loop.stage_policy import find_policy, open_policy
 
     logs, directory, run = loaded.trajectories / "logs", loaded.directory, loaded.run

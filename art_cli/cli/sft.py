@@ -62,9 +62,9 @@ def run(
     art sft config.yaml runs/mine --best-of 2 --min-reward 0.8 -o warm --checkpoint runs/mine
     """
     from art_cli.config.compose import load_config
-    from art_cli.config.references import check_ready
     from art_cli.learners.sft.examples import load_examples
     from art_cli.loop.auto import resolve_auto
+    from art_cli.loop.references import check_ready
     from art_cli.loop.stage_policy import PolicySource, as_trained, find_policy, open_base, open_learner, save_learner
     from art_cli.loop.warm_up import WarmUp
     from art_cli.runtime import threads

@@ -34,8 +34,8 @@ def run(
     art train config.yaml -m train.learning_rate=1e-4,5e-4 loss=grpo,dapo
     """
     from art_cli.config.compose import load_config, load_sweep
-    from art_cli.config.references import check_ready
     from art_cli.loop.open_train import train
+    from art_cli.loop.references import check_ready
     from art_cli.loop.startup import Startup, process_begin
     from art_cli.reports.run_report import read_report
     from art_cli.runs.run_dir import RunDir

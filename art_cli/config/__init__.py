@@ -10,7 +10,6 @@ knobs.py            the tree of keys that the schema allows
 key_locations.py    the place of each key: file and line, or command line
 documents.py        reads one YAML file within bounds
 checks.py           sections that do not fit together; what cannot be trained
-references.py       the files, functions and hosts that a configuration names, looked up before anything runs
 config_identity.py  which training a configuration describes: its hash, and how two differ
 packaged.py         finds recipes/ and docs/ in a wheel or a checkout
 """

@@ -15,8 +15,8 @@ from art_cli.config.schema import (
     RunConfig,
     SdpoConfig,
 )
-from art_cli.runs.trajectory import SHADOW
 
+SHADOW = "shadow/"  # prefix of the metrics of shadow judges: shadow/NAME, shadow/NAME.gap
 EVAL = "eval."  # prefix by which a stop rule means an evaluation's metric
 FAMILIES = ("metrics.", "pool.", "failed.", EVAL)  # prefixes of names that rollouts, scenarios and failures give
 SHADOW_KINDS = ("reward", "gap", "correlation", "num")

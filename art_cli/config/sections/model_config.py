@@ -6,7 +6,20 @@ from typing import Annotated, Literal
 from pydantic import Field, field_serializer, field_validator
 
 from art_cli.config.sections.base_config import PositiveInt, Section
-from art_cli.models.builtin_models import TEMPLATE, entry_of
+
+BUILTIN_MODELS = ("tiny",)  # the functions of models/builtin_models.py
+RECORDED = "art_cli.builtin_models"  # their module in the bases that runs record; older runs go on by it
+TEMPLATE = Path(__file__).parents[2] / "models" / "builtin_chat_template.jinja"
+
+
+def entry_of(base: str) -> str:
+    """Returns the base, for "builtin:tiny" the entry of the function that builds it. Raises ValueError if none does."""
+    family, _, name = base.partition(":")
+    if family != "builtin":
+        return base
+    if name not in BUILTIN_MODELS:
+        raise ValueError(f"no built-in model {name!r}; there are: {', '.join(BUILTIN_MODELS)}")
+    return f"{RECORDED}:{name}"
 
 
 class LoraConfig(Section):
