@@ -58,10 +58,9 @@ class Setting(NamedTuple):
 
 
 class Composition:
-    """`compose` once, then read `places` (where each key came from) and `problems` (what could not be used)."""
+    """One file and its overrides. After `compose`, `places` has the origin of each key and `problems` all mistakes."""
 
     def __init__(self, path: Path | None, schema: Schema) -> None:
-        """`path`: the YAML file; None: there are only overrides."""
         self.path, self.schema, self.groups = path, schema, groups(schema)
         self.directory = (
             Path(os.path.realpath(path)).parent if path else Path.cwd()
@@ -70,7 +69,7 @@ class Composition:
         self.problems: list[Problem] = []
 
     def compose(self, arguments: Sequence[str]) -> dict[str, Any]:
-        """The plain dict, with interpolations resolved. Raises ConfigError: Hydra cannot compose anything."""
+        """Returns the plain dict with interpolations resolved. Raises ConfigError if Hydra cannot compose anything."""
         overrides = parse(arguments)
         body = self._read()
         self.problems += refuse_sweeps(overrides)
@@ -88,7 +87,8 @@ class Composition:
     # --- the file -----------------------------------------------------------------------------------------------------
 
     def _read(self) -> DictConfig:
-        """The file as it is written; `_self_` is appended to a defaults list that lacks it."""
+        """Returns the file's content, with `_self_` appended to a defaults list that lacks it; {} if there is no
+        file."""
         if self.path is None:
             return OmegaConf.create({})
         body = read_document(self.path)
@@ -158,7 +158,7 @@ class Composition:
             self.places.add_file(file, read_text(file), package=package)
 
     def _of_hydra(self, error: Exception) -> Problem:
-        """Hydra's error about the defaults list, as one line."""
+        """Returns Hydra's error about the defaults list as one line."""
         if isinstance(error, yaml.MarkedYAMLError):
             return bad_yaml(error, self.path or self.directory)
         if isinstance(error, MissingConfigException) and error.missing_cfg_file:
@@ -175,7 +175,8 @@ class Composition:
     # --- groups -------------------------------------------------------------------------------------------------------
 
     def _split(self, overrides: Sequence[Override]) -> tuple[dict[str, str], list[Setting]]:
-        """({group: chosen option}, values). `judge.name=ruler` and `judge={name: ruler, ...}` choose an option too."""
+        """Returns {group: chosen option} and the values. `judge.name=ruler` and `judge={name: ruler}` are choices
+        too."""
         chosen: dict[str, str] = {}
         settings: list[Setting] = []
         for override in overrides:
@@ -206,7 +207,7 @@ class Composition:
         return sorted(self._files(group) | variants(self.schema, group).keys())
 
     def _named_in(self, config: DictConfig) -> dict[str, str]:
-        """{group: option} for each section of the files that is only a name. The names are removed from `config`."""
+        """Removes each section that is only a name from `config`, and returns these names as {group: option}."""
         named = {}
         for group in self.groups:
             # _resolve reports `???` and what cannot be interpolated
@@ -222,7 +223,7 @@ class Composition:
         return option in there_are
 
     def _listed(self, body: DictConfig, chosen: Mapping[str, str]) -> list[str]:
-        """Hydra's arguments for the choices that its defaults list names itself, and for groups that are no section."""
+        """Returns Hydra's arguments for choices that its defaults list has too, and for groups that are no section."""
         entries = [entry for item in _defaults(body) if isinstance(item, dict) for entry in item]
         listed = {str(entry).rpartition(" ")[2].partition("@")[0].lstrip("/") for entry in entries}
         return [
@@ -271,7 +272,7 @@ class Composition:
             self.places.put(below, COMMAND_LINE)
 
     def _drop_other_names(self, config: DictConfig, key: str) -> None:
-        """Removes what the files say of the key under another of its names, because the command line wins."""
+        """Removes the files' values of the key under its other names, because the command line wins."""
         section, _, name = key.rpartition(".")
         names = {"base_url", *OLD_NAMES}
         if name not in names or not isinstance(there := OmegaConf.select(config, section), DictConfig):
@@ -283,7 +284,7 @@ class Composition:
                 del there[other]
 
     def _resolve(self, config: DictConfig) -> dict[str, Any]:
-        """The plain dict. A value that is `???` or cannot be interpolated becomes null, and a problem."""
+        """Returns the plain dict. A value that is `???` or cannot be interpolated becomes null, and a problem."""
         voided: set[str] = set()
         while True:
             try:
@@ -306,7 +307,7 @@ class Composition:
         self.problems.append(self._problem(key, message))
 
     def _problem(self, key: str, message: str) -> Problem:
-        """The problem at `key`, which OmegaConf writes with brackets around list indices."""
+        """Returns the problem at `key`, which OmegaConf writes with brackets around list indices."""
         dotted = key.replace("[", ".").replace("]", "")
         return Problem(dotted, self.places.of(dotted), message)
 
@@ -352,10 +353,10 @@ def _hydra(directory: Path, schema: Schema) -> Iterator[None]:
 
 
 def _defaults(body: DictConfig) -> list[Any]:
-    """The defaults list as it is written; [] if there is no list."""
+    """Returns the defaults list as it is written, or [] if there is no list."""
     raw = OmegaConf.to_container(body, resolve=False)
-    found = raw.get("defaults") if isinstance(raw, dict) else None
-    return found if isinstance(found, list) else []
+    defaults = raw.get("defaults") if isinstance(raw, dict) else None
+    return defaults if isinstance(defaults, list) else []
 
 
 def _name_in(config: DictConfig, group: str) -> str | None:
@@ -366,7 +367,7 @@ def _name_in(config: DictConfig, group: str) -> str | None:
 
 
 def _why(error: InterpolationResolutionError) -> str:
-    """The reason without OmegaConf's text around it. Example: "Environment variable 'HOST' not found"."""
+    """Returns the reason without OmegaConf's text around it. Example: "Environment variable 'HOST' not found"."""
     if str(error).startswith("RecursionError"):
         return "this interpolation leads back to itself"
     return re.sub(r'^\w+ raised while resolving interpolation: "?(.*?)"?$', r"\1", str(error).splitlines()[0])

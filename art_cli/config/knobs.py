@@ -12,7 +12,7 @@ Schema = type[BaseModel]
 
 
 def sections(field: FieldInfo) -> list[Schema]:
-    """The section classes that a field may hold: none for a plain value, several if `name` discriminates them."""
+    """Returns the section classes that a field may hold: none for a plain value, several if `name` discriminates."""
     return list(_schemas(field.annotation))
 
 
@@ -24,28 +24,28 @@ def _schemas(annotation: Any) -> Iterator[Schema]:
 
 
 def variants(schema: Schema, section: str) -> dict[str, Schema]:
-    """The variants of a root section by their `name`, the default first; empty for a section with one form."""
+    """Returns the variants of a root section by name, the default first, or {} for a section with one form."""
     field = schema.model_fields.get(section)
     if field is None or get_origin(field.annotation) is list:
         return {}
-    found = {name: variant for variant in sections(field) if (name := variant_name(variant))}
-    default = getattr(field.default, "name", None) if found else None
-    return dict(sorted(found.items(), key=lambda item: item[0] != default))
+    by_name = {name: variant for variant in sections(field) if (name := variant_name(variant))}
+    default = getattr(field.default, "name", None) if by_name else None
+    return dict(sorted(by_name.items(), key=lambda item: item[0] != default))
 
 
 def variant_name(schema: Schema) -> str | None:
-    """The `name` that chooses this variant: "grpo" for GrpoConfig. None: the section has only one form."""
+    """Returns the `name` of this variant ("grpo" for GrpoConfig), or None if the section has only one form."""
     field = schema.model_fields.get("name")
     return get_args(field.annotation)[0] if field and get_origin(field.annotation) is Literal else None
 
 
 def groups(schema: Schema) -> list[str]:
-    """The sections that are chosen by name: engine, judge, loss, learner, tracker."""
+    """Returns the sections that are chosen by name: engine, judge, loss, learner, tracker."""
     return [section for section in schema.model_fields if variants(schema, section)]
 
 
 def section_at(schema: Schema, key: str, data: Any) -> Schema | None:
-    """The section class at a dotted key, in the variant that `data` names. None: there is no section."""
+    """Returns the section class at a dotted key, in the variant that `data` names, or None if there is none."""
     parts = iter(key.split(".") if key else [])
     for part in parts:
         field = schema.model_fields.get(part)
@@ -69,10 +69,10 @@ def _item(data: Any, part: str) -> Any:
 
 
 def all_keys(schema: Schema, prefix: str = "") -> list[str]:
-    """Every dotted key of every variant, once each, in the order of the schema."""
-    found: dict[str, None] = {}
+    """Returns every dotted key of every variant, once each, in the order of the schema."""
+    keys: dict[str, None] = {}
     for name, field in schema.model_fields.items():
-        found[join(prefix, name)] = None
+        keys[join(prefix, name)] = None
         for section in sections(field):
-            found.update(dict.fromkeys(all_keys(section, join(prefix, name))))
-    return list(found)
+            keys.update(dict.fromkeys(all_keys(section, join(prefix, name))))
+    return list(keys)

@@ -1,4 +1,4 @@
-"""Says what is wrong with a configuration: pydantic's findings as Problems, each with the nearest right thing to write.
+"""The mistakes of a configuration: pydantic's errors as Problems, each with the nearest right key or value.
 
 Works on the plain dict and the schema; Places has the file and line of each key.
 """
@@ -35,19 +35,19 @@ SAME_SECTION, BELOW = 0.15, 0.05  # bonus of a key nearby; the exact name elsewh
 
 
 def explain(error: ValidationError, data: dict[str, Any], schema: Schema, places: Places) -> list[Problem]:
-    """A Problem for each key in which pydantic found an error."""
+    """Returns a Problem for each key in which pydantic found an error."""
     by_key: dict[str, list[ErrorDetails]] = defaultdict(list)
     for detail in error.errors(include_url=False):
         by_key[_dotted(detail, data)].append(detail)
     return [
         Problem(key, places.of(key), _message(key, details, data, schema))
         for key, details in by_key.items()
-        if not any(other.startswith(f"{key}.") for other in by_key)  # an error below the key says more
+        if not any(other.startswith(f"{key}.") for other in by_key)  # an error below the key is more exact
     ]
 
 
 def no_such_key(key: str, data: dict[str, Any], schema: Schema) -> str:
-    """What to write instead of an unknown key: the variant that has the key, or the nearest known names."""
+    """Returns the message for an unknown key: the variant that has the key, or the nearest known names."""
     if key in all_keys(schema):
         return _of_another_variant(key, data, schema) or f"a key with dots is not read; nest it: {_nested(key)}"
     within, _, name = key.rpartition(".")
@@ -60,9 +60,9 @@ def no_such_key(key: str, data: dict[str, Any], schema: Schema) -> str:
 
 
 def _of_another_variant(key: str, data: dict[str, Any], schema: Schema) -> str | None:
-    """Example: "loss 'gspo' does not use 'overlong'; 'dapo' does". None: no other variant has the key.
+    """Returns "loss 'gspo' does not use 'overlong'; 'dapo' does", or None if no other variant has the key.
 
-    Also of a section within one: "loss.off_policy 'icepop' does not use 'cap', but low, high; 'truncate' does".
+    For a section within one: "loss.off_policy 'icepop' does not use 'cap', but low, high; 'truncate' does".
     """
     parts, within = key.split("."), schema
     for depth, name in enumerate(parts[1:], 1):
@@ -79,7 +79,7 @@ def _of_another_variant(key: str, data: dict[str, Any], schema: Schema) -> str |
 
 
 def _not_used(name: str, section: str, chosen: Schema, having: Sequence[str]) -> str:
-    """That the chosen variant of the section does not use the key, and which ones do."""
+    """Returns the message for a key that other variants of the section have than the chosen one."""
     if variant_name(chosen) == "auto":
         written = " or ".join(f"`name: {variant}`" for variant in having)
         needs = f"{name!r} needs {written} beside it ({section}={having[0]})"
@@ -96,7 +96,7 @@ def _nested(key: str) -> str:
 
 
 def _nearest(name: str, section: str, siblings: Iterable[str], schema: Schema) -> list[str]:
-    """The names most like `name`: a sibling by its name, a key of another section by its dotted key."""
+    """Returns the names most like `name`: siblings by their names, keys of other sections by their dotted keys."""
     if len(name) > MAX_NAME:
         return []
     rated = [(_likeness(name, other) + SAME_SECTION, other) for other in siblings]
@@ -109,9 +109,9 @@ def _nearest(name: str, section: str, siblings: Iterable[str], schema: Schema) -
 
 
 def _likeness(name: str, other: str) -> float:
-    """How likely the user meant `other`, from 0 to 1: as an abbreviation, a part, or difflib's close match.
+    """Returns the likelihood that the user meant `other`: up to 1 for abbreviations, parts and close matches, else -1.
 
-    What is none of these is far below everything. A misspelling by a letter stays likelier than an abbreviation.
+    A misspelling by one letter is likelier than an abbreviation.
     """
     name, other = name.lower(), other.lower()
     ratio = SequenceMatcher(None, name, other).ratio()
@@ -140,7 +140,7 @@ def _abbreviates(name: str, other: str) -> bool:
 
 
 def _dotted(detail: ErrorDetails, data: Any) -> str:
-    """The key as the user wrote it, without the names of variants and union members that pydantic adds to `loc`."""
+    """Returns the key as the user wrote it, without the names of variants that pydantic adds to `loc`."""
     parts: list[str] = []
     for part in detail["loc"]:
         if isinstance(data, dict) and part not in data:  # the key may stand there under its old name
@@ -188,14 +188,14 @@ def _message(key: str, details: Sequence[ErrorDetails], data: dict[str, Any], sc
 
 
 def _noun(section: str, schema: Schema) -> str:
-    """What a section is one of. Example: "tracker" for "trackers.0", "off_policy" for "loss.off_policy"."""
+    """Returns the kind of a section: "tracker" for "trackers.0", "off_policy" for "loss.off_policy"."""
     if section in all_keys(schema):
         return section.split(".")[-1]
     return section.split(".")[-2].removesuffix("s")  # an item of a list or map
 
 
 def _expected(detail: ErrorDetails) -> str:
-    """Example: "a whole number" for int_parsing, "a number greater than 0" for greater_than."""
+    """Returns the expected value: "a whole number" for int_parsing, "a number greater than 0" for greater_than."""
     for beginning, wanted in EXPECTED.items():
         if detail["type"].startswith(beginning):
             return wanted

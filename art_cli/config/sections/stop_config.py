@@ -50,7 +50,7 @@ class StopRule(Section):
         return self
 
     def conflicts(self) -> Iterator[tuple[str, str]]:
-        """(knob, message) for each knob that is set and has no effect."""
+        """Yields (knob, message) for each knob that is set and has no effect."""
         for knob in (*BOUNDS, "for_steps") if self.metric is None else ():
             if knob in self.model_fields_set and getattr(self, knob) is not None:
                 yield knob, "used with 'metric' only"

@@ -79,7 +79,7 @@ class TrainConfig(Section):
     """The seed of the adapter, the order of scenarios and the sampling."""
 
     def conflicts(self) -> Iterator[tuple[str, str]]:
-        """(knob, message) for each knob that is set and has no effect."""
+        """Yields (knob, message) for each knob that is set and has no effect."""
         if "decay_to" in self.model_fields_set and self.decay == "none":
             yield "decay_to", "used with train.decay 'linear' or 'cosine' only"
         if self.decay != "none" and self.warmup_steps >= self.steps:
@@ -130,7 +130,7 @@ class SftConfig(Section):
     evaluation are kept. null: all updates are made, and the last weights are kept."""
 
     def conflicts(self) -> Iterator[tuple[str, str]]:
-        """(knob, message) for each knob that is set and has no effect."""
+        """Yields (knob, message) for each knob that is set and has no effect."""
         if self.min_reward is not None and self.best_of is None:
             yield "min_reward", "used with sft.best_of only"
         if self.batch_tokens is not None and "batch_size" in self.model_fields_set:
