@@ -47,11 +47,11 @@ def run(
         float | None, typer.Option("--quota", metavar="GIB", min=0.001, help="Checkpoints of one client.")
     ] = None,
     session_s: Annotated[
-        float, typer.Option("--session", metavar="SECONDS", min=1, help="A client not heard of so long is gone.")
+        float, typer.Option("--session", metavar="SECONDS", min=1, help="A client that is silent for so long is gone.")
     ] = 3600.0,
     max_body_mib: MaxBody = 64.0,
     drain_s: Annotated[
-        float, typer.Option("--drain", metavar="SECONDS", min=0, help="When told to stop, how long work may go on.")
+        float, typer.Option("--drain", metavar="SECONDS", min=0, help="The longest time for running work at a stop.")
     ] = 30.0,
     as_json: Json = False,
 ) -> None:
@@ -67,9 +67,9 @@ def run(
       TINKER_BASE_URL=http://127.0.0.1:8100 TINKER_API_KEY=tml-... python their_script.py
     The SDK takes only keys that begin with tml-. Without a key on the server, any such key will do.
 
-    Each client trains adapters of its own on the one base model. A checkpoint is written to
-    DIR/RUN/weights/NAME, where art serve and art export take it, and is found again after a restart. SIGTERM and
-    Ctrl-C let running work end. docs/backend.md says the rest.
+    All clients share one base model, and each trains its own adapters. Checkpoints are written to
+    DIR/RUN/weights/NAME, which art serve and art export take, and are still there after a restart. SIGTERM and
+    Ctrl-C let running work end. docs/backend.md has the rest.
 
     docs/machines.md has the files that start it by SkyPilot, Kubernetes, Slurm and Modal.
     """
@@ -108,7 +108,7 @@ def run(
 
 
 def _load(arguments: list[str], base: str | None) -> "LoadedBackend":
-    """The model, engine and learner of the file and the overrides. Raises UsageError: no model is named."""
+    """Returns the model, engine and learner of the file and overrides. Raises UsageError if no model is named."""
     from art_cli.config.compose import load_backend
     from art_cli.config.schema import TinkerEngineConfig, TinkerLearnerConfig, VllmEngineConfig
 
@@ -129,7 +129,7 @@ def _load(arguments: list[str], base: str | None) -> "LoadedBackend":
 
 
 def _choose_engine(loaded: "LoadedBackend") -> "EngineConfig":
-    """Raises UsageError: an engine that cannot hold the clients' policies beside each other."""
+    """Returns the engine. Raises UsageError for one that cannot hold the policies of several clients."""
     from art_cli.config.schema import AutoEngineConfig, EmbeddedEngineConfig, VllmEngineConfig
 
     engine, is_unsloth = loaded.engine, loaded.learner.name == "unsloth"
@@ -151,7 +151,7 @@ def _choose_engine(loaded: "LoadedBackend") -> "EngineConfig":
 
 
 def _load_base(loaded: "LoadedBackend", root: Path, named: str | None) -> "Base":
-    """The base model without an adapter. Raises UsageError: nothing loadable there."""
+    """Returns the base model without an adapter. Raises UsageError if it cannot be loaded."""
     from art_cli.models import loading
     from art_cli.tinker.server.base_model import Base
 
@@ -174,7 +174,7 @@ def _load_base(loaded: "LoadedBackend", root: Path, named: str | None) -> "Base"
 
 
 def _greet(root: str, name: str, has_keys: bool, as_json: bool) -> None:
-    """Prints the address, and how a client gets there."""
+    """Prints the address and a command that connects to it."""
     if as_json:
         sys.stdout.write(json.dumps({"url": root, "base_model": name}) + "\n")
     else:

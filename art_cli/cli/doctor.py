@@ -1,7 +1,7 @@
-"""`art doctor`: what this machine has, what works on it, and what to install for the rest. Changes nothing.
+"""`art doctor`: the parts that work on this machine, and the commands that install the others. Changes nothing.
 
-A part that is not installed is no fault; its line says what it is for and how to install it. A part that is installed
-and does not work is a fault, and the exit code is 1. API keys are looked up by name, and their values are never shown.
+A part that is not installed is no fault; its line has its purpose and its command. A part that is installed and does
+not work is a fault, and the exit code is 1. API keys are looked up by name, and their values are never shown.
 """
 
 import os
@@ -46,7 +46,7 @@ GIB = 1024**3
 
 
 def run(as_json: Json = False) -> None:
-    """Say what works here, and what to install."""
+    """Show what works here, and what to install."""
     findings = list(examine())
     print_findings(findings, as_json)
     if broken := [finding.name for finding in findings if not finding.is_good]:
@@ -101,7 +101,7 @@ def _check_extra(extra: str, modules: tuple[str, ...], purpose: str) -> Finding:
 
 
 def _prove_train() -> str:
-    """Does what training needs: multiplies on the device, and imports the classes that load a model."""
+    """Tries the needs of training: a product on the device, and the imports of the classes that load a model."""
     torch = import_module("torch")
     import_module("peft")
     assert import_module("transformers").AutoModelForCausalLM
@@ -118,7 +118,7 @@ PROOFS: dict[str, Callable[[], str]] = {"train": _prove_train}
 
 
 def check_auto(machine: "Machine | None" = None) -> Iterator[Finding]:
-    """Which engine and learner `auto` chooses here for a LoRA on a published model, and what would change that."""
+    """Returns the engine and learner that `auto` chooses here for a LoRA on a published model, with the reasons."""
     from art_cli.loop.auto import Machine, choose, engine_facts, learner_facts
 
     machine = machine or Machine()

@@ -1,4 +1,4 @@
-"""`art environments`: the environments that need no code, and what is to be installed for them."""
+"""`art environments`: the environments that need no code, and the packages that they need."""
 
 import json
 import sys
@@ -44,7 +44,7 @@ def run(
 
 
 def _lines(look: dict[str, Any]) -> list[str]:
-    """One line for the library, one for each environment."""
+    """Yields one line for the library and one for each environment."""
     if look["problem"]:
         return [f"{look['library']}: {look['about']}; {look['problem']}"]
     playable = sum(not each["problem"] for each in look["environments"])

@@ -76,7 +76,7 @@ def run(
 class _Rewards(NamedTuple):
     """The rewards that rollouts returned. Example: _Rewards(0.25, 12, 3)"""
 
-    mean: float | None  # None: none returned one
+    mean: float | None  # None if no rollout returned a reward
     num_groups: int  # complete groups of several attempts; 0 if no attempt has a reward
     num_without_signal: int
 

@@ -96,7 +96,7 @@ def run(
 
 
 def new_config(overrides: Sequence[str]) -> str:
-    """Returns the configuration that these options and values come to, as the text of a file. Raises ConfigError."""
+    """Returns the text of a configuration file with these options and values. Raises ConfigError."""
     import yaml
 
     from art_cli.config.compose import compose_new
@@ -119,11 +119,11 @@ def copy_recipe(recipes: Path, name: str, directory: Path) -> None:
 
 
 def _as_own(text: str, recipe: str, directory: Path) -> str:
-    """The text of a recipe's file with runs that are named after the directory, and without links out of it."""
+    """Returns the text of a recipe's file with runs named after the directory, and without links out of it."""
     own = re.sub(r"[^\w.-]", "-", directory.resolve().name, flags=re.ASCII).lstrip("._-")[:MAX_OWN] or recipe
-    text = re.sub(rf'^name: "?{recipe}(-[\w-]+)?"?$', lambda found: f'name: "{own}{found[1] or ""}"', text, flags=re.M)
+    text = re.sub(rf'^name: "?{recipe}(-[\w-]+)?"?$', lambda match: f'name: "{own}{match[1] or ""}"', text, flags=re.M)
     text = text.replace(f"runs/{recipe}", f"runs/{own}")
-    return re.sub(r"\[[^\]]+\]\(\.\./\.\./([^)]+)\)", lambda found: with_documents(found[1]), text)
+    return re.sub(r"\[[^\]]+\]\(\.\./\.\./([^)]+)\)", lambda match: with_documents(match[1]), text)
 
 
 def _refuse_content(directory: Path) -> None:

@@ -18,7 +18,8 @@ def run(
     """Join a learner of several machines.
 
     The first machine runs `art train CONFIG`, and each other one `art join CONFIG` with the same settings. It needs
-    the base model, and the file of an algorithm of your own; no scenarios, rollouts or judge. It ends with the run.
+    the base model and, if there is one, the file of a user's algorithm; no scenarios, rollouts or judge. It ends with
+    the run.
     ART_NODES_SECRET has the same value on all machines.
 
     \b

@@ -1,4 +1,4 @@
-"""`art replay`: what a step computed of one trajectory, computed again from the run's files."""
+"""`art replay`: a step's numbers for one trajectory, computed again from the run's files."""
 
 import json
 import sys
@@ -25,7 +25,7 @@ def run(
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Compute one trajectory of a step again, and say where it differs from what the step recorded.
+    """Compute one trajectory of a step again, and show where it differs from the step's record.
 
     \b
     Reward, advantages, the learner's logprobs before and after the step, and the trajectory's share of the loss, from

@@ -1,5 +1,4 @@
-"""`art sft`: warm-starts a policy from chat transcripts, or from the best of its own scored attempts; writes a
-checkpoint."""
+"""`art sft`: warm-starts a policy from chat transcripts, or from its best scored attempts; writes a checkpoint."""
 
 import json
 import sys
@@ -87,9 +86,9 @@ def run(
 
 
 def _files(demos: Path, words: Sequence[str]) -> tuple[list[Path], list[str]]:
-    """The files to learn from, and the settings among the words after the first file.
+    """Returns the files to learn from, and the settings among the words after the first file.
 
-    Raises UsageError: no such file.
+    Raises UsageError if a file does not exist.
     """
     settings = [word for word in words if ("=" in word or word.startswith("~")) and not Path(word).exists()]
     files = [demos, *(Path(word) for word in words if word not in settings)]
@@ -120,9 +119,9 @@ def _own_section(config: Path, files: Sequence[Path], settings: Sequence[str]) -
 def _with_options(
     loaded: "LoadedConfig", files: Sequence[Path], *, best_of: int | None, min_reward: float | None
 ) -> "LoadedConfig":
-    """The configuration with the command's options in its `sft` section.
+    """Returns the configuration with the command's options in its `sft` section.
 
-    Raises UsageError: a directory, or a lowest reward, without --best-of.
+    Raises UsageError for a directory, or a lowest reward, without --best-of.
     """
     section = loaded.config.sft
     assert section is not None, "the command names its transcripts"

@@ -61,7 +61,7 @@ def _as_json(result: "TrainResult", report: "RunReport") -> str:
 
 
 def _as_text(result: "TrainResult", report: "RunReport") -> str:
-    """How the run ended, its first, best and last evaluation, and the checkpoint to serve."""
+    """Returns the end of the run, its first, best and last evaluation, and the checkpoint to serve."""
     import msgspec
 
     from art_cli.reports.pages.summary import closing_text

@@ -137,11 +137,14 @@ def _judge_conflicts(config: RunConfig) -> Iterator[tuple[str, str]]:
             )
         if noise.is_from_votes and not has_votes(config.judge):
             cure = "ask for several votes (judge=ruler, judge.votes=4), or set false_positive and false_negative"
-            yield "judge.noise", f"judge {name!r} gives each attempt one score, which says nothing of its error: {cure}"
+            yield "judge.noise", f"judge {name!r} gives each attempt one score, which shows no error: {cure}"
         if not noise.is_from_votes and name not in ("rollout", "function"):
             yield "judge.noise", f"flip rates are of verdicts 0 and 1, and judge {name!r} gives scores; set it to votes"
     if isinstance(config.loss, SdpoConfig) and name in ("rollout", "none", "reward_model"):
-        yield "loss", f"'sdpo' teaches what the judge says, and judge {name!r} gives no reasons; choose judge=ruler"
+        yield (
+            "loss",
+            f"'sdpo' teaches by the judge's explanations, and judge {name!r} gives no reasons; choose judge=ruler",
+        )
     if not config.learns_by.needs_rewards:
         rollout = config.rollout
         chosen = {

@@ -94,7 +94,7 @@ class RayClusterConfig(Section):
 
     @field_validator("exclude")
     @classmethod
-    def _says_something(cls, patterns: list[str]) -> list[str]:
+    def _are_not_empty(cls, patterns: list[str]) -> list[str]:
         if not all(pattern.strip("/") for pattern in patterns):
             raise ValueError("an empty pattern; leave it out")
         return patterns

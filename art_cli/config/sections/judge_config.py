@@ -48,7 +48,7 @@ class NoiseConfig(Section):
         if (self.false_positive or 0.0) + (self.false_negative or 0.0) >= 1:
             raise ValueError("false_positive + false_negative must be below 1: such a judge is no better than chance")
         if self.ask_again and not self.is_from_votes:
-            raise ValueError("'ask_again' asks for further votes, and a judge with flip rates has no votes")
+            raise ValueError("'ask_again' asks for further votes, and a judge with flip rates has none")
         return self
 
 

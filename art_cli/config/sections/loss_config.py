@@ -383,7 +383,7 @@ class PpoConfig(ClippedLossConfig):
         if "mean_over" in self.model_fields_set:
             yield "mean_over", "has no effect here: with a critic every group has signal, so both means are the same"
         if "value_coefficient" in self.model_fields_set and not self.value_trunk:
-            yield "value_coefficient", "used with loss.value_trunk=true only; else loss.value_learning_rate says it all"
+            yield "value_coefficient", "used with loss.value_trunk=true only; else set loss.value_learning_rate"
 
 
 LossConfig = Annotated[
