@@ -23,6 +23,7 @@ def run(
 
     \b
     art check config.yaml
+    art check config.yaml hardware=h100     with a packaged starting point (docs/configs.md)
     art check config.yaml --no-judge        only estimates the cost of asking the judge
     """
     from art_cli.config.compose import load_config

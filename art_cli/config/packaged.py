@@ -20,6 +20,12 @@ def packaged(name: str) -> Path:
     return beside
 
 
+def packaged_options(group: str) -> list[str]:
+    """Returns the names of the packaged options of a group, such as those of "hardware", sorted."""
+    directory = packaged("configs") / group if group.isidentifier() else None
+    return sorted(file.stem for file in directory.glob("*.yaml")) if directory is not None else []
+
+
 def with_documents(text: str) -> str:
     """Returns the text with the path of each document that it names as "docs/view.md"."""
 

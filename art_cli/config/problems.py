@@ -15,6 +15,7 @@ from pydantic_core import ErrorDetails
 
 from art_cli.config.key_locations import Places
 from art_cli.config.knobs import Schema, all_keys, section_at, variant_name, variants
+from art_cli.config.packaged import packaged_options
 from art_cli.config.sections.base_config import OLD_NAMES
 from art_cli.runtime.errors import Problem, first_sentence, no_such_option
 
@@ -51,6 +52,8 @@ def no_such_key(key: str, data: dict[str, Any], schema: Schema) -> str:
     if key in all_keys(schema):
         return _of_another_variant(key, data, schema) or f"a key with dots is not read; nest it: {_nested(key)}"
     within, _, name = key.rpartition(".")
+    if not within and (options := packaged_options(key)):
+        return f"an option is chosen in `defaults: [{{{key}: {options[0]}}}, _self_]`; there are: {', '.join(options)}"
     siblings = (section_at(schema, within, data) or schema).model_fields
     old = OLD_NAMES if "base_url" in siblings else {}
     near = list(dict.fromkeys(old.get(each, each) for each in _nearest(name, within, [*siblings, *old], schema)))
@@ -183,6 +186,8 @@ def _message(key: str, details: Sequence[ErrorDetails], data: dict[str, Any], sc
             return "an empty list; it needs at least one item"
         case "string_pattern_mismatch":
             return f"{given}: only letters, digits, '.', '_' and '-', and a letter or digit first"
+    if isinstance(first["input"], str) and first["type"].startswith("model_") and packaged_options(key):
+        return f"{given} is chosen in `defaults: [{{{key}: {first['input']}}}, _self_]`, or on the command line"
     wanted = list(dict.fromkeys(_expected(detail) for detail in details))
     return f"expected {' or '.join(wanted)}, not {given}{_yaml_hint(first)}"
 

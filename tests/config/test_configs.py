@@ -144,6 +144,16 @@ def test_an_unknown_option_is_one_line_with_those_that_there_are() -> None:
         load("defaults: [{hardware: h10}]\n" + PLAIN)
 
 
+def test_an_option_that_is_written_as_a_key_is_answered_with_the_list_of_defaults() -> None:
+    for key, answer in {
+        "hardware: h100": "there are: gpu-24gb, h100, h100x8, laptop, remote-tinker",
+        "algorithm: gspo": "`defaults: [{algorithm: gspo}, _self_]`",
+    }.items():
+        with pytest.raises(ConfigError, match=f"^config.yaml:3: {key.split(':')[0]}: ") as caught:
+            load(f"{PLAIN}{key}\n")
+        assert answer in str(caught.value) and len(caught.value.problems) == 1
+
+
 def test_a_backend_takes_of_hardware_what_it_has_a_use_for() -> None:
     loaded = load_backend(None, ["model.base=m", "hardware=h100"])
     assert (loaded.engine.name, loaded.learner.name) == ("vllm", "torch")
