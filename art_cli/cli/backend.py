@@ -156,16 +156,16 @@ def _load_base(loaded: "LoadedBackend", root: Path, named: str | None) -> "Base"
     from art_cli.tinker.server.base_model import Base
 
     given = named or loaded.model.base
-    found = loading.find_base(loaded.model.base, directory=loaded.directory, built=root / "base")
+    path = loading.find_base(loaded.model.base, directory=loaded.directory, built=root / "base")
     log.info("loading %s", given)
     bare = loaded.model.model_copy(update={"lora": None})
     if loaded.learner.name == "unsloth":
         from art_cli.learners import unsloth
 
-        weights = loading.load_weights(bare, found, device=loaded.learner.device, load=unsloth.load_bare)
+        weights = loading.load_weights(bare, path, device=loaded.learner.device, load=unsloth.load_bare)
         unsloth.check_adapters(weights)
     else:
-        weights = loading.load_weights(bare, found, device=loaded.learner.device)
+        weights = loading.load_weights(bare, path, device=loaded.learner.device)
     lora = loaded.model.lora if "lora" in loaded.model.model_fields_set else None
     is_whole = loaded.model.lora is None
     if is_whole:

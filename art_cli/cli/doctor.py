@@ -65,9 +65,9 @@ def examine() -> Iterator[Finding]:
 
 
 def _check_python() -> Finding:
-    found = platform.python_version()
+    version = platform.python_version()
     is_good = (3, 11) <= sys.version_info[:2] <= (3, 13)
-    return Finding("python", is_good, found, "" if is_good else "use Python 3.11, 3.12 or 3.13")
+    return Finding("python", is_good, version, "" if is_good else "use Python 3.11, 3.12 or 3.13")
 
 
 def _check_machine() -> Finding:
@@ -110,8 +110,8 @@ def _prove_train() -> str:
     assert float((ones @ ones).sum()) == 64.0, "4 x 4 ones times 4 x 4 ones is not 64 in sum"
     if device == "cpu":
         return f"; no GPU, {torch.get_num_threads()} threads"
-    found = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
-    return "; " + ", ".join(f"{gpu.name} {gpu.total_memory / GIB:.0f} GiB" for gpu in found)
+    gpus = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
+    return "; " + ", ".join(f"{gpu.name} {gpu.total_memory / GIB:.0f} GiB" for gpu in gpus)
 
 
 PROOFS: dict[str, Callable[[], str]] = {"train": _prove_train}
@@ -139,8 +139,8 @@ def _check_configs() -> Finding:
 
 
 def _check_keys() -> Finding:
-    found = [name for name in KEYS if os.environ.get(name)]
-    return Finding("keys", True, ", ".join(found) if found else f"none of {', '.join(KEYS)} is set")
+    names = [name for name in KEYS if os.environ.get(name)]
+    return Finding("keys", True, ", ".join(names) if names else f"none of {', '.join(KEYS)} is set")
 
 
 def _version(package: str) -> str | None:

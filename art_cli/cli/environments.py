@@ -35,11 +35,11 @@ def run(
     """
     from art_cli.rollouts.environments.listing import look, look_with
 
-    found = look(library) if python is None else look_with(python, library)
+    listings = look(library) if python is None else look_with(python, library)
     if as_json:
-        sys.stdout.write(json.dumps(found) + "\n")
+        sys.stdout.write(json.dumps(listings) + "\n")
         return
-    for each in found:
+    for each in listings:
         sys.stdout.writelines(f"{printable(line, limit=WIDTH)}\n" for line in _lines(each))
 
 

@@ -64,9 +64,9 @@ def run(
     parsed = [parse_gate(gate, list(players)) for gate in gates or []]
     check_gates(parsed, last)
     with contextlib.ExitStack() as stack:
-        place = output or stack.enter_context(scratch("eval"))
+        directory = output or stack.enter_context(scratch("eval"))
         watch = eval_comparison.Watch(loaded, parsed, num_policies=len(players))
-        played = {name: eval_comparison.play(player, place, name, watch) for name, player in players.items()}
+        played = {name: eval_comparison.play(player, directory, name, watch) for name, player in players.items()}
     results = {
         name: values_by_scenario(done) | spent_by_scenario(done, players[name].price) for name, done in played.items()
     }

@@ -99,10 +99,10 @@ def _expand(path: Path) -> list[Path | None]:
     """Returns the runs in a directory, or those that match a pattern ('runs/sweep-*'), or else the path itself."""
     if path.is_dir():
         is_one = RunDir(path).checkpoints.is_dir() or (path / "manifest.json").exists()
-        places = [] if is_one else sorted(path.iterdir())
+        paths = [] if is_one else sorted(path.iterdir())
     else:
-        places = sorted(Path().glob(str(path))) if any(c in str(path) for c in "*?[") and not path.is_absolute() else []
-    return [place for place in places if RunDir(place).checkpoints.is_dir()] or [path]
+        paths = sorted(Path().glob(str(path))) if any(c in str(path) for c in "*?[") and not path.is_absolute() else []
+    return [each for each in paths if RunDir(each).checkpoints.is_dir()] or [path]
 
 
 def _as_trained(loaded: LoadedConfig, run: Path) -> LoadedConfig:
@@ -132,12 +132,14 @@ class Watch:
             require_keys(self._loaded.config.judge, self._loaded.directory)
 
 
-def play(player: Player, place: Path, name: str, watch: Watch) -> list[Trajectory]:
+def play(player: Player, directory: Path, name: str, watch: Watch) -> list[Trajectory]:
     loaded, source = player
 
     async def play() -> list[Trajectory]:
-        async with open_sampler(loaded, policy, checkpoint=source.checkpoint, step=source.step, logs=place) as sampler:
-            path = place / f"{name.strip('/').replace('/', '_')}.jsonl"
+        async with open_sampler(
+            loaded, policy, checkpoint=source.checkpoint, step=source.step, logs=directory
+        ) as sampler:
+            path = directory / f"{name.strip('/').replace('/', '_')}.jsonl"
             return await play_evaluation(sampler, loaded, step=source.step, path=path, title=name, watch=watch.see)
 
     with open_policy(loaded, source) as policy:
@@ -224,16 +226,16 @@ def _as_summary(rows: Sequence[Row]) -> str:
     by_policy: dict[str, dict[str, Row]] = {}
     for row in rows:
         by_policy.setdefault(row.policy, {})[row.metric] = row
-    columns = [*FIRST, *(metric for metric in SPENT if any(metric in found for found in by_policy.values()))]
+    columns = [*FIRST, *(metric for metric in SPENT if any(metric in named for named in by_policy.values()))]
     lines = [f"{'policy':{NAME_WIDTH}s} " + " ".join(f"{column:>10s}" for column in columns)]
-    for name, found in sorted(by_policy.items(), key=lambda item: -_mean(item[1], "reward")):
-        cells = (f"{found[c].value.mean:10.4g}" if c in found else f"{'-':>10s}" for c in columns)
+    for name, named in sorted(by_policy.items(), key=lambda item: -_mean(item[1], "reward")):
+        cells = (f"{named[c].value.mean:10.4g}" if c in named else f"{'-':>10s}" for c in columns)
         lines.append(f"{_short(name):{NAME_WIDTH}s} " + " ".join(cells))
     return "\n".join(lines) + "\n"
 
 
-def _mean(found: dict[str, Row], metric: str) -> float:
-    return found[metric].value.mean if metric in found else float("-inf")
+def _mean(rows: dict[str, Row], metric: str) -> float:
+    return rows[metric].value.mean if metric in rows else float("-inf")
 
 
 def _as_table(rows: Sequence[Row]) -> str:

@@ -49,9 +49,9 @@ def run(
     from art_cli.serving.served_model import find_source
 
     token = _find_token() if push is not None else None
-    with scratch("export") as place:
+    with scratch("export") as directory:
         if base is not None:
-            base = find_base(base, directory=Path.cwd(), built=place / "base", named="--base")
+            base = find_base(base, directory=Path.cwd(), built=directory / "base", named="--base")
         source = find_source(named_policy(checkpoint), which=which_checkpoint(is_best, is_last), base=base)
         dtype = dtype or (source.dtype if source.dtype != "auto" else "float32")
         exported = export(source, output, dtype=dtype, bound=max_gap, probe=make_probe)

@@ -86,8 +86,8 @@ def _rewards(played: "Sequence[Trajectory]") -> _Rewards:
     from art_cli.runs.trajectory import has_signal
 
     def known(members: "Sequence[Trajectory]") -> list[float]:
-        found = [each.returned_reward for each in members if each.error is None]
-        return [reward for reward in found if reward is not None]
+        rewards = [each.returned_reward for each in members if each.error is None]
+        return [reward for reward in rewards if reward is not None]
 
     rewards = known(played)
     if not rewards:

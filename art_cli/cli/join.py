@@ -41,7 +41,7 @@ def run(
     learner = loaded.config.learner
     if not isinstance(learner, TorchLearnerConfig) or learner.nodes == 1:
         raise UsageError(f"{config}: learner.nodes is 1, so that nothing can be joined; set it and learner.rendezvous")
-    with scratch("node") as place:
-        base = find_base(loaded.config.model.base, directory=loaded.directory, built=place / "base")
+    with scratch("node") as directory:
+        base = find_base(loaded.config.model.base, directory=loaded.directory, built=directory / "base")
         job = make_job(loaded.config, base, directory=loaded.directory, dtype=loaded.config.model.dtype)
-        threads.run(join(job, files=Path(place), logs=Path(place), wait_s=wait_s))
+        threads.run(join(job, files=Path(directory), logs=Path(directory), wait_s=wait_s))

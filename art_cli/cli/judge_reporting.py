@@ -45,8 +45,8 @@ def report(
     from art_cli.loop.gates import parse_gate
 
     parsed = [parse_gate(gate) for gate in gates]
-    found, sample = make_report(path, gold=gold)
-    lines, plain, values = report_lines(found), msgspec.to_builtins(found), found.values()
+    measured, sample = make_report(path, gold=gold)
+    lines, plain, values = report_lines(measured), msgspec.to_builtins(measured), measured.values()
     if html is not None:
         from art_cli.reports.pages.judge_page import judge_page
         from art_cli.runs.durable import write_file

@@ -440,7 +440,7 @@ class Preflight:
         """Estimates the time of the first step on a row of that length from a forward pass over such a row."""
         assert self.policy and self.learner
         begin = time.perf_counter()
-        self.learner.score([place % self.policy.vocabulary for place in range(length)])
+        self.learner.score([index % self.policy.vocabulary for index in range(length)])
         return f"about {FIRST_STEP * (time.perf_counter() - begin):.0f} s"
 
     def check_shadow(self) -> Finding | None:
@@ -502,8 +502,8 @@ class Preflight:
         needed = (
             one * (config.train.keep_checkpoints + 3) + lines
         )  # 3 more: step 0, the best one, and one while it is written
-        place = next(path for path in [config.runs, *config.runs.parents] if path.exists())
-        free = shutil.disk_usage(place).free
+        existing = next(path for path in [config.runs, *config.runs.parents] if path.exists())
+        free = shutil.disk_usage(existing).free
         message = f"about {needed / 1e9:.2f} GB needed under {config.runs}, {free / 1e9:.1f} GB free"
         return Finding("disk", needed < free, message, "" if needed < free else "free some, or set `runs` elsewhere")
 
@@ -530,8 +530,8 @@ def _vllm_problem(engine: VllmEngineConfig) -> str:
         return str(error)
     if engine.python is None and find_spec("vllm") is None:
         return "engine is vllm, and vLLM is not installed"
-    found = find_vllm(engine.python)
-    return "" if found.version else f"engine is vllm, and vLLM does not work in {found.python}: {found.error}"
+    vllm = find_vllm(engine.python)
+    return "" if vllm.version else f"engine is vllm, and vLLM does not work in {vllm.python}: {vllm.error}"
 
 
 def _sampling_note(played: Sequence[Trajectory]) -> str:

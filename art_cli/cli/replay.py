@@ -17,7 +17,7 @@ def run(
         int | None, typer.Option("--step", metavar="N", min=0, help="The number of its directory, step_NNNN.")
     ] = None,
     sample: Annotated[
-        int | None, typer.Option("--sample", metavar="K", min=0, help="Its place in learned.jsonl, from 0.")
+        int | None, typer.Option("--sample", metavar="K", min=0, help="Its index in learned.jsonl, from 0.")
     ] = None,
     id: Annotated[str | None, typer.Option("--id", metavar="ID", help="The trajectory by its id.")] = None,
     config: Annotated[
@@ -47,8 +47,8 @@ def run(
     if config is not None and not config.is_file():
         raise UsageError(f"--config {config}: no such file")
     directory = None if config is None else config.resolve().parent
-    found = replay(RunDir(run), step=step, sample=sample, id=id, directory=directory)
-    plain = msgspec.to_builtins(found)
+    comparison = replay(RunDir(run), step=step, sample=sample, id=id, directory=directory)
+    plain = msgspec.to_builtins(comparison)
     sys.stdout.write(json.dumps(plain) + "\n" if as_json else printable_lines(replay_text(plain)))
-    if found.differs:
+    if comparison.differs:
         raise typer.Exit(1)

@@ -99,11 +99,11 @@ def run(
         raise UsageError("--follow: name a run's directory on this machine; an object store is read once")
     keys = read_keys(api_key, api_key_file)
     check_exposure(host, keys)
-    with scratch("serve") as place:
-        sources = _find_sources(checkpoints, which=which, base=base, dtype=dtype, place=place)
+    with scratch("serve") as directory:
+        sources = _find_sources(checkpoints, which=which, base=base, dtype=dtype, directory=directory)
         if is_following and not all(source.run is not None for source in sources):
             raise UsageError("--follow: name a run (or a checkpoint in one); nothing else has new checkpoints")
-        loader = Loader(_choose_engine(engine, knobs or [], sources, is_trusted=is_trusted), logs=place)
+        loader = Loader(_choose_engine(engine, knobs or [], sources, is_trusted=is_trusted), logs=directory)
         if loader.swaps_adapters and len(sources) > 1:
             raise UsageError("--engine vllm serves one checkpoint; start one server for each, or --engine embedded")
         log.info("loading %s into %s", ", ".join(map(str, sources)), loader.config.name)
@@ -127,14 +127,14 @@ def is_on_line(context: typer.Context, name: str) -> bool:
 
 
 def _find_sources(
-    texts: Sequence[str], *, which: "Which", base: str | None, dtype: str | None, place: Path
+    texts: Sequence[str], *, which: "Which", base: str | None, dtype: str | None, directory: Path
 ) -> "list[Source]":
     """Returns the source of each `[NAME=]CHECKPOINT`. Raises UsageError if it is neither here nor on the hub."""
     from art_cli.models.loading import find_base, require_base
     from art_cli.serving.served_model import find_source
 
     if base is not None:
-        base = find_base(base, directory=Path.cwd(), built=place / "base", named="--base")
+        base = find_base(base, directory=Path.cwd(), built=directory / "base", named="--base")
     sources = [find_source(named_policy(text), which=which, base=base, dtype=dtype) for text in texts]
     for source in sources:
         require_base(source.base, source.named)

@@ -49,8 +49,8 @@ def section_at(schema: Schema, key: str, data: Any) -> Schema | None:
     parts = iter(key.split(".") if key else [])
     for part in parts:
         field = schema.model_fields.get(part)
-        found = sections(field) if field else []
-        if field is None or not found:
+        options = sections(field) if field else []
+        if field is None or not options:
             return None
         data = _item(data, part)
         if get_origin(field.annotation) in (
@@ -58,7 +58,7 @@ def section_at(schema: Schema, key: str, data: Any) -> Schema | None:
             dict,
         ):  # a list or dict of sections: the next part is an index or a name in it
             data = _item(data, next(parts, ""))
-        schema = next((each for each in found if variant_name(each) == _item(data, "name")), found[0])
+        schema = next((each for each in options if variant_name(each) == _item(data, "name")), options[0])
     return schema
 
 
