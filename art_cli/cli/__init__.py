@@ -47,22 +47,22 @@ MODULES = {"import": "import_traces", "log": "export_log"}  # `import` is a word
 
 
 def records(text: str) -> Path:
-    """The path that a user named; of an address, s3://bucket/mine, its copy here of all but weights."""
+    """Returns the named path, or for an address (s3://bucket/mine) that of a local copy without weights."""
     return _at_hand(text, "records")
 
 
 def policy(text: str) -> Path:
-    """The same, with the checkpoints that a command may take and the base model."""
+    """Returns the same, with the checkpoints that a command may take and the base model."""
     return _at_hand(text, "policy")
 
 
 def everything(text: str) -> Path:
-    """The same, with all checkpoints."""
+    """Returns the same, with all checkpoints."""
     return _at_hand(text, "everything")
 
 
 def named_policy(text: str) -> str:
-    """`[NAME=]CHECKPOINT` with the path of its copy here in place of an address."""
+    """Returns `[NAME=]CHECKPOINT` with the path of its local copy in place of an address."""
     name, separator, target = text.partition("=") if "=" in text.partition("://")[0] else ("", "", text)
     return f"{name}{separator}{policy(target)}" if "://" in target else text
 
@@ -101,7 +101,7 @@ MaxBody = Annotated[float, typer.Option("--max-body", metavar="MIB", min=0.001, 
 
 
 class Finding(NamedTuple):
-    """What one check found. Example: Finding("disk", False, "3.1 GB needed, 1.2 GB free", "free some, or ...")."""
+    """The result of one check. Example: Finding("disk", False, "3.1 GB needed, 1.2 GB free", "free some, or ...")."""
 
     name: str
     is_good: bool
@@ -115,14 +115,14 @@ class Finding(NamedTuple):
 
 
 def which_checkpoint(is_best: bool, is_last: bool) -> "Which":
-    """Which checkpoint of a run --best and --last ask for. Raises UsageError: both."""
+    """Returns the choice of a run's checkpoint by --best and --last. Raises UsageError if both are given."""
     if is_best and is_last:
         raise UsageError("--best and --last: one at a time")
     return "best" if is_best else "newest" if is_last else "offered"
 
 
 def print_findings(findings: Sequence[Finding], as_json: bool = False) -> None:
-    """Prints one line for each finding, and a second one for its cure; or all of them as one JSON list."""
+    """Prints one line for each finding and a second one for its cure, or all findings as one JSON list."""
     if as_json:
         sys.stdout.write(json.dumps([finding._asdict() | {"state": finding.state} for finding in findings]) + "\n")
         return

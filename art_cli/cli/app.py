@@ -1,8 +1,8 @@
-"""The command line: imports the module of the command that is called, and reports every failure as one line.
+"""The command line: imports the module of the called command, and reports every failure as one line.
 
-Each command is defined in `cli/<name>.py`. Nothing heavy is imported here, so that help answers at once. A mistake
-or failure that a user can act on becomes a line on standard error and an exit code. Anything else is a bug: it becomes
-one line too, with the traceback under --verbose.
+Each command is defined in `cli/<name>.py`. Nothing heavy is imported here, so that help is printed at once. A failure
+that a user can act on becomes a line on standard error and an exit code. Anything else is a bug, which becomes one line
+too, with the traceback under --verbose.
 """
 
 import atexit
@@ -42,7 +42,7 @@ PLAIN: dict[str, Any] = {"rich_markup_mode": None, "pretty_exceptions_enable": F
 
 
 class LazyCommands(Mapping[str, Any]):
-    """Name -> Typer's command, made when it is asked for, so that a command does not wait for the others' imports."""
+    """Typer's commands by name, each made when it is looked up, so that no command waits for the imports of others."""
 
     def __getitem__(self, name: str) -> Any:
         if name not in cli.NAMES:
@@ -50,7 +50,7 @@ class LazyCommands(Mapping[str, Any]):
         single, module = typer.Typer(**PLAIN), import_module(f"art_cli.cli.{cli.MODULES.get(name, name)}")
         single.command(name, cls=getattr(module, "Command", None))(module.run)
         command = get_command(single)
-        if any("docs/" in (getattr(told, "help", None) or "") for told in (command, *command.params)):
+        if any("docs/" in (getattr(part, "help", None) or "") for part in (command, *command.params)):
             command.epilog = f"\b\ndocs/ is {packaged('docs')}"
         return command
 
@@ -99,7 +99,7 @@ def _exit(code: int) -> NoReturn:
 
 
 def run(arguments: Sequence[str]) -> int:
-    """The exit code of a command line; a failure is reported. `--verbose` may stand anywhere in `arguments`."""
+    """Runs a command line, reports a failure, and returns the exit code. `--verbose` may be anywhere in it."""
     is_verbose = "--verbose" in arguments
     rest = [argument for argument in arguments if argument != "--verbose"]
     code: Any
@@ -120,7 +120,7 @@ def run(arguments: Sequence[str]) -> int:
 
 
 def report(error: Exception) -> tuple[list[str], int]:
-    """The lines that report a failure, and the exit code. Text of a file, a model or a provider cannot break a line."""
+    """Returns the lines that report a failure, and the exit code. No text of a file or model can break a line."""
     lines, code = _lines(error)
     return [printable(with_documents(line), limit=MAX_ERROR) for line in lines], code
 
@@ -149,7 +149,7 @@ def _lines(error: Exception) -> tuple[list[str], int]:
             what = f"{full}: " if full else ""
             return [f"error: {what}no space left on the disk; free some and run the same command again"], 1
         case OSError(strerror=str(reason)):
-            return [f"error: {error.filename or 'the system says'}: {reason}"], 1
+            return [f"error: {error.filename or 'operating system'}: {reason}"], 1
     text = " ".join(str(error).split())
     if "KeyboardInterrupt" in text or isinstance(error.__cause__, KeyboardInterrupt):
         return ["interrupted"], 130  # pydantic turns a Ctrl-C during an import into an error with this text
@@ -159,7 +159,7 @@ def _lines(error: Exception) -> tuple[list[str], int]:
 
 
 def _extra_of(package: str) -> str | None:
-    """The extra that installs the package; None: no extra of ours does."""
+    """Returns the extra of art-cli that installs the package, or None if there is none."""
     from art_cli.cli.doctor import EXTRAS
 
     return next((extra for extra, (packages, _) in EXTRAS.items() if package in packages), None)

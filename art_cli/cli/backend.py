@@ -47,25 +47,13 @@ def run(
         float | None, typer.Option("--quota", metavar="GIB", min=0.001, help="Checkpoints of one client.")
     ] = None,
     session_s: Annotated[
-        float, typer.Option("--session", metavar="SECONDS", min=1, help="A client not heard of so long is gone.")
+        float, typer.Option("--session", metavar="SECONDS", min=1, help="A client that is silent for so long is gone.")
     ] = 3600.0,
     max_body_mib: MaxBody = 64.0,
     drain_s: Annotated[
-        float, typer.Option("--drain", metavar="SECONDS", min=0, help="When told to stop, how long work may go on.")
+        float, typer.Option("--drain", metavar="SECONDS", min=0, help="The longest time for running work at a stop.")
     ] = 30.0,
     as_json: Json = False,
-    kind: Annotated[
-        str | None,
-        typer.Option(
-            "--print", metavar="KIND", help="Starts nothing; prints skypilot, kubernetes, slurm or modal's file."
-        ),
-    ] = None,
-    gpu: Annotated[
-        str, typer.Option("--gpu", metavar="NAME:COUNT", help="With --print: the machine's GPUs.")
-    ] = "H100:1",
-    image: Annotated[
-        str | None, typer.Option("--image", metavar="NAME", help="With --print: an image built from the Dockerfile.")
-    ] = None,
 ) -> None:
     """Train and sample for clients on other machines, by the Tinker protocol.
 
@@ -79,18 +67,12 @@ def run(
       TINKER_BASE_URL=http://127.0.0.1:8100 TINKER_API_KEY=tml-... python their_script.py
     The SDK takes only keys that begin with tml-. Without a key on the server, any such key will do.
 
-    Each client trains adapters of its own on the one base model. A checkpoint is written to
-    DIR/RUN/weights/NAME, where art serve and art export take it, and is found again after a restart. SIGTERM and
-    Ctrl-C let running work end. docs/backend.md says the rest.
+    All clients share one base model, and each trains its own adapters. Checkpoints are written to
+    DIR/RUN/weights/NAME, which art serve and art export take, and are still there after a restart. SIGTERM and
+    Ctrl-C let running work end. docs/backend.md has the rest.
 
-    --print writes the file that starts the server with these options elsewhere. docs/machines.md has the commands.
+    docs/machines.md has the files that start it by SkyPilot, Kubernetes, Slurm and Modal.
     """
-    if kind is not None:
-        from art_cli.cli.machines import print_file
-
-        return print_file(context, kind, _load(arguments or [], base))
-    if is_on_line(context, "gpu") or is_on_line(context, "image"):
-        raise UsageError("--gpu and --image go with --print")
     from art_cli.tinker.client.remote_session import load_sdk
 
     load_sdk()  # its messages are the server's; without it one line names the extra
@@ -129,7 +111,7 @@ def run(
 
 
 def _load(arguments: list[str], base: str | None) -> "LoadedBackend":
-    """The model, engine and learner of the file and the overrides. Raises UsageError: no model is named."""
+    """Returns the model, engine and learner of the file and overrides. Raises UsageError if no model is named."""
     from art_cli.config.compose import load_backend
     from art_cli.config.schema import TinkerEngineConfig, TinkerLearnerConfig, VllmEngineConfig
 
@@ -150,7 +132,7 @@ def _load(arguments: list[str], base: str | None) -> "LoadedBackend":
 
 
 def _choose_engine(loaded: "LoadedBackend") -> "EngineConfig":
-    """Raises UsageError: an engine that cannot hold the clients' policies beside each other."""
+    """Returns the engine. Raises UsageError for one that cannot hold the policies of several clients."""
     from art_cli.config.schema import AutoEngineConfig, EmbeddedEngineConfig, VllmEngineConfig
 
     engine, is_unsloth = loaded.engine, loaded.learner.name == "unsloth"
@@ -170,21 +152,21 @@ def _choose_engine(loaded: "LoadedBackend") -> "EngineConfig":
 
 
 def _load_base(loaded: "LoadedBackend", root: Path, named: str | None) -> "Base":
-    """The base model without an adapter. Raises UsageError: nothing loadable there."""
+    """Returns the base model without an adapter. Raises UsageError if it cannot be loaded."""
     from art_cli.models import loading
     from art_cli.tinker.server.base_model import Base
 
     given = named or loaded.model.base
-    found = loading.find_base(loaded.model.base, directory=loaded.directory, built=root / "base")
+    path = loading.find_base(loaded.model.base, directory=loaded.directory, built=root / "base")
     log.info("loading %s", given)
     bare = loaded.model.model_copy(update={"lora": None})
     if loaded.learner.name == "unsloth":
         from art_cli.learners import unsloth
 
-        weights = loading.load_weights(bare, found, device=loaded.learner.device, load=unsloth.load_bare)
+        weights = loading.load_weights(bare, path, device=loaded.learner.device, load=unsloth.load_bare)
         unsloth.check_adapters(weights)
     else:
-        weights = loading.load_weights(bare, found, device=loaded.learner.device)
+        weights = loading.load_weights(bare, path, device=loaded.learner.device)
     lora = loaded.model.lora if "lora" in loaded.model.model_fields_set else None
     is_whole = loaded.model.lora is None
     if is_whole:
@@ -193,7 +175,7 @@ def _load_base(loaded: "LoadedBackend", root: Path, named: str | None) -> "Base"
 
 
 def _greet(root: str, name: str, has_keys: bool, as_json: bool) -> None:
-    """Prints the address, and how a client gets there."""
+    """Prints the address and a command that connects to it."""
     if as_json:
         sys.stdout.write(json.dumps({"url": root, "base_model": name}) + "\n")
     else:

@@ -1,4 +1,4 @@
-"""`art check`: a preflight that changes nothing; prints what it finds, each finding with its cure."""
+"""`art check`: a preflight that changes nothing and prints its findings, each with its cure."""
 
 from typing import Annotated
 
@@ -23,11 +23,12 @@ def run(
 
     \b
     art check config.yaml
-    art check config.yaml --no-judge        only says what asking the judge would cost
+    art check config.yaml hardware=h100     with a packaged starting point (docs/configs.md)
+    art check config.yaml --no-judge        only estimates the cost of asking the judge
     """
     from art_cli.config.compose import load_config
-    from art_cli.config.references import check_ready
     from art_cli.loop.auto import resolve_auto
+    from art_cli.loop.references import check_ready
     from art_cli.runtime.scratch import scratch
 
     loaded = load_config(config, overrides or [])
@@ -38,8 +39,8 @@ def run(
     loaded = resolve_auto(loaded, "engine", "learner")
     from art_cli.cli.preflight import Preflight  # seconds of imports, so the first finding comes before it
 
-    with scratch("check") as place:
-        preflight = Preflight(loaded, place, asks_judge)
+    with scratch("check") as directory:
+        preflight = Preflight(loaded, directory, asks_judge)
         try:
             for finding in preflight.check():
                 findings.append(finding)

@@ -1,4 +1,4 @@
-"""`art checkpoints`: lists a run's checkpoints and says whether they can be used; prunes, forks and imports them."""
+"""`art checkpoints`: lists a run's checkpoints and whether they are usable; prunes, forks and imports them."""
 
 import json
 import sys
@@ -77,7 +77,7 @@ def run(
 
 
 def _base_finder(base: str) -> Callable[[Path], str]:
-    """The function that finds the base model, or builds it in a directory that it is given."""
+    """Returns a function that finds the base model, or builds it in a given directory."""
 
     def find(built: Path) -> str:
         from art_cli.models.loading import find_base
@@ -88,7 +88,7 @@ def _base_finder(base: str) -> Callable[[Path], str]:
 
 
 def _place(run: Path, name: str) -> Path:
-    """The new run's directory: beside the old run for a bare name, else the path that `name` is."""
+    """Returns the new run's directory: beside the old run if `name` is a bare name, else the path `name`."""
     return run.resolve().parent / name if Path(name).name == name else Path(name)
 
 

@@ -1,7 +1,7 @@
-"""`art doctor`: what this machine has, what works on it, and what to install for the rest. Changes nothing.
+"""`art doctor`: the parts that work on this machine, and the commands that install the others. Changes nothing.
 
-A part that is not installed is no fault; its line says what it is for and how to install it. A part that is installed
-and does not work is a fault, and the exit code is 1. API keys are looked up by name, and their values are never shown.
+A part that is not installed is no fault; its line has its purpose and its command. A part that is installed and does
+not work is a fault, and the exit code is 1. API keys are looked up by name, and their values are never shown.
 """
 
 import os
@@ -46,7 +46,7 @@ GIB = 1024**3
 
 
 def run(as_json: Json = False) -> None:
-    """Say what works here, and what to install."""
+    """Show what works here, and what to install."""
     findings = list(examine())
     print_findings(findings, as_json)
     if broken := [finding.name for finding in findings if not finding.is_good]:
@@ -65,9 +65,9 @@ def examine() -> Iterator[Finding]:
 
 
 def _check_python() -> Finding:
-    found = platform.python_version()
+    version = platform.python_version()
     is_good = (3, 11) <= sys.version_info[:2] <= (3, 13)
-    return Finding("python", is_good, found, "" if is_good else "use Python 3.11, 3.12 or 3.13")
+    return Finding("python", is_good, version, "" if is_good else "use Python 3.11, 3.12 or 3.13")
 
 
 def _check_machine() -> Finding:
@@ -101,7 +101,7 @@ def _check_extra(extra: str, modules: tuple[str, ...], purpose: str) -> Finding:
 
 
 def _prove_train() -> str:
-    """Does what training needs: multiplies on the device, and imports the classes that load a model."""
+    """Tries the needs of training: a product on the device, and the imports of the classes that load a model."""
     torch = import_module("torch")
     import_module("peft")
     assert import_module("transformers").AutoModelForCausalLM
@@ -110,15 +110,15 @@ def _prove_train() -> str:
     assert float((ones @ ones).sum()) == 64.0, "4 x 4 ones times 4 x 4 ones is not 64 in sum"
     if device == "cpu":
         return f"; no GPU, {torch.get_num_threads()} threads"
-    found = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
-    return "; " + ", ".join(f"{gpu.name} {gpu.total_memory / GIB:.0f} GiB" for gpu in found)
+    gpus = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
+    return "; " + ", ".join(f"{gpu.name} {gpu.total_memory / GIB:.0f} GiB" for gpu in gpus)
 
 
 PROOFS: dict[str, Callable[[], str]] = {"train": _prove_train}
 
 
 def check_auto(machine: "Machine | None" = None) -> Iterator[Finding]:
-    """Which engine and learner `auto` chooses here for a LoRA on a published model, and what would change that."""
+    """Returns the engine and learner that `auto` chooses here for a LoRA on a published model, with the reasons."""
     from art_cli.loop.auto import Machine, choose, engine_facts, learner_facts
 
     machine = machine or Machine()
@@ -139,8 +139,8 @@ def _check_configs() -> Finding:
 
 
 def _check_keys() -> Finding:
-    found = [name for name in KEYS if os.environ.get(name)]
-    return Finding("keys", True, ", ".join(found) if found else f"none of {', '.join(KEYS)} is set")
+    names = [name for name in KEYS if os.environ.get(name)]
+    return Finding("keys", True, ", ".join(names) if names else f"none of {', '.join(KEYS)} is set")
 
 
 def _version(package: str) -> str | None:

@@ -1,4 +1,4 @@
-"""`art environments`: the environments that need no code, and what is to be installed for them."""
+"""`art environments`: the environments that need no code, and the packages that they need."""
 
 import json
 import sys
@@ -35,16 +35,16 @@ def run(
     """
     from art_cli.rollouts.environments.listing import look, look_with
 
-    found = look(library) if python is None else look_with(python, library)
+    listings = look(library) if python is None else look_with(python, library)
     if as_json:
-        sys.stdout.write(json.dumps(found) + "\n")
+        sys.stdout.write(json.dumps(listings) + "\n")
         return
-    for each in found:
+    for each in listings:
         sys.stdout.writelines(f"{printable(line, limit=WIDTH)}\n" for line in _lines(each))
 
 
 def _lines(look: dict[str, Any]) -> list[str]:
-    """One line for the library, one for each environment."""
+    """Yields one line for the library and one for each environment."""
     if look["problem"]:
         return [f"{look['library']}: {look['about']}; {look['problem']}"]
     playable = sum(not each["problem"] for each in look["environments"])

@@ -44,10 +44,10 @@ def run(
     """
     from art_cli.cli import eval_comparison
     from art_cli.config.compose import load_config
-    from art_cli.config.references import check_ready
     from art_cli.engines import engine_traits
     from art_cli.loop.evaluate import spent_by_scenario, values_by_scenario
     from art_cli.loop.gates import check_gates, check_policy, parse_gate
+    from art_cli.loop.references import check_ready
     from art_cli.runtime.scratch import scratch
 
     loaded = load_config(config, overrides or [])
@@ -64,9 +64,9 @@ def run(
     parsed = [parse_gate(gate, list(players)) for gate in gates or []]
     check_gates(parsed, last)
     with contextlib.ExitStack() as stack:
-        place = output or stack.enter_context(scratch("eval"))
+        directory = output or stack.enter_context(scratch("eval"))
         watch = eval_comparison.Watch(loaded, parsed, num_policies=len(players))
-        played = {name: eval_comparison.play(player, place, name, watch) for name, player in players.items()}
+        played = {name: eval_comparison.play(player, directory, name, watch) for name, player in players.items()}
     results = {
         name: values_by_scenario(done) | spent_by_scenario(done, players[name].price) for name, done in played.items()
     }

@@ -1,4 +1,4 @@
-"""What `art eval` does: plays the evaluation scenarios with each policy, and compares them.
+"""The comparison of `art eval`: plays the evaluation scenarios with each policy, and compares them.
 
 A policy is a checkpoint, a run (its best evaluated checkpoint, or its newest), the base model ("base", or RUN/base),
 each run in a directory of runs, or a model at any OpenAI-compatible endpoint. Each plays the same scenarios, so
@@ -48,7 +48,7 @@ class Player(NamedTuple):
 
     @property
     def price(self) -> Price | None:
-        """The price of the endpoint's tokens. None: the policy is our own, or the price is not known."""
+        """The price of the endpoint's tokens, or None for a local policy or an unknown price."""
         engine = self.loaded.config.engine
         return find_price(JudgeModelConfig(model=engine.model)) if isinstance(engine, OpenAIEngineConfig) else None
 
@@ -69,7 +69,7 @@ class Row(NamedTuple):
 def find_players(
     loaded: LoadedConfig, checkpoints: Sequence[Path], endpoints: Sequence[str], *, which: Which = "offered"
 ) -> dict[str, Player]:
-    """Policy name -> its player. Endpoints are written MODEL@URL. Raises UsageError."""
+    """Returns the players by policy name. Endpoints are written MODEL@URL. Raises UsageError."""
     is_foreign = not engine_traits(loaded.config.engine, loaded.directory).can_train
     wanted = [path for named in checkpoints for path in _expand(named)] if checkpoints or endpoints else [None]
 
@@ -96,17 +96,17 @@ def find_players(
 
 
 def _expand(path: Path) -> list[Path | None]:
-    """The runs in a directory of runs, or those that match a pattern such as 'runs/sweep-*'; else the path itself."""
+    """Returns the runs in a directory, or those that match a pattern ('runs/sweep-*'), or else the path itself."""
     if path.is_dir():
         is_one = RunDir(path).checkpoints.is_dir() or (path / "manifest.json").exists()
-        places = [] if is_one else sorted(path.iterdir())
+        paths = [] if is_one else sorted(path.iterdir())
     else:
-        places = sorted(Path().glob(str(path))) if any(c in str(path) for c in "*?[") and not path.is_absolute() else []
-    return [place for place in places if RunDir(place).checkpoints.is_dir()] or [path]
+        paths = sorted(Path().glob(str(path))) if any(c in str(path) for c in "*?[") and not path.is_absolute() else []
+    return [each for each in paths if RunDir(each).checkpoints.is_dir()] or [path]
 
 
 def _as_trained(loaded: LoadedConfig, run: Path) -> LoadedConfig:
-    """The configuration with the model section of the run, whose adapter may have another rank."""
+    """Returns the configuration with the model section of the run, whose adapter may have another rank."""
     trained = run_config(RunDir(run)).get("model")
     if trained is None:
         return loaded
@@ -118,26 +118,28 @@ def _as_trained(loaded: LoadedConfig, run: Path) -> LoadedConfig:
 
 
 class Watch:
-    """Looks at each attempt when it finishes, and ends an evaluation that cannot be judged or gated as asked."""
+    """An observer of finished attempts, which ends an evaluation that cannot be judged or gated."""
 
     def __init__(self, loaded: LoadedConfig, gates: Sequence[Gate], *, num_policies: int) -> None:
         self._loaded, self._names = loaded, NameWatch(gates)
         self._may_judge = num_policies > 1
 
     def see(self, trajectory: Trajectory) -> None:
-        """Raises UsageError: a gate names an unknown metric, or the judge's key is not set."""
+        """Raises UsageError if a gate names an unknown metric, or the judge's key is not set."""
         self._names.see(trajectory)
         if self._may_judge and is_judged(self._loaded.config, [trajectory]):
             self._may_judge = False  # the first such attempt is enough
             require_keys(self._loaded.config.judge, self._loaded.directory)
 
 
-def play(player: Player, place: Path, name: str, watch: Watch) -> list[Trajectory]:
+def play(player: Player, directory: Path, name: str, watch: Watch) -> list[Trajectory]:
     loaded, source = player
 
     async def play() -> list[Trajectory]:
-        async with open_sampler(loaded, policy, checkpoint=source.checkpoint, step=source.step, logs=place) as sampler:
-            path = place / f"{name.strip('/').replace('/', '_')}.jsonl"
+        async with open_sampler(
+            loaded, policy, checkpoint=source.checkpoint, step=source.step, logs=directory
+        ) as sampler:
+            path = directory / f"{name.strip('/').replace('/', '_')}.jsonl"
             return await play_evaluation(sampler, loaded, step=source.step, path=path, title=name, watch=watch.see)
 
     with open_policy(loaded, source) as policy:
@@ -145,7 +147,7 @@ def play(player: Player, place: Path, name: str, watch: Watch) -> list[Trajector
 
 
 def judge(loaded: LoadedConfig, played: dict[str, list[Trajectory]], results: dict[str, Values]) -> None:
-    """Adds the judge's reward where rollouts returned none: the share of comparisons won against the first policy."""
+    """Adds the share of comparisons won against the first policy as reward if rollouts returned none."""
     silent = [name for name, done in played.items() if is_judged(loaded.config, done)]
     first = next(iter(played))
     if first not in silent:
@@ -175,7 +177,7 @@ def judge(loaded: LoadedConfig, played: dict[str, list[Trajectory]], results: di
 
 
 def report_failures(played: dict[str, list[Trajectory]]) -> None:
-    """Warns of failed attempts. Raises RolloutError: all attempts of a policy failed, or none called it."""
+    """Warns of failed attempts. Raises RolloutError if all attempts of a policy failed, or none called it."""
     faults = []
     for name, done in played.items():
         failures = count_failures(done)
@@ -191,7 +193,7 @@ def report_failures(played: dict[str, list[Trajectory]]) -> None:
 
 
 def compare(results: dict[str, Values]) -> list[Row]:
-    """A row per policy and metric, in the order reward, failed, the rollout's own metrics by name, then costs."""
+    """Returns a row per policy and metric: reward, failed, the rollout's metrics by name, then costs."""
     first = next(iter(results.values()))
     rows = []
     for name, metrics in results.items():
@@ -210,7 +212,7 @@ def _place(metric: str) -> tuple[int, str]:
 
 
 def as_text(rows: Sequence[Row], *, gates: Sequence[Gate] = ()) -> str:
-    """A line per metric of each policy; a summary comes first if there are many policies, the best one on top.
+    """Returns a line per metric of each policy; for many policies a summary comes first, the best policy on top.
 
     Counts of every rollout are left out, except those of `gates` and with --verbose.
     """
@@ -224,16 +226,16 @@ def _as_summary(rows: Sequence[Row]) -> str:
     by_policy: dict[str, dict[str, Row]] = {}
     for row in rows:
         by_policy.setdefault(row.policy, {})[row.metric] = row
-    columns = [*FIRST, *(metric for metric in SPENT if any(metric in found for found in by_policy.values()))]
+    columns = [*FIRST, *(metric for metric in SPENT if any(metric in named for named in by_policy.values()))]
     lines = [f"{'policy':{NAME_WIDTH}s} " + " ".join(f"{column:>10s}" for column in columns)]
-    for name, found in sorted(by_policy.items(), key=lambda item: -_mean(item[1], "reward")):
-        cells = (f"{found[c].value.mean:10.4g}" if c in found else f"{'-':>10s}" for c in columns)
+    for name, named in sorted(by_policy.items(), key=lambda item: -_mean(item[1], "reward")):
+        cells = (f"{named[c].value.mean:10.4g}" if c in named else f"{'-':>10s}" for c in columns)
         lines.append(f"{_short(name):{NAME_WIDTH}s} " + " ".join(cells))
     return "\n".join(lines) + "\n"
 
 
-def _mean(found: dict[str, Row], metric: str) -> float:
-    return found[metric].value.mean if metric in found else float("-inf")
+def _mean(rows: dict[str, Row], metric: str) -> float:
+    return rows[metric].value.mean if metric in rows else float("-inf")
 
 
 def _as_table(rows: Sequence[Row]) -> str:

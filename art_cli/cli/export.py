@@ -49,9 +49,9 @@ def run(
     from art_cli.serving.served_model import find_source
 
     token = _find_token() if push is not None else None
-    with scratch("export") as place:
+    with scratch("export") as directory:
         if base is not None:
-            base = find_base(base, directory=Path.cwd(), built=place / "base", named="--base")
+            base = find_base(base, directory=Path.cwd(), built=directory / "base", named="--base")
         source = find_source(named_policy(checkpoint), which=which_checkpoint(is_best, is_last), base=base)
         dtype = dtype or (source.dtype if source.dtype != "auto" else "float32")
         exported = export(source, output, dtype=dtype, bound=max_gap, probe=make_probe)
@@ -66,7 +66,7 @@ def run(
 def _as_text(exported: "Exported", dtype: str) -> str:
     note = (
         f"  trained on the base in {exported.quantize}, merged into the whole one, which gives other logprobs: "
-        f"art eval tells what that does to the rewards\n"
+        f"art eval measures the effect on rewards\n"
     )
     return (
         f"{exported.path}: {dtype}, stands alone: art serve {shlex.quote(str(exported.path))}\n"
@@ -76,7 +76,7 @@ def _as_text(exported: "Exported", dtype: str) -> str:
 
 
 def _find_token() -> str:
-    """The hub's token, looked up before any work is done. Raises UsageError: there is none."""
+    """Returns the hub's token, before any work is done. Raises UsageError if there is none."""
     import huggingface_hub
 
     token = huggingface_hub.get_token()
@@ -86,7 +86,7 @@ def _find_token() -> str:
 
 
 def _push(directory: Path, repo: str, token: str) -> str:
-    """The address of the repository, which is private if it is new. Raises ArtError with the hub's words."""
+    """Uploads the model and returns its address; a new repository is private. Raises ArtError with the hub's words."""
     import huggingface_hub
 
     hub = huggingface_hub.HfApi(token=token)

@@ -1,4 +1,4 @@
-"""`art log`: the attempts of a run for other tools: as logs of inspect, or as OpenTelemetry traces over OTLP."""
+"""`art log`: a run's attempts for other tools, as logs of inspect or as OpenTelemetry traces over OTLP."""
 
 import json
 import logging

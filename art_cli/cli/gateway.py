@@ -1,4 +1,4 @@
-"""`art gateway`: the capturing gateway alone. Prints the addresses for its clients, and at the end what it wrote."""
+"""`art gateway`: the capturing gateway alone. Prints the addresses for clients, and at the end the files written."""
 
 import contextlib
 import json
@@ -50,7 +50,7 @@ def run(
     ] = None,
     max_body_mib: MaxBody = 32.0,
     drain_s: Annotated[
-        float, typer.Option("--drain", metavar="SECONDS", min=0, help="When told to stop, how long calls may go on.")
+        float, typer.Option("--drain", metavar="SECONDS", min=0, help="The longest time for running calls at a stop.")
     ] = 30.0,
     as_json: Json = False,
 ) -> None:
@@ -67,9 +67,9 @@ def run(
     ART_API_KEY=... art gateway gateway.yaml --host 0.0.0.0
     cat runs/NAME/gateway/trajectories-*.jsonl > seen.jsonl && art judge seen.jsonl --model openai/o3
 
-    A conversation is what goes on from its own replies. A key KEY:NAME makes all its calls one conversation. What
-    was answered is on the disk, so a kill loses nothing. Ctrl-C and SIGTERM let calls end, and write the last file.
-    docs/gateway.md says the rest.
+    Calls that continue from earlier replies form a conversation. A key KEY:NAME makes all its calls one conversation.
+    Every reply is on the disk before it is sent, so a kill loses nothing. Ctrl-C and SIGTERM let calls end, and write
+    the last file. docs/gateway.md has the rest.
     """
     from art_cli.chat.api_keys import check_exposure, read_key_texts
     from art_cli.config.compose import load_gateway
@@ -127,7 +127,7 @@ def _journal(loaded: "LoadedGateway") -> "Journal":
 
 
 class _Made(NamedTuple):
-    """An engine that is not started yet, and what it loads then."""
+    """An engine that is not started yet, and the policy that it loads."""
 
     engine: "Engine"
     checkpoint: Path | None
@@ -136,10 +136,10 @@ class _Made(NamedTuple):
 
 @contextlib.contextmanager
 def _policy_engine(loaded: "LoadedGateway", checkpoint: Path | None, which: "Which") -> Iterator[_Made]:
-    """Yields the engine that the file names: an endpoint's, or one that samples from a checkpoint of the run."""
-    from art_cli.config.references import check_ready
+    """Yields the engine of the file: that of an endpoint, or one that samples from a checkpoint of the run."""
     from art_cli.engines import engine_traits, make_engine
     from art_cli.loop.auto import resolve_auto
+    from art_cli.loop.references import check_ready
     from art_cli.loop.stage_policy import find_policy, open_policy
 
     logs, directory, run = loaded.trajectories / "logs", loaded.directory, loaded.run
@@ -174,7 +174,7 @@ async def _started(engine: "Engine", checkpoint: Path | None, step: int) -> Asyn
 def _greet(
     loaded: "LoadedGateway", engine: "Engine", root: str, *, has_keys: bool, file: Path | None, as_json: bool
 ) -> None:
-    """Prints the addresses for clients, which key they send, and where the trajectories go."""
+    """Prints the addresses for clients, their key, and the directory of trajectories."""
     model = engine.endpoint.model
     if as_json:
         _write(json.dumps({"url": f"{root}/v1", "model": model, "directory": str(loaded.trajectories)}))
@@ -193,7 +193,7 @@ def _greet(
 
 
 def _said(loaded: "LoadedGateway", totals: "Totals") -> str:
-    """The last line: what was written, and whether it can be trained on."""
+    """Returns the last line: the number of trajectories written, and whether they can be trained on."""
     text_only = totals.num_trajectories - totals.num_exact
     kinds = "all token for token" if not text_only else f"{text_only} of them with calls that are text only"
     wrote = f"{totals.num_trajectories} trajectories in {totals.num_files} files, {kinds}"
@@ -206,7 +206,7 @@ def _write(text: str) -> None:
 
 
 def _known_secrets(keys: "Sequence[str]", endpoint: "Endpoint") -> "Secrets":
-    """The keys of the clients and of the endpoint, and the password in the endpoint's address."""
+    """Returns the keys of clients and endpoint, and the password in the endpoint's address."""
     from art_cli.runtime.secrets import find_secrets
 
     values, urls = [*keys, endpoint.api_key], [endpoint.base_url or ""]

@@ -76,7 +76,7 @@ def run(
 class _Rewards(NamedTuple):
     """The rewards that rollouts returned. Example: _Rewards(0.25, 12, 3)"""
 
-    mean: float | None  # None: none returned one
+    mean: float | None  # None if no rollout returned a reward
     num_groups: int  # complete groups of several attempts; 0 if no attempt has a reward
     num_without_signal: int
 
@@ -86,8 +86,8 @@ def _rewards(played: "Sequence[Trajectory]") -> _Rewards:
     from art_cli.runs.trajectory import has_signal
 
     def known(members: "Sequence[Trajectory]") -> list[float]:
-        found = [each.returned_reward for each in members if each.error is None]
-        return [reward for reward in found if reward is not None]
+        rewards = [each.returned_reward for each in members if each.error is None]
+        return [reward for reward in rewards if reward is not None]
 
     rewards = known(played)
     if not rewards:

@@ -41,8 +41,8 @@ def run(
     """Read traces of other tools.
 
     Reads logs of calls to OpenAI or Anthropic, OpenEnv's TrainingTrace, traces.jsonl of verifiers, logs of inspect,
-    exports of Langfuse, and writes trajectories: attempts at one scenario are a group. What they are is recognised by
-    their content. A record that cannot be read is counted and told, and the others are read.
+    exports of Langfuse, and writes trajectories: attempts at one scenario are a group. The format is recognised by the
+    content. A record that cannot be read is counted and reported, and the others are read.
 
     \b
     art import traces.jsonl -o trajectories.jsonl

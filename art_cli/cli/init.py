@@ -1,10 +1,11 @@
-"""`art init`: copies a packaged recipe, or writes the configuration of an environment, and says what to do there."""
+"""`art init`: copies a packaged recipe, or writes the configuration of an environment or of starting points."""
 
 import json
 import re
 import shlex
 import shutil
 import sys
+from collections.abc import Sequence
 from contextlib import redirect_stdout
 from difflib import get_close_matches
 from pathlib import Path
@@ -37,7 +38,12 @@ NOT_COPIED = shutil.ignore_patterns("__pycache__", "runs", "*.pyc")  # files tha
 
 
 def run(
-    directory: Annotated[Path, typer.Argument(metavar="DIR", help="A new or empty directory.", show_default=False)],
+    arguments: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="DIR", help="A new or empty directory; with --config key=value words.", show_default=False
+        ),
+    ] = None,
     recipe: Annotated[
         str | None,
         typer.Option(
@@ -49,20 +55,31 @@ def run(
     environment: Annotated[
         str | None, typer.Option("--environment", metavar="NAME", help="One that `art environments` lists.")
     ] = None,
+    is_config: Annotated[
+        bool, typer.Option("--config", help="Print the YAML that hardware=NAME, judge=NAME, ... come to.")
+    ] = False,
 ) -> None:
-    """Begin a project in a new directory.
+    """Begin a project in a new directory, or print a configuration.
 
     A recipe holds config.yaml, the rollout and the files that the rollout needs; its run gets the directory's name. An
     environment needs no code, and has a config.yaml alone, with the environment's settings and their defaults. Each
-    gets .agents/skills/art/SKILL.md, from which a coding agent learns these commands.
+    gets .agents/skills/art/SKILL.md, from which a coding agent learns these commands. --config composes the packaged
+    starting points hardware, model, judge and algorithm (docs/configs.md).
 
     \b
     art init mine                     the demo, which plays tic-tac-toe
     art init mine --recipe blank      an agent of four lines and three scenarios, to be replaced by yours
     art init mine --environment reasoning_gym/countdown
+    art init --config hardware=laptop model=qwen3-0.6b judge=ruler > config.yaml
     """
-    if environment is not None and recipe is not None:
-        raise UsageError("--recipe and --environment: one at a time")
+    if is_config + (environment is not None) + (recipe is not None) > 1:
+        raise UsageError("--recipe, --environment and --config: one at a time")
+    if is_config:
+        sys.stdout.write(new_config(arguments or []))
+        return
+    if len(arguments or []) != 1:
+        raise UsageError("name one DIR, a new or empty directory (see art init --help)")
+    directory = Path((arguments or [])[0])
     if environment is not None:
         write_config(environment, directory)
         what = f"the environment {environment}"
@@ -76,6 +93,16 @@ def run(
         "  art check config.yaml     # everything a run needs, tried once\n"
         "  art train config.yaml     # run again, it resumes\n"
     )
+
+
+def new_config(overrides: Sequence[str]) -> str:
+    """Returns the text of a configuration file with these options and values. Raises ConfigError."""
+    import yaml
+
+    from art_cli.config.compose import compose_new
+
+    text = yaml.safe_dump(compose_new(overrides), sort_keys=False, allow_unicode=True, width=120)
+    return f"# art train config.yaml\n# Written by: art init --config {shlex.join(overrides)}\n{text}"
 
 
 def copy_recipe(recipes: Path, name: str, directory: Path) -> None:
@@ -92,11 +119,11 @@ def copy_recipe(recipes: Path, name: str, directory: Path) -> None:
 
 
 def _as_own(text: str, recipe: str, directory: Path) -> str:
-    """The text of a recipe's file with runs that are named after the directory, and without links out of it."""
+    """Returns the text of a recipe's file with runs named after the directory, and without links out of it."""
     own = re.sub(r"[^\w.-]", "-", directory.resolve().name, flags=re.ASCII).lstrip("._-")[:MAX_OWN] or recipe
-    text = re.sub(rf'^name: "?{recipe}(-[\w-]+)?"?$', lambda found: f'name: "{own}{found[1] or ""}"', text, flags=re.M)
+    text = re.sub(rf'^name: "?{recipe}(-[\w-]+)?"?$', lambda match: f'name: "{own}{match[1] or ""}"', text, flags=re.M)
     text = text.replace(f"runs/{recipe}", f"runs/{own}")
-    return re.sub(r"\[[^\]]+\]\(\.\./\.\./([^)]+)\)", lambda found: with_documents(found[1]), text)
+    return re.sub(r"\[[^\]]+\]\(\.\./\.\./([^)]+)\)", lambda match: with_documents(match[1]), text)
 
 
 def _refuse_content(directory: Path) -> None:

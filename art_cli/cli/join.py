@@ -18,7 +18,8 @@ def run(
     """Join a learner of several machines.
 
     The first machine runs `art train CONFIG`, and each other one `art join CONFIG` with the same settings. It needs
-    the base model, and the file of an algorithm of your own; no scenarios, rollouts or judge. It ends with the run.
+    the base model and, if there is one, the file of a user's algorithm; no scenarios, rollouts or judge. It ends with
+    the run.
     ART_NODES_SECRET has the same value on all machines.
 
     \b
@@ -40,7 +41,7 @@ def run(
     learner = loaded.config.learner
     if not isinstance(learner, TorchLearnerConfig) or learner.nodes == 1:
         raise UsageError(f"{config}: learner.nodes is 1, so that nothing can be joined; set it and learner.rendezvous")
-    with scratch("node") as place:
-        base = find_base(loaded.config.model.base, directory=loaded.directory, built=place / "base")
+    with scratch("node") as directory:
+        base = find_base(loaded.config.model.base, directory=loaded.directory, built=directory / "base")
         job = make_job(loaded.config, base, directory=loaded.directory, dtype=loaded.config.model.dtype)
-        threads.run(join(job, files=Path(place), logs=Path(place), wait_s=wait_s))
+        threads.run(join(job, files=Path(directory), logs=Path(directory), wait_s=wait_s))

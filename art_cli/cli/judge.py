@@ -1,7 +1,7 @@
-"""`art judge`: scores a file of trajectories group by group, and says how far its judge can be trusted.
+"""`art judge`: scores a file of trajectories group by group, and measures its judge.
 
-Reads trajectories (ours, ART's, plain conversations) and appends scored trajectories as groups finish. Run again, it
-goes on with the groups that are owed. With --report it measures the judge on the scored file.
+Reads trajectories (those of art, OpenPipe's ART, plain conversations) and appends scored trajectories as groups finish.
+Run again, it goes on with the groups that are owed. With --report it measures the judge on the scored file.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""`art judge --report`: prints what a scored file says about its judge, writes the page, checks the gates."""
+"""`art judge --report`: prints the measures of a scored file's judge, writes the page, checks the gates."""
 
 import contextlib
 import json
@@ -15,7 +15,7 @@ from art_cli.runtime.errors import GateError, UsageError, printable
 
 
 def is_scored(path: Path) -> bool:
-    """Whether the first line is a scored trajectory. Raises DataError: the file is not UTF-8 text."""
+    """Whether the first line is a scored trajectory. Raises DataError if the file is not UTF-8 text."""
     if not path.is_file():
         raise UsageError(f"{path}: no such file")
     for line in lines(path):
@@ -36,7 +36,7 @@ def report(
     before: str | dict[str, Any] = "",
     is_whole: bool = True,
 ) -> None:
-    """`before` is what the session that wrote the file has to say, as text or for JSON. Raises GateError.
+    """Prints the report after `before`, the summary of the judging, as text or JSON. Raises GateError.
 
     While groups stay owed no gate is passed: the hardest ones may be missing.
     """
@@ -45,8 +45,8 @@ def report(
     from art_cli.loop.gates import parse_gate
 
     parsed = [parse_gate(gate) for gate in gates]
-    found, sample = make_report(path, gold=gold)
-    lines, plain, values = report_lines(found), msgspec.to_builtins(found), found.values()
+    measured, sample = make_report(path, gold=gold)
+    lines, plain, values = report_lines(measured), msgspec.to_builtins(measured), measured.values()
     if html is not None:
         from art_cli.reports.pages.judge_page import judge_page
         from art_cli.runs.durable import write_file

@@ -1,4 +1,4 @@
-"""What `art judge` does: chooses the judge, judges a file with it, or says what judging would cost."""
+"""The judging of `art judge`: chooses the judge, judges a file with it, or estimates the cost."""
 
 import json
 import sys
@@ -31,7 +31,7 @@ SHOWN = 5  # number of owed groups that are named
 def choose_judge(
     config: Path | None, overrides: Sequence[str], *, model: str | None = None, rubric: Path | None = None
 ) -> LoadedJudge:
-    """The configuration's judge; RULER if none is named, or if `model` or `rubric` is given."""
+    """Returns the configuration's judge, or RULER if none is named or if `model` or `rubric` is given."""
     is_named = any(override.partition("=")[0] in ("judge", "judge.name") for override in overrides)
     if config is None and not is_named:
         overrides = ["judge=ruler", *overrides]
@@ -76,7 +76,7 @@ def judge_file(
 
 
 def _least(loaded: LoadedJudge) -> int:
-    """The number of attempts below which a group has nothing for the judge to compare."""
+    """Returns the smallest number of attempts in a group that the judge can compare."""
     return 2 if ranks(loaded.config) else 1
 
 
@@ -109,12 +109,12 @@ def as_text(summary: Summary) -> str:
 
 
 def dollars(usd: float | None) -> str:
-    """Example: "$0.0123"."""
+    """Returns a sum as "$0.0123"."""
     return "price unknown" if usd is None else f"${usd:.4f}"
 
 
 def refuse_owed(summary: Summary) -> None:
-    """Raises JudgeError: a group of the file was not scored, or all were skipped."""
+    """Raises JudgeError if a group of the file was not scored, or all were skipped."""
     reasons = [f"{summary.owed} groups were not scored and stay owed"] if summary.owed else []
     reasons += [f"{len(summary.incomplete)} groups are incomplete"] if summary.incomplete else []
     if not reasons and summary.skipped and not summary.groups + summary.groups_before:
@@ -139,7 +139,7 @@ def _estimate_group(judge: Judge, source: TrajectoryFile, group: Group) -> CostE
 def dry_run(
     loaded: LoadedJudge, source: TrajectoryFile, output: Path | None, *, is_partial: bool, as_json: bool
 ) -> None:
-    """Prints what judging would cost. Makes no call and writes nothing."""
+    """Prints the estimated cost of judging. Makes no call and writes nothing."""
     judge = make_judge(loaded.config, loaded.directory)
     if judge.estimate([]) is None:
         raise UsageError(f"--dry-run: judge={loaded.config.name} makes no calls that could be counted beforehand")

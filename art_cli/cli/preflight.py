@@ -1,9 +1,8 @@
 """Preflight: everything that a run needs, tried once, each finding with its cure.
 
-The checks go from cheap to expensive. A check that fails stops the later ones, which need what it would have given. One
-that may take long logs what it does, and how long that takes, before it begins.
-Nothing is written outside a temporary directory. A judge that costs money is asked once about two short attempts, and
-its line says what that cost.
+The checks go from cheap to expensive. A check that fails stops the later ones, which need its result. A check that
+may take long first logs its work and an estimate of its time. Nothing is written outside a temporary directory. A
+judge that costs money is asked once about two short attempts, and its line has the cost.
 """
 
 import json
@@ -65,13 +64,13 @@ FIRST_STEP = 10  # time of the first step in forward passes: its own 3, and the 
 
 @dataclass
 class Preflight:
-    """The checks, in order. A check keeps here what later checks need."""
+    """The checks in order, with the results that later checks need."""
 
     loaded: LoadedConfig
     scratch: Path
     asks_judge: bool = True
     scenarios: list[Json] = field(default_factory=list)
-    weights: Weights | None = None  # None: not loaded yet, or a server has them
+    weights: Weights | None = None  # None until they are loaded, and if a server has them
     policy: PolicySpec | None = None
     tokenizer: Any = None
     learner: Learner | None = None
@@ -125,7 +124,7 @@ class Preflight:
             threads.run(self.judge.close())
 
     def check_engine(self) -> Finding:
-        """Says which engine and learner the run uses. A vLLM that the configuration names must work."""
+        """Returns the engine and learner of the run. A vLLM that the configuration names must work."""
         engine = self.loaded.config.engine
         if isinstance(engine, VllmEngineConfig) and (problem := _vllm_problem(engine)):
             cure = "pip install 'art-cli[vllm]', name a Python that has it in engine.python, or engine=embedded"
@@ -133,7 +132,7 @@ class Preflight:
         return Finding("auto", True, describe(self.loaded, "engine", "learner"))
 
     def check_nodes(self) -> Finding | None:
-        """Whether the learner's other nodes could meet this machine. None: it has no others."""
+        """Checks that the learner's other nodes could reach this machine. Returns None if there are no others."""
         learner = self.loaded.config.learner
         if learner.nodes == 1:
             return None
@@ -152,7 +151,7 @@ class Preflight:
         )
 
     def check_run(self) -> Finding | None:
-        """Says what `art train` would do with the existing run of this name. None: there is no such run yet."""
+        """Returns what `art train` would do with the existing run of this name, or None if there is no such run."""
         run = RunDir(self.loaded.config.runs / self.loaded.config.name)
         steps = run.checkpoint_steps()
         if not steps:
@@ -162,7 +161,7 @@ class Preflight:
         return Finding("run", True, f"{run.root}: art train goes on from step {steps[-1]}")
 
     def check_store(self) -> Finding | None:
-        """Writes an object beside the runs and removes it again. None: the run has no store."""
+        """Writes an object beside the runs and removes it again. Returns None if the run has no store."""
         if (address := self.loaded.config.store) is None:
             return None
         store, name = ObjectStore(address), f"art-check-{uuid.uuid4().hex[:12]}"
@@ -182,7 +181,7 @@ class Preflight:
         return Finding("store", True, f"{address}: can be written{note if is_made_again else ''}")
 
     def check_trackers(self) -> Finding | None:
-        """Says whether the trackers' packages and keys are there; asks no server. None: the run has no tracker."""
+        """Looks for the trackers' packages and keys, without a request. Returns None if the run has no tracker."""
         chosen = trackers_of(self.loaded.config)
         for tracker in chosen:
             try:
@@ -214,7 +213,7 @@ class Preflight:
         return Finding("scenarios", True, ", ".join(counts), note)
 
     def check_cluster(self) -> Finding | None:
-        """Asks the cluster that plays the rollouts. None: this machine plays them."""
+        """Asks the cluster that plays the rollouts. Returns None if this machine plays them."""
         cluster = self.loaded.config.rollout.cluster
         if cluster is None:
             return None
@@ -227,7 +226,7 @@ class Preflight:
         return Finding("cluster", True, message, cure)
 
     async def _ask_cluster(self) -> ClusterFacts:
-        """Raises UsageError, RolloutError: the cluster cannot be used."""
+        """Returns the cluster's facts. Raises UsageError or RolloutError if it cannot be used."""
         rollout = cluster_rollout(self.loaded.config, self.loaded.directory)
         try:
             return await rollout.connect()
@@ -257,7 +256,7 @@ class Preflight:
         return Finding("entries", True, f"rollout {rollout}{where}, judge {config.judge.name}")
 
     async def _load_elsewhere(self) -> str:
-        """The version of the rollout's Python, after it loaded it. Raises UsageError, RolloutError: it cannot."""
+        """Loads the rollout in its Python and returns that version. Raises UsageError or RolloutError if it cannot."""
         process = process_rollout(self.loaded.config.rollout, self.loaded.directory)
         await process.open()
         await process.close()
@@ -286,7 +285,7 @@ class Preflight:
         )
 
     def _check_remote_model(self, engine: TinkerEngineConfig, base: str) -> Finding:
-        """Asks the server what it has. Only the base's configuration and tokenizer are needed here."""
+        """Asks the server for its models. Only the base's configuration and tokenizer are needed here."""
         from art_cli.tinker.client.remote_server import find_server
         from art_cli.tinker.client.remote_session import load_sdk
 
@@ -350,7 +349,7 @@ class Preflight:
         return f"the first scenario, {printable(str(self.scenarios[0]['id']), limit=MAX_SHOWN)}"
 
     def _silence_problem(self) -> Finding:
-        """The finding for an attempt that made no model call."""
+        """Returns the finding for an attempt that made no model call."""
         if self.loaded.config.rollout.environment is not None:
             message = "the game was over before the policy's seat had a move"
             return Finding("rollout", False, message, "begin with another seed: rollout.environment.seed=1")
@@ -370,7 +369,7 @@ class Preflight:
         return sorted(played, key=lambda trajectory: trajectory.index)
 
     def check_tools(self) -> Finding | None:
-        """Says whether the chat template shows the model the tools that the agent sends. None: the agent sends none."""
+        """Checks that the chat template shows the agent's tools to the model. Returns None if the agent sends none."""
         assert self.policy
         with_tools = next((trajectory for trajectory in self.played if trajectory.tools), None)
         if with_tools is None:
@@ -403,7 +402,7 @@ class Preflight:
         return Finding("tokens", True, message, cure)
 
     def _gap(self, turns: Sequence[Turn], index: int) -> float:
-        """Largest |engine - learner| in nats over a turn's sampled tokens; 0 if top_p or top_k cut the distribution."""
+        """Returns the largest |engine - learner| in nats over a turn's sampled tokens; 0 with top_p or top_k."""
         turn = turns[index]
         if turn.is_truncated_sampling or not turn.sampled_ids:
             return 0.0
@@ -440,14 +439,14 @@ class Preflight:
         return Finding("update", True, message, cure)
 
     def _update_takes(self, length: int) -> str:
-        """Returns how long the first step on a row of that length takes, from a forward pass over such a row."""
+        """Estimates the time of the first step on a row of that length from a forward pass over such a row."""
         assert self.policy and self.learner
         begin = time.perf_counter()
-        self.learner.score([place % self.policy.vocabulary for place in range(length)])
+        self.learner.score([index % self.policy.vocabulary for index in range(length)])
         return f"about {FIRST_STEP * (time.perf_counter() - begin):.0f} s"
 
     def check_shadow(self) -> Finding | None:
-        """Loads the shadow judges and looks for their keys; asks none. None: there are none."""
+        """Loads the shadow judges and looks for their keys, without a call. Returns None if there are none."""
         shadow, directory = self.loaded.config.shadow, self.loaded.directory
         threads.run(ShadowJudges(shadow, directory).close())
         for name, each in shadow.items():
@@ -458,7 +457,7 @@ class Preflight:
         return Finding("shadow", True, ", ".join(names)) if names else None
 
     def check_judge(self) -> Finding | None:
-        """Asks the judge. None: the only judge is the rollout's own reward."""
+        """Asks the judge. Returns None if the reward is the rollout's."""
         assert self.judge
         notes, cures = [], []
         for part in self.judge.parts:
@@ -474,7 +473,7 @@ class Preflight:
         return Finding("judge", True, "; ".join(notes), "; ".join(cures)) if notes else None
 
     def _ask_once(self, judge: Judge, expected: CostEstimate) -> tuple[str, str]:
-        """What to say of a judge that costs money, and a cure ("": none is needed). Raises JudgeError."""
+        """Asks a judge that costs money; returns the line and the cure, or "" if none is needed. Raises JudgeError."""
         models, would = judge.title, _as_price(expected)
         if not self.asks_judge:
             return f"{models}: not asked (--no-judge); asking once about two short attempts would take {would}", ""
@@ -505,20 +504,20 @@ class Preflight:
         needed = (
             one * (config.train.keep_checkpoints + 3) + lines
         )  # 3 more: step 0, the best one, and one while it is written
-        place = next(path for path in [config.runs, *config.runs.parents] if path.exists())
-        free = shutil.disk_usage(place).free
+        existing = next(path for path in [config.runs, *config.runs.parents] if path.exists())
+        free = shutil.disk_usage(existing).free
         message = f"about {needed / 1e9:.2f} GB needed under {config.runs}, {free / 1e9:.1f} GB free"
         return Finding("disk", needed < free, message, "" if needed < free else "free some, or set `runs` elsewhere")
 
 
 def _size(base: str) -> str:
-    """The size of a directory's weights in words, or "" for a base on the hub."""
+    """Returns the size of a directory's weights as text, or "" for a base on the hub."""
     size = sum(path.stat().st_size for path in Path(base).glob("*.safetensors"))
     return f" ({size / 1e9:.1f} GB)" if size else ""
 
 
 def _vllm_problem(engine: VllmEngineConfig) -> str:
-    """Why the vLLM that the configuration names cannot be used; "" if there is no known reason."""
+    """Returns the reason why the configuration's vLLM cannot be used, or "" if none is known."""
     if engine.base_url is not None:
         address = urlsplit(engine.base_url)
         try:
@@ -533,12 +532,12 @@ def _vllm_problem(engine: VllmEngineConfig) -> str:
         return str(error)
     if engine.python is None and find_spec("vllm") is None:
         return "engine is vllm, and vLLM is not installed"
-    found = find_vllm(engine.python)
-    return "" if found.version else f"engine is vllm, and vLLM does not work in {found.python}: {found.error}"
+    vllm = find_vllm(engine.python)
+    return "" if vllm.version else f"engine is vllm, and vLLM does not work in {vllm.python}: {vllm.error}"
 
 
 def _sampling_note(played: Sequence[Trajectory]) -> str:
-    """Returns what makes attempts equal in the way they are sampled, or "" if nothing does.
+    """Returns the cause of equal attempts in their sampling, or "" if there is none.
 
     Equal attempts have a cause that their probability shows: the model is sure of them, or only top_p and top_k are, or
     they are so unlikely that something fixed the draw.

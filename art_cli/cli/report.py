@@ -1,4 +1,4 @@
-"""`art report`: what happened in a run, and what to try next; as text, as JSON, or as one static page."""
+"""`art report`: the history of a run and what to try next, as text, as JSON, or as one static page."""
 
 import json
 import sys

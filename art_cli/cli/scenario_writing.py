@@ -1,4 +1,4 @@
-"""What `art scenarios` does: asks a server for its tools, and a model for tasks, until there are enough."""
+"""The work of `art scenarios`: asks a server for its tools, and a model for tasks until there are enough."""
 
 import asyncio
 import logging
@@ -37,12 +37,12 @@ from art_cli.runtime.log import Bar, shown_bar
 log = logging.getLogger(__name__)
 
 CALLS = 4  # calls at once; each knows what was there before all of them
-MAX_IDLE = 3  # rounds of calls without a new task after which the model has no more to say
+MAX_IDLE = 3  # number of rounds without a new task after which the model is given up
 
 
 @dataclass
 class Written:
-    """What came of it."""
+    """The result: the tasks in the file, their cost, and the problem that ended the writing early, if any."""
 
     path: Path
     environment: str
@@ -81,7 +81,7 @@ def write(
     overrides: Sequence[str],
     is_more: bool,
 ) -> Written:
-    """Writes the file. Raises UsageError, JudgeError when no task was added, Interrupted."""
+    """Writes the file. Raises UsageError, Interrupted, and JudgeError if no task was added."""
     if kind != "mcp":
         raise UsageError(f"{kind!r}: tasks are written for mcp; other environments have scenarios of their own")
     before = _tasks_before(output, is_more=is_more)
@@ -110,7 +110,7 @@ def write(
 
 
 def _tasks_before(output: Path, *, is_more: bool) -> list[Json]:
-    """The tasks of the file. Raises UsageError: it is there, and is not to be added to; DataError: it has others."""
+    """Returns the tasks of the file. Raises UsageError if it exists without --append, DataError if it has others."""
     if not output.exists():
         return []
     if not is_more:
@@ -125,7 +125,7 @@ def _tasks_before(output: Path, *, is_more: bool) -> list[Json]:
 
 
 def _choose_model(config: Path | None, overrides: Sequence[str], model: str | None) -> tuple[RulerJudgeConfig, Path]:
-    """How the model that writes is called, and the directory of that configuration. Raises UsageError."""
+    """Returns the settings of the model that writes, and the directory of its configuration. Raises UsageError."""
     loaded = choose_judge(config, overrides, model=model)
     if not isinstance(loaded.config, RulerJudgeConfig):
         raise UsageError("a judge that is a language model writes the tasks; name one with --model, or judge=ruler")
@@ -136,7 +136,7 @@ def _choose_model(config: Path | None, overrides: Sequence[str], model: str | No
 
 
 def _find_tools(place: str, config: Path | None) -> list[Json]:
-    """The server's tools. Raises UsageError: it cannot be reached, or has none."""
+    """Returns the server's tools. Raises UsageError if it cannot be reached, or has none."""
     library = library_named("mcp")
     if problem := not_installed(library):
         raise UsageError(f"{problem}; {cure(library)}")
@@ -153,7 +153,7 @@ def _find_tools(place: str, config: Path | None) -> list[Json]:
 
 
 class _Writer:
-    """Asks for tasks in rounds of calls, and writes the file after each."""
+    """A writer of tasks: asks for them in rounds of calls, and writes the file after each round."""
 
     def __init__(self, caller: Caller, tools: list[Json], written: Written, bar: Bar | None) -> None:
         self._caller, self._tools, self._written, self._bar = caller, tools, written, bar
@@ -176,7 +176,8 @@ class _Writer:
         self._written.problem = ""
 
     async def _round(self) -> None:
-        """As many calls as are needed, each for places of its own. Raises JudgeStopped: no further call can succeed."""
+        """Makes as many calls as are needed, each for other tasks. Raises JudgeStopped if no further call can
+        succeed."""
         tasks, wanted = self._written.tasks, self._written.num_wanted
         places = tasks.places(min(wanted - len(tasks.found), CALLS * BATCH))
         batches = [places[first : first + BATCH] for first in range(0, len(places), BATCH)]
@@ -198,7 +199,7 @@ class _Writer:
             log.warning("%s", failure)
 
     async def _ask(self, places: list[TaskPlan]) -> list[Json]:
-        """The usable tasks of an answer; one that cannot be read is sent back once. Raises JudgeError."""
+        """Returns the usable tasks of an answer. One that cannot be read is sent back once. Raises JudgeError."""
         first = questions(self._tools, places, self._written.tasks.near(places))
         messages, problem = first, ""
         for _ in range(2):

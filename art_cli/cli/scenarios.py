@@ -31,7 +31,7 @@ def run(
     """Have a language model write tasks for the tools of an MCP server.
 
     Each task has an id, the tools that it needs and a difficulty from 1 to 5. They are spread over the tools and the
-    difficulties, and a task that says nearly the same as another is left out. The file is what rollout.scenarios
+    difficulties, and a task that nearly repeats another is left out. The file is what rollout.scenarios
     names, with a judge such as RULER, because the tasks have no answer. The model is called as judges are, so judge.*
     sets its address, its budget and its patience.
 

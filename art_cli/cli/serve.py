@@ -64,7 +64,7 @@ def run(
     queue: Annotated[int, typer.Option("--queue", min=0, help="Requests that wait besides; more get 429.")] = 1024,
     max_body_mib: MaxBody = 32.0,
     drain_s: Annotated[
-        float, typer.Option("--drain", metavar="SECONDS", min=0, help="When told to stop, how long requests may go on.")
+        float, typer.Option("--drain", metavar="SECONDS", min=0, help="The longest time for requests at a stop.")
     ] = 30.0,
     logprobs_mode: Annotated[
         Literal["raw_logprobs", "processed_logprobs"],
@@ -81,7 +81,7 @@ def run(
     art serve small=runs/a large=runs/b/checkpoints/step_0040
     ART_API_KEY=... art serve runs/mine --host 0.0.0.0
 
-    SIGTERM and Ctrl-C let what runs end, and refuse what is new with 503.
+    SIGTERM and Ctrl-C let running requests end, and refuse new ones with 503.
     """
     from art_cli.chat.api_keys import check_exposure, read_keys
     from art_cli.runtime import threads
@@ -99,11 +99,11 @@ def run(
         raise UsageError("--follow: name a run's directory on this machine; an object store is read once")
     keys = read_keys(api_key, api_key_file)
     check_exposure(host, keys)
-    with scratch("serve") as place:
-        sources = _find_sources(checkpoints, which=which, base=base, dtype=dtype, place=place)
+    with scratch("serve") as directory:
+        sources = _find_sources(checkpoints, which=which, base=base, dtype=dtype, directory=directory)
         if is_following and not all(source.run is not None for source in sources):
             raise UsageError("--follow: name a run (or a checkpoint in one); nothing else has new checkpoints")
-        loader = Loader(_choose_engine(engine, knobs or [], sources, is_trusted=is_trusted), logs=place)
+        loader = Loader(_choose_engine(engine, knobs or [], sources, is_trusted=is_trusted), logs=directory)
         if loader.swaps_adapters and len(sources) > 1:
             raise UsageError("--engine vllm serves one checkpoint; start one server for each, or --engine embedded")
         log.info("loading %s into %s", ", ".join(map(str, sources)), loader.config.name)
@@ -121,20 +121,20 @@ def run(
 
 
 def is_on_line(context: typer.Context, name: str) -> bool:
-    """Whether the parameter was given on the command line, not by its environment variable or default."""
+    """Whether the parameter was given on the command line, and not by its environment variable or default."""
     source = context.get_parameter_source(name)
     return source is not None and source.name == "COMMANDLINE"
 
 
 def _find_sources(
-    texts: Sequence[str], *, which: "Which", base: str | None, dtype: str | None, place: Path
+    texts: Sequence[str], *, which: "Which", base: str | None, dtype: str | None, directory: Path
 ) -> "list[Source]":
-    """The source of each `[NAME=]CHECKPOINT`. Raises UsageError: it is neither here nor on the hub."""
+    """Returns the source of each `[NAME=]CHECKPOINT`. Raises UsageError if it is neither here nor on the hub."""
     from art_cli.models.loading import find_base, require_base
     from art_cli.serving.served_model import find_source
 
     if base is not None:
-        base = find_base(base, directory=Path.cwd(), built=place / "base", named="--base")
+        base = find_base(base, directory=Path.cwd(), built=directory / "base", named="--base")
     sources = [find_source(named_policy(text), which=which, base=base, dtype=dtype) for text in texts]
     for source in sources:
         require_base(source.base, source.named)
@@ -149,9 +149,9 @@ def _choose_engine(
     *,
     is_trusted: bool = False,
 ) -> "EngineConfig":
-    """The engine that is asked for; `auto` is what this machine has and these sources can be served with.
+    """Returns the requested engine; `auto` is one that this machine has and that can serve these sources.
 
-    Raises UsageError: the run decides which program vLLM is, and is not trusted; nothing was run then.
+    Raises UsageError, before anything runs, if an untrusted run names the program that is vLLM.
     """
     from art_cli.loop.auto import Machine, choose, engine_facts
     from art_cli.serving.loader import check_trust, engine_config, read_knobs
@@ -174,7 +174,7 @@ def _choose_engine(
 
 
 def _trained_engine(sources: "Sequence[Source]") -> dict[str, object]:
-    """The engine section of the first source's run."""
+    """Returns the engine section of the first source's run."""
     from art_cli.runs.run_checkpoints import run_config
 
     section = run_config(sources[0].run).get("engine")

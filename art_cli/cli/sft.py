@@ -1,5 +1,4 @@
-"""`art sft`: warm-starts a policy from chat transcripts, or from the best of its own scored attempts; writes a
-checkpoint."""
+"""`art sft`: warm-starts a policy from chat transcripts, or from its best scored attempts; writes a checkpoint."""
 
 import json
 import sys
@@ -62,9 +61,9 @@ def run(
     art sft config.yaml runs/mine --best-of 2 --min-reward 0.8 -o warm --checkpoint runs/mine
     """
     from art_cli.config.compose import load_config
-    from art_cli.config.references import check_ready
     from art_cli.learners.sft.examples import load_examples
     from art_cli.loop.auto import resolve_auto
+    from art_cli.loop.references import check_ready
     from art_cli.loop.stage_policy import PolicySource, as_trained, find_policy, open_base, open_learner, save_learner
     from art_cli.loop.warm_up import WarmUp
     from art_cli.runtime import threads
@@ -87,9 +86,9 @@ def run(
 
 
 def _files(demos: Path, words: Sequence[str]) -> tuple[list[Path], list[str]]:
-    """The files to learn from, and the settings among the words after the first file.
+    """Returns the files to learn from, and the settings among the words after the first file.
 
-    Raises UsageError: no such file.
+    Raises UsageError if a file does not exist.
     """
     settings = [word for word in words if ("=" in word or word.startswith("~")) and not Path(word).exists()]
     files = [demos, *(Path(word) for word in words if word not in settings)]
@@ -120,9 +119,9 @@ def _own_section(config: Path, files: Sequence[Path], settings: Sequence[str]) -
 def _with_options(
     loaded: "LoadedConfig", files: Sequence[Path], *, best_of: int | None, min_reward: float | None
 ) -> "LoadedConfig":
-    """The configuration with the command's options in its `sft` section.
+    """Returns the configuration with the command's options in its `sft` section.
 
-    Raises UsageError: a directory, or a lowest reward, without --best-of.
+    Raises UsageError for a directory, or a lowest reward, without --best-of.
     """
     section = loaded.config.sft
     assert section is not None, "the command names its transcripts"

@@ -30,11 +30,12 @@ def run(
     \b
     art train config.yaml
     art train config.yaml train.learning_rate=1e-4 judge=rollout
+    art train config.yaml hardware=h100 algorithm=gspo    (all of them: docs/configs.md)
     art train config.yaml -m train.learning_rate=1e-4,5e-4 loss=grpo,dapo
     """
     from art_cli.config.compose import load_config, load_sweep
-    from art_cli.config.references import check_ready
     from art_cli.loop.open_train import train
+    from art_cli.loop.references import check_ready
     from art_cli.loop.startup import Startup, process_begin
     from art_cli.reports.run_report import read_report
     from art_cli.runs.run_dir import RunDir
@@ -60,7 +61,7 @@ def _as_json(result: "TrainResult", report: "RunReport") -> str:
 
 
 def _as_text(result: "TrainResult", report: "RunReport") -> str:
-    """How the run ended, its first, best and last evaluation, and the checkpoint to serve."""
+    """Returns the end of the run, its first, best and last evaluation, and the checkpoint to serve."""
     import msgspec
 
     from art_cli.reports.pages.summary import closing_text

@@ -83,7 +83,7 @@ def run(
 async def _serve(
     answers: "Answers", host: str, port: int, endpoint: str | None, model: str | None, *, is_open: bool
 ) -> None:
-    """Serves until it is told to stop."""
+    """Serves until a signal stops it."""
     import asyncio
 
     from art_cli.chat.http_server import serve
@@ -114,7 +114,7 @@ async def _relay(endpoint: str | None, model: str | None) -> "ChatRelay | None":
 
 
 def _open_browser(url: str) -> None:
-    """Opens the page where there is a screen; elsewhere the printed address is enough."""
+    """Opens the page if there is a screen; otherwise the printed address is enough."""
     import webbrowser
 
     has_screen = sys.platform == "darwin" or os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY")

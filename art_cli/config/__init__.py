@@ -5,13 +5,11 @@ sections/           the sections of RunConfig: every knob, its default and what 
 compose.py          load_config, load_sweep, load_judge, LoadedConfig
 composition.py      one YAML file and the command line's overrides, put together by Hydra
 overrides.py        reads `key=value` arguments, and expands sweeps
-problems.py         pydantic's findings as lines, each with the nearest right thing to write
+problems.py         pydantic's errors as lines, each with the nearest right key or value
 knobs.py            the tree of keys that the schema allows
-key_locations.py    the place of each key: file and line, or command line
-documents.py        reads one YAML file within bounds
-interpolation.py    resolves `${...}` within bounds
+key_locations.py    the location of each key: file and line, or command line
+documents.py        one YAML file as a mapping, or its mistakes with their lines
 checks.py           sections that do not fit together; what cannot be trained
-references.py       the files, functions and hosts that a configuration names, looked up before anything runs
-config_identity.py  which training a configuration describes: its hash, and how two differ
-packaged.py         finds recipes/ and docs/ in a wheel or a checkout
+config_identity.py  the identity of a training: a configuration's hash, and the differences of two
+packaged.py         configs/, recipes/ and docs/ in a wheel or a checkout
 """

@@ -25,7 +25,7 @@ from art_cli.config.sections.cluster_config import cluster_conflicts
 
 
 def conflicts(config: RunConfig) -> Iterator[tuple[str, str]]:
-    """(dotted key, message) for each pair of settings that contradict each other."""
+    """Yields (dotted key, message) for each pair of settings that contradict each other."""
     section = "loss" if config.algorithm is None else "algorithm"
     yield from _algorithm_conflicts(config, section)
     yield from _adapter_conflicts(config)
@@ -68,7 +68,7 @@ def _algorithm_conflicts(config: RunConfig, section: str) -> Iterator[tuple[str,
 
 
 def _adapter_conflicts(config: RunConfig) -> Iterator[tuple[str, str]]:
-    """What works with a LoRA adapter only, where all weights are trained."""
+    """Yields the settings that need a LoRA adapter, if all weights are trained."""
     if config.model.lora is not None:
         return
     if isinstance(config.learner, UnslothLearnerConfig):
@@ -137,11 +137,14 @@ def _judge_conflicts(config: RunConfig) -> Iterator[tuple[str, str]]:
             )
         if noise.is_from_votes and not has_votes(config.judge):
             cure = "ask for several votes (judge=ruler, judge.votes=4), or set false_positive and false_negative"
-            yield "judge.noise", f"judge {name!r} gives each attempt one score, which says nothing of its error: {cure}"
+            yield "judge.noise", f"judge {name!r} gives each attempt one score, which shows no error: {cure}"
         if not noise.is_from_votes and name not in ("rollout", "function"):
             yield "judge.noise", f"flip rates are of verdicts 0 and 1, and judge {name!r} gives scores; set it to votes"
     if config.loss.needs_explanations and name in ("rollout", "none", "reward_model"):
-        yield "loss", f"'sdpo' teaches what the judge says, and judge {name!r} gives no reasons; choose judge=ruler"
+        yield (
+            "loss",
+            f"'sdpo' teaches by the judge's explanations, and judge {name!r} gives no reasons; choose judge=ruler",
+        )
     if not config.learns_by.needs_rewards:
         rollout = config.rollout
         chosen = {
@@ -160,7 +163,7 @@ def _judge_conflicts(config: RunConfig) -> Iterator[tuple[str, str]]:
 
 
 def has_votes(judge: JudgeConfig) -> bool:
-    """Whether a judge may give an attempt several votes; only at run time is it known of a user's own."""
+    """Whether a judge may give an attempt several votes. A user's judge may; that is known only at run time."""
     if isinstance(judge, BlendJudgeConfig):
         return any(has_votes(judge.judges.get(name, RolloutJudgeConfig())) for name in judge.blend)
     return isinstance(judge, FunctionJudgeConfig) or (isinstance(judge, RulerJudgeConfig) and judge.votes > 1)
@@ -217,7 +220,7 @@ def _process_conflicts(config: RunConfig, learner: BaseLearnerConfig) -> Iterato
 
 
 def _remote_conflicts(config: RunConfig, section: str) -> Iterator[tuple[str, str]]:
-    """What cannot be said to a server of the Tinker protocol, with what would do instead."""
+    """Yields the settings that the Tinker protocol cannot express, each with an alternative."""
     loss, train = config.learns_by, config.train
     if not isinstance(config.engine, TinkerEngineConfig):
         yield (
@@ -260,7 +263,7 @@ def _critic_conflicts(config: RunConfig, loss: PpoConfig) -> Iterator[tuple[str,
 
 
 def untrainable(config: RunConfig) -> Iterator[tuple[str, str]]:
-    """(dotted key, message) for each setting with which a configuration can be evaluated but not trained."""
+    """Yields (dotted key, message) for each setting with which a policy can be evaluated but not trained."""
     if not config.engine.can_train:
         yield (
             "engine",

@@ -1,9 +1,10 @@
-"""Loads a configuration: a YAML file and `key=value` arguments become a checked RunConfig, or all mistakes at once.
+"""The loaders: a YAML file and `key=value` arguments become a checked RunConfig, or a ConfigError with all mistakes.
 
 load_config    one run
-load_sweep     the runs of `--multirun`, each under a name of its own
+load_sweep     the runs of `--multirun`, each under another name
 load_judge     only a judge, for `art judge` without a configuration
 load_gateway   a gateway in front of an endpoint, which needs no model and no rollout
+compose_new    the keys of a configuration that is still to be written
 """
 
 import re
@@ -19,7 +20,7 @@ from art_cli.config.composition import Composition
 from art_cli.config.key_locations import COMMAND_LINE, Places
 from art_cli.config.knobs import Schema, groups, sections, variants
 from art_cli.config.overrides import expand, suffixes
-from art_cli.config.problems import explain, unwritable
+from art_cli.config.problems import explain
 from art_cli.config.schema import (
     MAX_NAME,
     AutoEngineConfig,
@@ -41,12 +42,13 @@ from art_cli.runtime.errors import ConfigError, Problem
 
 AnySection = TypeVar("AnySection", bound=Section)
 
-ENTRY = "entry"  # the variant that a user's own class is, where a section may be one
+TINY, BLANK_ROLLOUT = "builtin:tiny", {"entry": "rollout.py:rollout", "scenarios": "scenarios.jsonl"}  # recipes/blank
+ENTRY = "entry"  # the variant of a section for a user's own class
 
 
 @dataclass(frozen=True)
 class LoadedConfig:
-    """A configuration and where it came from.
+    """A configuration and its origin.
 
     Plug-in entries, scenarios, demos and a base directory stay as written: they are resolved against `directory` where
     they are used, so that a project can be moved between two starts of a run. `runs`, the template and the engine's
@@ -57,7 +59,9 @@ class LoadedConfig:
     directory: Path  # absolute directory of the file; relative paths in the file are relative to it
     path: Path  # the file as the user named it
     places: Places = field(default_factory=Places, repr=False, compare=False)
-    auto: Mapping[str, str] = field(default_factory=dict)  # why each group that said `auto` is what it is: loop/auto.py
+    auto: Mapping[str, str] = field(
+        default_factory=dict
+    )  # reason for each choice of a group that was `auto`: loop/auto.py
     overrides: tuple[str, ...] = ()  # the command line's `key=value` arguments
     sweep: tuple[str, ...] = ()  # the arguments of the whole sweep, if this is a run of one
 
@@ -76,19 +80,19 @@ class _JudgeOnly(Section):
 
 @dataclass(frozen=True)
 class LoadedGateway:
-    """What `art gateway` reads of a configuration."""
+    """The part of a configuration that `art gateway` reads."""
 
     name: str
     engine: EngineConfig
     gateway: GatewayConfig
     trajectories: Path  # absolute directory for what it writes
     directory: Path  # absolute directory of the file
-    run: LoadedConfig | None  # the whole configuration; None: the file has neither `model` nor `rollout`
+    run: LoadedConfig | None  # the whole configuration, or None if the file has neither `model` nor `rollout`
 
 
 @dataclass(frozen=True)
 class LoadedBackend:
-    """What `art backend` reads of a configuration."""
+    """The part of a configuration that `art backend` reads."""
 
     model: ModelConfig
     engine: EngineConfig
@@ -110,7 +114,7 @@ class _GatewayOnly(Section):
 
 
 def load_config(path: Path | str, overrides: Sequence[str] = ()) -> LoadedConfig:
-    """The configuration of one run. Raises ConfigError with every mistake that can be found."""
+    """Returns the configuration of one run. Raises ConfigError with all mistakes at once."""
     path = Path(path)
     composition = Composition(path, RunConfig)
     config = _judged(composition, overrides, RunConfig)
@@ -126,8 +130,29 @@ def load_config(path: Path | str, overrides: Sequence[str] = ()) -> LoadedConfig
     )
 
 
+def compose_new(overrides: Sequence[str]) -> dict[str, Any]:
+    """Returns the keys that these options and values come to, for a file that does not exist yet. Raises ConfigError.
+
+    A model and a rollout, which every run needs, are those of the recipe `blank` where none is chosen.
+    """
+    composition = Composition(None, RunConfig)
+    composed = composition.compose(overrides)
+    needed = {"model": {"base": TINY}, "rollout": dict(BLANK_ROLLOUT)}
+    if "environment" in (agent := composed.get("rollout", {})):
+        needed["rollout"] = {}
+    elif "command" in agent:
+        del needed["rollout"]["entry"]
+    for name, section in needed.items():
+        if isinstance(given := composed.setdefault(name, {}), dict):
+            composed[name] = section | given
+    config = _checked(composition, {"name": "new"} | composed, RunConfig)
+    if problems := [Problem(key, composition.places.of(key), message) for key, message in conflicts(config)]:
+        raise ConfigError(problems)
+    return {name: composed[name] for name in RunConfig.model_fields if name in composed}
+
+
 def load_sweep(path: Path, overrides: Sequence[str]) -> list[LoadedConfig]:
-    """The configurations of all runs of a sweep, in order. Each name holds the swept values. Raises ConfigError."""
+    """Returns the configurations of a sweep in order, with the swept values in their names. Raises ConfigError."""
     runs = []
     for arguments, suffix in zip(expand(overrides), suffixes(overrides), strict=True):
         loaded = load_config(path, arguments)
@@ -141,7 +166,7 @@ def load_sweep(path: Path, overrides: Sequence[str]) -> list[LoadedConfig]:
 
 
 def load_judge(path: Path | None, overrides: Sequence[str] = ()) -> LoadedJudge:
-    """The judge of the configuration at `path`; without one, the judge that the overrides name. Raises ConfigError."""
+    """Returns the judge of the configuration at `path`, or of the overrides if it is None. Raises ConfigError."""
     if path is not None:
         loaded = load_config(path, overrides)
         return LoadedJudge(loaded.config.judge, loaded.directory)
@@ -150,7 +175,7 @@ def load_judge(path: Path | None, overrides: Sequence[str] = ()) -> LoadedJudge:
 
 
 def load_gateway(path: Path, overrides: Sequence[str] = ()) -> LoadedGateway:
-    """The gateway of a run's configuration, or of a file that names only an endpoint. Raises ConfigError."""
+    """Returns the gateway of a run's configuration, or of a file that names only an endpoint. Raises ConfigError."""
     composition = Composition(path, _GatewayOnly)
     composed = composition.compose(overrides)
     if {"model", "rollout"} & composed.keys():
@@ -168,8 +193,9 @@ def load_gateway(path: Path, overrides: Sequence[str] = ()) -> LoadedGateway:
 
 
 def load_backend(path: Path | None, overrides: Sequence[str] = ()) -> LoadedBackend:
-    """The model, engine and learner of a run's configuration, of a file that has no more than these, or of the
-    overrides alone. Raises ConfigError.
+    """Returns the model, engine and learner of a run's configuration, of a file with only these, or of the overrides.
+
+    Raises ConfigError.
     """
     composition = Composition(path, _BackendOnly)
     composed = composition.compose(overrides)
@@ -189,14 +215,12 @@ def _loaded_gateway(
 
 
 def _judged(composition: Composition, overrides: Sequence[str], schema: type[AnySection]) -> AnySection:
-    """The composed configuration as `schema`. Raises ConfigError with the first problem of each key."""
+    """Returns the composed configuration as `schema`. Raises ConfigError with the first problem of each key."""
     return _checked(composition, composition.compose(overrides), schema)
 
 
 def _checked(composition: Composition, composed: dict[str, Any], schema: type[AnySection]) -> AnySection:
-    problems = [*composition.problems, *unwritable(composed, composition.places)]
-    if len(problems) > len(composition.problems):  # pydantic would report these again, in words that are hard to read
-        raise ConfigError(sorted(problems, key=_in_reading_order))
+    problems = list(composition.problems)
     data = _with_defaults(composed, schema, composition.path)
     try:
         judged = schema.model_validate(data)
@@ -214,11 +238,11 @@ def _in_reading_order(problem: Problem) -> tuple[bool, str, int, str]:
 
 
 def _with_defaults(data: dict[str, Any], schema: Schema, path: Path | None) -> dict[str, Any]:
-    """`data` with what a file may leave out: the run's name, the name of a variant, the value of an empty section."""
+    """Returns `data` with the parts that a file may omit: the run's name, names of variants, empty sections."""
     filled = dict(data)
     for name, known in schema.model_fields.items():
         if filled.get(name, known) is None and known.default is not None and sections(known):
-            del filled[name]  # the file says `train:` and has nothing below it
+            del filled[name]  # the file has `train:` with nothing below it
     for group in groups(schema):
         if isinstance(section := filled.get(group), dict):
             filled[group] = {
@@ -233,32 +257,33 @@ def _with_defaults(data: dict[str, Any], schema: Schema, path: Path | None) -> d
 
 
 def _own_variant(section: dict[str, Any], schema: Schema, group: str) -> str | None:
-    """The variant that runs a user's own class or function, if the section has an `entry`."""
+    """Returns the variant for a user's own class or function if the section has an `entry`, else None."""
     if ENTRY not in section:
         return None
     return next((name for name, variant in variants(schema, group).items() if ENTRY in variant.model_fields), None)
 
 
 def _named(item: Any) -> Any:
-    """The tracker as a section with a name: `wandb` becomes {name: wandb}, and {entry: ...} gets the name `entry`."""
+    """Returns the tracker as a section with a name: `wandb` as {name: wandb}, {entry: ...} with the name `entry`."""
     if isinstance(item, str):
         return {"name": item}
     return {"name": ENTRY, **item} if isinstance(item, dict) and "entry" in item else item
 
 
 def _default_name(path: Path) -> str:
-    """The file's name without ending, or its directory's name for a file called "config"."""
+    """Returns the file's name without ending, or its directory's name for a file called "config"."""
     name = path.resolve().parent.name if path.stem == "config" else path.stem
     return re.sub(r"[^A-Za-z0-9._-]+", "-", name).lstrip("._-")[:MAX_NAME] or "run"
 
 
 def _program(python: Path) -> Path:
-    """The Python of an environment's directory; another path as it is."""
+    """Returns the Python in an environment's directory, or any other path unchanged."""
     return python / "bin" / "python" if python.is_dir() else python
 
 
 def _with_paths(config: RunConfig, composition: Composition) -> RunConfig:
-    """The configuration with absolute paths where its readers expect them. Raises ConfigError: `~name` is no user."""
+    """Returns the configuration with the absolute paths that its readers expect. Raises ConfigError if `~name` is no
+    user."""
 
     def absolute(key: str, path: Path) -> Path:
         try:

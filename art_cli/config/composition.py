@@ -2,10 +2,11 @@
 
     the file and the options in its `defaults`  <  options chosen on the command line  <  values given there
 
-An option chosen on the command line (`judge=rollout`) replaces the whole section of the file. A section that is only a
-name (`engine: embedded`) is the same choice, made in the file. An option is a YAML file in a folder beside the file
-(`judge/mine.yaml`), or else a variant of the schema. The values are not checked here; pydantic checks the dict.
-Composing writes nothing, and leaves Hydra, logging and the working directory as they were.
+An option is a YAML file in a folder beside the file (`judge/mine.yaml`), else one in `configs/` of the package
+(`hardware=h100`), else a variant of the schema. An option chosen on the command line (`judge=rollout`) replaces the
+whole section of the file. A section that is only a name (`engine: embedded`) is the same choice, made in the file. A
+section that names another variant than the one it is merged over replaces it. The values are not checked here; pydantic
+checks the dict. Composing writes nothing, and leaves Hydra, logging and the working directory as they were.
 """
 
 import contextlib
@@ -16,7 +17,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import yaml
-from hydra import compose, initialize_config_dir
+from hydra import initialize_config_dir
 from hydra._internal.core_plugins.file_config_source import FileConfigSource
 from hydra._internal.sources_registry import SourcesRegistry
 from hydra.core.config_store import ConfigStore
@@ -27,14 +28,14 @@ from hydra.errors import MissingConfigException
 from hydra.initialize import get_gh_backup, restore_gh_from_backup
 from hydra.plugins.config_source import ConfigResult, ConfigSource
 from hydra.types import RunMode
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, Node, OmegaConf
 from omegaconf.errors import InterpolationResolutionError, OmegaConfBaseException
 
 from art_cli.config.documents import bad_yaml, read_document, read_text
-from art_cli.config.interpolation import InterpolationTooLarge, bounded
 from art_cli.config.key_locations import COMMAND_LINE, Places, join
 from art_cli.config.knobs import Schema, groups, section_at, variant_names
 from art_cli.config.overrides import parse, refuse_sweeps
+from art_cli.config.packaged import packaged
 from art_cli.config.sections.base_config import OLD_NAMES
 from art_cli.runtime.errors import ConfigError, Problem, no_such_option
 
@@ -57,10 +58,9 @@ class Setting(NamedTuple):
 
 
 class Composition:
-    """`compose` once, then read `places` (where each key came from) and `problems` (what could not be used)."""
+    """One file and its overrides. After `compose`, `places` has the origin of each key and `problems` all mistakes."""
 
     def __init__(self, path: Path | None, schema: Schema) -> None:
-        """`path`: the YAML file; None: there are only overrides."""
         self.path, self.schema, self.groups = path, schema, groups(schema)
         self.directory = (
             Path(os.path.realpath(path)).parent if path else Path.cwd()
@@ -69,13 +69,13 @@ class Composition:
         self.problems: list[Problem] = []
 
     def compose(self, arguments: Sequence[str]) -> dict[str, Any]:
-        """The plain dict, with interpolations resolved. Raises ConfigError: Hydra cannot compose anything."""
+        """Returns the plain dict with interpolations resolved. Raises ConfigError if Hydra cannot compose anything."""
         overrides = parse(arguments)
         body = self._read()
         self.problems += refuse_sweeps(overrides)
         chosen, settings = self._split([override for override in overrides if not override.is_sweep_override()])
-        with _hydra(self.directory, self.schema), bounded():  # merging resolves some interpolations too
-            config = self._merge_defaults(body, self._listed(body, chosen), file=self.path)
+        with _hydra(self.directory, self.schema):
+            config = self._merge_defaults(body, chosen, file=self.path)
             self._replace_sections(config, self._named_in(config), place=None)
             self._replace_sections(config, chosen, place=COMMAND_LINE)
         if self.places.has("hydra"):
@@ -87,7 +87,8 @@ class Composition:
     # --- the file -----------------------------------------------------------------------------------------------------
 
     def _read(self) -> DictConfig:
-        """The file as it is written; `_self_` is appended to a defaults list that lacks it."""
+        """Returns the file's content, with `_self_` appended to a defaults list that lacks it; {} if there is no
+        file."""
         if self.path is None:
             return OmegaConf.create({})
         body = read_document(self.path)
@@ -98,30 +99,66 @@ class Composition:
         return body
 
     def _merge_defaults(
-        self, body: DictConfig, arguments: Sequence[str] = (), *, file: Path | None = None
+        self, body: DictConfig, chosen: Mapping[str, str] | None = None, *, file: Path | None = None
     ) -> DictConfig:
-        """Merges `body`, the content of `file`, over the options in its defaults list. Notes the place of every key."""
-        ConfigStore.instance().store(name=PRIMARY, node=body)
+        """Merges `body`, the content of `file`, over the options in its defaults list, and `chosen` ones over both."""
+        primary = body.copy()
+        primary.hydra = {"searchpath": [f"file://{packaged('configs')}"]}  # comes after the user's own directory
+        ConfigStore.instance().store(name=PRIMARY, node=primary)
+        arguments = self._listed(body, chosen or {})
+        config = OmegaConf.create()
         try:
-            config = compose(PRIMARY, overrides=list(arguments))
-            merged = GlobalHydra.instance().config_loader().compute_defaults_list(PRIMARY, list(arguments), RunMode.RUN)
+            merged = GlobalHydra.instance().config_loader().compute_defaults_list(PRIMARY, arguments, RunMode.RUN)
+            defaults = [(str(each.config_path), each.package or "") for each in merged.defaults]
+            for name, package in sorted(defaults, key=lambda each: each[0].rpartition("/")[0] in (chosen or {})):
+                if not name.startswith("hydra/"):
+                    self._merge(config, self._part(name, package, body))
+                    self._note_places(name, package, primary=file)
         except ConfigError:
             raise
         except Exception as error:  # the boundary to Hydra, which may raise anything for a wrong defaults list
             raise ConfigError([self._of_hydra(error)]) from error
-        for default in merged.defaults:
-            self._note_places(default.config_path, default.package or "", primary=file)
-        OmegaConf.set_struct(config, False)
         return config
 
+    def _part(self, name: str, package: str, body: DictConfig) -> DictConfig:
+        """Returns the content of one item of a defaults list, below its package."""
+        file = self._file_of(name)
+        if name == PRIMARY:
+            content = body.copy()
+        else:
+            content = read_document(file) if file is not None else OmegaConf.create({"name": name.rpartition("/")[2]})
+        content.pop("defaults", None)
+        if not package:
+            part = content
+        else:
+            part = OmegaConf.create()
+            OmegaConf.update(part, package, content, merge=False)
+        if file is not None and file.is_relative_to(packaged("configs")):  # `art backend` has no use for `train`
+            used = [key for key in part if key in self.schema.model_fields]
+            return OmegaConf.masked_copy(part, used) if used else part
+        return part
+
+    def _merge(self, config: DictConfig, part: DictConfig) -> None:
+        """Merges `part` over `config`. Keys of another variant than the one that `part` names are forgotten."""
+        for group in self.groups:
+            name = _name_in(part, group)
+            if name is not None and _name_in(config, group) not in (None, name):
+                config.pop(group)
+        config.merge_with(part)
+
+    def _file_of(self, name: str) -> Path | None:
+        """Returns the file of an item of a defaults list: beside the user's file, or else packaged; or None."""
+        files = (self.directory / f"{name}.yaml", packaged("configs") / f"{name}.yaml")
+        return next((file for file in files if file.is_file()), None)
+
     def _note_places(self, name: str, package: str, primary: Path | None) -> None:
-        """Notes the places of the keys of a file that Hydra merged. A built-in option has no file."""
-        file = primary if name == PRIMARY else self.directory / f"{name}.yaml"
+        """Notes the places of the keys of a file that was merged. A variant of the schema has no file."""
+        file = primary if name == PRIMARY else self._file_of(name)
         if file is not None and file.is_file():
             self.places.add_file(file, read_text(file), package=package)
 
     def _of_hydra(self, error: Exception) -> Problem:
-        """Hydra's error about the defaults list, as one line."""
+        """Returns Hydra's error about the defaults list as one line."""
         if isinstance(error, yaml.MarkedYAMLError):
             return bad_yaml(error, self.path or self.directory)
         if isinstance(error, MissingConfigException) and error.missing_cfg_file:
@@ -138,13 +175,14 @@ class Composition:
     # --- groups -------------------------------------------------------------------------------------------------------
 
     def _split(self, overrides: Sequence[Override]) -> tuple[dict[str, str], list[Setting]]:
-        """({group: chosen option}, values). `judge.name=ruler` and `judge={name: ruler, ...}` choose an option too."""
+        """Returns {group: chosen option} and the values. `judge.name=ruler` and `judge={name: ruler}` are choices
+        too."""
         chosen: dict[str, str] = {}
         settings: list[Setting] = []
         for override in overrides:
             key, value = override.key_or_group, override.value()
             group = key.removesuffix(".name")
-            is_group = group in self.groups or (group == key and self._is_own_group(key))
+            is_group = group in self.groups or (group == key and self._has_files(key))
             if is_group and group == key and isinstance(value, dict) and "name" in value:
                 chosen[group] = str(value.pop("name"))
                 settings.append(Setting(key, value))
@@ -155,20 +193,21 @@ class Composition:
         known = {group: option for group, option in chosen.items() if self._exists(group, option, COMMAND_LINE)}
         return known, settings
 
-    def _is_own_group(self, key: str) -> bool:
-        """Whether the key is a folder of options beside the file, such as `experiment`."""
-        return GROUP.fullmatch(key) is not None and bool(self._own_options(key))
+    def _has_files(self, key: str) -> bool:
+        """Whether the key is a folder of options, beside the file (`experiment`) or packaged (`hardware`)."""
+        return GROUP.fullmatch(key) is not None and bool(self._files(key))
 
-    def _own_options(self, group: str) -> set[str]:
-        """The names of the YAML files in the group's folder beside the file."""
-        return {file.stem for file in (self.directory / group).glob("*.yaml")}
+    def _files(self, group: str) -> set[str]:
+        """Returns the names of the YAML files in the group's folders: beside the file, and packaged."""
+        folders = (self.directory / group, packaged("configs") / group)
+        return {file.stem for folder in folders for file in folder.glob("*.yaml")}
 
     def _options(self, group: str) -> list[str]:
-        """The names that `group=NAME` can choose, sorted."""
-        return sorted(self._own_options(group).union(variant_names(self.schema, group)))
+        """Returns the names that `group=NAME` can choose, sorted."""
+        return sorted(self._files(group).union(variant_names(self.schema, group)))
 
     def _named_in(self, config: DictConfig) -> dict[str, str]:
-        """{group: option} for each section of the files that is only a name. The names are removed from `config`."""
+        """Removes each section that is only a name from `config`, and returns these names as {group: option}."""
         named = {}
         for group in self.groups:
             # _resolve reports `???` and what cannot be interpolated
@@ -184,7 +223,7 @@ class Composition:
         return option in there_are
 
     def _listed(self, body: DictConfig, chosen: Mapping[str, str]) -> list[str]:
-        """Hydra's arguments for the choices that its defaults list names itself, and for groups that are no section."""
+        """Returns Hydra's arguments for choices that its defaults list has too, and for groups that are no section."""
         entries = [entry for item in _defaults(body) if isinstance(item, dict) for entry in item]
         listed = {str(entry).rpartition(" ")[2].partition("@")[0].lstrip("/") for entry in entries}
         return [
@@ -194,14 +233,19 @@ class Composition:
         ]
 
     def _replace_sections(self, config: DictConfig, chosen: Mapping[str, str], *, place: str | None) -> None:
-        """Replaces whole sections by the chosen options. `place`: where they were chosen; None: in the section."""
+        """Replaces whole sections by the chosen options, which were chosen at `place`, or in the sections if None."""
         sections = {group: option for group, option in chosen.items() if group in self.schema.model_fields}
+        if not sections:
+            return
         for group in sections:
             config.pop(group, None)
             self.places.put(group, place or self.places.of(group))
-        if sections:
-            defaults = [{group: option} for group, option in sections.items()]
-            config.merge_with(self._merge_defaults(OmegaConf.create({"defaults": defaults})))
+        defaults: list[Any] = [{group: option} for group, option in sections.items()]
+        options = self._merge_defaults(OmegaConf.create({"defaults": [*defaults, "_self_"]}))
+        for group in self.groups:
+            if _name_in(options, group) is not None:  # `algorithm=gspo` chooses a loss
+                config.pop(group, None)
+        config.merge_with(options)
 
     # --- values -------------------------------------------------------------------------------------------------------
 
@@ -228,7 +272,7 @@ class Composition:
             self.places.put(below, COMMAND_LINE)
 
     def _drop_other_names(self, config: DictConfig, key: str) -> None:
-        """Removes what the files say of the key under another of its names, because the command line wins."""
+        """Removes the files' values of the key under its other names, because the command line wins."""
         section, _, name = key.rpartition(".")
         names = {"base_url", *OLD_NAMES}
         if name not in names or not isinstance(there := OmegaConf.select(config, section), DictConfig):
@@ -240,19 +284,18 @@ class Composition:
                 del there[other]
 
     def _resolve(self, config: DictConfig) -> dict[str, Any]:
-        """The plain dict. A value that is `???` or cannot be interpolated becomes null, and a problem."""
+        """Returns the plain dict. A value that is `???` or cannot be interpolated becomes null, and a problem."""
         voided: set[str] = set()
         while True:
             try:
-                with bounded():
-                    for key in sorted(OmegaConf.missing_keys(config)):
-                        self._void(config, key, "'???' is a place for a value; give one here or on the command line")
-                    data: Any = OmegaConf.to_container(config, resolve=True)
+                for key in sorted(OmegaConf.missing_keys(config)):
+                    self._void(config, key, "'???' is a place for a value; give one here or on the command line")
+                data: Any = OmegaConf.to_container(config, resolve=True)
                 assert isinstance(data, dict), data
                 return dict(data)
             except InterpolationResolutionError as error:
                 key = error.full_key or ""
-                if key in voided or not key or isinstance(error, InterpolationTooLarge):
+                if key in voided or not key:
                     raise ConfigError([*self.problems, self._problem(key, _why(error))]) from error
                 voided.add(key)
                 self._void(config, key, _why(error))
@@ -264,13 +307,13 @@ class Composition:
         self.problems.append(self._problem(key, message))
 
     def _problem(self, key: str, message: str) -> Problem:
-        """The problem at `key`, which OmegaConf writes with brackets around list indices."""
+        """Returns the problem at `key`, which OmegaConf writes with brackets around list indices."""
         dotted = key.replace("[", ".").replace("]", "")
         return Problem(dotted, self.places.of(dotted), message)
 
 
 class _CheckedFiles(FileConfigSource):
-    """Hydra's source of files, with the bounds of documents.py: no bombs, tags or pipes."""
+    """Hydra's source of files, which documents.py reads."""
 
     def load_config(self, config_path: str) -> ConfigResult:
         path = Path(self.path) / self._normalize_file_name(config_path)
@@ -282,7 +325,7 @@ class _CheckedFiles(FileConfigSource):
 
 @contextlib.contextmanager
 def _hydra(directory: Path, schema: Schema) -> Iterator[None]:
-    """Hydra's compose API over a directory, with an option in Hydra's store for each variant that the schema has.
+    """Opens Hydra over a directory, with an option in Hydra's store for each variant of the schema that has no file.
 
     An application of Hydra's that this runs inside is left as it was.
     """
@@ -292,7 +335,8 @@ def _hydra(directory: Path, schema: Schema) -> Iterator[None]:
     store.repo = {name: node for name, node in stored.items() if name not in groups(schema)}
     for group in groups(schema):
         for name in variant_names(schema, group):
-            if not (directory / group / f"{name}.yaml").exists():  # Hydra refuses a name that the store has as well
+            folders = (directory / group, packaged("configs") / group)
+            if not any((folder / f"{name}.yaml").exists() for folder in folders):  # Hydra refuses a name in both
                 store.store(group=group, name=name, node={"name": name})
     GlobalHydra.instance().clear()
     Plugins.instance()  # creating it fills the table of sources
@@ -309,14 +353,21 @@ def _hydra(directory: Path, schema: Schema) -> Iterator[None]:
 
 
 def _defaults(body: DictConfig) -> list[Any]:
-    """The defaults list as it is written; [] if there is no list."""
+    """Returns the defaults list as it is written, or [] if there is no list."""
     raw = OmegaConf.to_container(body, resolve=False)
-    found = raw.get("defaults") if isinstance(raw, dict) else None
-    return found if isinstance(found, list) else []
+    defaults = raw.get("defaults") if isinstance(raw, dict) else None
+    return defaults if isinstance(defaults, list) else []
+
+
+def _name_in(config: DictConfig, group: str) -> str | None:
+    """Returns the variant that a section names, or None if there is no such section or it names none."""
+    section = config._get_node(group)
+    name = section._get_node("name") if isinstance(section, DictConfig) and not section._is_none() else None
+    return name._value() if isinstance(name, Node) and isinstance(name._value(), str) else None
 
 
 def _why(error: InterpolationResolutionError) -> str:
-    """The reason without OmegaConf's text around it. Example: "Environment variable 'HOST' not found"."""
+    """Returns the reason without OmegaConf's text around it. Example: "Environment variable 'HOST' not found"."""
     if str(error).startswith("RecursionError"):
         return "this interpolation leads back to itself"
     return re.sub(r'^\w+ raised while resolving interpolation: "?(.*?)"?$', r"\1", str(error).splitlines()[0])

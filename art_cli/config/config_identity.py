@@ -1,9 +1,8 @@
-"""Which training a configuration describes: its hash, and how two of them differ.
+"""The identity of a training: a configuration's hash, and the differences of two configurations.
 
-Both leave out the keys that may change between two starts of a run without changing what is learned. So two
-configurations have the same hash exactly when they do not differ. Some differences may begin at a step of a run (how
-fast the next steps learn, how often the policy is evaluated), because past steps keep their meaning. All others make
-another run.
+Both leave out the keys that do not change the learned weights. So two configurations have the same hash exactly if they
+do not differ. Some keys may change at a step of a run (the learning rate, the schedule of evaluations), because past
+steps keep their meaning. Any other difference makes another run.
 """
 
 import hashlib
@@ -84,19 +83,19 @@ class Change(NamedTuple):
 
     @property
     def is_allowed(self) -> bool:
-        """Whether a run may go on with the new value."""
+        """Whether a run may be resumed with the new value."""
         return self.key in MAY_CHANGE
 
 
 def config_hash(config: RunConfig) -> str:
-    """16 hexadecimal digits, the same for every configuration that trains the same."""
+    """Returns 16 hexadecimal digits, the same for all configurations of the same training."""
     training = _training(config.model_dump(mode="json"))
     text = json.dumps(_renamed(training, {"base_url": "api_base"}), sort_keys=True)  # older runs' hashes have that name
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def config_changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[Change]:
-    """The keys in which two dumped configurations train differently, in alphabetical order."""
+    """Returns the differences of two dumped configurations, in alphabetical order of the keys."""
     return list(_differences("", _training(_renamed(old, OLD_NAMES)), _training(_renamed(new, OLD_NAMES))))
 
 
@@ -107,7 +106,7 @@ def _renamed(value: Any, names: Mapping[str, str]) -> Any:
 
 
 def _training(config: Mapping[str, Any]) -> dict[str, Any]:
-    """What trains: all but NOT_TRAINING. The length of the run trains where the learning rate decays over it."""
+    """Returns all keys but NOT_TRAINING. The run's length is among them if the learning rate decays over it."""
     train = config.get("train")
     decays = isinstance(train, Mapping) and train.get("decay", "none") != "none"
     return _without(NOT_TRAINING - {"train.steps"} if decays else NOT_TRAINING, config)
@@ -137,7 +136,7 @@ def _differences(key: str, old: Any, new: Any) -> Iterator[Change]:
 
 
 def _shown(value: Any) -> str:
-    """The value as JSON, cut if it is long, because a file may hold anything."""
+    """Returns the value as JSON, shortened if it is long, because a file may hold anything."""
     try:
         return printable(json.dumps(value), limit=80)
     except ValueError:

@@ -1,7 +1,7 @@
-"""Places: the place of each key of a configuration, "file:line" or "command line".
+"""Places: the location of each key of a configuration, "file:line" or "command line".
 
-Lines come from the YAML nodes. The files are added in the order in which they are merged, so that a key has the place
-of the file that sets it last.
+Lines come from the YAML nodes. Files are added in the order in which they are merged, so that a key has the location at
+which it is set last.
 """
 
 from pathlib import Path
@@ -20,7 +20,7 @@ class Places:
         self._places: dict[str, str] = {}
 
     def add_file(self, path: Path, text: str, *, package: str = "") -> None:
-        """Notes every key of a YAML file with this text, below the dotted key `package`."""
+        """Records the location of every key of a YAML file with this text, below the dotted key `package`."""
         shown = show(path)
         if not package:
             self._places.setdefault("", f"{shown}:1")
@@ -43,7 +43,7 @@ class Places:
                 self._add_node(item, join(key, str(index)), shown)
 
     def put(self, key: str, place: str) -> None:
-        """Notes that the key stands at `place`, and forgets the places of all keys below it."""
+        """Records `place` as the key's location, and forgets the locations of all keys below it."""
         for known in [known for known in self._places if known.startswith(f"{key}.")]:
             del self._places[known]
         self._places[key] = place
@@ -52,7 +52,7 @@ class Places:
         return key in self._places
 
     def of(self, key: str) -> str:
-        """The place of the key, else of a key below it, else of the nearest section around it that has one."""
+        """Returns the location of the key, of a key below it, or of the nearest section around it that has one."""
         section, _, name = key.rpartition(".")
         written = (join(section, old) for old, new in OLD_NAMES.items() if new == name)
         key = next((old for old in written if key not in self._places and old in self._places), key)
@@ -64,10 +64,10 @@ class Places:
 
 
 def join(section: str, name: str) -> str:
-    """The dotted key of `name` in `section`; the root's section is ""."""
+    """Returns the dotted key of `name` in `section`, which is "" for the root."""
     return f"{section}.{name}" if section else name
 
 
 def show(path: Path) -> str:
-    """The path as a user would type it: relative, if it lies below the working directory."""
+    """Returns the path as a user would type it: relative, if it is below the working directory."""
     return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)

@@ -30,13 +30,13 @@ def _schemas(annotation: Any) -> Iterator[Schema]:
 
 
 def variants(schema: Schema, section: str) -> dict[str, Schema]:
-    """Returns the variants of a root section by their `name`, the default first; empty for a section with one form."""
+    """Returns the variants of a root section by their `name`, the default first; or {} for a section with one form."""
     field = schema.model_fields.get(section)
     if field is None or get_origin(field.annotation) is list:
         return {}
-    found = {name: variant for variant in sections(field) if (name := variant_name(variant))}
-    default = getattr(field.default, "name", None) if found else None
-    return dict(sorted(found.items(), key=lambda item: item[0] != default))
+    by_name = {name: variant for variant in sections(field) if (name := variant_name(variant))}
+    default = getattr(field.default, "name", None) if by_name else None
+    return dict(sorted(by_name.items(), key=lambda item: item[0] != default))
 
 
 def variant_names(schema: Schema, section: str) -> list[str]:
@@ -49,23 +49,23 @@ def variant_names(schema: Schema, section: str) -> list[str]:
 
 
 def variant_name(schema: Schema) -> str | None:
-    """The `name` that chooses this variant: "grpo" for GrpoConfig. None: the section has only one form."""
+    """Returns the `name` of this variant ("grpo" for GrpoConfig), or None if the section has only one form."""
     field = schema.model_fields.get("name")
     return get_args(field.annotation)[0] if field and get_origin(field.annotation) is Literal else None
 
 
 def groups(schema: Schema) -> list[str]:
-    """The sections that are chosen by name: engine, judge, loss, learner, tracker."""
+    """Returns the sections that are chosen by name: engine, judge, loss, learner, tracker."""
     return [section for section in schema.model_fields if variant_names(schema, section)]
 
 
 def section_at(schema: Schema, key: str, data: Any) -> Schema | None:
-    """The section class at a dotted key, in the variant that `data` names. None: there is no section."""
+    """Returns the section class at a dotted key, in the variant that `data` names, or None if there is none."""
     parts = iter(key.split(".") if key else [])
     for part in parts:
         field = schema.model_fields.get(part)
-        found = list(_schemas(field.annotation)) if field else []
-        if field is None or not found:
+        options = list(_schemas(field.annotation)) if field else []
+        if field is None or not options:
             return None
         data = _item(data, part)
         if get_origin(field.annotation) in (
@@ -74,8 +74,8 @@ def section_at(schema: Schema, key: str, data: Any) -> Schema | None:
         ):  # a list or dict of sections: the next part is an index or a name in it
             data = _item(data, next(parts, ""))
         name = _item(data, "name")
-        found += [mark.section_of(name) for mark in _imported(field) if name in mark.names]
-        schema = next((each for each in found if variant_name(each) == name), found[0])
+        options += [mark.section_of(name) for mark in _imported(field) if name in mark.names]
+        schema = next((each for each in options if variant_name(each) == name), options[0])
     return schema
 
 
@@ -86,10 +86,10 @@ def _item(data: Any, part: str) -> Any:
 
 
 def all_keys(schema: Schema, prefix: str = "") -> list[str]:
-    """Every dotted key of every variant, once each, in the order of the schema."""
-    found: dict[str, None] = {}
+    """Returns every dotted key of every variant, once each, in the order of the schema."""
+    keys: dict[str, None] = {}
     for name, field in schema.model_fields.items():
-        found[join(prefix, name)] = None
+        keys[join(prefix, name)] = None
         for section in sections(field):
-            found.update(dict.fromkeys(all_keys(section, join(prefix, name))))
-    return list(found)
+            keys.update(dict.fromkeys(all_keys(section, join(prefix, name))))
+    return list(keys)

@@ -1,4 +1,4 @@
-"""The names of a step's metrics, as far as they are known before a run, and which settings some of them need."""
+"""The names of a step's metrics that are known before a run, and the settings that some of them need."""
 
 from collections.abc import Callable
 from difflib import get_close_matches
@@ -11,8 +11,8 @@ from art_cli.config.schema import (
     RunConfig,
     TaughtLossConfig,
 )
-from art_cli.runs.trajectory import SHADOW
 
+SHADOW = "shadow/"  # prefix of the metrics of shadow judges: shadow/NAME, shadow/NAME.gap
 EVAL = "eval."  # prefix by which a stop rule means an evaluation's metric
 FAMILIES = ("metrics.", "pool.", "failed.", EVAL)  # prefixes of names that rollouts, scenarios and failures give
 SHADOW_KINDS = ("reward", "gap", "correlation", "num")
@@ -35,7 +35,7 @@ ALWAYS = frozenset(
 
 
 def judge_costs(config: RunConfig) -> bool:
-    """Whether one of its judges may make calls that cost something; a function of the user may, too."""
+    """Whether one of the judges may make paid calls, as a user's function may, too."""
     judges = (config.judge, *(shadow.judge for shadow in config.shadow.values()))
     return not all(isinstance(judge, RolloutJudgeConfig | NoJudgeConfig | RewardModelJudgeConfig) for judge in judges)
 
@@ -87,7 +87,7 @@ def _why_no_shadow(name: str, config: RunConfig) -> str:
 
 
 def why_unknown(name: str, config: RunConfig) -> str:
-    """Why no step of a run with this configuration has that metric; "": it may have it."""
+    """Returns the reason why no step of such a run has that metric, or "" if it may have it."""
     if name.startswith(EVAL):
         return "" if config.eval is not None else "needs an eval section"
     if name.startswith(SHADOW):
@@ -98,7 +98,7 @@ def why_unknown(name: str, config: RunConfig) -> str:
         need, is_set = NEEDS[name]
         return "" if is_set(config) else f"no step has it under this configuration; it needs {need}"
     near = get_close_matches(name, [*ALWAYS, *NEEDS, *FAMILIES], 3, 0.6)
-    hint = f"did you mean {' or '.join(map(repr, near))}?" if near else "docs/config.md says which there are"
+    hint = f"did you mean {' or '.join(map(repr, near))}?" if near else "docs/config.md lists them"
     if name in ("reward", "failed"):
         hint = f"of a step: {'reward_mean' if name == 'reward' else 'num_failed'}; of an evaluation: {EVAL}{name}"
     return f"no such metric; {hint} (one that rollouts report is metrics.NAME)"

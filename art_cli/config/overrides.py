@@ -1,6 +1,6 @@
-"""Reads the command line's `key=value` arguments with Hydra's grammar, and expands sweeps.
+"""The command line's `key=value` arguments, read with Hydra's grammar, and the expansion of sweeps.
 
-It does not check keys, which composing and pydantic do. It knows the options of a group only for a sweep over `*`.
+Keys are not checked here; composing and pydantic do that. The options of a group are needed only for a sweep over `*`.
 """
 
 import hashlib
@@ -25,7 +25,7 @@ MAX_SUFFIX = 80  # characters of a sweep's suffix; a file name has 255, and the 
 
 
 def parse(arguments: Sequence[str]) -> list[Override]:
-    """The arguments as Hydra reads them. Raises ConfigError with every one that it cannot read."""
+    """Returns the arguments as Hydra reads them. Raises ConfigError with every argument that it cannot read."""
     parser, overrides, problems = OverridesParser.create(), [], []
     if sum(map(len, arguments)) > MAX_ALL:
         raise ConfigError([Problem("", COMMAND_LINE, f"more than {MAX_ALL} characters; write them into a file")])
@@ -51,16 +51,16 @@ def parse(arguments: Sequence[str]) -> list[Override]:
 
 
 def refuse_sweeps(overrides: Sequence[Override]) -> list[Problem]:
-    """A problem for each override with several values, which a single run cannot have."""
+    """Returns a problem for each override with several values, which a single run cannot have."""
     message = "several values: add --multirun for a run of each, or write one list as [a,b]"
     return [Problem(each.key_or_group, COMMAND_LINE, message) for each in overrides if each.is_sweep_override()]
 
 
 def expand(arguments: Sequence[str]) -> list[list[str]]:
-    """The arguments of each run of a sweep, in Hydra's order: the last key changes fastest.
+    """Returns the arguments of each run of a sweep in Hydra's order: the last key changes fastest.
 
     Example: ["a=1,2", "b=x", "c=range(0,2)"] -> [["a=1", "b=x", "c=0"], ["a=1", "b=x", "c=1"], ["a=2", ...], ...].
-    Raises ConfigError: unreadable, or an interval, which has no list of values.
+    Raises ConfigError for an unreadable argument, and for an interval, which has no list of values.
     """
     overrides = parse(arguments)
     message = "an interval has no list of values; write range(start,stop,step) or choice(a,b)"
@@ -78,13 +78,13 @@ def expand(arguments: Sequence[str]) -> list[list[str]]:
 
 
 def suffixes(arguments: Sequence[str]) -> list[str]:
-    """The suffix of each run's name, in the order of `expand`; no two are the same.
+    """Returns the suffix of each run's name, in the order of `expand`; no two are the same.
 
     Example: ["train.learning_rate=1e-5,1e-4", "train.steps=3"] -> ["learning_rate-1e-05", "learning_rate-0.0001"].
     A single run, which sweeps over nothing, has the suffix "".
     """
-    swept = [place for place, override in enumerate(parse(arguments)) if override.is_sweep_override()]
-    runs = [[run[place] for place in swept] for run in expand(arguments)]
+    swept = [index for index, override in enumerate(parse(arguments)) if override.is_sweep_override()]
+    runs = [[run[index] for index in swept] for run in expand(arguments)]
     names = ["-".join(map(_as_name, run)) for run in runs]
     return [
         name if names.count(name) == 1 and len(name) <= MAX_SUFFIX else f"{name[:MAX_SUFFIX]}-{_digest(run)}"
@@ -93,7 +93,7 @@ def suffixes(arguments: Sequence[str]) -> list[str]:
 
 
 def _first_values(override: Override) -> list[str]:
-    """The override's values, at most one more than MAX_RUNS. Raises ConfigError: it cannot be expanded."""
+    """Returns the override's values, at most MAX_RUNS + 1. Raises ConfigError if they cannot be expanded."""
     try:
         return list(itertools.islice(_values(override), MAX_RUNS + 1))
     except Exception as error:  # the boundary to Hydra's sweeps: a step of 0, values that cannot be sorted
@@ -101,14 +101,14 @@ def _first_values(override: Override) -> list[str]:
 
 
 def _values(override: Override) -> Iterator[str]:
-    """The argument `key=value` for each value of the override."""
+    """Yields the argument `key=value` for each value of the override."""
     assert override.input_line is not None, override
     value = override.value()
     if not override.is_sweep_override():
         yield override.input_line
         return
-    found = value.filter(variant_names(RunConfig, override.key_or_group)) if isinstance(value, Glob) else None
-    for each in found if found is not None else override.sweep_string_iterator():
+    matches = value.filter(variant_names(RunConfig, override.key_or_group)) if isinstance(value, Glob) else None
+    for each in matches if matches is not None else override.sweep_string_iterator():
         yield f"{override.get_key_element()}={each}"
 
 
@@ -119,7 +119,7 @@ def _as_name(argument: str) -> str:
 
 
 def _too_large(argument: str) -> str | None:
-    """Why the argument is too large for Hydra's parser; None: it is not."""
+    """Returns the reason why the argument is too large for Hydra's parser, or None if it is not."""
     if len(argument) > MAX_LENGTH:
         return f"{len(argument)} characters; write what is longer than {MAX_LENGTH} into a file"
     deepest = depth = 0

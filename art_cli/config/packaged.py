@@ -1,4 +1,4 @@
-"""Finds what ships with the package: `recipes/`, `docs/` and the skill for coding agents in `.agents/`."""
+"""Directories that ship with the package: `configs/`, `recipes/`, `docs/`, and `.agents/` for coding agents."""
 
 import re
 from pathlib import Path
@@ -8,7 +8,10 @@ _PACKAGE = Path(__file__).resolve().parent.parent
 
 
 def packaged(name: str) -> Path:
-    """The directory "recipes" or "docs": inside the package in a wheel, beside it in a checkout. ".agents": inside."""
+    """Returns the directory "configs", "recipes" or "docs": in a wheel inside the package, in a checkout beside it.
+
+    ".agents" is always inside.
+    """
     inside, beside = _PACKAGE / name, _PACKAGE.parent / name
     if inside.is_dir():
         return inside
@@ -17,8 +20,14 @@ def packaged(name: str) -> Path:
     return beside
 
 
+def packaged_options(group: str) -> list[str]:
+    """Returns the names of the packaged options of a group, such as those of "hardware", sorted."""
+    directory = packaged("configs") / group if group.isidentifier() else None
+    return sorted(file.stem for file in directory.glob("*.yaml")) if directory is not None else []
+
+
 def with_documents(text: str) -> str:
-    """The text, with the path of each document that it names as "docs/view.md"."""
+    """Returns the text with the path of each document that it names as "docs/view.md"."""
 
     def locate(match: re.Match[str]) -> str:
         path = packaged("docs") / match[1]

@@ -1,4 +1,4 @@
-"""Says what is wrong with a configuration: pydantic's findings as Problems, each with the nearest right thing to write.
+"""The mistakes of a configuration: pydantic's errors as Problems, each with the nearest right key or value.
 
 Works on the plain dict and the schema; Places has the file and line of each key.
 """
@@ -6,16 +6,16 @@ Works on the plain dict and the schema; Places has the file and line of each key
 import json
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from difflib import SequenceMatcher
 from typing import Any
 
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from art_cli.config.documents import MAX_DEPTH, MAX_DIGITS
-from art_cli.config.key_locations import Places, join
+from art_cli.config.key_locations import Places
 from art_cli.config.knobs import Schema, all_keys, section_at, variant_name, variant_names, variants
+from art_cli.config.packaged import packaged_options
 from art_cli.config.sections.base_config import OLD_NAMES
 from art_cli.runtime.errors import Problem, first_sentence, no_such_option
 
@@ -36,44 +36,24 @@ SAME_SECTION, BELOW = 0.15, 0.05  # bonus of a key nearby; the exact name elsewh
 
 
 def explain(error: ValidationError, data: dict[str, Any], schema: Schema, places: Places) -> list[Problem]:
-    """A Problem for each key in which pydantic found an error."""
+    """Returns a Problem for each key in which pydantic found an error."""
     by_key: dict[str, list[ErrorDetails]] = defaultdict(list)
     for detail in error.errors(include_url=False):
         by_key[_dotted(detail, data)].append(detail)
     return [
         Problem(key, places.of(key), _message(key, details, data, schema))
         for key, details in by_key.items()
-        if not any(other.startswith(f"{key}.") for other in by_key)  # an error below the key says more
+        if not any(other.startswith(f"{key}.") for other in by_key)  # an error below the key is more exact
     ]
 
 
-def unwritable(data: Any, places: Places, key: str = "", depth: int = 0) -> Iterator[Problem]:
-    """A Problem for each value or key of the plain dict that cannot be written to a JSON file or used in a path."""
-    if depth > MAX_DEPTH:
-        yield Problem(key, places.of(key), f"nested deeper than {MAX_DEPTH} levels")
-    elif isinstance(data, str) and ("\0" in data or any("\ud800" <= letter <= "\udfff" for letter in data)):
-        yield Problem(key, places.of(key), "the text holds a NUL character, or half of a surrogate pair")
-    elif isinstance(data, int) and abs(data) >= 10**MAX_DIGITS:
-        yield Problem(key, places.of(key), f"a number of more than {MAX_DIGITS} digits")
-    elif isinstance(data, bytes):
-        yield Problem(key, places.of(key), "expected text or a number, not bytes")
-    elif isinstance(data, dict):
-        for name, value in data.items():
-            if isinstance(name, str):
-                yield from unwritable(name, places, join(key, name))
-                yield from unwritable(value, places, join(key, name), depth + 1)
-            else:
-                yield Problem(join(key, str(name)), places.of(key), "a key is text; put it in quotes")
-    elif isinstance(data, list):
-        for index, value in enumerate(data):
-            yield from unwritable(value, places, join(key, str(index)), depth + 1)
-
-
 def no_such_key(key: str, data: dict[str, Any], schema: Schema) -> str:
-    """What to write instead of an unknown key: the variant that has the key, or the nearest known names."""
+    """Returns the message for an unknown key: the variant that has the key, or the nearest known names."""
     if key in all_keys(schema):
         return _of_another_variant(key, data, schema) or f"a key with dots is not read; nest it: {_nested(key)}"
     within, _, name = key.rpartition(".")
+    if not within and (options := packaged_options(key)):
+        return f"an option is chosen in `defaults: [{{{key}: {options[0]}}}, _self_]`; there are: {', '.join(options)}"
     siblings = (section_at(schema, within, data) or schema).model_fields
     old = OLD_NAMES if "base_url" in siblings else {}
     near = list(dict.fromkeys(old.get(each, each) for each in _nearest(name, within, [*siblings, *old], schema)))
@@ -83,9 +63,9 @@ def no_such_key(key: str, data: dict[str, Any], schema: Schema) -> str:
 
 
 def _of_another_variant(key: str, data: dict[str, Any], schema: Schema) -> str | None:
-    """Example: "loss 'gspo' does not use 'overlong'; 'dapo' does". None: no other variant has the key.
+    """Returns "loss 'gspo' does not use 'overlong'; 'dapo' does", or None if no other variant has the key.
 
-    Also of a section within one: "loss.off_policy 'icepop' does not use 'cap', but low, high; 'truncate' does".
+    For a section within one: "loss.off_policy 'icepop' does not use 'cap', but low, high; 'truncate' does".
     """
     parts, within = key.split("."), schema
     for depth, name in enumerate(parts[1:], 1):
@@ -102,7 +82,7 @@ def _of_another_variant(key: str, data: dict[str, Any], schema: Schema) -> str |
 
 
 def _not_used(name: str, section: str, chosen: Schema, having: Sequence[str]) -> str:
-    """That the chosen variant of the section does not use the key, and which ones do."""
+    """Returns the message for a key that other variants of the section have than the chosen one."""
     if variant_name(chosen) == "auto":
         written = " or ".join(f"`name: {variant}`" for variant in having)
         needs = f"{name!r} needs {written} beside it ({section}={having[0]})"
@@ -119,7 +99,7 @@ def _nested(key: str) -> str:
 
 
 def _nearest(name: str, section: str, siblings: Iterable[str], schema: Schema) -> list[str]:
-    """The names most like `name`: a sibling by its name, a key of another section by its dotted key."""
+    """Returns the names most like `name`: siblings by their names, keys of other sections by their dotted keys."""
     if len(name) > MAX_NAME:
         return []
     rated = [(_likeness(name, other) + SAME_SECTION, other) for other in siblings]
@@ -132,9 +112,9 @@ def _nearest(name: str, section: str, siblings: Iterable[str], schema: Schema) -
 
 
 def _likeness(name: str, other: str) -> float:
-    """How likely the user meant `other`, from 0 to 1: as an abbreviation, a part, or difflib's close match.
+    """Returns the likelihood that the user meant `other`: up to 1 for abbreviations, parts and close matches, else -1.
 
-    What is none of these is far below everything. A misspelling by a letter stays likelier than an abbreviation.
+    A misspelling by one letter is likelier than an abbreviation.
     """
     name, other = name.lower(), other.lower()
     ratio = SequenceMatcher(None, name, other).ratio()
@@ -163,7 +143,7 @@ def _abbreviates(name: str, other: str) -> bool:
 
 
 def _dotted(detail: ErrorDetails, data: Any) -> str:
-    """The key as the user wrote it, without the names of variants and union members that pydantic adds to `loc`."""
+    """Returns the key as the user wrote it, without the names of variants that pydantic adds to `loc`."""
     parts: list[str] = []
     for part in detail["loc"]:
         if isinstance(data, dict) and part not in data:  # the key may stand there under its old name
@@ -206,19 +186,21 @@ def _message(key: str, details: Sequence[ErrorDetails], data: dict[str, Any], sc
             return "an empty list; it needs at least one item"
         case "string_pattern_mismatch":
             return f"{given}: only letters, digits, '.', '_' and '-', and a letter or digit first"
+    if isinstance(first["input"], str) and first["type"].startswith("model_") and packaged_options(key):
+        return f"{given} is chosen in `defaults: [{{{key}: {first['input']}}}, _self_]`, or on the command line"
     wanted = list(dict.fromkeys(_expected(detail) for detail in details))
     return f"expected {' or '.join(wanted)}, not {given}{_yaml_hint(first)}"
 
 
 def _noun(section: str, schema: Schema) -> str:
-    """What a section is one of. Example: "tracker" for "trackers.0", "off_policy" for "loss.off_policy"."""
+    """Returns the kind of a section: "tracker" for "trackers.0", "off_policy" for "loss.off_policy"."""
     if section in all_keys(schema):
         return section.split(".")[-1]
     return section.split(".")[-2].removesuffix("s")  # an item of a list or map
 
 
 def _expected(detail: ErrorDetails) -> str:
-    """Example: "a whole number" for int_parsing, "a number greater than 0" for greater_than."""
+    """Returns the expected value: "a whole number" for int_parsing, "a number greater than 0" for greater_than."""
     for beginning, wanted in EXPECTED.items():
         if detail["type"].startswith(beginning):
             return wanted

@@ -166,41 +166,41 @@ __all__ = [
 
 class RunConfig(Section):
     name: RunName
-    """The run's name; its directory is `runs/<name>`. If not given: the file's name, or its directory's
-    for config.yaml."""
+    """The run's name, after which its directory `runs/<name>` is called. The default is the file's name, or for
+    config.yaml that of its directory."""
     runs: Directory = Path("runs")
-    """The directory of the run directories, relative to the config file. An address, such as s3://bucket/prefix, is the
-    `store` then."""
+    """The directory of run directories, relative to the config file. An address, such as s3://bucket/prefix, sets
+    `store` instead."""
     store: StoreAddress | None = None
-    """Where runs are kept besides, as they go: s3://bucket/prefix, gs://... or az://... Another machine goes on from
-    there (docs/storage.md)."""
+    """The object store to which a run is copied as it goes: s3://bucket/prefix, gs://... or az://... Another machine
+    can resume from there (docs/storage.md)."""
     model: ModelConfig
     rollout: RolloutConfig
     gateway: GatewayConfig = GatewayConfig()
     engine: EngineConfig = AutoEngineConfig()
     judge: JudgeConfig = RolloutJudgeConfig()
-    """The default is `none` for a loss that learns from no rewards: distill, unless it has a reward_weight."""
+    """The default is `none` for a loss that learns from no rewards (distill without a reward_weight)."""
     loss: LossConfig = GrpoConfig()
     algorithm: AlgorithmConfig | None = None
-    """null: the one that `loss` names."""
+    """A user's algorithm. null: the one that `loss` names."""
     learner: LearnerConfig = AutoLearnerConfig()
     train: TrainConfig = TrainConfig()
     sft: SftConfig | None = None
     eval: EvalConfig | None = None
     shadow: dict[ShadowName, ShadowConfig] = {}
-    """Judges by name whose scores are recorded beside the reward and never trained on:
+    """Judges by name whose scores are recorded beside the reward and never trained on, such as
     {short: {judge: {entry: "judge.py:short"}, share: 0.5}} (docs/judges.md)."""
     stop: list[StopRule] = []
     """Rules that pause the run, or warn: [{metric: no_signal_share, above: 0.9, for_steps: 5}, {hours: 2}, {usd: 5}].
-    docs/stop.md has one for each thing that usually goes wrong."""
+    docs/stop.md has one for each common failure."""
     tracker: TrackerConfig = NoTrackerConfig()
     trackers: list[TrackerConfig] = []
-    """A list of trackers, besides `tracker`: [wandb, {name: wandb, project: mine}, {entry: "mine.py:MyTracker"}]."""
+    """Further trackers besides `tracker`: [wandb, {name: wandb, project: mine}, {entry: "mine.py:MyTracker"}]."""
 
     @model_validator(mode="before")
     @classmethod
     def _kept_at(cls, data: Any) -> Any:
-        """`runs: s3://bucket/prefix` means that store, and the default directory."""
+        """Replaces `runs: s3://bucket/prefix` by that store and the default directory."""
         runs = data.get("runs") if isinstance(data, dict) and data.get("store") is None else None
         if not isinstance(runs, str) or not is_address(runs) or problem_of(runs):
             return data
@@ -209,7 +209,7 @@ class RunConfig(Section):
     @model_validator(mode="before")
     @classmethod
     def _without_rewards(cls, data: Any) -> Any:
-        """A run that names no judge and learns from no rewards has none, so that its rollouts need not return any."""
+        """Sets the judge `none` for a run that names no judge and learns from no rewards."""
         loss = data.get("loss") if isinstance(data, dict) and "judge" not in data else None
         if isinstance(loss, dict):
             is_silent = loss.get("name") == "distill" and not loss.get("reward_weight")
@@ -228,12 +228,12 @@ class RunConfig(Section):
 
     @property
     def learns_by(self) -> LossConfig | AlgorithmConfig:
-        """The section that says how scored groups become a gradient."""
+        """The section that turns scored groups into a gradient: `algorithm`, or else `loss`."""
         return self.algorithm or self.loss
 
 
 def with_base_model(config: RunConfig) -> EngineConfig:
-    """The engine's section; that of a server names the base model by model.base where it has no name of its own."""
+    """Returns the engine's section, in which a server's base model is model.base unless the section names another."""
     engine = config.engine
     if not isinstance(engine, TinkerEngineConfig) or engine.base_model is not None:
         return engine

@@ -21,7 +21,7 @@ def is_address(text: object) -> bool:
 
 
 def problem_of(text: str) -> str:
-    """Why this is no address that can be used; "": it can be."""
+    """Returns the reason why the text is no usable address, or "" if it is one."""
     match = _ADDRESS.fullmatch(text)
     if match is None or len(text) > MAX_ADDRESS:
         return "not an address of an object store; it looks like s3://bucket/prefix"
@@ -35,7 +35,7 @@ def problem_of(text: str) -> str:
 
 
 def shown(text: str) -> str:
-    """The address as an error may show it: without what may be a key."""
+    """Returns the address without a part that may be a key, as an error may show it."""
     return printable(re.sub(r"://[^/]*@", "://***@", text), limit=200)
 
 
@@ -44,7 +44,7 @@ def protocol_of(address: str) -> str:
 
 
 def missing_client(address: str) -> str:
-    """Why this machine cannot speak with the store of an address, and what to install; "": it can."""
+    """Returns the reason why this machine has no client for an address, with the cure, or "" if it has one."""
     protocol = protocol_of(address)
     try:
         from fsspec import get_filesystem_class

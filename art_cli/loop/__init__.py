@@ -3,6 +3,7 @@
     auto.py            which engine and learner `auto` is on this machine, and why
     dtype.py           the dtype of a run: decided once, recorded, followed
     record.py          config.json: what a run was made with, compared with a configuration
+    references.py      the files, functions and hosts that a configuration names, looked up before anything runs
     policy_sampler.py  Sampler: engine, gateway and runner, opened together; plays scenarios with one policy
     owed_groups.py     what a step still owes, and playing it: trajectories on disk, groups judged as they complete
     evaluate.py        plays the evaluation scenarios and compares policies

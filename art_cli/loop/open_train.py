@@ -14,7 +14,6 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from art_cli.config.compose import LoadedConfig
-from art_cli.config.references import check_ready
 from art_cli.config.schema import OwnEngineConfig
 from art_cli.engines import engine_traits
 from art_cli.judges.smoke_test import require_keys
@@ -22,6 +21,7 @@ from art_cli.learners.sft.examples import load_examples
 from art_cli.loop.auto import describe, resolve_auto
 from art_cli.loop.dtype import follow_record
 from art_cli.loop.record import claim_config, follow_rate
+from art_cli.loop.references import check_ready
 from art_cli.loop.startup import Startup
 from art_cli.loop.training_run import TrainingRun, TrainResult
 from art_cli.rollouts.rollout_runner import begin_rollout

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 from art_cli.config.compose import LoadedConfig
-from art_cli.config.references import check_ready
 from art_cli.engines import engine_traits
 from art_cli.judges import make_judge
 from art_cli.judges.judge_groups import judge_group
@@ -15,6 +14,7 @@ from art_cli.judges.smoke_test import require_keys
 from art_cli.loop.auto import resolve_auto
 from art_cli.loop.owed_groups import group, owed, plan_groups
 from art_cli.loop.policy_sampler import open_sampler
+from art_cli.loop.references import check_ready
 from art_cli.loop.scenario_choice import ScenarioChoice
 from art_cli.loop.stage_policy import (
     PolicySource,

@@ -20,7 +20,6 @@ from typing import NoReturn
 
 from art_cli.config.compose import LoadedConfig
 from art_cli.config.config_identity import config_hash
-from art_cli.config.references import missing_targets
 from art_cli.config.schema import RunConfig, TinkerEngineConfig, TinkerLearnerConfig
 from art_cli.engines import engine_traits, proof
 from art_cli.judges import Judge, make_judge
@@ -36,6 +35,7 @@ from art_cli.loop.owed_groups import group
 from art_cli.loop.pairwise_eval import is_judged, judge_contest
 from art_cli.loop.policy_sampler import Sampler, open_sampler
 from art_cli.loop.record import claim_config
+from art_cli.loop.references import missing_targets
 from art_cli.loop.run_meter import RunMeter
 from art_cli.loop.startup import Startup, import_libraries
 from art_cli.loop.stop_rules import Firing, StopRules

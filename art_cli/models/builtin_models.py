@@ -13,21 +13,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from art_cli.config.sections.model_config import TEMPLATE
 from art_cli.models import small_models
-
-BUILTIN_MODELS = ("tiny",)
-RECORDED = "art_cli.builtin_models"  # this module in the bases that runs record; older runs go on by it
-TEMPLATE = Path(__file__).parent / "builtin_chat_template.jinja"
-
-
-def entry_of(base: str) -> str:
-    """The base; for "builtin:tiny" the entry of the function that builds it. Raises ValueError: no such model."""
-    family, _, name = base.partition(":")
-    if family != "builtin":
-        return base
-    if name not in BUILTIN_MODELS:
-        raise ValueError(f"no built-in model {name!r}; there are: {', '.join(BUILTIN_MODELS)}")
-    return f"{RECORDED}:{name}"
 
 
 def tiny(directory: Path) -> None:

@@ -21,9 +21,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from art_cli.config.schema import LoraConfig, ModelConfig
+from art_cli.config.sections.model_config import RECORDED, entry_of
 from art_cli.models import builtin_models, quantization
 from art_cli.models.base_files import check_base, gguf_problem, read_template, refuse_pickles
-from art_cli.models.builtin_models import RECORDED, entry_of
 from art_cli.models.precision import DtypeChoice, choose_dtype
 from art_cli.runs.durable import new_directory
 from art_cli.runs.manifest import write_hashes

@@ -23,6 +23,7 @@ from statistics import NormalDist, fmean, stdev
 
 import msgspec
 
+from art_cli.config.metric_names import SHADOW
 from art_cli.reports.diagnoses import (
     EXPLORE,
     FASTER,
@@ -35,7 +36,6 @@ from art_cli.reports.diagnoses import (
     mostly,
 )
 from art_cli.runs.history import Evaluated, History, UpdateNumbers
-from art_cli.runs.trajectory import SHADOW
 
 LEVEL = 0.05  # share of runs without any change in which a fall is found by chance
 # What the number of compared pairs of evaluations, and of windows of training rewards, is multiplied by, because they

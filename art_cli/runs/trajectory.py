@@ -21,7 +21,6 @@ import msgspec
 from art_cli.runtime.state_key import MAX_LENGTH
 
 SCHEMA_VERSION = 1
-SHADOW = "shadow/"  # prefix of the metrics of shadow judges: shadow/NAME, shadow/NAME.gap
 EQUAL_REWARDS = 1e-8  # rewards this close carry no signal: what is left between them is rounding, not preference
 
 Json = dict[str, Any]

@@ -68,12 +68,6 @@ def _own_seconds() -> float:
 
 # --- files that are no configuration ----------------------------------------------------------------------------------
 
-LAUGHS = "a0: &a0 [x, x, x, x, x, x, x, x, x]\n" + "".join(
-    f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]\n" for n in range(1, 12)
-)
-DOUBLES = "d0: xxxxxxxx\n" + "".join(f"d{n}: ${{d{n - 1}}}${{d{n - 1}}}\n" for n in range(1, 60))
-COPIES = "d0: {x: 1}\n" + "".join(f"d{n}: {{x: '${{d{n - 1}}}', y: '${{d{n - 1}}}'}}\n" for n in range(1, 60))
-
 DOCUMENTS: dict[str, bytes | str] = {
     "a number": "5\n",
     "text": "hello\n",
@@ -83,7 +77,6 @@ DOCUMENTS: dict[str, bytes | str] = {
     "an object": "!!python/object/apply:os.system ['touch ran']\n",
     "an object inside": GOOD + "tracker: !!python/object/apply:os.system ['touch ran']\n",
     "a name": GOOD + "tracker: !!python/name:os.system\n",
-    "a path object": GOOD + "runs: !!python/object/apply:pathlib.Path [x]\n",
     "a wrong int": GOOD + "runs: !!int many\n",
     "binary": GOOD + "runs: !!binary aGVsbG8=\n",
     "a custom tag": GOOD + "runs: !mine x\n",
@@ -95,9 +88,6 @@ DOCUMENTS: dict[str, bytes | str] = {
     "nested mappings": "a: " + "{a: " * 1000 + "1" + "}" * 1000 + "\n",
     "open lists": "a: " + "[" * 50_000,
     "indented lists": "".join(" " * n + "a:\n" for n in range(500)),
-    "5,000 digits": GOOD.replace("steps: 2", "steps: " + "9" * 5000),
-    "5,000 hexadecimal digits": GOOD.replace("steps: 2", "steps: 0x" + "f" * 5000),
-    "400 digits": GOOD.replace("steps: 2", "steps: " + "9" * 400),
     "an unclosed interpolation": GOOD + "runs: ${\n",
     "an unclosed interpolation with a key": GOOD + "runs: ${a.b\n",
     "an unset variable": GOOD + "runs: ${oc.env:ART_NOPE}\n",
@@ -108,14 +98,6 @@ DOCUMENTS: dict[str, bytes | str] = {
     "an interpolation below itself": GOOD + "runs: ${runs.x}\n",
     "a decoded interpolation": GOOD + "runs: ${oc.decode:'[['}\n",
     "an interpolated name": GOOD + "engine: ${engine.name}\n",
-    "laughs": LAUGHS + GOOD,
-    "laughs in keys": LAUGHS.replace("a0: &a0 [", "a0: &a0 [{k: 1}, ") + GOOD,
-    "doubling interpolations": DOUBLES + GOOD,
-    "copied sections": COPIES + GOOD,
-    "20,000 values": "a: [" + "1, " * 20_000 + "1]\n" + GOOD,
-    "400 digits as key": "9" * 400 + ": 1\n" + GOOD,
-    "an endless tag": GOOD + "runs: !" + "t" * 5_000 + " x\n",
-    "an endless anchor": "a: &" + "a" * 5_000 + " [*" + "a" * 5_000 + "]\n" + GOOD,
     "a null key": "null: 1\n" + GOOD,
     "an empty key": "? \n: 1\n" + GOOD,
     "a number as key": "5: 1\n" + GOOD,
@@ -125,7 +107,6 @@ DOCUMENTS: dict[str, bytes | str] = {
     "a mapping as key": "? {a: b}\n: 1\n" + GOOD,
     "a key twice": GOOD + "train: {steps: 3}\n",
     "a key with escapes": '"\\e[2J\\nerror: all is well": 1\n' + GOOD,
-    "an endless key": "? " + "k" * 100_000 + "\n: 1\n" + GOOD,
     "two documents": GOOD + "---\n" + GOOD,
     "empty": "",
     "comments": "# nothing\n",
@@ -138,8 +119,6 @@ DOCUMENTS: dict[str, bytes | str] = {
     "a zip": b"PK\x03\x04" + b"\0" * 100,
     "tabs": "train:\n\tsteps: 3\n",
     "two megabytes": GOOD + "#" * 2_000_000,
-    "a NUL escape": GOOD + 'runs: "a\\0b"\n',
-    "a surrogate escape": GOOD + 'runs: "\\ud800"\n',
     "defaults that name the file": "defaults: [config]\n" + GOOD,
     "defaults that are text": "defaults: base\n" + GOOD,
     "defaults that are a number": "defaults: 5\n" + GOOD,
@@ -168,21 +147,12 @@ def test_a_file_that_is_no_configuration_is_refused_in_words(art: Art, project: 
         refused(art, "train", "config.yaml")
 
 
-@pytest.mark.parametrize("name", ["laughs", "an anchor in itself", "an object", "nested lists", "a null key", "NULs"])
+@pytest.mark.parametrize("name", ["an anchor in itself", "an object", "nested lists", "a null key", "NULs"])
 def test_an_inherited_file_is_held_to_the_same(art: Art, project: Path, name: str) -> None:
     document = DOCUMENTS[name]
     (project / "base_config.yaml").write_bytes(document.encode() if isinstance(document, str) else document)
     (project / "config.yaml").write_text("defaults: [base_config]\n" + GOOD)
     assert "base_config.yaml" in refused(art, "train", "config.yaml")
-
-
-def test_merging_doubles_no_interpolation_past_the_bound(art: Art, project: Path) -> None:
-    for bomb in (DOUBLES, COPIES):
-        (project / "base_config.yaml").write_text(bomb)
-        (project / "config.yaml").write_text("defaults: [base_config]\n" + bomb + "d59: {y: {z: 1}}\n" + GOOD)
-        refused(art, "train", "config.yaml")
-        (project / "config.yaml").write_text("defaults: [base_config]\nd59: {y: {z: 1}}\n" + GOOD)
-        refused(art, "train", "config.yaml")
 
 
 def test_files_that_inherit_from_each_other_are_refused(art: Art, project: Path) -> None:

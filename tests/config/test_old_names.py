@@ -8,9 +8,9 @@ import pytest
 
 from art_cli.config.compose import load_config
 from art_cli.config.config_identity import config_changes, config_hash
-from art_cli.config.references import check_ready
 from art_cli.config.schema import RulerJudgeConfig
 from art_cli.config.sections.base_config import OLD_NAMES
+from art_cli.loop.references import check_ready
 from art_cli.runtime.errors import ConfigError
 
 PLAIN = "model: {base: builtin:tiny}\nrollout: {entry: 'r.py:f', scenarios: s.jsonl}\n"

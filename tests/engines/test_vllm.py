@@ -190,8 +190,8 @@ def test_the_model_decides_what_the_server_can_hold() -> None:
         ({"args": {"max_model_len": 5}}, r"use model\.max_length"),
         ({"args": {"--seed": 5}}, r"write it without dashes in front: 'seed'"),
         ({"env": {"VLLM_API_KEY": "x"}}, r"VLLM_API_KEY is set by art itself"),
-        ({"url": "http://h:1", "args": {"seed": 1}, "sleep": 0}, r"art starts no server: remove args, sleep"),
-        ({"api_key_env": "K"}, r"a server of our own gets a random one"),
+        ({"url": "http://h:1", "args": {"seed": 1}, "sleep": 0}, r"the server runs already: remove args, sleep"),
+        ({"api_key_env": "K"}, r"a server that art starts gets a random key"),
     ],
 )
 def test_what_art_sets_itself_is_refused(changes: Json, said: str) -> None:

@@ -232,7 +232,7 @@ REFUSED = {
 
 @pytest.mark.parametrize("override", REFUSED)
 def test_what_cannot_be_said_to_a_server_is_refused_at_load(override: str) -> None:
-    from art_cli.config.references import check_ready
+    from art_cli.loop.references import check_ready
 
     chosen = ["engine=tinker", "engine.url=http://127.0.0.1:9", "learner=tinker"]
     if override == "engine=embedded":

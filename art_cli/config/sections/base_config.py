@@ -1,4 +1,4 @@
-"""What every section is built from: the base class, and numbers with bounds."""
+"""The base class of all sections, and numbers with bounds."""
 
 import re
 from collections.abc import Callable, Iterable, Mapping
@@ -18,14 +18,14 @@ from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
 
 def _not_true_or_false(value: Any) -> Any:
-    """The value; a bool is refused, which pydantic would take for 0 or 1."""
+    """Returns the value. Raises an error for a bool, which pydantic would take for 0 or 1."""
     if isinstance(value, bool):
         raise PydanticCustomError("float_type", "true and false are no numbers")
     return value
 
 
 def _is_device(value: str) -> str:
-    """The value. Raises an error if torch has no such device, whatever the machine."""
+    """Returns the value. Raises an error if torch has no such device, whatever the machine."""
     if not re.fullmatch(r"auto|cpu|mps|(cuda|xpu|hpu|npu)(:[0-9]{1,3})?", value, re.ASCII):
         raise PydanticCustomError("device", "auto, cpu, cuda, or cuda:1 for the second GPU")
     return value
@@ -64,7 +64,7 @@ class Section(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _take_old_names(cls, data: Any) -> Any:
-        """The section with today's name of a server's address. Raises ValueError: it stands there under two names."""
+        """Returns the section with today's name of a server's address. Raises ValueError if it has two of the names."""
         if not isinstance(data, Mapping) or "base_url" not in cls.model_fields:
             return data
         given = [name for name in ("base_url", *OLD_NAMES) if name in data]

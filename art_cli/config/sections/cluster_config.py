@@ -33,27 +33,27 @@ class RayClusterConfig(Section):
     """An existing Ray cluster, one of whose nodes is this machine."""
 
     name: Literal["ray"] = "ray"
-    """Which kind of cluster."""
+    """The kind of cluster."""
     address: str = "auto"
-    """The cluster's address, HOST:PORT. auto: RAY_ADDRESS, or the cluster whose node this machine is."""
+    """The cluster's address, HOST:PORT. auto takes RAY_ADDRESS, or else the cluster whose node this machine is."""
     cpus: Annotated[PositiveFloat, Field(le=MAX_RESOURCE)] = 1.0
     """The number of processors that each process of rollouts reserves on its node."""
     resources: dict[str, Annotated[PositiveFloat, Field(le=MAX_RESOURCE)]] = {}
     """Custom resources of Ray that each process reserves besides, such as {sandbox: 1}; it then runs on nodes that have
     them."""
     runtime_env: dict[str, JsonValue] = {}
-    """More of Ray's runtime_env, such as {pip: [httpx, numpy]}: what the nodes' Python needs for the function."""
+    """Further keys of Ray's runtime_env that the function needs on the nodes, such as {pip: [httpx, numpy]}."""
     env: VariableNames = []
-    """Names of environment variables of this machine that the function has on the nodes too. They get no others."""
+    """Names of environment variables of this machine that are set on the nodes too. No others are."""
     exclude: list[str] = []
     """Patterns of files and directories that are not sent to the nodes, such as ["data", "*.csv"]."""
     max_file_mb: PositiveFloat = 20.0
     """A file of the config's directory above this size in MB is not sent to the nodes."""
     gateway_url: str | None = None
-    """The address at which nodes reach the gateway, such as http://10.0.0.5:8000, where it is not the one that it
-    listens on (a port that is mapped). null: this machine's address in the cluster."""
+    """The address at which nodes reach the gateway, such as http://10.0.0.5:8000, if it is not the one that the gateway
+    listens on (a mapped port). null: this machine's address in the cluster."""
     wait_s: Seconds = 600.0
-    """The longest wait for a free place in the cluster; after it the run stops, and can be resumed."""
+    """The longest wait in seconds for free resources of the cluster. After it the run stops, and can be resumed."""
     python: Path | None = None
     """A Python on this machine that has Ray in the cluster's versions, or the directory of its environment. null: the
     Python that art runs in."""
@@ -94,7 +94,7 @@ class RayClusterConfig(Section):
 
     @field_validator("exclude")
     @classmethod
-    def _says_something(cls, patterns: list[str]) -> list[str]:
+    def _are_not_empty(cls, patterns: list[str]) -> list[str]:
         if not all(pattern.strip("/") for pattern in patterns):
             raise ValueError("an empty pattern; leave it out")
         return patterns

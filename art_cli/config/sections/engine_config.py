@@ -1,4 +1,4 @@
-"""The `engine` section: what samples from the policy, one class for each engine."""
+"""The `engine` section: the sampler of the policy, one class for each engine."""
 
 from pathlib import Path
 from typing import Annotated, ClassVar, Literal, Self
@@ -9,7 +9,7 @@ from art_cli.config.sections.base_config import PositiveInt, Seconds, Section
 
 
 class EngineSection(Section):
-    """The section of one engine. Its class attributes are the engine's abilities (engines.EngineTraits)."""
+    """The section of one engine, with the engine's abilities (engines.EngineTraits explains each)."""
 
     can_train: ClassVar[bool] = True
     swaps_adapters: ClassVar[bool] = False
@@ -18,8 +18,8 @@ class EngineSection(Section):
 
 
 class AutoEngineConfig(EngineSection):
-    """vLLM where there is a vLLM, a GPU and a model that it can serve; else embedded. A run that sets an engine's keys
-    names that engine."""
+    """vLLM if vLLM, a GPU and a model that it can serve are there, else the embedded engine. To set an engine's keys,
+    name that engine."""
 
     name: Literal["auto"] = "auto"
 
@@ -35,7 +35,7 @@ class EmbeddedEngineConfig(EngineSection):
 
     name: Literal["embedded"] = "embedded"
     max_batch: PositiveInt = 128
-    """The number of sequences that are decoded together; further ones wait."""
+    """The number of sequences that are decoded at once. Further ones wait."""
     prefill_tokens: PositiveInt = 8192
     """The number of prompt tokens in one forward pass."""
 
@@ -70,7 +70,7 @@ class AnthropicEngineConfig(EngineSection):
     api_key_env: str = "ANTHROPIC_API_KEY"
     """The environment variable that holds the key. The key itself never stands in a file."""
     max_tokens: PositiveInt = 8192
-    """The largest number of tokens of a reply to a call that sets none, because this protocol needs one."""
+    """The largest number of tokens of a reply if a call sets none, because the protocol requires a number."""
     timeout_s: Seconds = 300.0
     """The longest time for one request."""
 
@@ -94,8 +94,8 @@ VLLM_OWN_ENV = ("VLLM_API_KEY", "VLLM_ALLOW_RUNTIME_LORA_UPDATING", "VLLM_SERVER
 
 
 class VllmEngineConfig(EngineSection):
-    """vLLM, which art starts as a process, or which runs already at `base_url`. It swaps LoRA adapters: `model.lora` is
-    set."""
+    """vLLM, either started by art as a process or already running at `base_url`. It swaps LoRA adapters, so
+    `model.lora` must be set."""
 
     swaps_adapters = True
 
@@ -108,8 +108,8 @@ class VllmEngineConfig(EngineSection):
     env: dict[str, str] = {}
     """Environment variables of the server. They stand in the run's config.json, so put no secrets here."""
     sleep: Literal["auto", 0, 1, 2] = "auto"
-    """What happens to the weights while the learner works. 1: they move to the host's memory. 2: they are dropped.
-    0: they stay on the GPU. auto: 1 where engine and learner share a GPU, else 0."""
+    """vLLM's sleep level while the learner works. 1 moves the weights to the host's memory, 2 drops them, 0 keeps
+    them on the GPU. auto: 1 if engine and learner share a GPU, else 0."""
     start_timeout_s: Seconds = 600.0
     """The longest time from the start of the process to its first answer."""
     replicas: PositiveInt = 1
@@ -153,13 +153,11 @@ class VllmEngineConfig(EngineSection):
 
     @model_validator(mode="after")
     def _own_or_running(self) -> Self:
-        of_own = {"python", "args", "env", "sleep", "start_timeout_s", "replicas"} & self.model_fields_set
-        if self.base_url is not None and of_own:
-            raise ValueError(f"with 'base_url' art starts no server: remove {', '.join(sorted(of_own))}")
+        of_started = {"python", "args", "env", "sleep", "start_timeout_s", "replicas"} & self.model_fields_set
+        if self.base_url is not None and of_started:
+            raise ValueError(f"with 'base_url' the server runs already: remove {', '.join(sorted(of_started))}")
         if self.base_url is None and "api_key_env" in self.model_fields_set:
-            raise ValueError(
-                "'api_key_env' is the key of a server at 'base_url'; a server of our own gets a random one"
-            )
+            raise ValueError("'api_key_env' is for a server at 'base_url'; a server that art starts gets a random key")
         return self
 
 
@@ -176,7 +174,7 @@ class TinkerEngineConfig(EngineSection):
     base_model: str | None = None
     """The base model's name at the server. null: that of model.base."""
     timeout_s: Seconds = 3600.0
-    """The longest time for one request, also for one that waits until the server has room."""
+    """The longest time in seconds for one request, including its wait for a free slot on the server."""
 
 
 class OwnEngineConfig(EngineSection):
@@ -186,7 +184,7 @@ class OwnEngineConfig(EngineSection):
     entry: str
     """ "file.py:Class", made as Class(setup) (art_cli/engines)."""
     options: dict[str, JsonValue] = {}
-    """What the class gets as `setup.options`; no secrets: they stand in config.json."""
+    """The class's `setup.options`. They are written to config.json, so they must hold no secrets."""
 
 
 EngineConfig = Annotated[

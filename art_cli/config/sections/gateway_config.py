@@ -1,4 +1,4 @@
-"""The `gateway` section: where the capturing proxy listens, and what `art gateway` writes of its traffic."""
+"""The `gateway` section: the address of the capturing proxy, and the files that `art gateway` writes."""
 
 import re
 from pathlib import Path
@@ -10,8 +10,8 @@ from art_cli.config.sections.base_config import Int, PositiveFloat, PositiveInt,
 
 
 class RedactConfig(Section):
-    """What `art gateway` replaces by "[redacted]" before it writes anything. API keys and passwords in URLs are always
-    replaced. A call in which anything is replaced keeps its text and loses its token ids, which would tell it."""
+    """Texts that `art gateway` replaces by "[redacted]" before it writes anything. API keys and passwords in URLs are
+    always replaced. A call with replaced text loses its token ids, because they would reveal it."""
 
     patterns: list[str] = []
     """Regular expressions (Python's) whose matches are replaced."""
@@ -33,25 +33,25 @@ class RedactConfig(Section):
 
 
 class GatewayConfig(Section):
-    """Where the capturing proxy listens for model calls. All other keys are only for `art gateway`
+    """The address at which the capturing proxy listens for model calls. All other keys are for `art gateway` only
     (docs/gateway.md)."""
 
     host: str = "127.0.0.1"
     """The address of this machine to listen on."""
     port: Annotated[Int, Field(ge=0, le=65535)] = 0
-    """0: any free port; in `art gateway` 8000."""
+    """The port to listen on. 0: any free port, or 8000 in `art gateway`."""
     directory: Path | None = None
-    """Where the trajectories go. null: `gateway` in the run's directory."""
+    """The directory for trajectories. null: `gateway` in the run's directory."""
     idle_s: Seconds = 1800.0
-    """How long after its last call a conversation is over. A later call begins a new one."""
+    """The time in seconds after its last call at which a conversation ends. A later call begins a new one."""
     max_open: PositiveInt = 1000
-    """The largest number of conversations in memory. With more, the one that is idle the longest is over."""
+    """The largest number of conversations in memory. Above it, the conversation that is idle the longest ends."""
     max_open_mb: PositiveFloat = 256.0
-    """The largest size of the conversations in memory, in MB. Above it, the one that is idle the longest is over."""
+    """The largest size in MB of the conversations in memory. Above it, the one that is idle the longest ends."""
     rotate_mb: PositiveFloat = 64.0
     """The size in MB of recorded calls at which a file of trajectories is written."""
     rotate_s: Seconds = 86400.0
     """The age in seconds of the oldest recorded call at which a file of trajectories is written."""
     group_size: PositiveInt = 8
-    """The largest number of attempts in one group. More attempts at one scenario are several groups."""
+    """The largest number of attempts in one group. Further attempts at the scenario form another group."""
     redact: RedactConfig = RedactConfig()

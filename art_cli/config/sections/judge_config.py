@@ -1,4 +1,4 @@
-"""The `judge` section: what scores rollouts, one class for each judge."""
+"""The `judge` section: the source of rewards, one class for each judge."""
 
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
@@ -23,19 +23,19 @@ FlipRate = Annotated[Float, Field(ge=0, lt=1)]
 
 
 class NoiseConfig(Section):
-    """What is known of the judge's errors. With flip rates: of verdicts 0 and 1. Without (`noise: votes`): the votes
-    on each attempt say how far its score can be trusted."""
+    """The judge's known errors: either its flip rates, for verdicts of 0 and 1, or (`noise: votes`) the spread of its
+    votes on each attempt."""
 
     false_positive: FlipRate | None = None
     """The share of wrong attempts that the judge gives a 1. `art judge --report --gold` measures it."""
     false_negative: FlipRate | None = None
     """The share of right attempts that the judge gives a 0."""
     min_reliability: UnitInterval = 0.0
-    """A group is left out, and counts as one without signal, unless more than this share of its reward differences is
-    true. 0: unless its attempts differ by no more than their votes do."""
+    """The smallest reliability of a group: the share of its reward differences that is true. A group at or below it is
+    left out and counts as one without signal. 0 leaves out groups whose attempts differ no more than their votes."""
     ask_again: Count = 0
-    """With votes: how many further rounds of votes a group may get before it is left out, as many votes in each as in
-    the first. Those of all rounds count together."""
+    """With votes: the number of further rounds of votes before a group is left out. Each round has as many votes as the
+    first, and the votes of all rounds count together."""
 
     @property
     def is_from_votes(self) -> bool:
@@ -46,9 +46,9 @@ class NoiseConfig(Section):
         if (self.false_positive is None) != (self.false_negative is None):
             raise ValueError("set both 'false_positive' and 'false_negative', or neither")
         if (self.false_positive or 0.0) + (self.false_negative or 0.0) >= 1:
-            raise ValueError("false_positive + false_negative must be below 1: such a judge says nothing of the truth")
+            raise ValueError("false_positive + false_negative must be below 1: such a judge is no better than chance")
         if self.ask_again and not self.is_from_votes:
-            raise ValueError("'ask_again' asks for further votes, and flip rates are of a judge that has none")
+            raise ValueError("'ask_again' asks for further votes, and a judge with flip rates has none")
         return self
 
 
@@ -58,8 +58,8 @@ def _noise_from_votes(section: Any) -> Any:
 
 class ScoringJudgeConfig(Section):
     noise: Annotated[NoiseConfig | None, BeforeValidator(_noise_from_votes)] = None
-    """The judge's errors, by which advantages are corrected: {false_positive: 0.1, false_negative: 0.2}, or votes.
-    null: rewards are taken as they are."""
+    """The judge's errors, for which advantages are corrected: {false_positive: 0.1, false_negative: 0.2}, or votes.
+    null: no correction."""
 
 
 class RolloutJudgeConfig(ScoringJudgeConfig):
@@ -69,7 +69,7 @@ class RolloutJudgeConfig(ScoringJudgeConfig):
 
 
 class NoJudgeConfig(Section):
-    """No judge, for a loss that learns from no rewards. A rollout's reward is what it returned, or 0."""
+    """No judge, for a loss that learns from no rewards. A rollout's reward is the one that it returned, or 0."""
 
     name: Literal["none"]
 
@@ -82,7 +82,7 @@ class FunctionJudgeConfig(ScoringJudgeConfig):
     entry: str
     """The function as "file.py:function".
 
-    Or a class as "file.py:Class", a subclass of art_cli.Judge (docs/judges.md)."""
+    It may also be a class, "file.py:Class", a subclass of art_cli.Judge (docs/judges.md)."""
     options: dict[str, JsonValue] = {}
     """Keyword arguments that the class is made with."""
     timeout_s: Seconds = 600.0
@@ -114,17 +114,17 @@ class JudgeModelConfig(Section):
     """The model, as litellm names it (openai/o3, anthropic/claude-sonnet-4-5), or with `base_url` as that server names
     it. Other providers than OpenAI need litellm: pip install 'art-cli[litellm]'."""
     base_url: str | None = None
-    """Any OpenAI-compatible endpoint: http://127.0.0.1:8000/v1. null: the provider that `model` names (OpenAI is asked
-    at OPENAI_BASE_URL, if that is set)."""
+    """An OpenAI-compatible endpoint: http://127.0.0.1:8000/v1. null: the provider that `model` names (for OpenAI, the
+    address in OPENAI_BASE_URL if it is set)."""
     api_key_env: str | None = None
     """The variable, in the environment or in .env, that holds the key. null: the provider's usual one; OPENAI_API_KEY
     for a `base_url`."""
     params: dict[str, JsonValue] = {}
-    """Parameters that each call passes on: {temperature: 0}, {reasoning_effort: low}."""
+    """Further parameters of each call: {temperature: 0}, {reasoning_effort: low}."""
     response_format: Literal["auto", "json_schema", "text"] = "auto"
-    """How the answer is asked for. auto: by a JSON schema if the model takes one, else as text."""
+    """The format in which the answer is requested. auto: a JSON schema if the model supports it, else text."""
     price: PriceConfig | None = None
-    """What the model costs. null: litellm's packaged table; unknown where litellm is not installed."""
+    """The model's price. null: the price in litellm's table, or unknown if litellm is not installed."""
 
     @property
     def needs_litellm(self) -> bool:
@@ -136,7 +136,7 @@ class JudgeModelConfig(Section):
 
 
 def no_litellm(member: JudgeModelConfig) -> str:
-    """What to tell a user whose judge needs litellm, which is not installed."""
+    """Returns the error for a judge that needs litellm, which is not installed."""
     cure = "pip install 'art-cli[litellm]', or name an OpenAI-compatible endpoint in base_url"
     return f"{member.model} is asked through litellm, which is not installed: {cure}"
 
@@ -154,38 +154,38 @@ class RulerJudgeConfig(JudgeModelConfig, ScoringJudgeConfig):
     """Several models instead of `model`, each with the keys of a judge's model and a `weight`. The score is their
     weighted mean."""
     rubric: Path | None = None
-    """A text file with what the judge looks for. null: the packaged rubric."""
+    """A text file with the judge's criteria. null: the packaged rubric."""
     instructions: Path | None = None
     """A text file with the whole system prompt, in which the rubric replaces `{rubric}`. null: the packaged prompt."""
     votes: PositiveInt = 1
-    """How often each model is asked, each time with the attempts in another order and under other ids."""
+    """The number of calls of each model, each with the attempts in another order and under other ids."""
     aggregate: Literal["mean", "median"] = "mean"
-    """How the votes become one score."""
+    """The statistic that makes one score of the votes."""
     seed: Seed = 0
     """The seed of the orders and ids."""
     max_group: Annotated[Int, Field(ge=4, le=64)] = 16
-    """The largest number of attempts in one call. A larger group is judged in parts that share anchors, and put on one
-    scale."""
+    """The largest number of attempts in one call. A larger group is judged in parts that share some attempts, by which
+    their scores are put on one scale."""
     max_tokens_per_attempt: Annotated[Int, Field(ge=100)] = 10_000
-    """The largest number of tokens of an attempt, estimated at 4 bytes a token. In a longer one tool outputs are cut in
-    the middle first, then the other long texts."""
+    """The largest number of tokens of an attempt, estimated as 4 bytes per token. Longer attempts are shortened: first
+    tool outputs are cut in the middle, then other long texts."""
     attempts: PositiveInt = 3
-    """How often a vote is asked for again when its answer cannot be used. Each time the model is once sent its answer
-    with what is wrong in it."""
+    """The largest number of attempts at a usable vote. In each, the model is once sent its unusable answer together
+    with the error."""
     retries: Count = 6
-    """How often a call is made again after a rate limit, a server error, a lost connection or its deadline."""
+    """The number of retries of a call after a rate limit, a server error, a lost connection or its deadline."""
     timeout_s: Seconds = 300.0
     """The longest time for one call."""
     concurrency: PositiveInt = 32
     """The number of calls at once."""
     budget_usd: PositiveFloat | None = None
-    """The most that may be spent. Judging stops before a call would exceed it, and everything so far is saved. null: no
-    limit."""
+    """The largest sum in dollars that may be spent. Judging stops before a call that would exceed it, and all verdicts
+    are saved. null: no limit."""
     budget_tokens: PositiveInt | None = None
     """The largest number of prompt and completion tokens together. null: no limit."""
     cache: Path | Literal["user"] | None = "user"
-    """The SQLite file of verdicts already paid for. user: art/verdicts.sqlite in the user's cache directory. null:
-    none."""
+    """The SQLite file in which verdicts are cached. user: art/verdicts.sqlite in the user's cache directory. null: no
+    cache."""
 
     @model_validator(mode="after")
     def _model_or_panel(self) -> Self:
@@ -205,18 +205,18 @@ class RewardModelJudgeConfig(ScoringJudgeConfig):
     label: Count = 0
     """The index of the model's output that is the score."""
     activation: Literal["none", "sigmoid", "softmax"] = "none"
-    """How the logit becomes the score. none: it is the score, and may lie outside [0, 1]."""
+    """The function that maps the logit to the score. none: the logit is the score, and may lie outside [0, 1]."""
     batch_size: PositiveInt = 8
     """The number of conversations in one forward pass."""
     max_length: PositiveInt | None = None
-    """The largest number of tokens of a conversation; only the end of a longer one counts. null: the model's own
-    context length."""
+    """The largest number of tokens of a conversation. Of a longer one only the end is read. null: the model's context
+    length."""
     device: Device = "auto"
     """The torch device. auto: the GPU if there is one."""
 
 
 def _own_judge(section: Any) -> Any:
-    """A judge without a name but with an `entry` is a user's own."""
+    """Returns the section with the name `function` if it has an `entry` and no name."""
     is_own = isinstance(section, dict) and "entry" in section and "name" not in section
     return {"name": "function", **section} if is_own else section
 
@@ -232,14 +232,14 @@ class BlendJudgeConfig(ScoringJudgeConfig):
     blend: dict[str, PositiveFloat]
     """The weight of each judge: {ruler: 0.7, rollout: 0.3}. A name is one of `judges`, or a judge with its defaults."""
     judges: dict[str, NamedJudgeConfig] = {}
-    """The judges in `blend` that need keys of their own: {strict: {name: ruler, rubric: strict.txt}}."""
+    """The judges in `blend` that do not have their defaults: {strict: {name: ruler, rubric: strict.txt}}."""
 
     @model_validator(mode="after")
     def _known_names(self) -> Self:
         if not self.blend:
             raise ValueError("'blend' needs at least one judge")
         if inner := [name for name, judge in self.judges.items() if judge.noise is not None]:
-            raise ValueError(f"'noise' is of the blended reward: set it beside 'blend', not in {', '.join(inner)}")
+            raise ValueError(f"'noise' is for the blended reward: set it beside 'blend', not in {', '.join(inner)}")
         if unknown := sorted(set(self.blend) - set(self.judges) - {"rollout", "ruler"}):
             raise ValueError(f"define {', '.join(unknown)} under 'judges'; only 'rollout' and 'ruler' have defaults")
         if unused := sorted(set(self.judges) - set(self.blend)):

@@ -1,4 +1,4 @@
-"""The `learner` section: what computes updates of the policy, one class for each learner."""
+"""The `learner` section: the trainer of the policy, one class for each learner."""
 
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -13,31 +13,30 @@ class BaseLearnerConfig(Section):
     device: Device = "auto"
     """The torch device. auto: the GPU if there is one."""
     micro_batch_tokens: PositiveInt | None = None
-    """The number of tokens in one forward pass. More takes more memory; the gradient is the same. null: 8192 on a GPU;
-    1024 on a CPU, where more runs slower, and more than that where 1024 would cut trees."""
+    """The number of tokens in one forward pass. More tokens take more memory; the gradient is the same. null: 8192 on a
+    GPU, and 1024 on a CPU, where more is slower (but as many as a tree needs)."""
     gradient_checkpointing: bool | PositiveInt = False
-    """true: activations are computed again in the backward pass instead of kept, which takes far less memory and a
-    third more time. A number: only in forward passes of at least that many tokens. The gradient is the same."""
+    """true: activations are recomputed in the backward pass, which takes far less memory and a third more time. A
+    number: only in forward passes of at least that many tokens. The gradient is the same."""
     offload_optimizer: bool = False
-    """true: AdamW's state lives in the CPU's memory and updates are computed there, which saves 8 bytes for each
-    trained weight on the GPU. The update is the same."""
+    """true: AdamW's state is in the host's memory, and updates are computed on the CPU. This saves 8 bytes of GPU
+    memory per trained weight. The update is the same."""
     packing: Literal["auto", "tree", "rows"] = "auto"
-    """tree: every token that samples share is computed once. rows: one row per sample. auto: tree if that saves some
-    hundredths of the tokens, as it nearly always does. The gradient is the same."""
+    """tree: tokens that samples share are computed once. rows: one row per sample. auto: tree if it saves some
+    percent of the tokens, which is nearly always the case. The gradient is the same."""
     processes: Annotated[PositiveInt, Field(le=MAX_PROCESSES)] = 1
-    """The number of processes that share the packs of an update and divide the model between them (FSDP2), each on a
-    GPU of its own, or all on the CPU. The gradient is the same. With more than 1 the engine has its own copy of the
-    weights."""
+    """The number of processes that share the packs of an update and shard the model (FSDP2), each on another GPU, or
+    all on the CPU. The gradient is the same. With more than one, the engine has a separate copy of the weights."""
     nodes: Annotated[PositiveInt, Field(le=MAX_NODES)] = 1
-    """The number of machines that share the packs of an update, each with `processes` processes. This one is the first;
-    each other one runs `art join CONFIG`. The gradient is the same."""
+    """The number of machines that share the packs of an update, each with `processes` processes. This machine is the
+    first; each other one runs `art join CONFIG`. The gradient is the same."""
     rendezvous: str | None = None
-    """HOST:PORT where the nodes meet: an address of the machine that runs `art train`, which listens there, and a free
-    port. Used with `nodes` above 1."""
+    """HOST:PORT at which the nodes meet: an address of the machine that runs `art train`, and a free port there.
+    Used with `nodes` above 1."""
     shard: Literal["node", "all"] = "node"
-    """What the model is divided over. node: each node holds the whole model, divided over its own processes, and only
-    gradients go between nodes. all: one copy over all processes of all nodes, for a model that one node cannot hold;
-    every layer's weights then go over the network in each pass."""
+    """The processes over which the model is sharded. node: each node holds the whole model, and only gradients go
+    between nodes. all: one copy over all processes of all nodes, for a model that one node cannot hold; every
+    layer's weights then go over the network in each pass."""
     join_timeout_s: Seconds = 600.0
     """The longest wait for the other nodes."""
 
@@ -57,7 +56,7 @@ class BaseLearnerConfig(Section):
 
 
 class AutoLearnerConfig(BaseLearnerConfig):
-    """Unsloth where there are Unsloth and a GPU, else torch. It has the keys that all learners have."""
+    """Unsloth if Unsloth and a GPU are there, else torch. It has the keys that all learners share."""
 
     name: Literal["auto"] = "auto"
 
@@ -69,13 +68,13 @@ class TorchLearnerConfig(BaseLearnerConfig):
 
 
 class UnslothLearnerConfig(BaseLearnerConfig):
-    """The torch learner's step on a policy that Unsloth loads: LoRA adapters on a base in 16 or 4 bits."""
+    """The torch learner with a policy that Unsloth loads: LoRA adapters on a base in 16 or 4 bits."""
 
     name: Literal["unsloth"]
 
 
 class TinkerLearnerConfig(Section):
-    """Trains the policy on the server of `engine: tinker`, where its weights are."""
+    """The server of `engine: tinker`, which holds the weights and trains them."""
 
     device: ClassVar[str] = "auto"  # where a policy is loaded all the same, as `art export` does
     processes: ClassVar[int] = 1

@@ -21,7 +21,8 @@ from art_cli.runtime.plugins import resolve
 
 
 class TruncateConfig(Section):
-    """Truncated importance sampling (Yao et al. 2025, fengyao.notion.site/off-policy-rl): the weight is min(ρ, cap)."""
+    """Truncated importance sampling (Yao et al. 2025, fengyao.notion.site/off-policy-rl): a token's weight is min(ρ,
+    cap)."""
 
     name: Literal["truncate"]
     cap: PositiveFloat = 2.0
@@ -29,7 +30,7 @@ class TruncateConfig(Section):
 
 
 class IcepopConfig(Section):
-    """IcePop (Ring-1T 2025, arXiv:2510.18855): the weight is ρ, and tokens whose ρ is out of bounds are left out."""
+    """IcePop (Ring-1T 2025, arXiv:2510.18855): a token's weight is ρ; tokens with ρ out of bounds are left out."""
 
     name: Literal["icepop"]
     low: PositiveFloat = 0.5
@@ -43,8 +44,8 @@ class IcepopConfig(Section):
 
 
 class SequenceMaskConfig(Section):
-    """Samples whose geometric mean of ρ is out of bounds are left out whole (Liu et al. 2025, "When Speed Kills
-    Stability"); the weight of other tokens is min(ρ, cap)."""
+    """Sequence masking (Liu et al. 2025, "When Speed Kills Stability"): samples whose geometric mean of ρ is out of
+    bounds are left out; the weight of all other tokens is min(ρ, cap)."""
 
     name: Literal["sequence_mask"]
     low: PositiveFloat = 0.8
@@ -61,13 +62,14 @@ class SequenceMaskConfig(Section):
 
 class DppoConfig(Section):
     """DPPO (Qi et al. 2026, arXiv:2602.04879): tokens whose probability moved further than delta, and that the update
-    would move on, are left out; the weight of others is min(ρ, cap)."""
+    would move further, are left out; the weight of all other tokens is min(ρ, cap)."""
 
     name: Literal["dppo"]
     divergence: Literal["tv", "kl"] = "tv"
-    """tv: the difference of the token's probabilities. kl: KL(engine || learner) of the token against all others."""
+    """The measure of a token's change. tv: the difference of its probabilities. kl: KL(engine || learner) of the token
+    against all others."""
     delta: PositiveFloat = 0.15
-    """The largest divergence; for kl a third of it is usual."""
+    """The largest divergence. For kl, a third of the default is usual."""
     cap: PositiveFloat = 20.0
     """The largest weight of a token."""
 
@@ -91,42 +93,43 @@ class BaseLossConfig(Section):
     needs_explanations: ClassVar[bool] = False  # whether it learns from the judge's reasons
 
     kl: NonNegative = 0.0
-    """Weight of KL(policy || reference), k3 estimate; the reference is the model, adapter off. 0: not computed."""
+    """The weight of KL(policy || reference), estimated by k3. The reference is the model without its adapter. 0:
+    off."""
     off_policy: Annotated[OffPolicyConfig, Field(discriminator="name")] | None = None
-    """The weight of a token that an older policy sampled, or an engine that rounds differently. ρ is the token's
-    probability under the learner, at the start of the step, over that of the engine. null: PPO's ratio is to the
-    engine's probability instead, and there are no weights."""
+    """The importance weights of tokens that an older policy sampled, or an engine that rounds differently. ρ is the
+    token's probability under the learner at the start of the step, divided by its probability under the engine.
+    null: no weights, and PPO's ratio is to the engine's probability."""
     echo: NonNegative = 0.0
-    """ECHO (Shrivastava et al. 2026, arXiv:2605.24517): weight of the cross entropy of what the environment answered
-    to a reply (tool outputs, further user messages), over these tokens' own count. Attempts of groups without signal
-    are learned from too. 0: off."""
+    """The weight of the cross entropy of the environment's answers (tool outputs, further user messages), averaged
+    over these tokens (ECHO, Shrivastava et al. 2026, arXiv:2605.24517). Groups without signal are learned from too.
+    0: off."""
     mean_over: MeanOver = "all"
-    """The trajectories that the loss is a mean over. `all`: every finished trajectory of the step, so that steps shrink
-    with the signal instead of getting noisier. `trained`: the trajectories of groups with signal, so that a step of few
-    such groups is as large as one of many."""
+    """The trajectories over which the loss is averaged. `all`: every finished trajectory of the step, so that a step
+    with little signal is small. `trained`: the trajectories of groups with signal, so that a step with little signal
+    is as large as any other, and noisier."""
     entropy_floor: PositiveFloat | None = None
-    """The mean entropy in nats per token below which the loss rewards entropy, with a coefficient that grows by
-    `entropy_step` in every step below the floor and falls by as much in every other (Skywork-OR1, arXiv:2505.22312).
-    null: no reward."""
+    """The mean entropy in nats per token below which the loss rewards entropy. The coefficient of the reward grows by
+    `entropy_step` in each step below the floor and falls by as much in each other step (Skywork-OR1, arXiv:2505.22312).
+    null: off."""
     entropy_step: PositiveFloat = 0.005
-    """By how much the coefficient changes in a step."""
+    """The change of the coefficient in one step."""
     clip_cov: Annotated[Float, Field(gt=0, lt=1)] | None = None
-    """The share of an optimizer step's sampled tokens without gradient: those whose logprob and advantage are furthest
-    above their means together, because they cost most entropy (Clip-Cov, arXiv:2505.22617). null: none."""
+    """The share of an optimizer step's sampled tokens that get no gradient: those that lower entropy most, because
+    their logprob and advantage are both far above the mean (Clip-Cov, arXiv:2505.22617). null: none."""
     kl_cov: Annotated[Float, Field(gt=0, lt=1)] | None = None
-    """The share of an optimizer step's sampled tokens, chosen as for `clip_cov`, that are held near their probability
-    before the step (KL-Cov, arXiv:2505.22617, which takes 0.0002 to 0.002). null: none."""
+    """The share of an optimizer step's sampled tokens, chosen as for `clip_cov`, that a KL penalty holds near their
+    probability before the step (KL-Cov, arXiv:2505.22617, with 0.0002 to 0.002). null: none."""
     kl_cov_weight: PositiveFloat = 1.0
-    """Weight of KL(before the step || now), k3 estimate, of these tokens."""
+    """The weight of these tokens' KL(before the step || now), estimated by k3."""
 
     @property
     def needs_rewards(self) -> bool:
-        """Returns whether it learns from the rewards of a group, so that every attempt must have one."""
+        """Whether the loss learns from rewards, so that every attempt must have one."""
         return True
 
     @property
     def takes_noise(self) -> bool:
-        """Returns whether judge.noise can correct its advantages: they compare a group's rewards, and nothing else."""
+        """Whether judge.noise can correct the advantages, because they compare a group's rewards and nothing else."""
         return self.compares_attempts
 
     def conflicts(self) -> Iterator[tuple[str, str]]:
@@ -168,7 +171,7 @@ class DrGrpoConfig(ClippedLossConfig):
 
 
 class DapoConfig(ScaledLossConfig):
-    """DAPO (Yu et al. 2025, arXiv:2503.14476): clip-higher, token-level mean, soft punishment of overlong replies."""
+    """DAPO (Yu et al. 2025, arXiv:2503.14476): clip-higher, token-level mean, soft penalty for overlong replies."""
 
     name: Literal["dapo"]
     clip: PositiveFloat = 0.2
@@ -176,9 +179,10 @@ class DapoConfig(ScaledLossConfig):
     clip_high: PositiveFloat = 0.28
     """The ratio of new to old probability counts up to 1 + clip_high."""
     overlong: Literal["keep", "mask", "penalty"] = "keep"
-    """Trajectories cut off by a length limit: train as they are, leave out, or lower the reward near the limit."""
+    """The treatment of trajectories that a length limit cut off. keep: train on them. mask: leave them out. penalty:
+    lower the reward near the limit."""
     overlong_buffer: PositiveInt = 256
-    """Tokens before the limit in which the penalty grows from 0 to 1 (equation 13)."""
+    """The number of tokens before the limit over which the penalty grows from 0 to 1 (equation 13)."""
 
     def conflicts(self) -> Iterator[tuple[str, str]]:
         yield from super().conflicts()
@@ -201,14 +205,14 @@ class CispoConfig(ScaledLossConfig):
 
     name: Literal["cispo"]
     clip: PositiveFloat = 1.0
-    """Lower bound 1 - clip; at 1 there is none."""
+    """The ratio of new to old probability counts down to 1 - clip. 1: no lower bound."""
     clip_high: PositiveFloat = 4.0
     """The ratio of new to old probability counts up to 1 + clip_high."""
 
 
 class RlooConfig(ClippedLossConfig):
-    """RLOO (Ahmadian et al. 2024, arXiv:2402.14740): the baseline is the mean reward of the others in the group, and a
-    whole trajectory is one action."""
+    """RLOO (Ahmadian et al. 2024, arXiv:2402.14740): the baseline is the mean reward of the group's other attempts,
+    and a whole trajectory is one action."""
 
     name: Literal["rloo"]
     clip: PositiveFloat = 0.2
@@ -216,24 +220,23 @@ class RlooConfig(ClippedLossConfig):
 
 
 class TeacherConfig(Section):
-    """The model whose logprobs of the policy's tokens are taught. It must have the policy's tokenizer."""
+    """The model that teaches by its logprobs of the policy's tokens. It must have the policy's tokenizer."""
 
     model: str
-    """A directory, a hub id, a run or a checkpoint of art; with `base_url` the name that the server knows it by, and
-    with `protocol: tinker` a base model of the server or saved weights (tinker://...)."""
+    """A directory, a hub id, or a run or checkpoint of art. With `base_url`, the model's name on the server; with
+    `protocol: tinker`, a base model of the server or saved weights (tinker://...)."""
     base_url: str | None = None
-    """A server: http://127.0.0.1:8000/v1 of vLLM, or http://10.0.0.7:8100 of the Tinker protocol. null: the model is
-    loaded beside the policy, on the learner's device."""
+    """The teacher's server: http://127.0.0.1:8000/v1 of vLLM, or http://10.0.0.7:8100 of the Tinker protocol. null: the
+    model is loaded on the learner's device, beside the policy."""
     protocol: Literal["vllm", "tinker"] = "vllm"
-    """The server's protocol. tinker: as `art backend` does, through the extra art-cli[tinker]."""
+    """The server's protocol. tinker: that of `art backend`, which needs the extra art-cli[tinker]."""
     api_key_env: str | None = None
     """The variable, in the environment or in .env, that holds the server's key. null: no key is sent to vLLM, and
     TINKER_API_KEY holds that of a server of the Tinker protocol."""
     timeout_s: Seconds = 120.0
     """The longest time for one request to the server."""
     retries: Count = 5
-    """The number of times that a request is made again after a rate limit, a server error, a lost connection or its
-    deadline."""
+    """The number of retries of a request after a rate limit, a server error, a lost connection or its deadline."""
     concurrency: PositiveInt = 16
     """The number of requests at once."""
 
@@ -248,11 +251,11 @@ class TeacherConfig(Section):
 
 class TaughtLossConfig(ScaledLossConfig, ClippedLossConfig):
     reward_weight: NonNegative = 0.0
-    """Weight of GRPO's advantage, which is added to the teacher's of each token. 0: rewards are not learned from."""
+    """The weight of GRPO's advantage, which is added to the teacher's advantage of each token. 0: no rewards."""
     divergence: Literal["reverse_kl", "jensen_shannon"] = "reverse_kl"
-    """The divergence that the teacher's advantages lower. reverse_kl: KL(policy || teacher), where a token that the
-    teacher never writes outweighs all others. jensen_shannon: twice the Jensen-Shannon divergence; no advantage is
-    below -0.69."""
+    """The divergence that the teacher's advantages lower. reverse_kl: KL(policy || teacher), in which a token that
+    the teacher never writes outweighs all others. jensen_shannon: twice the Jensen-Shannon divergence, in which no
+    advantage is below -0.69."""
 
     @property
     def needs_rewards(self) -> bool:
@@ -272,12 +275,13 @@ class TaughtLossConfig(ScaledLossConfig, ClippedLossConfig):
 
 
 class DistillConfig(TaughtLossConfig):
-    """On-policy distillation (Thinking Machines 2025): a teacher's log-ratio as each sampled token's advantage."""
+    """On-policy distillation (Thinking Machines 2025): the advantage of a sampled token is log teacher - log policy."""
 
     name: Literal["distill"]
     teacher: TeacherConfig
     prefix_weight: NonNegative = 0.0
-    """IW-OPD (Xie et al. 2026, arXiv:2606.22600): tokens before the policy left the teacher count up to 1 + this."""
+    """The additional weight of tokens before the policy departs from the teacher: they count up to 1 + this (IW-OPD,
+    Xie et al. 2026, arXiv:2606.22600)."""
 
     def conflicts(self) -> Iterator[tuple[str, str]]:
         yield from super().conflicts()
@@ -285,8 +289,8 @@ class DistillConfig(TaughtLossConfig):
 
 
 class PpoConfig(ClippedLossConfig):
-    """PPO with a critic (Schulman et al. 2017, arXiv:1707.06347), with advantages of turns as in Turn-PPO (Li et al.
-    2025, arXiv:2512.17008). It compares no attempts with each other, so rollout.group_size may be 1."""
+    """PPO with a critic (Schulman et al. 2017, arXiv:1707.06347) and one advantage per turn, as in Turn-PPO (Li et al.
+    2025, arXiv:2512.17008). Attempts are not compared with each other, so rollout.group_size may be 1."""
 
     compares_attempts: ClassVar[bool] = False
 
@@ -294,25 +298,24 @@ class PpoConfig(ClippedLossConfig):
     gamma: UnitInterval = 0.99
     """The discount of the reward for each turn that follows."""
     gae_lambda: UnitInterval = 0.9
-    """Generalized advantage estimation: 0 trusts the critic's value of the next turn, 1 the reward that was got."""
+    """The λ of generalized advantage estimation: 0 trusts the critic's value of the next turn, 1 the observed
+    reward."""
     value_learning_rate: PositiveFloat = 1e-2
-    """AdamW's learning rate of the critic's value head, in units of the reward; else as in `train`."""
+    """The learning rate of the critic's value head, in units of the reward. AdamW's other settings are those of
+    `train`."""
     value_clip: PositiveFloat | None = 0.2
-    """By how much a value may move toward its target in one step that has several updates. null: by any amount."""
+    """The largest change of a value toward its target in one step of several updates. null: no limit."""
     value_trunk: bool = False
-    """Whether the critic's gradient also moves the policy's weights, and not its value head alone."""
+    """Whether the critic's gradient also moves the policy's weights, and not only the value head."""
     value_coefficient: PositiveFloat = 0.5
-    """Weight of the critic's error in the loss, where `value_trunk` is true."""
+    """The weight of the critic's error in the loss, with `value_trunk: true`."""
 
     def conflicts(self) -> Iterator[tuple[str, str]]:
         yield from super().conflicts()
         if "mean_over" in self.model_fields_set:
             yield "mean_over", "has no effect here: with a critic every group has signal, so both means are the same"
         if "value_coefficient" in self.model_fields_set and not self.value_trunk:
-            yield (
-                "value_coefficient",
-                "used with loss.value_trunk=true only; else the critic learns by loss.value_learning_rate alone",
-            )
+            yield "value_coefficient", "used with loss.value_trunk=true only; else set loss.value_learning_rate"
 
 
 EXPERIMENTS = {  # name -> the algorithm, whose `section` has its options; imported when it is named

@@ -24,41 +24,41 @@ MAX_REFILL = 100.0  # further groups per group of the plan
 
 
 class SamplingConfig(Section):
-    """Defaults for model calls that do not set these themselves; with `force`, the values for all calls."""
+    """Defaults for model calls that do not set these values. With `force`, the values for all calls."""
 
     temperature: NonNegative = 1.0
-    """What the logits are divided by. 0: the likeliest token."""
+    """The number by which logits are divided. 0: the likeliest token."""
     top_p: Annotated[Float, Field(gt=0, le=1)] = 1.0
-    """The probability of the smallest set of likeliest tokens to sample from. 1: all."""
+    """The probability of the smallest set of likeliest tokens that are sampled from. 1: all tokens."""
     top_k: Count = 0
-    """The number of likeliest tokens to sample from. 0: all."""
+    """The number of likeliest tokens that are sampled from. 0: all tokens."""
     max_tokens: PositiveInt = 1024
-    """The largest number of tokens of one reply. A call may set another one; in Anthropic's protocol, where every call
-    sets one, only a smaller one."""
+    """The largest number of tokens of one reply. A call may set another number; in Anthropic's protocol, where every
+    call sets one, only a smaller number."""
     force: bool = False
-    """true: these temperature, top_p and top_k, and art's own seeds, replace what a call sets. The turn records what
-    the call asked for. A call with a penalty, `logit_bias` or `min_tokens` is refused."""
+    """Whether temperature, top_p and top_k of this section, and art's seeds, replace those of a call. The turn
+    records the call's values. A call with a penalty, `logit_bias` or `min_tokens` is refused."""
 
 
 class ReplayConfig(Section):
-    """Training again on groups of earlier steps, with importance weights."""
+    """Replay: training on groups of earlier steps again, with importance weights."""
 
     share: Annotated[Float, Field(gt=0, lt=1)] = 0.25
-    """The share of a step's groups that are groups with signal of earlier steps, so that fewer are played."""
+    """The share of a step's groups that are taken from earlier steps, among groups with signal, instead of played."""
     max_age: PositiveInt = 8
     """The largest number of steps since such a group was played."""
 
 
 class EnvironmentConfig(Section):
-    """A ready-made environment, which is the agent and the scenarios."""
+    """A ready-made environment, which provides the agent and the scenarios."""
 
     name: str
     """LIBRARY/NAME, such as reasoning_gym/countdown. `art environments` lists them."""
     args: dict[str, JsonValue] = {}
-    """The environment's own settings, such as its difficulty, by its own names. `art init --environment` writes them
-    with their defaults."""
+    """The environment's settings by its names, such as its difficulty. `art init --environment` writes them with their
+    defaults."""
     system: str | None = None
-    """The system message of each conversation; "" is none. null: the library's own, if it has one."""
+    """The system message of each conversation. "": no message. null: the library's message, if it has one."""
     size: PositiveInt = 1000
     """The number of scenarios. Each is a seed."""
     seed: Annotated[Int, Field(ge=0, le=MAX_COUNT)] = 0
@@ -66,7 +66,7 @@ class EnvironmentConfig(Section):
 
 
 class RolloutConfig(Section):
-    """The user's agent, the scenarios, and how many attempts are made at once and in each step."""
+    """The user's agent, the scenarios, and the number of attempts at once and in each step."""
 
     entry: str | None = None
     """The rollout as "file.py:function": `async def rollout(policy, scenario)`, or a plain `def`."""
@@ -77,60 +77,58 @@ class RolloutConfig(Section):
     """An external program instead of `entry`. It reads the scenario from standard input and writes one JSON line.
     OPENAI_BASE_URL, OPENAI_API_KEY and OPENAI_MODEL are set in its environment, and the same three for ANTHROPIC."""
     env: VariableNames = []
-    """Names of environment variables that `command` gets besides these and the usual ones of a program (PATH, HOME,
-    LANG, ...). Keys and all others are withheld."""
+    """Names of further environment variables that `command` gets, besides these and the usual ones (PATH, HOME,
+    LANG, ...). All others, such as keys, are withheld."""
     environment: EnvironmentConfig | None = None
     """A ready-made environment instead of `entry` and `scenarios` (docs/environments.md). A name alone stands for
     {name: ...}."""
     scenarios: Scenarios | None = None
-    """A file, or "file.py:function" that returns an iterable of objects with an `id`; a table may choose its columns.
-    With `environment` it may be left out: the scenarios are then seeds."""
+    """A file, or "file.py:function" that returns an iterable of objects with an `id`; for a table, its columns may be
+    chosen. With `environment` the key may be left out: the scenarios are then seeds."""
     group_size: PositiveInt = 8
     """G, the number of attempts per scenario and step."""
     groups_per_step: PositiveInt = 16
     """The number of scenarios per step."""
     refill: Annotated[NonNegative, Field(le=MAX_REFILL)] = 0.0
-    """Dynamic sampling (DAPO, arXiv:2503.14476, section 3.2): a group whose rewards are all equal teaches nothing, and
-    is refilled by a group of a further scenario until the step has `groups_per_step` groups with signal. The largest
-    number of further groups, as a share of `groups_per_step`. 0: off."""
+    """Dynamic sampling (DAPO, arXiv:2503.14476, section 3.2): the largest number of further groups, as a share of
+    `groups_per_step`, that are played in place of groups without signal, whose rewards are all equal. 0: off."""
     concurrency: PositiveInt = 128
-    """The number of rollouts that are played at once; 128 is what the embedded engine decodes together."""
+    """The number of rollouts that are played at once. The embedded engine decodes 128 sequences at once."""
     processes: Annotated[Count, Field(le=MAX_PROCESSES)] = 1
-    """The number of child processes that run the function; more help a function that computes much. 0: it runs in
-    art's own process, for a debugger. With `cluster` they are spread over its nodes, each on processors of its own; if
-    not set, as many as are free when the run begins."""
+    """The number of child processes that run the function. More processes help a function that computes much. 0: the
+    function runs in art's process, for a debugger. With `cluster` the processes are spread over its nodes; if the
+    key is not set, there are as many as processors are free when the run begins."""
     cluster: RayClusterConfig | None = None
-    """Plays the rollouts on the nodes of a cluster (docs/cluster.md). A name alone stands for {name: ...}. null: on
-    this machine."""
+    """The cluster on whose nodes rollouts are played (docs/cluster.md). A name alone stands for {name: ...}. null: this
+    machine."""
     timeout_s: Seconds = 600.0
-    """The longest time for one rollout, its retries included."""
+    """The longest time in seconds for one rollout, including its retries."""
     max_turns: PositiveInt = 50
     """The largest number of model calls in one rollout."""
     limit_reward: Float = 0.0
     """The reward of a rollout that `max_turns` or the context length ends before it returned one."""
     retries: Count = 2
-    """How often a rollout whose transport failed is played again. One whose own code raised is never played again."""
+    """The number of retries of a rollout after a failure of transport. After an exception in its code there is none."""
     shuffle: bool = True
-    """true: each epoch has a seeded order of its own. false: the file's order, again and again."""
+    """Whether each epoch has another, seeded order of scenarios. false: every epoch has the file's order."""
     choose: Literal["epochs", "adaptive"] = "epochs"
-    """epochs: every scenario once, then all again. adaptive: scenarios are drawn by how much their past groups' rewards
-    differed in this run, so that what is solved or hopeless is played seldom (docs/scenarios.md)."""
+    """The choice of scenarios. epochs: every scenario once per epoch. adaptive: scenarios whose rewards differed
+    more in this run are drawn more often, so that solved and hopeless ones are rarely played (docs/scenarios.md)."""
     pool: str | None = None
-    """A key of the scenarios, such as "level". Scenarios with the same value are a pool, whose mean reward is a metric
-    of each step, and which `choose: adaptive` sees as one. null: each scenario is seen alone."""
+    """A key of the scenarios, such as "level". Scenarios with the same value form a pool. Each step reports the mean
+    reward of each pool, and `choose: adaptive` draws by pools. null: no pools."""
     replay: ReplayConfig | None = None
-    """null: a step trains on its own groups only. Needs `loss.off_policy`."""
+    """Replay of earlier groups, which needs `loss.off_policy`. null: a step trains on its own groups only."""
     sampling: SamplingConfig = SamplingConfig()
 
     @property
     def num_spare(self) -> int:
-        """The largest number of further groups that a step may play; rounded up, so that a share above 0 is at least
-        one group."""
+        """The largest number of further groups in a step, rounded up, so that a share above 0 is at least one group."""
         return math.ceil(round(self.refill * self.groups_per_step, 6))
 
     @property
     def num_replays(self) -> int:
-        """The number of groups of earlier steps that a step trains on again if there are as many; rounded up."""
+        """The largest number of groups of earlier steps that a step trains on again, rounded up."""
         if self.replay is None:
             return 0
         return min(math.ceil(round(self.replay.share * self.groups_per_step, 6)), self.groups_per_step - 1)

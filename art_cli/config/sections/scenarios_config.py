@@ -1,4 +1,4 @@
-"""The section `scenarios` of `rollout` and `eval`: where scenarios come from."""
+"""The section `scenarios` of `rollout` and `eval`: the source of scenarios."""
 
 from pathlib import Path
 from typing import Annotated, Any, Self
@@ -11,17 +11,18 @@ SAVED = ("state.json", "dataset_dict.json")  # one of them is in each directory 
 
 
 class ScenariosConfig(Section):
-    """Where scenarios come from, and which columns of a table they are made of (docs/scenarios.md). A source alone
+    """The source of scenarios and the columns of a table that make them up (docs/scenarios.md). A source alone
     stands for {source: ...}."""
 
     source: str
-    """A file (JSON lines, CSV, Parquet, SQLite, DuckDB), a directory that `save_to_disk` of the library datasets wrote,
-    a dataset of the Hugging Face hub, or "file.py:function" that returns an iterable of objects with an `id`."""
+    """A file (JSON lines, CSV, Parquet, SQLite, DuckDB), a directory written by `save_to_disk` of the library
+    datasets, a dataset of the Hugging Face hub, or "file.py:function" that returns an iterable of objects with an
+    `id`."""
     columns: dict[str, str] = {}
-    """The keys of a scenario, each with the column that it is. Without `id` among them, the id is a hash of the
-    scenario. {}: every column under its own name."""
+    """The keys of a scenario, each with its column: {id: number, question: text}. Without an `id`, the id is a hash
+    of the scenario. {}: all columns by their names."""
     query: str | None = None
-    """One SELECT on a SQLite or DuckDB file, which is opened for reading only. Its columns are the table's."""
+    """A SELECT on a SQLite or DuckDB file, which is opened read-only. Its columns are those of the table."""
     timeout_s: Seconds = 60.0
     """The longest time for the query."""
     split: str | None = None
@@ -30,7 +31,7 @@ class ScenariosConfig(Section):
     subset: str | None = None
     """The subset (configuration) of a dataset of the hub."""
     revision: str | None = None
-    """The branch, tag or commit of a dataset of the hub. With a commit, later changes there change nothing here."""
+    """The branch, tag or commit of a dataset of the hub. A commit never changes."""
 
     @model_validator(mode="after")
     def _one_kind_of_source(self) -> Self:
@@ -44,12 +45,12 @@ class ScenariosConfig(Section):
 
     @model_serializer(mode="wrap")
     def _as_written(self, dump: SerializerFunctionWrapHandler) -> Any:
-        """A source alone is dumped as it was written, so that the record of a run stays what it was."""
+        """Dumps a source alone as it was written, so that the records of older runs stay the same."""
         return self.source if self == ScenariosConfig(source=self.source) else dump(self)
 
 
 def _by_source(value: Any) -> Any:
-    """A source that stands alone, as the section that it stands for."""
+    """Returns the section for a source that stands alone."""
     is_alone = isinstance(value, str | int | float) and not isinstance(value, bool)
     return {"source": value} if is_alone else value
 

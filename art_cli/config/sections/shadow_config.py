@@ -14,10 +14,10 @@ class ShadowConfig(Section):
     """One shadow judge."""
 
     judge: NamedJudgeConfig
-    """What scores, written as a `judge` section is: {entry: "judge.py:short"}, {name: ruler, model: openai/o3}, or
-    {name: rollout} for the reward that the rollout itself returned."""
+    """The judge, written like a `judge` section: {entry: "judge.py:short"}, {name: ruler, model: openai/o3}, or
+    {name: rollout} for the reward that the rollout returned."""
     share: Annotated[Float, Field(gt=0, le=1)] = 1.0
-    """The share of groups that it scores. A hash of the group's id says which."""
+    """The share of groups that it scores, selected by a hash of the group's id."""
     timeout_s: Seconds = 60.0
-    """The longest that a group waits for it. A judge that fails or takes longer three times in a row is left alone
-    until the next start."""
+    """The longest time in seconds that a group waits for it. A judge that fails or takes longer three times in a row is
+    not asked again until the next start."""

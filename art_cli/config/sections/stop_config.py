@@ -1,4 +1,4 @@
-"""The `stop` section: rules that pause a run, or warn, by any metric, by its hours, or by what it has cost."""
+"""The `stop` section: rules that pause a run, or warn, by any metric, by its hours, or by its cost."""
 
 from collections.abc import Iterator
 from typing import Literal, Self
@@ -22,22 +22,22 @@ class StopRule(Section):
     below: Float | None = None
     """The rule fires when the metric is below this."""
     below_best_by: PositiveFloat | None = None
-    """The rule fires when the metric is at least this much below the best it has been in the run. With `for_steps`,
-    means of that many steps in a row are compared."""
+    """The rule fires when the metric is at least this much below its best value in the run. With `for_steps`, means
+    over that many steps in a row are compared."""
     for_steps: PositiveInt = 1
-    """For how many steps in a row the metric must be above or below; for `eval.` metrics, how many evaluations. Steps
-    that do not have the metric do not count."""
+    """The number of steps in a row in which the metric must be above or below; for `eval.` metrics, of evaluations.
+    Steps without the metric do not count."""
     hours: PositiveFloat | None = None
-    """The rule fires at the end of the step at which all starts of the run together have taken this long."""
+    """The rule fires at the end of the step at which all starts of the run together have taken this many hours."""
     usd: PositiveFloat | None = None
     """The rule fires at the end of the step at which the judges' calls in all starts of the run together have cost this
-    many dollars. `judge.budget_usd` stops before the call that would pass its bound."""
+    many dollars. `judge.budget_usd`, in contrast, stops before the call that would exceed it."""
     usd_per_hour: NonNegative = 0.0
-    """What the machine costs; `usd` then counts its hours too."""
+    """The price of an hour of the machine, which `usd` then includes."""
     then: Literal["pause", "warn"] = "pause"
-    """pause: the run ends with its checkpoint and exit code 1, and goes on with the same command. The rule then begins
-    anew: it counts later steps only, or as many hours or dollars again. warn: a warning, once each time that the rule
-    begins to hold."""
+    """pause: the run ends with its checkpoint and exit code 1, and the same command resumes it. The rule then starts
+    over: it counts later steps only, or as many further hours or dollars. warn: a warning is logged each time the
+    rule begins to hold."""
 
     @model_validator(mode="after")
     def _is_one_kind(self) -> Self:
@@ -50,7 +50,7 @@ class StopRule(Section):
         return self
 
     def conflicts(self) -> Iterator[tuple[str, str]]:
-        """(knob, message) for each knob that is set and has no effect."""
+        """Yields (knob, message) for each knob that is set and has no effect."""
         for knob in (*BOUNDS, "for_steps") if self.metric is None else ():
             if knob in self.model_fields_set and getattr(self, knob) is not None:
                 yield knob, "used with 'metric' only"

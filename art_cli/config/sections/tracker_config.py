@@ -1,4 +1,4 @@
-"""The `tracker` section: where metrics go besides metrics.jsonl, one class for each tracker."""
+"""The `tracker` section: receivers of metrics besides metrics.jsonl, one class for each tracker."""
 
 from typing import Annotated, Literal
 
@@ -20,7 +20,7 @@ class WandbTrackerConfig(Section):
     project: str = "art"
     """The W&B project."""
     entity: str | None = None
-    """The W&B user or team. null: the default one of the key."""
+    """The W&B user or team. null: the default of the key."""
     mode: Literal["online", "offline"] = "online"
     """offline: nothing is sent, and neither a key nor a network is needed."""
     checkpoint_every: Count = 0
@@ -38,10 +38,10 @@ class MlflowTrackerConfig(Section):
 
     name: Literal["mlflow"]
     url: str | None = None
-    """The tracking server or database. null: MLFLOW_TRACKING_URI; without it the SQLite file `mlflow.db` beside the
-    run's directory."""
+    """The tracking server or database. null: MLFLOW_TRACKING_URI, or else the SQLite file `mlflow.db` beside the run's
+    directory."""
     experiment: str = "art"
-    """The MLflow experiment; it is made if there is none."""
+    """The MLflow experiment, which is created if it does not exist."""
     checkpoint_every: Count = 0
     """Every so many steps, and after the last one, the checkpoint is stored as an artifact; 0: none is."""
 
@@ -53,7 +53,7 @@ class TrackioTrackerConfig(Section):
     project: str = "art"
     """The trackio project."""
     space: str | None = None
-    """A Hugging Face Space that shows it, "name" or "organisation/name". null: a file on this machine."""
+    """The Hugging Face Space that shows the run, "name" or "organisation/name". null: a file on this machine."""
 
 
 class LangfuseTrackerConfig(Section):
@@ -62,11 +62,12 @@ class LangfuseTrackerConfig(Section):
 
     name: Literal["langfuse"]
     url: str | None = None
-    """The server. null: LANGFUSE_BASE_URL or LANGFUSE_HOST; without them https://cloud.langfuse.com."""
+    """The server. null: LANGFUSE_BASE_URL or LANGFUSE_HOST, or else https://cloud.langfuse.com."""
     max_groups: PositiveInt | None = None
     """The number of groups of each step, and of each evaluation, whose attempts are sent. null: all."""
     timeout_s: Seconds = 30.0
-    """The longest time for one request, with all that it is tried again. What takes longer is lost to Langfuse."""
+    """The longest time in seconds for one request, including its retries. Langfuse never gets a request that takes
+    longer."""
 
 
 class OtelTrackerConfig(Section):
@@ -74,20 +75,21 @@ class OtelTrackerConfig(Section):
 
     name: Literal["otel"]
     url: str | None = None
-    """The receiver. null: OTEL_EXPORTER_OTLP_ENDPOINT; without it http://localhost:4318."""
+    """The receiver. null: OTEL_EXPORTER_OTLP_ENDPOINT, or else http://localhost:4318."""
     max_groups: PositiveInt | None = None
     """The number of groups of each step, and of each evaluation, whose attempts are sent. null: all."""
     timeout_s: Seconds = 30.0
-    """The longest time for one request, with all that it is tried again. What takes longer is lost to the receiver."""
+    """The longest time in seconds for one request, including its retries. The receiver never gets a request that takes
+    longer."""
 
 
 class OwnTrackerConfig(Section):
     """A user's own tracker: a class with log, log_trajectories and close (art_cli.reports.trackers.Tracker)."""
 
     name: Literal["entry"]
-    """May be left out beside `entry`."""
+    """The name may be left out beside `entry`."""
     entry: str
-    """ "file.py:Class", made as Class(run, **options) (docs/trackers.md)."""
+    """ "file.py:Class", which is called as Class(run, **options) (docs/trackers.md)."""
     options: dict[str, JsonValue] = {}
     """Keyword arguments that the class is made with."""
 

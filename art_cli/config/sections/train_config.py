@@ -25,60 +25,61 @@ ADAPTER_RATE = 2e-4
 
 
 class TrainConfig(Section):
-    """How the policy is updated, and what is kept."""
+    """The updates of the policy, and the checkpoints that are kept."""
 
     steps: PositiveInt = 50
-    """The number of steps of the whole run."""
+    """The number of steps of the run."""
     learning_rate: PositiveFloat = 1e-5
-    """AdamW's learning rate after the warm-up and before any decay. Without this key an adapter (`model.lora`) is
-    trained with 2e-4, because at the rate that is right for whole weights it hardly moves."""
+    """AdamW's learning rate after the warm-up and before any decay. The default for an adapter (`model.lora`) is 2e-4,
+    because an adapter hardly moves at a rate that is right for whole weights."""
     warmup_steps: Count = 0
     """The number of steps over which the learning rate grows from 0."""
     decay: Literal["none", "linear", "cosine"] = "none"
-    """How the learning rate falls from the end of the warm-up to `train.steps`: not at all, evenly, or as half a
-    cosine. Steps in which no group has signal do not count. A run that goes on with other `train.steps` has the rates
-    of the longer or shorter schedule from there on."""
+    """The decay of the learning rate from the end of the warm-up to `train.steps`: none, linear, or half a cosine.
+    Steps in which no group has signal do not count. If `train.steps` of a run is changed, its later steps follow the
+    new schedule."""
     decay_to: UnitInterval = 0.0
-    """The share of the learning rate that is left at `train.steps`."""
+    """The final learning rate, at `train.steps`, as a share of `learning_rate`."""
     betas: Annotated[list[Beta], Field(min_length=2, max_length=2)] = [0.9, 0.999]
-    """AdamW's betas: how slowly its means of the gradient and of the squared gradient change."""
+    """AdamW's betas, the decay rates of its means of the gradient and of the squared gradient."""
     weight_decay: NonNegative = 0.0
     """AdamW's weight decay."""
     max_grad_norm: PositiveFloat = 1.0
     """The norm to which a larger gradient is clipped."""
     clip_to_history: PositiveFloat | None = None
-    """A gradient is clipped to this multiple of the median norm of the last 32 optimizer steps, where that is less than
-    `max_grad_norm`; from the fifth optimizer step on. 2.0 cuts rare large gradients only. null: off."""
+    """The multiple of the median gradient norm of the last 32 optimizer steps to which a larger gradient is clipped, if
+    that is below `max_grad_norm`; from the fifth optimizer step on. 2.0 clips only rare large gradients. null: off."""
     updates_per_step: PositiveInt = 1
     """The number of optimizer steps on each batch of groups, which are divided between them."""
     epochs_per_step: PositiveInt = 4
-    """How often each trajectory of a step is trained on. Every epoch makes `updates_per_step` optimizer steps. With 4 a
-    policy learns from a fraction of the rollouts (benchmarks/LEARNING.md); 1 is for runs that wait for the training."""
+    """The number of times that each trajectory of a step is trained on. Every epoch makes `updates_per_step` optimizer
+    steps. With 4 a policy needs a fraction of the rollouts (benchmarks/LEARNING.md); 1 is for runs that are limited by
+    training."""
     max_kl: PositiveFloat | None = None
-    """How far a step may move the policy: KL(before || after) in nats per token, estimated on the sampled tokens that
-    are trained (k3). An update that passes it is halved until it does not, and is the step's last. It takes a forward
-    pass more. null: neither measured nor bounded."""
+    """The largest movement of the policy in a step: KL(before || after) in nats per token, estimated by k3 on the
+    trained tokens. An update that exceeds it is halved until it does not, and is the step's last. It takes one more
+    forward pass. null: neither measured nor bounded."""
     max_staleness: Count = 0
-    """By how many steps the policy that samples a token may be older than the policy that is trained on it. 0:
-    on-policy, engine and learner take turns. 1 or more: later batches are sampled while the learner works; needs
+    """The largest age in steps of the policy that sampled a token, relative to the policy that is trained on it. 0:
+    on-policy; engine and learner take turns. 1 or more: later batches are sampled while the learner works, which needs
     `loss.off_policy`."""
     max_logprob_gap: PositiveFloat = 0.1
-    """The mean difference in nats between the engine's and the learner's logprobs at which an on-policy run stops,
-    because they no longer hold the same weights."""
+    """The largest mean difference in nats between the engine's and the learner's logprobs. Above it an on-policy run
+    stops, because the two no longer have the same weights."""
     keep_checkpoints: PositiveInt = 3
-    """The number of newest checkpoints that are kept. Step 0 is kept besides."""
+    """The number of newest checkpoints that are kept, in addition to that of step 0."""
     keep_best: bool = True
-    """Whether the checkpoint with the highest evaluated `reward`, of equals the latest, is kept besides and is the one
-    that `art serve RUN`, `art export RUN` and `art eval --checkpoint RUN` take. false: they take the newest. A run is
-    always resumed from its newest."""
+    """Whether the checkpoint with the highest evaluated `reward` (the latest of equals) is kept too, and is the one
+    that `art serve RUN`, `art export RUN` and `art eval --checkpoint RUN` take. false: they take the newest. A run
+    is always resumed from its newest checkpoint."""
     record_learned: bool = True
-    """Whether each step writes `learned.jsonl`: the advantages, the learner's logprobs and the share of the loss of
-    every trajectory that it trained on, which `art view` reads. It changes no weight."""
+    """Whether each step writes `learned.jsonl`, which `art view` reads: the advantages, the learner's
+    logprobs and the share of the loss of every trained trajectory. It changes no weight."""
     seed: Seed = 0
     """The seed of the adapter, the order of scenarios and the sampling."""
 
     def conflicts(self) -> Iterator[tuple[str, str]]:
-        """(knob, message) for each knob that is set and has no effect."""
+        """Yields (knob, message) for each knob that is set and has no effect."""
         if "decay_to" in self.model_fields_set and self.decay == "none":
             yield "decay_to", "used with train.decay 'linear' or 'cosine' only"
         if self.decay != "none" and self.warmup_steps >= self.steps:
@@ -86,49 +87,50 @@ class TrainConfig(Section):
 
 
 class SftConfig(Section):
-    """A supervised warm-up before the first step; only what the assistant writes is trained on."""
+    """A supervised warm-up before the first step. Only the assistant's messages are trained on."""
 
     demos: str
     """A JSON-lines file of {"messages": [...], "tools": [...]}, or "file.py:function" that returns such objects. With
-    `best_of`: scored trajectories, a file or the directory of a run."""
+    `best_of`, a file of scored trajectories or the directory of a run."""
     best_of: PositiveInt | None = None
-    """Learn from scored trajectories: from the best that many attempts of each group, with the tokens that the policy
-    sampled. They must be better than the worst of their group, so a group with equal rewards is left out."""
+    """The number of best attempts of each group of scored trajectories to learn from, with the tokens that the policy
+    sampled. An attempt must be better than the worst of its group, so a group with equal rewards is left out."""
     min_reward: Float | None = None
-    """The lowest reward of an attempt that `best_of` takes, instead of the comparison with the worst of its group. So
-    a group in which all succeeded is learned from too."""
+    """The lowest reward of an attempt that `best_of` takes, instead of the comparison with the worst of its group.
+    Groups in which all attempts succeeded are then learned from too."""
     epochs: PositiveInt = 1
-    """How often each example is trained on."""
+    """The number of times that each example is trained on."""
     learning_rate: PositiveFloat = 1e-4
     """AdamW's learning rate after the warm-up steps and before any decay."""
     batch_size: PositiveInt = 16
     """The number of examples per optimizer step."""
     batch_tokens: PositiveInt | None = None
-    """Instead of `batch_size`: about how many trained tokens an optimizer step has. Its examples are whole."""
+    """The approximate number of trained tokens per optimizer step, instead of `batch_size`. Examples are never
+    divided."""
     warmup_steps: Count = 0
     """The number of optimizer steps over which the learning rate grows from 0."""
     decay: Literal["none", "linear", "cosine"] = "none"
-    """How the learning rate falls from the end of the warm-up steps to the last update, as `train.decay`."""
+    """The decay of the learning rate from the end of the warm-up steps to the last update, like `train.decay`."""
     decay_to: UnitInterval = 0.0
-    """The share of the learning rate that is left at the end of the decay."""
+    """The learning rate at the end of the decay, as a share of `learning_rate`."""
     weight_decay: NonNegative = 0.0
     """AdamW's weight decay."""
     max_grad_norm: PositiveFloat = 1.0
     """The norm to which a larger gradient is clipped."""
     eval_demos: str | None = None
-    """Examples that the loss is measured on and that are not trained on, written as `demos`."""
+    """Examples on which the loss is measured and that are not trained on, written like `demos`."""
     held_out: Annotated[Float, Field(gt=0, lt=1)] | None = None
-    """Instead of `eval_demos`: the share of `demos` that the loss is measured on and that is never trained on. A hash
-    of the transcript, or the id of an attempt's scenario, says which they are."""
+    """The share of `demos` on which the loss is measured and that is never trained on, instead of `eval_demos`. It is
+    selected by a hash of the transcript, or of the id of the attempt's scenario."""
     eval_every: PositiveInt | None = None
-    """The number of updates between two evaluations. The first and the last weights are always evaluated. null: the
-    updates of an epoch."""
+    """The number of updates between evaluations. The first and the last weights are always evaluated. null: one
+    epoch."""
     patience: PositiveInt | None = None
-    """Stops when the evaluation loss has not fallen for that many evaluations, and in any case keeps the weights of the
-    best evaluation. null: all updates are taken, and the last weights are kept."""
+    """The number of evaluations without a lower loss after which the warm-up stops; the weights of the best
+    evaluation are kept. null: all updates are made, and the last weights are kept."""
 
     def conflicts(self) -> Iterator[tuple[str, str]]:
-        """(knob, message) for each knob that is set and has no effect."""
+        """Yields (knob, message) for each knob that is set and has no effect."""
         if self.min_reward is not None and self.best_of is None:
             yield "min_reward", "used with sft.best_of only"
         if self.batch_tokens is not None and "batch_size" in self.model_fields_set:
@@ -144,13 +146,13 @@ class SftConfig(Section):
 
 
 class EvalConfig(Section):
-    """How the policy is evaluated while it is trained, and by `art eval`."""
+    """The evaluation of the policy during training and by `art eval`."""
 
     scenarios: Scenarios | None = None
-    """The scenarios to evaluate on, written as `rollout.scenarios` is."""
+    """The scenarios to evaluate on, written like `rollout.scenarios`."""
     held_out: Annotated[Float, Field(gt=0, lt=1)] | None = None
-    """Instead of `scenarios`: the share of `rollout.scenarios` to evaluate on, which is never trained on. A hash of the
-    id says which they are, so that scenarios that are added later move no other."""
+    """The share of `rollout.scenarios` to evaluate on, which is never trained on, instead of `scenarios`. It is
+    selected by a hash of the id, so that scenarios that are added later move no other."""
     every: PositiveInt = 10
     """The number of steps between evaluations. The first and the last policy are always evaluated."""
     attempts: PositiveInt = 1
@@ -158,9 +160,8 @@ class EvalConfig(Section):
     temperature: NonNegative | None = None
     """The sampling temperature. null: that of `rollout.sampling`."""
     judge: bool = True
-    """Whether a judge gives the reward where rollouts return none. It compares each policy's attempts with those of the
-    first policy that was evaluated, and `reward` is the share that it prefers. false: such evaluations have no
-    reward."""
+    """Whether a judge gives the reward if rollouts return none. It compares each policy's attempts with those of the
+    first evaluated policy, and `reward` is the share that it prefers. false: such evaluations have no reward."""
 
     @model_validator(mode="after")
     def _one_of_scenarios_and_held_out(self) -> Self:

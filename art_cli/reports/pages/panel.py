@@ -14,10 +14,10 @@ import re
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from art_cli.config.metric_names import SHADOW
 from art_cli.reports.pages.report_text import BARS, duration, spark
 from art_cli.runs.failures import Failures
 from art_cli.runs.history import Evaluated, History, UpdateNumbers
-from art_cli.runs.trajectory import SHADOW
 from art_cli.runtime.errors import printable
 from art_cli.runtime.log import Bar
 

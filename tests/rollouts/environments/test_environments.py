@@ -11,8 +11,8 @@ import pytest
 
 from art_cli.cli import app as cli
 from art_cli.config.compose import load_config
-from art_cli.config.references import check_ready
 from art_cli.config.schema import EnvironmentConfig
+from art_cli.loop.references import check_ready
 from art_cli.rollouts import environments
 from art_cli.rollouts.environments import Listing, Settings, open_environment
 from art_cli.rollouts.splits import evaluation_scenarios, training_scenarios

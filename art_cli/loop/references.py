@@ -1,8 +1,8 @@
-"""Looks up what a configuration refers to (files, functions, hosts), before anything runs.
+"""The files, functions, hosts and programs that a configuration names, looked up before anything runs.
 
-Programs, web addresses and the modules that a base model must have are looked up too. Nothing of the user's is imported
-and nothing is written: a function is searched in the source of its file, and the modules of a base model in the headers
-of its weights. Names that only a hub or a builder can resolve are checked when they are loaded.
+Nothing of the user's is imported and nothing is written: a function is searched in the source of its file, and the
+modules of a base model in the headers of its weights. Names that only a hub or a builder can resolve are checked when
+they are loaded.
 """
 
 import ast
@@ -71,32 +71,32 @@ class Wrong(NamedTuple):
 
 
 def check_ready(loaded: LoadedConfig, sections: Sequence[str] = ALL, *, is_training: bool = False) -> None:
-    """Raises ConfigError with everything that these sections refer to and that is not there.
+    """Raises ConfigError with everything that these sections name and that is not there.
 
-    `is_training` refuses besides what can be sampled from and never trained. Raises EngineError: the port is in use.
+    With `is_training`, also with the settings that cannot be trained. Raises EngineError if the port is in use.
     """
-    found = [Wrong(*each) for each in untrainable(loaded.config)] if is_training else []
+    wrong = [Wrong(*each) for each in untrainable(loaded.config)] if is_training else []
     for section in sections:
-        found += LOOKUPS[section](loaded)
-    if found:
-        raise ConfigError([Problem(key, loaded.places.of(key), message) for key, message in found])
+        wrong += LOOKUPS[section](loaded)
+    if wrong:
+        raise ConfigError([Problem(key, loaded.places.of(key), message) for key, message in wrong])
 
 
 # --- the sections -----------------------------------------------------------------------------------------------------
 
 
 def _runs(loaded: LoadedConfig) -> Iterator[Wrong]:
-    there = loaded.config.runs / loaded.config.name
+    nearest = loaded.config.runs / loaded.config.name
     try:
-        while not _is_there(there):
-            there = there.parent
+        while not _is_there(nearest):
+            nearest = nearest.parent
     except OSError as error:
         yield Wrong("runs", f"{show(loaded.config.runs)[:100]}: {error.strerror}")
         return
-    if not there.is_dir():
-        yield Wrong("runs", f"{show(there)} is a file, and a directory is wanted")
-    elif not os.access(there, os.W_OK | os.X_OK):
-        yield Wrong("runs", f"{show(there)}: no permission to write there")
+    if not nearest.is_dir():
+        yield Wrong("runs", f"{show(nearest)} is a file, and a directory is wanted")
+    elif not os.access(nearest, os.W_OK | os.X_OK):
+        yield Wrong("runs", f"{show(nearest)}: no permission to write there")
 
 
 def _store(loaded: LoadedConfig) -> Iterator[Wrong]:
@@ -133,7 +133,7 @@ def _rollout(loaded: LoadedConfig) -> Iterator[Wrong]:
 
 
 def _environment(rollout: RolloutConfig) -> Iterator[Wrong]:
-    """Only the library is looked up. What its environments are called and take is known when it is imported."""
+    """Looks up the library alone. Its environments and their settings are known only when it is imported."""
     assert rollout.environment is not None
     try:
         library, _ = find_library(rollout.environment.name)
@@ -148,7 +148,7 @@ def _environment(rollout: RolloutConfig) -> Iterator[Wrong]:
 
 
 def _cluster(cluster: RayClusterConfig) -> Iterator[Wrong]:
-    """Whether the cluster answers is known when it is asked; here, that it can be asked."""
+    """Looks up the packages that can ask the cluster. Whether it answers is known only when it is asked."""
     if cluster.python is not None:
         yield from _python("rollout.cluster.python", cluster.python)
     elif importlib.util.find_spec("ray") is None:
@@ -210,23 +210,23 @@ def _one_judge(key: str, judge: NamedJudgeConfig | NoJudgeConfig, directory: Pat
                 yield from _judge_file(f"{key}.{name}", path, directory)
         asked: dict[str, JudgeModelConfig] = {key: judge}
         asked |= {f"{key}.panel.{index}": member for index, member in enumerate(judge.panel)}
-        for place, model in asked.items():
+        for section, model in asked.items():
             if model.needs_litellm and importlib.util.find_spec("litellm") is None:
-                yield Wrong(f"{place}.model", no_litellm(model))
+                yield Wrong(f"{section}.model", no_litellm(model))
             if model.base_url is not None:
-                yield from _url(f"{place}.base_url", model.base_url)
+                yield from _url(f"{section}.base_url", model.base_url)
 
 
 def _judge_file(key: str, path: Path, directory: Path) -> Iterator[Wrong]:
     try:
-        place = directory / path.expanduser()
+        file = directory / path.expanduser()
     except RuntimeError as error:
         yield Wrong(key, f"{path}: {error}")
         return
     if not key.endswith(".cache"):
-        yield from _text(key, place)
-    elif os.path.isdir(place):
-        yield Wrong(key, f"{show(place)}: a directory, and a file is wanted")
+        yield from _text(key, file)
+    elif os.path.isdir(file):
+        yield Wrong(key, f"{show(file)}: a directory, and a file is wanted")
 
 
 def _algorithm(loaded: LoadedConfig) -> Iterator[Wrong]:
@@ -282,7 +282,7 @@ LOOKUPS = {
 
 
 def _data(key: str, spec: str, directory: Path) -> Iterator[Wrong]:
-    """A JSON-lines file, or "file.py:function"."""
+    """Looks up a JSON-lines file, or "file.py:function"."""
     path = directory / spec
     if os.path.isfile(path):
         return
@@ -293,7 +293,7 @@ def _data(key: str, spec: str, directory: Path) -> Iterator[Wrong]:
 
 
 def _scenarios(key: str, scenarios: ScenariosConfig, directory: Path) -> Iterator[Wrong]:
-    """A file, a directory of a dataset, or "file.py:function"; what the hub has is known when it is loaded."""
+    """Looks up a file, a directory of a dataset, or "file.py:function". A dataset of the hub is checked when loaded."""
     path = directory / scenarios.source
     if scenarios.split is not None and not os.path.exists(path) and HUB_ID.fullmatch(scenarios.source):
         return
@@ -307,7 +307,7 @@ def _scenarios(key: str, scenarios: ScenariosConfig, directory: Path) -> Iterato
 
 
 def _python(key: str, program: Path) -> Iterator[Wrong]:
-    """A Python of the user's. Its version is known only when it is started."""
+    """Looks up a Python of the user's. Its version is known only when it is started."""
     if not os.path.isfile(program):
         yield Wrong(key, f"{_absence(program)}; it names a Python, or the directory of an environment that has one")
     elif not os.access(program, os.X_OK):
@@ -315,9 +315,9 @@ def _python(key: str, program: Path) -> Iterator[Wrong]:
 
 
 def _entry(key: str, spec: str, directory: Path, *, is_ours: bool = True) -> Iterator[Wrong]:
-    """A function of a file, which is searched in the source, or of an installed package.
+    """Looks up a function in the source of a file, or an installed package.
 
-    Another Python than ours (`is_ours` False) may know other syntax and other packages: it says itself what is wrong.
+    With `is_ours` False it runs in another Python, which may have other syntax and packages and reports its own errors.
     """
     module, _, attribute = spec.rpartition(":")
     if not module or not attribute:
@@ -333,7 +333,7 @@ def _entry(key: str, spec: str, directory: Path, *, is_ours: bool = True) -> Ite
 
 
 def _missing_attribute(path: Path, attribute: str) -> str | None:
-    """Why the file certainly lacks the attribute, as far as its source shows. None: it may have it."""
+    """Returns the reason why the file certainly lacks the attribute, or None if it may have it."""
     try:
         source = path.read_bytes()
         with warnings.catch_warnings():
@@ -353,7 +353,7 @@ def _missing_attribute(path: Path, attribute: str) -> str | None:
 
 
 def _imports(tree: ast.Module) -> Iterator[str]:
-    """The top-level names of the modules that a file imports at its top."""
+    """Yields the top-level names of the modules that a file imports at its top."""
     for statement in tree.body:
         if isinstance(statement, ast.Import):
             yield from (alias.name.partition(".")[0] for alias in statement.names)
@@ -372,7 +372,7 @@ def _text(key: str, path: Path) -> Iterator[Wrong]:
 
 
 def _absence(path: Path) -> str:
-    """Example: "scenaros.jsonl: no such file; did you mean 'scenarios.jsonl'?"."""
+    """Returns "scenaros.jsonl: no such file; did you mean 'scenarios.jsonl'?" or the like."""
     with contextlib.suppress(OSError):
         if path.is_dir():
             return f"{show(path)}: a directory, and a file is wanted"
@@ -384,7 +384,7 @@ def _absence(path: Path) -> str:
 
 
 def _is_there(path: Path) -> bool:
-    """Whether something exists there. Raises OSError: the name is impossible, or permission to look is missing."""
+    """Whether the path exists. Raises OSError if its name is impossible, or permission to look is missing."""
     try:
         path.stat()
     except (FileNotFoundError, NotADirectoryError):
@@ -427,7 +427,7 @@ def _is_address(host: str) -> bool:
 
 
 def _bind(host: str, port: int) -> OSError | None:
-    """The error of binding a server to that address; None: it works. A host name is looked up with a deadline."""
+    """Returns the error of listening on the address, or None if it works. Host names are looked up with a deadline."""
 
     def bind() -> OSError | None:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -472,7 +472,7 @@ def _base(key: str, base: str, directory: Path, *, is_buildable: bool = True) ->
 
 
 def _pattern(lora: LoraConfig) -> Iterator[Wrong]:
-    """`targets` as one text is "all-linear" or a regular expression over whole module names."""
+    """Checks `targets` as one text, which is "all-linear" or a regular expression over whole module names."""
     if isinstance(lora.targets, str):
         try:
             re.compile(lora.targets)
@@ -481,9 +481,9 @@ def _pattern(lora: LoraConfig) -> Iterator[Wrong]:
 
 
 def missing_targets(model: ModelConfig, base: Path) -> Iterator[Wrong]:
-    """The names in `model.lora.targets` that no module of the model in the directory `base` has.
+    """Yields the names in `model.lora.targets` that no module of the model in the directory `base` has.
 
-    Nothing where the weights are not in safetensors files: then loading the model will say.
+    Weights that are not in safetensors files are checked only when the model is loaded.
     """
     if model.lora is None or isinstance(model.lora.targets, str):
         return
@@ -497,7 +497,7 @@ def missing_targets(model: ModelConfig, base: Path) -> Iterator[Wrong]:
 
 
 def _modules(base: Path) -> set[str]:
-    """The dotted names of the modules that have weights of their own."""
+    """Returns the dotted names of the modules that have weights."""
     names: set[str] = set()
     for file in sorted(base.glob("*.safetensors")):
         with contextlib.suppress(OSError, ValueError, RecursionError), file.open("rb") as opened:
