@@ -20,9 +20,10 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from art_cli.config.compose import LoadedConfig, load_config
-from art_cli.loop import open_train, stages
+from art_cli.loop import stages
+from art_cli.loop import train as training
 from art_cli.loop.stages import StepTaken
-from art_cli.loop.training_run import TrainResult
+from art_cli.loop.train import TrainResult
 from art_cli.runs.trajectory import ScoredTrajectory, Trajectory
 from art_cli.runtime import threads
 
@@ -36,7 +37,7 @@ def load(path: Path | str, *overrides: str) -> LoadedConfig:
 
 def train(config: LoadedConfig, *, fresh: bool = False) -> TrainResult:
     """Trains until `train.steps` are done. An existing run is resumed; `fresh` starts a new one beside it."""
-    return _wait(lambda: open_train.train(config, is_fresh=fresh))
+    return _wait(lambda: training.train(config, is_fresh=fresh))
 
 
 def generate(

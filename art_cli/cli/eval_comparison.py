@@ -26,7 +26,7 @@ from art_cli.loop.stage_policy import PolicySource, find_policy, open_policy
 from art_cli.runs.failures import count_failures, find_fault
 from art_cli.runs.run_checkpoints import Which, run_config
 from art_cli.runs.run_dir import RunDir
-from art_cli.runs.trajectory import Trajectory
+from art_cli.runs.trajectory import Json, Trajectory
 from art_cli.runtime import threads
 from art_cli.runtime.errors import RolloutError, UsageError
 from art_cli.runtime.log import is_verbose
@@ -132,13 +132,17 @@ class Watch:
             require_keys(self._loaded.config.judge, self._loaded.directory)
 
 
-def play(player: Player, place: Path, name: str, watch: Watch) -> list[Trajectory]:
+def play(player: Player, scenarios: Sequence[Json], place: Path, name: str, watch: Watch) -> list[Trajectory]:
     loaded, source = player
 
     async def play() -> list[Trajectory]:
         async with open_sampler(loaded, policy, checkpoint=source.checkpoint, step=source.step, logs=place) as sampler:
             path = place / f"{name.strip('/').replace('/', '_')}.jsonl"
-            return await play_evaluation(sampler, loaded, step=source.step, path=path, title=name, watch=watch.see)
+            section = loaded.config.eval
+            assert section is not None, "no eval section"
+            return await play_evaluation(
+                sampler, section, scenarios, step=source.step, path=path, title=name, watch=watch.see
+            )
 
     with open_policy(loaded, source) as policy:
         return threads.run(play())

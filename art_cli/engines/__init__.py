@@ -18,6 +18,7 @@ import msgspec
 
 from art_cli.chat import Backend
 from art_cli.config.schema import EngineConfig, OwnEngineConfig
+from art_cli.config.sections.base_config import WeightsAt
 from art_cli.models.loading import Weights
 from art_cli.models.policy_spec import PolicySpec, spec_of
 from art_cli.runtime import plugins
@@ -95,7 +96,9 @@ class EngineTraits(NamedTuple):
     can_train: bool = True  # False: its model is its own, and no checkpoint can be loaded into it
     swaps_adapters: bool = False  # it loads another adapter while it still answers with the one before
     enforces_formats: bool = False  # replies obey `response_format` and forced tool calls; False: those are refused
-    needs_weights: bool = False  # it samples from weights in this process, `EngineSetup.weights`
+    # "here": it samples from `EngineSetup.weights` in this process. "process": it loads checkpoints of this machine.
+    # "server": it samples where the learner trains, and has the weights of every checkpoint already.
+    weights: WeightsAt = "process"
 
 
 @dataclass(frozen=True)
@@ -113,9 +116,11 @@ class EngineSetup:
 
 def engine_traits(config: EngineConfig, directory: Path) -> EngineTraits:
     """What the configured engine can do. Raises UsageError: the user's own cannot be imported."""
-    says: Any = plugins.resolve(config.entry, base=directory) if isinstance(config, OwnEngineConfig) else config
-    defaults = zip(EngineTraits._fields, EngineTraits(), strict=True)
-    return EngineTraits(*(bool(getattr(says, name, default)) for name, default in defaults))
+    owner: Any = plugins.resolve(config.entry, base=directory) if isinstance(config, OwnEngineConfig) else config
+    defaults = EngineTraits()
+    if getattr(owner, "needs_weights", False):  # the name of `weights = "here"` in classes of older projects
+        defaults = defaults._replace(weights="here")
+    return EngineTraits(*(getattr(owner, name, default) for name, default in defaults._asdict().items()))
 
 
 def make_engine(
@@ -134,17 +139,17 @@ def make_engine(
     of its own. A user's own engine is looked up in `directory`.
     """
     if config.name not in BUILT_INS and not isinstance(config, OwnEngineConfig):
-        raise EngineError(f"engine {config.name} is not resolved; loop.auto.resolve_auto says which engine that is")
+        raise EngineError(f"engine {config.name} is not resolved; loop.auto.resolve_auto decides which engine that is")
     weights = policy if isinstance(policy, Weights) else None
     traits = engine_traits(config, directory)
-    assert weights is not None or not traits.needs_weights, f"engine {config.name} needs weights in this process"
+    assert weights is not None or traits.weights != "here", f"engine {config.name} needs weights in this process"
     setup = EngineSetup(
         options=config.options if isinstance(config, OwnEngineConfig) else dict(config),
         policy=spec_of(policy) if isinstance(policy, Weights) else policy,
         name=name,
         step=step,
         logs=logs,
-        weights=weights if traits.needs_weights else None,
+        weights=weights if traits.weights == "here" else None,
         shares_weights=shares_weights,
     )
     if isinstance(config, OwnEngineConfig):

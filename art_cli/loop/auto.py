@@ -1,7 +1,8 @@
-"""What `auto` means here: which engine and which learner fit this machine and this run, and why.
+"""Decisions that a configuration leaves to the machine: engine, learner and dtype, each with its reason.
 
-    engine: auto     vLLM if it is installed, there is a GPU, and it can serve the model; else embedded
-    learner: auto    Unsloth if it is installed and there is a GPU; else torch
+    engine: auto         vLLM if it is installed, there is a GPU, and it can serve the model; else embedded
+    learner: auto        Unsloth if it is installed and there is a GPU; else torch
+    model.dtype: auto    the dtype that the run was trained in so far; else what the learner's device computes well
 
     Machine -> engine_facts, learner_facts -> choose -> AutoChoice
 
@@ -23,15 +24,16 @@ from art_cli.config.knobs import variants
 from art_cli.config.schema import (
     AutoEngineConfig,
     AutoLearnerConfig,
-    EngineConfig,
     ModelConfig,
-    OwnEngineConfig,
     RunConfig,
     Section,
-    VllmEngineConfig,
 )
 from art_cli.engines.vllm.arguments import LORA_RANKS, has_gpu, visible_gpus
 from art_cli.engines.vllm.probe import VllmFacts, find_vllm
+from art_cli.models.loading import resolve_dtype
+from art_cli.runs.run_checkpoints import run_config
+from art_cli.runs.run_dir import RunDir
+from art_cli.runtime.errors import DataError
 
 log = logging.getLogger(__name__)
 
@@ -177,7 +179,7 @@ def unsloth_obstacle(config: RunConfig, directory: Path, engine: str) -> str:
         return "engine is embedded, which steers the attention that Unsloth replaces"
     if not learner.device.startswith(("auto", "cuda")):
         return f"learner.device is {learner.device}"
-    if isinstance(learner, AutoLearnerConfig) and learner.num_ranks > 1:
+    if learner.num_ranks > 1:
         return f"learner.{'nodes' if learner.nodes > 1 else 'processes'} is above 1, and Unsloth trains in one process"
     if config.model.lora is None:
         return "model.lora is null, and the Unsloth learner trains LoRA adapters only"
@@ -230,16 +232,9 @@ def describe(resolved: LoadedConfig, *groups: str) -> str:
     for group in groups:
         reason = resolved.auto.get(group)
         section = getattr(resolved.config, group)
-        name = engine_name(section) if group == "engine" else section.name
+        name = section.title if group == "engine" else section.name
         parts.append(f"{group} {name}" + (f" (auto: {reason})" if reason else ""))
     return ", ".join(parts)
-
-
-def engine_name(config: EngineConfig) -> str:
-    """Example: "embedded", "mine.py:Engine" or "vllm (2 replicas)"."""
-    if isinstance(config, VllmEngineConfig) and config.num_servers > 1:
-        return f"vllm ({config.num_servers} {'servers' if config.urls else 'replicas'})"
-    return config.entry if isinstance(config, OwnEngineConfig) else config.name
 
 
 def _section(group: str, name: str, auto: Section) -> Section:
@@ -256,3 +251,49 @@ def _variant(group: str, name: str) -> type[Section]:
 def _base(loaded: LoadedConfig) -> str:
     local = loaded.directory / loaded.config.model.base
     return str(local) if local.is_dir() else loaded.config.model.base
+
+
+# --- the dtype of the base weights -----------------------------------------------------------------------------------
+#
+# config.json and the manifests of checkpoints record what was decided, and resuming, evaluating, serving and exporting
+# follow it, so that a policy keeps its dtype on a machine where auto would be another one.
+
+
+def follow_record(loaded: LoadedConfig, run: RunDir) -> LoadedConfig:
+    """Returns the configuration with the dtype that the run was trained in so far, if it says auto and has a record."""
+    if loaded.config.model.dtype != "auto" or not run.checkpoint_steps():
+        return loaded
+    newest = run.newest_checkpoint()
+    try:
+        recorded = (newest[1].dtype if newest is not None else "") or recorded_dtype(run)
+        reasons = run_config(run).get("auto")
+    except DataError:
+        return loaded  # check_record refuses the damaged config.json
+    reason = reasons.get("dtype") if isinstance(reasons, dict) else None
+    return _with_dtype(loaded, recorded, str(reason or f"as in {run.root}")) if recorded else loaded
+
+
+def recorded_dtype(run: RunDir | None) -> str:
+    """Returns the dtype in the run's config.json, or "" if it has none or an older version left it open."""
+    dtype = run_config(run).get("model", {}).get("dtype", "auto")
+    return "" if dtype == "auto" else str(dtype)
+
+
+def decide_dtype(loaded: LoadedConfig, base: str, *, recorded: str = "") -> LoadedConfig:
+    """Returns the configuration with a dtype in place of auto: the recorded one, else what the learner's device has.
+
+    Raises UsageError if nothing loadable is at `base`.
+    """
+    if loaded.config.model.dtype != "auto" or loaded.config.learner.weights == "server":
+        return loaded  # the server decides
+    if recorded:
+        return _with_dtype(loaded, recorded, "as it was trained")
+    choice = resolve_dtype(loaded.config.model, base, device=loaded.config.learner.device)
+    log.info("model.dtype %s (auto: %s)", choice.name, choice.reason)
+    return _with_dtype(loaded, choice.name, choice.reason)
+
+
+def _with_dtype(loaded: LoadedConfig, dtype: str, reason: str) -> LoadedConfig:
+    model = loaded.config.model.model_copy(update={"dtype": dtype})
+    config = loaded.config.model_copy(update={"model": model})
+    return replace(loaded, config=config, auto={**loaded.auto, "dtype": reason})

@@ -18,6 +18,7 @@ from typing import NamedTuple
 
 from art_cli.config.schema import RunConfig
 from art_cli.judges import Judge
+from art_cli.judges.costs import Usage
 from art_cli.judges.shadow_judges import ShadowJudges, shadow_numbers
 from art_cli.loop.owed_groups import GroupScorer, group, owed
 from art_cli.loop.policy_sampler import Sampler
@@ -60,12 +61,13 @@ class Batches:
         self.choice = ScenarioChoice(config, run, scenarios)
         self._tasks: dict[int, asyncio.Task[Batch]] = {}
         self._progress: dict[int, Progress] = {}
-        self._usage = judge.usage  # calls, tokens and dollars of the judge when the last batch was complete
+        self._usage: Usage | None = None  # of the judge when the last batch was complete, or the first one began
 
     def allow(self, step: int) -> None:
-        """Starts the batch of `step`. Steps are allowed in order, each once; a step past the last one is ignored."""
-        if step >= self.config.train.steps:
+        """Starts the batch of `step`. Steps are allowed in order; one past the last or begun already is ignored."""
+        if step >= self.config.train.steps or step in self._tasks:
             return
+        self._usage = self._usage or self.judge.usage
         self._progress[step] = Progress(f"step {step + 1}/{self.config.train.steps}")
         self._tasks[step] = asyncio.create_task(self._make(step))
 
@@ -122,7 +124,7 @@ class Batches:
         """What the judge's calls took since the batch before; no "judge_usd" where a price is not known."""
         before, now = self._usage, self.judge.usage
         self._usage = now
-        if now.calls == before.calls:
+        if before is None or now.calls == before.calls:
             return {}
         numbers: dict[str, float] = {
             "judge_calls": now.calls - before.calls,

@@ -10,13 +10,12 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from art_cli.config.compose import LoadedConfig
+from art_cli.config.schema import EvalConfig
 from art_cli.judges.costs import Price
 from art_cli.loop.owed_groups import owed, plan_groups
 from art_cli.loop.policy_sampler import Sampler
-from art_cli.rollouts.splits import evaluation_scenarios
 from art_cli.runs.durable import LineWriter, read_lines
-from art_cli.runs.trajectory import Trajectory
+from art_cli.runs.trajectory import Json, Trajectory
 
 RESAMPLES = 2000  # bootstrap: the ends of a 95 % interval move by about 1 % of its width between seeds
 
@@ -32,20 +31,18 @@ class Estimate(NamedTuple):
 
 async def play_evaluation(
     sampler: Sampler,
-    loaded: LoadedConfig,
+    config: EvalConfig,
+    scenarios: Sequence[Json],
     *,
     step: int,
     path: Path,
     title: str,
     watch: Callable[[Trajectory], None] | None = None,
 ) -> list[Trajectory]:
-    """The evaluation's trajectories. Those in `path` are not played again; new ones are appended there.
+    """Returns the evaluation's trajectories. Those in `path` are not played again; new ones are appended there.
 
     `watch` is called with each new one after it is written. An exception of it ends the evaluation.
     """
-    config = loaded.config.eval
-    assert config is not None, "no eval section"
-    scenarios = evaluation_scenarios(loaded.config, loaded.directory)
     plans = plan_groups(scenarios, step=step, group_size=config.attempts, prefix="e", temperature=config.temperature)
     done = list(read_lines(path, Trajectory))
     missing = owed(plans, done)

@@ -49,23 +49,34 @@ def _rate(record: Mapping[str, Any]) -> Any:
     return (train if isinstance(train, Mapping) else {}).get("learning_rate", TrainConfig().learning_rate)
 
 
-def claim_config(run: RunDir, loaded: LoadedConfig) -> None:
-    """Writes config.json, after comparing it with the existing one. Raises RunError with each difference.
+def check_record(run: RunDir, loaded: LoadedConfig) -> None:
+    """Raises RunError with each difference if another configuration made the run.
 
-    A run without a checkpoint takes the new configuration. Other runs accept other values only of the keys in
-    identity.MAY_CHANGE; `changes` records which, and from which step on. `auto` records why engine, learner and dtype
-    are what they are, if the configuration left them to the machine.
+    A run without a checkpoint takes any configuration; a base model that another one built there is removed. Other runs
+    accept other values only of the keys in identity.MAY_CHANGE.
+    """
+    is_recorded = os.path.lexists(run.config_path)
+    found = _changes(_read_record(run)[0], loaded.config.model_dump(mode="json")) if is_recorded else []
+    if run.checkpoint_steps():
+        if refusal := _refusal(run, found):
+            raise RunError(refusal)
+    elif found or not is_recorded:
+        shutil.rmtree(run.base, ignore_errors=True)
+
+
+def claim_config(run: RunDir, loaded: LoadedConfig) -> None:
+    """Writes config.json. Raises RunError as `check_record` does.
+
+    `changes` records which keys have other values than before, and from which step on. `auto` records why engine,
+    learner and dtype are what they are, if the configuration left them to the machine.
     """
     new = loaded.config.model_dump(mode="json")
     changes: list[dict[str, Any]] = []
     if os.path.lexists(run.config_path):
         old, changes = _read_record(run)
-        found = _changes(old, new)
-        if found and not run.checkpoint_steps():
-            shutil.rmtree(run.base, ignore_errors=True)  # the old configuration built it
-        elif refusal := _refusal(run, found):
-            raise RunError(refusal)
-        elif found:
+        if (found := _changes(old, new)) and run.checkpoint_steps():
+            if refusal := _refusal(run, found):
+                raise RunError(refusal)
             newest = run.newest_checkpoint()
             step = newest[1].step if newest is not None else 0
             log.info("%s: from step %d on: %s", run.root, step + 1, "; ".join(map(str, found)))

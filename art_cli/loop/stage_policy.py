@@ -13,10 +13,9 @@ from typing import NamedTuple
 
 from art_cli.config.compose import LoadedConfig
 from art_cli.config.config_identity import config_changes, config_hash
-from art_cli.config.schema import TinkerEngineConfig, TinkerLearnerConfig
 from art_cli.engines import engine_traits
 from art_cli.learners import Learner, load_policy, make_learner
-from art_cli.loop.dtype import decide_dtype, recorded_dtype
+from art_cli.loop.auto import decide_dtype, recorded_dtype
 from art_cli.models.loading import Weights, find_base, load_checkpoint, load_weights
 from art_cli.models.policy_spec import PolicySpec, read_spec
 from art_cli.runs.manifest import Manifest, is_built, new_checkpoint, verify_checkpoint
@@ -176,8 +175,8 @@ def open_policy(loaded: LoadedConfig, source: PolicySource) -> Iterator[Weights 
         return
     with open_base(loaded, source) as base:
         config = as_trained(loaded, source, base).config
-        if not traits.needs_weights:
-            yield read_spec(config.model, base, is_remote=isinstance(config.engine, TinkerEngineConfig))
+        if traits.weights != "here":
+            yield read_spec(config.model, base, is_remote=traits.weights == "server")
             return
         weights = load_weights(config.model, base, device=config.learner.device, seed=config.train.seed)
         if source.checkpoint is not None:
@@ -190,7 +189,7 @@ def open_learner(loaded: LoadedConfig, source: PolicySource, *, base: str | None
     """A learner that continues from `source`, optimizer and RNG included; `base` is the opened base, if it is open."""
     with contextlib.nullcontext(base) if base is not None else open_base(loaded, source) as place:
         config = as_trained(loaded, source, place).config
-        is_remote = isinstance(config.learner, TinkerLearnerConfig)
+        is_remote = config.learner.weights == "server"
         policy = read_spec(config.model, place, is_remote=True) if is_remote else load_policy(config, place)
         with contextlib.closing(make_learner(config, policy, directory=loaded.directory)) as learner:
             if source.checkpoint is not None:

@@ -18,7 +18,6 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from art_cli.config.compose import LoadedConfig
-from art_cli.config.schema import TinkerEngineConfig
 from art_cli.learners import SFT_DIRECTORY, Learner, Progress, SftProgress
 from art_cli.learners.sft.examples import Examples
 from art_cli.loop.interrupts import Interrupts
@@ -218,7 +217,7 @@ def digest(loaded: LoadedConfig, examples: Examples, *, base: str, start: Path |
         "learner": config.learner.name,
         "start": None if start is None else verify_checkpoint(start).files,
     }
-    if isinstance(config.engine, TinkerEngineConfig):  # the weights are there and nowhere else
-        facts["server"] = [config.engine.base_url, config.engine.base_model]
+    if config.engine.server is not None:  # the weights are there and nowhere else
+        facts["server"] = config.engine.server
     text = json.dumps(facts, sort_keys=True, default=repr)
     return hashlib.sha256(text.encode()).hexdigest()[:16]

@@ -155,8 +155,8 @@ def panel() -> RunPanel:
     made = RunPanel("mine [red]\x1b[2J", num_steps=20)
     numbers = {"no_signal_share": 0.25, "sample_tokens_per_s": 1280.0, "run_usd": 0.5}
     updates = [UpdateNumbers(n, {"reward_mean": n / 10, "run_s": 60.0 * n, **numbers}) for n in range(1, 6)]
-    made.history = History(updates, [Evaluated(0, {"reward": 0.7}), Evaluated(5, {"reward": 0.6})])
-    made.failures = Failures(3, 8, "timeout: not finished after 600 s", 2)
+    made.follow(History(updates, [Evaluated(0, {"reward": 0.7}), Evaluated(5, {"reward": 0.6})]))
+    made.show_failures(Failures(3, 8, "timeout: not finished after 600 s", 2))
     return made
 
 
@@ -182,7 +182,7 @@ def test_the_panel_says_how_many_servers_answer_now() -> None:
 
     made, servers = panel(), Servers()
     assert "engine" not in dict(made.rows(80))
-    made.num_servers = lambda: (servers.num_answering, servers.num_replicas)
+    made.show_servers(lambda: (servers.num_answering, servers.num_replicas))
     assert dict(made.rows(80))["engine"] == "4 of 4 replicas answer"
     servers.num_answering = 3
     assert dict(made.rows(80))["engine"] == "3 of 4 replicas answer"

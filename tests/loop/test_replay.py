@@ -12,8 +12,8 @@ from art_cli.cli.app import run as art
 from art_cli.config.compose import load_config
 from art_cli.config.schema import RulerJudgeConfig
 from art_cli.loop.comparison import Compared
-from art_cli.loop.open_train import train
 from art_cli.loop.recompute import Replayed, replay, rewards_of_votes
+from art_cli.loop.train import train
 from art_cli.runs.run_dir import RunDir
 from art_cli.runs.trajectory import Score, Trajectory, score_trajectory
 from art_cli.runtime.errors import DataError, RunError, UsageError

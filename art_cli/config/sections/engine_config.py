@@ -5,7 +5,7 @@ from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import Field, JsonValue, field_validator, model_validator
 
-from art_cli.config.sections.base_config import PositiveInt, Seconds, Section
+from art_cli.config.sections.base_config import PositiveInt, Seconds, Section, WeightsAt
 
 
 class EngineSection(Section):
@@ -14,7 +14,17 @@ class EngineSection(Section):
     can_train: ClassVar[bool] = True
     swaps_adapters: ClassVar[bool] = False
     enforces_formats: ClassVar[bool] = True
-    needs_weights: ClassVar[bool] = False
+    weights: ClassVar[WeightsAt] = "process"
+
+    @property
+    def title(self) -> str:
+        """The name for log lines."""
+        return str(getattr(self, "name"))  # noqa: B009
+
+    @property
+    def server(self) -> tuple[str, str | None] | None:
+        """URL and base model of the server that has the weights, or None if they are on this machine."""
+        return None
 
 
 class AutoEngineConfig(EngineSection):
@@ -31,7 +41,7 @@ class EmbeddedEngineConfig(EngineSection):
     merged is up to a third faster.
     """
 
-    needs_weights = True
+    weights = "here"
 
     name: Literal["embedded"] = "embedded"
     max_batch: PositiveInt = 128
@@ -165,11 +175,19 @@ class VllmEngineConfig(EngineSection):
     def num_servers(self) -> int:
         return len(self.urls) or self.replicas
 
+    @property
+    def title(self) -> str:
+        """Example: "vllm (2 replicas)"."""
+        if self.num_servers == 1:
+            return self.name
+        return f"{self.name} ({self.num_servers} {'servers' if self.urls else 'replicas'})"
+
 
 class TinkerEngineConfig(EngineSection):
     """A server of the Tinker protocol on another machine, such as `art backend`. `learner: tinker` trains on it."""
 
     enforces_formats = False
+    weights = "server"
 
     name: Literal["tinker"]
     base_url: str = Field(pattern=r"^https?://[^\s/@]+(/[^\s@]*)?$", max_length=2000)
@@ -181,6 +199,10 @@ class TinkerEngineConfig(EngineSection):
     timeout_s: Seconds = 3600.0
     """The longest time for one request, also for one that waits until the server has room."""
 
+    @property
+    def server(self) -> tuple[str, str | None]:
+        return self.base_url, self.base_model
+
 
 class OwnEngineConfig(EngineSection):
     """A user's own engine: a class in a file beside the configuration."""
@@ -190,6 +212,10 @@ class OwnEngineConfig(EngineSection):
     """ "file.py:Class", made as art_cli.engines says: Class(setup)."""
     options: dict[str, JsonValue] = {}
     """What the class gets as `setup.options`; no secrets: they stand in config.json."""
+
+    @property
+    def title(self) -> str:
+        return self.entry
 
 
 EngineConfig = Annotated[

@@ -36,7 +36,7 @@ _OF_STEP = re.compile(r"step \d+/\d+(: )?")
 
 
 class RunPanel:
-    """The panel of one run. `history` is what earlier starts did; `add` tells what happens from then on.
+    """The panel of one run. `follow` takes the numbers of earlier starts, `add` those of this one.
 
     One thread adds and another one draws: each attribute is replaced whole.
     """
@@ -44,9 +44,20 @@ class RunPanel:
     def __init__(self, name: str, *, num_steps: int) -> None:
         self.name, self.num_steps = name, num_steps
         self.history = History([], [])
-        self.failures: Failures | None = None  # those of the newest step
-        self.num_servers: Callable[[], tuple[int, int]] | None = None  # answering, all; None: the engine has one server
+        self._failures: Failures | None = None  # those of the newest step
+        self._count_servers: Callable[[], tuple[int, int]] | None = None
         self._stages: tuple[tuple[str, int, int, str], ...] = ()  # (title, done, total, facts); the newest comes last
+
+    def follow(self, history: History) -> None:
+        """Shows the history of earlier starts."""
+        self.history = history
+
+    def show_failures(self, failures: Failures) -> None:
+        self._failures = failures
+
+    def show_servers(self, count: Callable[[], tuple[int, int]]) -> None:
+        """Shows how many of the engine's servers answer; `count` returns that number and the number of all."""
+        self._count_servers = count
 
     def add(self, record: UpdateNumbers | Evaluated) -> None:
         updates, evaluations, warm_up = self.history
@@ -116,13 +127,13 @@ class RunPanel:
 
     def _servers(self) -> str:
         """Example: "1 of 2 replicas answer"."""
-        if self.num_servers is None:
+        if self._count_servers is None:
             return ""
-        num_answering, num = self.num_servers()
+        num_answering, num = self._count_servers()
         return f"{num_answering} of {num} replicas answer"
 
     def _failed(self) -> str:
-        failed = self.failures
+        failed = self._failures
         if failed is None or not failed.num_played:
             return ""
         return f"{failed.num} of {failed.num_played}" + (f", mostly {failed.cause}" if failed.num else "")
