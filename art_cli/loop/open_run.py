@@ -21,7 +21,7 @@ from art_cli.config.compose import LoadedConfig
 from art_cli.config.config_identity import config_hash
 from art_cli.config.references import missing_targets
 from art_cli.config.schema import RunConfig
-from art_cli.engines import EngineTraits, Replicated, engine_traits
+from art_cli.engines import EngineTraits, engine_traits
 from art_cli.judges import Judge, make_judge
 from art_cli.judges.shadow_judges import ShadowJudges
 from art_cli.learners import Learner, describe_processes, has_own_weights, load_policy, make_learner
@@ -178,8 +178,6 @@ async def open_run(claim: Claim) -> AsyncIterator[Run]:
             )
         )
         startup.reached("engine and agent")
-        if isinstance(engine := sampler.engine, Replicated):
-            panel.show_servers(lambda: (engine.num_answering, engine.num_replicas))
         history = read_history(files)
         meter.follow(history)
         panel.follow(history)

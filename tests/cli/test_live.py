@@ -4,7 +4,6 @@ import io
 import re
 import shutil
 import sys
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -172,20 +171,6 @@ def test_the_panel_says_what_the_numbers_say() -> None:
     assert rows["failed"] == "3 of 8, mostly timeout: not finished after 600 s"
     assert rows["cost"] == "$0.5000 for the judge so far" and rows["speed"] == "1,280 tokens/s sampled"
     assert "now" not in dict(made.rows(80)) and dict(RunPanel("x", num_steps=3).rows(80)) == {"step": "1 of 3"}
-
-
-def test_the_panel_says_how_many_servers_answer_now() -> None:
-    @dataclass
-    class Servers:
-        num_replicas: int = 4
-        num_answering: int = 4
-
-    made, servers = panel(), Servers()
-    assert "engine" not in dict(made.rows(80))
-    made.show_servers(lambda: (servers.num_answering, servers.num_replicas))
-    assert dict(made.rows(80))["engine"] == "4 of 4 replicas answer"
-    servers.num_answering = 3
-    assert dict(made.rows(80))["engine"] == "3 of 4 replicas answer"
 
 
 @pytest.mark.parametrize("columns", [1, 2, 10, 19, 20, 40, 80, 300])

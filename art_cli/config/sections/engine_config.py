@@ -152,6 +152,11 @@ class VllmEngineConfig(EngineSection):
             raise ValueError(f"{', '.join(ours)} is set by art itself; remove it")
         return env
 
+    @property
+    def title(self) -> str:
+        """Example: "vllm (2 replicas)"."""
+        return self.name if self.replicas == 1 else f"{self.name} ({self.replicas} replicas)"
+
     @model_validator(mode="after")
     def _own_or_running(self) -> Self:
         of_own = {"python", "args", "env", "sleep", "start_timeout_s", "replicas"} & self.model_fields_set
@@ -174,13 +179,6 @@ class VllmEngineConfig(EngineSection):
     @property
     def num_servers(self) -> int:
         return len(self.urls) or self.replicas
-
-    @property
-    def title(self) -> str:
-        """Example: "vllm (2 replicas)"."""
-        if self.num_servers == 1:
-            return self.name
-        return f"{self.name} ({self.num_servers} {'servers' if self.urls else 'replicas'})"
 
 
 class TinkerEngineConfig(EngineSection):

@@ -11,7 +11,7 @@ It takes numbers, and text that may quote models and users' code. The text is sh
 
 import contextlib
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from art_cli.reports.pages.report_text import BARS, duration, spark
@@ -45,7 +45,6 @@ class RunPanel:
         self.name, self.num_steps = name, num_steps
         self.history = History([], [])
         self._failures: Failures | None = None  # those of the newest step
-        self._count_servers: Callable[[], tuple[int, int]] | None = None
         self._stages: tuple[tuple[str, int, int, str], ...] = ()  # (title, done, total, facts); the newest comes last
 
     def follow(self, history: History) -> None:
@@ -54,10 +53,6 @@ class RunPanel:
 
     def show_failures(self, failures: Failures) -> None:
         self._failures = failures
-
-    def show_servers(self, count: Callable[[], tuple[int, int]]) -> None:
-        """Shows how many of the engine's servers answer; `count` returns that number and the number of all."""
-        self._count_servers = count
 
     def add(self, record: UpdateNumbers | Evaluated) -> None:
         updates, evaluations, warm_up = self.history
@@ -91,7 +86,6 @@ class RunPanel:
         if updates and (share := updates[-1].get("no_signal_share")) is not None:
             rows.append(("signal", f"none in {share:.0%} of the groups"))
         rows += [("shadow", self._shadow())]
-        rows += [("engine", self._servers())]
         rows += [("failed", self._failed()), ("cost", self._cost()), ("speed", self._speed())]
         return [(label, text) for label, text in rows if text]
 
@@ -124,13 +118,6 @@ class RunPanel:
         shown = [f"{name} {metrics[SHADOW + name]:.3f} beside {metrics[f'{SHADOW}{name}.reward']:.3f}"
                  for name in names if f"{SHADOW}{name}.reward" in metrics]  # fmt: skip
         return ", ".join(shown)
-
-    def _servers(self) -> str:
-        """Example: "1 of 2 replicas answer"."""
-        if self._count_servers is None:
-            return ""
-        num_answering, num = self._count_servers()
-        return f"{num_answering} of {num} replicas answer"
 
     def _failed(self) -> str:
         failed = self._failures
