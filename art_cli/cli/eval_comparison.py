@@ -48,9 +48,9 @@ class Player(NamedTuple):
 
     @property
     def price(self) -> Price | None:
-        """The price of the endpoint's tokens. None: the policy is our own, or the price is not known."""
+        """The price of the endpoint's tokens, or None if the engine has no paid model or its price is unknown."""
         engine = self.loaded.config.engine
-        return find_price(JudgeModelConfig(model=engine.model)) if isinstance(engine, OpenAIEngineConfig) else None
+        return find_price(JudgeModelConfig(model=engine.paid_model)) if engine.paid_model else None
 
 
 class Row(NamedTuple):

@@ -22,8 +22,6 @@ from typing import Any, NamedTuple
 from art_cli.config.compose import LoadedConfig
 from art_cli.config.knobs import variants
 from art_cli.config.schema import (
-    AutoEngineConfig,
-    AutoLearnerConfig,
     ModelConfig,
     RunConfig,
     Section,
@@ -203,8 +201,8 @@ def resolve_auto(
     config, machine = loaded.config, machine or Machine()
     choices: dict[str, AutoChoice] = {}
     engine: str = config.engine.name
-    is_asked = "learner" in groups and isinstance(config.learner, AutoLearnerConfig)
-    if isinstance(config.engine, AutoEngineConfig) and ("engine" in groups or is_asked):  # the learner depends on it
+    is_asked = "learner" in groups and config.learner.name == "auto"
+    if config.engine.name == "auto" and ("engine" in groups or is_asked):  # the learner depends on it
         obstacle = vllm_obstacle(config.model, loaded.directory)
         choice = choose("engine", engine_facts(machine, obstacle=obstacle, base=_base(loaded)))
         engine = choice.name

@@ -9,7 +9,7 @@ from art_cli.config.sections.base_config import PositiveInt, Seconds, Section, W
 
 
 class EngineSection(Section):
-    """The section of one engine. It says what the engine can do (engines.EngineTraits explains each)."""
+    """The section of one engine, with its traits (engines.EngineTraits explains each)."""
 
     can_train: ClassVar[bool] = True
     swaps_adapters: ClassVar[bool] = False
@@ -24,6 +24,11 @@ class EngineSection(Section):
     @property
     def server(self) -> tuple[str, str | None] | None:
         """URL and base model of the server that has the weights, or None if they are on this machine."""
+        return None
+
+    @property
+    def paid_model(self) -> str | None:
+        """The model whose tokens cost money, by the name of its price, or None if there is none."""
         return None
 
 
@@ -64,6 +69,10 @@ class OpenAIEngineConfig(EngineSection):
     """The environment variable that holds the key. The key itself never stands in a file."""
     timeout_s: Seconds = 300.0
     """The longest time for one request."""
+
+    @property
+    def paid_model(self) -> str:
+        return self.model
 
 
 class AnthropicEngineConfig(EngineSection):
