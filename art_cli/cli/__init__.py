@@ -30,7 +30,6 @@ NAMES = (
     "sft",
     "eval",
     "report",
-    "replay",
     "log",
     "view",
     "serve",

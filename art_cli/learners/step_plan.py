@@ -1,18 +1,16 @@
 """PlannedStep: the samples of a policy step, divided into its optimizer steps, without what is held back."""
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import NamedTuple
 
 from art_cli.config.schema import AlgorithmConfig, LossConfig, TrainConfig
 from art_cli.learners.algorithms import Algorithm
 from art_cli.learners.algorithms.covariance import near_covariant, without_covariant
 from art_cli.learners.algorithms.normalization import FinishedCounts
-from art_cli.learners.algorithms.presets import build_algorithm
 from art_cli.learners.samples import Sample
 from art_cli.learners.step_samples import StepSamples, make_step_samples, split_by_update
 from art_cli.learners.training_record import StepRecord
-from art_cli.runs.trajectory import LearnedTrajectory, ScoredTrajectory
+from art_cli.runs.trajectory import ScoredTrajectory
 
 
 class PlannedStep(NamedTuple):
@@ -44,27 +42,3 @@ def plan_step(
         parts = [near_covariant(part, loss.kl_cov, loss.kl_cov_weight) for part in parts]
     # a step of few groups with signal takes fewer updates, and each is as large as if all groups had signal
     return PlannedStep(batch, parts, batch.finished.divided(max(1, min(train.updates_per_step, batch.num_groups))))
-
-
-def advantages_again(
-    groups: Sequence[Sequence[ScoredTrajectory]],
-    id: str,
-    *,
-    loss: LossConfig | AlgorithmConfig,
-    train: TrainConfig,
-    max_tokens: int,
-    directory: Path,
-) -> LearnedTrajectory | None:
-    """What a step says of that trajectory before any model runs: no logprobs and no loss.
-
-    None: the algorithm's credit needs a model. `max_tokens` is the length limit of one reply; a user's algorithm is
-    relative to `directory`.
-    """
-    algorithm = build_algorithm(loss, max_tokens=max_tokens, directory=directory)
-    if type(algorithm).bind is not Algorithm.bind:
-        return None
-    record = StepRecord()
-    plan = plan_step(groups, algorithm, loss=loss, train=train, record=record)
-    for number, part in enumerate(plan.parts):
-        record.note_samples(part, update=number)
-    return next(line for line in record.lines(groups) if line.id == id)

@@ -140,27 +140,6 @@ class TorchLearner:
         with self._naming_memory():
             return plan_step(groups, self.algorithm, loss=self.loss, train=self.train_config, record=record)
 
-    def compute_again(self, groups: Sequence[Sequence[ScoredTrajectory]], id: str) -> LearnedTrajectory:
-        """What a step on the groups computes of that trajectory at the present weights. Changes no weight.
-
-        It runs the packs that the step runs, but only those that hold the trajectory, so that the rounding is the same.
-        """
-        record = StepRecord()
-        _, parts, finished = self._plan(groups, record)
-        for number, part in enumerate(parts):
-            if not any(sample.trajectory_id == id for sample in part):
-                continue
-            with self._changing_weights(parts[0][0], batch=parts[0]):
-                update = self.gradient.plan(part, finished, entropy_bonus=self._entropy_bonus() or 0.0)
-                packs = [pack for pack in update.packs if any(sample.trajectory_id == id for sample in pack.samples)]
-                update = update._replace(packs=packs, before=[None] * len(packs))
-                if number > 0 or self.train_config.epochs_per_step > 1:  # _take_updates decides the same
-                    is_bounded = self.train_config.max_kl is not None
-                    update = self.gradient.look_ahead(update, StepStatistics(), always=is_bounded)
-                recorded = partial(record.add, update=number)
-                self.gradient.accumulate(update, StepStatistics(), is_first=True, record=recorded)
-        return next(line for line in record.lines(groups) if line.id == id)
-
     def write_learned(self, path: Path) -> None:
         learned, self._learned = self._learned, []
         if self.ranks.rank == 0:

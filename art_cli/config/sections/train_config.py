@@ -73,7 +73,7 @@ class TrainConfig(Section):
     always resumed from its newest."""
     record_learned: bool = True
     """Whether each step writes `learned.jsonl`: the advantages, the learner's logprobs and the share of the loss of
-    every trajectory that it trained on, which `art view` and `art replay` read. It changes no weight."""
+    every trajectory that it trained on, which `art view` reads. It changes no weight."""
     seed: Seed = 0
     """The seed of the adapter, the order of scenarios and the sampling."""
 
