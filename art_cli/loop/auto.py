@@ -62,7 +62,7 @@ class AutoChoice(NamedTuple):
 
 
 def choose(group: str, facts: Facts) -> AutoChoice:
-    """The engine or learner, as `group` says, that follows from the facts."""
+    """Returns the engine or learner, by `group`, that follows from the facts."""
     fast, plain = NAMES[group]
     if not facts.has_gpu:
         return AutoChoice(plain, "no GPU here")
@@ -77,7 +77,7 @@ def choose(group: str, facts: Facts) -> AutoChoice:
 
 
 class Machine:
-    """What this machine has; each method looks it up when it is called."""
+    """Hardware and packages of this machine; each method looks when it is called."""
 
     def has_gpu(self) -> bool:
         return has_gpu(os.environ)
@@ -86,21 +86,21 @@ class Machine:
         return len(visible_gpus(os.environ)) if self.has_gpu() else 0
 
     def has(self, module: str) -> bool:
-        """Whether this Python has the module; it is not imported."""
+        """Returns True if this Python has the module; it is not imported."""
         return find_spec(module) is not None
 
     def unsloth(self) -> str:
-        """Why Unsloth cannot run here, in one line; "": it can."""
+        """Returns the reason why Unsloth cannot run here in one line, or "" if it can."""
         reason: str | None = import_module("art_cli.learners.unsloth").obstacle()
         return reason or ""
 
     def vllm(self, python: Path | None) -> VllmFacts:
-        """The vLLM of that Python. It takes as long as importing vLLM: seconds to a minute."""
+        """Returns the facts about the vLLM of that Python, after seconds to a minute: it imports vLLM."""
         return find_vllm(python)
 
 
 def engine_facts(machine: Machine, *, obstacle: str = "", base: str | None = None, python: Path | None = None) -> Facts:
-    """The facts for and against vLLM in `python` (None: this one) as the server of `base` (a directory or hub id).
+    """Returns the facts for and against vLLM in `python`, or in this Python, as the server of `base`.
 
     vLLM is imported only if nothing else decides.
     """
@@ -121,7 +121,7 @@ def engine_facts(machine: Machine, *, obstacle: str = "", base: str | None = Non
 
 
 def vllm_obstacle(model: ModelConfig, directory: Path) -> str:
-    """Why vLLM could not follow the training of this model; "": nothing is known against it."""
+    """Returns the reason why vLLM could not follow the training of this model, or "" if none is known."""
     if model.lora is None:
         return "model.lora is null, and vLLM swaps LoRA adapters only"
     if model.lora.rank > LORA_RANKS[-1]:
@@ -132,19 +132,19 @@ def vllm_obstacle(model: ModelConfig, directory: Path) -> str:
 
 
 def is_built(base: str, directory: Path) -> bool:
-    """Whether `model.base` is "file.py:function"."""
+    """Returns True if `model.base` is "file.py:function"."""
     return ":" in base and not (directory / base).is_dir()
 
 
 def _architectures(base: str | None) -> list[str]:
-    """The architectures that the base's config.json names: ["Qwen3ForCausalLM"]. Empty: none, or it cannot be read."""
+    """Returns the architectures in the base's config.json, such as ["Qwen3ForCausalLM"]; [] if it cannot be read."""
     found = None if base is None else _base_config(base)
     names = found.get("architectures") if isinstance(found, dict) else None
     return [str(name) for name in names] if isinstance(names, list) else []
 
 
 def _base_config(base: str) -> Any:
-    """config.json of a directory or a hub id, from the hub's cache or by one short request."""
+    """Returns config.json of a directory or a hub id, from the hub's cache or by one short request."""
     import huggingface_hub
 
     file = Path(base) / "config.json"
@@ -153,13 +153,13 @@ def _base_config(base: str) -> Any:
         if isinstance(cached, str | Path):
             return json.loads(Path(cached).read_text())
         return huggingface_hub.HfApi().model_info(base, timeout=HUB_TIMEOUT_S).config
-    except Exception as error:  # the boundary to the hub's client; loading the model will say what is wrong with it
+    except Exception as error:  # the boundary to the hub's client; loading the model will raise what is wrong with it
         log.debug("%s: its architecture is not known: %s", base, error)
         return None
 
 
 def learner_facts(machine: Machine, *, obstacle: str = "") -> Facts:
-    """The facts for and against Unsloth in this Python."""
+    """Returns the facts for and against Unsloth in this Python."""
     if not machine.has_gpu() or obstacle:
         return Facts(machine.has_gpu(), obstacle)
     cure = "pip install 'art-cli[unsloth]'"
@@ -171,7 +171,7 @@ def learner_facts(machine: Machine, *, obstacle: str = "") -> Facts:
 
 
 def unsloth_obstacle(config: RunConfig, directory: Path, engine: str) -> str:
-    """Why Unsloth could not train this run beside that engine; "": nothing is known against it."""
+    """Returns the reason why Unsloth could not train this run beside that engine, or "" if none is known."""
     learner = config.learner
     if engine == "embedded":
         return "engine is embedded, which steers the attention that Unsloth replaces"
@@ -193,7 +193,7 @@ def unsloth_obstacle(config: RunConfig, directory: Path, engine: str) -> str:
 def resolve_auto(
     loaded: LoadedConfig, *groups: str, machine: Machine | None = None, is_logged: bool = True
 ) -> LoadedConfig:
-    """The configuration with a name in place of each `auto` of the groups; the reasons are kept beside it.
+    """Returns the configuration with a name in place of each `auto` of the groups; the reasons are kept beside it.
 
     They are logged unless the caller does so itself. A group that has a name keeps it.
     Example: resolve_auto(load_config("config.yaml"), "engine", "learner").
@@ -236,7 +236,7 @@ def describe(resolved: LoadedConfig, *groups: str) -> str:
 
 
 def _section(group: str, name: str, auto: Section) -> Section:
-    """The section of that name, with the values that were set for `auto`."""
+    """Returns the section of that name, with the values that were set for `auto`."""
     return _variant(group, name).model_validate({**auto.model_dump(exclude_unset=True), "name": name})
 
 
@@ -258,7 +258,7 @@ def _base(loaded: LoadedConfig) -> str:
 
 
 def follow_record(loaded: LoadedConfig, run: RunDir) -> LoadedConfig:
-    """Returns the configuration with the dtype that the run was trained in so far, if it says auto and has a record."""
+    """Returns the configuration with the dtype that the run was trained in so far, if it has auto and a record."""
     if loaded.config.model.dtype != "auto" or not run.checkpoint_steps():
         return loaded
     newest = run.newest_checkpoint()

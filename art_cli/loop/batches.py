@@ -36,7 +36,7 @@ CLOSE_TIMEOUT_S = 60.0  # longest wait for cancelled rollouts and verdicts to fi
 
 
 class Batch(NamedTuple):
-    """What a step trains on: its scored groups in the order of the plan, then those of earlier steps that it replays;
+    """The data of a step: its scored groups in the order of the plan, then those of earlier steps that it replays;
     and metrics of playing and judging them."""
 
     groups: list[list[ScoredTrajectory]]
@@ -72,7 +72,7 @@ class Batches:
         self._tasks[step] = asyncio.create_task(self._make(step))
 
     async def take(self, step: int) -> Batch:
-        """The batch, with its progress shown until it is complete. Raises what playing and judging it raised."""
+        """Returns the batch, with its progress shown until it is complete. Raises the errors of play and judge."""
         async with shown(self._progress[step]):
             batch = await self._tasks.pop(step)
         del self._progress[step]
@@ -121,7 +121,7 @@ class Batches:
         return Batch(groups + replayed, numbers | wave.numbers(scorer.scored) | self._judged())
 
     def _judged(self) -> dict[str, float]:
-        """What the judge's calls took since the batch before; no "judge_usd" where a price is not known."""
+        """Returns the cost of the judge's calls since the batch before; no "judge_usd" if a price is unknown."""
         before, now = self._usage, self.judge.usage
         self._usage = now
         if before is None or now.calls == before.calls:
@@ -136,7 +136,7 @@ class Batches:
 
 
 def _check_scored(scorer: GroupScorer, step: int) -> None:
-    """Raises RunError: more groups were left unscored than scored. A step continues without a few of them."""
+    """Raises RunError if more groups were left unscored than scored. A step continues without a few of them."""
     if scorer.progress.stopped or len(scorer.progress.owed) > len(scorer.scored):
         reason = scorer.progress.stopped or next(iter(scorer.progress.owed.values()))
         raise RunError(
@@ -172,7 +172,7 @@ def _numbers(
 
 
 def _asked_again(groups: Sequence[Sequence[ScoredTrajectory]]) -> dict[str, float]:
-    """How many groups got further rounds of votes, and what these rounds took; no dollars where a price is unknown.
+    """Counts the groups with further rounds of votes, and their cost; no dollars if a price is unknown.
 
     By the scored lines, so that a step that was killed counts what it paid before, too.
     """
@@ -189,7 +189,7 @@ def _asked_again(groups: Sequence[Sequence[ScoredTrajectory]]) -> dict[str, floa
 
 
 def _staleness(trajectories: Sequence[Trajectory], step: int) -> dict[str, float]:
-    """By how many steps the policies that sampled are older than the one that is trained: the mean over tokens, and
+    """Returns the number of steps from the policies that sampled to the one that is trained: the mean over tokens, and
     the largest. `trajectories` are all that the step trains on, those of earlier steps included."""
     turns = [turn for trajectory in trajectories for turn in trajectory.turns]
     tokens = sum(len(turn.sampled_ids) for turn in turns)
@@ -200,6 +200,6 @@ def _staleness(trajectories: Sequence[Trajectory], step: int) -> dict[str, float
 
 
 def _failures(trajectories: Sequence[Trajectory]) -> Counter[str]:
-    """How many rollouts failed with each kind of error; the kinds are written as names of metrics."""
+    """Counts the failed rollouts by kind of error; the kinds are written as names of metrics."""
     kinds = [trajectory.error.partition(":")[0] for trajectory in trajectories if trajectory.error is not None]
     return Counter(re.sub(r"\W", "_", kind, flags=re.ASCII)[:40] for kind in kinds)

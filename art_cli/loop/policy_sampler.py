@@ -38,7 +38,7 @@ class Sampler:
     ) -> None:
         """Plays every plan; `on_finished` gets each trajectory as it finishes.
 
-        Raises EngineError: the engine has failed for good. Unfinished rollouts are dropped and stay owed.
+        Raises EngineError if the engine has failed for good. Unfinished rollouts are dropped and stay owed.
         """
         with first_of_group():
             async with asyncio.TaskGroup() as group:
@@ -64,9 +64,9 @@ async def open_sampler(
     begun: ProcessRollout | None = None,
     on_first_reply: Callable[[], None] | None = None,
 ) -> AsyncIterator[Sampler]:
-    """Engine started, gateway listening; all of it closed on the way out.
+    """Yields the sampler with its engine started and its gateway listening, and closes all of it.
 
-    `policy` is the policy at `step`, or None for an engine that brings a model of its own. `checkpoint` is what an
+    `policy` is the policy at `step`, or None for an engine that brings its model. `checkpoint` is what an
     engine with its own weights loads; None for the starting policy. `shares_weights` as in `make_engine`. `begun` is
     the agent that `begin_rollout` has begun to load. `on_first_reply` is called once, when the first call is answered.
     """
@@ -98,7 +98,7 @@ async def open_sampler(
 
 @contextlib.asynccontextmanager
 async def _serving(loaded: LoadedConfig, gateway: Gateway) -> AsyncIterator[ClusterRollout | None]:
-    """The gateway listens; yields the cluster that it listens for, None without one."""
+    """Serves the gateway. Yields the cluster that it listens for, or None."""
     config = loaded.config
     if config.rollout.cluster is None:
         async with gateway.serve(config.gateway.host, config.gateway.port):

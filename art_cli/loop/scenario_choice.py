@@ -1,4 +1,4 @@
-"""ScenarioChoice: what each step plays and replays, from the seed, the step and what the files say of earlier steps."""
+"""ScenarioChoice: the scenarios that each step plays and replays, by the seed, the step and earlier steps' files."""
 
 from collections.abc import Sequence
 

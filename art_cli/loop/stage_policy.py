@@ -31,22 +31,22 @@ BASE = "base"  # word by which a user means the base model instead of a checkpoi
 
 
 class PolicySource(NamedTuple):
-    """Where a policy comes from. Example: PolicySource(Path("runs/ttt/checkpoints/step_0040"), 40)."""
+    """The origin of a policy. Example: PolicySource(Path("runs/ttt/checkpoints/step_0040"), 40)."""
 
-    checkpoint: Path | None  # None: the base model, without any checkpoint
+    checkpoint: Path | None  # or None for the base model without a checkpoint
     step: int
-    run: Path | None = None  # run that has the base; None: the run of the checkpoint, or that of the configuration
-    base: str | None = None  # directory of a base model that the user named; None: the base of the run
-    dtype: str = ""  # dtype of the base weights that its manifest names; "": it names none
+    run: Path | None = None  # run that has the base, by default the run of the checkpoint, or that of the configuration
+    base: str | None = None  # directory of a base model that the user named, by default the base of the run
+    dtype: str = ""  # dtype of the base weights in its manifest, or ""
 
 
 def find_policy(loaded: LoadedConfig, wanted: Path | None, *, which: Which = "newest") -> PolicySource:
-    """The policy a user means: a checkpoint directory, a run directory, a base, or nothing (this run).
+    """Returns the policy that a user names: a checkpoint directory, a run directory, a base, or nothing (this run).
 
-    `which` says which checkpoint of a run; training goes on from its newest. One log line explains an offered one, once
+    `which` is the checkpoint of a run; training goes on from its newest. One log line explains an offered one, once
     the configuration is accepted. "base" is the configuration's base model without an adapter, and RUN/base that of a
-    run; so is the directory of any base model. Raises UsageError: named, and not there; ConfigError: trained on
-    another model than the configuration says; CheckpointError: not whole.
+    run; so is the directory of any base model. Raises UsageError if it is not there, ConfigError
+    if it was trained on another model than the configuration's, CheckpointError if it is not whole.
     """
     source = _find_base(wanted) or _find_trained(loaded, wanted, which)
     _check_model(loaded, source)
@@ -57,7 +57,7 @@ def find_policy(loaded: LoadedConfig, wanted: Path | None, *, which: Which = "ne
 
 
 def _run(loaded: LoadedConfig, wanted: Path | None) -> RunDir:
-    """The run that is meant. This machine's copy of what the store has, if only the store has this configuration's."""
+    """Returns the run that is named, or a local copy if only the store has this configuration's."""
     run, store = RunDir(wanted or loaded.config.runs / loaded.config.name), loaded.config.store
     if wanted is not None or store is None or run.checkpoint_steps():
         return run
@@ -68,7 +68,7 @@ def _run(loaded: LoadedConfig, wanted: Path | None) -> RunDir:
 
 
 def _find_base(wanted: Path | None) -> PolicySource | None:
-    """The source that "base" or RUN/base names; None: `wanted` is neither."""
+    """Returns the source that "base" or RUN/base names, or None if `wanted` is neither."""
     if (
         wanted is None
         or wanted.name != BASE
@@ -100,7 +100,7 @@ def _find_trained(loaded: LoadedConfig, wanted: Path | None, which: Which) -> Po
 
 
 def _check_model(loaded: LoadedConfig, source: PolicySource) -> None:
-    """Raises ConfigError: the run of this policy has another base model or adapter than the configuration says.
+    """Raises ConfigError if the run of this policy has another base model or adapter than the configuration.
 
     A checkpoint that lies in no run cannot be compared, and passes.
     """
@@ -108,11 +108,11 @@ def _check_model(loaded: LoadedConfig, source: PolicySource) -> None:
     known = run_config(run).get("model")
     if run is None or not isinstance(known, dict):
         return
-    said = loaded.config.model.model_dump(mode="json")
-    if _is_same_place(loaded, known.get("base"), said["base"]):
-        known = known | {"base": said["base"]}
+    wanted = loaded.config.model.model_dump(mode="json")
+    if _is_same_place(loaded, known.get("base"), wanted["base"]):
+        known = known | {"base": wanted["base"]}
     names = [name for name in ("base", "lora") if name in known]
-    old, new = ({"model": {name: model[name] for name in names}} for model in (known, said))
+    old, new = ({"model": {name: model[name] for name in names}} for model in (known, wanted))
     cure = "change it back, or name another run (name=...) or --checkpoint"
     if problems := [
         Problem(change.key, loaded.places.of(change.key), f"{run.root} was trained with another: {change}; {cure}")
@@ -122,28 +122,28 @@ def _check_model(loaded: LoadedConfig, source: PolicySource) -> None:
 
 
 def _is_same_place(loaded: LoadedConfig, one: object, other: object) -> bool:
-    """Whether two values of `model.base` are different spellings of one directory."""
+    """Returns True if two values of `model.base` are different spellings of one directory."""
     if not isinstance(one, str) or not isinstance(other, str) or not (loaded.directory / other).is_dir():
         return False
     return (loaded.directory / one).resolve() == (loaded.directory / other).resolve()
 
 
 def _run_of(source: PolicySource) -> RunDir | None:
-    """The run that the policy names or lies in; None: neither."""
+    """Returns the run that the policy names or lies in, or None."""
     if source.run is not None:
         return RunDir(source.run)
     return run_of(source.checkpoint) if source.checkpoint is not None else None
 
 
 def _home(loaded: LoadedConfig, source: PolicySource) -> RunDir | None:
-    """The run whose base model the policy stands on; None: a checkpoint that lies in no run."""
+    """Returns the run whose base model the policy stands on, or None for a checkpoint that lies in no run."""
     if source.checkpoint is None and source.run is None:
         return RunDir(loaded.config.runs / loaded.config.name)
     return _run_of(source)
 
 
 def as_trained(loaded: LoadedConfig, source: PolicySource, base: str) -> LoadedConfig:
-    """The configuration with the dtype that the policy was trained in, where it says auto."""
+    """Returns the configuration with the dtype that the policy was trained in, if it leaves the dtype open."""
     recorded = "" if source.base is not None else source.dtype or recorded_dtype(_home(loaded, source))
     return decide_dtype(loaded, base, recorded=recorded)
 
@@ -165,7 +165,7 @@ def open_base(loaded: LoadedConfig, source: PolicySource) -> Iterator[str]:
 
 @contextlib.contextmanager
 def open_policy(loaded: LoadedConfig, source: PolicySource) -> Iterator[Weights | PolicySpec | None]:
-    """The policy of `source` as the configured engine needs it.
+    """Yields the policy of `source` as the configured engine needs it.
 
     That is its weights in this process, or only what is known of it; None for an engine that brings its own model.
     """
@@ -186,7 +186,7 @@ def open_policy(loaded: LoadedConfig, source: PolicySource) -> Iterator[Weights 
 
 @contextlib.contextmanager
 def open_learner(loaded: LoadedConfig, source: PolicySource, *, base: str | None = None) -> Iterator[Learner]:
-    """A learner that continues from `source`, optimizer and RNG included; `base` is the opened base, if it is open."""
+    """Yields a learner that continues from `source`, with optimizer and RNG; `base` is the opened base, if any."""
     with contextlib.nullcontext(base) if base is not None else open_base(loaded, source) as place:
         config = as_trained(loaded, source, place).config
         is_remote = config.learner.weights == "server"

@@ -2,7 +2,7 @@
 
 Runs that need the same warm-up share it.
 
-    runs/.warm/<digest>/    a run directory of its own: step N there is the policy after N optimizer steps
+    runs/.warm/<digest>/    a run directory: step N there is the policy after N optimizer steps
 
 The digest covers everything that the result depends on: base model, examples, settings, and the checkpoint to start
 from. So a killed warm-up continues from its last save, and a second run with the same warm-up takes the result.
@@ -58,7 +58,7 @@ class WarmUp:
         self._save_s = self._update_s = 0.0
 
     def acquire(self) -> bool:
-        """Whether this process holds the warm-up's lock now; False: another process holds it."""
+        """Returns True if this process holds the warm-up's lock now, False if another process holds it."""
         try:
             self._lock.enter_context(self.run.lock())
         except RunError as error:
@@ -71,7 +71,7 @@ class WarmUp:
         self._lock.close()
 
     def begin(self) -> None:
-        """Prepares the learner and loads the newest saved state. Raises LearnerError: a bad example."""
+        """Prepares the learner and loads the newest saved state. Raises LearnerError for a bad example."""
         trained, evaluated = self.examples
         self.num_updates = self.learner.begin_sft(trained, evaluated)
         held_out = f", {len(evaluated)} to evaluate on" if evaluated else ""
@@ -153,7 +153,7 @@ class WarmUp:
         self._save_s = self._saved - begin
 
     def finish(self) -> dict[str, float]:
-        """The metrics of the whole warm-up, from the process that made it."""
+        """Returns the metrics of the whole warm-up, from the process that made it."""
         assert self.is_done, "take() until it is done"
         return self._numbers
 
@@ -161,7 +161,7 @@ class WarmUp:
 def run_warm_up(
     warm_up: WarmUp, is_stopped: Callable[[], bool], progress: Progress | None = None
 ) -> dict[str, float] | None:
-    """The metrics of a warm-up, made in this thread. None: `is_stopped` ended it, and its state is saved."""
+    """Returns the metrics of a warm-up, made in this thread, or None if `is_stopped` ended it; its state is saved."""
     is_told = False
     while not warm_up.acquire():
         if is_stopped():
@@ -183,7 +183,7 @@ def run_warm_up(
 
 
 async def make_warm_up(warm_up: WarmUp, interrupts: Interrupts) -> dict[str, float]:
-    """The metrics of a warm-up, made in a thread. Raises Interrupted: its state is saved after the current update."""
+    """Returns the metrics of a warm-up, made in a thread. Raises Interrupted after saving its state."""
     is_left = threading.Event()  # set when this task is cancelled, because its thread cannot be
 
     def is_stopped() -> bool:
@@ -201,7 +201,7 @@ async def make_warm_up(warm_up: WarmUp, interrupts: Interrupts) -> dict[str, flo
 
 
 def digest(loaded: LoadedConfig, examples: Examples, *, base: str, start: Path | None) -> str:
-    """16 hexadecimal digits of everything that the result depends on, except the machine's rounding."""
+    """Returns 16 hexadecimal digits of everything that the result depends on, except the machine's rounding."""
     config = loaded.config
     assert config.sft is not None, "a warm-up needs an sft section"
     template = config.model.chat_template

@@ -52,7 +52,7 @@ def check_base(directory: Path, named: str | None = None) -> None:
 
 
 def check_files(directory: Path) -> None:
-    """Raises ArtError for the first file that cannot be what its name says."""
+    """Raises ArtError for the first file whose content cannot be what its name promises."""
     config = read_object(directory / "config.json")
     for name in JSON_FILES:
         if os.path.lexists(directory / name):

@@ -56,7 +56,7 @@ class Weights:
     max_length: int  # tokens of prompt and reply together
     base: str  # hub id or directory it was loaded from
     has_adapter: bool
-    quantize: str | None = None  # "4bit": the base was quantized as it was loaded; None: it was not
+    quantize: str | None = None  # "4bit" if the base was quantized as it was loaded, or None
     version: int = 0
     lock: threading.RLock = field(default_factory=threading.RLock)
 
@@ -74,7 +74,7 @@ class Weights:
 
 
 class Size(NamedTuple):
-    """How many parameters a model has. Example: Size(whole=24_300_000, trained=290_000)"""
+    """The number of a model's parameters. Example: Size(whole=24_300_000, trained=290_000)"""
 
     whole: int
     trained: int
@@ -185,9 +185,9 @@ def load_checkpoint(
 
 
 def on_base(base: Weights, adapter: Path | None) -> Weights:
-    """A policy made of a bare base model and a saved adapter, or of the base alone; the base's tensors are shared.
+    """Returns a policy of a bare base model and a saved adapter, or of the base alone; the base's tensors are shared.
 
-    adapter_config.json says what the adapter is, and the adapter's tokenizer replaces the base's. Any number of
+    adapter_config.json describes the adapter, and the adapter's tokenizer replaces the base's. Any number of
     policies may share one base without seeing each other. Raises CheckpointError: no LoRA adapter, or another model's.
     """
     assert not base.has_adapter, "adapters are put on a bare base model"
@@ -215,7 +215,7 @@ def with_adapter(base: Weights, lora: LoraConfig, seed: int) -> Weights:
 
 
 def clone_trainable(weights: Weights) -> Weights:
-    """The same policy with trainable weights of its own; both share the frozen ones."""
+    """Returns the same policy with a copy of the trainable weights; both share the frozen ones."""
     frozen = [parameter for parameter in weights.model.parameters() if not parameter.requires_grad]
     memo = {id(tensor): tensor for tensor in [*frozen, *weights.model.buffers()]}
     with weights.lock:
@@ -226,7 +226,7 @@ def clone_trainable(weights: Weights) -> Weights:
 def save_weights(weights: Weights, directory: Path, *, tensors: dict[str, torch.Tensor] | None = None) -> None:
     """Writes a plain PEFT directory (or a transformers one, where there is no adapter), tokenizer included.
 
-    `tensors` are the trained ones by their names in the model; None: they are taken from the model.
+    `tensors` are the trained ones by their names in the model, by default those of the model.
     """
     with weights.lock:
         weights.model.save_pretrained(directory, state_dict=tensors)
@@ -274,7 +274,7 @@ def token_logprobs(weights: Weights, token_ids: Sequence[int]) -> list[float]:
 
 
 def context_of(config: Any) -> int:
-    """How many tokens of prompt and reply the model of a transformers configuration was made for."""
+    """Returns the number of tokens of prompt and reply that the model of a transformers configuration was made for."""
     length: int | None = getattr(config, "max_position_embeddings", None)
     return length or DEFAULT_LENGTH
 

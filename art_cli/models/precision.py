@@ -51,7 +51,7 @@ def has_amx() -> bool:
 
 
 def _count_parameters(base: str) -> int:
-    """How many parameters the model has; its weights are not read."""
+    """Returns the number of the model's parameters without reading its weights."""
     import torch
     import transformers
 

@@ -1,4 +1,4 @@
-"""What went wrong in a run, since when, what the numbers show beside it, and what to try. Pure: a history in.
+"""Findings: what went wrong in a run, since when, what the numbers show beside it, and cures. Pure: a history in.
 
 evaluation_fell   an evaluation lies below the best one before it, by more than the interval of their paired difference
 training_fell     the training reward of the last steps lies below that of the best steps before
@@ -63,7 +63,7 @@ class Interval(msgspec.Struct, frozen=True):
 
 
 class RunFinding(msgspec.Struct, frozen=True):
-    """What went wrong, and when.
+    """One thing that went wrong, and its steps.
 
     Example: RunFinding("evaluation_fell", 24, 24, "the evaluation at step 24 is 0.613, ...", [Reason(...)], "...")
     """
@@ -77,11 +77,11 @@ class RunFinding(msgspec.Struct, frozen=True):
 
     @property
     def cures(self) -> list[str]:
-        """What to try, each once."""
+        """Returns what to try, each once."""
         return list(dict.fromkeys([reason.cure for reason in self.reasons] or [self.cure]))
 
     def __str__(self) -> str:
-        beside = "; ".join(reason.text for reason in self.reasons) or "no other number says why"
+        beside = "; ".join(reason.text for reason in self.reasons) or "no other number shows why"
         return f"{self.text} ({beside}); try: {'; '.join(self.cures)}"
 
 
@@ -101,7 +101,7 @@ def find(history: History, *, is_comparable: bool = True) -> list[RunFinding]:
 
 
 def mean_interval(values: Sequence[float], *, level: float = LEVEL) -> Interval | None:
-    """The mean and its interval of confidence 1 - level, by Student's t. None: too few values to tell."""
+    """Returns the mean and its interval of confidence 1 - level, by Student's t, or None for too few values."""
     if len(values) < MIN_SCENARIOS:
         return None
     mean = fmean(values)
@@ -223,7 +223,7 @@ def noise(values: Sequence[float], at: int) -> float:
 
 
 def _bound(num: int, width: int) -> float:
-    """How many standard errors two windows of `num` steps may differ by chance: Bonferroni over their pairs."""
+    """Returns the standard errors by which two windows of `num` steps may differ by chance: Bonferroni over pairs."""
     return student(1 - LEVEL / (TRAINING_LOOKS * (num / width) ** 2), max(num // 3, 3))
 
 
@@ -249,9 +249,9 @@ def _training_finding(
 
 
 def _shadows(history: History) -> Iterator[RunFinding]:
-    """A finding for each time that a shadow judge and the reward begin to move apart.
+    """Yields a finding for each time that a shadow judge and the reward begin to move apart.
 
-    A gap that widens is a fall of its negative, and is told from noise as a fall of the training reward is.
+    A gap that widens is a fall of its negative, and is separated from noise as a fall of the training reward is.
     """
     names = {name for update in history.updates[-1:] + history.updates[:1] for name in update.metrics}
     for name in sorted(names):
@@ -398,7 +398,7 @@ def _span(streak: Sequence[UpdateNumbers]) -> str:
 
 
 class RunWatch:
-    """Follows a run while it trains: each finding is told once, when it begins. Those in `history` were told before."""
+    """Watch over a run while it trains: returns each finding once, when it begins, but none of those in `history`."""
 
     def __init__(self, history: History, *, is_comparable: bool) -> None:
         self.history, self._is_comparable = history, is_comparable

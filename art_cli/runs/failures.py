@@ -1,4 +1,4 @@
-"""How many rollouts failed, the commonest cause, and whether anything can be learned from what was played.
+"""Failures: failed rollouts with their commonest cause, and whether anything can be learned from those played.
 
 Every command that plays rollouts, and `art report`, ends with these words. A Fault is the one rule for exit code 1.
 """

@@ -29,7 +29,7 @@ class UpdateNumbers(NamedTuple):
         return self.metrics.get(name)
 
     def per_attempt(self, name: str) -> float | None:
-        """A count divided by the number of trajectories of the step; None: one of them is not known."""
+        """Returns a count divided by the number of trajectories of the step, or None if one of them is unknown."""
         num = self.metrics.get("num_trajectories", 0.0)
         return self.metrics[name] / num if num >= 1 and name in self.metrics else None
 
@@ -41,7 +41,7 @@ class Evaluated(NamedTuple):
     metrics: dict[str, float]  # means by name
     rewards: Mapping[str, float] = {}  # scenario id -> mean reward of its attempts; empty: not known
     time: float = 0.0
-    seconds: float | None = None  # how long it took; None: not known
+    seconds: float | None = None  # duration, or None if unknown
 
 
 class History(NamedTuple):
@@ -49,7 +49,7 @@ class History(NamedTuple):
 
     updates: list[UpdateNumbers]
     evaluations: list[Evaluated]
-    warm_up: dict[str, float] | None = None  # numbers of the sft before the first step; None: there was none
+    warm_up: dict[str, float] | None = None  # numbers of the sft before the first step, or None without one
 
 
 def read_history(run: RunDir) -> History:

@@ -1,4 +1,4 @@
-"""What a checkpoint is on disk, and the proof that it is whole: manifest.json, and hashes.json of a built base model.
+"""Manifest: a checkpoint on disk and the proof that it is whole: manifest.json; hashes.json of a built base model.
 
 The learner fills a checkpoint; this module knows nothing of torch.
 """
@@ -29,7 +29,7 @@ HASHING_THREADS = 4  # sha256 takes 1.7 GB/s in each thread, so a base model of 
 
 
 class Manifest(msgspec.Struct, kw_only=True):
-    """What a checkpoint is, and the proof that it is whole. It is written last.
+    """The facts of a checkpoint, and the proof that it is whole. It is written last.
 
     Example: Manifest(step=4, base="../../base", config_hash="9f3c...", files={"adapter_model.safetensors": "ab12..."})
     """

@@ -29,17 +29,17 @@ ADAPTER_CONFIG, ADAPTER_FILE, TEMPLATE_FILE = "adapter_config.json", "adapter_mo
 Which = Literal["offered", "best", "newest"]  # the checkpoint of a run that is meant
 log = logging.getLogger(__name__)
 NOT_IMPORTED = ("manifest", "optimizer", "rng")  # stems of a checkpoint's files that are not of its weights
-KEEP = 3  # number of newest checkpoints kept by a run whose configuration does not say
+KEEP = 3  # number of newest checkpoints kept by a run whose configuration has no number
 
 
 class Found(NamedTuple):
-    """What a user's path resolves to.
+    """The checkpoint or base model that a user's path resolves to.
 
     Example: Found(Path("runs/ttt/checkpoints/step_0040"), Manifest(step=40, ...), RunDir(...), True)
     """
 
     path: Path
-    manifest: Manifest | None  # None: a plain adapter, or a base model
+    manifest: Manifest | None  # or None for a plain adapter or a base model
     run: RunDir | None  # the run it lies in
     is_adapter: bool
 
@@ -85,7 +85,7 @@ class Listed(NamedTuple):
 
     step: int
     path: Path
-    problem: str | None  # why it cannot be used; None: it verifies
+    problem: str | None  # reason why it cannot be used, or None if it verifies
     evaluation: dict[str, float]  # the means of the evaluation at this step; empty: not evaluated
     metrics: dict[str, float]  # metrics of the step that made it
     num_bytes: int
@@ -93,9 +93,9 @@ class Listed(NamedTuple):
 
 
 def find(path: Path, *, which: Which = "offered") -> Found | None:
-    """What `path` resolves to; None: there is no such directory (it may be a hub id).
+    """Returns the checkpoint or base at `path`, or None if there is no such directory (it may be a hub id).
 
-    `which` says which checkpoint of a run is meant. Raises CheckpointError: nothing usable there, or a checkpoint that
+    `which` is the checkpoint of a run that is meant. Raises CheckpointError: nothing usable there, or a checkpoint that
     does not verify; UsageError: `which` is not the default, and the path is no run.
     """
     if not path.is_dir():
@@ -118,7 +118,7 @@ def find(path: Path, *, which: Which = "offered") -> Found | None:
 
 
 def run_of(checkpoint: Path) -> RunDir | None:
-    """The run that a checkpoint directory lies in; None: it lies in none."""
+    """Returns the run that a checkpoint directory lies in, or None."""
     home = checkpoint.resolve().parent
     return RunDir(home.parent) if home.name == "checkpoints" else None
 
@@ -258,7 +258,7 @@ def _entry(run: RunDir, step: int, evaluation: dict[str, float]) -> Listed:
 def prune(run: RunDir, *, keep: int | None) -> list[Listed]:
     """Removes, and returns, every checkpoint that is not valid or that `to_remove` names.
 
-    `keep` None: the number that the run's configuration says. Raises RunError: a training process holds the run, or
+    `keep` is by default the number in the run's configuration. Raises RunError: a training process holds the run, or
     none of its checkpoints is valid, and then nothing is removed.
     """
     if keep is None:
@@ -313,7 +313,7 @@ def _rewards(run: RunDir) -> dict[int, float]:
 
 
 def fork(run: RunDir, root: Path, *, step: int | None) -> Found:
-    """A new run at `root` whose only checkpoint is that of `step` (None: the newest valid one), optimizer included.
+    """Makes a run at `root` with the checkpoint of `step` alone, by default the newest valid one, optimizer included.
 
     The metrics up to that step and a built base model are copied. The configuration is not, because the new run takes
     that of its first `art train`. Raises RunError: something is at `root`, or there is no such step; CheckpointError:
@@ -340,11 +340,11 @@ def fork(run: RunDir, root: Path, *, step: int | None) -> Found:
 
 
 def import_start(source: Path, root: Path, *, base: Callable[[Path], str] | None = None) -> Found:
-    """A new run at `root` whose step 0 is a plain PEFT adapter, or the weights of a checkpoint.
+    """Makes a run at `root` whose step 0 is a plain PEFT adapter, or the weights of a checkpoint.
 
     Training continues it with a new optimizer. `base` makes or finds the base model that the caller names, given where
-    in the run one would be built; None: the base that the source names, which is copied if it was built. Raises
-    RunError: there are checkpoints at `root`; CheckpointError: no LoRA adapter with safetensors there, and no
+    in the run one would be built; by default it is the source's base, which is copied if it was built. Raises RunError if
+    there are checkpoints at `root`, CheckpointError if the source is neither a LoRA adapter with safetensors nor a
     checkpoint that verifies.
     """
     run = RunDir(root)

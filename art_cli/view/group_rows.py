@@ -20,7 +20,7 @@ MAX_ATTEMPTS = 512  # attempts of a group that its row and its page have
 MAX_SEARCHES = 8  # texts whose findings a step keeps, for further pages of the list
 MAX_BINS, BINS = 8, 20  # so many different rewards have a bin each; more share this number of equal ranges
 
-Key = Callable[[IndexedGroup], float | None]  # the number that groups are sorted by; None: not known
+Key = Callable[[IndexedGroup], float | None]  # the number that groups are sorted by, or None if unknown
 Sort = Literal["index", "reward", "spread", "errors", "length"]
 
 
@@ -39,7 +39,7 @@ class GroupRow(msgspec.Struct):
     num_turns: float | None
     num_tokens: float | None
     ids: list[str]
-    text: str | None = None  # the page of a file searches it; None: the server does
+    text: str | None = None  # the page of a file searches it; None if the server does
 
 
 class Page(msgspec.Struct):
@@ -48,7 +48,7 @@ class Page(msgspec.Struct):
 
 
 class Query(NamedTuple):
-    """What the list of groups is asked for."""
+    """The query of a list of groups."""
 
     sort: Sort = "index"
     is_descending: bool = False

@@ -1,4 +1,4 @@
-"""Refuses requests that another site's page may have made a browser send, and says in each answer what a page may load.
+"""Refuses requests that another site's page may have made a browser send. Each answer limits what a page may load.
 
 A page of another site cannot read our answers, but its name may be made to point to this machine (DNS rebinding): then
 the Host header has that name. A browser says in Origin and Sec-Fetch-Site which site a request comes from.
@@ -60,7 +60,7 @@ class Guard:
         await send({"type": "http.response.body", "body": body})
 
     def _refusal(self, headers: Headers, scope: Scope) -> str | None:
-        """Why the request is refused; None: it is not."""
+        """Returns the reason why the request is refused, or None."""
         port = scope["server"][1] if scope.get("server") else None
         host = headers.getlist("host")
         if len(host) != 1 or not self._is_own(host[0], port):

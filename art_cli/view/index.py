@@ -49,7 +49,7 @@ class IndexedGroup(NamedTuple):
 
 
 class StepNumbers(NamedTuple):
-    """What the list of steps says of one."""
+    """The numbers of a step in the list of steps."""
 
     num_groups: int
     num_trajectories: int
@@ -189,7 +189,7 @@ class IndexedStep:
             self._add(row)
 
     def _add(self, row: IndexRow) -> None:
-        """Puts the row into its group. An attempt of ours that is there already is replaced."""
+        """Puts the row into its group. An attempt that is there already is replaced."""
         self.revision += 1
         self.has_scores = self.has_scores or row.is_scored
         known = self._rows.get(row.id)

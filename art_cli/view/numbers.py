@@ -19,7 +19,7 @@ from art_cli.runtime.errors import ArtError
 from art_cli.view.index import Index
 
 Json = dict[str, Any]
-PAUSE = "pause"  # split of the lines that say which rules paused the run; they hold no metrics
+PAUSE = "pause"  # split of the lines of a pause, which hold no metrics
 SMOOTHED = "reward_smoothed"  # the training reward as `art report` smooths it, with its interval
 
 

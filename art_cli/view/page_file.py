@@ -40,9 +40,9 @@ URL_SHARE = 0.25  # bytes that a URL takes in the table of parts, for each of it
 
 
 def write_page(answers: Answers, path: Path, *, max_bytes: int) -> str:
-    """Writes the file. Returns a line that says what it has. Raises UsageError: even the least does not fit."""
+    """Writes the file. Returns a line with its content. Raises UsageError if even the least does not fit."""
     html, style, script = _app()
-    answers.shows_found = False  # whoever opens the file was not asked
+    answers.shows_found = False  # a reader of the file gave no leave for that
     answers.read_all()
     room = max_bytes - len(html) - len(style) - len(script) - len(json_of(answers.sources())) - RESERVED
     parts = _Parts(room)

@@ -1,4 +1,4 @@
-"""Whole trajectories, read at the places that the index knows. A line that cannot be read becomes one that says so."""
+"""Whole trajectories, read at the places that the index knows. A line that cannot be read becomes its error."""
 
 from collections.abc import Sequence
 

@@ -1,4 +1,4 @@
-"""What the index keeps of one line: an IndexRow for each trajectory in it. The rest of the line is skipped.
+"""IndexRow: the part of a line that the index keeps, for each trajectory in it. The rest of the line is skipped.
 
 A line is a trajectory of ours (scored or not), a group of ART's, or a conversation, as in judges/files/judged_files.py.
 """
@@ -40,7 +40,7 @@ class IndexRow(msgspec.Struct, gc=False):
     reward: float | None = None
     error: str | None = None  # kind of error
     num_turns: int = 0
-    num_tokens: int | None = None  # sampled tokens; None: not known
+    num_tokens: int | None = None  # sampled tokens, or None if unknown
     is_scored: bool = False  # whether a judge's reward stands in its line
 
 
@@ -174,13 +174,13 @@ def number_of(value: Any) -> float | None:
 
 
 def _counts(metrics: Json) -> tuple[int, int] | None:
-    """Numbers of turns and of sampled tokens as the recorder counted them; None: it did not."""
+    """Returns the numbers of turns and of sampled tokens that the recorder counted, or None."""
     turns, tokens = number_of(metrics.get("num_turns")), number_of(metrics.get("num_sampled"))
     return None if turns is None or tokens is None else (int(turns), int(tokens))
 
 
 def _count(head: _Head) -> tuple[int, int | None]:
-    """Numbers of turns and of sampled tokens, counted; tokens None: they were not recorded."""
+    """Counts turns and sampled tokens; the latter are None if they were not recorded."""
     turns = []
     if bytes(head.turns):
         turns = _TURNS.decode(head.turns)
@@ -206,7 +206,7 @@ def _asked(head: _Head) -> str:
 
 
 def _label(scenario: Any, messages: Any) -> str:
-    """What tells a group from others: its scenario's question, else the first message if it is as long as a question,
+    """Returns a label for the group: its scenario's question, else the first message if it is as long as a question,
     else the scenario's values, else that message."""
     rest = {key: value for key, value in scenario.items() if key != "id"} if isinstance(scenario, dict) else {}
     for name in QUESTIONS:

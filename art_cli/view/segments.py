@@ -37,9 +37,9 @@ class TurnSegment(msgspec.Struct):
     kind: SegmentKind
     text: str
     num_tokens: int
-    tokens: list[str] | None = None  # [N] text of each; None: no tokenizer, or context
+    tokens: list[str] | None = None  # [N] text of each, or None without a tokenizer, and for context
     ids: list[int] = []  # [N]; empty for context
-    logprobs: list[float] | None = None  # [N] the engine's, in nats; None: not sampled here
+    logprobs: list[float] | None = None  # [N] the engine's, in nats, or None if not sampled here
     learner_logprobs: list[float | None] | None = None  # [N] the learner's, before the update
     advantages: list[float | None] | None = None  # [N]
 
@@ -53,19 +53,19 @@ class ShownTurn(msgspec.Struct):
     finish_reason: str
     is_abandoned: bool
     segments: list[TurnSegment]
-    conversation: int | None = None  # 0: `messages`, 1: the first of `branches`; None: not found
+    conversation: int | None = None  # 0: `messages`, 1: the first of `branches`; or None
     message: int | None = None  # place of the reply in the conversation
 
 
 class _Place(NamedTuple):
-    """How far a conversation is told, after a turn."""
+    """The messages of a conversation that are shown after a turn."""
 
     conversation: int
     num_messages: int
 
 
 class _Budget:
-    """How many tokens are still decoded besides the new ones of each turn, which are shown in any case."""
+    """The number of tokens that are still decoded besides the new ones of each turn, which are shown in any case."""
 
     def __init__(self, num: int) -> None:
         self._num = num
@@ -151,7 +151,7 @@ def _sampled(turn: Turn, index: int, texts: TokenTexts | None, learned: Learned 
 
 
 def _of_turn(learned: Learned | None, name: str, index: int, num: int) -> list[float | None] | None:
-    """The numbers of a turn: one for each token, or one for all. None: there are none, or of another number."""
+    """Returns the numbers of a turn: one for each token, or one for all; None if there are none, or too few or many."""
     turns = (learned or {}).get(name)
     numbers = turns[index] if isinstance(turns, list) and index < len(turns) else None
     if isinstance(numbers, int | float):
@@ -173,7 +173,7 @@ def _prompt_segments(
     *,
     goes_on: bool,
 ) -> tuple[list[TurnSegment], _Place]:
-    """The segments of the prompt's new tokens, and how far its conversation is told with the reply.
+    """Returns the segments of the prompt's new tokens, and how far its conversation is shown after the reply.
 
     `goes_on`: the prompt begins with all tokens of the parent, so its messages are those behind the parent's reply.
     Otherwise the messages of the whole prompt are looked for.
@@ -217,7 +217,7 @@ def _kinds(pieces: Sequence[str], trajectory: Trajectory, begun: _Place) -> tupl
 
 
 def _spans(text: str, conversation: Sequence[Json], start: int) -> tuple[list[tuple[int, int, SegmentKind]], int]:
-    """Begin, end and kind of each message found in the text, from message `start` on; and the number of messages told
+    """Returns begin, end and kind of each message in the text, from message `start` on, and the number of messages seen
     with the reply behind the text."""
     spans: list[tuple[int, int, SegmentKind]] = []
     cursor, end = 0, start

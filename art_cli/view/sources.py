@@ -1,4 +1,4 @@
-"""Which runs and files a path names: a run's directory, a directory of runs or of JSONL files, or one file."""
+"""Sources: the runs and files of a path: a run's directory, a directory of runs or of JSONL files, or one file."""
 
 import os
 import time
@@ -13,7 +13,7 @@ from art_cli.view.index import STEP_DIRECTORY, Index
 
 MAX_SOURCES = 200  # runs and files of one page
 LINES = (".jsonl", ".ndjson")
-START_BYTES = 65_536  # bytes at the start of a file by which it is told from one that has no records
+START_BYTES = 65_536  # bytes at the start of a file that show whether it has records
 LIVE_S = 60.0  # a source that changed within this time counts as running
 
 

@@ -41,7 +41,7 @@ class TokenTexts:
 
 
 def find_tokenizer(run: RunDir | None) -> TokenTexts | None:
-    """None: no tokenizer can be found or read, or `tokenizers` is not installed."""
+    """It is None if no tokenizer can be found or read, or `tokenizers` is not installed."""
     if run is None:
         return None
     for path in _places(run):
@@ -70,7 +70,7 @@ def _places(run: RunDir) -> Iterator[Path]:
 
 
 def _base(run: RunDir) -> str:
-    """What config.json names as the base; "" where it names none."""
+    """Returns the base in config.json, or ""."""
     try:
         section = read_object(run.config_path, within=run.root).get("model")
     except ArtError:

@@ -1,4 +1,4 @@
-"""What the learner says of each trajectory that it trained on: step_0003/learned.jsonl, one line per trajectory."""
+"""The learner's numbers of each trajectory that it trained on: step_0003/learned.jsonl, one line per trajectory."""
 
 import threading
 from pathlib import Path

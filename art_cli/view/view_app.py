@@ -71,7 +71,7 @@ def _groups(answers: Answers) -> Callable[[_Asked], Any]:
 
 
 def read_query(query: Any) -> Query:
-    """What the list of groups is asked for; values that make no sense count as not given."""
+    """Returns the query for the list of groups; values that make no sense count as not given."""
     sort = query.get("sort", "index")
     return Query(
         sort=sort if sort in ("index", "reward", "spread", "errors", "length") else "index",
@@ -142,7 +142,7 @@ class _Routes:
 
 
 def page_file(name: str) -> bytes | None:
-    """A file of the page; None: it was not built."""
+    """Returns a file of the page, or None if it was not built."""
     place = files("art_cli.view") / "app" / name
     return place.read_bytes() if place.is_file() else None
 

@@ -24,7 +24,7 @@ class AttentionInputs(NamedTuple):
     query: Tensor
     key: Tensor
     value: Tensor
-    before: tuple[Tensor, Tensor] | None  # queries and keys before the norms of the heads; None: no such norms
+    before: tuple[Tensor, Tensor] | None  # queries and keys before the norms of the heads, or None without such norms
     inners: tuple[Tensor | None, ...]  # A x of each projection
 
 

@@ -1,4 +1,4 @@
-"""Which decoder layers are known here: reads a layer's weights in one shape, or raises Unknown with the reason.
+"""Known decoder layers: reads a layer's weights in one shape, or raises Unknown with the reason.
 
 The layers are those of Llama, Mistral, Qwen2 and Qwen3, as transformers has them, with or without plain LoRA
 (arXiv:2106.09685) on their projections. It computes nothing.
@@ -26,7 +26,7 @@ class Layer(NamedTuple):
     query: Projection
     key: Projection
     value: Projection
-    head_norms: tuple[Norm, Norm] | None  # norms of queries and of keys; None: the family has none
+    head_norms: tuple[Norm, Norm] | None  # norms of queries and of keys, or None if the family has none
     out: Projection
     mlp_norm: Norm
     gate: Projection
@@ -35,7 +35,7 @@ class Layer(NamedTuple):
     head_dim: int
     number: int  # its position among the layers
     scaling: float
-    window: int | None  # number of tokens that a token sees, itself included; None: all before it
+    window: int | None  # number of tokens that a token sees, itself included, or None if all before it
 
     @property
     def projections(self) -> tuple[Projection, ...]:

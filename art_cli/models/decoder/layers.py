@@ -31,7 +31,7 @@ Forward = Callable[..., Tensor]
 
 
 class TreeLike(Protocol):
-    """What the model's forward is given as `tree`."""
+    """The argument `tree` of the model's forward."""
 
     rows: Tensor  # positions of the tokens that predict something, ascending
 

@@ -25,7 +25,7 @@ class Norm(NamedTuple):
         return self.weight * F.rms_norm(exact, x.shape[-1:], None, self.epsilon).to(x.dtype)
 
     def backward(self, grad: Tensor, x: Tensor) -> tuple[Tensor, Tensor | None]:
-        """The gradients of x and of w; None: w is not trained.
+        """Returns the gradients of x and of w; that of w is None if it is not trained.
 
         With r = 1 / rms and v = w * grad they are r v - x r^3 (x . v) / n, and the sum of grad * r x over all rows.
         """

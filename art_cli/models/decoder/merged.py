@@ -100,7 +100,7 @@ class _MergedLayer:
         return rotate(rotated, cos, sin), value
 
     def _after(self, out: Tensor, hidden: Tensor) -> Tensor:
-        """What follows the attention's output."""
+        """Computes the part of a layer that follows the attention's output."""
         hidden = self._out.plus(_padded(out), hidden)
         normed = _scaled(hidden, self._layer.mlp_norm.epsilon)
         return self._down.plus(self._up.times(normed, self._gate.silu(normed)), hidden)

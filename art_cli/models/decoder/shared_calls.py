@@ -1,4 +1,4 @@
-"""Which short attentions share a call: neighbours join while their padding costs less than another call.
+"""Short attentions that share a call: neighbours join while their padding costs less than another call.
 
 The engine joins chunks of prompts by it, the learner short segments of a tree. Measured on a CPU with float32.
 """

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from rich.console import Console, RenderableType
 
 ASCII_BARS = "_.:-=+*#"  # bars for terminals that have no other characters
-RECENT = 10  # number of steps whose durations tell the time that is left
+RECENT = 10  # number of last steps whose mean duration gives the time that is left
 LABEL = 8  # columns of a line's label
 MAX_WIDTH = 100  # columns of the panel
 ECHO = 3  # columns left free at the right, so that the "^C" that a terminal echoes behind the panel does not wrap
@@ -75,10 +75,10 @@ class RunPanel:
         finally:
             self._stages = self._stages[:place]
 
-    # --- what it says -------------------------------------------------------------------------------------------------
+    # --- the lines ----------------------------------------------------------------------------------------------------
 
     def rows(self, width: int, *, bars: str = BARS) -> list[tuple[str, str]]:
-        """(label, text) of each line, the most important first; `width` is that of the text."""
+        """Returns (label, text) of each line, the most important first; `width` is that of the text."""
         updates = self.history.updates
         done = updates[-1].number if updates else 0
         rows = [("step", f"{min(done + 1, self.num_steps)} of {self.num_steps}"), ("now", self._now())]
@@ -93,7 +93,7 @@ class RunPanel:
         if not self._stages:
             return ""
         title, done, total, facts = self._stages[-1]
-        title = _OF_STEP.sub("", title) or "rollouts"  # the line above says which step
+        title = _OF_STEP.sub("", title) or "rollouts"  # the line above has the step
         count = f"{done:,}/{total:,}" if total else ""
         return "  ".join(filter(None, [title, count, facts]))
 
@@ -144,10 +144,10 @@ class RunPanel:
         left = steps_left * (recent[-1] - recent[0]) / (len(recent) - 1)
         return f"{duration(round(clocks[-1]))}, about {duration(round(left))} left"
 
-    # --- how it is drawn ----------------------------------------------------------------------------------------------
+    # --- drawing ------------------------------------------------------------------------------------------------------
 
     def render(self, console: "Console") -> "RenderableType":
-        """The panel for the console's present size. Lines that do not fit are cut, not wrapped."""
+        """Returns the panel for the console's present size. Lines that do not fit are cut, not wrapped."""
         from rich.panel import Panel
         from rich.table import Table
         from rich.text import Text

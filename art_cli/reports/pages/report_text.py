@@ -77,7 +77,7 @@ def _row(name: str, value: str) -> str:
 
 
 def _is_of_use(name: str, points: Sequence[Sequence[float]]) -> bool:
-    """Whether a plot says anything: shares of failures that are 0 throughout, and constants 0, do not."""
+    """Returns False for a plot without information: shares of failures that are 0 throughout, and constants 0."""
     return any(value for _, value in points) or name == "reward"
 
 

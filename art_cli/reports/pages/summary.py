@@ -1,4 +1,4 @@
-"""What `art train` says at the end of a run: its evaluations, the checkpoint to serve, and the commands to go on with.
+"""Summary that `art train` prints at the end of a run: evaluations, checkpoint to serve, and further commands.
 
 Takes the report as plain data (what `art report --json` prints); returns text.
 """

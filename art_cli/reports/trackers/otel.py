@@ -60,7 +60,7 @@ def unhurried(attempts: Sequence[Trajectory]) -> Iterator[Trajectory]:
 
 
 class Losses:
-    """Counts attempts that a receiver did not take. The first time says why, the last time how many."""
+    """Counts attempts that a receiver refused. Logs the reason of the first, and the number at the end."""
 
     def __init__(self, name: str) -> None:
         self._name, self._num, self._num_lost = name, 0, 0

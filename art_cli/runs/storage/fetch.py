@@ -94,7 +94,7 @@ def _has_run(there: Objects) -> bool:
 
 
 def _get_checkpoint(store: ObjectStore, run: RunDir, there: Objects, steps: Iterable[int]) -> int | None:
-    """The first of these steps whose checkpoint verifies, which is on this machine now; None: none does."""
+    """Returns the first of these steps whose checkpoint verifies, which is on this machine now, or None."""
     for step in steps:
         try:
             _get_one(store, checkpoint_home(step), run.checkpoint_path(step), there)

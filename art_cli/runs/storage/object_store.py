@@ -3,7 +3,7 @@
     ObjectStore("s3://bucket/prefix/mine").write("checkpoints/step_0004/manifest.json", data)
 
 Keys and endpoints come from the environment, as the store's own client reads them. Every call has a deadline; one that
-overruns it is left behind in its thread. What a store says of an error becomes one line without secrets. Names that a
+overruns it is left behind in its thread. A store's text of an error becomes one line without secrets. Names that a
 run could not have, such as "../x", are left out of every list.
 """
 
@@ -37,7 +37,7 @@ S3_OPTIONS = {"config_kwargs": {"connect_timeout": 10, "read_timeout": 60, "retr
 
 
 class Stored(NamedTuple):
-    """What a list says of one object. Example: Stored(1024, '"9dd4e461268c"')"""
+    """The facts of one object in a list. Example: Stored(1024, '"9dd4e461268c"')"""
 
     size: int
     mark: str  # changes with the content: an ETag, a hash or the time of the last change
@@ -156,7 +156,7 @@ class ObjectStore:
     def _call(
         self, function: Callable[..., Result], *arguments: Any, timeout_s: float | None = None, **knobs: Any
     ) -> Result:
-        """The result of a call in a thread of its own, which is left behind when it overruns its time."""
+        """Returns the result of a call in another thread, which is left behind when it overruns its time."""
         timeout_s = timeout_s or CALL_S
         self._left_behind = {each for each in self._left_behind if not each.done()}
         if len(self._left_behind) >= MAX_LEFT_BEHIND:

@@ -32,7 +32,7 @@ CHECKPOINTS = "checkpoints"
 
 
 class _State(NamedTuple):
-    """What tells a file's content from an earlier one's."""
+    """Identity of a file's content, to compare with an earlier one."""
 
     size: int
     changed: int  # nanoseconds
@@ -52,7 +52,7 @@ class _Sent(NamedTuple):
 
 
 class Uploads:
-    """What of one run is in the store. One thread uses it.
+    """The parts of one run that are in the store. One thread uses it.
 
     `confirm` is called before files go up and before a checkpoint becomes whole; it raises if another machine has the
     run.
@@ -106,7 +106,7 @@ class Uploads:
         return bool(self._unsent())
 
     def owed(self) -> list[str]:
-        """What is not in the store: checkpoints, then files."""
+        """Returns what is not in the store: checkpoints, then files."""
         checkpoints = [checkpoint_home(step) for step in self._unsent()]
         files = [file.name for file in self._changed() if not file.name.startswith("logs/")]
         return checkpoints + files if self.run.checkpoint_steps() else []
@@ -222,7 +222,7 @@ def checkpoint_home(step: int) -> str:
 
 
 def _step_of(name: str) -> int | None:
-    """The step of an object of a checkpoint; None: it is none of one."""
+    """Returns the step of an object of a checkpoint, or None for any other object."""
     parts = name.split("/")
     match = STEP_NAME.fullmatch(parts[1]) if parts[0] == CHECKPOINTS and len(parts) > 2 else None
     return int(match[1]) if match is not None else None
