@@ -343,8 +343,8 @@ def import_start(source: Path, root: Path, *, base: Callable[[Path], str] | None
     """Makes a run at `root` whose step 0 is a plain PEFT adapter, or the weights of a checkpoint.
 
     Training continues it with a new optimizer. `base` makes or finds the base model that the caller names, given where
-    in the run one would be built; by default it is the source's base, which is copied if it was built. Raises RunError if
-    there are checkpoints at `root`, CheckpointError if the source is neither a LoRA adapter with safetensors nor a
+    in the run one would be built; by default it is the source's base, which is copied if it was built. Raises RunError
+    if there are checkpoints at `root`, CheckpointError if the source is neither a LoRA adapter with safetensors nor a
     checkpoint that verifies.
     """
     run = RunDir(root)
