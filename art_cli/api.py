@@ -54,8 +54,8 @@ def generate(
     """
     wanted = None if checkpoint is None else Path(checkpoint)
     with tempfile.TemporaryDirectory(prefix="art-generate-") as scratch:
-        place = Path(scratch) / "trajectories.jsonl" if output is None else Path(output)
-        return _apart(lambda: stages.generate(config, place, checkpoint=wanted, step=step))
+        path = Path(scratch) / "trajectories.jsonl" if output is None else Path(output)
+        return _apart(lambda: stages.generate(config, path, checkpoint=wanted, step=step))
 
 
 def judge(config: LoadedConfig, trajectories: Sequence[Trajectory]) -> list[ScoredTrajectory]:

@@ -45,11 +45,11 @@ class Interrupts:
             except asyncio.CancelledError:
                 raise Interrupted(self.message) from None
 
-    async def off_loop(self, function: Callable[..., Result], *arguments: Any, **knobs: Any) -> Result:
+    async def off_loop(self, function: Callable[..., Result], *arguments: Any, **settings: Any) -> Result:
         """Returns the result of `function`, computed in a thread, which an interrupt cannot stop and waits for."""
         self._is_updating = True
         try:
-            return await threads.compute(function, *arguments, **knobs)
+            return await threads.compute(function, *arguments, **settings)
         finally:
             self._is_updating = False
 

@@ -59,10 +59,10 @@ async def judge_contest(
 
 
 def _by_scenario(trajectories: Sequence[Trajectory]) -> dict[str, list[Trajectory]]:
-    found: dict[str, list[Trajectory]] = defaultdict(list)
+    by_scenario: dict[str, list[Trajectory]] = defaultdict(list)
     for trajectory in trajectories:
-        found[str(trajectory.scenario.get("id", trajectory.group_id))].append(trajectory)
-    return found
+        by_scenario[str(trajectory.scenario.get("id", trajectory.group_id))].append(trajectory)
+    return by_scenario
 
 
 def _mix(name: str, attempts: Sequence[Trajectory], references: Sequence[Trajectory]) -> list[Trajectory]:

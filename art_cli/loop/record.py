@@ -56,11 +56,11 @@ def check_record(run: RunDir, loaded: LoadedConfig) -> None:
     accept other values only of the keys in identity.MAY_CHANGE.
     """
     is_recorded = os.path.lexists(run.config_path)
-    found = _changes(_read_record(run)[0], loaded.config.model_dump(mode="json")) if is_recorded else []
+    differences = _changes(_read_record(run)[0], loaded.config.model_dump(mode="json")) if is_recorded else []
     if run.checkpoint_steps():
-        if refusal := _refusal(run, found):
+        if refusal := _refusal(run, differences):
             raise RunError(refusal)
-    elif found or not is_recorded:
+    elif differences or not is_recorded:
         shutil.rmtree(run.base, ignore_errors=True)
 
 
@@ -74,13 +74,13 @@ def claim_config(run: RunDir, loaded: LoadedConfig) -> None:
     changes: list[dict[str, Any]] = []
     if os.path.lexists(run.config_path):
         old, changes = _read_record(run)
-        if (found := _changes(old, new)) and run.checkpoint_steps():
-            if refusal := _refusal(run, found):
+        if (differences := _changes(old, new)) and run.checkpoint_steps():
+            if refusal := _refusal(run, differences):
                 raise RunError(refusal)
             newest = run.newest_checkpoint()
             step = newest[1].step if newest is not None else 0
-            log.info("%s: from step %d on: %s", run.root, step + 1, "; ".join(map(str, found)))
-            changes += [{"step": step} | change._asdict() for change in found]
+            log.info("%s: from step %d on: %s", run.root, step + 1, "; ".join(map(str, differences)))
+            changes += [{"step": step} | change._asdict() for change in differences]
     record = new | {"auto": dict(loaded.auto), "changes": changes}
     write_file(run.config_path, json.dumps(record, indent=2).encode() + b"\n")
     _copy_drawing(run, loaded.directory / run.drawing_path.name)

@@ -46,13 +46,13 @@ class ScenarioChoice:
             max_age=replay.max_age,
             seed=self._config.train.seed,
         )
-        found = {past: group(self._run.scored(past)) for past in {past for past, _ in chosen}}
+        groups_of = {past: group(self._run.scored(past)) for past in {past for past, _ in chosen}}
         for past, group_id in chosen:
-            if group_id not in found[past]:
+            if group_id not in groups_of[past]:
                 raise RunError(
                     f"{self._run.scored_path(past)}: no complete group {group_id}, which step {step} replays"
                 )
-        return [found[past][group_id] for past, group_id in chosen]
+        return [groups_of[past][group_id] for past, group_id in chosen]
 
     def history(self, step: int) -> dict[int, list[GroupRewards]]:
         """The groups of the earlier steps that are certainly done when `step` begins.

@@ -91,9 +91,9 @@ def _find_trained(loaded: LoadedConfig, wanted: Path | None, which: Which) -> Po
     if wanted is not None and is_base(wanted):
         return PolicySource(None, 0, base=str(wanted.resolve()))
     run = _run(loaded, wanted)
-    found = run.newest_checkpoint(wanted_steps(run, which))
-    if found is not None:
-        return PolicySource(found[0], found[1].step, dtype=found[1].dtype)
+    newest = run.newest_checkpoint(wanted_steps(run, which))
+    if newest is not None:
+        return PolicySource(newest[0], newest[1].step, dtype=newest[1].dtype)
     if wanted is not None:
         raise CheckpointError(f"{wanted}: neither a checkpoint (no manifest.json) nor a run with a valid one")
     return PolicySource(None, 0)
@@ -109,7 +109,7 @@ def _check_model(loaded: LoadedConfig, source: PolicySource) -> None:
     if run is None or not isinstance(known, dict):
         return
     wanted = loaded.config.model.model_dump(mode="json")
-    if _is_same_place(loaded, known.get("base"), wanted["base"]):
+    if _is_same_directory(loaded, known.get("base"), wanted["base"]):
         known = known | {"base": wanted["base"]}
     names = [name for name in ("base", "lora") if name in known]
     old, new = ({"model": {name: model[name] for name in names}} for model in (known, wanted))
@@ -121,7 +121,7 @@ def _check_model(loaded: LoadedConfig, source: PolicySource) -> None:
         raise ConfigError(problems)
 
 
-def _is_same_place(loaded: LoadedConfig, one: object, other: object) -> bool:
+def _is_same_directory(loaded: LoadedConfig, one: object, other: object) -> bool:
     """Returns True if two values of `model.base` are different spellings of one directory."""
     if not isinstance(one, str) or not isinstance(other, str) or not (loaded.directory / other).is_dir():
         return False
@@ -157,10 +157,10 @@ def open_base(loaded: LoadedConfig, source: PolicySource) -> Iterator[str]:
         return
     with scratch("base") as temporary:
         home = _home(loaded, source)
-        places = [] if source.checkpoint is None else [source.checkpoint / BASE]
-        places += [] if home is None else [home.base]
-        place = next((each for each in places if each.exists()), temporary / BASE)
-        yield find_base(loaded.config.model.base, directory=loaded.directory, built=place)
+        bases = [] if source.checkpoint is None else [source.checkpoint / BASE]
+        bases += [] if home is None else [home.base]
+        built = next((each for each in bases if each.exists()), temporary / BASE)
+        yield find_base(loaded.config.model.base, directory=loaded.directory, built=built)
 
 
 @contextlib.contextmanager
@@ -187,10 +187,10 @@ def open_policy(loaded: LoadedConfig, source: PolicySource) -> Iterator[Weights 
 @contextlib.contextmanager
 def open_learner(loaded: LoadedConfig, source: PolicySource, *, base: str | None = None) -> Iterator[Learner]:
     """Yields a learner that continues from `source`, with optimizer and RNG; `base` is the opened base, if any."""
-    with contextlib.nullcontext(base) if base is not None else open_base(loaded, source) as place:
-        config = as_trained(loaded, source, place).config
+    with contextlib.nullcontext(base) if base is not None else open_base(loaded, source) as opened:
+        config = as_trained(loaded, source, opened).config
         is_remote = config.learner.weights == "server"
-        policy = read_spec(config.model, place, is_remote=True) if is_remote else load_policy(config, place)
+        policy = read_spec(config.model, opened, is_remote=True) if is_remote else load_policy(config, opened)
         with contextlib.closing(make_learner(config, policy, directory=loaded.directory)) as learner:
             if source.checkpoint is not None:
                 learner.load(source.checkpoint)

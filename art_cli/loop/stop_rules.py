@@ -71,7 +71,7 @@ class StopRules:
         return lines
 
     def _firing(self, rules: Sequence[StopRule], history: History, step: int) -> list[Firing]:
-        return [found for rule in rules if (found := self._check(rule, history, step)) is not None]
+        return [firing for rule in rules if (firing := self._check(rule, history, step)) is not None]
 
     def _check(self, rule: StopRule, history: History, step: int) -> Firing | None:
         series = [(number, value) for number, value in _series(rule, history) if number <= step]

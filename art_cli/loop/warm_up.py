@@ -34,7 +34,7 @@ HOME = ".warm"
 VERSION = 1  # version of the computation; it is raised when the same inputs give another result
 TAKE_S = 1.0  # duration of one `take`, if an update takes no longer; an interrupt is answered after it
 SAVE_EVERY_S, SAVE_SHARE = 10.0, 0.05  # interval of saving; it grows if saving would take more than this share
-TELL_EVERY_S = 5.0  # interval of log lines if no progress bar is shown
+LOG_EVERY_S = 5.0  # interval of log lines if no progress bar is shown
 WAIT_S = 0.5  # interval between checks whether another process has finished the same warm-up
 
 
@@ -89,7 +89,7 @@ class WarmUp:
             self.learner.load(path)
             self.num_done = manifest.step
         self._num_at_begin, self._began = self.num_done, time.monotonic()
-        self._saved = self._told = self._began
+        self._saved = self._logged = self._began
 
     def take(self, progress: Progress | None = None) -> None:
         """Computes for about `TAKE_S`, at least one update; saves and reports progress when that is due."""
@@ -98,20 +98,20 @@ class WarmUp:
         taken = self.learner.take_sft(count)
         now = time.monotonic()
         self._update_s = (now - begin) / max(1, taken.num_updates - self.num_done)
-        self._tell_evaluation(taken)
+        self._log_evaluation(taken)
         self.num_done, self.is_done, self._numbers = taken.num_updates, taken.is_done, taken.numbers
         if progress is not None:
             progress(self.num_done, self.num_updates)
-        elif now - self._told >= TELL_EVERY_S or self.is_done:
-            self._told = now
-            self._tell(now)
+        elif now - self._logged >= LOG_EVERY_S or self.is_done:
+            self._logged = now
+            self._log_progress(now)
         if self.is_done:
             self.learner.end_sft()
             self.save()
         elif now - self._saved >= max(SAVE_EVERY_S, self._save_s / SAVE_SHARE):
             self.save()
 
-    def _tell(self, now: float) -> None:
+    def _log_progress(self, now: float) -> None:
         left = (self.num_updates - self.num_done) * (now - self._began) / (self.num_done - self._num_at_begin)
         log.info(
             "sft: update %d of %d (%.0f %%)  loss %.3g  %.0f s left",
@@ -122,7 +122,7 @@ class WarmUp:
             0.0 if self.is_done else left,
         )
 
-    def _tell_evaluation(self, taken: SftProgress) -> None:
+    def _log_evaluation(self, taken: SftProgress) -> None:
         """Logs the newest evaluation loss if there is a new one, and what an early stop keeps."""
         numbers = taken.numbers
         if numbers.get("num_evaluations", 0) > self._numbers.get("num_evaluations", 0):
@@ -162,13 +162,13 @@ def run_warm_up(
     warm_up: WarmUp, is_stopped: Callable[[], bool], progress: Progress | None = None
 ) -> dict[str, float] | None:
     """Returns the metrics of a warm-up, made in this thread, or None if `is_stopped` ended it; its state is saved."""
-    is_told = False
+    is_logged = False
     while not warm_up.acquire():
         if is_stopped():
             return None
-        if not is_told:
+        if not is_logged:
             log.info("sft: another process makes the same warm-up; its result is taken when it is done")
-            is_told = True
+            is_logged = True
         time.sleep(WAIT_S)
     try:
         warm_up.begin()

@@ -146,9 +146,9 @@ def call_pieces(tools: Iterable[dict[str, Any]]) -> list[str]:
     for tool in tools:
         piece = f'<tool_call>\n{{"name": "{tool["function"]["name"]}", "arguments": {{'
         arguments = (tool["function"].get("parameters") or {}).get("properties") or {}
-        for place, (name, schema) in enumerate(arguments.items()):
+        for index, (name, schema) in enumerate(arguments.items()):
             quote = '"' if schema.get("type") == "string" else ""
-            pieces[f'{piece}{", " if place else ""}"{name}": {quote}'] = None
+            pieces[f'{piece}{", " if index else ""}"{name}": {quote}'] = None
             piece = quote
         pieces[f"{piece}}}}}\n</tool_call>"] = None
     return list(pieces)

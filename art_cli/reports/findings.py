@@ -190,7 +190,7 @@ def _distinct_falls(values: Sequence[float]) -> Iterator[tuple[int, tuple[int, i
 
 
 def _falls(values: Sequence[float], sums: Sequence[float], width: int) -> Iterator[tuple[int, int, int]]:
-    """(first, last, top): the windows that end at places first to last lie below the one that ends at top."""
+    """(first, last, top): the windows that end at indices first to last lie below the one that ends at top."""
     top, begun, end = width - 1, None, 0
 
     def mean(at: int) -> float:
@@ -377,11 +377,11 @@ def _spans(updates: Window, find_in: Callable[[Window], list[bool]], *, width: i
         is_found = find_in(updates[start : start + width])
         if not any(is_found):
             continue
-        places = [start + index for index, each in enumerate(is_found) if each]
-        if places[0] > end and end:
+        indices = [start + index for index, each in enumerate(is_found) if each]
+        if indices[0] > end and end:
             yield updates[begin:end]
             begin, end = 0, 0
-        begin, end = (begin if end else places[0]), max(end, places[-1] + 1)
+        begin, end = (begin if end else indices[0]), max(end, indices[-1] + 1)
     if end:
         yield updates[begin:end]
 
@@ -402,7 +402,7 @@ class RunWatch:
 
     def __init__(self, history: History, *, is_comparable: bool) -> None:
         self.history, self._is_comparable = history, is_comparable
-        self._told = {_key(finding) for finding in find(history, is_comparable=is_comparable)}
+        self._reported = {_key(finding) for finding in find(history, is_comparable=is_comparable)}
 
     def add(self, record: UpdateNumbers | Evaluated) -> list[RunFinding]:
         """The findings that begin with this record."""
@@ -411,8 +411,8 @@ class RunWatch:
         else:
             self.history.evaluations.append(record)
         found = find(self.history, is_comparable=self._is_comparable)
-        new = [finding for finding in found if _key(finding) not in self._told]
-        self._told.update(map(_key, new))
+        new = [finding for finding in found if _key(finding) not in self._reported]
+        self._reported.update(map(_key, new))
         return new
 
 

@@ -287,8 +287,8 @@ def smooth(updates: Sequence[UpdateNumbers]) -> list[Point]:
     rewarded = [(update.number, update.metrics["reward_mean"]) for update in updates if "reward_mean" in update.metrics]
     half = max(5, len(rewarded) // SMOOTHED) // 2
     points = []
-    for place, (number, _) in enumerate(rewarded):
-        near = [reward for _, reward in rewarded[max(0, place - half) : place + half + 1]]
+    for index, (number, _) in enumerate(rewarded):
+        near = [reward for _, reward in rewarded[max(0, index - half) : index + half + 1]]
         points.append(_point(number, fmean(near), near))
     return points
 

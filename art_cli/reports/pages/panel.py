@@ -64,16 +64,16 @@ class RunPanel:
     @contextlib.contextmanager
     def stage(self, title: str) -> Iterator[Bar]:
         """Shows that stage of the run while the block runs."""
-        place = len(self._stages)
+        depth = len(self._stages)
 
         def move(done: int, total: int, facts: str = "") -> None:
-            self._stages = (*self._stages[:place], (title, done, total, facts), *self._stages[place + 1 :])
+            self._stages = (*self._stages[:depth], (title, done, total, facts), *self._stages[depth + 1 :])
 
         move(0, 0)
         try:
             yield move
         finally:
-            self._stages = self._stages[:place]
+            self._stages = self._stages[:depth]
 
     # --- the lines ----------------------------------------------------------------------------------------------------
 

@@ -175,10 +175,10 @@ def evaluation_rows(report: Report, *, limit: int = MAX_ROWS) -> list[tuple[str,
     """(step, reward, note) of the evaluations: first, last, best, and others at even distances, at most `limit`."""
     done = report["evaluations"]
     best = report["best"]["step"] if report["best"] else None
-    evenly = {round(place * (len(done) - 1) / max(limit - 2, 1)) for place in range(limit - 1)}
+    evenly = {round(index * (len(done) - 1) / max(limit - 2, 1)) for index in range(limit - 1)}
     rows = []
-    for place, each in enumerate(done):
-        if place in evenly or each["step"] == best:
+    for index, each in enumerate(done):
+        if index in evenly or each["step"] == best:
             num = f"{each['num_scenarios']:,} scenarios" if each["num_scenarios"] else ""
             rows.append(
                 (

@@ -223,7 +223,7 @@ def _fetch_run(store: ObjectStore, run: RunDir, there: Objects, inside: str, wan
             _get_checkpoint(store, run, there, [step])
     else:
         for step in steps:
-            _get_papers(store, run, there, step)
+            _fetch_metadata(store, run, there, step)
 
 
 def _is_of_policy(name: str) -> bool:
@@ -254,7 +254,7 @@ def _read_index(root: Path) -> dict[str, str]:
     return {name: mark for name, mark in found.items() if isinstance(mark, str)}
 
 
-def _get_papers(store: ObjectStore, run: RunDir, there: Objects, step: int) -> None:
+def _fetch_metadata(store: ObjectStore, run: RunDir, there: Objects, step: int) -> None:
     """Brings the files of a checkpoint that are not weights, so that the run can be read; it does not verify then."""
     prefix = f"{checkpoint_home(step)}/"
     for name, each in there.items():
