@@ -12,7 +12,7 @@ import pkgutil
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn, Protocol, runtime_checkable
+from typing import Any, NamedTuple, NoReturn, Protocol, get_args, runtime_checkable
 
 import msgspec
 
@@ -120,7 +120,10 @@ def engine_traits(config: EngineConfig, directory: Path) -> EngineTraits:
     defaults = EngineTraits()
     if getattr(owner, "needs_weights", False):  # the name of `weights = "here"` in classes of older projects
         defaults = defaults._replace(weights="here")
-    return EngineTraits(*(getattr(owner, name, default) for name, default in defaults._asdict().items()))
+    traits: dict[str, Any] = {name: getattr(owner, name, default) for name, default in defaults._asdict().items()}
+    if traits["weights"] not in get_args(WeightsAt):  # an attribute of the same name in a user's class
+        traits["weights"] = defaults.weights
+    return EngineTraits(**traits)
 
 
 def make_engine(

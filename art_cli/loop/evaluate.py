@@ -86,7 +86,7 @@ def _means(seen: Mapping[str, Mapping[str, Sequence[float]]]) -> dict[str, dict[
 
 
 def spent_by_scenario(trajectories: Sequence[Trajectory], price: Price | None) -> dict[str, dict[str, float]]:
-    """The cost of an attempt, in the form of `values_by_scenario`: "seconds", "tokens_in", "tokens_out", "cost_usd".
+    """Returns the cost of an attempt as `values_by_scenario` does: "seconds", "tokens_in", "tokens_out", "cost_usd".
 
     Tokens are summed over all calls; each call's prompt counts whole. There is no "cost_usd" without a price.
     """
@@ -105,7 +105,10 @@ def spent_by_scenario(trajectories: Sequence[Trajectory], price: Price | None) -
 
 
 def estimate(values: Sequence[float], *, seed: int = 0) -> Estimate:
-    """Mean and percentile bootstrap interval (Efron 1979) over scenarios. A single value is its own interval."""
+    """Returns the mean and percentile bootstrap interval (Efron 1979) over scenarios.
+
+    A single value is its own interval.
+    """
     assert values, "no values to estimate from"
     draw = random.Random(seed)
     size = len(values)
@@ -115,6 +118,6 @@ def estimate(values: Sequence[float], *, seed: int = 0) -> Estimate:
 
 
 def paired_difference(values: Mapping[str, float], baseline: Mapping[str, float], *, seed: int = 0) -> Estimate | None:
-    """Mean of value - baseline over the scenarios that both have; None if they share none."""
+    """Returns the mean of value - baseline over the scenarios that both have; None if they share none."""
     common = sorted(values.keys() & baseline.keys())
     return estimate([values[name] - baseline[name] for name in common], seed=seed) if common else None

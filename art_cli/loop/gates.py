@@ -65,7 +65,10 @@ def parse_gate(text: str, policies: Sequence[str] = ()) -> Gate:
 
 
 def _parse_difference(text: str, policies: Sequence[str]) -> tuple[str, float] | None:
-    """(policy, offset) of "NAME", "NAME-0.02" or "NAME + 0.1". Names may hold signs, so long ones are tried first."""
+    """Returns (policy, offset) of "NAME", "NAME-0.02" or "NAME + 0.1".
+
+    Names may hold signs, so long ones are tried first.
+    """
     names = {BASELINE: policies[0]} | {name: name for name in policies}
     for name in sorted(names, key=len, reverse=True):
         if text.startswith(name) and (rest := re.fullmatch(rf"(?:\s*([+-])\s*({_NUMBER}))?", text[len(name) :])):

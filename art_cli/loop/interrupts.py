@@ -24,7 +24,7 @@ class Interrupts:
 
     @contextlib.contextmanager
     def handled(self) -> Iterator[None]:
-        """The first SIGINT or SIGTERM inside raises Interrupted; a second one ends the process at once."""
+        """Raises Interrupted at the first SIGINT or SIGTERM inside; a second one ends the process at once."""
         main = asyncio.current_task()
         assert main is not None
 

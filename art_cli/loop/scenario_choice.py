@@ -25,7 +25,7 @@ class ScenarioChoice:
         self._history: dict[int, list[GroupRewards]] = {}
 
     def scenarios(self, step: int) -> list[Json]:
-        """Those of the step's own groups, then those that it may refill with."""
+        """Returns those of the step's own groups, then those that it may refill with."""
         rollout = self._config.rollout
         num_own, num_more = rollout.groups_per_step - rollout.num_replays, rollout.num_spare + rollout.num_replays
         if rollout.choose == "epochs":
@@ -35,7 +35,7 @@ class ScenarioChoice:
         return [self._scenarios[index] for index in chosen]
 
     def replays(self, step: int) -> list[list[ScoredTrajectory]]:
-        """The groups of earlier steps to train on again. Raises RunError: the file of one lacks it."""
+        """Returns the groups of earlier steps to train on again. Raises RunError: the file of one lacks it."""
         replay = self._config.rollout.replay
         if replay is None:
             return []
@@ -55,7 +55,7 @@ class ScenarioChoice:
         return [groups_of[past][group_id] for past, group_id in chosen]
 
     def history(self, step: int) -> dict[int, list[GroupRewards]]:
-        """The groups of the earlier steps that are certainly done when `step` begins.
+        """Returns the groups of the earlier steps that are certainly done when `step` begins.
 
         With `train.max_staleness` a step may begin before the steps right before it are done. Those are left out in
         every run, so that a resumed one chooses the same.

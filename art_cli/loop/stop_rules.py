@@ -46,15 +46,15 @@ class StopRules:
         self._looked: set[bool] = set()
 
     def after_step(self, history: History, step: int) -> list[Firing]:
-        """The rules on the metrics of steps, hours and dollars that fire when `step` updates are done."""
+        """Returns the rules on the metrics of steps, hours and dollars that fire when `step` updates are done."""
         return self._firing([rule for rule in self.rules if not _is_of_evaluation(rule)], history, step)
 
     def after_evaluation(self, history: History, step: int) -> list[Firing]:
-        """The rules on the metrics of evaluations that fire after the evaluation at `step`."""
+        """Returns the rules on the metrics of evaluations that fire after the evaluation at `step`."""
         return self._firing([rule for rule in self.rules if _is_of_evaluation(rule)], history, step)
 
     def unreported(self, history: History, *, of_evaluations: bool) -> list[str]:
-        """A line for each rule whose metric no step, or no evaluation, has reported so far. Only the first call returns
+        """Returns a line for each rule whose metric no step, or no evaluation, has reported. Only the first call returns
         it."""
         if of_evaluations in self._looked:
             return []
@@ -94,7 +94,7 @@ def _spelled(name: str, of_evaluations: bool) -> str:
 
 
 def _series(rule: StopRule, history: History) -> Series:
-    """The values that the rule is about: of its metric; hours; or dollars."""
+    """Returns the values that the rule is about: of its metric; hours; or dollars."""
     if rule.metric is not None and _is_of_evaluation(rule):
         name = rule.metric.removeprefix(EVAL)
         return [(each.step, each.metrics[name]) for each in history.evaluations if name in each.metrics]

@@ -47,7 +47,7 @@ class WarmUp:
     def __init__(
         self, learner: Learner, loaded: LoadedConfig, examples: Examples, *, base: str, start: Path | None
     ) -> None:
-        """`base` is the hub id or directory of the learner's base, `start` the checkpoint that it was loaded from."""
+        """Sets up the warm-up. `base` is the id or directory of the learner's base, `start` the checkpoint it has loaded."""
         self.learner, self.examples, self.base = learner, examples, base
         self.digest = digest(loaded, examples, base=base, start=start)
         self.run = RunDir(loaded.config.runs / HOME / self.digest)

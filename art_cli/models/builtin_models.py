@@ -21,7 +21,10 @@ TEMPLATE = Path(__file__).parent / "builtin_chat_template.jinja"
 
 
 def entry_of(base: str) -> str:
-    """The base; for "builtin:tiny" the entry of the function that builds it. Raises ValueError: no such model."""
+    """Returns the base; for "builtin:tiny" the entry of the function that builds it.
+
+    Raises ValueError: no such model.
+    """
     family, _, name = base.partition(":")
     if family != "builtin":
         return base
@@ -38,7 +41,10 @@ def tiny(directory: Path) -> None:
 
 
 def words() -> list[str]:
-    """The commonest words of English text. The tokenizer makes each of them one token, and any other text bytes."""
+    """Returns the commonest words of English text.
+
+    The tokenizer makes each of them one token, and any other text bytes.
+    """
     return TEMPLATE.with_name("builtin_words.txt").read_text(encoding="utf-8").split()
 
 

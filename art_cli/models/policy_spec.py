@@ -32,7 +32,7 @@ class PolicySpec(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def spec_of(weights: loading.Weights) -> PolicySpec:
-    """The spec of a policy whose weights are in this process."""
+    """Returns the spec of a policy whose weights are in this process."""
     ranks = [max([lora.r, *lora.rank_pattern.values()]) for lora in _adapters(weights)]
     template = weights.tokenizer.chat_template
     return PolicySpec(

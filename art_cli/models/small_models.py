@@ -137,7 +137,7 @@ def make_tokenizer(
 
 
 def call_pieces(tools: Iterable[dict[str, Any]]) -> list[str]:
-    """The pieces of text that a call of these tools is made of, apart from its arguments' values.
+    """Returns the pieces of text that a call of these tools is made of, apart from its arguments' values.
 
     Example: a tool search(query: string) has '<tool_call>\\n{"name": "search", "arguments": {"query": "' and
     '"}}\\n</tool_call>', so that a search for one word takes three tokens. Arguments stand in their schema's order.

@@ -86,7 +86,7 @@ class RunFinding(msgspec.Struct, frozen=True):
 
 
 def find(history: History, *, is_comparable: bool = True) -> list[RunFinding]:
-    """All findings of a history, by their first step.
+    """Returns all findings of a history, by their first step.
 
     `is_comparable`: whether training rewards of different steps can be compared. Those of a judge that only compares
     the attempts of a group cannot.
@@ -110,7 +110,7 @@ def mean_interval(values: Sequence[float], *, level: float = LEVEL) -> Interval 
 
 
 def student(probability: float, freedom: int) -> float:
-    """The quantile of Student's t, expanded about the normal one (Abramowitz and Stegun 26.7.5).
+    """Returns the quantile of Student's t, expanded about the normal one (Abramowitz and Stegun 26.7.5).
 
     Off by less than 3 % at the 0.975 quantile of 2 degrees of freedom, and by less than 0.1 % from 6 on.
     """
@@ -125,7 +125,7 @@ def student(probability: float, freedom: int) -> float:
 
 
 def _evaluations_fell(history: History) -> Iterator[RunFinding]:
-    """A finding for each time that evaluations begin to lie below the best one before them."""
+    """Yields a finding for each time that evaluations begin to lie below the best one before them."""
     best: Evaluated | None = None
     fall: RunFinding | None = None
     for num, point in enumerate(history.evaluations):
@@ -144,7 +144,7 @@ def _evaluations_fell(history: History) -> Iterator[RunFinding]:
 
 
 def _compare(history: History, best: Evaluated, point: Evaluated, num: int) -> RunFinding | None:
-    """The finding that `point`, which comes after `num` evaluations, lies below the best of them."""
+    """Returns the finding that `point`, which comes after `num` evaluations, lies below the best of them."""
     common = sorted(best.rewards.keys() & point.rewards.keys())
     differences = [point.rewards[name] - best.rewards[name] for name in common]
     plain = mean_interval(differences)
@@ -165,7 +165,7 @@ def _compare(history: History, best: Evaluated, point: Evaluated, num: int) -> R
 
 
 def _training_fell(history: History) -> Iterator[RunFinding]:
-    """A finding for each time that the mean of the last steps begins to lie below the best mean before."""
+    """Yields a finding for each time that the mean of the last steps begins to lie below the best mean before."""
     rewarded = [(update.number, update.metrics["reward_mean"]) for update in history.updates
                 if "reward_mean" in update.metrics]  # fmt: skip
     values = [reward for _, reward in rewarded]
@@ -177,7 +177,7 @@ def _training_fell(history: History) -> Iterator[RunFinding]:
 
 
 def _distinct_falls(values: Sequence[float]) -> Iterator[tuple[int, tuple[int, int, int]]]:
-    """(width, fall) of `_falls` for each width of window, without those that a shorter window found."""
+    """Yields (width, fall) of `_falls` for each width of window, without those that a shorter window found."""
     sums = [0.0]
     for value in values:
         sums.append(sums[-1] + value)
@@ -190,7 +190,7 @@ def _distinct_falls(values: Sequence[float]) -> Iterator[tuple[int, tuple[int, i
 
 
 def _falls(values: Sequence[float], sums: Sequence[float], width: int) -> Iterator[tuple[int, int, int]]:
-    """(first, last, top): the windows that end at indices first to last lie below the one that ends at top."""
+    """Yields (first, last, top): the windows that end at indices first to last lie below the one that ends at top."""
     top, begun, end = width - 1, None, 0
 
     def mean(at: int) -> float:
@@ -340,7 +340,7 @@ def _collapsed(first: Window, window: Window) -> list[bool]:
 
 
 def _rests(first: Window, window: Window, *, is_comparable: bool) -> list[bool]:
-    """All updates of a window that have signal and a full learning rate, and yet change next to nothing."""
+    """Returns all updates of a window that have signal and a full learning rate, and yet change next to nothing."""
     change, rate = _mean(window, "logprob_change"), _mean(window, "learning_rate")
     rates = [update.metrics["learning_rate"] for update in [*first, *window] if "learning_rate" in update.metrics]
     is_full = bool(rates) and rate >= max(rates) / 2  # neither warmed up nor decayed
@@ -360,7 +360,7 @@ def _is_solved(window: Window) -> bool:
 
 
 def _mean(window: Window, name: str) -> float:
-    """The mean over the updates that have the number; NaN where none has."""
+    """Returns the mean over the updates that have the number; NaN where none has."""
     values = [update.metrics[name] for update in window if name in update.metrics]
     return fmean(values) if values else math.nan
 
@@ -405,7 +405,7 @@ class RunWatch:
         self._reported = {_key(finding) for finding in find(history, is_comparable=is_comparable)}
 
     def add(self, record: UpdateNumbers | Evaluated) -> list[RunFinding]:
-        """The findings that begin with this record."""
+        """Returns the findings that begin with this record."""
         if isinstance(record, UpdateNumbers):
             self.history.updates.append(record)
         else:

@@ -183,7 +183,7 @@ def read_report(run: RunDir) -> RunReport:
 
 
 def find_run_fault(run: RunDir, history: History) -> Fault | None:
-    """The fault of all steps so far, those before a resumption included; else that of the last evaluation.
+    """Returns the fault of all steps so far, those before a resumption included; else that of the last evaluation.
 
     A step has signal if it changed weights, so a critic, a teacher or an imitation loss makes any rewards do. A number
     that an older version did not write counts as good.
@@ -203,7 +203,7 @@ def find_run_fault(run: RunDir, history: History) -> Fault | None:
 
 
 def _evaluation_fault(run: RunDir, history: History) -> Fault | None:
-    """The fault of the last evaluation, which is that of the policy to serve."""
+    """Returns the fault of the last evaluation, which is that of the policy to serve."""
     last = history.evaluations[-1] if history.evaluations else None
     is_called = last is None or last.metrics.get("num_turns", 1.0) > 0
     if last is None or (is_called and last.metrics.get("failed") != 1.0):
@@ -280,7 +280,7 @@ def _point(step: int, mean: float, values: Sequence[float]) -> Point:
 
 
 def smooth(updates: Sequence[UpdateNumbers]) -> list[Point]:
-    """The training reward of each step as a mean over the steps around it, with the interval of that mean.
+    """Returns the training reward of each step as a mean over the steps around it, with the interval of that mean.
 
     Within the window a trend counts as noise, so the interval is too wide rather than too narrow.
     """
@@ -294,7 +294,7 @@ def smooth(updates: Sequence[UpdateNumbers]) -> list[Point]:
 
 
 def _shadow_getters(history: History) -> dict[str, Getter]:
-    """The mean score of each shadow judge, its gap to the reward and its correlation with it."""
+    """Returns the mean score of each shadow judge, its gap to the reward and its correlation with it."""
     names = {name for update in history.updates for name in update.metrics if name.startswith(SHADOW)}
     shown = sorted(name for name in names if not name.endswith((".num", ".reward")))
     return {name: methodcaller("get", name) for name in shown}

@@ -53,7 +53,10 @@ class History(NamedTuple):
 
 
 def read_history(run: RunDir) -> History:
-    """The history of a run as far as it came. Raises DataError: metrics.jsonl is damaged before its last line."""
+    """Returns the history of a run as far as it came.
+
+    Raises DataError: metrics.jsonl is damaged before its last line.
+    """
     lines = [line for line in run.metrics() if 0 <= line.step <= MAX_STEP]
     updates = [_update(line) for line in lines if line.split == "train"]
     evaluations = [_evaluated(run, line) for line in lines if line.split == "eval"]
@@ -66,7 +69,7 @@ def _update(line: MetricsLine) -> UpdateNumbers:
 
 
 def _evaluated(run: RunDir, line: MetricsLine) -> Evaluated:
-    """The evaluation, without intervals if its own file is damaged or not there."""
+    """Returns the evaluation, without intervals if its own file is damaged or not there."""
     rewards: Mapping[str, float] = {}
     seconds = None
     try:
@@ -86,7 +89,7 @@ def _time(line: MetricsLine) -> float:
 
 
 def is_comparable(config: Mapping[str, Any]) -> bool:
-    """Whether training rewards of different steps can be compared, by the resolved configuration as a dict.
+    """Returns True if training rewards of different steps can be compared, by the resolved configuration as a dict.
 
     RULER only compares the attempts of a group. Scenarios that come in the file's order, or are chosen by past success,
     may get harder by design.
@@ -104,5 +107,5 @@ def _names_ruler(section: Any) -> bool:
 
 
 def sound(numbers: Mapping[str, float]) -> dict[str, float]:
-    """The numbers that can be computed with."""
+    """Returns the numbers that can be computed with."""
     return {name: value for name, value in numbers.items() if math.isfinite(value) and abs(value) < MAX_NUMBER}

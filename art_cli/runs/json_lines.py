@@ -34,7 +34,7 @@ class Line(NamedTuple):
 
 
 def lines(path: Path, *, within: Path | None = None) -> Iterator[Line]:
-    """The lines that are not blank.
+    """Yields the lines that are not blank.
 
     Raises DataError: the file is UTF-16 or UTF-32, a line exceeds the limit, it is no regular file, or a link leads
     out of the directory `within`.
@@ -90,7 +90,7 @@ def foreign_encoding(start: bytes) -> str | None:
 
 
 def _mend(line: bytes) -> bytes:
-    """The line as strict JSON. Raises ValueError: no JSON writer writes this."""
+    """Returns the line as strict JSON. Raises ValueError: no JSON writer writes this."""
     try:
         record = json.loads(
             line.removeprefix(_MARK).decode(), parse_constant=lambda _: None, parse_float=_finite, parse_int=_whole
@@ -104,13 +104,13 @@ def _mend(line: bytes) -> bytes:
 
 
 def _finite(digits: str) -> float | None:
-    """The number; None if it is larger than any float ("1e999")."""
+    """Returns the number; None if it is larger than any float ("1e999")."""
     value = float(digits)
     return value if math.isfinite(value) else None
 
 
 def _whole(digits: str) -> int | None:
-    """The number; None if it is larger than any float, as no count and no id is."""
+    """Returns the number; None if it is larger than any float, as no count and no id is."""
     return int(digits) if len(digits) <= 308 else None
 
 

@@ -81,7 +81,7 @@ def write_hashes(directory: Path) -> None:
 
 
 def is_built(directory: Path) -> bool:
-    """Whether it is a base model that a function wrote, which may not be anywhere else."""
+    """Returns True if it is a base model that a function wrote, which may not be anywhere else."""
     return (directory / HASHES).is_file()
 
 
@@ -117,7 +117,10 @@ def manifest_digest(data: bytes) -> str:
 
 
 def verify_checkpoint(directory: Path) -> Manifest:
-    """The manifest of a checkpoint, after every file was hashed. Raises CheckpointError: the first thing wrong."""
+    """Returns the manifest of a checkpoint, after every file was hashed.
+
+    Raises CheckpointError: the first thing wrong.
+    """
     manifest = _read_hashes(directory, MANIFEST, Manifest)
     if manifest.digest and manifest.digest != manifest_digest(
         read_file(directory / MANIFEST, max_bytes=MAX_PROOF_BYTES)

@@ -71,7 +71,7 @@ class VerdictCounts(NamedTuple):
         return 1 - self.false_positive - self.false_negative
 
     def rates(self) -> Floats:
-        """[P] probability of a positive verdict at each success rate of the grid."""
+        """Returns [P] probability of a positive verdict at each success rate of the grid."""
         return self.false_positive + self.informedness * GRID
 
 
@@ -175,14 +175,14 @@ def factor_of_verdicts(counts: VerdictCounts, prior: Floats) -> float:
 
 
 def _posterior(counts: VerdictCounts, prior: Floats) -> Floats:
-    """[P] the success rates, given the group's verdicts."""
+    """Returns [P] the success rates, given the group's verdicts."""
     joint = _likelihood(counts) * prior
     posterior: Floats = joint / joint.sum()
     return posterior
 
 
 def _likelihood(counts: VerdictCounts) -> Floats:
-    """[P] the probability of the group's count of positive verdicts at each success rate."""
+    """Returns [P] the probability of the group's count of positive verdicts at each success rate."""
     return _binomial(counts.num, counts.rates())[:, counts.num_positive]
 
 
@@ -196,7 +196,7 @@ def _truth_given_verdict(counts: VerdictCounts) -> tuple[Floats, Floats]:
 
 
 def _binomial(num: int, rates: Floats) -> Floats:
-    """[P, num + 1] P(j of num), for each rate."""
+    """Returns [P, num + 1] P(j of num), for each rate."""
     j = np.arange(num + 1)
     rates = np.clip(rates, 0.0, 1.0)[:, None]
     return np.array(_choose(num)) * rates**j * (1 - rates) ** (num - j)

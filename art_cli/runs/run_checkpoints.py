@@ -124,7 +124,7 @@ def run_of(checkpoint: Path) -> RunDir | None:
 
 
 def option(which: Which) -> str:
-    """The option of the command line that asks for it."""
+    """Returns the option of the command line that asks for it."""
     return {"offered": "", "best": "--best", "newest": "--last"}[which]
 
 
@@ -167,7 +167,7 @@ def wanted_steps(run: RunDir, which: Which, steps: Iterable[int] | None = None) 
 
 
 def explain(run: RunDir, step: int) -> str:
-    """Why the run offers the checkpoint of `step`.
+    """Returns the reason why the run offers the checkpoint of `step`.
 
     Example: "step 36, the best evaluated: reward 0.810; the newest, step 48, has 0.740 (--last takes it)"
     """
@@ -188,12 +188,12 @@ def _keeps_best(run: RunDir) -> bool:
 
 
 def _found(path: Path, run: RunDir | None) -> Found:
-    """The verified checkpoint at `path`. Raises CheckpointError: it does not verify."""
+    """Returns the verified checkpoint at `path`. Raises CheckpointError: it does not verify."""
     return Found(path, verify_checkpoint(path), run, (path / ADAPTER_CONFIG).exists())
 
 
 def base_of(found: Found) -> str:
-    """The hub id or directory of the base model that a checkpoint or adapter belongs to.
+    """Returns the hub id or directory of the base model that a checkpoint or adapter belongs to.
 
     Raises CheckpointError: it names none, or one that is not there.
     """
@@ -210,14 +210,14 @@ def base_of(found: Found) -> str:
 
 
 def is_base(path: Path) -> bool:
-    """Whether a directory is a base model: a model's config.json, and neither a checkpoint nor an adapter."""
+    """Returns True if a directory is a base model: a model's config.json, and neither a checkpoint nor an adapter."""
     if (path / "manifest.json").exists() or (path / ADAPTER_CONFIG).exists():
         return False
     return "model_type" in _read_json(path / "config.json")
 
 
 def run_config(run: RunDir | None) -> dict[str, Any]:
-    """A run's resolved configuration; empty if it has none.
+    """Returns a run's resolved configuration; empty if it has none.
 
     Raises DataError: config.json is not a JSON object, or its values cannot be a configuration's.
     """
@@ -236,7 +236,7 @@ def run_config(run: RunDir | None) -> dict[str, Any]:
 
 
 def listed(run: RunDir) -> list[Listed]:
-    """Every checkpoint of the run, oldest first. Raises RunError: no run there."""
+    """Returns every checkpoint of the run, oldest first. Raises RunError: no run there."""
     if not run.checkpoints.is_dir():
         raise RunError(f"{run.root}: not a run (no checkpoints/)")
     evaluations = run.evaluations()
@@ -288,7 +288,7 @@ def superseded(run: RunDir, steps: Iterable[int], *, keep: int, keeps_best: bool
 
 
 def to_remove(steps: Iterable[int], rewards: Mapping[int, float], *, keep: int) -> set[int]:
-    """The steps to remove: all but the `keep` newest, the best evaluated one, and step 0.
+    """Returns the steps to remove: all but the `keep` newest, the best evaluated one, and step 0.
 
     Step 0 is the starting policy, with which every later one is compared. `rewards` has the reward of each evaluated
     step; of equal ones the latest is the best.
@@ -300,12 +300,12 @@ def to_remove(steps: Iterable[int], rewards: Mapping[int, float], *, keep: int) 
 
 
 def _best_first(steps: Iterable[int], rewards: Mapping[int, float]) -> list[int]:
-    """The steps that have a reward, the highest reward first, the latest of equals first."""
+    """Returns the steps that have a reward, the highest reward first, the latest of equals first."""
     return sorted((step for step in steps if step in rewards), key=lambda step: (rewards[step], step), reverse=True)
 
 
 def _rewards(run: RunDir) -> dict[int, float]:
-    """The mean reward of each evaluated step."""
+    """Returns the mean reward of each evaluated step."""
     return {step: metrics["reward"] for step, metrics in run.evaluations().items() if "reward" in metrics}
 
 
@@ -383,7 +383,7 @@ def check_adapter(adapter: Path) -> None:
 
 
 def _read_json(path: Path) -> dict[str, Any]:
-    """The file's JSON object; empty if there is no such file. Raises DataError: it holds something else."""
+    """Returns the file's JSON object; empty if there is no such file. Raises DataError: it holds something else."""
     return read_object(path) if os.path.lexists(path) else {}
 
 

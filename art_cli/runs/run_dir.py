@@ -133,7 +133,7 @@ class RunDir:
         write_lines(self.group_rewards_path(step), groups)
 
     def checkpoint_steps(self) -> list[int]:
-        """The steps that have a checkpoint directory, valid or not, ascending; other names are ignored."""
+        """Returns the steps that have a checkpoint directory, valid or not, ascending; other names are ignored."""
         named = [(STEP_NAME.fullmatch(path.name), path) for path in self.checkpoints.glob("step_*")]
         steps = {int(match[1]): path for match, path in named if match is not None and path.is_dir()}
         return sorted(step for step, path in steps.items() if path == self.checkpoint_path(step))
@@ -151,12 +151,12 @@ class RunDir:
         return None
 
     def metrics(self) -> list[MetricsLine]:
-        """The last line of each (step, split), in the order of their first lines."""
+        """Returns the last line of each (step, split), in the order of their first lines."""
         newest = {(line.step, line.split): line for line in self.lines(self.metrics_path, MetricsLine)}
         return list(newest.values())
 
     def evaluations(self) -> dict[int, dict[str, float]]:
-        """The means of each evaluated step."""
+        """Returns the means of each evaluated step."""
         return {line.step: line.metrics for line in self.metrics() if line.split == "eval"}
 
     def pauses(self) -> dict[str, tuple[int, float]]:
@@ -181,7 +181,7 @@ class RunDir:
         return found
 
     def num_lost(self, step: int, evaluation: Evaluation) -> int:
-        """The number of attempts of a finished evaluation that its eval.jsonl, if there is one, has no more."""
+        """Returns the number of attempts of a finished evaluation that its eval.jsonl, if there is one, has no more."""
         path = self.eval_path(step)
         if not evaluation.attempts or not path.exists():
             return 0

@@ -233,7 +233,7 @@ def score_trajectory(
     noise: RewardNoise | None = None,
     again: AskedAgain | None = None,
 ) -> ScoredTrajectory:
-    """The trajectory as a ScoredTrajectory, all other fields unchanged."""
+    """Returns the trajectory as a ScoredTrajectory, all other fields unchanged."""
     fields = {name: getattr(trajectory, name) for name in Trajectory.__struct_fields__}
     return ScoredTrajectory(
         **fields, reward=reward, scores=list(scores), judge_settings=settings, noise=noise, again=again
@@ -241,19 +241,19 @@ def score_trajectory(
 
 
 def has_signal(rewards: Sequence[float]) -> bool:
-    """Whether the rewards of a group differ by more than 1e-8; an empty group has no signal."""
+    """Returns True if the rewards of a group differ by more than 1e-8; an empty group has no signal."""
     assert all(map(math.isfinite, rewards)), f"rewards must be finite: {list(rewards)}"
     return len(rewards) > 0 and max(rewards) - min(rewards) > EQUAL_REWARDS
 
 
 def sequence(turns: Sequence[Turn], index: int) -> list[int]:
-    """All token ids of turn `index`: its whole prompt, then its sampled tokens."""
+    """Returns all token ids of turn `index`: its whole prompt, then its sampled tokens."""
     turn = turns[index]
     kept = sequence(turns, turn.parent)[: turn.kept] if turn.parent is not None else []
     return [*kept, *turn.prompt_ids, *turn.sampled_ids]
 
 
 def prompt(turns: Sequence[Turn], index: int) -> list[int]:
-    """The token ids of the prompt of turn `index`, as the engine got them."""
+    """Returns the token ids of the prompt of turn `index`, as the engine got them."""
     ids = sequence(turns, index)
     return ids[: len(ids) - len(turns[index].sampled_ids)]

@@ -28,12 +28,12 @@ KEYS = ("ART_API_KEY", "OPENAI_API_KEY")  # variables that may hold the endpoint
 
 
 def find_key() -> str:
-    """The endpoint's key; "none" where no variable holds one, because a local server may need none."""
+    """Returns the endpoint's key; "none" where no variable holds one, because a local server may need none."""
     return next((os.environ[name] for name in KEYS if os.environ.get(name)), "none")
 
 
 async def find_model(url: str, key: str) -> str:
-    """The first model that the endpoint lists. Raises UsageError: it cannot be asked, or lists none."""
+    """Returns the first model that the endpoint lists. Raises UsageError: it cannot be asked, or lists none."""
     address = f"{url.rstrip('/')}/models"
     try:
         async with open_session(url, {"Authorization": f"Bearer {key}"}) as session:
@@ -89,7 +89,7 @@ class ChatRelay:
 
 
 async def _read(http: HttpRequest) -> bytes:
-    """The body. Raises HTTPException: not JSON by its header, too large, or too slow."""
+    """Returns the body. Raises HTTPException: not JSON by its header, too large, or too slow."""
     if not http.headers.get("content-type", "").startswith("application/json"):
         raise HTTPException(415, "send application/json")
     pieces, size = [], 0

@@ -63,5 +63,5 @@ def inline_script(text: str) -> str:
 
 
 def hash_of(script: str) -> str:
-    """The source expression of a Content-Security-Policy that allows this inline script or style."""
+    """Returns the source expression of a Content-Security-Policy that allows this inline script or style."""
     return f"sha256-{base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()}"

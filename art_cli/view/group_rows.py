@@ -61,7 +61,7 @@ class Query(NamedTuple):
 
 
 def find_groups(step: IndexedStep, query: Query) -> Page:
-    """The rows that the query asks for."""
+    """Returns the rows that the query asks for."""
     groups = [group for group in step.groups() if _passes(group, query)]
     if query.text:
         holding = search(step, query.text)
@@ -155,7 +155,7 @@ class Histogram(msgspec.Struct):
 
 
 def histogram(step: IndexedStep) -> Histogram:
-    """A bin for each different reward, or 20 equal ranges where there are more."""
+    """Returns a bin for each different reward, or 20 equal ranges where there are more."""
     rewards = [row.reward for row in step.rows()]
     counts = Counter(reward for reward in rewards if reward is not None)
     if len(counts) <= MAX_BINS:
@@ -200,7 +200,7 @@ _SAID = msgspec.json.Decoder(_Said)
 
 
 def search(step: IndexedStep, text: str) -> set[str]:
-    """The ids of the rows whose messages, error, or judge's words have the text, in whatever case."""
+    """Returns the ids of the rows whose messages, error, or judge's words have the text, in whatever case."""
     wanted = text.lower()
     known = step.searches.get(wanted)
     if known is not None and known[0] == step.revision:
@@ -231,7 +231,7 @@ def _has_text(file: IO[bytes], row: IndexRow, wanted: str, *, is_plain: bool) ->
 
 
 def said(line: bytes, row: IndexRow) -> str:
-    """All that is searched of a row: its messages, tool calls, error, and the judge's words."""
+    """Returns all that is searched of a row: its messages, tool calls, error, and the judge's words."""
     try:
         found = decode(line, _SAID)
     except ValueError:

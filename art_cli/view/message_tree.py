@@ -46,7 +46,7 @@ class MessageTree(msgspec.Struct):
 
 
 def build_tree(attempts: Sequence[Trajectory]) -> MessageTree:
-    """All conversations of all attempts, branches included."""
+    """Returns all conversations of all attempts, branches included."""
     tree = MessageTree([])
     known: Known = {}
     for place, attempt in enumerate(attempts):
@@ -94,7 +94,7 @@ def reasoning_of(message: Json) -> str:
 
 
 def calls_of(message: Json) -> list[Json]:
-    """The tool calls of a message: name and arguments, as text."""
+    """Returns the tool calls of a message: name and arguments, as text."""
     calls = message.get("tool_calls")
     found = []
     for call in calls if isinstance(calls, list) else ():

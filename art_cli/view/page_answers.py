@@ -238,7 +238,7 @@ class Answers:
         }
 
     def scenario(self, name: str, scenario: str) -> Json:
-        """The attempts at one scenario, ascending by step; of more than 500 the same number from every step."""
+        """Returns the attempts at one scenario, ascending by step; of more than 500 the same number from every step."""
         source = self._find_source(name)
         found = [(step, row) for step in source.index.steps() for row in step.rows() if row.scenario == scenario]
         if not found:

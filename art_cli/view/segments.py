@@ -78,7 +78,7 @@ class _Budget:
 
 
 def show_turns(trajectory: Trajectory, texts: TokenTexts | None, learned: Learned | None) -> list[ShownTurn]:
-    """The turns of a trajectory; texts are empty without a tokenizer."""
+    """Returns the turns of a trajectory; texts are empty without a tokenizer."""
     shown, places, lengths = [], list[_Place](), list[int]()
     budget = _Budget(MAX_OTHER_TOKENS if texts is not None else 0)
     for index, turn in enumerate(trajectory.turns):
@@ -109,7 +109,7 @@ def show_turns(trajectory: Trajectory, texts: TokenTexts | None, learned: Learne
 
 
 def _reply_of(trajectory: Trajectory, place: _Place) -> tuple[int | None, int | None]:
-    """The conversation and the place in it of the message with which a turn ends."""
+    """Returns the conversation and the place in it of the message with which a turn ends."""
     conversation = [trajectory.messages, *trajectory.branches][place.conversation]
     is_reply = 0 < place.num_messages <= len(conversation)
     if is_reply and conversation[place.num_messages - 1].get("role") == "assistant":
@@ -123,7 +123,10 @@ def _context(turns: Sequence[Turn], parent: int, kept: int, texts: TokenTexts | 
 
 
 def first_tokens(turns: Sequence[Turn], index: int, num: int) -> list[int]:
-    """The first `num` tokens of the sequence of turn `index`. A chain of thousands of turns is no deep recursion."""
+    """Returns the first `num` tokens of the sequence of turn `index`.
+
+    A chain of thousands of turns is no deep recursion.
+    """
     pieces: list[list[int]] = []
     place: int | None = index
     while place is not None and num > 0:
@@ -200,7 +203,7 @@ def _segment(kind: SegmentKind, places: Sequence[int], pieces: Sequence[str], id
 
 
 def _kinds(pieces: Sequence[str], trajectory: Trajectory, begun: _Place) -> tuple[list[SegmentKind], _Place]:
-    """The kind of each piece, by the conversation of which most is found in them."""
+    """Returns the kind of each piece, by the conversation of which most is found in them."""
     text = "".join(pieces)
     conversations = [trajectory.messages, *trajectory.branches][:MAX_CONVERSATIONS]
     told = conversations[begun.conversation][: begun.num_messages]
@@ -241,7 +244,10 @@ def _spans(text: str, conversation: Sequence[Json], start: int) -> tuple[list[tu
 
 
 def _label(pieces: Sequence[str], spans: Sequence[tuple[int, int, SegmentKind]]) -> list[SegmentKind]:
-    """The kind of each piece: that of the span in which it begins. A piece without text goes with the one before it."""
+    """Returns the kind of each piece: that of the span in which it begins.
+
+    A piece without text goes with the one before it.
+    """
     kinds: list[SegmentKind] = []
     waiting = list(reversed(spans))
     for start, piece in zip(accumulate(map(len, pieces), initial=0), pieces, strict=False):

@@ -26,7 +26,10 @@ class TokenTexts:
         self._stream: Any = importlib.import_module("tokenizers.decoders").DecodeStream
 
     def pieces(self, ids: Sequence[int]) -> list[str]:
-        """The text that each token adds. A token that ends amid a character adds none; the one that ends it adds it."""
+        """Returns the text that each token adds.
+
+        A token that ends amid a character adds none; the one that ends it adds it.
+        """
         found: list[str] = []
         stream = self._stream(skip_special_tokens=False)
         for id in ids:
@@ -80,7 +83,7 @@ def _base(run: RunDir) -> str:
 
 
 def _cached(base: str) -> Iterator[Path]:
-    """The files of a hub's model in the local cache, as huggingface_hub lays it out."""
+    """Yields the files of a hub's model in the local cache, as huggingface_hub lays it out."""
     home = Path(os.environ.get("HF_HOME") or Path.home() / ".cache" / "huggingface")
     cache = Path(os.environ.get("HF_HUB_CACHE") or home / "hub")
     if base.count("/") == 1 and ".." not in base:

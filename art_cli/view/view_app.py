@@ -36,7 +36,7 @@ STEP = "/api/source/{s}/step/{n:int}/{split}"
 
 
 def build_app(answers: Answers, *, host: str, chat: "ChatRelay | None" = None) -> ASGIApp:
-    """The application for a server that listens on `host`."""
+    """Returns the application for a server that listens on `host`."""
     routes = _Routes(answers, chat)
     app = Starlette(
         routes=[
@@ -98,7 +98,7 @@ class _Routes:
         self._crew = Crew(size=NUM_THREADS, wait_s=WAIT_S, run_s=RUN_S)
 
     def of(self, make: Callable[[_Asked], Any]) -> Callable[[HttpRequest], Any]:
-        """The route whose answer `make` makes, in a thread, encoded there."""
+        """Returns the route whose answer `make` makes, in a thread, encoded there."""
 
         async def route(http: HttpRequest) -> Response:
             asked = _Asked(http.path_params)
@@ -108,7 +108,7 @@ class _Routes:
         return route
 
     async def _answer(self, http: HttpRequest, make: Callable[[], bytes], kind: str = "application/json") -> Response:
-        """The answer that `make` makes in a thread. It is broken off when the page no longer waits for it."""
+        """Returns the answer that `make` makes in a thread. It is broken off when the page no longer waits for it."""
         try:
             return Response(await unless_disconnected(http.receive, self._crew.call(make)), media_type=kind)
         except ClientDisconnect:
@@ -121,7 +121,7 @@ class _Routes:
             raise HTTPException(503, "too many questions at once; ask again") from None
 
     async def drawing(self, http: HttpRequest) -> Response:
-        """The page of a recipe's drawing. Its own policy goes with it as a header, with a sandbox."""
+        """Returns the page of a recipe's drawing. Its own policy goes with it as a header, with a sandbox."""
         response = await self._answer(http, lambda: self._answers.drawing(http.path_params["s"]).encode(), "text/html")
         text = bytes(response.body).decode()
         policy = text.partition('content="')[2].partition('"')[0]
@@ -148,7 +148,7 @@ def page_file(name: str) -> bytes | None:
 
 
 def json_of(value: Any) -> bytes:
-    """The value as JSON; numbers that are not finite become null."""
+    """Returns the value as JSON; numbers that are not finite become null."""
     return msgspec.json.encode(value)
 
 

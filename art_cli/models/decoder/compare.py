@@ -37,7 +37,10 @@ LIMIT = Gap(0.1, 0.25)  # beyond it rounding looks like another model
 
 
 def bound_of(dtype: torch.dtype, gap: Gap, rounding: Callable[[], Gap]) -> Gap:
-    """The largest gap that is rounding. `rounding` measures the model's own movement, where the table does not do."""
+    """Returns the largest gap that is rounding.
+
+    `rounding` measures the model's own movement, where the table does not do.
+    """
     bound = BOUNDS[dtype]
     if gap.is_within(bound):
         return bound

@@ -42,7 +42,7 @@ class Layer(NamedTuple):
         return (self.query, self.key, self.value, self.out, self.gate, self.up, self.down)
 
     def merging(self) -> "Layer":
-        """The same layer, multiplying by the sum of weights and adapter."""
+        """Returns the same layer, multiplying by the sum of weights and adapter."""
         return Layer._make(part.merging() if isinstance(part, Projection) else part for part in self)
 
     @property
@@ -66,7 +66,7 @@ def check_model(model: Any) -> None:
 
 
 def read_layer(layer: Any) -> Layer:
-    """The layer's weights as they are now. Raises Unknown."""
+    """Returns the layer's weights as they are now. Raises Unknown."""
     names = {f"{family}DecoderLayer" for family in FAMILIES}
     if not any(kind.__name__ in names for kind in type(layer).__mro__):  # sharding makes subclasses
         raise Unknown(f"layer {type(layer).__name__}")

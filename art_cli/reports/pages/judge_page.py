@@ -16,7 +16,7 @@ def judge_page(report: Mapping[str, Any], sample: Mapping[str, Any], lines: Sequ
 
 
 def _plots(report: Mapping[str, Any], sample: Mapping[str, Any]) -> list[str]:
-    """A plot for each kind of points that `sample` has."""
+    """Returns a plot for each kind of points that `sample` has."""
     plots = []
     if positions := [(float(x), float(y)) for x, y in sample["positions"]]:
         plots.append(_order_plot(positions, report["judges"][0]["order_bias"]))

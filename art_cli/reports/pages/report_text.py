@@ -43,7 +43,7 @@ Report = Mapping[str, Any]
 
 
 def report_text(report: Report) -> str:
-    """The whole text. What stands in the run's files is in it as it is, so print it with `printable_lines`."""
+    """Returns the whole text. What stands in the run's files is in it as it is, so print it with `printable_lines`."""
     return "".join(f"{line}\n" for line in _lines(report))
 
 
@@ -98,7 +98,7 @@ def state(report: Report) -> str:
 
 
 def facts(report: Report) -> list[tuple[str, str]]:
-    """(name, value) lines: what it was made with, best and last checkpoint, rollouts, time, cost, gain."""
+    """Returns (name, value) lines: what it was made with, best and last checkpoint, rollouts, time, cost, gain."""
     lines = [("made with", ", ".join(f"{name} {value}" for name, value in report["made_with"].items()))]
     if report["warm_up"]:
         shown = list(report["warm_up"].items())[:6]
@@ -214,7 +214,10 @@ def _spark(points: Sequence[Sequence[float]]) -> str:
 
 
 def spark(values: Sequence[float], width: int, *, bars: str = BARS) -> str:
-    """The values as at most `width` characters, each the mean of some neighbours. No values give no characters."""
+    """Returns the values as at most `width` characters, each the mean of some neighbours.
+
+    No values give no characters.
+    """
     num = min(width, len(values))
     parts = [values[len(values) * i // num : len(values) * (i + 1) // num] for i in range(num)]
     means = [sum(part) / len(part) for part in parts]

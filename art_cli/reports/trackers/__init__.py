@@ -89,7 +89,7 @@ class EvaluationTracker(Tracker, Protocol):
 
 
 def make_tracker(config: TrackerConfig, run: TrackedRun, directory: Path) -> Tracker:
-    """The tracker that a section names; `entry` is relative to `directory`.
+    """Returns the tracker that a section names; `entry` is relative to `directory`.
 
     Raises UsageError (it is not installed, not there or lacks a method), and whatever its constructor raises.
     """
@@ -106,7 +106,7 @@ def make_tracker(config: TrackerConfig, run: TrackedRun, directory: Path) -> Tra
 
 
 def trackers_of(config: RunConfig) -> list[TrackerConfig]:
-    """The sections of `tracker` and `trackers` that name one."""
+    """Returns the sections of `tracker` and `trackers` that name one."""
     return [each for each in (config.tracker, *config.trackers) if not isinstance(each, NoTrackerConfig)]
 
 

@@ -97,12 +97,12 @@ class MlflowTracker:
 
 
 def named(name: str) -> str:
-    """A name that MLflow takes: letters, digits, and _ - . / : and spaces."""
+    """Returns a name that MLflow takes: letters, digits, and _ - . / : and spaces."""
     return _UNNAMEABLE.sub("_", name)[:MAX_NAME]
 
 
 def _flat(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
-    """The configuration as dotted keys; lists as JSON."""
+    """Yields the configuration as dotted keys; lists as JSON."""
     for name, value in config.items():
         if isinstance(value, dict) and value:
             yield from _flat(value, f"{prefix}{name}.")

@@ -53,7 +53,7 @@ class OtelTracker:
 
 
 def unhurried(attempts: Sequence[Trajectory]) -> Iterator[Trajectory]:
-    """The attempts, with a pause before each."""
+    """Yields the attempts, with a pause before each."""
     for attempt in attempts:
         time.sleep(PAUSE_S)
         yield attempt

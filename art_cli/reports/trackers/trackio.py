@@ -76,6 +76,6 @@ class TrackioTracker:
 
 
 def _message(message: Json) -> Json:
-    """The message with its text shortened."""
+    """Returns the message with its text shortened."""
     content = message.get("content")
     return {**message, "content": shortened(content) if isinstance(content, str) else content}

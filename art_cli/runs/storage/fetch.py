@@ -155,7 +155,7 @@ class _Place(NamedTuple):
 
 
 def fetch(address: str, wants: Wants) -> Path:
-    """The directory on this machine that has what a command reads of `address`.
+    """Returns the directory on this machine that has what a command reads of `address`.
 
     "records": all but weights; "policy": the checkpoints that a command may take, and the base; "everything": all.
     Raises NothingThere; CheckpointError: the checkpoint does not verify; StorageError.
@@ -181,7 +181,7 @@ def fetch(address: str, wants: Wants) -> Path:
 
 
 def cache_path(address: str) -> Path:
-    """The directory of a run or of runs in the user's cache directory (XDG)."""
+    """Returns the directory of a run or of runs in the user's cache directory (XDG)."""
     home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     protocol, _, rest = address.partition("://")
     parts = [part if is_safe(part) else f"_{part.encode().hex()}" for part in rest.strip("/").split("/")]

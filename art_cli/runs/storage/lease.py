@@ -133,7 +133,7 @@ def _owner() -> str:
 
 
 def _newest(store: ObjectStore) -> int:
-    """The highest number of a lease; 0: there is none."""
+    """Returns the highest number of a lease; 0: there is none."""
     found = (_NAME.fullmatch(name) for name in store.objects(HOME))
     return max((int(match[1]) for match in found if match is not None), default=0)
 

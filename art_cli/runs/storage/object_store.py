@@ -44,7 +44,7 @@ class Stored(NamedTuple):
 
 
 def is_safe(name: str) -> bool:
-    """Whether a run could have a file of this name, so that it may be written below a directory."""
+    """Returns True if a run could have a file of this name, so that it may be written below a directory."""
     parts = name.split("/")
     return len(name) <= MAX_NAME and len(parts) <= MAX_PARTS and all(map(_PART.fullmatch, parts))
 
@@ -82,7 +82,7 @@ class ObjectStore:
         return kept
 
     def directories(self) -> list[str]:
-        """The first parts of the names below the address, such as the names of runs."""
+        """Returns the first parts of the names below the address, such as the names of runs."""
         try:
             found = self._call(self._fs.ls, self._root, detail=False)
         except MissingObject:
@@ -91,7 +91,7 @@ class ObjectStore:
         return sorted(name for name in names if is_safe(name))
 
     def read(self, name: str, *, limit: int) -> bytes:
-        """The object's bytes. Raises MissingObject; StorageError also: it has more than `limit` bytes."""
+        """Returns the object's bytes. Raises MissingObject; StorageError also: it has more than `limit` bytes."""
         data: bytes = self._call(self._fs.cat_file, self._path(name), start=0, end=limit + 1)
         if len(data) > limit:
             raise StorageError(f"{self.address}/{name}: more than {limit} bytes")
@@ -214,7 +214,7 @@ def _stored(info: dict[str, Any]) -> Stored:
 
 
 def _is_hidden(name: str) -> bool:
-    """Whether it is a file that another program's upload left, such as .DS_Store or a half-written file."""
+    """Returns True if it is a file that another program's upload left, such as .DS_Store or a half-written file."""
     return name.rpartition("/")[2].startswith(".") and ".." not in name.split("/")
 
 
