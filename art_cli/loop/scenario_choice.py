@@ -25,7 +25,7 @@ class ScenarioChoice:
         self._history: dict[int, list[GroupRewards]] = {}
 
     def scenarios(self, step: int) -> list[Json]:
-        """Returns those of the step's own groups, then those that it may refill with."""
+        """Returns the scenarios of the step's groups, then those that it may refill with."""
         rollout = self._config.rollout
         num_own, num_more = rollout.groups_per_step - rollout.num_replays, rollout.num_spare + rollout.num_replays
         if rollout.choose == "epochs":

@@ -54,8 +54,7 @@ class StopRules:
         return self._firing([rule for rule in self.rules if _is_of_evaluation(rule)], history, step)
 
     def unreported(self, history: History, *, of_evaluations: bool) -> list[str]:
-        """Returns a line for each rule whose metric no step, or no evaluation, has reported. Only the first call returns
-        it."""
+        """Returns a line for each rule whose metric no step, or no evaluation, reports. Only the first call does."""
         if of_evaluations in self._looked:
             return []
         self._looked.add(of_evaluations)

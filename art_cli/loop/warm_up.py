@@ -47,7 +47,7 @@ class WarmUp:
     def __init__(
         self, learner: Learner, loaded: LoadedConfig, examples: Examples, *, base: str, start: Path | None
     ) -> None:
-        """Sets up the warm-up. `base` is the id or directory of the learner's base, `start` the checkpoint it has loaded."""
+        """Reads the digest. `base` is the id or directory of the learner's base, `start` its loaded checkpoint."""
         self.learner, self.examples, self.base = learner, examples, base
         self.digest = digest(loaded, examples, base=base, start=start)
         self.run = RunDir(loaded.config.runs / HOME / self.digest)
