@@ -31,7 +31,7 @@ Result = TypeVar("Result")
 
 
 def load(path: Path | str, *overrides: str) -> LoadedConfig:
-    """The configuration in a file, with `key=value` overrides as on the command line. Raises ConfigError."""
+    """Returns the configuration in a file, with `key=value` overrides as on the command line. Raises ConfigError."""
     return load_config(path, overrides)
 
 
@@ -47,7 +47,7 @@ def generate(
     step: int | None = None,
     output: Path | str | None = None,
 ) -> list[Trajectory]:
-    """The trajectories of one step's scenarios, played with a checkpoint, a run, or "base".
+    """Returns the trajectories of one step's scenarios, played with a checkpoint, a run, or "base".
 
     `checkpoint` None is the newest one of the configuration's run. The file `output` keeps the trajectories; those in
     it already are not played again.
@@ -59,7 +59,7 @@ def generate(
 
 
 def judge(config: LoadedConfig, trajectories: Sequence[Trajectory]) -> list[ScoredTrajectory]:
-    """The complete groups among the trajectories, scored by the configuration's judge. Raises JudgeError."""
+    """Returns the complete groups among the trajectories, scored by the configuration's judge. Raises JudgeError."""
     return _wait(lambda: stages.judge(config, trajectories))
 
 
@@ -70,7 +70,7 @@ def step(
     *,
     checkpoint: Path | str | None = None,
 ) -> StepTaken:
-    """The policy after one update on scored trajectories; its checkpoint is written to `output`."""
+    """Returns the policy after one update on scored trajectories; its checkpoint is written to `output`."""
     wanted = None if checkpoint is None else Path(checkpoint)
     return _apart(lambda: stages.take_step(config, scored, Path(output), checkpoint=wanted))
 
