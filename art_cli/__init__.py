@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from art_cli.judges import Judge, Verdict
     from art_cli.judges.ruler.call import ruler_score_group
     from art_cli.loop.stages import StepTaken
-    from art_cli.loop.training_run import TrainResult
+    from art_cli.loop.train import TrainResult
     from art_cli.rollouts.policy import Policy
     from art_cli.runs.outcome import Outcome
     from art_cli.runs.trajectory import Score, ScoredTrajectory, Trajectory, Turn
@@ -31,7 +31,7 @@ _HOMES = {
         "judges": ("Judge", "Verdict"),
         "judges.ruler.call": ("ruler_score_group",),
         "loop.stages": ("StepTaken",),
-        "loop.training_run": ("TrainResult",),
+        "loop.train": ("TrainResult",),
         "api": ("generate", "judge", "load", "step", "train"),
         "runs.outcome": ("Outcome",),
         "rollouts.policy": ("Policy",),

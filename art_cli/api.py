@@ -19,9 +19,10 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from art_cli.config.compose import LoadedConfig, load_config
-from art_cli.loop import open_train, stages
+from art_cli.loop import stages
+from art_cli.loop import train as training
 from art_cli.loop.stages import StepTaken
-from art_cli.loop.training_run import TrainResult
+from art_cli.loop.train import TrainResult
 from art_cli.runs.trajectory import ScoredTrajectory, Trajectory
 from art_cli.runtime import threads
 
@@ -29,13 +30,13 @@ Result = TypeVar("Result")
 
 
 def load(path: Path | str, *overrides: str) -> LoadedConfig:
-    """The configuration in a file, with `key=value` overrides as on the command line. Raises ConfigError."""
+    """Returns the configuration in a file, with `key=value` overrides as on the command line. Raises ConfigError."""
     return load_config(path, overrides)
 
 
 def train(config: LoadedConfig, *, fresh: bool = False) -> TrainResult:
     """Trains until `train.steps` are done. An existing run is resumed; `fresh` starts a new one beside it."""
-    return _wait(lambda: open_train.train(config, is_fresh=fresh))
+    return _wait(lambda: training.train(config, is_fresh=fresh))
 
 
 def generate(
@@ -45,19 +46,19 @@ def generate(
     step: int | None = None,
     output: Path | str | None = None,
 ) -> list[Trajectory]:
-    """The trajectories of one step's scenarios, played with a checkpoint, a run, or "base".
+    """Returns the trajectories of one step's scenarios, played with a checkpoint, a run, or "base".
 
     `checkpoint` None is the newest one of the configuration's run. The file `output` keeps the trajectories; those in
     it already are not played again.
     """
     wanted = None if checkpoint is None else Path(checkpoint)
     with tempfile.TemporaryDirectory(prefix="art-generate-") as scratch:
-        place = Path(scratch) / "trajectories.jsonl" if output is None else Path(output)
-        return _apart(lambda: stages.generate(config, place, checkpoint=wanted, step=step))
+        path = Path(scratch) / "trajectories.jsonl" if output is None else Path(output)
+        return _apart(lambda: stages.generate(config, path, checkpoint=wanted, step=step))
 
 
 def judge(config: LoadedConfig, trajectories: Sequence[Trajectory]) -> list[ScoredTrajectory]:
-    """The complete groups among the trajectories, scored by the configuration's judge. Raises JudgeError."""
+    """Returns the complete groups among the trajectories, scored by the configuration's judge. Raises JudgeError."""
     return _wait(lambda: stages.judge(config, trajectories))
 
 
@@ -68,7 +69,7 @@ def step(
     *,
     checkpoint: Path | str | None = None,
 ) -> StepTaken:
-    """The policy after one update on scored trajectories; its checkpoint is written to `output`."""
+    """Returns the policy after one update on scored trajectories; its checkpoint is written to `output`."""
     wanted = None if checkpoint is None else Path(checkpoint)
     return _apart(lambda: stages.take_step(config, scored, Path(output), checkpoint=wanted))
 

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from art_cli.config.compose import load_config
-from art_cli.loop import open_train as training
+from art_cli.loop import training
 from art_cli.runs.run_dir import RunDir
 from art_cli.runs.storage import mirror
 from art_cli.runs.storage.uploads import Uploads

@@ -20,7 +20,7 @@ from pathlib import Path
 
 from art_cli.config.compose import LoadedConfig, load_config
 from art_cli.engines.vllm.vllm_engine import VllmEngine
-from art_cli.loop.open_train import train
+from art_cli.loop.train import train
 from art_cli.runs.run_dir import RunDir
 from art_cli.runtime.errors import DriftError
 

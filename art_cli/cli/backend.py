@@ -113,16 +113,15 @@ def run(
 def _load(arguments: list[str], base: str | None) -> "LoadedBackend":
     """Returns the model, engine and learner of the file and overrides. Raises UsageError if no model is named."""
     from art_cli.config.compose import load_backend
-    from art_cli.config.schema import TinkerEngineConfig, TinkerLearnerConfig, VllmEngineConfig
 
     has_file = bool(arguments) and "=" not in arguments[0]
     path, overrides = (Path(arguments[0]), arguments[1:]) if has_file else (None, arguments)
     if path is None and base is None:
         raise UsageError("which model? art backend --base MODEL, or art backend CONFIG")
     loaded = load_backend(path, [*overrides, *([] if base is None else [f"model.base={json.dumps(base)}"])])
-    if loaded.model.lora is None and isinstance(loaded.engine, VllmEngineConfig):
+    if loaded.model.lora is None and loaded.engine.swaps_adapters:
         raise UsageError("model.lora: null trains all weights, and vLLM swaps adapters: engine=embedded, or set it")
-    if isinstance(loaded.learner, TinkerLearnerConfig) or isinstance(loaded.engine, TinkerEngineConfig):
+    if "server" in (loaded.learner.weights, loaded.engine.weights):
         raise UsageError("engine, learner: tinker is what a client of this server has; here: engine=auto learner=auto")
     if loaded.learner.nodes > 1:
         raise UsageError("learner.nodes: adapters of several clients are trained on one machine; set learner.processes")

@@ -48,6 +48,7 @@ def run(
     from art_cli.loop.evaluate import spent_by_scenario, values_by_scenario
     from art_cli.loop.gates import check_gates, check_policy, parse_gate
     from art_cli.loop.references import check_ready
+    from art_cli.rollouts.splits import evaluation_scenarios
     from art_cli.runtime.scratch import scratch
 
     loaded = load_config(config, overrides or [])
@@ -66,7 +67,8 @@ def run(
     with contextlib.ExitStack() as stack:
         directory = output or stack.enter_context(scratch("eval"))
         watch = eval_comparison.Watch(loaded, parsed, num_policies=len(players))
-        played = {name: eval_comparison.play(player, directory, name, watch) for name, player in players.items()}
+        scenarios = evaluation_scenarios(loaded.config, loaded.directory)
+        played = {n: eval_comparison.play(player, scenarios, directory, n, watch) for n, player in players.items()}
     results = {
         name: values_by_scenario(done) | spent_by_scenario(done, players[name].price) for name, done in played.items()
     }

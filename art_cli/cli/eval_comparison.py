@@ -26,7 +26,7 @@ from art_cli.loop.stage_policy import PolicySource, find_policy, open_policy
 from art_cli.runs.failures import count_failures, find_fault
 from art_cli.runs.run_checkpoints import Which, run_config
 from art_cli.runs.run_dir import RunDir
-from art_cli.runs.trajectory import Trajectory
+from art_cli.runs.trajectory import Json, Trajectory
 from art_cli.runtime import threads
 from art_cli.runtime.errors import RolloutError, UsageError
 from art_cli.runtime.log import is_verbose
@@ -48,9 +48,9 @@ class Player(NamedTuple):
 
     @property
     def price(self) -> Price | None:
-        """The price of the endpoint's tokens, or None for a local policy or an unknown price."""
+        """The price of the endpoint's tokens, or None if the engine has no paid model or its price is unknown."""
         engine = self.loaded.config.engine
-        return find_price(JudgeModelConfig(model=engine.model)) if isinstance(engine, OpenAIEngineConfig) else None
+        return find_price(JudgeModelConfig(model=engine.paid_model)) if engine.paid_model else None
 
 
 class Row(NamedTuple):
@@ -132,7 +132,7 @@ class Watch:
             require_keys(self._loaded.config.judge, self._loaded.directory)
 
 
-def play(player: Player, directory: Path, name: str, watch: Watch) -> list[Trajectory]:
+def play(player: Player, scenarios: Sequence[Json], directory: Path, name: str, watch: Watch) -> list[Trajectory]:
     loaded, source = player
 
     async def play() -> list[Trajectory]:
@@ -140,7 +140,11 @@ def play(player: Player, directory: Path, name: str, watch: Watch) -> list[Traje
             loaded, policy, checkpoint=source.checkpoint, step=source.step, logs=directory
         ) as sampler:
             path = directory / f"{name.strip('/').replace('/', '_')}.jsonl"
-            return await play_evaluation(sampler, loaded, step=source.step, path=path, title=name, watch=watch.see)
+            section = loaded.config.eval
+            assert section is not None, "no eval section"
+            return await play_evaluation(
+                sampler, section, scenarios, step=source.step, path=path, title=name, watch=watch.see
+            )
 
     with open_policy(loaded, source) as policy:
         return threads.run(play())

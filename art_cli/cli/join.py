@@ -29,7 +29,6 @@ def run(
     from pathlib import Path
 
     from art_cli.config.compose import load_config
-    from art_cli.config.schema import TorchLearnerConfig
     from art_cli.learners.processes.job import make_job
     from art_cli.learners.processes.nodes.node import join
     from art_cli.loop.auto import resolve_auto
@@ -39,7 +38,7 @@ def run(
 
     loaded = resolve_auto(load_config(config, overrides or []), "learner")
     learner = loaded.config.learner
-    if not isinstance(learner, TorchLearnerConfig) or learner.nodes == 1:
+    if learner.nodes == 1:
         raise UsageError(f"{config}: learner.nodes is 1, so that nothing can be joined; set it and learner.rendezvous")
     with scratch("node") as directory:
         base = find_base(loaded.config.model.base, directory=loaded.directory, built=directory / "base")

@@ -11,7 +11,7 @@ from art_cli.cli import Config, Json, Overrides
 from art_cli.runtime.errors import RunError, printable_lines
 
 if TYPE_CHECKING:
-    from art_cli.loop.training_run import TrainResult
+    from art_cli.loop.train import TrainResult
     from art_cli.reports.run_report import RunReport
 
 
@@ -34,9 +34,9 @@ def run(
     art train config.yaml -m train.learning_rate=1e-4,5e-4 loss=grpo,dapo
     """
     from art_cli.config.compose import load_config, load_sweep
-    from art_cli.loop.open_train import train
     from art_cli.loop.references import check_ready
     from art_cli.loop.startup import Startup, process_begin
+    from art_cli.loop.train import train
     from art_cli.reports.run_report import read_report
     from art_cli.runs.run_dir import RunDir
     from art_cli.runtime import threads

@@ -12,12 +12,13 @@ import pkgutil
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn, Protocol
+from typing import Any, NamedTuple, NoReturn, Protocol, get_args, runtime_checkable
 
 import msgspec
 
 from art_cli.chat import Backend
 from art_cli.config.schema import EngineConfig, OwnEngineConfig
+from art_cli.config.sections.base_config import WeightsAt
 from art_cli.models.loading import Weights
 from art_cli.models.policy_spec import PolicySpec, spec_of
 from art_cli.runtime import plugins
@@ -83,7 +84,9 @@ class EngineTraits(NamedTuple):
     can_train: bool = True  # False: its model is its own, and no checkpoint can be loaded into it
     swaps_adapters: bool = False  # it loads another adapter while it still answers with the one before
     enforces_formats: bool = False  # replies obey `response_format` and forced tool calls; False: those are refused
-    needs_weights: bool = False  # it samples from weights in this process, `EngineSetup.weights`
+    # "here": it samples from `EngineSetup.weights` in this process. "process": it loads checkpoints of this machine.
+    # "server": it samples where the learner trains, and has the weights of every checkpoint already.
+    weights: WeightsAt = "process"
 
 
 @dataclass(frozen=True)
@@ -100,10 +103,15 @@ class EngineSetup:
 
 
 def engine_traits(config: EngineConfig, directory: Path) -> EngineTraits:
-    """Returns the abilities of the configured engine. Raises UsageError if the user's cannot be imported."""
-    says: Any = plugins.resolve(config.entry, base=directory) if isinstance(config, OwnEngineConfig) else config
-    defaults = zip(EngineTraits._fields, EngineTraits(), strict=True)
-    return EngineTraits(*(bool(getattr(says, name, default)) for name, default in defaults))
+    """Returns the traits of the configured engine. Raises UsageError if the user's class cannot be imported."""
+    owner: Any = plugins.resolve(config.entry, base=directory) if isinstance(config, OwnEngineConfig) else config
+    defaults = EngineTraits()
+    if getattr(owner, "needs_weights", False):  # the name of `weights = "here"` in classes of older projects
+        defaults = defaults._replace(weights="here")
+    traits: dict[str, Any] = {name: getattr(owner, name, default) for name, default in defaults._asdict().items()}
+    if traits["weights"] not in get_args(WeightsAt):  # an attribute of the same name in a user's class
+        traits["weights"] = defaults.weights
+    return EngineTraits(**traits)
 
 
 def make_engine(
@@ -125,14 +133,14 @@ def make_engine(
         raise EngineError(f"engine {config.name} is not resolved; call loop.auto.resolve_auto first")
     weights = policy if isinstance(policy, Weights) else None
     traits = engine_traits(config, directory)
-    assert weights is not None or not traits.needs_weights, f"engine {config.name} needs weights in this process"
+    assert weights is not None or traits.weights != "here", f"engine {config.name} needs weights in this process"
     setup = EngineSetup(
         options=config.options if isinstance(config, OwnEngineConfig) else dict(config),
         policy=spec_of(policy) if isinstance(policy, Weights) else policy,
         name=name,
         step=step,
         logs=logs,
-        weights=weights if traits.needs_weights else None,
+        weights=weights if traits.weights == "here" else None,
         shares_weights=shares_weights,
     )
     if isinstance(config, OwnEngineConfig):

@@ -179,7 +179,7 @@ def make_learner(
     }
     module, _, name = BUILT_INS[config.learner.name].partition(":")
     make = getattr(import_module(module), name)
-    if config.learner.name == "tinker":
+    if config.learner.weights == "server":
         spec = policy if isinstance(policy, PolicySpec) else spec_of(policy)
         remote: Learner = make(spec, engine=with_base_model(config), lora=config.model.lora, **knobs)
         return remote
@@ -200,8 +200,8 @@ def _check_resolved(config: "RunConfig") -> None:
 
 
 def has_own_weights(config: "RunConfig") -> bool:
-    """Returns whether the learner's weights are in worker processes or on a server: weights here never change."""
-    return config.learner.name == "tinker" or config.learner.num_ranks > 1
+    """Returns True if the learner keeps its weights elsewhere, so that weights in this process never change."""
+    return config.learner.weights != "here"
 
 
 def describe_processes(config: "RunConfig") -> str:

@@ -1,18 +1,19 @@
 """The training loop: generate -> judge -> step -> checkpoint -> eval, and the same stages alone.
 
-    auto.py            which engine and learner `auto` is on this machine, and why
-    dtype.py           the dtype of a run: decided once, recorded, followed
-    record.py          config.json: what a run was made with, compared with a configuration
-    references.py      the files, functions and hosts that a configuration names, looked up before anything runs
-    policy_sampler.py  Sampler: engine, gateway and runner, opened together; plays scenarios with one policy
-    owed_groups.py     what a step still owes, and playing it: trajectories on disk, groups judged as they complete
-    evaluate.py        plays the evaluation scenarios and compares policies
-    stages.py          the stages, each run alone
-    pairwise_eval.py   evaluation by a judge, against fixed reference attempts
-    interrupts.py      Ctrl-C and SIGTERM during a run
-    open_train.py      opens a run: checks, the lock of its directory
-    training_run.py    TrainingRun: resumes, loops, keeps checkpoints
+    train.py             the loop, which reads in one screen
+      claim_run.py       decides and checks: engine and learner, data, the lock of the run's directory
+      open_run.py        opens the parts: model, learner, first policy, engine, agent -> Run
+    auto.py              engine, learner and dtype that a configuration leaves to the machine
+    references.py        files, functions and hosts that a configuration names, looked up before anything runs
+    record.py            config.json: what a run was made with, compared with a configuration
+    warm_up.py           the supervised phase before the first step
+    policy_sampler.py    Sampler: engine, gateway and runner, opened together; plays scenarios with one policy
+    batches.py           each step's scored groups, played and judged as far ahead as the policy allows
+      scenario_choice.py, step_groups.py, owed_groups.py    scenarios and groups of a step, and those still missing
+    evaluate.py, pairwise_eval.py, gates.py    evaluations: means and intervals, a judge's comparisons, bounds
+    stop_rules.py, run_meter.py, startup.py, interrupts.py    rules that pause, hours and dollars, start, Ctrl-C
+    stages.py, stage_policy.py    the stages of the loop, each run alone
 
-It has no mathematics and no file format: those are the learner's and run_dir's. It knows the policy as plain data
-(PolicySpec). Everything that it knows follows from the run directory, so that resuming is reading that directory.
+It has no mathematics and no file format: those are the learner's and run_dir's. The policy is plain data here
+(PolicySpec). Everything follows from the run directory, so that resuming is reading that directory.
 """

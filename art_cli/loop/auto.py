@@ -1,7 +1,8 @@
-"""What `auto` means here: which engine and which learner fit this machine and this run, and why.
+"""Decisions that a configuration leaves to the machine: engine, learner and dtype, each with its reason.
 
-    engine: auto     vLLM if it is installed, there is a GPU, and it can serve the model; else embedded
-    learner: auto    Unsloth if it is installed and there is a GPU; else torch
+    engine: auto         vLLM if it is installed, there is a GPU, and it can serve the model; else embedded
+    learner: auto        Unsloth if it is installed and there is a GPU; else torch
+    model.dtype: auto    the dtype that the run was trained in so far; else what the learner's device computes well
 
     Machine -> engine_facts, learner_facts -> choose -> AutoChoice
 
@@ -21,17 +22,16 @@ from typing import Any, NamedTuple
 from art_cli.config.compose import LoadedConfig
 from art_cli.config.knobs import variants
 from art_cli.config.schema import (
-    AutoEngineConfig,
-    AutoLearnerConfig,
-    EngineConfig,
     ModelConfig,
-    OwnEngineConfig,
     RunConfig,
     Section,
-    VllmEngineConfig,
 )
 from art_cli.engines.vllm.arguments import LORA_RANKS, has_gpu, visible_gpus
 from art_cli.engines.vllm.probe import VllmFacts, find_vllm
+from art_cli.models.loading import resolve_dtype
+from art_cli.runs.run_checkpoints import run_config
+from art_cli.runs.run_dir import RunDir
+from art_cli.runtime.errors import DataError
 
 log = logging.getLogger(__name__)
 
@@ -62,7 +62,7 @@ class AutoChoice(NamedTuple):
 
 
 def choose(group: str, facts: Facts) -> AutoChoice:
-    """The engine or learner, as `group` says, that follows from the facts."""
+    """Returns the engine or learner, by `group`, that follows from the facts."""
     fast, plain = NAMES[group]
     if not facts.has_gpu:
         return AutoChoice(plain, "no GPU here")
@@ -77,7 +77,7 @@ def choose(group: str, facts: Facts) -> AutoChoice:
 
 
 class Machine:
-    """What this machine has; each method looks it up when it is called."""
+    """Hardware and packages of this machine; each method looks when it is called."""
 
     def has_gpu(self) -> bool:
         return has_gpu(os.environ)
@@ -86,21 +86,21 @@ class Machine:
         return len(visible_gpus(os.environ)) if self.has_gpu() else 0
 
     def has(self, module: str) -> bool:
-        """Whether this Python has the module; it is not imported."""
+        """Returns True if this Python has the module; it is not imported."""
         return find_spec(module) is not None
 
     def unsloth(self) -> str:
-        """Why Unsloth cannot run here, in one line; "": it can."""
+        """Returns the reason why Unsloth cannot run here in one line, or "" if it can."""
         reason: str | None = import_module("art_cli.learners.unsloth").obstacle()
         return reason or ""
 
     def vllm(self, python: Path | None) -> VllmFacts:
-        """The vLLM of that Python. It takes as long as importing vLLM: seconds to a minute."""
+        """Returns the facts about the vLLM of that Python, after seconds to a minute: it imports vLLM."""
         return find_vllm(python)
 
 
 def engine_facts(machine: Machine, *, obstacle: str = "", base: str | None = None, python: Path | None = None) -> Facts:
-    """The facts for and against vLLM in `python` (None: this one) as the server of `base` (a directory or hub id).
+    """Returns the facts for and against vLLM in `python`, or in this Python, as the server of `base`.
 
     vLLM is imported only if nothing else decides.
     """
@@ -121,7 +121,7 @@ def engine_facts(machine: Machine, *, obstacle: str = "", base: str | None = Non
 
 
 def vllm_obstacle(model: ModelConfig, directory: Path) -> str:
-    """Why vLLM could not follow the training of this model; "": nothing is known against it."""
+    """Returns the reason why vLLM could not follow the training of this model, or "" if none is known."""
     if model.lora is None:
         return "model.lora is null, and vLLM swaps LoRA adapters only"
     if model.lora.rank > LORA_RANKS[-1]:
@@ -132,19 +132,19 @@ def vllm_obstacle(model: ModelConfig, directory: Path) -> str:
 
 
 def is_built(base: str, directory: Path) -> bool:
-    """Whether `model.base` is "file.py:function"."""
+    """Returns True if `model.base` is "file.py:function"."""
     return ":" in base and not (directory / base).is_dir()
 
 
 def _architectures(base: str | None) -> list[str]:
-    """The architectures that the base's config.json names: ["Qwen3ForCausalLM"]. Empty: none, or it cannot be read."""
+    """Returns the architectures in the base's config.json, such as ["Qwen3ForCausalLM"]; [] if it cannot be read."""
     found = None if base is None else _base_config(base)
     names = found.get("architectures") if isinstance(found, dict) else None
     return [str(name) for name in names] if isinstance(names, list) else []
 
 
 def _base_config(base: str) -> Any:
-    """config.json of a directory or a hub id, from the hub's cache or by one short request."""
+    """Returns config.json of a directory or a hub id, from the hub's cache or by one short request."""
     import huggingface_hub
 
     file = Path(base) / "config.json"
@@ -153,13 +153,13 @@ def _base_config(base: str) -> Any:
         if isinstance(cached, str | Path):
             return json.loads(Path(cached).read_text())
         return huggingface_hub.HfApi().model_info(base, timeout=HUB_TIMEOUT_S).config
-    except Exception as error:  # the boundary to the hub's client; loading the model will say what is wrong with it
+    except Exception as error:  # the boundary to the hub's client; loading the model will raise what is wrong with it
         log.debug("%s: its architecture is not known: %s", base, error)
         return None
 
 
 def learner_facts(machine: Machine, *, obstacle: str = "") -> Facts:
-    """The facts for and against Unsloth in this Python."""
+    """Returns the facts for and against Unsloth in this Python."""
     if not machine.has_gpu() or obstacle:
         return Facts(machine.has_gpu(), obstacle)
     cure = "pip install 'art-cli[unsloth]'"
@@ -171,13 +171,13 @@ def learner_facts(machine: Machine, *, obstacle: str = "") -> Facts:
 
 
 def unsloth_obstacle(config: RunConfig, directory: Path, engine: str) -> str:
-    """Why Unsloth could not train this run beside that engine; "": nothing is known against it."""
+    """Returns the reason why Unsloth could not train this run beside that engine, or "" if none is known."""
     learner = config.learner
     if engine == "embedded":
         return "engine is embedded, which steers the attention that Unsloth replaces"
     if not learner.device.startswith(("auto", "cuda")):
         return f"learner.device is {learner.device}"
-    if isinstance(learner, AutoLearnerConfig) and learner.num_ranks > 1:
+    if learner.num_ranks > 1:
         return f"learner.{'nodes' if learner.nodes > 1 else 'processes'} is above 1, and Unsloth trains in one process"
     if config.model.lora is None:
         return "model.lora is null, and the Unsloth learner trains LoRA adapters only"
@@ -193,7 +193,7 @@ def unsloth_obstacle(config: RunConfig, directory: Path, engine: str) -> str:
 def resolve_auto(
     loaded: LoadedConfig, *groups: str, machine: Machine | None = None, is_logged: bool = True
 ) -> LoadedConfig:
-    """The configuration with a name in place of each `auto` of the groups; the reasons are kept beside it.
+    """Returns the configuration with a name in place of each `auto` of the groups; the reasons are kept beside it.
 
     They are logged unless the caller does so itself. A group that has a name keeps it.
     Example: resolve_auto(load_config("config.yaml"), "engine", "learner").
@@ -201,8 +201,8 @@ def resolve_auto(
     config, machine = loaded.config, machine or Machine()
     choices: dict[str, AutoChoice] = {}
     engine: str = config.engine.name
-    is_asked = "learner" in groups and isinstance(config.learner, AutoLearnerConfig)
-    if isinstance(config.engine, AutoEngineConfig) and ("engine" in groups or is_asked):  # the learner depends on it
+    is_asked = "learner" in groups and config.learner.name == "auto"
+    if config.engine.name == "auto" and ("engine" in groups or is_asked):  # the learner depends on it
         obstacle = vllm_obstacle(config.model, loaded.directory)
         choice = choose("engine", engine_facts(machine, obstacle=obstacle, base=_base(loaded)))
         engine = choice.name
@@ -230,20 +230,13 @@ def describe(resolved: LoadedConfig, *groups: str) -> str:
     for group in groups:
         reason = resolved.auto.get(group)
         section = getattr(resolved.config, group)
-        name = engine_name(section) if group == "engine" else section.name
+        name = section.title if group == "engine" else section.name
         parts.append(f"{group} {name}" + (f" (auto: {reason})" if reason else ""))
     return ", ".join(parts)
 
 
-def engine_name(config: EngineConfig) -> str:
-    """Example: "embedded", "mine.py:Engine" or "vllm (2 replicas)"."""
-    if isinstance(config, VllmEngineConfig) and config.replicas > 1:
-        return f"vllm ({config.replicas} replicas)"
-    return config.entry if isinstance(config, OwnEngineConfig) else config.name
-
-
 def _section(group: str, name: str, auto: Section) -> Section:
-    """The section of that name, with the values that were set for `auto`."""
+    """Returns the section of that name, with the values that were set for `auto`."""
     return _variant(group, name).model_validate({**auto.model_dump(exclude_unset=True), "name": name})
 
 
@@ -256,3 +249,49 @@ def _variant(group: str, name: str) -> type[Section]:
 def _base(loaded: LoadedConfig) -> str:
     local = loaded.directory / loaded.config.model.base
     return str(local) if local.is_dir() else loaded.config.model.base
+
+
+# --- the dtype of the base weights -----------------------------------------------------------------------------------
+#
+# config.json and the manifests of checkpoints record what was decided, and resuming, evaluating, serving and exporting
+# follow it, so that a policy keeps its dtype on a machine where auto would be another one.
+
+
+def follow_record(loaded: LoadedConfig, run: RunDir) -> LoadedConfig:
+    """Returns the configuration with the dtype that the run was trained in so far, if it has auto and a record."""
+    if loaded.config.model.dtype != "auto" or not run.checkpoint_steps():
+        return loaded
+    newest = run.newest_checkpoint()
+    try:
+        recorded = (newest[1].dtype if newest is not None else "") or recorded_dtype(run)
+        reasons = run_config(run).get("auto")
+    except DataError:
+        return loaded  # check_record refuses the damaged config.json
+    reason = reasons.get("dtype") if isinstance(reasons, dict) else None
+    return _with_dtype(loaded, recorded, str(reason or f"as in {run.root}")) if recorded else loaded
+
+
+def recorded_dtype(run: RunDir | None) -> str:
+    """Returns the dtype in the run's config.json, or "" if it has none or an older version left it open."""
+    dtype = run_config(run).get("model", {}).get("dtype", "auto")
+    return "" if dtype == "auto" else str(dtype)
+
+
+def decide_dtype(loaded: LoadedConfig, base: str, *, recorded: str = "") -> LoadedConfig:
+    """Returns the configuration with a dtype in place of auto: the recorded one, else what the learner's device has.
+
+    Raises UsageError if nothing loadable is at `base`.
+    """
+    if loaded.config.model.dtype != "auto" or loaded.config.learner.weights == "server":
+        return loaded  # the server decides
+    if recorded:
+        return _with_dtype(loaded, recorded, "as it was trained")
+    choice = resolve_dtype(loaded.config.model, base, device=loaded.config.learner.device)
+    log.info("model.dtype %s (auto: %s)", choice.name, choice.reason)
+    return _with_dtype(loaded, choice.name, choice.reason)
+
+
+def _with_dtype(loaded: LoadedConfig, dtype: str, reason: str) -> LoadedConfig:
+    model = loaded.config.model.model_copy(update={"dtype": dtype})
+    config = loaded.config.model_copy(update={"model": model})
+    return replace(loaded, config=config, auto={**loaded.auto, "dtype": reason})

@@ -18,6 +18,7 @@ from typing import NamedTuple
 
 from art_cli.config.schema import RunConfig
 from art_cli.judges import Judge
+from art_cli.judges.costs import Usage
 from art_cli.judges.shadow_judges import ShadowJudges, shadow_numbers
 from art_cli.loop.owed_groups import GroupScorer, group, owed
 from art_cli.loop.policy_sampler import Sampler
@@ -35,7 +36,7 @@ CLOSE_TIMEOUT_S = 60.0  # longest wait for cancelled rollouts and verdicts to fi
 
 
 class Batch(NamedTuple):
-    """What a step trains on: its scored groups in the order of the plan, then those of earlier steps that it replays;
+    """The data of a step: its scored groups in the order of the plan, then those of earlier steps that it replays;
     and metrics of playing and judging them."""
 
     groups: list[list[ScoredTrajectory]]
@@ -60,17 +61,18 @@ class Batches:
         self.choice = ScenarioChoice(config, run, scenarios)
         self._tasks: dict[int, asyncio.Task[Batch]] = {}
         self._progress: dict[int, Progress] = {}
-        self._usage = judge.usage  # calls, tokens and dollars of the judge when the last batch was complete
+        self._usage: Usage | None = None  # of the judge when the last batch was complete, or the first one began
 
     def allow(self, step: int) -> None:
-        """Starts the batch of `step`. Steps are allowed in order, each once; a step past the last one is ignored."""
-        if step >= self.config.train.steps:
+        """Starts the batch of `step`. Steps are allowed in order; one past the last or begun already is ignored."""
+        if step >= self.config.train.steps or step in self._tasks:
             return
+        self._usage = self._usage or self.judge.usage
         self._progress[step] = Progress(f"step {step + 1}/{self.config.train.steps}")
         self._tasks[step] = asyncio.create_task(self._make(step))
 
     async def take(self, step: int) -> Batch:
-        """The batch, with its progress shown until it is complete. Raises what playing and judging it raised."""
+        """Returns the batch, with its progress shown until it is complete. Raises the errors of play and judge."""
         async with shown(self._progress[step]):
             batch = await self._tasks.pop(step)
         del self._progress[step]
@@ -119,10 +121,10 @@ class Batches:
         return Batch(groups + replayed, numbers | wave.numbers(scorer.scored) | self._judged())
 
     def _judged(self) -> dict[str, float]:
-        """What the judge's calls took since the batch before; no "judge_usd" where a price is not known."""
+        """Returns the cost of the judge's calls since the batch before; no "judge_usd" if a price is unknown."""
         before, now = self._usage, self.judge.usage
         self._usage = now
-        if now.calls == before.calls:
+        if before is None or now.calls == before.calls:
             return {}
         numbers: dict[str, float] = {
             "judge_calls": now.calls - before.calls,
@@ -134,7 +136,7 @@ class Batches:
 
 
 def _check_scored(scorer: GroupScorer, step: int) -> None:
-    """Raises RunError: more groups were left unscored than scored. A step continues without a few of them."""
+    """Raises RunError if more groups were left unscored than scored. A step continues without a few of them."""
     if scorer.progress.stopped or len(scorer.progress.owed) > len(scorer.scored):
         reason = scorer.progress.stopped or next(iter(scorer.progress.owed.values()))
         raise RunError(
@@ -170,7 +172,7 @@ def _numbers(
 
 
 def _asked_again(groups: Sequence[Sequence[ScoredTrajectory]]) -> dict[str, float]:
-    """How many groups got further rounds of votes, and what these rounds took; no dollars where a price is unknown.
+    """Counts the groups with further rounds of votes, and their cost; no dollars if a price is unknown.
 
     By the scored lines, so that a step that was killed counts what it paid before, too.
     """
@@ -187,7 +189,7 @@ def _asked_again(groups: Sequence[Sequence[ScoredTrajectory]]) -> dict[str, floa
 
 
 def _staleness(trajectories: Sequence[Trajectory], step: int) -> dict[str, float]:
-    """By how many steps the policies that sampled are older than the one that is trained: the mean over tokens, and
+    """Returns the number of steps from the policies that sampled to the one that is trained: the mean over tokens, and
     the largest. `trajectories` are all that the step trains on, those of earlier steps included."""
     turns = [turn for trajectory in trajectories for turn in trajectory.turns]
     tokens = sum(len(turn.sampled_ids) for turn in turns)
@@ -198,6 +200,6 @@ def _staleness(trajectories: Sequence[Trajectory], step: int) -> dict[str, float
 
 
 def _failures(trajectories: Sequence[Trajectory]) -> Counter[str]:
-    """How many rollouts failed with each kind of error; the kinds are written as names of metrics."""
+    """Counts the failed rollouts by kind of error; the kinds are written as names of metrics."""
     kinds = [trajectory.error.partition(":")[0] for trajectory in trajectories if trajectory.error is not None]
     return Counter(re.sub(r"\W", "_", kind, flags=re.ASCII)[:40] for kind in kinds)

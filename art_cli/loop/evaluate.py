@@ -10,13 +10,12 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from art_cli.config.compose import LoadedConfig
+from art_cli.config.schema import EvalConfig
 from art_cli.judges.costs import Price
 from art_cli.loop.owed_groups import owed, plan_groups
 from art_cli.loop.policy_sampler import Sampler
-from art_cli.rollouts.splits import evaluation_scenarios
 from art_cli.runs.durable import LineWriter, read_lines
-from art_cli.runs.trajectory import Trajectory
+from art_cli.runs.trajectory import Json, Trajectory
 
 RESAMPLES = 2000  # bootstrap: the ends of a 95 % interval move by about 1 % of its width between seeds
 
@@ -32,20 +31,18 @@ class Estimate(NamedTuple):
 
 async def play_evaluation(
     sampler: Sampler,
-    loaded: LoadedConfig,
+    config: EvalConfig,
+    scenarios: Sequence[Json],
     *,
     step: int,
     path: Path,
     title: str,
     watch: Callable[[Trajectory], None] | None = None,
 ) -> list[Trajectory]:
-    """The evaluation's trajectories. Those in `path` are not played again; new ones are appended there.
+    """Returns the evaluation's trajectories. Those in `path` are not played again; new ones are appended there.
 
     `watch` is called with each new one after it is written. An exception of it ends the evaluation.
     """
-    config = loaded.config.eval
-    assert config is not None, "no eval section"
-    scenarios = evaluation_scenarios(loaded.config, loaded.directory)
     plans = plan_groups(scenarios, step=step, group_size=config.attempts, prefix="e", temperature=config.temperature)
     done = list(read_lines(path, Trajectory))
     missing = owed(plans, done)
@@ -89,7 +86,7 @@ def _means(seen: Mapping[str, Mapping[str, Sequence[float]]]) -> dict[str, dict[
 
 
 def spent_by_scenario(trajectories: Sequence[Trajectory], price: Price | None) -> dict[str, dict[str, float]]:
-    """The cost of an attempt, in the form of `values_by_scenario`: "seconds", "tokens_in", "tokens_out", "cost_usd".
+    """Returns the cost of an attempt as `values_by_scenario` does: "seconds", "tokens_in", "tokens_out", "cost_usd".
 
     Tokens are summed over all calls; each call's prompt counts whole. There is no "cost_usd" without a price.
     """
@@ -108,7 +105,10 @@ def spent_by_scenario(trajectories: Sequence[Trajectory], price: Price | None) -
 
 
 def estimate(values: Sequence[float], *, seed: int = 0) -> Estimate:
-    """Mean and percentile bootstrap interval (Efron 1979) over scenarios. A single value is its own interval."""
+    """Returns the mean and percentile bootstrap interval (Efron 1979) over scenarios.
+
+    A single value is its own interval.
+    """
     assert values, "no values to estimate from"
     draw = random.Random(seed)
     size = len(values)
@@ -118,6 +118,6 @@ def estimate(values: Sequence[float], *, seed: int = 0) -> Estimate:
 
 
 def paired_difference(values: Mapping[str, float], baseline: Mapping[str, float], *, seed: int = 0) -> Estimate | None:
-    """Mean of value - baseline over the scenarios that both have; None if they share none."""
+    """Returns the mean of value - baseline over the scenarios that both have; None if they share none."""
     common = sorted(values.keys() & baseline.keys())
     return estimate([values[name] - baseline[name] for name in common], seed=seed) if common else None

@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 
 BASELINE = "baseline"  # the first policy
 SPENT = ("seconds", "tokens_in", "tokens_out", "cost_usd")
-# What is counted in every rollout, whatever it returns.
+# Counts of every rollout, whatever it returns
 COUNTS = ("num_turns", "num_branches", "num_sampled", "num_cancelled", "num_abandoned", "num_retries")
 KNOWN = ("reward", "failed", *SPENT, *COUNTS)
 NUM_EARLY = 4  # number of finished attempts after which the names of metrics are checked
@@ -38,7 +38,7 @@ class Gate(NamedTuple):
     metric: str
     operator: str
     bound: float
-    baseline: str | None = None  # policy that the difference is taken from; None: the bound is on the mean itself
+    baseline: str | None = None  # policy that the difference is taken from, or None if the bound is on the mean
 
     def holds(self, value: float) -> bool:
         return value >= self.bound if self.operator == ">=" else value <= self.bound
@@ -65,7 +65,10 @@ def parse_gate(text: str, policies: Sequence[str] = ()) -> Gate:
 
 
 def _parse_difference(text: str, policies: Sequence[str]) -> tuple[str, float] | None:
-    """(policy, offset) of "NAME", "NAME-0.02" or "NAME + 0.1". Names may hold signs, so long ones are tried first."""
+    """Returns (policy, offset) of "NAME", "NAME-0.02" or "NAME + 0.1".
+
+    Names may hold signs, so long ones are tried first.
+    """
     names = {BASELINE: policies[0]} | {name: name for name in policies}
     for name in sorted(names, key=len, reverse=True):
         if text.startswith(name) and (rest := re.fullmatch(rf"(?:\s*([+-])\s*({_NUMBER}))?", text[len(name) :])):

@@ -15,7 +15,7 @@ Result = TypeVar("Result")
 
 
 class Interrupts:
-    """The interrupts of one run. `message` is what the run ends with, and says how to go on."""
+    """The interrupts of one run. `message` is the error that the run ends with, with the command that continues it."""
 
     def __init__(self, message: str) -> None:
         self.message = message
@@ -24,7 +24,7 @@ class Interrupts:
 
     @contextlib.contextmanager
     def handled(self) -> Iterator[None]:
-        """The first SIGINT or SIGTERM inside raises Interrupted; a second one ends the process at once."""
+        """Raises Interrupted at the first SIGINT or SIGTERM inside; a second one ends the process at once."""
         main = asyncio.current_task()
         assert main is not None
 
@@ -45,15 +45,15 @@ class Interrupts:
             except asyncio.CancelledError:
                 raise Interrupted(self.message) from None
 
-    async def off_loop(self, function: Callable[..., Result], *arguments: Any, **knobs: Any) -> Result:
-        """The result of `function`, computed in a thread. An interrupt waits for it, since no thread can be stopped."""
+    async def off_loop(self, function: Callable[..., Result], *arguments: Any, **settings: Any) -> Result:
+        """Returns the result of `function`, computed in a thread, which an interrupt cannot stop and waits for."""
         self._is_updating = True
         try:
-            return await threads.compute(function, *arguments, **knobs)
+            return await threads.compute(function, *arguments, **settings)
         finally:
             self._is_updating = False
 
     def stop_if_any(self) -> None:
-        """Raises Interrupted: one came while an update was computed."""
+        """Raises Interrupted if an interrupt came while an update was computed."""
         if self.num:
             raise Interrupted(self.message)

@@ -1,4 +1,4 @@
-"""What a step still owes, and scoring its groups as they complete.
+"""Attempts that a step still owes, and the scoring of its groups as they complete.
 
 It reads and writes the step's trajectories.jsonl and scored.jsonl through run_dir. Owed are attempts without a
 trajectory, and complete groups without scored lines. A trajectory is on disk before it is counted.
@@ -25,7 +25,7 @@ AnyTrajectory = TypeVar("AnyTrajectory", bound=Trajectory)
 def plan_groups(
     scenarios: Sequence[Json], *, step: int, group_size: int, prefix: str = "s", temperature: float | None = None
 ) -> list[RolloutPlan]:
-    """All rollouts of a step, group by group. Their ids depend only on the step and on the position in it.
+    """Returns all rollouts of a step, group by group. Their ids depend only on the step and on the position in it.
 
     Example: scenario 2 of step 3, attempt 5 -> group "s0003-g0002", trajectory "s0003-g0002-a05".
     """
@@ -48,13 +48,13 @@ def plan_groups(
 
 
 def owed(plans: Sequence[RolloutPlan], done: Iterable[Trajectory]) -> list[RolloutPlan]:
-    """The plans without a finished trajectory."""
+    """Returns the plans without a finished trajectory."""
     finished = {trajectory.id for trajectory in done}
     return [plan for plan in plans if plan.trajectory_id not in finished]
 
 
 def group(trajectories: Iterable[AnyTrajectory]) -> dict[str, list[AnyTrajectory]]:
-    """The complete groups, each sorted by index; of an index written twice the last line counts.
+    """Returns the complete groups, each sorted by index; of an index written twice the last line counts.
 
     A group whose scored lines were torn by a kill is judged and written again as a whole.
     """

@@ -25,7 +25,7 @@ REFERENCE = "reference-"  # prefix of the ids of reference attempts while they a
 
 
 def is_judged(config: RunConfig, trajectories: Sequence[Trajectory]) -> bool:
-    """Whether the judge gives an evaluation's reward, because the rollouts finished and returned none."""
+    """Returns True if the judge gives an evaluation's reward, because the rollouts finished and returned none."""
     assert config.eval is not None, "no eval section"
     finished = [trajectory for trajectory in trajectories if trajectory.error is None]
     is_silent = bool(finished) and all(trajectory.returned_reward is None for trajectory in finished)
@@ -35,7 +35,7 @@ def is_judged(config: RunConfig, trajectories: Sequence[Trajectory]) -> bool:
 async def judge_contest(
     judge: Judge, attempts: Sequence[Trajectory], references: Sequence[Trajectory]
 ) -> dict[str, float]:
-    """Scenario id -> the share of comparisons with reference attempts that its attempts win.
+    """Returns, by scenario id, the share of comparisons with reference attempts that its attempts win.
 
     A tie counts half. A failed attempt loses to one that did not fail. References against themselves get 0.5
     everywhere, without asking the judge. A scenario without references is left out. Raises JudgeError: most scenarios
@@ -59,14 +59,14 @@ async def judge_contest(
 
 
 def _by_scenario(trajectories: Sequence[Trajectory]) -> dict[str, list[Trajectory]]:
-    found: dict[str, list[Trajectory]] = defaultdict(list)
+    by_scenario: dict[str, list[Trajectory]] = defaultdict(list)
     for trajectory in trajectories:
-        found[str(trajectory.scenario.get("id", trajectory.group_id))].append(trajectory)
-    return found
+        by_scenario[str(trajectory.scenario.get("id", trajectory.group_id))].append(trajectory)
+    return by_scenario
 
 
 def _mix(name: str, attempts: Sequence[Trajectory], references: Sequence[Trajectory]) -> list[Trajectory]:
-    """One group of both, with new ids, because two policies at the same step have the same ids."""
+    """Returns one group of both, with new ids, because two policies at the same step have the same ids."""
     sides = [("attempt-", attempts), (REFERENCE, references)]
     named = [(f"{side}{number}", t) for side, members in sides for number, t in enumerate(members)]
     return [

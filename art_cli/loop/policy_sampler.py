@@ -2,14 +2,14 @@
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from art_cli.chat.requests import Sampling
 from art_cli.config.compose import LoadedConfig
-from art_cli.config.schema import TinkerEngineConfig, with_base_model
-from art_cli.engines import Engine, engine_traits, make_engine
+from art_cli.config.schema import with_base_model
+from art_cli.engines import Engine, EngineTraits, engine_traits, make_engine
 from art_cli.models.loading import Weights
 from art_cli.models.policy_spec import PolicySpec
 from art_cli.rollouts.cluster.cluster_rollout import ClusterRollout, serve_cluster
@@ -38,7 +38,7 @@ class Sampler:
     ) -> None:
         """Plays every plan; `on_finished` gets each trajectory as it finishes.
 
-        Raises EngineError: the engine has failed for good. Unfinished rollouts are dropped and stay owed.
+        Raises EngineError if the engine has failed for good. Unfinished rollouts are dropped and stay owed.
         """
         with first_of_group():
             async with asyncio.TaskGroup() as group:
@@ -62,14 +62,15 @@ async def open_sampler(
     logs: Path,
     shares_weights: bool = True,
     begun: ProcessRollout | None = None,
+    on_first_reply: Callable[[], None] | None = None,
 ) -> AsyncIterator[Sampler]:
-    """Engine started, gateway listening; all of it closed on the way out.
+    """Yields the sampler with its engine started and its gateway listening, and closes all of it.
 
-    `policy` is the policy at `step`, or None for an engine that brings a model of its own. `checkpoint` is what an
+    `policy` is the policy at `step`, or None for an engine that brings its model. `checkpoint` is what an
     engine with its own weights loads; None for the starting policy. `shares_weights` as in `make_engine`. `begun` is
-    the agent that `begin_rollout` has begun to load.
+    the agent that `begin_rollout` has begun to load. `on_first_reply` is called once, when the first call is answered.
     """
-    config = loaded.config
+    config, traits = loaded.config, engine_traits(loaded.config.engine, loaded.directory)
     engine = make_engine(
         with_base_model(config),
         policy,
@@ -82,10 +83,10 @@ async def open_sampler(
     await engine.start()
     try:
         if checkpoint is not None:
-            if not isinstance(config.engine, TinkerEngineConfig):  # its server has the weights already
+            if traits.weights != "server":
                 checkpoint = await call_in_thread(fetched, checkpoint)
             await engine.load(checkpoint, step)
-        gateway = _gateway(loaded, engine)
+        gateway = _gateway(loaded, engine, traits, on_first_reply)
         async with (
             _serving(loaded, gateway) as cluster,
             Runner(config.rollout, loaded.directory, gateway, cluster=cluster, begun=begun) as runner,
@@ -97,7 +98,7 @@ async def open_sampler(
 
 @contextlib.asynccontextmanager
 async def _serving(loaded: LoadedConfig, gateway: Gateway) -> AsyncIterator[ClusterRollout | None]:
-    """The gateway listens; yields the cluster that it listens for, None without one."""
+    """Serves the gateway. Yields the cluster that it listens for, or None."""
     config = loaded.config
     if config.rollout.cluster is None:
         async with gateway.serve(config.gateway.host, config.gateway.port):
@@ -107,7 +108,9 @@ async def _serving(loaded: LoadedConfig, gateway: Gateway) -> AsyncIterator[Clus
             yield cluster
 
 
-def _gateway(loaded: LoadedConfig, engine: Engine) -> Gateway:
+def _gateway(
+    loaded: LoadedConfig, engine: Engine, traits: EngineTraits, on_first_reply: Callable[[], None] | None
+) -> Gateway:
     config = loaded.config
     settings = config.rollout.sampling
     defaults = Sampling(
@@ -122,5 +125,6 @@ def _gateway(loaded: LoadedConfig, engine: Engine) -> Gateway:
         seed=config.train.seed,
         max_turns=config.rollout.max_turns,
         is_forced=settings.force,
-        enforces_formats=engine_traits(config.engine, loaded.directory).enforces_formats,
+        enforces_formats=traits.enforces_formats,
+        on_first_reply=on_first_reply,
     )

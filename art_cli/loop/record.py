@@ -1,4 +1,4 @@
-"""The record of a run, config.json: what it was made with and what was changed since, held against a configuration.
+"""The record of a run, config.json: its configuration and the changes since, compared with a configuration.
 
 A run goes on with other values of some keys only (config/config_identity.py); any other difference makes another run.
 """
@@ -29,7 +29,7 @@ MEND_RECORD = "restore it, or remove it to go on with the configuration as it is
 
 
 def follow_rate(loaded: LoadedConfig, run: RunDir) -> LoadedConfig:
-    """The configuration with the learning rate of a run that older versions began, if it gives no other.
+    """Returns the configuration with the learning rate of a run that older versions began, if it gives no other.
 
     Their default was the same with an adapter as without one.
     """
@@ -44,32 +44,43 @@ def follow_rate(loaded: LoadedConfig, run: RunDir) -> LoadedConfig:
 
 
 def _rate(record: Mapping[str, Any]) -> Any:
-    """The learning rate in a record, which is the older default where a record has none."""
+    """Returns the learning rate in a record, or the older default if it has none."""
     train = record.get("train")
     return (train if isinstance(train, Mapping) else {}).get("learning_rate", TrainConfig().learning_rate)
 
 
-def claim_config(run: RunDir, loaded: LoadedConfig) -> None:
-    """Writes config.json, after comparing it with the existing one. Raises RunError with each difference.
+def check_record(run: RunDir, loaded: LoadedConfig) -> None:
+    """Raises RunError with each difference if another configuration made the run.
 
-    A run without a checkpoint takes the new configuration. Other runs accept other values only of the keys in
-    identity.MAY_CHANGE; `changes` records which, and from which step on. `auto` records why engine, learner and dtype
-    are what they are, if the configuration left them to the machine.
+    A run without a checkpoint takes any configuration; a base model that another one built there is removed. Other runs
+    accept other values only of the keys in identity.MAY_CHANGE.
+    """
+    is_recorded = os.path.lexists(run.config_path)
+    differences = _changes(_read_record(run)[0], loaded.config.model_dump(mode="json")) if is_recorded else []
+    if run.checkpoint_steps():
+        if refusal := _refusal(run, differences):
+            raise RunError(refusal)
+    elif differences or not is_recorded:
+        shutil.rmtree(run.base, ignore_errors=True)
+
+
+def claim_config(run: RunDir, loaded: LoadedConfig) -> None:
+    """Writes config.json. Raises RunError as `check_record` does.
+
+    `changes` records which keys have other values than before, and from which step on. `auto` records why engine,
+    learner and dtype are what they are, if the configuration left them to the machine.
     """
     new = loaded.config.model_dump(mode="json")
     changes: list[dict[str, Any]] = []
     if os.path.lexists(run.config_path):
         old, changes = _read_record(run)
-        found = _changes(old, new)
-        if found and not run.checkpoint_steps():
-            shutil.rmtree(run.base, ignore_errors=True)  # the old configuration built it
-        elif refusal := _refusal(run, found):
-            raise RunError(refusal)
-        elif found:
+        if (differences := _changes(old, new)) and run.checkpoint_steps():
+            if refusal := _refusal(run, differences):
+                raise RunError(refusal)
             newest = run.newest_checkpoint()
             step = newest[1].step if newest is not None else 0
-            log.info("%s: from step %d on: %s", run.root, step + 1, "; ".join(map(str, found)))
-            changes += [{"step": step} | change._asdict() for change in found]
+            log.info("%s: from step %d on: %s", run.root, step + 1, "; ".join(map(str, differences)))
+            changes += [{"step": step} | change._asdict() for change in differences]
     record = new | {"auto": dict(loaded.auto), "changes": changes}
     write_file(run.config_path, json.dumps(record, indent=2).encode() + b"\n")
     _copy_drawing(run, loaded.directory / run.drawing_path.name)
@@ -82,14 +93,14 @@ def _copy_drawing(run: RunDir, source: Path) -> None:
 
 
 def find_clash(run: RunDir, loaded: LoadedConfig) -> str:
-    """Why the existing run is not the one that the configuration describes, as a line; "": it is."""
+    """Returns the reason why another configuration made the existing run as a line, or "" if this one did."""
     if not os.path.lexists(run.config_path):
         return ""
     return _refusal(run, _changes(_read_record(run)[0], loaded.config.model_dump(mode="json")))
 
 
 def _changes(old: dict[str, Any], new: dict[str, Any]) -> list[Change]:
-    """How two configurations train differently. A dtype that one of them leaves open is no difference."""
+    """Returns the keys in which two configurations train differently. A dtype that one of them leaves open is none."""
     changes = config_changes(old, new)
     return [change for change in changes if change.key != "model.dtype" or "auto" not in (change.old, change.new)]
 
@@ -105,7 +116,7 @@ def _refusal(run: RunDir, changes: Sequence[Change]) -> str:
 
 
 def _read_record(run: RunDir) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """The run's configuration, and its changes so far. Raises RunError: config.json is damaged.
+    """Returns the run's configuration, and its changes so far. Raises RunError if config.json is damaged.
 
     A key that the record lacks, because an older version wrote it, has its default.
     """

@@ -22,7 +22,7 @@ class RunMeter:
         self._seconds_before, self._usd_before = 0.0, 0.0
 
     def follow(self, history: History) -> None:
-        """Adds what the history of earlier starts says."""
+        """Adds the hours and dollars of earlier starts."""
         last = next((each for each in reversed(history.updates) if "run_s" in each.metrics), None)
         number = 0 if last is None else last.number
         later = [each for each in history.updates if each.number > number]
@@ -34,7 +34,7 @@ class RunMeter:
         self._usd_before = max(recorded, spent, sum(judge.spent_usd for judge in self._judges))
 
     def numbers(self) -> dict[str, float]:
-        """`run_s`, and `run_usd` where a judge makes calls and the price of each is known."""
+        """Returns `run_s`, and `run_usd` if a judge makes calls and the price of each is known."""
         numbers = {"run_s": self._seconds_before + time.monotonic() - self._begin}
         usages = [judge.usage for judge in self._judges]
         costs = [usage.cost_usd for usage in usages if usage.cost_usd is not None]

@@ -1,4 +1,4 @@
-"""ScenarioChoice: what each step plays and replays, from the seed, the step and what the files say of earlier steps."""
+"""ScenarioChoice: the scenarios that each step plays and replays, by the seed, the step and earlier steps' files."""
 
 from collections.abc import Sequence
 
@@ -25,7 +25,7 @@ class ScenarioChoice:
         self._history: dict[int, list[GroupRewards]] = {}
 
     def scenarios(self, step: int) -> list[Json]:
-        """Those of the step's own groups, then those that it may refill with."""
+        """Returns the scenarios of the step's groups, then those that it may refill with."""
         rollout = self._config.rollout
         num_own, num_more = rollout.groups_per_step - rollout.num_replays, rollout.num_spare + rollout.num_replays
         if rollout.choose == "epochs":
@@ -35,7 +35,7 @@ class ScenarioChoice:
         return [self._scenarios[index] for index in chosen]
 
     def replays(self, step: int) -> list[list[ScoredTrajectory]]:
-        """The groups of earlier steps to train on again. Raises RunError: the file of one lacks it."""
+        """Returns the groups of earlier steps to train on again. Raises RunError: the file of one lacks it."""
         replay = self._config.rollout.replay
         if replay is None:
             return []
@@ -46,16 +46,16 @@ class ScenarioChoice:
             max_age=replay.max_age,
             seed=self._config.train.seed,
         )
-        found = {past: group(self._run.scored(past)) for past in {past for past, _ in chosen}}
+        groups_of = {past: group(self._run.scored(past)) for past in {past for past, _ in chosen}}
         for past, group_id in chosen:
-            if group_id not in found[past]:
+            if group_id not in groups_of[past]:
                 raise RunError(
                     f"{self._run.scored_path(past)}: no complete group {group_id}, which step {step} replays"
                 )
-        return [found[past][group_id] for past, group_id in chosen]
+        return [groups_of[past][group_id] for past, group_id in chosen]
 
     def history(self, step: int) -> dict[int, list[GroupRewards]]:
-        """The groups of the earlier steps that are certainly done when `step` begins.
+        """Returns the groups of the earlier steps that are certainly done when `step` begins.
 
         With `train.max_staleness` a step may begin before the steps right before it are done. Those are left out in
         every run, so that a resumed one chooses the same.

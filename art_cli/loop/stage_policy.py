@@ -13,10 +13,9 @@ from typing import NamedTuple
 
 from art_cli.config.compose import LoadedConfig
 from art_cli.config.config_identity import config_changes, config_hash
-from art_cli.config.schema import TinkerEngineConfig, TinkerLearnerConfig
 from art_cli.engines import engine_traits
 from art_cli.learners import Learner, load_policy, make_learner
-from art_cli.loop.dtype import decide_dtype, recorded_dtype
+from art_cli.loop.auto import decide_dtype, recorded_dtype
 from art_cli.models.loading import Weights, find_base, load_checkpoint, load_weights
 from art_cli.models.policy_spec import PolicySpec, read_spec
 from art_cli.runs.manifest import Manifest, is_built, new_checkpoint, verify_checkpoint
@@ -31,22 +30,22 @@ BASE = "base"  # word by which a user means the base model instead of a checkpoi
 
 
 class PolicySource(NamedTuple):
-    """Where a policy comes from. Example: PolicySource(Path("runs/ttt/checkpoints/step_0040"), 40)."""
+    """The origin of a policy. Example: PolicySource(Path("runs/ttt/checkpoints/step_0040"), 40)."""
 
-    checkpoint: Path | None  # None: the base model, without any checkpoint
+    checkpoint: Path | None  # or None for the base model without a checkpoint
     step: int
-    run: Path | None = None  # run that has the base; None: the run of the checkpoint, or that of the configuration
-    base: str | None = None  # directory of a base model that the user named; None: the base of the run
-    dtype: str = ""  # dtype of the base weights that its manifest names; "": it names none
+    run: Path | None = None  # run that has the base, by default the run of the checkpoint, or that of the configuration
+    base: str | None = None  # directory of a base model that the user named, by default the base of the run
+    dtype: str = ""  # dtype of the base weights in its manifest, or ""
 
 
 def find_policy(loaded: LoadedConfig, wanted: Path | None, *, which: Which = "newest") -> PolicySource:
-    """The policy a user means: a checkpoint directory, a run directory, a base, or nothing (this run).
+    """Returns the policy that a user names: a checkpoint directory, a run directory, a base, or nothing (this run).
 
-    `which` says which checkpoint of a run; training goes on from its newest. One log line explains an offered one, once
+    `which` is the checkpoint of a run; training goes on from its newest. One log line explains an offered one, once
     the configuration is accepted. "base" is the configuration's base model without an adapter, and RUN/base that of a
-    run; so is the directory of any base model. Raises UsageError: named, and not there; ConfigError: trained on
-    another model than the configuration says; CheckpointError: not whole.
+    run; so is the directory of any base model. Raises UsageError if it is not there, ConfigError
+    if it was trained on another model than the configuration's, CheckpointError if it is not whole.
     """
     source = _find_base(wanted) or _find_trained(loaded, wanted, which)
     _check_model(loaded, source)
@@ -57,7 +56,7 @@ def find_policy(loaded: LoadedConfig, wanted: Path | None, *, which: Which = "ne
 
 
 def _run(loaded: LoadedConfig, wanted: Path | None) -> RunDir:
-    """The run that is meant. This machine's copy of what the store has, if only the store has this configuration's."""
+    """Returns the run that is named, or a local copy if only the store has this configuration's."""
     run, store = RunDir(wanted or loaded.config.runs / loaded.config.name), loaded.config.store
     if wanted is not None or store is None or run.checkpoint_steps():
         return run
@@ -68,7 +67,7 @@ def _run(loaded: LoadedConfig, wanted: Path | None) -> RunDir:
 
 
 def _find_base(wanted: Path | None) -> PolicySource | None:
-    """The source that "base" or RUN/base names; None: `wanted` is neither."""
+    """Returns the source that "base" or RUN/base names, or None if `wanted` is neither."""
     if (
         wanted is None
         or wanted.name != BASE
@@ -91,16 +90,16 @@ def _find_trained(loaded: LoadedConfig, wanted: Path | None, which: Which) -> Po
     if wanted is not None and is_base(wanted):
         return PolicySource(None, 0, base=str(wanted.resolve()))
     run = _run(loaded, wanted)
-    found = run.newest_checkpoint(wanted_steps(run, which))
-    if found is not None:
-        return PolicySource(found[0], found[1].step, dtype=found[1].dtype)
+    newest = run.newest_checkpoint(wanted_steps(run, which))
+    if newest is not None:
+        return PolicySource(newest[0], newest[1].step, dtype=newest[1].dtype)
     if wanted is not None:
         raise CheckpointError(f"{wanted}: neither a checkpoint (no manifest.json) nor a run with a valid one")
     return PolicySource(None, 0)
 
 
 def _check_model(loaded: LoadedConfig, source: PolicySource) -> None:
-    """Raises ConfigError: the run of this policy has another base model or adapter than the configuration says.
+    """Raises ConfigError if the run of this policy has another base model or adapter than the configuration.
 
     A checkpoint that lies in no run cannot be compared, and passes.
     """
@@ -108,11 +107,11 @@ def _check_model(loaded: LoadedConfig, source: PolicySource) -> None:
     known = run_config(run).get("model")
     if run is None or not isinstance(known, dict):
         return
-    said = loaded.config.model.model_dump(mode="json")
-    if _is_same_place(loaded, known.get("base"), said["base"]):
-        known = known | {"base": said["base"]}
+    wanted = loaded.config.model.model_dump(mode="json")
+    if _is_same_directory(loaded, known.get("base"), wanted["base"]):
+        known = known | {"base": wanted["base"]}
     names = [name for name in ("base", "lora") if name in known]
-    old, new = ({"model": {name: model[name] for name in names}} for model in (known, said))
+    old, new = ({"model": {name: model[name] for name in names}} for model in (known, wanted))
     cure = "change it back, or name another run (name=...) or --checkpoint"
     if problems := [
         Problem(change.key, loaded.places.of(change.key), f"{run.root} was trained with another: {change}; {cure}")
@@ -121,29 +120,29 @@ def _check_model(loaded: LoadedConfig, source: PolicySource) -> None:
         raise ConfigError(problems)
 
 
-def _is_same_place(loaded: LoadedConfig, one: object, other: object) -> bool:
-    """Whether two values of `model.base` are different spellings of one directory."""
+def _is_same_directory(loaded: LoadedConfig, one: object, other: object) -> bool:
+    """Returns True if two values of `model.base` are different spellings of one directory."""
     if not isinstance(one, str) or not isinstance(other, str) or not (loaded.directory / other).is_dir():
         return False
     return (loaded.directory / one).resolve() == (loaded.directory / other).resolve()
 
 
 def _run_of(source: PolicySource) -> RunDir | None:
-    """The run that the policy names or lies in; None: neither."""
+    """Returns the run that the policy names or lies in, or None."""
     if source.run is not None:
         return RunDir(source.run)
     return run_of(source.checkpoint) if source.checkpoint is not None else None
 
 
 def _home(loaded: LoadedConfig, source: PolicySource) -> RunDir | None:
-    """The run whose base model the policy stands on; None: a checkpoint that lies in no run."""
+    """Returns the run whose base model the policy stands on, or None for a checkpoint that lies in no run."""
     if source.checkpoint is None and source.run is None:
         return RunDir(loaded.config.runs / loaded.config.name)
     return _run_of(source)
 
 
 def as_trained(loaded: LoadedConfig, source: PolicySource, base: str) -> LoadedConfig:
-    """The configuration with the dtype that the policy was trained in, where it says auto."""
+    """Returns the configuration with the dtype that the policy was trained in, if it leaves the dtype open."""
     recorded = "" if source.base is not None else source.dtype or recorded_dtype(_home(loaded, source))
     return decide_dtype(loaded, base, recorded=recorded)
 
@@ -157,15 +156,15 @@ def open_base(loaded: LoadedConfig, source: PolicySource) -> Iterator[str]:
         return
     with scratch("base") as temporary:
         home = _home(loaded, source)
-        places = [] if source.checkpoint is None else [source.checkpoint / BASE]
-        places += [] if home is None else [home.base]
-        place = next((each for each in places if each.exists()), temporary / BASE)
-        yield find_base(loaded.config.model.base, directory=loaded.directory, built=place)
+        bases = [] if source.checkpoint is None else [source.checkpoint / BASE]
+        bases += [] if home is None else [home.base]
+        built = next((each for each in bases if each.exists()), temporary / BASE)
+        yield find_base(loaded.config.model.base, directory=loaded.directory, built=built)
 
 
 @contextlib.contextmanager
 def open_policy(loaded: LoadedConfig, source: PolicySource) -> Iterator[Weights | PolicySpec | None]:
-    """The policy of `source` as the configured engine needs it.
+    """Yields the policy of `source` as the configured engine needs it.
 
     That is its weights in this process, or only what is known of it; None for an engine that brings its own model.
     """
@@ -175,8 +174,8 @@ def open_policy(loaded: LoadedConfig, source: PolicySource) -> Iterator[Weights 
         return
     with open_base(loaded, source) as base:
         config = as_trained(loaded, source, base).config
-        if not traits.needs_weights:
-            yield read_spec(config.model, base, is_remote=isinstance(config.engine, TinkerEngineConfig))
+        if traits.weights != "here":
+            yield read_spec(config.model, base, is_remote=traits.weights == "server")
             return
         weights = load_weights(config.model, base, device=config.learner.device, seed=config.train.seed)
         if source.checkpoint is not None:
@@ -186,11 +185,11 @@ def open_policy(loaded: LoadedConfig, source: PolicySource) -> Iterator[Weights 
 
 @contextlib.contextmanager
 def open_learner(loaded: LoadedConfig, source: PolicySource, *, base: str | None = None) -> Iterator[Learner]:
-    """A learner that continues from `source`, optimizer and RNG included; `base` is the opened base, if it is open."""
-    with contextlib.nullcontext(base) if base is not None else open_base(loaded, source) as place:
-        config = as_trained(loaded, source, place).config
-        is_remote = isinstance(config.learner, TinkerLearnerConfig)
-        policy = read_spec(config.model, place, is_remote=True) if is_remote else load_policy(config, place)
+    """Yields a learner that continues from `source`, with optimizer and RNG; `base` is the opened base, if any."""
+    with contextlib.nullcontext(base) if base is not None else open_base(loaded, source) as opened:
+        config = as_trained(loaded, source, opened).config
+        is_remote = config.learner.weights == "server"
+        policy = read_spec(config.model, opened, is_remote=True) if is_remote else load_policy(config, opened)
         with contextlib.closing(make_learner(config, policy, directory=loaded.directory)) as learner:
             if source.checkpoint is not None:
                 learner.load(source.checkpoint)

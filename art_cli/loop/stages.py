@@ -1,4 +1,4 @@
-"""The stages of the loop, each run alone on files: what `art generate` and `art step` do, and a notebook as well."""
+"""The stages of the loop, each run alone on files, for `art generate`, `art step` and notebooks."""
 
 import asyncio
 import logging
@@ -48,10 +48,10 @@ class StepTaken(NamedTuple):
 
 
 def generate(loaded: LoadedConfig, output: Path, *, checkpoint: Path | None, step: int | None) -> list[Trajectory]:
-    """Plays one step's scenarios with a checkpoint: all trajectories of `output`, those played before included.
+    """Plays one step's scenarios with a checkpoint. Returns all trajectories of `output`, those played before included.
 
-    `step` chooses the scenarios; None: those that come next for the checkpoint. Trajectories in `output` are not played
-    again; missing ones are appended as they finish.
+    `step` chooses the scenarios, by default those that come next for the checkpoint. Trajectories in `output` are not
+    played again; missing ones are appended as they finish.
     """
     is_foreign = not engine_traits(loaded.config.engine, loaded.directory).can_train
     if is_foreign and checkpoint is not None:
@@ -98,9 +98,9 @@ async def _play(
 
 
 async def judge(loaded: LoadedConfig, trajectories: Sequence[Trajectory]) -> list[ScoredTrajectory]:
-    """The complete groups among the trajectories, scored by the configuration's judge, group by group.
+    """Returns the complete groups among the trajectories, scored by the configuration's judge, group by group.
 
-    Raises JudgeError: a group cannot be scored.
+    Raises JudgeError if a group cannot be scored.
     """
     await asyncio.to_thread(require_keys, loaded.config.judge, loaded.directory)
     judges = make_judge(loaded.config.judge, loaded.directory)
@@ -114,9 +114,9 @@ async def judge(loaded: LoadedConfig, trajectories: Sequence[Trajectory]) -> lis
 def take_step(
     loaded: LoadedConfig, scored: Sequence[ScoredTrajectory], output: Path, *, checkpoint: Path | None
 ) -> StepTaken:
-    """The step that `art train` would have taken from `checkpoint` on these trajectories; `output` is its checkpoint.
+    """Takes the step that `art train` would take from `checkpoint` on these trajectories; `output` is its checkpoint.
 
-    Incomplete groups are left out. Raises LearnerError: nothing can be learned from them; no checkpoint is written.
+    Incomplete groups are left out. Raises LearnerError, without a checkpoint, if nothing can be learned.
     """
     source = find_policy(loaded, checkpoint)
     check_ready(loaded, ("model", "algorithm"))

@@ -9,7 +9,7 @@ log = logging.getLogger(__name__)
 
 
 class Startup:
-    """A clock whose parts follow each other. `begin` is a time of `time.monotonic`; None: now.
+    """A clock whose parts follow each other. `begin` is a time of `time.monotonic`, by default now.
 
     Example: after `reached("model")` the time since the last mark belongs to "model".
     """
@@ -35,7 +35,7 @@ class Startup:
 
 
 def process_begin() -> float:
-    """When this process was started, as a time of `time.monotonic`; now, where the system does not tell."""
+    """Returns the time of this process's start, by `time.monotonic`, or now if the system does not report it."""
     now = time.monotonic()
     try:
         fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
@@ -47,7 +47,7 @@ def process_begin() -> float:
 
 
 def import_libraries(*, has_adapter: bool) -> None:
-    """Imports what loading a model needs, so that the time of that is a part of its own."""
+    """Imports what loading a model needs, so that the clock has a part for it."""
     import torch  # noqa: F401
     from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel  # noqa: F401
 

@@ -18,7 +18,7 @@ from art_cli.rollouts.rollout_runner import RolloutPlan
 from art_cli.runs.reliability import is_left_out
 from art_cli.runs.trajectory import Json, ScoredTrajectory, Trajectory, has_signal
 
-MAX_POOLS = 16  # number of commonest pools whose success a step's metrics tell
+MAX_POOLS = 16  # number of commonest pools whose mean reward is a metric of the step
 
 Scored = Mapping[str, Sequence[ScoredTrajectory]]  # group id -> the group, for every group that has been scored
 
@@ -51,21 +51,21 @@ class StepGroups:
         self._num_begun_before = max((n for n, name in enumerate(self._names, 1) if name in begun), default=0)
 
     def next(self, scored: Scored) -> list[RolloutPlan]:
-        """The rollouts of the next wave; empty: the step has its groups.
+        """Returns the rollouts of the next wave, or [] if the step has its groups.
 
         A group that could not be scored counts as one without signal. Groups that an earlier start began belong to the
-        first wave, so that no finished trajectory is lost where a judge says something else the second time.
+        first wave, so that no finished trajectory is lost if a judge changes its verdict the second time.
         """
         missing = self._wanted - sum(name in scored and _tells(scored[name]) for name in self._names[: self._num])
         first, self._num = self._num, min(len(self._names), max(self._num + missing, self._num_begun_before))
         return [plan for name in self._names[first : self._num] for plan in self._plans[name]]
 
     def scored(self, scored: Scored) -> list[list[ScoredTrajectory]]:
-        """The groups to train on, in the order of the plan; those that could not be scored are left out."""
+        """Returns the groups to train on, in the order of the plan; those that could not be scored are left out."""
         return [list(scored[name]) for name in self._names[: self._num] if name in scored]
 
     def numbers(self, scored: Scored) -> dict[str, float]:
-        """What the rollouts say of the policy: means over the step's own groups only.
+        """Returns the rollouts' metrics: means over the step's first groups, without the refills.
 
         Refilling goes on until enough groups have signal, so a mean over all groups would prefer such scenarios.
         """
@@ -94,7 +94,7 @@ def _tells(group: Sequence[ScoredTrajectory]) -> bool:
 
 
 def _pool_numbers(groups: Sequence[Sequence[ScoredTrajectory]], key: str) -> dict[str, float]:
-    """The mean reward of each pool; of the commonest ones, where there are many."""
+    """Returns the mean reward of each pool, or of the commonest ones if there are many."""
     rewards: dict[str, list[float]] = {}
     for members in groups:
         rewards.setdefault(str(members[0].scenario.get(key)), []).extend(_rewards(members))
@@ -104,7 +104,7 @@ def _pool_numbers(groups: Sequence[Sequence[ScoredTrajectory]], key: str) -> dic
 
 
 def _reward_numbers(groups: Sequence[Sequence[ScoredTrajectory]]) -> dict[str, float]:
-    """Mean and deviation of the rewards, and the share of groups without signal; {} where no attempt has a reward."""
+    """Returns mean and deviation of the rewards and the share of groups without signal; {} if there are no rewards."""
     rewards = [reward for group in groups for reward in _rewards(group)]
     if not rewards:
         return {}

@@ -1,10 +1,10 @@
-"""StopRules: which rules of the `stop` section fire after a step or an evaluation. Pure: a history in.
+"""StopRules: the rules of the `stop` section that fire after a step or an evaluation. Pure: a history in.
 
 A rule with `then: warn` fires when it begins to hold. One that pauses the run fires as long as it holds; after that it
 begins anew, so that a run that goes on is not paused again at once:
 
     metric     only the steps after the pause count
-    hours, usd as much again as the rule says, from what was spent at the pause
+    hours, usd as much again as in the rule, from what was spent at the pause
 """
 
 from collections.abc import Mapping, Sequence
@@ -38,7 +38,7 @@ class Firing(NamedTuple):
 
 
 class StopRules:
-    """The rules of one run. `pauses`: what `RunDir.pauses` says of earlier starts."""
+    """The rules of one run. `pauses` is the result of `RunDir.pauses`, the pauses of earlier starts."""
 
     def __init__(self, rules: Sequence[StopRule], pauses: Mapping[str, tuple[int, float]]) -> None:
         self.rules = rules
@@ -46,16 +46,15 @@ class StopRules:
         self._looked: set[bool] = set()
 
     def after_step(self, history: History, step: int) -> list[Firing]:
-        """The rules on the metrics of steps, hours and dollars that fire when `step` updates are done."""
+        """Returns the rules on the metrics of steps, hours and dollars that fire when `step` updates are done."""
         return self._firing([rule for rule in self.rules if not _is_of_evaluation(rule)], history, step)
 
     def after_evaluation(self, history: History, step: int) -> list[Firing]:
-        """The rules on the metrics of evaluations that fire after the evaluation at `step`."""
+        """Returns the rules on the metrics of evaluations that fire after the evaluation at `step`."""
         return self._firing([rule for rule in self.rules if _is_of_evaluation(rule)], history, step)
 
     def unreported(self, history: History, *, of_evaluations: bool) -> list[str]:
-        """A line for each rule whose metric no step, or no evaluation, has reported so far. Only the first call says
-        it."""
+        """Returns a line for each rule whose metric no step, or no evaluation, reports. Only the first call does."""
         if of_evaluations in self._looked:
             return []
         self._looked.add(of_evaluations)
@@ -71,7 +70,7 @@ class StopRules:
         return lines
 
     def _firing(self, rules: Sequence[StopRule], history: History, step: int) -> list[Firing]:
-        return [found for rule in rules if (found := self._check(rule, history, step)) is not None]
+        return [firing for rule in rules if (firing := self._check(rule, history, step)) is not None]
 
     def _check(self, rule: StopRule, history: History, step: int) -> Firing | None:
         series = [(number, value) for number, value in _series(rule, history) if number <= step]
@@ -94,7 +93,7 @@ def _spelled(name: str, of_evaluations: bool) -> str:
 
 
 def _series(rule: StopRule, history: History) -> Series:
-    """The values that the rule is about: of its metric; hours; or dollars."""
+    """Returns the values that the rule is about: of its metric; hours; or dollars."""
     if rule.metric is not None and _is_of_evaluation(rule):
         name = rule.metric.removeprefix(EVAL)
         return [(each.step, each.metrics[name]) for each in history.evaluations if name in each.metrics]
@@ -108,7 +107,7 @@ def _series(rule: StopRule, history: History) -> Series:
 
 
 def _holds(rule: StopRule, series: Series, since: int = -1, spent: float = 0.0) -> str | None:
-    """What the last values say, if the rule holds; None: it does not. Only values after step `since` are judged, and
+    """Returns the reason why the rule fires, or None. Only values after step `since` are judged, and
     of hours and dollars what came after `spent`."""
     new = [each for each in series if each[0] > since][-rule.for_steps :]
     if len(new) < rule.for_steps:
@@ -128,7 +127,7 @@ def _holds(rule: StopRule, series: Series, since: int = -1, spent: float = 0.0) 
 
 
 def _fell(rule: StopRule, series: Series, new: Series, of: str) -> str | None:
-    """What is said where the mean of the last values lies below the best mean of as many values in a row."""
+    """Returns the reason if the mean of the last values lies below the best mean of as many values in a row."""
     assert rule.below_best_by is not None
     width = rule.for_steps
     means = [

@@ -2,7 +2,7 @@
 
 Runs that need the same warm-up share it.
 
-    runs/.warm/<digest>/    a run directory of its own: step N there is the policy after N optimizer steps
+    runs/.warm/<digest>/    a run directory: step N there is the policy after N optimizer steps
 
 The digest covers everything that the result depends on: base model, examples, settings, and the checkpoint to start
 from. So a killed warm-up continues from its last save, and a second run with the same warm-up takes the result.
@@ -18,7 +18,6 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from art_cli.config.compose import LoadedConfig
-from art_cli.config.schema import TinkerEngineConfig
 from art_cli.learners import SFT_DIRECTORY, Learner, Progress, SftProgress
 from art_cli.learners.sft.examples import Examples
 from art_cli.loop.interrupts import Interrupts
@@ -35,7 +34,7 @@ HOME = ".warm"
 VERSION = 1  # version of the computation; it is raised when the same inputs give another result
 TAKE_S = 1.0  # duration of one `take`, if an update takes no longer; an interrupt is answered after it
 SAVE_EVERY_S, SAVE_SHARE = 10.0, 0.05  # interval of saving; it grows if saving would take more than this share
-TELL_EVERY_S = 5.0  # interval of log lines if no progress bar is shown
+LOG_EVERY_S = 5.0  # interval of log lines if no progress bar is shown
 WAIT_S = 0.5  # interval between checks whether another process has finished the same warm-up
 
 
@@ -48,7 +47,7 @@ class WarmUp:
     def __init__(
         self, learner: Learner, loaded: LoadedConfig, examples: Examples, *, base: str, start: Path | None
     ) -> None:
-        """`base` is the hub id or directory of the learner's base, `start` the checkpoint that it was loaded from."""
+        """Reads the digest. `base` is the id or directory of the learner's base, `start` its loaded checkpoint."""
         self.learner, self.examples, self.base = learner, examples, base
         self.digest = digest(loaded, examples, base=base, start=start)
         self.run = RunDir(loaded.config.runs / HOME / self.digest)
@@ -59,7 +58,7 @@ class WarmUp:
         self._save_s = self._update_s = 0.0
 
     def acquire(self) -> bool:
-        """Whether this process holds the warm-up's lock now; False: another process holds it."""
+        """Returns True if this process holds the warm-up's lock now, False if another process holds it."""
         try:
             self._lock.enter_context(self.run.lock())
         except RunError as error:
@@ -72,7 +71,7 @@ class WarmUp:
         self._lock.close()
 
     def begin(self) -> None:
-        """Prepares the learner and loads the newest saved state. Raises LearnerError: a bad example."""
+        """Prepares the learner and loads the newest saved state. Raises LearnerError for a bad example."""
         trained, evaluated = self.examples
         self.num_updates = self.learner.begin_sft(trained, evaluated)
         held_out = f", {len(evaluated)} to evaluate on" if evaluated else ""
@@ -90,7 +89,7 @@ class WarmUp:
             self.learner.load(path)
             self.num_done = manifest.step
         self._num_at_begin, self._began = self.num_done, time.monotonic()
-        self._saved = self._told = self._began
+        self._saved = self._logged = self._began
 
     def take(self, progress: Progress | None = None) -> None:
         """Computes for about `TAKE_S`, at least one update; saves and reports progress when that is due."""
@@ -99,20 +98,20 @@ class WarmUp:
         taken = self.learner.take_sft(count)
         now = time.monotonic()
         self._update_s = (now - begin) / max(1, taken.num_updates - self.num_done)
-        self._tell_evaluation(taken)
+        self._log_evaluation(taken)
         self.num_done, self.is_done, self._numbers = taken.num_updates, taken.is_done, taken.numbers
         if progress is not None:
             progress(self.num_done, self.num_updates)
-        elif now - self._told >= TELL_EVERY_S or self.is_done:
-            self._told = now
-            self._tell(now)
+        elif now - self._logged >= LOG_EVERY_S or self.is_done:
+            self._logged = now
+            self._log_progress(now)
         if self.is_done:
             self.learner.end_sft()
             self.save()
         elif now - self._saved >= max(SAVE_EVERY_S, self._save_s / SAVE_SHARE):
             self.save()
 
-    def _tell(self, now: float) -> None:
+    def _log_progress(self, now: float) -> None:
         left = (self.num_updates - self.num_done) * (now - self._began) / (self.num_done - self._num_at_begin)
         log.info(
             "sft: update %d of %d (%.0f %%)  loss %.3g  %.0f s left",
@@ -123,7 +122,7 @@ class WarmUp:
             0.0 if self.is_done else left,
         )
 
-    def _tell_evaluation(self, taken: SftProgress) -> None:
+    def _log_evaluation(self, taken: SftProgress) -> None:
         """Logs the newest evaluation loss if there is a new one, and what an early stop keeps."""
         numbers = taken.numbers
         if numbers.get("num_evaluations", 0) > self._numbers.get("num_evaluations", 0):
@@ -154,7 +153,7 @@ class WarmUp:
         self._save_s = self._saved - begin
 
     def finish(self) -> dict[str, float]:
-        """The metrics of the whole warm-up, from the process that made it."""
+        """Returns the metrics of the whole warm-up, from the process that made it."""
         assert self.is_done, "take() until it is done"
         return self._numbers
 
@@ -162,14 +161,14 @@ class WarmUp:
 def run_warm_up(
     warm_up: WarmUp, is_stopped: Callable[[], bool], progress: Progress | None = None
 ) -> dict[str, float] | None:
-    """The metrics of a warm-up, made in this thread. None: `is_stopped` ended it, and its state is saved."""
-    is_told = False
+    """Returns the metrics of a warm-up, made in this thread, or None if `is_stopped` ended it; its state is saved."""
+    is_logged = False
     while not warm_up.acquire():
         if is_stopped():
             return None
-        if not is_told:
+        if not is_logged:
             log.info("sft: another process makes the same warm-up; its result is taken when it is done")
-            is_told = True
+            is_logged = True
         time.sleep(WAIT_S)
     try:
         warm_up.begin()
@@ -184,7 +183,7 @@ def run_warm_up(
 
 
 async def make_warm_up(warm_up: WarmUp, interrupts: Interrupts) -> dict[str, float]:
-    """The metrics of a warm-up, made in a thread. Raises Interrupted: its state is saved after the current update."""
+    """Returns the metrics of a warm-up, made in a thread. Raises Interrupted after saving its state."""
     is_left = threading.Event()  # set when this task is cancelled, because its thread cannot be
 
     def is_stopped() -> bool:
@@ -202,7 +201,7 @@ async def make_warm_up(warm_up: WarmUp, interrupts: Interrupts) -> dict[str, flo
 
 
 def digest(loaded: LoadedConfig, examples: Examples, *, base: str, start: Path | None) -> str:
-    """16 hexadecimal digits of everything that the result depends on, except the machine's rounding."""
+    """Returns 16 hexadecimal digits of everything that the result depends on, except the machine's rounding."""
     config = loaded.config
     assert config.sft is not None, "a warm-up needs an sft section"
     template = config.model.chat_template
@@ -218,7 +217,7 @@ def digest(loaded: LoadedConfig, examples: Examples, *, base: str, start: Path |
         "learner": config.learner.name,
         "start": None if start is None else verify_checkpoint(start).files,
     }
-    if isinstance(config.engine, TinkerEngineConfig):  # the weights are there and nowhere else
-        facts["server"] = [config.engine.base_url, config.engine.base_model]
+    if config.engine.server is not None:  # the weights are there and nowhere else
+        facts["server"] = config.engine.server
     text = json.dumps(facts, sort_keys=True, default=repr)
     return hashlib.sha256(text.encode()).hexdigest()[:16]

@@ -52,7 +52,7 @@ def check_base(directory: Path, named: str | None = None) -> None:
 
 
 def check_files(directory: Path) -> None:
-    """Raises ArtError for the first file that cannot be what its name says."""
+    """Raises ArtError for the first file whose content cannot be what its name promises."""
     config = read_object(directory / "config.json")
     for name in JSON_FILES:
         if os.path.lexists(directory / name):
@@ -63,7 +63,7 @@ def check_files(directory: Path) -> None:
 
 
 def read_template(path: Path) -> str:
-    """The text of a Jinja chat template, which compiles. Raises DataError: it does not."""
+    """Returns the text of a Jinja chat template, which compiles. Raises DataError: it does not."""
     import jinja2
 
     try:
@@ -88,7 +88,7 @@ def _without_markers(text: str) -> str:
 
 
 def _weight_files(directory: Path) -> list[Path]:
-    """The safetensors files that hold the model. Raises DataError: there are none, or the index is damaged."""
+    """Returns the safetensors files that hold the model. Raises DataError: there are none, or the index is damaged."""
     if os.path.lexists(directory / SINGLE):
         return [directory / SINGLE]
     if os.path.lexists(directory / INDEX):
@@ -108,7 +108,10 @@ def refuse_pickles(directory: Path) -> None:
 
 
 def _tensor_names(path: Path) -> list[str]:
-    """The tensors' names in a safetensors file. Raises DataError: no such file, or its header does not fit it."""
+    """Returns the tensors' names in a safetensors file.
+
+    Raises DataError: no such file, or its header does not fit it.
+    """
     from safetensors import SafetensorError, safe_open
 
     if not path.is_file():
@@ -131,7 +134,7 @@ def _check_depth(directory: Path, config: dict[str, Any], tensors: list[str]) ->
 
 
 def base_digest(base: str) -> str:
-    """A text that differs between base models: a hash over the files, or the cached commit of a hub id."""
+    """Returns a text that differs between base models: a hash over the files, or the cached commit of a hub id."""
     if Path(base).is_dir():
         is_built = (Path(base) / HASHES).is_file()
         hashes = read_object(Path(base) / HASHES)["files"] if is_built else hash_files(Path(base))

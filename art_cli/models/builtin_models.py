@@ -25,7 +25,10 @@ def tiny(directory: Path) -> None:
 
 
 def words() -> list[str]:
-    """The commonest words of English text. The tokenizer makes each of them one token, and any other text bytes."""
+    """Returns the commonest words of English text.
+
+    The tokenizer makes each of them one token, and any other text bytes.
+    """
     return TEMPLATE.with_name("builtin_words.txt").read_text(encoding="utf-8").split()
 
 
@@ -37,7 +40,7 @@ def chat_template() -> str:
 # --- weights that are set by hand -------------------------------------------------------------------------------------
 
 WINDOW = 5  # tokens by which a place in the text is recognised
-NUM_SLOW = 7  # rotary pairs below it tell positions apart; those from here on hardly turn in 10,000 tokens
+NUM_SLOW = 7  # rotary pairs below it keep positions apart; those from here on hardly turn in 10,000 tokens
 HEAD, HEADS, CODE = 64, 5, 48  # numbers of a head; heads; numbers of a token's code
 WIDTH, NEURONS = 256, 128
 C, K, Q, O = (slice(at, at + CODE) for at in range(0, 4 * CODE, CODE))  # noqa: E741
@@ -126,7 +129,7 @@ class _Talker:
         at.q_norm.weight.fill_(1.0)
         at.k_norm.weight.fill_(120.0 / math.sqrt(HEAD))
         frequencies = [1e20 ** (-pair / (HEAD // 2)) for pair in range(NUM_SLOW)]
-        sizes = [2.0, 1.4, *[1.0] * (NUM_SLOW - 2)]  # the fastest pair tells neighbours apart
+        sizes = [2.0, 1.4, *[1.0] * (NUM_SLOW - 2)]  # the fastest pair keeps neighbours apart
         for head in range(HEADS):
             back, first = head + 1, head * HEAD
             for pair, (frequency, size) in enumerate(zip(frequencies, sizes, strict=True)):

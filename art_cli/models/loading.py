@@ -56,7 +56,7 @@ class Weights:
     max_length: int  # tokens of prompt and reply together
     base: str  # hub id or directory it was loaded from
     has_adapter: bool
-    quantize: str | None = None  # "4bit": the base was quantized as it was loaded; None: it was not
+    quantize: str | None = None  # "4bit" if the base was quantized as it was loaded, or None
     version: int = 0
     lock: threading.RLock = field(default_factory=threading.RLock)
 
@@ -74,14 +74,14 @@ class Weights:
 
 
 class Size(NamedTuple):
-    """How many parameters a model has. Example: Size(whole=24_300_000, trained=290_000)"""
+    """The number of a model's parameters. Example: Size(whole=24_300_000, trained=290_000)"""
 
     whole: int
     trained: int
 
 
 def find_base(base: str, *, directory: Path, built: Path, named: str = "model.base") -> str:
-    """The hub id or directory to load `base` from. A builder runs once and writes the directory `built`.
+    """Returns the hub id or directory to load `base` from. A builder runs once and writes the directory `built`.
 
     Raises UsageError: the builder cannot be found, or it fails.
     """
@@ -122,7 +122,7 @@ def load_weights(
     load: ModelLoader | None = None,
     named: str | None = None,
 ) -> Weights:
-    """The model and tokenizer at `base` (a hub id or directory), with a fresh adapter where the config has one.
+    """Returns the model and tokenizer at `base` (a hub id or directory), with a fresh adapter where the config has one.
 
     The adapter starts as no change at all (B = 0), its A is drawn from `seed`. `load` takes the place of transformers
     and peft. `named` is what errors call a base that no configuration names, as in "--base 'x'".
@@ -151,7 +151,10 @@ def load_weights(
 
 
 def resolve_dtype(config: ModelConfig, base: str, *, device: str = "auto", named: str | None = None) -> DtypeChoice:
-    """The dtype that the configuration names, or that the device decides. Raises UsageError as `load_weights` does."""
+    """Returns the dtype that the configuration names, or that the device decides.
+
+    Raises UsageError as `load_weights` does.
+    """
     require_base(base, named)
     if config.dtype != "auto":
         return DtypeChoice(config.dtype, "")
@@ -185,9 +188,9 @@ def load_checkpoint(
 
 
 def on_base(base: Weights, adapter: Path | None) -> Weights:
-    """A policy made of a bare base model and a saved adapter, or of the base alone; the base's tensors are shared.
+    """Returns a policy of a bare base model and a saved adapter, or of the base alone; the base's tensors are shared.
 
-    adapter_config.json says what the adapter is, and the adapter's tokenizer replaces the base's. Any number of
+    adapter_config.json describes the adapter, and the adapter's tokenizer replaces the base's. Any number of
     policies may share one base without seeing each other. Raises CheckpointError: no LoRA adapter, or another model's.
     """
     assert not base.has_adapter, "adapters are put on a bare base model"
@@ -215,7 +218,7 @@ def with_adapter(base: Weights, lora: LoraConfig, seed: int) -> Weights:
 
 
 def clone_trainable(weights: Weights) -> Weights:
-    """The same policy with trainable weights of its own; both share the frozen ones."""
+    """Returns the same policy with a copy of the trainable weights; both share the frozen ones."""
     frozen = [parameter for parameter in weights.model.parameters() if not parameter.requires_grad]
     memo = {id(tensor): tensor for tensor in [*frozen, *weights.model.buffers()]}
     with weights.lock:
@@ -226,7 +229,7 @@ def clone_trainable(weights: Weights) -> Weights:
 def save_weights(weights: Weights, directory: Path, *, tensors: dict[str, torch.Tensor] | None = None) -> None:
     """Writes a plain PEFT directory (or a transformers one, where there is no adapter), tokenizer included.
 
-    `tensors` are the trained ones by their names in the model; None: they are taken from the model.
+    `tensors` are the trained ones by their names in the model, by default those of the model.
     """
     with weights.lock:
         weights.model.save_pretrained(directory, state_dict=tensors)
@@ -235,7 +238,10 @@ def save_weights(weights: Weights, directory: Path, *, tensors: dict[str, torch.
 
 
 def merge(weights: Weights) -> Weights:
-    """The same policy without an adapter: W + alpha / rank * B A replaces W. `weights` cannot be used afterwards."""
+    """Returns the same policy without an adapter: W + alpha / rank * B A replaces W.
+
+    `weights` cannot be used afterwards.
+    """
     if not weights.has_adapter:
         return weights
     with weights.lock:
@@ -255,7 +261,7 @@ def save_merged(weights: Weights, directory: Path, dtype: str) -> None:
 
 
 def count_parameters(model: Any) -> Size:
-    """The model's size. A weight kept in 4 bits counts with its unpacked shape."""
+    """Returns the model's size. A weight kept in 4 bits counts with its unpacked shape."""
     parameters = list(model.parameters())
     shapes = [getattr(getattr(p, "quant_state", None), "shape", p.shape) for p in parameters]
     sizes = [math.prod(shape) for shape in shapes]
@@ -274,13 +280,13 @@ def token_logprobs(weights: Weights, token_ids: Sequence[int]) -> list[float]:
 
 
 def context_of(config: Any) -> int:
-    """How many tokens of prompt and reply the model of a transformers configuration was made for."""
+    """Returns the number of tokens of prompt and reply that the model of a transformers configuration was made for."""
     length: int | None = getattr(config, "max_position_embeddings", None)
     return length or DEFAULT_LENGTH
 
 
 def pick_device(device: str, named: str = "learner.device") -> str:
-    """The device that a configuration means. Example: "cuda" for "auto" where torch sees a GPU, else "cpu".
+    """Returns the device that a configuration means. Example: "cuda" for "auto" where torch sees a GPU, else "cpu".
 
     Raises UsageError: this machine, or this torch, does not have it.
     """
@@ -304,7 +310,7 @@ def pick_device(device: str, named: str = "learner.device") -> str:
 
 
 def _load_model(config: ModelConfig, base: str, device: torch.device, dtype: torch.dtype, seed: int) -> Any:
-    """The model by transformers, its adapter by peft."""
+    """Returns the model by transformers, its adapter by peft."""
     import transformers
 
     _hide_progress_bars()
@@ -425,7 +431,7 @@ def _hide_progress_bars() -> None:
 
 
 def add_adapter(model: Any, lora: LoraConfig, seed: int) -> Any:
-    """The model with a fresh adapter. Raises UsageError: a module to adapt that it does not have."""
+    """Returns the model with a fresh adapter. Raises UsageError: a module to adapt that it does not have."""
     import peft
     import torch
 
@@ -441,7 +447,7 @@ def add_adapter(model: Any, lora: LoraConfig, seed: int) -> Any:
 
 
 def _wrap(model: Any, adapter: Path) -> Any:
-    """The model with an adapter of the saved one's shape, whose tensors are not loaded yet."""
+    """Returns the model with an adapter of the saved one's shape, whose tensors are not loaded yet."""
     import peft
     import torch
 
@@ -468,7 +474,7 @@ def _parts(
     tensors: dict[str, torch.Tensor],
     part: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
 ) -> dict[str, torch.Tensor]:
-    """The part of each whole tensor that belongs in `weights`; a tensor that does not fit is left unchanged."""
+    """Returns the part of each whole tensor that belongs in `weights`; a tensor that does not fit is left unchanged."""
     model = weights.model
     own: Any = model.state_dict()
     if weights.has_adapter:

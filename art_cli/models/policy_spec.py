@@ -1,4 +1,4 @@
-"""PolicySpec: what is known of a policy without its weights. Plain data, so that the policy may live elsewhere.
+"""PolicySpec: a policy without its weights. Plain data, so that the policy may live elsewhere.
 
 The loop, an engine in a process of its own and a user's own engine get this. Reading one loads configurations and a
 tokenizer, never weights.
@@ -22,17 +22,17 @@ class PolicySpec(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     base: str  # hub id or directory of the base model
-    dtype: str  # dtype of the base weights; adapters are float32. "": a server has the weights and does not say
+    dtype: str  # dtype of the base weights, or "" if only a server knows it; adapters are float32
     vocabulary: int  # number of token ids that the model knows
     max_length: int  # tokens of prompt and reply together
-    lora_rank: int | None  # largest rank of its adapter; None: it has no adapter
-    chat_template: str | None  # Jinja; None: the tokenizer's own
-    learner_device: str | None  # where a learner holds the weights: "cpu", "cuda:0"; None: there is no learner
-    quantize: str | None = None  # "4bit": the base is kept in 4 bits; None: as it is
+    lora_rank: int | None  # largest rank of its adapter, or None without one
+    chat_template: str | None  # Jinja, or None for the tokenizer's
+    learner_device: str | None  # device of a learner's weights, "cpu" or "cuda:0", or None without a learner
+    quantize: str | None = None  # "4bit" if the base is kept in 4 bits, or None
 
 
 def spec_of(weights: loading.Weights) -> PolicySpec:
-    """The spec of a policy whose weights are in this process."""
+    """Returns the spec of a policy whose weights are in this process."""
     ranks = [max([lora.r, *lora.rank_pattern.values()]) for lora in _adapters(weights)]
     template = weights.tokenizer.chat_template
     return PolicySpec(
@@ -60,11 +60,11 @@ def read_spec(
     named: str | None = None,
     is_remote: bool = False,
 ) -> PolicySpec:
-    """The spec of a policy on `base` (a hub id or directory), read from the files of its base and its adapter.
+    """Returns the spec of a policy on `base` (a hub id or directory), read from the files of its base and its adapter.
 
-    `device` is where a learner will hold the weights, as a configuration says it; None: there is no learner. `named`
-    is what errors call the base, as in `model.load_weights`. `is_remote`: a server has the weights.
-    Raises UsageError: nothing loadable at `base`.
+    `device` is where a learner will hold the weights, as in a configuration, or None without a learner. `named` is
+    what errors call the base, as in `load_weights`. With `is_remote` a server has the weights.
+    Raises UsageError if nothing loadable is at `base`.
     """
     import transformers
 

@@ -21,7 +21,7 @@ class DtypeChoice(NamedTuple):
 
 
 def choose_dtype(base: str, device: str) -> DtypeChoice:
-    """The dtype for the model at `base` (a hub id or directory) on the device ("cpu", "cuda:0").
+    """Returns the dtype for the model at `base` (a hub id or directory) on the device ("cpu", "cuda:0").
 
     Raises OSError, ValueError: transformers knows no model there.
     """
@@ -37,21 +37,21 @@ def choose_dtype(base: str, device: str) -> DtypeChoice:
 
 
 def has_bfloat16_gpu() -> bool:
-    """Whether torch sees a GPU that multiplies bfloat16 itself; an emulation does not count."""
+    """Returns True if torch sees a GPU that multiplies bfloat16 itself; an emulation does not count."""
     import torch
 
     return bool(torch.cuda.is_bf16_supported(including_emulation=False))
 
 
 def has_amx() -> bool:
-    """Whether the CPU has AMX and the system lets this process use it."""
+    """Returns True if the CPU has AMX and the system lets this process use it."""
     import torch
 
     return bool(torch.cpu._init_amx())
 
 
 def _count_parameters(base: str) -> int:
-    """How many parameters the model has; its weights are not read."""
+    """Returns the number of the model's parameters without reading its weights."""
     import torch
     import transformers
 

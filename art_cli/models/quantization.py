@@ -34,7 +34,10 @@ def settings(dtype: Any) -> Any:
 
 
 def is_quantized(model: Any) -> bool:
-    """Whether the model was loaded in few bits, by us or because it was saved so. It cannot change its device then."""
+    """Returns True if the model was loaded in few bits, by us or because it was saved so.
+
+    It cannot change its device then.
+    """
     return bool(getattr(model, "is_quantized", False))
 
 

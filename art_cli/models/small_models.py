@@ -51,7 +51,7 @@ def build(
 ) -> None:
     """Writes a Qwen3 of seed 0 and the tokenizer: a million parameters with these sizes and 1,000 tokens.
 
-    `positions`: the longest context in tokens. `rope_theta`: a small one tells near tokens apart better, which suits
+    `positions`: the longest context in tokens. `rope_theta`: a small one keeps near tokens apart better, which suits
     short contexts.
     """
     import torch
@@ -77,7 +77,7 @@ def build(
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         model = Qwen3ForCausalLM(config)
-        torch.nn.init.normal_(model.model.embed_tokens.weight, std=0.3)  # tied to the head: wide enough to tell apart
+        torch.nn.init.normal_(model.model.embed_tokens.weight, std=0.3)  # tied to the head, and wide enough for that
     save(directory, model, tokenizer)
 
 
@@ -95,13 +95,14 @@ def make_tokenizer(
     splits_spaces: bool = False,
     most_tokens: int = 100_000,
 ) -> Any:
-    """A transformers tokenizer in which each word of the texts is one token, and all other text is bytes.
+    """Returns a transformers tokenizer in which each word of the texts is one token, and all other text is bytes.
 
     A word has the space before it, if there is one; the same word at a line's start or behind a quote is another
     token, and is in the texts if it is to be one token there. With `splits_spaces` a space is a token of its own, so
     that a word is the same token in a sentence and in the JSON of a call: easier to copy. Digits are tokens each.
     `tools` as a request has them: all of a call but the text of its arguments is one token a piece (call_pieces).
-    `template`: the chat template; None: ChatML, that with tools if there are any. `most_tokens` cuts off rare words.
+    `template`: the chat template, by default ChatML, that with tools if there are any. `most_tokens` cuts off rare
+    words.
     """
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
@@ -136,7 +137,7 @@ def make_tokenizer(
 
 
 def call_pieces(tools: Iterable[dict[str, Any]]) -> list[str]:
-    """The pieces of text that a call of these tools is made of, apart from its arguments' values.
+    """Returns the pieces of text that a call of these tools is made of, apart from its arguments' values.
 
     Example: a tool search(query: string) has '<tool_call>\\n{"name": "search", "arguments": {"query": "' and
     '"}}\\n</tool_call>', so that a search for one word takes three tokens. Arguments stand in their schema's order.
@@ -145,9 +146,9 @@ def call_pieces(tools: Iterable[dict[str, Any]]) -> list[str]:
     for tool in tools:
         piece = f'<tool_call>\n{{"name": "{tool["function"]["name"]}", "arguments": {{'
         arguments = (tool["function"].get("parameters") or {}).get("properties") or {}
-        for place, (name, schema) in enumerate(arguments.items()):
+        for index, (name, schema) in enumerate(arguments.items()):
             quote = '"' if schema.get("type") == "string" else ""
-            pieces[f'{piece}{", " if place else ""}"{name}": {quote}'] = None
+            pieces[f'{piece}{", " if index else ""}"{name}": {quote}'] = None
             piece = quote
         pieces[f"{piece}}}}}\n</tool_call>"] = None
     return list(pieces)

@@ -1,4 +1,4 @@
-"""What changed in a run beside a fall of its reward: entropy, signal, gap, clipping, length, failures, gradient.
+"""Changes in a run beside a fall of its reward: entropy, signal, gap, clipping, length, failures, gradient.
 
 Each reason is a number that changed between the best policy and the policy that fell, with what to try. The cures of
 all findings stand here.
@@ -58,7 +58,7 @@ class Reason(msgspec.Struct, frozen=True):
 
 
 def find_reasons(updates: Sequence[UpdateNumbers], best: int, step: int) -> list[Reason]:
-    """What changed between the updates up to step `best` and those up to `step`."""
+    """Returns the changes between the updates up to step `best` and those up to `step`."""
     since = [update for update in updates if best < update.number <= step]
     if not since:
         return []
@@ -77,7 +77,7 @@ class _Spans(NamedTuple):
     now: Sequence[UpdateNumbers]
 
     def means(self, of: Callable[[UpdateNumbers], float | None]) -> tuple[float, float, float] | None:
-        """The mean of each span; None: one of them has no such number."""
+        """Returns the mean of each span, or None if one of them has no such number."""
         spans = [[value for update in span if (value := of(update)) is not None] for span in self]
         return (fmean(spans[0]), fmean(spans[1]), fmean(spans[2])) if all(spans) else None
 

@@ -1,4 +1,4 @@
-"""What went wrong in a run, since when, what the numbers show beside it, and what to try. Pure: a history in.
+"""Findings: what went wrong in a run, since when, what the numbers show beside it, and cures. Pure: a history in.
 
 evaluation_fell   an evaluation lies below the best one before it, by more than the interval of their paired difference
 training_fell     the training reward of the last steps lies below that of the best steps before
@@ -63,7 +63,7 @@ class Interval(msgspec.Struct, frozen=True):
 
 
 class RunFinding(msgspec.Struct, frozen=True):
-    """What went wrong, and when.
+    """One thing that went wrong, and its steps.
 
     Example: RunFinding("evaluation_fell", 24, 24, "the evaluation at step 24 is 0.613, ...", [Reason(...)], "...")
     """
@@ -77,16 +77,16 @@ class RunFinding(msgspec.Struct, frozen=True):
 
     @property
     def cures(self) -> list[str]:
-        """What to try, each once."""
+        """Returns what to try, each once."""
         return list(dict.fromkeys([reason.cure for reason in self.reasons] or [self.cure]))
 
     def __str__(self) -> str:
-        beside = "; ".join(reason.text for reason in self.reasons) or "no other number says why"
+        beside = "; ".join(reason.text for reason in self.reasons) or "no other number shows why"
         return f"{self.text} ({beside}); try: {'; '.join(self.cures)}"
 
 
 def find(history: History, *, is_comparable: bool = True) -> list[RunFinding]:
-    """All findings of a history, by their first step.
+    """Returns all findings of a history, by their first step.
 
     `is_comparable`: whether training rewards of different steps can be compared. Those of a judge that only compares
     the attempts of a group cannot.
@@ -101,7 +101,7 @@ def find(history: History, *, is_comparable: bool = True) -> list[RunFinding]:
 
 
 def mean_interval(values: Sequence[float], *, level: float = LEVEL) -> Interval | None:
-    """The mean and its interval of confidence 1 - level, by Student's t. None: too few values to tell."""
+    """Returns the mean and its interval of confidence 1 - level, by Student's t, or None for too few values."""
     if len(values) < MIN_SCENARIOS:
         return None
     mean = fmean(values)
@@ -110,7 +110,7 @@ def mean_interval(values: Sequence[float], *, level: float = LEVEL) -> Interval 
 
 
 def student(probability: float, freedom: int) -> float:
-    """The quantile of Student's t, expanded about the normal one (Abramowitz and Stegun 26.7.5).
+    """Returns the quantile of Student's t, expanded about the normal one (Abramowitz and Stegun 26.7.5).
 
     Off by less than 3 % at the 0.975 quantile of 2 degrees of freedom, and by less than 0.1 % from 6 on.
     """
@@ -125,7 +125,7 @@ def student(probability: float, freedom: int) -> float:
 
 
 def _evaluations_fell(history: History) -> Iterator[RunFinding]:
-    """A finding for each time that evaluations begin to lie below the best one before them."""
+    """Yields a finding for each time that evaluations begin to lie below the best one before them."""
     best: Evaluated | None = None
     fall: RunFinding | None = None
     for num, point in enumerate(history.evaluations):
@@ -144,7 +144,7 @@ def _evaluations_fell(history: History) -> Iterator[RunFinding]:
 
 
 def _compare(history: History, best: Evaluated, point: Evaluated, num: int) -> RunFinding | None:
-    """The finding that `point`, which comes after `num` evaluations, lies below the best of them."""
+    """Returns the finding that `point`, which comes after `num` evaluations, lies below the best of them."""
     common = sorted(best.rewards.keys() & point.rewards.keys())
     differences = [point.rewards[name] - best.rewards[name] for name in common]
     plain = mean_interval(differences)
@@ -165,7 +165,7 @@ def _compare(history: History, best: Evaluated, point: Evaluated, num: int) -> R
 
 
 def _training_fell(history: History) -> Iterator[RunFinding]:
-    """A finding for each time that the mean of the last steps begins to lie below the best mean before."""
+    """Yields a finding for each time that the mean of the last steps begins to lie below the best mean before."""
     rewarded = [(update.number, update.metrics["reward_mean"]) for update in history.updates
                 if "reward_mean" in update.metrics]  # fmt: skip
     values = [reward for _, reward in rewarded]
@@ -177,7 +177,7 @@ def _training_fell(history: History) -> Iterator[RunFinding]:
 
 
 def _distinct_falls(values: Sequence[float]) -> Iterator[tuple[int, tuple[int, int, int]]]:
-    """(width, fall) of `_falls` for each width of window, without those that a shorter window found."""
+    """Yields (width, fall) of `_falls` for each width of window, without those that a shorter window found."""
     sums = [0.0]
     for value in values:
         sums.append(sums[-1] + value)
@@ -190,7 +190,7 @@ def _distinct_falls(values: Sequence[float]) -> Iterator[tuple[int, tuple[int, i
 
 
 def _falls(values: Sequence[float], sums: Sequence[float], width: int) -> Iterator[tuple[int, int, int]]:
-    """(first, last, top): the windows that end at places first to last lie below the one that ends at top."""
+    """Yields (first, last, top): the windows that end at indices first to last lie below the one that ends at top."""
     top, begun, end = width - 1, None, 0
 
     def mean(at: int) -> float:
@@ -223,7 +223,7 @@ def noise(values: Sequence[float], at: int) -> float:
 
 
 def _bound(num: int, width: int) -> float:
-    """How many standard errors two windows of `num` steps may differ by chance: Bonferroni over their pairs."""
+    """Returns the standard errors by which two windows of `num` steps may differ by chance: Bonferroni over pairs."""
     return student(1 - LEVEL / (TRAINING_LOOKS * (num / width) ** 2), max(num // 3, 3))
 
 
@@ -249,9 +249,9 @@ def _training_finding(
 
 
 def _shadows(history: History) -> Iterator[RunFinding]:
-    """A finding for each time that a shadow judge and the reward begin to move apart.
+    """Yields a finding for each time that a shadow judge and the reward begin to move apart.
 
-    A gap that widens is a fall of its negative, and is told from noise as a fall of the training reward is.
+    A gap that widens is a fall of its negative, and is separated from noise as a fall of the training reward is.
     """
     names = {name for update in history.updates[-1:] + history.updates[:1] for name in update.metrics}
     for name in sorted(names):
@@ -340,7 +340,7 @@ def _collapsed(first: Window, window: Window) -> list[bool]:
 
 
 def _rests(first: Window, window: Window, *, is_comparable: bool) -> list[bool]:
-    """All updates of a window that have signal and a full learning rate, and yet change next to nothing."""
+    """Returns all updates of a window that have signal and a full learning rate, and yet change next to nothing."""
     change, rate = _mean(window, "logprob_change"), _mean(window, "learning_rate")
     rates = [update.metrics["learning_rate"] for update in [*first, *window] if "learning_rate" in update.metrics]
     is_full = bool(rates) and rate >= max(rates) / 2  # neither warmed up nor decayed
@@ -360,7 +360,7 @@ def _is_solved(window: Window) -> bool:
 
 
 def _mean(window: Window, name: str) -> float:
-    """The mean over the updates that have the number; NaN where none has."""
+    """Returns the mean over the updates that have the number; NaN where none has."""
     values = [update.metrics[name] for update in window if name in update.metrics]
     return fmean(values) if values else math.nan
 
@@ -377,11 +377,11 @@ def _spans(updates: Window, find_in: Callable[[Window], list[bool]], *, width: i
         is_found = find_in(updates[start : start + width])
         if not any(is_found):
             continue
-        places = [start + index for index, each in enumerate(is_found) if each]
-        if places[0] > end and end:
+        indices = [start + index for index, each in enumerate(is_found) if each]
+        if indices[0] > end and end:
             yield updates[begin:end]
             begin, end = 0, 0
-        begin, end = (begin if end else places[0]), max(end, places[-1] + 1)
+        begin, end = (begin if end else indices[0]), max(end, indices[-1] + 1)
     if end:
         yield updates[begin:end]
 
@@ -398,21 +398,21 @@ def _span(streak: Sequence[UpdateNumbers]) -> str:
 
 
 class RunWatch:
-    """Follows a run while it trains: each finding is told once, when it begins. Those in `history` were told before."""
+    """Watch over a run while it trains: returns each finding once, when it begins, but none of those in `history`."""
 
     def __init__(self, history: History, *, is_comparable: bool) -> None:
         self.history, self._is_comparable = history, is_comparable
-        self._told = {_key(finding) for finding in find(history, is_comparable=is_comparable)}
+        self._reported = {_key(finding) for finding in find(history, is_comparable=is_comparable)}
 
     def add(self, record: UpdateNumbers | Evaluated) -> list[RunFinding]:
-        """The findings that begin with this record."""
+        """Returns the findings that begin with this record."""
         if isinstance(record, UpdateNumbers):
             self.history.updates.append(record)
         else:
             self.history.evaluations.append(record)
         found = find(self.history, is_comparable=self._is_comparable)
-        new = [finding for finding in found if _key(finding) not in self._told]
-        self._told.update(map(_key, new))
+        new = [finding for finding in found if _key(finding) not in self._reported]
+        self._reported.update(map(_key, new))
         return new
 
 

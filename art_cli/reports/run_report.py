@@ -1,4 +1,4 @@
-"""Report: what happened in a run, as plain data: rewards with intervals, what each step's numbers say, time and cost.
+"""RunReport: a run as plain data: rewards with intervals, the numbers of each step, findings, time and cost.
 
     read_report(RunDir) -> RunReport -> pages/report_text.py, pages/report_page.py, or JSON
 
@@ -55,11 +55,11 @@ class Point(msgspec.Struct, frozen=True):
 
 
 class ReportedEvaluation(msgspec.Struct, frozen=True):
-    """One evaluation. `reward` None: it had none."""
+    """One evaluation. `reward` is None if it had none."""
 
     step: int
     reward: Point | None
-    num_scenarios: int | None  # None: not known
+    num_scenarios: int | None  # or None if unknown
     metrics: dict[str, float]
 
 
@@ -73,7 +73,7 @@ class Rollouts(msgspec.Struct, frozen=True):
 
 
 class Seconds(msgspec.Struct, frozen=True):
-    """What the run's time went to. With train.max_staleness above 0 sampling and training overlap."""
+    """The parts of the run's time. With train.max_staleness above 0 sampling and training overlap."""
 
     sampling: float
     judging: float  # after the last rollout of each step
@@ -86,7 +86,7 @@ class Seconds(msgspec.Struct, frozen=True):
 
 
 class JudgeCost(msgspec.Struct, frozen=True):
-    """What the judge's calls took. `usd` None: the price of some is unknown."""
+    """The cost of the judge's calls. `usd` is None if the price of some is unknown."""
 
     calls: int
     tokens: int
@@ -94,7 +94,7 @@ class JudgeCost(msgspec.Struct, frozen=True):
 
 
 class Gain(msgspec.Struct, frozen=True):
-    """How far the reward rose from the first policy measured to the best one, and what each point of it took.
+    """The rise of the reward from the first policy measured to the best one, and the cost of each point of it.
 
     `of` is "evaluation", or "training" for a run without evaluations. A rate is None where nothing was gained, or
     where what it is divided by is 0 or not known.
@@ -116,27 +116,27 @@ class Kept(msgspec.Struct, frozen=True):
     """A policy of the run, and its checkpoint if that is still there."""
 
     step: int
-    reward: float | None  # None: not evaluated
+    reward: float | None  # or None if it was not evaluated
     checkpoint: str | None
 
 
 class RunReport(msgspec.Struct, frozen=True, kw_only=True):
-    """What `art report --json` prints."""
+    """The object that `art report --json` prints."""
 
     schema_version: int = SCHEMA
     run: str
     made_with: dict[str, str]
     num_steps: int
-    wanted_steps: int | None  # train.steps; None: not known
-    updated: float | None  # when the last number was written, in seconds since the epoch; None: nothing was written yet
+    wanted_steps: int | None  # train.steps, or None if unknown
+    updated: float | None  # time of the last number, in seconds since the epoch, or None before the first
     warm_up: dict[str, float] | None
     evaluations: list[ReportedEvaluation]
     training_reward: list[Point]  # smoothed
-    reward_names: dict[str, str]  # what the rewards of steps ("train") and of evaluations ("eval") are
+    reward_names: dict[str, str]  # name of the rewards of steps ("train") and of evaluations ("eval")
     series: dict[str, list[tuple[int, float]]]
     rollouts: Rollouts
     seconds: Seconds
-    judge: JudgeCost | None  # None: it made no calls, or an older version wrote the run
+    judge: JudgeCost | None  # or None if it made no calls, or an older version wrote the run
     gain: Gain | None
     best: Kept | None  # the highest evaluated reward, of equals the latest
     last: Kept | None  # the newest checkpoint
@@ -184,7 +184,7 @@ def read_report(run: RunDir) -> RunReport:
 
 
 def find_run_fault(run: RunDir, history: History) -> Fault | None:
-    """The fault of all steps so far, those before a resumption included; else that of the last evaluation.
+    """Returns the fault of all steps so far, those before a resumption included; else that of the last evaluation.
 
     A step has signal if it changed weights, so a critic, a teacher or an imitation loss makes any rewards do. A number
     that an older version did not write counts as good.
@@ -204,7 +204,7 @@ def find_run_fault(run: RunDir, history: History) -> Fault | None:
 
 
 def _evaluation_fault(run: RunDir, history: History) -> Fault | None:
-    """The fault of the last evaluation, which is that of the policy to serve."""
+    """Returns the fault of the last evaluation, which is that of the policy to serve."""
     last = history.evaluations[-1] if history.evaluations else None
     is_called = last is None or last.metrics.get("num_turns", 1.0) > 0
     if last is None or (is_called and last.metrics.get("failed") != 1.0):
@@ -224,7 +224,7 @@ def _of_fault(fault: Fault | None, history: History) -> list[RunFinding]:
 
 
 def _made_with(config: Mapping[str, Any]) -> dict[str, str]:
-    """The keys that say most, each as one printable word; those that the record lacks are left out."""
+    """Returns the most telling keys, each as one printable word; those that the record lacks are left out."""
     algorithm = ("algorithm", "entry") if config.get("algorithm") else ("loss", "name")
     keys = {"model": ("model", "base"), "algorithm": algorithm, "judge": ("judge", "name"),
             "engine": ("engine", "name"), "learner": ("learner", "name"),
@@ -246,7 +246,7 @@ def _whole(value: Any) -> int | None:
 
 
 def reward_names(config: Mapping[str, Any], reward_is: str) -> dict[str, str]:
-    """What the rewards of steps and of evaluations are; "reward" where both are what the rollouts return.
+    """Returns names for the rewards of steps and of evaluations; "reward" if both are those of the rollouts.
 
     `reward_is` as in evaluation.json. Example: {"train": "ruler score", "eval": "share of wins"}
     """
@@ -281,21 +281,21 @@ def _point(step: int, mean: float, values: Sequence[float]) -> Point:
 
 
 def smooth(updates: Sequence[UpdateNumbers]) -> list[Point]:
-    """The training reward of each step as a mean over the steps around it, with the interval of that mean.
+    """Returns the training reward of each step as a mean over the steps around it, with the interval of that mean.
 
     Within the window a trend counts as noise, so the interval is too wide rather than too narrow.
     """
     rewarded = [(update.number, update.metrics["reward_mean"]) for update in updates if "reward_mean" in update.metrics]
     half = max(5, len(rewarded) // SMOOTHED) // 2
     points = []
-    for place, (number, _) in enumerate(rewarded):
-        near = [reward for _, reward in rewarded[max(0, place - half) : place + half + 1]]
+    for index, (number, _) in enumerate(rewarded):
+        near = [reward for _, reward in rewarded[max(0, index - half) : index + half + 1]]
         points.append(_point(number, fmean(near), near))
     return points
 
 
 def _shadow_getters(history: History) -> dict[str, Getter]:
-    """The mean score of each shadow judge, its gap to the reward and its correlation with it."""
+    """Returns the mean score of each shadow judge, its gap to the reward and its correlation with it."""
     names = {name for update in history.updates for name in update.metrics if name.startswith(SHADOW)}
     shown = sorted(name for name in names if not name.endswith((".num", ".reward")))
     return {name: methodcaller("get", name) for name in shown}

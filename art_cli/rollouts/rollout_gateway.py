@@ -75,6 +75,7 @@ class Gateway:
         is_forced: bool = False,
         enforces_formats: bool = True,
         wires: Wires = WIRES,
+        on_first_reply: Callable[[], None] | None = None,
     ) -> None:
         """With `is_forced` the defaults' temperature, top_p and top_k replace those that calls set, and penalties and
         biases are refused.
@@ -89,7 +90,7 @@ class Gateway:
         self.seed = seed
         self.base_url = ""  # set while it is served
         self.num_sampled = 0  # tokens sampled in all answered calls
-        self.on_first_reply: Callable[[], None] | None = None  # called once, when the first call is answered
+        self.on_first_reply = on_first_reply  # called once, when the first call is answered
         self._defaults = defaults
         self._backends: dict[str, RecordingBackend] = {}  # key -> open rollout
         self.peers = Peers()  # CommandRollout registers the programs that it starts

@@ -7,6 +7,7 @@ part, whatever other scenarios there are and in which order. So a scenario that 
 import hashlib
 import json
 from collections.abc import Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import NamedTuple
 
@@ -40,21 +41,44 @@ def is_held_out(id: str | int, share: float) -> bool:
     return int.from_bytes(hashlib.sha256(f"held out/{id}".encode()).digest()[:8]) < share * 2**64
 
 
+class RunScenarios:
+    """The scenarios of a configuration. Each file is read once, when it is first needed, and each function called once.
+
+    Every attribute raises DataError or UsageError as `load_scenarios` does, and DataError if no scenario is left.
+    """
+
+    def __init__(self, config: RunConfig, directory: Path) -> None:
+        self.config, self.directory = config, directory
+
+    @cached_property
+    def training(self) -> list[Json]:
+        """The scenarios to train on, in order."""
+        return _part(self.config, self._whole, is_evaluation=False)
+
+    @cached_property
+    def evaluation(self) -> list[Json]:
+        """The scenarios to evaluate on, in order."""
+        assert self.config.eval is not None, "no eval section"
+        if self.config.eval.scenarios is not None:
+            return load_scenarios(self.config.eval.scenarios, self.directory)
+        return _part(self.config, self._whole, is_evaluation=True)
+
+    @cached_property
+    def _whole(self) -> list[Json]:
+        return _all(self.config, self.directory)
+
+
 def training_scenarios(config: RunConfig, directory: Path) -> list[Json]:
-    """Returns the scenarios to train on, in order. Raises as `load_scenarios` does, and DataError if none is left."""
-    return _part(config, directory, is_evaluation=False)
+    """Returns `RunScenarios.training`."""
+    return RunScenarios(config, directory).training
 
 
 def evaluation_scenarios(config: RunConfig, directory: Path) -> list[Json]:
-    """Returns the scenarios to evaluate on, in order. Raises as `training_scenarios`."""
-    assert config.eval is not None, "no eval section"
-    if config.eval.scenarios is not None:
-        return load_scenarios(config.eval.scenarios, directory)
-    return _part(config, directory, is_evaluation=True)
+    """Returns `RunScenarios.evaluation`."""
+    return RunScenarios(config, directory).evaluation
 
 
-def _part(config: RunConfig, directory: Path, *, is_evaluation: bool) -> list[Json]:
-    scenarios = _all(config, directory)
+def _part(config: RunConfig, scenarios: list[Json], *, is_evaluation: bool) -> list[Json]:
     share = config.eval.held_out if config.eval is not None else None
     if share is None:
         return scenarios

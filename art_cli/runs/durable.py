@@ -38,7 +38,7 @@ MAX_OBJECT_BYTES, MAX_OBJECT_DEPTH = 16 * 2**20, 64  # a configuration has a few
 
 
 def read_lines(path: Path, kind: type[Record], *, within: Path | None = None) -> Iterator[Record]:
-    """The records of a JSON-lines file, one at a time; none if there is no such file.
+    """Yields the records of a JSON-lines file, one at a time; none if there is no such file.
 
     `within`: the run's directory, out of which a link may not lead.
 
@@ -67,7 +67,7 @@ class _Version(msgspec.Struct):
 
 
 def _explain(error: Exception, line: bytes) -> str:
-    """Why a line cannot be read: the error, or that a newer program wrote it."""
+    """Returns the reason why a line cannot be read: the error, or that a newer program wrote it."""
     with contextlib.suppress(ValueError):
         version = json_lines.decode(line, msgspec.json.Decoder(_Version)).schema_version
         if version > SCHEMA_VERSION:
@@ -76,7 +76,7 @@ def _explain(error: Exception, line: bytes) -> str:
 
 
 def newer_schema(version: int) -> str:
-    """The message that refuses a record of schema `version`."""
+    """Returns the message that refuses a record of schema `version`."""
     return f"written by a newer art (schema {version}, this one reads up to {SCHEMA_VERSION}); upgrade art"
 
 
@@ -127,7 +127,7 @@ class LineWriter:
         os.ftruncate(self._file.fileno(), size)
 
     def is_in_place(self) -> bool:
-        """Whether `path` still names the file that is written; false after it was removed or replaced."""
+        """Returns True if `path` still names the file that is written; false after it was removed or replaced."""
         return _is_at(self._file.fileno(), self.path)
 
     def close(self) -> None:
@@ -224,7 +224,7 @@ def lock_directory(directory: Path, path: Path) -> Iterator[None]:
 
 
 def read_object(path: Path, *, within: Path | None = None) -> dict[str, Any]:
-    """The JSON object in a file. Raises DataError: no such file, too large, not JSON, too deep, or no object.
+    """Returns the JSON object in a file. Raises DataError: no such file, too large, not JSON, too deep, or no object.
 
     `within`: the run's directory, out of which a link may not lead.
     """

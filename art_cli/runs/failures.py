@@ -1,4 +1,4 @@
-"""How many rollouts failed, the commonest cause, and whether anything can be learned from what was played.
+"""Failures: failed rollouts with their commonest cause, and whether anything can be learned from those played.
 
 Every command that plays rollouts, and `art report`, ends with these words. A Fault is the one rule for exit code 1.
 """
@@ -44,7 +44,7 @@ class Failures(NamedTuple):
 
 
 def count_failures(trajectories: Iterable[Trajectory]) -> Failures:
-    """The failures among the trajectories. Of causes that are equally common the first one counts."""
+    """Returns the failures among the trajectories. Of causes that are equally common the first one counts."""
     num_played, examples, counts = 0, dict[str, str](), Counter[str]()
     for trajectory in trajectories:
         num_played += 1
@@ -74,7 +74,7 @@ class Fault(NamedTuple):
 
 
 def find_fault(failures: Failures, *, is_called: bool, num_without_signal: int = 0) -> Fault | None:
-    """The fault of a whole run, file or evaluation; None if it has none, or if nothing was played.
+    """Returns the fault of a whole run, file or evaluation; None if it has none, or if nothing was played.
 
     `is_called`: whether any attempt called the model. `num_without_signal` is the number of groups if no group has
     signal, and 0 if one has or if what was played need not have any.

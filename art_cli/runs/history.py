@@ -29,7 +29,7 @@ class UpdateNumbers(NamedTuple):
         return self.metrics.get(name)
 
     def per_attempt(self, name: str) -> float | None:
-        """A count divided by the number of trajectories of the step; None: one of them is not known."""
+        """Returns a count divided by the number of trajectories of the step, or None if one of them is unknown."""
         num = self.metrics.get("num_trajectories", 0.0)
         return self.metrics[name] / num if num >= 1 and name in self.metrics else None
 
@@ -41,7 +41,7 @@ class Evaluated(NamedTuple):
     metrics: dict[str, float]  # means by name
     rewards: Mapping[str, float] = {}  # scenario id -> mean reward of its attempts; empty: not known
     time: float = 0.0
-    seconds: float | None = None  # how long it took; None: not known
+    seconds: float | None = None  # duration, or None if unknown
 
 
 class History(NamedTuple):
@@ -49,11 +49,14 @@ class History(NamedTuple):
 
     updates: list[UpdateNumbers]
     evaluations: list[Evaluated]
-    warm_up: dict[str, float] | None = None  # numbers of the sft before the first step; None: there was none
+    warm_up: dict[str, float] | None = None  # numbers of the sft before the first step, or None without one
 
 
 def read_history(run: RunDir) -> History:
-    """The history of a run as far as it came. Raises DataError: metrics.jsonl is damaged before its last line."""
+    """Returns the history of a run as far as it came.
+
+    Raises DataError: metrics.jsonl is damaged before its last line.
+    """
     lines = [line for line in run.metrics() if 0 <= line.step <= MAX_STEP]
     updates = [_update(line) for line in lines if line.split == "train"]
     evaluations = [_evaluated(run, line) for line in lines if line.split == "eval"]
@@ -66,7 +69,7 @@ def _update(line: MetricsLine) -> UpdateNumbers:
 
 
 def _evaluated(run: RunDir, line: MetricsLine) -> Evaluated:
-    """The evaluation, without intervals if its own file is damaged or not there."""
+    """Returns the evaluation, without intervals if its own file is damaged or not there."""
     rewards: Mapping[str, float] = {}
     seconds = None
     try:
@@ -86,7 +89,7 @@ def _time(line: MetricsLine) -> float:
 
 
 def is_comparable(config: Mapping[str, Any]) -> bool:
-    """Whether training rewards of different steps can be compared, by the resolved configuration as a dict.
+    """Returns True if training rewards of different steps can be compared, by the resolved configuration as a dict.
 
     RULER only compares the attempts of a group. Scenarios that come in the file's order, or are chosen by past success,
     may get harder by design.
@@ -104,5 +107,5 @@ def _names_ruler(section: Any) -> bool:
 
 
 def sound(numbers: Mapping[str, float]) -> dict[str, float]:
-    """The numbers that can be computed with."""
+    """Returns the numbers that can be computed with."""
     return {name: value for name, value in numbers.items() if math.isfinite(value) and abs(value) < MAX_NUMBER}

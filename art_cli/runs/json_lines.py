@@ -2,7 +2,7 @@
 
 Python writes NaN, Infinity and half surrogate pairs, which are not JSON. Windows programs put a byte order mark in
 front. Such a line is mended: a number that is not finite becomes null (and is left out of a record's `metrics`), half
-a pair becomes U+FFFD. Every ValueError from here is one printable line that says what is wrong. The caller adds the
+a pair becomes U+FFFD. Every ValueError from here is one printable line with the reason. The caller adds the
 file and line.
 """
 
@@ -34,7 +34,7 @@ class Line(NamedTuple):
 
 
 def lines(path: Path, *, within: Path | None = None) -> Iterator[Line]:
-    """The lines that are not blank.
+    """Yields the lines that are not blank.
 
     Raises DataError: the file is UTF-16 or UTF-32, a line exceeds the limit, it is no regular file, or a link leads
     out of the directory `within`.
@@ -57,7 +57,7 @@ def lines(path: Path, *, within: Path | None = None) -> Iterator[Line]:
 
 
 def decode(line: bytes, decoder: "msgspec.json.Decoder[Record]") -> Record:
-    """The record of one line, mended if it must be. Raises ValueError: one line that says what is wrong."""
+    """Returns the record of one line, mended if it must be. Raises ValueError with a one-line reason."""
     try:
         return decoder.decode(line)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
@@ -82,7 +82,7 @@ def is_torn(line: bytes) -> bool:
 
 
 def foreign_encoding(start: bytes) -> str | None:
-    """The encoding that the first bytes show; None: it may be UTF-8."""
+    """Returns the encoding that the first bytes show, or None if it may be UTF-8."""
     if not any(start[:4]):
         return None
     encoding = json.detect_encoding(start[:4]).upper()
@@ -90,7 +90,7 @@ def foreign_encoding(start: bytes) -> str | None:
 
 
 def _mend(line: bytes) -> bytes:
-    """The line as strict JSON. Raises ValueError: no JSON writer writes this."""
+    """Returns the line as strict JSON. Raises ValueError: no JSON writer writes this."""
     try:
         record = json.loads(
             line.removeprefix(_MARK).decode(), parse_constant=lambda _: None, parse_float=_finite, parse_int=_whole
@@ -104,13 +104,13 @@ def _mend(line: bytes) -> bytes:
 
 
 def _finite(digits: str) -> float | None:
-    """The number; None if it is larger than any float ("1e999")."""
+    """Returns the number; None if it is larger than any float ("1e999")."""
     value = float(digits)
     return value if math.isfinite(value) else None
 
 
 def _whole(digits: str) -> int | None:
-    """The number; None if it is larger than any float, as no count and no id is."""
+    """Returns the number; None if it is larger than any float, as no count and no id is."""
     return int(digits) if len(digits) <= 308 else None
 
 

@@ -1,4 +1,4 @@
-"""What a checkpoint is on disk, and the proof that it is whole: manifest.json, and hashes.json of a built base model.
+"""Manifest: a checkpoint on disk and the proof that it is whole: manifest.json; hashes.json of a built base model.
 
 The learner fills a checkpoint; this module knows nothing of torch.
 """
@@ -29,7 +29,7 @@ HASHING_THREADS = 4  # sha256 takes 1.7 GB/s in each thread, so a base model of 
 
 
 class Manifest(msgspec.Struct, kw_only=True):
-    """What a checkpoint is, and the proof that it is whole. It is written last.
+    """The facts of a checkpoint, and the proof that it is whole. It is written last.
 
     Example: Manifest(step=4, base="../../base", config_hash="9f3c...", files={"adapter_model.safetensors": "ab12..."})
     """
@@ -81,7 +81,7 @@ def write_hashes(directory: Path) -> None:
 
 
 def is_built(directory: Path) -> bool:
-    """Whether it is a base model that a function wrote, which may not be anywhere else."""
+    """Returns True if it is a base model that a function wrote, which may not be anywhere else."""
     return (directory / HASHES).is_file()
 
 
@@ -117,7 +117,10 @@ def manifest_digest(data: bytes) -> str:
 
 
 def verify_checkpoint(directory: Path) -> Manifest:
-    """The manifest of a checkpoint, after every file was hashed. Raises CheckpointError: the first thing wrong."""
+    """Returns the manifest of a checkpoint, after every file was hashed.
+
+    Raises CheckpointError: the first thing wrong.
+    """
     manifest = _read_hashes(directory, MANIFEST, Manifest)
     if manifest.digest and manifest.digest != manifest_digest(
         read_file(directory / MANIFEST, max_bytes=MAX_PROOF_BYTES)

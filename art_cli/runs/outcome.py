@@ -11,11 +11,11 @@ MAX_NUMBER = 1e30  # largest absolute reward or metric; the sum of a million squ
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """What a rollout returns if it has more to say than a reward.
+    """The result of a rollout that has more than a reward.
 
     Example: Outcome(reward=1.0, metrics={"moves": 5, "won": 1}, metadata={"final_board": "XOX..."})
     """
 
-    reward: float | None = None  # None: a judge will score it
+    reward: float | None = None  # or None if a judge will score it
     metrics: dict[str, float] = field(default_factory=dict)
     metadata: dict[str, Any] = field(default_factory=dict)

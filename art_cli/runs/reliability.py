@@ -1,15 +1,15 @@
-"""How far a group's advantages can be believed, by what its judge knows of its own errors (RewardNoise).
+"""Reliability of a group's advantages, by the known errors of its judge (RewardNoise).
 
 Advantages within a group are differences of rewards, and the errors of the rewards are in them. The best estimate of
 the true ones, in squared error, is their mean given what was observed, E[A | observed]. For a group it is a factor
-times the advantages as they are, so one number per group says all, and it works with every algorithm that compares
+times the advantages as they are, so one number per group is enough, and it works with every algorithm that compares
 attempts within a group. No torch, no files.
 
-Flip rates. The judge says 0 or 1; rho0 = P(says 1 | truth 0), rho1 = P(says 0 | truth 1), J = 1 - rho0 - rho1.
+Flip rates. Verdicts are 0 or 1; rho0 = P(verdict 1 | truth 0), rho1 = P(verdict 0 | truth 1), J = 1 - rho0 - rho1.
 
     r' = (r - rho0) / J                     E[r' | truth] = truth                                              (1)
     k of n verdicts are 1, k ~ Bin(n, rho0 + J p), p ~ the success rates of the step's groups                  (2)
-    reliability = E[P(truth 1 | says 1, p) - P(truth 1 | says 0, p) | k]                                       (3)
+    reliability = E[P(truth 1 | verdict 1, p) - P(truth 1 | verdict 0, p) | k]                                 (3)
     factor = E[A(truth) | k] / A(verdicts), with A = (r - mean) / std                                          (4)
 
 Equation 1 is the correction of Noise-corrected GRPO (Mansouri et al. 2025, arXiv:2510.18924) and of Cai et al. 2025
@@ -50,7 +50,7 @@ NUM_ROUNDS = 100  # rounds of expectation maximization for their distribution
 
 
 class Reliability(NamedTuple):
-    """What a group's advantages are worth. Example: Reliability(share=0.36, factor=0.6)"""
+    """The weight of a group's advantages. Example: Reliability(share=0.36, factor=0.6)"""
 
     share: float  # share of a difference between two rewards that is true, in [0, 1]
     factor: float  # factor of the advantages; 0: the group is left out
@@ -71,12 +71,12 @@ class VerdictCounts(NamedTuple):
         return 1 - self.false_positive - self.false_negative
 
     def rates(self) -> Floats:
-        """[P] probability of a positive verdict at each success rate of the grid."""
+        """Returns [P] probability of a positive verdict at each success rate of the grid."""
         return self.false_positive + self.informedness * GRID
 
 
 def reliabilities(groups: Sequence[Sequence[ScoredTrajectory]], *, is_scaled: bool) -> list[Reliability | None]:
-    """The reliability of each group of a step; None: its judge says nothing of its errors, or it has no signal.
+    """Returns the reliability of each group of a step, or None if its judge's errors are unknown or it has no signal.
 
     `groups` hold finished trajectories with rewards. `is_scaled`: advantages are divided by the group's deviation.
     """
@@ -100,7 +100,7 @@ def reliabilities(groups: Sequence[Sequence[ScoredTrajectory]], *, is_scaled: bo
 
 
 def is_left_out(group: Sequence[ScoredTrajectory]) -> bool:
-    """Whether the group's own rewards cannot be told from errors. Without signal, or without known noise: False.
+    """Returns True if the group's rewards may be errors alone; False without signal or without known noise.
 
     With flip rates a step knows more, because it compares the group with the others.
     """
@@ -110,7 +110,7 @@ def is_left_out(group: Sequence[ScoredTrajectory]) -> bool:
 
 
 def noise_of(group: Sequence[ScoredTrajectory]) -> RewardNoise | None:
-    """What the judge of a group knows of its errors: the same for all its attempts."""
+    """Returns the known errors of a group's judge, the same for all its attempts."""
     return group[0].noise if group else None
 
 
@@ -137,7 +137,7 @@ def _verdict_counts(group: Sequence[ScoredTrajectory]) -> VerdictCounts | None:
 
 
 def success_rates(groups: Sequence[VerdictCounts]) -> Floats:
-    """[P] how probable each success rate of the grid is for a group, as the verdicts of a step say. Sums to 1."""
+    """Returns [P] the probability of each success rate of the grid for a group, by a step's verdicts. Sums to 1."""
     weights = np.full(len(GRID), 1 / len(GRID))
     if not groups:
         return weights
@@ -175,19 +175,19 @@ def factor_of_verdicts(counts: VerdictCounts, prior: Floats) -> float:
 
 
 def _posterior(counts: VerdictCounts, prior: Floats) -> Floats:
-    """[P] the success rates, given the group's verdicts."""
+    """Returns [P] the success rates, given the group's verdicts."""
     joint = _likelihood(counts) * prior
     posterior: Floats = joint / joint.sum()
     return posterior
 
 
 def _likelihood(counts: VerdictCounts) -> Floats:
-    """[P] the probability of the group's count of positive verdicts at each success rate."""
+    """Returns [P] the probability of the group's count of positive verdicts at each success rate."""
     return _binomial(counts.num, counts.rates())[:, counts.num_positive]
 
 
 def _truth_given_verdict(counts: VerdictCounts) -> tuple[Floats, Floats]:
-    """[P] P(truth 1 | says 1, p) and P(truth 1 | says 0, p). A verdict that cannot be is taken at its word."""
+    """Returns [P] P(truth 1 | verdict 1, p) and P(truth 1 | verdict 0, p). An impossible verdict counts as true."""
     says_1, right = counts.rates(), GRID * (1 - counts.false_negative)
     missed = GRID * counts.false_negative
     if_positive = np.divide(right, says_1, out=np.ones_like(GRID), where=says_1 > 0)
@@ -196,7 +196,7 @@ def _truth_given_verdict(counts: VerdictCounts) -> tuple[Floats, Floats]:
 
 
 def _binomial(num: int, rates: Floats) -> Floats:
-    """[P, num + 1] P(j of num), for each rate."""
+    """Returns [P, num + 1] P(j of num), for each rate."""
     j = np.arange(num + 1)
     rates = np.clip(rates, 0.0, 1.0)[:, None]
     return np.array(_choose(num)) * rates**j * (1 - rates) ** (num - j)
@@ -221,7 +221,7 @@ def share_of_scores(scores: Sequence[float], variance: float) -> float:
 
 
 def error_variance(votes: Sequence[Sequence[float]]) -> float | None:
-    """The error variance of the mean of each attempt's votes, for [A][V] votes; None: A or V is below 2.
+    """Returns the error variance of the mean of each attempt's votes, for [A][V] votes, or None if A or V is below 2.
 
     What all attempts got more in one vote than in another is in no difference between them and is no error: the
     residuals of votes and attempts together, divided by V (Shrout and Fleiss 1979, EMS / k). Votes (0, 1), (1, 2) give

@@ -31,17 +31,17 @@ REMOTE_FILE = "remote.json"  # in a checkpoint whose weights are on a server
 Which = Literal["offered", "best", "newest"]  # the checkpoint of a run that is meant
 log = logging.getLogger(__name__)
 NOT_IMPORTED = ("manifest", "optimizer", "rng")  # stems of a checkpoint's files that are not of its weights
-KEEP = 3  # number of newest checkpoints kept by a run whose configuration does not say
+KEEP = 3  # number of newest checkpoints kept by a run whose configuration has no number
 
 
 class Found(NamedTuple):
-    """What a user's path resolves to.
+    """The checkpoint or base model that a user's path resolves to.
 
     Example: Found(Path("runs/ttt/checkpoints/step_0040"), Manifest(step=40, ...), RunDir(...), True)
     """
 
     path: Path
-    manifest: Manifest | None  # None: a plain adapter, or a base model
+    manifest: Manifest | None  # or None for a plain adapter or a base model
     run: RunDir | None  # the run it lies in
     is_adapter: bool
 
@@ -95,7 +95,7 @@ class Listed(NamedTuple):
 
     step: int
     path: Path
-    problem: str | None  # why it cannot be used; None: it verifies
+    problem: str | None  # reason why it cannot be used, or None if it verifies
     evaluation: dict[str, float]  # the means of the evaluation at this step; empty: not evaluated
     metrics: dict[str, float]  # metrics of the step that made it
     num_bytes: int
@@ -103,9 +103,9 @@ class Listed(NamedTuple):
 
 
 def find(path: Path, *, which: Which = "offered") -> Found | None:
-    """What `path` resolves to; None: there is no such directory (it may be a hub id).
+    """Returns the checkpoint or base at `path`, or None if there is no such directory (it may be a hub id).
 
-    `which` says which checkpoint of a run is meant. Raises CheckpointError: nothing usable there, or a checkpoint that
+    `which` is the checkpoint of a run that is meant. Raises CheckpointError: nothing usable there, or a checkpoint that
     does not verify; UsageError: `which` is not the default, and the path is no run.
     """
     if not path.is_dir():
@@ -128,13 +128,13 @@ def find(path: Path, *, which: Which = "offered") -> Found | None:
 
 
 def run_of(checkpoint: Path) -> RunDir | None:
-    """The run that a checkpoint directory lies in; None: it lies in none."""
+    """Returns the run that a checkpoint directory lies in, or None."""
     home = checkpoint.resolve().parent
     return RunDir(home.parent) if home.name == "checkpoints" else None
 
 
 def option(which: Which) -> str:
-    """The option of the command line that asks for it."""
+    """Returns the option of the command line that asks for it."""
     return {"offered": "", "best": "--best", "newest": "--last"}[which]
 
 
@@ -177,7 +177,7 @@ def wanted_steps(run: RunDir, which: Which, steps: Iterable[int] | None = None) 
 
 
 def explain(run: RunDir, step: int) -> str:
-    """Why the run offers the checkpoint of `step`.
+    """Returns the reason why the run offers the checkpoint of `step`.
 
     Example: "step 36, the best evaluated: reward 0.810; the newest, step 48, has 0.740 (--last takes it)"
     """
@@ -198,12 +198,12 @@ def _keeps_best(run: RunDir) -> bool:
 
 
 def _found(path: Path, run: RunDir | None) -> Found:
-    """The verified checkpoint at `path`. Raises CheckpointError: it does not verify."""
+    """Returns the verified checkpoint at `path`. Raises CheckpointError: it does not verify."""
     return Found(path, verify_checkpoint(path), run, (path / ADAPTER_CONFIG).exists())
 
 
 def base_of(found: Found) -> str:
-    """The hub id or directory of the base model that a checkpoint or adapter belongs to.
+    """Returns the hub id or directory of the base model that a checkpoint or adapter belongs to.
 
     Raises CheckpointError: it names none, or one that is not there.
     """
@@ -220,14 +220,14 @@ def base_of(found: Found) -> str:
 
 
 def is_base(path: Path) -> bool:
-    """Whether a directory is a base model: a model's config.json, and neither a checkpoint nor an adapter."""
+    """Returns True if a directory is a base model: a model's config.json, and neither a checkpoint nor an adapter."""
     if (path / "manifest.json").exists() or (path / ADAPTER_CONFIG).exists():
         return False
     return "model_type" in _read_json(path / "config.json")
 
 
 def run_config(run: RunDir | None) -> dict[str, Any]:
-    """A run's resolved configuration; empty if it has none.
+    """Returns a run's resolved configuration; empty if it has none.
 
     Raises DataError: config.json is not a JSON object, or its values cannot be a configuration's.
     """
@@ -246,7 +246,7 @@ def run_config(run: RunDir | None) -> dict[str, Any]:
 
 
 def listed(run: RunDir) -> list[Listed]:
-    """Every checkpoint of the run, oldest first. Raises RunError: no run there."""
+    """Returns every checkpoint of the run, oldest first. Raises RunError: no run there."""
     if not run.checkpoints.is_dir():
         raise RunError(f"{run.root}: not a run (no checkpoints/)")
     evaluations = run.evaluations()
@@ -268,7 +268,7 @@ def _entry(run: RunDir, step: int, evaluation: dict[str, float]) -> Listed:
 def prune(run: RunDir, *, keep: int | None) -> list[Listed]:
     """Removes, and returns, every checkpoint that is not valid or that `to_remove` names.
 
-    `keep` None: the number that the run's configuration says. Raises RunError: a training process holds the run, or
+    `keep` is by default the number in the run's configuration. Raises RunError: a training process holds the run, or
     none of its checkpoints is valid, and then nothing is removed.
     """
     if keep is None:
@@ -298,7 +298,7 @@ def superseded(run: RunDir, steps: Iterable[int], *, keep: int, keeps_best: bool
 
 
 def to_remove(steps: Iterable[int], rewards: Mapping[int, float], *, keep: int) -> set[int]:
-    """The steps to remove: all but the `keep` newest, the best evaluated one, and step 0.
+    """Returns the steps to remove: all but the `keep` newest, the best evaluated one, and step 0.
 
     Step 0 is the starting policy, with which every later one is compared. `rewards` has the reward of each evaluated
     step; of equal ones the latest is the best.
@@ -310,12 +310,12 @@ def to_remove(steps: Iterable[int], rewards: Mapping[int, float], *, keep: int) 
 
 
 def _best_first(steps: Iterable[int], rewards: Mapping[int, float]) -> list[int]:
-    """The steps that have a reward, the highest reward first, the latest of equals first."""
+    """Returns the steps that have a reward, the highest reward first, the latest of equals first."""
     return sorted((step for step in steps if step in rewards), key=lambda step: (rewards[step], step), reverse=True)
 
 
 def _rewards(run: RunDir) -> dict[int, float]:
-    """The mean reward of each evaluated step."""
+    """Returns the mean reward of each evaluated step."""
     return {step: metrics["reward"] for step, metrics in run.evaluations().items() if "reward" in metrics}
 
 
@@ -323,7 +323,7 @@ def _rewards(run: RunDir) -> dict[int, float]:
 
 
 def fork(run: RunDir, root: Path, *, step: int | None) -> Found:
-    """A new run at `root` whose only checkpoint is that of `step` (None: the newest valid one), optimizer included.
+    """Makes a run at `root` with the checkpoint of `step` alone, by default the newest valid one, optimizer included.
 
     The metrics up to that step and a built base model are copied. The configuration is not, because the new run takes
     that of its first `art train`. Raises RunError: something is at `root`, or there is no such step; CheckpointError:
@@ -350,11 +350,11 @@ def fork(run: RunDir, root: Path, *, step: int | None) -> Found:
 
 
 def import_start(source: Path, root: Path, *, base: Callable[[Path], str] | None = None) -> Found:
-    """A new run at `root` whose step 0 is a plain PEFT adapter, or the weights of a checkpoint.
+    """Makes a run at `root` whose step 0 is a plain PEFT adapter, or the weights of a checkpoint.
 
     Training continues it with a new optimizer. `base` makes or finds the base model that the caller names, given where
-    in the run one would be built; None: the base that the source names, which is copied if it was built. Raises
-    RunError: there are checkpoints at `root`; CheckpointError: no LoRA adapter with safetensors there, and no
+    in the run one would be built; by default it is the source's base, which is copied if it was built. Raises RunError
+    if there are checkpoints at `root`, CheckpointError if the source is neither a LoRA adapter with safetensors nor a
     checkpoint that verifies.
     """
     run = RunDir(root)
@@ -393,7 +393,7 @@ def check_adapter(adapter: Path) -> None:
 
 
 def _read_json(path: Path) -> dict[str, Any]:
-    """The file's JSON object; empty if there is no such file. Raises DataError: it holds something else."""
+    """Returns the file's JSON object; empty if there is no such file. Raises DataError: it holds something else."""
     return read_object(path) if os.path.lexists(path) else {}
 
 

@@ -55,7 +55,7 @@ class MetricsLine(msgspec.Struct, kw_only=True):
     time: float  # seconds since the epoch
 
 
-PAUSE = "pause"  # split of the lines that say which stop rules paused the run; their metrics are rule -> value
+PAUSE = "pause"  # split of the lines of a pause; their metrics are stop rule -> value
 
 
 class Evaluation(msgspec.Struct, kw_only=True):
@@ -106,7 +106,7 @@ class RunDir:
         return self.root / f"step_{step:04d}" / "evaluation.json"
 
     def first_eval_path(self) -> Path | None:
-        """The evaluation of the earliest step; a judge compares later attempts with its. None: there is none."""
+        """Returns the evaluation of the earliest step, with whose attempts a judge compares later ones, or None."""
         return min(self.root.glob("step_*/eval.jsonl"), key=lambda path: int(path.parent.name[5:]), default=None)
 
     def checkpoint_path(self, step: int) -> Path:
@@ -133,15 +133,15 @@ class RunDir:
         write_lines(self.group_rewards_path(step), groups)
 
     def checkpoint_steps(self) -> list[int]:
-        """The steps that have a checkpoint directory, valid or not, ascending; other names are ignored."""
+        """Returns the steps that have a checkpoint directory, valid or not, ascending; other names are ignored."""
         named = [(STEP_NAME.fullmatch(path.name), path) for path in self.checkpoints.glob("step_*")]
         steps = {int(match[1]): path for match, path in named if match is not None and path.is_dir()}
         return sorted(step for step, path in steps.items() if path == self.checkpoint_path(step))
 
     def newest_checkpoint(self, steps: Iterable[int] | None = None) -> tuple[Path, Manifest] | None:
-        """The newest checkpoint that verifies, or the first that does of `steps`; None: no such checkpoint.
+        """Returns the newest checkpoint that verifies, or the first of `steps` that does, or None.
 
-        A warning says why each checkpoint before it was passed over.
+        A warning has the reason for each checkpoint before it that was passed over.
         """
         for step in reversed(self.checkpoint_steps()) if steps is None else steps:
             try:
@@ -151,12 +151,12 @@ class RunDir:
         return None
 
     def metrics(self) -> list[MetricsLine]:
-        """The last line of each (step, split), in the order of their first lines."""
+        """Returns the last line of each (step, split), in the order of their first lines."""
         newest = {(line.step, line.split): line for line in self.lines(self.metrics_path, MetricsLine)}
         return list(newest.values())
 
     def evaluations(self) -> dict[int, dict[str, float]]:
-        """The means of each evaluated step."""
+        """Returns the means of each evaluated step."""
         return {line.step: line.metrics for line in self.metrics() if line.split == "eval"}
 
     def pauses(self) -> dict[str, tuple[int, float]]:
@@ -168,7 +168,7 @@ class RunDir:
         write_file(self.evaluation_path(step), msgspec.json.encode(evaluation) + b"\n")
 
     def evaluation(self, step: int) -> Evaluation | None:
-        """What the evaluation of a step found; None: no such file. Raises DataError: it cannot be read."""
+        """Returns the evaluation of a step, or None if there is no such file. Raises DataError if it cannot be read."""
         path = self.evaluation_path(step)
         if not os.path.lexists(path):
             return None
@@ -181,7 +181,7 @@ class RunDir:
         return found
 
     def num_lost(self, step: int, evaluation: Evaluation) -> int:
-        """The number of attempts of a finished evaluation that its eval.jsonl, if there is one, has no more."""
+        """Returns the number of attempts of a finished evaluation that its eval.jsonl, if there is one, has no more."""
         path = self.eval_path(step)
         if not evaluation.attempts or not path.exists():
             return 0

@@ -39,7 +39,7 @@ def open_file(path: Path, *, within: Path | None = None, max_bytes: int | None =
 
 
 def read_file(path: Path, *, max_bytes: int, within: Path | None = None) -> bytes:
-    """The bytes of a regular file, never more than `max_bytes`. Raises OSError as `open_file` does."""
+    """Returns the bytes of a regular file, never more than `max_bytes`. Raises OSError as `open_file` does."""
     with open_file(path, within=within, max_bytes=max_bytes) as file:
         return file.read(max_bytes)
 

@@ -2,7 +2,7 @@
 GroupRewards.
 
 They are plain data: no torch, no files, no network. The gateway makes trajectories, judges score them, the learner
-makes samples of them and says what it learned. `run_dir` writes and reads them as JSON lines.
+makes samples of them and records what it learned. `run_dir` writes and reads them as JSON lines.
 
 Tokens form a prefix tree. A turn stores only what it adds: which earlier turn it continues (`parent`), how many tokens
 of that turn's sequence it keeps (`kept`), the prompt tokens after those, and the sampled tokens:
@@ -33,14 +33,14 @@ class Turn(msgspec.Struct, frozen=True, kw_only=True):
                   raw_logprobs=[-0.1, -0.7], step=3, temperature=1.0, finish_reason="stop")
     """
 
-    parent: int | None  # index of the turn that this one continues; None: it starts a tree of its own
+    parent: int | None  # index of the turn that this one continues, or None if it starts a tree
     kept: int  # number of leading tokens of the parent's sequence that the prompt begins with
     prompt_ids: list[int]  # the rest of the prompt, after the kept tokens
     sampled_ids: list[int]  # [L] sampled tokens, the stop token included
     # [L] logprobs in nats under the distribution sampled from (temperature, top_p, top_k), but without the mask of a
     # grammar, because the learner knows no grammar and trains the policy without it.
     logprobs: list[float]
-    raw_logprobs: list[float] | None  # [L] logprobs in nats under softmax(logits); None: the engine reports none
+    raw_logprobs: list[float] | None  # [L] logprobs in nats under softmax(logits), or None if the engine reports none
     step: int  # step of the policy that sampled it
     temperature: float
     top_p: float = 1.0
@@ -49,7 +49,7 @@ class Turn(msgspec.Struct, frozen=True, kw_only=True):
     is_masked: bool = False  # `logprobs` include a grammar's mask (vLLM reports no others), a penalty or a bias
     is_abandoned: bool = False  # the client gave up on the call and sent it again, so it never saw this reply
     asked: dict[str, float | None] | None = None  # sampling values of the client that the gateway replaced
-    # key that the rollout gave to the environment's state in which the reply acts; None: the prompt is the state
+    # key of the environment's state in which the reply acts, or None if the prompt is the state
     state: Annotated[str, msgspec.Meta(max_length=MAX_LENGTH)] | None = None
 
     @property
@@ -79,7 +79,7 @@ class Trajectory(msgspec.Struct, kw_only=True):
     turns: list[Turn] = []
     metrics: dict[str, float] = {}
     metadata: Json = {}
-    returned_reward: float | None = None  # reward that the rollout itself returned; None: it returned none
+    returned_reward: float | None = None  # reward that the rollout itself returned, or None
     error: str | None = None  # "kind: message"
     limit: str | None = None  # turn_limit or context_length_exceeded, the limit for which the last call was refused
     started_at: float = 0.0  # seconds since the epoch
@@ -113,7 +113,7 @@ class Score(msgspec.Struct, frozen=True, kw_only=True):
     votes: list[float] = []  # each single vote, in the order of asking; empty: the score is the only vote
     spread: float | None = None  # standard deviation of the votes; None below two votes
     positions: list[int] = []  # position in each vote's prompt, the first is 0; empty: the judge shows no order
-    cost_usd: float | None = None  # this trajectory's share of the group's cost; None: unknown
+    cost_usd: float | None = None  # this trajectory's share of the group's cost, or None if unknown
     prompt_tokens: float | None = None  # this trajectory's share of the tokens that the group's calls read
     completion_tokens: float | None = None  # this trajectory's share of the tokens that they wrote
     latency_s: float | None = None  # mean duration of the group's votes, without the time spent in a queue
@@ -121,13 +121,13 @@ class Score(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RewardNoise(msgspec.Struct, frozen=True, kw_only=True):
-    """What a judge knows of the errors in its rewards: the flip rates of verdicts 0 and 1, or the variance of a score.
+    """The known errors in a judge's rewards: the flip rates of verdicts 0 and 1, or the variance of a score.
 
-    Example: RewardNoise(false_positive=0.1, false_negative=0.2). `reliability.py` says what follows for a group.
+    Example: RewardNoise(false_positive=0.1, false_negative=0.2). `reliability.py` computes what follows for a group.
     """
 
-    false_positive: float | None = None  # P(says 1 | truth 0)
-    false_negative: float | None = None  # P(says 0 | truth 1)
+    false_positive: float | None = None  # P(verdict 1 | truth 0)
+    false_negative: float | None = None  # P(verdict 0 | truth 1)
     variance: float | None = (
         None  # squared error of a score, against that of many more votes; the same in a whole group
     )
@@ -146,7 +146,7 @@ class RewardNoise(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class AskedAgain(msgspec.Struct, frozen=True, kw_only=True):
-    """The further rounds of votes on a group whose first votes could not be told from noise.
+    """The further rounds of votes on a group whose first votes may be noise.
 
     Example: AskedAgain(rounds=1, tokens=412.5, cost_usd=0.0003). Tokens and cost are one trajectory's share of what
     these rounds took; the scores' own numbers include them.
@@ -154,7 +154,7 @@ class AskedAgain(msgspec.Struct, frozen=True, kw_only=True):
 
     rounds: int  # rounds after the first, at least 1
     tokens: float = 0.0  # prompt and completion tokens
-    cost_usd: float | None = None  # None: unknown
+    cost_usd: float | None = None  # or None if unknown
 
 
 class ScoredTrajectory(Trajectory, kw_only=True):
@@ -165,11 +165,11 @@ class ScoredTrajectory(Trajectory, kw_only=True):
 
     reward: float | None = None
     scores: list[Score] = []
-    noise: RewardNoise | None = None  # None: the judge says nothing of its errors
-    again: AskedAgain | None = None  # None: its group was judged in one round
+    noise: RewardNoise | None = None  # or None if the judge's errors are unknown
+    again: AskedAgain | None = None  # or None if its group was judged in one round
     shadow: list[Score] = []  # scores of shadow judges, by their names; never trained on
     # Digest of the judge behind the reward: model, rubric, function, weights. `art judge` writes it, and continues a
-    # file only under the same digest. None: a run or an older art wrote the line.
+    # file only under the same digest. It is None if a run or an older art wrote the line.
     judge_settings: str | None = None
 
 
@@ -181,12 +181,12 @@ LeftOut = Literal["failed", "no_tokens", "no_signal", "unreliable", "algorithm"]
 
 
 class LearnedTrajectory(msgspec.Struct, frozen=True, kw_only=True):
-    """What a step of training computed of one of its trajectories, when it first trained on it.
+    """The numbers that a step of training computed of one of its trajectories, when it first trained on it.
 
     Example: LearnedTrajectory(id="s0003-g0002-1", num_tokens=2, advantages=[0.71, None],
                                logprobs=[[-0.12, -1.5], None], loss=-0.04, masked={"abandoned": 2})
 
-    Lists have one entry per turn, which says something of the turn's sampled tokens.
+    Lists have one entry per turn, for the turn's sampled tokens.
     """
 
     schema_version: int = SCHEMA_VERSION
@@ -195,23 +195,23 @@ class LearnedTrajectory(msgspec.Struct, frozen=True, kw_only=True):
     # step; above 0 (train.updates_per_step): those of the policy after that many updates.
     update: int = 0
     num_tokens: int = 0  # number of tokens with a weight in the loss, those of prompts included
-    advantages: list[PerToken] = []  # weights in the policy's component of the loss; None: the token is not in it
-    # the learner's logprobs in nats under softmax(logits / temperature); None: the token is not trained
+    advantages: list[PerToken] = []  # weights in the policy's component of the loss, or None for a token outside
+    # the learner's logprobs in nats under softmax(logits / temperature), or None for a token that is not trained
     logprobs: list[PerToken] = []
-    reference: list[PerToken] | None = None  # logprobs under the reference policy; None: loss.kl did not ask for them
-    importance: list[PerToken] | None = None  # weights that loss.off_policy gave; None: it is not set
+    reference: list[PerToken] | None = None  # logprobs under the reference policy, or None without loss.kl
+    importance: list[PerToken] | None = None  # weights that loss.off_policy gave, or None without it
     loss: float = 0.0  # the sum that its tokens add to the loss of their optimizer step
     # Number of sampled tokens that do not move the policy, by reason. off_policy: loss.off_policy left them out;
     # clip_cov: loss.clip_cov set their advantage to 0; abandoned: the rollout never saw them; no_advantage: the
     # algorithm gave them none.
     masked: dict[str, int] = {}
     # Why no token of it was trained. no_tokens: it sampled none; no_signal: its group's rewards are equal; unreliable:
-    # they cannot be told from its judge's errors; algorithm: the algorithm left it out. None: it was trained.
+    # they may be its judge's errors; algorithm: the algorithm left it out. It is None if it was trained.
     left_out: LeftOut | None = None
 
 
 class GroupRewards(msgspec.Struct, frozen=True, kw_only=True):
-    """What later choices of scenarios need of one scored group.
+    """The rewards of one scored group, for later choices of scenarios.
 
     Example: GroupRewards(group_id="s0003-g0002", scenario="easy-17", pool="easy", rewards=[1.0, 0.0, 1.0, 1.0])
     """
@@ -232,7 +232,7 @@ def score_trajectory(
     noise: RewardNoise | None = None,
     again: AskedAgain | None = None,
 ) -> ScoredTrajectory:
-    """The trajectory as a ScoredTrajectory, all other fields unchanged."""
+    """Returns the trajectory as a ScoredTrajectory, all other fields unchanged."""
     fields = {name: getattr(trajectory, name) for name in Trajectory.__struct_fields__}
     return ScoredTrajectory(
         **fields, reward=reward, scores=list(scores), judge_settings=settings, noise=noise, again=again
@@ -240,19 +240,19 @@ def score_trajectory(
 
 
 def has_signal(rewards: Sequence[float]) -> bool:
-    """Whether the rewards of a group differ by more than 1e-8; an empty group has no signal."""
+    """Returns True if the rewards of a group differ by more than 1e-8; an empty group has no signal."""
     assert all(map(math.isfinite, rewards)), f"rewards must be finite: {list(rewards)}"
     return len(rewards) > 0 and max(rewards) - min(rewards) > EQUAL_REWARDS
 
 
 def sequence(turns: Sequence[Turn], index: int) -> list[int]:
-    """All token ids of turn `index`: its whole prompt, then its sampled tokens."""
+    """Returns all token ids of turn `index`: its whole prompt, then its sampled tokens."""
     turn = turns[index]
     kept = sequence(turns, turn.parent)[: turn.kept] if turn.parent is not None else []
     return [*kept, *turn.prompt_ids, *turn.sampled_ids]
 
 
 def prompt(turns: Sequence[Turn], index: int) -> list[int]:
-    """The token ids of the prompt of turn `index`, as the engine got them."""
+    """Returns the token ids of the prompt of turn `index`, as the engine got them."""
     ids = sequence(turns, index)
     return ids[: len(ids) - len(turns[index].sampled_ids)]

@@ -60,13 +60,13 @@ class Loader:
         return self.config.swaps_adapters
 
     async def make(self, source: Source) -> Engine:
-        """Returns an engine that samples from the source. Raises ArtError: it cannot be loaded, or not run here."""
-        read = self._weights if self.config.needs_weights else _spec
+        """Returns an engine that samples from the source. Raises ArtError if it cannot be loaded or run here."""
+        read = self._weights if self.config.weights == "here" else _spec
         policy: loading.Weights | PolicySpec = await call_in_thread(read, source)
         engine = make_engine(self.config, policy, name=source.name, step=source.step, logs=self.logs)
         await engine.start()
         try:
-            if not self.config.needs_weights and source.adapter is not None:
+            if self.config.weights != "here" and source.adapter is not None:
                 await engine.load(source.adapter.resolve(), source.step)
         except BaseException:
             await engine.close()

@@ -29,12 +29,12 @@ KEYS = ("ART_API_KEY", "OPENAI_API_KEY")  # variables that may hold the endpoint
 
 
 def find_key() -> str:
-    """The endpoint's key; "none" where no variable holds one, because a local server may need none."""
+    """Returns the endpoint's key; "none" where no variable holds one, because a local server may need none."""
     return next((os.environ[name] for name in KEYS if os.environ.get(name)), "none")
 
 
 async def find_model(url: str, key: str) -> str:
-    """The first model that the endpoint lists. Raises UsageError: it cannot be asked, or lists none."""
+    """Returns the first model that the endpoint lists. Raises UsageError: it cannot be asked, or lists none."""
     address = f"{url.rstrip('/')}/models"
     try:
         async with open_session(url, {"Authorization": f"Bearer {key}"}) as session:

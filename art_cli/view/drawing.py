@@ -1,4 +1,4 @@
-"""A recipe's own drawing of a state: the file view.js, a program, inside a page of its own.
+"""A recipe's drawing of a state: the file view.js, a program, inside a separate page.
 
 The page is shown in a frame with `sandbox="allow-scripts"`, so that its origin is its own, and its policy lets it load
 nothing. No policy that browsers have keeps it from sending what it is shown: WebRTC and the names of hosts in
@@ -63,5 +63,5 @@ def inline_script(text: str) -> str:
 
 
 def hash_of(script: str) -> str:
-    """The source expression of a Content-Security-Policy that allows this inline script or style."""
+    """Returns the source expression of a Content-Security-Policy that allows this inline script or style."""
     return f"sha256-{base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()}"

@@ -20,7 +20,7 @@ MAX_ATTEMPTS = 512  # attempts of a group that its row and its page have
 MAX_SEARCHES = 8  # texts whose findings a step keeps, for further pages of the list
 MAX_BINS, BINS = 8, 20  # so many different rewards have a bin each; more share this number of equal ranges
 
-Key = Callable[[IndexedGroup], float | None]  # the number that groups are sorted by; None: not known
+Key = Callable[[IndexedGroup], float | None]  # the number that groups are sorted by, or None if unknown
 Sort = Literal["index", "reward", "spread", "errors", "length"]
 
 
@@ -39,7 +39,7 @@ class GroupRow(msgspec.Struct):
     num_turns: float | None
     num_tokens: float | None
     ids: list[str]
-    text: str | None = None  # the page of a file searches it; None: the server does
+    text: str | None = None  # the page of a file searches it; None if the server does
 
 
 class Page(msgspec.Struct):
@@ -48,7 +48,7 @@ class Page(msgspec.Struct):
 
 
 class Query(NamedTuple):
-    """What the list of groups is asked for."""
+    """The query of a list of groups."""
 
     sort: Sort = "index"
     is_descending: bool = False
@@ -61,7 +61,7 @@ class Query(NamedTuple):
 
 
 def find_groups(step: IndexedStep, query: Query) -> Page:
-    """The rows that the query asks for."""
+    """Returns the rows that the query asks for."""
     groups = [group for group in step.groups() if _passes(group, query)]
     if query.text:
         holding = search(step, query.text)
@@ -155,7 +155,7 @@ class Histogram(msgspec.Struct):
 
 
 def histogram(step: IndexedStep) -> Histogram:
-    """A bin for each different reward, or 20 equal ranges where there are more."""
+    """Returns a bin for each different reward, or 20 equal ranges where there are more."""
     rewards = [row.reward for row in step.rows()]
     counts = Counter(reward for reward in rewards if reward is not None)
     if len(counts) <= MAX_BINS:
@@ -200,7 +200,7 @@ _SAID = msgspec.json.Decoder(_Said)
 
 
 def search(step: IndexedStep, text: str) -> set[str]:
-    """The ids of the rows whose messages, error, or judge's words have the text, in whatever case."""
+    """Returns the ids of the rows whose messages, error, or judge's words have the text, in whatever case."""
     wanted = text.lower()
     known = step.searches.get(wanted)
     if known is not None and known[0] == step.revision:
@@ -231,7 +231,7 @@ def _has_text(file: IO[bytes], row: IndexRow, wanted: str, *, is_plain: bool) ->
 
 
 def said(line: bytes, row: IndexRow) -> str:
-    """All that is searched of a row: its messages, tool calls, error, and the judge's words."""
+    """Returns all that is searched of a row: its messages, tool calls, error, and the judge's words."""
     try:
         found = decode(line, _SAID)
     except ValueError:

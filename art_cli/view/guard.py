@@ -59,7 +59,10 @@ class Guard:
 
 
 def is_own_name(name: str, host: str) -> bool:
-    """Whether a server that listens on `host` is meant by this name. A server on all addresses has all of them."""
+    """Returns True if a server that listens on `host` is meant by this name.
+
+    A server on all addresses has all of them.
+    """
     if is_loopback(name) or name == host.lower():
         return True
     if host not in ("0.0.0.0", "::", ""):

@@ -49,7 +49,7 @@ class IndexedGroup(NamedTuple):
 
 
 class StepNumbers(NamedTuple):
-    """What the list of steps says of one."""
+    """The numbers of a step in the list of steps."""
 
     num_groups: int
     num_trajectories: int
@@ -189,7 +189,7 @@ class IndexedStep:
             self._add(row)
 
     def _add(self, row: IndexRow) -> None:
-        """Puts the row into its group. An attempt of ours that is there already is replaced."""
+        """Puts the row into its group. An attempt that is there already is replaced."""
         self.revision += 1
         self.has_scores = self.has_scores or row.is_scored
         known = self._rows.get(row.id)
@@ -205,7 +205,7 @@ class IndexedStep:
         group[row.id] = self._rows[row.id] = row
 
     def _rank(self, row: IndexRow) -> int:
-        """The place of the row's file among `paths`: scored.jsonl comes after trajectories.jsonl."""
+        """Returns the place of the row's file among `paths`: scored.jsonl comes after trajectories.jsonl."""
         return self.paths.index(self.path_of(row))
 
     def _add_problem(self, problem: str) -> None:
@@ -214,7 +214,10 @@ class IndexedStep:
             self.problems.append(printable(problem, limit=300))
 
     def open(self, path: Path) -> IO[bytes]:
-        """One of the step's files. Raises OSError: it is not there, no regular file, or a link that leads out."""
+        """Returns one of the step's files.
+
+        Raises OSError: it is not there, no regular file, or a link that leads out.
+        """
         return open_file(path, within=self.root)
 
     # --- asking -------------------------------------------------------------------------------------------------------
@@ -241,7 +244,7 @@ class IndexedStep:
             return None if rows is None else self._group(name, rows.values())
 
     def groups(self) -> list[IndexedGroup]:
-        """All of them. The list is shared, so it must not be changed."""
+        """Returns all of them. The list is shared, so it must not be changed."""
         with self._lock:
             if self._listed is None or self._listed[0] != self.revision:
                 listed = [self._group(name, rows.values()) for name, rows in self._groups.items()]
@@ -249,7 +252,7 @@ class IndexedStep:
             return self._listed[1]
 
     def names(self) -> list[str]:
-        """The groups' ids, in their order."""
+        """Returns the groups' ids, in their order."""
         with self._lock:
             return list(self._groups)
 
@@ -345,7 +348,7 @@ class Index:
 
 
 def _stat(path: Path, root: Path | None) -> os.stat_result | None:
-    """The status of a regular file, or None if there is none, or a link leads out of `root`."""
+    """Returns the status of a regular file, or None if there is none, or a link leads out of `root`."""
     try:
         stat = path.stat()
     except OSError:

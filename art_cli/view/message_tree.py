@@ -26,7 +26,7 @@ class Node(msgspec.Struct):
     """
 
     id: int
-    parent: int | None  # id of the message before it; None: the conversation begins with it
+    parent: int | None  # id of the message before it, or None for the first
     role: str
     text: str
     calls: list[Json]  # [{"name", "arguments"}]
@@ -46,7 +46,7 @@ class MessageTree(msgspec.Struct):
 
 
 def build_tree(attempts: Sequence[Trajectory]) -> MessageTree:
-    """All conversations of all attempts, branches included."""
+    """Returns all conversations of all attempts, branches included."""
     tree = MessageTree([])
     known: Known = {}
     for place, attempt in enumerate(attempts):
@@ -72,7 +72,7 @@ def _insert(tree: MessageTree, known: Known, messages: Sequence[Json], place: in
 
 
 def _plain(message: Json) -> Json:
-    """What makes two messages equal. The ids of tool calls are random, so they are left out."""
+    """Returns the content by which messages are compared, without the ids of tool calls, which are random."""
     return {"role": message.get("role"), "content": message.get("content"), "reasoning": reasoning_of(message),
             "calls": calls_of(message), "name": message.get("name")}  # fmt: skip
 
@@ -88,13 +88,13 @@ def _node(number: int, parent: int | None, message: Json) -> Node:
 
 
 def reasoning_of(message: Json) -> str:
-    """What the model thought before it answered, where the engine told it apart."""
+    """Returns the model's thoughts before its answer, if the engine reported them separately."""
     found = message.get("reasoning_content") or message.get("reasoning")
     return found if isinstance(found, str) else ""
 
 
 def calls_of(message: Json) -> list[Json]:
-    """The tool calls of a message: name and arguments, as text."""
+    """Returns the tool calls of a message: name and arguments, as text."""
     calls = message.get("tool_calls")
     found = []
     for call in calls if isinstance(calls, list) else ():

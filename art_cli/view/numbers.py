@@ -19,12 +19,12 @@ from art_cli.runtime.errors import ArtError
 from art_cli.view.index import Index
 
 Json = dict[str, Any]
-PAUSE = "pause"  # split of the lines that say which rules paused the run; they hold no metrics
+PAUSE = "pause"  # split of the lines of a pause, which hold no metrics
 SMOOTHED = "reward_smoothed"  # the training reward as `art report` smooths it, with its interval
 
 
 def run_numbers(run: RunDir) -> Json:
-    """All numbers of a run. What cannot be read is left out, and named under `problems`."""
+    """Returns all numbers of a run. What cannot be read is left out, and named under `problems`."""
     found: Json = {"config": None, "metrics": {}, "intervals": {}, "evaluations": [], "findings": [], "checkpoints": [],
                    "best_step": None, "stages": {}, "problems": []}  # fmt: skip
     try:
@@ -53,7 +53,7 @@ def run_numbers(run: RunDir) -> Json:
 
 
 def file_numbers(index: Index) -> Json:
-    """The numbers of a source without a run: the mean reward of each of its steps."""
+    """Returns the numbers of a source without a run: the mean reward of each of its steps."""
     curves: dict[str, list[list[float | None]]] = {}
     for step in index.steps():
         if (mean := step.numbers().mean_reward) is not None:
@@ -93,7 +93,7 @@ def _finding(finding: RunFinding) -> Json:
 
 
 def _evaluations(run: RunDir, report: RunReport) -> list[Json]:
-    """Every metric of every evaluation, with its interval where the scenarios' values are known."""
+    """Returns every metric of every evaluation, with its interval where the scenarios' values are known."""
     found = []
     for each in report.evaluations:
         values = _values(run, each.step)

@@ -37,11 +37,11 @@ _WITHOUT_TURNS = tuple(name for name in ScoredTrajectory.__struct_fields__ if na
 
 
 class NotThere(Exception):
-    """What the URL names is not there; `str()` is the sentence."""
+    """Nothing is there under this URL; `str()` is the sentence."""
 
 
 class Answers:
-    """What the page is told. `chat` says whether it can talk to an endpoint."""
+    """The answers to the page. `chat` is the relay to an endpoint, if there is one."""
 
     def __init__(self, sources: Sources, *, has_chat: bool = False, drawing: Path | None = None) -> None:
         self._sources = sources
@@ -153,12 +153,12 @@ class Answers:
         return {**known[1], "drawing": self.drawing_kind(source), "judge": self._judged(source)}
 
     def _judged(self, source: ViewSource) -> Json | None:
-        """The steps that have a judge's report: trajectories of ours that were scored."""
+        """Returns the steps that have a judge's report: scored trajectories of a run."""
         steps = [step.step for step in source.index.steps() if step.split == "train" and step.has_scores]
         return {"steps": steps} if steps else None
 
     def judge(self, name: str, number: int) -> Json:
-        """What `art judge --report --json` says of a step's scored file."""
+        """Returns the output of `art judge --report --json` for a step's scored file."""
         from art_cli.judges.report.judge_report import (
             make_report,  # needs numpy, which the rest of the page does without
         )
@@ -238,7 +238,7 @@ class Answers:
         }
 
     def scenario(self, name: str, scenario: str) -> Json:
-        """The attempts at one scenario, ascending by step; of more than 500 the same number from every step."""
+        """Returns the attempts at one scenario, ascending by step; of more than 500 the same number from every step."""
         source = self._find_source(name)
         found = [(step, row) for step in source.index.steps() for row in step.rows() if row.scenario == scenario]
         if not found:
@@ -309,7 +309,7 @@ def _attempt(row: IndexRow, record: ScoredTrajectory) -> Json:
 
 
 def _scored(step: IndexedStep) -> Path | None:
-    """The scored file of a step; None: nothing in it was scored."""
+    """Returns the scored file of a step, or None if nothing in it was scored."""
     for path in reversed(step.paths):
         if path.name != "trajectories.jsonl" and is_inside(path, step.root):
             return path
@@ -317,7 +317,7 @@ def _scored(step: IndexedStep) -> Path | None:
 
 
 def _state(source: ViewSource) -> object:
-    """What differs when the page has to be drawn anew."""
+    """Returns a value that changes when the page has to be drawn again."""
     files = (source.run.metrics_path, source.run.config_path) if source.run is not None else ()
     return source.id, source.index.revision, source.index.num_bytes, source.is_running, [_size(path) for path in files]
 

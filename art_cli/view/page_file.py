@@ -40,9 +40,9 @@ URL_SHARE = 0.25  # bytes that a URL takes in the table of parts, for each of it
 
 
 def write_page(answers: Answers, path: Path, *, max_bytes: int) -> str:
-    """Writes the file. Returns a line that says what it has. Raises UsageError: even the least does not fit."""
+    """Writes the file. Returns a line with its content. Raises UsageError if even the least does not fit."""
     html, style, script = _app()
-    answers.shows_found = False  # whoever opens the file was not asked
+    answers.shows_found = False  # a reader of the file gave no leave for that
     answers.read_all()
     room = max_bytes - len(html) - len(style) - len(script) - len(json_of(answers.sources())) - RESERVED
     parts = _Parts(room)
@@ -112,7 +112,7 @@ class _Parts:
         return [answer for url, answer in self._main.items() if url.endswith("/drawing")]
 
     def object(self) -> bytes:
-        """All of them as one JSON object, in which no "<" stands."""
+        """Returns all of them as one JSON object, in which no "<" stands."""
         main = _packed(json_of({"answers": self._main, "where": self._where}))
         return json.dumps({"main": main, "parts": self._parts}).encode()
 
@@ -140,7 +140,7 @@ def _numbers(answers: Answers) -> _Made:
 
 
 def _lists(answers: Answers, text_length: int) -> Iterator[_Made]:
-    """All rows of each step, with the text for their search, of about so many characters in all."""
+    """Yields all rows of each step, with the text for their search, of about so many characters in all."""
     steps = [(source, step) for source in answers.all() for step in source.index.steps()]
     num_groups = sum(step.numbers().num_groups for _, step in steps)
     length = min(MAX_TEXT, text_length // max(1, num_groups))
@@ -207,7 +207,7 @@ def _scenarios(answers: Answers) -> Iterator[_Made]:
 
 
 def _steps(answers: Answers) -> Iterator[tuple[ViewSource, IndexedStep]]:
-    """All steps, the newest first."""
+    """Yields all steps, the newest first."""
     for source in answers.all():
         for step in reversed(source.index.steps()):
             yield source, step
@@ -228,7 +228,7 @@ def _at_rest(sources: Any) -> Any:
 
 
 def _app() -> tuple[str, str, str]:
-    """The page's HTML, style and script. Raises UsageError: they were not built."""
+    """Returns the page's HTML, style and script. Raises UsageError: they were not built."""
     found = [page_file(name) for name in ("index.html", "app.css", "app.js")]
     if None in found:
         raise UsageError("the page is not part of this installation (art_cli/view/app); install art-cli again")
@@ -253,7 +253,7 @@ def _page(html: str, style: str, script: str, data: bytes, drawings: list[str]) 
 
 
 def _inner(pages: list[str], element: str) -> list[str]:
-    """The text inside the elements of that name."""
+    """Returns the text inside the elements of that name."""
     return [text for page in pages for text in re.findall(f"<{element}>(.*?)</{element}>", page, flags=re.DOTALL)]
 
 

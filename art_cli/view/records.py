@@ -1,4 +1,4 @@
-"""Whole trajectories, read at the places that the index knows. A line that cannot be read becomes one that says so."""
+"""Whole trajectories, read at the places that the index knows. A line that cannot be read becomes its error."""
 
 from collections.abc import Sequence
 
@@ -17,7 +17,7 @@ _SCORED = msgspec.json.Decoder(ScoredTrajectory)
 
 
 def read_records(step: IndexedStep, rows: Sequence[IndexRow]) -> list[ScoredTrajectory]:
-    """The trajectories of these rows, each with the id, group and place that the index gave it."""
+    """Returns the trajectories of these rows, each with the id, group and place that the index gave it."""
     return [read_record(step, row) for row in rows]
 
 
@@ -32,7 +32,7 @@ def read_record(step: IndexedStep, row: IndexRow) -> ScoredTrajectory:
 
 
 def read_bytes(step: IndexedStep, row: IndexRow) -> bytes:
-    """The line of a row. Raises ValueError: it is too long, or not there any more."""
+    """Returns the line of a row. Raises ValueError: it is too long, or not there any more."""
     if row.length > MAX_SHOWN:
         raise ValueError(f"its line has {row.length >> 20} MiB; up to {MAX_SHOWN >> 20} MiB are shown")
     with step.open(step.path_of(row)) as file:

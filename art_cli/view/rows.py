@@ -1,4 +1,4 @@
-"""What the index keeps of one line: an IndexRow for each trajectory in it. The rest of the line is skipped.
+"""IndexRow: the part of a line that the index keeps, for each trajectory in it. The rest of the line is skipped.
 
 A line is a trajectory of ours (scored or not), a group of ART's, or a conversation, as in judges/files/judged_files.py.
 """
@@ -40,7 +40,7 @@ class IndexRow(msgspec.Struct, gc=False):
     reward: float | None = None
     error: str | None = None  # kind of error
     num_turns: int = 0
-    num_tokens: int | None = None  # sampled tokens; None: not known
+    num_tokens: int | None = None  # sampled tokens, or None if unknown
     is_scored: bool = False  # whether a judge's reward stands in its line
 
 
@@ -83,7 +83,10 @@ class Labels:
 
 
 def read_rows(line: bytes, number: int, labels: Labels) -> list[IndexRow]:
-    """The rows of line `number`, without their place in the file. Raises ValueError: nothing of it is a trajectory."""
+    """Returns the rows of line `number`, without their place in the file.
+
+    Raises ValueError: nothing of it is a trajectory.
+    """
     head = decode(line, _HEAD)
     if bytes(head.trajectories):
         return _art_rows(head, number, labels)
@@ -134,7 +137,7 @@ def _plain_row(head: _Head, number: int, labels: Labels, *, group: str | None = 
 
 
 def _art_rows(head: _Head, number: int, labels: Labels) -> list[IndexRow]:
-    """The trajectories of an ART group, then its exceptions, which are trajectories with an error."""
+    """Returns the trajectories of an ART group, then its exceptions, which are trajectories with an error."""
     group = f"line-{number}"
     try:
         inner = msgspec.json.decode(head.trajectories, type=list[_Head])
@@ -156,7 +159,7 @@ def _art_rows(head: _Head, number: int, labels: Labels) -> list[IndexRow]:
 
 
 def name(value: Any, number: int) -> str:
-    """The value as an id that a URL can hold; `line-7` for one that it cannot."""
+    """Returns the value as an id that a URL can hold; `line-7` for one that it cannot."""
     text = str(value) if isinstance(value, str | int | float) else ""
     if not text or len(text) > MAX_ID or text in (".", ".."):
         return f"line-{number}"
@@ -164,7 +167,7 @@ def name(value: Any, number: int) -> str:
 
 
 def number_of(value: Any) -> float | None:
-    """A finite number; None for all else."""
+    """Returns a finite number; None for all else."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
     try:
@@ -174,13 +177,13 @@ def number_of(value: Any) -> float | None:
 
 
 def _counts(metrics: Json) -> tuple[int, int] | None:
-    """Numbers of turns and of sampled tokens as the recorder counted them; None: it did not."""
+    """Returns the numbers of turns and of sampled tokens that the recorder counted, or None."""
     turns, tokens = number_of(metrics.get("num_turns")), number_of(metrics.get("num_sampled"))
     return None if turns is None or tokens is None else (int(turns), int(tokens))
 
 
 def _count(head: _Head) -> tuple[int, int | None]:
-    """Numbers of turns and of sampled tokens, counted; tokens None: they were not recorded."""
+    """Counts turns and sampled tokens; the latter are None if they were not recorded."""
     turns = []
     if bytes(head.turns):
         turns = _TURNS.decode(head.turns)
@@ -192,12 +195,12 @@ def _kind(error: Any) -> str | None:
 
 
 def _value(raw: msgspec.Raw) -> Any:
-    """The value of a field; None where the line has none, and where only half of it can be read."""
+    """Returns the value of a field; None where the line has none, and where only half of it can be read."""
     return decode(bytes(raw), _ANY) if bytes(raw) else None
 
 
 def _asked(head: _Head) -> str:
-    """A group for conversations that name none: those that begin alike."""
+    """Returns a group for conversations that name none: those that begin alike."""
     from art_cli.formats.imported_attempt import first_question  # only conversations without a group need it
 
     messages = _value(head.messages_and_choices or head.messages)
@@ -206,7 +209,7 @@ def _asked(head: _Head) -> str:
 
 
 def _label(scenario: Any, messages: Any) -> str:
-    """What tells a group from others: its scenario's question, else the first message if it is as long as a question,
+    """Returns a label for the group: its scenario's question, else the first message if it is as long as a question,
     else the scenario's values, else that message."""
     rest = {key: value for key, value in scenario.items() if key != "id"} if isinstance(scenario, dict) else {}
     for name in QUESTIONS:
@@ -221,7 +224,7 @@ def _label(scenario: Any, messages: Any) -> str:
 
 
 def text_of(content: Any) -> str:
-    """The text of a message's content: a string, or the texts of its parts."""
+    """Returns the text of a message's content: a string, or the texts of its parts."""
     if isinstance(content, str):
         return content
     parts: list[Json] = [each for each in content if isinstance(each, dict)] if isinstance(content, list) else []

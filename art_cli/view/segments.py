@@ -37,9 +37,9 @@ class TurnSegment(msgspec.Struct):
     kind: SegmentKind
     text: str
     num_tokens: int
-    tokens: list[str] | None = None  # [N] text of each; None: no tokenizer, or context
+    tokens: list[str] | None = None  # [N] text of each, or None without a tokenizer, and for context
     ids: list[int] = []  # [N]; empty for context
-    logprobs: list[float] | None = None  # [N] the engine's, in nats; None: not sampled here
+    logprobs: list[float] | None = None  # [N] the engine's, in nats, or None if not sampled here
     learner_logprobs: list[float | None] | None = None  # [N] the learner's, before the update
     advantages: list[float | None] | None = None  # [N]
 
@@ -53,19 +53,19 @@ class ShownTurn(msgspec.Struct):
     finish_reason: str
     is_abandoned: bool
     segments: list[TurnSegment]
-    conversation: int | None = None  # 0: `messages`, 1: the first of `branches`; None: not found
+    conversation: int | None = None  # 0: `messages`, 1: the first of `branches`; or None
     message: int | None = None  # place of the reply in the conversation
 
 
 class _Place(NamedTuple):
-    """How far a conversation is told, after a turn."""
+    """The messages of a conversation that are shown after a turn."""
 
     conversation: int
     num_messages: int
 
 
 class _Budget:
-    """How many tokens are still decoded besides the new ones of each turn, which are shown in any case."""
+    """The number of tokens that are still decoded besides the new ones of each turn, which are shown in any case."""
 
     def __init__(self, num: int) -> None:
         self._num = num
@@ -78,7 +78,7 @@ class _Budget:
 
 
 def show_turns(trajectory: Trajectory, texts: TokenTexts | None, learned: Learned | None) -> list[ShownTurn]:
-    """The turns of a trajectory; texts are empty without a tokenizer."""
+    """Returns the turns of a trajectory; texts are empty without a tokenizer."""
     shown, places, lengths = [], list[_Place](), list[int]()
     budget = _Budget(MAX_OTHER_TOKENS if texts is not None else 0)
     for index, turn in enumerate(trajectory.turns):
@@ -109,7 +109,7 @@ def show_turns(trajectory: Trajectory, texts: TokenTexts | None, learned: Learne
 
 
 def _reply_of(trajectory: Trajectory, place: _Place) -> tuple[int | None, int | None]:
-    """The conversation and the place in it of the message with which a turn ends."""
+    """Returns the conversation and the place in it of the message with which a turn ends."""
     conversation = [trajectory.messages, *trajectory.branches][place.conversation]
     is_reply = 0 < place.num_messages <= len(conversation)
     if is_reply and conversation[place.num_messages - 1].get("role") == "assistant":
@@ -123,7 +123,10 @@ def _context(turns: Sequence[Turn], parent: int, kept: int, texts: TokenTexts | 
 
 
 def first_tokens(turns: Sequence[Turn], index: int, num: int) -> list[int]:
-    """The first `num` tokens of the sequence of turn `index`. A chain of thousands of turns is no deep recursion."""
+    """Returns the first `num` tokens of the sequence of turn `index`.
+
+    A chain of thousands of turns is no deep recursion.
+    """
     pieces: list[list[int]] = []
     place: int | None = index
     while place is not None and num > 0:
@@ -151,7 +154,7 @@ def _sampled(turn: Turn, index: int, texts: TokenTexts | None, learned: Learned 
 
 
 def _of_turn(learned: Learned | None, name: str, index: int, num: int) -> list[float | None] | None:
-    """The numbers of a turn: one for each token, or one for all. None: there are none, or of another number."""
+    """Returns the numbers of a turn: one for each token, or one for all; None if there are none, or too few or many."""
     turns = (learned or {}).get(name)
     numbers = turns[index] if isinstance(turns, list) and index < len(turns) else None
     if isinstance(numbers, int | float):
@@ -173,7 +176,7 @@ def _prompt_segments(
     *,
     goes_on: bool,
 ) -> tuple[list[TurnSegment], _Place]:
-    """The segments of the prompt's new tokens, and how far its conversation is told with the reply.
+    """Returns the segments of the prompt's new tokens, and how far its conversation is shown after the reply.
 
     `goes_on`: the prompt begins with all tokens of the parent, so its messages are those behind the parent's reply.
     Otherwise the messages of the whole prompt are looked for.
@@ -200,7 +203,7 @@ def _segment(kind: SegmentKind, places: Sequence[int], pieces: Sequence[str], id
 
 
 def _kinds(pieces: Sequence[str], trajectory: Trajectory, begun: _Place) -> tuple[list[SegmentKind], _Place]:
-    """The kind of each piece, by the conversation of which most is found in them."""
+    """Returns the kind of each piece, by the conversation of which most is found in them."""
     text = "".join(pieces)
     conversations = [trajectory.messages, *trajectory.branches][:MAX_CONVERSATIONS]
     told = conversations[begun.conversation][: begun.num_messages]
@@ -217,7 +220,7 @@ def _kinds(pieces: Sequence[str], trajectory: Trajectory, begun: _Place) -> tupl
 
 
 def _spans(text: str, conversation: Sequence[Json], start: int) -> tuple[list[tuple[int, int, SegmentKind]], int]:
-    """Begin, end and kind of each message found in the text, from message `start` on; and the number of messages told
+    """Returns begin, end and kind of each message in the text, from message `start` on, and the number of messages seen
     with the reply behind the text."""
     spans: list[tuple[int, int, SegmentKind]] = []
     cursor, end = 0, start
@@ -241,7 +244,10 @@ def _spans(text: str, conversation: Sequence[Json], start: int) -> tuple[list[tu
 
 
 def _label(pieces: Sequence[str], spans: Sequence[tuple[int, int, SegmentKind]]) -> list[SegmentKind]:
-    """The kind of each piece: that of the span in which it begins. A piece without text goes with the one before it."""
+    """Returns the kind of each piece: that of the span in which it begins.
+
+    A piece without text goes with the one before it.
+    """
     kinds: list[SegmentKind] = []
     waiting = list(reversed(spans))
     for start, piece in zip(accumulate(map(len, pieces), initial=0), pieces, strict=False):

@@ -1,4 +1,4 @@
-"""Which runs and files a path names: a run's directory, a directory of runs or of JSONL files, or one file."""
+"""Sources: the runs and files of a path: a run's directory, a directory of runs or of JSONL files, or one file."""
 
 import os
 import time
@@ -13,7 +13,7 @@ from art_cli.view.index import STEP_DIRECTORY, Index
 
 MAX_SOURCES = 200  # runs and files of one page
 LINES = (".jsonl", ".ndjson")
-START_BYTES = 65_536  # bytes at the start of a file by which it is told from one that has no records
+START_BYTES = 65_536  # bytes at the start of a file that show whether it has records
 LIVE_S = 60.0  # a source that changed within this time counts as running
 
 
@@ -67,7 +67,7 @@ class Sources:
 
 
 def found(path: Path) -> Iterator[tuple[Path, Literal["run", "file"]]]:
-    """The sources that a path names, with their kinds."""
+    """Yields the sources that a path names, with their kinds."""
     if path.is_file():
         yield path, "file"
     elif is_run(path):
@@ -81,7 +81,10 @@ def found(path: Path) -> Iterator[tuple[Path, Literal["run", "file"]]]:
 
 
 def is_run(path: Path) -> bool:
-    """Whether it is the directory of a run, also of one that has just begun. The name of no other file is enough."""
+    """Returns True if it is the directory of a run, also of one that has just begun.
+
+    The name of no other file is enough.
+    """
     if not path.is_dir():
         return False
     names = set(os.listdir(path))
@@ -90,7 +93,7 @@ def is_run(path: Path) -> bool:
 
 
 def _may_have_records(path: Path) -> bool:
-    """Whether a line near the start of the file begins as a record does, or the file is empty as yet."""
+    """Returns True if a line near the start of the file begins as a record does, or the file is empty as yet."""
     with open_file(path) as file:
         start = file.read(START_BYTES)
     lines = [line for line in start.removeprefix(b"\xef\xbb\xbf").splitlines() if line.strip()]
@@ -98,7 +101,7 @@ def _may_have_records(path: Path) -> bool:
 
 
 def _nothing_in(path: Path) -> str:
-    """Why nothing of the path can be shown, and what to do."""
+    """Returns the reason why nothing of the path can be shown, and what to do."""
     if not os.path.lexists(path):
         return f"{path}: no such file or directory"
     if not path.is_dir():
@@ -116,7 +119,10 @@ def _modified(path: Path) -> float:
 
 
 def _has_owner(run: RunDir) -> bool:
-    """Whether the process named in the run's lock lives. The lock itself is left alone: a training may want it now."""
+    """Returns True if the process named in the run's lock lives.
+
+    The lock itself is left alone: a training may want it now.
+    """
     try:
         owner = read_file(run.logs / "lock", max_bytes=32, within=run.root).strip()
         if not owner.isdigit():

@@ -26,7 +26,10 @@ class TokenTexts:
         self._stream: Any = importlib.import_module("tokenizers.decoders").DecodeStream
 
     def pieces(self, ids: Sequence[int]) -> list[str]:
-        """The text that each token adds. A token that ends amid a character adds none; the one that ends it adds it."""
+        """Returns the text that each token adds.
+
+        A token that ends amid a character adds none; the one that ends it adds it.
+        """
         found: list[str] = []
         stream = self._stream(skip_special_tokens=False)
         for id in ids:
@@ -41,7 +44,7 @@ class TokenTexts:
 
 
 def find_tokenizer(run: RunDir | None) -> TokenTexts | None:
-    """None: no tokenizer can be found or read, or `tokenizers` is not installed."""
+    """It is None if no tokenizer can be found or read, or `tokenizers` is not installed."""
     if run is None:
         return None
     for path in _places(run):
@@ -70,7 +73,7 @@ def _places(run: RunDir) -> Iterator[Path]:
 
 
 def _base(run: RunDir) -> str:
-    """What config.json names as the base; "" where it names none."""
+    """Returns the base in config.json, or ""."""
     try:
         section = read_object(run.config_path, within=run.root).get("model")
     except ArtError:
@@ -80,7 +83,7 @@ def _base(run: RunDir) -> str:
 
 
 def _cached(base: str) -> Iterator[Path]:
-    """The files of a hub's model in the local cache, as huggingface_hub lays it out."""
+    """Yields the files of a hub's model in the local cache, as huggingface_hub lays it out."""
     home = Path(os.environ.get("HF_HOME") or Path.home() / ".cache" / "huggingface")
     cache = Path(os.environ.get("HF_HUB_CACHE") or home / "hub")
     if base.count("/") == 1 and ".." not in base:

@@ -1,4 +1,4 @@
-"""What the learner says of each trajectory that it trained on: step_0003/learned.jsonl, one line per trajectory."""
+"""The learner's numbers of each trajectory that it trained on: step_0003/learned.jsonl, one line per trajectory."""
 
 import threading
 from pathlib import Path
@@ -30,7 +30,7 @@ class LearnedNumbers:
         self._lock = threading.Lock()
 
     def of(self, path: Path, trajectory: str, *, within: Path | None) -> Json:
-        """The line of a trajectory; empty where the run has none."""
+        """Returns the line of a trajectory; empty where the run has none."""
         try:
             place = self._find(path, within).get(trajectory)
             if place is None:

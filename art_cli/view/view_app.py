@@ -36,7 +36,7 @@ STEP = "/api/source/{s}/step/{n:int}/{split}"
 
 
 def build_app(answers: Answers, *, host: str, chat: "ChatRelay | None" = None) -> ASGIApp:
-    """The application for a server that listens on `host`."""
+    """Returns the application for a server that listens on `host`."""
     routes = _Routes(answers, chat)
     app = Starlette(
         routes=[
@@ -71,7 +71,7 @@ def _groups(answers: Answers) -> Callable[[_Asked], Any]:
 
 
 def read_query(query: Any) -> Query:
-    """What the list of groups is asked for; values that make no sense count as not given."""
+    """Returns the query for the list of groups; values that make no sense count as not given."""
     sort = query.get("sort", "index")
     return Query(
         sort=sort if sort in ("index", "reward", "spread", "errors", "length") else "index",
@@ -98,7 +98,7 @@ class _Routes:
         self._workers = WorkerPool(size=NUM_THREADS, wait_s=WAIT_S, run_s=RUN_S)
 
     def of(self, make: Callable[[_Asked], Any]) -> Callable[[HttpRequest], Any]:
-        """The route whose answer `make` makes, in a thread, encoded there."""
+        """Returns the route whose answer `make` makes, in a thread, encoded there."""
 
         async def route(http: HttpRequest) -> Response:
             asked = _Asked(http.path_params)
@@ -121,7 +121,7 @@ class _Routes:
             raise HTTPException(503, "too many questions at once; ask again") from None
 
     async def drawing(self, http: HttpRequest) -> Response:
-        """The page of a recipe's drawing. Its own policy goes with it as a header, with a sandbox."""
+        """Returns the page of a recipe's drawing. Its own policy goes with it as a header, with a sandbox."""
         response = await self._answer(http, lambda: self._answers.drawing(http.path_params["s"]).encode(), "text/html")
         text = bytes(response.body).decode()
         policy = text.partition('content="')[2].partition('"')[0]
@@ -142,13 +142,13 @@ class _Routes:
 
 
 def page_file(name: str) -> bytes | None:
-    """A file of the page; None: it was not built."""
+    """Returns a file of the page, or None if it was not built."""
     place = files("art_cli.view") / "app" / name
     return place.read_bytes() if place.is_file() else None
 
 
 def json_of(value: Any) -> bytes:
-    """The value as JSON; numbers that are not finite become null."""
+    """Returns the value as JSON; numbers that are not finite become null."""
     return msgspec.json.encode(value)
 
 

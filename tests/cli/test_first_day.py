@@ -14,8 +14,8 @@ from art_cli.judges import Verdict
 from art_cli.judges.costs import Price
 from art_cli.loop.evaluate import spent_by_scenario
 from art_cli.loop.gates import Gate, parse_gate
-from art_cli.loop.open_train import train
 from art_cli.loop.pairwise_eval import judge_contest
+from art_cli.loop.train import train
 from art_cli.rollouts.rollout_gateway import OWN_CLIENT
 from art_cli.runs import run_checkpoints as checkpoints
 from art_cli.runs.durable import read_lines

@@ -154,8 +154,8 @@ def panel() -> RunPanel:
     made = RunPanel("mine [red]\x1b[2J", num_steps=20)
     numbers = {"no_signal_share": 0.25, "sample_tokens_per_s": 1280.0, "run_usd": 0.5}
     updates = [UpdateNumbers(n, {"reward_mean": n / 10, "run_s": 60.0 * n, **numbers}) for n in range(1, 6)]
-    made.history = History(updates, [Evaluated(0, {"reward": 0.7}), Evaluated(5, {"reward": 0.6})])
-    made.failures = Failures(3, 8, "timeout: not finished after 600 s", 2)
+    made.follow(History(updates, [Evaluated(0, {"reward": 0.7}), Evaluated(5, {"reward": 0.6})]))
+    made.show_failures(Failures(3, 8, "timeout: not finished after 600 s", 2))
     return made
 
 

@@ -15,7 +15,7 @@ from art_cli.chat.requests import Sampling
 from art_cli.config.compose import LoadedConfig, load_config
 from art_cli.config.schema import ModelConfig
 from art_cli.engines import EngineTraits, engine_traits, make_engine, proof
-from art_cli.loop.open_train import train
+from art_cli.loop.train import train
 from art_cli.models import loading as model
 from art_cli.models.policy_spec import PolicySpec, read_spec, spec_of
 from art_cli.rollouts.rollout_gateway import Gateway
@@ -97,13 +97,13 @@ def test_what_an_engine_can_do_is_said_by_its_class_or_its_section(project: Path
     def traits(engine: str) -> EngineTraits:
         return engine_traits(load(project, f"engine={engine}").config.engine, project)
 
-    assert traits("embedded") == EngineTraits(enforces_formats=True, needs_weights=True)
+    assert traits("embedded") == EngineTraits(enforces_formats=True, weights="here")
     assert traits("vllm") == EngineTraits(swaps_adapters=True, enforces_formats=True)
     assert traits("{name: openai, url: 'http://x/v1', model: m}") == EngineTraits(
         can_train=False, enforces_formats=True
     )
     assert traits("{entry: 'others.py:Elsewhere'}") == EngineTraits(swaps_adapters=True)
-    assert traits("{entry: 'mine.py:PlainEngine'}") == EngineTraits(needs_weights=True)
+    assert traits("{entry: 'mine.py:PlainEngine'}") == EngineTraits(weights="here")
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,7 @@ from art_cli.engines import proof
 from art_cli.engines.embedded.chat_prompts import render
 from art_cli.engines.embedded.reply_text import Vocabulary
 from art_cli.engines.vllm.vllm_engine import VllmEngine
-from art_cli.loop.open_train import train
+from art_cli.loop.train import train
 from art_cli.models.policy_spec import spec_of
 from art_cli.runs.run_dir import RunDir
 from art_cli.runtime.errors import DriftError

@@ -23,7 +23,7 @@ from art_cli.judges.extra_votes import ask_again, is_hidden
 from art_cli.judges.judge_groups import judge_group
 from art_cli.judges.rollout_judge import RolloutJudge
 from art_cli.judges.ruler.ruler_judge import RulerJudge
-from art_cli.loop.open_train import train
+from art_cli.loop.train import train
 from art_cli.runs.reliability import error_variance, is_left_out
 from art_cli.runs.run_dir import RunDir
 from art_cli.runs.trajectory import AskedAgain, Trajectory

@@ -13,7 +13,7 @@ from art_cli.config.compose import load_config
 from art_cli.config.schema import FunctionJudgeConfig, RolloutJudgeConfig
 from art_cli.judges import Verdict, make_judge
 from art_cli.judges.costs import CostEstimate
-from art_cli.loop.open_train import train
+from art_cli.loop.train import train
 from art_cli.runs.durable import write_lines
 from art_cli.runs.run_dir import RunDir
 from art_cli.runs.trajectory import Score, Trajectory

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from art_cli.config.compose import load_config
-from art_cli.loop.open_train import train
+from art_cli.loop.train import train
 from art_cli.runs.run_dir import RunDir
 from art_cli.runtime.errors import RunError
 from tests.support.judge_server import Conduct, serving

@@ -28,7 +28,7 @@ from art_cli.learners.algorithms.step_credit import (
     step_advantages,
 )
 from art_cli.learners.token_weights import Credit, token_weights
-from art_cli.loop.open_train import train
+from art_cli.loop.train import train
 from art_cli.runs.run_dir import RunDir
 from art_cli.runs.trajectory import ScoredTrajectory, Turn, prompt
 from tests.support.paths import LETTERS

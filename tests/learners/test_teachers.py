@@ -21,8 +21,8 @@ from art_cli.learners.algorithms.distillation import Distill
 from art_cli.learners.algorithms.sdpo import Sdpo, SdpoConfig
 from art_cli.learners.teachers import teacher_server as server_module
 from art_cli.learners.teachers.feedback import Feedback
-from art_cli.loop.open_train import train
 from art_cli.loop.references import check_ready
+from art_cli.loop.train import train
 from art_cli.models.loading import Weights, save_merged, with_adapter
 from art_cli.runs.run_dir import RunDir
 from art_cli.runs.trajectory import Score, ScoredTrajectory, Turn

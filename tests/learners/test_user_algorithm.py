@@ -13,8 +13,8 @@ import torch
 from art_cli.config.compose import load_config
 from art_cli.config.schema import AlgorithmConfig, TorchLearnerConfig, TrainConfig
 from art_cli.learners.torch_learner import TorchLearner
-from art_cli.loop.open_train import train
 from art_cli.loop.references import check_ready
+from art_cli.loop.train import train
 from art_cli.models.loading import Weights
 from art_cli.runs.run_dir import RunDir
 from art_cli.runtime.errors import ConfigError, LearnerError, RunError, UsageError

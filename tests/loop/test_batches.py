@@ -10,12 +10,11 @@ import pytest
 
 from art_cli.config.compose import LoadedConfig, load_config
 from art_cli.judges import make_judge
-from art_cli.learners import Learner, Progress, StepMetrics
-from art_cli.loop.auto import resolve_auto
+from art_cli.learners import Learner, Progress, StepMetrics, make_learner
+from art_cli.loop import open_run
 from art_cli.loop.batches import Batches
-from art_cli.loop.open_train import train
 from art_cli.loop.policy_sampler import Sampler
-from art_cli.loop.training_run import TrainingRun
+from art_cli.loop.train import train
 from art_cli.models.loading import clone_trainable
 from art_cli.rollouts.progress import Progress as Counts
 from art_cli.rollouts.rollout_runner import OnFinished, RolloutPlan
@@ -50,11 +49,12 @@ class WatchedLearner:
 
 
 def train_watched(loaded: LoadedConfig, first: Callable[[int], None]) -> RunDir:
-    run = RunDir(loaded.config.runs / loaded.config.name)
-    training = TrainingRun(resolve_auto(loaded, "engine", "learner"), run)
-    training.learner = WatchedLearner(training.learner, first)  # type: ignore[assignment]
-    asyncio.run(training.train())
-    return run
+    def make(*arguments: Any, **knobs: Any) -> WatchedLearner:
+        return WatchedLearner(make_learner(*arguments, **knobs), first)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(open_run, "make_learner", make)
+        return RunDir(asyncio.run(train(loaded)).root)
 
 
 def check_staleness(files: RunDir, staleness: int) -> None:

@@ -8,8 +8,8 @@ import pytest
 
 from art_cli.config.compose import load_config
 from art_cli.config.schema import RunConfig
-from art_cli.loop.open_train import train
 from art_cli.loop.scenario_choice import ScenarioChoice
+from art_cli.loop.train import train
 from art_cli.rollouts.adaptive import expected_signal
 from art_cli.runs.run_dir import RunDir
 from art_cli.runs.trajectory import GroupRewards, Json, Trajectory, score_trajectory

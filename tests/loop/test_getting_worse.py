@@ -7,7 +7,7 @@ import pytest
 
 from art_cli.config.compose import load_config
 from art_cli.loop.evaluate import values_by_scenario
-from art_cli.loop.open_train import train
+from art_cli.loop.train import train
 from art_cli.reports.run_report import read_report
 from art_cli.runs.durable import read_lines
 from art_cli.runs.run_dir import Evaluation, RunDir

@@ -17,10 +17,10 @@ import pytest
 
 from art_cli.config.compose import load_config
 from art_cli.loop.auto import resolve_auto
-from art_cli.loop.open_train import train
 from art_cli.loop.owed_groups import group
 from art_cli.loop.scenario_choice import ScenarioChoice
 from art_cli.loop.stage_policy import PolicySource, open_learner
+from art_cli.loop.train import train
 from art_cli.rollouts.scenario_files import load_scenarios
 from art_cli.runs.manifest import verify_checkpoint
 from art_cli.runs.run_dir import RunDir

@@ -12,7 +12,7 @@ import pytest
 from art_cli.cli.preflight import Preflight
 from art_cli.config.compose import load_config
 from art_cli.judges.shadow_judges import MAX_FAILURES, is_chosen
-from art_cli.loop.open_train import train
+from art_cli.loop.train import train
 from art_cli.reports.findings import find
 from art_cli.reports.run_report import read_report
 from art_cli.runs.history import History, UpdateNumbers

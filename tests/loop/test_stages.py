@@ -14,8 +14,8 @@ from art_cli.cli import app as cli
 from art_cli.config.compose import load_config
 from art_cli.engines import make_engine
 from art_cli.loop.auto import resolve_auto
-from art_cli.loop.open_train import train
 from art_cli.loop.stage_policy import PolicySource, open_policy
+from art_cli.loop.train import train
 from art_cli.runs.durable import read_lines
 from art_cli.runs.run_dir import RunDir
 from art_cli.runs.trajectory import ScoredTrajectory, Trajectory, has_signal

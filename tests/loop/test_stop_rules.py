@@ -16,9 +16,8 @@ from art_cli.config.compose import load_config
 from art_cli.config.metric_names import ALWAYS, FAMILIES, NEEDS
 from art_cli.config.sections.stop_config import StopRule
 from art_cli.learners import StepMetrics
-from art_cli.loop.open_train import train
 from art_cli.loop.stop_rules import StopRules
-from art_cli.loop.training_run import TrainResult
+from art_cli.loop.train import TrainResult, train
 from art_cli.runs.history import Evaluated, History, UpdateNumbers
 from art_cli.runs.run_dir import RunDir
 from art_cli.runtime.errors import ConfigError, Paused

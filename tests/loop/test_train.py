@@ -17,11 +17,11 @@ from safetensors.torch import load_file
 from art_cli.config.compose import load_config, load_sweep
 from art_cli.engines.embedded.embedded_engine import EmbeddedEngine
 from art_cli.learners.torch_learner import TorchLearner
-from art_cli.loop.open_train import train
-from art_cli.loop.training_run import TrainResult, going_on
+from art_cli.loop.open_run import resume_command
+from art_cli.loop.train import TrainResult, train
 from art_cli.runs.manifest import verify_checkpoint
 from art_cli.runs.run_dir import RunDir
-from art_cli.runs.trajectory import prompt
+from art_cli.runs.trajectory import Trajectory, prompt
 from art_cli.runtime.errors import ArtError, DriftError, RunError
 from tests.support import forked
 from tests.support.paths import LETTERS
@@ -230,6 +230,28 @@ def test_steps_without_signal_change_no_weight_and_say_so(tmp_path: Path, caplog
     assert all(line.metrics["no_signal_share"] == 1.0 for line in RunDir(root).metrics())
 
 
+def test_an_evaluation_file_that_is_edited_during_a_run_changes_no_evaluation_of_it(tmp_path: Path) -> None:
+    """The first rollout replaces the file by another scenario. Every evaluation plays the run's first two."""
+    project = tmp_path / "project"
+    shutil.copytree(LETTERS, project)
+    (project / "held.jsonl").write_text('{"id": "a", "ask": "say 1 letters"}\n{"id": "b", "ask": "say 2 letters"}\n')
+    code = (
+        (project / "rollout.py")
+        .read_text()
+        .replace(
+            '    said = ""\n',
+            '    said = ""\n    with open(__file__.replace("rollout.py", "held.jsonl"), "w") as file:\n'
+            '        file.write(\'{"id": "c", "ask": "say 3 letters"}\\n\')\n',
+        )
+    )
+    (project / "rollout.py").write_text(code)
+    files = RunDir(run(tmp_path / "runs", "eval.scenarios=held.jsonl", "train.steps=2", project=project).root)
+    assert (project / "held.jsonl").read_text() == '{"id": "c", "ask": "say 3 letters"}\n'
+    for step in (0, 2):
+        played = files.lines(files.eval_path(step), Trajectory)
+        assert sorted({str(trajectory.scenario["id"]) for trajectory in played}) == ["a", "b"]
+
+
 def test_an_engine_that_does_not_load_the_step_stops_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Contract 5: the engine scores the probe with an adapter of its own that never changes."""
     stale: dict[str, list[float]] = {}
@@ -282,12 +304,12 @@ def test_what_goes_on_is_the_whole_sweep_and_never_begins_anew(tmp_path: Path) -
     sweep = ["train.steps=1,2", "judge.name=rollout"]
     _, second = load_sweep(path, sweep)
     name = second.config.name
-    assert shlex.split(going_on(second, RunDir(tmp_path / name))) == [*start, "-m", *sweep]
+    assert shlex.split(resume_command(second, RunDir(tmp_path / name))) == [*start, "-m", *sweep]
     alone = [*start, "train.steps=2", "judge.name=rollout", f"name={name}-2"]
-    assert shlex.split(going_on(second, RunDir(tmp_path / f"{name}-2"))) == alone
+    assert shlex.split(resume_command(second, RunDir(tmp_path / f"{name}-2"))) == alone
     once = load_config(path, ["name=mine"])
-    assert shlex.split(going_on(once, RunDir(tmp_path / "mine"))) == [*start, "name=mine"]
-    fresh = going_on(once, RunDir(tmp_path / "mine-2"))
+    assert shlex.split(resume_command(once, RunDir(tmp_path / "mine"))) == [*start, "name=mine"]
+    fresh = resume_command(once, RunDir(tmp_path / "mine-2"))
     assert load_config(path, shlex.split(fresh)[3:]).config.name == "mine-2"
 
 

@@ -19,7 +19,7 @@ from art_cli.config.compose import load_config
 from art_cli.config.schema import GrpoConfig, SftConfig, TorchLearnerConfig, TrainConfig
 from art_cli.learners.torch_learner import TorchLearner
 from art_cli.loop import warm_up
-from art_cli.loop.open_train import train
+from art_cli.loop.train import train
 from art_cli.runs.run_dir import RunDir
 from tests.support.paths import LETTERS
 from tests.support.tiny import tiny_weights

@@ -15,8 +15,8 @@ from art_cli.config.compose import load_config
 from art_cli.config.schema import ModelConfig, RunConfig
 from art_cli.learners import make_learner
 from art_cli.learners.processes import parallel
-from art_cli.loop.open_train import train
 from art_cli.loop.stage_policy import PolicySource, find_policy, open_policy
+from art_cli.loop.train import train
 from art_cli.models import precision
 from art_cli.models.loading import count_parameters, load_weights
 from art_cli.runs.manifest import Manifest, manifest_digest, verify_checkpoint

@@ -9,7 +9,7 @@ import pytest
 
 from art_cli.config.compose import load_config
 from art_cli.config.schema import OwnTrackerConfig
-from art_cli.loop.open_train import train
+from art_cli.loop.train import train
 from art_cli.reports.trackers import TrackedRun, make_tracker
 from art_cli.runs.durable import read_lines
 from art_cli.runs.run_dir import MetricsLine, RunDir

@@ -19,8 +19,8 @@ import pytest
 from art_cli.cli import app as cli
 from art_cli.config.compose import LoadedConfig, load_config
 from art_cli.formats.traces.saved import saved_attempts
-from art_cli.loop.open_train import train
 from art_cli.loop.record import claim_config
+from art_cli.loop.train import train
 from art_cli.models.base_files import check_base
 from art_cli.models.loading import load_weights, on_base
 from art_cli.models.policy_spec import read_spec

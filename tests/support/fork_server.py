@@ -27,7 +27,7 @@ from art_cli.cli import app as cli  # noqa: F401
 from art_cli.config import compose  # noqa: F401
 from art_cli.engines.embedded import embedded_engine as engine  # noqa: F401
 from art_cli.learners import torch_learner  # noqa: F401
-from art_cli.loop import open_train as train  # noqa: F401
+from art_cli.loop import train  # noqa: F401
 
 MAX_BYTES = 2**17  # longest message; it is mostly the environment
 NUM_STREAMS = 3

@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Callable, Iterable, Mapping
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import (
     AfterValidator,
@@ -50,6 +50,7 @@ UnitInterval = Annotated[Float, Field(ge=0, le=1)]
 
 
 OLD_NAMES = {"api_base": "base_url", "url": "base_url"}  # keys of judges and engines until 2026 -> the name of today
+WeightsAt = Literal["here", "process", "server"]  # this process, a process on this machine, another machine
 
 
 class Section(BaseModel):

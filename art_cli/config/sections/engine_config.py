@@ -5,16 +5,31 @@ from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import Field, JsonValue, field_validator, model_validator
 
-from art_cli.config.sections.base_config import PositiveInt, Seconds, Section
+from art_cli.config.sections.base_config import PositiveInt, Seconds, Section, WeightsAt
 
 
 class EngineSection(Section):
-    """The section of one engine, with the engine's abilities (engines.EngineTraits explains each)."""
+    """The section of one engine, with its traits (engines.EngineTraits explains each)."""
 
     can_train: ClassVar[bool] = True
     swaps_adapters: ClassVar[bool] = False
     enforces_formats: ClassVar[bool] = True
-    needs_weights: ClassVar[bool] = False
+    weights: ClassVar[WeightsAt] = "process"
+
+    @property
+    def title(self) -> str:
+        """The name for log lines."""
+        return str(getattr(self, "name"))  # noqa: B009
+
+    @property
+    def server(self) -> tuple[str, str | None] | None:
+        """URL and base model of the server that has the weights, or None if they are on this machine."""
+        return None
+
+    @property
+    def paid_model(self) -> str | None:
+        """The model whose tokens cost money, by the name of its price, or None if there is none."""
+        return None
 
 
 class AutoEngineConfig(EngineSection):
@@ -31,7 +46,7 @@ class EmbeddedEngineConfig(EngineSection):
     merged is up to a third faster.
     """
 
-    needs_weights = True
+    weights = "here"
 
     name: Literal["embedded"] = "embedded"
     max_batch: PositiveInt = 128
@@ -54,6 +69,10 @@ class OpenAIEngineConfig(EngineSection):
     """The environment variable that holds the key. The key itself never stands in a file."""
     timeout_s: Seconds = 300.0
     """The longest time for one request."""
+
+    @property
+    def paid_model(self) -> str:
+        return self.model
 
 
 class AnthropicEngineConfig(EngineSection):
@@ -151,6 +170,11 @@ class VllmEngineConfig(EngineSection):
             raise ValueError(f"{', '.join(ours)} is set by art itself; remove it")
         return env
 
+    @property
+    def title(self) -> str:
+        """Example: "vllm (2 replicas)"."""
+        return self.name if self.replicas == 1 else f"{self.name} ({self.replicas} replicas)"
+
     @model_validator(mode="after")
     def _own_or_running(self) -> Self:
         of_started = {"python", "args", "env", "sleep", "start_timeout_s", "replicas"} & self.model_fields_set
@@ -165,6 +189,7 @@ class TinkerEngineConfig(EngineSection):
     """A server of the Tinker protocol on another machine, such as `art backend`. `learner: tinker` trains on it."""
 
     enforces_formats = False
+    weights = "server"
 
     name: Literal["tinker"]
     base_url: str = Field(pattern=r"^https?://[^\s/@]+(/[^\s@]*)?$", max_length=2000)
@@ -176,6 +201,10 @@ class TinkerEngineConfig(EngineSection):
     timeout_s: Seconds = 3600.0
     """The longest time in seconds for one request, including its wait for a free slot on the server."""
 
+    @property
+    def server(self) -> tuple[str, str | None]:
+        return self.base_url, self.base_model
+
 
 class OwnEngineConfig(EngineSection):
     """A user's own engine: a class in a file beside the configuration."""
@@ -185,6 +214,10 @@ class OwnEngineConfig(EngineSection):
     """ "file.py:Class", made as Class(setup) (art_cli/engines)."""
     options: dict[str, JsonValue] = {}
     """The class's `setup.options`. They are written to config.json, so they must hold no secrets."""
+
+    @property
+    def title(self) -> str:
+        return self.entry
 
 
 EngineConfig = Annotated[

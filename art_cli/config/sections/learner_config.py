@@ -4,12 +4,13 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from art_cli.config.sections.base_config import MAX_PROCESSES, Device, PositiveInt, Seconds, Section
+from art_cli.config.sections.base_config import MAX_PROCESSES, Device, PositiveInt, Seconds, Section, WeightsAt
 
 MAX_NODES = 256
 
 
 class BaseLearnerConfig(Section):
+    imports_first: ClassVar[bool] = False  # True: it patches torch and transformers when it is imported
     device: Device = "auto"
     """The torch device. auto: the GPU if there is one."""
     micro_batch_tokens: PositiveInt | None = None
@@ -45,6 +46,11 @@ class BaseLearnerConfig(Section):
         """The number of processes on all machines together."""
         return self.nodes * self.processes
 
+    @property
+    def weights(self) -> WeightsAt:
+        """The place of the weights that it trains."""
+        return "here" if self.num_ranks == 1 else "process"
+
     @field_validator("rendezvous")
     @classmethod
     def _is_address(cls, address: str | None) -> str | None:
@@ -70,6 +76,8 @@ class TorchLearnerConfig(BaseLearnerConfig):
 class UnslothLearnerConfig(BaseLearnerConfig):
     """The torch learner with a policy that Unsloth loads: LoRA adapters on a base in 16 or 4 bits."""
 
+    imports_first = True
+
     name: Literal["unsloth"]
 
 
@@ -80,6 +88,8 @@ class TinkerLearnerConfig(Section):
     processes: ClassVar[int] = 1
     nodes: ClassVar[int] = 1
     num_ranks: ClassVar[int] = 1
+    weights: ClassVar[WeightsAt] = "server"
+    imports_first: ClassVar[bool] = False
 
     name: Literal["tinker"]
 

@@ -3,7 +3,7 @@
 It stands below both and imports neither. Each of them gives it its own attention: the engine over slots, the learner
 over a pack's tree. A model that is not known here runs as transformers has it.
 
-known.py         reads a layer's weights, or says why the layer is not known
+known.py         reads a layer's weights, or raises Unknown with the reason
 maths.py         norm, rotary embedding, gate, a linear layer with its adapter; forward and backward
 forward.py       the layer around its attention, and a whole model without gradients on it
 merged.py        a whole model without gradients on a merged copy of the weights, for a CPU

@@ -24,7 +24,7 @@ class AttentionInputs(NamedTuple):
     query: Tensor
     key: Tensor
     value: Tensor
-    before: tuple[Tensor, Tensor] | None  # queries and keys before the norms of the heads; None: no such norms
+    before: tuple[Tensor, Tensor] | None  # queries and keys before the norms of the heads, or None without such norms
     inners: tuple[Tensor | None, ...]  # A x of each projection
 
 
@@ -52,7 +52,7 @@ def attention_inputs(layer: Layer, x: Tensor, cos: Tensor, sin: Tensor) -> Atten
 
 
 def layer_outputs(layer: Layer, out: Tensor, x: Tensor) -> LayerOutputs:
-    """The end of a layer whose attention gave `out` [T, heads * D] for x [T, hidden]."""
+    """Returns the end of a layer whose attention gave `out` [T, heads * D] for x [T, hidden]."""
     middle, inner_out = layer.out.apply(out, base=x)
     normed = layer.mlp_norm.apply(middle)
     gates, inner_gate = layer.gate.apply(normed)
@@ -85,7 +85,7 @@ class Decoder:
         self._norm, self._head = read_norm(model.model.norm), read_projection(model.lm_head)
 
     def logits(self, tokens: TokenRow, rows: Tensor) -> Tensor:
-        """[len(rows), V]"""
+        """Returns [len(rows), V]"""
         hidden = F.embedding(tokens.tokens_T, self._embed)  # [T, hidden]
         cos, sin = rotary(self._rotary, hidden, tokens)
         last = self._layers[-1]
@@ -99,12 +99,12 @@ class Decoder:
 
 
 def attend(tokens: TokenRow, layer: Layer, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """[T, heads * D]"""
+    """Returns [T, heads * D]"""
     return tokens.attend(layer.number, query, key, value, scaling=layer.scaling, window=layer.window).flatten(1)
 
 
 def embedding(model: Any) -> Tensor:
-    """[V, hidden]. Raises Unknown: an embedding that is more than a table."""
+    """Returns [V, hidden]. Raises Unknown: an embedding that is more than a table."""
     module = model.model.embed_tokens
     if type(module) is not torch.nn.Embedding:
         raise Unknown(f"embedding {type(module).__name__}")
@@ -119,5 +119,5 @@ def rotary(module: Any, hidden: Tensor, tokens: TokenRow) -> tuple[Tensor, Tenso
 
 
 def _in_dtype(layer: Layer, dtype: torch.dtype) -> Layer:
-    """The layer with adapters in that dtype, so that they are cast once instead of at each step."""
+    """Returns the layer with adapters in that dtype, so that they are cast once instead of at each step."""
     return Layer._make(part.in_dtype(dtype) if isinstance(part, Projection) else part for part in layer)

@@ -1,4 +1,4 @@
-"""Which decoder layers are known here: reads a layer's weights in one shape, or raises Unknown with the reason.
+"""Known decoder layers: reads a layer's weights in one shape, or raises Unknown with the reason.
 
 The layers are those of Llama, Mistral, Qwen2 and Qwen3, as transformers has them, with or without plain LoRA
 (arXiv:2106.09685) on their projections. It computes nothing.
@@ -26,7 +26,7 @@ class Layer(NamedTuple):
     query: Projection
     key: Projection
     value: Projection
-    head_norms: tuple[Norm, Norm] | None  # norms of queries and of keys; None: the family has none
+    head_norms: tuple[Norm, Norm] | None  # norms of queries and of keys, or None if the family has none
     out: Projection
     mlp_norm: Norm
     gate: Projection
@@ -35,14 +35,14 @@ class Layer(NamedTuple):
     head_dim: int
     number: int  # its position among the layers
     scaling: float
-    window: int | None  # number of tokens that a token sees, itself included; None: all before it
+    window: int | None  # number of tokens that a token sees, itself included, or None if all before it
 
     @property
     def projections(self) -> tuple[Projection, ...]:
         return (self.query, self.key, self.value, self.out, self.gate, self.up, self.down)
 
     def merging(self) -> "Layer":
-        """The same layer, multiplying by the sum of weights and adapter."""
+        """Returns the same layer, multiplying by the sum of weights and adapter."""
         return Layer._make(part.merging() if isinstance(part, Projection) else part for part in self)
 
     @property
@@ -66,7 +66,7 @@ def check_model(model: Any) -> None:
 
 
 def read_layer(layer: Any) -> Layer:
-    """The layer's weights as they are now. Raises Unknown."""
+    """Returns the layer's weights as they are now. Raises Unknown."""
     names = {f"{family}DecoderLayer" for family in FAMILIES}
     if not any(kind.__name__ in names for kind in type(layer).__mro__):  # sharding makes subclasses
         raise Unknown(f"layer {type(layer).__name__}")

@@ -31,7 +31,7 @@ Forward = Callable[..., Tensor]
 
 
 class TreeLike(Protocol):
-    """What the model's forward is given as `tree`."""
+    """The argument `tree` of the model's forward."""
 
     rows: Tensor  # positions of the tokens that predict something, ascending
 
@@ -87,7 +87,7 @@ def _layer(layer: Any, attend: Attend, *, is_last: bool) -> Forward:
 def _run(
     module: Any, attend: Attend, hidden: Tensor, *, cos: Tensor, sin: Tensor, tree: TreeLike, rows: Tensor | None
 ) -> Tensor:
-    """[1, T, hidden]; with `rows` of those only."""
+    """Returns [1, T, hidden]; with `rows` of those only."""
     # read at every call, because sharding puts whole tensors in place only while a layer runs
     layer = read_layer(module).merging()
     query, key, value = _Inputs.apply(hidden[0], cos, sin, layer, *layer.input_tensors)  # type: ignore[no-untyped-call]

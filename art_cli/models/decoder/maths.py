@@ -25,7 +25,7 @@ class Norm(NamedTuple):
         return self.weight * F.rms_norm(exact, x.shape[-1:], None, self.epsilon).to(x.dtype)
 
     def backward(self, grad: Tensor, x: Tensor) -> tuple[Tensor, Tensor | None]:
-        """The gradients of x and of w; None: w is not trained.
+        """Returns the gradients of x and of w; that of w is None if it is not trained.
 
         With r = 1 / rms and v = w * grad they are r v - x r^3 (x . v) / n, and the sum of grad * r x over all rows.
         """
@@ -56,7 +56,7 @@ class Projection(NamedTuple):
     is_merged: bool = False  # whether W + s B A is multiplied, which for many tokens costs less than three products
 
     def apply(self, x: Tensor, base: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
-        """[T, out], on top of `base` where given; and [T, rank] A x, which the backward pass needs."""
+        """Returns [T, out], on top of `base` where given; and [T, rank] A x, which the backward pass needs."""
         weight = self._merged() if self.is_merged else self.weight
         out = product(x, weight) if base is None else add_product(base, x, weight)
         if self.bias is not None:
@@ -76,7 +76,7 @@ class Projection(NamedTuple):
     def backward(
         self, grad: Tensor, x: Tensor, inner: Tensor | None, into: Tensor | None = None
     ) -> tuple[Tensor, *tuple[Tensor | None, ...]]:
-        """The gradients of x and of `tensors`; None for one that is not trained.
+        """Returns the gradients of x and of `tensors`; None for one that is not trained.
 
         `inner`: what `apply` gave beside its result. `into`: a gradient of x that this one's is added to.
         """
@@ -88,11 +88,11 @@ class Projection(NamedTuple):
         return grad_x, *found
 
     def backward_tensors(self, grad: Tensor, x: Tensor, inner: Tensor | None) -> tuple[Tensor | None, ...]:
-        """The gradients of `tensors`, as in `backward`."""
+        """Returns the gradients of `tensors`, as in `backward`."""
         return self._backward_tensors(grad, x, inner)[1:]
 
     def _backward_tensors(self, grad: Tensor, x: Tensor, inner: Tensor | None) -> tuple[Tensor | None, ...]:
-        """The gradients of A x and of `tensors`."""
+        """Returns the gradients of A x and of `tensors`."""
         of_weight = inner_product(grad, x) if self.weight.requires_grad else None
         of_bias = grad.sum(0) if self.bias is not None and self.bias.requires_grad else None
         if self.down is None or self.up is None or inner is None:
@@ -114,20 +114,20 @@ class Projection(NamedTuple):
         return add_product(self.weight, self.up * self.scaling, self.down.t())
 
     def in_dtype(self, dtype: torch.dtype) -> "Projection":
-        """The same with its adapter in that dtype."""
+        """Returns the same with its adapter in that dtype."""
         if self.down is None or self.up is None:
             return self
         return self._replace(down=self.down.to(dtype), up=self.up.to(dtype))
 
 
 def signed(sin: Tensor) -> Tensor:
-    """The sines as `rotate` takes them: the first half of each head's negated."""
+    """Returns the sines as `rotate` takes them: the first half of each head's negated."""
     half = sin.shape[-1] // 2
     return torch.cat((-sin[..., :half], sin[..., half:]), dim=-1)
 
 
 def rotate(states: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """[T, heads, D] turned by each token's position; cos and signed sin [T, 1, D].
+    """Returns [T, heads, D] turned by each token's position; cos and signed sin [T, 1, D].
 
     Su et al. 2021 (arXiv:2104.09864), equation 34. With halves a, b of each head: a cos - b sin, b cos + a sin.
     """
@@ -135,7 +135,7 @@ def rotate(states: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def rotate_backward(grad: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """The transpose of `rotate`."""
+    """Returns the transpose of `rotate`."""
     half = grad.shape[-1] // 2
     turned, slanted = grad * cos, grad * sin
     turned[..., :half] += slanted[..., half:]
@@ -149,7 +149,7 @@ def gate(gates: Tensor, up: Tensor) -> Tensor:
 
 
 def gate_backward(grad: Tensor, gates: Tensor, up: Tensor, active: Tensor) -> tuple[Tensor, Tensor]:
-    """The gradients of gates and up. Overwrites `grad`, and `active`, which is silu(gates)."""
+    """Returns the gradients of gates and up. Overwrites `grad`, and `active`, which is silu(gates)."""
     grad_up = active.mul_(grad)
     grad_gates: Tensor = torch.ops.aten.silu_backward(grad.mul_(up), gates)
     return grad_gates, grad_up

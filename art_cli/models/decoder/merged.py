@@ -38,7 +38,7 @@ class MergedDecoder:
         self._head = _Product([read_projection(model.lm_head)], norm)
 
     def logits(self, tokens: TokenRow, rows: Tensor) -> Tensor:
-        """[len(rows), V]"""
+        """Returns [len(rows), V]"""
         hidden = F.embedding(tokens.tokens_T, self._embed)  # [T, hidden]
         turns = list(zip(*(torch.split(part, BLOCK) for part in rotary(self._rotary, hidden, tokens)), strict=True))
         blocks = [_padded(block) for block in torch.split(hidden, BLOCK)]
@@ -90,7 +90,7 @@ class _MergedLayer:
         return [self._after(part, block) for part, block in zip(torch.split(out, BLOCK), blocks, strict=True)]
 
     def _states(self, hidden: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-        """[rows, heads + heads_kv, head_dim] queries and keys, rotated; [rows, heads_kv, head_dim] values."""
+        """Returns [rows, heads + heads_kv, head_dim] queries and keys, rotated; [rows, heads_kv, head_dim] values."""
         layer = self._layer
         states = self._inputs(_scaled(hidden, layer.attention_norm.epsilon))[: len(cos)]
         states = states.view(len(cos), -1, layer.head_dim)
@@ -100,7 +100,7 @@ class _MergedLayer:
         return rotate(rotated, cos, sin), value
 
     def _after(self, out: Tensor, hidden: Tensor) -> Tensor:
-        """What follows the attention's output."""
+        """Computes the part of a layer that follows the attention's output."""
         hidden = self._out.plus(_padded(out), hidden)
         normed = _scaled(hidden, self._layer.mlp_norm.epsilon)
         return self._down.plus(self._up.times(normed, self._gate.silu(normed)), hidden)

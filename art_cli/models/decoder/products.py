@@ -45,6 +45,6 @@ def _is_ours(x: Tensor, weight: Tensor) -> bool:
 
 @functools.cache
 def has_onednn() -> bool:
-    """Whether torch came with oneDNN and its products. They are not public, so a version may lack them."""
+    """Returns True if torch came with oneDNN and its products. They are not public, so a version may lack them."""
     is_there: bool = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
     return is_there and hasattr(torch.ops.mkldnn, "_linear_pointwise")

@@ -1,4 +1,4 @@
-"""Which short attentions share a call: neighbours join while their padding costs less than another call.
+"""Short attentions that share a call: neighbours join while their padding costs less than another call.
 
 The engine joins chunks of prompts by it, the learner short segments of a tree. Measured on a CPU with float32.
 """
@@ -12,7 +12,10 @@ CALL_COST = 8192  # pairs of a query and a key that are attended in the time tha
 
 
 def join_calls(items: Iterable[Item], num_pairs: Callable[[Sequence[Item]], int]) -> list[list[Item]]:
-    """The items in order, neighbours grouped. `num_pairs`: what one call for a group computes, padding included."""
+    """Returns the items in order, neighbours grouped.
+
+    `num_pairs`: what one call for a group computes, padding included.
+    """
     groups: list[list[Item]] = []
     for item in items:
         if groups and num_pairs([*groups[-1], item]) < num_pairs(groups[-1]) + num_pairs([item]) + CALL_COST:

@@ -28,7 +28,7 @@ class Series(NamedTuple):
 
 
 def run_series(lines: Sequence[MetricsLine], *, metrics: Sequence[str], rewards: Mapping[str, str]) -> list[Series]:
-    """The training reward, and each of the named evaluation metrics; a series without points is left out.
+    """Returns the training reward, and each of the named evaluation metrics; a series without points is left out.
 
     `rewards` has the names of the rewards that `reward_names` gives.
     """
@@ -51,7 +51,7 @@ def curve(
     covers: tuple[float, ...] = (0.0, 1.0),
     size: tuple[int, int] = (WIDTH, HEIGHT),
 ) -> str:
-    """The picture. The vertical axis has every value and what it `covers`. Without series it is an empty frame.
+    """Returns the picture. The vertical axis has every value and what it `covers`. Without series it is an empty frame.
 
     Only series with a name are in the legend, which needs room at the right.
     """
@@ -89,7 +89,7 @@ def _tick(value: float, place: Place, right: float) -> str:
 
 
 def _line(series: Series, colour: str, place: Place, row: int) -> str:
-    """A series as a line, with its entry in the legend."""
+    """Returns a series as a line, with its entry in the legend."""
     placed = [place(point) for point in series.points]
     width = "2" if series.has_dots else "1.2"
     edge = [place((x, low)) for x, low, _ in series.band] + [place((x, high)) for x, _, high in series.band[::-1]]

@@ -4,29 +4,19 @@ Takes the report as plain data (what `art judge --report --json` prints) and the
 """
 
 from collections.abc import Mapping, Sequence
-from html import escape
-from pathlib import Path
 from typing import Any
 
 from art_cli.reports.pages.plots import Point, axis, histogram, scatter
+from art_cli.reports.pages.report_page import facts_table, html_page
 
 
 def judge_page(report: Mapping[str, Any], sample: Mapping[str, Any], lines: Sequence[tuple[str, str]]) -> str:
-    """The page. `lines` are the report's (name, value) lines, as the terminal shows them."""
-    rows = "".join(f"<tr><th>{escape(name)}</th><td>{escape(value)}</td></tr>" for name, value in lines)
-    title = f"Judge report: {report['path']}"
-    style = Path(__file__).with_name("page.css").read_text(encoding="utf-8")
-    return (
-        f'<!doctype html><html lang="en"><head><meta charset="utf-8">'
-        f'<meta name="viewport" content="width=device-width">'
-        f"<title>{escape(title)}</title>"
-        f"<style>\n{style}</style></head><body><h1>{escape(title)}</h1>"
-        f"<table>{rows}</table>{''.join(_plots(report, sample))}</body></html>\n"
-    )
+    """Returns the page. `lines` are the report's (name, value) lines, as the terminal shows them."""
+    return html_page(f"Judge report: {report['path']}", [facts_table(lines), *_plots(report, sample)])
 
 
 def _plots(report: Mapping[str, Any], sample: Mapping[str, Any]) -> list[str]:
-    """A plot for each kind of points that `sample` has."""
+    """Returns a plot for each kind of points that `sample` has."""
     plots = []
     if positions := [(float(x), float(y)) for x, y in sample["positions"]]:
         plots.append(_order_plot(positions, report["judges"][0]["order_bias"]))

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from rich.console import Console, RenderableType
 
 ASCII_BARS = "_.:-=+*#"  # bars for terminals that have no other characters
-RECENT = 10  # number of steps whose durations tell the time that is left
+RECENT = 10  # number of last steps whose mean duration gives the time that is left
 LABEL = 8  # columns of a line's label
 MAX_WIDTH = 100  # columns of the panel
 ECHO = 3  # columns left free at the right, so that the "^C" that a terminal echoes behind the panel does not wrap
@@ -36,7 +36,7 @@ _OF_STEP = re.compile(r"step \d+/\d+(: )?")
 
 
 class RunPanel:
-    """The panel of one run. `history` is what earlier starts did; `add` tells what happens from then on.
+    """The panel of one run. `follow` takes the numbers of earlier starts, `add` those of this one.
 
     One thread adds and another one draws: each attribute is replaced whole.
     """
@@ -44,8 +44,15 @@ class RunPanel:
     def __init__(self, name: str, *, num_steps: int) -> None:
         self.name, self.num_steps = name, num_steps
         self.history = History([], [])
-        self.failures: Failures | None = None  # those of the newest step
+        self._failures: Failures | None = None  # those of the newest step
         self._stages: tuple[tuple[str, int, int, str], ...] = ()  # (title, done, total, facts); the newest comes last
+
+    def follow(self, history: History) -> None:
+        """Shows the history of earlier starts."""
+        self.history = history
+
+    def show_failures(self, failures: Failures) -> None:
+        self._failures = failures
 
     def add(self, record: UpdateNumbers | Evaluated) -> None:
         updates, evaluations, warm_up = self.history
@@ -57,21 +64,21 @@ class RunPanel:
     @contextlib.contextmanager
     def stage(self, title: str) -> Iterator[Bar]:
         """Shows that stage of the run while the block runs."""
-        place = len(self._stages)
+        depth = len(self._stages)
 
         def move(done: int, total: int, facts: str = "") -> None:
-            self._stages = (*self._stages[:place], (title, done, total, facts), *self._stages[place + 1 :])
+            self._stages = (*self._stages[:depth], (title, done, total, facts), *self._stages[depth + 1 :])
 
         move(0, 0)
         try:
             yield move
         finally:
-            self._stages = self._stages[:place]
+            self._stages = self._stages[:depth]
 
-    # --- what it says -------------------------------------------------------------------------------------------------
+    # --- the lines ----------------------------------------------------------------------------------------------------
 
     def rows(self, width: int, *, bars: str = BARS) -> list[tuple[str, str]]:
-        """(label, text) of each line, the most important first; `width` is that of the text."""
+        """Returns (label, text) of each line, the most important first; `width` is that of the text."""
         updates = self.history.updates
         done = updates[-1].number if updates else 0
         rows = [("step", f"{min(done + 1, self.num_steps)} of {self.num_steps}"), ("now", self._now())]
@@ -86,7 +93,7 @@ class RunPanel:
         if not self._stages:
             return ""
         title, done, total, facts = self._stages[-1]
-        title = _OF_STEP.sub("", title) or "rollouts"  # the line above says which step
+        title = _OF_STEP.sub("", title) or "rollouts"  # the line above has the step
         count = f"{done:,}/{total:,}" if total else ""
         return "  ".join(filter(None, [title, count, facts]))
 
@@ -113,7 +120,7 @@ class RunPanel:
         return ", ".join(shown)
 
     def _failed(self) -> str:
-        failed = self.failures
+        failed = self._failures
         if failed is None or not failed.num_played:
             return ""
         return f"{failed.num} of {failed.num_played}" + (f", mostly {failed.cause}" if failed.num else "")
@@ -137,10 +144,10 @@ class RunPanel:
         left = steps_left * (recent[-1] - recent[0]) / (len(recent) - 1)
         return f"{duration(round(clocks[-1]))}, about {duration(round(left))} left"
 
-    # --- how it is drawn ----------------------------------------------------------------------------------------------
+    # --- drawing ------------------------------------------------------------------------------------------------------
 
     def render(self, console: "Console") -> "RenderableType":
-        """The panel for the console's present size. Lines that do not fit are cut, not wrapped."""
+        """Returns the panel for the console's present size. Lines that do not fit are cut, not wrapped."""
         from rich.panel import Panel
         from rich.table import Table
         from rich.text import Text

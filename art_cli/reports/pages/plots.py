@@ -24,14 +24,14 @@ class Axis(NamedTuple):
 
 
 def axis(values: Sequence[float], name: str, *, low: float | None = None, high: float | None = None) -> Axis:
-    """A range of positive length that holds all values; `low` and `high` override its ends."""
+    """Returns a range of positive length that holds all values; `low` and `high` override its ends."""
     bottom = min(values, default=0.0) if low is None else low
     top = max(values, default=1.0) if high is None else high
     return Axis(bottom, top if top > bottom else bottom + max(1.0, abs(bottom)), name)
 
 
 def scatter(title: str, points: Sequence[Point], x: Axis, y: Axis, line: tuple[Point, Point] | None = None) -> str:
-    """A plot of points, with a straight line between two given points."""
+    """Returns a plot of points, with a straight line between two given points."""
     dots = "".join(f'<circle cx="{_x(x, a):.1f}" cy="{_y(y, b):.1f}" r="2"/>' for a, b in points)
     body = f'<g class="dots">{dots}</g>'
     if line is not None:
@@ -42,7 +42,7 @@ def scatter(title: str, points: Sequence[Point], x: Axis, y: Axis, line: tuple[P
 
 
 def histogram(title: str, values: Sequence[float], x: Axis) -> str:
-    """A bar for each of 20 ranges of equal width: the number of values in it."""
+    """Returns a bar for each of 20 ranges of equal width: the number of values in it."""
     counts = [0] * BARS
     for value in values:
         counts[min(BARS - 1, max(0, math.floor(x.share(value) * BARS)))] += 1
@@ -66,7 +66,7 @@ def _y(axis: Axis, value: float) -> float:
 
 
 def _frame(title: str, x: Axis, y: Axis, body: str) -> str:
-    """The body with a title and with axes, their ends and their names."""
+    """Returns the body with a title and with axes, their ends and their names."""
     bottom, right = HEIGHT - BOTTOM, WIDTH - RIGHT
     turned = f'transform="translate(12 {(TOP + bottom) / 2}) rotate(-90)"'
     texts = [

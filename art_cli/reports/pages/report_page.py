@@ -21,16 +21,20 @@ Report = Mapping[str, Any]
 
 
 def report_page(report: Report) -> str:
-    title = f"Report of {report['run']}"
-    style = Path(__file__).with_name("page.css").read_text(encoding="utf-8")
-    parts = [f"<h1>{_text(title)}</h1><p>{_text(state(report))}</p>", _facts(report), _findings(report["findings"])]
+    parts = [f"<p>{_text(state(report))}</p>", facts_table(facts(report)), _findings(report["findings"])]
     parts += [_rewards(report), _evaluations(report), *_plots(report["series"])]
+    return html_page(f"Report of {report['run']}", parts)
+
+
+def html_page(title: str, parts: Sequence[str]) -> str:
+    """Returns a self-contained page of HTML parts below its title. It may load nothing."""
+    style = Path(__file__).with_name("page.css").read_text(encoding="utf-8")
     return (
         f'<!doctype html><html lang="en"><head><meta charset="utf-8">'
         f'<meta name="viewport" content="width=device-width">'
         f"<title>{_text(title)}</title>"
         f'<meta http-equiv="Content-Security-Policy" content="{escape(POLICY)}">'
-        f"<style>\n{style}</style></head><body>{''.join(parts)}</body></html>\n"
+        f"<style>\n{style}</style></head><body><h1>{_text(title)}</h1>{''.join(parts)}</body></html>\n"
     )
 
 
@@ -38,8 +42,8 @@ def _text(value: object) -> str:
     return escape(printable(value))
 
 
-def _facts(report: Report) -> str:
-    rows = "".join(f"<tr><th>{_text(name)}</th><td>{_text(value)}</td></tr>" for name, value in facts(report))
+def facts_table(lines: Sequence[tuple[str, object]]) -> str:
+    rows = "".join(f"<tr><th>{_text(name)}</th><td>{_text(value)}</td></tr>" for name, value in lines)
     return f"<table>{rows}</table>"
 
 

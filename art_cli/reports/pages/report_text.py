@@ -43,7 +43,7 @@ Report = Mapping[str, Any]
 
 
 def report_text(report: Report) -> str:
-    """The whole text. What stands in the run's files is in it as it is, so print it with `printable_lines`."""
+    """Returns the whole text. What stands in the run's files is in it as it is, so print it with `printable_lines`."""
     return "".join(f"{line}\n" for line in _lines(report))
 
 
@@ -77,7 +77,7 @@ def _row(name: str, value: str) -> str:
 
 
 def _is_of_use(name: str, points: Sequence[Sequence[float]]) -> bool:
-    """Whether a plot says anything: shares of failures that are 0 throughout, and constants 0, do not."""
+    """Returns False for a plot without information: shares of failures that are 0 throughout, and constants 0."""
     return any(value for _, value in points) or name == "reward"
 
 
@@ -98,7 +98,7 @@ def state(report: Report) -> str:
 
 
 def facts(report: Report) -> list[tuple[str, str]]:
-    """(name, value) lines: what it was made with, best and last checkpoint, rollouts, time, cost, gain."""
+    """Returns (name, value) lines: what it was made with, best and last checkpoint, rollouts, time, cost, gain."""
     lines = [("made with", ", ".join(f"{name} {value}" for name, value in report["made_with"].items()))]
     if report["warm_up"]:
         shown = list(report["warm_up"].items())[:6]
@@ -175,10 +175,10 @@ def evaluation_rows(report: Report, *, limit: int = MAX_ROWS) -> list[tuple[str,
     """(step, reward, note) of the evaluations: first, last, best, and others at even distances, at most `limit`."""
     done = report["evaluations"]
     best = report["best"]["step"] if report["best"] else None
-    evenly = {round(place * (len(done) - 1) / max(limit - 2, 1)) for place in range(limit - 1)}
+    evenly = {round(index * (len(done) - 1) / max(limit - 2, 1)) for index in range(limit - 1)}
     rows = []
-    for place, each in enumerate(done):
-        if place in evenly or each["step"] == best:
+    for index, each in enumerate(done):
+        if index in evenly or each["step"] == best:
             num = f"{each['num_scenarios']:,} scenarios" if each["num_scenarios"] else ""
             rows.append(
                 (
@@ -214,7 +214,10 @@ def _spark(points: Sequence[Sequence[float]]) -> str:
 
 
 def spark(values: Sequence[float], width: int, *, bars: str = BARS) -> str:
-    """The values as at most `width` characters, each the mean of some neighbours. No values give no characters."""
+    """Returns the values as at most `width` characters, each the mean of some neighbours.
+
+    No values give no characters.
+    """
     num = min(width, len(values))
     parts = [values[len(values) * i // num : len(values) * (i + 1) // num] for i in range(num)]
     means = [sum(part) / len(part) for part in parts]

@@ -1,4 +1,4 @@
-"""What `art train` says at the end of a run: its evaluations, the checkpoint to serve, and the commands to go on with.
+"""Summary that `art train` prints at the end of a run: evaluations, checkpoint to serve, and further commands.
 
 Takes the report as plain data (what `art report --json` prints); returns text.
 """
@@ -13,7 +13,7 @@ Report = Mapping[str, Any]
 
 
 def closing_text(report: Report) -> str:
-    """The whole text. What stands in the run's files is in it as it is, so print it with `printable_lines`."""
+    """Returns the whole text. What stands in the run's files is in it as it is, so print it with `printable_lines`."""
     run = shlex.quote(str(report["run"]))
     lines = [f"  {line}" for line in evaluation_table(report)]
     if report["offered"]:
@@ -24,7 +24,7 @@ def closing_text(report: Report) -> str:
 
 
 def _offered_path(report: Report) -> list[str]:
-    """The directory of the checkpoint that `art serve RUN` takes, if it is known."""
+    """Returns the directory of the checkpoint that `art serve RUN` takes, if it is known."""
     kept = [report[name] for name in ("best", "last") if report[name] is not None]
     return [each["checkpoint"] for each in kept if report["offered"].startswith(f"step {each['step']},")][:1]
 

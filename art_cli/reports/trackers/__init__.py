@@ -1,4 +1,4 @@
-"""Where metrics and trajectories go besides the run's own files: the Tracker protocol and the table of built-ins.
+"""Trackers, to which metrics and trajectories go besides the run's files: the protocol and the table of built-ins.
 
 metrics.jsonl and scored.jsonl are written by the loop itself and are the record. A tracker is a copy for people to look
 at. Each one works in a thread of its own behind a bounded queue (tracker_dispatch.py). A tracker that fails, hangs or
@@ -38,7 +38,7 @@ METHODS = ("log", "log_trajectories", "close")
 
 
 class TrackedRun(NamedTuple):
-    """What a tracker is told about its run."""
+    """The facts about its run that a tracker gets."""
 
     name: str
     root: Path  # the run's directory
@@ -51,7 +51,7 @@ class TrackedRun(NamedTuple):
 
     @property
     def steps(self) -> int:
-        """How many steps the run is to take; 0: unknown."""
+        """The number of steps that the run will take, or 0 if unknown."""
         train = self.config.get("train")
         steps = train.get("steps") if isinstance(train, dict) else None
         return steps if isinstance(steps, int) else 0
@@ -62,9 +62,9 @@ class TrackedRun(NamedTuple):
 
 
 class Tracker(Protocol):
-    """Made as `Class(run, section)`; a user's own as `Class(run, **options)`. One thread makes all calls, in order.
+    """Made as `Class(run, section)`; a user's as `Class(run, **options)`. One thread makes all calls, in order.
 
-    A tracker may have two more methods. `log_checkpoint(step, path)` is told of each checkpoint, whose directory may be
+    A tracker may have two more methods. `log_checkpoint(step, path)` gets each checkpoint, whose directory may be
     pruned some steps later. `log_evaluation(step, groups)` takes every attempt of an evaluation.
     """
 
@@ -89,7 +89,7 @@ class EvaluationTracker(Tracker, Protocol):
 
 
 def make_tracker(config: TrackerConfig, run: TrackedRun, directory: Path) -> Tracker:
-    """The tracker that a section names; `entry` is relative to `directory`.
+    """Returns the tracker that a section names; `entry` is relative to `directory`.
 
     Raises UsageError (it is not installed, not there or lacks a method), and whatever its constructor raises.
     """
@@ -106,7 +106,7 @@ def make_tracker(config: TrackerConfig, run: TrackedRun, directory: Path) -> Tra
 
 
 def trackers_of(config: RunConfig) -> list[TrackerConfig]:
-    """The sections of `tracker` and `trackers` that name one."""
+    """Returns the sections of `tracker` and `trackers` that name one."""
     return [each for each in (config.tracker, *config.trackers) if not isinstance(each, NoTrackerConfig)]
 
 

@@ -82,7 +82,7 @@ class LangfuseTracker:
 
 
 def headers_of(environment: Mapping[str, str]) -> dict[str, str]:
-    """The headers of Langfuse's SDK. Raises UsageError: a key is not set."""
+    """Returns the headers of Langfuse's SDK. Raises UsageError: a key is not set."""
     names = ("LANGFUSE_PUBLIC_KEY", "LANGFUSE_SECRET_KEY")
     if missing := [name for name in names if not environment.get(name)]:
         raise UsageError(
@@ -117,7 +117,10 @@ def observations(attempt: Trajectory, source: TracedRun, split: str) -> Iterator
 
 
 def scores_of(attempt: Trajectory, source: TracedRun, split: str) -> Iterator[dict[str, Any]]:
-    """The attempt's reward, its judges' scores and its own metrics. An attempt sent again replaces its scores."""
+    """Yields the attempt's reward, its judges' scores and its own metrics.
+
+    An attempt sent again replaces its scores.
+    """
     trace = trace_id_of(attempt, source, split).hex()
     time = datetime.fromtimestamp(max(0.0, attempt.started_at), UTC).isoformat()
 

@@ -21,14 +21,14 @@ from art_cli.runtime.errors import one_line
 log = logging.getLogger(__name__)
 
 TAG = "art.run"  # the tag that names the directory's run
-TABLES = "mlflow.loggedArtifacts"  # the tag that tells MLflow's page which artifacts are tables
+TABLES = "mlflow.loggedArtifacts"  # the tag by which MLflow's page knows which artifacts are tables
 MAX_NAME, MAX_VALUE, MAX_PARAMS = 250, 6_000, 100  # MLflow's own bounds of one request
 _UNNAMEABLE = re.compile(r"[^\w\-. /:]", re.ASCII)
 
 
 class MlflowTracker:
     def __init__(self, run: TrackedRun, config: MlflowTrackerConfig) -> None:
-        os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")  # it would tell its makers of each use
+        os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")  # it would report each use to its makers
         from mlflow import MlflowClient
         from mlflow.entities import Metric, Param
 
@@ -97,12 +97,12 @@ class MlflowTracker:
 
 
 def named(name: str) -> str:
-    """A name that MLflow takes: letters, digits, and _ - . / : and spaces."""
+    """Returns a name that MLflow takes: letters, digits, and _ - . / : and spaces."""
     return _UNNAMEABLE.sub("_", name)[:MAX_NAME]
 
 
 def _flat(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
-    """The configuration as dotted keys; lists as JSON."""
+    """Yields the configuration as dotted keys; lists as JSON."""
     for name, value in config.items():
         if isinstance(value, dict) and value:
             yield from _flat(value, f"{prefix}{name}.")

@@ -53,14 +53,14 @@ class OtelTracker:
 
 
 def unhurried(attempts: Sequence[Trajectory]) -> Iterator[Trajectory]:
-    """The attempts, with a pause before each."""
+    """Yields the attempts, with a pause before each."""
     for attempt in attempts:
         time.sleep(PAUSE_S)
         yield attempt
 
 
 class Losses:
-    """Counts attempts that a receiver did not take. The first time says why, the last time how many."""
+    """Counts attempts that a receiver refused. Logs the reason of the first, and the number at the end."""
 
     def __init__(self, name: str) -> None:
         self._name, self._num, self._num_lost = name, 0, 0

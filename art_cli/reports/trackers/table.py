@@ -15,17 +15,17 @@ Groups = Sequence[Sequence[Trajectory]]
 
 
 def rows(step: int, groups: Groups) -> list[list[Any]]:
-    """At most MAX_ROWS rows with the values of COLUMNS."""
+    """Returns at most MAX_ROWS rows with the values of COLUMNS."""
     return [_row(step, attempt) for attempt in chosen(groups)]
 
 
 def chosen(groups: Groups) -> list[Trajectory]:
-    """The attempts of the table: of each group the best one, then the worst."""
+    """Returns the attempts of the table: of each group the best one, then the worst."""
     return [attempt for group in groups[: MAX_ROWS // 2] for attempt in _extremes(group)]
 
 
 def rewards(groups: Groups) -> list[float]:
-    """The rewards of all attempts that have one."""
+    """Returns the rewards of all attempts that have one."""
     return [reward for group in groups for attempt in group if (reward := reward_of(attempt)) is not None]
 
 

@@ -67,7 +67,7 @@ class TensorBoardTracker:
 
 
 def _as_text(step: int, groups: Groups) -> str:
-    """The samples as Markdown. What was said is in blocks of code, where TensorBoard leaves it as it is."""
+    """Returns the samples as Markdown. Texts are in blocks of code, where TensorBoard leaves them as they are."""
     parts = []
     for row in rows(step, groups)[:MAX_SHOWN]:
         cells = dict(zip(COLUMNS, row, strict=True))

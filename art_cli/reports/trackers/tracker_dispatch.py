@@ -1,4 +1,4 @@
-"""Trackers: hands a run's metrics and trajectories to its trackers, each in a thread of its own, without waiting.
+"""Trackers: hands a run's metrics and trajectories to its trackers, each in another thread, without waiting.
 
     loop: log, log_trajectories -> a bounded queue for each tracker -> its thread -> the tracker's method
 
@@ -51,12 +51,12 @@ class Trackers:
             thread.put(lambda tracker: tracker.log_trajectories(step, _copies(groups, ScoredTrajectory)))
 
     def log_evaluation(self, step: int, groups: Sequence[Sequence[Trajectory]]) -> None:
-        """Tells the trackers that have the method."""
+        """Calls the trackers that have the method."""
         for thread in self.threads:
             thread.put(lambda tracker: _call(tracker, "log_evaluation", step, lambda: _copies(groups, Trajectory)))
 
     def log_checkpoint(self, step: int, path: Path) -> None:
-        """Tells the trackers that have the method."""
+        """Calls the trackers that have the method."""
         for thread in self.threads:
             thread.put(lambda tracker: _call(tracker, "log_checkpoint", step, lambda: path))
 
@@ -104,7 +104,7 @@ class TrackerThread:
         self._mistake: UsageError | None = None
         self._calls: SimpleQueue[Callable[[Tracker], None] | None] = SimpleQueue()
         self._is_made = threading.Event()
-        self._call_began: float | None = time.monotonic()  # None: no call is running
+        self._call_began: float | None = time.monotonic()  # or None if no call is running
         self._thread = threading.Thread(target=self._work, name=f"tracker {name}", daemon=True)
         self._thread.start()
 
@@ -114,7 +114,7 @@ class TrackerThread:
 
     @property
     def thread_id(self) -> int | None:
-        """The system's name of the thread, by which its processor time can be asked; None: it ended."""
+        """Returns the system's name of the thread, by which its processor time can be read, or None if it ended."""
         return self._thread.ident if self._thread.is_alive() else None
 
     def wait_for_start(self, timeout_s: float) -> None:
@@ -139,7 +139,7 @@ class TrackerThread:
         self._calls.put(None)
 
     def join(self, timeout_s: float) -> None:
-        """Waits for the thread to end, and says how many calls were dropped."""
+        """Waits for the thread to end, and logs how many calls were dropped."""
         self._thread.join(timeout_s)
         if self._thread.is_alive():
             self._leave_out("it did not finish before the end of the run")
@@ -197,6 +197,6 @@ def _call(tracker: Tracker, name: str, step: int, argument: Callable[[], object]
 
 
 def _copies(groups: Sequence[Sequence[Attempt]], kind: type[Attempt]) -> list[list[Attempt]]:
-    """The groups as records of their own: the learner reads the run's, and a tracker may change what it is given."""
+    """Returns copies of the groups: the learner reads the run's, and a tracker may change what it is given."""
     decoder = msgspec.msgpack.Decoder(list[kind])  # type: ignore[valid-type]
     return [decoder.decode(msgspec.msgpack.encode(group)) for group in groups]

@@ -1,6 +1,6 @@
 """Sends metrics and traces to trackio: a SQLite file on this machine that `trackio show` opens, or a Space.
 
-Its samples are `trackio.Trace`s, whole conversations with their tool calls. Trackio says what it does on standard
+Its samples are `trackio.Trace`s, whole conversations with their tool calls. Trackio reports what it does on standard
 output, which here is for results: it is sent to standard error.
 """
 
@@ -76,6 +76,6 @@ class TrackioTracker:
 
 
 def _message(message: Json) -> Json:
-    """The message with its text shortened."""
+    """Returns the message with its text shortened."""
     content = message.get("content")
     return {**message, "content": shortened(content) if isinstance(content, str) else content}

@@ -94,7 +94,7 @@ def _has_run(there: Objects) -> bool:
 
 
 def _get_checkpoint(store: ObjectStore, run: RunDir, there: Objects, steps: Iterable[int]) -> int | None:
-    """The first of these steps whose checkpoint verifies, which is on this machine now; None: none does."""
+    """Returns the first of these steps whose checkpoint verifies, which is on this machine now, or None."""
     for step in steps:
         try:
             _get_one(store, checkpoint_home(step), run.checkpoint_path(step), there)
@@ -155,7 +155,7 @@ class _Place(NamedTuple):
 
 
 def fetch(address: str, wants: Wants) -> Path:
-    """The directory on this machine that has what a command reads of `address`.
+    """Returns the directory on this machine that has what a command reads of `address`.
 
     "records": all but weights; "policy": the checkpoints that a command may take, and the base; "everything": all.
     Raises NothingThere; CheckpointError: the checkpoint does not verify; StorageError.
@@ -181,7 +181,7 @@ def fetch(address: str, wants: Wants) -> Path:
 
 
 def cache_path(address: str) -> Path:
-    """The directory of a run or of runs in the user's cache directory (XDG)."""
+    """Returns the directory of a run or of runs in the user's cache directory (XDG)."""
     home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     protocol, _, rest = address.partition("://")
     parts = [part if is_safe(part) else f"_{part.encode().hex()}" for part in rest.strip("/").split("/")]
@@ -223,7 +223,7 @@ def _fetch_run(store: ObjectStore, run: RunDir, there: Objects, inside: str, wan
             _get_checkpoint(store, run, there, [step])
     else:
         for step in steps:
-            _get_papers(store, run, there, step)
+            _fetch_metadata(store, run, there, step)
 
 
 def _is_of_policy(name: str) -> bool:
@@ -254,7 +254,7 @@ def _read_index(root: Path) -> dict[str, str]:
     return {name: mark for name, mark in found.items() if isinstance(mark, str)}
 
 
-def _get_papers(store: ObjectStore, run: RunDir, there: Objects, step: int) -> None:
+def _fetch_metadata(store: ObjectStore, run: RunDir, there: Objects, step: int) -> None:
     """Brings the files of a checkpoint that are not weights, so that the run can be read; it does not verify then."""
     prefix = f"{checkpoint_home(step)}/"
     for name, each in there.items():

@@ -99,14 +99,14 @@ def take(store: ObjectStore, token: str, *, own: Set[str] = frozenset()) -> Leas
 
 
 def holder(store: ObjectStore) -> str:
-    """Who works on the run, and until when at most; "": nobody. Raises StorageError."""
+    """Returns the machine that works on the run, and the latest end of its lease, or "". Raises StorageError."""
     newest = _newest(store)
     last = _read(store, newest) if newest else None
     return _in_use(store, last) if last is not None and time.time() < last.until + SKEW_S else ""
 
 
 def read_marker(root: Path) -> Marker | None:
-    """The marker of a run's directory; None: it has none. Raises DataError: the file is damaged."""
+    """Returns the marker of a run's directory, or None. Raises DataError if the file is damaged."""
     path = root / ".store.json"
     try:
         return msgspec.json.decode(path.read_bytes(), type=Marker)
@@ -133,13 +133,13 @@ def _owner() -> str:
 
 
 def _newest(store: ObjectStore) -> int:
-    """The highest number of a lease; 0: there is none."""
+    """Returns the highest number of a lease; 0: there is none."""
     found = (_NAME.fullmatch(name) for name in store.objects(HOME))
     return max((int(match[1]) for match in found if match is not None), default=0)
 
 
 def _read(store: ObjectStore, number: int) -> LeaseRecord | None:
-    """The lease; None: it is not there or cannot be read, and then nobody has it."""
+    """Returns the lease, or None if it is not there or cannot be read, and is free then."""
     try:
         return msgspec.json.decode(store.read(_name(number), limit=MAX_BYTES), type=LeaseRecord)
     except (ValueError, RecursionError, MissingObject):

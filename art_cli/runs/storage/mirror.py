@@ -52,7 +52,7 @@ class Mirror:
             thread.start()
 
     def nudge(self) -> None:
-        """Says that a checkpoint was written. Never waits."""
+        """Begins the upload of a new checkpoint. Never waits."""
         self._wake.set()
 
     def check(self) -> None:
@@ -61,7 +61,7 @@ class Mirror:
             raise RunError(f"{self._refusal}; what it has is in {self.run.root}")
 
     async def close(self, timeout_s: float) -> None:
-        """Uploads what is owed and gives the lease back; after `timeout_s` it says what is still owed instead."""
+        """Uploads what is owed and gives the lease back; after `timeout_s` it logs what is still owed instead."""
         self._is_ending.set()
         self._wake.set()
         await call_in_thread(self._end, timeout_s)
@@ -90,7 +90,7 @@ class Mirror:
                 return
 
     def _try(self, *, everything: bool) -> bool:
-        """Whether all that is due is in the store. The first failure is told."""
+        """Returns True if all that is due is in the store. Logs the first failure."""
         try:
             while self.uploads.send(everything=everything) and not self._is_over.is_set():
                 pass
@@ -161,7 +161,7 @@ class Mirror:
 
 
 class NoMirror:
-    """What a run without a store has."""
+    """The mirror of a run without a store."""
 
     def nudge(self) -> None:
         return None

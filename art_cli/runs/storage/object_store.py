@@ -3,7 +3,7 @@
     ObjectStore("s3://bucket/prefix/mine").write("checkpoints/step_0004/manifest.json", data)
 
 Keys and endpoints come from the environment, as the store's own client reads them. Every call has a deadline; one that
-overruns it is left behind in its thread. What a store says of an error becomes one line without secrets. Names that a
+overruns it is left behind in its thread. A store's text of an error becomes one line without secrets. Names that a
 run could not have, such as "../x", are left out of every list.
 """
 
@@ -38,14 +38,14 @@ S3_OPTIONS = {"config_kwargs": {"connect_timeout": 10, "read_timeout": 60, "retr
 
 
 class Stored(NamedTuple):
-    """What a list says of one object. Example: Stored(1024, '"9dd4e461268c"')"""
+    """The facts of one object in a list. Example: Stored(1024, '"9dd4e461268c"')"""
 
     size: int
     mark: str  # changes with the content: an ETag, a hash or the time of the last change
 
 
 def is_safe(name: str) -> bool:
-    """Whether a run could have a file of this name, so that it may be written below a directory."""
+    """Returns True if a run could have a file of this name, so that it may be written below a directory."""
     parts = name.split("/")
     return len(name) <= MAX_NAME and len(parts) <= MAX_PARTS and all(map(_PART.fullmatch, parts))
 
@@ -83,7 +83,7 @@ class ObjectStore:
         return kept
 
     def directories(self) -> list[str]:
-        """The first parts of the names below the address, such as the names of runs."""
+        """Returns the first parts of the names below the address, such as the names of runs."""
         try:
             found = self._call(self._fs.ls, self._root, detail=False)
         except MissingObject:
@@ -92,7 +92,7 @@ class ObjectStore:
         return sorted(name for name in names if is_safe(name))
 
     def read(self, name: str, *, limit: int) -> bytes:
-        """The object's bytes. Raises MissingObject; StorageError also: it has more than `limit` bytes."""
+        """Returns the object's bytes. Raises MissingObject; StorageError also: it has more than `limit` bytes."""
         data: bytes = self._call(self._fs.cat_file, self._path(name), start=0, end=limit + 1)
         if len(data) > limit:
             raise StorageError(f"{self.address}/{name}: more than {limit} bytes")
@@ -157,7 +157,7 @@ class ObjectStore:
     def _call(
         self, function: Callable[..., Result], *arguments: Any, timeout_s: float | None = None, **knobs: Any
     ) -> Result:
-        """The result of a call in a thread of its own, which is left behind when it overruns its time."""
+        """Returns the result of a call in another thread, which is left behind when it overruns its time."""
         timeout_s = timeout_s or CALL_S
         self._left_behind = {each for each in self._left_behind if not each.done()}
         if len(self._left_behind) >= MAX_LEFT_BEHIND:
@@ -207,7 +207,7 @@ def _stored(info: dict[str, Any]) -> Stored:
 
 
 def _is_hidden(name: str) -> bool:
-    """Whether it is a file that another program's upload left, such as .DS_Store or a half-written file."""
+    """Returns True if it is a file that another program's upload left, such as .DS_Store or a half-written file."""
     return name.rpartition("/")[2].startswith(".") and ".." not in name.split("/")
 
 

@@ -32,7 +32,7 @@ CHECKPOINTS = "checkpoints"
 
 
 class _State(NamedTuple):
-    """What tells a file's content from an earlier one's."""
+    """Identity of a file's content, to compare with an earlier one."""
 
     size: int
     changed: int  # nanoseconds
@@ -52,7 +52,7 @@ class _Sent(NamedTuple):
 
 
 class Uploads:
-    """What of one run is in the store. One thread uses it.
+    """The parts of one run that are in the store. One thread uses it.
 
     `confirm` is called before files go up and before a checkpoint becomes whole; it raises if another machine has the
     run.
@@ -106,7 +106,7 @@ class Uploads:
         return bool(self._unsent())
 
     def owed(self) -> list[str]:
-        """What is not in the store: checkpoints, then files."""
+        """Returns what is not in the store: checkpoints, then files."""
         checkpoints = [checkpoint_home(step) for step in self._unsent()]
         files = [file.name for file in self._changed() if not file.name.startswith("logs/")]
         return checkpoints + files if self.run.checkpoint_steps() else []
@@ -114,7 +114,7 @@ class Uploads:
     # --- files --------------------------------------------------------------------------------------------------------
 
     def _files(self) -> Iterator[_File]:
-        """Every file of the run that is kept, but those of checkpoints."""
+        """Yields every file of the run that is kept, but those of checkpoints."""
         for place, directories, names in os.walk(self.run.root):
             inside = os.path.relpath(place, self.run.root)
             prefix = "" if inside == "." else f"{inside}/"
@@ -133,7 +133,7 @@ class Uploads:
                             yield _File(prefix + name, path, state)
 
     def _changed(self) -> list[_File]:
-        """The files whose content is not in the store, in the order of their steps."""
+        """Returns the files whose content is not in the store, in the order of their steps."""
         return [file for file in self._files() if self._sent.get(file.name, (None,))[0] != file.state]
 
     def _is_due(self, name: str, now: float) -> bool:
@@ -155,7 +155,7 @@ class Uploads:
     # --- checkpoints --------------------------------------------------------------------------------------------------
 
     def _unsent(self) -> list[int]:
-        """The steps whose checkpoint here is to be kept and is not the one in the store, the newest first."""
+        """Returns the steps whose checkpoint here is to be kept and is not the one in the store, the newest first."""
         steps = self.run.checkpoint_steps()
         unwanted = superseded(self.run, {*steps, *self._whole}, keep=self._keep, keeps_best=self._keeps_best)
         wanted = (step for step in steps[::-1] if step not in unwanted)
@@ -211,25 +211,25 @@ class Uploads:
 
 
 def steps_of(there: Mapping[str, Stored]) -> list[int]:
-    """The steps whose checkpoint has a manifest in the store, ascending."""
+    """Returns the steps whose checkpoint has a manifest in the store, ascending."""
     steps = {_step_of(name) for name in there if name.endswith(f"/{MANIFEST}") and name.count("/") == 2}
     return sorted(step for step in steps if step is not None and f"{checkpoint_home(step)}/{MANIFEST}" in there)
 
 
 def checkpoint_home(step: int) -> str:
-    """The directory of a checkpoint in the store."""
+    """Returns the directory of a checkpoint in the store."""
     return f"{CHECKPOINTS}/step_{step:04d}"
 
 
 def _step_of(name: str) -> int | None:
-    """The step of an object of a checkpoint; None: it is none of one."""
+    """Returns the step of an object of a checkpoint, or None for any other object."""
     parts = name.split("/")
     match = STEP_NAME.fullmatch(parts[1]) if parts[0] == CHECKPOINTS and len(parts) > 2 else None
     return int(match[1]) if match is not None else None
 
 
 def _is_needed(name: str, newest: int) -> bool:
-    """Whether a run that goes on from its newest checkpoint may read this file."""
+    """Returns True if a run that goes on from its newest checkpoint may read this file."""
     first = name.partition("/")[0]
     match = STEP_NAME.fullmatch(first)
     return int(match[1]) < newest if match is not None else first != "logs"

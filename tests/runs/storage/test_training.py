@@ -10,8 +10,10 @@ from pathlib import Path
 import pytest
 
 from art_cli.config.compose import load_config
-from art_cli.loop.open_train import train
-from art_cli.loop.training_run import TrainingRun, TrainResult
+from art_cli.loop import train as loop_train
+from art_cli.loop.batches import Batch
+from art_cli.loop.open_run import Run
+from art_cli.loop.train import TrainResult, train
 from art_cli.runs.run_dir import RunDir
 from art_cli.runs.storage import mirror
 from art_cli.runs.storage.lease import LeaseRecord, take
@@ -116,20 +118,20 @@ def test_a_machine_that_was_overtaken_stops_and_uploads_nothing_more(
     tmp_path: Path, address: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The lease is another machine's from the first update on; the first machine's next step is not taken."""
-    update = TrainingRun._update
+    update = loop_train.update
 
-    async def overtaken(self: TrainingRun, *arguments: object) -> object:
-        assert isinstance(self.mirror, mirror.Mirror)
+    async def overtaken(run: Run, batch: Batch, step: int) -> dict[str, float]:
+        assert isinstance(run.mirror, mirror.Mirror)
         store = ObjectStore(f"{address}/letters")
-        own = self.mirror.lease.record.token
+        own = run.mirror.lease.record.token
         if not any(name.endswith("2.json") for name in store.objects("lease")):
             take(store, "other", own={own})
         with pytest.raises(RunError, match="taken over"):
-            self.mirror.lease.renew()
-        self.mirror._lose(RunError("taken over"))
-        return await update(self, *arguments)  # type: ignore[arg-type]
+            run.mirror.lease.renew()
+        run.mirror._lose(RunError("taken over"))
+        return await update(run, batch, step)
 
-    monkeypatch.setattr(TrainingRun, "_update", overtaken)
+    monkeypatch.setattr(loop_train, "update", overtaken)
     with pytest.raises(RunError, match="taken over"):
         run(tmp_path / "runs", address, 3)
     store = ObjectStore(f"{address}/letters")

@@ -1,0 +1,156 @@
+"""Claims a run for this process: everything about it that can be decided and checked before a model is loaded.
+
+    configuration -> checks -> engine and learner -> lock of the run's directory -> mirror -> Claim
+
+The dtype alone is decided later, by open_run, because it needs the base model. A run directory that a mistake left
+empty is removed.
+"""
+
+import asyncio
+import contextlib
+import logging
+import os
+import shutil
+from collections.abc import AsyncIterator, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+from art_cli.config.compose import LoadedConfig
+from art_cli.loop.references import check_ready
+from art_cli.engines import engine_traits
+from art_cli.judges.smoke_test import require_keys
+from art_cli.learners.sft.examples import Examples, load_examples
+from art_cli.loop.auto import describe, follow_record, resolve_auto
+from art_cli.loop.record import check_record, claim_config, follow_rate
+from art_cli.loop.startup import Startup
+from art_cli.rollouts.scenario_files import is_function, pools_of
+from art_cli.rollouts.splits import RunScenarios
+from art_cli.runs.run_dir import RunDir
+from art_cli.runs.storage.mirror import Mirror, NoMirror, mirrored
+from art_cli.runs.storage.object_store import ObjectStore
+from art_cli.runtime import log as logs
+from art_cli.runtime import threads
+from art_cli.runtime.errors import ConfigError, Problem, UsageError
+from art_cli.runtime.secrets import find_secrets
+
+log = logging.getLogger(__name__)
+
+
+class RunData(RunScenarios):
+    """The scenarios and warm-up examples of a run, each read once, when it is first needed."""
+
+    @cached_property
+    def examples(self) -> Examples:
+        assert self.config.sft is not None, "no sft section"
+        return load_examples(self.config.sft, self.directory)
+
+    def check(self) -> None:
+        """Reads every data file that the run will need. Raises DataError before any work is done.
+
+        Data that a function of the user makes is made when it is needed.
+        """
+        config, directory = self.config, self.directory
+        scenarios = config.rollout.scenarios
+        if scenarios is None or not is_function(scenarios, directory):
+            pools_of(self.training, config.rollout.pool)
+        evaluated = scenarios if config.eval is None else config.eval.scenarios or scenarios
+        if config.eval is not None and (evaluated is None or not is_function(evaluated, directory)):
+            _ = self.evaluation
+        if config.sft is not None and all(
+            (directory / spec).exists() for spec in (config.sft.demos, config.sft.eval_demos) if spec is not None
+        ):
+            _ = self.examples
+
+
+@dataclass(frozen=True)
+class Claim:
+    """A run that this process alone works on, with everything decided but the dtype."""
+
+    loaded: LoadedConfig
+    files: RunDir
+    data: RunData
+    mirror: Mirror | NoMirror
+    startup: Startup
+
+    @property
+    def finished_step(self) -> int | None:
+        """The step of the newest checkpoint if nothing is left to do, or None."""
+        newest, config = self.files.newest_checkpoint(), self.loaded.config
+        if newest is None or newest[1].step < config.train.steps:
+            return None
+        is_evaluated = config.eval is None or newest[1].step in self.files.evaluations()
+        return newest[1].step if is_evaluated else None
+
+
+@contextlib.asynccontextmanager
+async def claim_run(loaded: LoadedConfig, *, is_fresh: bool, startup: Startup) -> AsyncIterator[Claim]:
+    """Yields the run of the configuration, locked; with `is_fresh` a new one beside it.
+
+    Raises RunError: the run is in use, or another configuration made it; ConfigError; and every error of the parts.
+    """
+    startup.reached("python and configuration")
+    check_ready(loaded, is_training=True)
+    data = RunData(loaded.config, loaded.directory)
+    data.check()
+    loaded = resolve_auto(loaded, "engine", "learner", is_logged=False)  # below, in the run's log too
+    _check_engine(loaded)
+    for judge in (loaded.config.judge, *(shadow.judge for shadow in loaded.config.shadow.values())):
+        await asyncio.to_thread(require_keys, judge, loaded.directory)
+    root = loaded.config.runs / loaded.config.name
+    files = RunDir(_beside(root, await _kept_names(loaded)) if is_fresh else root)
+    with _unless_wrong(files), files.lock(), logs.kept(files.log_path, find_secrets(os.environ).redact):
+        log.info("art train %s: %s", loaded.path, describe(loaded, "engine", "learner"))
+        keep, keeps_best = loaded.config.train.keep_checkpoints, loaded.config.train.keep_best
+        async with mirrored(files, loaded.config.store, keep=keep, keeps_best=keeps_best) as mirror:
+            loaded = follow_rate(follow_record(loaded, files), files)
+            check_record(files, loaded)
+            files.clean()
+            startup.reached("data")
+            claim = Claim(loaded, files, data, mirror, startup)
+            if claim.finished_step is not None:
+                claim_config(files, loaded)
+            yield claim
+
+
+async def _kept_names(loaded: LoadedConfig) -> Sequence[str]:
+    """Returns the names that runs have in the store, if there is one."""
+    if loaded.config.store is None:
+        return ()
+    return await threads.call_in_thread(ObjectStore(loaded.config.store).directories)
+
+
+def _check_engine(loaded: LoadedConfig) -> None:
+    """Raises ConfigError if the class of the user's own engine declares that it cannot follow this training."""
+    traits, message = engine_traits(loaded.config.engine, loaded.directory), ""
+    if not traits.can_train:
+        message = "its class says can_train = False, so that its model cannot be trained"
+    elif traits.swaps_adapters and loaded.config.model.lora is None:
+        message = "its class says swaps_adapters = True, so that it cannot follow whole weights; set model.lora"
+    if message:
+        raise ConfigError([Problem("engine", loaded.places.of("engine"), message)])
+
+
+def _beside(root: Path, kept: Sequence[str]) -> Path:
+    """Returns the first of root, root-2, root-3, ... that exists neither here nor in the store."""
+    paths = [root, *(root.with_name(f"{root.name}-{number}") for number in range(2, 10_000))]
+    return next(path for path in paths if not path.exists() and path.name not in kept)
+
+
+@contextlib.contextmanager
+def _unless_wrong(files: RunDir) -> Iterator[None]:
+    """Removes a new run directory if the configuration proves to be wrong inside.
+
+    Some mistakes show only once the base model is there, such as a LoRA target that it lacks. A directory that existed
+    before, or that has a checkpoint, stays.
+    """
+    made = [path for path in (files.root, *files.root.parents) if not path.exists()]
+    try:
+        yield
+    except UsageError:
+        if made and not files.checkpoint_steps():
+            shutil.rmtree(files.root, ignore_errors=True)
+            with contextlib.suppress(OSError):  # another run may lie there by now
+                for path in made[1:]:
+                    path.rmdir()
+        raise

@@ -1,0 +1,352 @@
+"""Opens a claimed run: model, learner, first policy, engine and agent, all of them parts of one frozen Run.
+
+    Claim -> dtype -> weights -> learner -> newest checkpoint, or step 0 after the warm-up -> sampler -> Run
+
+The newest checkpoint that verifies decides which step is next, and the step's own files what it still owes. There is
+no other state.
+"""
+
+import asyncio
+import contextlib
+import logging
+import shlex
+import time
+from collections.abc import AsyncIterator, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import NoReturn
+
+from art_cli.config.compose import LoadedConfig
+from art_cli.config.config_identity import config_hash
+from art_cli.loop.references import missing_targets
+from art_cli.config.schema import RunConfig
+from art_cli.engines import EngineTraits, engine_traits
+from art_cli.judges import Judge, make_judge
+from art_cli.judges.shadow_judges import ShadowJudges
+from art_cli.learners import Learner, describe_processes, has_own_weights, load_policy, make_learner
+from art_cli.loop.auto import decide_dtype
+from art_cli.loop.batches import Batches
+from art_cli.loop.claim_run import Claim, RunData
+from art_cli.loop.interrupts import Interrupts
+from art_cli.loop.policy_sampler import Sampler, open_sampler
+from art_cli.loop.record import claim_config
+from art_cli.loop.run_meter import RunMeter
+from art_cli.loop.startup import import_libraries
+from art_cli.loop.stop_rules import StopRules
+from art_cli.loop.warm_up import WarmUp, make_warm_up
+from art_cli.models.loading import Weights, clone_trainable, count_parameters, find_base
+from art_cli.models.policy_spec import PolicySpec, read_spec, spec_of
+from art_cli.reports.findings import RunWatch
+from art_cli.reports.pages.panel import RunPanel
+from art_cli.reports.trackers.tracker_dispatch import Trackers, open_trackers
+from art_cli.rollouts.rollout_runner import begin_rollout
+from art_cli.rollouts.splits import find_overlap
+from art_cli.runs.history import is_comparable, read_history
+from art_cli.runs.manifest import Manifest, new_checkpoint
+from art_cli.runs.run_dir import MetricsLine, RunDir
+from art_cli.runs.storage.mirror import Mirror, NoMirror
+from art_cli.runtime import log as logs
+from art_cli.runtime import threads
+from art_cli.runtime.errors import ConfigError, Problem, first_of_group
+from art_cli.runtime.terminal import can_draw, drawn
+
+log = logging.getLogger(__name__)
+WATCH_EVERY_S = 1.0  # interval between checks that the learner's processes live
+
+
+@dataclass(frozen=True)
+class RunWriter:
+    """Writes what a run keeps: its checkpoints and the lines of metrics.jsonl. Trackers and mirror learn of both."""
+
+    config: RunConfig
+    files: RunDir
+    policy: PolicySpec
+    learner: Learner
+    trackers: Trackers
+    mirror: Mirror | NoMirror
+    interrupts: Interrupts
+
+    async def save(self, step: int, metrics: dict[str, float]) -> Path:
+        """Writes the checkpoint of `step` in a thread, because rollouts of later steps may be under way meanwhile.
+
+        It holds its step's metrics, so that a kill before they are recorded loses no line of metrics.jsonl.
+        """
+        path = self.files.checkpoint_path(step)
+        manifest = Manifest(
+            step=step,
+            base="../../base" if self.policy.base == str(self.files.base) else self.policy.base,
+            config_hash=config_hash(self.config),
+            dtype=self.policy.dtype,
+            metrics=metrics,
+        )
+
+        def write() -> None:
+            with new_checkpoint(path, manifest) as directory:
+                self.learner.save(directory)
+
+        await self.interrupts.off_loop(write)
+        self.trackers.log_checkpoint(step, path)
+        self.mirror.nudge()
+        return path
+
+    def record(self, step: int, split: str, metrics: dict[str, float]) -> None:
+        self.files.append_metrics(step, split, metrics)
+        self.trackers.log(MetricsLine(step=step, split=split, metrics=metrics, time=time.time()))
+
+
+@dataclass(frozen=True)
+class Run:
+    """The parts of an open run. Engine and learner share one copy of the weights if both are in this process."""
+
+    loaded: LoadedConfig  # decided: no `auto` is left
+    files: RunDir
+    data: RunData
+    first: int  # step of the policy that the run goes on from
+    policy: PolicySpec
+    learner: Learner
+    sampler: Sampler
+    judge: Judge
+    batches: Batches
+    writer: RunWriter
+    trackers: Trackers
+    mirror: Mirror | NoMirror
+    meter: RunMeter
+    watch: RunWatch
+    stop_rules: StopRules
+    panel: RunPanel
+    interrupts: Interrupts
+
+    @property
+    def config(self) -> RunConfig:
+        return self.loaded.config
+
+    def steps_left(self) -> range:
+        return range(self.first, self.config.train.steps)
+
+
+@contextlib.asynccontextmanager
+async def open_run(claim: Claim) -> AsyncIterator[Run]:
+    """Yields the run, ready for its first step; everything is closed on the way out.
+
+    config.json is written here, once everything in it is decided. Raises the errors of all parts.
+    """
+    files, data, directory, startup = claim.files, claim.data, claim.loaded.directory, claim.startup
+    async with contextlib.AsyncExitStack() as stack:
+        if (begun := await begin_rollout(claim.loaded.config.rollout, directory)) is not None:
+            stack.push_async_callback(begun.close)
+        _warn_of_overlap(claim.loaded, data)
+        judge = make_judge(claim.loaded.config.judge, directory, job=str(files.root))
+        shadows = ShadowJudges(claim.loaded.config.shadow, directory, job=str(files.root))
+        judges = [judge, *shadows.judges.values()]
+        meter = RunMeter(judges)
+        _check_prices(claim.loaded, judges)
+        panel = RunPanel(claim.loaded.config.name, num_steps=claim.loaded.config.train.steps)
+        startup.reached("data")
+        traits = engine_traits(claim.loaded.config.engine, directory)
+        loaded, policy, weights = _load_policy(claim, traits)
+        config = loaded.config
+        startup.reached("model")
+        learner = make_learner(config, weights or policy, directory=directory, logs=files.logs)
+        startup.reached("learner")
+        trackers = open_trackers(config, files.root, directory)
+        interrupts = Interrupts(
+            f"interrupted; what is complete is in {files.root}; go on with: {resume_command(loaded, files)}"
+        )
+        log.info("%s", _describe(config, policy, weights))
+        stack.enter_context(_shown(panel))
+        stack.enter_context(interrupts.handled())
+        for part in (trackers, shadows, judge):
+            stack.push_async_callback(part.close)
+        stack.callback(learner.close)
+        await asyncio.sleep(0)  # an interrupt during loading ends the run here, before any thread starts
+        await threads.call_in_thread(learner.start)  # an interrupt ends the wait for other nodes
+        await stack.enter_async_context(_watched(learner))
+        writer = RunWriter(config, files, policy, learner, trackers, claim.mirror, interrupts)
+        first = await _find_start(writer, loaded, data)
+        startup.reached("first checkpoint and warm-up")
+        sampler = await stack.enter_async_context(
+            open_sampler(
+                loaded,
+                _engine_weights(config, traits, weights) or policy,
+                checkpoint=files.checkpoint_path(first),
+                step=first,
+                logs=files.logs,
+                shares_weights=_shares_weights(config),
+                begun=begun,
+                on_first_reply=partial(startup.end, "first reply"),
+            )
+        )
+        startup.reached("engine and agent")
+        history = read_history(files)
+        meter.follow(history)
+        panel.follow(history)
+        batches = Batches(config, files, sampler, judge, data.training, shadows=shadows)
+        stack.push_async_callback(batches.close)
+        yield Run(
+            loaded=loaded,
+            files=files,
+            data=data,
+            first=first,
+            policy=policy,
+            learner=learner,
+            sampler=sampler,
+            judge=judge,
+            batches=batches,
+            writer=writer,
+            trackers=trackers,
+            mirror=claim.mirror,
+            meter=meter,
+            watch=RunWatch(history, is_comparable=is_comparable(config.model_dump(mode="json"))),
+            stop_rules=StopRules(config.stop, files.pauses()),
+            panel=panel,
+            interrupts=interrupts,
+        )
+
+
+# --- the model --------------------------------------------------------------------------------------------------------
+
+
+def _load_policy(claim: Claim, traits: EngineTraits) -> tuple[LoadedConfig, PolicySpec, Weights | None]:
+    """Returns the configuration with its dtype, which config.json now has, and the policy.
+
+    The weights are None if neither engine nor learner computes with them in this process.
+    """
+    loaded, files = claim.loaded, claim.files
+    is_here = "here" in (traits.weights, loaded.config.learner.weights)
+    if is_here and not loaded.config.learner.imports_first:
+        import_libraries(has_adapter=loaded.config.model.lora is not None)
+        claim.startup.reached("torch and transformers")
+    base = find_base(loaded.config.model.base, directory=loaded.directory, built=files.base)
+    _check_targets(loaded, Path(base))
+    loaded = decide_dtype(loaded, base)
+    claim_config(files, loaded)
+    if is_here:
+        weights = load_policy(loaded.config, base)
+        return loaded, spec_of(weights), weights
+    learner = loaded.config.learner
+    is_remote = learner.weights == "server"
+    device = None if is_remote else learner.device
+    return loaded, read_spec(loaded.config.model, base, device=device, is_remote=is_remote), None
+
+
+def _shares_weights(config: RunConfig) -> bool:
+    """Returns True if engine and learner take turns with one copy of the weights, as they do on-policy."""
+    return config.train.max_staleness == 0 and not has_own_weights(config)
+
+
+def _engine_weights(config: RunConfig, traits: EngineTraits, weights: Weights | None) -> Weights | None:
+    """Returns the engine's copy of the weights, or None if it has them elsewhere."""
+    if weights is None or traits.weights != "here":
+        return None
+    return weights if has_own_weights(config) or _shares_weights(config) else clone_trainable(weights)
+
+
+def _describe(config: RunConfig, policy: PolicySpec, weights: Weights | None) -> str:
+    what = config.model.base
+    if weights is not None:
+        size = count_parameters(weights.model)
+        what += f", {size.whole / 1e6:.3g}M parameters, {size.trained / 1e6:.3g}M trained"
+    engine, learner = config.engine, config.learner.name
+    names = f"engine {engine.title}, learner {learner} on {policy.learner_device}"
+    if engine.server is not None:
+        names = f"engine {engine.title}, learner {learner} at {engine.server[0]}"
+    elif has_own_weights(config):
+        names += f" in {describe_processes(config)}"
+    return f"{config.name}: {what}; {names}; learning rate {config.train.learning_rate:g}"
+
+
+# --- where to begin ---------------------------------------------------------------------------------------------------
+
+
+async def _find_start(writer: RunWriter, loaded: LoadedConfig, data: RunData) -> int:
+    """Returns the step of the newest valid checkpoint, now loaded. Without one, step 0 is made and warmed up by sft."""
+    files, newest = writer.files, writer.files.newest_checkpoint()
+    if newest is not None:
+        path, manifest = newest
+        writer.learner.load(path)
+        _backfill(writer, manifest)
+        log.info("%s: goes on from step %d of %d", files.root, manifest.step, loaded.config.train.steps)
+        return manifest.step
+    metrics = await _warm_up(writer, loaded, data) if loaded.config.sft is not None else {}
+    await writer.save(0, metrics)
+    if metrics:
+        writer.record(0, "sft", metrics)
+    return 0
+
+
+async def _warm_up(writer: RunWriter, loaded: LoadedConfig, data: RunData) -> dict[str, float]:
+    """Returns the warm-up's metrics. An interrupt ends it after the current update, and saves its state."""
+    examples = await threads.call_in_thread(lambda: data.examples)
+    make = partial(WarmUp, writer.learner, loaded, examples, base=writer.policy.base, start=None)
+    return await make_warm_up(await threads.call_in_thread(make), writer.interrupts)
+
+
+def _backfill(writer: RunWriter, manifest: Manifest) -> None:
+    """Writes the metrics line that is missing if a kill came right after the checkpoint."""
+    split, step = ("sft", 0) if manifest.step == 0 else ("train", manifest.step - 1)
+    lines = writer.files.metrics()
+    if manifest.metrics and not any((line.step, line.split) == (step, split) for line in lines):
+        writer.record(step, split, manifest.metrics)
+
+
+def resume_command(loaded: LoadedConfig, files: RunDir) -> str:
+    """Returns the shell command that continues the run, or the sweep that it belongs to."""
+    words = ["-m", *loaded.sweep] if loaded.sweep else [*loaded.overrides]
+    if files.root.name != loaded.config.name:  # --fresh made it, and would start yet another run
+        words = [*loaded.overrides, f"name={files.root.name}"]
+    return shlex.join(["art", "train", str(loaded.path), *words])
+
+
+# --- what runs beside the loop ----------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def _shown(panel: RunPanel) -> Iterator[None]:
+    """Shows the panel while the block runs, if there is a terminal."""
+    if not can_draw():
+        yield
+        return
+    with drawn(panel.render), logs.showing_stages(panel):
+        yield
+
+
+@contextlib.asynccontextmanager
+async def _watched(learner: Learner) -> AsyncIterator[None]:
+    """Ends the block with a LearnerError as soon as one of the learner's processes is dead."""
+
+    async def watch() -> NoReturn:
+        while True:
+            await asyncio.to_thread(learner.check)
+            await asyncio.sleep(WATCH_EVERY_S)
+
+    with first_of_group():
+        async with asyncio.TaskGroup() as group:
+            task = group.create_task(watch())
+            yield
+            task.cancel()
+
+
+# --- checks of the opened parts ---------------------------------------------------------------------------------------
+
+
+def _warn_of_overlap(loaded: LoadedConfig, data: RunData) -> None:
+    if loaded.config.eval is None or loaded.config.eval.scenarios is None:  # a held-out share is disjoint
+        return
+    if overlap := str(find_overlap(data.training, data.evaluation)):
+        log.warning("%s; eval.held_out splits one set so that none is", overlap)
+
+
+def _check_prices(loaded: LoadedConfig, judges: Sequence[Judge]) -> None:
+    """Raises ConfigError if a stop rule counts dollars and the cost of a judge's calls is unknown."""
+    unpriced = [judge.title for judge in judges if not judge.is_priced]
+    for number, rule in enumerate(loaded.config.stop):
+        if rule.usd is not None and unpriced:
+            key, cure = f"stop.{number}.usd", "set the judge's price, or take the rule out"
+            raise ConfigError([Problem(key, loaded.places.of(key), f"no price is known for {unpriced[0]}; {cure}")])
+
+
+def _check_targets(loaded: LoadedConfig, base: Path) -> None:
+    """Raises ConfigError if a LoRA target matches no module of the base, which shows only once the base is built."""
+    if wrong := list(missing_targets(loaded.config.model, base)):
+        raise ConfigError([Problem(key, loaded.places.of(key), message) for key, message in wrong])

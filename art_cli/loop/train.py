@@ -1,0 +1,220 @@
+"""The training loop: play and judge, update, publish, evaluate; resumed from whatever the run's directory holds."""
+
+import logging
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from art_cli.config.compose import LoadedConfig
+from art_cli.engines import proof
+from art_cli.loop.batches import Batch
+from art_cli.loop.claim_run import claim_run
+from art_cli.loop.evaluate import play_evaluation, values_by_scenario
+from art_cli.loop.open_run import Run, open_run, resume_command
+from art_cli.loop.owed_groups import group
+from art_cli.loop.pairwise_eval import is_judged, judge_contest
+from art_cli.loop.startup import Startup
+from art_cli.loop.stop_rules import Firing
+from art_cli.reports.pages.curve import curve, run_series
+from art_cli.reports.run_report import read_report, reward_names
+from art_cli.runs.durable import write_file
+from art_cli.runs.failures import count_failures, find_fault
+from art_cli.runs.history import Evaluated, UpdateNumbers
+from art_cli.runs.run_checkpoints import prune_trained
+from art_cli.runs.run_dir import PAUSE, Evaluation
+from art_cli.runs.trajectory import Trajectory
+from art_cli.runtime import log as logs
+from art_cli.runtime.errors import Paused
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class TrainResult:
+    """The state of a run when `train` returns."""
+
+    root: Path
+    step: int
+    was_finished: bool  # True: nothing was left to do
+    evaluations: dict[int, dict[str, float]]  # step -> metrics
+
+
+async def train(loaded: LoadedConfig, *, is_fresh: bool = False, startup: Startup | None = None) -> TrainResult:
+    """Trains until `train.steps` are done. An existing run is resumed; `is_fresh` starts a new one beside it.
+
+    `startup` is the clock of the process that was started for this run. Raises RunError if the run is in use or was
+    made by another configuration, ConfigError, and the errors of all parts.
+    """
+    async with claim_run(loaded, is_fresh=is_fresh, startup=startup or Startup()) as claim:
+        files, finished = claim.files, claim.finished_step
+        if finished is not None:
+            return TrainResult(files.root, finished, True, files.evaluations())
+        async with open_run(claim) as run:
+            await probe(run, run.first)
+            await evaluate_if_due(run, run.first)
+            for step in run.steps_left():
+                batch = await take_groups(run, step)
+                metrics = await update(run, batch, step)
+                await publish(run, step + 1, metrics)
+                await evaluate_if_due(run, step + 1)
+                prune(run)
+        _draw_curve(run)
+        return TrainResult(files.root, max(run.first, run.config.train.steps), False, files.evaluations())
+
+
+# --- a step -----------------------------------------------------------------------------------------------------------
+
+
+async def take_groups(run: Run, step: int) -> Batch:
+    """Returns the step's groups, played and judged. Batches up to `train.max_staleness` steps ahead begin meanwhile."""
+    run.mirror.check()
+    for allowed in range(step, step + run.config.train.max_staleness + 1):
+        run.batches.allow(allowed)
+    batch = await run.batches.take(step)
+    run.trackers.log_trajectories(step, batch.groups)
+    run.panel.show_failures(count_failures(trajectory for members in batch.groups for trajectory in members))
+    return batch
+
+
+async def update(run: Run, batch: Batch, step: int) -> dict[str, float]:
+    """Returns the metrics of the learner's step. When on-policy, the engine sleeps during the update."""
+    is_on_policy = run.config.train.max_staleness == 0
+    if is_on_policy:
+        await run.sampler.engine.sleep()
+    with logs.shown_bar(f"step {step + 1}/{run.config.train.steps}: packs") as progress:
+        trained = await run.interrupts.off_loop(run.learner.step, batch.groups, progress=progress)
+    if run.config.train.record_learned:  # before the checkpoint, so that each step that is done has the file
+        await run.interrupts.off_loop(run.learner.write_learned, run.files.learned_path(step))
+    if is_on_policy:
+        await run.sampler.engine.wake()
+    if trained.num_updates == 0:
+        _warn_of_no_update(run, batch, step)
+    # the batch has, with refilled groups, other means of the rewards
+    return trained.known() | batch.metrics | run.meter.numbers()
+
+
+async def publish(run: Run, step: int, metrics: dict[str, float]) -> None:
+    """Saves the learner's weights as `step`, loads them into the engine, and records the metrics of the step.
+
+    Raises DriftError if engine and learner disagree, and Paused if a stop rule fires.
+    """
+    checkpoint = await run.writer.save(step, metrics)
+    await run.sampler.engine.load(checkpoint, step)
+    metrics = metrics | {"probe_gap": await probe(run, step)}
+    run.writer.record(step - 1, "train", metrics)
+    _announce(step, run.config.train.steps, metrics)
+    _note(run, UpdateNumbers(step, metrics))
+    run.interrupts.stop_if_any()
+
+
+async def probe(run: Run, step: int) -> float:
+    """Returns the gap in nats between the engine's and the learner's scores of one probe.
+
+    Raises DriftError if it is too large.
+    """
+    tokens = proof.make_probe(run.policy.vocabulary)
+    engine = await run.sampler.engine.score(tokens)
+    learner = await run.interrupts.off_loop(run.learner.score, tokens)
+    return proof.compare(engine, learner, dtype=run.policy.dtype, step=step)
+
+
+async def evaluate_if_due(run: Run, step: int) -> None:
+    """Evaluates the policy at `step` if an evaluation is due and not done yet."""
+    config, files = run.config.eval, run.files
+    if config is None or (step % config.every and step != run.config.train.steps) or step in files.evaluations():
+        return
+    begin, path = time.perf_counter(), files.eval_path(step)
+    title = f"eval at step {step}"
+    trajectories = await play_evaluation(run.sampler, config, run.data.evaluation, step=step, path=path, title=title)
+    run.trackers.log_evaluation(step, [*group(trajectories).values()])
+    values = values_by_scenario(trajectories)
+    if has_contest := is_judged(run.config, trajectories):
+        values["reward"] = await judge_contest(run.judge, trajectories, _references(run, trajectories))
+    means = {name: sum(v.values()) / len(v) for name, v in values.items() if v}
+    seconds, reward_is = time.perf_counter() - begin, "wins" if has_contest else "own"
+    evaluation = Evaluation(seconds=seconds, values=values, reward_is=reward_is, attempts=len(trajectories))
+    files.write_evaluation(step, evaluation)
+    run.writer.record(step, "eval", means)
+    shown = sorted(name for name in means if not name.startswith("num_"))
+    titles = {"reward": reward_names(run.config.model_dump(mode="json"), reward_is)["eval"]}
+    log.info("%s: %s", title, "  ".join(f"{titles.get(name, name)} {means[name]:.3f}" for name in shown))
+    _note(run, Evaluated(step, means, values.get("reward", {})))
+
+
+def _references(run: Run, trajectories: list[Trajectory]) -> list[Trajectory]:
+    """Returns the attempts of this run's first evaluation, possibly the one just played."""
+    path = run.files.first_eval_path()
+    return trajectories if path is None else list(run.files.lines(path, Trajectory))
+
+
+def prune(run: Run) -> None:
+    prune_trained(run.files, keep=run.config.train.keep_checkpoints, keeps_best=run.config.train.keep_best)
+
+
+# --- what is reported of it -------------------------------------------------------------------------------------------
+
+
+def _note(run: Run, record: UpdateNumbers | Evaluated) -> None:
+    """Warns of what goes wrong from this record on. Raises Paused if a stop rule pauses the run."""
+    run.panel.add(record)
+    for finding in run.watch.add(record):
+        log.warning("%s", finding)
+    history, is_evaluation = run.watch.history, isinstance(record, Evaluated)
+    step = record.step if isinstance(record, Evaluated) else record.number
+    for line in run.stop_rules.unreported(history, of_evaluations=is_evaluation):
+        log.warning("%s", line)
+    check = run.stop_rules.after_evaluation if is_evaluation else run.stop_rules.after_step
+    _stop(run, check(history, step), step)
+
+
+def _stop(run: Run, firing: Sequence[Firing], step: int) -> None:
+    """Warns of the rules that fire at a step. Raises Paused if one pauses the run and there is more to do."""
+    is_done = step >= run.config.train.steps
+    pausing = [each for each in firing if each.rule.then == "pause" and not is_done]
+    for each in firing:
+        if each not in pausing:
+            log.warning("stop rule (%s): %s", each.rule, each.text)
+    if not pausing:
+        return
+    run.files.append_metrics(step, PAUSE, {str(each.rule): each.value for each in pausing})
+    prune(run)
+    texts = "; ".join(f"{each.text} (stop rule: {each.rule}; it fires again {each.anew})" for each in pausing)
+    kept, command = run.files.checkpoint_path(step), resume_command(run.loaded, run.files)
+    raise Paused(
+        f"paused at step {step} of {run.config.train.steps}: {texts}; checkpoint: {kept}; go on with: {command}"
+    )
+
+
+def _warn_of_no_update(run: Run, batch: Batch, step: int) -> None:
+    trajectories = [trajectory for members in batch.groups for trajectory in members]
+    is_called = not all(trajectory.is_silent for trajectory in trajectories)
+    fault = find_fault(count_failures(trajectories), is_called=is_called, num_without_signal=len(batch.groups))
+    why = "no group could be judged" if fault is None else fault.text
+    log.warning("step %d/%d: %s; no weight changed", step + 1, run.config.train.steps, why)
+
+
+def _announce(step: int, steps: int, metrics: dict[str, float]) -> None:
+    shown = ["reward_mean", "loss", "teacher_kl", "kl", "grad_norm", "logprob_gap", "sample_s", "train_s"]
+    numbers = "  ".join(f"{n} {metrics[n]:.3g}" for n in shown if n in metrics)
+    log.info("step %d/%d: %s  %s", step, steps, numbers, _describe_failures(metrics))
+    if metrics.get("packed") == 0:
+        log.warning("step %d: packs did not hold (packed 0), so the learner ran one sample at a time, slower", step)
+
+
+def _describe_failures(metrics: dict[str, float]) -> str:
+    """Example: "failed 3 (mostly timeout)  limited 2"."""
+    kinds = {name.removeprefix("failed."): num for name, num in metrics.items() if name.startswith("failed.")}
+    mostly = f" (mostly {max(kinds, key=lambda kind: kinds[kind])})" if kinds else ""
+    return f"failed {metrics['num_failed']:.0f}{mostly}  limited {metrics['num_limited']:.0f}"
+
+
+def _draw_curve(run: Run) -> None:
+    """Draws the learning curve: the reward, and the rollouts' own metrics in evaluations."""
+    lines = run.files.metrics()
+    names = {name for line in lines if line.split == "eval" for name in line.metrics}
+    own = sorted(name for name in names if name not in ("reward", "failed") and not name.startswith("num_"))
+    shares = [n for n in own if all(0 <= line.metrics.get(n, 0) <= 1 for line in lines if line.split == "eval")]
+    rewards = read_report(run.files).reward_names
+    picture = curve(run.config.name, run_series(lines, metrics=["reward", *shares][:4], rewards=rewards))
+    write_file(run.files.curve_path, picture.encode())
