@@ -49,13 +49,11 @@ from art_cli.config.sections.learner_config import (
 )
 from art_cli.config.sections.loss_config import (
     AlgorithmConfig,
-    BaseLossConfig,
     CispoConfig,
     DapoConfig,
     DistillConfig,
     DrGrpoConfig,
     GagpoConfig,
-    GdpoConfig,
     GigpoConfig,
     GrpoConfig,
     GspoConfig,
@@ -64,7 +62,6 @@ from art_cli.config.sections.loss_config import (
     PpoConfig,
     ReinforcePlusPlusConfig,
     RlooConfig,
-    ScaledLossConfig,
     SdpoConfig,
     TeacherConfig,
     TruncateConfig,
@@ -72,23 +69,17 @@ from art_cli.config.sections.loss_config import (
 from art_cli.config.sections.model_config import LoraConfig, ModelConfig
 from art_cli.config.sections.rollout_config import (
     EnvironmentConfig,
-    ReplayConfig,
     RolloutConfig,
-    SamplingConfig,
 )
 from art_cli.config.sections.scenarios_config import ScenariosConfig
 from art_cli.config.sections.shadow_config import ShadowConfig, ShadowName
 from art_cli.config.sections.stop_config import StopRule
 from art_cli.config.sections.tracker_config import (
     LangfuseTrackerConfig,
-    MlflowTrackerConfig,
     NoTrackerConfig,
     OtelTrackerConfig,
     OwnTrackerConfig,
-    TensorBoardTrackerConfig,
     TrackerConfig,
-    TrackioTrackerConfig,
-    WandbTrackerConfig,
 )
 from art_cli.config.sections.train_config import ADAPTER_RATE, EvalConfig, SftConfig, TrainConfig
 from art_cli.config.store_address import Directory, StoreAddress, is_address, problem_of
@@ -99,7 +90,6 @@ __all__ = [
     "AutoEngineConfig",
     "AutoLearnerConfig",
     "BaseLearnerConfig",
-    "BaseLossConfig",
     "BlendJudgeConfig",
     "CispoConfig",
     "DapoConfig",
@@ -111,10 +101,8 @@ __all__ = [
     "EngineConfig",
     "EngineSection",
     "EnvironmentConfig",
-    "EvalConfig",
     "FunctionJudgeConfig",
     "GatewayConfig",
-    "GdpoConfig",
     "GrpoConfig",
     "GspoConfig",
     "JudgeConfig",
@@ -138,7 +126,6 @@ __all__ = [
     "PriceConfig",
     "RedactConfig",
     "ReinforcePlusPlusConfig",
-    "ReplayConfig",
     "RewardModelJudgeConfig",
     "RlooConfig",
     "RolloutConfig",
@@ -146,8 +133,6 @@ __all__ = [
     "RulerJudgeConfig",
     "RunConfig",
     "ScenariosConfig",
-    "SamplingConfig",
-    "ScaledLossConfig",
     "SdpoConfig",
     "Section",
     "SftConfig",
@@ -162,12 +147,8 @@ __all__ = [
     "TruncateConfig",
     "UnslothLearnerConfig",
     "VllmEngineConfig",
-    "WandbTrackerConfig",
     "LangfuseTrackerConfig",
-    "MlflowTrackerConfig",
     "OtelTrackerConfig",
-    "TensorBoardTrackerConfig",
-    "TrackioTrackerConfig",
     "YEAR_S",
     "no_litellm",
     "with_base_model",
