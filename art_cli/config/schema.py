@@ -49,7 +49,6 @@ from art_cli.config.sections.learner_config import (
 )
 from art_cli.config.sections.loss_config import (
     AlgorithmConfig,
-    BaseLossConfig,
     CispoConfig,
     DapoConfig,
     DistillConfig,
@@ -67,23 +66,17 @@ from art_cli.config.sections.loss_config import (
 from art_cli.config.sections.model_config import LoraConfig, ModelConfig
 from art_cli.config.sections.rollout_config import (
     EnvironmentConfig,
-    ReplayConfig,
     RolloutConfig,
-    SamplingConfig,
 )
 from art_cli.config.sections.scenarios_config import ScenariosConfig
 from art_cli.config.sections.shadow_config import ShadowConfig, ShadowName
 from art_cli.config.sections.stop_config import StopRule
 from art_cli.config.sections.tracker_config import (
     LangfuseTrackerConfig,
-    MlflowTrackerConfig,
     NoTrackerConfig,
     OtelTrackerConfig,
     OwnTrackerConfig,
-    TensorBoardTrackerConfig,
     TrackerConfig,
-    TrackioTrackerConfig,
-    WandbTrackerConfig,
 )
 from art_cli.config.sections.train_config import ADAPTER_RATE, EvalConfig, SftConfig, TrainConfig
 from art_cli.config.store_address import Directory, StoreAddress, is_address, problem_of
@@ -94,7 +87,6 @@ __all__ = [
     "AutoEngineConfig",
     "AutoLearnerConfig",
     "BaseLearnerConfig",
-    "BaseLossConfig",
     "BlendJudgeConfig",
     "CispoConfig",
     "DapoConfig",
@@ -104,7 +96,6 @@ __all__ = [
     "EngineConfig",
     "EngineSection",
     "EnvironmentConfig",
-    "EvalConfig",
     "FunctionJudgeConfig",
     "GatewayConfig",
     "GrpoConfig",
@@ -152,12 +143,8 @@ __all__ = [
     "TruncateConfig",
     "UnslothLearnerConfig",
     "VllmEngineConfig",
-    "WandbTrackerConfig",
     "LangfuseTrackerConfig",
-    "MlflowTrackerConfig",
     "OtelTrackerConfig",
-    "TensorBoardTrackerConfig",
-    "TrackioTrackerConfig",
     "YEAR_S",
     "no_litellm",
     "with_base_model",
