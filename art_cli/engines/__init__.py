@@ -12,7 +12,7 @@ import pkgutil
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn, Protocol, get_args, runtime_checkable
+from typing import Any, NamedTuple, NoReturn, Protocol, get_args
 
 import msgspec
 

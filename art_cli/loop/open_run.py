@@ -19,7 +19,6 @@ from typing import NoReturn
 
 from art_cli.config.compose import LoadedConfig
 from art_cli.config.config_identity import config_hash
-from art_cli.loop.references import missing_targets
 from art_cli.config.schema import RunConfig
 from art_cli.engines import EngineTraits, engine_traits
 from art_cli.judges import Judge, make_judge
@@ -31,6 +30,7 @@ from art_cli.loop.claim_run import Claim, RunData
 from art_cli.loop.interrupts import Interrupts
 from art_cli.loop.policy_sampler import Sampler, open_sampler
 from art_cli.loop.record import claim_config
+from art_cli.loop.references import missing_targets
 from art_cli.loop.run_meter import RunMeter
 from art_cli.loop.startup import import_libraries
 from art_cli.loop.stop_rules import StopRules
