@@ -94,6 +94,7 @@ __all__ = [
     "DrGrpoConfig",
     "EmbeddedEngineConfig",
     "EngineConfig",
+    "EvalConfig",
     "EngineSection",
     "EnvironmentConfig",
     "FunctionJudgeConfig",
