@@ -32,7 +32,7 @@ sys.exit("; ".join(missing) or 0)
 def without(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A directory with a copy of the package in which tinker/ and view/ are missing."""
     root = tmp_path_factory.mktemp("rooms")
-    left_out = shutil.ignore_patterns("__pycache__", "tinker", "view", "machines.py")
+    left_out = shutil.ignore_patterns("__pycache__", "tinker", "view")
     shutil.copytree(ROOT / "art_cli", root / "art_cli", ignore=left_out)
     for name in ("docs", "recipes", "configs", "pyproject.toml"):
         if (ROOT / name).exists():
