@@ -167,7 +167,7 @@ def test_progress_is_told_off_a_terminal(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
-    monkeypatch.setattr(warm_up, "TELL_EVERY_S", 0.0)
+    monkeypatch.setattr(warm_up, "LOG_EVERY_S", 0.0)
     monkeypatch.setattr(warm_up, "TAKE_S", 0.01)
     train_here(tmp_path, 3)
     lines = [record.message for record in caplog.records if record.message.startswith("sft: update ")]
