@@ -18,6 +18,8 @@ from art_cli.learners import Learner, Progress
 from art_cli.learners.processes import record_bytes
 from art_cli.runtime.errors import LearnerError
 
+LOST = 71  # exit status of a process that ended because it lost another one
+
 P = ParamSpec("P")
 Result = TypeVar("Result")
 

@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from art_cli.learners.processes.remote_calls import LEARNER
+from art_cli.learners.processes.remote_calls import LEARNER, LOST
 from art_cli.runtime import log, permissions
 from art_cli.runtime.processes.process_server import run_and_exit, serve
 
@@ -24,7 +24,6 @@ if TYPE_CHECKING:
 
 COLLECTIVE_DEADLINE_S = 300.0  # longest wait in a collective; ranks drift apart most while each reads the model
 HEARTBEAT_S = 1.0
-LOST = 71  # exit status of a process that ended because it lost another one
 CLOSED = ("Connection closed by peer", "Connection reset by peer", "Broken pipe")  # gloo's words for it
 
 Json = dict[str, Any]
