@@ -26,8 +26,8 @@ from art_cli.learners.processes.nodes.node_address import NodePlace, interface_o
 from art_cli.learners.processes.nodes.node_end import NodeEnd
 from art_cli.learners.processes.nodes.node_secret import VARIABLE
 from art_cli.learners.processes.nodes.rendezvous import Rendezvous
-from art_cli.learners.processes.watchdog import POLL_S, Watchdog
 from art_cli.learners.processes.remote_calls import LOST
+from art_cli.learners.processes.watchdog import POLL_S, Watchdog
 from art_cli.runtime.errors import LearnerError, PeersLost, ProcessDied
 from art_cli.runtime.permissions import make_directory, owner_only
 from art_cli.runtime.processes.child import ChildProcess, describe_end, last_lines
