@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from art_cli.config.compose import LoadedConfig, load_config
     from art_cli.config.schema import RunConfig
     from art_cli.judges import Judge, Verdict
-    from art_cli.judges.ruler.call import ruler_score_group
+    from art_cli.judges.ruler.ruler_judge import ruler_score_group
     from art_cli.loop.stages import StepTaken
     from art_cli.loop.train import TrainResult
     from art_cli.rollouts.policy import Policy
@@ -66,7 +66,7 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     if name == "small_models":  # what the recipes that users have copied import
-        return import_module("art_cli.models.small_models")
+        return import_module("art_cli.models.builtin_models")
     if name not in _HOMES:
         raise AttributeError(f"module 'art_cli' has no attribute {name!r}")
     return getattr(import_module(f"art_cli.{_HOMES[name]}"), name)

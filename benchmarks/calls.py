@@ -25,7 +25,7 @@ from art_cli.learners import load_policy
 from art_cli.loop.auto import resolve_auto
 from art_cli.loop.owed_groups import plan_groups
 from art_cli.loop.policy_sampler import Sampler, open_sampler
-from art_cli.rollouts.progress import Progress
+from art_cli.rollouts.rollout_runner import Progress
 from art_cli.rollouts.scenario_files import load_scenarios
 from art_cli.runs.trajectory import Trajectory
 from art_cli.runtime import threads

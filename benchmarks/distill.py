@@ -25,7 +25,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from art_cli.models import small_models
+from art_cli.models import builtin_models
 from benchmarks.learning import ROOT, Failed, Place, append, count_lines, read_rows
 from benchmarks.learning_table import mean, reach
 
@@ -144,7 +144,7 @@ def build(directory: Path, size: str) -> None:
     import model
 
     width, layers = map(int, size.split("x"))
-    small_models.build(directory, model.make_tokenizer(), hidden=width, layers=layers, rope_theta=100.0)
+    builtin_models.build(directory, model.make_tokenizer(), hidden=width, layers=layers, rope_theta=100.0)
 
 
 def wins(run: Path) -> list[tuple[int, float, int]]:

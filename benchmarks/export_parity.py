@@ -30,8 +30,8 @@ import transformers  # noqa: E402
 from art_cli.chat.requests import Sampling  # noqa: E402
 from art_cli.cli import app as cli  # noqa: E402
 from art_cli.config.schema import VllmEngineConfig  # noqa: E402
-from art_cli.serving.loader import Loader  # noqa: E402
 from art_cli.serving.served_model import Source, find_source  # noqa: E402
+from art_cli.serving.served_policies import Loader  # noqa: E402
 from tests.support.real_vllm import PYTHON, QUICK  # noqa: E402
 from tests.support.tool_clients import TOOLS, demo, teach  # noqa: E402
 

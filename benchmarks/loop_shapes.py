@@ -117,9 +117,9 @@ def build_game(directory: Path) -> None:
     sys.path.insert(0, str(TICTACTOE))
     from model import make_tokenizer
 
-    from art_cli.models import small_models
+    from art_cli.models import builtin_models
 
-    small_models.build(directory, make_tokenizer(), hidden=384, layers=8, heads=6, rope_theta=100.0)
+    builtin_models.build(directory, make_tokenizer(), hidden=384, layers=8, heads=6, rope_theta=100.0)
 
 
 class Shape(NamedTuple):

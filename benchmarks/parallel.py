@@ -26,8 +26,7 @@ sys.path.insert(0, str(ROOT))
 
 from art_cli.config.schema import GrpoConfig, LoraConfig, ModelConfig, TorchLearnerConfig, TrainConfig  # noqa: E402
 from art_cli.learners.processes.job import Job  # noqa: E402
-from art_cli.learners.processes.parallel import ParallelLearner  # noqa: E402
-from art_cli.learners.processes.workers import Workers  # noqa: E402
+from art_cli.learners.processes.workers import ParallelLearner, Workers  # noqa: E402
 from art_cli.runs.trajectory import ScoredTrajectory  # noqa: E402
 from tests.learners.test_parallel_learner import Run, alone, distance, until  # noqa: E402
 from tests.support.tiny import tiny_config, tiny_tokenizer  # noqa: E402

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from art_cli.learners.torch_learner import TorchLearner
-from art_cli.reports.pages.plots import axis, scatter
+from art_cli.reports.pages.judge_page import axis, scatter
 from benchmarks.batches import Groups, make_learner, multi_turn, single_turn
 from benchmarks.models import build
 from benchmarks.sides import Row, table

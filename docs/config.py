@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from art_cli.config.knobs import Schema, sections, variant_name, variants
+from art_cli.config.overrides import Schema, sections, variant_name, variants
 from art_cli.config.schema import MAX_COUNT, YEAR_S, RunConfig
 
 REFERENCE = Path(__file__).with_name("config.md")

@@ -26,10 +26,9 @@ from art_cli.learners.algorithms import advantages, clip_tokens
 from art_cli.learners.algorithms.objectives import PolicyTerms
 from art_cli.learners.packs.pack_runner import PackRunner
 from art_cli.learners.packs.packing import Pack, pack_samples
-from art_cli.learners.samples import trajectory_samples
-from art_cli.learners.token_weights import POLICY, token_weights
+from art_cli.learners.samples import POLICY, token_weights, trajectory_samples
+from art_cli.models.builtin_models import build, make_tokenizer
 from art_cli.models.loading import Weights, load_weights
-from art_cli.models.small_models import build, make_tokenizer
 from art_cli.runs.trajectory import score_trajectory
 
 SCENARIOS = [{"id": f"letters-{number}", "ask": f"say {number} letters"} for number in range(3)]

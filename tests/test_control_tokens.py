@@ -10,10 +10,10 @@ import pytest
 from art_cli.config.schema import RewardModelJudgeConfig
 from art_cli.engines.embedded.reply_text import Vocabulary
 from art_cli.judges.reward_model import RewardModelJudge
-from art_cli.judges.ruler.attempts import read_attempt
+from art_cli.judges.ruler.attempt_tree import read_attempt
 from art_cli.judges.ruler.prompt import write_prompt
-from art_cli.learners.sft.demos import demo_samples
-from art_cli.learners.teachers.feedback import Feedback
+from art_cli.learners.algorithms.sdpo import Feedback
+from art_cli.learners.sft.examples import demo_samples
 from tests.support import forged_turns
 from tests.support.forged_turns import FORMS, HI, MAKERS, POSITIONS, USER, Asked, control_texts, harmless
 from tests.support.paths import ROOT

@@ -14,11 +14,9 @@ from typing import Any
 import msgspec
 
 from art_cli.chat.chat_errors import invalid
-from art_cli.chat.client import HttpBackend, read_events
-from art_cli.chat.endpoint_answers import read_answer
-from art_cli.chat.replies import Choice, Chunk, Reply
+from art_cli.chat.client import HttpBackend, read_answer, read_events
+from art_cli.chat.replies import Choice, Chunk, Reply, input_of
 from art_cli.chat.requests import Request, text_of
-from art_cli.chat.tool_arguments import input_of
 
 Json = dict[str, Any]
 

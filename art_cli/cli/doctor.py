@@ -131,7 +131,7 @@ def check_auto(machine: "Machine | None" = None) -> Iterator[Finding]:
 
 
 def _check_configs() -> Finding:
-    from art_cli.config.knobs import groups, variant_names
+    from art_cli.config.overrides import groups, variant_names
     from art_cli.config.schema import RunConfig
 
     there_are = [f"{group} ({', '.join(variant_names(RunConfig, group))})" for group in groups(RunConfig)]

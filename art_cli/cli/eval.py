@@ -45,10 +45,9 @@ def run(
     from art_cli.cli import eval_comparison
     from art_cli.config.compose import load_config
     from art_cli.engines import engine_traits
-    from art_cli.loop.evaluate import spent_by_scenario, values_by_scenario
-    from art_cli.loop.gates import check_gates, check_policy, parse_gate
+    from art_cli.loop.evaluate import check_gates, check_policy, parse_gate, spent_by_scenario, values_by_scenario
     from art_cli.loop.references import check_ready
-    from art_cli.rollouts.splits import evaluation_scenarios
+    from art_cli.rollouts.scenario_files import evaluation_scenarios
     from art_cli.runtime.scratch import scratch
 
     loaded = load_config(config, overrides or [])

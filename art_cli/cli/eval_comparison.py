@@ -16,14 +16,23 @@ from art_cli.config.schema import JudgeModelConfig, ModelConfig, OpenAIEngineCon
 from art_cli.engines import engine_traits
 from art_cli.judges import make_judge
 from art_cli.judges.costs import Price, find_price
-from art_cli.judges.smoke_test import require_keys
+from art_cli.judges.judge_groups import require_keys
 from art_cli.loop.auto import resolve_auto
-from art_cli.loop.evaluate import Estimate, estimate, paired_difference, play_evaluation
-from art_cli.loop.gates import COUNTS, SPENT, Gate, NameWatch
-from art_cli.loop.pairwise_eval import is_judged, judge_contest
+from art_cli.loop.evaluate import (
+    COUNTS,
+    SPENT,
+    Estimate,
+    Gate,
+    NameWatch,
+    estimate,
+    is_judged,
+    judge_contest,
+    paired_difference,
+    play_evaluation,
+)
 from art_cli.loop.policy_sampler import open_sampler
 from art_cli.loop.stage_policy import PolicySource, find_policy, open_policy
-from art_cli.runs.failures import count_failures, find_fault
+from art_cli.runs.history import count_failures, find_fault
 from art_cli.runs.run_checkpoints import Which, run_config
 from art_cli.runs.run_dir import RunDir
 from art_cli.runs.trajectory import Json, Trajectory

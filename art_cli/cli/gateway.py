@@ -75,8 +75,7 @@ def run(
     from art_cli.config.compose import load_gateway
     from art_cli.engines import engine_traits
     from art_cli.runtime import threads
-    from art_cli.serving.gateway.clients import Clients
-    from art_cli.serving.gateway.gateway_service import GatewayService
+    from art_cli.serving.gateway.gateway_service import Clients, GatewayService
 
     if is_on_line(context, "api_key"):
         log.warning(

@@ -17,7 +17,7 @@ from art_cli.cli import Checkpoint, Config, Json, Overrides
 from art_cli.runtime.errors import RolloutError, UsageError, no_such_option
 
 if TYPE_CHECKING:
-    from art_cli.runs.failures import Failures
+    from art_cli.runs.history import Failures
     from art_cli.runs.trajectory import Trajectory
 
 
@@ -53,7 +53,7 @@ def run(
     from art_cli.formats import WRITERS
     from art_cli.formats.exporting import write_traces
     from art_cli.loop.stages import generate
-    from art_cli.runs.failures import count_failures, find_fault
+    from art_cli.runs.history import count_failures, find_fault
 
     if form is not None and form not in WRITERS:
         raise UsageError(f"--format: {no_such_option('format', form, list(WRITERS))}")

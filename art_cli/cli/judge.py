@@ -51,8 +51,7 @@ def run(
     """
     import msgspec
 
-    from art_cli.cli.judge_reporting import is_scored, report
-    from art_cli.cli.judging import as_text, choose_judge, dry_run, judge_file, refuse_owed
+    from art_cli.cli.judging import as_text, choose_judge, dry_run, is_scored, judge_file, refuse_owed, report
     from art_cli.judges.files.judged_files import TrajectoryFile
 
     wants_report = bool(is_report or gold or gates or html)

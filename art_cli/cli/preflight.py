@@ -24,14 +24,12 @@ from art_cli.chat.requests import text_of
 from art_cli.cli import Finding
 from art_cli.config.compose import LoadedConfig
 from art_cli.config.schema import TinkerEngineConfig, TinkerLearnerConfig, VllmEngineConfig
-from art_cli.engines.vllm.arguments import check_gpus, has_gpu
-from art_cli.engines.vllm.probe import find_vllm
-from art_cli.judges import Judge, smoke_test
+from art_cli.engines.vllm.arguments import check_gpus, find_vllm, has_gpu
+from art_cli.judges import Judge, judge_groups
 from art_cli.judges.costs import CostEstimate
 from art_cli.judges.shadow_judges import ShadowJudges
 from art_cli.learners import Learner, has_own_weights, load_policy, make_learner, trial_update
-from art_cli.learners.processes.nodes.node_address import Address
-from art_cli.learners.processes.nodes.node_secret import read_secret
+from art_cli.learners.processes.nodes.node_address import Address, read_secret
 from art_cli.learners.sft.examples import load_examples
 from art_cli.loop.auto import describe
 from art_cli.loop.owed_groups import plan_groups
@@ -44,11 +42,9 @@ from art_cli.rollouts.cluster.cluster_rollout import cluster_rollout
 from art_cli.rollouts.cluster.ray_driver import ClusterFacts
 from art_cli.rollouts.rollout_gateway import OWN_CLIENT
 from art_cli.rollouts.rollout_runner import process_rollout
-from art_cli.rollouts.scenario_files import pools_of
-from art_cli.rollouts.splits import evaluation_scenarios, find_overlap, training_scenarios
+from art_cli.rollouts.scenario_files import evaluation_scenarios, find_overlap, pools_of, training_scenarios
 from art_cli.runs.run_dir import RunDir
-from art_cli.runs.storage.lease import holder
-from art_cli.runs.storage.object_store import ObjectStore
+from art_cli.runs.storage.object_store import ObjectStore, holder
 from art_cli.runs.trajectory import Json, Trajectory, Turn, prompt, sequence
 from art_cli.runtime import plugins, threads
 from art_cli.runtime.errors import ArtError, EngineError, StorageError, UsageError, printable
@@ -235,8 +231,8 @@ class Preflight:
 
     def check_entries(self) -> Finding:
         config = self.loaded.config
-        self.judge = smoke_test.make_trial_judge(config.judge, self.loaded.directory)
-        for name, model in smoke_test.missing_keys(config.judge, self.loaded.directory).items():
+        self.judge = judge_groups.make_trial_judge(config.judge, self.loaded.directory)
+        for name, model in judge_groups.missing_keys(config.judge, self.loaded.directory).items():
             cure = f"set it in the environment, or in a file .env in {self.loaded.directory}"
             return Finding("judge", False, f"{name} is not set, and {model} needs it", cure)
         if config.rollout.command:
@@ -450,7 +446,7 @@ class Preflight:
         shadow, directory = self.loaded.config.shadow, self.loaded.directory
         threads.run(ShadowJudges(shadow, directory).close())
         for name, each in shadow.items():
-            for key, model in smoke_test.missing_keys(each.judge, directory).items():
+            for key, model in judge_groups.missing_keys(each.judge, directory).items():
                 cure = f"set it in the environment, or in a file .env in {directory}"
                 return Finding("shadow", False, f"{name}: {key} is not set, and {model} needs it", cure)
         names = [f"{name} ({each.judge.name}, {each.share:.0%} of the groups)" for name, each in shadow.items()]
@@ -461,13 +457,13 @@ class Preflight:
         assert self.judge
         notes, cures = [], []
         for part in self.judge.parts:
-            if (expected := part.estimate(smoke_test.short_attempts())) is not None:
+            if (expected := part.estimate(judge_groups.short_attempts())) is not None:
                 note, cure = self._ask_once(part, expected)
                 notes.append(note)
                 cures += [cure] if cure else []
             elif not part.needs_reward:
                 log.info("judge: %s scores the two attempts", part.title)
-                verdicts = threads.run(smoke_test.score(part, self.played))
+                verdicts = threads.run(judge_groups.score(part, self.played))
                 rewards = [f"{verdicts[trajectory.id].reward:g}" for trajectory in self.played]
                 notes.append(f"{part.title} gave the two attempts {' and '.join(rewards)}")
         return Finding("judge", True, "; ".join(notes), "; ".join(cures)) if notes else None
@@ -478,7 +474,7 @@ class Preflight:
         if not self.asks_judge:
             return f"{models}: not asked (--no-judge); asking once about two short attempts would take {would}", ""
         log.info("judge: asking %s once about two short attempts: %s", models, would)
-        asked = threads.run(smoke_test.ask(judge))
+        asked = threads.run(judge_groups.ask(judge))
         cost = "price unknown" if asked.usage.cost_usd is None else f"${asked.usage.cost_usd:.4f}"
         took = f"{asked.usage.calls} calls, {asked.usage.tokens:,} tokens, {cost}"
         is_sound = asked.right > asked.wrong

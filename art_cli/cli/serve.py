@@ -86,9 +86,8 @@ def run(
     from art_cli.chat.api_keys import check_exposure, read_keys
     from art_cli.runtime import threads
     from art_cli.runtime.scratch import scratch
-    from art_cli.serving.loader import Loader
     from art_cli.serving.serve_service import Limits, Service
-    from art_cli.serving.served_policies import Policies, ServedPolicy
+    from art_cli.serving.served_policies import Loader, Policies, ServedPolicy
 
     if is_on_line(context, "api_key"):
         log.warning(
@@ -154,7 +153,7 @@ def _choose_engine(
     Raises UsageError, before anything runs, if an untrusted run names the program that is vLLM.
     """
     from art_cli.loop.auto import Machine, choose, engine_facts
-    from art_cli.serving.loader import check_trust, engine_config, read_knobs
+    from art_cli.serving.served_policies import check_trust, engine_config, read_knobs
 
     settings, trained, machine = read_knobs(knobs), _trained_engine(sources), machine or Machine()
     obstacle = "vLLM serves one checkpoint only" if len(sources) > 1 else ""

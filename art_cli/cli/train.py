@@ -64,7 +64,7 @@ def _as_text(result: "TrainResult", report: "RunReport") -> str:
     """Returns the end of the run, its first, best and last evaluation, and the checkpoint to serve."""
     import msgspec
 
-    from art_cli.reports.pages.summary import closing_text
+    from art_cli.reports.pages.report_text import closing_text
 
     line = f"{result.root}: finished, {result.step} steps"
     if result.was_finished:

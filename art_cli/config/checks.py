@@ -21,7 +21,7 @@ from art_cli.config.schema import (
     UnslothLearnerConfig,
     VllmEngineConfig,
 )
-from art_cli.config.sections.cluster_config import cluster_conflicts
+from art_cli.config.sections.rollout_config import cluster_conflicts
 
 
 def conflicts(config: RunConfig) -> Iterator[tuple[str, str]]:

@@ -18,8 +18,7 @@ from pydantic import ValidationError
 from art_cli.config.checks import conflicts
 from art_cli.config.composition import Composition
 from art_cli.config.key_locations import COMMAND_LINE, Places
-from art_cli.config.knobs import Schema, groups, sections, variants
-from art_cli.config.overrides import expand, suffixes
+from art_cli.config.overrides import Schema, expand, groups, sections, suffixes, variants
 from art_cli.config.problems import explain
 from art_cli.config.schema import (
     MAX_NAME,

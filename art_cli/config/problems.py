@@ -14,7 +14,7 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from art_cli.config.key_locations import Places
-from art_cli.config.knobs import Schema, all_keys, section_at, variant_name, variant_names, variants
+from art_cli.config.overrides import Schema, all_keys, section_at, variant_name, variant_names, variants
 from art_cli.config.packaged import packaged_options
 from art_cli.config.sections.base_config import OLD_NAMES
 from art_cli.runtime.errors import Problem, first_sentence, no_such_option

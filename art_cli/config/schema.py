@@ -18,12 +18,13 @@ from art_cli.config.sections.engine_config import (
     EmbeddedEngineConfig,
     EngineConfig,
     EngineSection,
+    GatewayConfig,
     OpenAIEngineConfig,
     OwnEngineConfig,
+    RedactConfig,
     TinkerEngineConfig,
     VllmEngineConfig,
 )
-from art_cli.config.sections.gateway_config import GatewayConfig, RedactConfig
 from art_cli.config.sections.judge_config import (
     BlendJudgeConfig,
     FunctionJudgeConfig,
@@ -37,15 +38,9 @@ from art_cli.config.sections.judge_config import (
     RewardModelJudgeConfig,
     RolloutJudgeConfig,
     RulerJudgeConfig,
+    ShadowConfig,
+    ShadowName,
     no_litellm,
-)
-from art_cli.config.sections.learner_config import (
-    AutoLearnerConfig,
-    BaseLearnerConfig,
-    LearnerConfig,
-    TinkerLearnerConfig,
-    TorchLearnerConfig,
-    UnslothLearnerConfig,
 )
 from art_cli.config.sections.loss_config import (
     AlgorithmConfig,
@@ -67,10 +62,8 @@ from art_cli.config.sections.model_config import LoraConfig, ModelConfig
 from art_cli.config.sections.rollout_config import (
     EnvironmentConfig,
     RolloutConfig,
+    ScenariosConfig,
 )
-from art_cli.config.sections.scenarios_config import ScenariosConfig
-from art_cli.config.sections.shadow_config import ShadowConfig, ShadowName
-from art_cli.config.sections.stop_config import StopRule
 from art_cli.config.sections.tracker_config import (
     LangfuseTrackerConfig,
     NoTrackerConfig,
@@ -78,7 +71,19 @@ from art_cli.config.sections.tracker_config import (
     OwnTrackerConfig,
     TrackerConfig,
 )
-from art_cli.config.sections.train_config import ADAPTER_RATE, EvalConfig, SftConfig, TrainConfig
+from art_cli.config.sections.train_config import (
+    ADAPTER_RATE,
+    AutoLearnerConfig,
+    BaseLearnerConfig,
+    EvalConfig,
+    LearnerConfig,
+    SftConfig,
+    StopRule,
+    TinkerLearnerConfig,
+    TorchLearnerConfig,
+    TrainConfig,
+    UnslothLearnerConfig,
+)
 from art_cli.config.store_address import Directory, StoreAddress, is_address, problem_of
 
 __all__ = [

@@ -25,7 +25,7 @@ from art_cli.runtime import plugins
 from art_cli.runtime.errors import ArtError, EngineError, one_line
 
 BUILT_INS = {
-    "anthropic": "art_cli.engines.anthropic_endpoint:AnthropicEngine",
+    "anthropic": "art_cli.engines.openai_endpoint:AnthropicEngine",
     "embedded": "art_cli.engines.embedded.embedded_engine:EmbeddedEngine",
     "openai": "art_cli.engines.openai_endpoint:OpenAIEngine",
     "tinker": "art_cli.tinker.tinker_engine:TinkerEngine",

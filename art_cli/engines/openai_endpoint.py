@@ -3,19 +3,21 @@
 HostedEngine is what it shares with an endpoint of another protocol.
 
 The key is read from the environment variable that the configuration names, and stays in memory.
+
+AnthropicEngine: any endpoint of Anthropic's Messages, for `art gateway`, `art generate` and `art eval`.
 """
 
 import asyncio
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import NoReturn, Self
+from typing import Any, NoReturn, Self
 from urllib.parse import urlsplit
 
 from art_cli.chat import Backend
-from art_cli.chat.client import HttpBackend
-from art_cli.chat.endpoint_answers import LOCAL
-from art_cli.config.sections.engine_config import HostedEngineConfig, OpenAIEngineConfig
+from art_cli.chat.anthropic_client import AnthropicBackend
+from art_cli.chat.client import LOCAL, HttpBackend
+from art_cli.config.sections.engine_config import AnthropicEngineConfig, HostedEngineConfig, OpenAIEngineConfig
 from art_cli.engines import Endpoint, EngineSetup
 from art_cli.runtime.errors import EngineError
 
@@ -92,4 +94,21 @@ class OpenAIEngine(HostedEngine):
 
     @classmethod
     def of(cls, config: OpenAIEngineConfig, setup: EngineSetup) -> Self:
+        return cls(config)
+
+
+class AnthropicEngine(HostedEngine):
+    """A foreign model at its own address; its step is always 0."""
+
+    def __init__(self, config: AnthropicEngineConfig) -> None:
+        """Raises EngineError if the endpoint is not on this machine, and the environment has no key for it."""
+
+        def connect(key: str) -> AnthropicBackend:
+            limits: Any = {"max_tokens": config.max_tokens, "timeout_s": config.timeout_s}
+            return AnthropicBackend(config.base_url, key, config.model, **limits)
+
+        super().__init__(config, connect)
+
+    @classmethod
+    def of(cls, config: AnthropicEngineConfig, setup: EngineSetup) -> Self:
         return cls(config)

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 BUILT_INS = {
     "rollout": "art_cli.judges.rollout_judge:RolloutJudge",
-    "none": "art_cli.judges.no_judge:NoJudge",
+    "none": "art_cli.judges.rollout_judge:NoJudge",
     "function": "art_cli.judges.function_judge:FunctionJudge",
     "ruler": "art_cli.judges.ruler.ruler_judge:RulerJudge",
     "reward_model": "art_cli.judges.reward_model:RewardModelJudge",

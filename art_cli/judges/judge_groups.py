@@ -3,21 +3,177 @@
 A group that cannot be scored stays owed, and JudgeProgress has the reason. Once no further group can be scored
 (`JudgeStopped`), those in flight are finished and no new one is begun. Groups are drawn from an iterator only when
 there is room for them, so that memory does not grow with their number.
+
+Further rounds of votes on a group whose attempts its votes cannot tell apart (`judge.noise.ask_again`).
+
+    judge.judge -> reliability not above the bound? -> judge.judge_again(2 rounds) -> ... -> distinct, or left out
+
+The votes of all rounds count together. What is asked follows from the votes alone, so that a judge which keeps its
+votes is asked for none of them twice after a kill. Looking several times finds a difference by chance a little more
+often than one look at as many votes would: the reliability is not corrected for that.
+
+The trial of a judge before a run needs it: keys that are not set, and one question about two short attempts.
+
+Looking for keys makes no call. Every model of the judge is asked the question once, without the cache, and the result
+says what that cost.
 """
 
 import asyncio
 import logging
+import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol, TypeVar
+from pathlib import Path
+from typing import NamedTuple, Protocol, TypeVar
 
-from art_cli.judges import Judge, Verdict
-from art_cli.judges.extra_votes import ask_again
-from art_cli.runs.trajectory import RewardNoise, ScoredTrajectory, Trajectory, has_signal, score_trajectory
-from art_cli.runtime.errors import DataError, JudgeError, JudgeStopped, first_of_group, printable
+from art_cli.config.schema import JudgeConfig
+from art_cli.judges import Judge, Verdict, judge_class
+from art_cli.judges.costs import Usage
+from art_cli.runs.reliability import share_of_scores
+from art_cli.runs.trajectory import (
+    EQUAL_REWARDS,
+    AskedAgain,
+    RewardNoise,
+    ScoredTrajectory,
+    Trajectory,
+    has_signal,
+    score_trajectory,
+)
+from art_cli.runtime.errors import DataError, JudgeError, JudgeStopped, UsageError, first_of_group, printable
+
+ASK = {"role": "user", "content": "What is two plus two? Answer with one number."}
+RIGHT, WRONG = "4", "22"
+GRACE_S = 10.0  # time beyond a judge's own deadline, at which it should have raised its own error
+
+
+class Trial(NamedTuple):
+    """The result of asking. Example: Trial(right=1.0, wrong=0.0, usage=Usage(...))"""
+
+    right: float  # the reward of the attempt that answers correctly
+    wrong: float
+    usage: Usage  # usage of this one question
+
+
+def missing_keys(config: JudgeConfig, directory: Path) -> dict[str, str]:
+    """Returns the environment variables without which every call would fail -> the model that needs each."""
+    found: dict[str, str] = judge_class(config, directory).missing_keys(config, directory)
+    return found
+
+
+def require_keys(config: JudgeConfig, directory: Path) -> None:
+    """Raises UsageError when a key that the judge needs is not set."""
+    for name, model in missing_keys(config, directory).items():
+        raise UsageError(f"judge: {name} is not set, and {model} needs it; set it in the environment or in .env")
+
+
+def make_trial_judge(config: JudgeConfig, directory: Path) -> Judge:
+    """Returns the judge to try, which asks each of its models once. Raises UsageError if it cannot be made."""
+    judge: Judge = judge_class(config, directory).for_trial(config, directory)
+    return judge
+
+
+def short_attempts() -> list[Trajectory]:
+    """Returns two attempts at a sum, the right one and a wrong one."""
+    return [
+        Trajectory(
+            id=f"trial-{index}",
+            group_id="trial",
+            group_size=2,
+            index=index,
+            scenario={"id": "sum"},
+            messages=[ASK, {"role": "assistant", "content": said}],
+        )
+        for index, said in enumerate((RIGHT, WRONG))
+    ]
+
+
+async def ask(judge: Judge) -> Trial:
+    """Returns the verdict of a judge that costs money on the two short attempts; closes the judge.
+
+    Raises JudgeError if it gave no usable answer.
+    """
+    try:
+        verdicts = await judge.judge(short_attempts())
+        return Trial(verdicts["trial-0"].reward, verdicts["trial-1"].reward, judge.usage)
+    finally:
+        await judge.close()
+
+
+async def score(judge: Judge, attempts: Sequence[Trajectory]) -> Mapping[str, Verdict]:
+    """Returns the verdict of a judge that costs nothing on attempts that were played. Raises JudgeError."""
+    deadline_s = judge.timeout_s + GRACE_S
+    try:
+        async with asyncio.timeout(deadline_s):
+            return await judge.judge(attempts)
+    except TimeoutError as error:
+        raise JudgeError(f"judge={judge.title} did not answer within {deadline_s:g} s") from error
+
 
 log = logging.getLogger(__name__)
+
+
+class Asked(NamedTuple):
+    """A group's verdicts by all its rounds. `again` is each trajectory's share of the further ones, if there are
+    any."""
+
+    verdicts: Mapping[str, Verdict]
+    again: AskedAgain | None
+
+
+async def ask_again(judge: Judge, group: Sequence[Trajectory], verdicts: Mapping[str, Verdict]) -> Asked:
+    """Returns the verdicts after as many further rounds as it takes to tell the attempts apart, or as are allowed.
+
+    A round without a usable answer is the last one, and the votes before it count. Raises JudgeStopped.
+    """
+    if judge.noise is None or not judge.noise.ask_again:
+        return Asked(verdicts, None)
+    first, rounds = verdicts, 0
+    while rounds < judge.noise.ask_again and is_hidden(verdicts, judge.noise.min_reliability):
+        try:
+            verdicts = await judge.judge_again(group, rounds + 2)
+        except JudgeStopped:
+            raise
+        except JudgeError as error:
+            log.warning("%s: a further round of votes failed: %s", printable(group[0].group_id), printable(str(error)))
+            break
+        rounds += 1
+    return Asked(verdicts, _took(first, verdicts, rounds) if rounds else None)
+
+
+def is_hidden(verdicts: Mapping[str, Verdict], min_reliability: float) -> bool:
+    """Returns whether the votes' differences hide those of the attempts; False without variances.
+
+    Votes that agree on equal rewards are no noise: another round would say the same.
+    """
+    known = [verdict.variance for verdict in verdicts.values() if verdict.variance is not None]
+    if not known or len(known) < len(verdicts):
+        return False
+    variance = math.fsum(known) / len(known)
+    if not EQUAL_REWARDS**2 < variance < math.inf:
+        return False
+    return share_of_scores([verdict.reward for verdict in verdicts.values()], variance) <= min_reliability
+
+
+def _took(first: Mapping[str, Verdict], last: Mapping[str, Verdict], rounds: int) -> AskedAgain:
+    """Returns what the rounds after the first took by the scores' numbers, in equal shares."""
+    tokens = _tokens(last.values()) - _tokens(first.values())
+    costs = _cost(first.values()), _cost(last.values())
+    cost = None if costs[0] is None or costs[1] is None else max(costs[1] - costs[0], 0.0) / len(last)
+    return AskedAgain(rounds=rounds, tokens=max(tokens, 0.0) / len(last), cost_usd=cost)
+
+
+def _tokens(verdicts: Iterable[Verdict]) -> float:
+    scores = [score for verdict in verdicts for score in verdict.scores]
+    return math.fsum((score.prompt_tokens or 0.0) + (score.completion_tokens or 0.0) for score in scores)
+
+
+def _cost(verdicts: Iterable[Verdict]) -> float | None:
+    """Returns dollars, or None if a score that took tokens has no known cost."""
+    scores = [score for verdict in verdicts for score in verdict.scores if score.prompt_tokens is not None]
+    costs = [score.cost_usd for score in scores]
+    return None if any(cost is None for cost in costs) else math.fsum(cost for cost in costs if cost is not None)
+
 
 Load = Callable[[], Sequence[Trajectory]]
 Keep = Callable[[list[ScoredTrajectory]], None]

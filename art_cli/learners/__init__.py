@@ -185,7 +185,7 @@ def make_learner(
         return remote
     if has_own_weights(config):
         make_job = import_module("art_cli.learners.processes.job").make_job
-        parallel = import_module("art_cli.learners.processes.parallel").parallel_learner
+        parallel = import_module("art_cli.learners.processes.workers").parallel_learner
         spec = policy if isinstance(policy, PolicySpec) else spec_of(policy)
         learner: Learner = parallel(make_job(config, spec.base, directory=directory, dtype=spec.dtype), logs=logs)
         return learner

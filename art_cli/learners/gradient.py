@@ -16,15 +16,14 @@ from art_cli.learners.algorithms.normalization import FinishedCounts, UpdateCoun
 from art_cli.learners.algorithms.off_policy import Correction, SampledTerms
 from art_cli.learners.algorithms.pack_loss import LossTerms, PackLoss, k3, pack_loss
 from art_cli.learners.optimizer import Optimizer
+from art_cli.learners.packs.logprob_reader import side_by_side
 from art_cli.learners.packs.logprobs import TokenScores
 from art_cli.learners.packs.pack_runner import PackRunner
 from art_cli.learners.packs.packing import Pack
-from art_cli.learners.packs.side_by_side import side_by_side
 from art_cli.learners.policy_step import Pass
-from art_cli.learners.samples import Sample
+from art_cli.learners.samples import NUM_COMPONENTS, POLICY, REFERENCE_KL, VALUE, Floats, Sample
 from art_cli.learners.step_samples import count
 from art_cli.learners.step_statistics import StepStatistics
-from art_cli.learners.token_weights import NUM_COMPONENTS, POLICY, REFERENCE_KL, VALUE, Floats
 from art_cli.runtime.errors import LearnerError
 
 

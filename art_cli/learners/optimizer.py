@@ -3,8 +3,11 @@
 A parameter is updated in place, with two exceptions, in which the update is computed on a copy. A parameter below
 float32 has a copy in float32, because bfloat16 has 8 bits and would round most steps of 1e-5 on a weight of 0.02 away.
 With CPU offload the copy and the state live on the CPU, which saves the GPU 8 bytes for each trained weight.
+
+The entropy floor: a bonus for entropy whose coefficient grows while the policy's entropy is too low.
 """
 
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
@@ -15,10 +18,35 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from art_cli.config.schema import TrainConfig
-from art_cli.learners.algorithms.entropy_floor import EntropyState
 from art_cli.learners.processes.ranks import Ranks
 from art_cli.learners.schedule import EPS, WINDOW, clip_limit, rate_of_step
 from art_cli.runtime.errors import CheckpointError
+
+
+class EntropyState(msgspec.Struct, frozen=True):
+    """The state that one step leaves for the next. Example: EntropyState(coefficient=0.01, is_below=True)"""
+
+    coefficient: float = 0.0
+    is_below: bool = False  # whether the last measured entropy was below the floor
+
+    @property
+    def bonus(self) -> float:
+        """The bonus per nat that the next step gives: nothing above the floor."""
+        return self.coefficient if self.is_below else 0.0
+
+    def after(self, entropy: float, *, floor: float, step: float) -> "EntropyState":
+        """Returns the state after a step of that mean entropy in nats: the coefficient is a `step` larger or smaller.
+
+        Skywork-OR1, He et al. 2025 (arXiv:2505.22312), adaptive entropy control: c' = c + step if entropy < floor,
+        else c - step, here never below 0; the loss has -c * entropy where the entropy is at most the floor. The paper
+        asks that of the step's own entropy, and this of the step's before, so that nothing is computed twice. A step
+        whose entropy is NaN, because it trained no sampled token, changes nothing.
+        """
+        if math.isnan(entropy):
+            return self
+        grown = self.coefficient + (step if entropy < floor else -step)
+        return EntropyState(max(0.0, grown), entropy <= floor)
+
 
 STATE_FILE = "optimizer.safetensors"
 COUNTS_FILE = "optimizer.json"

@@ -16,7 +16,7 @@ from art_cli.learners import Progress, StepMetrics
 from art_cli.learners.algorithms import Algorithm
 from art_cli.learners.algorithms.normalization import FinishedCounts
 from art_cli.learners.samples import Sample
-from art_cli.learners.step_plan import PlannedStep, plan_step
+from art_cli.learners.step_samples import PlannedStep, plan_step
 from art_cli.learners.step_statistics import StepStatistics
 from art_cli.learners.training_record import StepRecord
 from art_cli.runs.trajectory import LearnedTrajectory, ScoredTrajectory

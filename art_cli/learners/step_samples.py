@@ -1,29 +1,92 @@
-"""Scored groups made into samples, as an algorithm credits them, with the statistics of their rewards."""
+"""Scored groups made into samples, as an algorithm credits them, with the statistics of their rewards.
+
+PlannedStep: the samples of a policy step, divided into its optimizer steps, without what is held back.
+
+Clip-Cov and KL-Cov: the tokens that would take most of the policy's entropy away are held back. Numpy only.
+
+Cui et al. 2025 (arXiv:2505.22617), section 4: the entropy falls by about the covariance of log p and advantage.
+"""
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
+from art_cli.config.schema import AlgorithmConfig, LossConfig, TrainConfig
 from art_cli.learners.algorithms import Algorithm
 from art_cli.learners.algorithms.normalization import FinishedCounts, UpdateCounts
 from art_cli.learners.algorithms.step_credit import count_shared
-from art_cli.learners.samples import Sample, count_sampled, trajectory_samples
-from art_cli.learners.token_weights import (
+from art_cli.learners.samples import (
     CROSS_ENTROPY,
+    NEAR_OLD,
     NUM_COMPONENTS,
     POLICY,
     REFERENCE_KL,
     VALUE,
     Credit,
+    Sample,
+    count_sampled,
     observed_tokens,
     token_weights,
+    trajectory_samples,
 )
+from art_cli.learners.training_record import StepRecord
 from art_cli.runs.outcome import MAX_NUMBER
 from art_cli.runs.reliability import corrected_mean, reliabilities
 from art_cli.runs.trajectory import ScoredTrajectory
 from art_cli.runtime.errors import LearnerError
+
+
+def without_covariant(samples: Sequence[Sample], share: float) -> list[Sample]:
+    """Returns the samples of an optimizer step, with advantage 0 for its covariant tokens. They count in the mean.
+
+    Clip-Cov, section 4.2, which takes the gradient of tokens of high covariance away. It draws them at random between
+    two bounds; the largest ones are what its KL-Cov takes.
+    """
+    return _with_row(samples, covariant(samples, share), POLICY, 0.0)
+
+
+def near_covariant(samples: Sequence[Sample], share: float, weight: float) -> list[Sample]:
+    """Returns the samples of an optimizer step, with `weight` * KL(old || new) in the loss of its covariant tokens.
+
+    KL-Cov, section 4.2. Three things differ from the released code. The KL is estimated by k3, whose gradient r - 1
+    vanishes smoothly where no probability has moved; the code has |log r|, whose gradient there is the sign of
+    rounding. The loss keeps its own clip, which the code leaves out. And log p is the engine's, not the present one.
+    """
+    return _with_row(samples, covariant(samples, share), NEAR_OLD, weight)
+
+
+def covariant(samples: Sequence[Sample], share: float) -> list[npt.NDArray[np.bool_]]:
+    """Returns [N] of each sample, whether each token is in that share of the optimizer step's tokens (rounded down).
+
+    They are those with the largest (log p - mean log p) * (A - mean A) above 0, means over the step's tokens in policy.
+    log p is the engine's, so that the choice is made before the first forward pass and is the same for every packing.
+    A token without one is not chosen.
+    """
+    logprobs = np.concatenate([np.where(np.isnan(s.logprobs), s.raw_logprobs, s.logprobs) for s in samples])
+    advantages = np.concatenate([sample.advantages for sample in samples])
+    is_chosen = np.zeros(len(logprobs), dtype=bool)
+    known = np.flatnonzero(~np.isnan(logprobs) & ~np.isnan(advantages))
+    if count := int(share * len(known)):
+        covariances = (logprobs[known] - logprobs[known].mean()) * (advantages[known] - advantages[known].mean())
+        largest = np.argsort(-covariances, kind="stable")[:count]
+        is_chosen[known[largest[covariances[largest] > 0]]] = True
+    return np.split(is_chosen, np.cumsum([len(sample.targets) for sample in samples])[:-1])
+
+
+def _with_row(
+    samples: Sequence[Sample], chosen: Sequence[npt.NDArray[np.bool_]], row: int, value: float
+) -> list[Sample]:
+    """Returns the samples with `value` in that row of their chosen tokens' weights."""
+    changed = []
+    for sample, is_chosen in zip(samples, chosen, strict=True):
+        weights = sample.weights.copy()
+        weights[row, is_chosen] = value
+        changed.append(replace(sample, weights=weights) if is_chosen.any() else sample)
+    return changed
 
 
 class StepSamples(NamedTuple):
@@ -165,3 +228,34 @@ def _group_samples(
     for _, weights in chosen if kl > 0 else []:
         weights[REFERENCE_KL, np.isnan(weights[REFERENCE_KL]) & ~np.isnan(weights[POLICY])] = kl
     return [sample for trajectory, weights in chosen for sample in trajectory_samples(trajectory, weights)]
+
+
+class PlannedStep(NamedTuple):
+    """The samples of a step, divided."""
+
+    batch: StepSamples
+    parts: list[list[Sample]]  # the samples of each optimizer step
+    finished: FinishedCounts  # one optimizer step's part of what the step's finished trajectories hold
+
+
+def plan_step(
+    groups: Sequence[Sequence[ScoredTrajectory]],
+    algorithm: Algorithm,
+    *,
+    loss: LossConfig | AlgorithmConfig,
+    train: TrainConfig,
+    record: StepRecord | None = None,
+) -> PlannedStep:
+    """Returns the plan of a step on these groups. `record` notes which tokens are masked."""
+    batch = make_step_samples(groups, algorithm, kl=loss.kl, echo=loss.echo)
+    parts = split_by_update(batch.groups, train.updates_per_step)
+    if loss.clip_cov is not None:
+        clipped = [without_covariant(part, loss.clip_cov) for part in parts]
+        if record is not None:
+            for before, after in zip(parts, clipped, strict=True):
+                record.note_zeroed("clip_cov", before, after)
+        parts = clipped
+    if loss.kl_cov is not None:
+        parts = [near_covariant(part, loss.kl_cov, loss.kl_cov_weight) for part in parts]
+    # a step of few groups with signal takes fewer updates, and each is as large as if all groups had signal
+    return PlannedStep(batch, parts, batch.finished.divided(max(1, min(train.updates_per_step, batch.num_groups))))

@@ -8,9 +8,8 @@ import msgspec
 import numpy as np
 
 from art_cli.learners import StepMetrics
-from art_cli.learners.samples import Sample
+from art_cli.learners.samples import CROSS_ENTROPY, POLICY, Floats, Sample
 from art_cli.learners.step_samples import StepSamples
-from art_cli.learners.token_weights import CROSS_ENTROPY, POLICY, Floats
 
 if TYPE_CHECKING:
     from torch import Tensor

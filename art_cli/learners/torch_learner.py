@@ -4,6 +4,8 @@
 
 It decides nothing about rewards (judges) or when to step (the loop). It reads and writes a checkpoint directory: the
 adapter and tokenizer in PEFT's format, the states of the optimizer and the RNG as safetensors and JSON.
+
+A trust region: an update that moves the policy too far is drawn back toward the weights before it.
 """
 
 import contextlib
@@ -11,7 +13,7 @@ import logging
 import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -24,10 +26,8 @@ from art_cli.learners import Progress, SftProgress, StepMetrics
 from art_cli.learners.algorithms import Algorithm
 from art_cli.learners.algorithms.normalization import FinishedCounts
 from art_cli.learners.algorithms.off_policy import build_correction
-from art_cli.learners.algorithms.ppo import Ppo
+from art_cli.learners.algorithms.ppo import Critic, Ppo
 from art_cli.learners.algorithms.presets import build_algorithm
-from art_cli.learners.algorithms.trust_region import hold
-from art_cli.learners.critic import Critic
 from art_cli.learners.gradient import LossGradient, Update
 from art_cli.learners.optimizer import Optimizer
 from art_cli.learners.packs.logprob_reader import Reader
@@ -35,19 +35,57 @@ from art_cli.learners.packs.pack_runner import PackRunner
 from art_cli.learners.packs.packing_check import PackingCheck
 from art_cli.learners.policy_step import Pass, take_step
 from art_cli.learners.processes.ranks import Ranks
-from art_cli.learners.samples import Sample, bare_sample
+from art_cli.learners.samples import CROSS_ENTROPY, POLICY, REFERENCE_KL, Sample, bare_sample
 from art_cli.learners.schedule import warm_up_settings
 from art_cli.learners.sft.examples import example_samples
 from art_cli.learners.sft.sft_batches import plan_batches
 from art_cli.learners.sft.torch_sft import TorchSft
-from art_cli.learners.step_plan import PlannedStep
+from art_cli.learners.step_samples import PlannedStep
 from art_cli.learners.step_statistics import StepStatistics
-from art_cli.learners.token_weights import CROSS_ENTROPY, POLICY, REFERENCE_KL
 from art_cli.learners.training_record import StepRecord
 from art_cli.models.loading import Weights, load_checkpoint, save_weights
 from art_cli.runs.durable import write_lines
 from art_cli.runs.trajectory import LearnedTrajectory, ScoredTrajectory
 from art_cli.runtime.errors import LearnerError
+
+MAX_HALVINGS = 5  # KL grows with the square of a small step, so that five halvings leave about a thousandth of it
+
+
+class Held(NamedTuple):
+    """The distance that the policy has moved. Example: Held(kl=0.004, share=0.5)"""
+
+    kl: float  # KL(before the step || now) in nats per token, over the tokens of the update; NaN: it has none
+    share: float  # share of the update that was kept; 1: it was within the bound
+
+
+def hold(
+    gradient: LossGradient,
+    optimizer: Optimizer,
+    update: Update,
+    before: dict[str, Tensor],
+    *,
+    max_kl: float,
+) -> Held:
+    """Halves the distance to the weights `before` the update until the policy is within `max_kl` of the step's start.
+
+    If five halvings are not enough, the update is taken back whole. The update has its packs' logprobs at the step's
+    start. Cost: one forward pass, and one for each halving. The bound is TRPO's, Schulman et al. 2015
+    (arXiv:1502.05477), equation 12, and so is the search back along the step; here the step is AdamW's.
+    """
+    share = 1.0
+    while not _is_within(kl := gradient.divergence(update), max_kl):
+        if share == 0:
+            break
+        halves = share > 0.5**MAX_HALVINGS
+        optimizer.draw_back(before, 0.5 if halves else 1.0)
+        share = share / 2 if halves else 0.0
+    return Held(kl, share)
+
+
+def _is_within(kl: float, bound: float) -> bool:
+    """Returns whether the KL is within the bound, as NaN is, which is one over no tokens."""
+    return math.isnan(kl) or kl <= bound
+
 
 log = logging.getLogger(__name__)
 

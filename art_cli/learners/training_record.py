@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import msgspec
 import numpy as np
 
-from art_cli.learners.samples import Ints, Sample
-from art_cli.learners.token_weights import Floats, sampled_tokens
+from art_cli.learners.samples import Floats, Ints, Sample, sampled_tokens
 from art_cli.runs.reliability import is_left_out
 from art_cli.runs.trajectory import LearnedTrajectory, LeftOut, PerToken, ScoredTrajectory, Trajectory, has_signal
 

@@ -20,14 +20,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from art_cli.config.compose import LoadedConfig
-from art_cli.config.knobs import variants
+from art_cli.config.overrides import variants
 from art_cli.config.schema import (
     ModelConfig,
     RunConfig,
     Section,
 )
-from art_cli.engines.vllm.arguments import LORA_RANKS, has_gpu, visible_gpus
-from art_cli.engines.vllm.probe import VllmFacts, find_vllm
+from art_cli.engines.vllm.arguments import LORA_RANKS, VllmFacts, find_vllm, has_gpu, visible_gpus
 from art_cli.models.loading import resolve_dtype
 from art_cli.runs.run_checkpoints import run_config
 from art_cli.runs.run_dir import RunDir

@@ -18,14 +18,13 @@ from pathlib import Path
 
 from art_cli.config.compose import LoadedConfig
 from art_cli.engines import engine_traits
-from art_cli.judges.smoke_test import require_keys
+from art_cli.judges.judge_groups import require_keys
 from art_cli.learners.sft.examples import Examples, load_examples
 from art_cli.loop.auto import describe, follow_record, resolve_auto
 from art_cli.loop.record import check_record, claim_config, follow_rate
 from art_cli.loop.references import check_ready
 from art_cli.loop.startup import Startup
-from art_cli.rollouts.scenario_files import is_function, pools_of
-from art_cli.rollouts.splits import RunScenarios
+from art_cli.rollouts.scenario_files import RunScenarios, is_function, pools_of
 from art_cli.runs.run_dir import RunDir
 from art_cli.runs.storage.mirror import Mirror, NoMirror, mirrored
 from art_cli.runs.storage.object_store import ObjectStore

@@ -2,20 +2,109 @@
 
 Every attempt at a scenario counts. A failed attempt has reward 0 in the comparison, because an agent that crashes has
 not done its job, and is counted separately.
+
+Gates: bounds that an evaluation must keep: on means, or on differences from another policy.
+
+    reward>=0.8               the mean
+    reward>=baseline-0.02     the paired difference from the first policy
+    reward>=runs/a+0.1        the paired difference from the policy of that name
+
+A name that no metric can have is refused before anything is played. A name that no attempt reports is refused after
+the first attempts.
+
+An evaluation by a judge: attempts against fixed reference attempts.
+
+A judge such as RULER compares the attempts of one group, so its scores of two checkpoints are comparable only if both
+met the same opponents. Here each scenario's attempts are judged in one group with the reference attempts, which are
+those of the first policy that was evaluated. The reward is the share of comparisons won. Only the order of scores
+within a group counts, so a judge that is harsher in one call than in another changes nothing.
 """
 
+import logging
 import random
+import re
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from difflib import get_close_matches
+from functools import partial
+from itertools import product
 from pathlib import Path
+from statistics import fmean
 from typing import NamedTuple
 
-from art_cli.config.schema import EvalConfig
+import msgspec
+
+from art_cli.config.schema import EvalConfig, RunConfig
+from art_cli.judges import Judge
 from art_cli.judges.costs import Price
+from art_cli.judges.judge_groups import judge_groups
 from art_cli.loop.owed_groups import owed, plan_groups
 from art_cli.loop.policy_sampler import Sampler
 from art_cli.runs.durable import LineWriter, read_lines
-from art_cli.runs.trajectory import Json, Trajectory
+from art_cli.runs.trajectory import Json, ScoredTrajectory, Trajectory
+from art_cli.runtime.errors import GateError, JudgeError, UsageError
+
+IN_FLIGHT = 32  # number of scenarios judged at once; a judge that makes calls bounds those itself
+REFERENCE = "reference-"  # prefix of the ids of reference attempts while they are judged
+
+
+def is_judged(config: RunConfig, trajectories: Sequence[Trajectory]) -> bool:
+    """Returns True if the judge gives an evaluation's reward, because the rollouts finished and returned none."""
+    assert config.eval is not None, "no eval section"
+    finished = [trajectory for trajectory in trajectories if trajectory.error is None]
+    is_silent = bool(finished) and all(trajectory.returned_reward is None for trajectory in finished)
+    return config.eval.judge and config.judge.name not in ("rollout", "none") and is_silent
+
+
+async def judge_contest(
+    judge: Judge, attempts: Sequence[Trajectory], references: Sequence[Trajectory]
+) -> dict[str, float]:
+    """Returns, by scenario id, the share of comparisons with reference attempts that its attempts win.
+
+    A tie counts half. A failed attempt loses to one that did not fail. References against themselves get 0.5
+    everywhere, without asking the judge. A scenario without references is left out. Raises JudgeError: most scenarios
+    could not be scored, or no further one can be.
+    """
+    theirs = _by_scenario(references)
+    ours = {name: members for name, members in _by_scenario(attempts).items() if name in theirs}
+    if {trajectory.id for trajectory in attempts} == {t.id for t in references} and attempts == references:
+        return dict.fromkeys(ours, 0.5)
+    won: dict[str, float] = {}
+
+    def keep(scored: list[ScoredTrajectory]) -> None:
+        won[scored[0].group_id] = _share_won(scored)
+
+    groups = ((name, partial(_mix, name, members, theirs[name])) for name, members in ours.items())
+    tally = await judge_groups(judge, groups, keep, in_flight=IN_FLIGHT)
+    if tally.stopped or len(tally.owed) > tally.num_scored:
+        reason = tally.stopped or next(iter(tally.owed.values()))
+        raise JudgeError(f"evaluation: {len(ours) - len(won)} of {len(ours)} scenarios were not judged ({reason})")
+    return won
+
+
+def _by_scenario(trajectories: Sequence[Trajectory]) -> dict[str, list[Trajectory]]:
+    by_scenario: dict[str, list[Trajectory]] = defaultdict(list)
+    for trajectory in trajectories:
+        by_scenario[str(trajectory.scenario.get("id", trajectory.group_id))].append(trajectory)
+    return by_scenario
+
+
+def _mix(name: str, attempts: Sequence[Trajectory], references: Sequence[Trajectory]) -> list[Trajectory]:
+    """Returns one group of both, with new ids, because two policies at the same step have the same ids."""
+    sides = [("attempt-", attempts), (REFERENCE, references)]
+    named = [(f"{side}{number}", t) for side, members in sides for number, t in enumerate(members)]
+    return [
+        msgspec.structs.replace(trajectory, id=id, group_id=name, group_size=len(named), index=index)
+        for index, (id, trajectory) in enumerate(named)
+    ]
+
+
+def _share_won(scored: Sequence[ScoredTrajectory]) -> float:
+    rewards: tuple[list[float], list[float]] = [], []  # those of the attempts, and those of the references
+    for each in scored:  # a failed attempt has no reward
+        rewards[each.id.startswith(REFERENCE)].append(float("-inf") if each.reward is None else each.reward)
+    return fmean((ours > theirs) + (ours == theirs) / 2 for ours, theirs in product(*rewards))
+
 
 RESAMPLES = 2000  # bootstrap: the ends of a 95 % interval move by about 1 % of its width between seeds
 
@@ -121,3 +210,120 @@ def paired_difference(values: Mapping[str, float], baseline: Mapping[str, float]
     """Returns the mean of value - baseline over the scenarios that both have; None if they share none."""
     common = sorted(values.keys() & baseline.keys())
     return estimate([values[name] - baseline[name] for name in common], seed=seed) if common else None
+
+
+log = logging.getLogger(__name__)
+
+BASELINE = "baseline"  # the first policy
+SPENT = ("seconds", "tokens_in", "tokens_out", "cost_usd")
+# Counts of every rollout, whatever it returns
+COUNTS = ("num_turns", "num_branches", "num_sampled", "num_cancelled", "num_abandoned", "num_retries")
+KNOWN = ("reward", "failed", *SPENT, *COUNTS)
+NUM_EARLY = 4  # number of finished attempts after which the names of metrics are checked
+CLOSE = 0.8  # difflib ratio from which a name counts as a misspelling: "rewrad" has 0.83, "win" and "won" 0.67
+
+_GATE = re.compile(r"\s*([A-Za-z_][\w./-]*)\s*(>=|<=)\s*(.+?)\s*")
+_NUMBER = r"\d+(?:\.\d+)?(?:e-?\d+)?"
+
+
+class Gate(NamedTuple):
+    """A bound that a mean must keep, or a difference of means. Example: Gate("reward", ">=", -0.02, "runs/a")"""
+
+    metric: str
+    operator: str
+    bound: float
+    baseline: str | None = None  # policy that the difference is taken from, or None if the bound is on the mean
+
+    def holds(self, value: float) -> bool:
+        return value >= self.bound if self.operator == ">=" else value <= self.bound
+
+    def check(self, value: float, *, of: str = "") -> None:
+        """Raises GateError: the value misses the bound. `of` names the policy or file that has the value."""
+        if not self.holds(value):
+            name = f"{of}: {self.metric}" if of else self.metric
+            raise GateError(f"gate missed: {name} is {value:.4f}, not {self.operator} {self.bound:g}")
+
+
+def parse_gate(text: str, policies: Sequence[str] = ()) -> Gate:
+    """`reward>=0.8`, or `reward>=NAME-0.02` where NAME is one of `policies`, or "baseline" for the first of them.
+
+    Raises UsageError.
+    """
+    match = _GATE.fullmatch(text)
+    if match and re.fullmatch(f"-?{_NUMBER}", match[3]):
+        return Gate(match[1], match[2], float(match[3]))
+    if match and policies and (against := _parse_difference(match[3], policies)):
+        return Gate(match[1], match[2], against[1], against[0])
+    with_names = f" or METRIC>=NAME-NUMBER, NAME being {BASELINE}, {', '.join(policies)}" if policies else ""
+    raise UsageError(f"--gate {text!r}: expected METRIC>=NUMBER or METRIC<=NUMBER, for example reward>=0.8{with_names}")
+
+
+def _parse_difference(text: str, policies: Sequence[str]) -> tuple[str, float] | None:
+    """Returns (policy, offset) of "NAME", "NAME-0.02" or "NAME + 0.1".
+
+    Names may hold signs, so long ones are tried first.
+    """
+    names = {BASELINE: policies[0]} | {name: name for name in policies}
+    for name in sorted(names, key=len, reverse=True):
+        if text.startswith(name) and (rest := re.fullmatch(rf"(?:\s*([+-])\s*({_NUMBER}))?", text[len(name) :])):
+            return names[name], float(f"{rest[1]}{rest[2]}") if rest[1] else 0.0
+    return None
+
+
+def check_gates(gates: Sequence[Gate], last: str) -> None:
+    """Raises UsageError: a gate cannot hold, as far as is known before playing; `last` is the policy it is for."""
+    for gate in gates:
+        if gate.baseline == last:
+            raise UsageError(
+                f"--gate {gate.metric}: {last} is compared with itself; name the policy to compare with before it, "
+                f"for example --checkpoint base"
+            )
+        if gate.metric not in KNOWN and (near := get_close_matches(gate.metric, KNOWN, 1, CLOSE)):
+            raise UsageError(f"--gate: no metric {gate.metric!r}; did you mean {near[0]!r}?")
+
+
+class NameWatch:
+    """Checks the first finished attempts for the metrics that the gates name."""
+
+    def __init__(self, gates: Sequence[Gate]) -> None:
+        self._wanted = sorted({gate.metric for gate in gates} - set(KNOWN))
+        self._seen: set[str] = set()
+        self._num = 0
+
+    def see(self, trajectory: Trajectory) -> None:
+        """Raises UsageError at the NUM_EARLY-th attempt: none has a gate's name, and one has a similar name."""
+        if trajectory.error is not None or not self._wanted:
+            return
+        self._num += 1
+        self._seen |= set(trajectory.metrics)
+        if self._num != NUM_EARLY:
+            return
+        for name in self._wanted:
+            if name not in self._seen:
+                there = ", ".join(sorted(self._seen | {"reward", "failed", *SPENT}))
+                if near := get_close_matches(name, sorted(self._seen), 1, CLOSE):
+                    raise UsageError(f"--gate: no attempt reports {name!r}; did you mean {near[0]!r}?")
+                log.warning("--gate: none of the first %d attempts reports %r; there are %s", self._num, name, there)
+
+
+def check_policy(gate: Gate, results: Mapping[str, Mapping[str, Mapping[str, float]]], policy: str) -> None:
+    """Checks the gate for a policy; `results` is policy -> metric -> scenario id -> value.
+
+    Raises GateError: the policy misses the gate; UsageError: there is no such metric.
+    """
+    for name in (policy, gate.baseline or policy):
+        if gate.metric not in results[name]:
+            there = ", ".join(sorted(results[name]))
+            raise UsageError(f"--gate: no metric {gate.metric!r} of {name}; there are {there}")
+    ours = results[policy][gate.metric]
+    if gate.baseline is None:
+        gate.check(estimate(list(ours.values())).mean, of=policy)
+        return
+    difference = paired_difference(ours, results[gate.baseline][gate.metric])
+    if difference is None:
+        raise GateError(f"gate missed: {policy} and {gate.baseline} share no scenario with {gate.metric}")
+    if not gate.holds(difference.mean):
+        raise GateError(
+            f"gate missed: {policy}: {gate.metric} differs from {gate.baseline} by {difference.mean:+.4f} "
+            f"[{difference.low:+.4f}, {difference.high:+.4f}], not {gate.operator} {gate.bound:+g}"
+        )

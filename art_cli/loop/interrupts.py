@@ -7,7 +7,7 @@ import signal
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
-from art_cli.runtime import signals, threads
+from art_cli.runtime import threads
 from art_cli.runtime.errors import Interrupted
 
 log = logging.getLogger(__name__)
@@ -39,7 +39,7 @@ class Interrupts:
                 main.cancel()
 
         # A notebook trains in another thread than the main one, where no signal comes, and cancels the task itself.
-        with signals.calling(interrupt):
+        with threads.calling(interrupt):
             try:
                 yield
             except asyncio.CancelledError:

@@ -31,9 +31,8 @@ from art_cli.loop.interrupts import Interrupts
 from art_cli.loop.policy_sampler import Sampler, open_sampler
 from art_cli.loop.record import claim_config
 from art_cli.loop.references import missing_targets
-from art_cli.loop.run_meter import RunMeter
 from art_cli.loop.startup import import_libraries
-from art_cli.loop.stop_rules import StopRules
+from art_cli.loop.stop_rules import RunMeter, StopRules
 from art_cli.loop.warm_up import WarmUp, make_warm_up
 from art_cli.models.loading import Weights, clone_trainable, count_parameters, find_base
 from art_cli.models.policy_spec import PolicySpec, read_spec, spec_of
@@ -41,7 +40,7 @@ from art_cli.reports.findings import RunWatch
 from art_cli.reports.pages.panel import RunPanel
 from art_cli.reports.trackers.tracker_dispatch import Trackers, open_trackers
 from art_cli.rollouts.rollout_runner import begin_rollout
-from art_cli.rollouts.splits import find_overlap
+from art_cli.rollouts.scenario_files import find_overlap
 from art_cli.runs.history import is_comparable, read_history
 from art_cli.runs.manifest import Manifest, new_checkpoint
 from art_cli.runs.run_dir import MetricsLine, RunDir

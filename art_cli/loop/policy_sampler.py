@@ -14,9 +14,8 @@ from art_cli.models.loading import Weights
 from art_cli.models.policy_spec import PolicySpec
 from art_cli.rollouts.cluster.cluster_rollout import ClusterRollout, serve_cluster
 from art_cli.rollouts.process import ProcessRollout
-from art_cli.rollouts.progress import Progress, shown
 from art_cli.rollouts.rollout_gateway import Gateway
-from art_cli.rollouts.rollout_runner import OnFinished, RolloutPlan, Runner
+from art_cli.rollouts.rollout_runner import OnFinished, Progress, RolloutPlan, Runner, shown
 from art_cli.runs.run_checkpoints import fetched
 from art_cli.runtime.errors import first_of_group
 from art_cli.runtime.threads import call_in_thread

@@ -45,8 +45,7 @@ from art_cli.config.schema import (
     VllmEngineConfig,
     no_litellm,
 )
-from art_cli.config.sections.cluster_config import RayClusterConfig
-from art_cli.config.sections.scenarios_config import is_dataset
+from art_cli.config.sections.rollout_config import RayClusterConfig, is_dataset
 from art_cli.config.store_address import missing_client
 from art_cli.models.base_files import gguf_problem
 from art_cli.rollouts.environments import find_library, not_installed

@@ -4,8 +4,7 @@ from collections.abc import Sequence
 
 from art_cli.config.schema import RunConfig
 from art_cli.loop.owed_groups import group
-from art_cli.rollouts.adaptive import AdaptiveOrder
-from art_cli.rollouts.replay_buffer import choose_replays
+from art_cli.rollouts.adaptive import AdaptiveOrder, choose_replays
 from art_cli.rollouts.scenario_files import ScenarioOrder, pools_of
 from art_cli.runs.run_dir import RunDir
 from art_cli.runs.trajectory import GroupRewards, Json, ScoredTrajectory

@@ -9,8 +9,7 @@ from typing import NamedTuple
 from art_cli.config.compose import LoadedConfig
 from art_cli.engines import engine_traits
 from art_cli.judges import make_judge
-from art_cli.judges.judge_groups import judge_group
-from art_cli.judges.smoke_test import require_keys
+from art_cli.judges.judge_groups import judge_group, require_keys
 from art_cli.loop.auto import resolve_auto
 from art_cli.loop.owed_groups import group, owed, plan_groups
 from art_cli.loop.policy_sampler import open_sampler
@@ -28,9 +27,9 @@ from art_cli.loop.stage_policy import (
 from art_cli.models.loading import Weights
 from art_cli.models.policy_spec import PolicySpec
 from art_cli.rollouts.rollout_runner import RolloutPlan
-from art_cli.rollouts.splits import training_scenarios
+from art_cli.rollouts.scenario_files import training_scenarios
 from art_cli.runs.durable import LineWriter, read_lines
-from art_cli.runs.failures import count_failures, find_fault
+from art_cli.runs.history import count_failures, find_fault
 from art_cli.runs.run_dir import RunDir
 from art_cli.runs.trajectory import ScoredTrajectory, Trajectory
 from art_cli.runtime import threads

@@ -10,17 +10,15 @@ from art_cli.config.compose import LoadedConfig
 from art_cli.engines import proof
 from art_cli.loop.batches import Batch
 from art_cli.loop.claim_run import claim_run
-from art_cli.loop.evaluate import play_evaluation, values_by_scenario
+from art_cli.loop.evaluate import is_judged, judge_contest, play_evaluation, values_by_scenario
 from art_cli.loop.open_run import Run, open_run, resume_command
 from art_cli.loop.owed_groups import group
-from art_cli.loop.pairwise_eval import is_judged, judge_contest
 from art_cli.loop.startup import Startup
 from art_cli.loop.stop_rules import Firing
 from art_cli.reports.pages.curve import curve, run_series
 from art_cli.reports.run_report import read_report, reward_names
 from art_cli.runs.durable import write_file
-from art_cli.runs.failures import count_failures, find_fault
-from art_cli.runs.history import Evaluated, UpdateNumbers
+from art_cli.runs.history import Evaluated, UpdateNumbers, count_failures, find_fault
 from art_cli.runs.run_checkpoints import prune_trained
 from art_cli.runs.run_dir import PAUSE, Evaluation
 from art_cli.runs.trajectory import Trajectory

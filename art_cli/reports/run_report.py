@@ -17,8 +17,17 @@ import msgspec
 from art_cli.config.metric_names import SHADOW
 from art_cli.reports.findings import RunFinding, find, mean_interval
 from art_cli.runs.durable import read_lines
-from art_cli.runs.failures import Failures, Fault, count_failures, find_fault
-from art_cli.runs.history import Evaluated, History, UpdateNumbers, is_comparable, read_history
+from art_cli.runs.history import (
+    Evaluated,
+    Failures,
+    Fault,
+    History,
+    UpdateNumbers,
+    count_failures,
+    find_fault,
+    is_comparable,
+    read_history,
+)
 from art_cli.runs.run_checkpoints import explain, run_config, wanted_steps
 from art_cli.runs.run_dir import RunDir
 from art_cli.runs.trajectory import Trajectory

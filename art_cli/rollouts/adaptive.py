@@ -9,14 +9,24 @@ each one's next group:
 over the past groups of the scenario, or of its pool. S is the sum of squared deviations from the group's mean, f its
 degrees of freedom (attempts with a reward - 1), and d = 2^(-age / half-life) discounts what an older policy did. So a
 solved scenario slowly comes back to the prior, and with it into play.
+
+The choice of groups of earlier steps to train on again. Numbers and ids in, ids out.
+
+Candidates are the groups with signal of the last `max_age` steps. They are drawn without repetition, each with a
+probability among those left that follows the variance of its rewards divided by its age in steps: how much it teaches,
+and how far the policy has moved since. A group may be drawn again by a later step.
+
+Replay of aged rollouts under importance weights: RePO, Li et al. 2025 (arXiv:2506.09340), whose strategies of choosing
+by recency and by variance are joined here.
 """
 
 import hashlib
 import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
-from art_cli.runs.trajectory import GroupRewards
+from art_cli.runs.trajectory import GroupRewards, has_signal
 
 PRIOR_SIGNAL = 1 / 6  # the mean of p(1 - p) where every success rate p is as likely: 1/2 - 1/3
 PRIOR_DEGREES = 2.0  # the prior counts as much as this many degrees of freedom, as Beta(1, 1) counts as two attempts
@@ -104,3 +114,24 @@ def squared_deviations(rewards: Sequence[float]) -> float:
 def _uniform(key: str) -> float:
     """Returns a number in (0, 1), the same for the same key."""
     return (int.from_bytes(hashlib.sha256(key.encode()).digest()[:8]) + 0.5) / 2**64
+
+
+class Replay(NamedTuple):
+    """A group to train on again. Example: Replay(3, "s0003-g0002")."""
+
+    step: int
+    group_id: str
+
+
+def choose_replays(history: History, *, step: int, num: int, max_age: int, seed: int) -> list[Replay]:
+    """Returns at most `num` groups; fewer where there are fewer candidates. A pure function of its arguments."""
+    candidates, weights = [], []
+    for past in sorted(history):
+        if not 1 <= step - past <= max_age:
+            continue
+        for group in history[past]:
+            if has_signal(group.rewards):
+                candidates.append(Replay(past, group.group_id))
+                weights.append(squared_deviations(group.rewards) / (len(group.rewards) - 1) / (step - past))
+    order = draw(f"{seed}/replay/{step}", [group_id for _, group_id in candidates], weights)
+    return [candidates[index] for index in order[:num]]

@@ -2,15 +2,25 @@
 
 An `AttemptError` becomes the `error` of a trajectory, which is kept and counted. A RolloutError stops the run, because
 every rollout would fail with it. Only failures of transport are tried again.
+
+The end of an attempt, as its process reports it: an Outcome or an AttemptError, as plain JSON data.
+
+Standard library only, because the process may be a Python that has none of our dependencies (bootstrap.py). The process
+also runs the user's code, so what it reports is checked whole.
 """
 
 import sys
 from collections.abc import Iterator
+from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
+from art_cli.runs.outcome import MAX_NUMBER, Outcome
 from art_cli.runtime.errors import message_of
 from art_cli.runtime.plugins import place_of
+from art_cli.runtime.processes.plain_json import is_deep
+from art_cli.runtime.processes.process_calls import checked
 
 MAX_ERROR_LENGTH = 2000  # characters of an error kept in a trajectory
 NODE = "node"  # the kind of error of an attempt whose machine was lost, which is not the attempt's doing
@@ -103,3 +113,49 @@ def _is_named_transport(error: BaseException) -> bool:
 def describe_exit(status: int) -> str:
     """Returns how a process ended, for an attempt's error. Examples: -9 is "signal 9", 3 is "status 3"."""
     return f"signal {-status}" if status < 0 else f"status {status}"
+
+
+Json = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Done:
+    """The fields of an Outcome. Raises ValueError: a number or metadata that a record cannot hold."""
+
+    reward: float | None
+    metrics: dict[str, float]
+    metadata: Json
+
+    def __post_init__(self) -> None:
+        numbers = [*self.metrics.values(), *([] if self.reward is None else [self.reward])]
+        if not all(isinstance(number, float) and abs(number) <= MAX_NUMBER for number in numbers):
+            raise ValueError("a reward or metric that is no finite number")
+        if is_deep(self.metadata):
+            raise ValueError("metadata that are nested too deeply")
+
+
+@dataclass(frozen=True)
+class Failed:
+    """The fields of an AttemptError."""
+
+    kind: str
+    message: str
+    is_transport: bool
+
+
+def report(ending: Outcome | AttemptError) -> Json:
+    """Example: {"done": {"reward": 1.0, "metrics": {}, "metadata": {}}}"""
+    if isinstance(ending, Outcome):
+        return {"done": vars(ending)}
+    return {"failed": {"kind": ending.kind, "message": ending.message, "is_transport": ending.is_transport}}
+
+
+def read_report(value: object) -> Outcome | AttemptError:
+    """Returns the ending that `report` wrote. Raises ValueError: it is no report."""
+    match value:
+        case {"done": fields, **more} if not more:
+            return Outcome(**vars(checked(Done, fields)))
+        case {"failed": fields, **more} if not more:
+            failed: Failed = checked(Failed, fields)
+            return AttemptError(failed.kind, failed.message, is_transport=failed.is_transport)
+    raise ValueError("it reports neither an outcome nor an error")

@@ -16,8 +16,7 @@ from art_cli.rollouts.attempt_errors import AttemptError
 from art_cli.runs.outcome import MAX_NUMBER, Outcome
 from art_cli.runtime.errors import RolloutError
 from art_cli.runtime.processes.plain_json import MAX_DEPTH, dump, is_deep, load
-from art_cli.runtime.state_key import STATE_HEADER, write_header
-from art_cli.runtime.unrecorded import UNRECORDED
+from art_cli.runtime.state_key import STATE_HEADER, UNRECORDED, write_header
 
 if TYPE_CHECKING:
     import openai

@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from art_cli.rollouts import Rollout
-from art_cli.rollouts.attempt_end import Json, report
-from art_cli.rollouts.attempt_errors import AttemptError
+from art_cli.rollouts.attempt_errors import AttemptError, Json, report
 from art_cli.rollouts.function_rollout import load_function
 from art_cli.rollouts.policy import Policy, import_client
 from art_cli.runtime import log

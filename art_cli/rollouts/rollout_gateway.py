@@ -33,9 +33,8 @@ from art_cli.chat.http_server import serve
 from art_cli.chat.replies import Chunk, Reply, ReplyBuilder
 from art_cli.chat.requests import Request, Sampling, cap_tokens, demands_format, force_sampling, with_defaults
 from art_cli.chat.wires import WIRES, Wires
-from art_cli.rollouts.connection_owner import Peers
-from art_cli.rollouts.recorder import Recorded, Recorder
-from art_cli.rollouts.retries import Attempted, Retries
+from art_cli.rollouts.command_rollout import Peers
+from art_cli.rollouts.recorder import Attempted, Recorded, Recorder, Retries
 
 TURN_LIMIT = "turn_limit"  # error codes of the two limits that a policy itself runs into
 CONTEXT_LIMIT = "context_length_exceeded"

@@ -20,11 +20,11 @@ from typing import IO, Any, TypeVar
 import msgspec
 
 from art_cli.runs import json_lines
-from art_cli.runs.run_file import read_file
+from art_cli.runs.json_lines import read_file
 from art_cli.runs.trajectory import SCHEMA_VERSION
 from art_cli.runtime.errors import DataError, RunError, one_line
-from art_cli.runtime.permissions import make_directory, owner_only
 from art_cli.runtime.processes.plain_json import is_deep
+from art_cli.runtime.scratch import make_directory, owner_only
 
 log = logging.getLogger(__name__)
 Record = TypeVar("Record")

@@ -17,7 +17,7 @@ from typing import TypeVar
 import msgspec
 
 from art_cli.runs.durable import new_directory, newer_schema
-from art_cli.runs.run_file import open_file, read_file
+from art_cli.runs.json_lines import open_file, read_file
 from art_cli.runs.trajectory import SCHEMA_VERSION
 from art_cli.runtime.errors import CheckpointError, one_line, printable
 

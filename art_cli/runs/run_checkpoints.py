@@ -21,9 +21,9 @@ from typing import Annotated, Any, Literal, NamedTuple
 import msgspec
 
 from art_cli.runs.durable import new_directory, read_object, remove, write_lines
+from art_cli.runs.json_lines import is_inside
 from art_cli.runs.manifest import Manifest, is_built, new_checkpoint, verify_checkpoint
 from art_cli.runs.run_dir import RunDir
-from art_cli.runs.run_file import is_inside
 from art_cli.runtime.errors import CheckpointError, DataError, RunError, UsageError, one_line
 
 ADAPTER_CONFIG, ADAPTER_FILE, TEMPLATE_FILE = "adapter_config.json", "adapter_model.safetensors", "chat_template.jinja"

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Protocol
 
 from art_cli.runtime.errors import printable, printable_lines
-from art_cli.runtime.permissions import make_directory, owner_only
+from art_cli.runtime.scratch import make_directory, owner_only
 from art_cli.runtime.terminal import can_draw
 
 

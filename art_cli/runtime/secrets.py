@@ -1,17 +1,43 @@
 """Secrets: keys and passwords, found in the environment and in addresses, and kept out of every file, log and error.
 
 Every text that comes back from a provider or an endpoint goes through `Secrets` before it reaches any of those.
+
+Adds the variables of .env files to the environment of this process.
+
+A variable of the environment wins over a .env file. Values of a .env file are taken as they are written: python-dotenv
+neither expands variables in them here, nor does it ever run anything.
 """
 
 import base64
 import itertools
+import os
 import re
 import string
 from array import array
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qsl, unquote, urlsplit
+
+from dotenv import dotenv_values
+
+from art_cli.runtime.errors import UsageError, one_line
+
+
+def load_environment(directory: Path) -> None:
+    """Adds to the environment what it lacks and a .env file has: the working directory's, then that of `directory`.
+
+    Raises UsageError: a .env file cannot be read.
+    """
+    for path in dict.fromkeys((Path.cwd() / ".env", directory.resolve() / ".env")):
+        try:
+            for name, value in dotenv_values(path, interpolate=False, encoding="utf-8-sig").items():
+                if value is not None:
+                    os.environ.setdefault(name, value)
+        except (OSError, ValueError) as error:  # ValueError: bytes that are not UTF-8, a name or value with a NUL
+            raise UsageError(f"{path}: {one_line(error)}") from error
+
 
 _SECRET_NAME = re.compile(r"KEY|TOKEN|SECRET|PASSWORD|CREDENTIAL", re.IGNORECASE)
 _SECRET_PARAM = re.compile(r"api_?key|secret|password|credential|headers|authorization|[a-z]_token$", re.IGNORECASE)

@@ -1,10 +1,19 @@
 """The key of an environment's state, as a header of a model call: X-Art-State, percent-encoded UTF-8.
 
 Standard library only, because the Python that runs rollouts may have nothing else (rollouts/bootstrap.py).
+
+The header of a model call that is answered and not recorded: `X-Art-Record: no`.
+
+Standard library only, because the Python that runs rollouts may have nothing else (rollouts/bootstrap.py).
 """
 
 import hashlib
 from urllib.parse import quote, unquote
+
+RECORD_HEADER = "X-Art-Record"
+NO_RECORD = "no"
+UNRECORDED = {RECORD_HEADER: NO_RECORD}
+
 
 STATE_HEADER = "X-Art-State"
 MAX_LENGTH = 256  # characters of a key that is recorded as it is; a longer one is recorded as its digest

@@ -9,19 +9,42 @@ compute          a function that computes with torch, in a thread
 
 The threads are daemons and belong to no pool. A function that never returns keeps no other call waiting and does not
 hold up the end of the process. worker_pool.py bounds the number and the time of such calls.
+
+The effect of Ctrl-C and SIGTERM while an event loop runs.
 """
 
 import asyncio
 import contextlib
 import contextvars
+import signal
 import threading
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from concurrent.futures import Future
 from typing import Any, NoReturn, TypeVar
 
 from art_cli.runtime.allocator import give_back_freed_memory
 from art_cli.runtime.errors import message_of
 from art_cli.runtime.openmp import release_pool
+
+NUMBERS = (signal.SIGINT, signal.SIGTERM)
+
+
+@contextlib.contextmanager
+def calling(act: Callable[[], object]) -> Iterator[None]:
+    """Inside, SIGINT and SIGTERM call `act` in the running event loop.
+
+    Only a process's main thread gets signals. In any other thread nothing is set up, and its owner calls `act`.
+    """
+    loop = asyncio.get_running_loop()
+    numbers = NUMBERS if threading.current_thread() is threading.main_thread() else ()
+    for number in numbers:
+        loop.add_signal_handler(number, act)
+    try:
+        yield
+    finally:
+        for number in numbers:
+            loop.remove_signal_handler(number)
+
 
 Result = TypeVar("Result")
 

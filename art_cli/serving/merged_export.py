@@ -4,10 +4,13 @@ The base is loaded in float32, the adapter is merged into it, and the sum is rou
 written model is read back. It and base plus adapter in that dtype both score the policy's saved prompts, token by
 token. If their logprobs differ by more than a bound, the export is deleted. An adapter trained on a 4-bit base is
 merged into the unquantized base.
+
+The model card of an export: its base, run and step, its evaluation, its checks. Markdown, for the hub.
 """
 
+import json
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
@@ -19,8 +22,40 @@ from art_cli.runs.durable import new_directory
 from art_cli.runs.run_dir import RunDir
 from art_cli.runs.trajectory import Trajectory, sequence
 from art_cli.runtime.errors import DriftError, RunError, UsageError
-from art_cli.serving.card import model_card
 from art_cli.serving.served_model import Source, base_config
+
+
+def model_card(source: Source, *, evaluation: Mapping[str, float], checks: Mapping[str, object]) -> str:
+    """Returns the card's text. `evaluation` has the means at that step, if any; `checks` what the export measured.
+
+    It shows only the last name of a local directory, not its path.
+    """
+    is_hub_id = not Path(source.base).is_dir()
+    facts = {
+        "Base model": source.base if is_hub_id else Path(source.base).name,
+        "Run": source.run.root.resolve().name if source.run else None,
+        "Step": source.step if source.manifest else None,
+        "Configuration": source.manifest.config_hash if source.manifest else None,
+    }
+    header: dict[str, object] = {"library_name": "transformers", "tags": ["art", "reinforcement-learning"]}
+    if is_hub_id:
+        header["base_model"] = source.base
+    lines = ["---", *(f"{key}: {json.dumps(value)}" for key, value in header.items()), "---"]
+    lines += ["", f"# {source.name}", ""]
+    lines += _table({name: value for name, value in facts.items() if value not in (None, "")})
+    lines += ["## Evaluation", ""]
+    lines += _table(evaluation) if evaluation else ["Not evaluated at this step.", ""]
+    lines += ["## Checked against the adapter", "", *_table(checks)]
+    return "\n".join(lines)
+
+
+def _table(rows: Mapping[str, object]) -> list[str]:
+    return ["| | |", "|---|---|", *(f"| {name} | {_shown(value)} |" for name, value in rows.items()), ""]
+
+
+def _shown(value: object) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else str(value).replace("|", "\\|")
+
 
 # Largest difference of a token's logprob, by dtype: in nats, and relative for logprobs below -1, because rounding grows
 # with them. In float32 only the order of sums differs. In bfloat16 weights have 8 significant bits, and merging rounds

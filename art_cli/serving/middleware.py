@@ -4,23 +4,138 @@ Where the server has keys, everything but /health needs one, also paths that do 
 key learns nothing. Where it has none, programs on this machine may ask and web pages may not, /health included.
 The log has method, path, status and seconds, never headers, query strings or content. Of an unknown path it shows only
 the plain words, because some clients put a key in the path.
+
+Meter: what was asked and answered, as Prometheus metrics. They hold no content and no keys.
+
+Admission: how many requests are in flight, and whether more are admitted. It knows nothing of HTTP or engines.
+
+    loading -> open -> draining        requests are admitted only while it is open
+
+An admitted request is read, then waits for a slot at the engine, first come first served. It holds the slot until its
+whole answer is sampled, and is in flight until the client has taken that answer or gone. `concurrency` requests have
+slots at once; `queue` more may be in flight.
 """
 
+import asyncio
+import contextlib
 import logging
 import re
 import time
+from collections.abc import AsyncIterator, Iterator
 from contextlib import ExitStack
 
+from prometheus_client import CONTENT_TYPE_PLAIN_0_0_4, CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from art_cli.chat.api_keys import Keys
+from art_cli.chat.api_keys import Keys, check_sender
 from art_cli.chat.chat_app import HEALTH, error_response, wrong_key
 from art_cli.chat.chat_errors import ChatError
-from art_cli.chat.pages import check_sender
 from art_cli.chat.wires import WIRES
-from art_cli.serving.admission import Admission
-from art_cli.serving.meter import Meter
+
+LONGEST_RETRY_S = 60
+LOADING_RETRY_S = 5
+SMOOTHING = 0.1  # weight of the newest answer in the mean duration of answers
+
+
+class Admission:
+    def __init__(self, *, concurrency: int, queue: int) -> None:
+        self.concurrency, self.queue = concurrency, queue
+        self.state = "loading"  # loading, open, draining
+        self.num_in_flight = 0  # admitted requests whose client has neither taken the answer nor gone
+        self.num_waiting = 0  # requests in flight that wait for a slot
+        self.num_answering = 0  # requests in flight that have a slot
+        self._slots = asyncio.Semaphore(concurrency)
+        self._empty = asyncio.Event()
+        self._empty.set()
+        self._answer_s = 1.0  # smoothed mean duration of an answer
+
+    def open(self) -> None:
+        """Admits requests from now on, unless it drains already."""
+        if self.state == "loading":
+            self.state = "open"
+
+    def drain(self) -> None:
+        """Admits no request from now on."""
+        self.state = "draining"
+
+    async def emptied(self) -> None:
+        """Returns when no request is in flight."""
+        await self._empty.wait()
+
+    @contextlib.contextmanager
+    def admitted(self) -> Iterator[None]:
+        """Counts one request in flight. Raises ChatError: 503 if it is not open, 429 if too many are in flight."""
+        self._check()
+        self.num_in_flight += 1
+        self._empty.clear()
+        try:
+            yield
+        finally:
+            self.num_in_flight -= 1
+            if self.num_in_flight == 0:
+                self._empty.set()
+
+    @contextlib.asynccontextmanager
+    async def slot(self) -> AsyncIterator[None]:
+        """Yields a slot at the engine, first come first served."""
+        self.num_waiting += 1
+        try:
+            await self._slots.acquire()
+        finally:
+            self.num_waiting -= 1
+        self.num_answering += 1
+        begin = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._slots.release()
+            self.num_answering -= 1
+            self._answer_s += SMOOTHING * (time.perf_counter() - begin - self._answer_s)
+
+    def _check(self) -> None:
+        if self.state == "loading":
+            raise ChatError(503, "the model is being loaded", code="loading", retry_after=str(LOADING_RETRY_S))
+        if self.state == "draining":
+            raise ChatError(503, "the server is shutting down", code="shutting_down", retry_after=str(LOADING_RETRY_S))
+        if self.num_in_flight >= self.concurrency + self.queue:
+            message = f"{self.num_in_flight} requests are here already; try again later"
+            raise ChatError(429, message, "rate_limit_error", None, "overloaded", retry_after=str(self._retry_s()))
+
+    def _retry_s(self) -> int:
+        """Estimated seconds until the waiting requests are answered, from the mean duration of an answer."""
+        rounds = self.num_waiting / self.concurrency
+        return max(1, min(LONGEST_RETRY_S, round(rounds * self._answer_s)))
+
+
+CONTENT_TYPE = CONTENT_TYPE_PLAIN_0_0_4
+BUCKETS_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
+
+
+class Meter:
+    """The metrics of one service, in a separate registry. The service gives the gauges their functions."""
+
+    def __init__(self) -> None:
+        own = self._registry = CollectorRegistry()
+        text = "Requests by route and status; 499: the client went away."
+        self.requests = Counter("art_requests", text, ["route", "code"], registry=own)
+        self.prompt_tokens = Counter("art_prompt_tokens", "Tokens of prompts.", ["model"], registry=own)
+        self.sampled_tokens = Counter("art_sampled_tokens", "Tokens sampled.", ["model"], registry=own)
+        self.changes = Counter("art_checkpoint_changes", "Changes to another checkpoint.", ["model"], registry=own)
+        text = "From a completion's request line to the end of its reply."
+        self.request_s = Histogram("art_request_seconds", text, buckets=BUCKETS_S, registry=own)
+        text = "From a streamed request's parsing to its first token."
+        self.first_token_s = Histogram("art_first_token_seconds", text, buckets=BUCKETS_S, registry=own)
+        text = "Requests let in and not gone: replies not yet read count."
+        self.in_flight = Gauge("art_requests_inside", text, registry=own)
+        self.answering = Gauge("art_requests_answering", "Of these, at the engine.", registry=own)
+        self.ready = Gauge("art_ready", "Whether requests are taken.", registry=own)
+        self.step = Gauge("art_policy_step", "The step whose weights answer.", ["model"], registry=own)
+
+    def render(self) -> bytes:
+        """Returns all metrics in Prometheus' text format."""
+        return generate_latest(self._registry)
+
 
 log = logging.getLogger(__name__)
 

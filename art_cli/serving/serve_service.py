@@ -23,16 +23,13 @@ from art_cli.chat.chat_app import build_app, error_response
 from art_cli.chat.chat_errors import ChatError
 from art_cli.chat.client_connection import Timeouts
 from art_cli.chat.http_server import serve
-from art_cli.chat.request_body import BODY_TIMEOUT_S, BodyLimit
+from art_cli.chat.reading import BODY_TIMEOUT_S, BodyLimit
 from art_cli.chat.wires import WIRES
 from art_cli.runs.run_checkpoints import Which
-from art_cli.runtime import signals
-from art_cli.serving.admission import Admission
-from art_cli.serving.follow import follow
-from art_cli.serving.meter import CONTENT_TYPE, Meter
-from art_cli.serving.middleware import Middleware
+from art_cli.runtime import threads
+from art_cli.serving.middleware import CONTENT_TYPE, Admission, Meter, Middleware
 from art_cli.serving.request_dispatch import Dispatch
-from art_cli.serving.served_policies import Policies, ServedPolicy
+from art_cli.serving.served_policies import Policies, ServedPolicy, follow
 from art_cli.serving.stopping import Stopping, cancel
 
 log = logging.getLogger(__name__)
@@ -102,7 +99,7 @@ class Service:
         Raises EngineError: the address is not available, or an engine failed; ArtError: a policy cannot be loaded.
         """
         async with serve(self.app, host, port, timeouts=self.limits.timeouts, grace_s=GRACE_S) as root:
-            with signals.calling(self._stopping.stop):
+            with threads.calling(self._stopping.stop):
                 try:
                     if await self._stopping.ends_before(self.policies.start()) and not self._stopping.is_stopped:
                         self.admission.open()

@@ -23,11 +23,10 @@ from art_cli.learners import SFT_DIRECTORY, Progress, SftProgress, StepMetrics
 from art_cli.learners.algorithms.normalization import FinishedCounts
 from art_cli.learners.algorithms.presets import build_algorithm
 from art_cli.learners.policy_step import Pass, take_step
-from art_cli.learners.samples import Sample, bare_sample
+from art_cli.learners.samples import Floats, Sample, bare_sample
 from art_cli.learners.schedule import WINDOW, clip_limit, rate_of_step
-from art_cli.learners.step_plan import PlannedStep
+from art_cli.learners.step_samples import PlannedStep
 from art_cli.learners.step_statistics import StepStatistics
-from art_cli.learners.token_weights import Floats
 from art_cli.learners.training_record import StepRecord
 from art_cli.models.loading import load_tokenizer
 from art_cli.models.policy_spec import PolicySpec
@@ -35,10 +34,9 @@ from art_cli.runs.durable import write_lines
 from art_cli.runs.trajectory import LearnedTrajectory, ScoredTrajectory
 from art_cli.runtime.errors import LearnerError
 from art_cli.tinker.client.remote_checkpoint import TEMPLATE_FILE, read_remote, write_remote
-from art_cli.tinker.tinker_data import SHARES, logprobs_of
 from art_cli.tinker.tinker_losses import WeightedSample, server_loss, weigh
 from art_cli.tinker.tinker_sft import RemoteSft
-from art_cli.tinker.tinker_trainer import RemoteTrainer
+from art_cli.tinker.tinker_trainer import SHARES, RemoteTrainer, logprobs_of
 
 log = logging.getLogger(__name__)
 

@@ -15,9 +15,8 @@ import numpy as np
 from art_cli.config.sections import loss_config
 from art_cli.learners.algorithms import Algorithm
 from art_cli.learners.algorithms.normalization import FinishedCounts, UpdateCounts
-from art_cli.learners.samples import Sample
+from art_cli.learners.samples import CROSS_ENTROPY, POLICY, Floats, Sample
 from art_cli.learners.step_samples import count
-from art_cli.learners.token_weights import CROSS_ENTROPY, POLICY, Floats
 
 
 class TokenValues(NamedTuple):

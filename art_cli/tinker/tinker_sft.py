@@ -15,9 +15,8 @@ from art_cli.learners.sft.examples import example_samples
 from art_cli.learners.sft.sft_batches import plan_batches
 from art_cli.learners.sft.sft_trainer import Sft, Taken
 from art_cli.runtime.errors import LearnerError
-from art_cli.tinker.tinker_data import logprobs_of
 from art_cli.tinker.tinker_losses import WeightedSample, weigh
-from art_cli.tinker.tinker_trainer import RemoteTrainer
+from art_cli.tinker.tinker_trainer import RemoteTrainer, logprobs_of
 
 
 class _Sent(NamedTuple):

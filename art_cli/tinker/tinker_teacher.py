@@ -15,11 +15,10 @@ import numpy as np
 from art_cli.config.sections.loss_config import TeacherConfig
 from art_cli.learners.packs.logprob_reader import divided
 from art_cli.learners.processes.ranks import Ranks
-from art_cli.learners.samples import Sample
+from art_cli.learners.samples import Floats, Sample
 from art_cli.learners.teachers.teacher_server import check_temperatures
-from art_cli.learners.token_weights import Floats
-from art_cli.runtime.dotenv import load_environment
 from art_cli.runtime.errors import LearnerError, RemoteError
+from art_cli.runtime.secrets import load_environment
 from art_cli.tinker.client.remote_server import server_at
 from art_cli.tinker.client.remote_session import RemoteSession
 

@@ -11,9 +11,8 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 from art_cli.chat.chat_errors import ChatError
-from art_cli.chat.client import HttpBackend
-from art_cli.chat.endpoint_answers import open_session, read_answer
-from art_cli.chat.request_body import BodyLimit, read_body
+from art_cli.chat.client import HttpBackend, open_session, read_answer
+from art_cli.chat.reading import BodyLimit, read_body
 from art_cli.chat.requests import Sampling
 from art_cli.chat.wires.openai_chat import OpenAIChat
 from art_cli.runtime.errors import UsageError, describe

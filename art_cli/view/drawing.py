@@ -12,7 +12,7 @@ import re
 from pathlib import Path
 from typing import Literal
 
-from art_cli.runs.run_file import is_inside, read_file
+from art_cli.runs.json_lines import is_inside, read_file
 from art_cli.view.sources import ViewSource
 
 MAX_BYTES = 256 * 2**10

@@ -20,8 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, NamedTuple
 
-from art_cli.runs.json_lines import MAX_LINE_BYTES, foreign_encoding
-from art_cli.runs.run_file import is_inside, open_file
+from art_cli.runs.json_lines import MAX_LINE_BYTES, foreign_encoding, is_inside, open_file
 from art_cli.runtime.errors import printable
 from art_cli.view.rows import MAX_SHOWN, IndexRow, Labels, read_rows
 

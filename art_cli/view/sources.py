@@ -6,8 +6,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Literal
 
+from art_cli.runs.json_lines import open_file, read_file
 from art_cli.runs.run_dir import RunDir
-from art_cli.runs.run_file import open_file, read_file
 from art_cli.runtime.errors import UsageError
 from art_cli.view.index import STEP_DIRECTORY, Index
 

@@ -126,8 +126,7 @@ def make_tokenizer(size: int) -> Any:
     from tokenizers import Tokenizer
     from transformers import PreTrainedTokenizerFast
 
-    from art_cli.models.builtin_models import chat_template, words
-    from art_cli.models.small_models import make_tokenizer
+    from art_cli.models.builtin_models import chat_template, make_tokenizer, words
 
     texts = [f"{word} {word}" for word in words() for _ in range(2)]
     small = make_tokenizer(texts, template=chat_template(), most_tokens=1500)

@@ -4,7 +4,7 @@ import random
 from pathlib import Path
 from typing import Any
 
-from art_cli.models import small_models
+from art_cli.models import builtin_models
 
 NUM_TOKENS = 8192
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
@@ -20,7 +20,7 @@ def words() -> list[str]:
 def make_tokenizer() -> Any:
     # More words than fit: the merges that make them are tokens too. The most frequent are whole, so some are often.
     text = " " + " ".join(word for number, word in enumerate(words()) for _ in range(1 + 2 * (number < 1500)))
-    return small_models.make_tokenizer([text], most_tokens=NUM_TOKENS)
+    return builtin_models.make_tokenizer([text], most_tokens=NUM_TOKENS)
 
 
 def build(directory: Path) -> None:
@@ -30,7 +30,7 @@ def build(directory: Path) -> None:
     from safetensors.torch import load_file, save_file
 
     tokenizer = make_tokenizer()
-    small_models.build(directory, tokenizer, hidden=384, layers=11, heads=6, positions=2048)
+    builtin_models.build(directory, tokenizer, hidden=384, layers=11, heads=6, positions=2048)
     tensors = load_file(directory / "model.safetensors")
     embedding = tensors["model.embed_tokens.weight"]
     whole = [ids[0] for ids in tokenizer([" " + word for word in words()[:1500]])["input_ids"] if len(ids) == 1]

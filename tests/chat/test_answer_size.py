@@ -8,8 +8,7 @@ from contextlib import asynccontextmanager
 import pytest
 
 from art_cli.chat.chat_errors import ChatError
-from art_cli.chat.client import HttpBackend
-from art_cli.chat.endpoint_answers import MAX_ANSWER
+from art_cli.chat.client import MAX_ANSWER, HttpBackend
 from art_cli.chat.requests import Request, Sampling
 from art_cli.engines.vllm.control import Control, Refused, Unreachable
 from art_cli.runtime.errors import EngineError

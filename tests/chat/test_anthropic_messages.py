@@ -10,12 +10,10 @@ from hypothesis import strategies as st
 
 from art_cli.chat.chat_app import build_app
 from art_cli.chat.chat_errors import ChatError
-from art_cli.chat.replies import Choice, Chunk, ReplyBuilder
-from art_cli.chat.request_body import BodyLimit
+from art_cli.chat.reading import BodyLimit
+from art_cli.chat.replies import Choice, Chunk, ReplyBuilder, are_same, input_of
 from art_cli.chat.requests import Request, Sampling
-from art_cli.chat.tool_arguments import are_same, input_of
-from art_cli.chat.wires.anthropic_messages import AnthropicCountTokens, AnthropicMessages
-from art_cli.chat.wires.anthropic_replies import message_of, signature_of
+from art_cli.chat.wires.anthropic_messages import AnthropicCountTokens, AnthropicMessages, message_of, signature_of
 from tests.support.scripted import ScriptedBackend
 
 Json = dict[str, Any]

@@ -22,8 +22,8 @@ from art_cli.chat.chat_errors import ChatError
 from art_cli.chat.client import HttpBackend
 from art_cli.chat.client_connection import Connection
 from art_cli.chat.http_server import serve
+from art_cli.chat.reading import BodyLimit
 from art_cli.chat.replies import Chunk, ReplyBuilder
-from art_cli.chat.request_body import BodyLimit
 from art_cli.chat.requests import Request, Sampling, with_defaults
 from art_cli.chat.wires import OpenAIChat, OpenAICompletions, Wire
 from art_cli.chat.wires.openai_chat import ChatBody

@@ -28,9 +28,8 @@ from art_cli.chat.http_server import serve
 from art_cli.chat.reading import MAX_NODES, RequestReader
 from art_cli.chat.requests import Request, Sampling
 from art_cli.chat.wires import AnthropicMessages, OpenAIChat, OpenAICompletions, OpenAIResponses, Wire
+from art_cli.chat.wires.openai_responses import ENCRYPTED, Memory
 from art_cli.chat.wires.responses_items import encrypted
-from art_cli.chat.wires.responses_memory import Memory
-from art_cli.chat.wires.responses_reply import ENCRYPTED
 from art_cli.engines.embedded import chat_prompts as messages
 from art_cli.engines.embedded import reply_text as text
 from art_cli.engines.embedded.reply_text import Detokenizer, Vocabulary

@@ -17,8 +17,8 @@ from art_cli.cli import app as cli
 from art_cli.config.schema import EmbeddedEngineConfig
 from art_cli.runs.manifest import verify_checkpoint
 from art_cli.runs.run_dir import RunDir
-from art_cli.serving.loader import Loader
 from art_cli.serving.served_model import find_source
+from art_cli.serving.served_policies import Loader
 from tests.support.paths import LETTERS
 
 Art = Callable[..., tuple[int, str, str]]

@@ -15,7 +15,7 @@ import msgspec
 import pytest
 
 from art_cli import ruler_score_group
-from art_cli.runs.failures import Failures, find_fault
+from art_cli.runs.history import Failures, find_fault
 from art_cli.runs.run_dir import RunDir
 from art_cli.runtime.errors import UsageError
 from tests.support.attempts import scored

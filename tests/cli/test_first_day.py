@@ -12,14 +12,12 @@ import pytest
 from art_cli.config.compose import load_config
 from art_cli.judges import Verdict
 from art_cli.judges.costs import Price
-from art_cli.loop.evaluate import spent_by_scenario
-from art_cli.loop.gates import Gate, parse_gate
-from art_cli.loop.pairwise_eval import judge_contest
+from art_cli.loop.evaluate import Gate, judge_contest, parse_gate, spent_by_scenario
 from art_cli.loop.train import train
 from art_cli.rollouts.rollout_gateway import OWN_CLIENT
 from art_cli.runs import run_checkpoints as checkpoints
 from art_cli.runs.durable import read_lines
-from art_cli.runs.failures import count_failures
+from art_cli.runs.history import count_failures
 from art_cli.runs.manifest import Manifest, manifest_digest
 from art_cli.runs.run_dir import RunDir
 from art_cli.runs.trajectory import Trajectory, Turn

@@ -10,8 +10,7 @@ import pytest
 from rich.console import Console
 
 from art_cli.reports.pages.panel import RunPanel
-from art_cli.runs.failures import Failures
-from art_cli.runs.history import Evaluated, History, UpdateNumbers
+from art_cli.runs.history import Evaluated, Failures, History, UpdateNumbers
 from art_cli.runtime.terminal import can_draw
 from tests.support.paths import LETTERS, ROOT
 from tests.support.terminal import Terminal

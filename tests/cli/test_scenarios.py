@@ -12,7 +12,7 @@ import pytest
 
 from art_cli.cli import app as cli
 from art_cli.config.compose import load_config
-from art_cli.rollouts.splits import training_scenarios
+from art_cli.rollouts.scenario_files import training_scenarios
 from tests.rollouts.environments.test_mcp import SERVER
 from tests.support.chat_server import ChatServer, chatting
 

@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 from art_cli.config.checks import untrainable
 from art_cli.config.compose import LoadedConfig, load_config, load_judge, load_sweep
 from art_cli.config.config_identity import NOT_TRAINING, config_changes, config_hash
-from art_cli.config.knobs import all_keys, groups, variants
-from art_cli.config.overrides import MAX_SUFFIX, expand, suffixes
+from art_cli.config.overrides import MAX_SUFFIX, all_keys, expand, groups, suffixes, variants
 from art_cli.config.schema import RunConfig
 from art_cli.config.sections.base_config import Section
 from art_cli.runtime.errors import ConfigError, first_sentence

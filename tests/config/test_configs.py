@@ -10,7 +10,7 @@ import yaml
 
 from art_cli.config.compose import load_backend, load_config
 from art_cli.config.config_identity import config_changes, config_hash
-from art_cli.config.knobs import variants
+from art_cli.config.overrides import variants
 from art_cli.config.schema import RunConfig
 from art_cli.runtime.errors import ConfigError
 from tests.support.paths import ROOT

@@ -3,7 +3,7 @@
 import importlib.util
 from types import ModuleType
 
-from art_cli.config.knobs import all_keys
+from art_cli.config.overrides import all_keys
 from art_cli.config.schema import RunConfig
 from tests.support.paths import ROOT
 

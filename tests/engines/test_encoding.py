@@ -11,8 +11,8 @@ from transformers import PreTrainedTokenizerFast
 
 from art_cli.chat.requests import Request, Sampling
 from art_cli.engines.embedded import chat_prompts as messages
-from art_cli.engines.embedded import encoding
-from art_cli.engines.embedded.encoding import TextEncoder
+from art_cli.engines.embedded import reply_text
+from art_cli.engines.embedded.reply_text import TextEncoder
 from tests.support.tiny import tiny_tokenizer
 
 MARKS = ["<|im_start|>", "<|im_end|>", "<|endoftext|>", "<tool_call>"]
@@ -98,22 +98,22 @@ def test_a_text_of_many_new_parts_is_tokenized_as_a_whole() -> None:
 
 @pytest.mark.parametrize("name", ["lstrip", "word"])
 def test_a_text_is_not_cut_where_a_token_depends_on_what_stands_around_it(name: str) -> None:
-    assert encoding._marks(TOKENIZERS[name]) is None
+    assert reply_text._marks(TOKENIZERS[name]) is None
 
 
 def test_a_text_is_not_cut_by_a_tokenizer_that_treats_a_beginning_otherwise() -> None:
     tokenizer = Tokenizer(models.BPE(vocab={"▁": 0, "a": 1}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")
     tokenizer.add_special_tokens([special("<s>")])
-    assert encoding._marks(PreTrainedTokenizerFast(tokenizer_object=tokenizer)) is None
+    assert reply_text._marks(PreTrainedTokenizerFast(tokenizer_object=tokenizer)) is None
 
 
 def test_what_is_remembered_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(encoding, "MAX_KEPT", 10_000)
+    monkeypatch.setattr(reply_text, "MAX_KEPT", 10_000)
     encoder = TextEncoder(merging(*CHAT))
     for number in range(50):
         encoder.encode(f"<|im_start|>number {number}<|im_end|>", adds_special=False)
-    sizes = [encoding.PART_BYTES + len(part) + 4 * len(ids) for part, ids in encoder._known.items()]
+    sizes = [reply_text.PART_BYTES + len(part) + 4 * len(ids) for part, ids in encoder._known.items()]
     assert sum(sizes) == encoder._num_bytes <= 10_000 and len(sizes) > 10
 
 

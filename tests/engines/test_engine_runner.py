@@ -11,12 +11,10 @@ import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from art_cli.engines.embedded.attention import _attend_normed
+from art_cli.engines.embedded.attention import MAX_PAIRS, MIN_SHARED, Costs, _attend_normed, plan_chunk_runs, plan_runs
 from art_cli.engines.embedded.model_runner import ForwardRunner
-from art_cli.engines.embedded.runs import MAX_PAIRS, MIN_SHARED, Costs, plan_chunk_runs, plan_runs
 from art_cli.engines.embedded.scheduler import PromptChunk, Scheduler, TokenSequence
-from art_cli.models.decoder.forward import Decoder
-from art_cli.models.decoder.merged import BLOCK, SHARE, MergedDecoder
+from art_cli.models.decoder.forward import BLOCK, SHARE, Decoder, MergedDecoder
 from art_cli.models.loading import Weights
 from tests.support.tiny import tiny_config, tiny_weights
 
@@ -168,9 +166,9 @@ def test_weights_are_copied_if_an_eighth_of_the_memory_holds_them(
 ) -> None:
     weights = tiny_weights()
     num_bytes = sum(parameter.nbytes for parameter in weights.model.parameters())
-    monkeypatch.setattr("art_cli.models.decoder.merged.memory_size", lambda: 8 * num_bytes)
+    monkeypatch.setattr("art_cli.models.decoder.forward.memory_size", lambda: 8 * num_bytes)
     assert ForwardRunner(weights).decoder_kind is MergedDecoder
-    monkeypatch.setattr("art_cli.models.decoder.merged.memory_size", lambda: 8 * num_bytes - 8)
+    monkeypatch.setattr("art_cli.models.decoder.forward.memory_size", lambda: 8 * num_bytes - 8)
     with caplog.at_level("DEBUG"):
         assert ForwardRunner(weights).decoder_kind is Decoder
     assert (

@@ -2,7 +2,7 @@
 
 import msgspec
 
-from art_cli.formats.traces.model_calls import calls_of
+from art_cli.formats.traces.spans import calls_of
 from art_cli.runs.trajectory import Json, Turn
 from tests.support.attempts import attempt
 

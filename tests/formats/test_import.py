@@ -30,7 +30,7 @@ from art_cli.formats import openenv_traces as openenv
 from art_cli.formats.exporting import write_traces
 from art_cli.formats.importing import Imported, import_files
 from art_cli.judges.files.judged_files import TrajectoryFile
-from art_cli.learners.sft.demos import load_demos
+from art_cli.learners.sft.examples import load_demos
 from art_cli.rollouts.recorder import Recorder
 from art_cli.runs.durable import read_lines, write_lines
 from art_cli.runs.trajectory import ScoredTrajectory, Trajectory, prompt, sequence
@@ -524,7 +524,7 @@ def test_a_damaged_file_is_read_or_refused(
 
 
 def test_a_line_that_is_too_long_is_passed_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("art_cli.formats.trace_source.MAX_LINE_BYTES", 10_000)
+    monkeypatch.setattr("art_cli.formats.importing.MAX_LINE_BYTES", 10_000)
     log = write(tmp_path / "l.jsonl", GOOD, {**GOOD, "x": "y" * 100_000}, {**GOOD, "id": "last"}, b"z" * 20_000)
     done, found = imported(tmp_path, log)
     assert [t.id for t in found] == ["sum/0", "last"]
@@ -540,7 +540,7 @@ def test_a_zip_bomb_is_passed_over(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         archive.writestr("samples/a.json", json.dumps(sample))
         archive.writestr("samples/half.json", json.dumps(sample)[:50])
         archive.writestr("header.json", "{}")
-    monkeypatch.setattr("art_cli.formats.trace_source.MAX_LINE_BYTES", 2**20)
+    monkeypatch.setattr("art_cli.formats.importing.MAX_LINE_BYTES", 2**20)
     done, found = imported(tmp_path, tmp_path / "l.eval")
     assert [(t.group_id, t.reward) for t in found] == [("a", 1.0)]
     assert done.unread.counts.total() == 2 and "it unpacks to more than 1 MiB" in str(done.unread)
@@ -555,7 +555,7 @@ def test_entries_of_other_methods_and_bombs_of_zstandard_are_passed_over(
         archive.writestr("samples/a.json", "{}")
     with pytest.raises(DataError, match="packed by method 14 of zip"):
         imported(tmp_path, tmp_path / "l.eval")
-    monkeypatch.setattr("art_cli.formats.trace_source.MAX_LINE_BYTES", 8000)
+    monkeypatch.setattr("art_cli.formats.importing.MAX_LINE_BYTES", 8000)
     with pytest.raises(DataError, match="none of 4 records could be read: 4 it unpacks to more"):
         imported(tmp_path, FIXTURES / "inspect.eval")
 

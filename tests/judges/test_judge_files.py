@@ -17,7 +17,7 @@ import pytest
 from art_cli.config.schema import BlendJudgeConfig, FunctionJudgeConfig, RewardModelJudgeConfig, RulerJudgeConfig
 from art_cli.judges import make_judge
 from art_cli.judges.files.judged_files import TrajectoryFile
-from art_cli.learners.sft.demos import load_demos
+from art_cli.learners.sft.examples import load_demos
 from art_cli.rollouts.scenario_files import load_scenarios
 from art_cli.runs.durable import LineWriter, read_lines, write_lines
 from art_cli.runs.trajectory import Json, ScoredTrajectory, Trajectory
@@ -227,7 +227,7 @@ def test_a_digest_changes_with_all_that_decides_a_reward_and_with_nothing_else(t
 
 def test_a_file_that_an_older_art_wrote_with_ruler_is_gone_on_with(tmp_path: Path) -> None:
     """Its lines have the digest with each score alone; those of other judges have none, and are refused."""
-    from art_cli.judges.files.scored import scored_groups
+    from art_cli.judges.files.session import scored_groups
     from art_cli.runs.trajectory import Score, score_trajectory
 
     rows = write("t.jsonl", 0.25, 1.0)

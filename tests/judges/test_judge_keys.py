@@ -10,9 +10,8 @@ import pytest
 from art_cli.config.schema import JudgeModelConfig
 from art_cli.judges.providers import CallFailed
 from art_cli.judges.providers.http import HttpProvider
-from art_cli.runtime.dotenv import load_environment
 from art_cli.runtime.errors import UsageError
-from art_cli.runtime.secrets import Secrets
+from art_cli.runtime.secrets import Secrets, load_environment
 from tests.support.judge_server import JudgeServer
 
 NAMES = ("ART_A", "ART_B", "ART_C", "ART_D", "ART_E", "ART_F")

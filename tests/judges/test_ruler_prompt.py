@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from art_cli.config.schema import RulerJudgeConfig
 from art_cli.judges.judge_text import count_tokens
 from art_cli.judges.ruler import votes
-from art_cli.judges.ruler.attempts import Attempt, Conversation, digest, read_attempt
+from art_cli.judges.ruler.attempt_tree import Attempt, Conversation, digest, read_attempt
 from art_cli.judges.ruler.group import MARK_TOKENS, _level, read_group, shorten
 from art_cli.judges.ruler.prompt import PASSAGE_LENGTH, JudgePrompt, choose_code, choose_ids, write_prompt
 from art_cli.runs.trajectory import Json, Trajectory

@@ -16,15 +16,15 @@ from art_cli.judges.report.agreement import (
     Measure,
     Ratio,
     best_of_group,
+    flip_rates,
     kendall_tau,
     measure,
     pair_flips,
     pairwise,
     slope,
+    vote_reliability,
 )
-from art_cli.judges.report.judge_report import make_report
-from art_cli.judges.report.judge_report_text import report_lines
-from art_cli.judges.report.noise import flip_rates, vote_reliability
+from art_cli.judges.report.judge_report import make_report, report_lines
 from art_cli.reports.pages.judge_page import judge_page
 from art_cli.runs.durable import write_lines
 from art_cli.runs.trajectory import Score, ScoredTrajectory, score_trajectory

@@ -8,8 +8,7 @@ import pytest
 
 from art_cli.config.schema import SftConfig
 from art_cli.learners.samples import Sample
-from art_cli.learners.sft.best_of import best_attempts
-from art_cli.learners.sft.examples import example_samples, load_examples
+from art_cli.learners.sft.examples import best_attempts, example_samples, load_examples
 from art_cli.runs.durable import write_lines
 from art_cli.runs.trajectory import ScoredTrajectory
 from art_cli.runtime.errors import DataError, LearnerError

@@ -15,7 +15,7 @@ from art_cli.learners.algorithms.normalization import FinishedCounts, UpdateCoun
 from art_cli.learners.algorithms.off_policy import SampledTerms, build_correction
 from art_cli.learners.algorithms.presets import build_algorithm
 from art_cli.learners.algorithms.reinforce_plus_plus import ReinforcePlusPlusConfig
-from art_cli.learners.token_weights import Credit
+from art_cli.learners.samples import Credit
 from tests.support.paths import ROOT
 from tests.support.trees import scored, turn
 

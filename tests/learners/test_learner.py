@@ -12,8 +12,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from art_cli.config.schema import CispoConfig, DapoConfig, DrGrpoConfig, GrpoConfig, GspoConfig, LossConfig, RlooConfig
-from art_cli.learners.algorithms.entropy_floor import EntropyState
 from art_cli.learners.algorithms.maxrl import MaxrlConfig
+from art_cli.learners.optimizer import EntropyState
 from art_cli.learners.torch_learner import TorchLearner
 from art_cli.runs.trajectory import ScoredTrajectory, sequence
 from art_cli.runtime.errors import DriftError, LearnerError

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from art_cli.config.schema import CispoConfig, DapoConfig, DrGrpoConfig, GrpoConfig, GspoConfig, LossConfig, RlooConfig
 from art_cli.learners.algorithms.credit import overlong_penalty
-from art_cli.learners.algorithms.entropy_floor import EntropyState
 from art_cli.learners.algorithms.normalization import (
     FinishedCounts,
     UpdateCounts,
@@ -22,6 +21,7 @@ from art_cli.learners.algorithms.normalization import (
 from art_cli.learners.algorithms.objectives import Objective, PolicyTerms
 from art_cli.learners.algorithms.pack_loss import LossTerms, k3, pack_loss
 from art_cli.learners.algorithms.presets import build_algorithm
+from art_cli.learners.optimizer import EntropyState
 
 
 def evaluate(

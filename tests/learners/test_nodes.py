@@ -19,8 +19,7 @@ from safetensors.torch import load_file, save_file
 
 from art_cli.config.compose import load_config
 from art_cli.learners.processes.job import Job, make_job
-from art_cli.learners.processes.parallel import ParallelLearner, parallel_learner
-from art_cli.learners.processes.workers import Workers
+from art_cli.learners.processes.workers import ParallelLearner, Workers, parallel_learner
 from art_cli.learners.torch_learner import TorchLearner
 from art_cli.runs.durable import read_lines
 from art_cli.runs.manifest import verify_checkpoint

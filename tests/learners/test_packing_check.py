@@ -12,7 +12,7 @@ from art_cli.config.schema import GrpoConfig, TorchLearnerConfig
 from art_cli.learners.packs.pack_runner import PackRunner
 from art_cli.learners.packs.packing_check import PackingCheck, compare_batch
 from art_cli.learners.samples import bare_sample
-from art_cli.models.decoder.compare import BOUNDS, LIMIT, Gap, bound_of
+from art_cli.models.decoder.forward import BOUNDS, LIMIT, Gap, bound_of
 from tests.learners.test_pack_runner import samples, weights_of
 from tests.support.gradients import Caught, learner, reference_gradient, two_answers
 from tests.support.tiny import tiny_config, tiny_weights

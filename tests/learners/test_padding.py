@@ -3,7 +3,7 @@
 import numpy as np
 
 from art_cli.learners.packs.packing import pack_samples
-from art_cli.learners.packs.padding import padded, padded_rows, round_up
+from art_cli.learners.packs.tree_attention import padded, padded_rows, round_up
 from art_cli.learners.samples import Sample, bare_sample
 
 

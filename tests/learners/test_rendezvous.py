@@ -12,18 +12,16 @@ import pytest
 
 from art_cli.cli.preflight import Preflight
 from art_cli.config.compose import load_config
-from art_cli.learners.processes import record_bytes as exchange
+from art_cli.learners.processes import ranks as exchange
 from art_cli.learners.processes.job import Job, make_job
 from art_cli.learners.processes.nodes import node as node_module
 from art_cli.learners.processes.nodes.node import JoinedNode, join
-from art_cli.learners.processes.nodes.node_address import Address, NodePlace, interface_of, reserved_port
-from art_cli.learners.processes.nodes.node_end import NodeEnd
+from art_cli.learners.processes.nodes.node_address import Address, NodePlace, interface_of, read_secret, reserved_port
 from art_cli.learners.processes.nodes.node_identity import difference, identity_of
-from art_cli.learners.processes.nodes.node_secret import read_secret
-from art_cli.learners.processes.nodes.rendezvous import Meeting, Rendezvous
+from art_cli.learners.processes.nodes.rendezvous import Meeting, NodeEnd, Rendezvous
 from art_cli.learners.processes.remote_calls import LEARNER
+from art_cli.learners.samples import Floats
 from art_cli.learners.step_statistics import StepStatistics
-from art_cli.learners.token_weights import Floats
 from art_cli.learners.training_record import StepRecord
 from art_cli.runtime.errors import ConfigError, LearnerError, UsageError
 from art_cli.runtime.processes import authenticated as sealed
@@ -257,7 +255,7 @@ def test_a_node_without_processes_answers_no_call_of_a_learner(tmp_path: Path, b
 
 async def test_a_checkpoint_arrives_as_it_was(tmp_path: Path, base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In pieces of 5 bytes, the empty file and those of the parts too; what no learner reads stays here."""
-    monkeypatch.setattr("art_cli.learners.processes.nodes.node_end.CHUNK_BYTES", 5)
+    monkeypatch.setattr("art_cli.learners.processes.nodes.rendezvous.CHUNK_BYTES", 5)
     sent = tmp_path / "sent"
     contents = {"a.safetensors": b"0123456789abc", "rng.safetensors": b"", "critic/optimizer.json": b'{"a": 1}\n'}
     for name, data in {**contents, "tokenizer.model": b"no", "notes.txt": b"no"}.items():

@@ -11,8 +11,7 @@ from torch.nn.functional import cross_entropy
 from art_cli.config.schema import GrpoConfig, SftConfig, TorchLearnerConfig, TrainConfig
 from art_cli.learners import SftProgress
 from art_cli.learners.samples import bare_sample
-from art_cli.learners.sft.best_of import best_attempts
-from art_cli.learners.sft.demos import demo_samples, load_demos
+from art_cli.learners.sft.examples import best_attempts, demo_samples, load_demos
 from art_cli.learners.sft.sft_batches import SftBatches, even_bounds
 from art_cli.learners.torch_learner import TorchLearner
 from art_cli.models.loading import Weights

@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from art_cli.config.schema import PpoConfig
-from art_cli.learners.algorithms.user_algorithm import UserAlgorithm
-from art_cli.learners.packs import side_by_side as module
-from art_cli.learners.packs.side_by_side import side_by_side
+from art_cli.learners.algorithms.presets import UserAlgorithm
+from art_cli.learners.packs import logprob_reader as module
+from art_cli.learners.packs.logprob_reader import side_by_side
 from art_cli.runtime.plugins import resolve
 from tests.support.gradients import learner
 from tests.support.tiny import tiny_weights

@@ -27,7 +27,7 @@ from art_cli.learners.algorithms.step_credit import (
     states_of,
     step_advantages,
 )
-from art_cli.learners.token_weights import Credit, token_weights
+from art_cli.learners.samples import Credit, token_weights
 from art_cli.loop.train import train
 from art_cli.runs.run_dir import RunDir
 from art_cli.runs.trajectory import ScoredTrajectory, Turn, prompt

@@ -16,11 +16,9 @@ import torch
 
 from art_cli.config.compose import load_config
 from art_cli.config.schema import DistillConfig, LoraConfig, TeacherConfig
-from art_cli.learners.algorithms.distill_math import prefix_weights, teacher_advantages
-from art_cli.learners.algorithms.distillation import Distill
-from art_cli.learners.algorithms.sdpo import Sdpo, SdpoConfig
+from art_cli.learners.algorithms.distillation import Distill, prefix_weights, teacher_advantages
+from art_cli.learners.algorithms.sdpo import Feedback, Sdpo, SdpoConfig
 from art_cli.learners.teachers import teacher_server as server_module
-from art_cli.learners.teachers.feedback import Feedback
 from art_cli.loop.references import check_ready
 from art_cli.loop.train import train
 from art_cli.models.loading import Weights, save_merged, with_adapter
@@ -351,7 +349,7 @@ def test_the_words_stand_in_the_first_user_message_and_nothing_else_moves() -> N
     weights = tiny_weights()
     good, bad = explained(weights, "a", 1.0, "took a"), explained(weights, "zz", 0.25, "not {score}\nof them", index=1)
     feedback = Feedback(weights.tokenizer, " [{score}, {rank} of {attempts}: {explanation}]")
-    from art_cli.learners.algorithms.distill_math import sampled_tokens
+    from art_cli.learners.algorithms.distillation import sampled_tokens
 
     samples = sampled_tokens(bad)
     [told] = feedback.told(bad, samples, [good, bad]) or []

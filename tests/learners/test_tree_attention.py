@@ -8,11 +8,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from art_cli.learners.packs.packing import pack_samples
-from art_cli.learners.packs.product_attention import ProductAttention
-from art_cli.learners.packs.segment_batches import LONG, cut
-from art_cli.learners.packs.tree_attention import Tree, attend, masked_attention
+from art_cli.learners.packs.tree_attention import LONG, ProductAttention, Tree, attend, cut, masked_attention
 from art_cli.learners.samples import bare_sample
-from art_cli.models.decoder.shared_calls import CALL_COST
+from art_cli.models.decoder.maths import CALL_COST
 
 KV_HEADS, GROUPS, DIM = 2, 3, 8
 

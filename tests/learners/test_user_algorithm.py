@@ -155,7 +155,7 @@ def test_what_it_gives_is_checked_and_no_weight_is_changed(tmp_path: Path, metho
 
 READS = """
 from art_cli.learners.algorithms import Algorithm
-from art_cli.learners.algorithms.distill_math import sampled_tokens
+from art_cli.learners.algorithms.distillation import sampled_tokens
 
 
 class Mine(Algorithm):

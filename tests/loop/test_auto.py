@@ -18,7 +18,7 @@ from art_cli.cli import serve as serve_command
 from art_cli.config.compose import LoadedConfig, load_config
 from art_cli.config.schema import EmbeddedEngineConfig, TorchLearnerConfig, VllmEngineConfig
 from art_cli.engines import make_engine
-from art_cli.engines.vllm.probe import VllmFacts, find_vllm
+from art_cli.engines.vllm.arguments import VllmFacts, find_vllm
 from art_cli.learners import load_policy, make_learner
 from art_cli.loop.auto import AutoChoice, Facts, Machine, choose, describe, engine_facts, resolve_auto
 from art_cli.loop.record import claim_config

@@ -16,8 +16,8 @@ from art_cli.loop.batches import Batches
 from art_cli.loop.policy_sampler import Sampler
 from art_cli.loop.train import train
 from art_cli.models.loading import clone_trainable
-from art_cli.rollouts.progress import Progress as Counts
 from art_cli.rollouts.rollout_runner import OnFinished, RolloutPlan
+from art_cli.rollouts.rollout_runner import Progress as Counts
 from art_cli.rollouts.scenario_files import load_scenarios
 from art_cli.runs.run_dir import RunDir
 from art_cli.runs.trajectory import ScoredTrajectory, Trajectory

@@ -8,8 +8,7 @@ import statistics
 import pytest
 
 from art_cli.cli.eval_comparison import DETAILS, as_text, compare
-from art_cli.loop.evaluate import estimate, paired_difference, values_by_scenario
-from art_cli.loop.gates import Gate, parse_gate
+from art_cli.loop.evaluate import Gate, estimate, paired_difference, parse_gate, values_by_scenario
 from art_cli.runs.trajectory import Trajectory
 from art_cli.runtime.errors import UsageError
 

@@ -14,11 +14,9 @@ from hypothesis import strategies as st
 from art_cli.config.compose import load_config
 from art_cli.config.sections.rollout_config import RolloutConfig
 from art_cli.judges import make_judge
-from art_cli.loop.batches import Batch, Batches
+from art_cli.loop.batches import Batch, Batches, StepGroups
 from art_cli.loop.policy_sampler import Sampler
-from art_cli.loop.step_groups import StepGroups
-from art_cli.rollouts.progress import Progress
-from art_cli.rollouts.rollout_runner import OnFinished, RolloutPlan
+from art_cli.rollouts.rollout_runner import OnFinished, Progress, RolloutPlan
 from art_cli.runs.run_dir import RunDir
 from art_cli.runs.trajectory import Json, ScoredTrajectory, Trajectory, score_trajectory
 from tests.support.paths import LETTERS

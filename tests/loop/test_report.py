@@ -14,19 +14,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from art_cli.config.knobs import all_keys
+from art_cli.config.overrides import all_keys
 from art_cli.config.schema import RunConfig
-from art_cli.reports import diagnoses as reasons
 from art_cli.reports import findings
+from art_cli.reports import findings as reasons
 from art_cli.reports.findings import RunFinding, find, mean_interval, student
 from art_cli.reports.pages.curve import run_series
-from art_cli.reports.pages.report_text import KINDS, NAMES
-from art_cli.reports.pages.summary import evaluation_table
+from art_cli.reports.pages.report_text import KINDS, NAMES, evaluation_table
 from art_cli.reports.run_report import SERIES, read_report
-from art_cli.runs.failures import FIND_SIGNAL
-from art_cli.runs.history import Evaluated, History, UpdateNumbers, is_comparable, read_history
+from art_cli.runs.history import FIND_SIGNAL, Evaluated, History, UpdateNumbers, is_comparable, read_history
 from art_cli.runs.run_dir import Evaluation
-from art_cli.view.numbers import run_numbers
+from art_cli.view.page_answers import run_numbers
 from tests.support.runs import GAMES, write_run
 
 SLOW, FAST = 0.013, 0.05  # nats by which a step's updates change a trained token's logprob

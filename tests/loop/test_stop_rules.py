@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from art_cli.cli.app import run as art
 from art_cli.config.compose import load_config
 from art_cli.config.metric_names import ALWAYS, FAMILIES, NEEDS
-from art_cli.config.sections.stop_config import StopRule
+from art_cli.config.sections.train_config import StopRule
 from art_cli.learners import StepMetrics
 from art_cli.loop.stop_rules import StopRules
 from art_cli.loop.train import TrainResult, train

@@ -4,16 +4,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from art_cli.models.decoder import products
-from art_cli.models.decoder.maths import Projection
-from art_cli.models.decoder.products import add_product, inner_product, product
+from art_cli.models.decoder import maths
+from art_cli.models.decoder.maths import Projection, add_product, inner_product, product
 
 TOLERANCE = {"rtol": 1e-4, "atol": 1e-4}
 
 
 @pytest.fixture(params=[True, False], ids=["oneDNN", "MKL"])
 def library(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(products, "SMALLEST", 0 if request.param else 1 << 60)
+    monkeypatch.setattr(maths, "SMALLEST", 0 if request.param else 1 << 60)
 
 
 @pytest.mark.parametrize("is_view", [False, True])

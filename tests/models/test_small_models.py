@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from art_cli.engines.embedded.call_syntax import find_syntax
 from art_cli.engines.embedded.chat_prompts import MessageParser
-from art_cli.models.small_models import TOOLS_TEMPLATE, make_tokenizer
+from art_cli.models.builtin_models import TOOLS_TEMPLATE, make_tokenizer
 
 
 def tool(name: str, **types: str) -> dict[str, Any]:

@@ -13,11 +13,10 @@ import pytest
 from art_cli.chat.requests import Sampling
 from art_cli.config.compose import load_config
 from art_cli.config.schema import RolloutConfig
-from art_cli.rollouts.attempt_end import read_report
-from art_cli.rollouts.cluster import packaging as travel
+from art_cli.rollouts.attempt_errors import read_report
+from art_cli.rollouts.cluster import ray_driver as travel
 from art_cli.rollouts.cluster.cluster_rollout import ClusterRollout
-from art_cli.rollouts.cluster.packaging import copy_package, copy_project
-from art_cli.rollouts.cluster.ray_driver import _explain, _setup_error
+from art_cli.rollouts.cluster.ray_driver import _explain, _setup_error, copy_package, copy_project
 from art_cli.rollouts.cluster.ray_node import MAX_OUTPUT, NodeActor, Printed
 from art_cli.rollouts.rollout_gateway import Gateway
 from art_cli.runs.outcome import Outcome

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from art_cli.rollouts.per_attempt_key import SHARED_KEY, reading_own
+from art_cli.rollouts.function_rollout import SHARED_KEY, reading_own
 from art_cli.rollouts.rollout_gateway import OWN_CLIENT
 from tests.support.stage import Stage
 

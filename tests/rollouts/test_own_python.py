@@ -11,8 +11,7 @@ import pytest
 
 from art_cli.cli import app as cli
 from art_cli.rollouts import bootstrap as start
-from art_cli.rollouts.attempt_end import read_report, report
-from art_cli.rollouts.attempt_errors import AttemptError, from_exception, is_transport_error
+from art_cli.rollouts.attempt_errors import AttemptError, from_exception, is_transport_error, read_report, report
 from art_cli.runs.outcome import Outcome
 from art_cli.runtime.errors import ArtError, RolloutError, UsageError
 from art_cli.runtime.processes.plain_json import MAX_DEPTH, dump, load

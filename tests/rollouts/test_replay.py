@@ -5,7 +5,7 @@ from collections import Counter
 from hypothesis import given
 from hypothesis import strategies as st
 
-from art_cli.rollouts.replay_buffer import Replay, choose_replays
+from art_cli.rollouts.adaptive import Replay, choose_replays
 from art_cli.runs.trajectory import GroupRewards
 
 

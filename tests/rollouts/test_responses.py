@@ -17,8 +17,8 @@ import pytest
 from art_cli.chat.chat_errors import ChatError
 from art_cli.chat.replies import Choice, Chunk, Reply
 from art_cli.chat.requests import Request, Sampling
-from art_cli.chat.wires import responses_memory
-from art_cli.chat.wires.responses_memory import Memory
+from art_cli.chat.wires import openai_responses
+from art_cli.chat.wires.openai_responses import Memory
 from art_cli.rollouts.recorder import Recorder
 from art_cli.rollouts.rollout_gateway import Gateway
 from art_cli.runs.trajectory import Turn, prompt, sequence
@@ -387,8 +387,8 @@ async def test_what_is_kept_for_a_rollout_ends_with_it() -> None:
 
 
 def test_only_so_much_is_kept_and_the_oldest_goes_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(responses_memory, "MAX_REPLIES", 3)
-    monkeypatch.setattr(responses_memory, "MAX_BYTES", 10_000)
+    monkeypatch.setattr(openai_responses, "MAX_REPLIES", 3)
+    monkeypatch.setattr(openai_responses, "MAX_BYTES", 10_000)
     memory = Memory()
 
     def keep(id: str, text: str) -> None:

@@ -14,8 +14,7 @@ import pytest
 
 from art_cli.chat.chat_errors import ChatError
 from art_cli.chat.requests import Request, Sampling
-from art_cli.rollouts.recorder import Recorder
-from art_cli.rollouts.retries import Retries
+from art_cli.rollouts.recorder import Recorder, Retries
 from art_cli.rollouts.rollout_gateway import Gateway
 from art_cli.runs.trajectory import Trajectory
 from tests.support.lossy import Swallowing

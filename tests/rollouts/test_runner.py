@@ -16,10 +16,9 @@ import pytest
 from art_cli.chat.chat_errors import ChatError
 from art_cli.chat.requests import Request
 from art_cli.rollouts import function_rollout as function
-from art_cli.rollouts import progress
+from art_cli.rollouts import rollout_runner
 from art_cli.rollouts.command_rollout import is_passed
-from art_cli.rollouts.progress import Progress
-from art_cli.rollouts.rollout_runner import RolloutPlan
+from art_cli.rollouts.rollout_runner import Progress, RolloutPlan
 from art_cli.runs.trajectory import Trajectory, prompt
 from art_cli.runtime.errors import RolloutError, UsageError
 from tests.support.node import clients
@@ -454,14 +453,14 @@ async def test_a_trajectory_is_handed_over_before_it_is_counted(stage: Stage) ->
             await asyncio.sleep(0)
             seen.append((trajectory.index, shown[0].done if shown else 0))
 
-        original = progress.Progress.count
+        original = rollout_runner.Progress.count
 
         def count(self: Progress, trajectory: Trajectory) -> None:
             shown[:] = [self]
             original(self, trajectory)
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(progress.Progress, "count", count)
+            patch.setattr(rollout_runner.Progress, "count", count)
             counts = await runner.run(stage.plans(3), keep)
     assert seen == [(0, 0), (1, 1), (2, 2)]
     assert (counts.done, counts.failed, counts.mean_reward) == (3, 0, 1.0)
@@ -721,8 +720,8 @@ async def test_without_a_terminal_progress_is_a_line_now_and_then(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     caplog.set_level(logging.INFO)
-    monkeypatch.setattr(progress, "LINE_S", 0.01)
-    async with progress.shown(Progress("step 3", 8)):
+    monkeypatch.setattr(rollout_runner, "LINE_S", 0.01)
+    async with rollout_runner.shown(Progress("step 3", 8)):
         while not caplog.messages:
             await asyncio.sleep(0.01)
     assert caplog.messages[0].startswith("step 3: 0/8 rollouts")
@@ -739,7 +738,7 @@ async def test_on_a_terminal_progress_is_a_bar_with_the_reward(monkeypatch: pyte
     monkeypatch.setenv("COLUMNS", "120")
     counts = Progress("step 3", 8)
     counts.count(trajectory(0, 0.25))
-    async with progress.shown(counts):
+    async with rollout_runner.shown(counts):
         while "reward 0.250" not in screen.getvalue():
             await asyncio.sleep(0.01)
     assert "step 3" in screen.getvalue()

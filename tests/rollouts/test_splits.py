@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from art_cli.config.compose import load_config
 from art_cli.config.schema import RunConfig
-from art_cli.rollouts.scenario_files import Json
-from art_cli.rollouts.splits import (
+from art_cli.rollouts.scenario_files import (
+    Json,
     evaluation_scenarios,
     find_overlap,
     is_held_out,

@@ -21,10 +21,9 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from art_cli.config.compose import load_config
-from art_cli.config.sections.scenarios_config import ScenariosConfig
+from art_cli.config.sections.rollout_config import ScenariosConfig
 from art_cli.loop.references import check_ready
-from art_cli.rollouts.scenario_files import load_scenarios
-from art_cli.rollouts.splits import is_held_out
+from art_cli.rollouts.scenario_files import is_held_out, load_scenarios
 from art_cli.runtime.errors import ConfigError, DataError
 
 Json = dict[str, Any]

@@ -32,9 +32,9 @@ from art_cli.runs import run_checkpoints as checkpoints
 from art_cli.runs.manifest import hash_files, verify_checkpoint
 from art_cli.runs.run_dir import RunDir
 from art_cli.runtime.errors import ArtError, CheckpointError, RunError
-from art_cli.serving.loader import engine_config
 from art_cli.serving.merged_export import saved_prompts
 from art_cli.serving.served_model import base_config, find_source
+from art_cli.serving.served_policies import engine_config
 from art_cli.view import index
 from art_cli.view.drawing import drawing_page
 from art_cli.view.page_answers import Answers

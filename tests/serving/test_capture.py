@@ -22,8 +22,7 @@ from art_cli.runs.trajectory import Trajectory, sequence
 from art_cli.runtime.errors import ConfigError, RunError
 from art_cli.runtime.secrets import Secrets
 from art_cli.serving.gateway import conversations, journal
-from art_cli.serving.gateway.clients import Clients
-from art_cli.serving.gateway.gateway_service import GatewayService
+from art_cli.serving.gateway.gateway_service import Clients, GatewayService
 from art_cli.serving.gateway.journal import Journal
 from art_cli.serving.gateway.redaction import Redactor
 from benchmarks.gateway_days import Plan, examine, play

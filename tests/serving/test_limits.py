@@ -18,12 +18,10 @@ from art_cli.config.schema import EmbeddedEngineConfig
 from art_cli.engines.embedded import embedded_engine as engine
 from art_cli.engines.embedded import formats, grammars
 from art_cli.runs.run_dir import RunDir
-from art_cli.serving.admission import Admission
-from art_cli.serving.loader import Loader
-from art_cli.serving.meter import Meter
+from art_cli.serving.middleware import Admission, Meter
 from art_cli.serving.request_dispatch import Dispatch
 from art_cli.serving.served_model import find_source
-from art_cli.serving.served_policies import Policies, ServedPolicy
+from art_cli.serving.served_policies import Loader, Policies, ServedPolicy
 from tests.support.hostile import NUM_MUTATIONS, MemoryBound
 from tests.support.served import ScriptedLoader
 from tests.support.serving import (

@@ -16,13 +16,11 @@ from art_cli.models.loading import save_weights
 from art_cli.runs.manifest import Manifest, new_checkpoint
 from art_cli.runs.run_dir import RunDir
 from art_cli.runtime.errors import ArtError, CheckpointError, UsageError
-from art_cli.serving import follow
-from art_cli.serving.admission import Admission
-from art_cli.serving.loader import Loader, engine_config, read_knobs
-from art_cli.serving.meter import Meter
+from art_cli.serving import served_policies
+from art_cli.serving.middleware import Admission, Meter
 from art_cli.serving.request_dispatch import Dispatch
 from art_cli.serving.served_model import find_source
-from art_cli.serving.served_policies import Policies, ServedPolicy
+from art_cli.serving.served_policies import Loader, Policies, ServedPolicy, engine_config, read_knobs
 from tests.support.served import ScriptedLoader, add_checkpoint, make_run, scripted_source
 from tests.support.serving import (
     TOOLS,
@@ -163,7 +161,7 @@ async def test_following_changes_to_each_new_checkpoint_and_drops_nothing(
 
     The stream of 200 tokens begins at step 1 and ends as step 1, token for token, after step 2 has answered others.
     """
-    monkeypatch.setattr(follow, "POLL_S", 0.05)
+    monkeypatch.setattr(served_policies, "POLL_S", 0.05)
     run = make_run(tmp_path / "mine", (1,))
     said: list[tuple[str, int]] = []
     knobs: dict[str, Any] = {"model": "mine", "messages": [USER], "temperature": 0}
@@ -229,7 +227,7 @@ async def test_a_checkpoint_that_cannot_be_loaded_changes_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Step 2 has a flipped byte, step 3 is of another shape; step 4 is good."""
-    monkeypatch.setattr(follow, "POLL_S", 0.02)
+    monkeypatch.setattr(served_policies, "POLL_S", 0.02)
     run = make_run(tmp_path / "mine", (1,))
     async with (
         serving(find_source(str(run.root), which="newest"), follows="newest") as (service, root),
@@ -257,7 +255,7 @@ async def test_a_checkpoint_that_cannot_be_loaded_changes_nothing(
 async def test_following_the_best_waits_for_a_better_evaluation(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(follow, "POLL_S", 0.02)
+    monkeypatch.setattr(served_policies, "POLL_S", 0.02)
     run = make_run(tmp_path / "mine", (1,), rewards={1: 0.5})
     source = find_source(str(run.root), which="best")
     async with serving(source, loader=ScriptedLoader(), follows="best") as (service, _):

@@ -24,9 +24,9 @@ from art_cli.chat.requests import Sampling
 from art_cli.config.schema import VllmEngineConfig
 from art_cli.engines.proof import make_probe
 from art_cli.runs.run_dir import RunDir
-from art_cli.serving.loader import Loader
 from art_cli.serving.merged_export import export
 from art_cli.serving.served_model import Source, find_source
+from art_cli.serving.served_policies import Loader
 from tests.support.node import clients as install_node_client
 from tests.support.real_vllm import MARKS, OPTIONS, PYTHON, QUICK
 from tests.support.serving import number

@@ -22,7 +22,7 @@ from art_cli.chat.chat_errors import ChatError
 from art_cli.chat.requests import Request, Sampling
 from art_cli.engines.embedded import chat_prompts as messages
 from art_cli.engines.embedded.reply_text import Vocabulary
-from art_cli.models import small_models
+from art_cli.models import builtin_models
 from art_cli.models.builtin_models import chat_template
 from benchmarks.real_model import smollm2_tokenizer
 from tests.support.paths import TESTS
@@ -116,8 +116,8 @@ ADD = {"type": "object", "properties": {"first": {"type": "string"}, "n": {"type
 ADD_TOOL = {"type": "function", "function": {"name": "add", "parameters": ADD}}
 MAKERS: dict[str, Callable[[], Any]] = {
     "bytes": tiny_tokenizer,
-    "recipe": lambda: small_models.make_tokenizer([WORDS], tools=[ADD_TOOL], splits_spaces=True),
-    "builtin:tiny": lambda: small_models.make_tokenizer([WORDS], template=chat_template(), most_tokens=1500),
+    "recipe": lambda: builtin_models.make_tokenizer([WORDS], tools=[ADD_TOOL], splits_spaces=True),
+    "builtin:tiny": lambda: builtin_models.make_tokenizer([WORDS], template=chat_template(), most_tokens=1500),
     "SmolLM2": _smollm2,
     "SmolLM2, tools": _smollm2_tools,
     "Qwen3": lambda: bytewise(trl_template("qwen3"), CHATML, TAGS, normalizer=normalizers.NFC()),

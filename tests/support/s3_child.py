@@ -19,8 +19,7 @@ import s3fs
 from art_cli.runs.run_dir import RunDir
 from art_cli.runs.storage import object_store as store_module
 from art_cli.runs.storage.fetch import fetch, restore
-from art_cli.runs.storage.lease import take
-from art_cli.runs.storage.object_store import ObjectStore
+from art_cli.runs.storage.object_store import ObjectStore, take
 from art_cli.runs.storage.uploads import Uploads, steps_of
 from art_cli.runtime.errors import ArtError, RunError
 from tests.support.kept_runs import add_step, content, made

@@ -24,10 +24,9 @@ from art_cli.chat.requests import Request
 from art_cli.config.schema import EmbeddedEngineConfig
 from art_cli.runs.run_checkpoints import Which
 from art_cli.runs.run_dir import RunDir
-from art_cli.serving.loader import Loader
 from art_cli.serving.serve_service import Limits, Service
 from art_cli.serving.served_model import Source
-from art_cli.serving.served_policies import Policies, ServedPolicy
+from art_cli.serving.served_policies import Loader, Policies, ServedPolicy
 from tests.support.served import ScriptedEngine, scripted_source
 
 USER = {"role": "user", "content": "hi"}

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from art_cli.learners.algorithms import Algorithm
-from art_cli.learners.token_weights import Credit
+from art_cli.learners.samples import Credit
 from art_cli.runs.trajectory import ScoredTrajectory, Turn
 
 

@@ -10,9 +10,8 @@ from peft import LoraConfig, get_peft_model
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
-from art_cli.models.builtin_models import chat_template
+from art_cli.models.builtin_models import MARKERS, SPECIAL, chat_template
 from art_cli.models.loading import Weights
-from art_cli.models.small_models import MARKERS, SPECIAL
 
 CHAT_TEMPLATE = chat_template()
 

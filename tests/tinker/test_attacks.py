@@ -18,7 +18,7 @@ from safetensors.torch import load
 
 from art_cli.chat.chat_errors import ChatError
 from art_cli.runs.manifest import Manifest
-from art_cli.tinker.server import BackendLimits, downloads, futures, hosts, samplers
+from art_cli.tinker.server import BackendLimits, checkpoint_store, futures, hosts, samplers
 from art_cli.tinker.server import checkpoint_store as store
 from art_cli.tinker.server.base_model import Base
 from art_cli.tinker.server.futures import Future, FutureAnswer, Futures
@@ -239,8 +239,8 @@ def test_checkpoints_are_hashed_when_they_are_opened_and_never_on_the_event_loop
 def test_a_download_makes_no_copy_and_is_a_whole_archive(client: Client, root: Path, tmp_path: Path) -> None:
     uri = client.call("save_weights", model_id=client.new_model(), seq_id=1, path="x")["path"]
     directory = root / uri.removeprefix("tinker://")
-    made = b"".join(downloads.tar_pieces(directory))
-    assert len(made) == downloads.tar_length(directory)
+    made = b"".join(checkpoint_store.tar_pieces(directory))
+    assert len(made) == checkpoint_store.tar_length(directory)
     with tarfile.open(fileobj=io.BytesIO(made)) as archive:
         archive.extractall(tmp_path, filter="data")
     files = {path.name: path.read_bytes() for path in directory.iterdir()}

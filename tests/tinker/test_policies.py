@@ -7,7 +7,7 @@ from typing import Any
 from art_cli.chat.replies import Reply
 from art_cli.chat.requests import Request
 from art_cli.tinker.server.hosts import OpenPolicy, SampledPolicy
-from art_cli.tinker.server.open_policies import OpenPolicies
+from art_cli.tinker.server.samplers import OpenPolicies
 
 
 class Opened:

@@ -17,7 +17,7 @@ from art_cli.config.schema import TorchLearnerConfig
 from art_cli.learners.datums import Datum
 from art_cli.learners.optimizer import Adam
 from art_cli.learners.processes.adapter_pool import Adapters
-from art_cli.learners.token_weights import Floats
+from art_cli.learners.samples import Floats
 from art_cli.runtime.errors import LearnerError
 from art_cli.tinker.server.base_model import Base, ClientLearner, Parts
 from tests.support import forked

@@ -23,9 +23,8 @@ from art_cli.tinker.server import checkpoint_store as store
 from art_cli.tinker.server.base_model import Base
 from art_cli.tinker.server.passes import _Request
 from art_cli.tinker.server.ranges import RANGES
-from art_cli.tinker.server.request_fields import PROTO
-from art_cli.tinker.server.sample_requests import SampleRequest
-from art_cli.tinker.server.wire import CreateModel, Load, NewSampler, OptimStep, Page, Save, Search, Ttl
+from art_cli.tinker.server.samplers import SampleRequest
+from art_cli.tinker.server.wire import PROTO, CreateModel, Load, NewSampler, OptimStep, Page, Save, Search, Ttl
 from tests.support.backend_server import Client, Json, datum, passing, serving, tiny_base
 
 JSON = {"content-type": "application/json"}

@@ -11,7 +11,7 @@ import pytest
 from starlette.routing import Route
 
 from art_cli.chat.api_keys import Keys
-from art_cli.tinker.server.tinker_app import REFUSED, build_app
+from art_cli.tinker.server.tinker_service import REFUSED, build_app
 from tests.support.backend_server import Client, datum, passing, serving, tiny_base
 
 KEY = "tml-right"

@@ -9,9 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from art_cli.runs.trajectory import Json
-from art_cli.view.group_rows import Query, find_groups, histogram
+from art_cli.view.group_rows import Query, build_tree, find_groups, histogram
 from art_cli.view.index import Index, IndexedStep
-from art_cli.view.message_tree import build_tree
 from tests.support.attempts import attempt, scored
 
 REWARDS = st.lists(st.floats(allow_nan=False, allow_infinity=False) | st.sampled_from([0.0, 0.5, 1.0]), max_size=60)

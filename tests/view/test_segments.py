@@ -9,8 +9,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from art_cli.runs.run_dir import RunDir
 from art_cli.runs.trajectory import Json, Trajectory, Turn, prompt, sequence
-from art_cli.view.segments import first_tokens, show_turns
-from art_cli.view.tokens import TokenTexts, find_tokenizer
+from art_cli.view.segments import TokenTexts, find_tokenizer, first_tokens, show_turns
 
 END, START = "<|end|>", "<|start|>"
 

@@ -19,10 +19,9 @@ from art_cli.judges.report.judge_report import make_report
 from art_cli.reports.run_report import read_report
 from art_cli.runs.run_dir import RunDir
 from art_cli.view.chat import ChatRelay
-from art_cli.view.guard import Guard, is_own_name
 from art_cli.view.page_answers import Answers
 from art_cli.view.sources import Sources
-from art_cli.view.view_app import NUM_THREADS, build_app
+from art_cli.view.view_app import NUM_THREADS, Guard, build_app, is_own_name
 from tests.support.attempts import scored, write_attempts
 from tests.support.chat_server import ChatServer, chatting
 from tests.support.hostile import NUM_MUTATIONS, Heartbeat, mutations

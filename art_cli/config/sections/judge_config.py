@@ -1,4 +1,7 @@
-"""The `judge` section: the source of rewards, one class for each judge."""
+"""The `judge` section: the source of rewards, one class for each judge.
+
+The `shadow` section: judges whose scores are recorded beside the trained reward and never trained on.
+"""
 
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
@@ -248,3 +251,19 @@ class BlendJudgeConfig(ScoringJudgeConfig):
 
 
 JudgeConfig = Annotated[_OneJudgeConfig | BlendJudgeConfig | NoJudgeConfig, Field(discriminator="name")]
+
+
+ShadowName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]+$", max_length=40)]
+
+
+class ShadowConfig(Section):
+    """One shadow judge."""
+
+    judge: NamedJudgeConfig
+    """The judge, written like a `judge` section: {entry: "judge.py:short"}, {name: ruler, model: openai/o3}, or
+    {name: rollout} for the reward that the rollout returned."""
+    share: Annotated[Float, Field(gt=0, le=1)] = 1.0
+    """The share of groups that it scores, selected by a hash of the group's id."""
+    timeout_s: Seconds = 60.0
+    """The longest time in seconds that a group waits for it. A judge that fails or takes longer three times in a row is
+    not asked again until the next start."""

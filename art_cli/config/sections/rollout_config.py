@@ -1,10 +1,25 @@
-"""The `rollout` section: the agent, its scenarios, sampling and limits."""
+"""The `rollout` section: the agent, its scenarios, sampling and limits.
+
+The section `scenarios` of `rollout` and `eval`: the source of scenarios.
+
+The section `rollout.cluster`: a cluster of machines on which rollouts are played.
+"""
 
 import math
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, JsonValue, field_validator, model_validator
+from pydantic import (
+    AfterValidator,
+    BeforeValidator,
+    Field,
+    JsonValue,
+    SerializerFunctionWrapHandler,
+    field_validator,
+    model_serializer,
+    model_validator,
+)
 
 from art_cli.config.sections.base_config import (
     MAX_COUNT,
@@ -13,12 +28,174 @@ from art_cli.config.sections.base_config import (
     Float,
     Int,
     NonNegative,
+    PositiveFloat,
     PositiveInt,
     Seconds,
     Section,
 )
-from art_cli.config.sections.cluster_config import RayClusterConfig, VariableNames
-from art_cli.config.sections.scenarios_config import Scenarios
+
+MAX_RESOURCE = 1e6  # largest amount of one resource for one process
+# What of Ray's runtime_env is set here, and where the user sets it instead.
+OWN_RUNTIME_ENV = {
+    "working_dir": "the config's directory is sent; rollout.cluster.exclude leaves files out",
+    "excludes": "set rollout.cluster.exclude",
+    "py_modules": "put modules into the config's directory, or name packages in pip",
+    "env_vars": "it is shown on the cluster's pages; name the variables in rollout.cluster.env",
+}
+OWN_RESOURCES = ("CPU", "GPU", "memory", "object_store_memory")
+
+
+def _are_names(names: list[str]) -> list[str]:
+    for name in names:
+        if not (name.isidentifier() and name.isascii()):
+            raise ValueError(f"{name!r} is no name of a variable; the value is taken from this machine's environment")
+    return names
+
+
+VariableNames = Annotated[list[str], AfterValidator(_are_names)]
+
+
+class RayClusterConfig(Section):
+    """An existing Ray cluster, one of whose nodes is this machine."""
+
+    name: Literal["ray"] = "ray"
+    """The kind of cluster."""
+    address: str = "auto"
+    """The cluster's address, HOST:PORT. auto takes RAY_ADDRESS, or else the cluster whose node this machine is."""
+    cpus: Annotated[PositiveFloat, Field(le=MAX_RESOURCE)] = 1.0
+    """The number of processors that each process of rollouts reserves on its node."""
+    resources: dict[str, Annotated[PositiveFloat, Field(le=MAX_RESOURCE)]] = {}
+    """Custom resources of Ray that each process reserves besides, such as {sandbox: 1}; it then runs on nodes that have
+    them."""
+    runtime_env: dict[str, JsonValue] = {}
+    """Further keys of Ray's runtime_env that the function needs on the nodes, such as {pip: [httpx, numpy]}."""
+    env: VariableNames = []
+    """Names of environment variables of this machine that are set on the nodes too. No others are."""
+    exclude: list[str] = []
+    """Patterns of files and directories that are not sent to the nodes, such as ["data", "*.csv"]."""
+    max_file_mb: PositiveFloat = 20.0
+    """A file of the config's directory above this size in MB is not sent to the nodes."""
+    gateway_url: str | None = None
+    """The address at which nodes reach the gateway, such as http://10.0.0.5:8000, if it is not the one that the gateway
+    listens on (a mapped port). null: this machine's address in the cluster."""
+    wait_s: Seconds = 600.0
+    """The longest wait in seconds for free resources of the cluster. After it the run stops, and can be resumed."""
+    python: Path | None = None
+    """A Python on this machine that has Ray in the cluster's versions, or the directory of its environment. null: the
+    Python that art runs in."""
+
+    @field_validator("address")
+    @classmethod
+    def _is_existing(cls, address: str) -> str:
+        if address.startswith("ray://"):
+            raise ValueError(
+                "this machine must be a node of the cluster, because the nodes call its gateway: "
+                "`ray start --address=HOST:6379 --num-cpus=0` here, then address: auto"
+            )
+        host, _, port = address.rpartition(":")
+        if address != "auto" and not (host and port.isdecimal() and 0 < int(port) <= 65535):
+            raise ValueError(f"{address!r}: expected HOST:PORT, or auto")
+        return address
+
+    @field_validator("runtime_env")
+    @classmethod
+    def _leaves_ours(cls, given: dict[str, JsonValue]) -> dict[str, JsonValue]:
+        for name in OWN_RUNTIME_ENV.keys() & given.keys():
+            raise ValueError(f"{name}: {OWN_RUNTIME_ENV[name]}")
+        return given
+
+    @field_validator("resources")
+    @classmethod
+    def _are_custom(cls, given: dict[str, float]) -> dict[str, float]:
+        for name in given.keys() & set(OWN_RESOURCES):
+            raise ValueError(f"{name} is no custom resource; rollout.cluster.cpus reserves processors")
+        return given
+
+    @field_validator("gateway_url")
+    @classmethod
+    def _is_url(cls, url: str | None) -> str | None:
+        if url is not None and not url.startswith(("http://", "https://")):
+            raise ValueError(f"{url!r}: expected http://HOST:PORT")
+        return None if url is None else url.rstrip("/").removesuffix("/v1")
+
+    @field_validator("exclude")
+    @classmethod
+    def _are_not_empty(cls, patterns: list[str]) -> list[str]:
+        if not all(pattern.strip("/") for pattern in patterns):
+            raise ValueError("an empty pattern; leave it out")
+        return patterns
+
+
+def cluster_conflicts(*, processes: int | None, python: Path | None, entry: str | None) -> Iterator[tuple[str, str]]:
+    """(key, message) for each setting of a rollout that contradicts its cluster. `processes` is None if not set."""
+    if processes == 0:
+        yield "processes", "with rollout.cluster the function runs on other machines; leave one of them out"
+    if python is not None:
+        yield (
+            "python",
+            "names a Python of this machine, and with rollout.cluster Ray's Python on each node runs the function; "
+            "name its packages in rollout.cluster.runtime_env: {pip: [...]}",
+        )
+    file = (entry or "").rpartition(":")[0]
+    if file.endswith(".py") and (Path(file).is_absolute() or ".." in Path(file).parts):
+        yield "entry", f"{file} is not in the config's directory, which alone is sent to the nodes of rollout.cluster"
+
+
+SAVED = ("state.json", "dataset_dict.json")  # one of them is in each directory that a dataset was saved to
+
+
+class ScenariosConfig(Section):
+    """The source of scenarios and the columns of a table that make them up (docs/scenarios.md). A source alone
+    stands for {source: ...}."""
+
+    source: str
+    """A file (JSON lines, CSV, Parquet, SQLite, DuckDB), a directory written by `save_to_disk` of the library
+    datasets, a dataset of the Hugging Face hub, or "file.py:function" that returns an iterable of objects with an
+    `id`."""
+    columns: dict[str, str] = {}
+    """The keys of a scenario, each with its column: {id: number, question: text}. Without an `id`, the id is a hash
+    of the scenario. {}: all columns by their names."""
+    query: str | None = None
+    """A SELECT on a SQLite or DuckDB file, which is opened read-only. Its columns are those of the table."""
+    timeout_s: Seconds = 60.0
+    """The longest time for the query."""
+    split: str | None = None
+    """The split of a dataset, such as "train" or "train[:500]". A source that is neither a file nor a directory is then
+    one of the hub."""
+    subset: str | None = None
+    """The subset (configuration) of a dataset of the hub."""
+    revision: str | None = None
+    """The branch, tag or commit of a dataset of the hub. A commit never changes."""
+
+    @model_validator(mode="after")
+    def _one_kind_of_source(self) -> Self:
+        if self.query is not None and self.split is not None:
+            raise ValueError("'query' is for a database, 'split' for a dataset; leave one of them out")
+        if self.split is None and (self.subset or self.revision):
+            raise ValueError("'subset' and 'revision' are for a dataset of the hub, which needs 'split' too")
+        if self.query is None and "timeout_s" in self.model_fields_set:
+            raise ValueError("'timeout_s' is the time for a 'query'; leave it out")
+        return self
+
+    @model_serializer(mode="wrap")
+    def _as_written(self, dump: SerializerFunctionWrapHandler) -> Any:
+        """Dumps a source alone as it was written, so that the records of older runs stay the same."""
+        return self.source if self == ScenariosConfig(source=self.source) else dump(self)
+
+
+def _by_source(value: Any) -> Any:
+    """Returns the section for a source that stands alone."""
+    is_alone = isinstance(value, str | int | float) and not isinstance(value, bool)
+    return {"source": value} if is_alone else value
+
+
+Scenarios = Annotated[ScenariosConfig, BeforeValidator(_by_source)]
+
+
+def is_dataset(path: Path) -> bool:
+    """Whether it is a directory that `save_to_disk` of the library datasets wrote."""
+    return any((path / name).is_file() for name in SAVED)
+
 
 MAX_REFILL = 100.0  # further groups per group of the plan
 

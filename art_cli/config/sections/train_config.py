@@ -1,21 +1,197 @@
-"""The `train`, `sft` and `eval` sections: training, the warm-up before it, and evaluation."""
+"""The `train`, `sft` and `eval` sections: training, the warm-up before it, and evaluation.
+
+The `stop` section: rules that pause a run, or warn, by any metric, by its hours, or by its cost.
+
+The `learner` section: the trainer of the policy, one class for each learner.
+"""
 
 from collections.abc import Iterator
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from art_cli.config.sections.base_config import (
+    MAX_PROCESSES,
     Count,
+    Device,
     Float,
     NonNegative,
     PositiveFloat,
     PositiveInt,
+    Seconds,
     Section,
     Seed,
     UnitInterval,
+    WeightsAt,
 )
-from art_cli.config.sections.scenarios_config import Scenarios
+from art_cli.config.sections.rollout_config import Scenarios
+
+MAX_NODES = 256
+
+
+class BaseLearnerConfig(Section):
+    imports_first: ClassVar[bool] = False  # True: it patches torch and transformers when it is imported
+    device: Device = "auto"
+    """The torch device. auto: the GPU if there is one."""
+    micro_batch_tokens: PositiveInt | None = None
+    """The number of tokens in one forward pass. More tokens take more memory; the gradient is the same. null: 8192 on a
+    GPU, and 1024 on a CPU, where more is slower (but as many as a tree needs)."""
+    gradient_checkpointing: bool | PositiveInt = False
+    """true: activations are recomputed in the backward pass, which takes far less memory and a third more time. A
+    number: only in forward passes of at least that many tokens. The gradient is the same."""
+    offload_optimizer: bool = False
+    """true: AdamW's state is in the host's memory, and updates are computed on the CPU. This saves 8 bytes of GPU
+    memory per trained weight. The update is the same."""
+    packing: Literal["auto", "tree", "rows"] = "auto"
+    """tree: tokens that samples share are computed once. rows: one row per sample. auto: tree if it saves some
+    percent of the tokens, which is nearly always the case. The gradient is the same."""
+    processes: Annotated[PositiveInt, Field(le=MAX_PROCESSES)] = 1
+    """The number of processes that share the packs of an update and shard the model (FSDP2), each on another GPU, or
+    all on the CPU. The gradient is the same. With more than one, the engine has a separate copy of the weights."""
+    nodes: Annotated[PositiveInt, Field(le=MAX_NODES)] = 1
+    """The number of machines that share the packs of an update, each with `processes` processes. This machine is the
+    first; each other one runs `art join CONFIG`. The gradient is the same."""
+    rendezvous: str | None = None
+    """HOST:PORT at which the nodes meet: an address of the machine that runs `art train`, and a free port there.
+    Used with `nodes` above 1."""
+    shard: Literal["node", "all"] = "node"
+    """The processes over which the model is sharded. node: each node holds the whole model, and only gradients go
+    between nodes. all: one copy over all processes of all nodes, for a model that one node cannot hold; every
+    layer's weights then go over the network in each pass."""
+    join_timeout_s: Seconds = 600.0
+    """The longest wait for the other nodes."""
+
+    @property
+    def num_ranks(self) -> int:
+        """The number of processes on all machines together."""
+        return self.nodes * self.processes
+
+    @property
+    def weights(self) -> WeightsAt:
+        """The place of the weights that it trains."""
+        return "here" if self.num_ranks == 1 else "process"
+
+    @field_validator("rendezvous")
+    @classmethod
+    def _is_address(cls, address: str | None) -> str | None:
+        if address is not None:
+            host, _, port = address.rpartition(":")
+            if not host or not port.isdecimal() or not 0 < int(port) <= 65535:
+                raise ValueError("HOST:PORT, such as 10.0.0.4:29500")
+        return address
+
+
+class AutoLearnerConfig(BaseLearnerConfig):
+    """Unsloth if Unsloth and a GPU are there, else torch. It has the keys that all learners share."""
+
+    name: Literal["auto"] = "auto"
+
+
+class TorchLearnerConfig(BaseLearnerConfig):
+    """torch and PEFT, on a CPU or one GPU."""
+
+    name: Literal["torch"] = "torch"
+
+
+class UnslothLearnerConfig(BaseLearnerConfig):
+    """The torch learner with a policy that Unsloth loads: LoRA adapters on a base in 16 or 4 bits."""
+
+    imports_first = True
+
+    name: Literal["unsloth"]
+
+
+class TinkerLearnerConfig(Section):
+    """The server of `engine: tinker`, which holds the weights and trains them."""
+
+    device: ClassVar[str] = "auto"  # where a policy is loaded all the same, as `art export` does
+    processes: ClassVar[int] = 1
+    nodes: ClassVar[int] = 1
+    num_ranks: ClassVar[int] = 1
+    weights: ClassVar[WeightsAt] = "server"
+    imports_first: ClassVar[bool] = False
+
+    name: Literal["tinker"]
+
+    @model_validator(mode="before")
+    @classmethod
+    def _has_no_processes(cls, given: Any) -> Any:
+        if isinstance(given, dict) and (named := [key for key in ("nodes", "processes", "rendezvous") if key in given]):
+            keys = " and ".join(f"learner.{key}" for key in named)
+            raise ValueError(
+                f"'tinker' trains on a server, where {keys} has no effect; leave it out, or train with learner=torch"
+            )
+        return given
+
+
+LearnerConfig = Annotated[
+    AutoLearnerConfig | TorchLearnerConfig | UnslothLearnerConfig | TinkerLearnerConfig, Field(discriminator="name")
+]
+
+
+BOUNDS = ("above", "below", "below_best_by")
+
+
+class StopRule(Section):
+    """One of three kinds: a `metric` with a bound, `hours`, or `usd`."""
+
+    metric: str | None = None
+    """A metric of a training step, by its name in metrics.jsonl, such as `reward_mean`, `no_signal_share`, `entropy`,
+    `logprob_gap`, `truncated_share` or `metrics.NAME` for one that rollouts report; or of an evaluation:
+    `eval.reward`."""
+    above: Float | None = None
+    """The rule fires when the metric is above this."""
+    below: Float | None = None
+    """The rule fires when the metric is below this."""
+    below_best_by: PositiveFloat | None = None
+    """The rule fires when the metric is at least this much below its best value in the run. With `for_steps`, means
+    over that many steps in a row are compared."""
+    for_steps: PositiveInt = 1
+    """The number of steps in a row in which the metric must be above or below; for `eval.` metrics, of evaluations.
+    Steps without the metric do not count."""
+    hours: PositiveFloat | None = None
+    """The rule fires at the end of the step at which all starts of the run together have taken this many hours."""
+    usd: PositiveFloat | None = None
+    """The rule fires at the end of the step at which the judges' calls in all starts of the run together have cost this
+    many dollars. `judge.budget_usd`, in contrast, stops before the call that would exceed it."""
+    usd_per_hour: NonNegative = 0.0
+    """The price of an hour of the machine, which `usd` then includes."""
+    then: Literal["pause", "warn"] = "pause"
+    """pause: the run ends with its checkpoint and exit code 1, and the same command resumes it. The rule then starts
+    over: it counts later steps only, or as many further hours or dollars. warn: a warning is logged each time the
+    rule begins to hold."""
+
+    @model_validator(mode="after")
+    def _is_one_kind(self) -> Self:
+        kinds = [kind for kind in ("metric", "hours", "usd") if getattr(self, kind) is not None]
+        if len(kinds) != 1:
+            raise ValueError("set exactly one of 'metric', 'hours' and 'usd'")
+        num_bounds = sum(getattr(self, bound) is not None for bound in BOUNDS)
+        if self.metric is not None and num_bounds != 1:
+            raise ValueError("set exactly one of 'above', 'below' and 'below_best_by' beside 'metric'")
+        return self
+
+    def conflicts(self) -> Iterator[tuple[str, str]]:
+        """Yields (knob, message) for each knob that is set and has no effect."""
+        for knob in (*BOUNDS, "for_steps") if self.metric is None else ():
+            if knob in self.model_fields_set and getattr(self, knob) is not None:
+                yield knob, "used with 'metric' only"
+        if self.usd_per_hour and self.usd is None:
+            yield "usd_per_hour", "used with 'usd' only"
+
+    def __str__(self) -> str:
+        """Example: "no_signal_share above 0.9 for 5 steps"."""
+        if self.hours is not None:
+            return f"{self.hours:g} hours"
+        if self.usd is not None:
+            return f"${self.usd:g}" + (f" at ${self.usd_per_hour:g} an hour" if self.usd_per_hour else "")
+        kind = "evaluations" if str(self.metric).startswith("eval.") else "steps"
+        if self.below_best_by is not None:
+            over = f", the mean of {self.for_steps} {kind}," if self.for_steps > 1 else ""
+            return f"{self.metric}{over} {self.below_best_by:g} below its best"
+        bound = f"above {self.above:g}" if self.above is not None else f"below {self.below:g}"
+        return f"{self.metric} {bound}" + (f" for {self.for_steps} {kind}" if self.for_steps > 1 else "")
+
 
 Beta = Annotated[Float, Field(ge=0, lt=1)]
 

@@ -18,14 +18,9 @@ import numpy as np
 import torch
 
 from art_cli.engines.embedded import attention
-from art_cli.engines.embedded.attention import Layout
-from art_cli.engines.embedded.kv_cache import SlotCache
-from art_cli.engines.embedded.runs import Costs, RunPlanner
+from art_cli.engines.embedded.attention import Costs, Layout, RunPlanner, SlotCache
 from art_cli.engines.embedded.scheduler import PromptChunk, Shape, StepPlan
-from art_cli.models.decoder.compare import Gap, bound_of, matrix_gap, rounded_otherwise
-from art_cli.models.decoder.forward import Decoder
-from art_cli.models.decoder.known import Unknown
-from art_cli.models.decoder.merged import MergedDecoder
+from art_cli.models.decoder.forward import Decoder, Gap, MergedDecoder, Unknown, bound_of, matrix_gap, rounded_otherwise
 from art_cli.models.loading import Weights, count_parameters
 from art_cli.runtime.errors import EngineError
 

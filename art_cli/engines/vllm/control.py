@@ -2,18 +2,70 @@
 
 Each call has a deadline. `Refused` is the server's own error. `Unreachable` means that it did not answer; the call may
 be made again when a new server has started.
+
+Ready: whether a server answers: not now, yes, or never again.
+
+Adapters: which adapter a server samples from, under which name, and when an old one is unloaded.
+
+Every adapter gets a name that no other one ever had in that server (`policy@0007`). vLLM keys its prefix cache by the
+name, so a request never gets keys and values of other weights. A request keeps the adapter that it began with. An
+adapter that was replaced is unloaded when its last request has ended.
 """
 
-from collections.abc import Mapping
+import asyncio
+import contextlib
+import logging
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import aiohttp
 import msgspec
 
-from art_cli.chat.endpoint_answers import AnswerTooLarge, read_answer, read_error
-from art_cli.runtime.errors import EngineError
+from art_cli.chat.client import AnswerTooLarge, HttpBackend, read_answer, read_error
+from art_cli.runtime.errors import CheckpointError, EngineError
 from art_cli.runtime.secrets import Secrets
+
+
+class Ready:
+    """Whether the server answers: not now, yes, or never again."""
+
+    def __init__(self, timeout_s: float) -> None:
+        self._timeout_s = timeout_s
+        self._decided = asyncio.Event()
+        self._failed = asyncio.Event()
+        self._failure = ""
+
+    @property
+    def is_set(self) -> bool:
+        return self._decided.is_set() and not self._failed.is_set()
+
+    def set(self) -> None:
+        self._decided.set()
+
+    def clear(self) -> None:
+        self._decided.clear()
+
+    def fail(self, message: str) -> None:
+        """Later failures do not replace the first one."""
+        self._failure = self._failure or message
+        self._failed.set()
+        self._decided.set()
+
+    async def wait(self) -> None:
+        """Returns when there is an answer. Raises EngineError if there never will be again, or was none in time."""
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                await self._decided.wait()
+        except TimeoutError:
+            raise EngineError(f"vllm: not back within {self._timeout_s:g} s (engine.start_timeout_s)") from None
+        if self._failed.is_set():
+            raise EngineError(self._failure)
+
+    async def failure(self) -> NoReturn:
+        await self._failed.wait()
+        raise EngineError(self._failure)
+
 
 Json = dict[str, Any]
 
@@ -187,3 +239,88 @@ def _scored(choice: Json, token_ids: list[int]) -> Scored:
         logprobs=[float(found[str(token_id)]["logprob"]) for token_id, found in after_first],
         next={int(token.removeprefix("token_id:")): float(logprob) for token, logprob in top.items()},
     )
+
+
+log = logging.getLogger(__name__)
+
+FILES = ("adapter_config.json", "adapter_model.safetensors")
+MakeBackend = Callable[[str, int], HttpBackend]  # (name in the server, step) -> the client that samples from it
+
+
+class Adapter:
+    """One name in the server, and how many requests use it."""
+
+    def __init__(self, name: str, backend: HttpBackend, *, is_base: bool = False) -> None:
+        self.name, self.backend, self.is_base = name, backend, is_base
+        self.num_requests = 0
+
+
+class Adapters:
+    """The adapters of one server: the base model at first, then the adapter of each `load`."""
+
+    def __init__(self, control: Control, make_backend: MakeBackend, *, base: str, prefix: str, step: int) -> None:
+        """`base` is the base model's name in the server, `prefix` the beginning of the adapters' names."""
+        self.control = control
+        self.current = Adapter(base, make_backend(base, step), is_base=True)
+        self._make_backend, self._prefix = make_backend, prefix
+        self._names: set[str] = set()  # names given so far
+        self._alive = {self.current}
+        self._ends: set[asyncio.Task[None]] = set()  # adapters that are being unloaded
+
+    @property
+    def num_requests(self) -> int:
+        return sum(adapter.num_requests for adapter in self._alive)
+
+    async def load(self, path: Path, step: int) -> None:
+        """Requests from now on use the adapter at `path`. Raises CheckpointError: none there; EngineError: refused."""
+        path = path.resolve()
+        if missing := [name for name in FILES if not (path / name).is_file()]:
+            raise CheckpointError(f"{path}: no {missing[0]}: not a LoRA adapter, and vLLM swaps adapters only")
+        name = self._new_name(step)
+        await self.control.load_adapter(name, path)
+        old, self.current = self.current, Adapter(name, self._make_backend(name, step))
+        self._alive.add(self.current)
+        self._end_unused(old)
+
+    @contextlib.contextmanager
+    def lease(self) -> Iterator[HttpBackend]:
+        """The client of the current adapter, which is not unloaded while the request lasts."""
+        adapter = self.current
+        adapter.num_requests += 1
+        try:
+            yield adapter.backend
+        finally:
+            adapter.num_requests -= 1
+            self._end_unused(adapter)
+
+    async def close(self, *, unload: bool) -> None:
+        """Cancels the requests in flight. `unload` is for a server that lives on, which is left as it was found."""
+        await asyncio.gather(*self._ends)
+        for adapter in list(self._alive):
+            await self._end(adapter, unload=unload)
+
+    def _new_name(self, step: int) -> str:
+        """`policy@0007`; `policy@0007.2` for a second adapter of that step."""
+        name = plain = f"{self._prefix}@{step:04d}"
+        number = 2
+        while name in self._names:
+            name = f"{plain}.{number}"
+            number += 1
+        self._names.add(name)
+        return name
+
+    def _end_unused(self, adapter: Adapter) -> None:
+        if adapter is not self.current and adapter.num_requests == 0 and adapter in self._alive:
+            task = asyncio.get_running_loop().create_task(self._end(adapter, unload=True))
+            self._ends.add(task)
+            task.add_done_callback(self._ends.discard)
+
+    async def _end(self, adapter: Adapter, *, unload: bool) -> None:
+        """Unloads an adapter. One that stays loaded costs memory and no more, so a refusal is logged and not raised."""
+        self._alive.discard(adapter)
+        await adapter.backend.close()
+        if unload and not adapter.is_base:
+            try:
+                await self.control.unload_adapter(adapter.name)
+            except EngineError as error:
+                log.info("%s was not unloaded: %s", adapter.name, error)

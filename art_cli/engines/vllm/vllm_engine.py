@@ -6,6 +6,12 @@ A watcher sees the server's end at once, starts a new one, once, and loads the c
 fail as failures of transport, so that their rollouts are played again; new ones wait. When the second server ends, the
 engine has failed: `watch` and every other call raise. Several replicas are ranks of the one server, which divides the
 requests among them and loads an adapter into all.
+
+Traffic: which requests may be in a vLLM server beside each other.
+
+On a CPU vLLM 0.32 dies of a batch with LoRA that asks for a prompt's logprobs and holds another request: its logits of
+all the prompt's tokens meet a mapping of one row a request ("einsum(): subscript b"). A prompt is therefore scored
+alone there. https://github.com/vllm-project/vllm/issues/16668; this file can go when that is closed.
 """
 
 import asyncio
@@ -27,15 +33,40 @@ from art_cli.chat.replies import Choice, Chunk, Reply
 from art_cli.chat.requests import Request, demands_format
 from art_cli.config.sections.engine_config import VllmEngineConfig
 from art_cli.engines import Endpoint, EngineSetup, proof
-from art_cli.engines.vllm.adapters import Adapters
 from art_cli.engines.vllm.chats import Chats
-from art_cli.engines.vllm.control import Refused, Scored, Unreachable
-from art_cli.engines.vllm.ready import Ready
-from art_cli.engines.vllm.traffic import Traffic
-from art_cli.engines.vllm.verbatim import restore_arguments
-from art_cli.engines.vllm.vllm_server import OwnServer, RunningServer
+from art_cli.engines.vllm.control import Adapters, Ready, Refused, Scored, Unreachable
+from art_cli.engines.vllm.vllm_server import OwnServer, RunningServer, restore_arguments
 from art_cli.models.policy_spec import PolicySpec
 from art_cli.runtime.errors import DriftError, EngineError
+
+
+class Traffic:
+    """Requests that share the server, and requests that are alone in it, in the order in which they come."""
+
+    def __init__(self) -> None:
+        self._entering = asyncio.Lock()  # fair
+        self._num_shared = 0
+        self._is_empty = asyncio.Event()
+        self._is_empty.set()
+
+    @contextlib.asynccontextmanager
+    async def shared(self) -> AsyncIterator[None]:
+        async with self._entering:
+            self._num_shared += 1
+            self._is_empty.clear()
+        try:
+            yield
+        finally:
+            self._num_shared -= 1
+            if not self._num_shared:
+                self._is_empty.set()
+
+    @contextlib.asynccontextmanager
+    async def alone(self) -> AsyncIterator[None]:
+        async with self._entering:
+            await self._is_empty.wait()
+            yield
+
 
 log = logging.getLogger(__name__)
 Result = TypeVar("Result")

@@ -23,8 +23,7 @@ from art_cli.chat.replies import Choice, Reply
 from art_cli.chat.requests import Request
 from art_cli.config.sections.engine_config import VllmEngineConfig
 from art_cli.engines.proof import Proof
-from art_cli.engines.vllm.adapters import FILES, Adapters
-from art_cli.engines.vllm.control import Unreachable
+from art_cli.engines.vllm.control import FILES, Adapters, Unreachable
 from art_cli.engines.vllm.vllm_engine import MAX_RESTARTS, VllmEngine, _complete_logprobs, _until
 from art_cli.engines.vllm.vllm_server import OwnServer
 from art_cli.models.policy_spec import PolicySpec

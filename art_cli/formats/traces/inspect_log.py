@@ -21,9 +21,8 @@ from typing import IO, Any
 import msgspec
 
 from art_cli.chat.requests import text_of
-from art_cli.formats.traces.model_calls import ModelCall, ToolUse, calls_of, tool_uses
 from art_cli.formats.traces.saved import Saved, SavedPart
-from art_cli.formats.traces.spans import parsed, reward_of
+from art_cli.formats.traces.spans import ModelCall, ToolUse, calls_of, parsed, reward_of, tool_uses
 from art_cli.runs.durable import new_file
 from art_cli.runs.trajectory import Json, ScoredTrajectory, Trajectory
 from art_cli.runtime.errors import printable

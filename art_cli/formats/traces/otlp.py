@@ -20,7 +20,7 @@ from urllib.parse import unquote, urlsplit
 
 import aiohttp
 
-from art_cli.chat.endpoint_answers import open_session, read_answer
+from art_cli.chat.client import open_session, read_answer
 from art_cli.formats.traces.spans import Event, Span, Value
 from art_cli.runtime import threads
 from art_cli.runtime.errors import DeliveryError, UsageError, one_line, printable

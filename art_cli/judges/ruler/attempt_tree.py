@@ -6,13 +6,182 @@ Pure. The root is an empty part. The path from the root to the part where a conv
     tree       [s u] - [a1] - [x1]
                      |      - [x2]
                      - [a2]
+
+An attempt as a judge sees it: conversations of messages of segments, read from a trajectory's OpenAI messages.
+
+Pure. Two messages with the same content are equal here, whatever their random call ids, so that attempts can be merged
+into a tree (attempt_tree.py). Nothing in a message makes reading fail: what is unknown is shown as JSON. group.py
+shortens attempts, and prompt.py writes them down for the judge.
 """
 
+import hashlib
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
-from art_cli.judges.ruler.attempts import Attempt, Message
+import msgspec
+
+from art_cli.judges.judge_text import clean
+from art_cli.runs.trajectory import Json, Trajectory
+
+ROLES = frozenset({"system", "developer", "user", "assistant", "tool"})
+_TEXT_PARTS = frozenset({"text", "input_text", "output_text"})
+_IMAGE_PARTS = frozenset({"image_url", "input_image", "image"})
+_THOUGHT_PARTS = frozenset({"thinking", "reasoning"})
+
+
+class Segment(NamedTuple):
+    """One part of a message. `omitted` is the number of characters left out between text and tail.
+
+    Example: Segment("call", 'search({"query": "tides"})')
+    """
+
+    kind: str  # text, thought, call, refusal, image, audio, file, other
+    text: str
+    omitted: int = 0
+    tail: str = ""
+
+
+class Message(NamedTuple):
+    """One message. Example: Message("tool", (Segment("text", "3 results"),), answers=2) answers the second call."""
+
+    role: str  # one of ROLES, "message" for any other role, or "cut" in place of `omitted` messages
+    segments: tuple[Segment, ...]
+    answers: int = (
+        0  # number of the call, among those of the last reply, that a tool message answers; 0: it was the only one
+    )
+    omitted: int = 0
+
+
+Conversation = tuple[Message, ...]
+
+
+class Attempt(NamedTuple):
+    """All messages of an attempt: its last conversation, and the others (sub-agents, edited histories)."""
+
+    main: Conversation
+    sides: tuple[Conversation, ...] = ()
+
+    @property
+    def conversations(self) -> tuple[Conversation, ...]:
+        return (*self.sides, self.main)
+
+
+def read_attempt(trajectory: Trajectory) -> Attempt:
+    """Returns the trajectory's conversations. A side conversation that is the beginning of another one is left out."""
+    main = read_conversation(trajectory.messages)
+    sides = [read_conversation(branch) for branch in trajectory.branches]
+    kept: list[Conversation] = []
+    for index, side in enumerate(sides):
+        others = [main, *kept, *sides[index + 1 :]]
+        if not any(other[: len(side)] == side for other in others):
+            kept.append(side)
+    return Attempt(main, tuple(kept))
+
+
+def read_conversation(messages: Sequence[Any]) -> Conversation:
+    """OpenAI messages as `Message`s; a tool message refers to the call it answers by number, not by id."""
+    conversation = []
+    numbers: dict[str, int] = {}
+    for raw in messages:
+        message = raw if isinstance(raw, dict) else {"content": raw}
+        if calls := message.get("tool_calls"):
+            numbers = _call_numbers(calls)
+        role = message.get("role")
+        call_id = message.get("tool_call_id")
+        conversation.append(
+            Message(
+                role=role if isinstance(role, str) and role in ROLES else "tool" if role == "function" else "message",
+                segments=_read_segments(message),
+                answers=numbers.get(call_id, 0) if isinstance(call_id, str) else 0,
+            )
+        )
+    return tuple(conversation)
+
+
+def _call_numbers(calls: Any) -> dict[str, int]:
+    """Call id -> the call's number, from 1; empty when there is only one call."""
+    if not isinstance(calls, list) or len(calls) < 2:
+        return {}
+    ids = [call.get("id") if isinstance(call, dict) else None for call in calls]
+    return {name: number for number, name in enumerate(ids, 1) if isinstance(name, str)}
+
+
+def _read_segments(message: Json) -> tuple[Segment, ...]:
+    segments = []
+    for key in ("reasoning_content", "reasoning"):
+        if thought := message.get(key):
+            segments.append(Segment("thought", clean(thought)))
+            break
+    segments += _read_content(message.get("content"))
+    if refusal := message.get("refusal"):
+        segments.append(Segment("refusal", clean(refusal)))
+    calls = message.get("tool_calls") or ([{"function": call}] if (call := message.get("function_call")) else [])
+    segments += [_read_call(call) for call in (calls if isinstance(calls, list) else [calls])]
+    return tuple(segments)
+
+
+def _read_content(content: Any) -> list[Segment]:
+    if content is None or content == "":
+        return []
+    if not isinstance(content, list):
+        return [Segment("text", clean(content))]
+    return [_read_part(part) for part in content]
+
+
+def _read_part(part: Any) -> Segment:
+    """Returns one element of a content list."""
+    if not isinstance(part, dict):
+        return Segment("text", clean(part))
+    named = part.get("type")
+    kind = (
+        named if isinstance(named, str) else ""
+    )  # the type may be any JSON value, also one that cannot be looked up in a set
+    if kind in _TEXT_PARTS:
+        return Segment("text", clean(part.get("text")))
+    if kind in _IMAGE_PARTS:
+        return Segment("image", _describe(part))
+    if kind in _THOUGHT_PARTS:
+        return Segment("thought", clean(part.get("thinking") or part.get("text") or part.get("summary")))
+    if kind == "refusal":
+        return Segment("refusal", clean(part.get("refusal")))
+    if kind in ("input_audio", "audio"):
+        return Segment("audio", _describe(part))
+    if kind in ("file", "input_file"):
+        return Segment("file", _describe(part))
+    return Segment("other", clean(part))
+
+
+def _describe(part: Json) -> str:
+    """Size and digest of data that a text cannot show, so that the judge sees which data are equal.
+
+    Example: {"image_url": {"url": "data:image/png;base64,AAAA"}} -> "image/png, 4 characters, sha256 63c1dd95".
+    A link is shown as it is.
+    """
+    source = next((part[key] for key in ("image_url", "input_audio", "file", "source", "image") if key in part), part)
+    data = source.get("url") or source.get("data") or source if isinstance(source, dict) else source
+    text = clean(data)
+    if text.startswith(("http://", "https://")):
+        return text
+    kind, _, body = text.rpartition(",")
+    kind = kind.removeprefix("data:").partition(";")[0] if kind.startswith("data:") else ""
+    digest = hashlib.sha256(body.encode()).hexdigest()[:8]
+    return f"{kind[:40] or 'data'}, {len(body)} characters, sha256 {digest}"
+
+
+def _read_call(call: Any) -> Segment:
+    """Returns a tool call as `name(arguments)`."""
+    function = call.get("function", call.get("custom")) if isinstance(call, dict) else None
+    if not isinstance(function, dict):
+        return Segment("call", clean(call))
+    arguments = function.get("arguments", function.get("input"))
+    return Segment("call", f"{clean(function.get('name'))}({clean(arguments)})")
+
+
+def digest(attempt: Attempt) -> str:
+    """Returns a digest of the attempt's content; attempts with the same content have the same digest."""
+    return hashlib.sha256(msgspec.json.encode(attempt)).hexdigest()
 
 
 @dataclass(eq=False)

@@ -14,7 +14,7 @@ from art_cli.config.schema import RulerJudgeConfig
 from art_cli.judges import make_key
 from art_cli.judges.judge_text import BYTES_PER_TOKEN, count_tokens
 from art_cli.judges.ruler import attempt_tree
-from art_cli.judges.ruler.attempts import Attempt, Conversation, Message, Segment, digest, read_attempt
+from art_cli.judges.ruler.attempt_tree import Attempt, Conversation, Message, Segment, digest, read_attempt
 from art_cli.judges.ruler.votes import num_anchors, split
 from art_cli.runs.trajectory import Json, Trajectory
 

@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 from art_cli.config.schema import RulerJudgeConfig
 from art_cli.judges.judge_text import clean
 from art_cli.judges.ruler import attempt_tree
-from art_cli.judges.ruler.attempts import Attempt, Message, Segment
+from art_cli.judges.ruler.attempt_tree import Attempt, Message, Segment
 from art_cli.runs.trajectory import Json
 from art_cli.runtime.errors import UsageError
 

@@ -21,7 +21,7 @@ import msgspec
 from art_cli.judges.costs import Spent, Usage
 from art_cli.judges.ruler.verdict import Entry
 from art_cli.runtime.errors import JudgeStopped, UsageError
-from art_cli.runtime.permissions import make_directory, owner_only
+from art_cli.runtime.scratch import make_directory, owner_only
 
 _SCHEMA = """
 create table if not exists verdicts (key text primary key, value blob not null, at real not null);

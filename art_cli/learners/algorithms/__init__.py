@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from art_cli.learners.algorithms.credit import advantages, rewards_of
 from art_cli.learners.algorithms.normalization import UpdateCounts, token_mean
 from art_cli.learners.algorithms.objectives import Objective, PolicyTerms, ValueTerms, clip_tokens, clipped_value_error
-from art_cli.learners.token_weights import Credit
+from art_cli.learners.samples import Credit
 from art_cli.runs.trajectory import ScoredTrajectory
 
 if TYPE_CHECKING:

@@ -1,32 +1,220 @@
 """Distillation: a teacher's opinion of each token the policy sampled is the token's advantage.
 
 The arithmetic is in distill_math.py, the teachers are in ../teachers/.
+
+Teaching: a second opinion on each sampled token as its advantage. Numpy only.
+
+    advantage of a token = reward weight * the trajectory's group advantage + the teacher's advantage
+
+The second part follows from log teacher - log student: on-policy distillation (Thinking Machines 2025), and SDPO
+(arXiv:2601.20802), whose teacher is the policy with feedback.
+
+MovingAverage: the average of the policy's weights over its steps, for a loss whose teacher is that average.
+
+It reads and writes `teacher/` in a checkpoint directory, beside the adapter, which stays as PEFT wrote it.
 """
 
-from collections.abc import Sequence
+import contextlib
+import logging
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Literal, NamedTuple, TypeVar
+
+import numpy as np
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
 
 from art_cli.config.sections import loss_config
 from art_cli.learners.algorithms.credit import advantages, rewards_of
-from art_cli.learners.algorithms.distill_math import (
-    Lesson,
-    lesson,
-    lesson_numbers,
-    prefix_weights,
-    sampled_tokens,
-    student_logprobs,
-    taught_credit,
-    teacher_advantages,
-)
 from art_cli.learners.algorithms.preset import ClippedPreset
-from art_cli.learners.samples import Sample
-from art_cli.learners.token_weights import Credit, Floats
-from art_cli.runs.trajectory import ScoredTrajectory
+from art_cli.learners.packs.pack_runner import PackRunner
+from art_cli.learners.samples import Credit, Floats, Sample, token_weights, trajectory_samples
+from art_cli.runs.trajectory import ScoredTrajectory, Trajectory
+from art_cli.runtime.errors import CheckpointError, one_line
 
 if TYPE_CHECKING:
     from art_cli.learners.packs.logprob_reader import Reader
     from art_cli.learners.teachers import Teacher
+
+log = logging.getLogger(__name__)
+
+STATE_DIRECTORY, AVERAGE_FILE = "teacher", "average.safetensors"
+
+
+class MovingAverage:
+    """average <- (1 - rate) average + rate weights, in float32, after each step. It begins as the policy.
+
+    Only trained weights have an average; the teacher shares the others with the policy. Each process of a learner keeps
+    the average of its part of the weights.
+    """
+
+    def __init__(self, runner: PackRunner, rate: float) -> None:
+        """`rate` is above 0 and at most 1. With 1 the average is the policy itself."""
+        self._weights, self._ranks, self._rate = runner.weights, runner.ranks, rate
+        self._parameters = {name: p for name, p in runner.weights.model.named_parameters() if p.requires_grad}
+        self._averages: dict[str, Tensor] | None = None  # made by the first `installed`
+
+    @torch.no_grad()
+    def follow(self) -> None:
+        """Moves the average toward the weights of now."""
+        assert self._averages is not None, "the average teaches a step before it follows that step"
+        with self._weights.lock:
+            for name, average in self._averages.items():
+                average.lerp_(self._parameters[name].detach().float(), self._rate)
+
+    @contextlib.contextmanager
+    def installed(self) -> Iterator[None]:
+        """Inside, the model's weights are the average. Afterwards they are again what they were, bit for bit."""
+        if self._averages is None:
+            self._averages = {name: p.detach().to(torch.float32, copy=True) for name, p in self._parameters.items()}
+            yield
+            return
+        with self._weights.lock:
+            kept = {name: p.detach().clone() for name, p in self._parameters.items()}
+            try:
+                self._put(self._averages)
+                yield
+            finally:
+                self._put(kept)
+
+    @torch.no_grad()
+    def _put(self, tensors: dict[str, Tensor]) -> None:
+        for name, tensor in tensors.items():
+            self._parameters[name].copy_(tensor)
+        self._weights.version += 1
+
+    def save(self, directory: Path) -> None:
+        """Writes what `load` continues from. All processes must call it; the first one writes."""
+        if self._averages is None:
+            return
+        tensors = {name: self._ranks.whole(tensor).cpu().contiguous() for name, tensor in self._averages.items()}
+        if self._ranks.rank == 0:
+            (directory / STATE_DIRECTORY).mkdir(exist_ok=True)
+            save_file(tensors, directory / STATE_DIRECTORY / AVERAGE_FILE)
+
+    def load(self, directory: Path) -> None:
+        """Continues bit for bit from what `save` wrote. Without that, the average begins as the checkpoint's weights.
+
+        Raises CheckpointError if it is unreadable, or of other weights.
+        """
+        self._averages = None
+        path = directory / STATE_DIRECTORY / AVERAGE_FILE
+        if not path.is_file():
+            log.info("%s: no moving average; the teacher begins as the policy", directory)
+            return
+        try:
+            tensors = load_file(path)
+            shapes = {name: tensor.shape for name, tensor in tensors.items()}
+            if shapes != {name: p.shape for name, p in self._parameters.items()}:
+                raise ValueError("the average is of other weights than this model trains")
+        except Exception as error:
+            raise CheckpointError(f"{path}: {one_line(error)}") from error
+        parameters = self._parameters
+        self._averages = {name: self._ranks.part(tensor, parameters[name]) for name, tensor in tensors.items()}
+
+
+Read = Callable[[Sequence[Sample]], Sequence[Floats]]  # samples -> [N] a model's logprobs of the targets of each
+
+
+def sampled_tokens(trajectory: Trajectory) -> list[Sample]:
+    """Returns the trajectory's samples with every sampled token as a target.
+
+    A sampled token that no sample holds (the rollout never saw it), and the first token of a sequence, is no target.
+    """
+    return trajectory_samples(trajectory, token_weights(trajectory, 1.0))
+
+
+def student_logprobs(samples: Sequence[Sample], policy: Read) -> list[Floats]:
+    """Returns [N] logprobs of each sample, under the weights and the temperature that sampled.
+
+    They are the engine's. A sample that was drawn from a cut distribution is read by the policy itself.
+    """
+    unknown = [index for index, sample in enumerate(samples) if np.isnan(sample.logprobs).any()]
+    found = [sample.logprobs for sample in samples]
+    for index, logprobs in zip(unknown, policy([samples[index] for index in unknown]), strict=True):
+        found[index] = logprobs
+    return found
+
+
+def prefix_weights(log_ratios: Floats, gamma: float) -> Floats:
+    """Returns [N] 1 + gamma * (1 - D_t), where D_t is the share of the sequence's |log ratios| before token t.
+
+    IW-OPD, Xie et al. 2026 (arXiv:2606.22600), algorithm 1: a teacher's logprobs of a text that has left its
+    distribution teach less. The first token has 1 + gamma. Example: ratios 1, -3, 0 and gamma 0.5 give 1.5, 1.375, 1.
+    """
+    sizes = np.abs(log_ratios)
+    total = sizes.sum()
+    if total == 0:
+        return np.full(len(sizes), 1 + gamma)
+    weights: Floats = 1 + gamma * (1 - (np.cumsum(sizes) - sizes) / total)
+    return weights
+
+
+def teacher_advantages(log_ratios: Floats, divergence: Literal["reverse_kl", "jensen_shannon"]) -> Floats:
+    """Returns [N] advantages whose policy gradient lowers that divergence of student p and teacher q, of r = log q/p.
+
+    reverse_kl       r                     of KL(p || q): unbounded, so that one token may outweigh all others
+    jensen_shannon   log((1 + q/p) / 2)    of 2 JS(p, q): never below -log 2 = -0.69, and r / 2 for small r
+
+    Where m = (p + q) / 2, 2 JS = KL(p || m) + KL(q || m), and its derivative by p(y) is log(p(y) / m(y)). Example: the
+    ratios -5, 0 and 2 give -5, 0 and 2, or -0.69, 0 and 1.43.
+    """
+    if divergence == "reverse_kl":
+        return log_ratios
+    values: Floats = np.logaddexp(0.0, log_ratios) - np.log(2.0)
+    return values
+
+
+class Lesson(NamedTuple):
+    """A teacher's opinion of the M tokens of one trajectory."""
+
+    advantages: Floats  # [M] NaN where it was not asked
+    log_ratios: Floats  # [N] log teacher - log student of the tokens it was asked for
+
+
+def lesson(
+    trajectory: Trajectory, samples: Sequence[Sample], advantages: Sequence[Floats], log_ratios: Sequence[Floats]
+) -> Lesson:
+    """Returns each advantage [N] of the samples' targets at its token; `samples` come from `sampled_tokens`."""
+    row = np.full(sum(len(turn.prompt_ids) + len(turn.sampled_ids) for turn in trajectory.turns), np.nan)
+    for sample, values in zip(samples, advantages, strict=True):
+        row[sample.places] = values
+    return Lesson(row, np.concatenate([np.empty(0), *log_ratios]))
+
+
+def taught_credit(trajectory: Trajectory, taught: Floats | None, reward_part: float | None) -> Credit | float | None:
+    """Returns the teacher's advantages [M] plus the part of the rewards, for each token of the trajectory.
+
+    Without `taught` there is no lesson, and the rewards alone are learned from. Without `reward_part` only tokens with
+    a lesson are trained, and a trajectory without one is left out.
+    """
+    if taught is None:
+        return reward_part
+    row = taught if reward_part is None else np.where(np.isnan(taught), reward_part, taught + reward_part)
+    sizes = [(len(turn.prompt_ids), len(turn.sampled_ids)) for turn in trajectory.turns]
+    parts, start = [], 0
+    for num_prompt, num_sampled in sizes:
+        part = row[start : start + num_prompt + num_sampled].copy()
+        part[:num_prompt] = np.nan
+        parts.append(part)
+        start += len(part)
+    return Credit(policy=parts)
+
+
+def lesson_numbers(lessons: Collection[Lesson], num_trajectories: int) -> dict[str, float]:
+    """Returns the numbers of a step's lessons: the mean distance to the teacher in nats, and the share with one.
+
+    The mean of log student - log teacher over sampled tokens estimates KL(student || teacher) per token.
+    """
+    if not num_trajectories:
+        return {}
+    numbers = {"taught_share": len(lessons) / num_trajectories}
+    values = np.concatenate([np.empty(0), *(each.log_ratios for each in lessons)])
+    if len(values):
+        numbers["teacher_kl"] = -float(values.mean())
+    return numbers
+
 
 TaughtKnobs = TypeVar("TaughtKnobs", bound=loss_config.TaughtLossConfig)
 

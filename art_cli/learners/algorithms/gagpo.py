@@ -8,7 +8,7 @@ from art_cli.config.sections.loss_config import ClippedLossConfig, ScaledLossCon
 from art_cli.learners.algorithms.credit import rewards_of
 from art_cli.learners.algorithms.preset import ClippedPreset
 from art_cli.learners.algorithms.step_credit import episodes_of, grouped_gae, normalized, turn_credit
-from art_cli.learners.token_weights import Credit
+from art_cli.learners.samples import Credit
 from art_cli.runs.trajectory import ScoredTrajectory, has_signal
 
 

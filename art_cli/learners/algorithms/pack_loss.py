@@ -11,7 +11,7 @@ from torch import Tensor
 
 from art_cli.learners.algorithms import Algorithm
 from art_cli.learners.algorithms.objectives import PolicyTerms, ValueTerms
-from art_cli.learners.token_weights import (
+from art_cli.learners.samples import (
     CROSS_ENTROPY,
     NEAR_OLD,
     NUM_COMPONENTS,

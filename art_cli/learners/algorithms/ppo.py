@@ -1,21 +1,211 @@
-"""PPO: a critic gives each turn its advantage (gae.py). The learner owns the critic (../critic.py)."""
+"""PPO: a critic gives each turn its advantage (gae.py). The learner owns the critic (../critic.py).
 
-from collections.abc import Sequence
+Credit of turns by a critic: generalized advantage estimation; how good the critic is. Numbers in, numbers out.
+
+The critic of PPO: a value head on the policy's trunk, with a separate optimizer.
+
+It reads and writes `critic/` in a checkpoint directory, beside the adapter, which stays as PEFT wrote it.
+"""
+
+import logging
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import torch
+from safetensors.torch import load_file, save_file
+
+from art_cli.config.schema import PpoConfig, TrainConfig
 from art_cli.config.sections import loss_config
-from art_cli.learners.algorithms.gae import credit_by_values, critic_numbers, turn_values
+from art_cli.learners.algorithms.credit import advantages, rewards_of
 from art_cli.learners.algorithms.normalization import UpdateCounts
 from art_cli.learners.algorithms.objectives import ValueTerms, clipped_value_error
 from art_cli.learners.algorithms.preset import ClippedPreset
-from art_cli.learners.token_weights import Credit
-from art_cli.runs.trajectory import ScoredTrajectory
+from art_cli.learners.optimizer import Optimizer
+from art_cli.learners.packs.pack_runner import PackRunner, ValueHead
+from art_cli.learners.samples import VALUE, Credit, Floats, Sample, token_weights, trajectory_samples, turn_row
+from art_cli.runs.trajectory import ScoredTrajectory, Trajectory, Turn
+from art_cli.runtime.errors import CheckpointError, one_line
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from art_cli.learners.packs.logprob_reader import Reader
+
+log = logging.getLogger(__name__)
+
+STATE_DIRECTORY, HEAD_FILE = "critic", "value_head.safetensors"
+
+
+class Critic:
+    """The value head of one learner, which gives the runner's scores their values."""
+
+    def __init__(
+        self, runner: PackRunner, knobs: PpoConfig, train: TrainConfig, *, device: torch.device | None = None
+    ) -> None:
+        """The optimizer's state lives on `device`, or if that is None beside the head."""
+        self.ranks = runner.ranks
+        width = runner.model.config.get_text_config().hidden_size
+        self.head = ValueHead(width, moves_trunk=knobs.value_trunk, device=runner.weights.device)
+        runner.value_head = self.head
+        self.optimizer = Optimizer(
+            dict(self.head.named_parameters()),
+            train.model_copy(update={"learning_rate": knobs.value_learning_rate}),
+            device=device,
+        )
+
+    def save(self, directory: Path) -> None:
+        """Writes what `load` continues from. All processes must call it; the first one writes."""
+        place = directory / STATE_DIRECTORY
+        if self.ranks.rank == 0:
+            place.mkdir(exist_ok=True)
+            save_file({name: p.detach().cpu() for name, p in self.head.named_parameters()}, place / HEAD_FILE)
+            self.optimizer.save(place)
+
+    def load(self, directory: Path) -> None:
+        """Continues bit for bit from what `save` wrote; a checkpoint without a critic starts a new one.
+
+        Raises CheckpointError if it is unreadable, or of a model of another width.
+        """
+        place = directory / STATE_DIRECTORY
+        if not place.is_dir():
+            self.head.reset()
+            self.optimizer.reset()
+            log.warning("%s: a checkpoint without a critic; its values start at 0", directory)
+            return
+        try:
+            tensors = load_file(place / HEAD_FILE)
+            if (found := len(tensors["weight"])) != (width := len(self.head.weight)):
+                raise ValueError(f"reads hidden states of {found} numbers, and this model's have {width}")
+            self.head.load_state_dict(tensors)
+        except Exception as error:
+            raise CheckpointError(f"{place / HEAD_FILE}: {one_line(error)}") from error
+        self.optimizer.load(place)
+
+
+Read = Callable[[Sequence[Sample]], Sequence[Floats]]  # samples -> [N] the critic's values before the targets of each
+
+# trajectory's id -> [K] the critic's value of the state before each of its turns; NaN: a turn that is not trained,
+# because no later turn goes on from what it sampled and the rollout never saw it, or because it sampled nothing
+TurnValues = Mapping[str, Sequence[float]]
+
+
+def turn_advantages(values: Sequence[float], reward: float, *, gamma: float, gae_lambda: float) -> list[float]:
+    """Returns [K] the advantages of a trajectory's K turns, whose states have these values; the reward ends the last.
+
+    Generalized advantage estimation, Schulman et al. 2016 (arXiv:1506.02438), equation 16, over turns as in Turn-PPO
+    (arXiv:2512.17008): A_t = sum_l (gamma lambda)^l delta_(t+l) with delta_t = r_t + gamma V_(t+1) - V_t. r_t is the
+    reward after the last turn and 0 before, and V is 0 after the last turn. A_t + V_t is the lambda-return, the target
+    of V_t.
+
+    values 0.2 and 0.5, reward 1, gamma 1, lambda 0.5: deltas 0.3 and 0.5, advantages 0.3 + 0.5 * 0.5 = 0.55 and 0.5.
+    A turn of value NaN is passed over, and its advantage is NaN. No turns give [].
+    """
+    advantages: list[float] = []
+    gained, following, advantage = reward, 0.0, 0.0
+    for value in reversed(values):
+        if math.isnan(value):
+            advantages.append(value)
+            continue
+        advantage = gained + gamma * following - value + gamma * gae_lambda * advantage
+        advantages.append(advantage)
+        gained, following = 0.0, value
+    return advantages[::-1]
+
+
+def credit_by_values(
+    groups: Sequence[Sequence[ScoredTrajectory]], values: TurnValues, *, gamma: float, gae_lambda: float
+) -> list[list[Credit]]:
+    """Policy weights and the critic's targets of each trajectory's tokens, from the critic's values of all turns.
+
+    The advantages of all turns of the step are shifted and scaled to mean 0 and standard deviation 1 together, and each
+    turn's sampled tokens get its own. The target of a value is value + advantage, before the scaling; it is at the
+    turn's first sampled token, because the state before that is the turn's.
+    """
+    plain = [
+        [
+            turn_advantages(values[each.id], reward, gamma=gamma, gae_lambda=gae_lambda)
+            for each, reward in zip(group, rewards_of(group), strict=True)
+        ]
+        for group in groups
+    ]
+    known = [number for of_group in plain for turns in of_group for number in turns if not math.isnan(number)]
+    scaled = iter(advantages(known, scale=True))
+    return [
+        [_credit(each, values[each.id], turns, scaled) for each, turns in zip(group, of_group, strict=True)]
+        for group, of_group in zip(groups, plain, strict=True)
+    ]
+
+
+def _credit(trajectory: Trajectory, values: Sequence[float], plain: Sequence[float], scaled: Iterator[float]) -> Credit:
+    """`scaled` gives the scaled advantage of each turn that is trained, in order."""
+    turns = trajectory.turns
+    worth = [number if math.isnan(number) else next(scaled) for number in plain]
+    return Credit(
+        policy=[turn_row(turn, each, each) for turn, each in zip(turns, worth, strict=True)],
+        value=_at_first_sampled(turns, [value + each for value, each in zip(values, plain, strict=True)]),
+        old_value=_at_first_sampled(turns, values),
+    )
+
+
+def turn_values(trajectories: Sequence[Trajectory], read: Read) -> TurnValues:
+    """Returns the critic's value of each turn. `read` gives its values of the states before the targets of samples."""
+    found = {trajectory.id: [math.nan] * len(trajectory.turns) for trajectory in trajectories}
+    samples = [sample for trajectory in trajectories for sample in _states(trajectory)]
+    for sample, values in zip(samples, read(samples), strict=True):
+        for turn, value in zip(sample.weights[VALUE], values, strict=True):
+            found[sample.trajectory_id][int(turn)] = float(value)
+    return found
+
+
+def _states(trajectory: Trajectory) -> list[Sample]:
+    """Returns the trajectory's samples; each turn's first sampled token is a target, weighted by the turn's index."""
+    credit = Credit(value=_at_first_sampled(trajectory.turns, range(len(trajectory.turns))))
+    return trajectory_samples(trajectory, token_weights(trajectory, credit))
+
+
+def critic_numbers(trajectories: Sequence[ScoredTrajectory], values: TurnValues, *, gamma: float) -> dict[str, float]:
+    """Returns what StepMetrics has of the values: `value_mean` and `explained_variance`, over all turns of the step."""
+    known, returns = [], []
+    for trajectory, reward in zip(trajectories, rewards_of(trajectories), strict=True):
+        of_turns = values[trajectory.id]
+        got = discounted_returns(of_turns, reward, gamma=gamma)
+        known += [value for value in of_turns if not math.isnan(value)]
+        returns += [each for each in got if not math.isnan(each)]
+    mean = math.fsum(known) / len(known) if known else math.nan
+    return {"value_mean": mean, "explained_variance": explained_variance(known, returns)}
+
+
+def discounted_returns(values: Sequence[float], reward: float, *, gamma: float) -> list[float]:
+    """Returns [K] the return from each turn on: gamma^(turns after it) * reward. NaN where the value is NaN."""
+    returns: list[float] = []
+    gained = reward
+    for value in reversed(values):
+        returns.append(value if math.isnan(value) else gained)
+        gained = gained if math.isnan(value) else gamma * gained
+    return returns[::-1]
+
+
+def explained_variance(values: Sequence[float], returns: Sequence[float]) -> float:
+    """Returns 1 - Var(return - value) / Var(return): 1 foretold exactly, 0 no better than a constant, below 0 worse.
+
+    NaN where all returns are the same (to 1e-8), because there is nothing to explain.
+    """
+    if not returns or max(returns) - min(returns) <= 1e-8:
+        return math.nan
+    errors = [each - value for each, value in zip(returns, values, strict=True)]
+    return 1 - _variance(errors) / _variance(returns)
+
+
+def _at_first_sampled(turns: Sequence[Turn], numbers: Sequence[float]) -> list[list[float]]:
+    """Returns each turn's weights for its prompt_ids and sampled_ids: the number at the first sampled, else NaN."""
+    return [turn_row(turn, number, math.nan) for turn, number in zip(turns, numbers, strict=True)]
+
+
+def _variance(numbers: Sequence[float]) -> float:
+    mean = math.fsum(numbers) / len(numbers)
+    return math.fsum((number - mean) ** 2 for number in numbers) / len(numbers)
 
 
 class Ppo(ClippedPreset[loss_config.PpoConfig]):

@@ -1,21 +1,133 @@
-"""SDPO, an experiment: the policy that has read the judge's explanation of an attempt teaches the one that has not."""
+"""SDPO, an experiment: the policy that has read the judge's explanation of an attempt teaches the one that has not.
+
+Feedback: the samples of an attempt as the policy would read them with the judge's words in their first message.
+
+    sample         <system> <user: the task> <assistant: y1> <user: more> <assistant: y2>
+    with feedback  <system> <user: the task, and what the judge said> <assistant: y1> <user: more> <assistant: y2>
+
+Only the head is rendered, by the chat template, with and without the words. What differs between the two is put into
+the recorded tokens, which stay as they are everywhere else. So y1 and y2 are the sampled ids.
+"""
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, NamedTuple
 
+import numpy as np
 from pydantic import Field
 
+from art_cli.chat.control_tokens import ControlTokens
+from art_cli.chat.requests import text_of
 from art_cli.config.sections.base_config import Float
 from art_cli.config.sections.loss_config import TaughtLossConfig
-from art_cli.learners.algorithms.distill_math import Lesson, sampled_tokens, student_logprobs
-from art_cli.learners.algorithms.distillation import TaughtPreset
-from art_cli.runs.trajectory import ScoredTrajectory
+from art_cli.learners.algorithms.distillation import Lesson, TaughtPreset, sampled_tokens, student_logprobs
+from art_cli.learners.samples import Ints, Sample
+from art_cli.runs.trajectory import Json, ScoredTrajectory
 
 if TYPE_CHECKING:
-    from art_cli.learners.algorithms.moving_average import MovingAverage
+    from art_cli.learners.algorithms.distillation import MovingAverage
     from art_cli.learners.packs.logprob_reader import Reader
-    from art_cli.learners.teachers.feedback import Feedback
+
+# The words of SDPO's own template (appendix of arXiv:2601.20802), with the score and the rank besides.
+TEMPLATE = """
+
+The following is feedback on your earlier attempt, which was given {score} of 1 (rank {rank} of {attempts}):
+
+{explanation}
+
+Correctly solve the original task."""
+
+
+class Splice(NamedTuple):
+    """An insertion into sequences that begin with `head`: the tokens from `start` to its end are replaced.
+
+    Example: Splice(head=[1, 2, 3], start=2, put=[8, 9]) makes 1 2 8 9 4 5 of 1 2 3 4 5.
+    """
+
+    head: Ints
+    start: int
+    put: Ints
+
+    def apply(self, sample: Sample) -> Sample | None:
+        """Returns the sample with the insertion, or None if it begins otherwise or has a target in the head."""
+        end = len(self.head)
+        if not np.array_equal(sample.token_ids[:end], self.head) or (sample.targets < end).any():
+            return None
+        token_ids = np.concatenate([sample.token_ids[: self.start], self.put, sample.token_ids[end:]])
+        return replace(sample, token_ids=token_ids, targets=sample.targets + len(token_ids) - len(sample.token_ids))
+
+
+class Feedback:
+    """Makes splices by one tokenizer. `template` is the text with {explanation}, {score}, {rank} and {attempts}."""
+
+    def __init__(self, tokenizer: Any, template: str | None = None) -> None:
+        self._controls, self._template = ControlTokens(tokenizer), TEMPLATE if template is None else template
+
+    def words(self, trajectory: ScoredTrajectory, group: Sequence[ScoredTrajectory]) -> str | None:
+        """Returns the judge's explanation of the attempt in the template, or None if there is none."""
+        said = [score.explanation for score in trajectory.scores if score.explanation]
+        if not said or trajectory.reward is None:
+            return None
+        better = sum(other.reward is not None and other.reward > trajectory.reward for other in group)
+        values = {"score": f"{trajectory.reward:.2f}", "rank": str(better + 1), "attempts": str(len(group))}
+        text = self._template
+        for name, value in values.items():
+            text = text.replace(f"{{{name}}}", value)
+        return text.replace("{explanation}", "\n".join(said))  # last, because the judge may have written {score}
+
+    def told(
+        self, trajectory: ScoredTrajectory, samples: Sequence[Sample], group: Sequence[ScoredTrajectory]
+    ) -> list[Sample] | None:
+        """Returns the attempt's samples with the judge's words in the first user message.
+
+        Returns None if the judge gave no explanation, or a sample begins with the head of none of the conversations.
+        """
+        words = self.words(trajectory, group)
+        if words is None:
+            return None
+        splices = [
+            splice
+            for messages in (trajectory.messages, *trajectory.branches)
+            if (splice := self._splice(messages, trajectory.tools, words)) is not None
+        ]
+        found = [next((made for splice in splices if (made := splice.apply(sample))), None) for sample in samples]
+        return [made for made in found if made is not None] if None not in found else None
+
+    def _splice(self, messages: Sequence[Json], tools: Sequence[Json], words: str) -> Splice | None:
+        """Returns the splice, or None if there is no user message or the template refuses the conversation."""
+        first = next((index for index, message in enumerate(messages) if message.get("role") == "user"), None)
+        if first is None:
+            return None
+        head = [_plain(message) for message in messages[: first + 1]]
+        longer = [*head[:-1], {**head[-1], "content": head[-1]["content"] + words}]
+        try:
+            return _difference(self._render(head, tools), self._render(longer, tools))
+        except Exception:  # the boundary to the model's own template, which fails in any way
+            return None
+
+    def _render(self, messages: Sequence[Json], tools: Sequence[Json]) -> Ints:
+        return np.asarray(self._controls.chat_ids(messages, tools), dtype=np.int64)
+
+
+def _plain(message: Json) -> Json:
+    """Returns the message as the engines give it to a template."""
+    role = "system" if message.get("role") == "developer" else message.get("role")
+    return {**message, "role": role, "content": text_of(message.get("content"))}
+
+
+def _difference(old: Ints, new: Ints) -> Splice:
+    """Returns the smallest replacement that turns the first sequence into the second."""
+    most = min(len(old), len(new))
+    start = _num_equal(old[:most], new[:most])
+    tail = _num_equal(old[::-1][: most - start], new[::-1][: most - start])
+    return Splice(old[: len(old) - tail], start, new[start : len(new) - tail])
+
+
+def _num_equal(one: Ints, other: Ints) -> int:
+    """Returns the number of leading entries that two arrays of one length have in common."""
+    differs = np.flatnonzero(one != other)
+    return int(differs[0]) if len(differs) else len(one)
 
 
 class SdpoConfig(TaughtLossConfig):
@@ -51,8 +163,7 @@ class Sdpo(TaughtPreset[SdpoConfig]):
     teacher: "MovingAverage"  # set by `bind`
 
     def bind(self, policy: "Reader", directory: Path) -> None:
-        from art_cli.learners.algorithms.moving_average import MovingAverage
-        from art_cli.learners.teachers.feedback import Feedback
+        from art_cli.learners.algorithms.distillation import MovingAverage
 
         super().bind(policy, directory)
         self._feedback = Feedback(policy.runner.weights.tokenizer, self.knobs.feedback)

@@ -19,9 +19,8 @@ from typing import NamedTuple
 import numpy as np
 
 from art_cli.learners.algorithms.credit import advantages, rewards_of
-from art_cli.learners.algorithms.gae import turn_advantages
-from art_cli.learners.samples import Ints
-from art_cli.learners.token_weights import Credit, turn_row
+from art_cli.learners.algorithms.ppo import turn_advantages
+from art_cli.learners.samples import Credit, Ints, turn_row
 from art_cli.runs.trajectory import EQUAL_REWARDS, ScoredTrajectory, Trajectory, Turn
 
 State = str | bytes  # a rollout's key, or the digest of a prompt

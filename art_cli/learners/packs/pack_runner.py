@@ -3,6 +3,8 @@
 Two ways give the same numbers. The packed one runs the model's layers once over the row, with tree attention, and its
 head on the predicting positions only; it serves every model that is causal softmax attention and a head. The plain one
 runs the model as it is on one sample at a time. packing_check.py compares the two and decides which one a model gets.
+
+The value head: one linear layer that reads a critic's value from the policy's last hidden state. float32.
 """
 
 import contextlib
@@ -20,15 +22,41 @@ from art_cli.config.schema import BaseLearnerConfig
 from art_cli.learners.packs.flex_attention import FlexAttention
 from art_cli.learners.packs.logprobs import TokenScores, token_scores
 from art_cli.learners.packs.packing import Pack, pack_small, reuse
-from art_cli.learners.packs.padding import padded
-from art_cli.learners.packs.tree_attention import Tree, attend, tree_attention
+from art_cli.learners.packs.tree_attention import Tree, attend, padded, tree_attention
 from art_cli.learners.processes.ranks import Ranks, deal, pack_evenly
 from art_cli.learners.samples import Ints, Sample
-from art_cli.learners.value_head import ValueHead
 from art_cli.models.decoder.layers import known_layers
 from art_cli.models.loading import Weights, count_parameters
 from art_cli.runtime import openmp
 from art_cli.runtime.errors import LearnerError
+
+
+class ValueHead(torch.nn.Module):
+    """V(s) = w . h / sqrt(H) + b of a state whose last token has the hidden state h [H], in units of the reward.
+
+    Zero at first. Hidden states have entries of about 1 in a model of any width, so without the division the first
+    updates of a wide model would move its values by much more than those of a narrow one.
+    """
+
+    def __init__(self, width: int, *, moves_trunk: bool, device: torch.device) -> None:
+        """`moves_trunk`: whether the gradient of the values goes on into the policy's own weights."""
+        super().__init__()
+        self.moves_trunk, self.scale = moves_trunk, width**-0.5
+        self.weight = torch.nn.Parameter(torch.zeros(width, device=device))
+        self.bias = torch.nn.Parameter(torch.zeros(1, device=device))
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """Returns [E] the values of states whose last tokens have the `hidden` states [E, H], of any dtype."""
+        seen = hidden if self.moves_trunk else hidden.detach()
+        values: Tensor = (seen.float() * self.scale) @ self.weight + self.bias
+        return values
+
+    @torch.no_grad()
+    def reset(self) -> None:
+        """Sets it back to zero."""
+        for parameter in self.parameters():
+            parameter.zero_()
+
 
 log = logging.getLogger(__name__)
 

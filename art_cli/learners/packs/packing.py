@@ -21,8 +21,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from art_cli.learners.samples import Ints, Sample
-from art_cli.learners.token_weights import Floats
+from art_cli.learners.samples import Floats, Ints, Sample
 
 PACK_COST = 256  # time of one more forward and backward pass besides its tokens, counted in tokens
 

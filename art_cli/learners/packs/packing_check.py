@@ -17,7 +17,7 @@ from art_cli.learners.packs.pack_runner import PackRunner
 from art_cli.learners.packs.packing import Pack, pack_samples
 from art_cli.learners.processes.ranks import Ranks
 from art_cli.learners.samples import Ints, Sample, bare_sample
-from art_cli.models.decoder.compare import Gap, bound_of, rounded_otherwise
+from art_cli.models.decoder.forward import Gap, bound_of, rounded_otherwise
 
 log = logging.getLogger(__name__)
 

@@ -11,13 +11,39 @@ block yields its exact part of the gradient, because it is given the merged resu
 
 On a GPU the same pairs are the block mask of FlexAttention (flex_attention.py). Other devices, and sliding windows on a
 CPU, use a dense mask.
+
+Attention over a pack's tree by matrix products and a softmax, for float32 and float64 on a CPU.
+
+torch's flash kernel multiplies in MKL's small pieces. Here each row of queries (segment_batches.cut) meets all its keys
+at once: large rows one head at a time, by oneDNN (models/decoder/products.py), and short rows of all heads in one call
+of bmm. Query heads that share a key head are stacked, so that they share its products. The backward pass computes the
+probabilities again, and the softmax over whole rows needs no log-sum-exp to be kept.
+
+b rows times key heads; R queries of a row, stacked for the query heads of a key head; K keys; D numbers of a head.
+
+Short segments of a pack's tree, laid side by side, so that one call attends for many of them. On a CPU only.
+
+A call of torch's flash kernel costs as much as about ten thousand pairs of tokens, and a tree of short turns has
+hundreds of segments. Each short segment becomes one row. Its queries are its own tokens; its keys, gathered from the
+pack, are its short ancestors and itself. Rows of about the same size are padded to one size and computed in one call
+under a mask.
+
+A long segment, and every ancestor of a long one, stays a separate block (tree_attention.py). Gathered for each of its
+descendants, it would cost more memory than it saves time.
+
+`cut` is for attention by products (product_attention.py), which computes one head of a large row at a time and so can
+gather all ancestors: long segments are cut into rows as well.
+
+Packs padded to few sizes, because a CPU's products write code for each size that they meet (decoder/products.py).
+
+The padding is one more tree behind the others. Nothing of it is trained and no sample's token sees it.
 """
 
 import contextlib
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -27,9 +53,281 @@ from torch.nn.attention.flex_attention import BlockMask
 
 from art_cli.learners.packs.flex_attention import FlexAttention
 from art_cli.learners.packs.packing import Pack, Segments
-from art_cli.learners.packs.padding import padded_rows
-from art_cli.learners.packs.product_attention import ProductAttention
-from art_cli.learners.packs.segment_batches import Division, SegmentBatch, cut, divide
+from art_cli.learners.samples import Ints
+from art_cli.models.decoder.maths import inner_product, join_calls, product
+
+SMALLEST = 8  # every size is a multiple of it
+
+
+def round_up(num: int) -> int:
+    """Returns the next of eight sizes per doubling: 8, 16, ... 128, 144, ... 256, 288, ... 512, 576, ..."""
+    step = max(SMALLEST, 2 ** ((num - 1).bit_length() - 4)) if num > 1 else SMALLEST
+    return -(-num // step) * step
+
+
+def padded(pack: Pack) -> Pack:
+    """Returns the pack with its last token repeated behind it as one more segment, up to the next size."""
+    length = len(pack.token_ids)
+    num = round_up(length) - length
+    if num == 0:
+        return pack
+    starts, ends, reaches, parents = pack.segments
+    end = length + num
+    return replace(
+        pack,
+        token_ids=np.pad(pack.token_ids, (0, num), mode="edge"),
+        depths=np.concatenate([pack.depths, np.arange(num)]),
+        segments=Segments([*starts, length], [*ends, end], [*reaches, end], [*parents, -1]),
+    )
+
+
+def padded_rows(positions: Ints, length: int) -> Ints:
+    """Returns ascending positions of a pack of `length` tokens, with other ones up to the next size."""
+    num = min(round_up(len(positions)), length) - len(positions)
+    others = np.setdiff1d(np.arange(length), positions, assume_unique=True)[:num]
+    return np.sort(np.concatenate([positions, others]))
+
+
+LONG = 128  # smallest number of tokens of a segment that fills a call alone
+PIECE = 384  # largest number of queries of a row that is computed by products; 256 and 512 take 5 % longer
+LARGE = 1 << 16  # pairs from which a row is computed alone, head by head
+
+
+class SegmentBatch(NamedTuple):
+    """N rows of at most Q queries and K keys each."""
+
+    queries: Tensor  # [N * Q] positions in the pack; a row is padded with its last one
+    keys: Tensor  # [N * K] positions in the pack, padded likewise
+    is_query: Tensor  # [N * Q] bool: not padding
+    own: Tensor  # [tokens] positions in the pack of the queries that are not padding
+    # [N, 1, Q, M] float32 for the last M keys: 0 where the query sees the key, else -inf. Each query sees all keys
+    # before them. Padding sees what its copy sees.
+    mask: Tensor
+
+    @property
+    def num_pairs(self) -> int:
+        return len(self.queries) * len(self.keys) // len(self.mask)
+
+    @property
+    def is_large(self) -> bool:
+        """True for one row that is computed head by head."""
+        return len(self.mask) == 1 and self.num_pairs >= LARGE
+
+
+class _Row(NamedTuple):
+    start: int
+    end: int
+    above: list[int]  # positions of the gathered ancestors, ascending
+
+    @property
+    def num_queries(self) -> int:
+        return self.end - self.start
+
+    @property
+    def num_keys(self) -> int:
+        return self.num_queries + len(self.above)
+
+
+class Division(NamedTuple):
+    """The segments of a tree that are computed as blocks, and those that are computed in batches."""
+
+    blocks: list[tuple[int, int, int]]  # (start, end, reach)
+    batches: list[SegmentBatch]
+
+
+def divide(segments: Segments) -> Division:
+    """Returns the tree's division; every segment is in exactly one of the two."""
+    is_block = [end - start >= LONG for start, end in zip(segments.starts, segments.ends, strict=True)]
+    for index in range(len(is_block) - 1, -1, -1):
+        parent = segments.parents[index]
+        if is_block[index] and parent >= 0:
+            is_block[parent] = True
+    rows: list[_Row] = []
+    above: dict[int, list[int]] = {}
+    for index, (start, end, _, parent) in enumerate(zip(*segments, strict=True)):
+        if not is_block[index]:
+            above[index] = [] if parent < 0 or is_block[parent] else [*above[parent], *_span(segments, parent)]
+            rows.append(_Row(start, end, above[index]))
+    by_size = sorted(rows, key=lambda row: (row.num_queries, row.num_keys))
+    blocks = zip(segments.starts, segments.ends, segments.reaches, is_block, strict=True)
+    return Division(
+        [(start, end, reach) for start, end, reach, is_one in blocks if is_one],
+        [_batch(alike, has_all_keys=True) for alike in join_calls(by_size, _num_pairs)],
+    )
+
+
+def cut(segments: Segments) -> list[SegmentBatch]:
+    """Returns all tokens of the tree in rows of at most PIECE queries, with all their ancestors as keys."""
+    rows: list[_Row] = []
+    paths: list[list[int]] = []
+    for start, end, _, parent in zip(*segments, strict=True):
+        above = [] if parent < 0 else paths[parent]
+        paths.append([*above, *range(start, end)])
+        rows += [_Row(at, min(at + PIECE, end), [*above, *range(start, at)]) for at in range(start, end, PIECE)]
+    large = [row for row in rows if _num_pairs([row]) >= LARGE]
+    small = sorted((row for row in rows if _num_pairs([row]) < LARGE), key=lambda row: (row.num_queries, row.num_keys))
+    return [
+        *(_batch([row], num_queries=round_up(row.num_queries), num_keys=round_up(row.num_keys)) for row in large),
+        *(_batch(alike) for alike in join_calls(small, _num_pairs)),
+    ]
+
+
+def _span(segments: Segments, index: int) -> range:
+    return range(segments.starts[index], segments.ends[index])
+
+
+def _num_pairs(rows: Sequence[_Row]) -> int:
+    """Returns the number of pairs in the rows, each padded to the largest."""
+    return len(rows) * max(row.num_queries for row in rows) * max(row.num_keys for row in rows)
+
+
+def _batch(rows: list[_Row], *, num_queries: int = 0, num_keys: int = 0, has_all_keys: bool = False) -> SegmentBatch:
+    """Returns the rows padded to those numbers at least. `has_all_keys`: the mask is for all keys."""
+    num_queries = max(num_queries, *(row.num_queries for row in rows))
+    num_keys = max(num_keys, *(row.num_keys for row in rows))
+    first = 0 if has_all_keys else min(len(row.above) for row in rows)
+    place, column = np.arange(num_queries), np.arange(first, num_keys)
+    queries = [row.start + np.minimum(place, row.num_queries - 1) for row in rows]
+    keys = [_padded_keys(row, num_keys) for row in rows]
+    is_query = [place < row.num_queries for row in rows]
+    # [Q, M] for each row: whether the query sees the key
+    sees = [column[None, :] <= len(row.above) + np.minimum(place, row.num_queries - 1)[:, None] for row in rows]
+    mask = np.where(np.stack(sees)[:, None], np.float32(0), np.float32(-np.inf))
+    positions, is_real = np.concatenate(queries), np.concatenate(is_query)
+    arrays = (positions, np.concatenate(keys), is_real, positions[is_real], mask)
+    return SegmentBatch(*map(torch.from_numpy, arrays))
+
+
+def _padded_keys(row: _Row, length: int) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
+    keys = np.array([*row.above, *range(row.start, row.end)], dtype=np.int64)
+    return np.pad(keys, (0, length - len(keys)), mode="edge")
+
+
+class ProductAttention(torch.autograd.Function):
+    """[1, heads, T, D] from query [1, heads, T, D] and key, value [1, kv heads, T, D]."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, batches: list[SegmentBatch], scale: float
+    ) -> Tensor:
+        ctx.save_for_backward(query, key, value)
+        ctx.batches, ctx.scale = batches, scale
+        out = _like_tokens(query)
+        for batch in batches:
+            rows = _Rows(batch, query.shape[1] // key.shape[1])
+            queries, keys, values = rows.queries(query), rows.keys(key), rows.keys(value)
+            parts = [
+                _products(rows.probabilities(queries[part], keys[part], scale), values[part].mT)
+                for part in rows.parts(len(keys))
+            ]
+            rows.put(out, _joined(parts))
+        return out.transpose(0, 1)[None]
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        """With probabilities P and their gradient grad v^T, softmax's backward gives the scores' gradient S.
+
+        The gradients are S k for the queries, S^T q for the keys and P^T grad for the values.
+        """
+        query, key, value = ctx.saved_tensors
+        grad_query = _like_tokens(query)
+        grad_key, grad_value = (_like_tokens(states).zero_() for states in (key, value))
+        for batch in ctx.batches:
+            rows = _Rows(batch, query.shape[1] // key.shape[1])
+            queries, keys, values = rows.queries(query), rows.keys(key), rows.keys(value)
+            grads = rows.queries(grad, is_zero_padded=True)
+            found = []
+            for part in rows.parts(len(keys)):
+                probabilities = rows.probabilities(queries[part], keys[part], ctx.scale)
+                of_probabilities = _products(grads[part], values[part])
+                of_scores = torch._softmax_backward_data(of_probabilities, probabilities, -1, query.dtype)
+                del of_probabilities
+                of_values = _inner_products(probabilities, grads[part])
+                del probabilities
+                found.append(
+                    (_products(of_scores, keys[part].mT), _inner_products(of_scores, queries[part]), of_values)
+                )
+            of_queries, of_keys, of_values = (_joined(list(parts)) for parts in zip(*found, strict=True))
+            rows.put(grad_query, of_queries)
+            rows.add(grad_key, of_keys)
+            rows.add(grad_value, of_values)
+        grads_out = (grad_query.mul_(ctx.scale), grad_key.mul_(ctx.scale), grad_value)
+        return *(states.transpose(0, 1)[None] for states in grads_out), None, None
+
+
+class _Rows(NamedTuple):
+    """The way of a batch's rows out of the pack and back. `groups`: query heads of a key head."""
+
+    batch: SegmentBatch
+    groups: int
+
+    @property
+    def num(self) -> int:
+        return len(self.batch.mask)
+
+    def queries(self, states: Tensor, *, is_zero_padded: bool = False) -> Tensor:
+        """Returns [b, R, D] of [1, heads, T, D]."""
+        rows = _pack_tokens(states).index_select(0, self.batch.queries)
+        if is_zero_padded:
+            rows.mul_(self.batch.is_query[:, None, None])
+        rows = rows.view(self.num, -1, rows.shape[1] // self.groups, self.groups, rows.shape[2])
+        stacked = rows.permute(0, 2, 3, 1, 4).contiguous()  # oneDNN is a thousand times slower on strided heads
+        return stacked.view(-1, self.groups * rows.shape[1], rows.shape[4])
+
+    def keys(self, states: Tensor) -> Tensor:
+        """Returns [b, K, D] of [1, kv heads, T, D]."""
+        rows = _pack_tokens(states).index_select(0, self.batch.keys)
+        rows = rows.view(self.num, -1, *rows.shape[1:])
+        return rows.transpose(1, 2).contiguous().flatten(0, 1)
+
+    def probabilities(self, queries: Tensor, keys: Tensor, scale: float) -> Tensor:
+        """Returns [b, R, K] softmax over the visible keys."""
+        mask = self.batch.mask  # [N, 1, Q, M]
+        scores = _products(queries * scale, keys)
+        by_head = scores.view(self.num, -1, mask.shape[2], keys.shape[1])  # [N, heads, Q, K]
+        by_head[..., -mask.shape[3] :].add_(mask)
+        return scores.softmax(-1)
+
+    def parts(self, num: int) -> Iterator[slice]:
+        """Yields the parts that are computed together: everything, or one head of a large row."""
+        step = 1 if self.batch.is_large else num
+        return (slice(start, start + step) for start in range(0, num, step))
+
+    def put(self, tokens: Tensor, rows: Tensor) -> None:
+        """Puts [b, R, D] into `tokens` [T, heads, D], without the padding."""
+        length, width = self.batch.mask.shape[2], rows.shape[2]
+        rows = rows.view(self.num, -1, self.groups, length, width).permute(0, 3, 1, 2, 4).flatten(2, 3).flatten(0, 1)
+        tokens[self.batch.own] = rows[self.batch.is_query]
+
+    def add(self, tokens: Tensor, rows: Tensor) -> None:
+        """Adds [b, K, D] to `tokens` [T, kv heads, D]."""
+        rows = rows.view(self.num, -1, *rows.shape[1:]).transpose(1, 2).reshape(len(self.batch.keys), -1)
+        tokens.flatten(1).index_add_(0, self.batch.keys, rows)  # flat, because torch adds wider indices one by one
+
+
+def _pack_tokens(states: Tensor) -> Tensor:
+    """Returns [T, heads, D], a view of [1, heads, T, D]."""
+    return states[0].transpose(0, 1)
+
+
+def _like_tokens(states: Tensor) -> Tensor:
+    """Returns [T, heads, D], not filled."""
+    return states.new_empty(states.shape[2], states.shape[1], states.shape[3])
+
+
+def _joined(parts: list[Tensor]) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def _products(left: Tensor, right: Tensor) -> Tensor:
+    """Returns [b, x, y] of [b, x, c] and [b, y, c]."""
+    return product(left[0], right[0])[None] if len(left) == 1 else torch.bmm(left, right.mT)
+
+
+def _inner_products(left: Tensor, right: Tensor) -> Tensor:
+    """Returns [b, x, y] of [b, c, x] and [b, c, y]."""
+    return inner_product(left[0], right[0])[None] if len(left) == 1 else torch.bmm(left.mT, right)
+
 
 NAME = "art_tree"
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu

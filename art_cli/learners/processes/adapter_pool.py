@@ -16,7 +16,7 @@ from art_cli.config.schema import LoraConfig, ModelConfig, Section, TorchLearner
 from art_cli.learners import Progress
 from art_cli.learners.adapter_learner import AdapterLearner
 from art_cli.learners.optimizer import Adam
-from art_cli.learners.processes import process_group
+from art_cli.learners.processes import ranks
 from art_cli.learners.processes.remote_calls import RemoteMethod, remote_methods
 from art_cli.learners.processes.workers import Workers
 from art_cli.models.loading import Weights, clone_trainable, load_weights, with_adapter
@@ -113,10 +113,10 @@ class Adapters:
 
     def __init__(self, job: AdapterJob, deadline_s: float) -> None:
         """Loads the base. `deadline_s` is the longest wait in a collective. Raises LearnerError if GPUs are missing."""
-        device = process_group.device_of(job.learner.device)
-        process_group.join(device, deadline_s)
+        device = ranks.device_of(job.learner.device)
+        ranks.join(device, deadline_s)
         self.learners: dict[str, AdapterLearner] = {}
-        self._ranks, self._config = process_group.GroupRanks(), job.learner
+        self._ranks, self._config = ranks.GroupRanks(), job.learner
         self._weights = load_weights(job.model, job.base, device=str(device))
 
     def add(self, id: str, lora: dict[str, Any] | None, seed: int) -> None:

@@ -15,7 +15,7 @@ from typing import Any, Concatenate, Generic, ParamSpec, Protocol, TypeVar, cast
 import msgspec
 
 from art_cli.learners import Learner, Progress
-from art_cli.learners.processes import record_bytes
+from art_cli.learners.processes import ranks
 from art_cli.runtime.errors import LearnerError
 
 LOST = 71  # exit status of a process that ended because it lost another one
@@ -92,12 +92,12 @@ LEARNER = remote_methods(RemoteLearner)
 
 
 def _encode(value: object) -> str:
-    return base64.b64encode(record_bytes.encode(value)).decode()
+    return base64.b64encode(ranks.encode(value)).decode()
 
 
 def _decode(text: str, kind: Any, method: str) -> object:
     try:
-        value: object = record_bytes.decode(base64.b64decode(text, validate=True), kind)
+        value: object = ranks.decode(base64.b64decode(text, validate=True), kind)
     except (TypeError, ValueError) as error:  # TypeError: not a text
         raise LearnerError(f"the learner's processes sent what does not belong to {method}: {error}") from error
     return value

@@ -7,6 +7,16 @@ Workers too.
 
 They live and end together. When one dies, or lives and does not go on (watchdog.py), all are ended. When this process
 dies, they end with it (runtime/processes/supervisor.py).
+
+Watchdog: finds the process of a learner that does not go on, from their messages during one call. It ends none.
+
+Its clock stands while this process is stopped (a Ctrl-Z), because what came meanwhile must be heard first.
+
+ParallelLearner: a learner in several processes, on one machine or on several nodes, seen from the training loop.
+
+It holds no weights. Each method (remote_calls.py) calls all its processes (workers.py), which are TorchLearners with
+one model divided among them (worker.py, sharding.py). A checkpoint has the same format as that of a learner in one
+process, and either continues from the other's.
 """
 
 import asyncio
@@ -16,24 +26,87 @@ import logging
 import os
 import socket
 import sys
-from collections.abc import Callable, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
 from art_cli.learners import Progress
-from art_cli.learners.processes.nodes.node_address import NodePlace, interface_of, listening_on, reserved_port
-from art_cli.learners.processes.nodes.node_end import NodeEnd
-from art_cli.learners.processes.nodes.node_secret import VARIABLE
-from art_cli.learners.processes.nodes.rendezvous import Rendezvous
-from art_cli.learners.processes.remote_calls import LOST
-from art_cli.learners.processes.watchdog import POLL_S, Watchdog
+from art_cli.learners.processes.job import Job
+from art_cli.learners.processes.nodes.node_address import (
+    VARIABLE,
+    Address,
+    NodePlace,
+    interface_of,
+    listening_on,
+    read_secret,
+    reserved_port,
+)
+from art_cli.learners.processes.nodes.node_identity import identity_of
+from art_cli.learners.processes.nodes.rendezvous import Meeting, NodeEnd, Rendezvous
+from art_cli.learners.processes.remote_calls import LOST, RemoteLearner
 from art_cli.runtime.errors import LearnerError, PeersLost, ProcessDied
-from art_cli.runtime.permissions import make_directory, owner_only
 from art_cli.runtime.processes.child import ChildProcess, describe_end, last_lines
-from art_cli.runtime.processes.process_calls import CallingEnd, ConnectionEnded, Message
-from art_cli.runtime.scratch import Scratch, scratch
+from art_cli.runtime.processes.process_calls import Advance, CallingEnd, ConnectionEnded, Message, Raised, Returned
+from art_cli.runtime.scratch import Scratch, make_directory, owner_only, scratch
 from art_cli.runtime.threads import LoopThread
+
+POLL_S = 0.2  # how often the watchdog is asked
+PACK_DEADLINE_S = 900.0  # longest wait for the first pack, which has all preparation before it; some calls report none
+PACK_FLOOR_S, TIMES_LONGEST = 60.0, 10.0  # later packs may take 10 times as long as the longest so far, at least 60 s
+AGREE_DEADLINE_S = 10.0  # longest time from the first error to the last; all make the same checks on the same data
+
+
+class Watchdog:
+    """One for each call. Example: `hear("process 1", Heartbeat())` until `problem()` returns what is wrong."""
+
+    def __init__(self, names: Iterable[str], hung_s: float, clock: Callable[[], float] = time.monotonic) -> None:
+        """`hung_s` is the longest silence of a process that works."""
+        self._hung_s = hung_s
+        self._clock, self._last, self._now = clock, clock(), 0.0
+        self._heard = dict.fromkeys(names, 0.0)  # when each process that still works said anything
+        self._advanced = 0.0  # when the newest pack was done
+        self._longest: float | None = None  # longest time from one pack to the next
+        self._failed: float | None = None  # when the first error came
+
+    def hear(self, name: str, message: Message) -> None:
+        self._tick()
+        self._heard[name] = self._now
+        match message:
+            case Advance():
+                self._longest = max(self._longest or 0.0, self._now - self._advanced)
+                self._advanced = self._now
+            case Raised() | Returned():
+                del self._heard[name]
+                if isinstance(message, Raised) and self._failed is None:
+                    self._failed = self._now
+
+    @property
+    def has_disagreement(self) -> bool:
+        """True if some processes have failed and the others have not done so in time."""
+        self._tick()
+        return self._failed is not None and self._now - self._failed > AGREE_DEADLINE_S
+
+    def problem(self) -> str | None:
+        """Returns which process does not go on, or None while nothing is overdue."""
+        self._tick()
+        for name, heard in self._heard.items():
+            if self._now - heard > self._hung_s:
+                state = "it lives, and has not moved" if name.startswith("process ") else "nothing has come from it"
+                return f"learner {name} hangs: {state} for {self._hung_s:.0f} s"
+        limit = PACK_DEADLINE_S
+        if self._longest is not None:
+            limit = min(limit, max(PACK_FLOOR_S, TIMES_LONGEST * self._longest))
+        if self._failed is None and self._now - self._advanced > limit:
+            return f"the learner's processes hang: they have done nothing for {limit:.0f} s"
+        return None
+
+    def _tick(self) -> None:
+        now = self._clock()
+        self._now += min(now - self._last, 2 * POLL_S)
+        self._last = now
+
 
 log = logging.getLogger(__name__)
 
@@ -357,3 +430,51 @@ class _ProcessEnd(CallingEnd):
 
 
 Calls = Mapping[str, "asyncio.Future[Any]"]  # the name of a process or node -> its answer
+
+
+class ParallelLearner(RemoteLearner):
+    """The Learner protocol over Workers, which are started by the first call that needs them."""
+
+    def __init__(self, job: Job, workers: Workers) -> None:
+        self.job, self.workers = job, workers
+        self._is_open = False
+
+    def call(self, method: str, given: str, progress: Progress | None) -> str:
+        if not self._is_open:
+            self.start()
+            self.workers.call("open", self.job.model_dump(mode="json"))
+            self._is_open = True
+        result: str = self.workers.call(method, {"given": given}, progress=progress)
+        return result
+
+    def start(self) -> None:
+        if not self.workers.pids:
+            self.workers.start()
+
+    def check(self) -> None:
+        self.workers.check()
+
+    def close(self) -> None:
+        self.workers.close()
+
+
+def parallel_learner(job: Job, *, logs: Path | None) -> ParallelLearner:
+    """Returns the learner of a job, whose logs go to `logs`, or to a temporary directory if that is None.
+
+    Raises UsageError if other machines could reach the rendezvous and there is no secret.
+    """
+    rendezvous = None
+    if job.learner.nodes > 1:
+        assert job.learner.rendezvous is not None, "checked by the configuration"
+        address = Address.parse(job.learner.rendezvous)
+        rendezvous = Rendezvous(
+            Meeting(
+                address=address,
+                nodes=job.learner.nodes,
+                secret=read_secret(address),
+                identity=partial(identity_of, job),
+                dtype=job.model.dtype,
+                deadline_s=job.learner.join_timeout_s,
+            )
+        )
+    return ParallelLearner(job, Workers(job.learner.processes, logs=logs, rendezvous=rendezvous))

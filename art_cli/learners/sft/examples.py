@@ -2,27 +2,249 @@
 
 An example is a chat transcript {"messages": [...], "tools": [...]} (demos.py), or an attempt of the policy's own with
 its tokens {"id": ..., "scenario": ..., "turns": [...]} (best_of.py). Both are plain JSON.
+
+Rejection sampling: the best attempts of scored groups, as examples to learn from. No torch.
+
+As in RAFT, Dong et al. 2023 (arXiv:2304.06767), and the rejection sampling of Llama 2 (arXiv:2307.09288, section
+3.2.3). An attempt is learned from with the tokens that the policy sampled, never with its messages rendered again.
+
+Demos: chat transcripts to learn from, read and made into samples, assistant tokens only. No torch.
 """
 
 import hashlib
 import json
-from collections.abc import Sequence
+import logging
+import math
+from collections.abc import Iterable, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
 
+from art_cli.chat.control_tokens import ControlTokens, Guard, controls_of
 from art_cli.config.schema import SftConfig
-from art_cli.learners.samples import Sample, trajectory_samples
-from art_cli.learners.sft.best_of import ScoredAttempt, best_attempts
-from art_cli.learners.sft.demos import demo_samples, load_demos
-from art_cli.learners.token_weights import Credit, token_weights
-from art_cli.rollouts.splits import is_held_out
-from art_cli.runs.trajectory import Trajectory
-from art_cli.runtime.errors import DataError, LearnerError
+from art_cli.learners.samples import Credit, Ints, Sample, bare_sample, count_sampled, token_weights, trajectory_samples
+from art_cli.rollouts.scenario_files import is_held_out
+from art_cli.runs.durable import read_lines
+from art_cli.runs.trajectory import EQUAL_REWARDS, ScoredTrajectory, Trajectory, Turn
+from art_cli.runtime.errors import DataError, LearnerError, describe
+from art_cli.runtime.plugins import resolve
 
 Json = dict[str, Any]
+
+log = logging.getLogger(__name__)
+
+
+class Demo(msgspec.Struct, frozen=True, kw_only=True):
+    """One transcript in OpenAI's format; other keys are ignored.
+
+    Example: Demo(messages=[{"role": "user", "content": "2+2"}, {"role": "assistant", "content": "4"}])
+    """
+
+    messages: list[Json]
+    tools: list[Json] = []
+
+    def __post_init__(self) -> None:
+        if not all(isinstance(message.get("role"), str) for message in self.messages):
+            raise ValueError('every message needs a "role"')
+        if not any(message["role"] == "assistant" for message in self.messages):
+            raise ValueError("no assistant message to learn from")
+
+
+class DemoLine(Demo, frozen=True, kw_only=True):
+    """A transcript on a line of a file, which must not be an attempt with the tokens that were sampled."""
+
+    group_size: Any = None  # an attempt that art played has both; one of another tool may have no turns
+    turns: Any = None
+
+    def __post_init__(self) -> None:
+        if self.group_size is not None and self.turns:
+            raise ValueError(
+                "an attempt, not a transcript: the messages of good and bad attempts would be learned from alike; "
+                "--best-of (sft.best_of) learns from the best scored ones of each group"
+            )
+        super().__post_init__()
+
+
+def load_demos(spec: str, directory: Path) -> list[Json]:
+    """Returns the transcripts of a JSON-lines file, or those that "file.py:function" returns, in order.
+
+    Paths are relative to `directory`. Raises DataError for a missing file, a line or item that is not a transcript,
+    no transcripts, or attempts, of which only the good ones are worth learning; UsageError if the function cannot be
+    loaded.
+    """
+    path = directory / spec
+    if path.is_file():
+        demos: list[Demo] = list(read_lines(path, DemoLine))
+    elif ":" in spec:
+        demos = _call(spec, directory)
+    else:
+        raise DataError("no such file; `sft.demos` names a JSON-lines file or 'file.py:function'", path)
+    if not demos:
+        raise DataError("no transcripts; at least one is needed", spec)
+    return [{"messages": demo.messages, "tools": demo.tools} for demo in demos]
+
+
+def _call(spec: str, directory: Path) -> list[Demo]:
+    make = resolve(spec, base=directory)
+    try:
+        items = make() if callable(make) else make
+        if not isinstance(items, Iterable):
+            raise DataError(f"expected an iterable of transcripts, not {type(items).__name__}", spec)
+        return [_convert(item, f"{spec}, item {number}") for number, item in enumerate(items, 1)]
+    except DataError:
+        raise
+    except Exception as error:  # the boundary to the user's function
+        raise DataError(f"it raised {describe(error)}", spec) from error
+
+
+def _convert(item: object, source: str) -> Demo:
+    try:
+        return msgspec.convert(item, Demo)
+    except msgspec.ValidationError as error:
+        raise DataError(str(error), source) from None
+
+
+def demo_samples(demo: Json, tokenizer: Any, *, name: str, max_length: int) -> list[Sample]:
+    """Returns the samples of a transcript `{"messages": [...], "tools": [...]}`. It trains each assistant message once.
+
+    A message is rendered as it will be sampled. The prompt is the conversation before it with the template's generation
+    prompt. The reply is what the template then adds for the message, up to its stop token. A message whose prompt
+    continues the previous sample joins that sample. A template may render old messages differently (some drop old
+    reasoning); the message then starts another sample.
+
+    Markers in the texts are learned as text (control_tokens.py), calls of `tool_calls` as the template writes them.
+
+    Raises LearnerError for no assistant message, too many tokens, or a template whose reply does not continue its
+    prompt.
+    """
+    controls = controls_of(tokenizer)
+    guard = Guard(controls, demo)
+    messages, tools = guard.messages(demo["messages"]), guard.value(demo.get("tools")) or None
+    for given, guarded in zip(demo["messages"], messages, strict=True):
+        if given is not guarded and given["role"] == "assistant":
+            kept = controls.marks_in(str(guarded.get("content")))
+            for mark in {mark for mark in controls.marks_in(str(given.get("content"))) if mark not in kept}:
+                _warn_of(mark)
+    samples: list[Sample] = []
+    for index, message in enumerate(messages):
+        if message["role"] != "assistant":
+            continue
+        where = f"{name}, message {index + 1}"
+        token_ids, start = _render_turn(messages[: index + 1], tools, guard, controls, where)
+        if len(token_ids) > max_length:
+            raise LearnerError(f"{where}: {len(token_ids)} tokens, over the model's {max_length}; shorten or drop it")
+        targets = np.arange(start, len(token_ids))
+        previous = samples[-1].token_ids if samples else np.empty(0, dtype=np.int64)
+        if samples and np.array_equal(token_ids[: len(previous)], previous):
+            targets = np.concatenate([samples.pop().targets, targets])
+        samples.append(bare_sample(token_ids, targets, name, turn=index))
+    if not samples:
+        raise LearnerError(f"{name}: no assistant message to learn from")
+    return samples
+
+
+@cache
+def _warn_of(mark: str) -> None:
+    log.warning("sft: an assistant's text holds %s, which is learned as text; calls belong into tool_calls", mark)
+
+
+def _render_turn(
+    messages: list[Json], tools: list[Json] | None, guard: Guard, controls: ControlTokens, where: str
+) -> tuple[Ints, int]:
+    """Returns the tokens of the conversation up to the last message's stop token, and the index where that begins."""
+    render = controls.tokenizer.apply_chat_template
+    try:
+        prompt = render(messages[:-1], tools=tools, tokenize=False, add_generation_prompt=True)
+        whole = render(messages, tools=tools, tokenize=False)
+    except Exception as error:  # the boundary to the model's own template
+        raise LearnerError(f"{where}: the chat template refuses the conversation: {describe(error)}") from error
+    if not whole.startswith(prompt) or whole == prompt:
+        raise LearnerError(
+            f"{where}: the chat template's rendering of this reply does not go on from its prompt; "
+            "set model.chat_template to one that does"
+        )
+    try:
+        prompt_ids, reply_ids = controls.encode(prompt, guard), controls.encode(whole[len(prompt) :], guard)
+    except ValueError as error:
+        raise LearnerError(f"{where}: {describe(error)}") from error
+    stop = controls.tokenizer.eos_token_id
+    if stop in reply_ids:  # the engine stops there, so it never samples what the template adds behind it
+        reply_ids = reply_ids[: reply_ids.index(stop) + 1]
+    return np.asarray(prompt_ids + reply_ids, dtype=np.int64), len(prompt_ids)
+
+
+class ScoredAttempt(msgspec.Struct, frozen=True, kw_only=True):
+    """The part of one attempt to learn from. Example: ScoredAttempt(id="t7", scenario="easy-17", turns=[Turn(...)])"""
+
+    id: str
+    scenario: str  # id of its scenario; that of its group, where the record names none
+    turns: list[Turn]
+
+
+def scored_files(path: Path) -> list[Path]:
+    """Returns a scored file itself, or all scored files of a run directory, in the order of their steps."""
+    if not path.is_dir():
+        return [path]
+    return sorted(path.glob("step_*/scored.jsonl"), key=lambda file: (len(file.parent.name), file.parent.name))
+
+
+def best_attempts(path: Path, num: int, *, min_reward: float | None = None) -> list[Json]:
+    """Returns the best `num` attempts of each group of a scored file or run directory, as examples, group by group.
+
+    An attempt must have at least `min_reward`, or if that is None more than the worst attempt of its group, so that a
+    group of equal rewards gives none. Of equal rewards the lower index comes first. Attempts with an error, and those
+    that sampled nothing, are left out. Raises DataError if the file, rewards or tokens are missing.
+    """
+    if not path.exists():
+        raise DataError("no such file; best_of needs a scored file or the directory of a run", path)
+    files = scored_files(path)
+    if not files:
+        raise DataError("no scored trajectories there; a run has them in step_*/scored.jsonl", path)
+    return [example for file in files for group in _groups(file) for example in _best(group, num, min_reward, file)]
+
+
+def _groups(path: Path) -> Iterable[Sequence[ScoredTrajectory]]:
+    """Returns each group's attempts in the order of their indexes; of one written twice, the last line counts."""
+    groups: dict[str, dict[int, ScoredTrajectory]] = {}
+    for trajectory in read_lines(path, ScoredTrajectory):
+        groups.setdefault(trajectory.group_id, {})[trajectory.index] = trajectory
+    return [[members[index] for index in sorted(members)] for members in groups.values()]
+
+
+def _best(group: Sequence[ScoredTrajectory], num: int, min_reward: float | None, path: Path) -> list[Json]:
+    rewarded = [(_reward(each, path), each) for each in group if each.error is None]
+    worst = min((reward for reward, _ in rewarded), default=0.0)
+    chosen = [
+        (reward, trajectory)
+        for reward, trajectory in rewarded
+        if (reward - worst > EQUAL_REWARDS if min_reward is None else reward >= min_reward)
+        and count_sampled(trajectory)[0]
+    ]
+    chosen.sort(key=lambda pair: -pair[0])  # a stable sort, so equal rewards stay in the order of their indexes
+    return [_example(trajectory) for _, trajectory in chosen[:num]]
+
+
+def _reward(trajectory: ScoredTrajectory, path: Path) -> float:
+    name = f"trajectory {trajectory.id}"
+    if trajectory.reward is None or not math.isfinite(trajectory.reward):
+        raise DataError(f"{name}: its reward is {trajectory.reward}; score the file first with art judge", path)
+    if not trajectory.turns and not trajectory.is_silent:
+        raise DataError(
+            f"{name}: no token ids, so another tool or an endpoint's own model made it; play it with art generate, or "
+            "learn from its messages without --best-of",
+            path,
+        )
+    return trajectory.reward
+
+
+def _example(trajectory: Trajectory) -> Json:
+    scenario = trajectory.scenario.get("id", trajectory.group_id)
+    attempt = ScoredAttempt(id=trajectory.id, scenario=str(scenario), turns=trajectory.turns)
+    example: Json = msgspec.to_builtins(attempt)
+    return example
 
 
 class Examples(NamedTuple):

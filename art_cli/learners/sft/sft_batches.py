@@ -1,12 +1,90 @@
-"""The batches of a supervised warm-up: which examples each optimizer step trains on. Numpy only."""
+"""The batches of a supervised warm-up: which examples each optimizer step trains on. Numpy only.
+
+Sums: what a supervised warm-up has done so far, and the numbers that are computed from it. No torch.
+"""
 
 from collections.abc import Sequence
 
+import msgspec
 import numpy as np
 
 from art_cli.config.schema import SftConfig
 from art_cli.learners.samples import Ints, Sample
 from art_cli.runtime.errors import LearnerError
+
+
+class Sums(msgspec.Struct, kw_only=True):
+    """sft/sums.json. The reported numbers are computed from these."""
+
+    num_updates: int = 0  # optimizer steps taken
+    loss_first: float = 0.0  # loss of the first optimizer step, nats per token
+    loss_epoch: float = 0.0  # sum of the losses of the current epoch's optimizer steps
+    grad_norm: float = 0.0  # sum over optimizer steps, before clipping
+    tokens_trained: int = 0
+    tokens_computed: int = 0
+    evaluations: list[tuple[int, float]] = []  # (optimizer steps taken before it, loss in nats per token)
+    train_s: float = 0.0
+    eval_s: float = 0.0
+    # a server's path of the weights of the lowest evaluation loss, or None if not kept; unset without a server
+    best: str | None | msgspec.UnsetType = msgspec.UNSET
+
+    def add_update(
+        self, loss: float, norm: float, *, trained: int, computed: int, epoch_updates: int, seconds: float
+    ) -> None:
+        """Adds an optimizer step. `trained` and `computed` count tokens, `epoch_updates` the steps of an epoch."""
+        is_first = self.num_updates % epoch_updates == 0
+        self.loss_first = self.loss_first if self.num_updates else loss
+        self.loss_epoch = loss if is_first else self.loss_epoch + loss
+        self.grad_norm += norm
+        self.tokens_trained += trained
+        self.tokens_computed += computed
+        self.num_updates += 1
+        self.train_s += seconds
+
+    def add_evaluation(self, loss: float, *, seconds: float) -> bool:
+        """Adds an evaluation's loss. Whether it is the lowest so far."""
+        is_best = all(loss < before for _, before in self.evaluations)
+        self.evaluations.append((self.num_updates, loss))
+        self.eval_s += seconds
+        return is_best
+
+    def is_done(self, num_updates: int, *, patience: int | None) -> bool:
+        """Returns whether all updates are taken, or the evaluation loss has not fallen for `patience` evaluations."""
+        losses, is_last = [loss for _, loss in self.evaluations], self.num_updates >= num_updates
+        if patience is None or not losses:
+            return is_last
+        return is_last or len(losses) - 1 - losses.index(min(losses)) >= patience
+
+    def numbers(self, *, epoch_updates: int, patience: int | None, is_done: bool) -> dict[str, float]:
+        """Returns the numbers so far. `loss` is the mean over the current epoch, `loss_first` that of the first update.
+
+        `eval_loss` is the newest evaluation's; of a warm-up with `patience` that is done, the best one's, whose weights
+        are kept.
+        """
+        num = self.num_updates
+        if num == 0:
+            return {"num_updates": 0.0}
+        return {
+            "loss": self.loss_epoch / ((num - 1) % epoch_updates + 1),
+            "loss_first": self.loss_first,
+            **self._evaluation_numbers(patience, is_done),
+            "grad_norm": self.grad_norm / num,
+            "num_updates": float(num),
+            "tokens_trained": float(self.tokens_trained),
+            "tokens_computed": float(self.tokens_computed),
+            "train_s": self.train_s,
+        }
+
+    def _evaluation_numbers(self, patience: int | None, is_done: bool) -> dict[str, float]:
+        if not self.evaluations:
+            return {}
+        numbers = {"eval_loss": self.evaluations[-1][1], "eval_loss_first": self.evaluations[0][1]}
+        if patience is not None:
+            best, loss = min(self.evaluations, key=lambda pair: pair[1])
+            numbers |= {"eval_loss_best": loss, "best_update": float(best)}
+            if is_done:
+                numbers["eval_loss"] = loss
+        return numbers | {"num_evaluations": float(len(self.evaluations)), "eval_s": self.eval_s}
 
 
 class SftBatches:

@@ -17,8 +17,7 @@ import msgspec
 from art_cli.config.schema import SftConfig
 from art_cli.learners import SFT_DIRECTORY, SftProgress
 from art_cli.learners.samples import Sample
-from art_cli.learners.sft.sft_batches import SftBatches
-from art_cli.learners.sft.sft_sums import Sums
+from art_cli.learners.sft.sft_batches import SftBatches, Sums
 from art_cli.runtime.errors import CheckpointError, LearnerError, one_line
 
 SUMS_FILE = "sums.json"

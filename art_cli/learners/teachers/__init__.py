@@ -13,8 +13,7 @@ from typing import Protocol
 
 from art_cli.config.sections.loss_config import TeacherConfig
 from art_cli.learners.packs.logprob_reader import Reader
-from art_cli.learners.samples import Sample
-from art_cli.learners.token_weights import Floats
+from art_cli.learners.samples import Floats, Sample
 
 TINKER_TEACHER = "art_cli.tinker.tinker_teacher:TinkerTeacher"  # a teacher on a server of the Tinker protocol
 

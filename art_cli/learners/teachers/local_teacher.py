@@ -6,9 +6,8 @@ from pathlib import Path
 from art_cli.config.schema import ModelConfig
 from art_cli.learners.packs.logprob_reader import Reader, divided
 from art_cli.learners.packs.pack_runner import PackRunner
-from art_cli.learners.samples import Sample
-from art_cli.learners.teachers.vocabulary import check_vocabulary
-from art_cli.learners.token_weights import Floats
+from art_cli.learners.samples import Floats, Sample
+from art_cli.learners.teachers.teacher_server import check_vocabulary
 from art_cli.models.loading import Weights, load_weights, on_base
 from art_cli.runs import run_checkpoints
 from art_cli.runtime.errors import LearnerError, UsageError

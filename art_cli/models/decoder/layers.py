@@ -22,8 +22,16 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from art_cli.models.decoder.forward import attention_inputs, layer_outputs
-from art_cli.models.decoder.known import Layer, Unknown, is_silu, read_layer, read_norm, read_projection
+from art_cli.models.decoder.forward import (
+    Layer,
+    Unknown,
+    attention_inputs,
+    is_silu,
+    layer_outputs,
+    read_layer,
+    read_norm,
+    read_projection,
+)
 from art_cli.models.decoder.maths import Norm, Projection, gate, gate_backward, rotate_backward, signed
 
 Attend = Callable[..., tuple[Tensor, None]]  # a function for transformers' AttentionInterface

@@ -16,8 +16,7 @@ from typing import TYPE_CHECKING
 
 from art_cli.config.metric_names import SHADOW
 from art_cli.reports.pages.report_text import BARS, duration, spark
-from art_cli.runs.failures import Failures
-from art_cli.runs.history import Evaluated, History, UpdateNumbers
+from art_cli.runs.history import Evaluated, Failures, History, UpdateNumbers
 from art_cli.runtime.errors import printable
 from art_cli.runtime.log import Bar
 

@@ -10,8 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from art_cli.config.sections.tracker_config import TrackioTrackerConfig
-from art_cli.formats.traces.model_calls import calls_of
-from art_cli.formats.traces.spans import reward_of, shortened
+from art_cli.formats.traces.spans import calls_of, reward_of, shortened
 from art_cli.reports.trackers import TrackedRun
 from art_cli.reports.trackers.table import Groups, chosen, rewards
 from art_cli.runs.run_dir import MetricsLine

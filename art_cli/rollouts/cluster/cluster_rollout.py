@@ -24,9 +24,9 @@ from art_cli.rollouts.policy import Json, Policy
 from art_cli.rollouts.process import RolloutProcess
 from art_cli.rollouts.rollout_gateway import Gateway
 from art_cli.runs.outcome import Outcome
-from art_cli.runtime.dotenv import load_environment
 from art_cli.runtime.errors import RolloutError, UsageError, printable
 from art_cli.runtime.processes.process_calls import checked
+from art_cli.runtime.secrets import load_environment
 
 log = logging.getLogger(__name__)
 

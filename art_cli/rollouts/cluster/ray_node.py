@@ -16,7 +16,7 @@ import urllib.error
 import urllib.request
 from pathlib import Path
 
-from art_cli.rollouts.attempt_end import Json
+from art_cli.rollouts.attempt_errors import Json
 from art_cli.rollouts.command_rollout import CommandRollout
 from art_cli.rollouts.process import ProcessRollout
 from art_cli.rollouts.process_worker import ServedRollout

@@ -9,7 +9,7 @@ from collections.abc import Generator
 from contextlib import closing
 from pathlib import Path
 
-from art_cli.config.sections.scenarios_config import ScenariosConfig, is_dataset
+from art_cli.config.sections.rollout_config import ScenariosConfig, is_dataset
 from art_cli.rollouts.tables.columns import Columns, Json, TableRow
 from art_cli.runtime.errors import DataError
 

@@ -5,7 +5,7 @@ from collections.abc import Generator
 from pathlib import Path
 from typing import Any
 
-from art_cli.config.sections.scenarios_config import ScenariosConfig
+from art_cli.config.sections.rollout_config import ScenariosConfig
 from art_cli.rollouts.tables.columns import MAX_ROWS, Columns, TableRow
 from art_cli.rollouts.tables.parquet import BATCH_ROWS, check_types, needs, plain_rows
 from art_cli.runtime.errors import DataError, describe

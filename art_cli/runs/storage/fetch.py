@@ -21,11 +21,10 @@ from art_cli.runs.durable import lock_directory, new_directory, read_object, rem
 from art_cli.runs.manifest import MANIFEST, STEP_NAME, Manifest, verify_checkpoint
 from art_cli.runs.run_checkpoints import wanted_steps
 from art_cli.runs.run_dir import RunDir
-from art_cli.runs.storage.lease import HOME, Marker, write_marker
-from art_cli.runs.storage.object_store import ObjectStore, Stored, is_safe
+from art_cli.runs.storage.object_store import HOME, Marker, ObjectStore, Stored, is_safe, write_marker
 from art_cli.runs.storage.uploads import CHECKPOINTS, MAX_MANIFEST_BYTES, NOT_KEPT, checkpoint_home, steps_of
 from art_cli.runtime.errors import CheckpointError, DataError, RunError, StorageError, UsageError, one_line, printable
-from art_cli.runtime.permissions import make_directory
+from art_cli.runtime.scratch import make_directory
 
 log = logging.getLogger(__name__)
 

@@ -16,8 +16,7 @@ import msgspec
 
 from art_cli.runs.run_dir import RunDir
 from art_cli.runs.storage import fetch
-from art_cli.runs.storage.lease import RENEW_S, Lease, Marker, read_marker, take, write_marker
-from art_cli.runs.storage.object_store import ObjectStore
+from art_cli.runs.storage.object_store import RENEW_S, Lease, Marker, ObjectStore, read_marker, take, write_marker
 from art_cli.runs.storage.uploads import Uploads
 from art_cli.runtime.errors import ArtError, Interrupted, RunError, StorageError, describe
 from art_cli.runtime.threads import call_in_thread, start_in_thread

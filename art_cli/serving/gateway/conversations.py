@@ -27,11 +27,10 @@ from weakref import WeakKeyDictionary
 
 import msgspec
 
+from art_cli.chat.replies import input_of
 from art_cli.chat.requests import Json, Request, Sampling
-from art_cli.chat.tool_arguments import input_of
 from art_cli.config.schema import GatewayConfig
-from art_cli.rollouts.recorder import Recorded, identity_of
-from art_cli.rollouts.retries import Attempted, Retries
+from art_cli.rollouts.recorder import Attempted, Recorded, Retries, identity_of
 from art_cli.rollouts.rollout_gateway import Gateway, RecordingBackend
 from art_cli.serving.gateway.entries import JournalEntry
 from art_cli.serving.gateway.journal import Journal, Outline

@@ -4,41 +4,182 @@
 
 SIGTERM and SIGINT stop it; a second signal ends it without waiting for calls in flight. A kill needs no end: the next
 start goes on with what the journal holds.
+
+ClientBackend: answers one client's calls from the engine, each in its conversation, and records them.
+
+An answer ends when its call is on the disk. What cannot be recorded is not answered: it is a 503, if possible before
+the engine is asked.
+
+Clients: the API keys of `art gateway`, and the client and the conversation that a key names.
+
+    KEY           one of the keys; conversations differ by how they go on
+    KEY:NAME      the same client; all calls with it are the conversation NAME
+
+NAME is chosen by the client. It reaches the application as the header X-Art-Conversation, which a client may also send
+itself.
 """
 
 import asyncio
+import contextlib
 import logging
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from typing import NamedTuple
+from urllib.parse import quote
 
+from starlette.datastructures import Headers
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 from starlette.routing import Route
+from starlette.types import ASGIApp, Receive, Scope, Send
 
-from art_cli.chat.chat_app import build_app
+from art_cli.chat.api_keys import Keys
+from art_cli.chat.chat_app import CONVERSATION_HEADER, READ_HERE_BYTES, build_app, closing_stream
+from art_cli.chat.chat_errors import ChatError
 from art_cli.chat.http_server import serve
-from art_cli.chat.reading import RequestReader
-from art_cli.chat.request_body import BodyLimit
-from art_cli.chat.requests import Sampling
+from art_cli.chat.reading import BodyLimit, RequestReader
+from art_cli.chat.replies import Chunk, Reply
+from art_cli.chat.requests import Json, Request, Sampling, with_defaults
+from art_cli.chat.wires import WIRES
 from art_cli.config.schema import GatewayConfig
 from art_cli.engines import Engine
-from art_cli.rollouts.rollout_gateway import Gateway
-from art_cli.runtime import signals
-from art_cli.runtime.errors import ArtError
-from art_cli.runtime.secrets import Secrets
-from art_cli.serving.admission import Admission
-from art_cli.serving.gateway.client_backend import ClientBackend
-from art_cli.serving.gateway.clients import Clients, NamedConversations
+from art_cli.rollouts.rollout_gateway import Gateway, Upstream
+from art_cli.runtime import threads
+from art_cli.runtime.errors import ArtError, UsageError, printable
+from art_cli.runtime.secrets import MIN_LENGTH, Secrets
 from art_cli.serving.gateway.conversations import Conversations
 from art_cli.serving.gateway.journal import Journal
 from art_cli.serving.gateway.redaction import Redactor
-from art_cli.serving.meter import CONTENT_TYPE, Meter
-from art_cli.serving.middleware import Middleware
+from art_cli.serving.middleware import CONTENT_TYPE, Admission, Meter, Middleware
 from art_cli.serving.stopping import Stopping
 
+ANYONE = "anyone"  # the client of every call where there are no keys
+SEPARATOR = ":"
+
+
+class Clients(Keys):
+    """The valid keys, in order. Without any key, every caller on this machine is one client."""
+
+    def __init__(self, keys: Sequence[str]) -> None:
+        """Raises UsageError: a key is too short to be kept out of texts."""
+        super().__init__(keys)
+        for number, key in enumerate(keys, 1):
+            if len(key) < MIN_LENGTH:
+                raise UsageError(f"key {number}: it is shorter than {MIN_LENGTH} characters; take a longer one")
+        self._single = [Keys([key]) for key in keys]
+
+    @property
+    def labels(self) -> list[str]:
+        """The clients by the names that the files have for them: "key 1", "key 2", ..."""
+        return [f"key {number}" for number in range(1, len(self._single) + 1)] or [ANYONE]
+
+    def admits(self, key: str | None) -> bool:
+        return self.label(key) is not None
+
+    def label(self, key: str | None) -> str | None:
+        """Returns the client with this key, or None if the key is not valid."""
+        if not self._single:
+            return ANYONE
+        base, _ = self.split(key)
+        admitted = [keys.admits(base) for keys in self._single]  # all of them, so that the time reveals nothing
+        return next((label for label, is_its in zip(self.labels, admitted, strict=True) if is_its), None)
+
+    def split(self, key: str | None) -> tuple[str | None, str]:
+        """Returns the key itself, and the name behind it; "" where there is none."""
+        if key is None or super().admits(key) and self._single:
+            return key, ""
+        base, _, name = key.partition(SEPARATOR)
+        return base, name
+
+
+class NamedConversations:
+    """An application around another: the name behind a key becomes a header, unless the client sends that header."""
+
+    def __init__(self, app: ASGIApp, clients: Clients) -> None:
+        self._app, self._clients = app, clients
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        headers = Headers(scope=scope)
+        _, name = self._clients.split(WIRES.key(scope["path"], headers))
+        if name and CONVERSATION_HEADER not in headers:
+            header = (CONVERSATION_HEADER.lower().encode(), quote(name, errors="replace").encode())
+            scope = {**scope, "headers": [*scope["headers"], header]}
+        await self._app(scope, receive, send)
+
+
 log = logging.getLogger(__name__)
+
+
+class ClientBackend:
+    """The calls of one client, which the files name `client` ("key 2")."""
+
+    def __init__(
+        self,
+        client: str,
+        upstream: Upstream,
+        conversations: Conversations,
+        journal: Journal,
+        redactor: Redactor,
+        reader: RequestReader,
+    ) -> None:
+        self._client, self._upstream, self._reader = client, upstream, reader
+        self._conversations, self._journal, self._redactor = conversations, journal, redactor
+        self.num_calls = 0  # answered and recorded
+
+    def models(self) -> list[str]:
+        return [self._upstream.endpoint.model]
+
+    async def reply(self, request: Request) -> Reply:
+        with self._failures_logged():
+            if not request.is_recorded:
+                return await self._upstream.backend.reply(with_defaults(request, Sampling()))
+            self._journal.check_room()
+            redacted = await self._redacted(request)
+            with self._conversations.calling(self._client, request, redacted) as conversation:
+                reply = await conversation.backend.reply(request)
+                await self._journal.sync()
+            self.num_calls += 1
+            return reply
+
+    async def stream(self, request: Request) -> AsyncIterator[Chunk]:
+        with self._failures_logged():
+            if not request.is_recorded:
+                plain = self._upstream.backend.stream(with_defaults(request, Sampling()))
+                async with closing_stream(plain) as chunks:
+                    async for chunk in chunks:
+                        yield chunk
+                return
+            self._journal.check_room()
+            redacted = await self._redacted(request)
+            with self._conversations.calling(self._client, request, redacted) as conversation:
+                num_before = conversation.recorder.num_entries
+                async with closing_stream(conversation.backend.stream(request)) as chunks:
+                    async for chunk in chunks:
+                        if conversation.recorder.num_entries != num_before:
+                            await self._journal.sync()
+                            num_before = conversation.recorder.num_entries
+                        yield chunk
+            self.num_calls += 1
+
+    async def _redacted(self, request: Request) -> list[Json] | None:
+        """Returns the messages redacted, in a thread if they are long, or None for a plain completion."""
+        if request.messages is None:
+            return None
+        if self._redactor.num_new_bytes(request.messages) <= READ_HERE_BYTES:
+            return self._redactor.messages(request.messages)
+        return await self._reader.read(self._redactor.messages, request.messages)
+
+    @contextlib.contextmanager
+    def _failures_logged(self) -> Iterator[None]:
+        """Logs one line for a call that the engine failed to answer, or whose client left."""
+        try:
+            yield
+        except ChatError as error:
+            if error.status >= 500:
+                log.warning("%s: a call failed: %s", self._client, printable(error.message, limit=500))
+            raise
+
 
 CONCURRENCY = 1024  # calls in flight; more get 429
 SWEEPS = 10  # times in `gateway.idle_s` that idle conversations and due files are looked for
@@ -116,7 +257,7 @@ class GatewayService:
         written, and the next start writes it.
         """
         self.conversations.restore(self._journal.outline())
-        with signals.calling(self.stopping.stop):  # also while the last file is written
+        with threads.calling(self.stopping.stop):  # also while the last file is written
             async with serve(self.app, host, port, grace_s=GRACE_S) as root:
                 self.admission.open()
                 on_ready(root)

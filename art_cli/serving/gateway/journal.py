@@ -34,7 +34,7 @@ from art_cli.runs import json_lines
 from art_cli.runs.durable import LineWriter, lock_directory, newer_schema, sync_directory, write_lines
 from art_cli.runs.trajectory import SCHEMA_VERSION, Trajectory
 from art_cli.runtime.errors import DataError
-from art_cli.runtime.permissions import make_directory
+from art_cli.runtime.scratch import make_directory
 from art_cli.serving.gateway.entries import Head, JournalEntry
 from art_cli.serving.gateway.trajectories import places, trajectory_of
 

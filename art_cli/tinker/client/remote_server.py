@@ -8,7 +8,7 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from art_cli.chat.endpoint_answers import LOCAL
+from art_cli.chat.client import LOCAL
 from art_cli.config.schema import TinkerEngineConfig
 from art_cli.runtime.errors import RemoteError, one_line, printable
 

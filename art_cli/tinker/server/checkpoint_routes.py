@@ -10,11 +10,10 @@ from starlette.responses import FileResponse, Response, StreamingResponse
 
 from art_cli.chat.chat_errors import invalid
 from art_cli.runtime.threads import call_in_thread
-from art_cli.tinker.server.checkpoint_store import Place, RunNotes, parse, place
-from art_cli.tinker.server.downloads import tar_length, tar_pieces
+from art_cli.tinker.server.checkpoint_store import Place, RunNotes, parse, place, tar_length, tar_pieces
 from art_cli.tinker.server.models import describe
 from art_cli.tinker.server.ranges import convert
-from art_cli.tinker.server.state import BackendState
+from art_cli.tinker.server.sessions import BackendState
 from art_cli.tinker.server.wire import OfPath, Ttl, checkpoint_of, cursor, moment, page, reply
 
 Json = dict[str, Any]

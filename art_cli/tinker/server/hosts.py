@@ -26,7 +26,7 @@ from art_cli.models import loading
 from art_cli.models.loading import Weights
 from art_cli.models.policy_spec import PolicySpec, spec_of
 from art_cli.runs.manifest import verify_checkpoint
-from art_cli.runtime.permissions import make_directory
+from art_cli.runtime.scratch import make_directory
 from art_cli.runtime.threads import call_in_thread
 from art_cli.tinker.server import BackendLimits
 from art_cli.tinker.server.base_model import Base, ClientLearner

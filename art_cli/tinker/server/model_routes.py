@@ -12,9 +12,19 @@ from art_cli.tinker.server.base_model import Parts
 from art_cli.tinker.server.checkpoint_store import make_notes, parse
 from art_cli.tinker.server.models import AdamParams, NewModel, SaveTo, new_place
 from art_cli.tinker.server.ranges import convert
-from art_cli.tinker.server.request_fields import PROTO, content_type, digest_of
-from art_cli.tinker.server.state import BackendState
-from art_cli.tinker.server.wire import CreateModel, Load, OfModel, OptimStep, Save, done, reply
+from art_cli.tinker.server.sessions import BackendState
+from art_cli.tinker.server.wire import (
+    PROTO,
+    CreateModel,
+    Load,
+    OfModel,
+    OptimStep,
+    Save,
+    content_type,
+    digest_of,
+    done,
+    reply,
+)
 
 Json = dict[str, Any]
 

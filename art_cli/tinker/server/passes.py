@@ -14,12 +14,10 @@ import numpy.typing as npt
 from art_cli.chat.chat_errors import ChatError, invalid
 from art_cli.chat.reading import decode_object
 from art_cli.learners.adapter_learner import Passed
-from art_cli.learners.datums import Datum
-from art_cli.learners.token_losses import SHARES, TOKEN_LOSSES
-from art_cli.tinker.server import tensors
-from art_cli.tinker.server.protobuf import messages, read_message
+from art_cli.learners.datums import SHARES, TOKEN_LOSSES, Datum
+from art_cli.tinker.server import protobuf
+from art_cli.tinker.server.protobuf import FLOAT32, Array, TensorData, messages, read_message
 from art_cli.tinker.server.ranges import convert
-from art_cli.tinker.server.tensors import FLOAT32, Array, TensorData
 
 REFUSED = {
     "stable_reinforce": "its formula is not public; use cispo or ppo",
@@ -132,7 +130,7 @@ def _of_json(fields: dict[str, Any], backward: bool, budget: _Budget) -> Pass:
     data = []
     for number, datum in enumerate(given.data):
         with _naming(number):
-            arrays = {name: tensors.of_json(tensor) for name, tensor in datum.loss_fn_inputs.items()}
+            arrays = {name: protobuf.of_json(tensor) for name, tensor in datum.loss_fn_inputs.items()}
             data.append(budget.spend(RawDatum(np.array(token_ids(datum.model_input), np.int64), arrays)))
     settings = given.loss_fn_config or {}
     return Pass(request.model_id, request.seq_id, data, given.loss_fn, _numbers(settings), backward)
@@ -173,8 +171,8 @@ def _datum(datum: Any) -> RawDatum:
     chunks = datum.model_input
     if any(chunk.HasField("image") or chunk.HasField("dmel") for chunk in chunks):
         raise ValueError("model_input: an image or audio chunk; only encoded_text is served")
-    parts = [tensors.int32s(chunk.encoded_text.tokens) for chunk in chunks]
-    arrays = {name: tensors.of_proto(tensor) for name, tensor in datum.loss_fn_inputs.items()}
+    parts = [protobuf.int32s(chunk.encoded_text.tokens) for chunk in chunks]
+    arrays = {name: protobuf.of_proto(tensor) for name, tensor in datum.loss_fn_inputs.items()}
     return RawDatum(np.concatenate(parts) if parts else np.zeros(0, np.int64), arrays)
 
 

@@ -1,13 +1,99 @@
 """Messages of the Tinker protocol in protocol buffers, as the SDK ships them, read within a bound on their fields.
 
 A message of a few bytes may hold thousands of others, each of which becomes an object. So a request is scanned first.
+
+Tensors of the Tinker protocol as numpy arrays: dense or sparse rows, out of JSON or of protocol buffers.
 """
 
+import math
 from typing import Any, NoReturn
 
+import msgspec
+import numpy as np
+import numpy.typing as npt
 from google.protobuf.descriptor import FieldDescriptor  # type: ignore[import-untyped]
 from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
 from tinker.proto import tinker_public_pb2
+
+Array = npt.NDArray[Any]  # float64 or int64
+
+MAX_NUMBERS = 1 << 22  # numbers of one tensor, the unlisted ones of a sparse one included
+FLOAT32, INT64, INT32 = 1, 2, 3
+DTYPES = {FLOAT32: "<f4", INT64: "<i8", INT32: "<i4"}
+
+
+class TensorData(msgspec.Struct, forbid_unknown_fields=True):
+    """A tensor in JSON. Example: TensorData([0.0, 1.0], "float32", [2])"""
+
+    data: list[float]
+    dtype: str
+    shape: list[int] | None = None
+    sparse_crow_indices: list[int] | None = None
+    sparse_col_indices: list[int] | None = None
+
+
+def of_json(tensor: TensorData) -> Array:
+    """Returns the array of a tensor in JSON. Raises ValueError if its parts do not fit each other."""
+    values: Array = np.asarray(tensor.data, dtype=np.float64)
+    if tensor.dtype == "int64":
+        values = _whole(values)
+    elif tensor.dtype != "float32":
+        raise ValueError(f"dtype {tensor.dtype!r}, not float32 or int64")
+    if tensor.sparse_crow_indices is None:
+        return _shaped(values, tensor.shape)
+    rows = np.asarray(tensor.sparse_crow_indices, dtype=np.int64)
+    return _dense(values, rows, np.asarray(tensor.sparse_col_indices or [], dtype=np.int64), tensor.shape)
+
+
+def of_proto(tensor: Any) -> Array:
+    """Returns the array of a message Tensor. Raises ValueError if its parts do not fit each other."""
+    dtype, shape = DTYPES.get(tensor.dtype), list(tensor.shape)
+    if dtype is None:
+        raise ValueError(f"dtype {tensor.dtype} is none that is sent")
+    if not tensor.HasField("sparse_csr"):
+        return _shaped(_numbers(tensor.dense, dtype), shape or None)
+    sparse = tensor.sparse_csr
+    rows, columns = _numbers(sparse.crow_indices, "<i8"), _numbers(sparse.col_indices, "<i8")
+    return _dense(_numbers(sparse.values, dtype), rows, columns, shape)
+
+
+def int32s(raw: bytes) -> npt.NDArray[np.int64]:
+    """Returns token ids as protocol buffers carry them. Raises ValueError if bytes are missing."""
+    return _numbers(raw, "<i4").astype(np.int64)
+
+
+def _numbers(raw: bytes, dtype: str) -> Array:
+    if len(raw) % np.dtype(dtype).itemsize:
+        raise ValueError("a tensor whose bytes are no whole numbers")
+    values = np.frombuffer(raw, dtype)
+    return values.astype(np.float64 if dtype == "<f4" else np.int64)
+
+
+def _whole(values: npt.NDArray[np.float64]) -> npt.NDArray[np.int64]:
+    if not (np.abs(values) < 2**53).all() or (values != np.floor(values)).any():
+        raise ValueError("an int64 tensor with other numbers than integers")
+    return values.astype(np.int64)
+
+
+def _shaped(values: Array, shape: list[int] | None) -> Array:
+    if shape is None:
+        return values
+    if len(shape) > 2 or min(shape, default=0) < 0 or math.prod(shape) != values.size:
+        raise ValueError(f"{values.size} numbers do not have the shape {shape[:8]}")
+    return values.reshape(shape)
+
+
+def _dense(values: Array, rows: Array, columns: Array, shape: list[int] | None) -> Array:
+    """Returns the matrix of compressed sparse rows; unlisted entries are 0."""
+    if shape is None or len(shape) != 2 or min(shape) < 0 or math.prod(shape) > MAX_NUMBERS:
+        raise ValueError("a sparse tensor needs a shape of two dimensions")
+    is_whole = len(rows) == shape[0] + 1 and len(columns) == len(values) and rows[0] == 0 and rows[-1] == len(values)
+    if not is_whole or (np.diff(rows) < 0).any() or ((columns < 0) | (columns >= shape[1])).any():
+        raise ValueError("the indices of a sparse tensor do not fit its shape")
+    dense = np.zeros(shape, values.dtype)
+    dense[np.repeat(np.arange(shape[0]), np.diff(rows)), columns] = values
+    return dense
+
 
 messages: Any = tinker_public_pb2  # its classes differ between versions of the SDK
 

@@ -2,23 +2,237 @@
 
 A policy is opened when it is first sampled from (open_policies.py). It proves its weights before a client gets a
 sample.
+
+OpenPolicies: the policies that are open for sampling, a few at once. A request for another one waits.
+
+A request to sample: read, checked, as engines take it; and its answer in JSON and in protocol buffers.
 """
 
 import asyncio
+import contextlib
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+import numpy as np
 
 from art_cli.chat.chat_errors import ChatError, invalid
-from art_cli.chat.requests import Request
+from art_cli.chat.replies import Reply
+from art_cli.chat.requests import Request, Sampling
 from art_cli.runtime import threads
-from art_cli.tinker.server import BackendLimits
+from art_cli.tinker.server import BackendLimits, passes
 from art_cli.tinker.server.base_model import Base, ClientLearner
 from art_cli.tinker.server.checkpoint_store import Place, Store, parse
-from art_cli.tinker.server.futures import FutureAnswer
+from art_cli.tinker.server.futures import SMALL, FutureAnswer
 from art_cli.tinker.server.hosts import OpenPolicy, PolicyHost, SampledPolicy
-from art_cli.tinker.server.open_policies import OpenPolicies
-from art_cli.tinker.server.sample_requests import SampleRequest, sample_answer, sampling_request
+from art_cli.tinker.server.passes import ModelInput
+from art_cli.tinker.server.protobuf import messages
+
+REFUSED = ("topk_prompt_logprobs", "topk_sample_logprobs", "target_prompt_logprobs", "prompt_alt_tokens_k")
+MAX_STOPS = 64
+TOKEN_BYTES = 100  # of a sampled token: its id and two logprobs as Python numbers, and its text
+
+
+class SamplingParams(msgspec.Struct, forbid_unknown_fields=True):
+    max_tokens: int | None = None
+    seed: int | None = None
+    stop: str | list[str | int] | None = None
+    temperature: float = 1.0
+    top_k: int = -1
+    top_p: float = 1.0
+
+
+class SampleRequest(msgspec.Struct, forbid_unknown_fields=True):
+    prompt: ModelInput
+    sampling_params: SamplingParams
+    num_samples: int = 1
+    base_model: str | None = None
+    model_path: str | None = None
+    sampling_session_id: str | None = None
+    seq_id: int | None = None
+    prompt_logprobs: bool | None = None
+    topk_prompt_logprobs: int = 0
+    topk_sample_logprobs: int = 0
+    target_prompt_logprobs: dict[str, Any] | None = None
+    prompt_alt_tokens_k: int = 0
+    prompt_logprobs_last_n: int | None = None
+    record_stability_info: bool | None = None
+    type: str = "sample"
+
+
+def sampling_request(request: SampleRequest, base: Base, *, max_samples: int) -> Request:
+    """Returns the request as engines take it. Raises ChatError 400 with what is wrong with it."""
+    for name in REFUSED:
+        if getattr(request, name):
+            raise invalid(f"{name}: not served here")
+    if request.record_stability_info:
+        raise invalid("record_stability_info: not served here, because stable_reinforce is not")
+    asked, ids = request.sampling_params, passes.token_ids(request.prompt)
+    if request.num_samples > max_samples:
+        raise invalid(f"num_samples {request.num_samples}: between 1 and {max_samples}")
+    if not ids or min(ids) < 0 or max(ids) >= base.vocabulary:
+        raise invalid("prompt: it is empty, or holds a token that the model does not have")
+    room = base.max_length - len(ids)
+    if room < 1 or (asked.max_tokens is not None and asked.max_tokens > room):
+        raise invalid(f"prompt: {len(ids)} tokens and max_tokens {asked.max_tokens}; the context is {base.max_length}")
+    stop = [asked.stop] if isinstance(asked.stop, str) else asked.stop or []
+    if len(stop) > MAX_STOPS or any(isinstance(each, str) and not 0 < len(each) <= 1000 for each in stop):
+        raise invalid(f"sampling_params.stop: at most {MAX_STOPS}, none of them empty or over 1000 characters")
+    sampling = Sampling(
+        temperature=asked.temperature,
+        top_p=asked.top_p,
+        top_k=max(0, asked.top_k),
+        max_tokens=room if asked.max_tokens is None else asked.max_tokens,
+        stop=tuple(each for each in stop if isinstance(each, str)),
+        stop_ids=tuple(each for each in stop if isinstance(each, int)),
+        seed=None if asked.seed is None else asked.seed % 2**63,
+        n=request.num_samples,
+    )
+    return Request(model="policy", prompt=ids, sampling=sampling, caps_tokens=True)
+
+
+def sample_answer(reply: Reply, scores: list[float] | None) -> FutureAnswer:
+    """Returns the answer; `scores` are the prompt's logprobs, if they are asked for."""
+    size = SMALL + TOKEN_BYTES * (sum(len(choice.token_ids) for choice in reply.choices) + len(scores or ()))
+    return FutureAnswer(lambda: _as_json(reply, scores), lambda: _as_proto(reply, scores), size)
+
+
+def _logprobs(choice: Any) -> list[float]:
+    """Returns those of the policy itself, which forward_backward computes too, whatever the temperature was."""
+    found: list[float] = choice.logprobs if choice.raw_logprobs is None else choice.raw_logprobs
+    return found
+
+
+def _as_json(reply: Reply, scores: list[float] | None) -> dict[str, Any]:
+    sequences = [
+        {
+            "stop_reason": "length" if choice.finish_reason == "length" else "stop",
+            "tokens": choice.token_ids,
+            "logprobs": _logprobs(choice),
+        }
+        for choice in reply.choices
+    ]
+    prompt = None if scores is None else [None if score != score else score for score in scores]
+    return {"type": "sample", "sequences": sequences, "prompt_logprobs": prompt}
+
+
+def _as_proto(reply: Reply, scores: list[float] | None) -> bytes:
+    """Returns a message SampleResponse."""
+    sequences = [
+        messages.SampledSequence(
+            stop_reason=int(choice.finish_reason == "length"),
+            tokens=np.array(choice.token_ids, "<i4").tobytes(),
+            logprobs=np.array(_logprobs(choice), "<f4").tobytes(),
+        )
+        for choice in reply.choices
+    ]
+    prompt = None if scores is None else np.array(scores, "<f4").tobytes()
+    raw: bytes = messages.SampleResponse(sequences=sequences, prompt_logprobs=prompt).SerializeToString()
+    return raw
+
+
+ROOM_DEADLINE_S = 3600.0  # longest wait for room
+
+
+class OpenPolicies:
+    """Policies by their keys. The base needs no room."""
+
+    def __init__(self, host: PolicyHost) -> None:
+        self.host = host
+        self._policies: OrderedDict[str, SampledPolicy] = OrderedDict()  # the ones used last come last
+        self._leaving: set[SampledPolicy] = set()  # dropped, and still in use
+        self._entering = asyncio.Lock()  # fair, so that policies in constant use cannot keep others out
+        self._freed = asyncio.Event()
+
+    def get(self, key: str, make: Callable[[], SampledPolicy]) -> SampledPolicy:
+        if key not in self._policies:
+            self._policies[key] = make()
+        return self._policies[key]
+
+    def add(self, policy: SampledPolicy) -> None:
+        self._policies[policy.key] = policy
+
+    @contextlib.asynccontextmanager
+    async def using(self, policy: SampledPolicy, on_wait: Callable[[str], None]) -> AsyncIterator[OpenPolicy]:
+        """Holds the policy open for the block. `on_wait` gets the reason where it has to wait for room.
+
+        Raises ChatError 503 if there was no room in time.
+        """
+        await self._enter(policy, on_wait)
+        try:
+            async with policy.lock:
+                if policy.opened is None:
+                    policy.opened = await self.host.open(policy)
+                opened = policy.opened
+            yield opened
+        finally:
+            policy.num_users -= 1
+            if policy in self._leaving and not policy.num_users:
+                await self._end(policy)
+            self._freed.set()
+
+    async def _enter(self, policy: SampledPolicy, on_wait: Callable[[str], None]) -> None:
+        if self._entering.locked() or not self._has_room(policy):
+            on_wait(f"{self.host.num_open} adapters are sampled from at once")
+        try:
+            async with asyncio.timeout(ROOM_DEADLINE_S), self._entering:
+                while not self._has_room(policy):
+                    self._freed.clear()
+                    idle = self._idle()
+                    if idle is None:
+                        await self._freed.wait()
+                    else:
+                        await self._close(idle)
+                policy.num_users += 1
+        except TimeoutError:
+            raise ChatError(503, f"no room to sample from another adapter within {ROOM_DEADLINE_S:g} s") from None
+        on_wait("")
+        if policy.key in self._policies:
+            self._policies.move_to_end(policy.key)
+
+    def _has_room(self, policy: SampledPolicy) -> bool:
+        return policy.is_base or _takes_room(policy) or sum(map(_takes_room, self._all())) < self.host.num_open
+
+    def _idle(self) -> SampledPolicy | None:
+        """Returns the open policy that is not in use and was not used for longest."""
+        return next((each for each in self._all() if each.opened is not None and not each.num_users), None)
+
+    def _all(self) -> list[SampledPolicy]:
+        return [policy for policy in (*self._policies.values(), *self._leaving) if not policy.is_base]
+
+    async def drop(self, policy: SampledPolicy) -> None:
+        """Lets no more requests sample from it. Requests that sample from it now are answered first."""
+        self._policies.pop(policy.key, None)
+        if policy.num_users:
+            self._leaving.add(policy)
+        else:
+            await self._end(policy)
+
+    async def close(self) -> None:
+        """Closes all, also those in use."""
+        for policy in [*self._policies.values(), *self._leaving]:
+            await self._end(policy)
+        self._policies.clear()
+        await self.host.close()
+
+    async def _end(self, policy: SampledPolicy) -> None:
+        self._leaving.discard(policy)
+        await self._close(policy)
+        policy.forget()
+        self._freed.set()
+
+    @staticmethod
+    async def _close(policy: SampledPolicy) -> None:
+        opened, policy.opened = policy.opened, None
+        if opened is not None:
+            await opened.close()
+
+
+def _takes_room(policy: SampledPolicy) -> bool:
+    return policy.opened is not None or policy.num_users > 0
+
 
 MAX_SAMPLERS = 1000  # sampling sessions of one client
 SAMPLE_DEADLINE_S = 3600.0  # longest time that one request is sampled

@@ -1,4 +1,7 @@
-"""Sessions: what one client process made, and when it was last heard of. And who a client is: its key, as a name."""
+"""Sessions: what one client process made, and when it was last heard of. And who a client is: its key, as a name.
+
+BackendState: what the routes share: models, samplers, sessions, the answers that are kept.
+"""
 
 import functools
 import hashlib
@@ -10,7 +13,13 @@ from typing import Any
 import msgspec
 
 from art_cli.chat.chat_errors import ChatError, invalid
-from art_cli.tinker.server.checkpoint_store import encode_notes
+from art_cli.tinker.server import BackendLimits
+from art_cli.tinker.server.base_model import Base
+from art_cli.tinker.server.checkpoint_store import Downloads, Store, encode_notes
+from art_cli.tinker.server.futures import Futures
+from art_cli.tinker.server.models import Models
+from art_cli.tinker.server.samplers import Samplers
+from art_cli.tinker.server.wire import Bodies
 
 MAX_SESSIONS = 1000  # number of sessions that one client may have
 ANYONE = "anyone"  # the owner of everything on a server without keys
@@ -85,3 +94,21 @@ def owner_of(key: str | None) -> str:
     if key is None:
         return ANYONE
     return hashlib.scrypt(key.encode(errors="surrogateescape"), salt=SALT, n=2**14, r=8, p=1, dklen=16).hex()
+
+
+class BackendState:
+    def __init__(
+        self, base: Base, store: Store, models: Models, samplers: Samplers, futures: Futures, limits: BackendLimits
+    ) -> None:
+        self.base, self.store, self.models, self.samplers, self.futures = base, store, models, samplers, futures
+        self.limits = limits
+        self.sessions = Sessions(timeout_s=limits.session_s)
+        self.downloads = Downloads()
+        self.bodies = Bodies(limits.body_bytes)
+
+    async def end(self, session: ClientSession) -> None:
+        """Unloads what the session made, and gives up what it waits for."""
+        self.models.give_up(session.id)
+        for id in [id for id in self.models.models if id.startswith(f"{session.id}:")]:
+            await self.models.unload(id, session.owner)
+        await self.samplers.end_session(session.id)

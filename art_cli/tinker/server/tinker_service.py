@@ -3,32 +3,211 @@
     load -> listen -> ... -> stopping: what runs is ended, what waits fails, nothing is saved half -> closed
 
 SIGTERM and SIGINT stop it; a second signal does not wait for what runs.
+
+The ASGI application: its routes, the owner of a request, and the answers to wrong ones.
+
+The key comes before the route, so that a stranger cannot find out what is served.
+Whatever a client sends, it is answered with what is wrong with it. What this server does not do is refused by its name.
 """
 
 import asyncio
 import logging
-from collections.abc import Callable
+import re
+from collections.abc import Awaitable, Callable
+from functools import partial
 from pathlib import Path
 from typing import NoReturn
 
-from art_cli.chat.api_keys import Keys
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.routing import Route
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from art_cli.chat.api_keys import Keys, check_sender
+from art_cli.chat.chat_errors import ChatError, invalid
 from art_cli.chat.http_server import serve
 from art_cli.config.schema import EngineConfig
-from art_cli.runtime import signals
-from art_cli.runtime.errors import ArtError
+from art_cli.runtime import threads
+from art_cli.runtime.errors import ArtError, is_full_disk, one_line
 from art_cli.runtime.threads import call_in_thread
 from art_cli.serving.stopping import Stopping
 from art_cli.tinker.server import BackendLimits
 from art_cli.tinker.server.base_model import Base
+from art_cli.tinker.server.checkpoint_routes import CheckpointRoutes
 from art_cli.tinker.server.checkpoint_store import Store
 from art_cli.tinker.server.futures import Futures
 from art_cli.tinker.server.hosts import make_host
+from art_cli.tinker.server.model_routes import ModelRoutes
 from art_cli.tinker.server.models import Models
+from art_cli.tinker.server.routes import Routes, SessionRoutes
 from art_cli.tinker.server.samplers import Samplers
-from art_cli.tinker.server.state import BackendState
-from art_cli.tinker.server.tinker_app import build_app
+from art_cli.tinker.server.sessions import ANYONE, BackendState, owner_of
+from art_cli.tinker.server.wire import PROTO, reply
 
 log = logging.getLogger(__name__)
+
+
+ROOT = "/api/v1"
+ANY = ("GET", "POST", "PUT", "DELETE")
+CHECKPOINT = "/training_runs/{id}/checkpoints/{kind}/{name}"
+OPEN = re.compile(rf"/health|{ROOT}/downloads/[0-9a-f]+")  # a download's address is secret itself
+KINDS_OF_BODY = ("application/json", PROTO)
+NO_ACCOUNTS = "audit logs, billing and storage usage belong to a hosted service; there are no accounts here"
+NO_PROJECTS = "there are no projects here; any of the client's checkpoints is loaded by its path"
+REFUSED = {
+    "/sessions/{id}/trace_export": "traces of sessions are not kept here",
+    "/sessions/{id}/project": NO_PROJECTS,
+    "/copy_weights": NO_PROJECTS,
+    "/create_custom_loss": "custom losses run in the client: forward_backward_custom with a function",
+    "/auth/token": "there are no accounts here; the key is all there is",
+    "/audit": NO_ACCOUNTS,
+    "/billing/{rest:path}": NO_ACCOUNTS,
+    "/retrieve_futures": "results are asked for one by one: retrieve_future",
+    "/join_sampling_session": "a copied sampling client numbers its requests by chance",
+}
+
+Answerer = Callable[[Request, str], Awaitable[Response]]
+
+
+def build_app(state: BackendState, keys: Keys) -> Starlette:
+    routes, sessions = Routes(state), SessionRoutes(state)
+    models, checkpoints = ModelRoutes(state), CheckpointRoutes(state)
+    table: list[tuple[str, str, Answerer]] = [
+        ("GET", "/healthz", routes.healthz),
+        ("GET", "/get_server_capabilities", routes.capabilities),
+        ("POST", "/client/config", routes.client_config),
+        ("POST", "/client/dynamic_config", routes.dynamic_config),
+        ("POST", "/telemetry", routes.telemetry),
+        ("POST", "/create_session", sessions.create_session),
+        ("POST", "/session_heartbeat", sessions.heartbeat),
+        ("POST", "/sessions/search", sessions.search_sessions),
+        ("GET", "/sessions", sessions.list_sessions),
+        ("GET", "/sessions/{id}", sessions.get_session),
+        ("POST", "/sessions/{id}/finish", sessions.finish_session),
+        ("POST", "/create_model", models.create_model),
+        ("POST", "/get_info", models.get_info),
+        ("POST", "/unload_model", models.unload_model),
+        ("POST", "/forward", models.forward),
+        ("POST", "/forward_backward", models.forward_backward),
+        ("POST", "/optim_step", models.optim_step),
+        ("POST", "/save_weights", models.save_weights),
+        ("POST", "/save_weights_for_sampler", models.save_for_sampler),
+        ("POST", "/save_weights_external", models.save_external),
+        ("POST", "/load_weights", models.load_weights),
+        ("POST", "/weights_info", checkpoints.weights_info),
+        ("GET", "/training_runs", checkpoints.list_runs),
+        ("GET", "/training_runs/{id}", checkpoints.get_run),
+        ("GET", "/training_runs/{id}/checkpoints", checkpoints.list_checkpoints),
+        ("GET", "/checkpoints", checkpoints.list_all_checkpoints),
+        ("DELETE", CHECKPOINT, checkpoints.delete_checkpoint),
+        ("POST", f"{CHECKPOINT}/publish", checkpoints.publish),
+        ("DELETE", f"{CHECKPOINT}/publish", checkpoints.publish),
+        ("PUT", f"{CHECKPOINT}/ttl", checkpoints.set_ttl),
+        ("GET", f"{CHECKPOINT}/archive", checkpoints.archive),
+        ("GET", f"{CHECKPOINT}/external_weights_urls", checkpoints.external_urls),
+        ("POST", "/create_sampling_session", routes.create_sampling_session),
+        ("GET", "/samplers/{id}", routes.get_sampler),
+        ("POST", "/asample", routes.asample),
+        ("POST", "/retrieve_future", routes.retrieve),
+        ("POST", "/cancel_future", routes.cancel),
+    ]
+    answered = [Route(ROOT + path, partial(_answer, work), methods=[method]) for method, path, work in table]
+    refused = [Route(ROOT + path, partial(_answer, _refusal(why)), methods=ANY) for path, why in REFUSED.items()]
+    health = Route("/health", _health, methods=["GET"])
+    download = Route(f"{ROOT}/downloads/{{token}}", partial(_guarded, checkpoints.download), methods=["GET"])
+    app = Starlette(
+        routes=[*answered, *refused, download, health],
+        middleware=[Middleware(_Doorkeeper, keys=keys)],
+        exception_handlers={HTTPException: _no_route, ClientDisconnect: _gone, Exception: _bug},
+    )
+    app.router.redirect_slashes = False
+    return app
+
+
+def _refusal(why: str) -> Answerer:
+    async def refuse(http: Request, owner: str) -> Response:
+        raise invalid(f"{http.url.path} is not served: {why}")
+
+    return refuse
+
+
+class _Doorkeeper:
+    """Refuses a request without a valid key, whatever its path and method; OPEN needs none.
+
+    A server without keys refuses web pages and other machines instead.
+    """
+
+    def __init__(self, app: ASGIApp, keys: Keys) -> None:
+        self._app, self._keys = app, keys
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        http = Request(scope, receive)
+        try:
+            http.state.owner = self._owner(http)
+        except ChatError as error:
+            await reply({"detail": error.message}, error.status)(scope, receive, send)
+            return
+        await self._app(scope, receive, send)
+
+    def _owner(self, http: Request) -> str:
+        """Returns the client's name. Raises ChatError for wrong or several keys (401), or a web page without (403)."""
+        if not self._keys:
+            check_sender(http.method, http.headers, KINDS_OF_BODY)
+            return ANYONE
+        if OPEN.fullmatch(http.scope["path"]) and http.method in ("GET", "HEAD"):
+            return ANYONE
+        sent = http.headers.getlist("x-api-key")
+        for value in http.headers.getlist("authorization"):
+            scheme, _, bearer = value.partition(" ")
+            sent += [bearer] if scheme.lower() == "bearer" else []
+        if len(set(sent)) != 1 or not self._keys.admits(sent[0]):
+            raise ChatError(401, "this server needs a key of its own in X-API-Key: TINKER_API_KEY of the client")
+        return owner_of(sent[0])
+
+
+async def _answer(work: Answerer, http: Request) -> Response:
+    async def answer(http: Request) -> Response:
+        return await work(http, http.state.owner)
+
+    return await _guarded(answer, http)
+
+
+async def _guarded(work: Callable[[Request], Awaitable[Response]], http: Request) -> Response:
+    """Returns the answer of `work`, or one that names the client's mistake."""
+    try:
+        return await work(http)
+    except ChatError as error:
+        headers = {"retry-after": error.retry_after} if error.retry_after else None
+        return reply({"detail": error.message}, error.status, headers)
+    except ArtError as error:
+        return reply({"detail": one_line(error)}, 400)
+
+
+async def _health(http: Request) -> Response:
+    """Answers the monitor of the machine."""
+    return reply({"status": "ok"})
+
+
+async def _no_route(http: Request, error: Exception) -> Response:
+    status = getattr(error, "status_code", 404)
+    what = "no such path" if status == 404 else "not this method"
+    return reply({"detail": f"{http.method} {http.url.path[:200]}: {what} here"}, status)
+
+
+async def _gone(http: Request, error: Exception) -> Response:
+    return Response(status_code=499)
+
+
+async def _bug(http: Request, error: Exception) -> Response:
+    if is_full_disk(error):
+        log.error("%s %s: no space left on the disk of the checkpoints", http.method, http.url.path)
+        return reply({"detail": "no space left on the server's disk: free some there"}, 507)
+    log.error("%s %s failed", http.method, http.url.path, exc_info=error)
+    return reply({"detail": f"this is a bug in art: {type(error).__name__}"}, 500)
+
 
 CHECK_S = 2.0  # time between two looks whether the learner's processes live
 SWEEP_S = 30.0  # time between two looks for sessions and checkpoints whose time is over
@@ -58,7 +237,7 @@ class BackendService:
             await call_in_thread(self.base.start, self._logs)
             await self.host.start()
             async with serve(self.app, host, port, grace_s=1) as root:
-                with signals.calling(self.stopping.stop):
+                with threads.calling(self.stopping.stop):
                     try:
                         on_ready(root)
                         await self.stopping.ends_before(self._watch())

@@ -15,7 +15,7 @@ from art_cli.config.schema import EnvironmentConfig
 from art_cli.loop.references import check_ready
 from art_cli.rollouts import environments
 from art_cli.rollouts.environments import Listing, Settings, open_environment
-from art_cli.rollouts.splits import evaluation_scenarios, training_scenarios
+from art_cli.rollouts.scenario_files import evaluation_scenarios, training_scenarios
 from art_cli.runs.outcome import Outcome
 from art_cli.runtime.errors import ConfigError, UsageError
 from tests.support.paths import LETTERS, ROOT

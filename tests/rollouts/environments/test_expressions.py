@@ -9,8 +9,7 @@ import pytest
 from reasoning_gym.factory import DATASETS
 
 from art_cli.rollouts.environments import Settings, open_environment
-from art_cli.rollouts.environments.expressions import is_harmless_expression, is_harmless_literal
-from art_cli.rollouts.environments.reasoning_gym import Generator
+from art_cli.rollouts.environments.reasoning_gym import Generator, is_harmless_expression, is_harmless_literal
 
 ATTACKS = [
     "__import__('pathlib').Path({path!r}).touch()",

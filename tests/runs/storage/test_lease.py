@@ -8,9 +8,8 @@ import msgspec
 import pytest
 
 from art_cli.runs.run_dir import RunDir
-from art_cli.runs.storage.lease import LEASE_S, SKEW_S, LeaseRecord, holder, read_marker, take
 from art_cli.runs.storage.mirror import Mirror, open_mirror
-from art_cli.runs.storage.object_store import ObjectStore
+from art_cli.runs.storage.object_store import LEASE_S, SKEW_S, LeaseRecord, ObjectStore, holder, read_marker, take
 from art_cli.runtime.errors import RunError
 from tests.support.fragile_store import FragileFileSystem, Killed
 from tests.support.kept_runs import add_step, content, made
@@ -57,10 +56,10 @@ def test_a_clock_that_is_a_little_ahead_takes_no_run_from_a_machine_that_lives(
 ) -> None:
     store, now = ObjectStore(f"{address}/mine"), time.time()
     take(store, "first")
-    monkeypatch.setattr("art_cli.runs.storage.lease.time.time", lambda: now + LEASE_S + SKEW_S - 1)
+    monkeypatch.setattr("art_cli.runs.storage.object_store.time.time", lambda: now + LEASE_S + SKEW_S - 1)
     with pytest.raises(RunError, match="in use by"):
         take(store, "second")
-    monkeypatch.setattr("art_cli.runs.storage.lease.time.time", lambda: now + LEASE_S + SKEW_S + 1)
+    monkeypatch.setattr("art_cli.runs.storage.object_store.time.time", lambda: now + LEASE_S + SKEW_S + 1)
     take(store, "second")
 
 

@@ -16,8 +16,7 @@ from art_cli.loop.open_run import Run
 from art_cli.loop.train import TrainResult, train
 from art_cli.runs.run_dir import RunDir
 from art_cli.runs.storage import mirror
-from art_cli.runs.storage.lease import LeaseRecord, take
-from art_cli.runs.storage.object_store import ObjectStore
+from art_cli.runs.storage.object_store import LeaseRecord, ObjectStore, take
 from art_cli.runs.storage.uploads import steps_of
 from art_cli.runtime.errors import RunError, StorageError
 from tests.support.fragile_store import FragileFileSystem, hangs, refuses

@@ -20,14 +20,20 @@ import msgspec
 
 from art_cli.learners import Progress
 from art_cli.learners.processes.job import Job
-from art_cli.learners.processes.nodes.node_address import Address, NodePlace, interface_of, keep_alive
+from art_cli.learners.processes.nodes.node_address import (
+    VARIABLE,
+    Address,
+    NodePlace,
+    interface_of,
+    keep_alive,
+    read_secret,
+)
 from art_cli.learners.processes.nodes.node_identity import Identity, identity_of
-from art_cli.learners.processes.nodes.node_secret import VARIABLE, read_secret
 from art_cli.learners.processes.nodes.rendezvous import Introduction, Welcome
 from art_cli.learners.processes.remote_calls import LEARNER, RemoteMethod
 from art_cli.learners.processes.worker import HEARTBEAT_S
 from art_cli.learners.processes.workers import Workers
-from art_cli.runtime import signals
+from art_cli.runtime import threads
 from art_cli.runtime.errors import Interrupted, LearnerError, printable
 from art_cli.runtime.processes import authenticated
 from art_cli.runtime.processes.process_calls import MAX_LINE_BYTES, Json
@@ -215,7 +221,7 @@ class JoinedNode:
 def _interrupts() -> Iterator[asyncio.Event]:
     """Yields an event that is set by Ctrl-C and SIGTERM."""
     interrupted = asyncio.Event()
-    with signals.calling(interrupted.set):
+    with threads.calling(interrupted.set):
         yield interrupted
 
 

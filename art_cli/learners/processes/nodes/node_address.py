@@ -1,12 +1,18 @@
-"""NodePlace: one machine's place among the nodes of a learner; addresses, ports and interfaces."""
+"""NodePlace: one machine's place among the nodes of a learner; addresses, ports and interfaces.
+
+The secret that the nodes of a learner share, from the environment. It is in no file, log or message.
+"""
 
 import contextlib
 import fcntl
 import ipaddress
+import os
 import socket
 import struct
 from collections.abc import Iterator
 from typing import NamedTuple
+
+from art_cli.runtime.errors import UsageError
 
 SIOCGIFADDR = 0x8915  # the request for an interface's IPv4 address, linux/sockios.h
 LISTENS = "0A"  # TCP_LISTEN in /proc/net/tcp
@@ -92,3 +98,25 @@ def keep_alive(connection: socket.socket) -> None:
     for option, value in (("TCP_KEEPIDLE", 10), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 4), ("TCP_USER_TIMEOUT", 60_000)):
         if hasattr(socket, option):  # macOS has other names
             connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
+
+
+VARIABLE = "ART_NODES_SECRET"
+MIN_LENGTH = 16  # characters; who listens on the network could guess a shorter one
+CURE = f"set {VARIABLE} to the same value on every node, such as that of `openssl rand -hex 32`"
+
+
+def read_secret(address: Address) -> bytes:
+    """Returns the secret; empty if none is needed as only this machine reaches the address. Raises UsageError.
+
+    A rendezvous that cannot be resolved is a UsageError too.
+    """
+    secret = os.environ.get(VARIABLE, "")
+    try:
+        is_loopback = address.is_loopback()
+    except OSError as error:
+        raise UsageError(f"learner.rendezvous: {address.host}: {error.strerror or error}") from error
+    if not secret and not is_loopback:
+        raise UsageError(f"learner.rendezvous: {address} is open to other machines and there is no secret; {CURE}")
+    if secret and len(secret) < MIN_LENGTH:
+        raise UsageError(f"{VARIABLE} has fewer than {MIN_LENGTH} characters; {CURE}")
+    return secret.encode()
