@@ -40,6 +40,8 @@ def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("copy")
     package = root / "art_cli"
     shutil.copytree(ROOT / "art_cli", package, ignore=shutil.ignore_patterns("__pycache__", "app_src"))
+    for name in ("docs", "configs", "pyproject.toml"):
+        (root / name).symlink_to(ROOT / name)
     engine = (ROOT / "tests" / "support" / "plain_engine.py").read_text()
     (package / "engines" / "plain_engine.py").write_text(engine)
     make = "    @classmethod\n    def of(cls, config, setup):\n        return cls(setup)\n\n"

@@ -26,7 +26,6 @@ from art_cli.config.checks import untrainable
 from art_cli.config.compose import LoadedConfig
 from art_cli.config.key_locations import show
 from art_cli.config.schema import (
-    AnthropicEngineConfig,
     BlendJudgeConfig,
     DistillConfig,
     FunctionJudgeConfig,
@@ -35,14 +34,11 @@ from art_cli.config.schema import (
     ModelConfig,
     NamedJudgeConfig,
     NoJudgeConfig,
-    OpenAIEngineConfig,
-    OwnEngineConfig,
     OwnTrackerConfig,
     RewardModelJudgeConfig,
     RolloutConfig,
     RulerJudgeConfig,
     ScenariosConfig,
-    VllmEngineConfig,
     no_litellm,
 )
 from art_cli.config.sections.rollout_config import RayClusterConfig, is_dataset
@@ -173,15 +169,13 @@ def _gateway(loaded: LoadedConfig) -> Iterator[Wrong]:
 
 def _engine(loaded: LoadedConfig) -> Iterator[Wrong]:
     engine = loaded.config.engine
-    if isinstance(engine, VllmEngineConfig):
-        if engine.python is not None and not _is_program(str(engine.python), loaded.directory):
-            yield Wrong("engine.python", f"no program {show(engine.python)}; it names the Python that has vLLM")
-        if engine.base_url is not None:
-            yield from _url("engine.base_url", engine.base_url)
-    elif isinstance(engine, OpenAIEngineConfig | AnthropicEngineConfig):
-        yield from _url("engine.base_url", engine.base_url)
-    elif isinstance(engine, OwnEngineConfig):
-        yield from _entry("engine.entry", engine.entry, loaded.directory)
+    python, base_url, entry = (getattr(engine, key, None) for key in ("python", "base_url", "entry"))
+    if python is not None and not _is_program(str(python), loaded.directory):
+        yield Wrong("engine.python", f"no program {show(python)}; it names the Python that has vLLM")
+    if base_url is not None:
+        yield from _url("engine.base_url", base_url)
+    if entry is not None:
+        yield from _entry("engine.entry", entry, loaded.directory)
 
 
 def _judge(loaded: LoadedConfig) -> Iterator[Wrong]:
