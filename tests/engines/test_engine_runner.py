@@ -169,7 +169,7 @@ def test_weights_are_copied_if_an_eighth_of_the_memory_holds_them(
     monkeypatch.setattr("art_cli.models.decoder.forward.memory_size", lambda: 8 * num_bytes)
     assert ForwardRunner(weights).decoder_kind is MergedDecoder
     monkeypatch.setattr("art_cli.models.decoder.forward.memory_size", lambda: 8 * num_bytes - 8)
-    with caplog.at_level("DEBUG"):
+    with caplog.at_level("DEBUG", logger="art_cli"):
         assert ForwardRunner(weights).decoder_kind is Decoder
     assert (
         "MergedDecoder is not used: 0.00 GB of weights to copy, above 0.00 GB, an eighth of the memory" in caplog.text

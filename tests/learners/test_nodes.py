@@ -248,7 +248,7 @@ def test_a_node_that_is_gone_is_named(project: Path, tmp_path: Path) -> None:
         learner.score([1, 2, 3])
         below = descendants(node.child.pid)
         node.child.kill()
-        with pytest.raises(LearnerError, match=r"^node 1 \(127.0.0.1\) of the learner's 2 nodes is gone; nothing is"):
+        with pytest.raises(LearnerError, match=r"^learner node 1 \(127.0.0.1\) of 2 is gone; nothing is"):
             while True:
                 learner.check()
                 time.sleep(0.1)
