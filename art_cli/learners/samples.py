@@ -33,6 +33,7 @@ from art_cli.runs.trajectory import Trajectory, Turn
 from art_cli.runtime.errors import LearnerError, one_line
 
 Ints = npt.NDArray[np.int64]
+Floats = npt.NDArray[np.float64]
 
 POLICY, CROSS_ENTROPY, REFERENCE_KL, VALUE = range(4)
 NUM_COMPONENTS = 4
@@ -40,7 +41,6 @@ OLD_VALUE = 4  # the row behind the components: the critic's value before the st
 NEAR_OLD = 5  # and the weight of KL(old || new) of tokens in POLICY, which loss.kl_cov sets; NaN: none
 NUM_ROWS = 6
 
-Floats = npt.NDArray[np.float64]
 Weights = float | Sequence[Sequence[float] | Floats]
 
 

@@ -30,6 +30,8 @@ from art_cli.engines.embedded.scheduler import NEVER, Copy, Ints, PromptChunk, S
 from art_cli.models.decoder.maths import join_calls
 from art_cli.runtime.errors import EngineError
 
+Tensor = torch.Tensor
+
 # Bytes of keys and values that are read in the time of a choice. One CPU core, float32, 2 heads of 32 and of 64.
 CALL_BYTES = 2**19  # one more call per layer (30 us)
 SHARED_BYTES = 5 * 2**19  # reading shared tokens apart and joining two softmaxes (150 us)
@@ -197,9 +199,6 @@ def _chunk_run(group: list[PromptChunk], device: torch.device) -> ChunkRun:
 
 def _end(chunk: PromptChunk) -> int:
     return chunk.start + chunk.num
-
-
-Tensor = torch.Tensor
 
 
 class SlotCache:

@@ -119,6 +119,8 @@ AGAIN = "nothing is lost: run the same command again to go on"
 AGAIN_ON_NODES = "nothing is lost: run the same commands again, here and on the other nodes, to go on"
 TAIL_LINES = 8
 
+Calls = Mapping[str, "asyncio.Future[Any]"]  # the name of a process or node -> its answer
+
 
 class Workers:
     """Started once, closed once. Rank r's log is `learner_<r>.log` in `logs`, the launcher's `learner.log`."""
@@ -423,9 +425,6 @@ class _ProcessEnd(CallingEnd):
 
     def listen(self, heard: Callable[[Message], None]) -> None:
         self.heard = heard
-
-
-Calls = Mapping[str, "asyncio.Future[Any]"]  # the name of a process or node -> its answer
 
 
 class ParallelLearner(RemoteLearner):
