@@ -4,7 +4,7 @@ The user's own settings, under vLLM's names (`engine.args`, `engine.env`), come 
 what the engine depends on (VLLM_OWN_ARGS and VLLM_OWN_ENV).
 
 `find_vllm` runs a Python and returns which vLLM and GPUs it has, for `art doctor` and the choice of an engine.
-Everything else is pure.
+Nothing else here runs a process.
 """
 
 import json
