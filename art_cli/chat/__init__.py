@@ -4,9 +4,12 @@
     requests.py           what a client asks: Request, Sampling
     replies.py            what comes back: Reply, Choice, Chunk
     wires/                one file per client protocol: JSON to Request, Reply and Chunks to JSON and events
-    chat_app.py           the ASGI application over any Backend
+    chat_app.py           the ASGI application over any Backend; a request with several prompts as requests with one
+    api_keys.py           the valid API keys; keeps web pages out of a server without one
+    reading.py            the body of a request, and its JSON within bounds
     client.py             HttpBackend: any OpenAI-compatible endpoint as a Backend
-    prompt_lists.py       PromptList: a request with several prompts as requests with one
+    anthropic_client.py   AnthropicBackend: any endpoint of Anthropic's Messages as a Backend
+    control_tokens.py     the template's control tokens, which no text of a conversation becomes
     http_server.py        runs the application on a port of this machine, with a deadline for start and stop
     client_connection.py  one client's connection, with deadlines for a slow one
 

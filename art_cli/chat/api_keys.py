@@ -1,10 +1,9 @@
-"""Keys: the API keys that are valid. They are kept as hashes, compared in constant time, and never shown or logged.
+"""Keys: the valid API keys, kept as hashes, compared in constant time, never shown or logged; the check of a sender.
 
-Keeps web pages out of a server without a key. Any page that a user opens can make the browser call this machine.
-
-A page can send a `text/plain` POST to any address without permission. It can also give its own host name the address
-127.0.0.1 (DNS rebinding), and the browser then takes this server for the page's own. Browsers reveal both in headers
-that a page cannot change. Programs (curl, the OpenAI clients) send none of these headers.
+The check keeps web pages out of a server without a key, because any page that a user opens can make the browser call
+this machine. A page can send a `text/plain` POST to any address without permission. It can also give its own host name
+the address 127.0.0.1 (DNS rebinding), and the browser then takes this server for the page's own. Browsers reveal both
+in headers that a page cannot change. Programs (curl, the OpenAI clients) send none of these headers.
 """
 
 import hashlib

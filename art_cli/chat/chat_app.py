@@ -5,10 +5,9 @@
 The caller's key chooses the backend (`backend_for`); no backend is a 401. A client that goes away cancels its request.
 Every answer, also an error, is in the protocol that the request's path belongs to; only a defect of art is a 500.
 
-PromptList: a Backend for requests with several prompts, in front of one for requests with one.
-
-Each prompt is a separate request, all at once, so that admission, recording and engines know no lists. The choices of
-prompt number i, of n each, have the indices i * n to i * n + n - 1, as OpenAI's do.
+A request with several prompts goes through a PromptList as one request for each prompt, all at once, so that admission,
+recording and engines know no lists. The choices of prompt number i, of n each, have the indices i * n to i * n + n - 1,
+as OpenAI's do.
 """
 
 import asyncio
@@ -42,6 +41,9 @@ from art_cli.chat.wires import WIRES, Wire, Wires
 from art_cli.chat.wires.openai_responses import Memory
 from art_cli.runtime.state_key import NO_RECORD, RECORD_HEADER, STATE_HEADER, read_header
 from art_cli.runtime.threads import end
+
+log = logging.getLogger(__name__)
+Result = TypeVar("Result")
 
 CANCEL_TIMEOUT_S = 10.0  # longest wait for the other prompts to end when one has failed or the client has gone
 
@@ -135,8 +137,6 @@ def _placed(choice: Choice, request: Request, number: int, prompt_ids: list[int]
     return msgspec.structs.replace(choice, index=index, echo=echo, prompt_ids=prompt_ids)
 
 
-log = logging.getLogger(__name__)
-Result = TypeVar("Result")
 RefuseKey = Callable[[str | None], ChatError]
 BackendFor = Callable[[str | None], Backend | None]  # the backend for a client's key, which may be None
 

@@ -1,13 +1,12 @@
-"""Connection: one client's connection to the server, with deadlines for a slow client.
+"""Connection: one client's connection to the server, with deadlines for a slow client; work that ends with its client.
 
 uvicorn by itself waits for ever for a slow client. Connection stands between the transport and uvicorn's protocol and
 passes every event on. It counts the bytes of headers, and cuts a client off that sends its request or takes its reply
 too slowly (`Timeouts`). It uses asyncio's and httptools' documented interfaces only, and nothing inside uvicorn.
 
 Writing is paused while the system has not taken everything, so an ASGI `send` returns once all earlier pieces have
-left for the client, or the client is gone.
-
-Works for a client while it is there: a client that goes away cancels what is done for it.
+left for the client, or the client is gone. `unless_disconnected` cancels an application's work when its client goes
+away.
 """
 
 import asyncio

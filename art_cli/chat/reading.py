@@ -1,9 +1,9 @@
-"""Reads requests off the event loop: JSON within bounds, and calls in a thread within a time.
+"""The reading of requests: bodies within a size and a time, then JSON within bounds, off the event loop.
 
-C code that makes objects of a whole body holds the interpreter, so that no other thread runs meanwhile, the event loop
-included. So the number of values in a body is bounded, whatever its length, and bodies are scanned in slices.
-
-Receives the body of a request: within a number of bytes and of seconds, whatever the client sends.
+`read_body` receives a body within a number of bytes and of seconds, whatever the client sends. RequestReader makes
+objects of it in a thread. C code that makes objects of a whole body holds the interpreter, so that no other thread runs
+meanwhile, the event loop included. So the number of values in a body is bounded, whatever its length, and bodies are
+scanned in slices.
 """
 
 import asyncio
@@ -17,6 +17,9 @@ from starlette.requests import Request as HttpRequest
 from art_cli.chat.chat_errors import ChatError, invalid
 from art_cli.runtime.processes.plain_json import is_deep
 from art_cli.runtime.worker_pool import Crowded, Overran, WorkerPool
+
+Json = dict[str, Any]
+Result = TypeVar("Result")
 
 BODY_TIMEOUT_S = 60.0  # longest wait for a client to send its whole request
 MAX_DISCARDED = 64 * 2**20  # bytes of a refused body that are read only so that the client sees the answer
@@ -66,9 +69,6 @@ def _too_large(limit: BodyLimit) -> ChatError:
     reason = f"; {limit.reason}" if limit.reason else ""
     return ChatError(413, f"the body is larger than {limit.num_bytes} bytes{reason}", code="request_too_large")
 
-
-Json = dict[str, Any]
-Result = TypeVar("Result")
 
 WAIT_S = 60.0  # longest wait for the reading thread
 READ_S = 20.0  # longest time that one request is read; a prompt of a million tokens takes 5 s

@@ -2,10 +2,9 @@
 
 These records are the same for every client protocol. wires/ renders them to each protocol's JSON.
 
-The arguments of a tool call: as a JSON object for protocols that have them so, and compared as JSON.
-
-A model samples arguments as text. A protocol that hands them out as an object loses how they were written: the spaces,
-the order of the keys, 1.0 or 1. So a call that came back and the call that was sampled are compared by their values.
+A model samples the arguments of a tool call as text. A protocol that hands them out as an object (`input_of`) loses how
+they were written: the spaces, the order of the keys, 1.0 or 1. So a call that came back and the call that was sampled
+are compared by their values (`are_same`).
 """
 
 from collections.abc import Iterable, Sequence

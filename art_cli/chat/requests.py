@@ -73,7 +73,9 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     wants_token_ids: bool = False  # vLLM's return_token_ids
     echo: bool = False  # the wire puts the prompt before the text
     instructions: str | None = None  # the beginning of the system message that holds for this call only
-    previous: str | None = None  # id of an earlier reply that the messages go on from (responses_memory.py)
+    previous: str | None = (
+        None  # id of an earlier reply that the messages go on from (`Memory` in wires/openai_responses.py)
+    )
     is_kept: bool = False  # whether later requests may refer to the reply by `id`
     repeated: Json = {}  # fields that the wire repeats in its reply; backends ignore them
     digest: bytes = b""  # hash of the body, by which the gateway recognises a retry

@@ -1,6 +1,7 @@
-"""The judging of `art judge`: chooses the judge, judges a file with it, or estimates the cost.
+"""The judging of `art judge`: chooses the judge, judges a file, estimates the cost, or reports on a scored file.
 
-`art judge --report`: prints the measures of a scored file's judge, writes the page, checks the gates.
+It reads a file of trajectories and appends to the scored one. The report (`--report`) prints the measures of the judge,
+writes the page and checks the gates.
 """
 
 import contextlib

@@ -8,10 +8,9 @@ whole section of the file. A section that is only a name (`engine: embedded`) is
 section that names another variant than the one it is merged over replaces it. The values are not checked here; pydantic
 checks the dict. Composing writes nothing, and leaves Hydra, logging and the working directory as they were.
 
-One YAML file as a mapping, or its mistakes with their lines.
-
-Size and depth are bounded, so that a wrong path is refused at once. A configuration names code that is run, so that
-nothing else in it is taken for an attack.
+A file is read as one mapping, or its mistakes are raised with their lines. Its size and depth are bounded, so that a
+wrong path is refused at once. A configuration names code that is run, so that nothing else in it is taken for an
+attack.
 """
 
 import codecs
@@ -447,7 +446,7 @@ class Composition:
 
 
 class _CheckedFiles(FileConfigSource):
-    """Hydra's source of files, which documents.py reads."""
+    """Hydra's source of files, in which `read_document` reads each file."""
 
     def load_config(self, config_path: str) -> ConfigResult:
         path = Path(self.path) / self._normalize_file_name(config_path)

@@ -1,8 +1,7 @@
-"""The command line's `key=value` arguments, read with Hydra's grammar, and the expansion of sweeps.
+"""The command line's `key=value` arguments, read with Hydra's grammar; sweeps; the tree of keys that a schema allows.
 
-Keys are not checked here; composing and pydantic do that. The options of a group are needed only for a sweep over `*`.
-
-The tree of keys that a schema allows: its sections, the variants of each, and their keys.
+The tree has the sections, the variants of each, and their keys. The keys of arguments are not checked here; composing
+and pydantic do that. The options of a group are needed only for a sweep over `*`.
 """
 
 import hashlib

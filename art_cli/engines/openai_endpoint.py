@@ -1,10 +1,7 @@
-"""OpenAIEngine: any OpenAI-compatible endpoint, for `art gateway`, `art generate`, `art eval`. It cannot be trained.
+"""Engines at a foreign address: OpenAIEngine, any OpenAI-compatible endpoint, and AnthropicEngine, any of Messages.
 
-HostedEngine is what it shares with an endpoint of another protocol.
-
-The key is read from the environment variable that the configuration names, and stays in memory.
-
-AnthropicEngine: any endpoint of Anthropic's Messages, for `art gateway`, `art generate` and `art eval`.
+They serve `art gateway`, `art generate` and `art eval`, and cannot be trained. HostedEngine is what both share. The key
+is read from the environment variable that the configuration names, and stays in memory.
 """
 
 import asyncio

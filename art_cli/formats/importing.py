@@ -1,8 +1,7 @@
-"""Reads files of other tools and writes one file of scored trajectories, in groups; counts what it could not read.
+"""The import of files of other tools: reads their records, writes one file of scored trajectories, in groups.
 
-Reads records of files that other tools wrote: JSON lines, whole JSON, zip archives of JSON. All of it is hostile.
-
-A record that cannot be read is yielded as its reason, and the others are read.
+A file is JSON lines, whole JSON, or a zip archive of JSON. All of it is hostile. A record that cannot be read is
+counted with its reason, and the others are read.
 """
 
 import contextlib

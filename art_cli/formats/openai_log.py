@@ -3,13 +3,10 @@
     {"messages": [...], "tools": [...], "reward": 1.0, "group_id": "easy-17"}     a whole conversation
     {"request": {"messages": [...]}, "response": {"choices": [...]}}              one call of a conversation
 
-A call may also be one of OpenAI's Responses or of Anthropic's Messages (protocols.py). Calls whose messages go on from
-an earlier call's reply are one attempt, even without a key. `record_of` writes the first form.
-
-One call as its request and response in OpenAI's chat protocol, OpenAI's Responses or Anthropic's Messages.
-
-The reply is read as a client sends it back: its output items or content blocks follow those of the request, and the
-wires of `chat` make messages of them all.
+A call may also be one of OpenAI's Responses or of Anthropic's Messages. Its reply is read as a client sends it back:
+its output items or content blocks follow those of the request, and the wires of `chat` make messages of them all. Calls
+whose messages go on from an earlier call's reply are one attempt, even without a key. `record_of` writes the first
+form.
 """
 
 import hashlib

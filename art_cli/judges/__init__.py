@@ -3,15 +3,14 @@
 A judge sees the trajectories of one group that finished without error, and answers by trajectory id. It never makes up
 a score: when it cannot score a group, it raises JudgeError and the group stays owed.
 
-    rollout_judge.py, no_judge.py, function_judge.py, reward_model.py and blend.py are a judge each
+    rollout_judge.py, function_judge.py, reward_model.py and blend.py are a judge each
     ruler/           RULER: a language model scores the attempts of a group against each other
     providers/       the models that judge: one call to one of them, and when to make it again
     costs.py         usage, prices, estimates, budget
-    judge_groups.py  judges one group, or many at once
-    extra_votes.py   further rounds of votes on a group that noise hides
+    judge_groups.py  judges one group, or many at once; further rounds of votes; asks a judge once, for `art check`
+    shadow_judges.py scores beside the trained reward
     files/           judges a file into another, and goes on where it stopped
     report/          measures how far a judge can be trusted
-    smoke_test.py    asks a judge once, for `art check`
     judge_text.py    text that a judge is shown
 """
 

@@ -1,10 +1,10 @@
-"""Judges one group, or many at once: as many in flight as keep the calls busy, each handed on the moment it is done.
+"""The judging of groups: many in flight, each handed on when done; further votes where noise hides a group; a trial.
 
 A group that cannot be scored stays owed, and JudgeProgress has the reason. Once no further group can be scored
 (`JudgeStopped`), those in flight are finished and no new one is begun. Groups are drawn from an iterator only when
 there is room for them, so that memory does not grow with their number.
 
-Further rounds of votes on a group whose attempts its votes cannot tell apart (`judge.noise.ask_again`).
+A group whose attempts its votes cannot tell apart gets further rounds of votes (`judge.noise.ask_again`).
 
     judge.judge -> reliability not above the bound? -> judge.judge_again(2 rounds) -> ... -> distinct, or left out
 
@@ -12,10 +12,8 @@ The votes of all rounds count together. What is asked follows from the votes alo
 votes is asked for none of them twice after a kill. Looking several times finds a difference by chance a little more
 often than one look at as many votes would: the reliability is not corrected for that.
 
-The trial of a judge before a run needs it: keys that are not set, and one question about two short attempts.
-
-Looking for keys makes no call. Every model of the judge is asked the question once, without the cache, and the result
-says what that cost.
+The trial of a judge comes before a run that needs it. It looks for keys, which makes no call, and asks every model of
+the judge one question about two short attempts, without the cache. The result has the cost of that.
 """
 
 import asyncio
@@ -41,6 +39,8 @@ from art_cli.runs.trajectory import (
     score_trajectory,
 )
 from art_cli.runtime.errors import DataError, JudgeError, JudgeStopped, UsageError, first_of_group, printable
+
+log = logging.getLogger(__name__)
 
 ASK = {"role": "user", "content": "What is two plus two? Answer with one number."}
 RIGHT, WRONG = "4", "22"
@@ -108,9 +108,6 @@ async def score(judge: Judge, attempts: Sequence[Trajectory]) -> Mapping[str, Ve
             return await judge.judge(attempts)
     except TimeoutError as error:
         raise JudgeError(f"judge={judge.title} did not answer within {deadline_s:g} s") from error
-
-
-log = logging.getLogger(__name__)
 
 
 class Asked(NamedTuple):

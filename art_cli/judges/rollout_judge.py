@@ -1,7 +1,4 @@
-"""RolloutJudge: the reward that the rollout itself returned, as it is.
-
-NoJudge: nothing is judged, because nothing is learned from rewards.
-"""
+"""RolloutJudge: the reward that the rollout itself returned, as it is. NoJudge: nothing is learned from rewards."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path

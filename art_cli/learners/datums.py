@@ -1,4 +1,4 @@
-"""Datums: token sequences whose loss a client weighs itself, and the packs that compute them. Numpy only.
+"""Datums: token sequences whose loss a client weighs itself, the losses that it names, and the packs that compute them.
 
 A datum's rows are shifted by one already: its targets at row i are predicted from its inputs up to and with row i. A
 row has K targets, usually one, and they need not be the next input, because a client may ask about any token.
@@ -9,10 +9,8 @@ row has K targets, usually one, and they need not be the next input, because a c
 A client may leave rows out. Then the packs of its data are those of the torch learner's samples, whose prompts are not
 trained on either, and so are the sums in them, bit for bit.
 
-Token losses: the losses that a client names and weighs itself. Tensors in, tensors out.
-
-Each gives a value for every token, and the loss is their sum: means, masks and the like are in the client's weights.
-The names and the numbers that they take are those of the Tinker protocol.
+A TokenLoss gives a value for every token, tensors in and tensors out, and the loss is their sum: means, masks and the
+like are in the client's weights. The names and the numbers that they take are those of the Tinker protocol.
 
     cross_entropy        -w log p
     importance_sampling  -r A                                r = exp(log p - log q), q the policy that sampled

@@ -1,10 +1,12 @@
-"""AdamW with a schedule and gradient clipping, whose state is written as tensors and numbers, never pickled.
+"""AdamW with a schedule and gradient clipping, and the entropy floor's coefficient, stored without pickle.
+
+The state is written as tensors and numbers.
 
 A parameter is updated in place, with two exceptions, in which the update is computed on a copy. A parameter below
 float32 has a copy in float32, because bfloat16 has 8 bits and would round most steps of 1e-5 on a weight of 0.02 away.
 With CPU offload the copy and the state live on the CPU, which saves the GPU 8 bytes for each trained weight.
 
-The entropy floor: a bonus for entropy whose coefficient grows while the policy's entropy is too low.
+The entropy floor is a bonus for entropy whose coefficient grows while the policy's entropy is too low.
 """
 
 import math

@@ -1,6 +1,6 @@
 """The policy step that every learner takes, over a seam of calls: forward, backward, apply, finish. No torch.
 
-    groups -> samples, in optimizer steps (step_plan.py) -> each: backward -> apply -> finish -> StepMetrics
+    groups -> samples, in optimizer steps (step_samples.py) -> each: backward -> apply -> finish -> StepMetrics
 
 A learner whose weights are on a server sends `ahead` optimizer steps before it waits for the first.
 """

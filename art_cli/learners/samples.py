@@ -1,4 +1,6 @@
-"""Samples: the token sequences to train on, cut out of a trajectory's prefix tree of turns. Numpy only.
+"""Samples: the token sequences to train on, cut out of a trajectory's prefix tree of turns, with their weights.
+
+Numpy only.
 
 turn 0   1 2 3 [4 5]              a leaf is a turn that no other turn continues whole;
 turn 1   1 2 3 [4 5] 6 [7]        each leaf is one sample, from the root of the tree to its last sampled token
@@ -6,11 +8,9 @@ turn 2   1 2 3  4  8 [9]
                                   sample of turn 1: 1 2 3 4 5 6 7, trained on 4 5 7
                                   sample of turn 2: 1 2 3 4 8 9,   trained on 9; the 4 is trained on once already
 
-A token with a weight is trained, and counts by it. Usually the sampled ones have a weight.
-
 The rollout never saw what an abandoned turn sampled. It is not trained on, unless a later turn continues it.
 
-Token weights: how much each token of a trajectory counts in each component of the loss. Numpy only.
+A token with a weight is trained, and counts by it, in each component of the loss. Usually the sampled ones have one.
 
     policy          the advantage, for the algorithm's objective; sampled tokens only
     cross_entropy   -weight * log p: imitation of any token, a tool's output included
@@ -32,13 +32,15 @@ import numpy.typing as npt
 from art_cli.runs.trajectory import Trajectory, Turn
 from art_cli.runtime.errors import LearnerError, one_line
 
+Ints = npt.NDArray[np.int64]
+Floats = npt.NDArray[np.float64]
+
 POLICY, CROSS_ENTROPY, REFERENCE_KL, VALUE = range(4)
 NUM_COMPONENTS = 4
 OLD_VALUE = 4  # the row behind the components: the critic's value before the step, where the token is in VALUE
 NEAR_OLD = 5  # and the weight of KL(old || new) of tokens in POLICY, which loss.kl_cov sets; NaN: none
 NUM_ROWS = 6
 
-Floats = npt.NDArray[np.float64]
 Weights = float | Sequence[Sequence[float] | Floats]
 
 
@@ -119,9 +121,6 @@ def _row(name: str, weights: Weights | None, trajectory: Trajectory, is_sampled:
     return row
 
 
-Ints = npt.NDArray[np.int64]
-
-
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Sample:
     """One token sequence to train on. L tokens, N of them trained.
@@ -133,11 +132,11 @@ class Sample:
 
     token_ids: Ints  # [L]
     targets: Ints  # [N] places of the trained tokens, ascending; never 0, which nothing predicts
-    places: Ints  # [N] index of each among the tokens that the trajectory's turns add (token_weights.py)
+    places: Ints  # [N] index of each among the tokens that the trajectory's turns add
     logprobs: Floats  # [N] the engine's under softmax(logits / temperature); NaN: from a cut distribution, or a prompt
     raw_logprobs: Floats  # [N] the engine's under softmax(logits); NaN: the engine did not report them
     temperatures: Floats  # [N] divisors of the logits
-    weights: Floats  # [6, N] in each component of the loss (token_weights.py); NaN: not in it
+    weights: Floats  # [6, N] in each component of the loss; NaN: not in it
     trajectory_id: str
     turn: int  # index of the leaf
 

@@ -1,10 +1,8 @@
-"""Scored groups made into samples, as an algorithm credits them, with the statistics of their rewards.
+"""Scored groups made into samples, as an algorithm credits them, with the statistics of their rewards. Numpy only.
 
-PlannedStep: the samples of a policy step, divided into its optimizer steps, without what is held back.
-
-Clip-Cov and KL-Cov: the tokens that would take most of the policy's entropy away are held back. Numpy only.
-
-Cui et al. 2025 (arXiv:2505.22617), section 4: the entropy falls by about the covariance of log p and advantage.
+PlannedStep divides the samples of a policy step into its optimizer steps, without what is held back. Clip-Cov and
+KL-Cov hold back the tokens that would take most of the policy's entropy away: Cui et al. 2025 (arXiv:2505.22617),
+section 4, where the entropy falls by about the covariance of log p and advantage.
 """
 
 import math

@@ -3,9 +3,8 @@
     groups -> batch -> per optimizer step: gradient -> clip -> AdamW -> a checkpoint directory
 
 It decides nothing about rewards (judges) or when to step (the loop). It reads and writes a checkpoint directory: the
-adapter and tokenizer in PEFT's format, the states of the optimizer and the RNG as safetensors and JSON.
-
-A trust region: an update that moves the policy too far is drawn back toward the weights before it.
+adapter and tokenizer in PEFT's format, the states of the optimizer and the RNG as safetensors and JSON. An update that
+moves the policy out of its trust region is drawn back toward the weights before it.
 """
 
 import contextlib
@@ -48,6 +47,8 @@ from art_cli.runs.durable import write_lines
 from art_cli.runs.trajectory import LearnedTrajectory, ScoredTrajectory
 from art_cli.runtime.errors import LearnerError
 
+log = logging.getLogger(__name__)
+
 MAX_HALVINGS = 5  # KL grows with the square of a small step, so that five halvings leave about a thousandth of it
 
 
@@ -86,8 +87,6 @@ def _is_within(kl: float, bound: float) -> bool:
     """Returns whether the KL is within the bound, as NaN is, which is one over no tokens."""
     return math.isnan(kl) or kl <= bound
 
-
-log = logging.getLogger(__name__)
 
 RNG_FILE = "rng.safetensors"
 

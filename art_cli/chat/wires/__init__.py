@@ -3,9 +3,9 @@
     openai_shared.py       what OpenAI's protocols share: key, error body, sampling parameters, usage
     openai_chat.py         OpenAIChat: POST /v1/chat/completions
     openai_completions.py  OpenAICompletions: POST /v1/completions
-    openai_responses.py    OpenAIResponses: POST /v1/responses, with responses_{items,reply,memory}.py
+    openai_responses.py    OpenAIResponses: POST /v1/responses, and the replies that it keeps
+    responses_items.py     items of OpenAI's Responses as chat messages, and back
     anthropic_messages.py  AnthropicMessages, AnthropicCountTokens: POST /v1/messages, /v1/messages/count_tokens
-    anthropic_replies.py   a reply as Anthropic's content blocks and events
 
 A wire translates between JSON and the records of requests.py and replies.py. It answers nothing by itself: the
 application (chat_app.py) receives the body, asks a backend and sends what the wire has written. To add a protocol,

@@ -1,4 +1,4 @@
-"""AnthropicMessages: Anthropic's Messages as a wire. CountTokens answers how many tokens a prompt has.
+"""AnthropicMessages: Anthropic's Messages as a wire, both ways; AnthropicCountTokens: the number of a prompt's tokens.
 
 https://docs.claude.com/en/api/messages
 
@@ -14,11 +14,10 @@ because no conversation would ever continue its own tokens with it.
     a tool with `defer_loading`                                     is not in the prompt until a tool_reference names it
     {"role": "system"} behind another message                       a user message, as templates refuse a system there
 
-Replies as Anthropic's messages: the content blocks of a whole message, and the events of a streamed one.
-
-Thoughts come before text, and text before calls. A block of thoughts carries a signature, because clients drop thoughts
-without one; it is a digest of the thoughts, and nothing checks it. The `input` of a call is the object that its sampled
-arguments are (calls.py). It is streamed in one piece once the call is whole, because cut arguments are no object.
+A reply is a whole message or a stream of events. Thoughts come before text, and text before calls. A block of thoughts
+carries a signature, because clients drop thoughts without one; it is a digest of the thoughts, and nothing checks it.
+The `input` of a call is the object that its sampled arguments are (`input_of` in replies.py). It is streamed in one
+piece once the call is whole, because cut arguments are no object.
 """
 
 import hashlib

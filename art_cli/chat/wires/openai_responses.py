@@ -1,20 +1,17 @@
-"""OpenAIResponses: OpenAI's Responses as a wire. The input is a list of items (responses_items.py).
+"""OpenAIResponses: OpenAI's Responses as a wire, both ways; Memory: replies that a client may refer to by their ids.
 
 https://platform.openai.com/docs/api-reference/responses
 
-What only a hosted service has is refused by name: its own tools (web search, code interpreter, MCP), images and files,
-conversations that it keeps, work in the background.
+The input is a list of items (responses_items.py). What only a hosted service has is refused by name: its own tools (web
+search, code interpreter, MCP), images and files, conversations that it keeps, work in the background.
 
-A reply as OpenAI's Responses: the whole response, and the events of a streamed one.
+A whole response and the events of a streamed one have one content: `response.completed` carries the whole answer. A
+streamed call that text follows is the one difference: the text before it and the text after it are two messages, where
+a whole answer has one.
 
-Both have one content: `response.completed` carries the whole answer. A streamed call that text follows is the one
-difference: the text before it and the text after it are two messages, where a whole answer has one.
-
-Memory: replies that a client may refer to by their ids, instead of sending the conversation again.
-
-OpenAI's Responses keep a response unless the client sends `store: false`, and take its id as `previous_response_id`, or
-the id of one of its items as an `item_reference`. What is kept belongs to one backend and one key: in the gateway to
-one rollout, with which it ends. It is in memory only, and the oldest go first.
+A response is kept unless the client sends `store: false`. Later requests name its id as `previous_response_id`, or the
+id of one of its items as an `item_reference`, instead of sending the conversation again. What is kept belongs to one
+backend and one key: in the gateway to one rollout, with which it ends. It is in memory only, and the oldest go first.
 """
 
 import hashlib

@@ -93,7 +93,7 @@ def _shown(kind: Any) -> str:
 
 
 def messages_of(items: str | Sequence[Item]) -> list[Json]:
-    """Returns the items as chat messages. One with a `reply_id` means a reply that is kept (responses_memory.py)."""
+    """Returns the items as chat messages. One with a `reply_id` means a reply in `Memory`."""
     fold = _Fold()
     for item in [MessageItem(role="user", content=items)] if isinstance(items, str) else items:
         fold.add(item)

@@ -1,6 +1,6 @@
-"""The `engine` section: the sampler of the policy, one class for each engine.
+"""The `engine` and `gateway` sections: the sampler of the policy, one class for each engine, and the capturing proxy.
 
-The `gateway` section: the address of the capturing proxy, and the files that `art gateway` writes.
+`gateway` has the address of the proxy, and the files that `art gateway` writes.
 """
 
 import re

@@ -1,6 +1,6 @@
-"""The `judge` section: the source of rewards, one class for each judge.
+"""The `judge` and `shadow` sections: the source of rewards, one class for each judge, and judges beside it.
 
-The `shadow` section: judges whose scores are recorded beside the trained reward and never trained on.
+The scores of shadow judges are recorded beside the trained reward and never trained on.
 """
 
 from pathlib import Path

@@ -1,8 +1,7 @@
-"""The `rollout` section: the agent, its scenarios, sampling and limits.
+"""The `rollout` section: the agent, its scenarios, sampling and limits, and the cluster that plays it.
 
-The section `scenarios` of `rollout` and `eval`: the source of scenarios.
-
-The section `rollout.cluster`: a cluster of machines on which rollouts are played.
+`scenarios`, the source of scenarios, is a section of `eval` too. `rollout.cluster` names a cluster of machines on which
+rollouts are played.
 """
 
 import math

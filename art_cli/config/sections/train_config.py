@@ -1,8 +1,7 @@
-"""The `train`, `sft` and `eval` sections: training, the warm-up before it, and evaluation.
+"""The `train`, `sft`, `eval`, `stop` and `learner` sections: training, warm-up, evaluation, stop rules, the trainer.
 
-The `stop` section: rules that pause a run, or warn, by any metric, by its hours, or by its cost.
-
-The `learner` section: the trainer of the policy, one class for each learner.
+A rule of `stop` pauses a run, or warns, by any metric, by its hours, or by its cost. `learner` has one class for each
+learner.
 """
 
 from collections.abc import Iterator

@@ -1,20 +1,17 @@
-"""Attention over slots: what each layer computes between its projections.
+"""Attention over slots: the keys and values of every slot, the runs in which slots attend, and each layer's attention.
 
 The batch is one row of T tokens of many sequences: first one token of each decoding slot, then chunks of prompt. A
 layer gives queries, keys and values. `Layout.attend` writes the new keys and values into the cache, then
 
-* decoding slots attend in runs (runs.py) of neighbouring slots, which are read in place, a shared prefix only once;
+* decoding slots attend in runs of neighbouring slots, which are read in place, a shared prefix only once;
 * short chunks of prompt attend together, long ones one by one.
 
 Tokens attend to their own slot's tokens at or before their position (inside the sliding window, where there is one).
 `attend` does the same as a transformers attention function, so that a model's own layers run on it unchanged.
 
-Keys and values of every slot: one slab per layer, `[slots, heads, length, head_dim]`, grown as needed.
-
-It knows nothing of sequences. A slot's content beyond its computed tokens is left over from earlier sequences. It is
-finite, never uninitialised memory, and attention masks it.
-
-Runs: neighbouring slots in the cache that are attended together.
+SlotCache has one slab per layer, `[slots, heads, length, head_dim]`, grown as needed. It knows nothing of sequences. A
+slot's content beyond its computed tokens is left over from earlier sequences. It is finite, never uninitialised memory,
+and attention masks it.
 
 One call per layer reads a run's keys and values in place. A run may span idle slots and read past shorter neighbours
 where that costs less than another call. Decoding neighbours that begin with the same tokens (the attempts of a group)
@@ -32,6 +29,8 @@ import torch.nn.functional as F
 from art_cli.engines.embedded.scheduler import NEVER, Copy, Ints, PromptChunk, Shape, StepPlan
 from art_cli.models.decoder.maths import join_calls
 from art_cli.runtime.errors import EngineError
+
+Tensor = torch.Tensor
 
 # Bytes of keys and values that are read in the time of a choice. One CPU core, float32, 2 heads of 32 and of 64.
 CALL_BYTES = 2**19  # one more call per layer (30 us)
@@ -200,9 +199,6 @@ def _chunk_run(group: list[PromptChunk], device: torch.device) -> ChunkRun:
 
 def _end(chunk: PromptChunk) -> int:
     return chunk.start + chunk.num
-
-
-Tensor = torch.Tensor
 
 
 class SlotCache:

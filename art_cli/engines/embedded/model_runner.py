@@ -1,7 +1,7 @@
-"""Runs the model on a step's plan: tokens in, logits out, keys and values kept in slots.
+"""ModelRunner: the model run on a step's plan, tokens in, logits out, keys and values kept in slots.
 
-The decoder room computes the layers where it knows them and a probe gives the model's own logprobs (merged.py, else
-forward.py). Otherwise the model computes them itself.
+The decoder room computes the layers where it knows them and a probe gives the model's own logprobs: MergedDecoder,
+else Decoder (both in models/decoder/forward.py). Otherwise the model computes them itself.
 
 It holds no queue and decides nothing about requests. The caller holds `weights.lock`, so that a learner in the same
 process does not run or change the model meanwhile. No gradients are recorded. It uses `no_grad`, because tensors of

@@ -1,15 +1,13 @@
-"""Sampled tokens as text, piece by piece: Detokenizer, and StopWatch on top of it.
+"""Text and tokens: Detokenizer makes text of sampled tokens by pieces, StopWatch ends it; TextEncoder is the reverse.
 
 The text of streamed and of whole replies comes from here, so that the streamed pieces joined are the whole reply. It
 knows neither messages (chat_prompts.py) nor torch.
 
-TextEncoder: the tokens of a text, where most of the text was tokenized before.
-
-A conversation that goes on sends its earlier messages again, and the attempts of a group send the same first ones. Chat
-templates write each message behind a special token, such as <|im_start|>, and a tokenizer cuts a text at its special
-tokens before it does anything else. So the part from one special token up to the next has the same tokens in any text,
-and the tokens of parts are remembered. A tokenizer in which a part's tokens could depend on what stands before it is
-used on whole texts, and so is every tokenizer where the caller wants its extra tokens.
+TextEncoder remembers tokens, because most of a text was tokenized before: a conversation that goes on sends its earlier
+messages again, and the attempts of a group send the same first ones. Chat templates write each message behind a special
+token, such as <|im_start|>, and a tokenizer cuts a text at its special tokens before it does anything else. So the part
+from one special token up to the next has the same tokens in any text. A tokenizer in which a part's tokens could depend
+on what stands before it is used on whole texts, and so is every tokenizer where the caller wants its extra tokens.
 """
 
 import json

@@ -1,9 +1,10 @@
-"""The command line and environment of a server, computed from the configuration and the model. Pure.
+"""The command line and environment of a server, from the configuration and the model; the vLLM and GPUs of a Python.
 
 The user's own settings, under vLLM's names (`engine.args`, `engine.env`), come last and win. The schema refuses there
 what the engine depends on (VLLM_OWN_ARGS and VLLM_OWN_ENV).
 
-The vLLM and GPUs of a Python, found by running it, for `art doctor` and the choice of an engine.
+`find_vllm` runs a Python and returns which vLLM and GPUs it has, for `art doctor` and the choice of an engine.
+Nothing else here runs a process.
 """
 
 import json

@@ -1,15 +1,12 @@
 """The calls that steer a server: health, adapters, scores, sleep. HTTP and JSON; requests of clients go elsewhere.
 
 Each call has a deadline. `Refused` is the server's own error. `Unreachable` means that it did not answer; the call may
-be made again when a new server has started.
+be made again when a new server has started. Ready is whether a server answers: not now, yes, or never again.
 
-Ready: whether a server answers: not now, yes, or never again.
-
-Adapters: which adapter a server samples from, under which name, and when an old one is unloaded.
-
-Every adapter gets a name that no other one ever had in that server (`policy@0007`). vLLM keys its prefix cache by the
-name, so a request never gets keys and values of other weights. A request keeps the adapter that it began with. An
-adapter that was replaced is unloaded when its last request has ended.
+Adapters decides from which adapter a server samples, under which name, and when an old one is unloaded. Every adapter
+gets a name that no other one ever had in that server (`policy@0007`). vLLM keys its prefix cache by the name, so a
+request never gets keys and values of other weights. A request keeps the adapter that it began with. An adapter that was
+replaced is unloaded when its last request has ended.
 """
 
 import asyncio
@@ -25,6 +22,9 @@ import msgspec
 from art_cli.chat.client import AnswerTooLarge, HttpBackend, read_answer, read_error
 from art_cli.runtime.errors import CheckpointError, EngineError
 from art_cli.runtime.secrets import Secrets
+
+log = logging.getLogger(__name__)
+Json = dict[str, Any]
 
 
 class Ready:
@@ -66,8 +66,6 @@ class Ready:
         await self._failed.wait()
         raise EngineError(self._failure)
 
-
-Json = dict[str, Any]
 
 CALL_DEADLINE_S = 60.0
 ADAPTER_DEADLINE_S = 300.0  # enough for an adapter of a large model on a slow disk
@@ -240,8 +238,6 @@ def _scored(choice: Json, token_ids: list[int]) -> Scored:
         next={int(token.removeprefix("token_id:")): float(logprob) for token, logprob in top.items()},
     )
 
-
-log = logging.getLogger(__name__)
 
 FILES = ("adapter_config.json", "adapter_model.safetensors")
 MakeBackend = Callable[[str, int], HttpBackend]  # (name in the server, step) -> the client that samples from it

@@ -7,11 +7,10 @@ fail as failures of transport, so that their rollouts are played again; new ones
 engine has failed: `watch` and every other call raise. Several replicas are ranks of the one server, which divides the
 requests among them and loads an adapter into all.
 
-Traffic: which requests may be in a vLLM server beside each other.
-
-On a CPU vLLM 0.32 dies of a batch with LoRA that asks for a prompt's logprobs and holds another request: its logits of
-all the prompt's tokens meet a mapping of one row a request ("einsum(): subscript b"). A prompt is therefore scored
-alone there. https://github.com/vllm-project/vllm/issues/16668; this file can go when that is closed.
+Traffic decides which requests may be in the server beside each other. On a CPU vLLM 0.32 dies of a batch with LoRA that
+asks for a prompt's logprobs and holds another request: its logits of all the prompt's tokens meet a mapping of one row
+a request ("einsum(): subscript b"). A prompt is therefore scored alone there. Traffic can go when
+https://github.com/vllm-project/vllm/issues/16668 is closed.
 """
 
 import asyncio
@@ -38,6 +37,9 @@ from art_cli.engines.vllm.control import Adapters, Ready, Refused, Scored, Unrea
 from art_cli.engines.vllm.vllm_server import OwnServer, RunningServer, restore_arguments
 from art_cli.models.policy_spec import PolicySpec
 from art_cli.runtime.errors import DriftError, EngineError
+
+log = logging.getLogger(__name__)
+Result = TypeVar("Result")
 
 
 class Traffic:
@@ -67,9 +69,6 @@ class Traffic:
             await self._is_empty.wait()
             yield
 
-
-log = logging.getLogger(__name__)
-Result = TypeVar("Result")
 
 MAX_RESTARTS = 1
 DEATH_S = 2.0  # longest time between a failed request and the news that the server ended

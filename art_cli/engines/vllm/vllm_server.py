@@ -7,11 +7,8 @@ verbatim    how requests keep the arguments of earlier calls as they were writte
 ended()     returns why the server can no longer be used, as soon as it cannot
 stop()      ends an own server; a running one is left as it is
 
-Keeps the arguments of tool calls as the model wrote them, in a server that reads and writes them anew.
-
-vLLM parses the arguments of earlier calls, and most chat templates write them again (`arguments | tojson`), with
+vLLM parses the arguments of earlier tool calls, and most chat templates write them again (`arguments | tojson`), with
 Python's spaces. Where the model wrote `{"a":2}`, the prompt of the next turn would not continue the sampled tokens.
-
 `Verbatim` gives the server the template with one change: arguments that are an object with a certain key are written
 as the text under that key. The key is random, and only `put_into` writes it. `restore_arguments` mends replies:
 vLLM's parsers give the arguments of a call in their own spelling, and the sampled tokens have the model's.
@@ -43,6 +40,7 @@ from art_cli.runtime.errors import EngineError
 from art_cli.runtime.processes.child import ChildProcess, describe_end, last_lines
 from art_cli.runtime.scratch import Scratch, make_directory, owner_only
 
+log = logging.getLogger(__name__)
 Json = dict[str, Any]
 
 _WRITTEN = re.compile(r"(?<![\w.\]])((?:\w+(?:\.|\[['\"]))*arguments(?:['\"]\])?)\s*\|\s*tojson(?:\([^()]*\))?")
@@ -115,8 +113,6 @@ def _find_object(text: str, offset: int, arguments: str) -> tuple[str | None, in
         start = text.find("{", start + 1)
     return None, offset
 
-
-log = logging.getLogger(__name__)
 
 MAX_PORTS = 3  # ports tried when other processes are quicker to take them
 POLL_S = 0.25  # time between health checks while it starts

@@ -1,4 +1,4 @@
-"""Spans of a rollout in OpenTelemetry's conventions for generative AI: one trace for each attempt.
+"""Model calls and spans of a rollout, in OpenTelemetry's conventions for generative AI: one trace for each attempt.
 
     invoke_agent RUN                 the rollout: scenario, reward, scores, error, limit
       chat MODEL                     a model call: messages, tool calls, tokens, sampling
@@ -9,14 +9,11 @@ Names and shapes are those of https://github.com/open-telemetry/semantic-convent
 Phoenix, MLflow and Weave read; what they have no word for is `art.*`. Ids are hashes of the run's and the attempt's
 ids, so that the same attempt sent twice is one trace. No token ids are in a span.
 
-ModelCall: one call of a rollout, with the messages around it, the tools that it called and the turn with its tokens.
-
-A trajectory keeps conversations and turns apart. A reply belongs to a turn where their numbers leave no doubt: in one
-conversation the last replies are those of the turns, in order. With several conversations each must have a path of
-turns of that length. Where there is a doubt, the call has no turn, rather than another call's tokens.
-
-A trajectory has one time and one duration. The calls share it by their sampled tokens, so that their order is right and
-their lengths are an estimate.
+A ModelCall has the messages around a call, the tools that it called and the turn with its tokens. A trajectory keeps
+conversations and turns apart. A reply belongs to a turn where their numbers leave no doubt: in one conversation the
+last replies are those of the turns, in order. With several conversations each must have a path of turns of that length.
+Where there is a doubt, the call has no turn, rather than another call's tokens. A trajectory has one time and one
+duration. The calls share it by their sampled tokens, so that their order is right and their lengths are an estimate.
 """
 
 import hashlib

@@ -1,1 +1,1 @@
-"""A file judged into another: judged_files.py reads, scored.py appends, session.py does both."""
+"""A file judged into another: judged_files.py reads, session.py judges and appends."""

@@ -1,12 +1,11 @@
-"""Judges a file into another: works out from both what is owed, judges it, and appends each group as it finishes.
+"""Session: judges a file into another. It works out from both what is owed, judges it, and appends each finished group.
 
-Reads a TrajectoryFile, appends to a ScoredFile. There is no other state: the same session, run again, goes on.
+It reads a TrajectoryFile and appends to a ScoredFile, one process at a time. There is no other state: the same session,
+run again, goes on.
 
-The scored file while it is written: its present groups, and others appended whole. One process at a time.
-
-A group's lines are written in one piece. A kill can tear only the end of the file, which is cut off when the file is
-opened again, so that every group is in it once or not at all. A file is continued only if each of its lines is a
-trajectory of the source, scored by this judge, because names of groups and ids alone do not tell two files apart.
+A group's lines are written in one piece. A kill can tear only the end of the scored file, which is cut off when the
+file is opened again, so that every group is in it once or not at all. A file is continued only if each of its lines is
+a trajectory of the source, scored by this judge, because names of groups and ids alone do not tell two files apart.
 """
 
 import asyncio

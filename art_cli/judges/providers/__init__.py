@@ -4,7 +4,6 @@
     litellm.py     every other provider that litellm knows
     caller.py      when a call is made, and made again: concurrency, rate limits, tries, budget
     waits.py       how long a provider asks to wait
-    judge_keys.py  API keys
 
 A provider makes one call and does not try again.
 """

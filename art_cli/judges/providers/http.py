@@ -1,7 +1,4 @@
-"""Judges at OpenAI and any OpenAI-compatible endpoint (`base_url`).
-
-API keys of judge models: which of them are missing in the environment.
-"""
+"""Judges at OpenAI and any OpenAI-compatible endpoint (`base_url`); the keys that judges lack in the environment."""
 
 import asyncio
 import json

@@ -1,11 +1,10 @@
-"""Judges through litellm, which knows every provider's address and dialect.
+"""Judges through litellm, which knows every provider's address and dialect; the limit of one answer.
 
 litellm is imported at the first call, not before, because that takes seconds.
 
-The limit of one answer, held while httpx reads and decompresses it for litellm.
-
 httpx and litellm read an answer whole, and httpx decompresses each piece whole: 2 MB of gzip become 4 GB. The stream
-put in the place of the response's own stops both, and Python's json, before they take memory or seconds.
+put in the place of the response's own (`limit_transport`) stops both, and Python's json, before they take memory or
+seconds.
 """
 
 import asyncio

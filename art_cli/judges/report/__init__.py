@@ -1,1 +1,1 @@
-"""The trust that a judge deserves: agreement.py and noise.py measure; judge_report.py reads files."""
+"""The trust that a judge deserves: agreement.py measures; judge_report.py reads files and reports."""

@@ -1,12 +1,11 @@
-"""The agreement of two rankings, group by group, and its interval. Pure numbers, no files.
+"""The agreement of two rankings, group by group, with its interval, and a judge's errors. Pure numbers, no files.
 
 Every measure is a ratio of two sums over groups. A group with more to compare adds a larger denominator and counts for
 more. Intervals come from resampling whole groups, because pairs within one group are not independent.
 
-A judge's errors in a scored file, in the form that `judge.noise` takes.
-
-Flip rates: a judge that gives 0 or 1, against a gold of 0 and 1. Reliability: a judge that votes several times, against
-itself. Pure numbers, no files. `art_cli/runs/reliability.py` has what training makes of either.
+A judge's errors have the form that `judge.noise` takes. Flip rates compare a judge that gives 0 or 1 with a gold of 0
+and 1. Reliability compares a judge that votes several times with itself. `art_cli/runs/reliability.py` has what
+training makes of either.
 """
 
 import math

@@ -1,9 +1,7 @@
 """The report on a scored file's judge: order bias, spread, agreement with a gold reward, cost, groups without signal.
 
-Reads the scored lines, and of each only the fields it needs. Writes nothing: judge_report_text.py puts the report in
-words, and `reports/pages/judge_page.py` makes a page of it.
-
-The judge's report in words: (name, value) lines for a terminal or a page.
+It reads the scored lines, and of each only the fields that it needs. It writes nothing: `report_lines` puts the report
+in words, as (name, value) lines for a terminal or a page, and `reports/pages/judge_page.py` makes a page of it.
 """
 
 import math

@@ -1,17 +1,17 @@
-"""Attempts merged into a tree of parts, each a run of messages, in which no shared message stands twice.
+"""Attempts as a judge sees them, and a tree of their parts in which no message that they share stands twice. Pure.
 
-Pure. The root is an empty part. The path from the root to the part where a conversation ends spells the conversation:
+An attempt is its conversations, of messages of segments, read from a trajectory's OpenAI messages. Two messages with
+the same content are equal here, whatever their random call ids, so that attempts can be merged. Nothing in a message
+makes reading fail: what is unknown is shown as JSON. group.py shortens attempts, and prompt.py writes them down for the
+judge.
+
+Each part of the tree is a run of messages. The root is an empty part. The path from the root to the part where a
+conversation ends spells the conversation:
 
     attempts   s u a1 x1    s u a1 x2    s u a2       (s u: the same system prompt and task)
     tree       [s u] - [a1] - [x1]
                      |      - [x2]
                      - [a2]
-
-An attempt as a judge sees it: conversations of messages of segments, read from a trajectory's OpenAI messages.
-
-Pure. Two messages with the same content are equal here, whatever their random call ids, so that attempts can be merged
-into a tree (attempt_tree.py). Nothing in a message makes reading fail: what is unknown is shown as JSON. group.py
-shortens attempts, and prompt.py writes them down for the judge.
 """
 
 import hashlib

@@ -2,13 +2,13 @@
 
 Relative Universal LLM-Elicited Rewards. No labels and no reward function: the task is read from the attempts. The
 judge model is not trusted: it votes in several orders, several models can form a panel, answers are matched by id and
-refused unless complete. Reads rubric and instructions from text files, writes the verdict cache. A group that cannot
-be scored stays owed (JudgeError).
+refused unless complete. RulerJudge reads rubric and instructions from text files and writes the verdict cache. A group
+that cannot be scored stays owed (JudgeError).
 
     group -> group.py: different attempts -> voter.py: votes of each model -> prompt.py -> providers/ -> verdict.py
           -> votes.py: one score of each model -> here: weighted mean of the panel -> Verdict by id
 
-`ruler_score_group`: RULER as one Python call, for programs that have groups already.
+`ruler_score_group` is RULER as one Python call, for programs that have groups already.
 
     judged = await ruler_score_group(group, "openai/o3")
 
@@ -41,6 +41,8 @@ from art_cli.runs.reliability import error_variance
 from art_cli.runs.trajectory import Json, Score, ScoredTrajectory, Trajectory
 from art_cli.runtime.errors import JudgeError, UsageError
 from art_cli.runtime.secrets import find_secrets, load_environment
+
+log = logging.getLogger(__name__)
 
 TRIAL_RETRIES = 1  # tries after a failed call of a trial; few, because a user waits for it
 
@@ -189,9 +191,6 @@ def _settings(config: RulerJudgeConfig, panel: Sequence[JudgeModelConfig], instr
     told = {"votes", "aggregate", "seed", "max_group", "max_tokens_per_attempt"}
     models = [member.model_dump(mode="json", include={"model", "params", "weight"}) for member in panel]
     return make_key(told=config.model_dump(mode="json", include=told), models=models, instructions=instructions)[:12]
-
-
-log = logging.getLogger(__name__)
 
 
 async def ruler_score_group(

@@ -1,7 +1,7 @@
 """Algorithms: how a scored group becomes a weight for every trained token.
 
     credit      the trajectories of a group, or of all groups of the step -> the weights of their tokens
-                                                                                        credit.py, ../token_weights.py
+                                                                                        credit.py, ../samples.py
     objective   [N] terms -> what each token of the policy component adds to the loss   objectives.py
     share       how much one token counts in the mean over the whole optimizer step     normalization.py
 

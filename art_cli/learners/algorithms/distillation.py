@@ -1,17 +1,13 @@
-"""Distillation: a teacher's opinion of each token the policy sampled is the token's advantage.
-
-The arithmetic is in distill_math.py, the teachers are in ../teachers/.
-
-Teaching: a second opinion on each sampled token as its advantage. Numpy only.
+"""Distillation: a teacher's opinion of each token that the policy sampled is the token's advantage.
 
     advantage of a token = reward weight * the trajectory's group advantage + the teacher's advantage
 
 The second part follows from log teacher - log student: on-policy distillation (Thinking Machines 2025), and SDPO
-(arXiv:2601.20802), whose teacher is the policy with feedback.
+(arXiv:2601.20802), whose teacher is the policy with feedback. This arithmetic is numpy only. The teachers are in
+../teachers/; SDPO's is in sdpo.py.
 
-MovingAverage: the average of the policy's weights over its steps, for a loss whose teacher is that average.
-
-It reads and writes `teacher/` in a checkpoint directory, beside the adapter, which stays as PEFT wrote it.
+MovingAverage is the average of the policy's weights over its steps, for a loss whose teacher is that average. It reads
+and writes `teacher/` in a checkpoint directory, beside the adapter, which stays as PEFT wrote it.
 """
 
 import contextlib

@@ -1,6 +1,6 @@
 """The loss of one pack: what an algorithm gives for its terms, added up over the components of the loss.
 
-Each component (token_weights.py) is divided by its counts over the whole optimizer step, by the algorithm's share. So
+Each component (../samples.py) is divided by its counts over the whole optimizer step, by the algorithm's share. So
 the sum over any packing is the same loss.
 """
 

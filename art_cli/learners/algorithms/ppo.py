@@ -1,10 +1,8 @@
-"""PPO: a critic gives each turn its advantage (gae.py). The learner owns the critic (../critic.py).
+"""PPO: a critic gives each turn its advantage, by generalized advantage estimation.
 
-Credit of turns by a critic: generalized advantage estimation; how good the critic is. Numbers in, numbers out.
-
-The critic of PPO: a value head on the policy's trunk, with a separate optimizer.
-
-It reads and writes `critic/` in a checkpoint directory, beside the adapter, which stays as PEFT wrote it.
+The critic is a value head on the policy's trunk, with a separate optimizer. It reads and writes `critic/` in a
+checkpoint directory, beside the adapter, which stays as PEFT wrote it. The learner owns it. The credit of turns and the
+measures of the critic are functions of numbers.
 """
 
 import logging
@@ -212,8 +210,8 @@ class Ppo(ClippedPreset[loss_config.PpoConfig]):
     """PPO with a critic: Schulman et al. 2017 (arXiv:1707.06347), equations 7 and 9; turns as in arXiv:2512.17008.
 
     An action is a turn, and its state is the prompt before it. Generalized advantage estimation runs over the turns of
-    each trajectory (gae.py). The advantages of all turns of the step are shifted and scaled to mean 0 and standard
-    deviation 1 together, and each turn's is given to all its sampled tokens.
+    each trajectory (`turn_advantages`). The advantages of all turns of the step are shifted and scaled to mean 0 and
+    standard deviation 1 together, and each turn's is given to all its sampled tokens.
 
     A group whose rewards are equal has signal here, because attempts are compared with the critic's values and not with
     each other. Where all advantages of a step are equal (to 1e-8), the critic alone is trained.

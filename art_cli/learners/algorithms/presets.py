@@ -1,10 +1,10 @@
-"""The algorithms that a configuration chooses by name (`loss=dapo`).
+"""The algorithms that a configuration chooses: by name (`loss=dapo`), or as a class in the user's own file.
 
-A new one is one file with its section and its algorithm, with paper and equation, as gigpo.py is, and a line in
+A new one of ours is one file with its section and its algorithm, with paper and equation, as gigpo.py is, and a line in
 EXPERIMENTS of config/sections/loss_config.py. tests/learners/test_presets.py then holds its gradient and its resume.
 Those of PRESETS have proved themselves; their sections are in loss_config.py.
 
-A user's own algorithm: a class of their file; its answers are checked, and its errors name file and line.
+UserAlgorithm calls the user's class. It checks the answers, and its errors name file and line.
 """
 
 import contextlib

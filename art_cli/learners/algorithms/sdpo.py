@@ -1,6 +1,6 @@
 """SDPO, an experiment: the policy that has read the judge's explanation of an attempt teaches the one that has not.
 
-Feedback: the samples of an attempt as the policy would read them with the judge's words in their first message.
+Feedback makes the samples of an attempt as that policy reads them, with the judge's words in their first message.
 
     sample         <system> <user: the task> <assistant: y1> <user: more> <assistant: y2>
     with feedback  <system> <user: the task, and what the judge said> <assistant: y1> <user: more> <assistant: y2>

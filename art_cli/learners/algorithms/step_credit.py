@@ -65,9 +65,9 @@ def grouped_gae(episodes: Sequence[Episode], *, gamma: float, gae_lambda: float)
         A_t     = delta_t + gamma lambda A_t+1
 
     GAGPO, Zhu et al. 2026 (arXiv:2605.13217), as summaries of the paper describe it; its own equations were not at
-    hand. The recursion is that of `turn_advantages` (gae.py). Where no other step of the
-    group acts in the states from t on, their values are the trajectory's own returns, and A_t is 0; up to 1e-8 it is
-    rounding. A turn that is no step gives 0.
+    hand. The recursion is that of `turn_advantages` (ppo.py). Where no other step of the group acts in the states from
+    t on, their values are the trajectory's own returns, and A_t is 0; up to 1e-8 it is rounding. A turn that is no step
+    gives 0.
     """
     values = {
         state: math.fsum(_step(episodes, index).returned for index in indexes) / len(indexes)

@@ -3,8 +3,7 @@
 Tokens that samples share are computed once. A reader of the policy itself runs in all processes of the learner
 together; any other model is whole in each process, and `divided` gives each process a part of the samples.
 
-Computes items side by side, each in one thread, for models whose products are too small to be divided between cores.
-
+`side_by_side` computes items each in one thread, for models whose products are too small to be divided between cores.
 The results come in the order of the items, so that what is summed from them is the same on any number of cores.
 """
 

@@ -1,10 +1,10 @@
-"""Runs the policy over packs: the logprobs of a pack's edges, with or without gradients.
+"""PackRunner: the logprobs of a pack's edges, with or without gradients; ValueHead: a critic's values beside them.
 
 Two ways give the same numbers. The packed one runs the model's layers once over the row, with tree attention, and its
 head on the predicting positions only; it serves every model that is causal softmax attention and a head. The plain one
 runs the model as it is on one sample at a time. packing_check.py compares the two and decides which one a model gets.
 
-The value head: one linear layer that reads a critic's value from the policy's last hidden state. float32.
+The value head is one linear layer that reads a critic's value from the policy's last hidden state, in float32.
 """
 
 import contextlib
@@ -29,6 +29,8 @@ from art_cli.models.decoder.layers import known_layers
 from art_cli.models.loading import Weights, count_parameters
 from art_cli.runtime import openmp
 from art_cli.runtime.errors import LearnerError
+
+log = logging.getLogger(__name__)
 
 
 class ValueHead(torch.nn.Module):
@@ -57,8 +59,6 @@ class ValueHead(torch.nn.Module):
         for parameter in self.parameters():
             parameter.zero_()
 
-
-log = logging.getLogger(__name__)
 
 # Tokens of a pack where the config gives none. On a CPU this is the smallest budget: larger packs, up to twice the
 # longest sample, are made where trees would be cut and their stems computed again. Measured with a 24M-parameter Qwen3

@@ -3,40 +3,32 @@
 It is registered under NAME with transformers' attention interface, so it serves any causal model that uses that
 interface. The model's forward takes the tree as the keyword argument `tree` and its layers pass it on to `attend`.
 
-On a CPU, float32 trees with long segments are computed by matrix products (product_attention.py). Others use torch's
-flash kernel and no block that is masked whole. A segment attends to itself causally. All its descendants lie in one
-stretch behind it and attend to it without a mask. Each of these blocks is one call of the kernel. The partial results
-are merged by their log-sum-exp, as in ring attention (Liu et al. 2023, arXiv:2310.01889). In the backward pass each
-block yields its exact part of the gradient, because it is given the merged result.
+    CPU, float32 with long segments      matrix products (ProductAttention)
+    CPU, others                          torch's flash kernel, no block that is masked whole
+    GPU                                  the block mask of FlexAttention (flex_attention.py)
+    other devices, CPU sliding windows   a dense mask
 
-On a GPU the same pairs are the block mask of FlexAttention (flex_attention.py). Other devices, and sliding windows on a
-CPU, use a dense mask.
+Flash kernel. A segment attends to itself causally. All its descendants lie in one stretch behind it and attend to it
+without a mask. Each of these blocks is one call of the kernel. The partial results are merged by their log-sum-exp, as
+in ring attention (Liu et al. 2023, arXiv:2310.01889). In the backward pass each block yields its exact part of the
+gradient, because it is given the merged result.
 
-Attention over a pack's tree by matrix products and a softmax, for float32 and float64 on a CPU.
+A call of the kernel costs as much as about ten thousand pairs of tokens, and a tree of short turns has hundreds of
+segments. So short segments are laid side by side (`divide`), each in one row. Its queries are its own tokens; its keys,
+gathered from the pack, are its short ancestors and itself. Rows of about the same size are padded to one size and
+computed in one call under a mask. A long segment, and every ancestor of a long one, stays a separate block. Gathered
+for each of its descendants, it would cost more memory than it saves time.
 
-torch's flash kernel multiplies in MKL's small pieces. Here each row of queries (segment_batches.cut) meets all its keys
-at once: large rows one head at a time, by oneDNN (models/decoder/products.py), and short rows of all heads in one call
-of bmm. Query heads that share a key head are stacked, so that they share its products. The backward pass computes the
-probabilities again, and the softmax over whole rows needs no log-sum-exp to be kept.
+Matrix products, for float32 and float64. The flash kernel multiplies in MKL's small pieces. Here each row of queries
+(`cut`, which cuts long segments into rows as well and gathers all ancestors) meets all its keys at once: large rows one
+head at a time, by oneDNN (models/decoder/maths.py), and short rows of all heads in one call of bmm. Query heads that
+share a key head are stacked, so that they share its products. The backward pass computes the probabilities again, and
+the softmax over whole rows needs no log-sum-exp to be kept.
 
-b rows times key heads; R queries of a row, stacked for the query heads of a key head; K keys; D numbers of a head.
+    b rows times key heads; R queries of a row, stacked for the query heads of a key head; K keys; D numbers of a head
 
-Short segments of a pack's tree, laid side by side, so that one call attends for many of them. On a CPU only.
-
-A call of torch's flash kernel costs as much as about ten thousand pairs of tokens, and a tree of short turns has
-hundreds of segments. Each short segment becomes one row. Its queries are its own tokens; its keys, gathered from the
-pack, are its short ancestors and itself. Rows of about the same size are padded to one size and computed in one call
-under a mask.
-
-A long segment, and every ancestor of a long one, stays a separate block (tree_attention.py). Gathered for each of its
-descendants, it would cost more memory than it saves time.
-
-`cut` is for attention by products (product_attention.py), which computes one head of a large row at a time and so can
-gather all ancestors: long segments are cut into rows as well.
-
-Packs padded to few sizes, because a CPU's products write code for each size that they meet (decoder/products.py).
-
-The padding is one more tree behind the others. Nothing of it is trained and no sample's token sees it.
+Packs are padded to few sizes, because a CPU's products write code for each size that they meet. The padding is one more
+tree behind the others. Nothing of it is trained and no sample's token sees it.
 """
 
 import contextlib

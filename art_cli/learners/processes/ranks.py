@@ -1,18 +1,14 @@
-"""Ranks: the processes that share a learner's work. FsdpRanks, in sharding.py, has several.
+"""Ranks: the processes that share a learner's work; GroupRanks: several of them, as one group of torch.distributed.
 
 Every process of a learner holds the whole batch and makes the same plan for it. Each runs its own packs. Every layer of
 every pass is a collective, so all processes must run as many passes: one that has no pack left runs an idle pack.
 
-A learner's processes as one group of torch.distributed: how each joins it, on which device, and what they share.
-
 A process that holds the whole model is one of GroupRanks: each runs its own packs, and the gradients are added up over
-all of them once, after the last pack. That costs more memory than a model that is divided (sharding.py), and any number
-of adapters can stand on it.
+all of them once, after the last pack. That costs more memory than a model that is divided (FsdpRanks in worker.py), and
+any number of adapters can stand on it.
 
-Records as bytes and back, by their types, as the processes of a learner send them.
-
-torch's way to send objects between processes (all_gather_object) pickles them, and reading a pickle runs any program
-that the sender put into it. Here the bytes are MessagePack, and they are read as the type that the reader expects.
+Processes send each other records as MessagePack, which is read as the type that the reader expects. torch's own way to
+send objects (all_gather_object) pickles them, and reading a pickle runs any program that the sender put into it.
 """
 
 import os
@@ -45,7 +41,7 @@ class Ranks:
     rank, size = 0, 1
 
     def gather(self, value: Value, kind: type[Value]) -> list[Value]:
-        """Returns every process's value, a record of type `kind` (record_bytes.py), in the order of their ranks."""
+        """Returns every process's value, a record of type `kind`, in the order of their ranks."""
         return [value]
 
     def forward(self, model: Any, run: Callable[[Pack], TokenScores], pack: Pack) -> TokenScores:

@@ -2,7 +2,7 @@
 
 The proxy that calls, the process that answers and the node that passes a call on are all made from one table. What is
 sent and returned has the types of the method's annotations, and is read as nothing else. It is MessagePack in base64
-(record_bytes.py), inside a message of runtime/processes/process_calls.py.
+(`encode` in ranks.py), inside a message of runtime/processes/process_calls.py.
 """
 
 import base64

@@ -1,11 +1,9 @@
-"""One process of a learner that has several, started by torchrun: `worker SOCKET LOGS`.
+"""One process of a learner that has several, started by torchrun (`worker SOCKET LOGS`); FsdpRanks: its divided model.
 
 It answers the calls that workers.py makes to every process: `open` makes its TorchLearner, sharded over all of them;
 the rest are the Learner's methods. It ends, whatever it is doing, when the process that calls it has ended.
 
-FsdpRanks: a learner's model in several processes, sharded by FSDP2.
-
-Each layer's weights are divided over the processes. They are gathered for the layer's forward and backward pass, and
+FSDP2 divides each layer's weights over the processes. They are gathered for the layer's forward and backward pass, and
 its gradients are summed over the processes into the part that each one keeps. They are summed, not averaged, because a
 loss divides by the counts of the whole update already. Over several nodes each one may hold the whole model, divided
 over its own processes; then only gradients go between nodes.
@@ -38,6 +36,8 @@ if TYPE_CHECKING:
     from art_cli.learners.processes.adapter_pool import Adapters
     from art_cli.learners.processes.job import Job
     from art_cli.learners.torch_learner import TorchLearner
+
+Json = dict[str, Any]
 
 
 class FsdpRanks(GroupRanks):
@@ -93,8 +93,6 @@ def make_mesh(device: torch.device, *, nodes: int = 1) -> DeviceMesh:
 COLLECTIVE_DEADLINE_S = 300.0  # longest wait in a collective; ranks drift apart most while each reads the model
 HEARTBEAT_S = 1.0
 CLOSED = ("Connection closed by peer", "Connection reset by peer", "Broken pipe")  # gloo's words for it
-
-Json = dict[str, Any]
 
 
 def main() -> None:

@@ -1,22 +1,18 @@
-"""Workers: the processes of a learner that has several, seen from their owner.
+"""Workers: the processes of a learner that has several, seen from their owner; ParallelLearner: the learner on them.
 
 torch's own launcher (torchrun) starts them, once and without restarts, as one child of this process. Each connects to a
 Unix socket in a directory that only this user can enter, and answers calls (runtime/processes/process_calls.py). Every
 call goes to all of them. If the learner has several nodes, it goes once to each of the others as well, which has
 Workers too.
 
-They live and end together. When one dies, or lives and does not go on (watchdog.py), all are ended. When this process
-dies, they end with it (runtime/processes/supervisor.py).
+They live and end together. When one dies, or lives and does not go on, all are ended. When this process dies, they end
+with it (runtime/processes/supervisor.py). Watchdog finds a process that does not go on from the messages during one
+call. It ends none. Its clock stands while this process is stopped (a Ctrl-Z), because what came meanwhile must be heard
+first.
 
-Watchdog: finds the process of a learner that does not go on, from their messages during one call. It ends none.
-
-Its clock stands while this process is stopped (a Ctrl-Z), because what came meanwhile must be heard first.
-
-ParallelLearner: a learner in several processes, on one machine or on several nodes, seen from the training loop.
-
-It holds no weights. Each method (remote_calls.py) calls all its processes (workers.py), which are TorchLearners with
-one model divided among them (worker.py, sharding.py). A checkpoint has the same format as that of a learner in one
-process, and either continues from the other's.
+ParallelLearner, as the training loop sees it, holds no weights. Each method (remote_calls.py) calls all processes,
+which are TorchLearners with one model divided among them (worker.py). A checkpoint has the same format as that of a
+learner in one process, and either continues from the other's.
 """
 
 import asyncio
@@ -51,6 +47,8 @@ from art_cli.runtime.processes.child import ChildProcess, describe_end, last_lin
 from art_cli.runtime.processes.process_calls import Advance, CallingEnd, ConnectionEnded, Message, Raised, Returned
 from art_cli.runtime.scratch import Scratch, make_directory, owner_only, scratch
 from art_cli.runtime.threads import LoopThread
+
+log = logging.getLogger(__name__)
 
 POLL_S = 0.2  # how often the watchdog is asked
 PACK_DEADLINE_S = 900.0  # longest wait for the first pack, which has all preparation before it; some calls report none
@@ -108,8 +106,6 @@ class Watchdog:
         self._last = now
 
 
-log = logging.getLogger(__name__)
-
 LAUNCHER, WORKER = (f"art_cli.learners.processes.{name}" for name in ("launcher", "worker"))
 DEATHS_FILE = ".deaths.json"  # in the directory of the logs
 START_DEADLINE_S = 300.0  # longest wait for every process to connect: Python has started, torch is not imported yet
@@ -122,6 +118,8 @@ SETTLE_S = 8.0  # longest wait for the word of a node, after processes here have
 AGAIN = "nothing is lost: run the same command again to go on"
 AGAIN_ON_NODES = "nothing is lost: run the same commands again, here and on the other nodes, to go on"
 TAIL_LINES = 8
+
+Calls = Mapping[str, "asyncio.Future[Any]"]  # the name of a process or node -> its answer
 
 
 class Workers:
@@ -427,9 +425,6 @@ class _ProcessEnd(CallingEnd):
 
     def listen(self, heard: Callable[[Message], None]) -> None:
         self.heard = heard
-
-
-Calls = Mapping[str, "asyncio.Future[Any]"]  # the name of a process or node -> its answer
 
 
 class ParallelLearner(RemoteLearner):

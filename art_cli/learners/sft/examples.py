@@ -1,14 +1,11 @@
 """Examples: what a supervised warm-up learns from, read from files, divided, and made into samples. No torch.
 
-An example is a chat transcript {"messages": [...], "tools": [...]} (demos.py), or an attempt of the policy's own with
-its tokens {"id": ..., "scenario": ..., "turns": [...]} (best_of.py). Both are plain JSON.
+An example is plain JSON: a chat transcript {"messages": [...], "tools": [...]} (Demo), of which assistant tokens alone
+are learned from, or an attempt of the policy's own with its tokens {"id": ..., "scenario": ..., "turns": [...]}.
 
-Rejection sampling: the best attempts of scored groups, as examples to learn from. No torch.
-
-As in RAFT, Dong et al. 2023 (arXiv:2304.06767), and the rejection sampling of Llama 2 (arXiv:2307.09288, section
-3.2.3). An attempt is learned from with the tokens that the policy sampled, never with its messages rendered again.
-
-Demos: chat transcripts to learn from, read and made into samples, assistant tokens only. No torch.
+The attempts are the best of scored groups (`best_attempts`): rejection sampling as in RAFT, Dong et al. 2023
+(arXiv:2304.06767), and Llama 2 (arXiv:2307.09288, section 3.2.3). An attempt is learned from with the tokens that the
+policy sampled, never with its messages rendered again.
 """
 
 import hashlib

@@ -1,6 +1,6 @@
-"""The batches of a supervised warm-up: which examples each optimizer step trains on. Numpy only.
+"""The batches of a supervised warm-up: the examples of each optimizer step; Sums: its progress in numbers.
 
-Sums: what a supervised warm-up has done so far, and the numbers that are computed from it. No torch.
+Numpy only, no torch. The sums are `sft/sums.json` in a checkpoint.
 """
 
 from collections.abc import Sequence

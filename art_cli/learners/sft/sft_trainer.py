@@ -1,6 +1,6 @@
 """Supervised training on examples: mean cross entropy, a fresh optimizer, early stop. It can be resumed. No torch.
 
-It reads samples with weight 1 in the component cross_entropy (token_weights.py). It reads and writes `sft/` in a
+It reads samples with weight 1 in the component cross_entropy (../samples.py). It reads and writes `sft/` in a
 checkpoint directory.
 """
 
@@ -104,7 +104,7 @@ class Sft(ABC):
         return self.sums.is_done(self.batches.num_updates, patience=self.config.patience)
 
     def numbers(self) -> dict[str, float]:
-        """Returns the numbers so far (sft_sums.py)."""
+        """Returns the numbers so far, computed from the sums."""
         return self.sums.numbers(
             epoch_updates=self.batches.epoch_updates, patience=self.config.patience, is_done=self.is_done
         )

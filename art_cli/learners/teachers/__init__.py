@@ -1,9 +1,10 @@
 """Teachers: models that give their logprobs of what the policy sampled.
 
 local_teacher.py   a model in this process: a directory, a hub id, a run or a checkpoint
-teacher_server.py  a vLLM server, asked over HTTP
-feedback.py        no other model: the policy itself, after it has read what the judge said of the attempt
-vocabulary.py      refuses a teacher that reads other tokens than the policy writes
+teacher_server.py  a vLLM server, asked over HTTP; refuses a teacher that reads other tokens than the policy writes
+
+The teacher of algorithms/sdpo.py is no other model: the policy itself, after it has read what the judge said of the
+attempt.
 """
 
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""ServerTeacher: a teacher behind a vLLM server, asked over HTTP for the logprobs of prompts.
+"""ServerTeacher: a teacher behind a vLLM server, asked over HTTP for logprobs of prompts; the check of vocabularies.
 
     POST BASE_URL/completions   {"prompt": [ids], "prompt_logprobs": 0}    one request per sequence, some at once
     POST ROOT/tokenize          {"prompt": text}                           once, to compare the vocabularies
@@ -6,7 +6,8 @@
 A server gives the logprobs under softmax(logits), so that tokens sampled at another temperature than 1 cannot be
 taught. Keys are sent and never shown.
 
-Refuses a teacher that reads other tokens than the policy writes: equal ids must mean equal texts.
+A teacher that reads other tokens than the policy writes is refused, here and in local_teacher.py: equal ids must mean
+equal texts.
 """
 
 import asyncio
@@ -29,6 +30,8 @@ from art_cli.learners.samples import Floats, Sample
 from art_cli.runtime import threads
 from art_cli.runtime.errors import LearnerError, UsageError, first_of_group, printable
 from art_cli.runtime.secrets import find_secrets, load_environment
+
+log = logging.getLogger(__name__)
 
 CURE = "a teacher must have the policy's tokenizer"
 # A text that two tokenizers of different models cut differently: words, numbers, code, spaces, other scripts.
@@ -72,8 +75,6 @@ def check_probe(token_ids: list[int], own: Any, name: str) -> None:
 def _show(token: str | None) -> str:
     return "none" if token is None else repr(printable(token, limit=40))
 
-
-log = logging.getLogger(__name__)
 
 Answer = TypeVar("Answer")
 

@@ -1,10 +1,9 @@
 """A learner over several machines, its nodes: how they find each other, prove who they are, and are called.
 
-node_address.py   NodePlace: one machine's place among the nodes; addresses and interfaces
-node_secret.py    the secret that the nodes share
+node_address.py   NodePlace: one machine's place among the nodes; addresses and interfaces; the secret
 node_identity.py  what must be the same on all nodes, and how two of them differ
-rendezvous.py     the first node, which runs `art train`: waits for the others and admits them
-node_end.py       NodeEnd: one other node, as the first one calls it
+rendezvous.py     the first node, which runs `art train`: waits for the others and admits them;
+                  NodeEnd: one other node, as the first one calls it
 node.py           another node: `art join`
 
     first node                                other node

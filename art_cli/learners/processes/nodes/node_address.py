@@ -1,6 +1,6 @@
-"""NodePlace: one machine's place among the nodes of a learner; addresses, ports and interfaces.
+"""NodePlace: one machine's place among the nodes of a learner; addresses, ports and interfaces; the secret they share.
 
-The secret that the nodes of a learner share, from the environment. It is in no file, log or message.
+The secret comes from the environment. It is in no file, log or message.
 """
 
 import contextlib

@@ -1,11 +1,10 @@
-"""Rendezvous: the first node of a learner waits here for the others, and admits those that are like it.
+"""Rendezvous: the first node waits here for the others and admits those that are like it; NodeEnd: one of them.
 
 A connection may come from anybody until it has proven the secret. Until then no more than 64 bytes of it are read, in
 ten seconds at most, and MAX_STRANGERS are heard at once. A refused node gets the reason, and the wait goes on.
 
-NodeEnd: another node of a learner, as the first one calls it: like the connection to one of its processes.
-
-No path of this machine is sent. A checkpoint that is loaded goes there file by file; nothing is written there.
+The first node calls a NodeEnd like the connection to one of its own processes. No path of this machine is sent. A
+checkpoint that is loaded goes there file by file; nothing is written there.
 """
 
 import asyncio
@@ -32,6 +31,8 @@ from art_cli.runtime.processes.process_calls import (
     Json,
     Message,
 )
+
+log = logging.getLogger(__name__)
 
 CHUNK_BYTES = 4 * 2**20  # largest part of a file in one message
 CHUNK_DEADLINE_S = 60.0  # longest wait until the node has written one
@@ -109,8 +110,6 @@ def _chunks(directory: Path) -> Iterator[tuple[str, int, bytes]]:
                 yield str(path.relative_to(directory)), offset, data
                 offset += max(1, len(data))
 
-
-log = logging.getLogger(__name__)
 
 MAX_STRANGERS = 16
 REMIND_S = 30.0  # interval of the line that nodes are still missing
