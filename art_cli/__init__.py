@@ -29,7 +29,7 @@ _HOMES = {
         "config.schema": ("RunConfig",),
         "runtime.errors": ("ArtError",),
         "judges": ("Judge", "Verdict"),
-        "judges.ruler.call": ("ruler_score_group",),
+        "judges.ruler.ruler_judge": ("ruler_score_group",),
         "loop.stages": ("StepTaken",),
         "loop.train": ("TrainResult",),
         "api": ("generate", "judge", "load", "step", "train"),

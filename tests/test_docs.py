@@ -64,6 +64,7 @@ def write_config(directory: Path, parts: list[str]) -> Path:
     return path
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("part", [*fenced(SKILL, "yaml"), *fenced(JUDGES, "yaml")])
 def test_every_yaml_of_the_skill_and_of_the_judges_page_is_a_configuration(part: str, tmp_path: Path) -> None:
     assert load_config(write_config(tmp_path, [full_config(), part])).config.name == "mine"

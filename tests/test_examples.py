@@ -7,6 +7,7 @@ import pytest
 from tests.support.paths import ROOT
 
 
+@pytest.mark.slow
 def test_the_teaching_loop_learns_the_letters_task(capsys: pytest.CaptureFixture[str]) -> None:
     """Chance is a share of letters of 0.38; after eight updates at least three letters in four characters."""
     spec = spec_from_file_location("one_loop", ROOT / "examples" / "one_loop.py")

@@ -36,6 +36,7 @@ def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return target
 
 
+@pytest.mark.slow
 def test_the_wheel_holds_every_recipe_and_no_tests(wheel: Path) -> None:
     names = set(zipfile.ZipFile(wheel).namelist())
     assert {f"art_cli/{file}" for folder in ("configs", "recipes") for file in git_files(folder)} <= names
@@ -137,6 +138,7 @@ def test_no_wheel_starts_code_that_nobody_asked_for(tmp_path: Path) -> None:
     assert found == [f"litellm: {each}" for each in wanted]
 
 
+@pytest.mark.slow
 def test_an_installed_wheel_composes_and_has_its_own_recipes(installed: Path, tmp_path: Path) -> None:
     (tmp_path / "config.yaml").write_text(
         "defaults: [{tracker: wandb}]\n"

@@ -4,6 +4,7 @@ import base64
 import json
 import string
 
+import pytest
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
@@ -39,6 +40,7 @@ def percent_encoded(before: bytes, key: bytes, after: bytes) -> tuple[str, int, 
 FORMS = (in_base64, in_url_safe_base64, in_hexadecimal, percent_encoded)
 
 
+@pytest.mark.slow
 @settings(max_examples=400, deadline=None)
 @given(KEYS, TEXTS, TEXTS, st.sampled_from(FORMS), st.sampled_from((64, 76)) | st.integers(4, 120), st.data())
 @example("sk-proj-" + "aB3dE5gH7jK9" * 10, "K=", "\n", in_base64, 76, None)

@@ -113,6 +113,7 @@ def test_another_loss_leaves_nothing_of_the_recipes_loss(tmp_path: Path) -> None
     assert any(one.startswith("train.learning_rate=") for one in learning_settings(ROOT / RECIPE))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("task", TASKS)
 def test_every_contestant_can_be_trained_on_every_task_with_steps_of_its_size(task: str) -> None:
     for one in [Contestant("old", OLD), default(), *presets()]:

@@ -227,6 +227,7 @@ field_names = st.sampled_from(
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=400)
 @given(st.sampled_from(["chat", "text"]), st.dictionaries(field_names, json_values, max_size=4))
 def test_any_json_object_is_a_request_or_a_400(kind: Any, fields: dict[str, Any]) -> None:
@@ -498,6 +499,7 @@ async def test_a_client_that_leaves_in_the_middle_of_a_stream_ends_it() -> None:
         assert num_yielded == num_before
 
 
+@pytest.mark.slow
 async def test_streams_that_are_there_at_once_hold_nobody_up() -> None:
     """Eight streams of 2,000 chunks that wait for nothing: a request that comes later is answered before they end."""
 

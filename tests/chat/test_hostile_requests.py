@@ -247,6 +247,7 @@ def long_bodies(mib: int) -> dict[str, tuple[str, Json]]:
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", long_bodies(0))
 async def test_a_long_prompt_is_refused_and_the_loop_goes_on(kind: str) -> None:
     """A body of 28 MiB is answered with a 400 (or 404), in little memory."""
@@ -449,6 +450,7 @@ async def test_who_waits_too_long_for_a_pool_is_told() -> None:
 # --- fuzz -------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(1800)
 async def test_mutated_requests_are_answered_or_refused_and_never_hold_the_loop() -> None:
     """Through the real parser, template and tokenizer: a prompt, or a ChatError below 500; nothing else comes out."""
@@ -530,6 +532,7 @@ async def rollout(policy: Policy, scenario: dict) -> Outcome:
 """
 
 
+@pytest.mark.slow
 def test_a_rollout_that_attacks_its_engine_ends_alone(tmp_path: Path) -> None:
     """The first attempt sends a template of its own, the second 28 MiB: both fail, the run and the others do not."""
     project = tmp_path / "project"
@@ -545,6 +548,7 @@ def test_a_rollout_that_attacks_its_engine_ends_alone(tmp_path: Path) -> None:
     assert any("chat_template" in error for error in failed) and any("context" in error for error in failed)
 
 
+@pytest.mark.slow
 async def test_a_server_under_attack_answers_and_ends_when_it_is_told(tmp_path: Path) -> None:
     """A small version of benchmarks/serve_attack.py: no 5xx, /health answers, SIGTERM in the middle ends it."""
     model = tmp_path / "tiny"

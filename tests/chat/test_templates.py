@@ -17,6 +17,7 @@ BRANCHING = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("arguments", [TIDY, LOOSE], ids=["tidy", "loose"])
 @pytest.mark.parametrize("family", FAMILIES)
 async def test_only_what_a_template_itself_changes_branches(family: str, arguments: str) -> None:

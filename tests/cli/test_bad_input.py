@@ -44,6 +44,7 @@ def train(art: Callable[..., tuple[int, str]], project: Path, *overrides: str) -
     return art("train", str(project / "config.yaml"), "train.steps=1", "eval=null", *overrides)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
@@ -165,6 +166,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", "--lazy", str(place)], check=True)
 
 
+@pytest.mark.slow
 def test_a_full_disk_is_one_line_and_the_run_goes_on_once_there_is_room(
     art: Callable[..., tuple[int, str]], project: Path, small_disk: Path
 ) -> None:

@@ -113,6 +113,7 @@ def test_equal_attempts_are_blamed_on_their_cause(logprob: float, knobs: dict[st
     assert _sampling_note(played(1, [1], 0.0)) == ""
 
 
+@pytest.mark.slow
 def test_the_shipped_demo_is_not_blamed_for_a_seed(art: Art) -> None:
     code, out, _ = art("check", TICTACTOE / "config.yaml", "--json")
     findings = {finding["name"]: finding for finding in json.loads(out)}

@@ -88,6 +88,7 @@ def command(name: str, checkpoint: Path, scored: Path) -> list[list[object]]:
     }[name]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["generate", "eval", "step", "sft", "export", "import"])
 @pytest.mark.parametrize("kind", CHECKPOINTS)
 def test_a_command_takes_a_checkpoint(art: Art, project: Path, elsewhere: Path, kind: str, name: str) -> None:
@@ -101,6 +102,7 @@ def test_a_command_takes_a_checkpoint(art: Art, project: Path, elsewhere: Path, 
         assert verify_checkpoint(elsewhere / "next").base == "base"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", CHECKPOINTS)
 def test_a_checkpoint_is_served(project: Path, elsewhere: Path, kind: str) -> None:
     source = find_source(str(project / CHECKPOINTS[kind]))
@@ -116,6 +118,7 @@ def test_a_checkpoint_is_served(project: Path, elsewhere: Path, kind: str) -> No
     assert Path(source.base).is_relative_to(project)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("base", ["builtin:tiny", "build.py:build"])
 def test_a_base_that_a_function_builds_can_be_named_to_every_command(
     art: Art, project: Path, elsewhere: Path, base: str

@@ -68,6 +68,7 @@ def shell(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
 # --- help -------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", [None, *COMMANDS])
 def test_help_imports_little(command: str | None, tmp_path: Path) -> None:
     """Help takes as long as what it imports, and a count of modules is the same on a busy machine."""
@@ -147,6 +148,7 @@ def test_all_mistakes_of_a_file_are_a_line_each(art: Art) -> None:
     assert (code, keys) == (2, ["model.bas", "model.base", "learning_rate", "loss"])
 
 
+@pytest.mark.slow
 def test_a_mistake_in_a_process_of_its_own_has_its_line_on_standard_error_and_no_traceback(tmp_path: Path) -> None:
     (tmp_path / "config.yaml").write_text(PLAIN + "trian: {}\n")
     done = shell("train", "config.yaml", cwd=tmp_path)
@@ -251,6 +253,7 @@ def test_ctrl_c_is_exit_code_130_and_a_line(tmp_path: Path) -> None:
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "interrupted\n")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("moment", "said"),
     [
@@ -300,6 +303,7 @@ def test_ctrl_c_that_is_ignored_stays_ignored(tmp_path: Path) -> None:
     assert (done.returncode, done.stderr) == (0, "")
 
 
+@pytest.mark.slow
 def test_what_still_computes_in_a_thread_does_not_abort_the_process() -> None:
     """What is to be done at the end is done: handlers of atexit, and what was printed is seen."""
     program = (
@@ -340,6 +344,7 @@ def test_init_copies_a_recipe_and_not_what_using_it_left(tmp_path: Path) -> None
     assert sorted(file.name for file in (tmp_path / "mine/new").rglob("*")) == ["config.yaml", "rollout.py"]
 
 
+@pytest.mark.slow
 def test_a_new_project_is_named_after_its_directory(art: Art) -> None:
     for place, own in (("mine", "mine"), ("my task", "my-task"), ("2048", "2048"), ("...", "tictactoe")):
         assert art("init", place, "--recipe", "tictactoe").code == 0
@@ -349,6 +354,7 @@ def test_a_new_project_is_named_after_its_directory(art: Art) -> None:
         assert f"--checkpoint runs/{own}\n" in text and "](../" not in text
 
 
+@pytest.mark.slow
 def test_a_blank_project_is_three_files_that_pass_the_check(art: Art) -> None:
     assert art("init", "mine", "--recipe", "blank").code == 0
     files = sorted(path.name for path in Path("mine").iterdir() if path.name != ".agents")
@@ -370,6 +376,7 @@ def test_init_writes_over_nothing(tmp_path: Path) -> None:
     assert (tmp_path / "mine/config.yaml").read_text() == "old"
 
 
+@pytest.mark.slow
 def test_every_packaged_recipe_starts_a_project_that_composes(art: Art) -> None:
     recipes = sorted(path.parent.name for path in packaged("recipes").glob("*/config.yaml"))
     for recipe in recipes:

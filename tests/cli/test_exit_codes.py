@@ -98,6 +98,7 @@ def expect(code: int, err: str, sentence: str, command: str) -> None:
     assert (code, last.startswith("error: "), sentence in last) == (1, True, True), err
 
 
+@pytest.mark.slow
 def test_train_and_report_are_red_after_a_run_that_learned_nothing(art: Art, project: Path, case: Case) -> None:
     """Two steps of 2 x 2 attempts, too few for the watch on the first 16; then the finished run again."""
     (project / "rollout.py").write_text(case.rollout)
@@ -112,12 +113,14 @@ def test_train_and_report_are_red_after_a_run_that_learned_nothing(art: Art, pro
     assert "Nothing that the numbers show" not in Path("report.html").read_text()
 
 
+@pytest.mark.slow
 def test_generate_is_red_where_nothing_can_be_learned(art: Art, project: Path, case: Case) -> None:
     (project / "rollout.py").write_text(case.rollout)
     code, _, err = art("generate", "config.yaml", *SMALL, "-o", "out.jsonl")
     expect(code, err, case.sentence.format(num=4, groups=2), "art generate")
 
 
+@pytest.mark.slow
 def test_eval_is_red_where_nothing_was_measured(art: Art, project: Path, case: Case) -> None:
     """Equal rewards are what an evaluation may well find."""
     (project / "rollout.py").write_text(case.rollout)
@@ -128,6 +131,7 @@ def test_eval_is_red_where_nothing_was_measured(art: Art, project: Path, case: C
         expect(code, err, case.sentence.format(num=5, groups=0), "art eval")
 
 
+@pytest.mark.slow
 def test_a_resumed_run_is_judged_as_a_whole(art: Art, project: Path) -> None:
     """Step 1 has signal. Step 2 has none, and the run stays green; a run with them in the other order, too."""
     (project / "rollout.py").write_text(VARIED)
@@ -142,6 +146,7 @@ def test_a_resumed_run_is_judged_as_a_whole(art: Art, project: Path) -> None:
     assert (code, json.loads(out)["fault"]) == (0, None)
 
 
+@pytest.mark.slow
 def test_a_critic_needs_no_differing_rewards(art: Art, project: Path) -> None:
     """PPO learns from groups of one. What counts is that the learner changed weights."""
     (project / "rollout.py").write_text(EQUAL)
@@ -151,6 +156,7 @@ def test_a_critic_needs_no_differing_rewards(art: Art, project: Path) -> None:
     assert art("generate", "config.yaml", *ppo, "-o", "out.jsonl")[0] == 0
 
 
+@pytest.mark.slow
 def test_a_run_whose_last_evaluation_failed_throughout_is_red(art: Art, project: Path) -> None:
     """Training fares well: the scenarios of the evaluation alone make the agent fail."""
     text = VARIED.replace("    messages =", '    scenario["ask"]\n    messages =')
@@ -196,6 +202,7 @@ def write_scored(path: Path, rewards: list[float], **changed: Any) -> Path:
     return path
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("rewards", "changed", "sentence"),
     [
@@ -246,6 +253,7 @@ def test_a_judge_that_compares_is_not_paid_for_single_attempts(art: Art, project
         assert server.num_answered == 1
 
 
+@pytest.mark.slow
 def test_a_judged_evaluation_names_its_reward_by_what_it_is(art: Art, project: Path) -> None:
     """The rollouts return none: the first evaluation is half of the wins against itself, the steps have scores."""
     (project / "rollout.py").write_text(VARIED.replace("return 0.5 if", "return None if"))

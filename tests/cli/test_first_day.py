@@ -62,6 +62,7 @@ def test_generate_fails_where_every_attempt_failed_and_says_why(art: Art, projec
     assert err.splitlines()[-1].startswith(f"error: {project / 'out.jsonl'}: every attempt failed: 4 of 4 failed, 3 of")
 
 
+@pytest.mark.slow
 def test_generate_counts_the_failures_among_what_it_played(art: Art, project: Path) -> None:
     """One reward in a group has nothing to differ from, so that there is no signal either."""
     (project / "rollout.py").write_text(FAILING.format(spared=0))
@@ -101,6 +102,7 @@ def is_four(conversations: list[list[tuple[str, str]]]) -> float:
     return float([text for role, text in conversations[-1] if role == "assistant"][-1].strip() == "4")
 
 
+@pytest.mark.slow
 def test_check_asks_the_judge_once_and_says_what_it_cost(art: Art, project: Path) -> None:
     with serving(Conduct(rule=is_four)) as server:
         settings = [*judged_at(server.api_base), "judge.votes=3", "judge.price={input: 1.0, output: 1.0}"]
@@ -115,6 +117,7 @@ def test_check_asks_the_judge_once_and_says_what_it_cost(art: Art, project: Path
     assert "judge: asking rule once about two short attempts: 1 calls, about " in err
 
 
+@pytest.mark.slow
 def test_check_finds_a_judge_that_does_not_answer(art: Art, project: Path) -> None:
     with serving(Conduct(misbehaviour="seven")) as server:
         code, out, err = art("check", project / "config.yaml", *judged_at(server.api_base), "--json")
@@ -122,6 +125,7 @@ def test_check_finds_a_judge_that_does_not_answer(art: Art, project: Path) -> No
     assert "not ready: judge" in err
 
 
+@pytest.mark.slow
 def test_check_and_train_find_a_missing_key_before_anything_is_played(
     art: Art, project: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -144,6 +148,7 @@ def test_check_and_train_find_a_missing_key_before_anything_is_played(
     assert (code, findings(out)["judge"]["is_good"]) == (0, True)
 
 
+@pytest.mark.slow
 def test_check_tries_a_function_that_judges(art: Art, project: Path) -> None:
     (project / "judge.py").write_text("def judge(group):\n    return [t.metrics['nothing'] for t in group]\n")
     code, out, _ = art("check", project / "config.yaml", "judge=function", "judge.entry=judge.py:judge", "--json")
@@ -159,6 +164,7 @@ async def rollout(policy, scenario):
 """
 
 
+@pytest.mark.slow
 def test_check_says_that_temperature_0_teaches_nothing_and_force_overrides_it(art: Art, project: Path) -> None:
     (project / "rollout.py").write_text(ASKING.format(settings="temperature=0, seed=7"))
     code, out, _ = art("check", project / "config.yaml", "--json")
@@ -216,6 +222,7 @@ def test_check_finds_attempts_that_share_a_client(art: Art, project: Path) -> No
 TOOL = '{"type": "function", "function": {"name": "move", "parameters": {"type": "object", "properties": {}}}}'
 
 
+@pytest.mark.slow
 def test_check_finds_tools_that_the_chat_template_never_shows(art: Art, project: Path) -> None:
     (project / "rollout.py").write_text(ASKING.format(settings=f"tools=[{TOOL}]"))
     code, out, _ = art("check", project / "config.yaml", "--json")
@@ -242,6 +249,7 @@ def test_check_finds_an_engine_that_is_not_there(art: Art, project: Path) -> Non
         assert findings(out)["engine"]["cure"]
 
 
+@pytest.mark.slow
 def test_check_finds_a_clash_with_the_run_of_that_name(art: Art, project: Path) -> None:
     config = project / "config.yaml"
     assert art("train", config, *SMALL, "train.steps=1", "eval=null")[0] == 0
@@ -281,6 +289,7 @@ def silence(project: Path) -> Path:
     return project / "config.yaml"
 
 
+@pytest.mark.slow
 def test_a_judge_that_only_compares_finds_the_best_checkpoint(art: Art, project: Path) -> None:
     """The judge stretches each answer from 0 to 1, so that only attempts judged together can be compared.
 
@@ -373,6 +382,7 @@ def means(out: str, metric: str) -> dict[str, float]:
     return {row["policy"]: row["mean"] for row in json.loads(out) if row["metric"] == metric}
 
 
+@pytest.mark.slow
 def test_base_is_the_base_model_of_the_config_and_of_a_run(art: Art, sweep: Path, tmp_path: Path) -> None:
     """The adapter of step 0 changes nothing, so the base plays as step 0 does, one rollout at a time."""
     start = RunDir(sweep / "b-fast").checkpoint_path(0)
@@ -411,6 +421,7 @@ def test_another_base_on_the_command_line_is_refused_where_a_checkpoint_is_playe
     assert 'was trained with another: model.base: "build.py:build" -> "build.py:build_wide"' in err
 
 
+@pytest.mark.slow
 def test_a_sweep_is_a_table_with_the_best_run_on_top(art: Art, sweep: Path) -> None:
     code, out, _ = art(*EVAL, "--checkpoint", sweep, "--json")
     rewards = means(out, "reward")

@@ -52,6 +52,7 @@ def panels(screen: list[str]) -> list[list[str]]:
     return [screen[top : end + 1] for top, end in zip(tops, ends, strict=False)]
 
 
+@pytest.mark.slow
 def test_a_run_on_a_narrow_terminal_that_is_resized(project: Path) -> None:
     """40 columns, then 100. Prints and errors of the rollout try to steer the terminal. Nothing of it works.
 
@@ -83,6 +84,7 @@ def test_a_run_on_a_narrow_terminal_that_is_resized(project: Path) -> None:
     assert any(line.startswith("serve it:") for line in tail) and any("first" in line for line in tail)
 
 
+@pytest.mark.slow
 def test_ctrl_c_leaves_the_terminal_as_it_was(project: Path) -> None:
     terminal = on_terminal(project, "train.steps=500", "eval=null", columns=100, lines=20)
     try:

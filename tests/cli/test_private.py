@@ -61,6 +61,7 @@ def _play(runs: Path, out: Path) -> None:
     assert cli.run(["step", CONFIG, str(out / "scored.jsonl"), *settings, "-o", str(out / "checkpoint")]) == 0
 
 
+@pytest.mark.slow
 def test_nothing_of_a_run_is_readable_by_others(stages: tuple[Path, Path]) -> None:
     """Trajectories, scores, configuration, checkpoints, base, logs."""
     runs, out = stages

@@ -92,6 +92,7 @@ def test_a_configuration_gives_the_model_and_the_settings_of_the_environment(tmp
     assert server.asked[0]["model"] == "m"
 
 
+@pytest.mark.slow
 def test_malformed_repeated_and_refused_answers_cost_calls_and_never_get_in(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -116,6 +117,7 @@ def test_malformed_repeated_and_refused_answers_cost_calls_and_never_get_in(
     assert len({task["id"] for task in read(tmp_path / "tasks.jsonl")}) == 3
 
 
+@pytest.mark.slow
 def test_a_model_that_repeats_itself_ends_the_command_with_what_is_there(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -129,6 +131,7 @@ def test_a_model_that_repeats_itself_ends_the_command_with_what_is_there(
         assert run(server, tmp_path / "tasks.jsonl", "--num", "5", "--append") == 1  # nothing was added
 
 
+@pytest.mark.slow
 def test_append_goes_on_from_what_is_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Also with tasks of the user's own, which are kept as they are."""
     output = tmp_path / "tasks.jsonl"
@@ -145,6 +148,7 @@ def test_append_goes_on_from_what_is_there(tmp_path: Path, capsys: pytest.Captur
         assert len(server.asked) == num_asked
 
 
+@pytest.mark.slow
 def test_what_stops_the_model_stops_the_command_and_keeps_the_file(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -179,6 +183,7 @@ def test_an_interrupt_keeps_what_is_written(
     assert len(read(tmp_path / "tasks.jsonl")) == 40
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [

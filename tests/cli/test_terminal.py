@@ -128,6 +128,7 @@ def test_texts_without_a_key_stay_as_they_are() -> None:
             assert secrets.redact(text) == text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "text", ["\\n" * 500_000, "%41" * 300_000, "a" * 1_000_000, "&#65" * 250_000, "\\" * 1_000_000]
 )
@@ -154,6 +155,7 @@ def judge(place: Path, api_base: str, *arguments: str) -> "subprocess.CompletedP
     )  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("arguments", [(), ("--verbose",), ("--json",)])
 def test_a_providers_error_and_a_groups_id_neither_steer_the_terminal_nor_show_the_key(
     tmp_path: Path, arguments: tuple[str, ...]
@@ -175,6 +177,7 @@ def test_a_providers_error_and_a_groups_id_neither_steer_the_terminal_nor_show_t
         assert list(json.loads(done.stdout)["owed_because"]) == [group]
 
 
+@pytest.mark.slow
 def test_a_key_escaped_in_an_explanation_is_not_written(tmp_path: Path) -> None:
     """The judge spells the key in JSON escapes, which reading its verdict undoes."""
     spelt = FORMS["json, each"](CANARY)

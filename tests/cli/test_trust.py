@@ -64,6 +64,7 @@ def served(*command: str) -> Iterator[Json]:
             process.communicate(timeout=120)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("key", ["python", "env", "args"])
 def test_a_received_run_chooses_no_program_unless_it_is_trusted(received: Received, key: str) -> None:
     """`engine.python`, LD_PRELOAD in `engine.env`, code by vLLM's own arguments: one line says it, exit code 2."""
@@ -90,6 +91,7 @@ def test_what_would_be_run_is_shown_in_one_short_line_without_control_characters
     assert "\x1b" not in done.stderr and len(refusal) < 600
 
 
+@pytest.mark.slow
 def test_a_trusted_run_is_served_as_it_was_trained(received: Received) -> None:
     received.say(python=str(received.python), env={"FAKE_VLLM": "", "OWN": "1"}, args={"enforce-eager": True})
     with served(str(received.run.root), "--engine", "vllm", "--trust") as said:

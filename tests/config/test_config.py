@@ -51,6 +51,7 @@ def mistakes(text: str, *overrides: str) -> list[str]:
 NOISE = "judge.noise={false_positive: 0.2, false_negative: 0.1}"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("overrides", "told"),
     [
@@ -507,6 +508,7 @@ def test_paths_are_relative_to_the_file_wherever_art_is_started(here: Path) -> N
     assert loaded.config.model.chat_template == here / "my/deep/t.jinja"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("folder", ["a b", "it's", "a=b,c", "a[1]", "ünï", "50%", "${x}"])
 def test_a_directory_may_be_called_anything(folder: str) -> None:
     write("name: dapo\n", f"{folder}/loss/mine.yaml")
@@ -538,6 +540,7 @@ GOES_WITH = {  # the errors of these alone
 }
 
 
+@pytest.mark.slow
 def test_every_variant_can_be_chosen_on_the_command_line_and_in_a_defaults_list(here: Path) -> None:
     """Each is an option by its name; what it needs besides is missing, and nothing else is wrong."""
     for group in groups(RunConfig):

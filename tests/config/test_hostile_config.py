@@ -138,6 +138,7 @@ DOCUMENTS: dict[str, bytes | str] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", DOCUMENTS)
 def test_a_file_that_is_no_configuration_is_refused_in_words(art: Art, project: Path, name: str) -> None:
     document = DOCUMENTS[name]
@@ -260,6 +261,7 @@ REFERENCES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [*VALUES, *REFERENCES])
 def test_what_can_be_known_is_known_before_anything_runs(art: Art, project: Path, name: str) -> None:
     line, expected = (VALUES | REFERENCES)[name]
@@ -363,6 +365,7 @@ OVERRIDES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", OVERRIDES)
 @pytest.mark.parametrize("flags", [[], ["-m"]], ids=["run", "sweep"])
 def test_an_override_that_cannot_be_is_refused_in_words(art: Art, project: Path, name: str, flags: list[str]) -> None:
@@ -422,6 +425,7 @@ def test_names_that_are_meant_are_suggested(art: Art, project: Path) -> None:
         assert f"{key}: no such key; did you mean {meant}" in found or f"did you mean {meant}" in found, found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", ["generate", "eval", "step"])
 @pytest.mark.parametrize("override", ["model.base=other", "model.lora.rank=8"])
 def test_a_model_that_is_not_the_found_checkpoints_is_refused(
@@ -476,6 +480,7 @@ GOOD_OVERRIDES = (
 )
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300 + 2 * NUM_CASES)
 def test_a_mutated_file_composes_or_is_refused_in_words(project: Path) -> None:
     (project / "base.yaml").write_text("train: {seed: 3}\n")
@@ -487,6 +492,7 @@ def test_a_mutated_file_composes_or_is_refused_in_words(project: Path) -> None:
             _compose(lambda: load_config("config.yaml"), data)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300 + 2 * NUM_CASES)
 def test_mutated_overrides_compose_or_are_refused_in_words(project: Path) -> None:
     with MemoryBound(mib=400):

@@ -43,6 +43,7 @@ def path(tmp_path: Path) -> Path:
     return tmp_path / "config.yaml"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("section", SECTIONS)
 @pytest.mark.parametrize("name", ["base_url", *OLD_NAMES])
 def test_each_name_of_an_address_is_read_and_gives_the_same_run(path: Path, section: str, name: str) -> None:
@@ -52,6 +53,7 @@ def test_each_name_of_an_address_is_read_and_gives_the_same_run(path: Path, sect
     assert load_config(path).config == today and at(today, section).base_url == A
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("section", ["judge", "engine", "loss.teacher"])
 @pytest.mark.parametrize("written", ["base_url", *OLD_NAMES])
 @pytest.mark.parametrize("given", ["base_url", *OLD_NAMES])

@@ -369,6 +369,7 @@ async def test_a_seeded_request_is_the_same_alone_and_in_company() -> None:
     assert other.choices[0].token_ids != alone.choices[0].token_ids
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stop", [(), ("a", "\x16P")])
 async def test_a_stream_put_together_is_the_plain_reply(stop: tuple[str, ...]) -> None:
     async with running() as engine:

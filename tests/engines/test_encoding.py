@@ -57,6 +57,7 @@ TOKENIZERS = {
 ENCODERS = {name: TextEncoder(tokenizer) for name, tokenizer in TOKENIZERS.items()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", TOKENIZERS)
 @settings(max_examples=150, deadline=None)
 @given(texts=st.lists(TEXTS, max_size=3))

@@ -70,6 +70,7 @@ def test_frequencies_are_those_of_the_distribution(temperature: float, top_p: fl
     assert statistic < degrees + 5 * (2 * degrees) ** 0.5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("temperature", "top_p", "top_k"), CUTS)
 def test_logprobs_are_of_the_distribution_drawn_from(temperature: float, top_p: float, top_k: int) -> None:
     """Equal to transformers' cuts in float64, renormalised: over all tokens that can come they sum to one."""

@@ -165,6 +165,7 @@ class Play:
             self.scheduler.add(self.sequences[-1])
 
 
+@pytest.mark.slow
 @settings(max_examples=400)
 @given(actions, st.integers(1, 6), st.sampled_from([3, 16, 64]), st.sampled_from([256, 400, 700, 5000]))
 def test_every_sequence_ends_as_if_it_were_alone(

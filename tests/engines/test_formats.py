@@ -169,6 +169,7 @@ def shared() -> Iterator[tuple[asyncio.Runner, EmbeddedEngine]]:
         runner.run(engine.close())
 
 
+@pytest.mark.slow
 def test_every_completed_reply_validates(shared: tuple[asyncio.Runner, EmbeddedEngine]) -> None:
     """Four replies for each of 48 schemas; endless white space or digits are the model's right and end at the limit."""
     runner, engine = shared
@@ -193,6 +194,7 @@ def test_every_completed_reply_validates(shared: tuple[asyncio.Runner, EmbeddedE
     assert reasons.count("stop") > 0.8 * len(reasons)
 
 
+@pytest.mark.slow
 async def test_any_object_is_an_object() -> None:
     async with running() as engine:
         reply = await engine.reply(ask(format=held(), n=16))
@@ -203,6 +205,7 @@ async def test_any_object_is_an_object() -> None:
         assert choice.text.startswith("{")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("knobs", [{"top_p": 0.5}, {"top_k": 3}, {"temperature": 0.0}, {"temperature": 2.0}])
 async def test_every_way_of_sampling_keeps_to_the_format(knobs: Json) -> None:
     async with running() as engine:
@@ -303,6 +306,7 @@ async def test_a_greedy_reply_takes_the_likeliest_of_the_allowed() -> None:
     assert choice.finish_reason == "stop"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 async def test_the_learner_computes_the_logprobs_that_were_reported(temperature: float) -> None:
     """Contract 2 for held tokens: what is reported is the policy's own distribution, without the grammar."""
@@ -363,6 +367,7 @@ def test_text_in_a_format_is_no_call() -> None:
     assert parser.message == {"role": "assistant", "content": text}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("prompt", ["<think>\\n", "<think>\\n\\n</think>\\n\\n", ""])
 async def test_a_thought_comes_before_the_format(prompt: str) -> None:
     """A prompt that has begun a thought, one that has ended it, and one that leaves it to the model."""
@@ -387,6 +392,7 @@ async def test_a_thought_comes_before_the_format(prompt: str) -> None:
 # --- what cannot be had -----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("schema", "reason"),
     [
@@ -424,6 +430,7 @@ async def test_a_schema_that_turns_out_too_costly_ends_its_reply_alone() -> None
             jsonschema.validate(content(choice), PERSON)
 
 
+@pytest.mark.slow
 async def test_a_schema_that_takes_minutes_holds_nobody_up() -> None:
     patterns = [{"type": "string", "pattern": f"(.*a){{{count}}}.{{20}}b"} for count in range(1, 20)]
     async with running() as engine:
@@ -472,6 +479,7 @@ ODD: list[tuple[str, Json, str]] = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("schema", "example"), [odd[1:] for odd in ODD], ids=[odd[0] for odd in ODD])
 async def test_a_formats_schema_is_advice_unless_it_is_strict(schema: Json, example: str) -> None:
     """As OpenAI documents `strict`, also where it is not given: a grammar then holds what it can of the schema."""

@@ -55,6 +55,7 @@ def load(project: Path, *overrides: str) -> LoadedConfig:
     return load_config(project / "config.yaml", [f"runs={project / 'runs'}", "learner.device=cpu", *overrides])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("staleness", [0, 1])
 def test_an_engine_from_a_file_beside_the_configuration_trains(project: Path, staleness: int) -> None:
     """After every step it is proved to hold the learner's weights; what it sampled has the learner's logprobs."""
@@ -145,6 +146,7 @@ def test_a_spec_of_a_checkpoint_has_its_adapters_rank(tmp_path: Path) -> None:
         read_spec(bare, str(tmp_path / "adapter"))
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(240)
 def test_no_model_is_loaded_here_where_engine_and_learner_have_processes_of_their_own(
     project: Path, monkeypatch: pytest.MonkeyPatch

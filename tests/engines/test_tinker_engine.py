@@ -55,6 +55,7 @@ def asked(**changed: Any) -> Request:
     return msgspec.structs.replace(request, **changed)
 
 
+@pytest.mark.slow
 async def test_a_reply_is_the_embedded_engines(base: Base, engine: TinkerEngine) -> None:
     """The same tokens, texts, messages and prompt for the same seed; logprobs within float32's rounding."""
     local = EmbeddedEngine(base.policy(None), name="p", config=EmbeddedEngineConfig())

@@ -136,6 +136,7 @@ fragments = st.lists(
 )  # fmt: skip
 
 
+@pytest.mark.slow
 @settings(max_examples=500)
 @given(fragments, st.lists(st.integers(0, 200), max_size=8), st.booleans(), st.booleans())
 def test_a_message_is_the_same_however_its_text_is_cut_up(

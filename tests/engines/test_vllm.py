@@ -453,6 +453,7 @@ async def test_a_closed_engine_leaves_no_process_and_says_that_it_is_closed(fake
         await engine.reply(chat())
 
 
+@pytest.mark.slow
 def test_the_server_dies_with_a_parent_that_is_killed(fake: Fake) -> None:
     """SIGKILL leaves the parent no time for anything; server and helper are gone all the same."""
     config, logs = fake.config().model_dump_json(exclude_unset=True), str(fake.logs)
@@ -508,6 +509,7 @@ async def test_a_dead_server_is_noticed_and_started_once_more(fake: Fake) -> Non
         assert (await engine.reply(chat("hello"))).step == 7
 
 
+@pytest.mark.slow
 async def test_death_is_noticed_within_two_seconds(fake: Fake) -> None:
     async with fake.running() as engine:
         os.kill(engine.pid, signal.SIGKILL)
@@ -551,6 +553,7 @@ async def test_a_dead_engine_core_counts_as_dead(fake: Fake) -> None:
     assert first != second
 
 
+@pytest.mark.slow
 async def test_rollouts_of_an_engine_that_failed_for_good_stay_owed(fake: Fake) -> None:
     """Two rollouts whose every call kills the server: the second death ends the playing, and nothing is handed over as
     a rollout that failed."""

@@ -491,6 +491,7 @@ values = st.recursive(
 )  # fmt: skip
 
 
+@pytest.mark.slow
 @settings(max_examples=150, deadline=None)
 @given(st.dictionaries(st.sampled_from(["messages", "request", "response", "turns", "nodes", "task", "rewards", "epoch",
        "target", "traceId", "type", "id", "observations", "name", "metadata", "input", "output"]), values, max_size=8),

@@ -55,6 +55,7 @@ def test_a_step_that_is_being_played_is_told_from_a_whole_one(art: Art, tmp_path
     assert {path.name: path.read_bytes() for path in Path("logs").iterdir()} == before
 
 
+@pytest.mark.slow
 def test_hostile_ids_and_texts_make_files_that_can_be_read(art: Art, tmp_path: Path) -> None:
     ids = ["../../x", "a/b", "a\\b", "a\x00b", "\u202e", "n" * 5_000, "</script>", "", 7]
     calls = [{"id": f"c{n}", "type": "function", "function": {"name": "f", "arguments": "[" * 999}} for n in range(99)]

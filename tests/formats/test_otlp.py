@@ -169,6 +169,7 @@ def test_the_addresses_and_keys_are_those_of_opentelemetrys_variables() -> None:
         assert "key=1" not in str(caught.value) and "user:key" not in str(caught.value)
 
 
+@pytest.mark.slow
 def test_the_command_sends_a_run_that_was_killed(art: Art, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = write_attempts(tmp_path / "run")
     with run.trajectories_path(1).open("ab") as file:

@@ -147,6 +147,7 @@ def judge_file(path: Path, output: Path, ruler: RulerJudge) -> None:
         assert (scored.reward is None) == (scored.error is not None)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("good", [OWN, ART, PLAIN, SCORED], ids=["own", "art", "plain", "scored"])
 def test_any_file_is_judged_or_refused_in_words(good: bytes, place: Path, ruler: RulerJudge) -> None:
     """What was written is whole groups, every one with its rewards, whatever stood beside them in the file."""
@@ -173,6 +174,7 @@ def test_any_output_is_gone_on_with_or_refused_in_words(place: Path) -> None:
         assert {row.id for row in rows} == {"g-0", "g-1", "h-0", "h-1"}
 
 
+@pytest.mark.slow
 def test_any_scored_file_is_reported_on_or_refused_in_words(place: Path) -> None:
     def report(path: Path, gold: str | None) -> None:
         found, sample = make_report(path, gold=gold)
@@ -217,6 +219,7 @@ def test_any_file_of_demos_is_read_or_refused_in_words(place: Path) -> None:
     assert any(isinstance(failure, LearnerError) for failure in failures)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("good", "arguments"),
     [

@@ -86,6 +86,7 @@ def test_another_inputs_output_is_refused_whatever_its_groups_are_called(art: Ar
     assert Path("s.jsonl").read_bytes() == before
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("field", "value"),
     [
@@ -161,6 +162,7 @@ def blend(**weights: float) -> str:
     return f"--config={config}"
 
 
+@pytest.mark.slow
 def test_scores_of_two_judges_are_not_mixed_in_one_file(art: Art) -> None:
     """Each judge, and the next one, over a file that the first left half done; the same judge goes on.
 
@@ -268,6 +270,7 @@ def slow_judge() -> subprocess.Popen[str]:
     return process
 
 
+@pytest.mark.slow
 def test_fresh_does_not_take_away_the_file_that_another_process_writes(
     art: Art, slow_judge: "subprocess.Popen[str]"
 ) -> None:
@@ -281,6 +284,7 @@ def test_fresh_does_not_take_away_the_file_that_another_process_writes(
     assert rewards("t.scored.jsonl") == {"g-0": 0.5, "g-1": 0.5}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("replaced", [False, True])
 def test_who_wrote_to_a_file_that_is_gone_does_not_report_success(
     replaced: bool, slow_judge: "subprocess.Popen[str]"
@@ -339,6 +343,7 @@ def twice(line: str) -> list[str]:
     return [json.dumps(known | {"id": name, "group_size": 2, "index": index}) for index, name in enumerate("ab")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "line",
     [
@@ -369,6 +374,7 @@ def test_a_line_with_something_odd_inside_is_judged(art: Art, line: str) -> None
     assert code == 0 and "0 groups scored (2 were before)" in out, err
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("line", "says"),
     [
@@ -400,6 +406,7 @@ def test_a_group_that_cannot_be_read_is_owed_and_the_others_are_judged(
     assert rewards("t.scored.jsonl") == {"good/0": 0.5}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("line", "says"),
     [

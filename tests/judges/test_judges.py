@@ -194,6 +194,7 @@ def test_a_class_that_cannot_be_made_is_told_in_words(
         make_judge(own_config(tmp_path, source, **options), tmp_path)
 
 
+@pytest.mark.slow
 def test_a_users_judge_beside_a_config_judges_a_file_and_trains(
     tmp_path: Path, art: Callable[..., tuple[int, str, str]]
 ) -> None:

@@ -359,6 +359,7 @@ def test_two_at_once_on_one_output_are_refused(server: JudgeServer, capsys: pyte
 # --- the key ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("source", ["environment", "dotenv"])
 @pytest.mark.parametrize("is_right", [True, False])
 def test_the_key_reaches_the_server_and_nothing_else(

@@ -203,6 +203,7 @@ async def test_a_model_that_waits_leaves_the_calls_to_the_panels_other_model(ser
     await judge.close()
 
 
+@pytest.mark.slow
 def test_an_interrupt_ends_a_wait_and_the_wait_was_shown(tmp_path: Path) -> None:
     write_lines(tmp_path / "t.jsonl", rated(QUALITIES))
     with serving(Conduct(misbehaviour="429", retry_after="300")) as server:
@@ -247,6 +248,7 @@ SIZED_ANSWERS: dict[str, tuple[Callable[[], bytes], str]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", SIZED_ANSWERS)
 async def test_an_answer_too_large_fails_its_own_group_and_takes_no_memory(server: JudgeServer, kind: str) -> None:
     make_body, encoding = SIZED_ANSWERS[kind]

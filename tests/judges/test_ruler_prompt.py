@@ -169,6 +169,7 @@ def test_images_are_shown_by_kind_size_and_digest_not_by_their_bytes() -> None:
     assert len(text) < 500 and "image/png, 25000 characters" in text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(10))
 def test_ten_thousand_hostile_attempts_are_read_back_exactly_as_they_were(seed: int) -> None:
     """1,000 attempts for each seed. A text that got out of its place would be read back elsewhere or not at all.

@@ -77,6 +77,7 @@ def test_a_slope_by_hand() -> None:
     assert slope([0, 1, 2], [1, 3, 8]) == Ratio(7, 2)
 
 
+@pytest.mark.slow
 def test_an_interval_holds_its_value_nineteen_times_in_twenty() -> None:
     """Means of 40 coins with p = 0.7, 100 times: the interval holds 0.7 in 95 %, give or take 3 standard errors."""
     rng = random.Random(0)

@@ -26,6 +26,7 @@ def run(runs: Path, *overrides: str) -> RunDir:
     return RunDir(asyncio.run(train(load_config(CONFIG, [f"runs={runs}", *settings]))).root)
 
 
+@pytest.mark.slow
 def test_a_judge_that_follows_the_rule_trains_as_the_rollouts_own_reward_does(tmp_path: Path) -> None:
     """Two steps of 3 groups of 4. Scores are rounded to six places; control characters are cleaned one for one."""
     own = run(tmp_path / "own")
@@ -43,6 +44,7 @@ def test_a_judge_that_follows_the_rule_trains_as_the_rollouts_own_reward_does(tm
         assert line.metrics["judge_calls"] == 3 and line.metrics["judge_tokens"] > 0 and "judge_usd" not in line.metrics
 
 
+@pytest.mark.slow
 def test_a_judge_that_gives_no_usable_answer_stops_the_run_and_a_mended_one_goes_on(tmp_path: Path) -> None:
     with serving(Conduct(rule=share_of_letters, misbehaviour="seven")) as server:
         ruler = ["judge=ruler", f"judge.api_base={server.api_base}", "judge.model=rule", "judge.cache=null"]

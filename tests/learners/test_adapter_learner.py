@@ -105,6 +105,7 @@ def adapter_of(weights: Weights) -> dict[str, torch.Tensor]:
     return {name: t.detach().clone() for name, t in get_peft_model_state_dict(weights.model).items()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", REFERENCES)
 def test_a_step_is_that_of_plain_pytorch(name: str) -> None:
     """One step each on the same weights; eps is 1e-12, so a gradient near zero could be a step of any sign.

@@ -63,6 +63,7 @@ def gradient(loss: GrpoConfig, packing: str = "rows", budget: int = 1) -> dict[s
     return caught.gradient
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "loss", [GrpoConfig(clip_cov=0.3), GrpoConfig(kl_cov=0.3, kl_cov_weight=5.0)], ids=["clip_cov", "kl_cov"]
 )

@@ -190,6 +190,7 @@ def reference(
     return gradient, float(errors.detach()) if num_turns else math.nan
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("moves_trunk", [False, True], ids=["head alone", "trunk too"])
 @settings(max_examples=4, suppress_health_check=list(HealthCheck))
 @given(

@@ -159,6 +159,7 @@ LOSSES: dict[str, LossConfig] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("loss", LOSSES.values(), ids=LOSSES)
 @settings(max_examples=6, suppress_health_check=list(HealthCheck))
 @given(groups=groups_of(), budget=st.sampled_from([1, 12, 24, 4096]), packing=st.sampled_from(["auto", "tree", "rows"]))

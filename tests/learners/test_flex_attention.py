@@ -84,6 +84,7 @@ def with_gradients(out: Tensor, inputs: tuple[Tensor, ...]) -> list[Tensor]:
 # --- the mask ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @settings(max_examples=30)
 @given(trees, st.sampled_from([1, 30]), st.sampled_from([None, 1, 5, 70]))
 def test_the_mask_is_the_trees_and_padding_sees_itself_alone(
@@ -154,6 +155,7 @@ def test_padding_leaves_value_and_gradient(window: int | None) -> None:
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
 @COMPILES
 def test_the_kernel_is_compiled_once_for_all_trees_and_windows() -> None:
     graphs = []

@@ -37,6 +37,7 @@ def at(values: list[PerToken], turn: int, offset: int) -> float | None:
     return found[offset] if isinstance(found, list) else found
 
 
+@pytest.mark.slow
 @settings(max_examples=15, deadline=None, suppress_health_check=list(HealthCheck))
 @given(groups=groups_of(), budget=st.sampled_from([12, 4096]))
 def test_each_token_has_its_advantage_and_the_logprob_that_the_plain_model_gives(

@@ -48,6 +48,7 @@ LOSSES: dict[str, LossConfig] = {
 WEIGHTS = tiny_weights(seed=3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("loss", LOSSES.values(), ids=LOSSES)
 @settings(max_examples=8, suppress_health_check=list(HealthCheck))
 @given(groups=groups_of(), budget=st.sampled_from([1, 12, 24, 4096]), packing=st.sampled_from(["auto", "tree", "rows"]))
@@ -152,6 +153,7 @@ def test_a_group_without_signal_adds_nothing_to_one_that_has_some() -> None:
         assert torch.equal(both.gradient[name], gradient)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "loss",
     [

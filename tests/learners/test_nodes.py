@@ -147,6 +147,7 @@ def two_steps(learner: TorchLearner | ParallelLearner, base: Path, path: Path) -
 # --- the step ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_two_nodes_take_the_steps_of_one_process_and_read_no_pickle(
     project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -169,6 +170,7 @@ def test_two_nodes_take_the_steps_of_one_process_and_read_no_pickle(
         assert code == 0 and "has closed its learner" in said, said
 
 
+@pytest.mark.slow
 def test_two_nodes_with_one_copy_are_two_processes_bit_for_bit(project: Path, tmp_path: Path) -> None:
     """With learner.shard=all, ranks are ranks: the same sums in the same order, wherever they run."""
     workers = Workers(2, logs=tmp_path / "logs of processes")
@@ -185,6 +187,7 @@ def test_two_nodes_with_one_copy_are_two_processes_bit_for_bit(project: Path, tm
         assert (path / name).read_bytes() == (reference / name).read_bytes(), name
 
 
+@pytest.mark.slow
 def test_two_nodes_of_two_processes_take_the_steps_of_one_process(project: Path, tmp_path: Path) -> None:
     reference = two_steps(alone(job_of(project)), project / "base", tmp_path / "one")
     with joined(project, tmp_path / "logs", "learner.processes=2") as (learner, _):
@@ -196,6 +199,7 @@ def test_two_nodes_of_two_processes_take_the_steps_of_one_process(project: Path,
 # --- who may join -----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_nodes_that_are_not_alike_are_refused_by_name_and_the_wait_goes_on(
     project: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -226,6 +230,7 @@ def test_nodes_that_are_not_alike_are_refused_by_name_and_the_wait_goes_on(
 # --- death ------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_killed_process_of_a_node_is_named_on_both_machines(project: Path, tmp_path: Path) -> None:
     """It is stopped first, so that it dies in the middle of a step that the first node waits in."""
     with joined(project, tmp_path / "logs") as (learner, node):
@@ -243,6 +248,7 @@ def test_a_killed_process_of_a_node_is_named_on_both_machines(project: Path, tmp
         assert code == 1 and re.search(died, said) and "Traceback" not in said, said
 
 
+@pytest.mark.slow
 def test_a_node_that_is_gone_is_named(project: Path, tmp_path: Path) -> None:
     with joined(project, tmp_path / "logs") as (learner, node):
         learner.score([1, 2, 3])
@@ -255,6 +261,7 @@ def test_a_node_that_is_gone_is_named(project: Path, tmp_path: Path) -> None:
         wait_until(lambda: not any(is_alive(pid) for pid in below))
 
 
+@pytest.mark.slow
 def test_a_killed_process_of_the_first_node_ends_the_other_one_with_its_reason(project: Path, tmp_path: Path) -> None:
     with joined(project, tmp_path / "logs") as (learner, node):
         learner.score([1, 2, 3])

@@ -204,6 +204,7 @@ CASES: dict[str, dict[str, object]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_two_processes_have_the_gradient_and_the_metrics_of_one(
     case: str, base: Path, workers: Workers, tmp_path: Path
@@ -266,6 +267,7 @@ def test_the_first_batch_is_compared_in_all_processes(base: Path, workers: Worke
         assert "packs hold against plain rows" in (workers.logs / f"learner_{rank}.log").read_text()
 
 
+@pytest.mark.slow
 def test_packs_with_a_wrong_gradient_lose_in_all_processes(
     base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -296,6 +298,7 @@ def test_packs_with_a_wrong_gradient_lose_in_all_processes(
 # --- checkpoints ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_either_goes_on_from_the_others_checkpoint(base: Path, workers: Workers, tmp_path: Path) -> None:
     """A step in one process, the next in two, and the other way round: both as two steps in one process."""
     setup = job(base)
@@ -411,6 +414,7 @@ def warmed_up(base: Path, tmp_path: Path) -> tuple[Workers, ParallelLearner]:
     return workers, learner
 
 
+@pytest.mark.slow
 def test_a_killed_process_ends_the_others_and_says_so(base: Path, tmp_path: Path) -> None:
     """Stopped first, so that it dies in the middle of a step that the other waits in. `check` sees it as well."""
     workers, learner = warmed_up(base, tmp_path)
@@ -461,6 +465,7 @@ class Run:
         raise AssertionError(f"no process of rank {rank}")
 
 
+@pytest.mark.slow
 def test_a_process_that_hangs_ends_them_all_and_is_named(
     base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -32,6 +32,7 @@ def gradient(name: str, budget: int, packing: str) -> dict[str, torch.Tensor]:
     return caught.gradient
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_the_gradient_is_the_same_for_every_packing_and_micro_batch_size(name: str) -> None:
     """Contract 1, against one row at a time: equal to 1e-5 of the gradient's norm."""
@@ -40,6 +41,7 @@ def test_the_gradient_is_the_same_for_every_packing_and_micro_batch_size(name: s
         assert distance(gradient(name, budget, packing), expected) <= 1e-5, (budget, packing)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_saved_and_loaded_the_next_step_is_bit_identical(name: str, tmp_path: Path) -> None:
     """Contract 6."""

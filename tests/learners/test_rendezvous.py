@@ -190,6 +190,7 @@ def base(tmp_path: Path) -> Path:
     return directory
 
 
+@pytest.mark.slow
 def test_paths_may_differ_and_files_may_not(base: Path, tmp_path: Path) -> None:
     ours = identity_of(job_of(tmp_path, base))
     other = tmp_path / "elsewhere"
@@ -201,6 +202,7 @@ def test_paths_may_differ_and_files_may_not(base: Path, tmp_path: Path) -> None:
     assert difference(ours, identity_of(job_of(tmp_path, other))) == "another base model (model.safetensors)"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("override", "named"),
     [
@@ -235,6 +237,7 @@ def a_node(tmp_path: Path, base: Path) -> JoinedNode:
     return JoinedNode(job_of(tmp_path, base), NodePlace(nodes=2), files=tmp_path, logs=tmp_path)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", ["../x.json", "/etc/x.json", "a/../../x.json", "x.py", ".x.json", "a/b/c/d.json", "x.json\n", "a//b.json"]
 )
@@ -353,6 +356,7 @@ def test_a_check_says_the_number_of_ranks_or_why_they_cannot_meet(tmp_path: Path
     assert found is not None and not found.is_good and "cannot listen at" in found.message and found.cure
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [

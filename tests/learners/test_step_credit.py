@@ -269,6 +269,7 @@ async def rollout(policy, scenario):
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("loss", ["gigpo", "gagpo"])
 def test_a_run_compares_the_states_that_its_rollout_names(tmp_path: Path, loss: str) -> None:
     """12 attempts of two replies in two states: all are shared. Between its replies each is told 20 and 21."""

@@ -74,6 +74,7 @@ def reference_gradient(
     return gradient
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("components", [*([name] for name in NAMES), NAMES], ids="+".join)
 @settings(max_examples=6, suppress_health_check=list(HealthCheck))
 @given(groups=groups_of(), budget=st.sampled_from([1, 12, 24, 4096]), packing=st.sampled_from(["auto", "tree", "rows"]))

@@ -100,6 +100,7 @@ def chosen(weights: Weights, ids: list[int], places: list[tuple[int, Turn, int]]
     return torch.stack([rows[each.temperature][place - 1] for place, each, _ in places])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", [{"micro_batch_tokens": 1}, {"packing": "rows"}, {"packing": "tree"}], ids=str)
 @pytest.mark.parametrize(
     "knobs",
@@ -493,6 +494,7 @@ def run(project: Path, name: str, *overrides: str) -> RunDir:
     return RunDir(asyncio.run(train(loaded)).root)
 
 
+@pytest.mark.slow
 def test_a_run_without_rewards_or_judge_distils_and_goes_on_where_it_was(project: Path) -> None:
     run(project, "a", "train.steps=1")
     lines = [line.metrics for line in run(project, "a", "train.steps=2").metrics()]
@@ -520,6 +522,7 @@ def test_saved_and_loaded_the_next_step_is_bit_identical(loss: str, directory: P
         assert torch.equal(parameter, second.parameters[name]), name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("overrides", "key", "message"),
     [

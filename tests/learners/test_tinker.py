@@ -94,6 +94,7 @@ def gap(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> float:
     return max(float((left[name] - right[name]).abs().max()) for name in left)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CLAIMED)
 def test_steps_are_those_of_the_torch_learner(
     name: str, base: Base, address: str, groups: list[list[ScoredTrajectory]], tmp_path: Path
@@ -117,6 +118,7 @@ def test_steps_are_those_of_the_torch_learner(
         assert found[metric] == pytest.approx(expected[metric], rel=1e-4, abs=1e-6), metric
 
 
+@pytest.mark.slow
 def test_a_step_that_broke_off_is_taken_again_from_the_last_checkpoint(
     base: Base, address: str, groups: list[list[ScoredTrajectory]], tmp_path: Path
 ) -> None:
@@ -187,6 +189,7 @@ def _with_turns(trajectory: ScoredTrajectory, **changed: Any) -> ScoredTrajector
     return msgspec.structs.replace(trajectory, turns=turns)
 
 
+@pytest.mark.slow
 def test_sdk_0_24_1_takes_the_same_steps(
     base: Base, address: str, groups: list[list[ScoredTrajectory]], tmp_path: Path
 ) -> None:
@@ -230,6 +233,7 @@ REFUSED = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("override", REFUSED)
 def test_what_cannot_be_said_to_a_server_is_refused_at_load(override: str) -> None:
     from art_cli.loop.references import check_ready

@@ -112,6 +112,7 @@ def differing(left: Tensors, right: Tensors) -> int:
     return sum(int((left[name] != right[name]).sum()) for name in left)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SAME_BITS)
 def test_steps_give_the_same_bits(
     name: str, adapters: Side, groups: list[list[ScoredTrajectory]], tmp_path: Path
@@ -157,6 +158,7 @@ def warm(learner: Any, *, evaluated: int = 0, at_once: int = 3) -> Any:
     return taken
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("knobs", [{}, {"eval_every": 2, "patience": 1, "epochs": 4, "learning_rate": 0.3}])
 def test_a_warm_up_gives_the_same_bits_and_numbers(
     adapters: Side, groups: list[list[ScoredTrajectory]], tmp_path: Path, knobs: dict[str, Any]
@@ -174,6 +176,7 @@ def test_a_warm_up_gives_the_same_bits_and_numbers(
     theirs.close()
 
 
+@pytest.mark.slow
 def test_a_warm_up_that_was_killed_goes_on_from_its_last_save(adapters: Side, tmp_path: Path) -> None:
     """The optimizer's moments and the place in the batches go on; what was not saved is done again, once."""
     sft, home = SftConfig.model_validate(SFT), tmp_path / "checkpoints"
@@ -217,6 +220,7 @@ def test_demos_that_cannot_be_trained_on_are_named(adapters: Side) -> None:
 # --- whole weights ----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_whole_weights_are_trained_as_here(whole: Side, groups: list[list[ScoredTrajectory]], tmp_path: Path) -> None:
     """A warm-up, two steps, and a resume between them, on a server whose model.lora is null."""
     sft = SftConfig.model_validate({**SFT, "learning_rate": 1e-3})

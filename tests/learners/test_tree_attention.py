@@ -90,6 +90,7 @@ def test_each_short_segment_is_computed_once_in_few_calls(token_lists: list[list
         assert len(tree.division.batches) == 1
 
 
+@pytest.mark.slow
 @given(
     st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=12), min_size=1, max_size=10), st.sampled_from([0, 300])
 )

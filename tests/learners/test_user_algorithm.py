@@ -55,6 +55,7 @@ def run(project: Path, *overrides: str) -> RunDir:
     return RunDir(asyncio.run(train(loaded)).root)
 
 
+@pytest.mark.slow
 def test_a_whole_run_trains_with_it(project: Path) -> None:
     """Seen: the reward goes from 0.2 to 0.5 in 8 steps."""
     run_dir = run(project, "train.steps=8", "train.learning_rate=0.1", "rollout.group_size=8")

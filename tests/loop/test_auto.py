@@ -234,6 +234,7 @@ def art(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> 
     return run
 
 
+@pytest.mark.slow
 def test_a_run_says_what_it_is_first_and_in_its_configuration_and_resumes(art: Art, tmp_path: Path) -> None:
     settings = [CONFIG, f"runs={tmp_path}", "rollout.groups_per_step=1", "eval=null"]
     line = f"art train {CONFIG}: engine embedded (auto: no GPU here), learner torch (auto: no GPU here)"
@@ -274,6 +275,7 @@ def test_the_same_machine_gives_the_same_file_and_another_one_goes_on(project: P
         claim_config(run, changed)
 
 
+@pytest.mark.slow
 def test_generate_and_check_say_it_too(art: Art, tmp_path: Path) -> None:
     settings = [CONFIG, f"runs={tmp_path}", "rollout.groups_per_step=1", "rollout.group_size=2"]
     done = art("generate", *settings, "-o", tmp_path / "out.jsonl")
@@ -286,6 +288,7 @@ def test_generate_and_check_say_it_too(art: Art, tmp_path: Path) -> None:
 # --- knobs ------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("text", "override", "line"),
     [
@@ -377,6 +380,7 @@ def test_doctor_says_what_auto_is_and_what_would_change_it() -> None:
     assert learner.cure == "pip install 'art-cli[unsloth]'"
 
 
+@pytest.mark.slow
 def test_doctor_in_a_process_of_its_own(tmp_path: Path) -> None:
     program = [sys.executable, "-m", "art_cli", "doctor", "--json"]
     environment = os.environ | {"CUDA_VISIBLE_DEVICES": ""}

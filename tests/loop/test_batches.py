@@ -69,6 +69,7 @@ def check_staleness(files: RunDir, staleness: int) -> None:
     assert all(line["probe_gap"] < 1e-5 for line in lines)
 
 
+@pytest.mark.slow
 def test_no_token_is_staler_than_two_steps_and_the_engine_follows(tmp_path: Path) -> None:
     check_staleness(RunDir(asyncio.run(train(letters(tmp_path, "train.max_staleness=2"))).root), 2)
 
@@ -92,6 +93,7 @@ def test_the_next_batch_is_sampled_while_the_learner_works(tmp_path: Path) -> No
     check_staleness(files, 1)
 
 
+@pytest.mark.slow
 def test_what_was_played_ahead_is_not_played_again(tmp_path: Path) -> None:
     """The learner fails in step 1, when trajectories of step 2 lie on disk; the next start keeps every line of them."""
     loaded = letters(tmp_path, "train.max_staleness=1")

@@ -88,6 +88,7 @@ def test_prune_removes_nothing_where_nothing_is_valid_or_training_runs(tmp_path:
     assert run.checkpoint_steps() == [1, 2]
 
 
+@pytest.mark.slow
 def test_a_fork_begins_where_the_checkpoint_stands_and_trains_on(art: Art, tmp_path: Path) -> None:
     """From step 1 of 2, with another learning rate: step 1's adapter bit for bit, then a step 2 of its own."""
     settings = [f"runs={tmp_path}", "train.steps=2", "eval.every=1", "rollout.groups_per_step=1"]
@@ -209,6 +210,7 @@ def test_a_path_means_a_checkpoint_a_run_an_adapter_or_a_model(tmp_path: Path) -
         checkpoints.find(tmp_path)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("rewards", "which", "step", "why"),
     [
@@ -312,6 +314,7 @@ def test_training_and_the_command_prune_alike(tmp_path: Path) -> None:
     assert one.checkpoint_steps() == other.checkpoint_steps() == [0, 1, 3, 4]
 
 
+@pytest.mark.slow
 def test_a_runs_base_is_a_policy_by_its_path(tmp_path: Path) -> None:
     """`--checkpoint runs/letters/base` is the policy before any training: no adapter, the run's own base."""
     asyncio.run(train(load_config(CONFIG, [f"runs={tmp_path}", "train.steps=1", "eval=null"])))

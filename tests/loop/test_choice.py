@@ -89,6 +89,7 @@ def test_shuffle_has_no_effect_on_adaptive_choice_and_is_refused() -> None:
         config("rollout.choose=adaptive", "rollout.shuffle=false")
 
 
+@pytest.mark.slow
 def test_a_run_that_chooses_by_its_own_past_is_resumed_to_the_same_choices(tmp_path: Path) -> None:
     """Two steps, then two more in a second start, against four in one go by what their files say."""
     settings = ["eval=null", "rollout.choose=adaptive", "rollout.refill=0.5", "rollout.concurrency=1"]
@@ -125,6 +126,7 @@ def test_a_replayed_group_that_its_file_lacks_is_named(tmp_path: Path) -> None:
         choice.replays(1)
 
 
+@pytest.mark.slow
 def test_a_step_replays_older_groups_and_is_the_same_again_from_its_files(tmp_path: Path) -> None:
     """Half of 3 groups, rounded up: 2 of each step's groups are older ones from step 1 on, so that 1 is played.
 

@@ -26,6 +26,7 @@ def told(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [message for message in messages if "; try: " in message]
 
 
+@pytest.mark.slow
 def test_a_fall_is_a_warning_once_and_the_evaluations_are_kept_by_scenario(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

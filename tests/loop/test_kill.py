@@ -214,6 +214,7 @@ def test_a_run_that_refills_replays_and_adapts_makes_the_same_choices_after_kill
     assert refilled > 0
 
 
+@pytest.mark.slow
 def test_an_older_checkpoint_takes_over_when_the_newest_is_damaged_and_the_steps_come_out_the_same(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -46,11 +46,13 @@ def follow_page(project: Path) -> None:
     assert (project / "step_0004" / "manifest.json").exists()
 
 
+@pytest.mark.slow
 def test_the_page_works_as_a_script(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
     follow_page(project)
     assert "letters-" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 async def test_the_page_works_inside_a_running_event_loop(project: Path) -> None:
     follow_page(project)
     assert art_cli.train(art_cli.load("config.yaml", "train.steps=3")).was_finished
@@ -89,6 +91,7 @@ async def test_an_interrupted_notebook_lets_the_work_go_and_waits_for_it(monkeyp
     assert order == ["tidied up"]
 
 
+@pytest.mark.slow
 def test_the_run_keeps_its_log_without_secrets(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where nobody has set logging up. Each start adds to it, and the failure that ends one stands in it."""
     monkeypatch.setenv("MY_API_KEY", "sk-quite-secret")

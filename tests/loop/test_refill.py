@@ -175,6 +175,7 @@ async def make_batch(root: Path, sampler: DyingSampler) -> Batch:
         await batches.close()
 
 
+@pytest.mark.slow
 def test_a_step_that_is_killed_after_any_trajectory_ends_with_the_same_groups(tmp_path: Path) -> None:
     """Contract 6 with waves: nothing finished is lost or played again, also when every start dies after 5 more."""
     whole = DyingSampler(None)

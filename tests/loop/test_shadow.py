@@ -78,6 +78,7 @@ def scores(trajectory: ScoredTrajectory) -> dict[str, float]:
     return {score.judge: score.score for score in trajectory.shadow}
 
 
+@pytest.mark.slow
 def test_training_is_the_same_bytes_with_shadow_judges_that_fail_and_hang(project: Path, shadowed: RunDir) -> None:
     loaded = load_config(project / "plain.yaml", [f"runs={project}/plain", "name=letters", *SETTINGS])
     plain = RunDir(asyncio.run(train(loaded)).root)
@@ -143,6 +144,7 @@ def test_a_resumed_step_asks_no_shadow_judge_again(project: Path, shadowed: RunD
     assert len(asked.split()) == len(set(asked.split()))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("setting", "words"),
     [

@@ -35,6 +35,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return asyncio.run(train(load_config(Path(CONFIG), [f"runs={runs}", *settings, "train.keep_checkpoints=99"]))).root
 
 
+@pytest.mark.slow
 def test_the_stages_by_hand_make_the_checkpoint_of_the_loop(art: Art, tmp_path: Path) -> None:
     """generate -> judge -> step from the same start gives `art train`'s first adapter, bit for bit.
 
@@ -52,6 +53,7 @@ def test_the_stages_by_hand_make_the_checkpoint_of_the_loop(art: Art, tmp_path: 
     assert (out / ADAPTER).read_bytes() == (run.checkpoint_path(1) / ADAPTER).read_bytes()
 
 
+@pytest.mark.slow
 def test_generate_goes_on_with_what_is_owed(art: Art, tmp_path: Path) -> None:
     played = tmp_path / "played.jsonl"
     arguments = ("generate", CONFIG, f"runs={tmp_path}", "-o", played)
@@ -64,6 +66,7 @@ def test_generate_goes_on_with_what_is_owed(art: Art, tmp_path: Path) -> None:
     assert len(again) == len(set(again)) == 12
 
 
+@pytest.mark.slow
 def test_a_trained_policy_beats_its_start_and_the_gate_knows(art: Art, trained: Path, tmp_path: Path) -> None:
     first, last = (RunDir(trained).checkpoint_path(step) for step in (0, 20))
     arguments = ["eval", CONFIG, "eval.attempts=4", "--checkpoint", first, "--checkpoint", last, "--json"]
@@ -98,6 +101,7 @@ async def test_an_endpoint_stands_in_for_a_checkpoint(trained: Path, tmp_path: P
     assert all(t.messages and t.returned_reward is not None for t in read_lines(path, Trajectory))
 
 
+@pytest.mark.slow
 def test_sft_writes_a_checkpoint_that_says_what_it_was_shown(art: Art, tmp_path: Path) -> None:
     demos, out = tmp_path / "demos.jsonl", tmp_path / "warm"
     talk = {"messages": [{"role": "user", "content": "say 1 letters"}, {"role": "assistant", "content": "aaaa"}]}
@@ -108,6 +112,7 @@ def test_sft_writes_a_checkpoint_that_says_what_it_was_shown(art: Art, tmp_path:
     assert code == 0
 
 
+@pytest.mark.slow
 def test_the_transcripts_of_the_command_line_are_those_of_the_section_sft(art: Art, tmp_path: Path) -> None:
     """Without a section, with one that names none, and with settings of it: the checkpoint has the same weights."""
     project = shutil.copytree(LETTERS, tmp_path / "letters")
@@ -124,6 +129,7 @@ def test_the_transcripts_of_the_command_line_are_those_of_the_section_sft(art: A
     assert len(written) == 1
 
 
+@pytest.mark.slow
 def test_sft_learns_from_the_best_attempts_of_a_run(art: Art, trained: Path, tmp_path: Path) -> None:
     """Of each group with signal the one best attempt, a bare --best-of before the settings; its loss falls."""
     settings = [f"runs={tmp_path}", "sft.held_out=0.4", "sft.epochs=3", "sft.learning_rate=1e-2", "sft.patience=3"]
@@ -142,6 +148,7 @@ def test_sft_learns_from_the_best_attempts_of_a_run(art: Art, trained: Path, tmp
     assert "a run's scored attempts are learned from with --best-of" in err
 
 
+@pytest.mark.slow
 def test_check_finds_the_demo_ready_and_names_what_is_not(art: Art, tmp_path: Path) -> None:
     code, out, _ = art("check", CONFIG, "--json")
     findings = {finding["name"]: finding for finding in json.loads(out)}

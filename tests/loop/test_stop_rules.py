@@ -70,6 +70,7 @@ def paused_at(project: Path, rules: list[dict[str, Any]], *more: str, level: str
     return step, str(found.value)
 
 
+@pytest.mark.slow
 def test_each_rule_pauses_a_real_run_which_then_goes_on(project: Path, caplog: pytest.LogCaptureFixture) -> None:
     """One run, paused by one rule after the other. The same rule lets it go on for as many steps as it looks at."""
     rule: dict[str, Any] = {"metric": "no_signal_share", "above": 0.9, "for_steps": 2}
@@ -105,6 +106,7 @@ def test_each_rule_pauses_a_real_run_which_then_goes_on(project: Path, caplog: p
     assert not any("entropy above" in each.getMessage() for each in caplog.records)  # it has held since the first step
 
 
+@pytest.mark.slow
 def test_a_rule_on_an_evaluation_pauses_after_it(project: Path) -> None:
     rule = {"metric": "eval.reward", "below": 0.4}
     step, said = paused_at(project, [rule], "eval.every=2", level="0.1 0.1")
@@ -113,6 +115,7 @@ def test_a_rule_on_an_evaluation_pauses_after_it(project: Path) -> None:
     assert start(project, [rule], "eval.every=2", "train.steps=4", level="0.7 0.1").evaluations.keys() == {0, 2, 4}
 
 
+@pytest.mark.slow
 def test_dollars_of_a_judge_count_over_all_starts(project: Path) -> None:
     """Each step asks for two groups at a known price. A rule of one and a half steps' cost fires in the second."""
     shutil.copy(LETTERS / "rollout.py", project / "rollout.py")
@@ -133,6 +136,7 @@ def test_dollars_of_a_judge_count_over_all_starts(project: Path) -> None:
     assert [line.metrics["run_usd"] for line in lines if line.split == "train"][-1] == pytest.approx(spent)
 
 
+@pytest.mark.slow
 def test_the_command_ends_with_exit_code_1_and_says_how_to_go_on(
     project: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -145,6 +149,7 @@ def test_the_command_ends_with_exit_code_1_and_says_how_to_go_on(
     assert art([*command, "train.steps=2"]) == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("rule", "words"),
     [

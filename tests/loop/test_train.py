@@ -43,6 +43,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return run(tmp_path_factory.mktemp("runs"), "train.keep_checkpoints=9").root
 
 
+@pytest.mark.slow
 def test_every_step_leaves_its_whole_record(finished: Path) -> None:
     """4 steps of 3 groups of 4: 12 trajectories and 12 scored lines each, every place once, 2 turns each."""
     files = RunDir(finished)
@@ -85,6 +86,7 @@ def test_engine_and_learner_agree_on_every_sampled_token(finished: Path) -> None
             assert line.metrics["probe_gap"] < 1e-5
 
 
+@pytest.mark.slow
 def test_letters_become_likelier(tmp_path: Path) -> None:
     """A quarter of what a random model says is letters; their share is the reward. Seen: 0.24 -> 0.67 in 20 steps."""
     root = run(tmp_path, "train.steps=20", "train.learning_rate=0.1", "rollout.group_size=8", "eval=null").root
@@ -92,6 +94,7 @@ def test_letters_become_likelier(tmp_path: Path) -> None:
     assert rewards[-1] > rewards[0] + 0.3
 
 
+@pytest.mark.slow
 def test_a_policy_that_loops_until_its_limit_learns_to_stop(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """A rollout ends with reward 1 when a reply begins with a letter, and by its limit of 2 turns otherwise.
 
@@ -124,6 +127,7 @@ async def rollout(policy, scenario):
 """
 
 
+@pytest.mark.slow
 def test_the_event_loop_turns_while_a_checkpoint_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A large one takes seconds, and the replies of rollouts that are under way must not wait for it."""
     save, loops, turned = TorchLearner.save, [], []
@@ -143,6 +147,7 @@ def test_the_event_loop_turns_while_a_checkpoint_is_written(tmp_path: Path, monk
     assert turned == [True, True, True]
 
 
+@pytest.mark.slow
 def test_a_finished_run_says_so_and_more_steps_go_on_from_it(finished: Path) -> None:
     before = adapter(finished, 4)
     assert run(finished.parent, "train.keep_checkpoints=9").was_finished
@@ -151,6 +156,7 @@ def test_a_finished_run_says_so_and_more_steps_go_on_from_it(finished: Path) -> 
     assert adapter(finished, 4) == before
 
 
+@pytest.mark.slow
 def test_a_changed_configuration_is_refused_by_name_and_fresh_starts_beside(finished: Path) -> None:
     with pytest.raises(RunError, match=r"train\.seed: 0 -> 7.*--fresh"):
         run(finished.parent, "train.seed=7", "train.learning_rate=0.02")
@@ -158,6 +164,7 @@ def test_a_changed_configuration_is_refused_by_name_and_fresh_starts_beside(fini
     assert result.root == finished.with_name("letters-2")
 
 
+@pytest.mark.slow
 def test_a_run_of_an_older_version_goes_on_where_its_record_lacks_a_newer_key(tmp_path: Path) -> None:
     """A record without `rollout.limit_reward` and `eval.judge` has their defaults, and another value clashes."""
     small = ["rollout.group_size=2", "rollout.groups_per_step=1"]
@@ -170,6 +177,7 @@ def test_a_run_of_an_older_version_goes_on_where_its_record_lacks_a_newer_key(tm
         run(tmp_path, *small, "train.steps=3", "rollout.limit_reward=-1")
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_with_another_learning_rate_and_records_from_which_step(tmp_path: Path) -> None:
     """Two steps at 0.01, one at 0.02, one at 0.005: metrics have each step's rate, config.json where it changed."""
     small = ["eval=null", "rollout.group_size=2", "rollout.groups_per_step=1", "+train.weight_decay=0.1"]
@@ -187,6 +195,7 @@ def test_a_run_goes_on_with_another_learning_rate_and_records_from_which_step(tm
     assert record["train"]["learning_rate"] == 0.005
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_recorded", [True, False])
 def test_a_run_of_an_older_version_keeps_the_learning_rate_that_was_the_default(
     tmp_path: Path, is_recorded: bool, caplog: pytest.LogCaptureFixture
@@ -210,6 +219,7 @@ def test_a_run_of_an_older_version_keeps_the_learning_rate_that_was_the_default(
     assert (record["train"]["learning_rate"], record["changes"]) == (1e-5, [])
 
 
+@pytest.mark.slow
 def test_the_newest_the_best_and_the_first_checkpoint_stay(tmp_path: Path) -> None:
     files = RunDir(run(tmp_path, "train.keep_checkpoints=2", "train.steps=6").root)
     rewards = {line.step: line.metrics["reward"] for line in files.metrics() if line.split == "eval"}
@@ -252,6 +262,7 @@ def test_an_evaluation_file_that_is_edited_during_a_run_changes_no_evaluation_of
         assert sorted({str(trajectory.scenario["id"]) for trajectory in played}) == ["a", "b"]
 
 
+@pytest.mark.slow
 def test_an_engine_that_does_not_load_the_step_stops_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Contract 5: the engine scores the probe with an adapter of its own that never changes."""
     stale: dict[str, list[float]] = {}
@@ -265,6 +276,7 @@ def test_an_engine_that_does_not_load_the_step_stops_the_run(tmp_path: Path, mon
         run(tmp_path, "train.learning_rate=0.1")
 
 
+@pytest.mark.slow
 def test_a_step_taken_from_files_is_the_step_of_the_run_bit_for_bit(finished: Path, tmp_path: Path) -> None:
     files = RunDir(finished)
     output = tmp_path / "step_0003"
@@ -277,6 +289,7 @@ def test_a_step_taken_from_files_is_the_step_of_the_run_bit_for_bit(finished: Pa
     assert any((tensors[name] != other).any() for name, other in load_file(output / ADAPTER).items())
 
 
+@pytest.mark.slow
 def test_ctrl_c_says_how_to_go_on_and_what_it_says_finishes(tmp_path: Path) -> None:
     runs = tmp_path / "my runs"
     command = ["train", LETTERS / "config.yaml", f"runs={runs}", "train.steps=6"]
@@ -313,6 +326,7 @@ def test_what_goes_on_is_the_whole_sweep_and_never_begins_anew(tmp_path: Path) -
     assert load_config(path, shlex.split(fresh)[3:]).config.name == "mine-2"
 
 
+@pytest.mark.slow
 def test_ctrl_c_while_the_model_is_loaded_ends_the_run_before_it_begins(tmp_path: Path) -> None:
     """The warm-up, in a thread that nobody can stop, would take hours."""
     demos = tmp_path / "demos.jsonl"
@@ -330,6 +344,7 @@ def test_ctrl_c_while_the_model_is_loaded_ends_the_run_before_it_begins(tmp_path
     assert RunDir(tmp_path / "letters").checkpoint_steps() == []
 
 
+@pytest.mark.slow
 def test_a_run_that_never_began_takes_another_configuration(tmp_path: Path) -> None:
     with pytest.raises(ArtError, match=r"model\.base"):
         run(tmp_path, "model.base=nothing/such", "train.steps=1")
@@ -339,6 +354,7 @@ def test_a_run_that_never_began_takes_another_configuration(tmp_path: Path) -> N
     assert json.loads(RunDir(result.root).config_path.read_text())["model"]["base"] == "build.py:build"
 
 
+@pytest.mark.slow
 def test_sft_comes_first_and_is_the_starting_policy(tmp_path: Path) -> None:
     demos = tmp_path / "demos.jsonl"
     talk = {"messages": [{"role": "user", "content": "say 1 letters"}, {"role": "assistant", "content": "aaaa"}]}

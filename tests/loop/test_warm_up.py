@@ -66,6 +66,7 @@ def train_here(runs: Path, epochs: int, *more: str) -> bytes:
     return start_of(runs, loaded.config.name)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cut", range(1, 9))
 def test_a_warm_up_that_is_gone_on_with_anywhere_ends_bit_for_bit_the_same(cut: int, tmp_path: Path) -> None:
     """9 updates, cut after each: the same weights, moments and numbers as in one go, but for the seconds."""
@@ -138,6 +139,7 @@ def wait_for_more(runs: Path, done: int, process: subprocess.Popen[str]) -> None
     raise AssertionError("no state was saved")
 
 
+@pytest.mark.slow
 def test_two_runs_share_one_warm_up_and_another_setting_makes_another(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -152,6 +154,7 @@ def test_two_runs_share_one_warm_up_and_another_setting_makes_another(
     assert len(list((tmp_path / ".warm").iterdir())) == 2
 
 
+@pytest.mark.slow
 def test_a_damaged_warm_up_is_made_anew(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     first = train_here(tmp_path, 2)
     [path] = tmp_path.glob(f".warm/*/checkpoints/*/{ADAPTER}")
@@ -163,6 +166,7 @@ def test_a_damaged_warm_up_is_made_anew(tmp_path: Path, caplog: pytest.LogCaptur
     assert "does not match its hash" in caplog.text
 
 
+@pytest.mark.slow
 def test_progress_is_told_off_a_terminal(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -175,6 +179,7 @@ def test_progress_is_told_off_a_terminal(
     assert lines[-1].startswith("sft: update 12 of 12 (100 %)  loss ") and lines[-1].endswith(" s left")
 
 
+@pytest.mark.slow
 def test_art_sft_makes_a_warm_up_once_and_begins_where_a_checkpoint_stands(art: Art, tmp_path: Path) -> None:
     """The same command again takes the result; with --checkpoint it is another warm-up."""
     common = settings(tmp_path, 2)
@@ -186,6 +191,7 @@ def test_art_sft_makes_a_warm_up_once_and_begins_where_a_checkpoint_stands(art: 
     assert a == b != c
 
 
+@pytest.mark.slow
 def test_a_second_process_waits_for_the_first_ones_warm_up(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:

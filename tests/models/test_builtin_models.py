@@ -75,6 +75,7 @@ def test_it_varies_and_ends_its_turns(tmp_path: Path) -> None:
     assert len(unknown) <= 3 and all(text.strip() for text in ended), unknown
 
 
+@pytest.mark.slow
 def test_it_now_and_then_calls_a_tool_that_is_offered(tmp_path: Path) -> None:
     tiny(tmp_path)
     assert not [text for text in replies(tmp_path, 24, None) if "<tool_call>" in text]

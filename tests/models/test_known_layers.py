@@ -40,6 +40,7 @@ def num_in_use(runner: PackRunner) -> int:
         return sum("forward" in vars(layer) for layer in runner.model.base_model.layers)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("targets", ["all-linear", ["q_proj", "down_proj"]], ids=["all", "two"])
 @pytest.mark.parametrize("config", MODELS.values(), ids=MODELS)
 def test_logprobs_and_gradient_are_those_of_the_models_own_layers(config: Any, targets: Any) -> None:
@@ -50,6 +51,7 @@ def test_logprobs_and_gradient_are_those_of_the_models_own_layers(config: Any, t
     assert gap.found.logprob < 1e-5 and gap.found.gradient < 1e-5, str(gap)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("trained", [".*", ".*norm.weight|.*bias", ".*(k_proj|up_proj).*", ".*0.*(q_norm|q_proj).*"])
 @pytest.mark.parametrize("config", MODELS.values(), ids=MODELS)
 def test_gradients_of_trained_weights_are_those_of_the_models_own_layers(config: Any, trained: str) -> None:

@@ -58,6 +58,7 @@ def amx(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loading, "SMALL", 0)
 
 
+@pytest.mark.slow
 def test_ten_processes_of_ten_decide_the_same_on_a_busy_machine(base: str) -> None:
     quiet = loading.choose_dtype(base, "cpu").name
     answers = subprocess.run([sys.executable, "-c", DECIDE, base], capture_output=True, text=True, check=True).stdout
@@ -137,6 +138,7 @@ def no_amx(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loading, "has_amx", lambda: False)
 
 
+@pytest.mark.slow
 def test_a_resumed_run_keeps_its_dtype(halves: RunDir) -> None:
     assert recorded(halves, 2) == ("bfloat16", "this CPU has AMX", "bfloat16")
 
@@ -150,6 +152,7 @@ def test_a_run_whose_record_is_lost_keeps_the_dtype_of_its_checkpoints(halves: R
         halves.config_path.write_text(text)
 
 
+@pytest.mark.slow
 def test_eval_plays_a_checkpoint_and_its_base_in_their_dtype(halves: RunDir, no_amx: None) -> None:
     loaded = load_config(LETTERS / "config.yaml", [f"runs={halves.root.parent}", "engine=embedded"])
     for wanted in (halves.root, halves.checkpoint_path(1), halves.root / "base", None):
@@ -171,6 +174,7 @@ async def test_serve_samples_in_the_runs_dtype(halves: RunDir, no_amx: None, tmp
         await engine.close()
 
 
+@pytest.mark.slow
 def test_export_writes_the_runs_dtype_and_what_is_asked_for(art: Any, halves: RunDir, tmp_path: Path) -> None:
     for knobs, dtype in (((), "bfloat16"), (("--dtype", "float32"), "float32")):
         code, out, err = art("export", halves.root, "-o", tmp_path / dtype, "--json", *knobs)
@@ -179,6 +183,7 @@ def test_export_writes_the_runs_dtype_and_what_is_asked_for(art: Any, halves: Ru
         assert json.loads((tmp_path / dtype / "config.json").read_text())["dtype"] == dtype
 
 
+@pytest.mark.slow
 def test_a_run_of_an_older_version_goes_on_and_writes_what_it_goes_on_with(tmp_path: Path, no_amx: None) -> None:
     """Its record says auto, its manifests have a field that is gone and none for the dtype."""
     run = start(tmp_path, "train.steps=1")
@@ -203,6 +208,7 @@ def test_a_manifest_is_held_against_its_own_hash_with_every_field(tmp_path: Path
     assert manifest_digest(b'{"later": 1e999}') == manifest_digest(b'{"later": ') == ""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("device", ["gpu9", "gpu", "cuda:99", "cuda:", "cuda:-1", "CPU", "meta", "cpu:x", "0", ""])
 def test_a_device_that_is_not_there_is_one_line(device: str, art: Any, tmp_path: Path) -> None:
     """One that torch does not have by the schema, and one that this machine does not have when the model is loaded."""

@@ -95,6 +95,7 @@ def test_the_base_is_in_4_bits_its_adapter_in_float32(load: Callable[..., Weight
         assert loading.is_quantized(weights.model.get_base_model())
 
 
+@pytest.mark.slow
 def test_it_computes_what_its_dequantised_weights_do(load: Callable[..., Weights]) -> None:
     weights = load()
     found, expected = model.token_logprobs(weights, IDS), model.token_logprobs(dequantized(weights), IDS)
@@ -103,6 +104,7 @@ def test_it_computes_what_its_dequantised_weights_do(load: Callable[..., Weights
     assert found != pytest.approx(whole, abs=1e-2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("packing", ["tree", "rows"])
 def test_gradient_of_a_step_is_that_of_the_dequantised_policy(packing: str, load: Callable[..., Weights]) -> None:
     """Contract 1, after the weights have been used without gradients, as an engine or a score does before each step."""
@@ -128,6 +130,7 @@ def test_bfloat16_keeps_the_gradient_within_its_rounding(load: Callable[..., Wei
     assert distance(caught.gradient, expected) < 0.1
 
 
+@pytest.mark.slow
 def test_a_step_moves_the_policy_and_the_next_load_goes_on_from_there(
     load: Callable[..., Weights], tmp_path: Path
 ) -> None:
@@ -176,6 +179,7 @@ def test_adapters_on_one_4_bit_base_share_it(load: Callable[..., Weights], tmp_p
     assert {p.data_ptr() for n, p in policy.model.named_parameters() if "lora_" not in n} == shared
 
 
+@pytest.mark.slow
 def test_parameters_are_counted_as_those_of_the_same_model_in_float32(load: Callable[..., Weights]) -> None:
     """Two of them share a byte in 4 bits."""
     assert model.count_parameters(load().model) == model.count_parameters(load(quantize=None).model)
@@ -219,6 +223,7 @@ def trained_run(load: Callable[..., Weights], base: str, tmp_path: Path) -> Path
     return run.root
 
 
+@pytest.mark.slow
 def test_a_checkpoint_is_served_on_the_base_it_was_trained_on(trained_run: Path, load: Callable[..., Weights]) -> None:
     loader = Loader(EmbeddedEngineConfig(), logs=trained_run)
     weights = loader._weights(find_source(str(trained_run)))
@@ -226,6 +231,7 @@ def test_a_checkpoint_is_served_on_the_base_it_was_trained_on(trained_run: Path,
     assert model.token_logprobs(weights, IDS) == pytest.approx(model.token_logprobs(load(), IDS), abs=1e-5)
 
 
+@pytest.mark.slow
 def test_an_export_is_merged_into_the_whole_base_and_says_so(
     trained_run: Path, load: Callable[..., Weights], tmp_path: Path
 ) -> None:

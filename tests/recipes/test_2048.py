@@ -93,6 +93,7 @@ def test_a_move_is_one_token() -> None:
     assert [len(TOKENIZER.encode(move, add_special_tokens=False)) for move in game.MOVES] == [1] * 4
 
 
+@pytest.mark.slow
 def test_demonstrations_are_legal_and_no_move_is_preferred() -> None:
     """In the demonstrations with all four ways open: chi-square with 3 degrees below its 99.9 % point, 16.3."""
     chosen = Counter()
@@ -161,6 +162,7 @@ def test_the_same_moves_meet_the_same_tiles() -> None:
     assert games[0] == games[1]
 
 
+@pytest.mark.slow
 def test_random_play_wins_as_often_as_by_the_slow_rules() -> None:
     """400 games each, by other random numbers: shares of wins within 3.5 standard errors of their difference, 0.119."""
     draw = random.Random(5)

@@ -143,6 +143,7 @@ def test_a_call_that_fits_no_tool_finds_nothing_and_is_no_answer(name: str, argu
     assert (outcome.metrics["answered"], player.num_calls) == (False, 2)
 
 
+@pytest.mark.slow
 def test_the_rule_of_the_judge_is_the_reward_where_an_attempt_has_read_the_email() -> None:
     """Attempts that search, read and answer anything. Alone, lucky answers without the e-mail count nothing."""
     draw, lucky, rewards = random.Random(0), 0, set()

@@ -107,6 +107,7 @@ def test_demonstrations_are_better_than_chance_and_far_from_right() -> None:
     assert sum(shares) / 200 == pytest.approx(0.64, abs=0.06)
 
 
+@pytest.mark.slow
 def test_held_out_puzzles_are_fixed_and_none_with_the_same_clues_is_trained_on(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(RECIPE.demos, "NUM_SEEDS", 500)
     held_out = list(RECIPE.scenarios.evaluation())

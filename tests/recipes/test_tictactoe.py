@@ -35,6 +35,7 @@ def all_games(board: str, player: str) -> Iterator[str]:
         yield from all_games(game.put(board, cell, player), "O" if player == "X" else "X")
 
 
+@pytest.mark.slow
 def test_there_are_as_many_games_as_there_are() -> None:
     """255,168 games: 131,184 won by the first player, 77,904 by the second, 46,080 drawn (known counts)."""
     assert Counter(all_games(game.EMPTY, "X")) == {"X": 131184, "O": 77904, "draw": 46080}

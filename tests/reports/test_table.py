@@ -62,6 +62,7 @@ def test_one_that_is_not_installed_is_told_with_its_cure(
         make_tracker(config, TrackedRun("x", tmp_path, {}), tmp_path)
 
 
+@pytest.mark.slow
 def test_art_check_names_the_missing_package_and_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from art_cli.cli.preflight import Preflight
 

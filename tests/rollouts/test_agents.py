@@ -116,6 +116,7 @@ def of(turns: list[Turn]) -> list[list[int]]:
     return [turn.sampled_ids for turn in turns]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("agent", PARAMS)
 def test_an_agents_turns_are_recorded_and_its_second_prompt_continues_the_first_reply(
     episode: Callable[[str], Episode], agent: str

@@ -162,6 +162,7 @@ THOUGHTS = tuple(f"<think>\nthought {number}\n</think>\n\n{text}" for number, te
 LLAMA = ('{"name": "add", "parameters": {"b":  1.0, "a":2}}', '{"name": "add", "parameters": {"a": "x"}}', *REPLIES[2:])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "texts", "end", "branching"),
     [
@@ -258,6 +259,7 @@ print(float(reply.content[0].text == "yes" and "ANTHROPIC_AUTH_TOKEN" not in os.
 """
 
 
+@pytest.mark.slow
 async def test_a_program_finds_the_gateway_in_its_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Anthropic's clients read it by themselves. A token of the user's own, which they prefer to a key, is left out."""
     monkeypatch.setenv("ANTHROPIC_AUTH_TOKEN", "the user's own")

@@ -90,6 +90,7 @@ RETURNS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("processes", [0, 1])
 @pytest.mark.parametrize("value", RETURNS)
 async def test_a_value_that_cannot_be_used_fails_its_attempt(stage: Stage, value: str, processes: int) -> None:
@@ -97,6 +98,7 @@ async def test_a_value_that_cannot_be_used_fails_its_attempt(stage: Stage, value
     assert bad.error is not None and bad.error.startswith(RETURNS[value])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("value", "reward"),
     [
@@ -133,6 +135,7 @@ RAISES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("processes", [0, 1])
 @pytest.mark.parametrize("keyword", ["def", "async def"])
 @pytest.mark.parametrize("statement", RAISES)
@@ -144,6 +147,7 @@ async def test_whatever_it_raises_fails_its_attempt_with_its_cause(
     assert "\n" not in bad.error
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("processes", [0, 1])
 @pytest.mark.parametrize(
     "statement",
@@ -161,6 +165,7 @@ async def test_the_loop_that_rollouts_share_cannot_be_stopped_by_one(
     assert bad.error is not None and bad.error.startswith("RuntimeError: ") and "rollout.py:" in bad.error
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("processes", [0, 1])
 @pytest.mark.parametrize("error", ["SystemExit", "KeyboardInterrupt", "GeneratorExit", "asyncio.CancelledError"])
 async def test_what_a_task_of_it_raises_through_the_loop_fails_its_attempt(
@@ -173,6 +178,7 @@ async def test_what_a_task_of_it_raises_through_the_loop_fails_its_attempt(
     assert bad.error is not None and bad.error.startswith(error.removeprefix("asyncio."))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("statement", "kind"),
     [
@@ -193,6 +199,7 @@ async def test_what_ends_its_process_is_played_alone_in_the_end_and_takes_no_sib
     assert bad.error is not None and bad.error.startswith(kind)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["finished", "foreign", "none"])
 @pytest.mark.parametrize("processes", [0, 1])
 async def test_a_call_with_another_attempts_key_fails_the_attempt_that_makes_it(
@@ -234,6 +241,7 @@ PROGRAMS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("statement", PROGRAMS)
 async def test_whatever_a_program_does_fails_its_attempt(stage: Stage, statement: str) -> None:
     (stage.directory / "agent.py").write_text(
@@ -289,6 +297,7 @@ async def rollout(policy, scenario):
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("processes", [0, 1])
 def test_a_run_trains_on_what_is_left_and_a_step_of_failures_alone_ends_in_words(
     tmp_path: Path, processes: int

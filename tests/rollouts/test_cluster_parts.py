@@ -138,6 +138,7 @@ def test_another_version_is_told_in_a_line_with_both() -> None:
     assert "\n" not in said and "rollout.cluster.python" in said
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
@@ -173,6 +174,7 @@ def test_why_a_node_cannot_be_set_up_is_the_last_error_that_is_named() -> None:
     assert _setup_error("") == "Ray gives no reason"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("settings", "said"),
     [

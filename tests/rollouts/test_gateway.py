@@ -244,6 +244,7 @@ async def test_a_stream_that_the_client_leaves_is_a_turn_of_what_it_was_sent(num
     assert gateway.num_sampled == num
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("keyword", ["async", "sync"])
 async def test_streams_left_early_count_against_the_turn_limit(keyword: str) -> None:
     """Sixty streams are begun and left after their first token, with a limit of three: three turns, 57 refusals."""

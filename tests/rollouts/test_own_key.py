@@ -83,6 +83,7 @@ def stage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Stage:
     return Stage(tmp_path)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("agent", "processes"),
     [(ASYNC, 0), (ASYNC, 1), (PLAIN, 0), (PLAIN, 1), (TO_THREAD, 1)],
@@ -100,6 +101,7 @@ async def test_attempts_that_set_the_environment_at_once_each_read_their_own_key
         assert {conversation[0]["content"] for conversation in conversations} == {str(trajectory.index)}
 
 
+@pytest.mark.slow
 async def test_a_key_read_where_no_attempt_can_be_told_is_refused_with_the_cure(stage: Stage) -> None:
     played = await stage.play(SET + POOL, num=4, timeout_s=100)
     told = [trajectory for trajectory in played if trajectory.error is not None]
@@ -112,6 +114,7 @@ async def test_a_key_read_where_no_attempt_can_be_told_is_refused_with_the_cure(
     assert [(t.error, len(t.turns)) for t in alone] == [(None, 1)] * 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("processes", [0, 1])
 async def test_attempts_that_share_a_client_are_told(
     stage: Stage, processes: int, caplog: pytest.LogCaptureFixture

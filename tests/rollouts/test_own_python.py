@@ -156,6 +156,7 @@ def configure(place: Path, **rollout: object) -> Path:
     return place / "config.yaml"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("rollout", "said"),
     [
@@ -185,6 +186,7 @@ def test_the_directory_of_an_environment_names_its_python(tmp_path: Path, bare: 
         assert config.rollout.python == tmp_path / "own" / "bin" / "python"
 
 
+@pytest.mark.slow
 def test_check_loads_and_plays_the_rollout_in_it_and_names_it(
     tmp_path: Path, bare: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

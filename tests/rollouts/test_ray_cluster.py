@@ -169,6 +169,7 @@ async def ray(cluster: LocalCluster, tmp_path_factory: pytest.TempPathFactory) -
             yield staged
 
 
+@pytest.mark.slow
 async def test_attempts_are_played_on_the_nodes_with_the_code_and_the_variables_that_they_may_have(ray: Ray) -> None:
     played = await ray.play("tell", num=6)
     assert [t.error for t in played] == [None] * 6
@@ -202,6 +203,7 @@ async def test_what_goes_wrong_on_a_node_is_said_as_it_is_here(ray: Ray, do: str
     assert len(played.turns) == 1
 
 
+@pytest.mark.slow
 async def test_an_attempt_that_kills_its_process_is_played_again_and_in_the_end_fails_alone(
     ray: Ray, tmp_path: Path
 ) -> None:
@@ -212,6 +214,7 @@ async def test_an_attempt_that_kills_its_process_is_played_again_and_in_the_end_
     assert always[0].metrics["num_retries"] == 1
 
 
+@pytest.mark.slow
 async def test_output_without_end_is_cut_and_named(ray: Ray, capfd: pytest.CaptureFixture[str]) -> None:
     [played] = await ray.play("print")
     assert played.returned_reward == 1.0
@@ -265,6 +268,7 @@ async def test_a_full_cluster_is_waited_for_and_then_the_run_stops_with_a_line(r
         await waiting.close()
 
 
+@pytest.mark.slow
 async def test_without_the_whole_cluster_the_run_stops_with_a_line(ray: Ray, tmp_path: Path) -> None:
     playing = asyncio.create_task(ray.play("wait", num=4, shared=tmp_path))
     async with asyncio.timeout(30):

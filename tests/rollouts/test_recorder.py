@@ -5,6 +5,7 @@ from array import array
 from itertools import takewhile
 from typing import Any
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -58,6 +59,7 @@ def calls(draw: st.DrawFn) -> list[tuple[list[int], list[list[int]]]]:
     return made
 
 
+@pytest.mark.slow
 @settings(max_examples=200)
 @given(calls())
 def test_every_turn_reproduces_exactly_what_was_sent_and_sampled(made: list[tuple[list[int], list[list[int]]]]) -> None:

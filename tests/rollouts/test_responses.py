@@ -118,6 +118,7 @@ def with_more_fields(item: Json) -> Json:
 WAYS: list[Rewrite] = [as_they_are, written_anew, without_ids, encrypted_only, with_more_fields]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_stream", [False, True], ids=["plain", "streamed"])
 @pytest.mark.parametrize("rewrite", WAYS, ids=lambda rewrite: rewrite.__name__)
 async def test_eight_turns_do_not_come_back_as_eight_roots(rewrite: Rewrite, is_stream: bool) -> None:
@@ -430,6 +431,7 @@ IMAGE = {"type": "input_image", "image_url": "https://example.com/cat.png"}
 FILE = {"type": "input_file", "file_id": "file-1"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("fields", "named"),
     [

@@ -75,6 +75,7 @@ async def test_a_call_that_times_out_stops_the_engine_and_only_the_retry_is_trai
     assert (recorder.num_cancelled, recorder.num_abandoned, len(recorder.turns)) == (1, 0, 1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_late", [False, True], ids=["answered", "in-flight"])
 @pytest.mark.parametrize("is_stream", [False, True], ids=["plain", "streamed"])
 async def test_a_reply_that_the_client_never_saw_is_marked_and_not_trained_on(is_stream: bool, is_late: bool) -> None:

@@ -21,6 +21,7 @@ def stage(tmp_path: Path) -> Stage:
     return Stage(tmp_path)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("processes", [0, 1, 2])
 async def test_what_it_returns_and_calls_is_the_same_in_any_number_of_processes(stage: Stage, processes: int) -> None:
     source = f"""
@@ -45,6 +46,7 @@ async def rollout(policy, scenario):
     assert not any(is_alive(pid) for pid in pids - {os.getpid()})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("ending", "said"), [("os._exit(3)", "status 3"), ("os.kill(os.getpid(), 11)", "signal 11")], ids=["exit", "fault"]
 )
@@ -133,6 +135,7 @@ async def rollout(policy, scenario):
     assert "a program's\n" in err
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("source", "error", "message"),
     [

@@ -35,6 +35,7 @@ def stage(tmp_path: Path) -> Stage:
 # --- what a rollout returns -------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("keyword", ["def", "async def"])
 @pytest.mark.parametrize(
     ("value", "reward"),
@@ -70,6 +71,7 @@ async def rollout(policy, scenario):
     assert first.duration_s > 0
 
 
+@pytest.mark.slow
 async def test_the_calls_of_a_rollout_are_its_turns(stage: Stage) -> None:
     source = (
         ASK
@@ -88,6 +90,7 @@ async def rollout(policy, scenario):
     assert trajectory.num_sampled == 6
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("keyword", ["def", "async def"])
 async def test_a_rollout_names_the_states_in_which_its_calls_act(stage: Stage, keyword: str) -> None:
     """A name holds for all calls until the next one, whichever client of the policy makes them."""
@@ -125,6 +128,7 @@ async def test_a_state_that_is_no_text_fails_its_attempt_with_the_line(stage: St
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "value", ["'1.0'", "[1]", "{'reward': 1}", "(1, 2)", "Outcome(reward='x')", "Outcome(metadata={'f': open})"]
 )
@@ -143,6 +147,7 @@ async def test_a_reward_that_is_not_finite_is_an_error_of_its_rollout(stage: Sta
     assert trajectory.returned_reward is None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("source", "error", "message"),
     [
@@ -177,6 +182,7 @@ import json
     assert (first.returned_reward, second.returned_reward, third.returned_reward) == (0.0, None, 2.0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("keyword", ["def", "async def"])
 @pytest.mark.parametrize(
     "statement",
@@ -198,6 +204,7 @@ import asyncio
     assert second.returned_reward == 1
 
 
+@pytest.mark.slow
 async def test_what_was_sampled_before_the_failure_is_kept(stage: Stage) -> None:
     source = ASK + "async def rollout(policy, scenario):\n    await ask(policy)\n    raise ValueError(policy.api_key)\n"
     (trajectory,) = await stage.play(source)
@@ -205,6 +212,7 @@ async def test_what_was_sampled_before_the_failure_is_kept(stage: Stage) -> None
     assert len(trajectory.turns) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("ending", "reward", "error"),
     [
@@ -349,6 +357,7 @@ done = threading.Event()
 # --- tries ------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 async def test_failed_transport_is_tried_again_with_a_fresh_record(tmp_path: Path) -> None:
     """The first attempt's second call meets a dead engine. The trajectory holds the second attempt's calls alone."""
     errors: list[Exception | None] = [None, ChatError(503, "the engine died"), None, None]
@@ -380,6 +389,7 @@ async def rollout(policy, scenario):
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("statement", "num_attempts"),
     [
@@ -573,6 +583,7 @@ async def play_program(stage: Stage, source: str, **options: Any) -> Trajectory:
     return trajectory
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("source", "reward", "error"),
     [

@@ -402,6 +402,7 @@ def test_a_source_alone_is_recorded_as_it_was_written() -> None:
     assert ScenariosConfig(source="a.csv", columns={"q": "p"}).model_dump(mode="json")["columns"] == {"q": "p"}
 
 
+@pytest.mark.slow
 def test_a_command_line_adds_to_a_source_that_stands_alone(tmp_path: Path) -> None:
     write_csv(tmp_path / "t.csv", ROWS)
     (tmp_path / "rollout.py").write_text("def rollout(policy, scenario): return 1.0\n")

@@ -156,6 +156,7 @@ def what_is_accepted(run: RunDir) -> Iterator[tuple[Path, dict[str, str]]]:
         yield run.base, hash_files(run.base)
 
 
+@pytest.mark.slow
 def test_any_mutation_of_any_file_goes_on_or_stops_in_words(good: Path, tmp_path: Path) -> None:
     """Files in turn, readers in turn; what verifies afterwards has the bytes that were written."""
     files = sorted(path.relative_to(good) for path in good.rglob("*") if path.is_file() and path.name != "curve.svg")
@@ -190,6 +191,7 @@ def restore(good: Path, root: Path, file: Path) -> None:
         (root / name).write_bytes((good / name).read_bytes())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("reader", READERS, ids=lambda reader: reader.__name__)
 @pytest.mark.parametrize("kind", ["zero", "directory", "nowhere", "loop", "file above", "pipe", "zeros", "hole"])
 @pytest.mark.timeout(60, func_only=True)
@@ -249,6 +251,7 @@ class Opened:
         self._is_on = False
 
 
+@pytest.mark.slow
 def test_no_reader_follows_a_link_out_of_a_run(run: RunDir, tmp_path: Path) -> None:
     """Each file that no hash proves lies outside in turn, whole and readable."""
     run.drawing_path.write_text("draw()")
@@ -411,6 +414,7 @@ def mend(file: Path, data: bytes) -> None:
     file.write_bytes(data)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", ["step_9999999999999", "step_-1", "step_0001.tmp", "step_1", "step_00001", "step_\u0661\u0662\u0663\u0664",
              "step_" + "9" * 200, "step_", "step_0x10"]
@@ -459,6 +463,7 @@ def test_a_finished_evaluation_that_lost_attempts_is_named(run: RunDir, art: Art
         assert code == 0 and f"eval.jsonl has {len(lines) - 1} of {len(lines)} attempts; the numbers" in said
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("text", CONFIGS.values(), ids=CONFIGS)
 def test_a_nonsense_config_is_one_line_that_names_the_file(run: RunDir, art: Art, text: bytes) -> None:
     """Exit code 1 or 2 of train, serve, export and checkpoints --prune; the listing does not need it."""
@@ -485,6 +490,7 @@ def test_keys_of_another_version_do_not_keep_a_run_from_being_served(run: RunDir
     serve(run)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", BASE_FILES)
 @pytest.mark.parametrize("kind", ["flip", "cut", "zero", "gone", "extra"])
 def test_a_damaged_built_base_is_named_and_never_loaded(run: RunDir, art: Art, name: str, kind: str) -> None:
@@ -511,6 +517,7 @@ def test_a_damaged_built_base_is_named_and_never_loaded(run: RunDir, art: Art, n
     assert "the next `art train` builds it again" in last
 
 
+@pytest.mark.slow
 def test_a_base_removed_is_built_again_and_the_run_goes_on(run: RunDir) -> None:
     shutil.rmtree(run.base)
     loaded = load_config(CONFIG, [f"runs={run.root.parent}", *SETTINGS, "train.steps=3"])
@@ -519,6 +526,7 @@ def test_a_base_removed_is_built_again_and_the_run_goes_on(run: RunDir) -> None:
     assert (run.base / "hashes.json").is_file()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", BASE_FILES)
 @pytest.mark.parametrize("seed", range(6))
 def test_a_damaged_base_of_the_users_own_is_loaded_or_refused_in_words(
@@ -585,6 +593,7 @@ def test_a_pickled_adapter_is_refused_and_never_unpickled(good: Path, tmp_path: 
     assert not proof.exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", ["adapter_config.json", "tokenizer.json", "tokenizer_config.json", "adapter_model.safetensors"]
 )

@@ -77,6 +77,7 @@ def test_blocks_that_are_freed_are_not_asked_of_the_kernel_again() -> None:
     assert page_faults(kept, MALLOC_TRIM_THRESHOLD_="131072") > without / 2, "a user's own setting was not left alone"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "environment",
     [

@@ -105,6 +105,7 @@ def art_serve(root: Path, *options: str) -> forked.Forked:
     return forked.Forked(command, stdout=forked.PIPE, stderr=forked.PIPE)
 
 
+@pytest.mark.slow
 def test_a_failed_vllm_start_names_a_log_that_stays_and_shows_its_last_lines(home: Path, tmp_path: Path) -> None:
     """And a killed `art serve` leaves a directory that the next one removes, beside the log that it does not."""
     run = make_run(tmp_path / "mine", (1,))

@@ -95,6 +95,7 @@ ENDINGS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ending", ENDINGS)
 async def test_nothing_a_program_started_is_left_when_its_attempt_is_over(directory: Path, ending: str) -> None:
     (directory / "agent.py").write_text(f"from fugitives import *\nscatter()\n{ENDINGS[ending]}\n")

@@ -66,6 +66,7 @@ def test_two_calls_are_never_in_one_delta() -> None:
     ]
 
 
+@pytest.mark.slow
 async def test_what_waits_takes_little_room() -> None:
     """100,000 chunks that no client takes wait as a few, and come out as one."""
     backlog = Backlog()

@@ -297,6 +297,7 @@ def _break_off(patched: pytest.MonkeyPatch, moment: str) -> None:
             patched.setattr(Path, "unlink", die)
 
 
+@pytest.mark.slow
 async def test_a_day_of_clients_that_leave_an_endpoint_that_fails_and_two_kills(tmp_path: Path) -> None:
     plan = Plan(conversations=150, kills=2, seconds=4, timeout_s=1)
     day, totals = await play(plan, tmp_path)

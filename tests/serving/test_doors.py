@@ -82,6 +82,7 @@ def bearer(key: str) -> dict[str, str]:
     return {"Authorization": f"Bearer {key}"}
 
 
+@pytest.mark.slow
 @each_server
 async def test_no_route_opens_without_the_key_and_all_refusals_are_one(opened: Opened, tmp_path: Path) -> None:
     """Nothing reaches the backend, and a client without the key learns not even which paths and methods there are."""

@@ -42,6 +42,7 @@ def reference_logits(run: RunDir, step: int, ids: list[int]) -> torch.Tensor:
         return policy(torch.tensor([ids])).logits[0].log_softmax(-1)
 
 
+@pytest.mark.slow
 def test_transformers_loads_it_and_every_logprob_is_the_adapters(run: RunDir, tmp_path: Path) -> None:
     """Logprobs of the whole vocabulary at every position agree, not only of the tokens that the export compares."""
     exported = export(find_source(str(run.root)), tmp_path / "out", dtype="float32", bound=None, probe=make_probe)
@@ -154,6 +155,7 @@ def test_the_command_says_how_near_it_is_and_writes_the_card(
     assert card.startswith('---\nlibrary_name: "transformers"\n')
 
 
+@pytest.mark.slow
 def test_an_export_can_be_exported_again(run: RunDir, tmp_path: Path) -> None:
     """A whole model is its own base: nothing is merged, the dtype may change."""
     export(find_source(str(run.root)), tmp_path / "one", dtype="float32", bound=None, probe=make_probe)

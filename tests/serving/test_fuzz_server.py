@@ -126,6 +126,7 @@ async def test_malformed_requests_of_a_rollout_are_refused_by_the_gateway(path: 
     assert statuses[400] > NUM_REQUESTS / 10 and not [status for status in statuses if status >= 500], statuses
 
 
+@pytest.mark.slow
 async def test_schemathesis_finds_nothing_in_the_servers_description(tmp_path: Path) -> None:
     """Every check but one: not all that a schema admits is accepted, as it cannot say which fields need each other."""
     run = make_run(tmp_path / "mine", (1,))

@@ -179,6 +179,7 @@ async def test_slow_readers_keep_no_client_from_being_answered() -> None:
         assert data.endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n")
 
 
+@pytest.mark.slow
 async def test_a_stream_that_no_client_reads_keeps_no_slot(run: RunDir) -> None:
     """One slot: one chunk of a stream of 200 tokens is read, others are answered, then the rest of it is there."""
     loader = Loader(EmbeddedEngineConfig(max_batch=1), logs=Path("/nowhere"))

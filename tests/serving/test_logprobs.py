@@ -50,6 +50,7 @@ async def others(ai: openai.AsyncOpenAI, prompt: list[int], **cut: Any) -> dict[
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cut", CUTS, ids=["greedy", "top_p", "top_k", "all"])
 async def test_the_sampled_tokens_logprob_is_the_models_own(run: RunDir, cut: dict[str, Any]) -> None:
     """log_softmax(logits) to 1e-4 on every path, and the same distribution's as `top_logprobs`, whatever was cut."""
@@ -140,6 +141,7 @@ def check_echo(run: RunDir, choice: Any, ids: list[int]) -> None:
         assert "\ufffd" in token or choice.text[offset : offset + len(token)] == token
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("max_tokens", [0, 1, 4])
 @pytest.mark.parametrize("is_text", [True, False], ids=["text", "ids"])
 async def test_a_repeated_prompt_has_its_logprobs(run: RunDir, is_text: bool, max_tokens: int) -> None:
@@ -199,6 +201,7 @@ async def test_each_prompt_of_a_list_is_answered_as_if_it_came_alone(run: RunDir
         assert "".join(piece.text for piece in pieces) == single.text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("max_tokens", [0, 3])
 @pytest.mark.parametrize("wants_logprobs", [True, False])
 async def test_a_repeated_prompt_comes_through_a_gateway(run: RunDir, wants_logprobs: bool, max_tokens: int) -> None:

@@ -66,6 +66,7 @@ def code_of(path: str, reply: httpx.Response) -> str:
     return error["type" if path.startswith("/v1/messages") else "code"]
 
 
+@pytest.mark.slow
 async def test_without_a_key_only_health_answers(caplog: pytest.LogCaptureFixture) -> None:
     """Every route, on an address that others can reach: without a key, with wrong keys, with the key elsewhere."""
     caplog.set_level(1)
@@ -108,6 +109,7 @@ async def test_without_a_key_only_health_answers(caplog: pytest.LogCaptureFixtur
         assert text not in metrics
 
 
+@pytest.mark.slow
 async def test_no_key_is_in_anything_that_the_command_writes(run: RunDir, tmp_path: Path) -> None:
     """`art serve --verbose` on 0.0.0.0, as a process: good keys and a wrong one, right or elsewhere, on every route."""
     keys = ["environment-key-0123", "filekey", "wrong-key-0123"]

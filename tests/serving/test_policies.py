@@ -154,6 +154,7 @@ async def test_what_cannot_be_loaded_ends_the_service(run: RunDir, tmp_path: Pat
 # --- following a run --------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 async def test_following_changes_to_each_new_checkpoint_and_drops_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -288,6 +288,7 @@ async def test_the_numbers_are_prometheus_and_right() -> None:
     assert (number(reply.text, "art_requests_inside"), number(reply.text, "art_ready")) == (0, 1)
 
 
+@pytest.mark.slow
 async def test_the_lines_it_prints_work_as_they_stand(run: RunDir) -> None:
     """The command itself, as a process: its curl and its Python line get answers; SIGTERM ends it with 0."""
     command = [sys.executable, "-m", "art_cli", "serve", str(run.root), "--port", "0"]
@@ -308,6 +309,7 @@ async def test_the_lines_it_prints_work_as_they_stand(run: RunDir) -> None:
     assert errors.decode().count("POST /v1/chat/completions 200") == 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("in_file", [False, True])
 async def test_the_lines_of_a_server_with_keys_find_the_key_and_do_not_show_it(
     in_file: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

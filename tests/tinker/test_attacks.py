@@ -53,6 +53,7 @@ def stored(root: Path, uri: str) -> dict[str, torch.Tensor]:
     return load((root / uri.removeprefix("tinker://") / "adapter_model.safetensors").read_bytes())
 
 
+@pytest.mark.slow
 def test_clients_at_once_train_as_if_they_were_alone(address: str, base: Base, root: Path, tmp_path: Path) -> None:
     """Three clients send their steps interleaved; each adapter is bit for bit that of a learner of its own."""
     batches = [[IDS[number : number + 2], IDS[3 - number : 4 - number]] for number in range(3)]

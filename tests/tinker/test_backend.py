@@ -98,6 +98,7 @@ def steps_of(model: str, batches: list[list[list[int]]]) -> list[tuple[str, dict
     return [(path, {"model_id": model, "seq_id": n, **fields}) for n, (path, fields) in enumerate(requests, 1)]
 
 
+@pytest.mark.slow
 def test_requests_in_any_order_and_sent_again_give_the_steps_of_a_local_learner(
     client: Client, base: Base, tmp_path: Path
 ) -> None:
@@ -190,6 +191,7 @@ def test_a_checkpoint_goes_on_bit_for_bit_also_on_a_new_server(base: Base, tmp_p
         assert are_equal(adapter(second, again), wanted)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "full", [OSError(28, "No space left on device"), RuntimeError("Error while serializing: I/O error (os error 28)")]
 )
@@ -313,6 +315,7 @@ def test_a_web_page_may_not_ask_a_server_without_a_key(address: str) -> None:
         assert answer.status_code in (403, 415, 421), headers
 
 
+@pytest.mark.slow
 def test_hostile_bodies_are_refused_and_the_server_goes_on(client: Client, address: str) -> None:
     chance = random.Random(0)
     paths = ("create_session", "create_model", "get_info", "forward", "forward_backward", "optim_step", "save_weights",

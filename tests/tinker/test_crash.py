@@ -7,6 +7,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
+
 from art_cli.tinker.server.checkpoint_store import UNFINISHED_S, Notes, Place, RunNotes, Store
 from tests.support import forked
 from tests.support.backend_server import Client, serving, tiny_base
@@ -16,6 +18,7 @@ from tests.tinker.test_backend import ADAM, IDS, adapter, are_equal, saved, step
 CHANGES = ("os.mkdir", "os.rename", "os.remove", "os.rmdir", "shutil.rmtree")
 
 
+@pytest.mark.slow
 def test_a_step_whose_reply_was_lost_by_a_crash_is_there_once(tmp_path: Path) -> None:
     """The client sends the request again under its number, gets a 404, goes on from its checkpoint, and has the adapter
     of the same steps without a crash, bit for bit."""
@@ -82,6 +85,7 @@ def killer(after: int) -> Callable[[str, object], None]:
     return hook
 
 
+@pytest.mark.slow
 def test_a_kill_amid_a_save_or_a_deletion_leaves_nothing_that_is_never_swept(tmp_path: Path) -> None:
     """The process is killed at its first, second, ... system call that makes, renames or removes something."""
     run = f"{'0' * 32}:train:0"

@@ -230,6 +230,7 @@ PATTERNS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FAULTS)
 def test_each_fault_is_one_line_with_exit_code_1_and_leaves_nothing_half(
     name: str, setting: Setting, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -251,6 +252,7 @@ def test_the_lines_are_those_of_the_docs() -> None:
     assert [line for _, line in FAULTS.values() if f"`{line}`" not in text] == []
 
 
+@pytest.mark.slow
 def test_a_full_server_says_what_is_waited_for(
     setting: Setting, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -9,6 +9,7 @@ import os
 import sys
 from pathlib import Path
 
+import pytest
 from safetensors.torch import load
 
 from tests.support.backend_server import serving, tiny_base
@@ -28,6 +29,7 @@ async def start(address: str, directory: Path) -> asyncio.subprocess.Process:
     return await asyncio.create_subprocess_exec(*command, env=environment)
 
 
+@pytest.mark.slow
 async def test_over_a_lossy_network_and_a_kill_each_update_is_there_once(tmp_path: Path) -> None:
     """Requests are lost, repeated and delayed, and the client is killed when it has its first checkpoint. The adapter
     is bit for bit that of the same updates in this process."""

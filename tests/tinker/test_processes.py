@@ -73,6 +73,7 @@ def gap(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> float:
     return max(float((left[name] - right[name]).abs().max()) for name in left)
 
 
+@pytest.mark.slow
 def test_two_processes_train_what_one_trains(several: Base, alone: Base, tmp_path: Path) -> None:
     """Logprobs, loss, gradients that add up over two passes, the update, and what is sampled from afterwards."""
     two, one = learners(several, alone)
@@ -135,6 +136,7 @@ def test_data_are_the_same_after_they_were_sent() -> None:
         assert (found.computed == sent.computed).all()
 
 
+@pytest.mark.slow
 def test_the_server_trains_and_samples_and_ends_when_a_process_dies(tmp_path: Path) -> None:
     """A client trains by the protocol; then a process is killed, and the server ends with one line that says so."""
     base = save_tiny_base(tmp_path / "base", hidden=32)

@@ -196,6 +196,7 @@ class Sender:
         return answer.status_code, result
 
 
+@pytest.mark.slow
 def test_no_number_breaks_a_request_fills_memory_or_stops_a_models_queue(address: str) -> None:
     """The first value within a field's range, all others, and numbers of another type."""
     with Client(address) as client:
@@ -279,6 +280,7 @@ def test_no_number_of_a_protocol_buffer_stops_a_models_queue(address: str) -> No
                 assert result.get("category") == ("user" if changed else None), (changed, result)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("last_n", [None, 0, 1, L - 1, L, L + 1, 2 * L - 1, 2 * L, 2**31 - 1])
 def test_the_prompts_last_logprobs_are_those_of_the_plain_answer(last_n: int | None, address: str, base: Base) -> None:
     """Also where more are asked for than the prompt has tokens."""

@@ -36,6 +36,7 @@ def methods(address: str, packages: Path | None) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("version", ["0.24.1", "newest"])
 def test_every_method_works_or_is_refused_by_name(version: str, tmp_path: Path) -> None:
     """At least 60 methods of each version that ask the server are supported."""

@@ -61,6 +61,7 @@ def twisted(path: str) -> list[str]:
     return [*named, f"{path}%00", f"{path};x"]
 
 
+@pytest.mark.slow
 async def test_no_path_and_method_answers_anything_but_401_without_the_key() -> None:
     """Made from the router, so that a new route that forgets the key fails. The routes have no state here: a request
     that is let in is a 500."""
@@ -158,6 +159,7 @@ def test_each_route_that_names_something_is_probed() -> None:
         assert is_probed or path in NAMES_NOTHING or path in {each.removeprefix("/") for each in REFUSED}, path
 
 
+@pytest.mark.slow
 def test_anothers_ids_and_their_neighbours_are_as_unknown_ones(clients: tuple[Client, Client]) -> None:
     """Each answer to B about what is A's is that about an id that never was, but for the id; and A's is as it was."""
     mine, other = clients

@@ -64,6 +64,7 @@ def trained(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Trained]
     gc.collect()
 
 
+@pytest.mark.slow
 def test_an_export_is_the_model_that_the_server_trained(trained: Trained, tmp_path: Path, art: Art) -> None:
     code, _, errors = art("export", trained.path, "-o", tmp_path / "merged", "--dtype", "float32")
     assert code == 0, errors
@@ -74,6 +75,7 @@ def test_an_export_is_the_model_that_the_server_trained(trained: Trained, tmp_pa
     assert token_logprobs(made, IDS) == pytest.approx(trained.scores, abs=1e-4)
 
 
+@pytest.mark.slow
 def test_what_is_served_has_the_weights_that_the_server_trained(trained: Trained, tmp_path: Path) -> None:
     """The source that `art serve` opens, in the embedded engine: its logprobs, and a reply."""
     weights = _load(find_source(str(trained.path)), "float32")
@@ -92,6 +94,7 @@ def test_what_is_served_has_the_weights_that_the_server_trained(trained: Trained
     assert asyncio.run(score()) == pytest.approx(trained.scores, abs=1e-4)
 
 
+@pytest.mark.slow
 def test_a_preflight_asks_the_server(tmp_path: Path, art: Art) -> None:
     """Found: the base model there, and its context. Not found: one line says what is wrong with the address."""
     with serving(tiny_base(tmp_path / "tiny"), tmp_path / "backend") as address:

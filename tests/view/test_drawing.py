@@ -4,6 +4,7 @@ import contextlib
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
 from playwright.sync_api import expect
 
 from tests.support.browser import chromium, viewing
@@ -22,6 +23,7 @@ addEventListener("message", async ({ data }) => {
 """  # both are allowed by the policy of its frame, whatever that is: they get out as the name of a host
 
 
+@pytest.mark.slow
 def test_the_drawing_of_a_run_sends_nothing_before_the_viewer_has_agreed(
     tmp_path: Path, art: Callable[..., tuple[int, str, str]]
 ) -> None:
@@ -42,6 +44,7 @@ def test_the_drawing_of_a_run_sends_nothing_before_the_viewer_has_agreed(
     assert ".invalid" not in log.read_text(errors="replace")
 
 
+@pytest.mark.slow
 def test_the_viewer_agrees_once_for_a_run_until_the_page_is_loaded_again(tmp_path: Path) -> None:
     run = write_viewed_run(tmp_path / "run", steps=2)
     run.drawing_path.write_text('document.body.textContent = "running"')

@@ -104,6 +104,7 @@ def shown(page: Page) -> None:
 # --- what it shows ----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_group_opens_from_its_row_and_an_attempt_from_the_group(open_page: Open, root: str) -> None:
     page = open_page(f"{root}/{PLACES['groups']}")
     page.locator("[data-row='2'] a").first.click()
@@ -224,6 +225,7 @@ def test_metrics_are_searched_and_pinned(open_page: Open, root: str) -> None:
 # --- how it looks -----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_axe_finds_no_serious_fault(open_page: Open, root: str, scheme: str) -> None:
     page = open_page(f"{root}/", color_scheme=scheme)
@@ -372,6 +374,7 @@ def test_the_page_in_one_file_needs_no_server(
 # --- a run that goes on -----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_curves_grow_while_the_demo_trains(open_page: Open, demo: RunDir) -> None:
     """The page is loaded once. What the chart says at its last step is what metrics.jsonl has."""
     wait_until(lambda: len(demo.metrics()) > 0, timeout_s=120)

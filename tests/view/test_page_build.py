@@ -4,12 +4,15 @@ import json
 import subprocess
 from pathlib import Path
 
+import pytest
+
 from tests.support.node import page_sources
 from tests.support.paths import ROOT
 
 APP = ROOT / "art_cli/view/app"
 
 
+@pytest.mark.slow
 def test_the_committed_page_is_what_its_sources_build(tmp_path: Path) -> None:
     """`make view` after a change; esbuild is pinned, so that the same sources give the same bytes."""
     subprocess.run(["node", "build.mjs", str(tmp_path)], cwd=page_sources(), check=True, timeout=60)

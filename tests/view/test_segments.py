@@ -117,6 +117,7 @@ def test_segments_hold_every_token_once(texts: TokenTexts, talks: list[list[Json
             assert first_tokens(trajectory.turns, recorded.parent, recorded.kept) == whole[: recorded.kept]
 
 
+@pytest.mark.slow
 def test_ten_thousand_turns_and_foreign_tokens_are_shown(texts: TokenTexts) -> None:
     """One chain of 10,000 turns; ids that the tokenizer does not know; a turn that keeps more than there is."""
     turn = Turn(parent=None, kept=0, prompt_ids=[5, 10**9], sampled_ids=[-1], logprobs=[0.0], raw_logprobs=None, step=0,

@@ -264,6 +264,7 @@ def long_lines() -> dict[str, list[Any]]:
     }
 
 
+@pytest.mark.slow
 async def test_extreme_conversations_are_shown(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     lines = long_lines()

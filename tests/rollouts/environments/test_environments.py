@@ -58,6 +58,7 @@ def test_what_cannot_be_played_is_refused_in_words(
     assert words in str(refusal.value)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("rollout", "words"),
     [
@@ -147,6 +148,7 @@ class Echo:
         return Outcome(reward=scenario["seed"])
 
 
+@pytest.mark.slow
 def test_a_package_adds_a_library_by_an_entry_point(tmp_path: Path) -> None:
     metadata = tmp_path / "mine-1.0.dist-info"
     metadata.mkdir()
@@ -172,6 +174,7 @@ def test_what_another_python_has_is_listed_by_it(tmp_path: Path, capsys: pytest.
     assert "--python" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_the_list_as_json_has_every_environment_and_what_is_wrong_with_it(capsys: pytest.CaptureFixture[str]) -> None:
     """At least 70 of textarena's games can be played without a network, data or a key."""
     assert cli.run(["environments", "textarena", "--json"]) == 0

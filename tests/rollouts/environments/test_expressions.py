@@ -46,6 +46,7 @@ def opened(name: str) -> Generator:
     return generator
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(evaluating()))
 def test_an_attack_is_scored_as_an_empty_answer_and_a_right_answer_keeps_its_score(name: str, tmp_path: Path) -> None:
     generator = opened(name)

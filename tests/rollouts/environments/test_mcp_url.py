@@ -222,6 +222,7 @@ def server() -> Iterator[Misbehaving]:
         server.shutdown()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("listed", "words"),
     [
@@ -256,6 +257,7 @@ def test_an_address_without_a_server_is_refused_in_words() -> None:
         open_environment(Settings("mcp/http://127.0.0.1:1/mcp", {"timeout_s": 2.0}))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("called", ["hang", "close", b"no json", {"content": 5}, {"content": [{"type": "text"}]}, {}])
 async def test_a_server_that_breaks_in_the_middle_fails_the_attempt(
     tmp_path: Path, server: Misbehaving, called: Any

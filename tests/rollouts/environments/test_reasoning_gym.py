@@ -26,6 +26,7 @@ async def played(stage: Stage, environment: Any, *seeds: int, **options: Any) ->
     return stage.finished
 
 
+@pytest.mark.slow
 async def test_a_right_answer_gets_the_full_score_of_the_generators_own_puzzle(tmp_path: Path) -> None:
     """The reference is the library's own dataset of that seed, its answer and its scorer. A child process plays."""
     args = {"min_terms": 2, "max_terms": 3}

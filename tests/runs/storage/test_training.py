@@ -36,6 +36,7 @@ def adapter(root: Path, step: int) -> bytes:
     return (RunDir(root).checkpoint_path(step) / ADAPTER).read_bytes()
 
 
+@pytest.mark.slow
 def test_a_new_machine_ends_as_an_uninterrupted_run_bit_for_bit(tmp_path: Path) -> None:
     """A run of 4 steps is in the store. Then its machine is made to have died while checkpoint 3 went up and after
     checkpoint 4 never did: of 3 one file is cut in half, and the manifest is there; of 4 nothing.
@@ -69,6 +70,7 @@ def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
 FULL = OSError(28, "No space left on device")
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("hasty")
 @pytest.mark.parametrize("fault", [PermissionError("403 Forbidden: AKIAKEY"), FULL, None], ids=["403", "full", "hangs"])
 def test_a_store_that_fails_never_stops_training_and_is_told_once(

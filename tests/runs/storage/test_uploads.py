@@ -72,6 +72,7 @@ def test_a_machine_that_dies_at_any_write_leaves_the_checkpoint_before_or_the_ne
     assert not [name for name in store.objects("checkpoints") if name.startswith("checkpoints/step_0002/")]
 
 
+@pytest.mark.slow
 def test_a_process_killed_at_random_instants_of_an_upload_leaves_no_torn_checkpoint(tmp_path: Path) -> None:
     """Eight real kills, on a store of files."""
     run, store = made(tmp_path / "mine", 1), ObjectStore(f"file://{tmp_path}/bucket/mine")
