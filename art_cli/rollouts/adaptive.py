@@ -1,4 +1,4 @@
-"""AdaptiveOrder: plays more often what is neither solved nor hopeless; Replay: earlier groups to train on again.
+"""AdaptiveOrder: plays more often what is neither solved nor hopeless; Replay: an earlier group to train on again.
 
 Both take numbers and ids, and return indices or ids.
 

@@ -1,4 +1,4 @@
-"""Dispatch: takes a request to its policy's engine; Backlog: chunks that a slow client has not taken yet.
+"""Dispatch: takes a request to its policy's engine; Backlog: sampled chunks that a client has not taken yet.
 
     engine's stream -> a task -> Backlog -> application, at the client's speed
 

@@ -1,4 +1,4 @@
-"""ServedPolicy: one model name, the engine that answers for it, and the change to another checkpoint; Policies: all.
+"""ServedPolicy: one model name, the engine that answers for it, its change to another checkpoint; Policies; Loader.
 
 A change drops no request, and no reply mixes two checkpoints: requests in flight end on the checkpoint that they began
 with, later ones go to the new one. vLLM does that by itself, because each step's adapter has its own name there. Other

@@ -1,7 +1,8 @@
-"""The mathematics of a decoder layer, forward and backward: norm, rotary embedding, gate, linear layer with adapter.
+"""The mathematics of a decoder layer, forward and backward; its products, and the attentions that share a call.
 
-Pure: tensors and numbers in, tensors out. Below float32 norms are computed in float32 and rounded where the models
-round; an adapter, which stays float32, is multiplied in the dtype of the states, as autocast would.
+The parts are norm, rotary embedding, gate, and linear layer with adapter. Pure: tensors and numbers in, tensors out.
+Below float32 norms are computed in float32 and rounded where the models round; an adapter, which stays float32, is
+multiplied in the dtype of the states, as autocast would.
 T tokens; D numbers of a head.
 
 Products use the faster of torch's two libraries. torch gives float32 matmuls to MKL, which on AMD's processors uses
