@@ -8,10 +8,10 @@
     record.py            config.json: what a run was made with, compared with a configuration
     warm_up.py           the supervised phase before the first step
     policy_sampler.py    Sampler: engine, gateway and runner, opened together; plays scenarios with one policy
-    batches.py           each step's scored groups, played and judged as far ahead as the policy allows
-      scenario_choice.py, step_groups.py, owed_groups.py    scenarios and groups of a step, and those still missing
-    evaluate.py, pairwise_eval.py, gates.py    evaluations: means and intervals, a judge's comparisons, bounds
-    stop_rules.py, run_meter.py, startup.py, interrupts.py    rules that pause, hours and dollars, start, Ctrl-C
+    batches.py           each step's groups: which, played in waves, and judged as far ahead as the policy allows
+      scenario_choice.py, owed_groups.py    the scenarios of a step, and its groups that are still missing
+    evaluate.py          evaluations: means and intervals, a judge's comparisons, gates
+    stop_rules.py, startup.py, interrupts.py    rules that pause, hours and dollars, start, Ctrl-C
     stages.py, stage_policy.py    the stages of the loop, each run alone
 
 It has no mathematics and no file format: those are the learner's and run_dir's. The policy is plain data here

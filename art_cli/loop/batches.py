@@ -1,4 +1,4 @@
-"""Batches: each step's scored groups, played and judged as far ahead as the policy allows.
+"""Batches: each step's scored groups, played and judged as far ahead as the policy allows; StepGroups: its groups.
 
     allow(step) -> plays what the step owes, judges meanwhile, writes trajectories.jsonl and scored.jsonl -> take(step)
 
@@ -7,7 +7,7 @@ slots that the long tail of the other leaves free. The loop decides how far ahea
 `train.max_staleness` from the policy that samples. Attempts that were played and not taken stay on disk and are not
 played again.
 
-StepGroups: which groups a step plays, in waves. Groups that teach nothing are refilled (DAPO, section 3.2).
+A step plays its groups in waves, because groups that teach nothing are refilled (DAPO, section 3.2):
 
     wave 1 = the step's own groups; wave 2 = as many further groups as wave 1 has groups without signal; and so on
 

@@ -1,9 +1,14 @@
-"""Plays the evaluation scenarios and compares policies: means, bootstrap intervals, paired differences.
+"""Evaluation: the attempts at its scenarios, means, bootstrap intervals, paired differences, a judge's contests, gates.
 
 Every attempt at a scenario counts. A failed attempt has reward 0 in the comparison, because an agent that crashes has
 not done its job, and is counted separately.
 
-Gates: bounds that an evaluation must keep: on means, or on differences from another policy.
+A judge such as RULER compares the attempts of one group, so its scores of two checkpoints are comparable only if both
+met the same opponents. Here each scenario's attempts are judged in one group with the reference attempts, which are
+those of the first policy that was evaluated. The reward is the share of comparisons won. Only the order of scores
+within a group counts, so a judge that is harsher in one call than in another changes nothing.
+
+Gates are bounds that an evaluation must keep, on means or on differences from another policy:
 
     reward>=0.8               the mean
     reward>=baseline-0.02     the paired difference from the first policy
@@ -11,13 +16,6 @@ Gates: bounds that an evaluation must keep: on means, or on differences from ano
 
 A name that no metric can have is refused before anything is played. A name that no attempt reports is refused after
 the first attempts.
-
-An evaluation by a judge: attempts against fixed reference attempts.
-
-A judge such as RULER compares the attempts of one group, so its scores of two checkpoints are comparable only if both
-met the same opponents. Here each scenario's attempts are judged in one group with the reference attempts, which are
-those of the first policy that was evaluated. The reward is the share of comparisons won. Only the order of scores
-within a group counts, so a judge that is harsher in one call than in another changes nothing.
 """
 
 import logging
@@ -43,6 +41,8 @@ from art_cli.loop.policy_sampler import Sampler
 from art_cli.runs.durable import LineWriter, read_lines
 from art_cli.runs.trajectory import Json, ScoredTrajectory, Trajectory
 from art_cli.runtime.errors import GateError, JudgeError, UsageError
+
+log = logging.getLogger(__name__)
 
 IN_FLIGHT = 32  # number of scenarios judged at once; a judge that makes calls bounds those itself
 REFERENCE = "reference-"  # prefix of the ids of reference attempts while they are judged
@@ -211,8 +211,6 @@ def paired_difference(values: Mapping[str, float], baseline: Mapping[str, float]
     common = sorted(values.keys() & baseline.keys())
     return estimate([values[name] - baseline[name] for name in common], seed=seed) if common else None
 
-
-log = logging.getLogger(__name__)
 
 BASELINE = "baseline"  # the first policy
 SPENT = ("seconds", "tokens_in", "tokens_out", "cost_usd")

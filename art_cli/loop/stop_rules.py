@@ -1,4 +1,4 @@
-"""StopRules: the rules of the `stop` section that fire after a step or an evaluation. Pure: a history in.
+"""StopRules: the rules of the `stop` section that fire after a step or an evaluation; RunMeter: hours and dollars.
 
 A rule with `then: warn` fires when it begins to hold. One that pauses the run fires as long as it holds; after that it
 begins anew, so that a run that goes on is not paused again at once:
@@ -6,10 +6,9 @@ begins anew, so that a run that goes on is not paused again at once:
     metric     only the steps after the pause count
     hours, usd as much again as in the rule, from what was spent at the pause
 
-RunMeter: how long a run has taken and what its judges have cost, over all of its starts.
-
-What earlier starts took is read from the last step's metrics, and from the judge's own record of its calls, which holds
-those of a step that was killed too. The time of a step that was killed counts when the step is done again.
+RunMeter counts over all of a run's starts. What earlier starts took is read from the last step's metrics, and from the
+judge's own record of its calls, which holds those of a step that was killed too. The time of a step that was killed
+counts when the step is done again. The rules themselves are pure: a history in.
 """
 
 import time

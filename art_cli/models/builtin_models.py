@@ -1,18 +1,14 @@
-"""Models that are made by code and need no hub: `model.base: builtin:tiny`
+"""Small models that are made by code and need no hub: `model.base: builtin:tiny`, and models of a task's words.
 
     tiny    a Qwen3 of a million weights that writes random words, for trying an agent, a judge or a machine
-
-Its weights are set by hand, so it varies from attempt to attempt, ends its turns, and in some of them calls a tool that
-the prompt offers, without arguments. It understands nothing until `art sft` or training has taught it. It uses ChatML
-with tools in the Hermes format. Each function writes a transformers directory, the same bytes each time.
-
-Makes small base models from nothing: a Qwen3 with seeded random weights, and a tokenizer that knows a task's words.
 
     build(directory, make_tokenizer([SYSTEM]))                  # a model whose words are those of the system prompt
     build(directory, make_tokenizer(WORDS, tools=TOOLS))        # one that calls tools
 
-Such a model learns one task on a CPU. It speaks ChatML; calls of tools are in the Hermes format (docs/tool-calls.md).
-Its files are the same bytes each time.
+The weights of tiny are set by hand, so it varies from attempt to attempt, ends its turns, and in some of them calls a
+tool that the prompt offers, without arguments. It understands nothing until `art sft` or training has taught it.
+`build` makes a Qwen3 with seeded random weights, which learns one task on a CPU. All use ChatML with tools in the
+Hermes format (docs/tool-calls.md). Each function writes a transformers directory, the same bytes each time.
 """
 
 import itertools

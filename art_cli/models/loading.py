@@ -1,21 +1,19 @@
-"""Loads or builds a base model, its tokenizer and its adapter: the one place where weights come from.
+"""The loading of a base model, its tokenizer and its adapter, in a chosen dtype or 4 bits: the one source of weights.
 
 It neither samples (engines) nor trains (learners); both may hold the same `Weights`. A base is a hub id, a directory,
 or a function that writes such a directory, after which all three are loaded in the same way. torch, transformers and
 peft are imported inside functions only, so that importing this module costs nothing.
 
-Chooses the dtype of a base model where `model.dtype` is auto: by what the device has, so that load cannot matter.
+Where `model.dtype` is auto, the dtype follows from what the device has, so that load cannot matter. Nothing is timed,
+because a busy machine times differently from a quiet one. bfloat16 halves the memory, and a device that multiplies it
+natively (a GPU's tensor cores, AMX on a CPU) computes products six times faster and more. Elsewhere it does not pay:
+AVX-512 alone gives 2.1 times on products and 1.1 to 1.4 times on a step, and bfloat16 rounds logprobs to a hundredth of
+a nat.
 
-bfloat16 halves the memory, and a device that multiplies it natively (a GPU's tensor cores, AMX on a CPU) computes
-products six times faster and more. Elsewhere it does not pay: AVX-512 alone gives 2.1 times on products and 1.1 to 1.4
-times on a step, and bfloat16 rounds logprobs to a hundredth of a nat. Nothing is timed, because a busy machine times
-differently from a quiet one. torch is imported inside functions only.
-
-The base model in 4 bits, by bitsandbytes: the settings that load it, and one fix after loading.
-
-NF4 with double quantization (Dettmers et al. 2023, arXiv:2305.14314): each linear layer but the head is kept in 4 bits
-and computed in the model's dtype. There is no 8-bit form, for two reasons. It rounds activations as well, so that the
-gradient would depend on the order of sums and therefore on the packing. And vLLM does not quantize to it while loading.
+In 4 bits (bitsandbytes' NF4 with double quantization, Dettmers et al. 2023, arXiv:2305.14314) each linear layer but the
+head is kept quantized and computed in the model's dtype; one fix follows the loading. There is no 8-bit form, for two
+reasons. It rounds activations as well, so that the gradient would depend on the order of sums and therefore on the
+packing. And vLLM does not quantize to it while loading.
 """
 
 from __future__ import annotations
@@ -46,6 +44,8 @@ from art_cli.runtime.errors import ArtError, CheckpointError, RunError, UsageErr
 
 if TYPE_CHECKING:
     import torch
+
+log = logging.getLogger(__name__)
 
 
 def require_bitsandbytes() -> None:
@@ -142,8 +142,6 @@ def _count_parameters(base: str) -> int:
         ).num_parameters()
     return num
 
-
-log = logging.getLogger(__name__)
 
 HUB_TIMEOUT_S = 10.0
 DEFAULT_LENGTH = 4096  # context in tokens of a model whose configuration names none

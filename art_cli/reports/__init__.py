@@ -1,1 +1,1 @@
-"""A run's account of itself: report, findings, diagnoses; trackers/ and pages/."""
+"""A run's account of itself: report and findings; trackers/ and pages/."""

@@ -1,4 +1,4 @@
-"""Findings: what went wrong in a run, since when, what the numbers show beside it, and cures. Pure: a history in.
+"""Findings: what went wrong in a run, since when, reasons in the numbers beside it, and cures. Pure: a history in.
 
 evaluation_fell   an evaluation lies below the best one before it, by more than the interval of their paired difference
 training_fell     the training reward of the last steps lies below that of the best steps before
@@ -9,17 +9,15 @@ failures          many rollouts of several steps fail
 shadow_gap        the reward rose above a shadow judge's score by more than before, on the same trajectories
 shadow_correlation  a shadow judge's scores agree with the rewards less than before, within groups
 
+A reason is a number that changed between the best policy and the policy that fell (entropy, signal, gap, clipping,
+length, failures, gradient), with what to try. The cures of all findings stand here.
+
 The best of many evaluations is good by luck too. So the level of the interval is divided by the number of pairs that
 were compared (Bonferroni), and of runs that never change about 5 % are accused. A reason beside the fall is evidence of
 its own; then the level is divided by the number of earlier evaluations only.
 
 Steps are numbered as `art train` shows them: "step 7" is the seventh update, and an evaluation at step 7 is of the
 policy that it made.
-
-Changes in a run beside a fall of its reward: entropy, signal, gap, clipping, length, failures, gradient.
-
-Each reason is a number that changed between the best policy and the policy that fell, with what to try. The cures of
-all findings stand here.
 """
 
 import math

@@ -1,20 +1,16 @@
 """Runs the user's agent: scenarios in, trajectories out.
 
-scenario_files.py    reads scenarios, and chooses those that a step plays
+scenario_files.py    scenarios to train on and to evaluate with, and their order of play
+adaptive.py          the scenarios to play more often, and the groups to train on again
 policy.py            Policy, which a rollout function gets, and the Outcome of what it returns
-function_rollout.py  a Python function as a Rollout
+function_rollout.py  a Python function as a Rollout, with each attempt's key in the environment that they share
 process.py           that function in separate processes, as it runs by default
-attempt_end.py       the end of an attempt, as its process reports it
 bootstrap.py         starts such a process in any Python
-command_rollout.py   an external program as a Rollout
-attempt_errors.py    errors of one attempt, and the choice of those that are tried again
-rollout_runner.py    many rollouts at once: concurrency, timeouts, turn limits, retries; each becomes a Trajectory
-progress.py          the counts of a run of rollouts, and their progress bar
+command_rollout.py   an external program as a Rollout, and the attempt whose program makes a call
+attempt_errors.py    errors of one attempt, those that are tried again, and its end as its process reports it
+rollout_runner.py    many rollouts at once: concurrency, timeouts, limits, retries, progress; each becomes a Trajectory
 rollout_gateway.py   the capturing OpenAI-compatible proxy; a call's key names its trajectory
-per_attempt_key.py   a key for each attempt in the environment that they share
-connection_owner.py  the attempt whose program makes a call
-retries.py           the call that a retry replaces
-recorder.py          one rollout's calls as a prefix tree of turns and a tree of messages
+recorder.py          one rollout's calls as trees of turns and of messages, and the call that a retry replaces
 
 The runner's unit of work is `Rollout.play`: (endpoint, key, scenario) -> outcome. All of it is plain data, so that the
 work is done in another process and can be done on another host. Policy is that endpoint and key.

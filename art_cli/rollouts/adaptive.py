@@ -1,4 +1,6 @@
-"""AdaptiveOrder: plays more often what is neither solved nor hopeless. Numbers and ids in, indices out.
+"""AdaptiveOrder: plays more often what is neither solved nor hopeless; Replay: an earlier group to train on again.
+
+Both take numbers and ids, and return indices or ids.
 
 A group teaches as much as its rewards differ. For a success rate p the variance of a reward is p(1 - p): 0 for what is
 solved or hopeless, 1/4 at most. Each step draws its scenarios with probabilities that follow the variance expected of
@@ -10,14 +12,11 @@ over the past groups of the scenario, or of its pool. S is the sum of squared de
 degrees of freedom (attempts with a reward - 1), and d = 2^(-age / half-life) discounts what an older policy did. So a
 solved scenario slowly comes back to the prior, and with it into play.
 
-The choice of groups of earlier steps to train on again. Numbers and ids in, ids out.
-
-Candidates are the groups with signal of the last `max_age` steps. They are drawn without repetition, each with a
-probability among those left that follows the variance of its rewards divided by its age in steps: how much it teaches,
-and how far the policy has moved since. A group may be drawn again by a later step.
-
-Replay of aged rollouts under importance weights: RePO, Li et al. 2025 (arXiv:2506.09340), whose strategies of choosing
-by recency and by variance are joined here.
+Candidates of a replay are the groups with signal of the last `max_age` steps. They are drawn without repetition, each
+with a probability among those left that follows the variance of its rewards divided by its age in steps: how much it
+teaches, and how far the policy has moved since. A group may be drawn again by a later step. Replay of aged rollouts
+under importance weights is RePO, Li et al. 2025 (arXiv:2506.09340), whose strategies of choosing by recency and by
+variance are joined here.
 """
 
 import hashlib

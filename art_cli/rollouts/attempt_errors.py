@@ -1,12 +1,11 @@
-"""Errors of one attempt at a rollout, and the choice of those that are tried again.
+"""Errors of one attempt at a rollout, the choice of those that are tried again, and an attempt's end as plain data.
 
 An `AttemptError` becomes the `error` of a trajectory, which is kept and counted. A RolloutError stops the run, because
 every rollout would fail with it. Only failures of transport are tried again.
 
-The end of an attempt, as its process reports it: an Outcome or an AttemptError, as plain JSON data.
-
-Standard library only, because the process may be a Python that has none of our dependencies (bootstrap.py). The process
-also runs the user's code, so what it reports is checked whole.
+The process of an attempt reports its end, an Outcome or an AttemptError, as plain JSON data. It also runs the user's
+code, so what it reports is checked whole. Standard library only, because it may be a Python that has none of our
+dependencies (bootstrap.py).
 """
 
 import sys
@@ -21,6 +20,8 @@ from art_cli.runtime.errors import message_of
 from art_cli.runtime.plugins import place_of
 from art_cli.runtime.processes.plain_json import is_deep
 from art_cli.runtime.processes.process_calls import checked
+
+Json = dict[str, Any]
 
 MAX_ERROR_LENGTH = 2000  # characters of an error kept in a trajectory
 NODE = "node"  # the kind of error of an attempt whose machine was lost, which is not the attempt's doing
@@ -113,9 +114,6 @@ def _is_named_transport(error: BaseException) -> bool:
 def describe_exit(status: int) -> str:
     """Returns how a process ended, for an attempt's error. Examples: -9 is "signal 9", 3 is "status 3"."""
     return f"signal {-status}" if status < 0 else f"status {status}"
-
-
-Json = dict[str, Any]
 
 
 @dataclass(frozen=True)

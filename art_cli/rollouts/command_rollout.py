@@ -1,4 +1,4 @@
-"""CommandRollout: an external program in any language as a rollout.
+"""CommandRollout: an external program in any language as a rollout; Peers: the attempt whose program makes a call.
 
 It gets the scenario as one JSON line on standard input, and in its environment OPENAI_BASE_URL, OPENAI_API_KEY and
 OPENAI_MODEL, and for Anthropic's clients ANTHROPIC_BASE_URL, ANTHROPIC_API_KEY and ANTHROPIC_MODEL. Of art's own
@@ -7,13 +7,11 @@ to standard output is its outcome: a number, null, or `{"reward": 1.0, "metrics"
 It runs in a new session under a process that kills all that descends from it when the rollout is over, however
 it ends (runtime/processes/supervisor.py). Standard library only, because nodes of a cluster may have nothing else.
 
-The attempt whose program makes a call.
-
-A key alone does not show it, because programs of one user can read each other's keys: the environment of a program
-(`/proc/PID/environ`) is open to every process of the same user. The gateway therefore looks at the process that holds
-the other end of a connection. If that process belongs to another attempt than the key does, the call is refused. A
-connection that belongs to no attempt's program is let through, because it may come from a container or a proxy that the
-program uses. All this works on Linux only; elsewhere every call is let through.
+A key alone does not show whose call it is, because programs of one user can read each other's keys: the environment of
+a program (`/proc/PID/environ`) is open to every process of the same user. The gateway therefore looks at the process
+that holds the other end of a connection. If that process belongs to another attempt than the key does, the call is
+refused. A connection that belongs to no attempt's program is let through, because it may come from a container or a
+proxy that the program uses. All this works on Linux only; elsewhere every call is let through.
 """
 
 import contextlib

@@ -1,11 +1,8 @@
-"""FunctionRollout: the user's Python function, `async def rollout(policy, scenario)` or a plain `def`.
+"""FunctionRollout: the user's Python function as a rollout; and a key for each attempt in the environment they share.
 
-A ready-made environment is such a function as well.
-
-Neither runs in the event loop of the gateway and the engine. Async functions share a loop in one thread; plain
-ones get a thread each. So a function that blocks holds up nothing but itself, and its timeout still counts.
-
-A key for each attempt in the environment that the attempts of one process share.
+It is `async def rollout(policy, scenario)` or a plain `def`, and so is a ready-made environment. Neither kind runs in
+the event loop of the gateway and the engine. Async functions share a loop in one thread; plain ones get a thread each.
+So a function that blocks holds up nothing but itself, and its timeout still counts.
 
 Suppose that a rollout sets OPENAI_API_KEY to its `policy.api_key`. Then the calls of all attempts in the process would
 go into the trajectory of the last attempt that did so. Therefore a variable that holds an attempt's key reads as the

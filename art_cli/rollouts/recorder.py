@@ -1,4 +1,4 @@
-"""One rollout's calls as a prefix tree of turns and a tree of messages, held in memory while the rollout lasts.
+"""One rollout's calls as a prefix tree of turns and a tree of messages, in memory; and the call that a retry replaces.
 
 Tokens are recorded as the engine was given them and as it sampled them, never rendered again from text. The parent of
 a turn is the earlier turn whose sequence shares the most tokens with its prompt:
@@ -6,8 +6,6 @@ a turn is the earlier turn whose sequence shares the most tokens with its prompt
     the prompt continues the whole sequence        kept = its length; the conversation goes on
     the prompt differs from it at some token       kept = the tokens before that one; a branch
     the prompt shares no token with any            parent None; a new tree
-
-The call that a retry replaces.
 
 An SDK that gives up on a call sends it again, and counts in a header how many times it has (`Request.num_retries`). The
 first call may have been answered all the same, with a reply that the rollout never saw. Where several calls are equal,

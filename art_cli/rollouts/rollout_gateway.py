@@ -6,7 +6,7 @@
 A call whose client leaves before its end counts like any other. The text streamed until then was sampled and seen, so
 it is recorded as a turn with the finish reason "cancelled".
 
-An SDK that gives up on a call sends it again. The new call replaces the old one (retries.py), and a reply to the old
+An SDK that gives up on a call sends it again. The new call replaces the old one (recorder.py), and a reply to the old
 one is marked as abandoned.
 
 A call with `Request.is_recorded` False is answered, and neither recorded nor counted: it only asks about a prompt, or
@@ -147,7 +147,7 @@ class Gateway:
 
 
 class _RightfulCalls:
-    """The application behind connection_owner.py: a call with another attempt's key gets the 401 of a wrong key."""
+    """The application behind `Peers`: a call with another attempt's key gets the 401 of a wrong key."""
 
     def __init__(self, app: ASGIApp, gateway: Gateway) -> None:
         self._app = app

@@ -1,11 +1,10 @@
-"""Runs many rollouts at once and makes a Trajectory of each: concurrency, timeouts, turn limits, retries.
+"""Runner: many rollouts at once, each made a Trajectory: concurrency, timeouts, turn limits, retries, progress.
 
 It knows nothing of steps, judges or files: the caller plans the rollouts and writes their trajectories. A rollout that
 fails becomes a trajectory with `error`. Only an error that every rollout would have stops the run. Failures of
 transport are tried again. Reaching a limit on turns or context is the policy's own doing and no failure: the rollout's
-reward counts, or `limit_reward`.
-
-The counts of a run of rollouts, shown as a bar on a terminal, otherwise as a log line every ten seconds.
+reward counts, or `limit_reward`. The counts of a run of rollouts are shown as a bar on a terminal, otherwise as a log
+line every ten seconds.
 """
 
 import asyncio
@@ -37,8 +36,9 @@ from art_cli.runs.trajectory import Trajectory
 from art_cli.runtime.errors import RolloutError, first_of_group
 from art_cli.runtime.log import Bar, shown_bar
 
-log = logging.getLogger(__name__)
+Json = dict[str, Any]
 
+log = logging.getLogger(__name__)
 
 REDRAW_S = 0.2
 LINE_S = 10.0  # time between log lines where there is no terminal
@@ -110,7 +110,6 @@ async def _report(progress: Progress) -> None:
         log.info("%s: %d/%d rollouts  %s", progress.title, progress.done, progress.total, progress.facts())
 
 
-Json = dict[str, Any]
 OnFinished = Callable[[Trajectory], Awaitable[None] | None]
 
 MAX_MOVES = 10  # how often an attempt whose machine is lost is played again besides `rollout.retries`

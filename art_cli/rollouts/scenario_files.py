@@ -1,9 +1,8 @@
-"""Reads scenarios, and chooses those that a step plays. A scenario is a JSON object with an `id`.
+"""Scenarios out of files and functions: those to train on, those held out, their overlap, and the order of play.
 
-The scenarios to train on, those held out for evaluation, and the overlap of the two.
-
-With `eval.held_out` the two are parts of one set, disjoint by construction: the hash of a scenario's id decides its
-part, whatever other scenarios there are and in which order. So a scenario that is added later moves no other.
+A scenario is a JSON object with an `id`. With `eval.held_out` the scenarios for training and for evaluation are parts
+of one set, disjoint by construction: the hash of a scenario's id decides its part, whatever other scenarios there are
+and in which order. So a scenario that is added later moves no other.
 """
 
 import hashlib

@@ -1,13 +1,12 @@
-"""History: the numbers of a run by step, as plain data. The training loop keeps one; a report reads one from files.
+"""History: the numbers of a run by step; Failures: failed rollouts with their commonest cause. Both are plain data.
 
-    metrics.jsonl, step_0036/evaluation.json -> History -> findings.py, report.py
+    metrics.jsonl, step_0036/evaluation.json -> History -> findings.py, run_report.py
 
-Numbers that no run of ours writes (infinite, or too large to compute with) are left out, because the files may be
-damaged or anyone's.
+The training loop keeps a History; a report reads one from files. Numbers that no run of ours writes (infinite, or too
+large to compute with) are left out, because the files may be damaged or anyone's.
 
-Failures: failed rollouts with their commonest cause, and whether anything can be learned from those played.
-
-Every command that plays rollouts, and `art report`, ends with these words. A Fault is the one rule for exit code 1.
+Every command that plays rollouts, and `art report`, ends with the words about failures, and about whether anything can
+be learned from the rollouts played. A Fault is the one rule for exit code 1.
 """
 
 import logging
@@ -20,6 +19,8 @@ from typing import Any, NamedTuple
 from art_cli.runs.run_dir import MetricsLine, RunDir
 from art_cli.runs.trajectory import Trajectory
 from art_cli.runtime.errors import DataError
+
+log = logging.getLogger(__name__)
 
 MAX_CAUSE = 300  # characters of a cause that are shown
 MAX_ID = 100  # characters of the scenario's id behind it
@@ -104,7 +105,6 @@ def find_fault(failures: Failures, *, is_called: bool, num_without_signal: int =
     return None
 
 
-log = logging.getLogger(__name__)
 MAX_NUMBER, MAX_STEP = 1e15, 10**9  # larger ones are left out
 
 

@@ -1,14 +1,12 @@
-"""Reads JSON lines that any program may have written: everything that Python's json writes, and nothing else.
+"""JSON lines that any program may have written, and a run directory's files, opened so that their reader ends.
 
-Python writes NaN, Infinity and half surrogate pairs, which are not JSON. Windows programs put a byte order mark in
-front. Such a line is mended: a number that is not finite becomes null (and is left out of a record's `metrics`), half
-a pair becomes U+FFFD. Every ValueError from here is one printable line with the reason. The caller adds the
-file and line.
-
-A file of a run directory, opened so that its reader ends and reads nothing that lies elsewhere.
+What Python's json writes is read, and nothing else. Python writes NaN, Infinity and half surrogate pairs, which are not
+JSON. Windows programs put a byte order mark in front. Such a line is mended: a number that is not finite becomes null
+(and is left out of a record's `metrics`), half a pair becomes U+FFFD. Every ValueError from here is one printable line
+with the reason. The caller adds the file and line.
 
 A run directory may have been made by somebody else. A FIFO in it would hold its reader for ever, a device would never
-end, and a link could lead to any file of this machine.
+end, and a link could lead to any file of this machine. `open_file` refuses all three.
 """
 
 import errno

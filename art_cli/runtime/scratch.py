@@ -1,17 +1,16 @@
-"""Scratch: a temporary directory that is removed with its process, also with one that is killed.
+"""Scratch: a temporary directory that is removed with its process; files and directories that only their owner reads.
 
     /tmp/art-serve-k3x9/
       .art-scratch-owner     locked while its process lives; the system frees the lock however the process dies
       base/  vllm.log  ...
 
-Each new one first removes those whose process is dead. A directory without the lock file is never touched. When the
-work in it fails, its logs stay, because the error names them; only the system or the user removes those.
+Each new one first removes those whose process is dead, also one that was killed. A directory without the lock file is
+never touched. When the work in it fails, its logs stay, because the error names them; only the system or the user
+removes those.
 
-Makes files and directories that only their owner can read, because runs, verdicts and logs quote people.
-
-Every file with such content is opened through `owner_only`; every directory for it is made by `make_directory`. Files
-and directories that exist keep their mode, so a user's `chmod` lasts. Exported weights are not private, since they are
-made to be handed on.
+Runs, verdicts and logs quote people. So every file with such content is opened through `owner_only`, and every
+directory for it is made by `make_directory`. Files and directories that exist keep their mode, so a user's `chmod`
+lasts. Exported weights are not private, since they are made to be handed on.
 """
 
 import contextlib
@@ -23,6 +22,8 @@ import stat
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+
+log = logging.getLogger(__name__)
 
 FILE, DIRECTORY = 0o600, 0o700
 
@@ -38,8 +39,6 @@ def make_directory(path: Path) -> None:
         if place == path or not place.exists():
             place.mkdir(mode=DIRECTORY, exist_ok=True)
 
-
-log = logging.getLogger(__name__)
 
 PREFIX = "art-"
 OWNER = ".art-scratch-owner"

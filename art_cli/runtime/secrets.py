@@ -1,11 +1,10 @@
-"""Secrets: keys and passwords, found in the environment and in addresses, and kept out of every file, log and error.
+"""Secrets: keys and passwords, found in the environment and addresses, kept out of files, logs and errors; .env files.
 
 Every text that comes back from a provider or an endpoint goes through `Secrets` before it reaches any of those.
 
-Adds the variables of .env files to the environment of this process.
-
-A variable of the environment wins over a .env file. Values of a .env file are taken as they are written: python-dotenv
-neither expands variables in them here, nor does it ever run anything.
+`load_environment` adds the variables of .env files to the environment of this process. A variable of the environment
+wins over a .env file. Values of a .env file are taken as they are written: python-dotenv neither expands variables in
+them here, nor does it ever run anything.
 """
 
 import base64

@@ -1,10 +1,7 @@
-"""The key of an environment's state, as a header of a model call: X-Art-State, percent-encoded UTF-8.
+"""Headers of a model call: X-Art-State, the key of an environment's state, and `X-Art-Record: no`, a call not recorded.
 
-Standard library only, because the Python that runs rollouts may have nothing else (rollouts/bootstrap.py).
-
-The header of a model call that is answered and not recorded: `X-Art-Record: no`.
-
-Standard library only, because the Python that runs rollouts may have nothing else (rollouts/bootstrap.py).
+The key is percent-encoded UTF-8. A call with the second header is answered all the same. Standard library only, because
+the Python that runs rollouts may have nothing else (rollouts/bootstrap.py).
 """
 
 import hashlib
@@ -13,7 +10,6 @@ from urllib.parse import quote, unquote
 RECORD_HEADER = "X-Art-Record"
 NO_RECORD = "no"
 UNRECORDED = {RECORD_HEADER: NO_RECORD}
-
 
 STATE_HEADER = "X-Art-State"
 MAX_LENGTH = 256  # characters of a key that is recorded as it is; a longer one is recorded as its digest

@@ -1,5 +1,6 @@
-"""Runs code where it cannot hold up this process's event loop: in another event loop or thread.
+"""Code that cannot hold up this process's event loop, because it runs in another loop or thread; and Ctrl-C meanwhile.
 
+calling          the effect of Ctrl-C and SIGTERM while an event loop runs
 run              a coroutine to its end, in the fastest event loop there is
 LoopThread       an event loop in a thread, for async functions that may block
 end              cancels tasks and waits for them
@@ -9,8 +10,6 @@ compute          a function that computes with torch, in a thread
 
 The threads are daemons and belong to no pool. A function that never returns keeps no other call waiting and does not
 hold up the end of the process. worker_pool.py bounds the number and the time of such calls.
-
-The effect of Ctrl-C and SIGTERM while an event loop runs.
 """
 
 import asyncio

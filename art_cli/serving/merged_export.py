@@ -1,11 +1,9 @@
-"""Merged weights: a policy as a whole model, and the proof that the model is the policy.
+"""Merged weights: a policy as a whole model, the proof that the model is the policy, and the model card.
 
 The base is loaded in float32, the adapter is merged into it, and the sum is rounded once to the output dtype. Then the
 written model is read back. It and base plus adapter in that dtype both score the policy's saved prompts, token by
 token. If their logprobs differ by more than a bound, the export is deleted. An adapter trained on a 4-bit base is
-merged into the unquantized base.
-
-The model card of an export: its base, run and step, its evaluation, its checks. Markdown, for the hub.
+merged into the unquantized base. The card is Markdown for the hub: base, run and step, evaluation, checks.
 """
 
 import json

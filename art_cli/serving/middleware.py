@@ -1,13 +1,12 @@
-"""Middleware: the ASGI application around the application. It checks keys, admits requests, writes the access log.
+"""Middleware: the ASGI application around the application: keys, Admission of requests, access log, and Meter.
 
 Where the server has keys, everything but /health needs one, also paths that do not exist, so that a client without a
 key learns nothing. Where it has none, programs on this machine may ask and web pages may not, /health included.
 The log has method, path, status and seconds, never headers, query strings or content. Of an unknown path it shows only
-the plain words, because some clients put a key in the path.
+the plain words, because some clients put a key in the path. Meter has the same as Prometheus metrics, without content
+and keys.
 
-Meter: what was asked and answered, as Prometheus metrics. They hold no content and no keys.
-
-Admission: how many requests are in flight, and whether more are admitted. It knows nothing of HTTP or engines.
+Admission counts the requests in flight and decides whether more are admitted. It uses neither HTTP nor engines.
 
     loading -> open -> draining        requests are admitted only while it is open
 
@@ -32,6 +31,8 @@ from art_cli.chat.api_keys import Keys, check_sender
 from art_cli.chat.chat_app import HEALTH, error_response, wrong_key
 from art_cli.chat.chat_errors import ChatError
 from art_cli.chat.wires import WIRES
+
+log = logging.getLogger(__name__)
 
 LONGEST_RETRY_S = 60
 LOADING_RETRY_S = 5
@@ -136,8 +137,6 @@ class Meter:
         """Returns all metrics in Prometheus' text format."""
         return generate_latest(self._registry)
 
-
-log = logging.getLogger(__name__)
 
 WATCHED = ("/ready", "/metrics", HEALTH)  # machines ask these every few seconds, so they are logged at debug level
 KNOWN = (*(wire.path for wire in WIRES), *WATCHED, "/v1/models")

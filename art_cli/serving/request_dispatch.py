@@ -1,11 +1,10 @@
-"""Dispatch: takes a request to its policy's engine. It waits for a slot, counts tokens, and logs content if asked.
-
-Backlog: chunks of a stream that are sampled and that its client has not taken yet. Sampling waits for no client.
+"""Dispatch: takes a request to its policy's engine; Backlog: sampled chunks that a client has not taken yet.
 
     engine's stream -> a task -> Backlog -> application, at the client's speed
 
-Chunks are joined while they wait. So a backlog is never larger than the whole reply unstreamed, about 100 bytes a
-token, and a slow client gets fewer and longer pieces.
+Dispatch waits for a slot, counts tokens, and logs content if asked. Sampling waits for no client. Chunks are joined
+while they wait. So a backlog is never larger than the whole reply unstreamed, about 100 bytes a token, and a slow
+client gets fewer and longer pieces.
 """
 
 import asyncio
@@ -24,6 +23,8 @@ from art_cli.chat.requests import Request, with_defaults
 from art_cli.runtime.threads import end
 from art_cli.serving.middleware import Admission, Meter
 from art_cli.serving.served_policies import Policies
+
+log = logging.getLogger(__name__)
 
 CANCEL_TIMEOUT_S = 10.0  # longest wait for a backend to free what a cancelled request held
 MIN_JOIN = 64  # number of chunks up to which joining costs more than it saves
@@ -123,9 +124,6 @@ def _concat(lists: Iterable[list[Any] | None]) -> Any:
     """Returns the lists as one; None if all are None."""
     found = [part for part in lists if part is not None]
     return [item for part in found for item in part] if found else None
-
-
-log = logging.getLogger(__name__)
 
 
 class Dispatch:

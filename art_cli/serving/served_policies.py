@@ -1,16 +1,14 @@
-"""ServedPolicy: one model name, the engine that answers for it, and the change to another checkpoint; Policies: all.
+"""ServedPolicy: one model name, the engine that answers for it, its change to another checkpoint; Policies; Loader.
 
 A change drops no request, and no reply mixes two checkpoints: requests in flight end on the checkpoint that they began
 with, later ones go to the new one. vLLM does that by itself, because each step's adapter has its own name there. Other
 engines exist twice during a change: the new engine is ready before it gets a request, and the old one is closed when
-its last request ends. A checkpoint that cannot be loaded changes nothing.
+its last request ends. A checkpoint that cannot be loaded changes nothing. A policy that follows a run changes when
+another checkpoint, a new or a better one, is the one that is meant.
 
-Follows a run: when another checkpoint is the one that is meant, a new or a better one, the policy changes to it.
-
-Loader: makes the engine of a source. A base model is loaded once, however many policies stand on it.
-
-Memory of the embedded engine: one base per (base, dtype, context, quantization); per policy an adapter and a cache of
-keys and values, twice while the policy changes to another checkpoint. vLLM has its memory in another process.
+Loader makes the engine of a source. Memory of the embedded engine: one base per (base, dtype, context, quantization),
+however many policies stand on it; per policy an adapter and a cache of keys and values, twice while the policy changes
+to another checkpoint. vLLM has its memory in another process.
 """
 
 import asyncio
@@ -47,7 +45,6 @@ from art_cli.serving.middleware import Meter
 from art_cli.serving.served_model import Source, base_config, of_checkpoint
 
 log = logging.getLogger(__name__)
-
 
 # A user's own engine has no name to give on the command line; weights on another machine are downloaded to be served.
 NOT_SERVED = (AutoEngineConfig, OwnEngineConfig, TinkerEngineConfig)

@@ -3,7 +3,7 @@
 Nothing is applied twice. The SDK numbers its requests, and a server runs each number once. A failure drops the training
 client, and the next call makes one from the last saved state, as a new process does.
 
-Samples as a server of the Tinker protocol takes them, and the logprobs and norms out of its answers. No torch.
+Samples become what such a server takes, and logprobs and norms are read from its answers. No torch.
 """
 
 import logging
@@ -22,6 +22,8 @@ from art_cli.runtime.errors import LearnerError, RemoteError
 from art_cli.tinker.client.remote_checkpoint import RemoteCheckpoint, read_lease, write_lease
 from art_cli.tinker.client.remote_server import find_server
 from art_cli.tinker.client.remote_session import RemoteSession
+
+log = logging.getLogger(__name__)
 
 # numbers that a datum may bring beside its loss's, where the server's capabilities name them (server/passes.py)
 MASK, SHARES = "mask", "shares"
@@ -67,8 +69,6 @@ def norm_of(answer: Any) -> float:
             return float(value)
     return math.nan
 
-
-log = logging.getLogger(__name__)
 
 ATTENTION = {"q_proj", "k_proj", "v_proj", "o_proj"}
 MLP = {"gate_proj", "up_proj", "down_proj"}
@@ -137,7 +137,7 @@ class RemoteTrainer:
     # --- training -----------------------------------------------------------------------------------------------------
 
     def datum(self, sample: Sample, **numbers: Floats) -> Any:
-        """Returns the sample as the server takes it (tinker_data.py)."""
+        """Returns the sample as the server takes it."""
         return make_datum(self.types, sample, can_mask=MASK in self._extra, **numbers)
 
     @property

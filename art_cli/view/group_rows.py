@@ -1,6 +1,7 @@
-"""A step's groups as rows: sorted, filtered by reward, error and text; and the histogram of a step's rewards.
+"""A step's groups as rows, a group's attempts as a tree of messages, and the histogram of a step's rewards.
 
-The attempts of a group laid over each other: a tree of messages in which no shared message stands twice.
+Rows are sorted, filtered by reward, error and text. In the tree no message that attempts share stands twice. Reads the
+index and trajectories; writes nothing.
 
 attempts   s u a1 x1    s u a1 x2    s u a2       (s u: the same system prompt and task)
 tree       s - u - a1 - x1

@@ -1,8 +1,7 @@
-"""The answer to each URL of the page, as plain data. Every method may take a moment and runs in a thread.
+"""The answer to each URL of the page, as plain data: groups, attempts, turns, and the numbers that `art report` shows.
 
-A name of the URL is looked up in the index and never used as a path.
-
-Curves, intervals, evaluations, findings and checkpoints of a run: what `art report` knows, as the page wants it.
+Every method may take a moment and runs in a thread. A name of the URL is looked up in the index and never used as a
+path. Reads the files of runs; writes none.
 
 Steps are those of the directories: the groups of step 3 are in step_0003, and the update from them is number 4 in
 `art report`.

@@ -1,6 +1,7 @@
-"""Whole trajectories, read at the places that the index knows. A line that cannot be read becomes its error.
+"""Whole trajectories, read at the places that the index knows, and the learner's numbers of those that it trained on.
 
-The learner's numbers of each trajectory that it trained on: step_0003/learned.jsonl, one line per trajectory.
+A line that cannot be read becomes its error. The learner's numbers are in step_0003/learned.jsonl, one line per
+trajectory.
 """
 
 import threading

@@ -1,5 +1,4 @@
-"""A turn as segments: what was kept of earlier turns, what the chat template added, messages, tool results, and tokens
-that were sampled.
+"""A turn as segments: tokens kept of earlier turns, the chat template's, messages, tool results, and sampled tokens.
 
     context    the tokens of an earlier turn that the prompt begins with
     template   the rest of the prompt that is no message's text: roles, separators, definitions of tools
@@ -10,10 +9,9 @@ that were sampled.
 Where a message stands in a prompt is found by its text, in the order of the conversation. A text that the template
 changed is not found, and then counts as template.
 
-The tokenizer that wrote a run's tokens, and each token as text. Reads tokenizer.json; no torch, no network.
-
-It is looked for in the run's newest checkpoint, in its base, in the base that config.json names, and in the cache of
-the Hugging Face hub.
+TokenTexts has each token as text, by the tokenizer that wrote the run's tokens. Its tokenizer.json is looked for in the
+run's newest checkpoint, in its base, in the base that config.json names, and in the cache of the Hugging Face hub.
+No torch, no network.
 """
 
 import importlib

@@ -1,8 +1,8 @@
-"""The page and its answers over HTTP: a Starlette application behind the guard. Answers are made in threads.
+"""The page and its answers over HTTP: a Starlette application behind the Guard. Answers are made in threads.
 
 GET / and the files of the page; GET /api/... as in docs/view.md; POST /api/chat.
 
-Guard: refuses requests of other sites' pages (chat/pages.py), and sends with each answer what a page may load.
+Guard refuses requests of other sites' pages (chat/api_keys.py), and sends with each answer what a page may load.
 """
 
 import ipaddress

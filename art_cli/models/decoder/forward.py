@@ -1,30 +1,25 @@
-"""The layer around its attention, and a whole model without gradients on the model's own weights.
+"""Whole models without gradients, on the model's own weights or on a merged copy; known layers, and their bounds.
 
     x -> norm -> q, k, v -> norms of the heads -> rotary                    attention_inputs
     q, k, v -> attention (the caller's) -> out
     out -> o -> y = x + that -> norm -> gated MLP -> y + that               layer_outputs
 
 With small models a step costs what its Python and kernel calls cost: transformers' layers with PEFT's around them make
-about 130 a layer, this makes 40. The caller compares a Decoder with its model before it uses it (compare.py).
+about 130 a layer, Decoder makes 40. It knows the layers of Llama, Mistral, Qwen2 and Qwen3, as transformers has them,
+with or without plain LoRA (arXiv:2106.09685) on their projections. `read_layer` reads the weights of each in one shape,
+or raises Unknown with the reason.
 
-Known decoder layers: reads a layer's weights in one shape, or raises Unknown with the reason.
+The caller compares a Decoder with its model before it uses it. Both ways are the same sums in another order, so they
+differ by rounding, and a table by dtype bounds the difference, for engine and learner. In some models (sharp attention,
+many layers) one rounding of the embeddings alone moves the numbers further, and there the bound is wider. Measured on
+random models of 2 to 28 layers in float32, float16 and bfloat16, faster layers are 0.03 to 3 such movements away from
+the model's own layers.
 
-The layers are those of Llama, Mistral, Qwen2 and Qwen3, as transformers has them, with or without plain LoRA
-(arXiv:2106.09685) on their projections. It computes nothing.
-
-Bounds on the difference of faster layers from the model's numbers: one table by dtype, for engine and learner.
-
-Both ways are the same sums in another order, so they differ by rounding, and a table bounds it. In some models
-(sharp attention, many layers) one rounding of the embeddings alone moves the numbers further, and there the bound is
-wider. Measured on random models of 2 to 28 layers in float32, float16 and bfloat16, faster layers are 0.03 to 3 such
-movements away from the model's own layers. It runs no model: the caller does, both ways.
-
-A whole model without gradients on a merged copy of its weights, made for this CPU: fewer products, each one faster.
-
-Adapters are added into the copied weights (W + s B A), and norms' weights too. The projections that read the same
-states become one product, and oneDNN lays each matrix out in the order in which it reads it. Sampling with 24M
-parameters takes two thirds of the time that forward.py takes. The copy costs the memory of the weights once more and is
-made again when they change. It is float32 only, because below it an adapter's change would be rounded away in the sum.
+MergedDecoder has a merged copy of the weights, made for this CPU, with fewer and faster products. Adapters are added
+into the copied weights (W + s B A), and norms' weights too. The projections that read the same states become one
+product, and oneDNN lays each matrix out in the order in which it reads it. Sampling with 24M parameters takes two
+thirds of the time that Decoder takes. The copy costs the memory of the weights once more and is made again when they
+change. It is float32 only, because below it an adapter's change would be rounded away in the sum.
 """
 
 import contextlib

@@ -1,18 +1,17 @@
-"""The mathematics of a decoder layer, forward and backward: norm, rotary embedding, gate, linear layer with adapter.
+"""The mathematics of a decoder layer, forward and backward; its products, and the attentions that share a call.
 
-Pure: tensors and numbers in, tensors out. Below float32 norms are computed in float32 and rounded where the models
-round; an adapter, which stays float32, is multiplied in the dtype of the states, as autocast would.
+The parts are norm, rotary embedding, gate, and linear layer with adapter. Pure: tensors and numbers in, tensors out.
+Below float32 norms are computed in float32 and rounded where the models round; an adapter, which stays float32, is
+multiplied in the dtype of the states, as autocast would.
 T tokens; D numbers of a head.
 
-Products of matrices by the faster of torch's two libraries: MKL's for small ones, oneDNN's for float32 on a CPU.
+Products use the faster of torch's two libraries. torch gives float32 matmuls to MKL, which on AMD's processors uses
+half the width of their registers. Measured on an EPYC with AVX-512, 1,024 rows and 384 to 2,048 columns: 95 GFLOP/s of
+a core by MKL and 225 by oneDNN, with the same rounding. oneDNN writes code for each shape that it meets (1 ms and
+0.5 MB), so it gets only large products, and callers keep the number of shapes small.
 
-torch gives float32 matmuls to MKL, which on AMD's processors uses half the width of their registers. Measured on an
-EPYC with AVX-512, 1,024 rows and 384 to 2,048 columns: 95 GFLOP/s of a core by MKL and 225 by oneDNN, with the same
-rounding. oneDNN writes code for each shape that it meets (1 ms and 0.5 MB), so callers keep the number of shapes small.
-
-Short attentions that share a call: neighbours join while their padding costs less than another call.
-
-The engine joins chunks of prompts by it, the learner short segments of a tree. Measured on a CPU with float32.
+Short attentions share a call: neighbours join while their padding costs less than another call, measured on a CPU with
+float32. The engine joins chunks of prompts by it, the learner short segments of a tree.
 """
 
 import functools

@@ -1,8 +1,7 @@
 """The judge's report as one self-contained HTML page with plots: agreement with the gold, order bias, rewards, spread.
 
-Takes the report as plain data (what `art judge --report --json` prints) and the points of its plots; returns text.
-
-Small plots as SVG text: points with a line, and bars. Pure; every text in a plot is escaped.
+Takes the report as plain data (what `art judge --report --json` prints) and the points of its plots; returns text. The
+plots are SVG, points with a line or bars, and every text in one is escaped.
 """
 
 import math

@@ -1,10 +1,7 @@
-"""The report of a run as text for a terminal: a line for each subject, small plots made of characters.
+"""The report of a run as text for a terminal, and the summary that `art train` prints at the end.
 
-Takes the report as plain data (what `art report --json` prints); returns text.
-
-Summary that `art train` prints at the end of a run: evaluations, checkpoint to serve, and further commands.
-
-Takes the report as plain data (what `art report --json` prints); returns text.
+The report has a line for each subject and small plots made of characters; the summary has evaluations, the checkpoint
+to serve, and further commands. Takes the report as plain data (what `art report --json` prints); returns text.
 """
 
 import shlex

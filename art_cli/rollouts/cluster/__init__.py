@@ -4,7 +4,8 @@
       its child process    ray_driver.py       RayRollout: Ray's driver; places one actor for each process of rollouts
         a node             ray_node.py         NodeActor: plays attempts with ProcessRollout or CommandRollout
           its child        ../process_worker.py, as without a cluster
-                           packaging.py        what of the config's directory is sent to the nodes
+
+The driver also sends copies of the config's directory and of this package to the nodes (ray_driver.py).
 
 Ray ends its driver's process when it loses the cluster, writes to its standard error, and reads pickles that come from
 the nodes. So the driver is a separate process, and its messages are JSON, checked whole. All but cluster_rollout.py

@@ -1,13 +1,12 @@
-"""RayRollout: Ray's driver, in a separate process that rollout.py calls (bootstrap.py begins it).
+"""RayRollout: Ray's driver, in a separate process that cluster_rollout.py calls; and the packages for the nodes.
 
-It places one actor (ray_node.py) for each process of rollouts, and each attempt goes to the actor that plays the
-fewest. An actor that is lost, with its node or alone, fails the attempts in it as `node`, which the runner plays again,
-and another one is placed. Standard library and Ray only.
+bootstrap.py begins the process. It places one actor (ray_node.py) for each process of rollouts, and each attempt goes
+to the actor that plays the fewest. An actor that is lost, with its node or alone, fails the attempts in it as `node`,
+which the runner plays again, and another one is placed. Standard library and Ray only.
 
-Packages for the nodes of a cluster: copies of the config's directory and of this package, in a directory.
-
-Not sent are hidden files (.env, .git, .venv), the runs, environments of Python, and single files above a size. So
-keys that lie in a .env file stay here.
+The packages are copies of the config's directory and of this package, in a directory. Not sent are hidden files (.env,
+.git, .venv), the runs, environments of Python, and single files above a size. So keys that lie in a .env file stay
+here.
 """
 
 import asyncio
@@ -36,6 +35,8 @@ from art_cli.runtime.errors import ArtError, RolloutError, UsageError, describe,
 from art_cli.runtime.processes.process_calls import FROM_PROCESS, Call, Raised, decode, encode, error_named
 from art_cli.runtime.scratch import scratch
 from art_cli.runtime.threads import end
+
+log = logging.getLogger(__name__)
 
 MAX_FILES = 20_000
 MAX_BYTES = 200 * 10**6  # Ray takes 500 MiB, which each node would load before its first attempt
@@ -117,8 +118,6 @@ def _too_much(directory: Path, sizes: list[tuple[int, str]]) -> str:
     )
 
 
-log = logging.getLogger(__name__)
-
 ANSWER_DEADLINE_S = 5.0  # longest wait for the cluster's address to take a connection
 ASK_DEADLINE_S = 20.0  # longest wait for the cluster's own account of itself
 LAST_OUTPUT_S = 2.0  # longest wait for what the attempts printed last
@@ -142,7 +141,7 @@ def main() -> None:
 
 
 class ServedCluster(ServedRollout):
-    """The methods that rollout.py calls, besides those of every rollout."""
+    """The methods that cluster_rollout.py calls, besides those of every rollout."""
 
     _rollout: "RayRollout"
 

@@ -2,14 +2,12 @@
 
     rollout: {environment: reasoning_gym/countdown}
 
-reasoning_gym.py    reasoning-gym's generators of puzzles, each scored by its own scorer
+reasoning_gym.py    reasoning-gym's generators of puzzles, each with its scorer, and the answers that one may evaluate
 textarena.py        textarena's games; one policy plays all seats
 openenv_servers.py  any OpenEnv server, by its address
-verifiers_tasks.py  tasksets of verifiers, played by its harnesses
-mcp.py              any MCP server; its tools become the agent's
-mcp_connection.py   connections to such a server, with limits on what it sends
+verifiers_tasks.py  tasksets of verifiers, played by its harnesses, or by ours where a taskset has none
+mcp.py              any MCP server; its tools become the agent's, with limits on what it sends
 servers.py          the parts that the two behind a server share
-expressions.py      the answers that a scorer may evaluate
 
 A name is LIBRARY/NAME. A package of the user adds a library by an entry point in the group `art_cli.environments`,
 which names a class like `Library`. An environment is opened and played in the rollout process, so that neither the

@@ -2,18 +2,16 @@
 
     rollout: {environment: "mcp/python server.py", scenarios: tasks.jsonl}
 
-Each attempt has a new connection, and of a command a new process, which runs in the configuration's
-directory (mcp_connection.py). A scenario is {"id": ..., "task": ...}, and the task is the first user message. The
-policy calls tools until it answers without a call. A scenario with an "answer" has the reward 1 where the last reply
-has that answer in it as words, else 0. Without one a judge gives the reward.
+Each attempt has a new connection, and of a command a new process, which runs in the configuration's directory. A
+scenario is {"id": ..., "task": ...}, and the task is the first user message. The policy calls tools until it answers
+without a call. A scenario with an "answer" has the reward 1 where the last reply has that answer in it as words, else
+0. Without one a judge gives the reward.
+
+A connection is a command over its pipes, or a URL over streamable HTTP or the older SSE. Bounds hold what a server may
+send and how long it may take. The package `mcp` is imported where a connection is made.
 
 A call that the policy got wrong (no such tool, arguments that are not JSON or do not fit) is answered with the mistake.
 A server that cannot be reached, that ends or takes too long fails the attempt.
-
-Connections to an MCP server: a command over its pipes, a URL over streamable HTTP or the older SSE.
-
-Bounds what a server may send and how long it may take. It is imported where a connection is made, because it imports
-the package `mcp`.
 """
 
 import asyncio

@@ -4,13 +4,11 @@ A scenario's puzzle is the first entry of the generator's dataset of that seed. 
 writes between the last <answer> and </answer> is scored, or else its whole reply. An answer that makes the scorer fail
 gets 0 and counts in the metric `malformed`, unless the generator's own answer makes it fail as well.
 
+Some scorers call `eval` on an answer, or SymPy's `parse_expr`, which does. An answer may be anything that a model can
+write: a call of `os.system`, or `9**9**9**9`, which computes until the memory is full. So such a scorer gets only
+answers that are harmless by their syntax tree.
+
 The library's arguments `size` and `seed` are `rollout.environment.size` and `.seed`.
-
-A check of a policy's answers before a scorer evaluates them as Python.
-
-Some scorers of reasoning-gym call `eval` on an answer, or SymPy's `parse_expr`, which does. An answer may be anything
-that a model can write: a call of `os.system`, or `9**9**9**9`, which computes until the memory is full. So such a
-scorer gets only answers that are harmless by their syntax tree.
 """
 
 import ast

@@ -7,16 +7,14 @@
 the model goes through its own proxy, unchanged, to the gateway. The reward is the trace's; each of its parts and
 metrics is a metric.
 
-A role without a harness has the taskset's own. If it has none, it talks in this process and calls the task's tools
-(verifiers_chat.py). Programs run on this machine, where verifiers would take a sandbox that is paid for. An environment
-with several roles trains one of them, the role `trained`; turns of the others are not recorded. verifiers pins what
-art's other extras need newer, so it has another Python (`rollout.python`).
+A role without a harness has the taskset's own. If it has none, ChatHarness talks in this process and calls the task's
+tools, because verifiers' own harnesses are programs, which uv installs when they are first run and which take seconds
+to start. The contract of a harness allows that, as long as every call of the model goes through the endpoint that it is
+given. The conversation ends with the first reply that has no call.
 
-The harness of a verifiers taskset that brings none: a conversation with the task's tools, in this process.
-
-verifiers' own harnesses are programs, which uv installs when they are first run and which take seconds to start. The
-contract of a harness allows a loop in this process, as long as every call of the model goes through the endpoint that
-it is given. It ends with the first reply that has no call.
+Programs run on this machine, where verifiers would take a sandbox that is paid for. An environment with several roles
+trains one of them, the role `trained`; turns of the others are not recorded. verifiers pins what art's other extras
+need newer, so it has another Python (`rollout.python`).
 """
 
 import asyncio
@@ -43,6 +41,8 @@ from art_cli.runtime.errors import UsageError, describe, first_sentence, one_lin
 
 if TYPE_CHECKING:
     from art_cli.rollouts.policy import Policy
+
+log = logging.getLogger(__name__)
 
 ID = "art_chat"  # the name by which verifiers imports this module
 MAX_RESULT = 20_000  # characters of a tool's result that the policy sees
@@ -120,9 +120,6 @@ async def _result(connections: Any, places: Any, call: Any) -> str:
 
 
 sys.modules.setdefault(ID, sys.modules[__name__])  # verifiers imports a harness by a name without dots
-
-
-log = logging.getLogger(__name__)
 
 START_S = 300.0  # longest wait for the servers that an environment needs, tools among them
 TRAINED = "trained"  # our own argument beside verifiers': the role that is trained

@@ -4,8 +4,7 @@
       checkpoints/step_0004/        its files first and manifest.json last, which makes it whole
       lease/000003.json             which machine works on the run; the highest number holds
 
-object_store.py  the objects below one address, through fsspec
-lease.py         which machine works on a run
+object_store.py  the objects below one address, through fsspec, and the lease of the machine that works on a run
 mirror.py        uploads what a run has, beside the loop
 fetch.py         downloads a run: to go on with it, or to look at it
 

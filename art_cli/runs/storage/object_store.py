@@ -1,19 +1,16 @@
-"""ObjectStore: the objects below one address, by their names there, through fsspec.
+"""ObjectStore: the objects below one address, through fsspec; Lease: the machine that works on a run kept there.
 
     ObjectStore("s3://bucket/prefix/mine").write("checkpoints/step_0004/manifest.json", data)
+    lease/000003.json   {"token": "6f1c...", "owner": "gpu-1, process 812", "until": 1790000000.0}
 
 Keys and endpoints come from the environment, as the store's own client reads them. Every call has a deadline; one that
 overruns it is left behind in its thread. A store's text of an error becomes one line without secrets. Names that a
 run could not have, such as "../x", are left out of every list.
 
-Lease: which machine works on a run that is kept in an object store.
-
-    lease/000003.json   {"token": "6f1c...", "owner": "gpu-1, process 812", "until": 1790000000.0}
-
-The highest number holds, until its time is over. Its owner renews it by writing it again. Another machine takes the run
-over by making the next number, which the store lets only one of two machines do; the first owner finds that number and
-stops. The file .store.json in the run's directory has the token of the lease under which the directory was last
-written. So a machine that starts again knows whether another one worked on the run since.
+The lease with the highest number holds, until its time is over. Its owner renews it by writing it again. Another
+machine takes the run over by making the next number, which the store lets only one of two machines do; the first owner
+finds that number and stops. The file .store.json in the run's directory has the token of the lease under which the
+directory was last written. So a machine that starts again detects that another one worked on the run since.
 """
 
 import errno

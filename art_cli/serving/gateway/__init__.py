@@ -5,10 +5,10 @@
     journaled_recorder.py  JournaledRecorder: a Recorder that writes each call to the journal before it takes it
     journal.py             Journal: the directory's files; journals become files of trajectories, and survive any kill
     trajectories.py        what a conversation's entries are as a trajectory, and which group it belongs to
-    clients.py             Clients: the API keys, and the client and conversation that a key names
     conversations.py       Conversations: which one a call belongs to, and when one is over
-    client_backend.py      ClientBackend: answers one client's calls, and returns once they are on the disk
     gateway_service.py     GatewayService: all of it on a port, from the first call to the last file
+                           Clients: the API keys, and the client and conversation that a key names
+                           ClientBackend: answers one client's calls, and returns once they are on the disk
 
 A call goes: middleware -> application (chat/chat_app.py) -> backend -> conversation -> rollouts/rollout_gateway.py ->
 engine.

@@ -1,22 +1,21 @@
-"""GatewayService: the capturing gateway on a port, from the first call to the last file.
+"""GatewayService: the capturing gateway on a port, from the first call to the last file, with its keys and its backend.
 
     listen -> answer, record, rotate -> stopping: 503 for new calls, those in flight end -> the last file is written
 
 SIGTERM and SIGINT stop it; a second signal ends it without waiting for calls in flight. A kill needs no end: the next
 start goes on with what the journal holds.
 
-ClientBackend: answers one client's calls from the engine, each in its conversation, and records them.
-
-An answer ends when its call is on the disk. What cannot be recorded is not answered: it is a 503, if possible before
-the engine is asked.
-
-Clients: the API keys of `art gateway`, and the client and the conversation that a key names.
+Clients has the API keys, and the client and the conversation that a key names:
 
     KEY           one of the keys; conversations differ by how they go on
     KEY:NAME      the same client; all calls with it are the conversation NAME
 
 NAME is chosen by the client. It reaches the application as the header X-Art-Conversation, which a client may also send
 itself.
+
+ClientBackend answers one client's calls from the engine, each in its conversation, and records them. An answer ends
+when its call is on the disk. What cannot be recorded is not answered: it is a 503, if possible before the engine is
+asked.
 """
 
 import asyncio
@@ -53,6 +52,8 @@ from art_cli.serving.gateway.journal import Journal
 from art_cli.serving.gateway.redaction import Redactor
 from art_cli.serving.middleware import CONTENT_TYPE, Admission, Meter, Middleware
 from art_cli.serving.stopping import Stopping
+
+log = logging.getLogger(__name__)
 
 ANYONE = "anyone"  # the client of every call where there are no keys
 SEPARATOR = ":"
@@ -106,9 +107,6 @@ class NamedConversations:
             header = (CONVERSATION_HEADER.lower().encode(), quote(name, errors="replace").encode())
             scope = {**scope, "headers": [*scope["headers"], header]}
         await self._app(scope, receive, send)
-
-
-log = logging.getLogger(__name__)
 
 
 class ClientBackend:

@@ -1,4 +1,4 @@
-"""Store: checkpoints on the disk by their tinker:// paths. A restarted server finds what is there.
+"""Store: checkpoints on the disk by their tinker:// paths; Downloads: secret addresses of their files, for a while.
 
     ROOT/<training run>/run.json                        whose it is, its base model, its adapter
     ROOT/<training run>/weights/<name>/                 a checkpoint with its optimizer: tinker://<run>/weights/<name>
@@ -6,9 +6,8 @@
     ROOT/<training run>/external_weights/<name>/        one without, whose files a client may download
     ROOT/<training run>/notes/<kind>/<name>.json        what may change later: when it expires, who may read it
 
-Each checkpoint is a plain PEFT directory with a manifest, which `art serve` and `art export` take.
-
-Downloads: checkpoints and their files that a client may fetch for a while, by an address that only it knows.
+Each checkpoint is a plain PEFT directory with a manifest, which `art serve` and `art export` take. A restarted server
+finds what is there. Only the client that asked for a download knows its address.
 """
 
 import contextlib

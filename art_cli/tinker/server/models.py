@@ -1,9 +1,8 @@
-"""Models: the adapters in training. Each has a learner, and its requests in the order of their numbers.
-
-Turns: one model's requests in the order of their numbers, whatever order they arrive in, each once.
+"""Models: the adapters in training, each with a learner; Turns: one model's requests in the order of their numbers.
 
 A client numbers its requests 1, 2, 3, ... and sends several at once, so that they may arrive in any order. A request
-whose predecessors are missing waits for them. All models share one device, on which their requests take turns.
+whose predecessors are missing waits for them, and each runs once. All models share one device, on which their requests
+take turns.
 """
 
 import asyncio

@@ -1,8 +1,7 @@
-"""Messages of the Tinker protocol in protocol buffers, as the SDK ships them, read within a bound on their fields.
+"""Messages and tensors of the Tinker protocol: protocol buffers, as the SDK ships them, read within a bound on fields.
 
 A message of a few bytes may hold thousands of others, each of which becomes an object. So a request is scanned first.
-
-Tensors of the Tinker protocol as numpy arrays: dense or sparse rows, out of JSON or of protocol buffers.
+Tensors, dense or sparse rows out of JSON or of protocol buffers, become numpy arrays.
 """
 
 import math

@@ -1,8 +1,7 @@
-"""The routes of the server itself, of sampling and of results, for SDK 0.24.1 (JSON) and later ones (protocol buffers).
+"""Routes of the server itself, of sessions, of sampling and of results, for SDK 0.24.1 (JSON) and later (protobuf).
 
-A request that changes something is answered with an id at once, and its result is asked for by that id.
-
-The routes of sessions: made, kept alive, found, ended.
+A request that changes something is answered with an id at once, and its result is asked for by that id. Sessions are
+made, kept alive, found and ended.
 """
 
 from typing import Any

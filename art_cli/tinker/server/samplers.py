@@ -1,11 +1,8 @@
 """Samplers: the sampling sessions of clients: on the base, on saved checkpoints, on copies of weights in training.
 
-A policy is opened when it is first sampled from (open_policies.py). It proves its weights before a client gets a
-sample.
-
-OpenPolicies: the policies that are open for sampling, a few at once. A request for another one waits.
-
-A request to sample: read, checked, as engines take it; and its answer in JSON and in protocol buffers.
+A request is read, checked, sampled as engines take it, and answered in JSON or in protocol buffers. OpenPolicies has
+the policies that are open for sampling, a few at once; a request for another one waits. A policy is opened when it is
+first sampled from, and proves its weights before a client gets a sample.
 """
 
 import asyncio

@@ -1,6 +1,6 @@
-"""Sessions: what one client process made, and when it was last heard of. And who a client is: its key, as a name.
+"""Sessions: what one client process made, and its last heartbeat; a client's name by its key; the state of all routes.
 
-BackendState: what the routes share: models, samplers, sessions, the answers that are kept.
+BackendState holds models, samplers, sessions, and the answers that are kept.
 """
 
 import functools

@@ -1,13 +1,12 @@
-"""BackendService: one base model on a port, from its loading to the last request.
+"""BackendService: one base model on a port, from its loading to the last request, and its ASGI application.
 
     load -> listen -> ... -> stopping: what runs is ended, what waits fails, nothing is saved half -> closed
 
 SIGTERM and SIGINT stop it; a second signal does not wait for what runs.
 
-The ASGI application: its routes, the owner of a request, and the answers to wrong ones.
-
-The key comes before the route, so that a stranger cannot find out what is served.
-Whatever a client sends, it is answered with what is wrong with it. What this server does not do is refused by its name.
+The application has the routes, the owner of a request, and the answers to wrong ones. The key comes before the route,
+so that a stranger cannot find out what is served. Whatever a client sends, it is answered with what is wrong with it.
+What this server does not do is refused by its name.
 """
 
 import asyncio
@@ -48,7 +47,6 @@ from art_cli.tinker.server.sessions import ANYONE, BackendState, owner_of
 from art_cli.tinker.server.wire import PROTO, reply
 
 log = logging.getLogger(__name__)
-
 
 ROOT = "/api/v1"
 ANY = ("GET", "POST", "PUT", "DELETE")

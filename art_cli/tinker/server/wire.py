@@ -1,6 +1,6 @@
-"""The JSON of requests and answers: the records that clients send, and the answers made of records.
+"""The JSON of requests and answers: their bodies, the records that clients send, and the answers made of records.
 
-The bodies of requests: read within bounds, as JSON fields, with the hash by which a repeated request is known.
+A body is read within bounds, as JSON fields, with the hash by which a repeated request is known.
 """
 
 import hashlib
