@@ -4,6 +4,7 @@
     python -m benchmarks.loop --shape game agent       # others: benchmarks/loop_shapes.py
     python -m benchmarks.loop --bases DIR --threads 1  # DIR keeps the policies that both start from; saves making them
     python -m benchmarks.loop --tune                   # TRL at each of its settings first, and then at the fastest
+    python -m benchmarks.loop --before DIR             # against art as it is in the checkout DIR, instead of TRL
 
 Ours is `art train`, TRL's is benchmarks/loop_trl.py; each in a process of its own, in turn, from the same policy, with
 the same scenarios in the same order, the same adapter, sampling and learning rate. A step is from the end of the one
@@ -77,11 +78,13 @@ def make_base(shape: Shape, directory: Path) -> Path:
     return base.resolve()
 
 
-def play_ours(shape: Shape, base: Path, runs: Path, *, steps: int, threads: int | None) -> Played:
+def play_ours(
+    shape: Shape, base: Path, runs: Path, *, steps: int, threads: int | None, checkout: Path = ROOT
+) -> Played:
     name = f"run-{len(list(runs.glob('*')))}"
     settings = [*shape.settings, f"model.base={base}", "sft=null", "eval=null"]
     settings += [f"train.steps={steps}", f"runs={runs}", f"name={name}"]
-    _, cpu_s = _run([*ART, "train", str(shape.config), *settings], threads=threads)
+    _, cpu_s = _run([*ART, "train", str(shape.config), *settings], threads=threads, checkout=checkout)
     lines = RunDir(runs / name).metrics()
     found = [
         Step(
@@ -104,13 +107,13 @@ def play_trl(shape: Shape, base: Path, settings: Sequence[str], *, steps: int, t
     return Played([Step(**{name: line[name] for name in line if name in Step._fields}) for line in lines[1:]], cpu_s)
 
 
-def _run(command: Sequence[str], *, threads: int | None) -> tuple[str, float]:
+def _run(command: Sequence[str], *, threads: int | None, checkout: Path = ROOT) -> tuple[str, float]:
     """What it prints, and its processor seconds. Raises RuntimeError with its last lines: it failed."""
-    environment = os.environ | {"TRL_EXPERIMENTAL_SILENCE": "1"}
+    environment = os.environ | {"TRL_EXPERIMENTAL_SILENCE": "1", "PYTHONPATH": str(checkout)}
     if threads is not None:
         environment["OMP_NUM_THREADS"] = str(threads)
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=DEADLINE_S)
+    done = subprocess.run(command, env=environment, cwd=checkout, capture_output=True, text=True, timeout=DEADLINE_S)
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     if done.returncode:
         raise RuntimeError(f"{' '.join(command)}: {done.stderr[-800:]}")
@@ -144,6 +147,32 @@ def measure(
             ours.append(play_ours(shape, base, Path(name), steps=steps, threads=threads))
             trl.append(play_trl(shape, base, best, steps=steps, threads=threads))
     return _rows(shape, ours, trl, best)
+
+
+def compare(
+    shape: Shape, bases: Path, before: Path, *, steps: int, rounds: int, threads: int | None
+) -> list[tuple[str, str, str, str, str]]:
+    """Returns for each quantity the medians in this checkout and in `before`, and their ratio: now over before.
+
+    Both play in turn, from the same policy. A ratio's spread is that of the rounds, each a process of either.
+    """
+    base = make_base(shape, bases)
+    pairs: list[tuple[Played, Played]] = []
+    with tempfile.TemporaryDirectory(prefix="art-loop-") as name:
+        for number in range(rounds):
+            sides = (ROOT, before) if number % 2 else (before, ROOT)
+            played = {
+                root: play_ours(shape, base, Path(name), steps=steps, threads=threads, checkout=root) for root in sides
+            }
+            pairs.append((played[ROOT], played[before]))
+    rows = []
+    for part in ("step_s", "sample_s", "train_s", "cpu_s"):
+        values = [tuple(p.cpu_s if part == "cpu_s" else _median(p.steps, part) for p in pair) for pair in pairs]
+        now, then = (statistics.median(value[side] for value in values) for side in (0, 1))
+        ratios = sorted(one / other for one, other in values)
+        spread = f"{statistics.median(ratios):.3f} ({ratios[0]:.3f}-{ratios[-1]:.3f})"
+        rows.append((shape.name, part, f"{now:.2f} s", f"{then:.2f} s", spread))
+    return rows
 
 
 def _rows(shape: Shape, ours: Sequence[Played], trl: Sequence[Played], settings: Sequence[str]) -> list[Row]:
@@ -189,10 +218,18 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--threads", type=int, help="of torch")
     parser.add_argument("--tune", action="store_true")
+    parser.add_argument("--before", type=Path, help="another checkout of art, the other side instead of TRL")
     given = parser.parse_args()
     settings = {"steps": given.steps, "rounds": given.rounds, "threads": given.threads, "is_tuned": given.tune}
     with tempfile.TemporaryDirectory(prefix="art-loop-bases-") as scratch:
         bases = given.bases or Path(scratch)
+        if given.before is not None:
+            print("| shape | quantity | now | before | now / before (range) |\n|---|---|---|---|---|")
+            del settings["is_tuned"]
+            for name in given.shape:
+                for row in compare(SHAPES[name], bases, given.before.resolve(), **settings):
+                    print(f"| {' | '.join(row)} |", flush=True)
+            return
         print(table([row for name in given.shape for row in measure(SHAPES[name], bases, **settings)]))
 
 

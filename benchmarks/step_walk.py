@@ -33,6 +33,10 @@ NOT_TAKEN = re.compile(
     r"config|storage|mirror|trackers|durable|json_lines|manifest|checkpoints|run_file|run_dir|plugins|loading|(^|\.)model$|"
     r"base_files|reports|pages|runtime|errors|state_key|threads|log$|history|failures|(^|\.)record$|interrupts|open_|stop_rules|evaluate"
 )
+# the same by the names of classes and functions that stand in a module with others
+NOT_TAKEN_NAMES = re.compile(
+    r"^(Run|RunPlanner|ChunkRun|ProductAttention|Division|SegmentBatch|ValueHead|EntropyState|side_by_side|shared_calls)\b"
+)
 Definition = tuple[str, str]  # module; "function", "Class" or "Class.method"
 FUNCTION = ast.FunctionDef | ast.AsyncFunctionDef
 
@@ -43,15 +47,15 @@ class Module(NamedTuple):
     imported: dict[str, Definition]  # name in this module, anywhere in it -> its definition
 
 
-def code_lines(source: str) -> int:
-    """Returns the number of lines that hold a token which is neither comment nor docstring."""
+def code_lines(source: str) -> set[int]:
+    """Returns the numbers of the lines that hold a token which is neither comment nor docstring."""
     skipped = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER)
     tokens = [each for each in tokenize.generate_tokens(io.StringIO(source).readline) if each.type not in skipped]
     lines = {line for each in tokens for line in range(each.start[0], each.end[0] + 1)}
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
             lines -= set(range(node.lineno, (node.end_lineno or 0) + 1))
-    return len(lines)
+    return lines
 
 
 def read_module(path: Path) -> Module:
@@ -84,7 +88,8 @@ class Walk:
         while start:
             while start:
                 one = start.pop()
-                if one not in self.reached and one[1] in self.modules[one[0]].defined and not NOT_TAKEN.search(one[0]):
+                is_taken = not NOT_TAKEN.search(one[0]) and not NOT_TAKEN_NAMES.search(one[1])
+                if one not in self.reached and one[1] in self.modules[one[0]].defined and is_taken:
                     self.reached.add(one)
                     start += self._named_by(*one)
             start = [
@@ -94,6 +99,18 @@ class Walk:
                 if method.startswith(f"{name}.") and method.partition(".")[2] in self._attributes
                 if (module, method) not in self.reached
             ]
+
+    def lines_of(self, module: str) -> set[int]:
+        """Returns the numbers of the lines of the module's reached functions, methods and classes without methods."""
+        lines: set[int] = set()
+        for where, name in self.reached:
+            if where == module:
+                node = self.modules[module].defined[name]
+                lines |= set(range(node.lineno, node.end_lineno + 1))  # type: ignore[attr-defined]
+                for method in node.body if isinstance(node, ast.ClassDef) else []:
+                    if isinstance(method, FUNCTION) and (module, f"{name}.{method.name}") not in self.reached:
+                        lines -= set(range(method.lineno, (method.end_lineno or 0) + 1))
+        return lines
 
     def is_class(self, one: Definition) -> bool:
         return isinstance(self.modules[one[0]].defined.get(one[1]), ast.ClassDef)
@@ -142,8 +159,12 @@ def main() -> None:
     for module in reached if options.list else []:
         print(f"{module}: {', '.join(sorted(name for where, name in walk.reached if where == module))}")
     num_classes = sum(walk.is_class(one) and not one[1].startswith("_") for one in walk.reached)
-    num_lines = sum(code_lines(modules[module].source) for module in reached)
-    print(f"{len(reached)} modules, {num_classes} public classes, {num_lines:,} code lines")
+    in_modules = {module: code_lines(modules[module].source) for module in reached}
+    num_lines = sum(len(walk.lines_of(module) & lines) for module, lines in in_modules.items())
+    whole = sum(map(len, in_modules.values()))
+    print(
+        f"{len(reached)} modules, {num_classes} public classes, {num_lines:,} code lines of {whole:,} in these modules"
+    )
 
 
 if __name__ == "__main__":
