@@ -35,7 +35,7 @@ NOT_TAKEN = re.compile(
 )
 # the same by the names of classes and functions that stand in a module with others
 NOT_TAKEN_NAMES = re.compile(
-    r"^(Run|RunPlanner|ChunkRun|ProductAttention|Division|SegmentBatch|ValueHead|EntropyState|side_by_side|shared_calls)\b"
+    r"^(SlotRun|RunPlanner|ChunkRun|ProductAttention|Division|SegmentBatch|ValueHead|EntropyState|side_by_side|shared_calls)\b"
 )
 Definition = tuple[str, str]  # module; "function", "Class" or "Class.method"
 FUNCTION = ast.FunctionDef | ast.AsyncFunctionDef

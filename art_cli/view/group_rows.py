@@ -142,7 +142,7 @@ class GroupRow(msgspec.Struct):
     text: str | None = None  # the page of a file searches it; None if the server does
 
 
-class Page(msgspec.Struct):
+class RowPage(msgspec.Struct):
     total: int
     rows: list[GroupRow]
 
@@ -160,7 +160,7 @@ class Query(NamedTuple):
     limit: int = 100
 
 
-def find_groups(step: IndexedStep, query: Query) -> Page:
+def find_groups(step: IndexedStep, query: Query) -> RowPage:
     """Returns the rows that the query asks for."""
     groups = [group for group in step.groups() if _passes(group, query)]
     if query.text:
@@ -171,7 +171,7 @@ def find_groups(step: IndexedStep, query: Query) -> Page:
     elif query.is_descending:
         groups.reverse()
     shown = groups[query.offset : query.offset + query.limit]
-    return Page(len(groups), [row_of(group) for group in shown])
+    return RowPage(len(groups), [row_of(group) for group in shown])
 
 
 def row_of(group: IndexedGroup) -> GroupRow:

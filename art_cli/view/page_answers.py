@@ -26,7 +26,16 @@ from art_cli.runs.run_dir import MetricsLine, RunDir
 from art_cli.runs.trajectory import ScoredTrajectory
 from art_cli.runtime.errors import ArtError, printable
 from art_cli.view.drawing import DrawingKind, drawing_kind, drawing_page
-from art_cli.view.group_rows import MAX_ATTEMPTS, Histogram, Page, Query, build_tree, find_groups, histogram, words_of
+from art_cli.view.group_rows import (
+    MAX_ATTEMPTS,
+    Histogram,
+    Query,
+    RowPage,
+    build_tree,
+    find_groups,
+    histogram,
+    words_of,
+)
 from art_cli.view.index import Index, IndexedStep, Split
 from art_cli.view.records import LearnedNumbers, read_record, read_records
 from art_cli.view.rows import IndexRow, number_of
@@ -297,7 +306,7 @@ class Answers:
 
     # --- groups -------------------------------------------------------------------------------------------------------
 
-    def groups(self, name: str, number: int, split: Split, query: Query) -> Page:
+    def groups(self, name: str, number: int, split: Split, query: Query) -> RowPage:
         return find_groups(self._find_step(name, number, split), query)
 
     def histogram(self, name: str, number: int, split: Split) -> Histogram:

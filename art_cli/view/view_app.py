@@ -1,8 +1,8 @@
-"""The page and its answers over HTTP: a Starlette application behind the Guard. Answers are made in threads.
+"""The page and its answers over HTTP: a Starlette application behind the PageGuard. Answers are made in threads.
 
 GET / and the files of the page; GET /api/... as in docs/view.md; POST /api/chat.
 
-Guard refuses requests of other sites' pages (chat/api_keys.py), and sends with each answer what a page may load.
+PageGuard refuses requests of other sites' pages (chat/api_keys.py), and sends with each answer what a page may load.
 """
 
 import ipaddress
@@ -48,7 +48,7 @@ HEADERS = {
 REFUSAL = b'{"error":"ask for this page by its own address, from no other site, and send application/json"}'
 
 
-class Guard:
+class PageGuard:
     """An ASGI application in front of another one."""
 
     def __init__(self, app: ASGIApp, host: str) -> None:
@@ -134,7 +134,7 @@ def build_app(answers: Answers, *, host: str, chat: "ChatRelay | None" = None) -
         exception_handlers={HTTPException: _refuse, Exception: _fail},
     )
     app.router.redirect_slashes = False
-    return Guard(app, host)
+    return PageGuard(app, host)
 
 
 class _Asked(dict[str, Any]):

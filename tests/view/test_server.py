@@ -21,7 +21,7 @@ from art_cli.runs.run_dir import RunDir
 from art_cli.view.chat import ChatRelay
 from art_cli.view.page_answers import Answers
 from art_cli.view.sources import Sources
-from art_cli.view.view_app import NUM_THREADS, Guard, build_app, is_own_name
+from art_cli.view.view_app import NUM_THREADS, PageGuard, build_app, is_own_name
 from tests.support.attempts import scored, write_attempts
 from tests.support.chat_server import ChatServer, chatting
 from tests.support.hostile import NUM_MUTATIONS, Heartbeat, mutations
@@ -139,7 +139,7 @@ async def test_no_method_of_any_route_answers_under_another_sites_name(tmp_path:
     """Made from the router, so that a new route is asked as well."""
     answers = Answers(Sources([write_attempts(tmp_path / "mail").root]))
     guard = build_app(answers, host="127.0.0.1")
-    assert isinstance(guard, Guard) and isinstance(guard._app, Starlette)
+    assert isinstance(guard, PageGuard) and isinstance(guard._app, Starlette)
     paths = [re.sub(r"\{(\w+)(:\w+)?\}", "0", route.path) for route in guard._app.routes if isinstance(route, Route)]
     assert len(paths) > 10
     async with asking([tmp_path / "mail"]) as ask:

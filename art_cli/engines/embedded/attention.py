@@ -39,7 +39,7 @@ MIN_SHARED = 64  # fewest shared tokens that are read once; fewer were not measu
 MAX_PAIRS = 2**15  # pairs of tokens in the largest chunk that is joined with others; alone, it skips the masked pairs
 
 
-class Run(NamedTuple):
+class SlotRun(NamedTuple):
     """Decoding slots attended together: rows `first` to `last` of the plan, in slots `start` to `stop`."""
 
     first: int
@@ -72,9 +72,9 @@ class RunPlanner:
         self._costs, self._device = costs, device
         self._decodes: Ints = np.empty(0, np.int64)
         self._lengths: Ints = np.empty(0, np.int64)
-        self._runs: list[Run] = []
+        self._runs: list[SlotRun] = []
 
-    def runs(self, plan: StepPlan) -> list[Run]:
+    def runs(self, plan: StepPlan) -> list[SlotRun]:
         decodes, lengths = plan.decodes, plan.positions_T[: len(plan.decodes)] + 1
         if decodes is self._decodes and (lengths == self._lengths + 1).all():
             self._runs = [run._replace(length=run.length + 1, lengths=run.lengths + 1) for run in self._runs]
@@ -84,9 +84,9 @@ class RunPlanner:
         return self._runs
 
 
-def plan_runs(slots: Ints, lengths: Ints, shared: Ints, costs: Costs, device: torch.device) -> list[Run]:
+def plan_runs(slots: Ints, lengths: Ints, shared: Ints, costs: Costs, device: torch.device) -> list[SlotRun]:
     """Returns the slots (ascending) in runs. `shared[i]`: length of the prefix that slot i shares with slot i - 1."""
-    runs: list[Run] = []
+    runs: list[SlotRun] = []
     plain = 0  # rows from here on are in no run yet
     row = 0
     while row < len(slots):
@@ -114,7 +114,7 @@ def _family(shared: Ints, first: int, cost: int) -> tuple[int, int]:
     return (last, common) if is_worth_it else (first + 1, 0)
 
 
-def _plain_runs(slots: Ints, lengths: Ints, first: int, last: int, cost: int, device: torch.device) -> list[Run]:
+def _plain_runs(slots: Ints, lengths: Ints, first: int, last: int, cost: int, device: torch.device) -> list[SlotRun]:
     """Returns the rows `first` to `last` in runs. A slot joins while the extra reading costs less than a call."""
     if first == last:
         return []
@@ -134,13 +134,13 @@ def _plain_runs(slots: Ints, lengths: Ints, first: int, last: int, cost: int, de
     return [*runs, _run(slots, lengths, first, last, 0, device)]
 
 
-def _run(slots: Ints, lengths: Ints, first: int, last: int, shared: int, device: torch.device) -> Run:
+def _run(slots: Ints, lengths: Ints, first: int, last: int, shared: int, device: torch.device) -> SlotRun:
     start, stop = int(slots[first]), int(slots[last - 1]) + 1
     members, longest = slots[first:last] - start, int(lengths[first:last].max())
     has_gaps = stop - start > last - first
     all_lengths = np.full(stop - start, longest, np.int64)
     all_lengths[members] = lengths[first:last]
-    return Run(
+    return SlotRun(
         first=first,
         last=last,
         start=start,
@@ -252,7 +252,7 @@ NAME = "art_slots"
 class Layout:
     """The attention of one step's tokens: computed once for all layers."""
 
-    def __init__(self, plan: StepPlan, runs: list[Run], cache: SlotCache, device: torch.device) -> None:
+    def __init__(self, plan: StepPlan, runs: list[SlotRun], cache: SlotCache, device: torch.device) -> None:
         self.tokens_T = torch.from_numpy(plan.tokens_T).to(device)
         self.positions_T = torch.from_numpy(plan.positions_T).to(device)
         self._slots_T = torch.from_numpy(plan.slots_T).to(device)
@@ -350,7 +350,7 @@ def attend(
 
 
 def _attend_run(
-    run: Run, query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scaling: float | None
+    run: SlotRun, query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scaling: float | None
 ) -> Tensor:
     """Returns [rows, heads, head_dim] for queries of that shape."""
     grouped = _grouped(run, query, keys.shape[1])
@@ -362,7 +362,7 @@ def _attend_run(
 
 
 def _attend_run_with_shared(
-    run: Run, query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scaling: float | None
+    run: SlotRun, query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scaling: float | None
 ) -> Tensor:
     """As `_attend_run`, but the shared prefix is read from the first slot in one product for all rows.
 
@@ -398,7 +398,7 @@ def _attend_normed(
     return torch.matmul(probs, values).float(), norm
 
 
-def _grouped(run: Run, query: Tensor, heads_kv: int) -> Tensor:
+def _grouped(run: SlotRun, query: Tensor, heads_kv: int) -> Tensor:
     """Returns [slots, heads_kv, heads / heads_kv, head_dim]; heads that share keys become rows of one product."""
     rows, heads, dim = query.shape
     grouped = query.reshape(rows, heads_kv, heads // heads_kv, dim)
@@ -409,7 +409,7 @@ def _grouped(run: Run, query: Tensor, heads_kv: int) -> Tensor:
     return spread
 
 
-def _rows(run: Run, out: Tensor, heads: int) -> Tensor:
+def _rows(run: SlotRun, out: Tensor, heads: int) -> Tensor:
     out = out if run.members is None else out[run.members]
     return out.reshape(run.last - run.first, heads, out.shape[3])
 

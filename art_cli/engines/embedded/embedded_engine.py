@@ -297,7 +297,7 @@ class _Mailbox:
             generation.owner.put(generation, piece)
 
 
-class Taken(NamedTuple):
+class IndexedPiece(NamedTuple):
     choice: int
     piece: Piece
 
@@ -322,7 +322,7 @@ class _Job:
         self.sampling = msgspec.structs.replace(request.sampling, max_tokens=limit - len(prompt.ids))
         self.num_open = request.sampling.n
         self.echo: Echo | None = None
-        self._pieces: asyncio.Queue[Taken] = asyncio.Queue()
+        self._pieces: asyncio.Queue[IndexedPiece] = asyncio.Queue()
         ids = np.array(prompt.ids, np.int64)
         seed = request.sampling.seed if request.sampling.seed is not None else secrets.randbits(64)
         self.generations = [
@@ -362,7 +362,7 @@ class _Job:
     def end_unsampled(self, step: int) -> None:
         """Ends every choice of a request that samples nothing."""
         for index in range(self.num_open):
-            self._pieces.put_nowait(Taken(index, Piece([], [], [], None, step, "length")))
+            self._pieces.put_nowait(IndexedPiece(index, Piece([], [], [], None, step, "length")))
 
     @property
     def num_alternatives(self) -> int:
@@ -371,9 +371,9 @@ class _Job:
         return self.sampling.n * (self.sampling.max_tokens or 0) * num_top
 
     def put(self, generation: Generation, piece: Piece) -> None:
-        self._pieces.put_nowait(Taken(self._index[id(generation)], piece))
+        self._pieces.put_nowait(IndexedPiece(self._index[id(generation)], piece))
 
-    async def next(self) -> Taken:
+    async def next(self) -> IndexedPiece:
         """Returns the next piece of any choice. Raises ChatError 400 if its grammar failed, 500 if the engine
         failed."""
         taken = await self._pieces.get()

@@ -3,9 +3,9 @@
 Each call has a deadline. `Refused` is the server's own error. `Unreachable` means that it did not answer; the call may
 be made again when a new server has started. Ready is whether a server answers: not now, yes, or never again.
 
-Adapters decides from which adapter a server samples, under which name, and when an old one is unloaded. Every adapter
-gets a name that no other one ever had in that server (`policy@0007`). vLLM keys its prefix cache by the name, so a
-request never gets keys and values of other weights. A request keeps the adapter that it began with. An adapter that was
+LoadedAdapters decides from which adapter a server samples, under which name, and when an old one is unloaded. Each
+adapter gets a name that no other one ever had in that server (`policy@0007`). vLLM keys its prefix cache by the name, so
+a request never gets keys and values of other weights. A request keeps the adapter that it began with. An adapter that was
 replaced is unloaded when its last request has ended.
 """
 
@@ -251,7 +251,7 @@ class Adapter:
         self.num_requests = 0
 
 
-class Adapters:
+class LoadedAdapters:
     """The adapters of one server: the base model at first, then the adapter of each `load`."""
 
     def __init__(self, control: Control, make_backend: MakeBackend, *, base: str, prefix: str, step: int) -> None:

@@ -33,7 +33,7 @@ from art_cli.chat.requests import Request, demands_format
 from art_cli.config.sections.engine_config import VllmEngineConfig
 from art_cli.engines import Endpoint, EngineSetup, proof
 from art_cli.engines.vllm.chats import Chats
-from art_cli.engines.vllm.control import Adapters, Ready, Refused, Scored, Unreachable
+from art_cli.engines.vllm.control import LoadedAdapters, Ready, Refused, Scored, Unreachable
 from art_cli.engines.vllm.vllm_server import OwnServer, RunningServer, restore_arguments
 from art_cli.models.policy_spec import PolicySpec
 from art_cli.runtime.errors import DriftError, EngineError
@@ -97,7 +97,7 @@ class VllmEngine:
         self._traffic = Traffic()
         self._scores_alone = isinstance(self._server, OwnServer) and not self._server.has_gpu
         self._name = name
-        self._adapters: Adapters | None = None  # those of the newest server
+        self._adapters: LoadedAdapters | None = None  # those of the newest server
         self._loaded: tuple[Path, int] | None = None  # checkpoint and step
         self._ready = Ready(config.start_timeout_s)
         self._awake, self._may_restart = asyncio.Event(), asyncio.Event()
@@ -135,7 +135,7 @@ class VllmEngine:
     async def load(self, checkpoint: Path, step: int) -> None:
         """Raises CheckpointError if there is no adapter; EngineError if the server refuses it, or is gone for good."""
 
-        async def load(adapters: Adapters) -> None:
+        async def load(adapters: LoadedAdapters) -> None:
             await adapters.load(checkpoint, step)
             self._loaded = checkpoint, step
 
@@ -146,7 +146,7 @@ class VllmEngine:
         """Raises DriftError if replicas differ, or other weights computed what a prefix cache holds."""
         replicas = range(self._config.replicas) if self._config.replicas > 1 else (None,)
 
-        async def score(adapters: Adapters) -> list[tuple[Scored, Scored]]:
+        async def score(adapters: LoadedAdapters) -> list[tuple[Scored, Scored]]:
             ask = partial(adapters.control.score, token_ids=token_ids, timeout_s=self._config.timeout_s)
             scored = []
             async with self.scoring():
@@ -180,7 +180,7 @@ class VllmEngine:
             return
         self._awake.clear()
 
-        async def sleep(adapters: Adapters) -> None:
+        async def sleep(adapters: LoadedAdapters) -> None:
             await _until(lambda: adapters.num_requests == 0, DRAIN_S, "requests in flight did not end before its sleep")
             await adapters.control.sleep(self._server.sleep_level)
 
@@ -195,7 +195,7 @@ class VllmEngine:
         self._may_restart.set()
         drops_base = self._server.sleep_level == 2
 
-        async def wake(adapters: Adapters) -> None:
+        async def wake(adapters: LoadedAdapters) -> None:
             if adapters is not slept:  # it was started anew meanwhile
                 return
             await adapters.control.wake(reload_base=drops_base)
@@ -247,7 +247,7 @@ class VllmEngine:
                 yield chunk if chat is None else chat.chunk(chunk)
 
     @contextlib.asynccontextmanager
-    async def _admitted(self, request: Request) -> AsyncIterator[tuple[Adapters, HttpBackend]]:
+    async def _admitted(self, request: Request) -> AsyncIterator[tuple[LoadedAdapters, HttpBackend]]:
         """The server's adapters and the client of the current one, as soon as the request may begin. Raises ChatError
         if no such model, or the engine has failed."""
         await self._admit(request)
@@ -256,7 +256,7 @@ class VllmEngine:
             with adapters.lease() as backend:
                 yield adapters, backend
 
-    async def _admit(self, request: Request) -> Adapters:
+    async def _admit(self, request: Request) -> LoadedAdapters:
         """Returns the server's adapters as soon as it answers. Raises ChatError if it has no such model, or failed."""
         if request.model != self.endpoint.model:
             raise ChatError(404, f"the model {request.model!r} does not exist", param="model", code="model_not_found")
@@ -270,7 +270,7 @@ class VllmEngine:
             raise ChatError(503, str(error).partition("\n")[0], code="engine_failed") from error
 
     @contextlib.asynccontextmanager
-    async def _failures(self, adapters: Adapters) -> AsyncIterator[None]:
+    async def _failures(self, adapters: LoadedAdapters) -> AsyncIterator[None]:
         """Holds back a failure until it is known whether the server died, so that the next try waits for a new one."""
         try:
             yield
@@ -286,7 +286,7 @@ class VllmEngine:
     async def _bring_up(self) -> None:
         """Returns when a new server answers and has loaded the current adapter."""
         await self._server.start()
-        adapters = Adapters(
+        adapters = LoadedAdapters(
             self._server.control,
             self._make_backend,
             base=self._server.base_name,
@@ -332,7 +332,7 @@ class VllmEngine:
         await self._adapters.close(unload=False)
         await self._server.stop()
 
-    async def _steer(self, work: Callable[[Adapters], Awaitable[Result]]) -> Result:
+    async def _steer(self, work: Callable[[LoadedAdapters], Awaitable[Result]]) -> Result:
         """Returns the result of `work`, done again when the server ends in the middle of it and a new one answers."""
         async with self._steering:
             for _ in range(MAX_RESTARTS + 1):
@@ -346,10 +346,10 @@ class VllmEngine:
             await self._ready.wait()  # raises, because the watcher has given up
             raise AssertionError("more restarts than allowed")
 
-    def _is_lost(self, adapters: Adapters) -> bool:
+    def _is_lost(self, adapters: LoadedAdapters) -> bool:
         return self._adapters is not adapters or not self._ready.is_set
 
-    async def _ready_adapters(self) -> Adapters:
+    async def _ready_adapters(self) -> LoadedAdapters:
         await self._ready.wait()
         assert self._adapters is not None, "ready without a server"
         return self._adapters

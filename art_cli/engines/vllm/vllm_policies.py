@@ -23,7 +23,7 @@ from art_cli.chat.replies import Choice, Reply
 from art_cli.chat.requests import Request
 from art_cli.config.sections.engine_config import VllmEngineConfig
 from art_cli.engines.proof import Proof
-from art_cli.engines.vllm.control import FILES, Adapters, Unreachable
+from art_cli.engines.vllm.control import FILES, LoadedAdapters, Unreachable
 from art_cli.engines.vllm.vllm_engine import MAX_RESTARTS, VllmEngine, _complete_logprobs, _until
 from art_cli.engines.vllm.vllm_server import OwnServer
 from art_cli.models.policy_spec import PolicySpec
@@ -65,7 +65,7 @@ class VllmPolicies(VllmEngine):
             await policy.close(unload=not isinstance(self._server, OwnServer))
         await super().close()
 
-    async def present(self) -> Adapters:
+    async def present(self) -> LoadedAdapters:
         """Returns the server that answers now. Raises EngineError if none will any more."""
         return await self._ready_adapters()
 
@@ -75,7 +75,7 @@ class VllmPolicies(VllmEngine):
     def client(self, name: str) -> HttpBackend:
         return self._make_backend(name, 0)
 
-    async def is_lost(self, adapters: Adapters) -> bool:
+    async def is_lost(self, adapters: LoadedAdapters) -> bool:
         """Returns whether the server of a call that failed has ended. A server at an address is never known to."""
         if not self.pid:
             return False
@@ -91,7 +91,7 @@ class VllmPolicy:
 
     def __init__(self, server: VllmPolicies, adapter: Path | None, proof: Proof) -> None:
         self._server, self._adapter, self._proof = server, adapter, proof
-        self._there: Adapters | None = None  # the server that has it
+        self._there: LoadedAdapters | None = None  # the server that has it
         self._client: HttpBackend | None = None
         self._loading = asyncio.Lock()
 
@@ -99,7 +99,7 @@ class VllmPolicy:
         """Returns [L - 1] logprobs in nats of each token after the first, at temperature 1, computed without a
         cache."""
 
-        async def score(client: HttpBackend, adapters: Adapters) -> list[float]:
+        async def score(client: HttpBackend, adapters: LoadedAdapters) -> list[float]:
             return await self._score(client, adapters, token_ids)
 
         return await self.ask(score)
@@ -109,7 +109,7 @@ class VllmPolicy:
         assert isinstance(request.prompt, list), "clients' prompts are token ids"
         asked = self._bounded(request, request.prompt)
 
-        async def reply(client: HttpBackend, adapters: Adapters) -> Reply:
+        async def reply(client: HttpBackend, adapters: LoadedAdapters) -> Reply:
             async with self._server.sampling():
                 return await client.reply(asked)
 
@@ -135,7 +135,7 @@ class VllmPolicy:
             except EngineError as error:
                 log.info("%s was not unloaded: %s", client.model, error)
 
-    async def ask(self, work: Callable[[HttpBackend, Adapters], Awaitable[Result]]) -> Result:
+    async def ask(self, work: Callable[[HttpBackend, LoadedAdapters], Awaitable[Result]]) -> Result:
         """Returns the result of `work`, done again if the server ended in the middle of it and a new one answers.
 
         Raises EngineError or ChatError.
@@ -150,7 +150,7 @@ class VllmPolicy:
                     raise
         raise AssertionError("the last round returns or raises")
 
-    async def _ready(self, adapters: Adapters) -> HttpBackend:
+    async def _ready(self, adapters: LoadedAdapters) -> HttpBackend:
         """Returns the client of this policy in that server, which has it loaded then."""
         async with self._loading:
             if self._client is None or self._there is not adapters:
@@ -166,13 +166,13 @@ class VllmPolicy:
                     raise
             return self._client
 
-    async def _score(self, client: HttpBackend, adapters: Adapters, token_ids: list[int]) -> list[float]:
+    async def _score(self, client: HttpBackend, adapters: LoadedAdapters, token_ids: list[int]) -> list[float]:
         timeout_s = self._server.timeout_s
         async with self._server.scoring():
             found = await adapters.control.score(client.model, token_ids, is_cached=False, timeout_s=timeout_s)
         return found.logprobs
 
-    async def _load(self, adapters: Adapters) -> str:
+    async def _load(self, adapters: LoadedAdapters) -> str:
         if self._adapter is None:
             return adapters.current.name
         name = self._server.new_name()
@@ -195,7 +195,7 @@ class VllmPolicy:
         return msgspec.structs.replace(request, sampling=msgspec.structs.replace(sampling, max_tokens=bound))
 
 
-async def _nothing(client: HttpBackend, adapters: Adapters) -> None:
+async def _nothing(client: HttpBackend, adapters: LoadedAdapters) -> None:
     """Only makes the policy ready."""
 
 

@@ -24,7 +24,7 @@ P = ParamSpec("P")
 Result = TypeVar("Result")
 
 
-class Caller(Protocol):
+class RemoteObject(Protocol):
     """An object with remote methods."""
 
     def call(self, method: str, given: str, progress: Progress | None) -> str:
@@ -42,10 +42,10 @@ class RemoteMethod(Generic[P, Result]):
         self._result = types.pop("return")
         self._params = msgspec.defstruct(self.name, list(types.items()))
 
-    def __get__(self, caller: Caller, owner: type) -> Callable[P, Result]:
+    def __get__(self, caller: RemoteObject, owner: type) -> Callable[P, Result]:
         return partial(self._call, caller)
 
-    def _call(self, caller: Caller, *args: P.args, **kwargs: P.kwargs) -> Result:
+    def _call(self, caller: RemoteObject, *args: P.args, **kwargs: P.kwargs) -> Result:
         bound = self._signature.bind(None, *args, **kwargs)
         bound.apply_defaults()
         _, *values = bound.arguments.items()

@@ -230,7 +230,7 @@ class Models:
 
     # --- requests of one model ----------------------------------------------------------------------------------------
 
-    def run_pass(self, asked: passes.Pass, owner: str, digest: bytes) -> str:
+    def run_pass(self, asked: passes.ForwardBackward, owner: str, digest: bytes) -> str:
         """Returns the id of the request, which fails if something is wrong with it."""
         model = self.get(asked.model_id, owner)
         bounds = {"vocabulary": self.base.vocabulary, "max_length": self.base.max_length, "max_data": self.limits.data}

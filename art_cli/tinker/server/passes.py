@@ -52,7 +52,7 @@ class _Budget:
         return datum
 
 
-class Pass(NamedTuple):
+class ForwardBackward(NamedTuple):
     """One request for a pass over data."""
 
     model_id: str
@@ -113,7 +113,7 @@ class _Request(msgspec.Struct):
     seq_id: int | None = None
 
 
-def of_json(body: bytes, *, backward: bool) -> Pass:
+def of_json(body: bytes, *, backward: bool) -> ForwardBackward:
     """Returns the pass. Raises BadPass if a field does not fit; ChatError 400 if the body is no JSON object."""
     fields = decode_object(body)
     try:
@@ -122,7 +122,7 @@ def of_json(body: bytes, *, backward: bool) -> Pass:
         raise BadPass(error, fields.get("model_id"), fields.get("seq_id")) from None
 
 
-def _of_json(fields: dict[str, Any], backward: bool, budget: _Budget) -> Pass:
+def _of_json(fields: dict[str, Any], backward: bool, budget: _Budget) -> ForwardBackward:
     request = convert(fields, _Request)
     given = request.forward_backward_input or request.forward_input
     if given is None:
@@ -133,7 +133,7 @@ def _of_json(fields: dict[str, Any], backward: bool, budget: _Budget) -> Pass:
             arrays = {name: protobuf.of_json(tensor) for name, tensor in datum.loss_fn_inputs.items()}
             data.append(budget.spend(RawDatum(np.array(token_ids(datum.model_input), np.int64), arrays)))
     settings = given.loss_fn_config or {}
-    return Pass(request.model_id, request.seq_id, data, given.loss_fn, _numbers(settings), backward)
+    return ForwardBackward(request.model_id, request.seq_id, data, given.loss_fn, _numbers(settings), backward)
 
 
 def token_ids(given: ModelInput) -> list[int]:
@@ -147,7 +147,7 @@ def token_ids(given: ModelInput) -> list[int]:
 # --- protocol buffers -------------------------------------------------------------------------------------------------
 
 
-def of_proto(body: bytes) -> Pass:
+def of_proto(body: bytes) -> ForwardBackward:
     """Returns the pass of a message ForwardBackwardRequest. Raises BadPass if the body is none, or a field is wrong."""
     request = messages.ForwardBackwardRequest()
     try:
@@ -160,7 +160,7 @@ def of_proto(body: bytes) -> Pass:
         for name, value in getattr(request, "loss_fn_config_v2", {}).items():  # not in SDK 0.24.1
             settings[name] = value.text if value.HasField("text") else value.number
         loss, backward = request.loss_fn, not request.forward_only
-        return Pass(request.model_id, request.seq_id, data, loss, _numbers(settings), backward)
+        return ForwardBackward(request.model_id, request.seq_id, data, loss, _numbers(settings), backward)
     except ChatError as error:
         raise BadPass(error, request.model_id, request.seq_id) from None
     except ValueError as error:
@@ -202,7 +202,7 @@ def _numbers(settings: dict[str, float | str]) -> dict[str, float]:
     return {name: float(value) for name, value in settings.items()}
 
 
-def check(asked: Pass, *, vocabulary: int, max_length: int, max_data: int) -> Checked:
+def check(asked: ForwardBackward, *, vocabulary: int, max_length: int, max_data: int) -> Checked:
     """Returns the pass as the learner takes it. Raises ChatError 400 with the first thing wrong and its datum."""
     loss = TOKEN_LOSSES.get(asked.loss)
     if loss is None:
