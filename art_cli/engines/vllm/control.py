@@ -4,9 +4,9 @@ Each call has a deadline. `Refused` is the server's own error. `Unreachable` mea
 be made again when a new server has started. Ready is whether a server answers: not now, yes, or never again.
 
 LoadedAdapters decides from which adapter a server samples, under which name, and when an old one is unloaded. Each
-adapter gets a name that no other one ever had in that server (`policy@0007`). vLLM keys its prefix cache by the name, so
-a request never gets keys and values of other weights. A request keeps the adapter that it began with. An adapter that was
-replaced is unloaded when its last request has ended.
+adapter gets a name that no other one ever had in that server (`policy@0007`). vLLM keys its prefix cache by the name,
+so a request never gets keys and values of other weights. A request keeps the adapter that it began with. An adapter
+that was replaced is unloaded when its last request has ended.
 """
 
 import asyncio
