@@ -25,8 +25,9 @@ from art_cli.learners import Progress, SftProgress, StepMetrics
 from art_cli.learners.algorithms import Algorithm
 from art_cli.learners.algorithms.normalization import FinishedCounts
 from art_cli.learners.algorithms.off_policy import build_correction
-from art_cli.learners.algorithms.ppo import Critic, Ppo
+from art_cli.learners.algorithms.ppo import Ppo
 from art_cli.learners.algorithms.presets import build_algorithm
+from art_cli.learners.critic import Critic
 from art_cli.learners.gradient import LossGradient, Update
 from art_cli.learners.optimizer import Optimizer
 from art_cli.learners.packs.logprob_reader import Reader

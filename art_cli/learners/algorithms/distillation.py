@@ -5,109 +5,26 @@
 The second part follows from log teacher - log student: on-policy distillation (Thinking Machines 2025), and SDPO
 (arXiv:2601.20802), whose teacher is the policy with feedback. This arithmetic is numpy only. The teachers are in
 ../teachers/; SDPO's is in sdpo.py.
-
-MovingAverage is the average of the policy's weights over its steps, for a loss whose teacher is that average. It reads
-and writes `teacher/` in a checkpoint directory, beside the adapter, which stays as PEFT wrote it.
 """
 
-import contextlib
 import logging
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, NamedTuple, TypeVar
 
 import numpy as np
-import torch
-from safetensors.torch import load_file, save_file
-from torch import Tensor
 
 from art_cli.config.sections import loss_config
 from art_cli.learners.algorithms.credit import advantages, rewards_of
 from art_cli.learners.algorithms.preset import ClippedPreset
-from art_cli.learners.packs.pack_runner import PackRunner
 from art_cli.learners.samples import Credit, Floats, Sample, token_weights, trajectory_samples
 from art_cli.runs.trajectory import ScoredTrajectory, Trajectory
-from art_cli.runtime.errors import CheckpointError, one_line
 
 if TYPE_CHECKING:
     from art_cli.learners.packs.logprob_reader import Reader
     from art_cli.learners.teachers import Teacher
 
 log = logging.getLogger(__name__)
-
-STATE_DIRECTORY, AVERAGE_FILE = "teacher", "average.safetensors"
-
-
-class MovingAverage:
-    """average <- (1 - rate) average + rate weights, in float32, after each step. It begins as the policy.
-
-    Only trained weights have an average; the teacher shares the others with the policy. Each process of a learner keeps
-    the average of its part of the weights.
-    """
-
-    def __init__(self, runner: PackRunner, rate: float) -> None:
-        """`rate` is above 0 and at most 1. With 1 the average is the policy itself."""
-        self._weights, self._ranks, self._rate = runner.weights, runner.ranks, rate
-        self._parameters = {name: p for name, p in runner.weights.model.named_parameters() if p.requires_grad}
-        self._averages: dict[str, Tensor] | None = None  # made by the first `installed`
-
-    @torch.no_grad()
-    def follow(self) -> None:
-        """Moves the average toward the weights of now."""
-        assert self._averages is not None, "the average teaches a step before it follows that step"
-        with self._weights.lock:
-            for name, average in self._averages.items():
-                average.lerp_(self._parameters[name].detach().float(), self._rate)
-
-    @contextlib.contextmanager
-    def installed(self) -> Iterator[None]:
-        """Inside, the model's weights are the average. Afterwards they are again what they were, bit for bit."""
-        if self._averages is None:
-            self._averages = {name: p.detach().to(torch.float32, copy=True) for name, p in self._parameters.items()}
-            yield
-            return
-        with self._weights.lock:
-            kept = {name: p.detach().clone() for name, p in self._parameters.items()}
-            try:
-                self._put(self._averages)
-                yield
-            finally:
-                self._put(kept)
-
-    @torch.no_grad()
-    def _put(self, tensors: dict[str, Tensor]) -> None:
-        for name, tensor in tensors.items():
-            self._parameters[name].copy_(tensor)
-        self._weights.version += 1
-
-    def save(self, directory: Path) -> None:
-        """Writes what `load` continues from. All processes must call it; the first one writes."""
-        if self._averages is None:
-            return
-        tensors = {name: self._ranks.whole(tensor).cpu().contiguous() for name, tensor in self._averages.items()}
-        if self._ranks.rank == 0:
-            (directory / STATE_DIRECTORY).mkdir(exist_ok=True)
-            save_file(tensors, directory / STATE_DIRECTORY / AVERAGE_FILE)
-
-    def load(self, directory: Path) -> None:
-        """Continues bit for bit from what `save` wrote. Without that, the average begins as the checkpoint's weights.
-
-        Raises CheckpointError if it is unreadable, or of other weights.
-        """
-        self._averages = None
-        path = directory / STATE_DIRECTORY / AVERAGE_FILE
-        if not path.is_file():
-            log.info("%s: no moving average; the teacher begins as the policy", directory)
-            return
-        try:
-            tensors = load_file(path)
-            shapes = {name: tensor.shape for name, tensor in tensors.items()}
-            if shapes != {name: p.shape for name, p in self._parameters.items()}:
-                raise ValueError("the average is of other weights than this model trains")
-        except Exception as error:
-            raise CheckpointError(f"{path}: {one_line(error)}") from error
-        parameters = self._parameters
-        self._averages = {name: self._ranks.part(tensor, parameters[name]) for name, tensor in tensors.items()}
 
 
 Read = Callable[[Sequence[Sample]], Sequence[Floats]]  # samples -> [N] a model's logprobs of the targets of each

@@ -26,7 +26,7 @@ from art_cli.learners.samples import Ints, Sample
 from art_cli.runs.trajectory import Json, ScoredTrajectory
 
 if TYPE_CHECKING:
-    from art_cli.learners.algorithms.distillation import MovingAverage
+    from art_cli.learners.algorithms.moving_average import MovingAverage
     from art_cli.learners.packs.logprob_reader import Reader
 
 # The words of SDPO's own template (appendix of arXiv:2601.20802), with the score and the rank besides.
@@ -163,7 +163,7 @@ class Sdpo(TaughtPreset[SdpoConfig]):
     teacher: "MovingAverage"  # set by `bind`
 
     def bind(self, policy: "Reader", directory: Path) -> None:
-        from art_cli.learners.algorithms.distillation import MovingAverage
+        from art_cli.learners.algorithms.moving_average import MovingAverage
 
         super().bind(policy, directory)
         self._feedback = Feedback(policy.runner.weights.tokenizer, self.knobs.feedback)

@@ -7,10 +7,10 @@
 the model goes through its own proxy, unchanged, to the gateway. The reward is the trace's; each of its parts and
 metrics is a metric.
 
-A role without a harness has the taskset's own. If it has none, ChatHarness talks in this process and calls the task's
-tools, because verifiers' own harnesses are programs, which uv installs when they are first run and which take seconds
-to start. The contract of a harness allows that, as long as every call of the model goes through the endpoint that it is
-given. The conversation ends with the first reply that has no call.
+A role without a harness has the taskset's own. If it has none, verifiers_chat.py talks in this process and calls the
+task's tools, because verifiers' own harnesses are programs, which uv installs when they are first run and which take
+seconds to start. The contract of a harness allows that, as long as every call of the model goes through the endpoint
+that it is given. The conversation ends with the first reply that has no call.
 
 Programs run on this machine, where verifiers would take a sandbox that is paid for. An environment with several roles
 trains one of them, the role `trained`; turns of the others are not recorded. verifiers pins what art's other extras
@@ -19,21 +19,15 @@ need newer, so it has another Python (`rollout.python`).
 
 import asyncio
 import copy
-import json
 import logging
 import math
 import os
 import sys
 from collections.abc import AsyncIterator, Iterator
-from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager, contextmanager
 from importlib.metadata import Distribution, distributions
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
-
-import openai
-from verifiers.v1 import Harness, HarnessConfig, ProgramResult
-from verifiers.v1.dialects.chat import message_to_wire
-from verifiers.v1.harnesses.utils.mcp import call_mcp, connect_mcp
 
 from art_cli.rollouts.environments import EnvironmentFault, Json, Listing, Settings, refused, seed_of
 from art_cli.runs.outcome import Outcome
@@ -43,83 +37,6 @@ if TYPE_CHECKING:
     from art_cli.rollouts.policy import Policy
 
 log = logging.getLogger(__name__)
-
-ID = "art_chat"  # the name by which verifiers imports this module
-MAX_RESULT = 20_000  # characters of a tool's result that the policy sees
-
-__all__ = ["ChatHarness"]
-
-
-class ChatHarness(Harness[HarnessConfig]):  # type: ignore[misc]  # verifiers is not where mypy runs
-    """A conversation with the task's tools."""
-
-    APPENDS_SYSTEM_PROMPT = True
-    SUPPORTS_MCP = True
-    SUPPORTS_RESUME = True
-    EXECUTES_CODE = False
-    NEEDS_CONTAINER = False
-
-    async def launch(
-        self,
-        ctx: Any,
-        trace: Any,
-        runtime: Any,
-        endpoint: str,
-        secret: str,
-        mcp_urls: dict[str, str],
-        data: Any,
-    ) -> ProgramResult:
-        system, prompt = self.resolve_prompt(data)
-        messages: list[Any] = [{"role": "system", "content": system}] if system else []
-        if isinstance(prompt, str):
-            messages.append({"role": "user", "content": prompt})
-        else:
-            messages += [message_to_wire(message) for message in prompt or []]
-        servers = {name: {"url": url, "timeout": self.config.tool_timeout} for name, url in mcp_urls.items()}
-        async with AsyncExitStack() as stack:
-            http = openai.DefaultAsyncHttpxClient(timeout=None, verify=endpoint.startswith("https:"))
-            client = await stack.enter_async_context(
-                openai.AsyncOpenAI(base_url=endpoint, api_key=secret, max_retries=0, timeout=None, http_client=http)
-            )
-            tools, places, connections = await connect_mcp({"mcpServers": servers}, stack)
-            try:
-                while calls := await _turn(client, ctx.model, messages, tools):
-                    for call in calls:
-                        result = await _result(connections, places, call)
-                        messages.append({"role": "tool", "tool_call_id": call.id, "content": result})
-            except openai.APIError as error:  # a limit, a condition of the task that ends it, or the gateway's refusal
-                return ProgramResult(exit_code=1, stdout="", stderr=str(error))
-        return ProgramResult(exit_code=0, stdout="", stderr="")
-
-
-async def _turn(client: openai.AsyncOpenAI, model: str, messages: list[Any], tools: list[Any]) -> list[Any]:
-    """Adds one reply to the messages, and returns its calls."""
-    offered: dict[str, Any] = {"tools": tools} if tools else {}
-    reply = await client.chat.completions.create(model=model, messages=messages, **offered)
-    message = reply.choices[0].message
-    messages.append(message.model_dump(exclude_none=True))
-    return list(message.tool_calls or ())
-
-
-async def _result(connections: Any, places: Any, call: Any) -> str:
-    """Returns the answer to the policy's call."""
-    name = call.function.name
-    if name not in places:
-        return f"there is no tool {name!r}, but: {', '.join(sorted(places)) or 'none'}"
-    try:
-        arguments = json.loads(call.function.arguments or "{}")
-    except (ValueError, RecursionError) as error:
-        return f"the arguments are not JSON: {error}"
-    if not isinstance(arguments, dict):
-        return "the arguments are not a JSON object"
-    content = await call_mcp(connections, places, name, arguments)
-    if isinstance(content, list):
-        parts = [part.get("text", f"[{part['type']}, which is not shown]") for part in content]
-        content = "\n".join(parts)
-    return content if len(content) <= MAX_RESULT else f"{content[:MAX_RESULT]} [{len(content)} characters in all]"
-
-
-sys.modules.setdefault(ID, sys.modules[__name__])  # verifiers imports a harness by a name without dots
 
 START_S = 300.0  # longest wait for the servers that an environment needs, tools among them
 TRAINED = "trained"  # our own argument beside verifiers': the role that is trained
@@ -212,8 +129,10 @@ def _harness(taskset: str, declared: Any) -> Json:
     """Ours, where a role has none or the plain conversation; otherwise what the environment or the taskset brings."""
     from verifiers.v1.utils.loaders import default_harness_id
 
+    from art_cli.rollouts.environments import verifiers_chat
+
     is_plain = default_harness_id(taskset) != taskset if declared is None else declared.id == "null"
-    return {"harness": {"id": ID}} if is_plain else {}
+    return {"harness": {"id": verifiers_chat.ID}} if is_plain else {}
 
 
 class VerifiersEnvironment:
