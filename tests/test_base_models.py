@@ -102,6 +102,7 @@ def test_a_real_tokenizer_sees_the_tools_with_the_builtin_template() -> None:
     assert "get_order" in render() and render().endswith("<|im_start|>assistant\n")
 
 
+@pytest.mark.slow
 def test_a_prompt_that_is_too_long_names_the_key_and_the_scenario(
     art: Callable[..., tuple[int, str, str]], tmp_path: Path
 ) -> None:

@@ -73,6 +73,7 @@ def controls(tokenizer: Any, ids: Any) -> list[int]:
     return [int(id) for id in ids if int(id) in found]
 
 
+@pytest.mark.slow
 def test_a_transcript_teaches_no_control_token_but_the_templates(vocabulary: Vocabulary) -> None:
     """Texts of the user, of a tool and of the assistant itself, whose tokens are the ones that are trained."""
     tokenizer = vocabulary.tokenizer

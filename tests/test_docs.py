@@ -35,6 +35,7 @@ def commands() -> list[list[str]]:
     return [shlex.split(line, comments=True) for line in lines if line]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("words", commands(), ids=" ".join)
 def test_a_command_of_the_skill_parses_and_its_options_are_in_its_help(
     words: list[str], capsys: pytest.CaptureFixture[str], tmp_path: Path

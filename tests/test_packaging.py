@@ -121,6 +121,7 @@ def surprises(distributions: Iterable[Distribution], pinned: set[str]) -> list[s
     return found
 
 
+@pytest.mark.slow
 def test_no_wheel_starts_code_that_nobody_asked_for(tmp_path: Path) -> None:
     """LiteLLM 1.82.7 and 1.82.8, with a stolen publisher's key, had a litellm_init.pth that ran in every Python."""
     lines = (ROOT / "constraints.txt").read_text().splitlines()
@@ -169,6 +170,7 @@ def test_an_installed_wheel_gives_a_new_project_the_skill_for_coding_agents(inst
     assert (tmp_path / "mine" / skill).read_text() == (ROOT / "art_cli" / skill).read_text()
 
 
+@pytest.mark.slow
 def test_a_document_that_help_or_an_error_names_is_in_the_wheel(installed: Path, tmp_path: Path) -> None:
     """Help ends with the place of docs/, and an error has the whole path."""
     for command, document in (("view", "view.md"), ("gateway", "gateway.md"), ("backend", "machines.md")):

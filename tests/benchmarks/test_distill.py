@@ -2,6 +2,8 @@
 
 import sys
 
+import pytest
+
 from benchmarks.distill_words import better_moves, games
 from tests.support.paths import TICTACTOE
 
@@ -27,6 +29,7 @@ def test_the_words_name_a_winning_cell_then_a_blocking_one_then_a_legal_one() ->
     assert better_moves(said(("123456789", "5"), ("1O3OX6789", "1"))) == "- -"
 
 
+@pytest.mark.slow
 def test_every_second_demo_has_words_that_name_its_own_moves() -> None:
     plain, told = games()[:2]
     assert "better" not in plain["messages"][1]["content"]

@@ -13,6 +13,7 @@ from art_cli.chat.chat_errors import ChatError
 STRING = re.compile(rb'"(?:[^"\\]|\\.)*+(?:"|\\?$)', re.DOTALL)
 
 
+@pytest.mark.slow
 @settings(max_examples=500)
 @given(st.lists(st.sampled_from([b'"', b"\\", b"a", b"[", b"]", b",", b":"]), max_size=24), st.integers(2, 30))
 def test_strings_are_left_out_wherever_the_slices_end(parts: list[bytes], size: int) -> None:

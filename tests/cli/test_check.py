@@ -47,6 +47,7 @@ def test_a_finding_is_printed_before_the_next_check_begins(
     assert names(printed[0]) == CHEAP
 
 
+@pytest.mark.slow
 def test_the_trial_update_is_as_long_as_the_attempts_were_and_not_as_the_context_is(art: Art) -> None:
     """The letters' context is far longer than their conversations; the longest allowed row is estimated."""
     code, out, err = art("check", CONFIG, "--json", "rollout.max_turns=500")

@@ -94,6 +94,7 @@ def test_every_command_has_an_example_in_its_help(art: Art) -> None:
         assert f"\n  art {command}" in art(command, "--help").out or command == "doctor"
 
 
+@pytest.mark.slow
 def test_art_alone_is_its_help(art: Art) -> None:
     assert art() == art("--help")
     assert all(f"\n  {command} " in art().out for command in COMMANDS)
@@ -108,6 +109,7 @@ def test_version_is_the_packages(art: Art) -> None:
 # --- mistakes ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "line"),
     [
@@ -156,6 +158,7 @@ def test_a_mistake_in_a_process_of_its_own_has_its_line_on_standard_error_and_no
     assert (done.returncode, done.stdout, done.stderr) == (2, "", expected)
 
 
+@pytest.mark.slow
 def test_a_file_that_is_missing_is_a_mistake_of_usage_and_an_empty_one_is_none_to_learn_from(art: Art) -> None:
     Path("config.yaml").write_text(PLAIN)
     Path("empty.jsonl").write_text("")

@@ -220,6 +220,7 @@ def test_step_is_red_and_writes_nothing_where_nothing_can_be_learned(
     assert not Path("next").exists()
 
 
+@pytest.mark.slow
 def test_judge_without_a_key_is_red_before_any_call(art: Art, project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OPENAI_API_KEY", "")  # put back afterwards, whatever a .env file has set
     monkeypatch.delenv("OPENAI_API_KEY")
@@ -236,6 +237,7 @@ def test_judge_without_a_key_is_red_before_any_call(art: Art, project: Path, mon
         asyncio.run(ruler_score_group([{"messages": []}, {"messages": []}]))
 
 
+@pytest.mark.slow
 def test_a_judge_that_compares_is_not_paid_for_single_attempts(art: Art, project: Path) -> None:
     """Two conversations alone and a pair: one call. Alone only: red, without a call."""
     talk = [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "4"}]

@@ -182,6 +182,7 @@ def test_check_says_that_temperature_0_teaches_nothing_and_force_overrides_it(ar
     assert len({tuple(turn.sampled_ids) for turn in turns}) > 1
 
 
+@pytest.mark.slow
 def test_check_suspects_a_fixed_seed(art: Art, project: Path) -> None:
     (project / "rollout.py").write_text(ASKING.format(settings="seed=7"))
     code, out, _ = art("check", project / "config.yaml", "--json")
@@ -189,6 +190,7 @@ def test_check_suspects_a_fixed_seed(art: Art, project: Path) -> None:
     assert "`seed`" in str(findings(out)["rollout"]["cure"])
 
 
+@pytest.mark.slow
 def test_without_force_an_agent_samples_as_it_asks_and_nothing_is_noted(art: Art, project: Path) -> None:
     (project / "rollout.py").write_text(ASKING.format(settings="temperature=0.5"))
     played = project / "out.jsonl"
@@ -210,6 +212,7 @@ def rollout(policy, scenario):
 """
 
 
+@pytest.mark.slow
 def test_check_finds_attempts_that_share_a_client(art: Art, project: Path) -> None:
     """One key for both: the first attempt is given both calls, or the second is refused when the first is over."""
     (project / "rollout.py").write_text(SHARING)
@@ -239,6 +242,7 @@ def test_check_finds_tools_that_the_chat_template_never_shows(art: Art, project:
     assert (code, findings(out)["tools"]["is_good"]) == (0, True)
 
 
+@pytest.mark.slow
 def test_check_finds_an_engine_that_is_not_there(art: Art, project: Path) -> None:
     python = project / "python"
     python.write_text("#!/bin/sh\nexit 3\n")
@@ -314,6 +318,7 @@ def test_a_judge_that_only_compares_finds_the_best_checkpoint(art: Art, project:
     assert reward[str(run.checkpoint_path(0))]["mean"] < 0.4
 
 
+@pytest.mark.slow
 def test_best_is_refused_where_no_evaluation_says_which_is(art: Art, project: Path) -> None:
     config = silence(project)
     with serving(Conduct(rule=share_of_letters)) as server:
@@ -457,6 +462,7 @@ def test_tokens_and_cost_of_an_endpoint_are_its_own_counts(project: Path) -> Non
     assert both == {"seconds": {"s": 3.0}, "tokens_in": {"s": 11.0}, "tokens_out": {"s": 5.0}}
 
 
+@pytest.mark.slow
 def test_a_gate_holds_the_paired_difference_to_its_bound(art: Art, sweep: Path) -> None:
     still, fast = sweep / "a-still", sweep / "b-fast"
     policies = ["--checkpoint", "base", "--checkpoint", still, "--checkpoint", fast]

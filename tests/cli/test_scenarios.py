@@ -58,6 +58,7 @@ def read(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
+@pytest.mark.slow
 def test_tasks_are_spread_and_the_file_trains_as_it_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Forty tasks for four tools: ten each, two of each difficulty, in four calls; the price is the configured one."""
     output = tmp_path / "tasks.jsonl"
@@ -80,6 +81,7 @@ def test_tasks_are_spread_and_the_file_trains_as_it_is(tmp_path: Path, capsys: p
     assert len(training_scenarios(load_config(config).config, tmp_path)) == 40
 
 
+@pytest.mark.slow
 def test_a_configuration_gives_the_model_and_the_settings_of_the_environment(tmp_path: Path) -> None:
     config = tmp_path / "config.yaml"
     with chatting(ChatServer(Writer())) as server:
@@ -167,6 +169,7 @@ def test_what_stops_the_model_stops_the_command_and_keeps_the_file(
     assert "no task was written" in capsys.readouterr().err and not (tmp_path / "none.jsonl").exists()
 
 
+@pytest.mark.slow
 def test_an_interrupt_keeps_what_is_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

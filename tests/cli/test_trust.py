@@ -82,6 +82,7 @@ def test_a_received_run_chooses_no_program_unless_it_is_trusted(received: Receiv
     assert not received.mark.exists()
 
 
+@pytest.mark.slow
 def test_what_would_be_run_is_shown_in_one_short_line_without_control_characters(received: Received) -> None:
     received.say(python="/bin/sh\n\x1b[2Kerror: all is well", env={"A": "x" * 10_000})
     done = received.art("serve", str(received.run.root), "--engine", "vllm")
@@ -100,6 +101,7 @@ def test_a_trusted_run_is_served_as_it_was_trained(received: Received) -> None:
     received.mark.unlink()
 
 
+@pytest.mark.slow
 def test_an_own_run_is_served_with_the_embedded_engine_by_one_command(tmp_path: Path) -> None:
     """Its base was built by code ("build.py:build"), which is not there and not needed: the built base is."""
     run = make_run(tmp_path / "mine", (1,))

@@ -172,6 +172,7 @@ def test_anchors_and_merge_keys_are_yaml_as_usual() -> None:
 JUDGED = PLAIN + "judge: {name: ruler, model: openai/o3, votes: 3}\n"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("override", ["judge=rollout", "judge.name=rollout", "judge={name: rollout}"])
 @pytest.mark.parametrize("inherited", [False, True])
 def test_a_group_chosen_on_the_command_line_leaves_nothing_of_the_files_section(override: str, inherited: bool) -> None:
@@ -418,6 +419,7 @@ def test_a_knob_of_another_variant_is_told_in_a_section_within_a_section_too() -
     assert line == f"command line: loss.off_policy.cap: {told}"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("addition", "line"),
     [
@@ -591,6 +593,7 @@ def test_what_does_not_train_changes_no_hash(override: str) -> None:
     assert config_changes(dumped(one), dumped(other)) == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("override", "lines"),
     [

@@ -397,12 +397,14 @@ SWEEPS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SWEEPS)
 def test_a_sweep_that_cannot_be_is_refused_before_its_first_run(art: Art, project: Path, name: str) -> None:
     with MemoryBound(mib=300):
         refused(art, "train", "config.yaml", "-m", *SWEEPS[name])
 
 
+@pytest.mark.slow
 def test_names_that_are_meant_are_suggested(art: Art, project: Path) -> None:
     """By abbreviation and likeness of the last part, within the section first."""
     for key, meant in {

@@ -145,6 +145,7 @@ async def test_a_load_marks_the_step_and_drops_the_caches() -> None:
     assert choice.logprobs == pytest.approx(full_logprobs(weights, reply.prompt_ids, choice.token_ids), abs=1e-5)
 
 
+@pytest.mark.slow
 async def test_a_rest_frees_the_cache_also_under_a_running_request() -> None:
     """The request goes on from its tokens: the same ones as without the rest in between, with the same logprobs."""
     weights = tiny_weights()

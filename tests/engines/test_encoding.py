@@ -118,6 +118,7 @@ def test_what_is_remembered_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     assert sum(sizes) == encoder._num_bytes <= 10_000 and len(sizes) > 10
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("letters", [8, 2000])
 def test_what_is_remembered_takes_the_memory_that_it_is_counted_with(letters: int) -> None:
     """Many short parts, as prompts of a load test are, and few long ones, of ids that Python makes anew each time."""

@@ -268,6 +268,7 @@ def damage_layer(model: Any) -> None:
     torch.nn.init.zeros_(model.model.layers[-1].mlp.down_proj.base_layer.weight)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("damage", [damage_adapter, damage_norm, damage_layer])
 @pytest.mark.parametrize("make", [tiny_weights, sharp_weights, wide_weights])
 def test_layers_with_a_mistake_are_not_used(make: Callable[[], Weights], damage: Callable[[Any], None]) -> None:

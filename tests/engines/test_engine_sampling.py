@@ -50,6 +50,7 @@ def random_logits(vocab: int, seed: int = 0, scale: float = 2.0) -> torch.Tensor
 CUTS = [(1.0, 1.0, 0), (0.6, 1.0, 0), (1.7, 1.0, 0), (1.0, 0.8, 0), (1.0, 1.0, 5), (0.8, 0.7, 12), (1.3, 0.95, 290)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("temperature", "top_p", "top_k"), CUTS)
 @pytest.mark.parametrize("vocab", [40, 600])
 def test_frequencies_are_those_of_the_distribution(temperature: float, top_p: float, top_k: int, vocab: int) -> None:

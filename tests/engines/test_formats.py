@@ -329,6 +329,7 @@ async def test_the_learner_computes_the_logprobs_that_were_reported(temperature:
 # --- tools and thoughts -----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 async def test_forced_calls_follow_their_schemas() -> None:
     named = {"type": "function", "function": {"name": LOOK["function"]["name"]}}
     async with running() as engine:
@@ -345,6 +346,7 @@ async def test_forced_calls_follow_their_schemas() -> None:
     assert all(len(choice.message["tool_calls"]) == 1 for choice in one.choices if choice.message)
 
 
+@pytest.mark.slow
 async def test_with_tools_a_reply_is_a_call_or_in_the_format() -> None:
     async with running() as engine:
         reply = await engine.reply(ask(format=held(PERSON), tools=[LOOK, WAIT], n=32))
@@ -416,6 +418,7 @@ async def test_a_schema_that_cannot_be_held_to_is_a_400(schema: Json, reason: st
             assert "\n" not in refusal.value.message and len(refusal.value.message) < 400
 
 
+@pytest.mark.slow
 async def test_a_schema_that_turns_out_too_costly_ends_its_reply_alone() -> None:
     """The trial sees the first two tokens; the object with 2,000 optional properties comes later."""
     costly = {"type": "object", "properties": {f"p{i}": {"type": "null"} for i in range(2000)}}
@@ -504,6 +507,7 @@ def _format_of(engine: EmbeddedEngine, wanted: Json) -> Any:
     return format
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "choice", ["required", {"type": "function", "function": {"name": LOOK["function"]["name"]}}], ids=str
 )

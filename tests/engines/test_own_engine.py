@@ -94,6 +94,7 @@ def test_an_engine_gets_plain_data_and_weights_only_where_it_asks(project: Path,
     assert here.setup.weights is weights
 
 
+@pytest.mark.slow
 def test_what_an_engine_can_do_is_said_by_its_class_or_its_section(project: Path) -> None:
     def traits(engine: str) -> EngineTraits:
         return engine_traits(load(project, f"engine={engine}").config.engine, project)

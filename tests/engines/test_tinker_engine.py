@@ -94,6 +94,7 @@ async def test_a_stream_has_the_tokens_of_the_reply(engine: TinkerEngine) -> Non
     assert chunks[0].prompt_ids == whole.prompt_ids and all(chunk.is_last for chunk in chunks)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("changed", "says"),
     [
@@ -118,6 +119,7 @@ async def test_a_checkpoint_whose_weights_are_here_is_refused(engine: TinkerEngi
         await engine.load(tmp_path, 1)
 
 
+@pytest.mark.slow
 async def test_a_server_that_went_away_ends_the_run_and_not_only_the_call(base: Base, tmp_path: Path) -> None:
     with serving(base, tmp_path / "backend") as address:
         config = TinkerEngineConfig(name="tinker", url=address, base_model="tiny", timeout_s=2)

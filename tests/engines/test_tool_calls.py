@@ -244,6 +244,7 @@ def test_an_error_of_the_template_is_the_clients_error() -> None:
 # --- text -------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @settings(max_examples=200)
 @given(st.text(max_size=20), st.lists(st.integers(0, 80), max_size=6))
 def test_no_piece_of_text_ends_inside_a_character(text: str, cuts: list[int]) -> None:

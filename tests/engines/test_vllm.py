@@ -256,6 +256,7 @@ async def test_the_key_is_in_the_environment_and_nowhere_else(fake: Fake) -> Non
     assert (fake.logs / "vllm_chat_template.jinja").read_text() == "{{ messages }}"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", ["/sleep", "/collective_rpc", "/v1/load_lora_adapter", "/wake_up", "/tokenize"])
 async def test_no_route_that_steers_answers_without_the_key(fake: Fake, path: str) -> None:
     """vLLM itself asks for it on /v1 alone. Any process of the machine reaches the port."""
@@ -628,6 +629,7 @@ async def test_a_prompt_is_scored_alone_on_a_cpu(fake: Fake) -> None:
         assert len(fake.starts()) == 1
 
 
+@pytest.mark.slow
 async def test_a_score_that_ends_the_server_is_done_again_by_the_next_one(fake: Fake) -> None:
     """The server's core dies of the first score: an answer 500, then 503 to health checks."""
     async with fake.running("dies of the first score") as engine:
@@ -770,6 +772,7 @@ async def test_a_marker_that_arguments_escape_is_found(fake: Fake) -> None:
     assert [id for id in talk.request.prompt if id >= 256] == [257, 258]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("tool_choice", "text", "held"),
     [

@@ -409,6 +409,7 @@ def test_what_is_written_as_a_training_trace_is_one(made: list[Trajectory]) -> N
             assert turn["loss_mask"] == mask
 
 
+@pytest.mark.slow
 def test_generate_writes_the_format_and_goes_on_where_it_was_stopped(tmp_path: Path) -> None:
     """Killed after half of its attempts, it plays the others; the file has all of them, with their tokens."""
     shutil.copytree(Path(__file__).parent.parent / "letters", project := tmp_path / "letters")

@@ -237,6 +237,7 @@ async def test_files_scored_with_and_without_further_rounds_are_told_apart(tmp_p
         await judge.close()
 
 
+@pytest.mark.slow
 def test_a_run_counts_the_groups_that_it_asked_again_and_what_they_took(tmp_path: Path) -> None:
     """A judge of pure noise, two votes: what the metrics say is what the scored lines and the calls say."""
     with serving(Conduct(rule=lambda conversations: 0.5, noise=0.2)) as server:

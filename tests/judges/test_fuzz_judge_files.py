@@ -157,6 +157,7 @@ def test_any_file_is_judged_or_refused_in_words(good: bytes, place: Path, ruler:
         said(lambda path=path, output=output: judge_file(path, output, ruler))
 
 
+@pytest.mark.slow
 def test_any_output_is_gone_on_with_or_refused_in_words(place: Path) -> None:
     """What is there and refused stays as it is, but for a torn last line; what is gone on with ends whole."""
     (place / "t.jsonl").write_bytes(OWN)
@@ -188,6 +189,7 @@ def test_any_scored_file_is_reported_on_or_refused_in_words(place: Path) -> None
         said(lambda path=path: report(path, next(golds)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [Trajectory, ScoredTrajectory])
 def test_any_file_of_lines_is_read_or_refused_in_words_and_can_be_appended_to(kind: type, place: Path) -> None:
     def read(path: Path) -> None:

@@ -74,6 +74,7 @@ def test_two_files_in_one_directory_are_scored_to_two_files(art: Art) -> None:
     assert rewards("b.scored.jsonl") == {"line-1/0": 0.75, "line-1/1": 1.0}
 
 
+@pytest.mark.slow
 def test_another_inputs_output_is_refused_whatever_its_groups_are_called(art: Art) -> None:
     Path("a.jsonl").write_text(json.dumps(art_group(0.25, 1.0)) + "\n")
     Path("b.jsonl").write_text(json.dumps(art_group(0.25, 1.0, text="other words")) + "\n")

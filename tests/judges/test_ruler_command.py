@@ -126,6 +126,7 @@ def test_arts_own_lines_keep_their_metadata_and_exceptions(server: JudgeServer) 
     assert better.branches == [[{"role": "user", "content": "side"}]]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("text", "says"),
     [
@@ -332,6 +333,7 @@ def test_killed_every_group_is_scored_once_and_no_finished_verdict_paid_twice(se
     assert len(set(asked)) == len(paid(place)) == 60 and len(asked) <= 60 + 3 * 4
 
 
+@pytest.mark.slow
 def test_an_interrupt_keeps_what_is_scored_and_says_how_to_go_on(server: JudgeServer) -> None:
     write_lines(Path("t.jsonl"), groups(50))
     server.conduct = Conduct(delay_s=0.02)
@@ -345,6 +347,7 @@ def test_an_interrupt_keeps_what_is_scored_and_says_how_to_go_on(server: JudgeSe
     assert len(scored()) == len(rewards()) == 150
 
 
+@pytest.mark.slow
 def test_two_at_once_on_one_output_are_refused(server: JudgeServer, capsys: pytest.CaptureFixture[str]) -> None:
     write_lines(Path("t.jsonl"), groups(2))
     server.conduct = Conduct(misbehaviour="hang")

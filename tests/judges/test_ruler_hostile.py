@@ -497,6 +497,7 @@ async def test_mutated_bodies_end_scored_in_range_or_owed(away: JudgeServer) -> 
         assert 0 < await play(away, start) < NUM_MUTATIONS
 
 
+@pytest.mark.slow
 async def test_mutated_caches_give_the_paid_scores_or_none(away: JudgeServer, tmp_path: Path) -> None:
     """A bit, a page or the whole of the SQLite file, or a row's value. Scores are always the judge's own.
 

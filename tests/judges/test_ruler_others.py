@@ -252,6 +252,7 @@ def test_a_key_of_openai_that_is_not_set_is_told_without_litellm(
     assert trial.missing_keys(config, tmp_path) == {"OPENAI_API_KEY": "openai/o3"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", ["anthropic/claude-sonnet-4-5", "gpt-4.1", "openai/responses/o1-pro"])
 def test_a_judge_that_needs_litellm_says_so_before_anything_runs(
     no_litellm: None, tmp_path: Path, capsys: pytest.CaptureFixture[str], model: str

@@ -189,6 +189,7 @@ def test_ten_thousand_hostile_attempts_are_read_back_exactly_as_they_were(seed: 
         known = [f"\n<{code[1]} end>\n", f"\n<{code[1]} attempt {prompt.ids[0]}>\n", code[1], *prompt.ids]
 
 
+@pytest.mark.slow
 @settings(max_examples=100)
 @given(
     st.lists(

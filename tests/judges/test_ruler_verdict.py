@@ -155,6 +155,7 @@ def test_ten_thousand_mutated_verdicts_are_refused_or_say_what_they_say(seed: in
     assert 50 < accepted < 900  # the fuzzer reaches both ends
 
 
+@pytest.mark.slow
 @settings(max_examples=200)
 @given(
     st.text()

@@ -123,6 +123,7 @@ def test_lengths_are_few(num_tokens: int, budget: int, length: int) -> None:
 # --- what it computes -------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 @pytest.mark.parametrize("window", [None, 50])
 def test_the_uncompiled_kernel_gives_what_the_dense_mask_gives(window: int | None) -> None:

@@ -70,6 +70,7 @@ def test_gradient_is_that_of_one_sequence_at_a_time(
 # --- what a step does -------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("loss", LOSSES.values(), ids=LOSSES)
 def test_a_step_makes_the_better_sample_likelier_and_the_worse_one_less(loss: LossConfig) -> None:
     """From ratio 1, every loss's first gradient is the plain policy gradient."""

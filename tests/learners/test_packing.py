@@ -1,6 +1,7 @@
 """Packs: every sample is in there once and whole, every shared token once, and nobody sees what it must not."""
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -94,6 +95,7 @@ def test_every_shared_token_stands_once(token_lists: list[list[int]]) -> None:
     assert pack.depths.tolist() == [len(prefix) - 1 for prefix in seen]
 
 
+@pytest.mark.slow
 @given(sample_lists(), st.integers(1, 40), st.booleans())
 def test_packs_keep_the_budget_and_hold_each_sample_once(samples: list[Sample], budget: int, share: bool) -> None:
     packs = pack_samples(samples, budget=budget, share=share)
@@ -135,6 +137,7 @@ def test_rows_share_nothing() -> None:
     assert pack.segments.parents == [-1, -1]
 
 
+@pytest.mark.slow
 @given(sample_lists(), st.randoms(use_true_random=False), st.integers(5, 40))
 def test_the_order_of_the_samples_does_not_matter(samples: list[Sample], random: object, budget: int) -> None:
     shuffled = list(samples)

@@ -324,6 +324,7 @@ def test_either_goes_on_from_the_others_checkpoint(base: Path, workers: Workers,
         assert distance(reference / ADAPTER, path / ADAPTER) < 1e-5
 
 
+@pytest.mark.slow
 def test_what_is_loaded_is_saved_again_bit_by_bit(base: Path, workers: Workers, tmp_path: Path) -> None:
     learner = alone(job(base))
     learner.step(played(base))
@@ -366,6 +367,7 @@ def test_drift_is_found_over_all_processes(base: Path, workers: Workers) -> None
 # --- dealing ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @settings(max_examples=60)
 @given(st.lists(turn_trees(3), min_size=1, max_size=12), st.integers(2, 5), st.integers(4, 60), st.booleans())
 def test_every_sample_is_dealt_once_and_every_process_runs_as_many_packs(
@@ -389,6 +391,7 @@ def test_every_sample_is_dealt_once_and_every_process_runs_as_many_packs(
     assert duration(packs) <= duration(pack_samples(samples, budget=budget, share=share))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("override", "key"),
     [

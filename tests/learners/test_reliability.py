@@ -108,6 +108,7 @@ def simulate(draw: Generator, alpha: float, beta: float, *, is_scaled: bool) -> 
     return Simulated(true, plain, corrected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_scaled", [False, True])
 @pytest.mark.parametrize(("alpha", "beta", "bound"), [(1.0, 1.0, 0.75), (20.0, 1.0, 0.4), (0.3, 0.3, 0.6)])
 def test_corrected_advantages_are_nearer_to_the_true_ones(

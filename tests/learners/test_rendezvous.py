@@ -299,6 +299,7 @@ async def test_a_first_node_that_goes_without_a_word_is_told_as_gone(
             await asyncio.wait_for(joining, 30)
 
 
+@pytest.mark.slow
 async def test_nodes_that_wait_for_the_others_in_vain_are_told(tmp_path: Path, base: Path) -> None:
     async with meeting(nodes=3, deadline_s=5.0) as (rendezvous, waiting, come):
         first, node = await come(rendezvous), a_node(tmp_path, base)

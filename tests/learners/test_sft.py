@@ -98,6 +98,7 @@ def test_loss_is_the_mean_cross_entropy_of_the_assistant_tokens() -> None:
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=2e-5)
 
 
+@pytest.mark.slow
 def test_sft_learns_its_transcripts_and_leaves_the_rl_optimizer_untouched() -> None:
     trained = learner(tiny_weights(), epochs=30, learning_rate=1e-2)
     metrics = warm_up(trained, [SUM, OTHER])

@@ -190,6 +190,7 @@ def test_the_advantages_lower_the_divergence_that_they_are_named_after() -> None
     assert far == pytest.approx([-0.6864, 0.0, 1.4338, -0.6931, 1e4 - 0.6931], abs=1e-4)
 
 
+@pytest.mark.slow
 def test_prefix_weights_are_those_of_the_example_and_of_trl(monkeypatch: pytest.MonkeyPatch) -> None:
     """TRL's loss is -mean of w A log p: with log p = -1 / w A ... its gradient by log p is -w A / N."""
     assert prefix_weights(np.array([1.0, -3.0, 0.0]), 0.5) == pytest.approx([1.5, 1.375, 1.0])
@@ -366,6 +367,7 @@ def sdpo(**knobs: Any) -> SdpoConfig:
     return SdpoConfig(name="sdpo", feedback=" [{explanation}]", **knobs)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", [{"micro_batch_tokens": 1}, {"packing": "rows"}, {"packing": "tree"}], ids=str)
 def test_the_policy_with_the_words_teaches_the_policy_without_them(shape: dict[str, object]) -> None:
     """-mean of (log p(y | x, words) - log p(y | x)) log p(y | x), which is TRL's sampled-token SDPO."""
@@ -506,6 +508,7 @@ def test_a_run_without_rewards_or_judge_distils_and_goes_on_where_it_was(project
         run(project, "a", "train.steps=3", "loss.teacher.model=other")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("loss", ["distill", "sdpo"])
 def test_saved_and_loaded_the_next_step_is_bit_identical(loss: str, directory: Path, tmp_path: Path) -> None:
     """Contract 6: a teacher is the same model, or an average that the checkpoint holds."""

@@ -150,6 +150,7 @@ def test_a_step_that_broke_off_is_taken_again_from_the_last_checkpoint(
     again.close()
 
 
+@pytest.mark.slow
 def test_after_a_failure_the_weights_are_those_of_the_last_checkpoint(
     base: Base, address: str, groups: list[list[ScoredTrajectory]], tmp_path: Path
 ) -> None:
@@ -171,6 +172,7 @@ def _shifted(trajectory: ScoredTrajectory) -> ScoredTrajectory:
     return msgspec.structs.replace(trajectory, turns=turns)
 
 
+@pytest.mark.slow
 def test_tokens_of_a_cut_distribution_are_compared_with_the_learners_own_logprobs(
     base: Base, address: str, groups: list[list[ScoredTrajectory]], tmp_path: Path
 ) -> None:
@@ -245,6 +247,7 @@ def test_what_cannot_be_said_to_a_server_is_refused_at_load(override: str) -> No
         check_ready(load_config(ROOT / "tests/letters/config.yaml", [*chosen, override]), is_training=True)
 
 
+@pytest.mark.slow
 def test_faults_are_one_line_each_and_show_no_key(
     base: Base, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, groups: list[list[ScoredTrajectory]]
 ) -> None:
@@ -308,6 +311,7 @@ def test_a_key_is_sent_to_no_server_that_only_a_checkpoint_names(
     learner.trainer._connection = None
 
 
+@pytest.mark.slow
 def test_learner_and_schedule_need_no_torch() -> None:
     """Nothing that the learner imports before it opens a connection is torch."""
     program = "import sys, art_cli.tinker.tinker_learner; sys.exit('torch' in sys.modules)"

@@ -127,6 +127,7 @@ def test_steps_give_the_same_bits(
     theirs.close()
 
 
+@pytest.mark.slow
 def test_a_server_that_knows_no_further_numbers_gets_none(
     adapters: Side, groups: list[list[ScoredTrajectory]], tmp_path: Path
 ) -> None:
@@ -195,6 +196,7 @@ def test_a_warm_up_that_was_killed_goes_on_from_its_last_save(adapters: Side, tm
     again.close()
 
 
+@pytest.mark.slow
 def test_a_finished_warm_up_belongs_to_no_run(adapters: Side, tmp_path: Path) -> None:
     """Its directory names no adapter in training, because another run that takes the result would have it unloaded."""
     learner = adapters.remote(config_of("grpo"), sft=SftConfig.model_validate(SFT))
@@ -238,6 +240,7 @@ def test_whole_weights_are_trained_as_here(whole: Side, groups: list[list[Scored
     theirs.close(), again.close()
 
 
+@pytest.mark.slow
 def test_clients_of_one_server_have_whole_weights_of_their_own(
     whole: Side, groups: list[list[ScoredTrajectory]]
 ) -> None:

@@ -170,6 +170,7 @@ def plain_twin(run: RunConfig, weights: Weights) -> Weights:
     return twin
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ignores_masks", [False, True])
 def test_the_gradient_is_that_of_one_sequence_at_a_time(
     ignores_masks: bool,
@@ -224,6 +225,7 @@ def test_the_embedded_engine_runs_what_kept_its_attention(
 # --- the real one -----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_adapters_of_several_clients_learn_on_a_base_that_it_loaded(
     base: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -243,6 +245,7 @@ def test_a_base_that_holds_on_to_its_own_layers_is_refused(
         unsloth.check_adapters(loaded)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [

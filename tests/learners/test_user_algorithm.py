@@ -66,6 +66,7 @@ def test_a_whole_run_trains_with_it(project: Path) -> None:
     assert recorded.items() >= {"entry": "mine.py:Mine", "options": {"scale": 2.0}, "kl": 0.0}.items()
 
 
+@pytest.mark.slow
 def test_with_another_option_it_is_another_run(project: Path) -> None:
     run(project, "train.steps=1")
     with pytest.raises(RunError, match=r"algorithm\.options\.scale: 2\.0 -> 3\.0"):
@@ -128,6 +129,7 @@ def test_a_class_that_cannot_be_made_is_refused(tmp_path: Path, source: str, mes
         learner(tmp_path, source)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("method", "message"),
     [

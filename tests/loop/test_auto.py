@@ -123,6 +123,7 @@ def test_a_base_that_does_not_say_what_it_is_is_no_obstacle(project: Path, base:
     assert engine(project, f"model.base={base}", machine=MachineOf())[0] == "vllm"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("machine", "reason"),
     [
@@ -256,6 +257,7 @@ def test_a_run_says_what_it_is_first_and_in_its_configuration_and_resumes(art: A
     assert sorted(RunDir(tmp_path / "letters").checkpoint_steps()) == [0, 1, 2]
 
 
+@pytest.mark.slow
 def test_the_same_machine_gives_the_same_file_and_another_one_goes_on(project: Path) -> None:
     """Moved from a machine with vLLM to one without, the run samples with another engine; what is trained is the same.
     A change of what is trained is still refused."""
@@ -310,6 +312,7 @@ def test_a_knob_of_one_engine_needs_that_engines_name(project: Path, text: str, 
     assert str(caught.value).endswith(f"needs {line}")
 
 
+@pytest.mark.slow
 def test_a_named_engine_keeps_its_knobs(project: Path) -> None:
     (project / "config.yaml").write_text(PLAIN + "engine: {name: embedded, max_batch: 4}\n")
     assert load(project).config.engine == EmbeddedEngineConfig(max_batch=4)

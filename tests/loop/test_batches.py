@@ -74,6 +74,7 @@ def test_no_token_is_staler_than_two_steps_and_the_engine_follows(tmp_path: Path
     check_staleness(RunDir(asyncio.run(train(letters(tmp_path, "train.max_staleness=2"))).root), 2)
 
 
+@pytest.mark.slow
 def test_the_next_batch_is_sampled_while_the_learner_works(tmp_path: Path) -> None:
     """The learner's first step waits for trajectories of step 1; on-policy they could never come.
 

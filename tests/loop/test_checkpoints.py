@@ -137,6 +137,7 @@ def test_an_imported_adapter_is_the_run_it_trains_on_from(art: Art, tmp_path: Pa
     assert "imported into a new one" in err
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_whole_weights_is_imported(tmp_path: Path) -> None:
     """Step 0 of the new run has the weights of the old one's step 1, and is trained on from there."""
     whole = ["model.lora=null", "eval=null", "train.steps=1", f"runs={tmp_path}"]

@@ -268,6 +268,7 @@ NUMBERS = ["reward_mean", "reward_std", "logprob_change", "learning_rate", "entr
            "failed.x"]  # fmt: skip
 
 
+@pytest.mark.slow
 @settings(max_examples=60)
 @given(st.lists(st.dictionaries(st.sampled_from(NUMBERS), st.floats(-1e14, 1e14)), max_size=60))
 def test_no_numbers_break_the_findings(rows: list[dict[str, float]]) -> None:

@@ -132,6 +132,7 @@ def test_one_that_keeps_failing_is_left_alone_with_two_warnings(project: Path, s
     assert "\x1b" not in log
 
 
+@pytest.mark.slow
 def test_a_resumed_step_asks_no_shadow_judge_again(project: Path, shadowed: RunDir) -> None:
     """The newest checkpoint is damaged, so its step is trained again from its scored groups."""
     asked, kept = (project / "asked.txt").read_text(), shadowed.scored_path(STEPS - 1).read_bytes()

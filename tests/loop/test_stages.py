@@ -81,6 +81,7 @@ def test_a_trained_policy_beats_its_start_and_the_gate_knows(art: Art, trained: 
     assert "gate missed" in err
 
 
+@pytest.mark.slow
 async def test_an_endpoint_stands_in_for_a_checkpoint(trained: Path, tmp_path: Path) -> None:
     """The last checkpoint, served over HTTP as somebody else's model, plays like the last checkpoint."""
     last = RunDir(trained).checkpoint_path(20)

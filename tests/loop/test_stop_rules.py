@@ -177,6 +177,7 @@ def test_a_rule_that_can_never_fire_is_refused(rule: dict[str, Any], words: str)
             load_config(LETTERS / "config.yaml", ["eval=null", "stop=[{metric: eval.reward, above: 1}]"])
 
 
+@pytest.mark.slow
 def test_the_names_that_are_known_are_those_that_steps_have(tmp_path: Path) -> None:
     """Every number of the learner, and every metric of a real step, is known; so a rule can be checked by its name."""
     known = ALWAYS | NEEDS.keys()
@@ -199,6 +200,7 @@ def test_a_metric_that_nothing_reports_is_a_warning_with_the_near_name() -> None
     assert rules.unreported(history, of_evaluations=True) == []  # once
 
 
+@pytest.mark.slow
 @given(
     values=st.lists(st.sampled_from([0.0, 1.0, 2.0]), min_size=1, max_size=12),
     width=st.integers(1, 3),

@@ -227,6 +227,7 @@ def test_the_newest_the_best_and_the_first_checkpoint_stay(tmp_path: Path) -> No
     assert set(files.checkpoint_steps()) == {0, 5, 6, best}
 
 
+@pytest.mark.slow
 def test_steps_without_signal_change_no_weight_and_say_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Contract 4: every rollout returns 0.1, whose mean over 4 is off by 1e-17."""
     project = tmp_path / "project"
@@ -310,6 +311,7 @@ def test_ctrl_c_says_how_to_go_on_and_what_it_says_finishes(tmp_path: Path) -> N
     assert [line.step for line in RunDir(runs / "letters").metrics() if line.split == "train"] == list(range(6))
 
 
+@pytest.mark.slow
 def test_what_goes_on_is_the_whole_sweep_and_never_begins_anew(tmp_path: Path) -> None:
     """A run that --fresh made beside `letters` is found again by its name, also one of a sweep."""
     path = LETTERS / "config.yaml"

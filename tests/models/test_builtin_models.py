@@ -88,6 +88,7 @@ def test_it_now_and_then_calls_a_tool_that_is_offered(tmp_path: Path) -> None:
         assert call["name"] in [tool["function"]["name"] for tool in TOOLS] and call["arguments"] == {}
 
 
+@pytest.mark.slow
 def test_a_project_trains_with_it_and_no_hub(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, art: Callable[..., tuple[int, str, str]]
 ) -> None:

@@ -120,6 +120,7 @@ def test_gradient_of_a_step_is_that_of_the_dequantised_policy(packing: str, load
     assert distance(caught.gradient, expected) < 1e-5
 
 
+@pytest.mark.slow
 def test_bfloat16_keeps_the_gradient_within_its_rounding(load: Callable[..., Weights]) -> None:
     weights = load(dtype="bfloat16")
     plain = dequantized(weights)
@@ -152,6 +153,7 @@ def test_a_step_moves_the_policy_and_the_next_load_goes_on_from_there(
     assert all("lora_" in name for name in load_file(tmp_path / model.ADAPTER_FILE))
 
 
+@pytest.mark.slow
 async def test_the_embedded_engine_samples_from_the_same_4_bits(load: Callable[..., Weights]) -> None:
     """Contract 5: engine and learner agree on the probe, before and after a step, within float32's bound."""
     from art_cli.engines.embedded.embedded_engine import EmbeddedEngine

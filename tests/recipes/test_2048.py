@@ -188,6 +188,7 @@ def reference_tile(board: str, draw: random.Random) -> str:
     return "".join(cells)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["config.yaml", "config-gpu.yaml"])
 def test_a_run_may_make_as_many_calls_as_its_games_have_moves(name: str) -> None:
     config = load_config(ROOT / "recipes" / "2048" / name).config

@@ -177,6 +177,7 @@ def test_evaluation_deals_are_fixed_and_none_is_trained_on() -> None:
     assert not {scenario["seed"] for scenario in held_out} & {scenario["seed"] for scenario in trained}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["config.yaml", "config-gpu.yaml"])
 def test_a_run_may_make_as_many_calls_as_the_longest_game(name: str) -> None:
     """A clue and a guess, as often as the scenario says, which is at most once for each of our words."""

@@ -6,6 +6,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from art_cli.config.compose import load_config
 from art_cli.rollouts.environments import Settings, open_environment
 from art_cli.rollouts.rollout_runner import RolloutPlan
@@ -58,6 +60,7 @@ def test_the_server_refuses_what_is_no_call_of_its_tools() -> None:
     assert server.answer(made, "resources/list", {})["error"]["code"] == server.METHOD_NOT_FOUND
 
 
+@pytest.mark.slow
 async def test_who_makes_the_calls_that_a_question_needs_is_rewarded(tmp_path: Path) -> None:
     """Played through the recipe's own settings: the server is started as in config.yaml."""
     config = load_config(RECIPE / "config.yaml").config.rollout

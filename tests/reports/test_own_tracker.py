@@ -53,6 +53,7 @@ def project(tmp_path: Path) -> Path:
     return copy
 
 
+@pytest.mark.slow
 def test_it_sees_every_line_and_every_group_and_changes_nothing(project: Path, tmp_path: Path) -> None:
     own = "{entry: 'mine.py:Mine', options: {file: one}}, {entry: 'mine.py:Mine', options: {file: two}}"
     with receiving() as receiver:
@@ -102,6 +103,7 @@ def test_one_that_is_not_there_is_told_before_the_run_begins(project: Path, tmp_
     assert not (tmp_path / "runs").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("override", "problem"),
     [

@@ -123,6 +123,7 @@ async def test_tool_arguments_that_come_back_written_otherwise_open_no_branch(na
     assert_one_path(recorder, REPLIES, backend)
 
 
+@pytest.mark.slow
 async def test_arguments_that_a_client_changed_are_not_those_that_were_sampled() -> None:
     """True is not 1, and 2 is not 3: what the client says is what the policy reads."""
     texts = ('<tool_call>\n{"name": "add", "arguments": {"a": 1,"b": 2}}\n</tool_call>', "done")
@@ -139,6 +140,7 @@ async def test_arguments_that_a_client_changed_are_not_those_that_were_sampled()
         assert json.dumps(changed) in backend.vocabulary.decode(prompt(recorder.turns, 1))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_stream", [False, True], ids=["plain", "streamed"])
 async def test_thoughts_come_first_and_come_back_with_their_signature(is_stream: bool) -> None:
     """The signature is the same for the same thoughts, and the thoughts are in the next prompt, token for token."""

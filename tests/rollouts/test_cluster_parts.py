@@ -128,6 +128,7 @@ async def test_what_is_printed_is_kept_up_to_a_bound_and_the_rest_counted() -> N
     assert await printed.take() == ""
 
 
+@pytest.mark.slow
 def test_another_version_is_told_in_a_line_with_both() -> None:
     utils = pytest.importorskip("ray._private.utils")
     with pytest.raises(RuntimeError) as raised:

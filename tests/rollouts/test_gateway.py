@@ -119,6 +119,7 @@ async def test_counts_behind_the_end_of_a_stream_do_not_break_it() -> None:
     assert turn.sampled_ids == encode("ok\n")
 
 
+@pytest.mark.slow
 async def test_each_key_records_into_its_own_trajectory() -> None:
     """20 rollouts at once, 3 calls each: what each sent is in its own record, and in no other."""
     gateway = make_gateway(ScriptedBackend(lambda request: request.messages[-1]["content"]))
@@ -150,6 +151,7 @@ async def test_every_choice_is_a_turn() -> None:
 LONG = "b" * 100_000
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("sent", "state"),
     [

@@ -102,6 +102,7 @@ async def test_it_runs_in_another_version_of_python(stage: Stage, version: str) 
     assert (trajectory.error, trajectory.returned_reward) == (None, float(version.split(".")[1]))
 
 
+@pytest.mark.slow
 async def test_a_python_that_is_too_old_is_refused_with_its_version(stage: Stage) -> None:
     found = sorted(PYENV.glob("3.10.*/bin/python3")) + sorted(PYENV.glob("3.[6-9].*/bin/python3"))
     if not found:
@@ -114,6 +115,7 @@ async def test_a_python_that_is_too_old_is_refused_with_its_version(stage: Stage
         assert str(raised.value) == said
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("source", "error", "message"),
     [
@@ -177,6 +179,7 @@ def test_a_python_that_cannot_be_is_found_before_anything_runs(
     assert "Traceback" not in error
 
 
+@pytest.mark.slow
 def test_the_directory_of_an_environment_names_its_python(tmp_path: Path, bare: Path) -> None:
     from art_cli.config.compose import load_config
 

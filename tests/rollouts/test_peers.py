@@ -59,6 +59,7 @@ else:
 """
 
 
+@pytest.mark.slow
 async def test_a_program_that_uses_the_key_of_another_attempt_is_refused_and_told_of(tmp_path: Path) -> None:
     (tmp_path / "agent.py").write_text(AGENT)
     stage = Stage(tmp_path)

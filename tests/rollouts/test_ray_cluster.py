@@ -232,6 +232,7 @@ async def test_an_attempt_that_blocks_ends_at_its_timeout_with_the_cause(ray: Ra
     assert "blocks the event loop" in played.error
 
 
+@pytest.mark.slow
 async def test_a_node_that_dies_costs_only_its_attempts_which_are_played_again_with_new_keys(
     ray: Ray, tmp_path: Path
 ) -> None:
@@ -258,6 +259,7 @@ async def test_a_node_that_dies_costs_only_its_attempts_which_are_played_again_w
     assert ray.gateway._backends == {}  # nothing is kept of an attempt that is over
 
 
+@pytest.mark.slow
 async def test_a_full_cluster_is_waited_for_and_then_the_run_stops_with_a_line(ray: Ray) -> None:
     waiting = ray.make(processes=1, cluster={"resources": {"sandbox": 1}, "wait_s": 1})
     try:

@@ -415,6 +415,7 @@ def test_only_so_much_is_kept_and_the_oldest_goes_first(monkeypatch: pytest.Monk
         memory.recall(again, "another key")
 
 
+@pytest.mark.slow
 async def test_a_short_request_does_not_become_an_endless_conversation() -> None:
     async with playing(ScriptedBackend()) as (client, _):
         reply = await ask(client, "hi")

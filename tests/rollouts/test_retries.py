@@ -56,6 +56,7 @@ async def calling(
             yield client, backend, gateway, key
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_stream", [False, True], ids=["plain", "streamed"])
 async def test_a_call_that_times_out_stops_the_engine_and_only_the_retry_is_trained_on(is_stream: bool) -> None:
     numbers = itertools.count()

@@ -89,6 +89,7 @@ async def rollout(policy, scenario):
     assert (stage.directory / "let_go").exists()
 
 
+@pytest.mark.slow
 async def test_one_that_blocks_is_told_so_and_its_process_ends_all_the_same(
     stage: Stage, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -139,6 +139,7 @@ async def test_a_return_value_of_a_wrong_type_stops_the_run(stage: Stage, value:
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("value", ["float('nan')", "Outcome(reward=1, metrics={'m': float('inf')})"])
 async def test_a_reward_that_is_not_finite_is_an_error_of_its_rollout(stage: Stage, value: str) -> None:
     source = f"from art_cli.rollouts.policy import Outcome\ndef rollout(policy, scenario): return {value}"
@@ -168,6 +169,7 @@ async def test_what_cannot_be_called_is_said_before_anything_runs(
 # --- what goes wrong --------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("keyword", ["def", "async def"])
 async def test_an_exception_is_recorded_with_its_line_and_the_others_go_on(stage: Stage, keyword: str) -> None:
     source = f"""
@@ -257,6 +259,7 @@ async def rollout(policy, scenario):
     assert len(trajectory.turns) == 3
 
 
+@pytest.mark.slow
 async def test_a_limit_that_the_rollout_got_round_leaves_its_failure_its_own(tmp_path: Path) -> None:
     """It shortens a conversation that was too long, goes on, and then breaks by itself."""
 
@@ -284,6 +287,7 @@ async def rollout(policy, scenario):
     assert (trajectory.returned_reward, trajectory.limit) == (None, None)
 
 
+@pytest.mark.slow
 async def test_a_first_prompt_that_is_too_long_is_a_failure(tmp_path: Path) -> None:
     def answer(request: Request) -> str:
         raise ChatError(400, "too long", code="context_length_exceeded")
@@ -293,6 +297,7 @@ async def test_a_first_prompt_that_is_too_long_is_a_failure(tmp_path: Path) -> N
     assert trajectory.error is not None and trajectory.error.startswith("BadRequestError: ")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "source",
     [
@@ -442,6 +447,7 @@ lock = threading.Lock()
     assert [trajectory.returned_reward for trajectory in trajectories] == [4.0] * 12
 
 
+@pytest.mark.slow
 async def test_a_sync_rollout_uses_the_sync_client(stage: Stage) -> None:
     source = """
 def rollout(policy, scenario):
@@ -537,6 +543,7 @@ async def test_an_agent_that_always_fails_the_same_way_stops_the_run(stage: Stag
     assert len(stage.finished) == 16  # all of them written
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("exception", ["", "raise ValueError", "raise KeyError(1)\n"], ids=["success", "kind", "line"])
 async def test_one_rollout_that_ends_differently_shows_that_the_agent_can_work(stage: Stage, exception: str) -> None:
     source = f"""
@@ -607,6 +614,7 @@ async def test_the_last_line_of_a_program_is_its_outcome(
     assert (trajectory.error is None) == (error is None)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("line", ['"1"', "[1]", '{"rewrad": 1}', '{"reward": "1"}', '{"metrics": 5}'])
 async def test_a_program_whose_outcome_has_a_wrong_type_stops_the_run(stage: Stage, line: str) -> None:
     with pytest.raises(RolloutError, match=r"rollout\.command: "):

@@ -71,6 +71,7 @@ def test_a_file_or_a_share_is_named_and_not_both(tmp_path: Path, evaluation: str
         configure(tmp_path, [{"id": 1}], evaluation)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("share", ["0", "1", "10", "-0.1"])
 def test_a_share_is_between_0_and_1(tmp_path: Path, share: str) -> None:
     with pytest.raises(ConfigError, match=r"eval\.held_out"):

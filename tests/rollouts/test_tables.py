@@ -100,6 +100,7 @@ def refused(directory: Path, source: str, **settings: Any) -> str:
     return str(caught.value)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FORMATS)
 def test_every_format_gives_the_same_scenarios(tmp_path: Path, name: str) -> None:
     file, write, settings = FORMATS[name]
@@ -255,6 +256,7 @@ SQL = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["sqlite", "duckdb"])
 @pytest.mark.parametrize("query", SQL)
 def test_a_query_that_is_no_select_is_not_run(

@@ -551,6 +551,7 @@ def test_a_damaged_base_of_the_users_own_is_loaded_or_refused_in_words(
     assert source is None or source.base == str(base)
 
 
+@pytest.mark.slow
 def test_more_layers_than_weights_are_refused_at_once(good: Path, tmp_path: Path) -> None:
     base = tmp_path / "base"
     shutil.copytree(good / "base", base, ignore=shutil.ignore_patterns("hashes.json"))
@@ -561,6 +562,7 @@ def test_more_layers_than_weights_are_refused_at_once(good: Path, tmp_path: Path
             load_weights(loaded_config(good).config.model, str(base), device="cpu")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", ["train", "serve", "export"])
 def test_a_pickled_base_is_refused_and_never_unpickled(good: Path, tmp_path: Path, art: Art, command: str) -> None:
     base, proof = tmp_path / "base", tmp_path / "ran"

@@ -70,6 +70,7 @@ def page_faults(setting: str, **environment: str) -> int:
     return int(output(ROUNDS.format(setting=setting), **environment))
 
 
+@pytest.mark.slow
 def test_blocks_that_are_freed_are_not_asked_of_the_kernel_again() -> None:
     kept = "from art_cli.runtime.allocator import keep_freed_memory; keep_freed_memory()"
     without = page_faults("")

@@ -109,6 +109,7 @@ async def test_nothing_a_program_started_is_left_when_its_attempt_is_over(direct
     until_none_is_left(directory)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ending", ["return 1", "os._exit(3)", "os.closerange(3, 200)"])
 async def test_nothing_a_function_started_is_left_when_its_process_is_over(directory: Path, ending: str) -> None:
     source = f"from fugitives import *\nos.chdir({str(directory)!r})\ndef rollout(policy, scenario):\n"

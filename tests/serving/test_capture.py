@@ -262,6 +262,7 @@ async def test_a_conversation_goes_on_after_a_kill_as_if_there_was_none(tmp_path
     assert not list(tmp_path.glob("calls-*"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("moment", ["begun", "written", "copying", "copied", "never"])
 async def test_a_rotation_that_is_broken_off_anywhere_loses_and_doubles_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: str

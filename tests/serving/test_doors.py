@@ -111,6 +111,7 @@ async def test_no_route_opens_without_the_key_and_all_refusals_are_one(opened: O
         assert not any(key.encode() in text for text in texts for key in (door.key, door.other))
 
 
+@pytest.mark.slow
 @each_server
 async def test_a_key_that_is_no_text_is_a_refusal_that_shows_nothing(opened: Opened, tmp_path: Path) -> None:
     """In the way of each error: a path that exists, one that does not, a wrong method, a body that is no JSON."""

@@ -76,6 +76,7 @@ def test_a_template_that_only_the_adapter_has_is_enough(run: RunDir, tmp_path: P
     assert exported.chat_template == own.chat_template is not None
 
 
+@pytest.mark.slow
 def test_the_dtype_is_what_is_written(run: RunDir, tmp_path: Path) -> None:
     exported = export(find_source(str(run.root)), tmp_path / "out", dtype="bfloat16", bound=None, probe=make_probe)
     assert {tensor.dtype for tensor in load_file(tmp_path / "out" / "model.safetensors").values()} == {torch.bfloat16}
@@ -213,6 +214,7 @@ def test_push_uploads_the_directory_to_a_private_repository(
     assert Hub.calls == [("token", "hf_secret"), ("create", ("me/mine", True, True)), ("upload", ("me/mine", names))]
 
 
+@pytest.mark.slow
 def test_what_the_hub_refuses_is_one_line_without_the_token(
     run: RunDir, tmp_path: Path, hub: Callable[..., None], capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -156,6 +156,7 @@ async def test_clients_that_do_not_read_are_given_up() -> None:
     assert len(received) < 20_000_000
 
 
+@pytest.mark.slow
 async def test_slow_readers_keep_no_client_from_being_answered() -> None:
     """Two slots, two streams of 20 MB that wait for their clients: others are answered. Then both clients get all."""
     async with (
@@ -209,6 +210,7 @@ async def test_a_stream_that_no_client_reads_keeps_no_slot(run: RunDir) -> None:
         await policies.close()
 
 
+@pytest.mark.slow
 async def test_a_client_that_goes_away_frees_its_slot(run: RunDir) -> None:
     """An engine with one slot: an answer of 900 tokens is left early; it ends there, unfinished."""
     loader = Loader(EmbeddedEngineConfig(max_batch=1), logs=Path("/nowhere"))
@@ -240,6 +242,7 @@ async def test_a_client_that_goes_away_frees_its_slot(run: RunDir) -> None:
 # --- what takes memory ------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 async def test_likeliest_tokens_of_many_whole_replies_wait_for_room(
     run: RunDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -308,6 +311,7 @@ def test_ten_thousand_different_schemas_are_not_kept(monkeypatch: pytest.MonkeyP
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.slow
 async def test_clients_that_hang_up_in_the_middle_of_a_stream_leave_nothing_behind(run: RunDir) -> None:
     """A third of ART_FUZZ, 8 at once: no slot, no file and no request in flight is left."""
     loader = Loader(EmbeddedEngineConfig(max_batch=4), logs=Path("/nowhere"))

@@ -72,6 +72,7 @@ async def test_the_sampled_tokens_logprob_is_the_models_own(run: RunDir, cut: di
         assert logprobs == pytest.approx(expected, abs=1e-4), path
 
 
+@pytest.mark.slow
 async def test_processed_logprobs_are_reported_where_the_server_is_set_to(run: RunDir) -> None:
     """Both at the temperature sampled at, as vLLM's mode of that name has it."""
     async with serving(find_source(str(run.root)), is_processed=True) as (_, root), client(root) as ai:

@@ -177,6 +177,7 @@ OF_PROGRAMS: list[dict[str, str]] = [
 ]
 
 
+@pytest.mark.slow
 async def test_a_server_without_a_key_obeys_no_web_page() -> None:
     """Every route refuses what a browser sends for a foreign page or a rebound name, and nothing reaches the engine."""
     loader = ScriptedLoader()
@@ -264,6 +265,7 @@ def test_keys_come_from_an_option_and_a_file(tmp_path: Path) -> None:
         read_keys(None, tmp_path / "nothing")
 
 
+@pytest.mark.slow
 async def test_errors_of_paths_that_two_protocols_have_are_in_the_clients_own() -> None:
     """Every route that is no wire's, with a wrong key and the right one: by the header that Anthropic's SDK sends."""
     key, wires = "right-key-0123456789", {wire.path for wire in WIRES}

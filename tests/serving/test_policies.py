@@ -61,6 +61,7 @@ async def test_each_name_answers_with_its_own_weights_on_one_base(tmp_path: Path
     assert len(shares) == 1
 
 
+@pytest.mark.slow
 async def test_the_whole_protocol_through_the_real_engine(run: RunDir) -> None:
     """Streaming, tools, logprobs, stop, n, seed and usage, as the openai client sees them."""
     async with serving(find_source(str(run.root))) as (_, root), client(root) as ai:
@@ -130,6 +131,7 @@ def test_a_name_is_served_once(run: RunDir) -> None:
         Policies([ServedPolicy(find_source(str(run.checkpoint_path(step))), loader) for step in (1, 2)])  # type: ignore[arg-type]
 
 
+@pytest.mark.slow
 async def test_all_weights_in_a_checkpoint_are_served_without_a_base(tmp_path: Path) -> None:
     """A run with lora null: the checkpoint is a whole model; nothing else is read."""
     run = make_run(tmp_path / "whole", ())
@@ -224,6 +226,7 @@ async def test_an_engine_that_was_replaced_is_closed_when_its_last_request_ends(
     assert loader.engines[1].is_closed
 
 
+@pytest.mark.slow
 async def test_a_checkpoint_that_cannot_be_loaded_changes_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

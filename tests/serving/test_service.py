@@ -105,6 +105,7 @@ async def test_a_signal_ends_what_runs_and_refuses_what_is_new(
             await http.get("/health")
 
 
+@pytest.mark.slow
 async def test_draining_waits_for_replies_that_are_not_read_yet() -> None:
     """All is sampled and sent when it is told to stop, but the client has most of 10 MB to read: it gets the rest."""
     policies = Policies([ServedPolicy(scripted_source(), ScriptedLoader(make=Talker))])  # type: ignore[arg-type]
@@ -126,6 +127,7 @@ async def test_draining_waits_for_replies_that_are_not_read_yet() -> None:
     assert received[1].endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("drain_s", "num_signals"), [(0.2, 1), (600.0, 2)])
 async def test_draining_has_a_deadline_and_a_second_signal_does_not_wait(
     drain_s: float, num_signals: int, caplog: pytest.LogCaptureFixture

@@ -123,6 +123,7 @@ def test_a_number_is_for_one_request_only(client: Client) -> None:
     assert refused.status_code == 400 and "another request" in refused.text
 
 
+@pytest.mark.slow
 def test_a_pass_that_is_refused_takes_its_turn_and_spoils_the_step(client: Client, base: Base, tmp_path: Path) -> None:
     """Its number does not block later ones. The next update fails, because the gradient is not whole; then all goes on
     with the weights as they were."""
@@ -147,6 +148,7 @@ def test_a_pass_that_is_refused_takes_its_turn_and_spoils_the_step(client: Clien
     assert are_equal(adapter(client, uri), saved(trained(base, []), tmp_path / "local"))
 
 
+@pytest.mark.slow
 def test_replies_that_are_lost_apply_nothing_twice(client: Client, base: Base, tmp_path: Path) -> None:
     """A client that drops half of all answers and sends every such request again, some of them twice at once."""
     chance, batches = random.Random(1), [[ids] for ids in IDS]
@@ -165,6 +167,7 @@ def test_replies_that_are_lost_apply_nothing_twice(client: Client, base: Base, t
     assert are_equal(adapter(client, uri), saved(trained(base, batches), tmp_path / "local"))
 
 
+@pytest.mark.slow
 def test_a_checkpoint_goes_on_bit_for_bit_also_on_a_new_server(base: Base, tmp_path: Path) -> None:
     with serving(base, tmp_path / "root") as address, Client(address) as first:
         model = first.new_model(seed=3)
@@ -218,6 +221,7 @@ def test_a_full_disk_saves_nothing_and_says_so_and_training_goes_on(
     assert are_equal(adapter(client, uri), saved(trained(base, [IDS[:1], IDS[1:2]]), tmp_path / "local"))
 
 
+@pytest.mark.slow
 def test_samples_are_of_the_weights_as_they_were_with_their_logprobs(client: Client, base: Base, root: Path) -> None:
     """A sampler made before a step samples from the weights before it; logprobs are those of the policy itself."""
     model = client.new_model()
@@ -254,6 +258,7 @@ def test_samples_are_of_the_weights_as_they_were_with_their_logprobs(client: Cli
     assert ended["tokens"][-1] == stop and ended["stop_reason"] == "stop" and len(ended["tokens"]) <= 3
 
 
+@pytest.mark.slow
 def test_clients_have_their_own_and_see_nothing_else(base: Base, tmp_path: Path) -> None:
     with (
         serving(base, tmp_path, keys=("tml-a", "tml-b")) as address,
@@ -349,6 +354,7 @@ def test_hostile_bodies_are_refused_and_the_server_goes_on(client: Client, addre
     assert client.http.get("healthz").json() == {"status": "ok"}
 
 
+@pytest.mark.slow
 def test_what_is_too_much_is_refused(client: Client) -> None:
     model = client.new_model()
     prompt = {"chunks": [{"type": "encoded_text", "tokens": [1] * 2000}]}

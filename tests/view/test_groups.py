@@ -101,6 +101,7 @@ MESSAGES = st.lists(
 )
 
 
+@pytest.mark.slow
 @given(st.lists(st.lists(MESSAGES, min_size=1, max_size=3), min_size=1, max_size=4))
 def test_paths_of_the_tree_spell_the_conversations(attempts: list[list[list[Json]]]) -> None:
     tree = build_tree([attempt(messages=each[-1], branches=each[:-1]) for each in attempts])

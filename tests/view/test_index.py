@@ -6,6 +6,7 @@ import time
 from pathlib import Path
 
 import msgspec
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -41,6 +42,7 @@ def test_a_run_has_its_steps_scored_where_they_are(tmp_path: Path) -> None:
     }
 
 
+@pytest.mark.slow
 @given(st.lists(st.integers(0, 10_000), max_size=6))
 def test_a_file_read_while_it_is_written_is_the_file_read_at_the_end(cuts: list[int]) -> None:
     """Cuts lie anywhere: amid a line, a number, a character of several bytes."""
@@ -135,6 +137,7 @@ def test_equal_ids_stay_apart(tmp_path: Path) -> None:
     assert read(Index(path))[0, "train"] == {"a": [("same", None), ("same~2", None)], "b": [("same~1", None)]}
 
 
+@pytest.mark.slow
 def test_a_hundred_thousand_equal_ids_are_as_many_rows(tmp_path: Path) -> None:
     """Their names stay short, and none is compared with all the others."""
     path = tmp_path / "a.jsonl"

@@ -124,6 +124,7 @@ def test_a_group_opens_from_its_row_and_an_attempt_from_the_group(open_page: Ope
     expect(page.locator("h1")).to_have_text("Step 1")
 
 
+@pytest.mark.slow
 def test_a_link_opens_the_attempt_and_each_token_says_its_numbers(open_page: Open, root: str) -> None:
     page = open_page(f"{root}/{PLACES['attempt']}")
     wanted = attempt(1, 2, 3)
@@ -145,6 +146,7 @@ def test_a_link_opens_the_attempt_and_each_token_says_its_numbers(open_page: Ope
     expect(page.locator(".tok[style*=shade]")).to_have_count(0)
 
 
+@pytest.mark.slow
 def test_the_histogram_and_the_search_filter_the_groups(open_page: Open, root: str) -> None:
     page = open_page(f"{root}/{PLACES['groups']}")
     rows = page.locator("[data-row]")
@@ -165,6 +167,7 @@ def test_the_histogram_and_the_search_filter_the_groups(open_page: Open, root: s
     expect(rows).to_contain_text("timeout")
 
 
+@pytest.mark.slow
 def test_the_keys_go_through_groups_attempts_and_messages(open_page: Open, root: str) -> None:
     page = open_page(f"{root}/{PLACES['groups']}")
     expect(page.locator("[data-row]")).to_have_count(GROUPS)
@@ -312,6 +315,7 @@ addEventListener("message", async (event) => {
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_file", [False, True])
 def test_a_drawing_follows_the_message_and_reaches_neither_page_nor_storage_nor_network(
     browser: Browser, run: RunDir, tmp_path: Path, art: Callable[..., tuple[int, str, str]], is_file: bool
@@ -334,6 +338,7 @@ def test_a_drawing_follows_the_message_and_reaches_neither_page_nor_storage_nor_
         assert page.title() != "owned"
 
 
+@pytest.mark.slow
 def test_a_chat_goes_on_from_a_message(open_page: Open, run: RunDir) -> None:
     with (
         chatting(

@@ -147,6 +147,7 @@ def test_a_wrong_call_ends_in_one_line(
     assert code in (1, 2) and sentence in err.splitlines()[-1] and "Traceback" not in err and not out
 
 
+@pytest.mark.slow
 def test_ctrl_c_ends_the_server_without_a_word(tmp_path: Path) -> None:
     run = write_attempts(tmp_path / "mail")
     command = [sys.executable, "-m", "art_cli", "view", str(run.root), "--port", "0", "--no-open"]

@@ -101,6 +101,7 @@ TALKS = st.lists(
 )
 
 
+@pytest.mark.slow
 @given(TALKS)
 def test_segments_hold_every_token_once(texts: TokenTexts, talks: list[list[Json]]) -> None:
     trajectory = play(talks)

@@ -135,6 +135,7 @@ async def test_other_sites_are_refused(tmp_path: Path) -> None:
             assert await status(sec_fetch_site=site) == 403, site
 
 
+@pytest.mark.slow
 async def test_no_method_of_any_route_answers_under_another_sites_name(tmp_path: Path) -> None:
     """Made from the router, so that a new route is asked as well."""
     answers = Answers(Sources([write_attempts(tmp_path / "mail").root]))

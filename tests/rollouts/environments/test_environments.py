@@ -111,6 +111,7 @@ def test_scenarios_are_seeds_and_held_out_ones_are_never_trained_on(tmp_path: Pa
     assert trained and held_out
 
 
+@pytest.mark.slow
 def test_art_init_writes_a_configuration_that_trains_and_evaluates_as_it_is(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -87,6 +87,7 @@ def url(request: pytest.FixtureRequest) -> Iterator[str]:
     thread.join(10)
 
 
+@pytest.mark.slow
 async def test_a_url_is_played_as_a_command_is(tmp_path: Path, url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Over streamable HTTP, and over SSE by the address that ends so. The key is in a variable. A result of 10 MB is
     cut, over SSE one that is too large for an event fails the attempt."""
@@ -130,6 +131,7 @@ def test_a_server_that_refuses_the_key_is_named_with_the_cure(url: str) -> None:
         open_environment(Settings(f"mcp/{url}"))
 
 
+@pytest.mark.slow
 async def test_a_tool_that_hangs_fails_the_attempt_within_the_time(
     tmp_path: Path, url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -277,6 +279,7 @@ async def test_an_answer_without_an_end_is_not_read_to_it(
     assert broken.error is not None and broken.error.startswith("EnvironmentFault: mcp/http")
 
 
+@pytest.mark.slow
 async def test_500_tools_with_deep_schemas_are_offered_as_they_are(tmp_path: Path, server: Misbehaving) -> None:
     """A schema is data for the policy's prompt. One deeper than the gateway reads is refused there, in words."""
     names = [f"tool.{number}/x" for number in range(500)]

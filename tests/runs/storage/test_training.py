@@ -115,6 +115,7 @@ def test_a_start_needs_the_store_and_says_so(tmp_path: Path, address: str) -> No
         run(tmp_path / "runs", address, 2)
 
 
+@pytest.mark.slow
 def test_a_machine_that_was_overtaken_stops_and_uploads_nothing_more(
     tmp_path: Path, address: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
