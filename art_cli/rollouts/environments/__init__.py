@@ -6,6 +6,7 @@ reasoning_gym.py    reasoning-gym's generators of puzzles, each with its scorer,
 textarena.py        textarena's games; one policy plays all seats
 openenv_servers.py  any OpenEnv server, by its address
 verifiers_tasks.py  tasksets of verifiers, played by its harnesses, or by ours where a taskset has none
+verifiers_chat.py   ours: a conversation with the task's tools
 mcp.py              any MCP server; its tools become the agent's, with limits on what it sends
 servers.py          the parts that the two behind a server share
 
