@@ -86,7 +86,7 @@ class RequestReader:
     """
 
     def __init__(self) -> None:
-        self._workers = WorkerPool(size=1, wait_s=WAIT_S, run_s=READ_S)
+        self._workers = WorkerPool(size=1, wait_s=WAIT_S, run_s=READ_S, max_abandoned=2)
 
     async def read(self, function: Callable[..., Result], *arguments: Any) -> Result:
         """Returns the function's result. Raises ChatError: 400 when it takes too long, 503 when too many calls wait."""

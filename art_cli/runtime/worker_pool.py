@@ -11,8 +11,6 @@ from art_cli.runtime.threads import call_in_thread
 
 Result = TypeVar("Result")
 
-MAX_ABANDONED = 8  # abandoned threads that are replaced; they share the interpreter with all others
-
 
 class Crowded(Exception):
     """A call had to wait too long for a thread."""
@@ -23,14 +21,16 @@ class Overran(Exception):
 
 
 class WorkerPool:
-    """At most `size` calls at once, in order, beside at most MAX_ABANDONED abandoned ones. It serves one event loop.
+    """At most `size` calls at once, in order, beside at most `max_abandoned` abandoned ones. It serves one event loop.
 
     A call is abandoned after `run_s`, or when its caller is cancelled. Its turn goes to the next call at once, or, if
-    MAX_ABANDONED others still run, as soon as one of them has returned.
+    `max_abandoned` others still run, as soon as one of them has returned. Abandoned calls share the interpreter with
+    all others, so that a server allows fewer of them.
     """
 
-    def __init__(self, *, size: int, wait_s: float, run_s: float) -> None:
+    def __init__(self, *, size: int, wait_s: float, run_s: float, max_abandoned: int = 8) -> None:
         self._turns, self._wait_s, self._run_s = asyncio.Semaphore(size), wait_s, run_s
+        self._max_abandoned = max_abandoned
         self._num_abandoned = 0  # abandoned calls that have not returned yet
 
     async def call(self, function: Callable[..., Result], *arguments: Any) -> Result:
@@ -54,13 +54,13 @@ class WorkerPool:
 
     def _abandon(self, call: asyncio.Task[Any]) -> None:
         self._num_abandoned += 1
-        if self._num_abandoned <= MAX_ABANDONED:
+        if self._num_abandoned <= self._max_abandoned:
             self._turns.release()
         call.add_done_callback(self._on_return)
 
     def _on_return(self, call: asyncio.Task[Any]) -> None:
         if not call.cancelled():
             call.exception()  # counts as seen
-        if self._num_abandoned > MAX_ABANDONED:
+        if self._num_abandoned > self._max_abandoned:
             self._turns.release()
         self._num_abandoned -= 1
