@@ -26,6 +26,11 @@ def packaged_options(group: str) -> list[str]:
     return sorted(file.stem for file in directory.glob("*.yaml")) if directory is not None else []
 
 
+def packaged_groups() -> list[str]:
+    """Returns the names of the groups that have packaged options: "algorithm", "hardware", "judge", "model"."""
+    return sorted(folder.name for folder in packaged("configs").iterdir() if folder.is_dir())
+
+
 def with_documents(text: str) -> str:
     """Returns the text with the path of each document that it names as "docs/view.md"."""
 

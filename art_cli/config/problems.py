@@ -15,7 +15,7 @@ from pydantic_core import ErrorDetails
 
 from art_cli.config.key_locations import Places
 from art_cli.config.overrides import Schema, all_keys, section_at, variant_name, variant_names, variants
-from art_cli.config.packaged import packaged_options
+from art_cli.config.packaged import packaged_groups, packaged_options
 from art_cli.config.sections.base_config import OLD_NAMES
 from art_cli.runtime.errors import Problem, first_sentence, no_such_option
 
@@ -56,7 +56,8 @@ def no_such_key(key: str, data: dict[str, Any], schema: Schema) -> str:
         return f"an option is chosen in `defaults: [{{{key}: {options[0]}}}, _self_]`; there are: {', '.join(options)}"
     siblings = (section_at(schema, within, data) or schema).model_fields
     old = OLD_NAMES if "base_url" in siblings else {}
-    near = list(dict.fromkeys(old.get(each, each) for each in _nearest(name, within, [*siblings, *old], schema)))
+    known = [*siblings, *old, *(packaged_groups() if not within else [])]
+    near = list(dict.fromkeys(old.get(each, each) for each in _nearest(name, within, known, schema)))
     if near:
         return f"no such key; did you mean {' or '.join(map(repr, near))}?"
     return f"no such key; there are: {', '.join(siblings)}"

@@ -144,6 +144,11 @@ def test_an_unknown_option_is_one_line_with_those_that_there_are() -> None:
         load("defaults: [{hardware: h10}]\n" + PLAIN)
 
 
+def test_a_misspelt_group_is_answered_with_the_group() -> None:
+    with pytest.raises(ConfigError, match="^command line: hardwere: no such key; did you mean 'hardware'[?]"):
+        load(PLAIN, "hardwere=h100")
+
+
 def test_an_option_that_is_written_as_a_key_is_answered_with_the_list_of_defaults() -> None:
     for key, answer in {
         "hardware: h100": "there are: gpu-24gb, h100, h100x8, laptop, remote-tinker",
