@@ -51,7 +51,7 @@ def compare_gradients(scratch: Path) -> None:
         job = Job(
             base=str(base),
             model=ModelConfig(base=str(base), lora=LoraConfig() if lora else None),
-            train=TrainConfig(max_logprob_gap=1e9),
+            train=TrainConfig(learning_rate=1e-5, max_logprob_gap=1e9),
             loss=GrpoConfig(),
             learner=TorchLearnerConfig(processes=2, packing=packing, micro_batch_tokens=700),
             sft=None,

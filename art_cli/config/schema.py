@@ -7,7 +7,7 @@ imported from here; a file that implements one variant imports its section from 
 """
 
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 from pydantic import model_validator
 
@@ -72,7 +72,6 @@ from art_cli.config.sections.tracker_config import (
     TrackerConfig,
 )
 from art_cli.config.sections.train_config import (
-    ADAPTER_RATE,
     AutoLearnerConfig,
     BaseLearnerConfig,
     EvalConfig,
@@ -207,15 +206,6 @@ class RunConfig(Section):
         else:
             is_silent = isinstance(loss, DistillConfig) and not loss.needs_rewards
         return {**data, "judge": {"name": "none"}} if is_silent else data
-
-    @model_validator(mode="after")
-    def _rate_of_an_adapter(self) -> Self:
-        """Puts an adapter's default in place of the one for whole weights. It does not count as set."""
-        if self.model.lora is not None and "learning_rate" not in self.train.model_fields_set:
-            train = self.train.model_copy(update={"learning_rate": ADAPTER_RATE})
-            train.model_fields_set.discard("learning_rate")
-            self.__dict__["train"] = train
-        return self
 
     @property
     def learns_by(self) -> LossConfig | AlgorithmConfig:

@@ -100,7 +100,7 @@ class Optimizer:
         self._updated = {**self.parameters, **self._copies}  # the tensors that AdamW updates, by parameter
         self._adamw = torch.optim.AdamW(
             self._updated.values(),
-            lr=self.config.learning_rate,
+            lr=self.config.rate,
             betas=(self.config.betas[0], self.config.betas[1]),
             eps=EPS,
             weight_decay=self.config.weight_decay,

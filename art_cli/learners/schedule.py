@@ -18,9 +18,9 @@ def rate_of_step(config: TrainConfig, done: int) -> float:
     Then it decays, so that it would reach its end at step `steps`; the last step's is not zero.
     """
     if done < config.warmup_steps:
-        return config.learning_rate * (done + 1) / config.warmup_steps
+        return config.rate * (done + 1) / config.warmup_steps
     progress = min(1.0, (done - config.warmup_steps) / max(1, config.steps - config.warmup_steps))
-    return config.learning_rate * decayed(config.decay, progress, to=config.decay_to)
+    return config.rate * decayed(config.decay, progress, to=config.decay_to)
 
 
 def warm_up_settings(config: SftConfig, num_updates: int) -> TrainConfig:

@@ -1,8 +1,9 @@
-"""Decisions that a configuration leaves to the machine: engine, learner and dtype, each with its reason.
+"""Decisions that a configuration leaves open: engine, learner, dtype and learning rate, each with its reason.
 
     engine: auto         vLLM if it is installed, there is a GPU, and it can serve the model; else embedded
     learner: auto        Unsloth if it is installed and there is a GPU; else torch
     model.dtype: auto    the dtype that the run was trained in so far; else what the learner's device computes well
+    train.learning_rate: auto   the rate that the run had so far; else by the model's width (learners/learning_rate.py)
 
     Machine -> engine_facts, learner_facts -> choose -> AutoChoice
 
@@ -27,7 +28,8 @@ from art_cli.config.schema import (
     Section,
 )
 from art_cli.engines.vllm.arguments import LORA_RANKS, VllmFacts, find_vllm, has_gpu, visible_gpus
-from art_cli.models.loading import resolve_dtype
+from art_cli.learners.learning_rate import choose_rate
+from art_cli.models.loading import resolve_dtype, width_of
 from art_cli.runs.run_checkpoints import run_config
 from art_cli.runs.run_dir import RunDir
 from art_cli.runtime.errors import DataError
@@ -250,7 +252,7 @@ def _base(loaded: LoadedConfig) -> str:
     return str(local) if local.is_dir() else loaded.config.model.base
 
 
-# --- the dtype of the base weights -----------------------------------------------------------------------------------
+# --- dtype and learning rate, by the base model -----------------------------------------------------------------------
 #
 # config.json and the manifests of checkpoints record what was decided, and resuming, evaluating, serving and exporting
 # follow it, so that a policy keeps its dtype on a machine where auto would be another one.
@@ -276,11 +278,27 @@ def recorded_dtype(run: RunDir | None) -> str:
     return "" if dtype == "auto" else str(dtype)
 
 
-def decide_dtype(loaded: LoadedConfig, base: str, *, recorded: str = "") -> LoadedConfig:
-    """Returns the configuration with a dtype in place of auto: the recorded one, else what the learner's device has.
+def decide_by_base(loaded: LoadedConfig, base: str, *, recorded: str = "") -> LoadedConfig:
+    """Returns the configuration with a dtype and a learning rate in place of auto; `recorded` is a dtype.
 
     Raises UsageError if nothing loadable is at `base`.
     """
+    loaded = _decide_dtype(loaded, base, recorded)
+    if loaded.config.train.learning_rate != "auto":
+        return loaded
+    rate, reason = choose_rate(width_of(base), loaded.config.model.lora)
+    return with_rate(loaded, rate, reason)
+
+
+def with_rate(loaded: LoadedConfig, rate: float, reason: str) -> LoadedConfig:
+    """Returns the configuration with a learning rate in place of auto, and the reason for it."""
+    train = loaded.config.train.model_copy(update={"learning_rate": rate})
+    config = loaded.config.model_copy(update={"train": train})
+    return replace(loaded, config=config, auto={**loaded.auto, "learning_rate": reason})
+
+
+def _decide_dtype(loaded: LoadedConfig, base: str, recorded: str) -> LoadedConfig:
+    """Returns the configuration with the recorded dtype, else what the learner's device computes well."""
     if loaded.config.model.dtype != "auto" or loaded.config.learner.weights == "server":
         return loaded  # the server decides
     if recorded:

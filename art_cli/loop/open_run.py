@@ -24,7 +24,7 @@ from art_cli.engines import EngineTraits, engine_traits
 from art_cli.judges import Judge, make_judge
 from art_cli.judges.shadow_judges import ShadowJudges
 from art_cli.learners import Learner, describe_processes, has_own_weights, load_policy, make_learner
-from art_cli.loop.auto import decide_dtype
+from art_cli.loop.auto import decide_by_base
 from art_cli.loop.batches import Batches
 from art_cli.loop.claim_run import Claim, RunData
 from art_cli.loop.interrupts import Interrupts
@@ -152,7 +152,7 @@ async def open_run(claim: Claim) -> AsyncIterator[Run]:
         interrupts = Interrupts(
             f"interrupted; what is complete is in {files.root}; go on with: {resume_command(loaded, files)}"
         )
-        log.info("%s", _describe(config, policy, weights))
+        log.info("%s", _describe(loaded, policy, weights))
         stack.enter_context(_shown(panel))
         stack.enter_context(interrupts.handled())
         for part in (trackers, shadows, judge):
@@ -218,7 +218,7 @@ def _load_policy(claim: Claim, traits: EngineTraits) -> tuple[LoadedConfig, Poli
         claim.startup.reached("torch and transformers")
     base = find_base(loaded.config.model.base, directory=loaded.directory, built=files.base)
     _check_targets(loaded, Path(base))
-    loaded = decide_dtype(loaded, base)
+    loaded = decide_by_base(loaded, base)
     claim_config(files, loaded)
     if is_here:
         weights = load_policy(loaded.config, base)
@@ -241,7 +241,9 @@ def _engine_weights(config: RunConfig, traits: EngineTraits, weights: Weights | 
     return weights if has_own_weights(config) or _shares_weights(config) else clone_trainable(weights)
 
 
-def _describe(config: RunConfig, policy: PolicySpec, weights: Weights | None) -> str:
+def _describe(loaded: LoadedConfig, policy: PolicySpec, weights: Weights | None) -> str:
+    config, reason = loaded.config, loaded.auto.get("learning_rate")
+    rate = f"learning rate {config.train.rate:g}" + (f" (auto: {reason})" if reason else "")
     what = config.model.base
     if weights is not None:
         size = count_parameters(weights.model)
@@ -252,7 +254,7 @@ def _describe(config: RunConfig, policy: PolicySpec, weights: Weights | None) ->
         names = f"engine {engine.title}, learner {learner} at {engine.server[0]}"
     elif has_own_weights(config):
         names += f" in {describe_processes(config)}"
-    return f"{config.name}: {what}; {names}; learning rate {config.train.learning_rate:g}"
+    return f"{config.name}: {what}; {names}; {rate}"
 
 
 # --- where to begin ---------------------------------------------------------------------------------------------------

@@ -9,7 +9,6 @@ import logging
 import os
 import shutil
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,36 +16,37 @@ from pydantic import ValidationError
 
 from art_cli.config.compose import LoadedConfig
 from art_cli.config.config_identity import Change, config_changes
-from art_cli.config.schema import RunConfig, TrainConfig
+from art_cli.config.schema import RunConfig
+from art_cli.loop.auto import with_rate
 from art_cli.runs.durable import read_object, write_file
 from art_cli.runs.run_dir import RunDir
 from art_cli.runtime.errors import DataError, RunError
 
 log = logging.getLogger(__name__)
 
+OLDER_RATE = 1e-5  # of every run that has no rate in its record
 MAX_DRAWING = 256 * 2**10  # bytes of a drawing
+OPEN = ("model.dtype", "train.learning_rate")  # keys that may be auto until the base model is known
 MEND_RECORD = "restore it, or remove it to go on with the configuration as it is now"
 
 
 def follow_rate(loaded: LoadedConfig, run: RunDir) -> LoadedConfig:
-    """Returns the configuration with the learning rate of a run that older versions began, if it gives no other.
-
-    Their default was the same with an adapter as without one.
-    """
-    train, older = loaded.config.train, TrainConfig().learning_rate
-    if "learning_rate" in train.model_fields_set or not run.checkpoint_steps():
+    """Returns the configuration with the learning rate that the run has so far, if it leaves the rate open."""
+    if loaded.config.train.learning_rate != "auto" or not run.checkpoint_steps():
         return loaded
     with contextlib.suppress(DataError):  # claim_config refuses the damaged file
-        if _rate(read_object(run.config_path)) == older:
-            train = train.model_copy(update={"learning_rate": older})
-            return replace(loaded, config=loaded.config.model_copy(update={"train": train}))
+        record = read_object(run.config_path)
+        rate, auto = _rate(record), record.get("auto")
+        reason = auto.get("learning_rate") if isinstance(auto, dict) else None
+        if isinstance(rate, float):
+            return with_rate(loaded, rate, str(reason or f"as in {run.root}"))
     return loaded
 
 
 def _rate(record: Mapping[str, Any]) -> Any:
-    """Returns the learning rate in a record, or the older default if it has none."""
+    """Returns the learning rate in a record, or the default that older versions left out of it."""
     train = record.get("train")
-    return (train if isinstance(train, Mapping) else {}).get("learning_rate", TrainConfig().learning_rate)
+    return (train if isinstance(train, Mapping) else {}).get("learning_rate", OLDER_RATE)
 
 
 def check_record(run: RunDir, loaded: LoadedConfig) -> None:
@@ -68,7 +68,7 @@ def claim_config(run: RunDir, loaded: LoadedConfig) -> None:
     """Writes config.json. Raises RunError as `check_record` does.
 
     `changes` records which keys have other values than before, and from which step on. `auto` records why engine,
-    learner and dtype are what they are, if the configuration left them to the machine.
+    learner, dtype and learning rate are what they are, if the configuration left them open.
     """
     new = loaded.config.model_dump(mode="json")
     changes: list[dict[str, Any]] = []
@@ -100,9 +100,9 @@ def find_clash(run: RunDir, loaded: LoadedConfig) -> str:
 
 
 def _changes(old: dict[str, Any], new: dict[str, Any]) -> list[Change]:
-    """Returns the keys in which two configurations train differently. A dtype that one of them leaves open is none."""
+    """Returns the keys in which two configurations train differently. What one of them leaves open is no difference."""
     changes = config_changes(old, new)
-    return [change for change in changes if change.key != "model.dtype" or "auto" not in (change.old, change.new)]
+    return [change for change in changes if change.key not in OPEN or "auto" not in (change.old, change.new)]
 
 
 def _refusal(run: RunDir, changes: Sequence[Change]) -> str:

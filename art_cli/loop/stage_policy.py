@@ -15,7 +15,7 @@ from art_cli.config.compose import LoadedConfig
 from art_cli.config.config_identity import config_changes, config_hash
 from art_cli.engines import engine_traits
 from art_cli.learners import Learner, load_policy, make_learner
-from art_cli.loop.auto import decide_dtype, recorded_dtype
+from art_cli.loop.auto import decide_by_base, recorded_dtype
 from art_cli.models.loading import Weights, find_base, load_checkpoint, load_weights
 from art_cli.models.policy_spec import PolicySpec, read_spec
 from art_cli.runs.manifest import Manifest, is_built, new_checkpoint, verify_checkpoint
@@ -144,7 +144,7 @@ def _home(loaded: LoadedConfig, source: PolicySource) -> RunDir | None:
 def as_trained(loaded: LoadedConfig, source: PolicySource, base: str) -> LoadedConfig:
     """Returns the configuration with the dtype that the policy was trained in, if it leaves the dtype open."""
     recorded = "" if source.base is not None else source.dtype or recorded_dtype(_home(loaded, source))
-    return decide_dtype(loaded, base, recorded=recorded)
+    return decide_by_base(loaded, base, recorded=recorded)
 
 
 @contextlib.contextmanager

@@ -47,6 +47,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+UNKNOWN_WIDTH = 4096  # assumed where a configuration has none: that of a model of 8B, whose learning rate is small
+
 
 def require_bitsandbytes() -> None:
     """Raises UsageError: it is not installed."""
@@ -267,6 +269,19 @@ def resolve_dtype(config: ModelConfig, base: str, *, device: str = "auto", named
         return DtypeChoice(config.dtype, "")
     with loading(base, named):
         return choose_dtype(base, pick_device(device))
+
+
+def width_of(base: str, named: str | None = None) -> int:
+    """Returns the size of the hidden states of a hub id or directory; UNKNOWN_WIDTH if its configuration names none.
+
+    Raises UsageError as `load_weights` does.
+    """
+    import transformers
+
+    require_base(base, named)
+    with loading(base, named):
+        config: Any = transformers.AutoConfig.from_pretrained(base, trust_remote_code=False)
+        return int(getattr(config.get_text_config(), "hidden_size", UNKNOWN_WIDTH))
 
 
 def load_checkpoint(

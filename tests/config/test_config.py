@@ -153,13 +153,11 @@ def test_a_number_with_an_exponent_is_a_number_in_file_and_override() -> None:
     assert load(PLAIN, "train.learning_rate=3e-4").train.learning_rate == 3e-4
 
 
-def test_an_adapter_has_a_default_learning_rate_of_its_own() -> None:
-    """At that of whole weights it stands still. A rate that is given stays, also the other's default."""
-    whole = load(PLAIN, "model.lora=null").train
-    adapter = load(PLAIN, "train.steps=3").train
-    assert (whole.learning_rate, adapter.learning_rate) == (1e-5, 2e-4)
-    assert adapter.model_fields_set == {"steps"}
-    assert load(PLAIN + "train: {learning_rate: 1e-5}\n").train.learning_rate == 1e-5
+def test_the_learning_rate_is_open_until_the_model_is_known() -> None:
+    assert load(PLAIN).train.learning_rate == "auto"
+    with pytest.raises(AssertionError, match="decided when the base model is known"):
+        _ = load(PLAIN).train.rate
+    assert load(PLAIN + "train: {learning_rate: 1e-5}\n").train.rate == 1e-5
 
 
 def test_anchors_and_merge_keys_are_yaml_as_usual() -> None:
@@ -268,7 +266,7 @@ hydra: {run: {dir: x}}
         f"command line: learner: no learner 'tpu'; there are: {there_are('learner')}",
         "command line: model.lora.alpha: several values: add --multirun for a run of each, or write one list as [a,b]",
         "command line: rollout.concurency: no such key; did you mean 'concurrency'?",
-        'command line: train.learning_rate: expected a number, not "fast"',
+        "command line: train.learning_rate: expected a number or 'auto', not \"fast\"",
     ]
 
 
@@ -597,14 +595,11 @@ def test_what_does_not_train_changes_no_hash(override: str) -> None:
 @pytest.mark.parametrize(
     ("override", "lines"),
     [
-        ("train.learning_rate=1e-4", ["train.learning_rate: 0.0002 -> 0.0001"]),
+        ("train.learning_rate=1e-4", ['train.learning_rate: "auto" -> 0.0001']),
         ("loss=dapo", ["loss: grpo -> dapo"]),
         (
             "model.lora=null",
-            [
-                'model.lora: {"rank": 16, "alpha": 32, "targets": "all-linear"} -> null',
-                "train.learning_rate: 0.0002 -> 1e-05",
-            ],
+            ['model.lora: {"rank": 16, "alpha": 32, "targets": "all-linear"} -> null'],
         ),
         ("loss.kl=0.5", ["loss.kl: 0.0 -> 0.5"]),
         ("train.betas=[0.9,0.95]", ["train.betas: [0.9, 0.999] -> [0.9, 0.95]"]),

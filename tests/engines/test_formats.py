@@ -315,7 +315,11 @@ async def test_the_learner_computes_the_logprobs_that_were_reported(temperature:
         reply = await engine.reply(ask(format=held(PERSON), n=4, temperature=temperature))
         forced = await engine.reply(ask(tools=[LOOK], tool_choice="required", n=2, temperature=temperature))
     learner = TorchLearner(
-        weights, train=TrainConfig(), loss=GrpoConfig(), learner=TorchLearnerConfig(), sampling_max_tokens=400
+        weights,
+        train=TrainConfig(learning_rate=1e-5),
+        loss=GrpoConfig(),
+        learner=TorchLearnerConfig(),
+        sampling_max_tokens=400,
     )
     for answer in (reply, forced):
         for choice in answer.choices:

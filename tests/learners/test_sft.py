@@ -38,7 +38,7 @@ def learner(weights: Weights, **knobs: object) -> TorchLearner:
     section = {"demos": "demos.jsonl", "learning_rate": 1e-3, "batch_size": 2, **knobs}
     return TorchLearner(
         weights,
-        train=TrainConfig(),
+        train=TrainConfig(learning_rate=1e-5),
         loss=GrpoConfig(),
         learner=TorchLearnerConfig.model_validate({"micro_batch_tokens": 40, **shape}),
         sft=SftConfig.model_validate(section),

@@ -43,7 +43,7 @@ def learner(directory: Path, source: str, weights: Weights | None = None, **sect
     (directory / "mine.py").write_text(source)
     return TorchLearner(
         weights or tiny_weights(),
-        train=TrainConfig(max_grad_norm=1e9, epochs_per_step=1),
+        train=TrainConfig(learning_rate=1e-5, max_grad_norm=1e9, epochs_per_step=1),
         loss=AlgorithmConfig(**{"entry": "mine.py:Mine", **section}),
         learner=TorchLearnerConfig(),
         directory=directory,

@@ -200,7 +200,7 @@ def test_a_run_goes_on_with_another_learning_rate_and_records_from_which_step(tm
 def test_a_run_of_an_older_version_keeps_the_learning_rate_that_was_the_default(
     tmp_path: Path, is_recorded: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A new run with an adapter begins at 2e-4. One whose record has 1e-5, or none, goes on with 1e-5 unchanged."""
+    """A new run chooses by its model. One whose record has 1e-5, or none, goes on with 1e-5 unchanged."""
     project = tmp_path / "project"
     shutil.copytree(LETTERS, project)
     text = (project / "config.yaml").read_text()
@@ -208,9 +208,10 @@ def test_a_run_of_an_older_version_keeps_the_learning_rate_that_was_the_default(
     small = ["eval=null", "rollout.group_size=2", "rollout.groups_per_step=1", "sft=null"]
     with caplog.at_level("INFO"):
         files = RunDir(run(tmp_path, *small, "train.steps=1", project=project).root)
-    assert "; learning rate 0.0002" in caplog.text
+    assert "; learning rate 0.001 (auto: an adapter on a model of width 32)" in caplog.text
     record = json.loads(files.config_path.read_text())
-    assert record["train"].pop("learning_rate") == 2e-4
+    assert record["train"].pop("learning_rate") == 1e-3
+    assert record["auto"].pop("learning_rate") == "an adapter on a model of width 32"
     if is_recorded:
         record["train"]["learning_rate"] = 1e-5
     files.config_path.write_text(json.dumps(record))

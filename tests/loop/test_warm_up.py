@@ -44,7 +44,11 @@ Art = Callable[..., tuple[int, str, str]]
 def new_learner() -> TorchLearner:
     section = SftConfig(demos="", learning_rate=1e-2, batch_size=3, epochs=3, warmup_steps=4)
     return TorchLearner(
-        tiny_weights(), train=TrainConfig(), loss=GrpoConfig(), learner=TorchLearnerConfig(), sft=section
+        tiny_weights(),
+        train=TrainConfig(learning_rate=1e-5),
+        loss=GrpoConfig(),
+        learner=TorchLearnerConfig(),
+        sft=section,
     )
 
 

@@ -39,7 +39,10 @@ def main(base: str, dtype: str, quantize: str | None) -> dict[str, Any]:
     ]
     learners = [
         TorchLearner(
-            w, train=TrainConfig(epochs_per_step=1), loss=GrpoConfig(), learner=UnslothLearnerConfig(name="unsloth")
+            w,
+            train=TrainConfig(learning_rate=1e-5, epochs_per_step=1),
+            loss=GrpoConfig(),
+            learner=UnslothLearnerConfig(name="unsloth"),
         )
         for w in (weights, plain)
     ]

@@ -46,7 +46,9 @@ class Setting:
     def learner(self, *, timeout_s: float = 20.0) -> TinkerLearner:
         engine = TinkerEngineConfig(name="tinker", url=self.address, base_model="tiny", timeout_s=timeout_s)
         loss = GrpoConfig(name="grpo")
-        made = TinkerLearner(self.policy, train=TrainConfig(), loss=loss, engine=engine, lora=LoraConfig(rank=4))
+        made = TinkerLearner(
+            self.policy, train=TrainConfig(learning_rate=1e-5), loss=loss, engine=engine, lora=LoraConfig(rank=4)
+        )
         self._made.append(made)
         return made
 

@@ -194,19 +194,16 @@ class StopRule(Section):
 
 Beta = Annotated[Float, Field(ge=0, lt=1)]
 
-# SmolLM2-135M-Instruct with an adapter of rank 16, picking one of two numbers: 1e-5 learns nothing in 4 steps, 2e-4
-# goes from 0.28 to 0.86, and 1e-4 to 1e-3 all end at 0.97 to 1.0.
-ADAPTER_RATE = 2e-4
-
 
 class TrainConfig(Section):
     """The updates of the policy, and the checkpoints that are kept."""
 
     steps: PositiveInt = 50
     """The number of steps of the run."""
-    learning_rate: PositiveFloat = 1e-5
-    """AdamW's learning rate after the warm-up and before any decay. The default for an adapter (`model.lora`) is 2e-4,
-    because an adapter hardly moves at a rate that is right for whole weights."""
+    learning_rate: PositiveFloat | Literal["auto"] = "auto"
+    """AdamW's learning rate after the warm-up and before any decay. auto: by the width of the model, and for an
+    adapter (`model.lora`), which needs about ten times as much, by its `alpha`. For example 4e-4 for an adapter on a
+    model of width 576, 1e-4 at 3,584. A run keeps the rate that auto came to at its first step."""
     warmup_steps: Count = 0
     """The number of steps over which the learning rate grows from 0."""
     decay: Literal["none", "linear", "cosine"] = "none"
@@ -252,6 +249,12 @@ class TrainConfig(Section):
     logprobs and the share of the loss of every trained trajectory. It changes no weight."""
     seed: Seed = 0
     """The seed of the adapter, the order of scenarios and the sampling."""
+
+    @property
+    def rate(self) -> float:
+        """The learning rate once it is decided (loop/auto.py)."""
+        assert self.learning_rate != "auto", "train.learning_rate is decided when the base model is known"
+        return self.learning_rate
 
     def conflicts(self) -> Iterator[tuple[str, str]]:
         """Yields (knob, message) for each knob that is set and has no effect."""
