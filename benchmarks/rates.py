@@ -1,0 +1,136 @@
+"""What `train.learning_rate: auto` is worth: the reward at the end of a run, beside seven rates set by hand.
+
+    python -m benchmarks.rates                                # all that is missing; hours
+    python -m benchmarks.rates --only mail --rates auto 1e-4 1e-3 --seeds 0
+    python -m benchmarks.rates --table                        # runs nothing; prints the table
+
+Every run is a row of benchmarks/rates.jsonl: task, rate, seed, the rates that auto came to, and the mean reward of the
+evaluation before the first step and after the last. Rows that are there are not run again. A rate holds if its mean
+over the seeds is within the 95 % interval of the difference from the best one's (paired by seed where there are
+several, else by scenario), and it stands still if its rise lies below a tenth of the best one's.
+"""
+
+import argparse
+import json
+import math
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from benchmarks.learning_table import T_95
+
+ROOT = Path(__file__).parent.parent
+ROWS = ROOT / "benchmarks" / "rates.jsonl"
+RATES = ("auto", "1e-5", "5e-5", "1e-4", "2e-4", "5e-4", "1e-3", "2e-3")
+DEADLINE_S = 3 * 3600.0  # longest time for one run
+STILL = 0.1  # share of the best rise below which a rate stands still
+
+
+class Task(NamedTuple):
+    """A task: its configuration, and the settings that it is measured with."""
+
+    config: str
+    settings: tuple[str, ...] = ()
+
+
+TASKS = {
+    "mail": Task("benchmarks/learning_tasks/mail.yaml"),  # a real model, an adapter
+    "tictactoe": Task("recipes/tictactoe/config-groups.yaml", ("train.steps=60", "eval.every=60")),  # whole weights
+    "tictactoe-lora": Task(
+        "recipes/tictactoe/config-groups.yaml", ("train.steps=60", "eval.every=60", "model.lora={rank: 16, alpha: 32}")
+    ),
+    "sorting": Task("benchmarks/learning_tasks/sorting.yaml", ("train.steps=60", "eval.every=60")),
+}
+
+
+def run(name: str, rate: str, seed: int, runs: Path) -> dict[str, Any]:
+    """Returns the row of one run of `art train`, which goes on if it was broken off."""
+    from art_cli.runs.run_dir import RunDir
+
+    task, began = TASKS[name], time.perf_counter()
+    files = RunDir(runs / f"{name}_{rate}_{seed}")
+    settings = [f"name={files.root.name}", f"runs={runs}", f"train.seed={seed}", f"train.learning_rate={rate}"]
+    command = [sys.executable, "-m", "art_cli", "train", str(ROOT / task.config), *task.settings, *settings]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=DEADLINE_S)
+    if done.returncode:
+        print("\n".join(done.stderr.strip().splitlines()[-8:]), file=sys.stderr)
+    means = {step: values["reward"] for step, values in sorted(files.evaluations().items())}
+    config = json.loads(files.config_path.read_text())
+    return {
+        "task": name,
+        "rate": rate,
+        "seed": seed,
+        "came_to": config["train"]["learning_rate"],
+        "before": means[min(means)],
+        "after": means[max(means)] if done.returncode == 0 else 0.0,  # a run that ended with an error learned nothing
+        "seconds": round(time.perf_counter() - began, 1),
+    }
+
+
+def table(rows: Sequence[dict[str, Any]]) -> str:
+    """Returns the table of all rows: a line for each task and rate."""
+    ends: dict[str, dict[str, dict[int, float]]] = defaultdict(lambda: defaultdict(dict))
+    starts: dict[str, dict[int, float]] = defaultdict(dict)
+    came: dict[tuple[str, str], float] = {}
+    for row in rows:
+        ends[row["task"]][row["rate"]][row["seed"]] = row["after"]
+        starts[row["task"]][row["seed"]] = row["before"]
+        came[row["task"], row["rate"]] = row["came_to"]
+    lines = ["| task | rate | seeds | before | after | verdict |", "|---|---|---|---|---|---|"]
+    for name, by_rate in ends.items():
+        best = max(by_rate, key=lambda rate: statistics.fmean(by_rate[rate].values()))
+        for rate in sorted(by_rate, key=lambda rate: (rate != "auto", came[name, rate])):
+            after, seeds = by_rate[rate], sorted(by_rate[rate])
+            before = statistics.fmean(starts[name][seed] for seed in seeds)
+            shown = f"auto ({came[name, rate]:g})" if rate == "auto" else rate
+            shown_ends = " ".join(f"{after[seed]:.3f}" for seed in seeds)
+            verdict = judge(after, by_rate[best], before)
+            lines.append(
+                f"| {name} | {shown} | {' '.join(map(str, seeds))} | {before:.3f} | {shown_ends} | {verdict} |"
+            )
+    return "\n".join(lines)
+
+
+def judge(after: dict[int, float], best: dict[int, float], before: float) -> str:
+    """Returns what the ends of a rate are, beside those of the best one."""
+    if after is best:
+        return "best"
+    if statistics.fmean(after.values()) - before < STILL * (statistics.fmean(best.values()) - before):
+        return "stands still"
+    differences = [best[seed] - after[seed] for seed in sorted(after.keys() & best.keys())]
+    if len(differences) < 2:
+        return f"{differences[0]:+.3f} below the best" if differences else ""
+    half = T_95[len(differences) - 1] * statistics.stdev(differences) / math.sqrt(len(differences))
+    mean = statistics.fmean(differences)
+    return f"{mean:.3f} +- {half:.3f} below the best" + (": within its interval" if mean <= half else "")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="+", choices=TASKS, default=list(TASKS))
+    parser.add_argument("--rates", nargs="+", default=list(RATES))
+    parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
+    parser.add_argument("--runs", type=Path, default=ROOT / ".scratch" / "rates", help="the runs are kept here")
+    parser.add_argument("--table", action="store_true")
+    options = parser.parse_args()
+    rows = [json.loads(line) for line in ROWS.read_text().splitlines()] if ROWS.exists() else []
+    known = {(row["task"], row["rate"], row["seed"]) for row in rows}
+    wanted = [(name, rate, seed) for name in options.only for seed in options.seeds for rate in options.rates]
+    for job in wanted if not options.table else []:
+        if job not in known:
+            rows.append(run(*job, options.runs.resolve()))
+            print(json.dumps(rows[-1]), file=sys.stderr)
+            with ROWS.open("a") as file:
+                file.write(json.dumps(rows[-1]) + "\n")
+    print(table(rows))
+
+
+if __name__ == "__main__":
+    main()
