@@ -5,6 +5,7 @@ training_fell     the training reward of the last steps lies below that of the b
 no_signal         most groups of several steps say nothing, because their attempts got equal rewards
 entropy_collapse  the policy became sure, and its reward stood still meanwhile
 hardly_moves      the updates of several steps change hardly any logprob, though there is signal
+stuck             reward and entropy stood still for long: for want of spread, or because the reward is noise
 failures          many rollouts of several steps fail
 shadow_gap        the reward rose above a shadow judge's score by more than before, on the same trajectories
 shadow_correlation  a shadow judge's scores agree with the rewards less than before, within groups
@@ -52,6 +53,10 @@ MEND_REWARD = (
     "look at attempts with a high reward and a low shadow score (step_*/scored.jsonl): mend the reward where it can be "
     "had without the work, loss.kl above 0, or an earlier checkpoint"
 )
+CHECK_REWARD = (
+    "read the best and the worst attempt of a group (art view): what they differ in must be what the reward pays for, "
+    "and the same attempt must get the same reward again; then more groups (rollout.groups_per_step)"
+)
 LIMITS = "rollout.max_turns, rollout.sampling.max_tokens and model.max_length, or a lower rollout.limit_reward"
 CURES = (
     SLOWER,
@@ -64,6 +69,7 @@ CURES = (
     SAME_WEIGHTS,
     LIMITS,
     MEND_REWARD,
+    CHECK_REWARD,
 )
 
 
@@ -203,6 +209,11 @@ SOLVED = 0.95  # mean reward, where 1 is the usual largest one, from which nothi
 # Nats by which a step's updates change a trained token's logprob, of a policy that moves. Four epochs on 64 attempts of
 # SmolLM2-135M with an adapter: 0.009 to 0.013 at the learning rate 1e-5, which learned nothing.
 MOVES = 0.02
+STUCK = 10  # number of neighbouring steps in which neither reward nor entropy moves, of a run that is stuck
+STUCK_RISE = 0.2  # like STILL, of a run that is stuck
+FLAT = 0.1  # share of the first steps' entropy by which one that does not move may differ
+EXPLAINED = ("no_signal", "hardly_moves", "failures")  # findings that say why a run is stuck
+SPREAD = 0.5  # share of groups without signal from which the want of spread is to blame
 
 
 class Interval(msgspec.Struct, frozen=True):
@@ -242,9 +253,10 @@ def find(history: History, *, is_comparable: bool = True) -> list[RunFinding]:
     `is_comparable`: whether training rewards of different steps can be compared. Those of a judge that only compares
     the attempts of a group cannot.
     """
-    found = [*_evaluations_fell(history), *_lasting(history, is_comparable=is_comparable), *_shadows(history)]
+    lasting = list(_lasting(history, is_comparable=is_comparable))
+    found = [*_evaluations_fell(history), *lasting, *_shadows(history)]
     if is_comparable:
-        found += _training_fell(history)
+        found += [*_training_fell(history), *_stuck(history.updates, lasting)]
     return sorted(found, key=lambda finding: finding.step)
 
 
@@ -473,6 +485,30 @@ def _lasting(history: History, *, is_comparable: bool) -> Iterator[RunFinding]:
 Window = Sequence[UpdateNumbers]
 
 
+def _stuck(updates: Window, others: Sequence[RunFinding]) -> Iterator[RunFinding]:
+    """Yields the spans of steps in which reward and entropy stood still, unless another finding tells why."""
+    first = updates[:STREAK]
+    for span in _spans(updates, lambda window: _is_flat(first, window), width=STUCK):
+        begin, end = _ends(span)
+        if any(finding.kind in EXPLAINED and finding.step <= end and finding.until >= begin for finding in others):
+            continue
+        share, change = _mean(span, "no_signal_share"), _mean(span, "logprob_change")
+        text = f"reward and entropy stood still in steps {_span(span)}{_reward(span)}: "
+        if share >= SPREAD:
+            text += f"the rewards of {share:.0%} of the groups have no spread"
+            yield RunFinding("stuck", begin, end, text, [], NOTHING_TO_LEARN)
+        else:
+            moved = "" if math.isnan(change) else f" and the updates change a logprob by {change:.2g} nats"
+            text += f"{1 - share:.0%} of the groups have spread{moved}, so the reward pays for what no update reaches"
+            yield RunFinding("stuck", begin, end, text, [], CHECK_REWARD)
+
+
+def _is_flat(first: Window, window: Window) -> list[bool]:
+    last = window[-STREAK:]
+    before, now = _mean(first, "entropy"), _mean(last, "entropy")
+    return [_stands_still(first, last, rise=STUCK_RISE) and abs(now - before) <= FLAT * before] * len(window)
+
+
 def _holds(of: Callable[[UpdateNumbers], float | None], bound: float) -> Callable[[Window], list[bool]]:
     """Finds the updates above the bound, in a window whose mean and most of whose updates are above it."""
 
@@ -499,10 +535,10 @@ def _rests(first: Window, window: Window, *, is_comparable: bool) -> list[bool]:
     return [change < MOVES and is_full and not is_excused] * len(window)
 
 
-def _stands_still(first: Window, window: Window) -> bool:
+def _stands_still(first: Window, window: Window, *, rise: float = STILL) -> bool:
     """Whether the reward did not rise since the first window as it does in a run that learns, and is not at its top."""
     spread = _mean(first, "reward_std")
-    least = STILL * spread if spread > 0 else 0.0
+    least = rise * spread if spread > 0 else 0.0
     return not _is_solved(window) and _mean(window, "reward_mean") - _mean(first, "reward_mean") <= least
 
 

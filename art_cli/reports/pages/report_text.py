@@ -86,6 +86,7 @@ KINDS = {
     "no_signal": "no signal",
     "entropy_collapse": "entropy collapsed",
     "hardly_moves": "the policy hardly moves",
+    "stuck": "nothing is learned",
     "failures": "failures",
     "shadow_gap": "reward and shadow moved apart",
     "shadow_correlation": "shadow stopped agreeing",
