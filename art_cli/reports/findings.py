@@ -486,10 +486,12 @@ Window = Sequence[UpdateNumbers]
 
 
 def _stuck(updates: Window, others: Sequence[RunFinding]) -> Iterator[RunFinding]:
-    """Yields the spans of steps in which reward and entropy stood still, unless another finding tells why."""
+    """Yields the newest steps if reward and entropy stood still in them, unless another finding tells why."""
     first = updates[:STREAK]
     for span in _spans(updates, lambda window: _is_flat(first, window), width=STUCK):
         begin, end = _ends(span)
+        if end != updates[-1].number:
+            continue  # it has moved since
         if any(finding.kind in EXPLAINED and finding.step <= end and finding.until >= begin for finding in others):
             continue
         share, change = _mean(span, "no_signal_share"), _mean(span, "logprob_change")
