@@ -83,7 +83,8 @@ def _flat(seed: int) -> History:
         if step % 10 == 0:
             rewards = {str(number): float(draw.random() < 0.5) for number in range(100)}
             history.evaluations.append(Evaluated(step, {"reward": sum(rewards.values()) / 100}, rewards))
-        history.updates.append(UpdateNumbers(step + 1, {"reward_mean": 0.5 + draw.gauss(0, 0.05), "entropy": 0.5}))
+        numbers = {"reward_mean": 0.5 + draw.gauss(0, 0.05), "reward_std": 0.5, "entropy": 0.5}
+        history.updates.append(UpdateNumbers(step + 1, numbers))
     return history
 
 
