@@ -56,7 +56,9 @@ class Embedded(Side):
         self._engine, self._weights = engine, weights
 
     async def sample(self, prompts: Prompts, num: int) -> Prompts:
-        requests = [Request(model="policy", prompt=ids, sampling=Sampling(max_tokens=num)) for ids in prompts]
+        requests = [
+            Request(model="policy", prompt=ids, sampling=Sampling(max_tokens=num, ignore_eos=True)) for ids in prompts
+        ]
         replies = await asyncio.gather(*map(self._engine.reply, requests))
         return [reply.choices[0].token_ids for reply in replies]
 
