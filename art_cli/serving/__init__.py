@@ -8,7 +8,6 @@
     middleware.py        Middleware: keys, admission and access log, around the application
                          Admission: the requests in flight, and whether more are admitted; Meter: Prometheus
     serve_service.py     Service: all of it on a port, from the first load to the last request
-    stopping.py          Stopping: a signal, the end of what is in flight, the end
     gateway/             `art gateway`: the capturing gateway alone
     merged_export.py     merged weights, the proof that they are the policy, and the model card
 

@@ -21,8 +21,7 @@ from starlette.routing import Route
 from art_cli.chat.api_keys import Keys
 from art_cli.chat.chat_app import build_app, error_response
 from art_cli.chat.chat_errors import ChatError
-from art_cli.chat.client_connection import Timeouts
-from art_cli.chat.http_server import serve
+from art_cli.chat.http_server import Stopping, Timeouts, cancel, serve
 from art_cli.chat.reading import BODY_TIMEOUT_S, BodyLimit
 from art_cli.chat.wires import WIRES
 from art_cli.runs.run_checkpoints import Which
@@ -30,7 +29,6 @@ from art_cli.runtime import threads
 from art_cli.serving.middleware import CONTENT_TYPE, Admission, Meter, Middleware
 from art_cli.serving.request_dispatch import Dispatch
 from art_cli.serving.served_policies import Policies, ServedPolicy, follow
-from art_cli.serving.stopping import Stopping, cancel
 
 log = logging.getLogger(__name__)
 

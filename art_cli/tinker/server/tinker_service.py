@@ -27,12 +27,11 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from art_cli.chat.api_keys import Keys, check_sender
 from art_cli.chat.chat_errors import ChatError, invalid
-from art_cli.chat.http_server import serve
+from art_cli.chat.http_server import Stopping, serve
 from art_cli.config.schema import EngineConfig
 from art_cli.runtime import threads
 from art_cli.runtime.errors import ArtError, is_full_disk, one_line
 from art_cli.runtime.threads import call_in_thread
-from art_cli.serving.stopping import Stopping
 from art_cli.tinker.server import BackendLimits
 from art_cli.tinker.server.base_model import Base
 from art_cli.tinker.server.checkpoint_store import Store
