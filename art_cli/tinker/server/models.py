@@ -10,16 +10,17 @@ import time
 from collections.abc import Callable, Coroutine
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import msgspec
+from msgspec import Meta
 
 from art_cli.chat.chat_errors import ChatError, invalid
 from art_cli.learners.adapter_learner import Passed
 from art_cli.learners.optimizer import Adam
 from art_cli.runtime import threads
 from art_cli.runtime.errors import LearnerError
-from art_cli.tinker.server import BackendLimits, passes
+from art_cli.tinker.server import BackendLimits, Decay, Setting, passes
 from art_cli.tinker.server.base_model import Base, ClientLearner, Parts, lora_of, parts_of
 from art_cli.tinker.server.checkpoint_store import Notes, Place, RunNotes, Store, check_metadata, place
 from art_cli.tinker.server.futures import SMALL, Failure, Future, FutureAnswer, Futures
@@ -97,12 +98,12 @@ class Turns:
 
 
 class AdamParams(msgspec.Struct, forbid_unknown_fields=True):
-    learning_rate: float = 1e-4
-    beta1: float = 0.9
-    beta2: float = 0.95
-    eps: float = 1e-12
-    weight_decay: float = 0.0
-    grad_clip_norm: float = 0.0
+    learning_rate: Setting = 1e-4
+    beta1: Decay = 0.9
+    beta2: Decay = 0.95
+    eps: Setting = 1e-12
+    weight_decay: Setting = 0.0
+    grad_clip_norm: Annotated[float, Meta(ge=-(10**6), le=10**6)] = 0.0  # 0 and less: nothing is clipped
 
 
 class NewModel(NamedTuple):

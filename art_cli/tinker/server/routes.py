@@ -14,14 +14,13 @@ from starlette.requests import Request
 from starlette.responses import FileResponse, Response, StreamingResponse
 
 from art_cli.chat.chat_errors import ChatError, invalid
-from art_cli.chat.reading import decode_object
+from art_cli.chat.reading import convert, decode_object
 from art_cli.runtime.threads import call_in_thread
 from art_cli.tinker.server import passes
 from art_cli.tinker.server.base_model import Parts
 from art_cli.tinker.server.checkpoint_store import Place, RunNotes, make_notes, parse, place, tar_length, tar_pieces
 from art_cli.tinker.server.futures import Failure
 from art_cli.tinker.server.models import AdamParams, NewModel, SaveTo, describe, new_place
-from art_cli.tinker.server.ranges import convert
 from art_cli.tinker.server.samplers import SampleRequest
 from art_cli.tinker.server.sessions import BackendState, ClientSession
 from art_cli.tinker.server.wire import (
