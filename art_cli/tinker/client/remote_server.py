@@ -33,7 +33,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-
 ASK_S = 15.0  # longest wait for an answer that needs no computing
 ALIVE_S = 5.0
 AGAIN_S = 10.0  # how long a server that is just starting, or whose connection breaks, is asked again

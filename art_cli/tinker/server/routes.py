@@ -8,18 +8,19 @@ import time
 from collections.abc import Callable
 from datetime import UTC, datetime
 from email.utils import format_datetime
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from starlette.requests import Request
 from starlette.responses import FileResponse, Response, StreamingResponse
 
 from art_cli.chat.chat_errors import ChatError, invalid
 from art_cli.chat.reading import convert, decode_object
+from art_cli.chat.requests import Json
 from art_cli.runtime.threads import call_in_thread
 from art_cli.tinker.server import passes
 from art_cli.tinker.server.base_model import Parts
 from art_cli.tinker.server.checkpoint_store import Place, RunNotes, make_notes, parse, place, tar_length, tar_pieces
-from art_cli.tinker.server.futures import Failure
+from art_cli.tinker.server.futures import Failure, plain_answer
 from art_cli.tinker.server.models import AdamParams, NewModel, SaveTo, describe, new_place
 from art_cli.tinker.server.samplers import SampleRequest
 from art_cli.tinker.server.sessions import BackendState, ClientSession
@@ -42,14 +43,12 @@ from art_cli.tinker.server.wire import (
     content_type,
     cursor,
     digest_of,
-    done,
     moment,
     page,
     reply,
     try_again,
 )
 
-Json = dict[str, Any]
 Record = TypeVar("Record")
 
 POLL_S = 20.0  # longest wait for a result; the SDK gives up after 45 s
@@ -273,7 +272,7 @@ class Routes:
         await self.state.models.unload(asked.model_id, owner)
         future, is_new = self.state.futures.add(f"{asked.model_id}:unload", owner, digest)
         if is_new:
-            self.state.futures.settle(future, done({"model_id": asked.model_id, "type": "unload_model"}))
+            self.state.futures.settle(future, plain_answer({"model_id": asked.model_id, "type": "unload_model"}))
         return reply({"request_id": future.id})
 
     async def forward(self, http: Request, owner: str) -> Response:

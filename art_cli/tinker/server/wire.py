@@ -17,7 +17,7 @@ from art_cli.chat.chat_errors import ChatError
 from art_cli.chat.reading import BodyLimit, RequestReader, convert, decode_object, read_body
 from art_cli.tinker.server import Listed, ModelNumber, Seed, SequenceNumber, TtlSeconds
 from art_cli.tinker.server.checkpoint_store import KINDS, Notes, Place
-from art_cli.tinker.server.futures import Future, FutureAnswer
+from art_cli.tinker.server.futures import Future
 from art_cli.tinker.server.models import AdamParams
 
 Json = dict[str, Any]
@@ -185,10 +185,6 @@ def checkpoint_of(at: Place, notes: Notes) -> Json:
         "user_metadata": notes.user_metadata,
         "expires_at": None if notes.expires is None else moment(notes.expires),
     }
-
-
-def done(fields: Json) -> FutureAnswer:
-    return FutureAnswer(lambda: fields)
 
 
 def cursor(offset: int, limit: int, total: int) -> Json:
