@@ -21,12 +21,10 @@ from typing import Any
 from art_cli.chat.chat_errors import ChatError, invalid
 from art_cli.chat.control_tokens import Guard
 from art_cli.chat.reading import check_size
-from art_cli.chat.requests import Request, demands_format, text_of
+from art_cli.chat.requests import Json, Request, demands_format, text_of
 from art_cli.engines.embedded.call_syntax import HERMES, SPACE, CallSyntax, Schemas, find_syntax, schemas_of
 from art_cli.engines.embedded.grammars import Format, Thoughts, reply_format
 from art_cli.engines.embedded.reply_text import MARKERS, TooLong, Vocabulary, overlap
-
-Json = dict[str, Any]
 
 CALL, _, THINK, THINK_END = MARKERS
 _WRITES_ANEW = re.compile(r"\barguments\s*\|\s*tojson")

@@ -25,15 +25,13 @@ import numpy as np
 import numpy.typing as npt
 
 from art_cli.chat.chat_errors import ChatError, invalid
-from art_cli.chat.requests import Request
+from art_cli.chat.requests import Json, Request
 from art_cli.engines.embedded.reply_text import MARKERS, Vocabulary
 from art_cli.runtime.errors import EngineError
 from art_cli.runtime.processes.child import run_program
 
 if TYPE_CHECKING:  # its import takes 0.1 s, and most runs never hold a reply to a format
     from llguidance import LLMatcher, LLTokenizer
-
-Json = dict[str, Any]
 
 
 # Thoughts before the answer. begun: the prompt has opened one; free: the model may open one; none: it may not.

@@ -28,9 +28,7 @@ from transformers.utils import chat_template_utils as compiling
 
 from art_cli.chat.chat_errors import ChatError, invalid
 from art_cli.chat.control_tokens import ControlTokens, Guard
-from art_cli.chat.requests import RENDERERS_OWN
-
-Json = dict[str, Any]
+from art_cli.chat.requests import RENDERERS_OWN, Json
 
 _ALIASED = getattr(compiling, "_alias_reasoning_fields", list)  # transformers 5.17 gives templates messages as they are
 
