@@ -10,8 +10,8 @@
     client.py             HttpBackend: any OpenAI-compatible endpoint as a Backend
     anthropic_client.py   AnthropicBackend: any endpoint of Anthropic's Messages as a Backend
     control_tokens.py     the template's control tokens, which no text of a conversation becomes
-    http_server.py        runs the application on a port of this machine, with a deadline for start and stop
-    client_connection.py  one client's connection, with deadlines for a slow one
+    http_server.py        runs the application on a port of this machine, with deadlines for start and stop, and for a
+                          slow client
 
 The seam is `Backend`. The embedded engine (samples in this process) and HttpBackend (asks another server) have this
 shape, and so have the gateway's RecordingBackend and serving's Dispatch, which stand in front of one of those two.

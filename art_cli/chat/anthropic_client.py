@@ -16,9 +16,7 @@ import msgspec
 from art_cli.chat.chat_errors import invalid
 from art_cli.chat.client import HttpBackend, read_answer, read_events
 from art_cli.chat.replies import Choice, Chunk, Reply, input_of
-from art_cli.chat.requests import Request, text_of
-
-Json = dict[str, Any]
+from art_cli.chat.requests import Json, Request, text_of
 
 VERSION = "2023-06-01"  # the protocol's version, sent as the header anthropic-version
 FINISH_REASONS = {

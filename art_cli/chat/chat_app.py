@@ -33,7 +33,7 @@ from starlette.types import Receive, Scope, Send
 
 from art_cli.chat import Backend
 from art_cli.chat.chat_errors import ChatError
-from art_cli.chat.client_connection import unless_disconnected
+from art_cli.chat.http_server import unless_disconnected
 from art_cli.chat.reading import BODY_TIMEOUT_S, BodyLimit, RequestReader, read_body
 from art_cli.chat.replies import Choice, Chunk, Echo, Reply, ReplyBuilder
 from art_cli.chat.requests import Request, Sampling

@@ -21,10 +21,8 @@ from yarl import URL
 
 from art_cli.chat.chat_errors import ChatError
 from art_cli.chat.replies import Choice, Chunk, Echo, Reply
-from art_cli.chat.requests import RESHAPING, Request, Sampling, needs_echo
+from art_cli.chat.requests import RESHAPING, Json, Request, Sampling, needs_echo
 from art_cli.runtime.secrets import find_secrets
-
-Json = dict[str, Any]
 
 LOCAL = ("127.0.0.1", "localhost", "::1")  # names of this machine
 IDLE_S = 4.0  # below uvicorn's keep-alive of 5 s, so that this side closes idle connections, never both at once

@@ -112,10 +112,13 @@ def decode_object(body: bytes) -> Json:
     return fields
 
 
-def convert(fields: Json, kind: type[Result]) -> Result:
-    """Returns the fields as a msgspec.Struct. Raises ChatError 400 that names the first field that does not fit."""
+def convert(fields: Json, kind: type[Result], *, strict: bool = True) -> Result:
+    """Returns the fields as a msgspec.Struct. Raises ChatError 400 that names the first field that does not fit.
+
+    Without `strict`, numbers may be written as strings.
+    """
     try:
-        return msgspec.convert(fields, kind)
+        return msgspec.convert(fields, kind, strict=strict)
     except msgspec.ValidationError as error:
         message, _, path = str(error).partition(" - at ")
         param = path.strip("`").removeprefix("$").removeprefix(".")

@@ -12,11 +12,8 @@ from typing import Any
 
 import msgspec
 
-from art_cli.chat.requests import Request
+from art_cli.chat.requests import Json, Request
 from art_cli.runtime.processes.plain_json import is_deep
-
-Json = dict[str, Any]
-
 
 MAX_GROWTH = 32  # how many times longer the same arguments may be, with line breaks, indents and escapes
 MAX_DEPTH = 32  # levels of arguments handed out as an object; a client must be able to send them back (reading.py)

@@ -73,7 +73,7 @@ def run(
 
     docs/machines.md has the files that start it by SkyPilot, Kubernetes, Slurm and Modal.
     """
-    from art_cli.tinker.client.remote_session import load_sdk
+    from art_cli.tinker.client.remote_server import load_sdk
 
     load_sdk()  # its messages are the server's; without it one line names the extra
     from art_cli.chat.api_keys import check_exposure, read_keys

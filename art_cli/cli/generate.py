@@ -50,8 +50,7 @@ def run(
     art generate config.yaml -o traces.jsonl --format openenv
     """
     from art_cli.config.compose import load_config
-    from art_cli.formats import WRITERS
-    from art_cli.formats.exporting import write_traces
+    from art_cli.formats import WRITERS, write_traces
     from art_cli.loop.stages import generate
     from art_cli.runs.history import count_failures, find_fault
 

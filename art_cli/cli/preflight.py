@@ -282,8 +282,7 @@ class Preflight:
 
     def _check_remote_model(self, engine: TinkerEngineConfig, base: str) -> Finding:
         """Asks the server for its models. Only the base's configuration and tokenizer are needed here."""
-        from art_cli.tinker.client.remote_server import find_server
-        from art_cli.tinker.client.remote_session import load_sdk
+        from art_cli.tinker.client.remote_server import find_server, load_sdk
 
         self.policy = read_spec(self.loaded.config.model, base, is_remote=True)
         self.tokenizer = load_tokenizer(base)

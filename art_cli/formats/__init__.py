@@ -4,7 +4,9 @@ One file for each format recognises its records and reads attempts from them. `i
 puts attempts at the same scenario into groups, and counts what it could not read.
 """
 
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Protocol
 
 from art_cli.formats import openai_log, openenv_traces
@@ -14,7 +16,11 @@ from art_cli.formats.langfuse_export import LangfuseExport
 from art_cli.formats.openai_log import OpenAILog
 from art_cli.formats.openenv_traces import OpenEnvTrace
 from art_cli.formats.verifiers_traces import VerifiersTrace
+from art_cli.runs.durable import write_lines
 from art_cli.runs.trajectory import Json, Trajectory
+from art_cli.runtime.errors import DataError
+
+log = logging.getLogger(__name__)
 
 
 class TraceReader(Protocol):
@@ -45,3 +51,23 @@ WRITERS: Mapping[str, Callable[[Trajectory], Json]] = {
     "openai": openai_log.record_of,
     "openenv": openenv_traces.record_of,
 }
+
+
+def write_traces(trajectories: Sequence[Trajectory], output: Path, form: str) -> None:
+    """Writes `output` whole, group by group, in the order of the indexes.
+
+    A trajectory that the format cannot hold is left out with a warning. Raises DataError if it can hold none.
+    """
+    groups = {trajectory.group_id: number for number, trajectory in enumerate(trajectories)}
+    records: list[Json] = []
+    problems: list[str] = []
+    for trajectory in sorted(trajectories, key=lambda each: (groups[each.group_id], each.index)):
+        try:
+            records.append(WRITERS[form](trajectory))
+        except ValueError as error:
+            problems.append(str(error))
+    if not records:
+        raise DataError(f"none of {len(trajectories)} attempts can be written as {form}: {problems[0]}", output)
+    if problems:
+        log.warning("%s: %d of %d attempts left out: %s", output, len(problems), len(trajectories), problems[0])
+    write_lines(output, records)

@@ -210,7 +210,7 @@ def _until_taken(send: Send) -> Send:
     """`send`, but the end of a reply returns only when the client has taken the reply or gone.
 
     The end is sent apart from the last piece, because a send waits for the pieces before it
-    (chat/client_connection.py).
+    (chat/http_server.py).
     """
 
     async def send_apart(message: Message) -> None:

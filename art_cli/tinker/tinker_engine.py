@@ -33,8 +33,7 @@ from art_cli.models.policy_spec import PolicySpec
 from art_cli.runtime.errors import EngineError, RemoteError
 from art_cli.runtime.threads import call_in_thread
 from art_cli.tinker.client.remote_checkpoint import read_remote
-from art_cli.tinker.client.remote_server import find_server
-from art_cli.tinker.client.remote_session import RemoteSession
+from art_cli.tinker.client.remote_server import RemoteSession, find_server
 
 
 class TinkerEngine:

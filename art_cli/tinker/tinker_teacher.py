@@ -19,8 +19,7 @@ from art_cli.learners.samples import Floats, Sample
 from art_cli.learners.teachers.teacher_server import check_temperatures
 from art_cli.runtime.errors import LearnerError, RemoteError
 from art_cli.runtime.secrets import load_environment
-from art_cli.tinker.client.remote_server import server_at
-from art_cli.tinker.client.remote_session import RemoteSession
+from art_cli.tinker.client.remote_server import RemoteSession, server_at
 
 log = logging.getLogger(__name__)
 

@@ -20,8 +20,7 @@ from art_cli.learners.samples import Floats, Sample
 from art_cli.learners.schedule import EPS
 from art_cli.runtime.errors import LearnerError, RemoteError
 from art_cli.tinker.client.remote_checkpoint import RemoteCheckpoint, read_lease, write_lease
-from art_cli.tinker.client.remote_server import find_server
-from art_cli.tinker.client.remote_session import RemoteSession
+from art_cli.tinker.client.remote_server import RemoteSession, find_server
 
 log = logging.getLogger(__name__)
 

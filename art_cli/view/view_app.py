@@ -24,7 +24,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from art_cli.chat.api_keys import check_sender, is_loopback
 from art_cli.chat.chat_errors import ChatError
-from art_cli.chat.client_connection import unless_disconnected
+from art_cli.chat.http_server import unless_disconnected
 from art_cli.runtime.errors import printable
 from art_cli.runtime.worker_pool import Crowded, Overran, WorkerPool
 from art_cli.view.group_rows import Query

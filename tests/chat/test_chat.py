@@ -20,8 +20,7 @@ from art_cli.chat import Backend
 from art_cli.chat.chat_app import build_app
 from art_cli.chat.chat_errors import ChatError
 from art_cli.chat.client import HttpBackend
-from art_cli.chat.client_connection import Connection
-from art_cli.chat.http_server import serve
+from art_cli.chat.http_server import Connection, serve
 from art_cli.chat.reading import BodyLimit
 from art_cli.chat.replies import Chunk, ReplyBuilder
 from art_cli.chat.requests import Request, Sampling, with_defaults

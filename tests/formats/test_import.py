@@ -25,9 +25,8 @@ from hypothesis import strategies as st
 from art_cli.chat.replies import Choice, Reply
 from art_cli.chat.requests import Request, Sampling
 from art_cli.cli.app import run as art
-from art_cli.formats import READ
+from art_cli.formats import READ, write_traces
 from art_cli.formats import openenv_traces as openenv
-from art_cli.formats.exporting import write_traces
 from art_cli.formats.importing import Imported, import_files
 from art_cli.judges.files.judged_files import TrajectoryFile
 from art_cli.learners.sft.examples import load_demos

@@ -12,14 +12,14 @@ import httpx
 import pytest
 
 from art_cli.chat.chat_app import closing_stream
-from art_cli.chat.client_connection import Timeouts
+from art_cli.chat.http_server import Timeouts
 from art_cli.chat.requests import Request, Sampling
 from art_cli.config.schema import EmbeddedEngineConfig
 from art_cli.engines.embedded import embedded_engine as engine
-from art_cli.engines.embedded import formats, grammars
+from art_cli.engines.embedded import grammars
 from art_cli.runs.run_dir import RunDir
 from art_cli.serving.middleware import Admission, Meter
-from art_cli.serving.request_dispatch import Dispatch
+from art_cli.serving.serve_service import Dispatch
 from art_cli.serving.served_model import find_source
 from art_cli.serving.served_policies import Loader, Policies, ServedPolicy
 from tests.support.hostile import NUM_MUTATIONS, MemoryBound
@@ -297,7 +297,7 @@ def test_ten_thousand_different_schemas_are_not_kept(monkeypatch: pytest.MonkeyP
     def compile_next(number: int) -> None:
         text = {"type": "string", "pattern": f"^a{number}(b|c)*d$"} if number % 5 == 0 else {"const": f"x{number}"}
         rule = "%json " + json.dumps({"type": "object", "properties": {f"p{number}": text}})
-        kept._future(formats.Format(f"start: answer\nanswer: {rule}", (rule,), "response_format")).result()
+        kept._future(grammars.Format(f"start: answer\nanswer: {rule}", (rule,), "response_format")).result()
 
     try:
         for number in range(2 * grammars.MAX_KEPT):

@@ -18,7 +18,7 @@ from art_cli.runs.run_dir import RunDir
 from art_cli.runtime.errors import ArtError, CheckpointError, UsageError
 from art_cli.serving import served_policies
 from art_cli.serving.middleware import Admission, Meter
-from art_cli.serving.request_dispatch import Dispatch
+from art_cli.serving.serve_service import Dispatch
 from art_cli.serving.served_model import find_source
 from art_cli.serving.served_policies import Loader, Policies, ServedPolicy, engine_config, read_knobs
 from tests.support.served import ScriptedLoader, add_checkpoint, make_run, scripted_source

@@ -191,7 +191,7 @@ async def test_what_does_not_let_go_when_it_is_cancelled_keeps_no_service_from_e
 ) -> None:
     """Loading that swallows its cancellation. With no request in flight it still says that it stops."""
     caplog.set_level(logging.INFO)
-    monkeypatch.setattr("art_cli.serving.stopping.CANCEL_TIMEOUT_S", 0.1)
+    monkeypatch.setattr("art_cli.chat.http_server.CANCEL_TIMEOUT_S", 0.1)
     is_over = asyncio.Event()
 
     class Stubborn(ScriptedLoader):

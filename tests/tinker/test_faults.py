@@ -21,7 +21,7 @@ from art_cli.models.loading import with_adapter
 from art_cli.models.policy_spec import PolicySpec, spec_of
 from art_cli.runs.manifest import Manifest, new_checkpoint
 from art_cli.runtime.errors import RemoteError
-from art_cli.tinker.client import remote_session as connection
+from art_cli.tinker.client import remote_server as connection
 from art_cli.tinker.client.remote_server import server_at
 from art_cli.tinker.server import BackendLimits, routes
 from art_cli.tinker.tinker_learner import TinkerLearner

@@ -22,13 +22,13 @@ from art_cli.tinker import server as backend
 from art_cli.tinker.server import checkpoint_store as store
 from art_cli.tinker.server.base_model import Base
 from art_cli.tinker.server.passes import _Request
-from art_cli.tinker.server.ranges import RANGES
 from art_cli.tinker.server.samplers import SampleRequest
 from art_cli.tinker.server.wire import PROTO, CreateModel, Load, NewSampler, OptimStep, Page, Save, Search, Ttl
 from tests.support.backend_server import Client, Json, datum, passing, serving, tiny_base
 
 JSON = {"content-type": "application/json"}
 NumberPath = tuple[str | int, ...]
+NumberType = kinds.IntType | kinds.FloatType
 STORED = (store.RunNotes, store.Notes)
 PROMPT = [5, 6, 7, 8, 9]
 L = len(PROMPT)
@@ -74,8 +74,8 @@ def records() -> set[type[msgspec.Struct]]:
     return found
 
 
-def numbers_of(kind: kinds.Type, path: NumberPath = ()) -> Iterator[NumberPath]:
-    """The path of each number in a record, with 0 for a list's elements and "x" for a dictionary's."""
+def numbers_of(kind: kinds.Type, path: NumberPath = ()) -> Iterator[tuple[NumberPath, NumberType]]:
+    """The path and type of each number in a record, with 0 for a list's elements and "x" for a dictionary's."""
     match kind:
         case kinds.StructType():
             for field in kind.fields:
@@ -88,17 +88,22 @@ def numbers_of(kind: kinds.Type, path: NumberPath = ()) -> Iterator[NumberPath]:
         case kinds.DictType():
             yield from numbers_of(kind.value_type, (*path, "x"))
         case kinds.IntType() | kinds.FloatType():
-            yield path
+            yield path, kind
 
 
-def field_of(path: NumberPath) -> str:
-    return [part for part in path if isinstance(part, str) and part != "x"][-1]
+def holds(kind: NumberType, value: float) -> bool:
+    """Whether the number is in the range of the type; False for NaN."""
+    is_above = kind.ge is not None and value >= kind.ge or kind.gt is not None and value > kind.gt
+    return is_above and (kind.le is not None and value <= kind.le or kind.lt is not None and value < kind.lt)
 
 
 def test_each_number_of_each_record_has_its_range() -> None:
-    """Made from the declarations, so that a new number without a range fails, and a range without a number."""
-    named = {field_of(path) for kind in records() for path in numbers_of(kinds.type_info(kind))}
-    assert named == RANGES.keys()
+    """Made from the declarations, so that a new number without a range fails."""
+    numbers = [(record, *number) for record in records() for number in numbers_of(kinds.type_info(record))]
+    assert numbers
+    for record, path, kind in numbers:
+        assert (kind.ge is None) != (kind.gt is None), (record, path)
+        assert (kind.le is None) != (kind.lt is None), (record, path)
 
 
 # --- each number of each request, at each value -----------------------------------------------------------------------
@@ -159,7 +164,7 @@ def with_value(fields: Json, path: NumberPath, value: Any) -> Json:
 
 def is_part(kind: type[msgspec.Struct], of: type[msgspec.Struct]) -> bool:
     """Whether the numbers of `kind` are among those of the other record."""
-    own, others = ({path[-1] for path in numbers_of(kinds.type_info(each))} for each in (kind, of))
+    own, others = ({path[-1] for path, _ in numbers_of(kinds.type_info(each))} for each in (kind, of))
     return own <= others
 
 
@@ -209,9 +214,9 @@ def test_no_number_breaks_a_request_fills_memory_or_stops_a_models_queue(address
             path, fields = sound[kind]
             status, result = sender.send(path, fields)
             assert status == 200 and "error" not in result, (path, result)
-            for at in paths[kind]:
-                bounds, before = RANGES[field_of(at)], resident_bytes()
-                within = [index for index, value in enumerate(VALUES[:-2]) if bounds.holds(value)]
+            for at, bounds in paths[kind]:
+                before = resident_bytes()
+                within = [index for index, value in enumerate(VALUES[:-2]) if holds(bounds, value)]
                 for value in [value for index, value in enumerate(VALUES) if index not in within[1:]]:
                     status, result = sender.send(path, with_value(fields, at, value))
                     assert status < 500 and result.get("category") != "server", (path, at, value, result)

@@ -25,7 +25,7 @@ import json
 import uuid
 from base64 import b64encode
 from collections.abc import Iterator
-from typing import Annotated, Any, Literal, Protocol
+from typing import Annotated, Literal, Protocol
 
 import msgspec
 from msgspec import Meta
@@ -35,11 +35,8 @@ from art_cli.chat.api_keys import bearer, single
 from art_cli.chat.chat_errors import ChatError, invalid
 from art_cli.chat.reading import convert, decode_object
 from art_cli.chat.replies import Choice, Chunk, Reply, input_of, thoughts_of
-from art_cli.chat.requests import Request, Sampling, text_of
+from art_cli.chat.requests import Json, Request, Sampling, text_of
 from art_cli.chat.wires.openai_shared import INT32, Count, given_sampling
-
-Json = dict[str, Any]
-
 
 STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use", "content_filter": "refusal"}
 

@@ -10,11 +10,10 @@ from msgspec import Meta
 
 from art_cli.chat.chat_errors import invalid
 from art_cli.chat.replies import Choice, Reply
-from art_cli.chat.requests import Request, Sampling
+from art_cli.chat.requests import Json, Request, Sampling
 from art_cli.chat.wires.openai_shared import (
     Body,
     Count,
-    Json,
     OpenAI,
     OpenAIEvents,
     parse_body,

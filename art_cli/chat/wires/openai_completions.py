@@ -10,13 +10,12 @@ from msgspec import Meta
 
 from art_cli.chat.chat_errors import invalid
 from art_cli.chat.replies import Choice, Reply, token_text
-from art_cli.chat.requests import Request, Sampling
+from art_cli.chat.requests import Json, Request, Sampling
 from art_cli.chat.wires.openai_shared import (
     INT32,
     LOWEST_LOGPROB,
     Body,
     Count,
-    Json,
     OpenAI,
     OpenAIEvents,
     parse_body,

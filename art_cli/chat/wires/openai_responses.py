@@ -26,11 +26,10 @@ from msgspec import Meta
 from art_cli.chat.chat_errors import ChatError, invalid
 from art_cli.chat.reading import convert, decode_object
 from art_cli.chat.replies import Choice, Chunk, Reply, thoughts_of
-from art_cli.chat.requests import Request, Sampling
+from art_cli.chat.requests import Json, Request, Sampling
 from art_cli.chat.wires.openai_shared import (
     HARMLESS,
     Count,
-    Json,
     Name,
     OpenAI,
     Temperature,

@@ -19,9 +19,7 @@ from art_cli.chat.api_keys import bearer
 from art_cli.chat.chat_errors import ChatError, invalid
 from art_cli.chat.reading import convert, decode_object
 from art_cli.chat.replies import Choice, Chunk, Reply, token_bytes, token_text
-from art_cli.chat.requests import RENDERERS_OWN, Request
-
-Json = dict[str, Any]
+from art_cli.chat.requests import RENDERERS_OWN, Json, Request
 
 # Bounds without a source in the protocol keep hostile numbers from reaching tensors: ids and counts fit 32 bits.
 INT32 = 2**31 - 1

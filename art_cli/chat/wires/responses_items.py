@@ -14,8 +14,7 @@ from typing import Any, Literal
 import msgspec
 
 from art_cli.chat.chat_errors import invalid
-
-Json = dict[str, Any]
+from art_cli.chat.requests import Json
 
 _ID = re.compile(r"(?:rs|msg|fc)_([0-9a-f]{32})_\d+")  # an id that `item_id` has written
 _ENCRYPTED = "art-reasoning-1."  # the beginning of our `encrypted_content`; base64 of the text follows

@@ -37,7 +37,7 @@ class CallSyntax:
 
     @property
     def can_be_forced(self) -> bool:
-        """Returns whether a grammar can hold a reply to this syntax (formats.py writes Hermes calls)."""
+        """Returns whether a grammar can hold a reply to this syntax (grammars.py writes Hermes calls)."""
         return self.name == "hermes"
 
 

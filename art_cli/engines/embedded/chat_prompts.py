@@ -6,7 +6,7 @@ Everything else stays content, byte for byte, apart from the line break that tem
 of the next turn, rendered from this message, continues the sampled tokens.
 
 A block that is no call (broken JSON, no name) stays content. `tool_choice` "required" or a named function puts the
-opening of a call into the prompt, as the template writes it, and a grammar (formats.py) holds the rest to the tools'
+opening of a call into the prompt, as the template writes it, and a grammar (grammars.py) holds the rest to the tools'
 schemas. Another grammar holds a reply to `response_format`.
 """
 
@@ -21,13 +21,10 @@ from typing import Any
 from art_cli.chat.chat_errors import ChatError, invalid
 from art_cli.chat.control_tokens import Guard
 from art_cli.chat.reading import check_size
-from art_cli.chat.requests import Request, demands_format, text_of
+from art_cli.chat.requests import Json, Request, demands_format, text_of
 from art_cli.engines.embedded.call_syntax import HERMES, SPACE, CallSyntax, Schemas, find_syntax, schemas_of
-from art_cli.engines.embedded.formats import Format, Thoughts, reply_format
-from art_cli.engines.embedded.reply_text import MARKERS, Vocabulary, overlap
-from art_cli.engines.embedded.templates import TooLong
-
-Json = dict[str, Any]
+from art_cli.engines.embedded.grammars import Format, Thoughts, reply_format
+from art_cli.engines.embedded.reply_text import MARKERS, TooLong, Vocabulary, overlap
 
 CALL, _, THINK, THINK_END = MARKERS
 _WRITES_ANEW = re.compile(r"\barguments\s*\|\s*tojson")

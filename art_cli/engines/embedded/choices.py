@@ -7,13 +7,12 @@ from typing import Any, NamedTuple
 
 from art_cli.chat.chat_errors import invalid
 from art_cli.chat.replies import Choice, Echo, join_deltas
-from art_cli.chat.requests import Request
+from art_cli.chat.requests import Json, Request
 from art_cli.engines.embedded import chat_prompts
 from art_cli.engines.embedded.chat_prompts import Prompt
 from art_cli.engines.embedded.reply_text import Detokenizer, StopWatch, Vocabulary
 from art_cli.runtime.errors import EngineError
 
-Json = dict[str, Any]
 Top = list[list[tuple[int, float]]]
 
 CONTEXT_TOKENS = 8  # number of the prompt's last tokens that the text of the first sampled tokens may depend on

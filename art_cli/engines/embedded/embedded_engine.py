@@ -43,7 +43,6 @@ from art_cli.models.loading import Weights
 from art_cli.runtime import openmp, threads
 from art_cli.runtime.errors import EngineError
 
-Json = dict[str, Any]
 Result = TypeVar("Result")
 
 LOCK_DEADLINE_S = 600.0  # longest wait for the weights; a learner holds them for a whole step

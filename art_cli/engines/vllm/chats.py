@@ -9,7 +9,6 @@ they are. A forced call is held to the tools' schemas as vLLM's own chat does it
 
 import json
 import logging
-from typing import Any
 
 import msgspec
 
@@ -17,7 +16,7 @@ from art_cli.chat.chat_errors import ChatError
 from art_cli.chat.control_tokens import Guard
 from art_cli.chat.reading import RequestReader
 from art_cli.chat.replies import Choice, Chunk, Reply
-from art_cli.chat.requests import Request
+from art_cli.chat.requests import Json, Request
 from art_cli.engines.embedded import chat_prompts
 from art_cli.engines.embedded.call_syntax import call_of, schemas_of
 from art_cli.engines.embedded.chat_prompts import Prompt
@@ -29,7 +28,6 @@ from art_cli.runtime.errors import one_line
 from art_cli.runtime.threads import call_in_thread
 
 log = logging.getLogger(__name__)
-Json = dict[str, Any]
 
 
 class Chats:

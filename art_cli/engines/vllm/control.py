@@ -14,17 +14,17 @@ import contextlib
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import aiohttp
 import msgspec
 
 from art_cli.chat.client import AnswerTooLarge, HttpBackend, read_answer, read_error
+from art_cli.chat.requests import Json
 from art_cli.runtime.errors import CheckpointError, EngineError
 from art_cli.runtime.secrets import Secrets
 
 log = logging.getLogger(__name__)
-Json = dict[str, Any]
 
 
 class Ready:

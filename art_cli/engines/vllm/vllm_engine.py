@@ -181,7 +181,7 @@ class VllmEngine:
         self._awake.clear()
 
         async def sleep(adapters: LoadedAdapters) -> None:
-            await _until(lambda: adapters.num_requests == 0, DRAIN_S, "requests in flight did not end before its sleep")
+            await until(lambda: adapters.num_requests == 0, DRAIN_S, "requests in flight did not end before its sleep")
             await adapters.control.sleep(self._server.sleep_level)
 
         await self._steer(sleep)
@@ -230,7 +230,7 @@ class VllmEngine:
             reply = await backend.reply(asked)
         reply = reply if chat is None else chat.reply(reply)
         for choice in reply.choices:
-            _complete_logprobs(request, choice)
+            complete_logprobs(request, choice)
             restore_arguments(choice)
         return reply
 
@@ -243,7 +243,7 @@ class VllmEngine:
             closing_stream(backend.stream(asked)) as chunks,
         ):
             async for chunk in chunks:
-                _complete_logprobs(request, chunk.choice)
+                complete_logprobs(request, chunk.choice)
                 yield chunk if chat is None else chat.chunk(chunk)
 
     @contextlib.asynccontextmanager
@@ -263,7 +263,7 @@ class VllmEngine:
         try:
             async with asyncio.timeout(self._config.start_timeout_s):
                 await self._awake.wait()
-            return await self._ready_adapters()
+            return await self.ready_adapters()
         except TimeoutError:
             raise ChatError(503, "the engine sleeps, and was not woken in time", code="engine_asleep") from None
         except EngineError as error:
@@ -278,7 +278,7 @@ class VllmEngine:
             _put_in_openai_words(error)
             if error.status >= 500 and self.pid:
                 with contextlib.suppress(EngineError):
-                    await _until(partial(self._is_lost, adapters), DEATH_S, "it lives")
+                    await until(partial(self._is_lost, adapters), DEATH_S, "it lives")
             raise
 
     # --- the server ---------------------------------------------------------------------------------------------------
@@ -288,7 +288,7 @@ class VllmEngine:
         await self._server.start()
         adapters = LoadedAdapters(
             self._server.control,
-            self._make_backend,
+            self.make_backend,
             base=self._server.base_name,
             prefix=self._prefix(),
             step=self.endpoint.step,
@@ -303,7 +303,7 @@ class VllmEngine:
         of this name, or a connection that was lost, left in a running server."""
         return self._name if isinstance(self._server, OwnServer) else f"{self._name}-{secrets.token_hex(4)}"
 
-    def _make_backend(self, name: str, step: int) -> HttpBackend:
+    def make_backend(self, name: str, step: int) -> HttpBackend:
         url = f"{self._server.control.root}/v1"
         return HttpBackend(url, self._server.key, name, step=step, timeout_s=self._config.timeout_s)
 
@@ -336,20 +336,21 @@ class VllmEngine:
         """Returns the result of `work`, done again when the server ends in the middle of it and a new one answers."""
         async with self._steering:
             for _ in range(MAX_RESTARTS + 1):
-                adapters = await self._ready_adapters()
+                adapters = await self.ready_adapters()
                 try:
                     return await work(adapters)
                 except (Unreachable, Refused) as error:
                     if isinstance(error, Refused) and error.status < 500:
                         raise
-                    await _until(partial(self._is_lost, adapters), NOTICE_S, str(error))
+                    await until(partial(self._is_lost, adapters), NOTICE_S, str(error))
             await self._ready.wait()  # raises, because the watcher has given up
             raise AssertionError("more restarts than allowed")
 
     def _is_lost(self, adapters: LoadedAdapters) -> bool:
         return self._adapters is not adapters or not self._ready.is_set
 
-    async def _ready_adapters(self) -> LoadedAdapters:
+    async def ready_adapters(self) -> LoadedAdapters:
+        """Returns those of the server that answers now. Raises EngineError if none will any more."""
         await self._ready.wait()
         assert self._adapters is not None, "ready without a server"
         return self._adapters
@@ -373,7 +374,7 @@ class VllmEngine:
             )
 
 
-async def _until(is_so: Callable[[], bool], timeout_s: float, otherwise: str) -> None:
+async def until(is_so: Callable[[], bool], timeout_s: float, otherwise: str) -> None:
     """Returns when `is_so()`. Raises EngineError with the words `otherwise` when it is not so in time."""
     deadline = asyncio.get_running_loop().time() + timeout_s
     while not is_so():
@@ -393,7 +394,7 @@ def _put_in_openai_words(error: ChatError) -> None:
         error.code = "context_length_exceeded"
 
 
-def _complete_logprobs(request: Request, choice: Choice) -> None:
+def complete_logprobs(request: Request, choice: Choice) -> None:
     """Completes the two logprobs of our records from the one that vLLM reports, that of its processed logits.
 
     At temperature 0 vLLM reports the raw logprob, and the token was certain. At temperature 1 with nothing cut the two

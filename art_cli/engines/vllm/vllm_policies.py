@@ -24,7 +24,7 @@ from art_cli.chat.requests import Request
 from art_cli.config.sections.engine_config import VllmEngineConfig
 from art_cli.engines.proof import Proof
 from art_cli.engines.vllm.control import FILES, LoadedAdapters, Unreachable
-from art_cli.engines.vllm.vllm_engine import MAX_RESTARTS, VllmEngine, _complete_logprobs, _until
+from art_cli.engines.vllm.vllm_engine import MAX_RESTARTS, VllmEngine, complete_logprobs, until
 from art_cli.engines.vllm.vllm_server import OwnServer
 from art_cli.models.policy_spec import PolicySpec
 from art_cli.runtime.errors import CheckpointError, EngineError
@@ -65,22 +65,15 @@ class VllmPolicies(VllmEngine):
             await policy.close(unload=not isinstance(self._server, OwnServer))
         await super().close()
 
-    async def present(self) -> LoadedAdapters:
-        """Returns the server that answers now. Raises EngineError if none will any more."""
-        return await self._ready_adapters()
-
     def new_name(self) -> str:
         return f"policy-{self._own}@{next(self._numbers):04d}"
-
-    def client(self, name: str) -> HttpBackend:
-        return self._make_backend(name, 0)
 
     async def is_lost(self, adapters: LoadedAdapters) -> bool:
         """Returns whether the server of a call that failed has ended. A server at an address is never known to."""
         if not self.pid:
             return False
         try:
-            await _until(lambda: self._is_lost(adapters), NOTICE_S, "it lives")
+            await until(lambda: self._is_lost(adapters), NOTICE_S, "it lives")
         except EngineError:
             return False
         return True
@@ -115,7 +108,7 @@ class VllmPolicy:
 
         found = await self.ask(reply)
         for choice in found.choices:
-            _complete_logprobs(asked, choice)
+            complete_logprobs(asked, choice)
         unknown = [choice for choice in found.choices if choice.raw_logprobs is None]
         await asyncio.gather(*(self._score_choice(request.prompt, choice) for choice in unknown))
         _check(found)
@@ -141,7 +134,7 @@ class VllmPolicy:
         Raises EngineError or ChatError.
         """
         for number in range(MAX_RESTARTS + 1):
-            adapters = await self._server.present()
+            adapters = await self._server.ready_adapters()
             try:
                 return await work(await self._ready(adapters), adapters)
             except (Unreachable, ChatError) as error:
@@ -158,7 +151,7 @@ class VllmPolicy:
                     await self._client.close()
                     self._client = None
                 self._server.policies.add(self)
-                self._client, self._there = self._server.client(await self._load(adapters)), adapters
+                self._client, self._there = self._server.make_backend(await self._load(adapters), 0), adapters
                 try:
                     self._proof.check(await self._score(self._client, adapters, self._proof.probe))
                 except BaseException:

@@ -25,12 +25,11 @@ import secrets
 import socket
 import sys
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
 from art_cli.chat.replies import Choice, are_same
-from art_cli.chat.requests import Request
+from art_cli.chat.requests import Json, Request
 from art_cli.config.sections.engine_config import VllmEngineConfig
 from art_cli.engines.vllm import arguments
 from art_cli.engines.vllm.control import Control, Refused, Unreachable
@@ -41,7 +40,6 @@ from art_cli.runtime.processes.child import ChildProcess, describe_end, last_lin
 from art_cli.runtime.scratch import Scratch, make_directory, owner_only
 
 log = logging.getLogger(__name__)
-Json = dict[str, Any]
 
 _WRITTEN = re.compile(r"(?<![\w.\]])((?:\w+(?:\.|\[['\"]))*arguments(?:['\"]\])?)\s*\|\s*tojson(?:\([^()]*\))?")
 _TAKEN_APART = re.compile(r"arguments(?:['\"]\])?\s*(?:\|\s*(?:items|dictsort)|\.items)")

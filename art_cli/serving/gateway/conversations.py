@@ -34,9 +34,8 @@ from art_cli.rollouts.recorder import Attempted, Recorded, Retries, identity_of
 from art_cli.rollouts.rollout_gateway import Gateway, RecordingBackend
 from art_cli.serving.gateway.entries import JournalEntry
 from art_cli.serving.gateway.journal import Journal, Outline
-from art_cli.serving.gateway.journaled_recorder import About, JournaledRecorder
+from art_cli.serving.gateway.journaled_recorder import About, JournaledRecorder, scenario_of
 from art_cli.serving.gateway.redaction import Redactor
-from art_cli.serving.gateway.trajectories import scenario_of
 
 log = logging.getLogger(__name__)
 

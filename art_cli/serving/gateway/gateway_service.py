@@ -36,7 +36,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from art_cli.chat.api_keys import Keys
 from art_cli.chat.chat_app import CONVERSATION_HEADER, READ_HERE_BYTES, build_app, closing_stream
 from art_cli.chat.chat_errors import ChatError
-from art_cli.chat.http_server import serve
+from art_cli.chat.http_server import Stopping, serve
 from art_cli.chat.reading import BodyLimit, RequestReader
 from art_cli.chat.replies import Chunk, Reply
 from art_cli.chat.requests import Json, Request, Sampling, with_defaults
@@ -51,7 +51,6 @@ from art_cli.serving.gateway.conversations import Conversations
 from art_cli.serving.gateway.journal import Journal
 from art_cli.serving.gateway.redaction import Redactor
 from art_cli.serving.middleware import CONTENT_TYPE, Admission, Meter, Middleware
-from art_cli.serving.stopping import Stopping
 
 log = logging.getLogger(__name__)
 

@@ -36,7 +36,7 @@ from art_cli.runs.trajectory import SCHEMA_VERSION, Trajectory
 from art_cli.runtime.errors import DataError
 from art_cli.runtime.scratch import make_directory
 from art_cli.serving.gateway.entries import Head, JournalEntry
-from art_cli.serving.gateway.trajectories import places, trajectory_of
+from art_cli.serving.gateway.journaled_recorder import places, trajectory_of
 
 log = logging.getLogger(__name__)
 

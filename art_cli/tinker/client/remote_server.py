@@ -1,19 +1,37 @@
-"""RemoteServer: the address of a server of the Tinker protocol, and its capabilities. Plain HTTP, no SDK."""
+"""RemoteServer: the address of a server of the Tinker protocol, and its capabilities, by plain HTTP without the SDK.
 
+RemoteSession: one session of the official SDK with such a server, in which every wait has a deadline. The SDK sends a
+request again after a lost reply, under the same number, so that the server runs it once. It does so for minutes or for
+ever. Here a wait ends when its time is up, and earlier when the server has not answered at all for GONE_S. The SDK
+keeps a thread with an event loop, which lives as long as the process.
+"""
+
+import asyncio
+import contextlib
+import logging
 import os
+import re
 import time
+from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from importlib import import_module
+from importlib.metadata import version
+from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 import msgspec
 
 from art_cli.chat.client import LOCAL
 from art_cli.config.schema import TinkerEngineConfig
-from art_cli.runtime.errors import RemoteError, one_line, printable
+from art_cli.runtime.errors import RemoteError, describe, one_line, printable
+from art_cli.runtime.secrets import find_secrets
+from art_cli.runtime.threads import start_in_thread
 
 if TYPE_CHECKING:
     import httpx
+
+log = logging.getLogger(__name__)
 
 ASK_S = 15.0  # longest wait for an answer that needs no computing
 ALIVE_S = 5.0
@@ -166,3 +184,195 @@ def _is_refused(error: Exception) -> bool:
     import httpx
 
     return isinstance(error, httpx.ConnectError | httpx.InvalidURL | httpx.UnsupportedProtocol)
+
+
+OLDEST = (0, 24, 1)  # the first version of the SDK that has all that is used here
+PROBE_S = 10.0  # interval between two looks whether a server that does not answer is there
+GONE_S = 60.0  # a server that does not answer for so long is gone
+CLOSE_S = 10.0
+# the server's words in the SDK's report of a failed request
+_WRAPPED = re.compile(r"Request failed: (.*) for self\.request_id=.*", re.DOTALL)
+EXTRA = "pip install 'art-cli[tinker]'"
+
+
+class RemoteSession:
+    """A session. `types` is the SDK's module of records. Failures raise RemoteError, which never holds the key."""
+
+    def __init__(self, server: RemoteServer, *, timeout_s: float) -> None:
+        self.server, self._timeout_s = server, timeout_s
+        self._sdk = load_sdk()
+        self.types = self._sdk.types
+        self._secrets = find_secrets({}, values=[server.key], urls=[server.url])
+        server.capabilities()  # the SDK would try a wrong address for minutes
+        self._service: Any = self._sdk.ServiceClient(base_url=server.url, api_key=server.key)
+        self.session = str(self.call("a session", lambda: self._service.holder.get_session_id()))
+
+    # --- clients ------------------------------------------------------------------------------------------------------
+
+    def new_trainer(self, base: str, *, rank: int, seed: int, attention: bool, mlp: bool) -> Any:
+        """Returns a training client of a fresh adapter."""
+        return self.call(
+            "a new adapter",
+            lambda: self._service.create_lora_training_client(
+                base_model=base, rank=rank, seed=seed, train_attn=attention, train_mlp=mlp, train_unembed=False
+            ),
+        )
+
+    def saved_trainer(self, path: str, *, optimizer: bool = True) -> Any:
+        """Returns a training client that goes on from a saved state."""
+        service = self._service
+        make = service.create_training_client_from_state
+        if optimizer:
+            make = service.create_training_client_from_state_with_optimizer
+        return self.call(f"the saved state {path}", lambda: make(path))
+
+    def sampler(self, *, path: str | None = None, base: str | None = None) -> Any:
+        """Returns a sampling client of saved weights, or of the base model."""
+        what = f"the saved weights {path}" if path else f"the base model {base}"
+        make = self._service.create_sampling_client
+        return self.call(what, lambda: make(model_path=path) if path else make(base_model=base))
+
+    # --- waiting ------------------------------------------------------------------------------------------------------
+
+    def call(self, what: str, function: Callable[[], Any]) -> Any:
+        """Returns the function's result, or that of the future that it returns. It runs in a thread of its own."""
+
+        def run() -> Any:
+            result = function()
+            return result.result() if hasattr(type(result), "result") else result
+
+        return self.wait(start_in_thread(run), what)
+
+    def wait(self, future: Any, what: str) -> Any:
+        """Returns the result of one of the SDK's futures."""
+        plain, waiting = _plain(future), _Waiting(self.server, what, self._timeout_s)
+        while True:
+            try:
+                return plain.result(timeout=waiting.next_s())
+            except TimeoutError as error:
+                if plain.done():
+                    raise self._told(error, what) from None
+                waiting.check()
+            except Exception as error:  # the boundary to the SDK
+                raise self._told(error, what) from None
+
+    async def wait_async(self, future: Any, what: str) -> Any:
+        """Does the same as `wait` in an event loop. Cancelling it gives the request up."""
+        wrapped, waiting = asyncio.wrap_future(_plain(future)), _Waiting(self.server, what, self._timeout_s)
+        try:
+            while not wrapped.done():
+                await asyncio.wait({wrapped}, timeout=waiting.next_s())
+                if not wrapped.done():
+                    await asyncio.to_thread(waiting.check)
+            return wrapped.result()
+        except RemoteError:
+            raise
+        except Exception as error:  # the boundary to the SDK
+            raise self._told(error, what) from None
+        finally:
+            wrapped.cancel()
+
+    def close(self) -> None:
+        """Ends the session, so that the server unloads its adapters. What was saved stays."""
+        if hasattr(self._service, "close"):
+            try:
+                self.call("the end of the session", lambda: self._service.close("success"))
+            except RemoteError as error:
+                log.debug("%s", error)
+        else:  # SDK 0.24.1
+            self.server.tell(f"sessions/{self.session}/finish", {"reason": {"type": "success"}})
+
+    def _told(self, error: Exception, what: str) -> RemoteError:
+        """Returns the error as a RemoteError."""
+        sdk, url = self._sdk, self.server.url
+        if isinstance(error, RemoteError):
+            return error
+        if isinstance(error, sdk.AuthenticationError | sdk.PermissionDeniedError):
+            return RemoteError(self.server.refused_key())
+        cause = error
+        while isinstance(cause.__cause__, Exception):  # the SDK's "a previous request failed" hides the reason
+            cause = cause.__cause__
+        if isinstance(cause, sdk.APIConnectionError):
+            return RemoteError(f"{url}: the connection was lost ({what}); start it again, and go on")
+        if _is_other_version(cause):
+            return RemoteError(
+                f"{url}: it speaks another version of the protocol than tinker {_version(sdk)} here ({what}); "
+                "docs/remote.md says which go together"
+            )
+        if isinstance(cause, sdk.NotFoundError) or "was never sent" in str(cause):
+            return RemoteError(
+                f"{url}: it no longer has this run's session ({what}), as after a restart; run the same command "
+                "again, and the run goes on from its last checkpoint"
+            )
+        message = _WRAPPED.sub(r"\1", str(getattr(cause, "message", "")) or describe(cause))
+        message = printable(self._secrets.redact(message), limit=600)
+        is_users = isinstance(cause, sdk.BadRequestError | sdk.RequestFailedError | sdk.UnprocessableEntityError)
+        return RemoteError(f"{url}: {what}: {' '.join(message.split())}", is_final=not is_users)
+
+
+class _Waiting:
+    """One wait: when its time is up, and how long the server has been silent."""
+
+    def __init__(self, server: RemoteServer, what: str, timeout_s: float) -> None:
+        self._server, self._what, self._timeout_s = server, what, timeout_s
+        self._end = time.monotonic() + timeout_s
+        self._silent_since: float | None = None
+
+    def next_s(self) -> float:
+        return max(0.0, min(PROBE_S, self._end - time.monotonic()))
+
+    def check(self) -> None:
+        """Raises RemoteError if the server is gone or the time is up."""
+        now = time.monotonic()
+        if self._server.is_alive():
+            self._silent_since = None
+        elif self._silent_since is None:
+            self._silent_since = now
+        elif now - self._silent_since >= GONE_S:
+            raise RemoteError(f"{self._server.url}: it has not answered for {GONE_S:.0f} s ({self._what}); is it gone?")
+        if now >= self._end:
+            raise RemoteError(
+                f"{self._server.url}: {self._what} was not there within {self._timeout_s:g} s (engine.timeout_s); the "
+                "server is slow, or full"
+            )
+
+
+def load_sdk() -> Any:
+    """Returns the SDK's module, with its telemetry off. Raises RemoteError if it is not installed or too old."""
+    os.environ["TINKER_TELEMETRY"] = "0"
+    # It warns of missed heartbeats for as long as the process lives; here a wait raises when a server does not answer.
+    logging.getLogger("tinker.lib.internal_client_holder").setLevel(logging.ERROR)
+    try:
+        sdk = import_module("tinker")
+    except ImportError:
+        raise RemoteError(f"the package tinker is not installed: {EXTRA}") from None
+    with contextlib.suppress(ImportError):
+        states: Any = import_module("tinker.lib.queue_state_logger")
+        if hasattr(states, "PAUSE_GRACE_PERIOD"):
+            states.PAUSE_GRACE_PERIOD = 0  # the SDK would print after 15 minutes why a full server lets it wait
+    found = _version(sdk)
+    numbers = tuple(int(part) for part in found.split(".")[:3] if part.isdigit())
+    if numbers < OLDEST:
+        raise RemoteError(f"tinker {found} is too old, 0.24.1 is needed: {EXTRA}")
+    return sdk
+
+
+def _version(sdk: Any) -> str:
+    return str(sdk.__version__) if hasattr(sdk, "__version__") else version("tinker")
+
+
+def _is_other_version(error: Exception) -> bool:
+    """Returns whether the SDK cannot read the server's answer, or the server the SDK's request."""
+    said = str(error)
+    return (
+        getattr(error, "status_code", None) in (415, 422)  # SkyRL's refusals of JSON, and of requests it does not know
+        or "which this SDK version only supports as proto" in said
+        or "always carry sample_sequence_ids" in said  # SDKs since 0.26 want what older servers do not send
+    )
+
+
+def _plain(future: Any) -> Future[Any]:
+    """Returns the concurrent.futures.Future behind one of the SDK's."""
+    plain = future.future() if hasattr(future, "future") else future
+    assert isinstance(plain, Future), type(plain)
+    return plain

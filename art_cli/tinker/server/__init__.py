@@ -7,7 +7,26 @@
 A client's model is an adapter on a base that all clients share. Nothing here imports torch before it serves.
 """
 
+import sys
 from dataclasses import dataclass
+from typing import Annotated
+
+from msgspec import Meta
+
+# Ranges of the numbers that a client may send, in the types of their fields. One outside is refused when it is read.
+# The limits below, the model's vocabulary and its context are narrower; they are checked where they are known. A test
+# holds that each number of each request has a range.
+INT32, INT64 = 2**31 - 1, 2**63 - 1
+Count = Annotated[int, Meta(ge=0, le=INT32)]
+Positive = Annotated[int, Meta(ge=1, le=INT32)]
+SequenceNumber = Annotated[int, Meta(ge=0, le=INT64)]
+ModelNumber = Annotated[int, Meta(ge=0, le=999_999_999)]  # the store's names of runs have at most nine digits there
+TtlSeconds = Annotated[int, Meta(ge=3600, le=10 * 365 * 86400)]  # an hour to ten years
+Listed = Annotated[int, Meta(ge=0, lt=10**9)]  # offset or limit of a listing
+Seed = Annotated[int, Meta(ge=-INT64 - 1, le=INT64)]
+Finite = Annotated[float, Meta(ge=-sys.float_info.max, le=sys.float_info.max)]
+Setting = Annotated[float, Meta(ge=0, lt=10**6)]  # of AdamW
+Decay = Annotated[float, Meta(ge=0, lt=1)]  # of AdamW's means
 
 
 @dataclass(frozen=True)

@@ -32,6 +32,11 @@ class FutureAnswer(NamedTuple):
     num_bytes: int = SMALL
 
 
+def plain_answer(fields: Json) -> FutureAnswer:
+    """Returns an answer that is JSON only, and small."""
+    return FutureAnswer(lambda: fields)
+
+
 class Failure(NamedTuple):
     """Why a request gave nothing. `is_users`: the client can mend it."""
 

@@ -10,19 +10,20 @@ import time
 from collections.abc import Callable, Coroutine
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import msgspec
+from msgspec import Meta
 
 from art_cli.chat.chat_errors import ChatError, invalid
 from art_cli.learners.adapter_learner import Passed
 from art_cli.learners.optimizer import Adam
 from art_cli.runtime import threads
 from art_cli.runtime.errors import LearnerError
-from art_cli.tinker.server import BackendLimits, passes
+from art_cli.tinker.server import BackendLimits, Decay, Setting, passes
 from art_cli.tinker.server.base_model import Base, ClientLearner, Parts, lora_of, parts_of
 from art_cli.tinker.server.checkpoint_store import Notes, Place, RunNotes, Store, check_metadata, place
-from art_cli.tinker.server.futures import SMALL, Failure, Future, FutureAnswer, Futures
+from art_cli.tinker.server.futures import SMALL, Failure, Future, FutureAnswer, Futures, plain_answer
 from art_cli.tinker.server.samplers import Samplers
 
 MAX_AHEAD = 4096  # how far a request's number may be ahead of the next one to run
@@ -97,12 +98,12 @@ class Turns:
 
 
 class AdamParams(msgspec.Struct, forbid_unknown_fields=True):
-    learning_rate: float = 1e-4
-    beta1: float = 0.9
-    beta2: float = 0.95
-    eps: float = 1e-12
-    weight_decay: float = 0.0
-    grad_clip_norm: float = 0.0
+    learning_rate: Setting = 1e-4
+    beta1: Decay = 0.9
+    beta2: Decay = 0.95
+    eps: Setting = 1e-12
+    weight_decay: Setting = 0.0
+    grad_clip_norm: Annotated[float, Meta(ge=-(10**6), le=10**6)] = 0.0  # 0 and less: nothing is clipped
 
 
 class NewModel(NamedTuple):
@@ -203,7 +204,7 @@ class Models:
             raise
         self.models[new.id] = Model(run, learner, Turns(new.id, self.futures, self._device))
         kind = "create_model" if new.source is None else "load_weights"
-        return _answer({"model_id": new.id, "type": kind, **({"path": new.source.uri} if new.source else {})})
+        return plain_answer({"model_id": new.id, "type": kind, **({"path": new.source.uri} if new.source else {})})
 
     def _make_learner(self, new: NewModel, owner: str) -> ClientLearner:
         if new.source is None:
@@ -267,7 +268,7 @@ class Models:
                 )
             settings = Adam(adam.learning_rate, (adam.beta1, adam.beta2), adam.eps, adam.weight_decay)
             norm = model.learner.update(settings, max_norm=max(0.0, adam.grad_clip_norm))
-            return _answer({"metrics": {"grad_norm:mean": norm}, "type": "optim_step"})
+            return plain_answer({"metrics": {"grad_norm:mean": norm}, "type": "optim_step"})
 
         return self._submit(model, seq_id, digest, update)
 
@@ -279,7 +280,7 @@ class Models:
             fill: Callable[[Path], None] = partial(model.learner.save, optimizer=with_optimizer)
             self.store.save(to.at, owner, model.learner.num_updates, to.notes, fill, over=to.overwrites)
             kinds = {"weights": "save_weights", "sampler_weights": "save_weights_for_sampler"}
-            return _answer({"path": to.at.uri, "type": kinds.get(to.at.kind, "save_weights_external")})
+            return plain_answer({"path": to.at.uri, "type": kinds.get(to.at.kind, "save_weights_external")})
 
         return self._submit(model, seq_id, digest, save)
 
@@ -290,7 +291,7 @@ class Models:
             path = self.store.find(at, owner)
             _load(model.learner, path, optimizer)
             model.has_failed = False
-            return _answer({"path": at.uri, "model_id": id, "type": "load_weights"})
+            return plain_answer({"path": at.uri, "model_id": id, "type": "load_weights"})
 
         return self._submit(model, seq_id, digest, load)
 
@@ -300,7 +301,7 @@ class Models:
 
         async def work() -> FutureAnswer:
             await self.samplers.add_snapshot(sampler, owner, model.run.id, model.learner)
-            return _answer({"path": None, "sampling_session_id": sampler, "type": "save_weights_for_sampler"})
+            return plain_answer({"path": None, "sampling_session_id": sampler, "type": "save_weights_for_sampler"})
 
         return model.turns.submit(seq_id, owner, digest, work).id
 
@@ -321,10 +322,6 @@ class Models:
 
     def _submit(self, model: Model, seq_id: int | None, digest: bytes, work: Callable[[], FutureAnswer]) -> str:
         return model.turns.submit(seq_id, model.run.owner, digest, partial(threads.compute, work)).id
-
-
-def _answer(fields: dict[str, Any]) -> FutureAnswer:
-    return FutureAnswer(lambda: fields)
 
 
 def _load(learner: ClientLearner, path: Path, optimizer: bool) -> None:

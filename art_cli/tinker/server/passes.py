@@ -12,12 +12,11 @@ import numpy as np
 import numpy.typing as npt
 
 from art_cli.chat.chat_errors import ChatError, invalid
-from art_cli.chat.reading import decode_object
+from art_cli.chat.reading import convert, decode_object
 from art_cli.learners.adapter_learner import Passed
 from art_cli.learners.datums import SHARES, TOKEN_LOSSES, Datum
-from art_cli.tinker.server import protobuf
+from art_cli.tinker.server import Count, Finite, SequenceNumber, protobuf
 from art_cli.tinker.server.protobuf import FLOAT32, Array, TensorData, messages, read_message
-from art_cli.tinker.server.ranges import convert
 
 REFUSED = {
     "stable_reinforce": "its formula is not public; use cispo or ppo",
@@ -88,7 +87,7 @@ class BadPass(ChatError):
 
 class InputChunk(msgspec.Struct):
     type: str = "encoded_text"
-    tokens: list[int] = []
+    tokens: list[Count] = []
 
 
 class ModelInput(msgspec.Struct, forbid_unknown_fields=True):
@@ -103,14 +102,14 @@ class _Datum(msgspec.Struct):
 class _Input(msgspec.Struct, forbid_unknown_fields=True):
     data: list[_Datum]
     loss_fn: str
-    loss_fn_config: dict[str, float | str] | None = None
+    loss_fn_config: dict[str, Finite | str] | None = None
 
 
 class _Request(msgspec.Struct):
     model_id: str
     forward_backward_input: _Input | None = None
     forward_input: _Input | None = None
-    seq_id: int | None = None
+    seq_id: SequenceNumber | None = None
 
 
 def of_json(body: bytes, *, backward: bool) -> ForwardBackward:

@@ -14,6 +14,8 @@ from google.protobuf.descriptor import FieldDescriptor  # type: ignore[import-un
 from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
 from tinker.proto import tinker_public_pb2
 
+from art_cli.tinker.server import Count, Finite
+
 Array = npt.NDArray[Any]  # float64 or int64
 
 MAX_NUMBERS = 1 << 22  # numbers of one tensor, the unlisted ones of a sparse one included
@@ -24,11 +26,11 @@ DTYPES = {FLOAT32: "<f4", INT64: "<i8", INT32: "<i4"}
 class TensorData(msgspec.Struct, forbid_unknown_fields=True):
     """A tensor in JSON. Example: TensorData([0.0, 1.0], "float32", [2])"""
 
-    data: list[float]
+    data: list[Finite]
     dtype: str
-    shape: list[int] | None = None
-    sparse_crow_indices: list[int] | None = None
-    sparse_col_indices: list[int] | None = None
+    shape: list[Count] | None = None
+    sparse_crow_indices: list[Count] | None = None
+    sparse_col_indices: list[Count] | None = None
 
 
 def of_json(tensor: TensorData) -> Array:

@@ -10,16 +10,17 @@ import contextlib
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 import numpy as np
+from msgspec import Meta
 
 from art_cli.chat.chat_errors import ChatError, invalid
 from art_cli.chat.replies import Reply
 from art_cli.chat.requests import Request, Sampling
 from art_cli.runtime import threads
-from art_cli.tinker.server import BackendLimits, passes
+from art_cli.tinker.server import BackendLimits, Count, Positive, Seed, SequenceNumber, passes
 from art_cli.tinker.server.base_model import Base, ClientLearner
 from art_cli.tinker.server.checkpoint_store import Place, Store, parse
 from art_cli.tinker.server.futures import SMALL, FutureAnswer
@@ -33,28 +34,28 @@ TOKEN_BYTES = 100  # of a sampled token: its id and two logprobs as Python numbe
 
 
 class SamplingParams(msgspec.Struct, forbid_unknown_fields=True):
-    max_tokens: int | None = None
-    seed: int | None = None
-    stop: str | list[str | int] | None = None
-    temperature: float = 1.0
-    top_k: int = -1
-    top_p: float = 1.0
+    max_tokens: Positive | None = None
+    seed: Seed | None = None
+    stop: str | list[str | Count] | None = None
+    temperature: Annotated[float, Meta(ge=0, le=100)] = 1.0
+    top_k: Annotated[int, Meta(ge=-1, le=2**31)] = -1
+    top_p: Annotated[float, Meta(gt=0, le=1)] = 1.0
 
 
 class SampleRequest(msgspec.Struct, forbid_unknown_fields=True):
     prompt: ModelInput
     sampling_params: SamplingParams
-    num_samples: int = 1
+    num_samples: Positive = 1
     base_model: str | None = None
     model_path: str | None = None
     sampling_session_id: str | None = None
-    seq_id: int | None = None
+    seq_id: SequenceNumber | None = None
     prompt_logprobs: bool | None = None
-    topk_prompt_logprobs: int = 0
-    topk_sample_logprobs: int = 0
+    topk_prompt_logprobs: Count = 0
+    topk_sample_logprobs: Count = 0
     target_prompt_logprobs: dict[str, Any] | None = None
-    prompt_alt_tokens_k: int = 0
-    prompt_logprobs_last_n: int | None = None
+    prompt_alt_tokens_k: Count = 0
+    prompt_logprobs_last_n: Count | None = None
     record_stability_info: bool | None = None
     type: str = "sample"
 

@@ -27,21 +27,18 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from art_cli.chat.api_keys import Keys, check_sender
 from art_cli.chat.chat_errors import ChatError, invalid
-from art_cli.chat.http_server import serve
+from art_cli.chat.http_server import Stopping, serve
 from art_cli.config.schema import EngineConfig
 from art_cli.runtime import threads
 from art_cli.runtime.errors import ArtError, is_full_disk, one_line
 from art_cli.runtime.threads import call_in_thread
-from art_cli.serving.stopping import Stopping
 from art_cli.tinker.server import BackendLimits
 from art_cli.tinker.server.base_model import Base
-from art_cli.tinker.server.checkpoint_routes import CheckpointRoutes
 from art_cli.tinker.server.checkpoint_store import Store
 from art_cli.tinker.server.futures import Futures
 from art_cli.tinker.server.hosts import make_host
-from art_cli.tinker.server.model_routes import ModelRoutes
 from art_cli.tinker.server.models import Models
-from art_cli.tinker.server.routes import Routes, SessionRoutes
+from art_cli.tinker.server.routes import Routes
 from art_cli.tinker.server.samplers import Samplers
 from art_cli.tinker.server.sessions import ANYONE, BackendState, owner_of
 from art_cli.tinker.server.wire import PROTO, reply
@@ -71,41 +68,40 @@ Answerer = Callable[[Request, str], Awaitable[Response]]
 
 
 def build_app(state: BackendState, keys: Keys) -> Starlette:
-    routes, sessions = Routes(state), SessionRoutes(state)
-    models, checkpoints = ModelRoutes(state), CheckpointRoutes(state)
+    routes = Routes(state)
     table: list[tuple[str, str, Answerer]] = [
         ("GET", "/healthz", routes.healthz),
         ("GET", "/get_server_capabilities", routes.capabilities),
         ("POST", "/client/config", routes.client_config),
         ("POST", "/client/dynamic_config", routes.dynamic_config),
         ("POST", "/telemetry", routes.telemetry),
-        ("POST", "/create_session", sessions.create_session),
-        ("POST", "/session_heartbeat", sessions.heartbeat),
-        ("POST", "/sessions/search", sessions.search_sessions),
-        ("GET", "/sessions", sessions.list_sessions),
-        ("GET", "/sessions/{id}", sessions.get_session),
-        ("POST", "/sessions/{id}/finish", sessions.finish_session),
-        ("POST", "/create_model", models.create_model),
-        ("POST", "/get_info", models.get_info),
-        ("POST", "/unload_model", models.unload_model),
-        ("POST", "/forward", models.forward),
-        ("POST", "/forward_backward", models.forward_backward),
-        ("POST", "/optim_step", models.optim_step),
-        ("POST", "/save_weights", models.save_weights),
-        ("POST", "/save_weights_for_sampler", models.save_for_sampler),
-        ("POST", "/save_weights_external", models.save_external),
-        ("POST", "/load_weights", models.load_weights),
-        ("POST", "/weights_info", checkpoints.weights_info),
-        ("GET", "/training_runs", checkpoints.list_runs),
-        ("GET", "/training_runs/{id}", checkpoints.get_run),
-        ("GET", "/training_runs/{id}/checkpoints", checkpoints.list_checkpoints),
-        ("GET", "/checkpoints", checkpoints.list_all_checkpoints),
-        ("DELETE", CHECKPOINT, checkpoints.delete_checkpoint),
-        ("POST", f"{CHECKPOINT}/publish", checkpoints.publish),
-        ("DELETE", f"{CHECKPOINT}/publish", checkpoints.publish),
-        ("PUT", f"{CHECKPOINT}/ttl", checkpoints.set_ttl),
-        ("GET", f"{CHECKPOINT}/archive", checkpoints.archive),
-        ("GET", f"{CHECKPOINT}/external_weights_urls", checkpoints.external_urls),
+        ("POST", "/create_session", routes.create_session),
+        ("POST", "/session_heartbeat", routes.heartbeat),
+        ("POST", "/sessions/search", routes.search_sessions),
+        ("GET", "/sessions", routes.list_sessions),
+        ("GET", "/sessions/{id}", routes.get_session),
+        ("POST", "/sessions/{id}/finish", routes.finish_session),
+        ("POST", "/create_model", routes.create_model),
+        ("POST", "/get_info", routes.get_info),
+        ("POST", "/unload_model", routes.unload_model),
+        ("POST", "/forward", routes.forward),
+        ("POST", "/forward_backward", routes.forward_backward),
+        ("POST", "/optim_step", routes.optim_step),
+        ("POST", "/save_weights", routes.save_weights),
+        ("POST", "/save_weights_for_sampler", routes.save_for_sampler),
+        ("POST", "/save_weights_external", routes.save_external),
+        ("POST", "/load_weights", routes.load_weights),
+        ("POST", "/weights_info", routes.weights_info),
+        ("GET", "/training_runs", routes.list_runs),
+        ("GET", "/training_runs/{id}", routes.get_run),
+        ("GET", "/training_runs/{id}/checkpoints", routes.list_checkpoints),
+        ("GET", "/checkpoints", routes.list_all_checkpoints),
+        ("DELETE", CHECKPOINT, routes.delete_checkpoint),
+        ("POST", f"{CHECKPOINT}/publish", routes.publish),
+        ("DELETE", f"{CHECKPOINT}/publish", routes.publish),
+        ("PUT", f"{CHECKPOINT}/ttl", routes.set_ttl),
+        ("GET", f"{CHECKPOINT}/archive", routes.archive),
+        ("GET", f"{CHECKPOINT}/external_weights_urls", routes.external_urls),
         ("POST", "/create_sampling_session", routes.create_sampling_session),
         ("GET", "/samplers/{id}", routes.get_sampler),
         ("POST", "/asample", routes.asample),
@@ -115,7 +111,7 @@ def build_app(state: BackendState, keys: Keys) -> Starlette:
     answered = [Route(ROOT + path, partial(_answer, work), methods=[method]) for method, path, work in table]
     refused = [Route(ROOT + path, partial(_answer, _refusal(why)), methods=ANY) for path, why in REFUSED.items()]
     health = Route("/health", _health, methods=["GET"])
-    download = Route(f"{ROOT}/downloads/{{token}}", partial(_guarded, checkpoints.download), methods=["GET"])
+    download = Route(f"{ROOT}/downloads/{{token}}", partial(_guarded, routes.download), methods=["GET"])
     app = Starlette(
         routes=[*answered, *refused, download, health],
         middleware=[Middleware(_Doorkeeper, keys=keys)],

@@ -5,19 +5,20 @@ A body is read within bounds, as JSON fields, with the hash by which a repeated 
 
 import hashlib
 from datetime import UTC, datetime
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
+from msgspec import Meta
 from starlette.datastructures import Headers
 from starlette.requests import Request
 from starlette.responses import Response
 
 from art_cli.chat.chat_errors import ChatError
-from art_cli.chat.reading import BodyLimit, RequestReader, decode_object, read_body
+from art_cli.chat.reading import BodyLimit, RequestReader, convert, decode_object, read_body
+from art_cli.tinker.server import Listed, ModelNumber, Seed, SequenceNumber, TtlSeconds
 from art_cli.tinker.server.checkpoint_store import KINDS, Notes, Place
-from art_cli.tinker.server.futures import Future, FutureAnswer
+from art_cli.tinker.server.futures import Future
 from art_cli.tinker.server.models import AdamParams
-from art_cli.tinker.server.ranges import convert
 
 Json = dict[str, Any]
 
@@ -74,12 +75,12 @@ class Search(msgspec.Struct):
     session_id: str | None = None
     user_metadata: dict[str, str] = {}
     display_name: str | None = None
-    limit: int = 50
+    limit: Listed = 50
 
 
 class Lora(msgspec.Struct, forbid_unknown_fields=True):
-    rank: int
-    seed: int | None = None
+    rank: Annotated[int, Meta(ge=1, le=2**15)]
+    seed: Seed | None = None
     train_unembed: bool = True
     train_mlp: bool = True
     train_attn: bool = True
@@ -87,7 +88,7 @@ class Lora(msgspec.Struct, forbid_unknown_fields=True):
 
 class CreateModel(msgspec.Struct, forbid_unknown_fields=True):
     session_id: str
-    model_seq_id: int
+    model_seq_id: ModelNumber
     base_model: str
     user_metadata: Json | None = None
     lora_config: Lora | None = None
@@ -101,7 +102,7 @@ class OfModel(msgspec.Struct):
 
 class OptimStep(msgspec.Struct, forbid_unknown_fields=True):
     model_id: str
-    seq_id: int | None = None
+    seq_id: SequenceNumber | None = None
     adam_params: AdamParams | None = None
     optimizer_params: Json | None = None
     type: str = ""
@@ -110,10 +111,10 @@ class OptimStep(msgspec.Struct, forbid_unknown_fields=True):
 class Save(msgspec.Struct, forbid_unknown_fields=True):
     model_id: str
     path: str | None = None
-    seq_id: int | None = None
-    sampling_session_seq_id: int | None = None
+    seq_id: SequenceNumber | None = None
+    sampling_session_seq_id: SequenceNumber | None = None
     kind: str = "snapshot"  # a snapshot keeps the promise of "inflight" too: these weights or newer ones
-    ttl_seconds: int | None = None
+    ttl_seconds: TtlSeconds | None = None
     overwrite: bool = False
     user_metadata: dict[str, str] | None = None
     age_encryption_recipients: list[str] | None = None
@@ -124,9 +125,9 @@ class Load(msgspec.Struct, forbid_unknown_fields=True):
     path: str
     optimizer: bool = True
     model_id: str | None = None
-    seq_id: int | None = None
+    seq_id: SequenceNumber | None = None
     session_id: str | None = None
-    model_seq_id: int | None = None
+    model_seq_id: ModelNumber | None = None
     base_model: str | None = None
     user_metadata: Json | None = None
     optimizer_config: Json | None = None
@@ -139,20 +140,20 @@ class OfPath(msgspec.Struct):
 
 
 class Ttl(msgspec.Struct):
-    ttl_seconds: int | None = None
+    ttl_seconds: TtlSeconds | None = None
 
 
 class NewSampler(msgspec.Struct, forbid_unknown_fields=True):
     session_id: str
-    sampling_session_seq_id: int
+    sampling_session_seq_id: SequenceNumber
     base_model: str | None = None
     model_path: str | None = None
     type: str = ""
 
 
 class Page(msgspec.Struct):
-    offset: int = 0
-    limit: int = 20
+    offset: Listed = 0
+    limit: Listed = 20
 
 
 class Retrieve(msgspec.Struct):
@@ -184,10 +185,6 @@ def checkpoint_of(at: Place, notes: Notes) -> Json:
         "user_metadata": notes.user_metadata,
         "expires_at": None if notes.expires is None else moment(notes.expires),
     }
-
-
-def done(fields: Json) -> FutureAnswer:
-    return FutureAnswer(lambda: fields)
 
 
 def cursor(offset: int, limit: int, total: int) -> Json:
