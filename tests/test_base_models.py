@@ -31,13 +31,18 @@ def gguf(tmp_path: Path) -> Path:
     return tmp_path / "model" / "tiny.gguf"
 
 
-def test_a_gguf_file_is_named_as_one_wherever_a_base_may_stand(gguf: Path) -> None:
-    for key, base in (("model.base", gguf), ("model.base", gguf.parent), ("loss.teacher.model", gguf)):
-        settings = [f"{key}={base}", *(["loss=distill"] if key.startswith("loss") else [])]
-        with pytest.raises(ConfigError, match=f"{key}: .*tiny.gguf: a GGUF file, .*convert it"):
-            check_ready(load_config(LETTERS / "config.yaml", settings))
+def test_a_gguf_file_is_named_as_one_where_only_a_directory_or_a_hub_id_may_stand(gguf: Path) -> None:
+    with pytest.raises(ConfigError, match="loss.teacher.model: .*tiny.gguf: a GGUF file, .*name the safetensors model"):
+        check_ready(load_config(LETTERS / "config.yaml", ["loss=distill", f"loss.teacher.model={gguf}"]))
+    for base in (gguf, gguf.parent):
         with pytest.raises(UsageError, match="tiny.gguf: a GGUF file"):
             require_base(str(base), None)
+
+
+def test_a_damaged_gguf_file_is_found_before_anything_runs(gguf: Path) -> None:
+    for base in (gguf, gguf.parent):
+        with pytest.raises(ConfigError, match="model.base: .*tiny.gguf: a damaged GGUF file"):
+            check_ready(load_config(LETTERS / "config.yaml", [f"model.base={base}"]))
 
 
 def test_a_file_that_is_no_directory_of_a_model_is_not_called_missing(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""`art export`: writes a checkpoint as a whole model and checks it; uploads it to the hub with --push."""
+"""`art export`: writes a checkpoint as a whole model or a GGUF file and checks it; --push uploads it to the hub."""
 
 import json
 import shlex
@@ -25,6 +25,13 @@ def run(
         str | None,
         typer.Option("--dtype", help="float32 or bfloat16; if not given, that of the run, or float32."),
     ] = None,
+    gguf: Annotated[
+        str | None,
+        typer.Option("--gguf", metavar="KIND", help="A GGUF file instead: f16, q8_0 or q4_0 (docs/gguf.md)."),
+    ] = None,
+    gguf_adapter: Annotated[
+        bool, typer.Option("--gguf-adapter", help="The adapter alone as a GGUF file, for a GGUF file of its base.")
+    ] = False,
     max_gap: Annotated[
         float | None,
         typer.Option("--max-gap", metavar="NATS", help="Largest difference of a logprob; the dtype's, if not given."),
@@ -41,35 +48,55 @@ def run(
 
     \b
     art export runs/mine -o mine-merged --dtype bfloat16      its best evaluated checkpoint; --last: its newest
+    art export runs/mine -o mine-gguf --gguf q8_0             one file for llama.cpp and Ollama, with a Modelfile
     """
     from art_cli.engines.proof import make_probe
     from art_cli.models.loading import find_base
     from art_cli.runtime.scratch import scratch
-    from art_cli.serving.merged_export import export
+    from art_cli.serving import gguf_export, merged_export
     from art_cli.serving.served_model import find_source
 
+    if (gguf is not None) + gguf_adapter + (dtype is not None) > 1:
+        raise UsageError("--gguf, --gguf-adapter and --dtype: name one of them")
     token = _find_token() if push is not None else None
     with scratch("export") as directory:
         if base is not None:
             base = find_base(base, directory=Path.cwd(), built=directory / "base", named="--base")
         source = find_source(named_policy(checkpoint), which=which_checkpoint(is_best, is_last), base=base)
-        dtype = dtype or (source.dtype if source.dtype != "auto" else "float32")
-        exported = export(source, output, dtype=dtype, bound=max_gap, probe=make_probe)
+        if gguf_adapter:
+            _show_adapter(gguf_export.export_adapter(source, output), push, token, as_json=as_json)
+            return
+        dtype = gguf or dtype or (source.dtype if source.dtype != "auto" else "float32")
+        if gguf is not None:
+            exported = gguf_export.export(source, output, kind=gguf, bound=max_gap, probe=make_probe)
+        else:
+            exported = merged_export.export(source, output, dtype=dtype, bound=max_gap, probe=make_probe)
     url = _push(exported.path, push, token) if push is not None and token is not None else None
     if as_json:
         result = {**exported._asdict(), "path": str(exported.path), "dtype": dtype, "url": url}
         sys.stdout.write(json.dumps(result) + "\n")
     else:
-        sys.stdout.write(_as_text(exported, dtype) + (f"  pushed to {url}\n" if url else ""))
+        sys.stdout.write(_as_text(exported, dtype, is_gguf=gguf is not None) + (f"  pushed to {url}\n" if url else ""))
 
 
-def _as_text(exported: "Exported", dtype: str) -> str:
+def _show_adapter(file: Path, push: str | None, token: str | None, *, as_json: bool) -> None:
+    url = _push(file.parent, push, token) if push is not None and token is not None else None
+    if as_json:
+        sys.stdout.write(json.dumps({"path": str(file.parent), "file": file.name, "url": url}) + "\n")
+    else:
+        sys.stdout.write(f"{file}: llama.cpp adds it to a GGUF file of the base: --lora {shlex.quote(str(file))}\n")
+        sys.stdout.write(f"  pushed to {url}\n" if url else "")
+
+
+def _as_text(exported: "Exported", dtype: str, *, is_gguf: bool) -> str:
+    path = shlex.quote(str(exported.path))
+    use = f"for llama.cpp; Ollama: cd {path} && ollama create NAME" if is_gguf else f"stands alone: art serve {path}"
     note = (
         f"  trained on the base in {exported.quantize}, merged into the whole one, which gives other logprobs: "
         f"art eval measures the effect on rewards\n"
     )
     return (
-        f"{exported.path}: {dtype}, stands alone: art serve {shlex.quote(str(exported.path))}\n"
+        f"{exported.path}: {dtype}, {use}\n"
         f"  {exported.num_prompts} prompts replayed, {exported.num_tokens} tokens: logprobs differ by at most "
         f"{exported.max_gap:.2e} nats, {exported.mean_gap:.2e} in the mean\n" + (note if exported.quantize else "")
     )

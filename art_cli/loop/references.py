@@ -43,7 +43,8 @@ from art_cli.config.schema import (
 )
 from art_cli.config.sections.rollout_config import RayClusterConfig, is_dataset
 from art_cli.config.store_address import missing_client
-from art_cli.models.base_files import gguf_problem
+from art_cli.models.base_files import gguf_files, gguf_problem
+from art_cli.models.gguf_base import HUB_FILE, check_header, the_file
 from art_cli.rollouts.environments import find_library, not_installed
 from art_cli.runtime.errors import ConfigError, EngineError, Problem, UsageError
 from art_cli.runtime.threads import start_in_thread
@@ -446,7 +447,9 @@ def _bind(host: str, port: int) -> OSError | None:
 
 def _base(key: str, base: str, directory: Path, *, is_buildable: bool = True) -> Iterator[Wrong]:
     path = directory / base
-    if os.path.isdir(path):
+    if is_buildable and (gguf_files(path) or HUB_FILE.fullmatch(base)):
+        yield from _gguf(key, path)
+    elif os.path.isdir(path):
         if problem := gguf_problem(path):
             yield Wrong(key, problem)
         elif not os.path.isfile(path / "config.json"):
@@ -462,6 +465,15 @@ def _base(key: str, base: str, directory: Path, *, is_buildable: bool = True) ->
     elif not HUB_ID.fullmatch(base):
         kinds = "no directory here, no file.py:function" if is_buildable else "no directory here"
         yield Wrong(key, f"{base[:100]!r} is {kinds}, and no hub id (owner/name)")
+
+
+def _gguf(key: str, path: Path) -> Iterator[Wrong]:
+    """Checks the header of a GGUF file. One of the hub is checked when it is there."""
+    try:
+        if (file := the_file(path)) is not None:
+            check_header(file)
+    except UsageError as error:
+        yield Wrong(key, str(error))
 
 
 def _pattern(lora: LoraConfig) -> Iterator[Wrong]:

@@ -21,16 +21,21 @@ PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 TEMPLATE = "chat_template.jinja"
 
 
+def gguf_files(path: Path) -> list[Path]:
+    """Returns the GGUF file that the path is, or those in a directory without config.json; empty if it is neither."""
+    if path.is_dir():
+        return [] if (path / "config.json").exists() else sorted(path.glob("*.gguf"))
+    return [path] if path.suffix == ".gguf" and path.is_file() else []
+
+
 def gguf_problem(path: Path) -> str | None:
-    """Returns why a GGUF file, or a directory that has nothing else, is no base, or None if it is neither."""
-    found = [path] if path.suffix == ".gguf" and path.is_file() else []
-    if path.is_dir() and not (path / "config.json").exists():
-        found = sorted(path.glob("*.gguf"))
+    """Returns why a GGUF file cannot stand where only directories and hub ids can, or None if there is none."""
+    found = gguf_files(path)
     if not found:
         return None
     return (
-        f"{found[0]}: a GGUF file, which cannot be trained; name the safetensors model that it was made from, or "
-        "convert it to a directory of safetensors (transformers reads it with gguf_file=)"
+        f"{found[0]}: a GGUF file, which is converted where model.base or --base names it; here name the safetensors "
+        "model that it was made from"
     )
 
 

@@ -1,8 +1,8 @@
 """The loading of a base model, its tokenizer and its adapter, in a chosen dtype or 4 bits: the one source of weights.
 
 It neither samples (engines) nor trains (learners); both may hold the same `Weights`. A base is a hub id, a directory,
-or a function that writes such a directory, after which all three are loaded in the same way. torch, transformers and
-peft are imported inside functions only, so that importing this module costs nothing.
+or a function or GGUF file of which such a directory is made, after which all are loaded in the same way. torch,
+transformers and peft are imported inside functions only, so that importing this module costs nothing.
 
 Where `model.dtype` is auto, the dtype follows from what the device has, so that load cannot matter. Nothing is timed,
 because a busy machine times differently from a quiet one. bfloat16 halves the memory, and a device that multiplies it
@@ -34,7 +34,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from art_cli.config.schema import LoraConfig, ModelConfig
 from art_cli.config.sections.model_config import RECORDED, entry_of
-from art_cli.models import builtin_models
+from art_cli.models import builtin_models, gguf_base
 from art_cli.models.base_files import check_base, gguf_problem, read_template, refuse_pickles
 from art_cli.runs.durable import new_directory
 from art_cli.runs.manifest import write_hashes
@@ -190,32 +190,44 @@ class Size(NamedTuple):
 
 
 def find_base(base: str, *, directory: Path, built: Path, named: str = "model.base") -> str:
-    """Returns the hub id or directory to load `base` from. A builder runs once and writes the directory `built`.
+    """Returns the hub id or directory to load `base` from.
 
-    Raises UsageError: the builder cannot be found, or it fails.
+    A builder, or the conversion of a GGUF file, runs once and writes the directory `built`. Raises UsageError: the
+    builder cannot be found, or it fails.
     """
-    if (directory / base).is_dir():
-        return str((directory / base).resolve())
-    if ":" not in base:
-        return base
     try:
-        base = entry_of(base)
-    except ValueError as error:
+        build = gguf_base.builder_of(base, directory)
+        if build is None and (directory / base).is_dir():
+            return str((directory / base).resolve())
+        if build is None and ":" not in base:
+            return base
+        base = base if build is not None else entry_of(base)
+    except (ValueError, UsageError) as error:
         raise UsageError(f"{named}: {error}") from None
     if os.path.lexists(built) and not built.is_dir():
         raise RunError(f"{built}: not a directory; remove it and the base model is built there again")
     if not built.exists():
-        module, _, function = base.rpartition(":")
-        is_builtin = module == RECORDED
-        build = getattr(builtin_models, function) if is_builtin else plugins.resolve(base, base=directory)
+        build = build or _builder(base, directory)
         _hide_progress_bars()
         try:
             with new_directory(built) as empty:
                 build(empty)
                 write_hashes(empty)
+        except UsageError as error:
+            raise UsageError(f"{named}: {error}") from error
         except Exception as error:
             raise UsageError(f"{named}: {base} failed: {type(error).__name__}: {error}") from error
     return str(built)
+
+
+def _builder(base: str, directory: Path) -> Callable[[Path], None]:
+    module, _, function = base.rpartition(":")
+    build: Callable[[Path], None] = (
+        getattr(builtin_models, function.replace("-", "_"))
+        if module == RECORDED
+        else plugins.resolve(base, base=directory)
+    )
+    return build
 
 
 # A function that loads a model with a fresh adapter: (config, base, device, dtype, seed) -> PeftModel or causal LM

@@ -211,7 +211,8 @@ def base_of(found: Found) -> str:
     name = name or str(_read_json(found.path / ADAPTER_CONFIG).get("base_model_name_or_path") or "")
     if not name:
         raise CheckpointError(f"{found.path}: it does not say which base model it belongs to; give --base")
-    for place in (found.path / name, Path(name)):
+    beside = found.path / name
+    for place in [beside] if name.startswith(".") else [beside, Path(name)]:  # "../../base" is never that of another
         if place.is_dir():
             return str(place.resolve())
     if ":" in name or name.startswith((".", "/")):

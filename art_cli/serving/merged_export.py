@@ -86,17 +86,19 @@ def export(
         raise UsageError(f"--dtype {dtype}: one of {', '.join(BOUNDS)}")
     if output.exists():
         raise RunError(f"{output}: there is something already; choose another name")
-    policy = _load(source, "float32")
+    policy = load_source(source, "float32")
     prompts = saved_prompts(source.run) or [probe(policy.model.config.vocab_size)]
-    wanted = [loading.token_logprobs(policy if dtype == "float32" else _load(source, dtype), ids) for ids in prompts]
+    wanted = [
+        loading.token_logprobs(policy if dtype == "float32" else load_source(source, dtype), ids) for ids in prompts
+    ]
     with new_directory(output, is_private=False) as directory:
         loading.save_merged(loading.merge(policy), directory, dtype)
         written = Source(source.name, str(directory), None, 0, dtype, source.max_length, Sampling())
-        merged = _load(written, dtype)
+        merged = load_source(written, dtype)
         exported = compare(output, wanted, [loading.token_logprobs(merged, ids) for ids in prompts])
         exported = exported._replace(quantize=source.quantize)
         check(exported, BOUNDS[dtype] if bound is None else bound)
-        (directory / "README.md").write_text(_card(source, exported, dtype))
+        write_card(directory, source, exported, dtype)
     return exported
 
 
@@ -130,13 +132,15 @@ def check(exported: Exported, bound: float) -> None:
         )
 
 
-def _load(source: Source, dtype: str) -> Weights:
+def load_source(source: Source, dtype: str) -> Weights:
+    """Returns the policy on its unquantized base in that dtype."""
     config = base_config(source).model_copy(update={"dtype": dtype, "quantize": None})
     base = loading.load_weights(config, source.base, named=source.named)
     return base if source.adapter is None else loading.on_base(base, source.adapter)
 
 
-def _card(source: Source, exported: Exported, dtype: str) -> str:
+def write_card(directory: Path, source: Source, exported: Exported, dtype: str) -> None:
+    """Writes README.md, the model card."""
     evaluation = {}
     if source.run is not None and source.manifest is not None:
         lines = [line for line in source.run.metrics() if line.split == "eval" and line.step == source.step]
@@ -150,4 +154,4 @@ def _card(source: Source, exported: Exported, dtype: str) -> str:
         "largest logprob difference, nats": exported.max_gap,
         "mean logprob difference, nats": exported.mean_gap,
     }
-    return model_card(source, evaluation=evaluation, checks=checks)
+    (directory / "README.md").write_text(model_card(source, evaluation=evaluation, checks=checks))

@@ -281,6 +281,19 @@ def test_a_base_that_is_gone_is_told_with_its_cure(tmp_path: Path) -> None:
         checkpoints.base_of(found)
 
 
+def test_a_relative_base_is_looked_up_beside_the_checkpoint_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From another run's checkpoint, "../../base" is that run's base."""
+    run, other = make_run(tmp_path / "mine", (1,)), make_run(tmp_path / "other", (1,))
+    shutil.rmtree(run.base)
+    monkeypatch.chdir(other.checkpoint_path(1))
+    found = checkpoints.find(run.root)
+    assert found
+    with pytest.raises(CheckpointError, match=r"its base model \.\./\.\./base is not there; give --base"):
+        checkpoints.base_of(found)
+
+
 def test_a_checkpoint_in_the_making_is_none(tmp_path: Path) -> None:
     """What a killed writer left beside its place has a leading dot and a random name."""
     run = make_run(tmp_path / "mine", (1,))

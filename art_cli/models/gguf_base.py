@@ -1,0 +1,202 @@
+"""GGUF files as base models: converted once into a directory of safetensors, which is loaded like any other base.
+
+    model.gguf, or a directory with one such file and no config.json       a file on this machine
+    owner/name:model.gguf                                                  one file of a repository on the hub
+
+transformers reads the file and dequantizes it. The weights are written in float32, because 4-bit weights have no exact
+16-bit form; `model.dtype` rounds them once as they are loaded. The header is checked against the file's size first, so
+that no number in it makes a library allocate more than the file can fill.
+"""
+
+import math
+import mmap
+import re
+import struct
+from collections.abc import Callable
+from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from art_cli.models.base_files import gguf_files
+from art_cli.runtime.errors import UsageError, one_line
+
+HUB_FILE = re.compile(r"(?P<repo>[\w-][\w.-]*/[\w.-]+):(?P<file>[\w][\w./+-]*\.gguf)", re.ASCII)
+HUB_TIMEOUT_S = 10.0
+MAGIC, VERSIONS = b"GGUF", (2, 3)
+WIDTHS = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}  # bytes of a value, by its type
+STRING, ARRAY = 8, 9  # the types of values that have no fixed width
+MAX_DIMENSIONS = 4  # ggml has no tensor of more
+
+
+def builder_of(base: str, directory: Path) -> Callable[[Path], None] | None:
+    """Returns the function that writes the model of the GGUF file that `base` names, or None if it names none.
+
+    A path is relative to `directory`. Raises UsageError: a directory with several such files.
+    """
+    if HUB_FILE.fullmatch(base) and not (directory / base).exists():
+        return lambda empty: convert(_download(base), empty)
+    file = the_file(directory / base)
+    return partial(convert, file) if file is not None else None
+
+
+def the_file(path: Path) -> Path | None:
+    """Returns the GGUF file that a path names, or None. Raises UsageError: a directory with several."""
+    found = gguf_files(path)
+    if len(found) > 1:
+        raise UsageError(f"{path}: {len(found)} GGUF files; name one of them, such as {found[0].name}")
+    return found[0] if found else None
+
+
+def _download(base: str) -> Path:
+    import huggingface_hub
+
+    named = HUB_FILE.fullmatch(base)
+    assert named is not None, base
+    try:
+        found = huggingface_hub.hf_hub_download(named["repo"], named["file"], etag_timeout=HUB_TIMEOUT_S)
+    except Exception as error:  # the boundary to the hub's client, which raises any error of its transport
+        raise UsageError(f"{base}: the hub could not give this file: {one_line(error)[:200]}") from error
+    return Path(found)
+
+
+def convert(file: Path, directory: Path) -> None:
+    """Writes the model, tokenizer and chat template of a GGUF file into the directory, as transformers saves them.
+
+    Raises UsageError: the package gguf is missing, or the file is damaged or of an architecture not known there.
+    """
+    num_elements = check_header(file)
+    try:
+        _convert(file, directory, num_elements)
+    except UsageError:
+        raise
+    except Exception as error:  # the boundary to transformers and gguf, which raise any error at a damaged file
+        raise UsageError(f"{file}: transformers cannot read this GGUF file: {one_line(error)}") from error
+
+
+def _convert(file: Path, directory: Path, num_elements: int) -> None:
+    """save_pretrained refuses a model that came from a GGUF file, so its tensors are moved into a new one."""
+    import torch
+    import transformers
+
+    transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    source: dict[str, Any] = {"gguf_file": file.name, "trust_remote_code": False}
+    auto: Any = transformers.AutoModelForCausalLM  # untyped there
+    config = transformers.AutoConfig.from_pretrained(file.parent, **source)
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config
+    with torch.device("meta"):
+        model = auto.from_config(config, dtype=torch.float32)
+    if model.num_parameters() > num_elements:
+        raise UsageError(
+            f"{file}: its header describes a model of {model.num_parameters()} parameters, and its tensors have "
+            f"{num_elements}"
+        )
+    tokenizer = transformers.AutoTokenizer.from_pretrained(file.parent, **source)
+    loaded, found = auto.from_pretrained(file.parent, dtype=torch.float32, output_loading_info=True, **source)
+    if missing := sorted(found.get("missing_keys") or ()):
+        raise UsageError(f"{file}: {len(missing)} of the model's tensors are missing, first {missing[0]}")
+    model.load_state_dict(loaded.state_dict(), assign=True)
+    model.save_pretrained(directory)
+    tokenizer.save_pretrained(directory)
+
+
+class _Tensor(NamedTuple):
+    num_elements: int
+    num_bytes: int
+    start: int  # in bytes from the beginning of the data
+
+
+def check_header(file: Path) -> int:
+    """Returns the number of elements of all tensors, after every count in the header was compared with the file's size.
+
+    Raises UsageError: not a GGUF file, cut off, damaged, or the package gguf is missing.
+    """
+    if find_spec("gguf") is None:
+        raise UsageError(f"{file}: reading a GGUF file needs the package gguf: pip install 'art-cli[gguf]'")
+    try:
+        with file.open("rb") as opened:
+            if opened.read(4) != MAGIC:
+                raise UsageError(f"{file}: not a GGUF file, which begins with GGUF")
+            with mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ) as data:
+                return _Header(data).check()
+    except OSError as error:
+        raise UsageError(f"{file}: cannot be read: {error.strerror or error}") from error
+    except (struct.error, ValueError, KeyError, OverflowError) as error:
+        raise UsageError(f"{file}: a damaged GGUF file: {one_line(error)}") from error
+
+
+class _Header:
+    """A walk over a GGUF header. A number that points behind the file's end raises ValueError or struct.error."""
+
+    def __init__(self, data: mmap.mmap) -> None:
+        self.data, self.at = data, 4
+
+    def check(self) -> int:
+        version, num_tensors, num_values = self._unpack("IQQ")
+        if version not in VERSIONS:
+            raise ValueError(f"version {version}, and 2 and 3 are known")
+        self._fit(num_tensors, 24, "tensors")  # bytes of the shortest entry
+        self._fit(num_values, 13, "values")
+        alignment = 32
+        for _ in range(num_values):
+            key = self._string()
+            value = self._value(self._unpack("I")[0])
+            if key == b"general.alignment":
+                alignment = value
+        if not 0 < alignment <= len(self.data):
+            raise ValueError(f"an alignment of {alignment}")
+        tensors = [self._tensor() for _ in range(num_tensors)]
+        begin = -(-self.at // alignment) * alignment
+        for tensor in tensors:
+            if begin + tensor.start + tensor.num_bytes > len(self.data):
+                raise ValueError(f"cut off: a tensor ends at byte {begin + tensor.start + tensor.num_bytes}")
+        if sum(tensor.num_bytes for tensor in tensors) > len(self.data):
+            raise ValueError("its tensors overlap")
+        return sum(tensor.num_elements for tensor in tensors)
+
+    def _tensor(self) -> _Tensor:
+        from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
+
+        self._string()
+        (num_dimensions,) = self._unpack("I")
+        if num_dimensions > MAX_DIMENSIONS:
+            raise ValueError(f"a tensor of {num_dimensions} dimensions")
+        shape = self._unpack("Q" * num_dimensions)
+        kind, start = self._unpack("IQ")
+        num_elements = math.prod(shape)
+        of_block, bytes_of_block = GGML_QUANT_SIZES[GGMLQuantizationType(kind)]
+        return _Tensor(num_elements, -(-num_elements // of_block) * bytes_of_block, start)
+
+    def _value(self, kind: int) -> int:
+        """Passes over a value. Returns an integer of 32 bits, 0 for all other kinds."""
+        if kind == STRING:
+            self._string()
+        elif kind == ARRAY:
+            element, num = self._unpack("IQ")
+            self._fit(num, 8 if element == STRING else WIDTHS[element], "elements")
+            if element == STRING:
+                for _ in range(num):
+                    self._string()
+            else:
+                self.at += num * WIDTHS[element]
+        elif kind == 4:
+            return int(self._unpack("I")[0])
+        else:
+            self._unpack(f"{WIDTHS[kind]}s")
+        return 0
+
+    def _string(self) -> bytes:
+        (length,) = self._unpack("Q")
+        self._fit(length, 1, "characters")
+        self.at += length
+        return self.data[self.at - length : self.at]
+
+    def _unpack(self, form: str) -> tuple[Any, ...]:
+        values = struct.unpack_from(f"<{form}", self.data, self.at)
+        self.at += struct.calcsize(f"<{form}")
+        return values
+
+    def _fit(self, num: int, width: int, what: str) -> None:
+        if num * width > len(self.data) - self.at:
+            raise ValueError(f"cut off, or {num} {what} that it cannot hold")

@@ -1,0 +1,159 @@
+"""GGUF exports: a policy as a file for llama.cpp and Ollama, the proof that it is the policy, and a Modelfile.
+
+The adapter is merged into the base in float32 and each tensor is rounded once. Then transformers reads the file back.
+It and the policy in float32 score the policy's saved prompts token by token, and both tokenizers encode their text. If
+the logprobs differ by more than a bound, or a token differs, the export is deleted. `--gguf-adapter` writes the adapter
+alone, which llama.cpp adds to a GGUF file of the base.
+"""
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from art_cli.chat.requests import Sampling
+from art_cli.models import gguf_base, gguf_file, loading
+from art_cli.models.loading import Weights
+from art_cli.runs.durable import new_directory
+from art_cli.runtime.errors import DriftError, RunError, UsageError
+from art_cli.runtime.scratch import scratch
+from art_cli.serving.merged_export import Exported, check, compare, load_source, saved_prompts, write_card
+from art_cli.serving.served_model import Source
+
+# Largest difference of a token's logprob from float32, measured as in merged_export.BOUNDS. benchmarks/gguf.py measures
+# it: these are several times the largest that it finds, so that an error is found and rounding passes.
+BOUNDS = {"f16": 5e-2, "q8_0": 1.0, "q4_0": 8.0}
+
+
+def export(
+    source: Source, output: Path, *, kind: str, bound: float | None, probe: Callable[[int], list[int]]
+) -> Exported:
+    """Writes `output` with the file, a Modelfile and the model card. Arguments as in merged_export.
+
+    Raises UsageError: no such kind, or a model that the format has no place for; RunError: `output` exists; DriftError:
+    the written model is not the policy.
+    """
+    if kind not in BOUNDS:
+        raise UsageError(f"--gguf {kind}: one of {', '.join(BOUNDS)}")
+    if output.exists():
+        raise RunError(f"{output}: there is something already; choose another name")
+    policy = load_source(source, "float32")
+    gguf_file.architecture_of(policy.model.config)
+    prompts = saved_prompts(source.run) or [probe(policy.model.config.vocab_size)]
+    wanted = [loading.token_logprobs(policy, ids) for ids in prompts]
+    with new_directory(output, is_private=False) as directory:
+        file = directory / f"{file_name(source.name)}-{kind}.gguf"
+        merged = loading.merge(policy)
+        gguf_file.write_model(file, merged.model, merged.tokenizer, kind=kind, name=source.name)
+        with scratch("gguf") as temporary:
+            read = _read_back(file, temporary / "read", source)
+            exported = compare(output, wanted, [loading.token_logprobs(read, ids) for ids in prompts])
+            exported = exported._replace(quantize=source.quantize)
+            check(exported, BOUNDS[kind] if bound is None else bound)
+            _check_tokenizer(merged.tokenizer, read.tokenizer, prompts)
+        (directory / "Modelfile").write_text(modelfile(f"FROM ./{file.name}", merged.tokenizer), encoding="utf-8")
+        write_card(directory, source, exported, kind)
+    return exported
+
+
+def export_adapter(source: Source, output: Path) -> Path:
+    """Writes `output` with the adapter as a GGUF file and a Modelfile that adds it to a base, and returns the file.
+
+    Raises UsageError: the policy has no adapter, or one that the format has no place for; RunError: `output` exists.
+    """
+    if source.adapter is None:
+        raise UsageError(f"--gguf-adapter: {source.name} is a whole model; --gguf writes it")
+    if output.exists():
+        raise RunError(f"{output}: there is something already; choose another name")
+    policy = load_source(source, "float32")
+    name = f"{file_name(source.name)}-adapter.gguf"
+    with new_directory(output, is_private=False) as directory:
+        gguf_file.write_adapter(directory / name, source.adapter, policy.model.config)
+        text = modelfile(f"FROM ./base.gguf\nADAPTER ./{name}", policy.tokenizer)
+        note = "# base.gguf: the base model as a GGUF file, for example art export BASE -o DIR --gguf f16\n"
+        (directory / "Modelfile").write_text(note + text, encoding="utf-8")
+    return output / name
+
+
+def file_name(name: str) -> str:
+    """Returns the name with every letter that a file or a Modelfile might not take replaced by "-"."""
+    return re.sub(r"[^A-Za-z0-9._-]+", "-", name).strip("-.") or "model"
+
+
+def _read_back(file: Path, directory: Path, source: Source) -> Weights:
+    directory.mkdir()
+    gguf_base.convert(file, directory)
+    return load_source(
+        Source(source.name, str(directory), None, 0, "float32", source.max_length, Sampling()), "float32"
+    )
+
+
+def _check_tokenizer(ours: Any, theirs: Any, prompts: list[list[int]]) -> None:
+    """Raises DriftError: the two encode a prompt's text differently."""
+    for ids in prompts:
+        text = ours.decode(ids)
+        if ours(text).input_ids != theirs(text).input_ids:
+            raise DriftError(f"not written: the file's tokenizer reads a prompt differently: {text[:60]!r}")
+
+
+class _Form(NamedTuple):
+    """A chat format in Ollama's template language, and how it writes one message and the beginning of a reply."""
+
+    message: str
+    reply: str
+    reply_role: str
+    template: str
+
+
+CHATML = _Form(
+    "<|im_start|>{role}\n{content}<|im_end|>\n",
+    "<|im_start|>assistant\n",
+    "assistant",
+    "{{ range .Messages }}<|im_start|>{{ .Role }}\n{{ .Content }}<|im_end|>\n{{ end }}<|im_start|>assistant\n",
+)
+GEMMA = _Form(
+    "<start_of_turn>{role}\n{content}<end_of_turn>\n",
+    "<start_of_turn>model\n",
+    "model",
+    '{{ range .Messages }}<start_of_turn>{{ if eq .Role "assistant" }}model{{ else }}{{ .Role }}{{ end }}\n'
+    "{{ .Content }}<end_of_turn>\n{{ end }}<start_of_turn>model\n",
+)
+LLAMA3 = _Form(
+    "<|start_header_id|>{role}<|end_header_id|>\n\n{content}<|eot_id|>",
+    "<|start_header_id|>assistant<|end_header_id|>\n\n",
+    "assistant",
+    "{{ range .Messages }}<|start_header_id|>{{ .Role }}<|end_header_id|>\n\n{{ .Content }}<|eot_id|>{{ end }}"
+    "<|start_header_id|>assistant<|end_header_id|>\n\n",
+)
+
+
+def modelfile(first: str, tokenizer: Any) -> str:
+    """Returns the text of a Modelfile for `ollama create`, with a TEMPLATE if the chat template is a known one."""
+    form = next((form for form in (CHATML, GEMMA, LLAMA3) if _writes(form, tokenizer)), None)
+    lines = [first]
+    if form is not None:
+        lines.append(f'TEMPLATE """{form.template}"""')
+    else:
+        lines.append("# no TEMPLATE: the chat template is none that is known here; Ollama looks into the file for one")
+    if tokenizer.eos_token:
+        lines.append(f'PARAMETER stop "{tokenizer.eos_token}"')
+    return "\n".join(lines) + "\n"
+
+
+def _writes(form: _Form, tokenizer: Any) -> bool:
+    """Returns True if the tokenizer's chat template writes a conversation without tools in this form."""
+    roles = ["user", "assistant", "user"]
+    messages = [{"role": role, "content": f"text {index}"} for index, role in enumerate(roles)]
+    system = [{"role": "system", "content": "text"}]
+    for asked in (messages, system + messages):  # a template may add a system message of its own to the first
+        try:
+            text = tokenizer.apply_chat_template(asked, tokenize=False, add_generation_prompt=True)
+        except Exception:  # a template may raise anything at a role that it does not take
+            continue
+        names = {"assistant": form.reply_role}
+        wanted = "".join(
+            form.message.format(role=names.get(each["role"], each["role"]), content=each["content"]) for each in asked
+        )
+        if text.removeprefix(tokenizer.bos_token or "") == wanted + form.reply:
+            return True
+    return False
