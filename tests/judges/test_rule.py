@@ -148,6 +148,9 @@ def test_ruler_s_own_instructions_hold_no_rule() -> None:
         ('user 1 has "b {x}" and user 2 has "{x}"', False),
         ('user 1 has "(b|.*"', False),
         ('assistant 1 lacks "b"', True),
+        ('tool 1 is "b"', True),
+        ('user 1 is "a {x} c"', True),
+        ('user 1 is "a {x}"', False),
     ],
 )
 def test_a_condition(condition: str, is_met: bool) -> None:

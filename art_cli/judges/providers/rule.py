@@ -8,8 +8,9 @@ the sum of the points whose conditions hold, kept within 0 and 1:
     rule: +0.6 if user 1 has "arrive" and user -1 has "arrives on {day}" and assistant -1 has "{day}"
 
 A condition names a message of the attempt's main conversation by its role and number, from 1, or from -1 backwards, and
-the text that it has or lacks, in double or single quotes. "{day}" is one word: in the first condition that names it any
-word at that place (the first that fits), in later ones that same word. A message that does not exist has nothing.
+the text that it has, lacks, or is but for space around it, in double or single quotes. "{day}" is a word: in the first
+condition that names it any word at that place (the first that fits), in later ones that same word. A message that does
+not exist has nothing.
 """
 
 import asyncio
@@ -29,7 +30,7 @@ MAX_WORD = 100  # characters of a word in braces; a bound, so that no text of an
 _PREFIX = "rule:"
 _RULE = re.compile(r"\s*([+-]?\d{1,3}(?:\.\d{1,6})?) if (.+)")
 _CONDITION = re.compile(
-    rf"""\s*({"|".join(ROLES)}) (-?[1-9]\d{{0,3}}) (has|lacks) (?:"([^"]+)"|'([^']+)')\s*(?:and(?=\s)|$)"""
+    rf"""\s*({"|".join(ROLES)}) (-?[1-9]\d{{0,3}}) (has|lacks|is) (?:"([^"]+)"|'([^']+)')\s*(?:and(?=\s)|$)"""
 )
 _WORD = re.compile(r"\{([a-z_]+)\}")
 _FIRST_LINE = re.compile(r'The record\. Lines that start with "<(\d+) " are its marks\.')
@@ -38,16 +39,16 @@ Message = tuple[str, str]  # role and text
 
 
 class Condition(NamedTuple):
-    """Example: Condition("user", -1, True, "arrives on {day}")"""
+    """Example: Condition("user", -1, "has", "arrives on {day}")"""
 
     role: str
     number: int
-    is_had: bool
+    verb: str  # has, lacks, is
     text: str
 
 
 class Rule(NamedTuple):
-    """Example: Rule(0.6, (Condition("assistant", -1, True, "Friday"),))"""
+    """Example: Rule(0.6, (Condition("assistant", -1, "is", "Friday"),))"""
 
     points: float
     conditions: tuple[Condition, ...]
@@ -94,7 +95,7 @@ def _read_rule(line: str) -> Rule:
     found = _RULE.fullmatch(line)
     rest, conditions = found[2] if found else "", []
     while (part := _CONDITION.match(rest)) is not None:
-        conditions.append(Condition(part[1], int(part[2]), part[3] == "has", part[4] or part[5]))
+        conditions.append(Condition(part[1], int(part[2]), part[3], part[4] or part[5]))
         rest = rest[part.end() :]
         if not rest and not part[0].endswith("and"):
             assert found is not None
@@ -105,12 +106,13 @@ def _read_rule(line: str) -> Rule:
 def holds(rule: Rule, conversation: Sequence[Message]) -> bool:
     """Returns whether every condition of the rule holds in a conversation of (role, text)."""
     words: dict[str, str] = {}
-    for role, number, is_had, text in rule.conditions:
+    for role, number, verb, text in rule.conditions:
         said = [content for each, content in conversation if each == role]
         place = number - 1 if number > 0 else number
         is_there = -len(said) <= place < len(said)
-        found = re.search(_pattern(text, words), said[place]) if is_there else None
-        if (found is not None) != is_had:
+        search = re.fullmatch if verb == "is" else re.search
+        found = search(_pattern(text, words), said[place].strip()) if is_there else None
+        if (found is not None) != (verb != "lacks"):
             return False
         if found is not None:
             words |= found.groupdict()
