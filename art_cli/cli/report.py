@@ -14,6 +14,9 @@ from art_cli.runtime.errors import RunError, printable_lines
 def run(
     run: Annotated[Path, typer.Argument(metavar="RUN", parser=records, help="A run directory.", show_default=False)],
     html: Annotated[Path | None, typer.Option("--html", metavar="FILE", help="Write it as one page, too.")] = None,
+    has_conversation: Annotated[
+        bool, typer.Option("--conversation", help="Show one held-out conversation before and after, instead.")
+    ] = False,
     as_json: Json = False,
 ) -> None:
     """Show what happened in a run, and what to try next.
@@ -27,6 +30,7 @@ def run(
     \b
     art report runs/mine
     art report runs/mine --html report.html
+    art report runs/mine --conversation
     art report s3://bucket/prefix/mine
     art report runs/mine --json | jq '.findings[] | {step, text}'
     """
@@ -43,6 +47,11 @@ def run(
         write_file(html, report_page(plain).encode(errors="replace"))
     if as_json:
         sys.stdout.write(json.dumps(plain) + "\n")
+    elif has_conversation:
+        from art_cli.reports.before_after import read_before_after
+        from art_cli.reports.pages.conversation_text import conversation_text
+
+        sys.stdout.write(printable_lines(conversation_text(read_before_after(RunDir(run)), plain)))
     else:
         from art_cli.reports.pages.report_text import report_text
 

@@ -72,6 +72,8 @@ class Price(NamedTuple):
 
 def find_price(member: JudgeModelConfig) -> Price | None:
     """Returns the configured price, or the table's, or None if it is unknown, which is not the same as nothing."""
+    if member.is_rule:
+        return Price(0.0, 0.0, 0.0)
     if member.price is not None:
         prompt, completion = member.price.input / 1e6, member.price.output / 1e6
         return Price(prompt, completion, prompt)

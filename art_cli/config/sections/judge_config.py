@@ -101,6 +101,8 @@ class PriceConfig(Section):
     """The price of a million completion tokens."""
 
 
+RULE = "builtin:rule"  # the model that is no model: it follows rules that the rubric holds
+
 # The names in `judge.params` that litellm uses itself, and does not send as fields of the request.
 LITELLM_PARAMS = frozenset(
     {
@@ -115,7 +117,8 @@ class JudgeModelConfig(Section):
 
     model: str = "openai/o3"
     """The model, as litellm names it (openai/o3, anthropic/claude-sonnet-4-5), or with `base_url` as that server names
-    it. Other providers than OpenAI need litellm: pip install 'art-cli[litellm]'."""
+    it. Other providers than OpenAI need litellm: pip install 'art-cli[litellm]'. builtin:rule is no model: it follows
+    the rules that `rubric` holds."""
     base_url: str | None = None
     """An OpenAI-compatible endpoint: http://127.0.0.1:8000/v1. null: the provider that `model` names (for OpenAI, the
     address in OPENAI_BASE_URL if it is set)."""
@@ -129,10 +132,24 @@ class JudgeModelConfig(Section):
     price: PriceConfig | None = None
     """The model's price. null: the price in litellm's table, or unknown if litellm is not installed."""
 
+    @model_validator(mode="after")
+    def _rule_is_asked_here(self) -> Self:
+        if self.model.startswith("builtin:") and self.model != RULE and self.base_url is None:
+            raise ValueError(f"the only built-in judge model is {RULE}")
+        unused = [name for name in ("base_url", "api_key_env", "params", "price") if getattr(self, name)]
+        if self.model == RULE and unused:
+            raise ValueError(f"{RULE} runs in this process and calls no server: remove {', '.join(unused)}")
+        return self
+
+    @property
+    def is_rule(self) -> bool:
+        """Whether no model is asked, but rules of the rubric are followed."""
+        return self.model == RULE
+
     @property
     def needs_litellm(self) -> bool:
         """Whether the model is asked through litellm. OpenAI's own models and those at a `base_url` are not."""
-        if self.base_url is not None:
+        if self.base_url is not None or self.is_rule:
             return False
         is_plain = self.model.startswith("openai/") and not self.model.startswith("openai/responses/")
         return not is_plain or any(name in LITELLM_PARAMS for name in self.params)

@@ -1,6 +1,7 @@
 """The seam to a model that judges: the Provider base class, what a provider answers, and how a call fails.
 
     http.py        OpenAI and any OpenAI-compatible `base_url`
+    rule.py        builtin:rule, which follows rules of the rubric and is no model
     litellm.py     every other provider that litellm knows
     caller.py      when a call is made, and made again: concurrency, rate limits, tries, budget
     waits.py       how long a provider asks to wait

@@ -192,6 +192,10 @@ class Caller:
 
 def make_provider(member: JudgeModelConfig, secrets: Secrets) -> Provider:
     """Returns the provider of a model, which connects at the first call. Raises UsageError if litellm is missing."""
+    if member.is_rule:
+        from art_cli.judges.providers.rule import RuleProvider
+
+        return RuleProvider(member, secrets, member.model)
     if not member.needs_litellm:
         from art_cli.judges.providers.http import HttpProvider
 

@@ -45,7 +45,7 @@ def missing_key(member: JudgeModelConfig) -> str | None:
     """
     if member.api_key_env is not None:
         return None if os.environ.get(member.api_key_env) else member.api_key_env
-    if member.base_url is not None or "api_key" in member.params:
+    if member.is_rule or member.base_url is not None or "api_key" in member.params:
         return None
     if not member.needs_litellm:
         return None if os.environ.get(DEFAULT_KEY) else DEFAULT_KEY

@@ -28,11 +28,13 @@ from typing import Any
 from pydantic import ValidationError
 
 from art_cli.config.schema import JudgeModelConfig, PanelMemberConfig, RulerJudgeConfig
+from art_cli.config.sections.judge_config import RULE
 from art_cli.judges import Judge, Verdict, make_key
 from art_cli.judges.costs import Budget, CostEstimate, Spent, Usage, find_price
 from art_cli.judges.judge_groups import judge_group, require_keys
 from art_cli.judges.providers.caller import FIRST_DELAY_S, Caller, make_provider
 from art_cli.judges.providers.http import missing_key, openai_base
+from art_cli.judges.providers.rule import SAYS, RuleError, read_rules
 from art_cli.judges.ruler.group import read_group
 from art_cli.judges.ruler.prompt import read_instructions
 from art_cli.judges.ruler.verdict_cache import VerdictCache, user_cache_path
@@ -67,11 +69,12 @@ class RulerJudge(Judge):
     ) -> None:
         self.config = config
         self.panel = _panel(config)
-        self.title = ", ".join(member.model for member in self.panel)
+        self.title = ", ".join(f"{each.model} ({SAYS})" if each.is_rule else each.model for each in self.panel)
         self.in_flight = config.concurrency + 8  # every call has its slot while other groups are read and written
         _check_prices(config, self.panel)
         load_environment(directory)
         instructions = read_instructions(config, directory, rubric=rubric)
+        _check_rules(self.panel, instructions)
         self.settings = _settings(config, self.panel, instructions)
         self.cache = VerdictCache(_cache_path(config, directory))
         spent = self.cache.spent(job) if job else Spent(usd=0.0, tokens=0)
@@ -142,7 +145,9 @@ class RulerJudge(Judge):
     def num_cached(self) -> int:
         return sum(voter.num_cached for voter in self.voters)
 
-    def estimate(self, group: Sequence[Trajectory]) -> CostEstimate:
+    def estimate(self, group: Sequence[Trajectory]) -> CostEstimate | None:
+        if all(member.is_rule for member in self.panel):
+            return None
         if not group:
             return CostEstimate()
         judged = read_group(group, self.config)
@@ -184,6 +189,17 @@ def _check_prices(config: RulerJudgeConfig, panel: Sequence[JudgeModelConfig]) -
                 f"judge.budget_usd: no price is known for {member.model}; set judge.price: {{input: .., output: ..}} "
                 "in dollars per million tokens, or use judge.budget_tokens"
             )
+
+
+def _check_rules(panel: Sequence[JudgeModelConfig], instructions: str) -> None:
+    """Raises UsageError if builtin:rule has no rules, or one that cannot be read; else logs that no model judges."""
+    if not any(member.is_rule for member in panel):
+        return
+    try:
+        rules = read_rules(instructions)
+    except RuleError as error:
+        raise UsageError(f"judge.rubric: {RULE}: {error}") from error
+    log.info("judge: %s is no model; it follows the %d rules of the rubric", RULE, len(rules))
 
 
 def _settings(config: RulerJudgeConfig, panel: Sequence[JudgeModelConfig], instructions: str) -> str:

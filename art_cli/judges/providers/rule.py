@@ -1,0 +1,178 @@
+"""A stand-in for a model that judges: `builtin:rule` scores by the rules of the rubric. It is no model, and says so.
+
+It needs no key and no network. It is sent RULER's own prompt, reads the rules out of the system message and the
+attempts out of the record, and answers in text as a model does. A rule is a line of the rubric; an attempt's score is
+the sum of the points whose conditions hold, kept within 0 and 1:
+
+    rule: +0.4 if user -1 has "Result: order {number}:"
+    rule: +0.6 if user 1 has "arrive" and user -1 has "arrives on {day}" and assistant -1 has "{day}"
+
+A condition names a message of the attempt's main conversation by its role and number, from 1, or from -1 backwards, and
+the text that it has, lacks, or is but for space around it, in double or single quotes. "{day}" is a word: in the first
+condition that names it any word at that place (the first that fits), in later ones that same word. A message that does
+not exist has nothing.
+"""
+
+import asyncio
+import json
+import re
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+from art_cli.judges.costs import Usage
+from art_cli.judges.providers import Answer, CallFailed, Provider
+from art_cli.runs.trajectory import Json
+
+SAYS = "a rule, no model"  # stands in each explanation
+ROLES = ("system", "developer", "user", "assistant", "tool", "message")
+MAX_WORD = 100  # characters of a word in braces; a bound, so that no text of an attempt makes a search slow
+_PREFIX = "rule:"
+_RULE = re.compile(r"\s*([+-]?\d{1,3}(?:\.\d{1,6})?) if (.+)")
+_CONDITION = re.compile(
+    rf"""\s*({"|".join(ROLES)}) (-?[1-9]\d{{0,3}}) (has|lacks|is) (?:"([^"]+)"|'([^']+)')\s*(?:and(?=\s)|$)"""
+)
+_WORD = re.compile(r"\{([a-z_]+)\}")
+_FIRST_LINE = re.compile(r'The record\. Lines that start with "<(\d+) " are its marks\.')
+
+Message = tuple[str, str]  # role and text
+
+
+class Condition(NamedTuple):
+    """Example: Condition("user", -1, "has", "arrives on {day}")"""
+
+    role: str
+    number: int
+    verb: str  # has, lacks, is
+    text: str
+
+
+class Rule(NamedTuple):
+    """Example: Rule(0.6, (Condition("assistant", -1, "is", "Friday"),))"""
+
+    points: float
+    conditions: tuple[Condition, ...]
+
+
+class RuleError(ValueError):
+    """The rubric holds no rule, or a line that begins as one and is none. The message is one line."""
+
+
+class RuleProvider(Provider):
+    async def ask(self, messages: Sequence[Json], schema: Json | None, *, timeout_s: float) -> Answer:
+        started = time.monotonic()
+        try:
+            text = await asyncio.to_thread(answer, messages)
+        except RuleError as error:
+            raise CallFailed(f"{self.name}: {error}", "stopped") from error
+        prompt, completion, _ = self.read_tokens((None, None), messages, text)
+        usage = Usage(1, prompt, completion, 0.0, time.monotonic() - started)
+        return Answer(text=self.read_text(text), finish_reason="stop", usage=usage)
+
+
+def answer(messages: Sequence[Json]) -> str:
+    """Returns the verdict on RULER's prompt, as the JSON text that it asks for. Raises RuleError."""
+    rules = read_rules(messages[0]["content"])
+    scores = []
+    for name, conversation in read_attempts(messages[1]["content"]).items():
+        met = [number for number, rule in enumerate(rules, 1) if holds(rule, conversation)]
+        score = round(min(1.0, max(0.0, sum(rules[number - 1].points for number in met))), 6)
+        which = f"rules {', '.join(map(str, met))} of {len(rules)} hold" if met else f"none of {len(rules)} rules holds"
+        scores.append({"id": name, "explanation": f"{SAYS}: {which}", "score": score})
+    return json.dumps({"scores": scores})
+
+
+def read_rules(text: str) -> list[Rule]:
+    """Returns the rules of a rubric, or of the instructions that hold it. Raises RuleError."""
+    lines = [line.strip().removeprefix(_PREFIX) for line in text.split("\n") if line.strip().startswith(_PREFIX)]
+    if not lines:
+        raise RuleError(f'the rubric has no line that begins with "{_PREFIX}"')
+    return [_read_rule(line) for line in lines]
+
+
+def _read_rule(line: str) -> Rule:
+    example = 'rule: +0.5 if assistant -1 has "{answer}" and user 1 lacks "{answer}"'
+    found = _RULE.fullmatch(line)
+    rest, conditions = found[2] if found else "", []
+    while (part := _CONDITION.match(rest)) is not None:
+        conditions.append(Condition(part[1], int(part[2]), part[3], part[4] or part[5]))
+        rest = rest[part.end() :]
+        if not rest and not part[0].endswith("and"):
+            assert found is not None
+            return Rule(float(found[1]), tuple(conditions))
+    raise RuleError(f"no rule: {(_PREFIX + line)[:120]!r}; an example is {example}")
+
+
+def holds(rule: Rule, conversation: Sequence[Message]) -> bool:
+    """Returns whether every condition of the rule holds in a conversation of (role, text)."""
+    words: dict[str, str] = {}
+    for role, number, verb, text in rule.conditions:
+        said = [content for each, content in conversation if each == role]
+        place = number - 1 if number > 0 else number
+        is_there = -len(said) <= place < len(said)
+        search = re.fullmatch if verb == "is" else re.search
+        found = search(_pattern(text, words), said[place].strip()) if is_there else None
+        if (found is not None) != (verb != "lacks"):
+            return False
+        if found is not None:
+            words |= found.groupdict()
+    return True
+
+
+def _pattern(text: str, words: Mapping[str, str]) -> str:
+    """Returns the regular expression of a condition's text: known words as they are, others as named groups."""
+    pattern, end, named = "", 0, set[str]()
+    for word in _WORD.finditer(text):
+        pattern += re.escape(text[end : word.start()])
+        value = rf"(?P={word[1]})" if word[1] in named else rf"(?P<{word[1]}>[\w-]{{1,{MAX_WORD}}})"
+        named.add(word[1])
+        pattern += rf"(?<!\w){re.escape(words[word[1]]) if word[1] in words else value}(?!\w)"
+        end = word.end()
+    return pattern + re.escape(text[end:])
+
+
+def read_attempts(record: str) -> dict[str, list[Message]]:
+    """Returns id -> messages of the main conversation, from a record as the instructions of RULER describe it."""
+    passages: dict[str, str] = {}
+    parts: dict[str, list[Message]] = {}
+    attempts: dict[str, list[Message]] = {}
+    current: list[Message] = []
+    name = ""
+    for mark, text in _split(record):
+        words = mark.split(" ")
+        before = list(parts[words[-1]]) if "part" in words[1:-1] else []
+        match words:
+            case ["tools"] | ["end"] | ["cut", _, "messages"]:
+                pass
+            case ["passage", number]:
+                passages[number] = text
+            case ["part", number, *_]:
+                current = parts[number] = before
+            case ["attempt", name, *_]:
+                current = attempts[name] = before
+            case ["main", *_]:
+                current = attempts[name] = before
+            case ["side", *_]:
+                current = before
+            case [role, *_] if role in ROLES:
+                current.append((role, text))
+            case _:  # a further piece of the message above, or the rest of one that was cut
+                role, said = current.pop() if current else ("message", "")
+                piece = passages[words[-1]] if "passage" in words else text
+                current.append((role, f"{said}\n{piece}".lstrip("\n")))
+    return attempts
+
+
+def _split(record: str) -> Iterator[tuple[str, str]]:
+    """Yields each mark and the text below it. The record's first line names the code of its marks."""
+    first, *lines = record.split("\n")
+    found = _FIRST_LINE.fullmatch(first)
+    assert found is not None, f"no record: {first[:100]}"
+    mark, texts = "", list[str]()
+    for line in [*lines, f"<{found[1]} end>"]:
+        if not line.startswith(f"<{found[1]} "):
+            texts.append(line)
+            continue
+        if mark:
+            yield mark, "\n".join(texts)
+        mark, texts = line[len(found[1]) + 2 : -1], []
