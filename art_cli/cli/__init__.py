@@ -97,6 +97,9 @@ ApiKey = Annotated[
     str | None,
     typer.Option("--api-key", metavar="KEY", envvar="ART_API_KEY", help="Clients must send it.", show_envvar=True),
 ]
+ClientKeyFile = Annotated[
+    Path | None, typer.Option("--api-key-file", metavar="FILE", help="One key a line, one for each client.")
+]
 MaxBody = Annotated[float, typer.Option("--max-body", metavar="MIB", min=0.001, help="Larger requests get 413.")]
 
 

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from art_cli.cli import ApiKey, Json, MaxBody
-from art_cli.cli.serve import KEY_VARIABLE, is_on_line
+from art_cli.cli import ApiKey, ClientKeyFile, Json, MaxBody
+from art_cli.cli.serve import KEY_VARIABLE, warn_of_open_key
 from art_cli.runtime.errors import UsageError
 
 if TYPE_CHECKING:
@@ -37,9 +37,7 @@ def run(
     host: Annotated[str, typer.Option("--host", help="Any but this machine's own needs a key.")] = "127.0.0.1",
     port: Annotated[int, typer.Option("--port", min=0, max=65535, help="0: any free one.")] = 8100,
     api_key: ApiKey = None,
-    api_key_file: Annotated[
-        Path | None, typer.Option("--api-key-file", metavar="FILE", help="One key a line, one for each client.")
-    ] = None,
+    api_key_file: ClientKeyFile = None,
     models: Annotated[int, typer.Option("--models", min=1, help="Adapters in training at once; more wait.")] = 8,
     samplers: Annotated[int, typer.Option("--samplers", min=1, help="Policies kept ready for sampling.")] = 8,
     rank: Annotated[int, typer.Option("--max-rank", min=1, help="The largest rank of an adapter.")] = 128,
@@ -82,10 +80,7 @@ def run(
     from art_cli.tinker.server import BackendLimits
     from art_cli.tinker.server.tinker_service import BackendService
 
-    if is_on_line(context, "api_key"):
-        log.warning(
-            "--api-key: anyone on this machine can see it in `ps`; set %s, or give --api-key-file", KEY_VARIABLE
-        )
+    warn_of_open_key(context)
     keys = read_keys(api_key, api_key_file)
     check_exposure(host, keys)
     root = Path(directory).resolve()

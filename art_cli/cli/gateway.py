@@ -11,8 +11,19 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 
-from art_cli.cli import ApiKey, Best, Checkpoint, Config, Json, Last, MaxBody, Overrides, which_checkpoint
-from art_cli.cli.serve import KEY_VARIABLE, is_on_line
+from art_cli.cli import (
+    ApiKey,
+    Best,
+    Checkpoint,
+    ClientKeyFile,
+    Config,
+    Json,
+    Last,
+    MaxBody,
+    Overrides,
+    which_checkpoint,
+)
+from art_cli.cli.serve import KEY_VARIABLE, warn_of_open_key
 from art_cli.runtime.errors import UsageError
 
 if TYPE_CHECKING:
@@ -45,9 +56,7 @@ def run(
         int | None, typer.Option("--port", min=0, max=65535, help="0: any free one. [default: 8000]")
     ] = None,
     api_key: ApiKey = None,
-    api_key_file: Annotated[
-        Path | None, typer.Option("--api-key-file", metavar="FILE", help="One key a line, one for each client.")
-    ] = None,
+    api_key_file: ClientKeyFile = None,
     max_body_mib: MaxBody = 32.0,
     drain_s: Annotated[
         float, typer.Option("--drain", metavar="SECONDS", min=0, help="The longest time for running calls at a stop.")
@@ -77,10 +86,7 @@ def run(
     from art_cli.runtime import threads
     from art_cli.serving.gateway.gateway_service import Clients, GatewayService
 
-    if is_on_line(context, "api_key"):
-        log.warning(
-            "--api-key: anyone on this machine can see it in `ps`; set %s, or give --api-key-file", KEY_VARIABLE
-        )
+    warn_of_open_key(context)
     which = which_checkpoint(is_best, is_last)
     loaded = load_gateway(config, overrides or [])
     keys = read_key_texts(api_key, api_key_file)

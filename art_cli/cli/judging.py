@@ -57,7 +57,7 @@ def report(
 
     While groups stay owed no gate is passed: the hardest ones may be missing.
     """
-    from art_cli.judges.report.judge_report import make_report, report_lines
+    from art_cli.judges.judge_report import make_report, report_lines
     from art_cli.loop.evaluate import parse_gate
 
     parsed = [parse_gate(gate) for gate in gates]

@@ -89,10 +89,7 @@ def run(
     from art_cli.serving.serve_service import Limits, Service
     from art_cli.serving.served_policies import Loader, Policies, ServedPolicy
 
-    if is_on_line(context, "api_key"):
-        log.warning(
-            "--api-key: anyone on this machine can see it in `ps`; set %s, or give --api-key-file", KEY_VARIABLE
-        )
+    warn_of_open_key(context)
     which = which_checkpoint(is_best, is_last)
     if is_following and any("://" in text for text in checkpoints):
         raise UsageError("--follow: name a run's directory on this machine; an object store is read once")
@@ -119,10 +116,13 @@ def run(
         threads.run(service.run(host, port, lambda root: _greet(root, sources, key, as_json)))
 
 
-def is_on_line(context: typer.Context, name: str) -> bool:
-    """Whether the parameter was given on the command line, and not by its environment variable or default."""
-    source = context.get_parameter_source(name)
-    return source is not None and source.name == "COMMANDLINE"
+def warn_of_open_key(context: typer.Context) -> None:
+    """Warns if the key was given on the command line, and not by its environment variable."""
+    source = context.get_parameter_source("api_key")
+    if source is not None and source.name == "COMMANDLINE":
+        log.warning(
+            "--api-key: anyone on this machine can see it in `ps`; set %s, or give --api-key-file", KEY_VARIABLE
+        )
 
 
 def _find_sources(

@@ -10,7 +10,7 @@ a score: when it cannot score a group, it raises JudgeError and the group stays 
     judge_groups.py  judges one group, or many at once; further rounds of votes; asks a judge once, for `art check`
     shadow_judges.py scores beside the trained reward
     files/           judges a file into another, and goes on where it stopped
-    report/          measures how far a judge can be trusted
+    judge_report.py  reads scored files and reports how far a judge can be trusted; agreement.py measures it
     judge_text.py    text that a judge is shown
 """
 

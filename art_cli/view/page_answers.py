@@ -278,7 +278,7 @@ class Answers:
 
     def judge(self, name: str, number: int) -> Json:
         """Returns the output of `art judge --report --json` for a step's scored file."""
-        from art_cli.judges.report.judge_report import (
+        from art_cli.judges.judge_report import (
             make_report,  # needs numpy, which the rest of the page does without
             report_lines,
         )

@@ -19,7 +19,7 @@ from art_cli.config.schema import RolloutJudgeConfig, RulerJudgeConfig
 from art_cli.judges import make_judge
 from art_cli.judges.files.judged_files import TrajectoryFile
 from art_cli.judges.files.session import Session
-from art_cli.judges.report.judge_report import make_report, report_lines
+from art_cli.judges.judge_report import make_report, report_lines
 from art_cli.judges.ruler.ruler_judge import RulerJudge
 from art_cli.learners.sft.examples import demo_samples, load_demos
 from art_cli.reports.pages.judge_page import judge_page

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 from art_cli.config.schema import PriceConfig, RulerJudgeConfig
+from art_cli.judges import agreement
 from art_cli.judges.costs import BudgetSpent, CostEstimate, Usage
 from art_cli.judges.providers.waits import quiet_time, retry_after
-from art_cli.judges.report import agreement
 from art_cli.judges.ruler.ruler_judge import RulerJudge
 from art_cli.runs.trajectory import Trajectory
 from art_cli.runtime.errors import JudgeError, JudgeStopped, UsageError

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from numpy.random import default_rng
 
 from art_cli.config.schema import NoiseConfig
-from art_cli.judges.report.agreement import (
+from art_cli.judges.agreement import (
     Measure,
     Ratio,
     best_of_group,
@@ -24,7 +24,7 @@ from art_cli.judges.report.agreement import (
     slope,
     vote_reliability,
 )
-from art_cli.judges.report.judge_report import make_report, report_lines
+from art_cli.judges.judge_report import make_report, report_lines
 from art_cli.reports.pages.judge_page import judge_page
 from art_cli.runs.durable import write_lines
 from art_cli.runs.trajectory import Score, ScoredTrajectory, score_trajectory

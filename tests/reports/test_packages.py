@@ -140,7 +140,7 @@ from langfuse.api.core.pydantic_utilities import parse_obj_as
 from langfuse.api.scores.types.create_score_request import CreateScoreRequest
 from langfuse._client.attributes import LangfuseOtelSpanAttributes as known
 from art_cli.formats.traces.spans import TracedRun
-from art_cli.reports.trackers.langfuse_tracker import observations, scores_of
+from art_cli.reports.trackers.otel import observations, scores_of
 from tests.support.attempts import scored
 source, one = TracedRun("mail", "id", "model"), scored(error="timeout: x")
 taken = [parse_obj_as(CreateScoreRequest, each) for each in scores_of(one, source, "train")]

@@ -10,8 +10,18 @@ from pydantic import TypeAdapter
 
 from art_cli.config.compose import load_config
 from art_cli.config.schema import TrackerConfig
-from art_cli.reports.trackers import BUILT_INS, NEEDED, TrackedRun, make_tracker, trackers_of
-from art_cli.reports.trackers.table import COLUMNS, MAX_ROWS, MAX_TEXT, rewards, rows
+from art_cli.reports.trackers import (
+    BUILT_INS,
+    COLUMNS,
+    MAX_ROWS,
+    MAX_TEXT,
+    NEEDED,
+    TrackedRun,
+    make_tracker,
+    rewards,
+    rows,
+    trackers_of,
+)
 from art_cli.runs.trajectory import ScoredTrajectory
 from art_cli.runtime.errors import UsageError
 from tests.support.attempts import attempt, scored

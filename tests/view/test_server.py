@@ -15,7 +15,7 @@ import pytest
 from starlette.applications import Starlette
 from starlette.routing import Route
 
-from art_cli.judges.report.judge_report import make_report
+from art_cli.judges.judge_report import make_report
 from art_cli.reports.run_report import read_report
 from art_cli.runs.run_dir import RunDir
 from art_cli.view.chat import ChatRelay

@@ -5,13 +5,15 @@ at. Each one works in a thread of its own behind a bounded queue (tracker_dispat
 is slow is reported once, and never stops or slows a run. A tracker imports its SDK inside itself.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
+from art_cli.chat.requests import text_of
 from art_cli.config.schema import NoTrackerConfig, OwnTrackerConfig, RunConfig, TrackerConfig
 from art_cli.formats.traces.saved import run_id
+from art_cli.formats.traces.spans import reward_of
 from art_cli.runs.run_dir import MetricsLine
 from art_cli.runs.trajectory import ScoredTrajectory, Trajectory
 from art_cli.runtime.errors import UsageError
@@ -22,7 +24,7 @@ BUILT_INS = {
     "tensorboard": "art_cli.reports.trackers.tensorboard:TensorBoardTracker",
     "mlflow": "art_cli.reports.trackers.mlflow:MlflowTracker",
     "trackio": "art_cli.reports.trackers.trackio:TrackioTracker",
-    "langfuse": "art_cli.reports.trackers.langfuse_tracker:LangfuseTracker",
+    "langfuse": "art_cli.reports.trackers.otel:LangfuseTracker",
     "otel": "art_cli.reports.trackers.otel:OtelTracker",
 }
 # The modules that each needs. The extra of the tracker's name installs them.
@@ -35,6 +37,8 @@ NEEDED = {
     "otel": ("opentelemetry.proto",),
 }
 METHODS = ("log", "log_trajectories", "close")
+
+Groups = Sequence[Sequence[Trajectory]]
 
 
 class TrackedRun(NamedTuple):
@@ -88,6 +92,19 @@ class EvaluationTracker(Tracker, Protocol):
         """Takes the attempts of an evaluation of the policy at `step`, those at one scenario in a group."""
 
 
+class AttemptsTracker:
+    """Gives the attempts of training and of evaluations to one method, for trackers that show both alike."""
+
+    def log_trajectories(self, step: int, groups: Sequence[Sequence[ScoredTrajectory]]) -> None:
+        self.log_attempts("train", step, groups)
+
+    def log_evaluation(self, step: int, groups: Groups) -> None:
+        self.log_attempts("eval", step, groups)
+
+    def log_attempts(self, split: str, step: int, groups: Groups) -> None:
+        raise NotImplementedError
+
+
 def make_tracker(config: TrackerConfig, run: TrackedRun, directory: Path) -> Tracker:
     """Returns the tracker that a section names; `entry` is relative to `directory`.
 
@@ -133,3 +150,40 @@ def _is_there(module: str) -> bool:
         return find_spec(module) is not None
     except (ImportError, ValueError):  # its parent is not installed, or something else stands in its place
         return False
+
+
+# --- the table of samples: the best and the worst attempt of each group, as plain rows --------------------------------
+
+MAX_ROWS = 32  # number of trajectories in a step's table
+MAX_TEXT = 4_000  # characters of one cell
+COLUMNS = ["step", "group", "trajectory", "reward", "returned reward", "turns", "tokens", "error", "prompt", "reply"]
+
+
+def rows(step: int, groups: Groups) -> list[list[Any]]:
+    """Returns at most MAX_ROWS rows with the values of COLUMNS."""
+    return [_row(step, attempt) for attempt in chosen(groups)]
+
+
+def chosen(groups: Groups) -> list[Trajectory]:
+    """Returns the attempts of the table: of each group the best one, then the worst."""
+    return [attempt for group in groups[: MAX_ROWS // 2] for attempt in _extremes(group)]
+
+
+def rewards(groups: Groups) -> list[float]:
+    """Returns the rewards of all attempts that have one."""
+    return [reward for group in groups for attempt in group if (reward := reward_of(attempt)) is not None]
+
+
+def _extremes(group: Sequence[Trajectory]) -> Iterator[Trajectory]:
+    ranked = sorted(group, key=lambda attempt: float("-inf") if (r := reward_of(attempt)) is None else r)
+    yield from ranked[:-2:-1]
+    yield from ranked[:1] if len(ranked) > 1 else []
+
+
+def _row(step: int, attempt: Trajectory) -> list[Any]:
+    said = [(message.get("role"), text_of(message.get("content"))[:MAX_TEXT]) for message in attempt.messages]
+    prompt = next((text for role, text in said if role == "user"), "")
+    reply = next((text for role, text in reversed(said) if role == "assistant"), "")
+    score = [reward_of(attempt), attempt.returned_reward]
+    counts = [len(attempt.turns), attempt.num_sampled]
+    return [step, attempt.group_id, attempt.id, *score, *counts, attempt.error, prompt, reply]

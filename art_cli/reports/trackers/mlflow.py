@@ -7,15 +7,13 @@ import json
 import logging
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from art_cli.config.sections.tracker_config import MlflowTrackerConfig
-from art_cli.reports.trackers import TrackedRun
-from art_cli.reports.trackers.table import COLUMNS, Groups, rewards, rows
+from art_cli.reports.trackers import COLUMNS, AttemptsTracker, Groups, TrackedRun, rewards, rows
 from art_cli.runs.run_dir import MetricsLine
-from art_cli.runs.trajectory import ScoredTrajectory
 from art_cli.runtime.errors import one_line
 
 log = logging.getLogger(__name__)
@@ -26,7 +24,7 @@ MAX_NAME, MAX_VALUE, MAX_PARAMS = 250, 6_000, 100  # MLflow's own bounds of one 
 _UNNAMEABLE = re.compile(r"[^\w\-. /:]", re.ASCII)
 
 
-class MlflowTracker:
+class MlflowTracker(AttemptsTracker):
     def __init__(self, run: TrackedRun, config: MlflowTrackerConfig) -> None:
         os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")  # it would report each use to its makers
         from mlflow import MlflowClient
@@ -66,13 +64,7 @@ class MlflowTracker:
         ]
         self._client.log_batch(self._id, metrics=metrics)
 
-    def log_trajectories(self, step: int, groups: Sequence[Sequence[ScoredTrajectory]]) -> None:
-        self._log_attempts("train", step, groups)
-
-    def log_evaluation(self, step: int, groups: Groups) -> None:
-        self._log_attempts("eval", step, groups)
-
-    def _log_attempts(self, split: str, step: int, groups: Groups) -> None:
+    def log_attempts(self, split: str, step: int, groups: Groups) -> None:
         """The samples as a table in the form of MLflow's own, and all rewards beside it."""
         name = f"samples/{split}-{step:04d}.json"
         self._client.log_dict(self._id, {"columns": COLUMNS, "data": rows(step, groups)}, name)

@@ -1,23 +1,32 @@
-"""Sends each attempt as an OpenTelemetry trace while the run goes on. `art log --otlp` sends the same afterwards.
+"""Sends each attempt as an OpenTelemetry trace while the run goes on: to any receiver, or to Langfuse.
 
-A step that a receiver does not take is lost to it, and the next one is tried: there is one warning, and the number of
-lost attempts at the end.
+`art log --otlp` sends the same afterwards. A step that a receiver does not take is lost to it, and the next one is
+tried: there is one warning, and the number of lost attempts at the end.
+
+Traces go to Langfuse's own OTLP address, with the attributes that its SDK writes (langfuse.*) beside OpenTelemetry's.
+Scores go to POST /api/public/scores. Neither needs its SDK. The keys are LANGFUSE_PUBLIC_KEY and LANGFUSE_SECRET_KEY.
 """
 
+import base64
+import hashlib
+import json
 import logging
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from datetime import UTC, datetime
+from typing import Any
 
-from art_cli.config.sections.tracker_config import OtelTrackerConfig
-from art_cli.formats.traces.otlp import OtlpSender, headers_from, traces_url, url_from
+import msgspec
+
+from art_cli.config.sections.tracker_config import LangfuseTrackerConfig, OtelTrackerConfig
+from art_cli.formats.traces.otlp import OtlpSender, Poster, clean, headers_from, traces_url, url_from
 from art_cli.formats.traces.saved import source_of
-from art_cli.formats.traces.spans import spans_of
-from art_cli.reports.trackers import TrackedRun
-from art_cli.reports.trackers.table import Groups
+from art_cli.formats.traces.spans import Span, TracedRun, reward_of, shortened, spans_of, trace_id_of
+from art_cli.reports.trackers import AttemptsTracker, Groups, TrackedRun
 from art_cli.runs.run_dir import MetricsLine
 from art_cli.runs.trajectory import ScoredTrajectory, Trajectory
-from art_cli.runtime.errors import DeliveryError
+from art_cli.runtime.errors import DeliveryError, UsageError
 
 log = logging.getLogger(__name__)
 
@@ -25,31 +34,90 @@ log = logging.getLogger(__name__)
 # it up to 5 ms each time that an operation of torch ends.
 PAUSE_S = 0.001
 
+CLOUD = "https://cloud.langfuse.com"
+TRACES, SCORES = "/api/public/otel/v1/traces", "/api/public/scores"
+MAX_SCORES = 500  # scores of one request
+# attributes of ours -> those in which Langfuse shows what went in and came out
+SHOWN = {
+    "gen_ai.input.messages": "langfuse.observation.input",
+    "gen_ai.output.messages": "langfuse.observation.output",
+    "gen_ai.tool.call.arguments": "langfuse.observation.input",
+    "gen_ai.tool.call.result": "langfuse.observation.output",
+    "gen_ai.evaluation.explanation": "langfuse.observation.output",
+}
+KINDS = {"invoke_agent": "agent", "chat": "generation", "execute_tool": "tool"}
 
-class OtelTracker:
+
+class OtelTracker(AttemptsTracker):
+    """Counts the attempts that the receiver refused. Logs the reason of the first, and the number at the end."""
+
+    name = "otel"
+
     def __init__(self, run: TrackedRun, config: OtelTrackerConfig) -> None:
         url = url_from(os.environ) if config.url is None else traces_url(config.url)
+        self._open(run, config, url, headers_from(os.environ))
+
+    def _open(
+        self, run: TrackedRun, config: OtelTrackerConfig | LangfuseTrackerConfig, url: str, headers: dict[str, str]
+    ) -> None:
         self.source = source_of(run.root, run.config)
-        self._sender = OtlpSender(url, headers_from(os.environ), timeout_s=config.timeout_s)
+        self._sender = OtlpSender(url, headers, timeout_s=config.timeout_s)
         self._max_groups = config.max_groups
-        self._losses = Losses("otel")
+        self._num = self._num_lost = 0
 
     def log(self, line: MetricsLine) -> None:
         """Traces hold no metrics of a step."""
 
-    def log_trajectories(self, step: int, groups: Sequence[Sequence[ScoredTrajectory]]) -> None:
-        self._send("train", groups)
-
-    def log_evaluation(self, step: int, groups: Groups) -> None:
-        self._send("eval", groups)
-
-    def _send(self, split: str, groups: Groups) -> None:
+    def log_attempts(self, split: str, step: int, groups: Groups) -> None:
         attempts = [attempt for group in groups[: self._max_groups] for attempt in group]
-        spans = (span for each in unhurried(attempts) for span in spans_of(each, self.source, split=split))
-        self._losses.watch(lambda: self._sender.send(spans), len(attempts))
+        self._num += len(attempts)
+        try:
+            self._send(attempts, split)
+        except DeliveryError as error:
+            if not self._num_lost:
+                log.warning("tracker %s: %s; the next step is tried again", self.name, error)
+            self._num_lost += len(attempts)
+
+    def _send(self, attempts: Sequence[Trajectory], split: str) -> None:
+        """Raises DeliveryError."""
+        self._sender.send(span for each in unhurried(attempts) for span in self.spans(each, split))
+
+    def spans(self, attempt: Trajectory, split: str) -> Iterator[Span]:
+        """Yields the attempt's spans as the receiver shows them."""
+        return spans_of(attempt, self.source, split=split)
 
     def close(self) -> None:
-        self._losses.tell()
+        if self._num_lost:
+            log.warning("tracker %s: %d of %d attempts were lost", self.name, self._num_lost, self._num)
+
+
+class LangfuseTracker(OtelTracker):
+    """The same, and the rewards as Langfuse's scores."""
+
+    name = "langfuse"
+
+    def __init__(self, run: TrackedRun, config: LangfuseTrackerConfig) -> None:
+        """Raises UsageError: a key is not set."""
+        url = config.url or os.environ.get("LANGFUSE_BASE_URL") or os.environ.get("LANGFUSE_HOST") or CLOUD
+        url = traces_url(url.rstrip("/") + TRACES).removesuffix(TRACES)
+        headers = headers_of(os.environ)
+        self._open(run, config, url + TRACES, headers)
+        json_type = {"content-type": "application/json"}
+        self._scores = Poster(url + SCORES, headers | json_type, timeout_s=config.timeout_s)
+
+    @staticmethod
+    def check_keys() -> None:
+        """Raises UsageError: a key is not set."""
+        headers_of(os.environ)
+
+    def spans(self, attempt: Trajectory, split: str) -> Iterator[Span]:
+        return observations(attempt, self.source, split)
+
+    def _send(self, attempts: Sequence[Trajectory], split: str) -> None:
+        super()._send(attempts, split)
+        scores = [score for each in attempts for score in scores_of(each, self.source, split)]
+        for start in range(0, len(scores), MAX_SCORES):
+            self._scores.post(msgspec.json.encode(scores[start : start + MAX_SCORES]))
 
 
 def unhurried(attempts: Sequence[Trajectory]) -> Iterator[Trajectory]:
@@ -59,22 +127,58 @@ def unhurried(attempts: Sequence[Trajectory]) -> Iterator[Trajectory]:
         yield attempt
 
 
-class Losses:
-    """Counts attempts that a receiver refused. Logs the reason of the first, and the number at the end."""
+def headers_of(environment: Mapping[str, str]) -> dict[str, str]:
+    """Returns the headers of Langfuse's SDK. Raises UsageError: a key is not set."""
+    names = ("LANGFUSE_PUBLIC_KEY", "LANGFUSE_SECRET_KEY")
+    if missing := [name for name in names if not environment.get(name)]:
+        raise UsageError(
+            f"tracker langfuse: {' and '.join(missing)} not set; the project's settings in Langfuse show both"
+        )
+    public, secret = (environment[name] for name in names)
+    word = base64.b64encode(f"{public}:{secret}".encode()).decode()
+    return {
+        "authorization": f"Basic {word}",
+        "x-langfuse-public-key": public,
+        "x-langfuse-ingestion-version": "4",  # spans are shown as they come in
+    }
 
-    def __init__(self, name: str) -> None:
-        self._name, self._num, self._num_lost = name, 0, 0
 
-    def watch(self, send: Callable[[], object], num: int) -> None:
-        """Sends `num` attempts; a DeliveryError counts them as lost."""
-        self._num += num
-        try:
-            send()
-        except DeliveryError as error:
-            if not self._num_lost:
-                log.warning("tracker %s: %s; the next step is tried again", self._name, error)
-            self._num_lost += num
+def observations(attempt: Trajectory, source: TracedRun, split: str) -> Iterator[Span]:
+    """The attempt's spans with the attributes by which Langfuse knows a trace, its session and its generations."""
+    for span in spans_of(attempt, source, split=split):
+        own: dict[str, Any] = {
+            "langfuse.trace.name": f"{source.name} {split}",
+            "langfuse.trace.tags": [split, f"step-{attempt.step}"],
+            "session.id": clean(f"{source.name}/{split}/{attempt.step}/{attempt.group_id}")[:200],
+            "langfuse.observation.type": KINDS.get(str(span.attributes.get("gen_ai.operation.name")), "evaluator"),
+            **{key: span.attributes[name] for name, key in SHOWN.items() if name in span.attributes},
+        }
+        usage = {kind: span.attributes.get(f"gen_ai.usage.{kind}_tokens") for kind in ("input", "output")}
+        if own["langfuse.observation.type"] == "generation" and None not in usage.values():
+            own["langfuse.observation.model.name"] = source.model
+            own["langfuse.observation.usage_details"] = json.dumps(usage)
+        if span.error is not None:
+            own |= {"langfuse.observation.level": "ERROR", "langfuse.observation.status_message": span.error}
+        yield span._replace(attributes={**span.attributes, **own})
 
-    def tell(self) -> None:
-        if self._num_lost:
-            log.warning("tracker %s: %d of %d attempts were lost", self._name, self._num_lost, self._num)
+
+def scores_of(attempt: Trajectory, source: TracedRun, split: str) -> Iterator[dict[str, Any]]:
+    """Yields the attempt's reward, its judges' scores and its own metrics.
+
+    An attempt sent again replaces its scores.
+    """
+    trace = trace_id_of(attempt, source, split).hex()
+    time = datetime.fromtimestamp(max(0.0, attempt.started_at), UTC).isoformat()
+
+    def score(name: str, value: float, comment: str | None = None) -> dict[str, Any]:
+        key = hashlib.sha256(f"{trace}\n{name}".encode(errors="replace")).hexdigest()[:32]
+        record = {"id": key, "traceId": trace, "name": clean(name), "value": value, "dataType": "NUMERIC"}
+        return record | {"timestamp": time} | ({"comment": clean(shortened(comment))} if comment else {})
+
+    if (reward := reward_of(attempt)) is not None:
+        yield score("reward", reward)
+    for each in attempt.scores if isinstance(attempt, ScoredTrajectory) else ():
+        yield score(f"judge.{each.judge}", each.score, each.explanation)
+    for name, value in attempt.metrics.items():
+        if not name.startswith("num_"):  # the gateway's own counts
+            yield score(f"metric.{name}", value)

@@ -6,19 +6,16 @@ goes on begins a further file, and TensorBoard joins them.
 
 import os
 import time
-from collections.abc import Sequence
 from typing import Any
 
 from art_cli.config.sections.tracker_config import TensorBoardTrackerConfig
-from art_cli.reports.trackers import TrackedRun
-from art_cli.reports.trackers.table import COLUMNS, Groups, rewards, rows
+from art_cli.reports.trackers import COLUMNS, AttemptsTracker, Groups, TrackedRun, rewards, rows
 from art_cli.runs.run_dir import MetricsLine
-from art_cli.runs.trajectory import ScoredTrajectory
 
 MAX_SHOWN = 8  # number of attempts in the text of a step, which TensorBoard shows one below the other
 
 
-class TensorBoardTracker:
+class TensorBoardTracker(AttemptsTracker):
     def __init__(self, run: TrackedRun, config: TensorBoardTrackerConfig) -> None:
         from tensorboard.compat.proto import event_pb2, summary_pb2
         from tensorboard.plugins.histogram.summary_v2 import histogram_pb
@@ -40,13 +37,7 @@ class TensorBoardTracker:
         summaries = [self._scalar(f"{line.split}/{name}", value) for name, value in line.metrics.items()]
         self._write(line.step, line.time, summaries)
 
-    def log_trajectories(self, step: int, groups: Sequence[Sequence[ScoredTrajectory]]) -> None:
-        self._log_attempts("train", step, groups)
-
-    def log_evaluation(self, step: int, groups: Groups) -> None:
-        self._log_attempts("eval", step, groups)
-
-    def _log_attempts(self, split: str, step: int, groups: Groups) -> None:
+    def log_attempts(self, split: str, step: int, groups: Groups) -> None:
         summaries = [self._text(f"{split}/samples", _as_text(step, groups))]
         if found := rewards(groups):
             summaries.append(self._histogram(f"{split}/rewards", found))

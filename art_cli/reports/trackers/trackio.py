@@ -6,20 +6,18 @@ output, which here is for results: it is sent to standard error.
 
 import contextlib
 import sys
-from collections.abc import Sequence
 from typing import Any
 
 from art_cli.config.sections.tracker_config import TrackioTrackerConfig
 from art_cli.formats.traces.spans import calls_of, reward_of, shortened
-from art_cli.reports.trackers import TrackedRun
-from art_cli.reports.trackers.table import Groups, chosen, rewards
+from art_cli.reports.trackers import AttemptsTracker, Groups, TrackedRun, chosen, rewards
 from art_cli.runs.run_dir import MetricsLine
-from art_cli.runs.trajectory import Json, ScoredTrajectory, Trajectory
+from art_cli.runs.trajectory import Json, Trajectory
 
 MAX_MESSAGES = 200  # messages of one trace; the first and the last ones are kept
 
 
-class TrackioTracker:
+class TrackioTracker(AttemptsTracker):
     def __init__(self, run: TrackedRun, config: TrackioTrackerConfig) -> None:
         import trackio
 
@@ -40,13 +38,7 @@ class TrackioTracker:
         numbers = {f"{line.split}/{name}": value for name, value in line.metrics.items()}
         self._run.log(numbers, step=line.step)
 
-    def log_trajectories(self, step: int, groups: Sequence[Sequence[ScoredTrajectory]]) -> None:
-        self._log_attempts("train", step, groups)
-
-    def log_evaluation(self, step: int, groups: Groups) -> None:
-        self._log_attempts("eval", step, groups)
-
-    def _log_attempts(self, split: str, step: int, groups: Groups) -> None:
+    def log_attempts(self, split: str, step: int, groups: Groups) -> None:
         shown: dict[str, Any] = {f"{split}/samples": [self._trace(attempt) for attempt in chosen(groups)]}
         if found := rewards(groups):
             shown[f"{split}/rewards"] = self._trackio.Histogram(found)

@@ -5,15 +5,12 @@ at the start, everything is in `logs/wandb` of the run, where `wandb sync` finds
 """
 
 import logging
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from art_cli.config.sections.tracker_config import WandbTrackerConfig
-from art_cli.reports.trackers import TrackedRun
-from art_cli.reports.trackers.table import COLUMNS, Groups, rewards, rows
+from art_cli.reports.trackers import COLUMNS, AttemptsTracker, Groups, TrackedRun, rewards, rows
 from art_cli.runs.run_dir import MetricsLine
-from art_cli.runs.trajectory import ScoredTrajectory
 from art_cli.runtime.errors import one_line
 
 log = logging.getLogger(__name__)
@@ -21,7 +18,7 @@ log = logging.getLogger(__name__)
 INIT_TIMEOUT_S = 20.0  # longest wait for W&B's server at the start, below the 30 s that the run waits for its trackers
 
 
-class WandbTracker:
+class WandbTracker(AttemptsTracker):
     def __init__(self, run: TrackedRun, config: WandbTrackerConfig) -> None:
         import wandb
 
@@ -70,13 +67,7 @@ class WandbTracker:
         numbers: dict[str, Any] = {f"{line.split}/{key}": value for key, value in line.metrics.items()}
         self._run.log({**numbers, "step": line.step})
 
-    def log_trajectories(self, step: int, groups: Sequence[Sequence[ScoredTrajectory]]) -> None:
-        self._log_attempts("train", step, groups)
-
-    def log_evaluation(self, step: int, groups: Groups) -> None:
-        self._log_attempts("eval", step, groups)
-
-    def _log_attempts(self, split: str, step: int, groups: Groups) -> None:
+    def log_attempts(self, split: str, step: int, groups: Groups) -> None:
         """A histogram of the rewards, and a table of the best and the worst attempt of each group."""
         shown: dict[str, Any] = {f"{split}/samples": self._wandb.Table(columns=COLUMNS, data=rows(step, groups))}
         if found := rewards(groups):

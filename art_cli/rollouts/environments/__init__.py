@@ -142,7 +142,12 @@ def open_environment(settings: Settings) -> Environment:
     library, name = find_library(settings.name)
     if problem := not_installed(library):
         raise UsageError(f"rollout.environment {settings.name}: {problem}")
-    return library.open(name, settings)
+    try:
+        return library.open(name, settings)
+    except UsageError:
+        raise
+    except Exception as error:  # the boundary to the library, which asserts what it expects of arguments
+        raise refused(settings, error) from error
 
 
 def seeds(first: int, count: int) -> Iterator[Json]:

@@ -31,7 +31,7 @@ from art_cli.rollouts.environments import (
     unknown,
 )
 from art_cli.runs.outcome import Outcome
-from art_cli.runtime.errors import UsageError, describe, first_sentence, one_line
+from art_cli.runtime.errors import describe, first_sentence, one_line
 from art_cli.runtime.worker_pool import Crowded, Overran, WorkerPool
 
 if TYPE_CHECKING:
@@ -72,12 +72,7 @@ class TextArena:
 
     def open(self, name: str, settings: Settings) -> "TextGame":
         check_args(settings, self.defaults(name))
-        try:
-            return TextGame(name, settings)
-        except UsageError:
-            raise
-        except Exception as error:  # the boundary to the library
-            raise refused(settings, error) from error
+        return TextGame(name, settings)
 
 
 def _listed(names: list[str]) -> Listing:

@@ -29,7 +29,7 @@ from importlib.metadata import Distribution, distributions
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
-from art_cli.rollouts.environments import EnvironmentFault, Json, Listing, Settings, refused, seed_of
+from art_cli.rollouts.environments import EnvironmentFault, Json, Listing, Settings, seed_of
 from art_cli.runs.outcome import Outcome
 from art_cli.runtime.errors import UsageError, describe, first_sentence, one_line
 
@@ -71,12 +71,7 @@ class Verifiers:
     def open(self, name: str, settings: Settings) -> "VerifiersEnvironment":
         _check_version()
         _find_beside(settings.directory)
-        try:
-            return VerifiersEnvironment(name, settings)
-        except UsageError:
-            raise
-        except Exception as error:  # the boundary to the library
-            raise refused(settings, error) from error
+        return VerifiersEnvironment(name, settings)
 
 
 def _find_beside(directory: str) -> None:

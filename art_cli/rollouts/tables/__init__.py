@@ -32,7 +32,10 @@ def table_scenarios(source: ScenariosConfig, directory: Path) -> list[Json]:
 def _rows(source: ScenariosConfig, path: Path, columns: Columns) -> Generator[TableRow]:
     kind = _kind(path)
     if source.query is not None and kind in DATABASES:
-        return _query(kind, path, source.query, columns, source.timeout_s)
+        from art_cli.rollouts.tables import databases
+
+        query = databases.sqlite_rows if kind == "sqlite" else databases.duckdb_rows
+        return query(path, source.query, columns, source.timeout_s)
     if source.query is not None:
         what = "no SQLite or DuckDB file" if path.exists() else "no such file"
         raise DataError(f"{what}, which a query is asked of", path)
@@ -41,28 +44,18 @@ def _rows(source: ScenariosConfig, path: Path, columns: Columns) -> Generator[Ta
     if kind == "dataset" or (source.split is not None and kind is None):
         if kind and not is_dataset(path):
             raise DataError("a directory that is no dataset; `save_to_disk` of the library datasets writes one", path)
-        from art_cli.rollouts.tables import dataset
+        from art_cli.rollouts.tables import arrow
 
-        return dataset.rows(source, path, columns)
+        return arrow.dataset_rows(source, path, columns)
     if source.split is not None:
         raise DataError("one file has no splits; leave `split` out, or name a dataset", path)
     if kind == "parquet":
-        from art_cli.rollouts.tables import parquet
+        from art_cli.rollouts.tables import arrow
 
-        return parquet.rows(path, columns)
+        return arrow.parquet_rows(path, columns)
     from art_cli.rollouts.tables import csv_file
 
     return csv_file.rows(path, columns)
-
-
-def _query(kind: str | None, path: Path, query: str, columns: Columns, timeout_s: float) -> Generator[TableRow]:
-    if kind == "duckdb":
-        from art_cli.rollouts.tables import duckdb_file
-
-        return duckdb_file.rows(path, query, columns, timeout_s)
-    from art_cli.rollouts.tables import sqlite_file
-
-    return sqlite_file.rows(path, query, columns, timeout_s)
 
 
 def _kind(path: Path) -> str | None:

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from art_cli.rollouts.environments.tasks import AnswerError, TaskPlan, Tasks, is_same, questions, read_answer, words_of
+from art_cli.cli.scenario_writing import AnswerError, TaskPlan, Tasks, is_same, questions, read_answer, words_of
 
 TOOLS = ["add", "count"]
 GOOD = {"task": "Add 1 and 2.", "tools": ["add"], "difficulty": 1}

@@ -15,10 +15,10 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from art_cli.judges import agreement
+from art_cli.judges.agreement import FlipRates, Measure, Ratio, VoteReliability, flip_rates, vote_reliability
 from art_cli.judges.files.judged_files import MAX_GROUP_SIZE
 from art_cli.judges.judge_groups import MAX_REWARD, by_group
-from art_cli.judges.report import agreement
-from art_cli.judges.report.agreement import FlipRates, Measure, Ratio, VoteReliability, flip_rates, vote_reliability
 from art_cli.runs.durable import read_lines
 from art_cli.runs.trajectory import EQUAL_REWARDS, Score
 from art_cli.runtime.errors import DataError, UsageError, printable

@@ -1,14 +1,17 @@
-"""One SELECT on a SQLite file, which is opened for reading only, within a time."""
+"""One SELECT on a SQLite or DuckDB file, which is opened for reading only, without any other file, within a time."""
 
 import sqlite3
+import threading
 import time
 from collections.abc import Generator
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 from urllib.parse import quote
 
+from art_cli.rollouts.tables.arrow import BATCH_ROWS, needs
 from art_cli.rollouts.tables.columns import MAX_CELL, Columns, TableRow
-from art_cli.runtime.errors import DataError, printable
+from art_cli.runtime.errors import DataError, describe, printable
 
 ALLOWED = {sqlite3.SQLITE_SELECT, sqlite3.SQLITE_READ, sqlite3.SQLITE_FUNCTION, sqlite3.SQLITE_RECURSIVE}
 READ_BY_INDEXES = ("data_version", "page_size")  # a full-text index asks for these when it is opened
@@ -16,7 +19,7 @@ REFUSALS = ("not authorized", "authorization denied", "prohibited", "one stateme
 INSTRUCTIONS = 10_000  # steps of SQLite's machine between two looks at the clock, well below a millisecond
 
 
-def rows(path: Path, query: str, columns: Columns, timeout_s: float) -> Generator[TableRow]:
+def sqlite_rows(path: Path, query: str, columns: Columns, timeout_s: float) -> Generator[TableRow]:
     """Yields the rows of the query. Raises DataError: anything but one SELECT, an error of SQLite, a longer time."""
     deadline = time.monotonic() + timeout_s
     try:
@@ -66,3 +69,55 @@ def _options(path: Path) -> str:
         is_wal = file.read(20)[18:] == b"\x02\x02"
     has_log = path.with_name(f"{path.name}-wal").exists()
     return "mode=ro&immutable=1" if is_wal and not has_log else "mode=ro"
+
+
+SETTINGS = {
+    "enable_external_access": False,  # no other file, no extension, no address
+    "autoinstall_known_extensions": False,
+    "autoload_known_extensions": False,
+    "allow_community_extensions": False,
+    "temp_directory": "",  # nothing is written beside the file
+    "lock_configuration": True,
+    "memory_limit": "4GB",
+    "threads": 2,
+}
+
+
+def duckdb_rows(path: Path, query: str, columns: Columns, timeout_s: float) -> Generator[TableRow]:
+    """Yields the rows of the query. Raises DataError: anything but one SELECT, an error of DuckDB, a longer time."""
+    duckdb = needs("duckdb", path)
+    late = threading.Event()
+    try:
+        statements = duckdb.extract_statements(query)
+        if len(statements) != 1 or statements[0].type != duckdb.StatementType.SELECT:
+            raise DataError("the query is not one SELECT, and nothing else is run", path)
+        database = duckdb.connect(str(path), read_only=True, config=SETTINGS)
+    except duckdb.Error as error:
+        raise DataError(f"DuckDB: {printable(describe(error), limit=300)}", path) from None
+    timer = threading.Timer(timeout_s, _interrupt, (database, late))
+    timer.daemon = True
+    timer.start()
+    try:
+        yield from _fetch(database.execute(query), path, columns)
+    except duckdb.Error as error:
+        if late.is_set():
+            raise DataError(f"the query took longer than {timeout_s:g} s (timeout_s)", path) from None
+        raise DataError(f"DuckDB: {printable(describe(error), limit=300)}", path) from None
+    finally:
+        timer.cancel()
+        database.close()
+
+
+def _interrupt(database: Any, late: threading.Event) -> None:
+    late.set()
+    database.interrupt()
+
+
+def _fetch(cursor: Any, path: Path, columns: Columns) -> Generator[TableRow]:
+    names = [column[0] for column in cursor.description]
+    wanted = [(name, names.index(name)) for name in columns.wanted(names, path)]
+    number = 0
+    while values := cursor.fetchmany(BATCH_ROWS):
+        for row in values:
+            number += 1
+            yield TableRow(f"{path}, row {number}", {name: row[place] for name, place in wanted})

@@ -1,1 +1,0 @@
-"""The trust that a judge deserves: agreement.py measures; judge_report.py reads files and reports."""
