@@ -21,7 +21,7 @@ from art_cli.engines import make_engine
 from art_cli.models.loading import load_weights, on_base, token_logprobs
 from art_cli.models.policy_spec import spec_of
 from art_cli.runs.manifest import Manifest, new_checkpoint
-from art_cli.serving.merged_export import _load
+from art_cli.serving.merged_export import load_source
 from art_cli.serving.served_model import find_source
 from art_cli.tinker.server.base_model import Base
 from art_cli.tinker.tinker_learner import TinkerLearner
@@ -78,7 +78,7 @@ def test_an_export_is_the_model_that_the_server_trained(trained: Trained, tmp_pa
 @pytest.mark.slow
 def test_what_is_served_has_the_weights_that_the_server_trained(trained: Trained, tmp_path: Path) -> None:
     """The source that `art serve` opens, in the embedded engine: its logprobs, and a reply."""
-    weights = _load(find_source(str(trained.path)), "float32")
+    weights = load_source(find_source(str(trained.path)), "float32")
 
     async def score() -> list[float]:
         engine = make_engine(EmbeddedEngineConfig(), weights, name="p", logs=tmp_path, shares_weights=False)
