@@ -93,7 +93,8 @@ def _convert(file: Path, directory: Path, num_elements: int) -> None:
             f"{num_elements}"
         )
     tokenizer = transformers.AutoTokenizer.from_pretrained(file.parent, **source)
-    loaded, found = auto.from_pretrained(file.parent, dtype=torch.float32, output_loading_info=True, **source)
+    loading: dict[str, Any] = {"config": config, "dtype": torch.float32, "output_loading_info": True}
+    loaded, found = auto.from_pretrained(file.parent, **loading, **source)
     if missing := sorted(found.get("missing_keys") or ()):
         raise UsageError(f"{file}: {len(missing)} of the model's tensors are missing, first {missing[0]}")
     model.load_state_dict(loaded.state_dict(), assign=True)

@@ -9,9 +9,9 @@ def train() -> Iterator[dict[str, Any]]:
 
 
 def evaluation() -> Iterator[dict[str, Any]]:
-    return _requests("eval", 48)
+    return _requests("held-out", 64)
 
 
 def _requests(name: str, num: int) -> Iterator[dict[str, Any]]:
     for number in range(num):
-        yield {"id": f"{name}-{number}", "seed": f"{name}-{number}", "is_new": name == "eval"}
+        yield {"id": f"{name}-{number}", "seed": f"{name}-{number}", "is_new": name == "held-out"}
