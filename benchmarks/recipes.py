@@ -36,7 +36,10 @@ from art_cli.runs.trajectory import Trajectory
 
 ROOT = Path(__file__).parent.parent
 ART = [sys.executable, "-m", "art_cli"]
-METRICS = {"tictactoe": "win"}  # recipe -> the metric that tells how good it is, where that is not the reward
+METRICS = {
+    "tictactoe": "win",
+    "assistant": "right",
+}  # recipe -> the metric that tells how good it is, where that is not the reward
 RULES = {
     "email-search": ("--group-rule", "email_search_rule.py:scores"),
     "tictactoe": ("--rule", "tictactoe_rule.py:rule"),
@@ -63,6 +66,7 @@ def measure(config: Path, metric: str, seed: int, reward: str, runs: Path, setti
         "seed": seed,
         "reward": reward,
         "values": {step: estimate(list(found.values())) for step, found in values.items()},
+        "played": [(float(at), line[name]) for at, line in enumerate(train) if (name := f"metrics.{metric}") in line],
         "best": best,
         "rise": paired_difference(values[last], values[first]),
         "below": paired_difference(values[last], values[best]),
@@ -97,13 +101,16 @@ def evaluate_afresh(row: dict[str, Any], metric: str) -> str:
 
 def judged_config(recipe: str) -> Path:
     """The recipe's configuration for a judge, which ranks the attempts of a group."""
-    groups = ROOT / "recipes" / recipe / "config-groups.yaml"
-    return groups if groups.exists() else groups.with_name("config.yaml")
+    files = [ROOT / "recipes" / recipe / f"config{kind}.yaml" for kind in ("-ruler", "-groups", "")]
+    return next(file for file in files if file.exists())
 
 
 @contextlib.contextmanager
 def judge_by_rule(recipe: str) -> Iterator[list[str]]:
     """The settings of a judge that reads the attempts in RULER's prompt and scores them by the recipe's rule."""
+    if recipe not in RULES:  # its configuration names builtin:rule
+        yield ["judge.cache=null"]
+        return
     option, rule = RULES[recipe]
     command = [sys.executable, "-m", "tests.support.judge_server", option, str(ROOT / "tests" / "support" / rule)]
     server = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
@@ -137,15 +144,18 @@ def _interval(found: Estimate | None, sign: str = "") -> str:
 
 
 def draw(recipe: str, metric: str, rows: Sequence[dict[str, Any]]) -> str:
-    """One line for each run: the metric in its evaluations, with intervals."""
+    """One line for each run: the metric in its evaluations, with intervals; of two alone, that of training besides."""
     has_judge = len({row["reward"] for row in rows}) > 1
     series = []
     for row in rows:
         points = [(float(step), found.mean) for step, found in row["values"].items()]
         band = [(float(step), found.low, found.high) for step, found in row["values"].items()]
         name = f"{row['reward']}, seed {row['seed']}" if has_judge else f"seed {row['seed']}"
+        if len(points) == 2:
+            series.append(Series(f"{name}, training", row["played"], has_dots=False))
+            name += ", held out"
         series.append(Series(name, points, has_dots=True, band=band))
-    return curve(f"{recipe}: {metric} in evaluations", series)
+    return curve(f"{recipe}: {metric}", series)
 
 
 def misses(rows: Sequence[dict[str, Any]]) -> Iterator[str]:

@@ -10,8 +10,9 @@ from typing import NamedTuple
 NAMES = """\
 Ada Alma Anton Boris Bruno Carla Clara Cyril Dmitri Dora Elena Emil Farid Fiona Greta Gustav Hanna Hugo Ines Ivan \
 Jonas Julia Keiko Klaus Lars Lena Luca Marta Milan Nadia Oscar Paula Petra Ralf Rita Sven Tara Tomas Ursula Yara
-lamp chair kettle mirror blanket ladder bucket candle drill basket sofa desk rug vase mug spoon fork plate bowl pan \
-stove fan heater radio camera phone tablet pencil brush broom towel soap curtain stool bench wardrobe tent rope saw torch
+lamp chair kettle mirror blanket ladder bucket candle drill basket sofa desk rug vase mug spoon fork plate bowl \
+pan stove fan heater radio camera phone tablet pencil brush broom towel soap curtain stool bench wardrobe tent rope \
+saw torch
 Mara Nils Olga Pedro Rosa Samir Tessa Vera
 table clock carpet hammer pillow bottle shelf umbrella
 Monday Tuesday Wednesday Thursday Friday Saturday

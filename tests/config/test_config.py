@@ -244,8 +244,8 @@ hydra: {run: {dir: x}}
     lines = mistakes(text, "train.learning_rate=fast", "learner=tpu", "model.lora.alpha=1,2", "rollout.concurency=3")
     assert lines == [
         "config.yaml:1: name: \"my run\": only letters, digits, '.', '_' and '-', and a letter or digit first",
-        'config.yaml:2: model.base: missing: A hub id, a directory, a GGUF file (also one of the hub, "owner/name:file.gguf"), '
-        'or "file.py:function", which writes a model and its tokenizer into a directory',
+        "config.yaml:2: model.base: missing: A hub id, a directory, a GGUF file (also one of the hub, "
+        '"owner/name:file.gguf"), or "file.py:function", which writes a model and its tokenizer into a directory',
         "config.yaml:3: model.bas: no such key; did you mean 'base'?",
         'config.yaml:4: model.lora.rank: expected a whole number, not "many"',
         'config.yaml:4: model.lora.targets: expected text or a list, not {"a": 1}',
