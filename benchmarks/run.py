@@ -1,6 +1,6 @@
 """Every speed that is claimed, measured in one go: writes benchmarks/RESULTS.md.
 
-    make bench                                   # all of it, about an hour on two cores
+    make bench                                   # all of it, about two hours on two cores
     python -m benchmarks.run --only gateway      # a part; its section alone is written anew
 
 Each part is a command of its own, run one after the other in a fresh process; what it prints is its section, with the
@@ -57,6 +57,9 @@ PARTS = {
         "A network that loses and repeats, and thirty kills of client and server",
         ("benchmarks.lossy", "--kills", "30"),
     ),
+    "demo": Part("The demo", ("benchmarks.recipes", "assistant", "--judge", "--seeds", "0")),
+    "forged_turns": Part("Texts that forge turns", ("benchmarks.forged_turns",)),
+    "gguf": Part("The round trip through a GGUF file", ("benchmarks.gguf",)),
     "templates": Part("Which turns branch in each chat template", ("benchmarks.templates",)),
     "utilisation": Part("Share of the machine", ("benchmarks.utilisation",)),
     "scaling": Part(
