@@ -118,11 +118,12 @@ def test_an_option_on_the_command_line_wins_over_one_that_the_file_lists_and_ove
     assert (config.engine.name, config.rollout.concurrency, config.rollout.processes) == ("vllm", 256, 1)
 
 
-def test_a_model_on_the_command_line_replaces_the_files_and_sets_its_rate() -> None:
-    text = PLAIN.replace("base: m", "base: m, lora: null, chat_template: x.jinja") + "train: {steps: 3}\n"
+def test_a_model_on_the_command_line_replaces_the_files_and_its_rate() -> None:
+    text = PLAIN.replace("base: m", "base: m, lora: null, chat_template: x.jinja")
+    text += "train: {steps: 3, learning_rate: 1e-6}\n"
     config = load(text, "model=qwen3-4b", "model.max_length=100")
     assert (config.model.base, config.model.max_length, config.model.chat_template) == ("Qwen/Qwen3-4B", 100, None)
-    assert (config.train.learning_rate, config.train.steps) == (1e-4, 3)
+    assert (config.train.learning_rate, config.train.steps) == ("auto", 3)
 
 
 def test_a_folder_beside_the_file_wins() -> None:
