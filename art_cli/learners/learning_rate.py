@@ -9,9 +9,9 @@ arXiv:2203.03466). An adapter's change of a weight is alpha / rank * B A, of whi
 with the rank; its rate is about ten times that of whole weights and falls more slowly with the width ("LoRA without
 regret", Schulman et al. 2025; the exponent is that of its authors' fits on Llama models).
 
-ADAPTER_RATE lies within 1e-4 to 1e-3, where SmolLM2-135M learns to choose between two numbers; 1e-5 learns nothing. RATE
-comes to 1.8e-4 at the recipes' random models of width 128, which learn best at 1e-4 to 4e-4. Both with steps of 64
-attempts and four epochs. No wider model was measured. benchmarks/rates.py sets the rule beside seven rates.
+ADAPTER_RATE lies within 1e-4 to 1e-3, where SmolLM2-135M learns to choose between two numbers; at 1e-5 it learns
+nothing. RATE comes to 1.8e-4 at the recipes' random models of width 128, which learn best at 1e-4 to 4e-4. Both with
+steps of 64 attempts and four epochs. No wider model was measured. benchmarks/rates.py sets the rule beside seven rates.
 """
 
 from art_cli.config.schema import LoraConfig
