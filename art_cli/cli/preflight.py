@@ -31,7 +31,7 @@ from art_cli.judges.shadow_judges import ShadowJudges
 from art_cli.learners import Learner, has_own_weights, load_policy, make_learner, trial_update
 from art_cli.learners.processes.nodes.node_address import Address, read_secret
 from art_cli.learners.sft.examples import load_examples
-from art_cli.loop.auto import describe
+from art_cli.loop.auto import decide_by_base, describe
 from art_cli.loop.owed_groups import plan_groups
 from art_cli.loop.policy_sampler import open_sampler
 from art_cli.loop.record import find_clash
@@ -259,8 +259,10 @@ class Preflight:
         return process.version
 
     def check_model(self) -> Finding:
+        model = self.loaded.config.model
+        base = find_base(model.base, directory=self.loaded.directory, built=self.scratch / "base")
+        self.loaded = decide_by_base(self.loaded, base)
         config = self.loaded.config
-        base = find_base(config.model.base, directory=self.loaded.directory, built=self.scratch / "base")
         if isinstance(config.engine, TinkerEngineConfig):
             return self._check_remote_model(config.engine, base)
         log.info("model: importing torch and transformers, about 10 s, then loading %s%s", base, _size(base))

@@ -46,7 +46,7 @@ def config(base: str) -> Callable[..., RunConfig]:
                 "model": {"base": base, "dtype": "float32", "lora": {"rank": 4, "alpha": 8}, **of_model},
                 "rollout": {"entry": "r.py:r", "scenarios": "s.jsonl"},
                 "learner": {"name": "unsloth"},
-                "train": {"max_grad_norm": 1e9, "seed": 3},
+                "train": {"learning_rate": 1e-5, "max_grad_norm": 1e9, "seed": 3},
             }
         )
 

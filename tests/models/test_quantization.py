@@ -240,7 +240,7 @@ def test_an_export_is_merged_into_the_whole_base_and_says_so(
     source = find_source(str(trained_run))
     exported = export(source, tmp_path / "out", dtype="float32", bound=None, probe=make_probe)
     assert exported.max_gap < 1e-4
-    assert "trained on the base in 4bit, merged into the whole one" in _as_text(exported, "float32")
+    assert "trained on the base in 4bit, merged into the whole one" in _as_text(exported, "float32", is_gguf=False)
     assert "| base in training | 4bit |" in (tmp_path / "out" / "README.md").read_text()
     whole = model.load_weights(ModelConfig(base="x", lora=None, dtype="float32"), str(tmp_path / "out"))
     assert not loading.is_quantized(whole.model)
