@@ -21,7 +21,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-MICRO_BATCH = 32  # attempts in one forward pass of training
+MICRO_BATCH = 32  # attempts in one forward pass of training, unless --batch says another number
 
 
 class TurnLimit(Exception):
@@ -270,8 +270,8 @@ def _arguments(config: Any, given: argparse.Namespace) -> Any:
     return GRPOConfig(
         output_dir=tempfile.mkdtemp(prefix="trl-"),
         max_steps=given.steps,
-        per_device_train_batch_size=MICRO_BATCH,
-        gradient_accumulation_steps=config.group_size * config.groups_per_step // MICRO_BATCH,
+        per_device_train_batch_size=given.batch,
+        gradient_accumulation_steps=config.group_size * config.groups_per_step // given.batch,
         num_generations=config.group_size,
         temperature=config.sampling.temperature,
         shuffle_dataset=False,
@@ -306,6 +306,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, required=True)
     parser.add_argument("--every", type=int, default=3, help="steps between two checkpoints")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--batch", type=int, default=MICRO_BATCH, help="attempts in one forward pass of training")
     parser.add_argument("--set", type=setting, action="append", default=[], help="of GRPOConfig: key=value")
     print(json.dumps(train(parser.parse_args())))
 
