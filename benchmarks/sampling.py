@@ -73,8 +73,8 @@ class Generate(Side):
 
     async def sample(self, prompts: Prompts, num: int) -> Prompts:
         ids = torch.tensor(prompts)
-        cache = self._cache if self._keeps_cache and self._cache is not None else transformers.DynamicCache()
         with torch.inference_mode():
+            cache = self._cache if self._keeps_cache and self._cache is not None else self.new_cache(ids)
             whole = self._model.generate(
                 input_ids=ids,
                 attention_mask=torch.ones_like(ids),
@@ -88,6 +88,10 @@ class Generate(Side):
         self._cache = cache
         sampled: Prompts = whole[:, ids.shape[1] :].tolist()
         return sampled
+
+    def new_cache(self, ids: torch.Tensor) -> transformers.DynamicCache:
+        """The cache of prompts [prompt, token] that were not there before."""
+        return transformers.DynamicCache()
 
     def forget(self) -> None:
         self._cache = None

@@ -14,7 +14,6 @@ in each. The sides take turns within each repeat; the figure is the median of th
 
 import argparse
 import asyncio
-import copy
 import statistics
 import tempfile
 import time
@@ -33,7 +32,7 @@ from art_cli.models.loading import Weights, load_weights
 from art_cli.models.policy_spec import spec_of
 from art_cli.runtime import openmp
 from benchmarks.real_model import smollm2
-from benchmarks.sampling import Case, Embedded, Prompts, Side, play
+from benchmarks.sampling import Case, Embedded, Generate, Side, play
 from tests.support.real_vllm import IS_THERE, PYTHON
 
 CASES = {
@@ -45,46 +44,22 @@ CASES = {
 SIDES = ("embedded", "generate", "vllm")
 
 
-class Generate(Side):
-    """transformers' generate over a cache that holds what the prompts have in common, or all of the earlier turns."""
+class GenerateShared(Generate):
+    """transformers' generate with a cache kept from turn to turn, and a prompt that all share computed once."""
 
-    def __init__(self, model: Any) -> None:
-        self._model = model
-        self._cache: Any = None
-
-    async def sample(self, prompts: Prompts, num: int) -> Prompts:
-        ids = torch.tensor(prompts)
-        with torch.inference_mode():
-            cache = self._cache
-            if cache is None:
-                cache = transformers.DynamicCache()
-                if len(prompts) > 1 and prompts.count(prompts[0]) == len(prompts):
-                    self._model(input_ids=ids[:1, :-1], past_key_values=cache, logits_to_keep=1)
-                    cache = copy.deepcopy(cache)
-                    cache.batch_repeat_interleave(len(prompts))
-            whole = self._model.generate(
-                input_ids=ids,
-                attention_mask=torch.ones_like(ids),
-                past_key_values=cache,
-                max_new_tokens=num,
-                min_new_tokens=num,
-                do_sample=True,
-                top_k=0,
-                pad_token_id=0,
-            )
-        self._cache = cache
-        sampled: Prompts = whole[:, ids.shape[1] :].tolist()
-        return sampled
-
-    def forget(self) -> None:
-        self._cache = None
+    def new_cache(self, ids: torch.Tensor) -> transformers.DynamicCache:
+        cache = transformers.DynamicCache()
+        if len(ids) > 1 and bool((ids == ids[0]).all()):
+            self._model(input_ids=ids[:1, :-1], past_key_values=cache, logits_to_keep=1)
+            cache.batch_repeat_interleave(len(ids))
+        return cache
 
 
 def sides(names: list[str], weights: Weights, runner: asyncio.Runner, logs: Path) -> Iterator[tuple[str, Side, Any]]:
     """Yields each side that is here, with the engine to close or None."""
     for name in names:
         if name == "generate":
-            yield name, Generate(weights.model), None
+            yield name, GenerateShared(weights, keeps_cache=True), None
             continue
         engine: Any
         if name == "embedded":

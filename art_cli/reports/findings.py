@@ -488,21 +488,22 @@ Window = Sequence[UpdateNumbers]
 def _stuck(updates: Window, others: Sequence[RunFinding]) -> Iterator[RunFinding]:
     """Yields the newest steps if reward and entropy stood still in them, unless another finding tells why."""
     first = updates[:STREAK]
-    for span in _spans(updates, lambda window: _is_flat(first, window), width=STUCK):
-        begin, end = _ends(span)
-        if end != updates[-1].number:
-            continue  # it has moved since
-        if any(finding.kind in EXPLAINED and finding.step <= end and finding.until >= begin for finding in others):
-            continue
-        share, change = _mean(span, "no_signal_share"), _mean(span, "logprob_change")
-        text = f"reward and entropy stood still in steps {_span(span)}{_reward(span)}: "
-        if share >= SPREAD:
-            text += f"the rewards of {share:.0%} of the groups have no spread"
-            yield RunFinding("stuck", begin, end, text, [], NOTHING_TO_LEARN)
-        else:
-            moved = "" if math.isnan(change) else f" and the updates change a logprob by {change:.2g} nats"
-            text += f"{1 - share:.0%} of the groups have spread{moved}, so the reward pays for what no update reaches"
-            yield RunFinding("stuck", begin, end, text, [], CHECK_REWARD)
+    spans = list(_spans(updates, lambda window: _is_flat(first, window), width=STUCK))
+    if not spans or spans[-1][-1] is not updates[-1]:
+        return  # it moves, or has moved since
+    span = spans[-1]
+    begin, end = _ends(span)
+    if any(finding.kind in EXPLAINED and finding.step <= end and finding.until >= begin for finding in others):
+        return
+    share, change = _mean(span, "no_signal_share"), _mean(span, "logprob_change")
+    text = f"reward and entropy stood still in steps {_span(span)}{_reward(span)}: "
+    if share >= SPREAD:
+        text += f"the rewards of {share:.0%} of the groups have no spread"
+        yield RunFinding("stuck", begin, end, text, [], NOTHING_TO_LEARN)
+    else:
+        moved = "" if math.isnan(change) else f" and the updates change a logprob by {change:.2g} nats"
+        text += f"{1 - share:.0%} of the groups have spread{moved}, so the reward pays for what no update reaches"
+        yield RunFinding("stuck", begin, end, text, [], CHECK_REWARD)
 
 
 def _is_flat(first: Window, window: Window) -> list[bool]:
