@@ -182,7 +182,8 @@ import asyncio
 from pathlib import Path
 from art_cli.rollouts.process import ProcessRollout
 async def main():
-    await ProcessRollout("rollout.py:rollout", directory=Path({str(tmp_path)!r})).open()
+    rollout = ProcessRollout("rollout.py:rollout", directory=Path({str(tmp_path)!r}))  # one that nobody holds may end
+    await rollout.open()
     print("open", flush=True)
     await asyncio.sleep(60)
 asyncio.run(main())
