@@ -176,6 +176,16 @@ def test_weights_are_copied_if_an_eighth_of_the_memory_holds_them(
     )
 
 
+def test_the_room_for_keys_and_values_is_that_of_the_machine_not_of_the_moment(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    runner = ForwardRunner(tiny_weights())
+    monkeypatch.setattr(
+        "art_cli.engines.embedded.model_runner.memory_size", lambda: 8 * 1000 * runner.bytes_per_token()
+    )
+    assert runner.token_budget() == 1000
+
+
 def test_the_smallest_real_model_is_copied_on_a_machine_of_8_gb() -> None:
     """SmolLM2-135M has 538 MB of float32 weights, and an adapter of rank 16 on all linear layers 19.5 MB."""
     assert SHARE * 8e9 > 538.06e6 + 19.5e6

@@ -10,7 +10,6 @@ process does not run or change the model meanwhile. No gradients are recorded. I
 
 import contextlib
 import logging
-import os
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -22,13 +21,15 @@ from art_cli.engines.embedded.attention import Costs, Layout, RunPlanner, SlotCa
 from art_cli.engines.embedded.scheduler import PromptChunk, Shape, StepPlan
 from art_cli.models.decoder.forward import Decoder, Gap, MergedDecoder, Unknown, bound_of, matrix_gap, rounded_otherwise
 from art_cli.models.loading import Weights, count_parameters
+from art_cli.runtime.allocator import memory_size
 from art_cli.runtime.errors import EngineError
 
 Tensor = torch.Tensor
 DecoderKind = type[MergedDecoder] | type[Decoder]
 log = logging.getLogger(__name__)
 
-MEMORY_SHARE = 0.25  # share of the memory free at the engine's start that keys and values may take
+MEMORY_SHARE = 0.25  # share of a GPU's free memory, at the engine's start, that keys and values may take
+MACHINE_SHARE = 1 / 8  # share of the machine's memory, where they are in it; what else runs there changes nothing
 SMALL = 8_000_000  # parameters; a second core makes 64 tokens 1.1 times faster with 1M of them, 1.5 times with 24M
 SCORE_ROWS = 512  # number of rows of logits turned into logprobs at a time
 PROBE = 12  # number of tokens on which a decoder is compared with the model's own layers
@@ -98,12 +99,12 @@ class ForwardRunner:
         return 2 * int(config.num_hidden_layers * heads * head_dim * self.weights.dtype.itemsize)
 
     def token_budget(self) -> int:
-        """Returns the number of tokens of all slots together that fit into a share of the free memory."""
+        """Returns the number of tokens of all slots together that fit into a share of the memory."""
         if self.weights.device.type == "cuda":
-            free = torch.cuda.mem_get_info(self.weights.device)[0]
+            size = torch.cuda.mem_get_info(self.weights.device)[0] * MEMORY_SHARE
         else:
-            free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-        return int(free * MEMORY_SHARE) // self.bytes_per_token()
+            size = memory_size() * MACHINE_SHARE
+        return int(size) // self.bytes_per_token()
 
     def _logits(self, layout: Layout, rows: Tensor) -> Tensor:
         if self.decoder_kind is None:
