@@ -31,7 +31,7 @@ def run(
     from art_cli.config.compose import load_config
     from art_cli.learners.processes.job import make_job
     from art_cli.learners.processes.nodes.node import join
-    from art_cli.loop.auto import decide_by_base, resolve_auto
+    from art_cli.loop.auto import resolve_auto
     from art_cli.models.loading import find_base
     from art_cli.runtime import threads
     from art_cli.runtime.scratch import scratch
@@ -42,6 +42,5 @@ def run(
         raise UsageError(f"{config}: learner.nodes is 1, so that nothing can be joined; set it and learner.rendezvous")
     with scratch("node") as directory:
         base = find_base(loaded.config.model.base, directory=loaded.directory, built=directory / "base")
-        loaded = decide_by_base(loaded, base)  # the learning rate; the first node says the dtype
         job = make_job(loaded.config, base, directory=loaded.directory, dtype=loaded.config.model.dtype)
         threads.run(join(job, files=Path(directory), logs=Path(directory), wait_s=wait_s))

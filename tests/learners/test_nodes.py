@@ -124,8 +124,8 @@ class Node:
 
 @contextlib.contextmanager
 def joined(project: Path, logs: Path, *overrides: str) -> Iterator[tuple[ParallelLearner, Node]]:
-    """A learner whose second node is a child of this process."""
-    node = Node(project, *overrides)
+    """A learner whose second node is a child of this process, and takes the learning rate from it."""
+    node = Node(project, *overrides, "train.learning_rate=auto")
     learner = parallel_learner(job_of(project, *overrides), logs=logs)
     try:
         yield learner, node

@@ -30,7 +30,8 @@ from tests.support.paths import LETTERS
 from tests.support.waiting import until
 
 SECRET = b"0123456789abcdef"
-IDENTITY = {"package torch": "2.13.0", "device": "cpu", "setting loss.kl": "ab"}
+IDENTITY = {"package torch": "2.13.0", "device": "cpu", "setting loss.kl": "ab", "setting train.learning_rate": "cd"}
+RATE = 2e-4
 NODES = ("learner=torch", "learner.nodes=2", "learner.rendezvous=127.0.0.1:29500")
 
 
@@ -56,7 +57,7 @@ async def meeting(
     *, nodes: int = 2, deadline_s: float = 60.0
 ) -> AsyncIterator[tuple[Rendezvous, "asyncio.Task[list[NodeEnd]]", Come]]:
     """A rendezvous that listens, its wait, and what comes to it."""
-    rendezvous = Rendezvous(Meeting(free_address(), nodes, SECRET, lambda: IDENTITY, "float32", deadline_s))
+    rendezvous = Rendezvous(Meeting(free_address(), nodes, SECRET, lambda: IDENTITY, "float32", RATE, deadline_s))
     waiting, come = asyncio.ensure_future(rendezvous.meet()), Come()
     try:
         yield rendezvous, waiting, come
@@ -91,6 +92,19 @@ async def test_a_node_that_is_not_alike_is_refused_by_name_and_the_next_one_is_a
         assert not waiting.done()
         await come(rendezvous)
         assert len(await waiting) == 1
+
+
+async def test_a_node_takes_the_runs_learning_rate_where_its_own_is_open(base: Path, tmp_path: Path) -> None:
+    job, auto = job_of(tmp_path, base), "train.learning_rate=auto"
+    left_out = identity_of(job).keys() - identity_of(job_of(tmp_path, base, auto)).keys()
+    assert left_out == {"setting train.learning_rate"}
+    async with meeting() as (rendezvous, waiting, come):
+        identity = {name: value for name, value in IDENTITY.items() if name not in left_out}
+        node = await node_module._meet(rendezvous.meeting.address, SECRET, identity, 30.0)
+        come.nodes.append(node)
+        assert len(await waiting) == 1
+    assert node_module._as_decided(job_of(tmp_path, base, auto), node).train.learning_rate == RATE
+    assert node_module._as_decided(job, node).train.learning_rate == job.train.learning_rate
 
 
 async def test_a_node_that_leaves_while_others_are_missing_has_no_place() -> None:
@@ -153,7 +167,7 @@ async def test_a_wait_for_nodes_and_a_wait_for_the_first_one_end(monkeypatch: py
 
 
 async def test_an_address_of_another_machine_is_refused_with_what_would_do() -> None:
-    rendezvous = Rendezvous(Meeting(Address("192.0.2.1", 29500), 2, SECRET, lambda: IDENTITY, "float32", 5.0))
+    rendezvous = Rendezvous(Meeting(Address("192.0.2.1", 29500), 2, SECRET, lambda: IDENTITY, "float32", RATE, 5.0))
     with pytest.raises(LearnerError, match="cannot listen at 192.0.2.1:29500; learner.rendezvous is an address of"):
         await rendezvous.meet()
 

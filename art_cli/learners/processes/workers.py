@@ -469,6 +469,7 @@ def parallel_learner(job: Job, *, logs: Path | None) -> ParallelLearner:
                 secret=read_secret(address),
                 identity=partial(identity_of, job),
                 dtype=job.model.dtype,
+                learning_rate=job.train.rate,
                 deadline_s=job.learner.join_timeout_s,
             )
         )

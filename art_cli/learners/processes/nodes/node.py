@@ -63,7 +63,7 @@ async def join(job: Job, *, files: Path, logs: Path, wait_s: float) -> None:
         identity = await _or_interrupt(asyncio.to_thread(identity_of, job), interrupted)
         first = await _or_interrupt(_meet(address, secret, identity, wait_s), interrupted)
         log.info("learner: this node belongs to the run at %s; it starts when all nodes are there", address)
-        job = job.model_copy(update={"model": job.model.model_copy(update={"dtype": first.dtype})})
+        job = _as_decided(job, first)
         place = NodePlace(nodes=job.learner.nodes, host=address.host, interface=interface_of(first.own_host))
         node = JoinedNode(job, place, files=files, logs=logs)
         try:
@@ -84,7 +84,16 @@ async def join(job: Job, *, files: Path, logs: Path, wait_s: float) -> None:
 class _First(NamedTuple):
     connection: authenticated.Sealed
     dtype: str
+    learning_rate: float
     own_host: str  # this machine's address in that connection
+
+
+def _as_decided(job: Job, first: _First) -> Job:
+    """Returns the job with the run's dtype, and with its learning rate in place of auto."""
+    train = job.train
+    if train.learning_rate == "auto":
+        train = train.model_copy(update={"learning_rate": first.learning_rate})
+    return job.model_copy(update={"model": job.model.model_copy(update={"dtype": first.dtype}), "train": train})
 
 
 async def _meet(address: Address, secret: bytes, identity: Identity, wait_s: float) -> _First:
@@ -123,7 +132,7 @@ async def _meet(address: Address, secret: bytes, identity: Identity, wait_s: flo
         writer.close()
         raise LearnerError(f"the run at {address} refuses this node: {printable(said.refusal, limit=1000)}")
     connection.reader.max_bytes = MAX_LINE_BYTES
-    return _First(connection, said.dtype, str(writer.get_extra_info("sockname")[0]))
+    return _First(connection, said.dtype, said.learning_rate, str(writer.get_extra_info("sockname")[0]))
 
 
 def _words(error: BaseException) -> str:

@@ -31,6 +31,7 @@ FREE = frozenset(
         "loss.teacher.concurrency",
     }
 )
+RATE = "setting train.learning_rate"  # left out by a node whose rate is auto: it takes the first node's
 KINDS = {"package": "other versions", "setting": "other settings", "model": "another base model"}
 KINDS |= {"teacher": "another teacher", "code": "another algorithm", "device": "another kind of device"}
 MAX_NAMED = 6  # parts that a message names
@@ -45,6 +46,8 @@ def identity_of(job: Job) -> Identity:
     except OSError as error:
         raise UsageError(f"{error.filename}: {error.strerror}") from error
     settings = {f"setting {key}": _digest(value) for key, value in _flat("", job.model_dump(mode="json"))}
+    if job.train.learning_rate == "auto":
+        del settings[RATE]
     if job.train.decay != "none":  # the learning rate depends on the number of steps
         settings["setting train.steps"] = _digest(job.train.steps)
     versions = {"package art": version("art-cli"), "package torch": version("torch")}

@@ -19,7 +19,7 @@ import msgspec
 
 from art_cli.learners import Progress
 from art_cli.learners.processes.nodes.node_address import VARIABLE, Address, interface_of, keep_alive
-from art_cli.learners.processes.nodes.node_identity import Identity, difference
+from art_cli.learners.processes.nodes.node_identity import RATE, Identity, difference
 from art_cli.learners.processes.remote_calls import LEARNER
 from art_cli.runtime.errors import ArtError, LearnerError, printable
 from art_cli.runtime.processes import authenticated
@@ -122,20 +122,22 @@ class Introduction(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Welcome(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The answer to it. Example: Welcome(dtype="float32"), or Welcome(refusal="other settings (loss.kl)")"""
+    """The answer to it. Example: Welcome("", "float32", 2e-4), or Welcome(refusal="other settings (loss.kl)")"""
 
     refusal: str = ""  # "": it is admitted
     dtype: str = ""  # dtype of the base's weights, as the run has decided
+    learning_rate: float = 0.0  # likewise, for a node whose rate is auto
 
 
 class Meeting(NamedTuple):
-    """The first node's settings. Example: Meeting(Address("10.0.0.4", 29500), 2, b"...", {...}, "float32", 600.0)"""
+    """The first node's settings. Example: Meeting(Address("10.0.0.4", 29500), 2, b"", {...}, "float32", 2e-4, 60.0)"""
 
     address: Address
     nodes: int  # this one counted
     secret: bytes
     identity: Callable[[], Identity]  # called once, in a thread, because it reads the base's files
     dtype: str
+    learning_rate: float
     deadline_s: float  # longest wait for the last node
 
 
@@ -219,10 +221,11 @@ class Rendezvous:
             # msgspec's errors are ValueErrors
             node = msgspec.json.decode(await connection.reader.readline(), type=Introduction)
         self._met = self._met if self._is_full.is_set() else [node for node in self._met if not node.has_ended]
-        refusal = difference(self._identity, node.identity)
+        rate = {RATE: self._identity[RATE]} if RATE in self._identity else {}
+        refusal = difference(self._identity, rate | node.identity)
         if not refusal and len(self._met) == self.meeting.nodes - 1:
             refusal = f"the learner has its {self.meeting.nodes} nodes already (learner.nodes)"
-        connection.writer.write(msgspec.json.encode(Welcome(refusal, self.meeting.dtype)))
+        connection.writer.write(msgspec.json.encode(Welcome(refusal, self.meeting.dtype, self.meeting.learning_rate)))
         if refusal:
             log.warning("learner: a node at %s is refused: %s", peer, refusal)
             with contextlib.suppress(TimeoutError):
