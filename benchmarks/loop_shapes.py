@@ -3,6 +3,7 @@
 tiny    the demo: tic-tac-toe with a model of 1.2M parameters, 256 games a step
 game    the same games with a Qwen3 of 17M parameters (hidden 384, 8 layers)
 agent   what an e-mail agent looks like: 24M parameters, 4 replies of 40 tokens after 800, three outputs of 150
+real    the demo: SmolLM2-135M calls a tool and answers, 64 attempts a step
 """
 
 import sys
@@ -14,6 +15,7 @@ from typing import Any, NamedTuple, Protocol
 ROOT = Path(__file__).parent.parent
 TICTACTOE = ROOT / "recipes" / "tictactoe"
 GROUPS = TICTACTOE / "config-groups.yaml"  # both sides learn from groups of attempts
+ASSISTANT = ROOT / "recipes" / "assistant" / "config.yaml"
 AGENT = Path(__file__).parent / "loop_agent"
 # what makes both sides' steps the same work: an adapter, and one update for each batch of games
 ONE_UPDATE = (
@@ -23,6 +25,13 @@ ONE_UPDATE = (
     "~train.decay_to",
     "rollout.groups_per_step=32",
     "train.updates_per_step=1",
+    "train.epochs_per_step=1",
+)
+ONE_UPDATE_REAL = (
+    "model.lora={rank: 16, alpha: 32}",
+    "train.learning_rate=5e-4",
+    "train.decay=none",
+    "~train.decay_to",
     "train.epochs_per_step=1",
 )
 
@@ -108,6 +117,36 @@ class Agent:
         return str(output(episode.scenario, len(episode.state) - 1))
 
 
+class Assistant:
+    """The recipe's request. The state is the request, and whether its record was found (None before the call)."""
+
+    def begin(self, scenario: dict[str, Any]) -> tuple[list[dict[str, str]], Any]:
+        from desk import make_request
+        from rollout import EXAMPLES, SYSTEM
+
+        request = make_request(scenario["seed"], is_new=scenario["is_new"])
+        messages = [{"role": "system", "content": SYSTEM}]
+        for place, text in enumerate([*EXAMPLES, request.text]):
+            messages.append({"role": "assistant" if place % 2 else "user", "content": text})
+        return messages, (request, None)
+
+    def answer(self, episode: Episode, reply: str) -> str | None:
+        from desk import read_call
+
+        request, has_found = episode.state
+        if has_found is None:
+            call = read_call(reply)
+            if call is None:
+                episode.reward = 0.0
+                return None
+            has_found = call == (request.tool, request.key)
+            episode.state = (request, has_found)
+            return f"Result: {request.record if has_found else 'nothing found'}"
+        right = has_found and reply.strip() == request.answer
+        episode.reward = 1.0 if right else 0.3 if has_found else 0.1
+        return None
+
+
 def _messages(system: str, user: str) -> list[dict[str, str]]:
     return [{"role": "system", "content": system}, {"role": "user", "content": user}]
 
@@ -146,6 +185,10 @@ SHAPES = {
         Shape(
             "game", GROUPS, ONE_UPDATE, TicTacToe(), ">= 3", ("--batch", "32", *_CACHED), ("16", "32", "64"),
             "benchmarks.loop_shapes:build_game",
+        ),
+        Shape(
+            "real", ASSISTANT, ONE_UPDATE_REAL, Assistant(), ">= 8", ("--batch", "8", *_CACHED), ("4", "8", "16"),
+            "builtin:smollm2-135m",
         ),
         Shape("agent", AGENT / "config.yaml", (), Agent(), ">= 5", ("--batch", "8", *_CACHED), ("4", "8", "16")),
     )
