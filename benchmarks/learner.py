@@ -87,10 +87,10 @@ class Trl(TrlStep):
     def __init__(self, groups: Groups, batch: int) -> None:
         from benchmarks.models import build
 
-        super().__init__(build("24M", has_adapter=True).model, _recorded(groups), batch)
+        super().__init__(build("24M", has_adapter=True).model, recorded(groups), batch)
 
 
-def _recorded(groups: Groups) -> dict[str, Any]:
+def recorded(groups: Groups) -> dict[str, Any]:
     """What TRL's generation would give for the batch, with our advantages."""
     import torch
 

@@ -11,7 +11,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NamedTuple
 
-DEADLINE_S = 600.0  # longest time for one call
+DEADLINE_S = 1800.0  # longest time for one call
 
 
 class Taken(NamedTuple):

@@ -30,9 +30,13 @@ class TrlStep:
 
     def step(self) -> None:
         self._accumulate()
-        self.trainer.accelerator.clip_grad_norm_(self.trainer.model.parameters(), SETTINGS["max_grad_norm"])
+        parameters, limit = self.trainer.model.parameters(), SETTINGS["max_grad_norm"]
+        self.last_norm = float(self.trainer.accelerator.clip_grad_norm_(parameters, limit))
         self.trainer.optimizer.step()
         self.trainer.model.zero_grad()
+
+    def norm(self) -> float:
+        return self.last_norm
 
     def peak(self) -> float:
         return self.memory.peak()

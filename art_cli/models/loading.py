@@ -7,8 +7,8 @@ transformers and peft are imported inside functions only, so that importing this
 Where `model.dtype` is auto, the dtype follows from what the device has, so that load cannot matter. Nothing is timed,
 because a busy machine times differently from a quiet one. bfloat16 halves the memory, and a device that multiplies it
 natively (a GPU's tensor cores, AMX on a CPU) computes products six times faster and more. Elsewhere it does not pay:
-AVX-512 alone gives 2.1 times on products and 1.1 to 1.4 times on a step, and bfloat16 rounds logprobs to a hundredth of
-a nat.
+AVX-512 alone gives 2.1 times on products of an EPYC, 1.1 to 1.4 times on a step, and only 0.6 times on products of a
+Xeon; and bfloat16 rounds logprobs to a hundredth of a nat.
 
 In 4 bits (bitsandbytes' NF4 with double quantization, Dettmers et al. 2023, arXiv:2305.14314) each linear layer but the
 head is kept quantized and computed in the model's dtype; one fix follows the loading. There is no 8-bit form, for two

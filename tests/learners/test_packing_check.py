@@ -12,6 +12,7 @@ from art_cli.config.schema import GrpoConfig, TorchLearnerConfig
 from art_cli.learners.packs.pack_runner import PackRunner
 from art_cli.learners.packs.packing_check import PackingCheck, compare_batch
 from art_cli.learners.samples import bare_sample
+from art_cli.models.decoder import layers, maths
 from art_cli.models.decoder.forward import BOUNDS, LIMIT, Gap, bound_of
 from tests.learners.test_pack_runner import samples, weights_of
 from tests.support.gradients import Caught, learner, reference_gradient, two_answers
@@ -34,6 +35,17 @@ def test_exact_packs_hold_to_rounding(lora_rank: int | None) -> None:
     assert gap.found.logprob < 1e-5 and gap.found.gradient < 1e-5
     assert gap.is_small
     assert all(parameter.grad is None for parameter in weights.model.parameters())
+
+
+@pytest.mark.parametrize("long", [0.0, float("inf")], ids=["added into the weights", "apart"])
+def test_packs_by_mkl_hold_with_the_adapter_added_into_the_weights_and_apart(
+    long: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in (maths, layers):
+        monkeypatch.setattr(module, "prefers_onednn", lambda: False)
+    monkeypatch.setattr(layers, "LONG", long)
+    gap = compare_batch(runner_of(tiny_weights()), samples())
+    assert gap.found.logprob < 1e-5 and gap.found.gradient < 1e-5
 
 
 def test_trees_are_compared_also_where_the_first_batch_has_none_that_pay(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,6 +13,7 @@ TOLERANCE = {"rtol": 1e-4, "atol": 1e-4}
 @pytest.fixture(params=[True, False], ids=["oneDNN", "MKL"])
 def library(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(maths, "SMALLEST", 0 if request.param else 1 << 60)
+    monkeypatch.setattr(maths, "prefers_onednn", lambda: request.param)
 
 
 @pytest.mark.parametrize("is_view", [False, True])
@@ -32,6 +33,19 @@ def test_a_product_leaves_what_it_is_added_to(library: None) -> None:
     before = base.clone()
     add_product(base, x, weight)
     assert torch.equal(base, before)
+    assert torch.equal(add_product(base, x, weight, is_spare=True), add_product(before, x, weight))
+
+
+@pytest.mark.parametrize("is_intel", [False, True])
+def test_intels_processors_multiply_with_mkl_and_need_no_padding(
+    is_intel: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """oneDNN multiplies bfloat16 on all of them."""
+    monkeypatch.setattr(maths, "_is_intel", lambda: is_intel)
+    monkeypatch.setattr(torch.backends.mkl, "is_available", lambda: True)
+    monkeypatch.setattr(maths, "prefers_onednn", maths.prefers_onednn.__wrapped__)
+    assert maths.is_shape_costly(torch.float32) == (maths.has_onednn() and not is_intel)
+    assert maths.is_shape_costly(torch.bfloat16)
 
 
 def _matrix(rows: int, columns: int, is_view: bool) -> Tensor:

@@ -26,6 +26,7 @@ from art_cli.learners.packs.tree_attention import Tree, attend, padded, tree_att
 from art_cli.learners.processes.ranks import Ranks, deal, pack_evenly
 from art_cli.learners.samples import Ints, Sample
 from art_cli.models.decoder.layers import known_layers
+from art_cli.models.decoder.maths import is_shape_costly
 from art_cli.models.loading import Weights, count_parameters
 from art_cli.runtime import openmp
 from art_cli.runtime.errors import LearnerError
@@ -173,7 +174,7 @@ class PackRunner:
 
     def _run_packed(self, pack: Pack, entropy_gradient: bool) -> TokenScores:
         backbone = self.model.base_model
-        if self.weights.device.type == "cpu":
+        if self.weights.device.type == "cpu" and is_shape_costly(self.weights.dtype):
             pack = padded(pack)
         tree = Tree.of(pack, self.weights.device, self.flex)
         output = backbone(

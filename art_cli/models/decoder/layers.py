@@ -32,10 +32,22 @@ from art_cli.models.decoder.forward import (
     read_norm,
     read_projection,
 )
-from art_cli.models.decoder.maths import Norm, Projection, gate, gate_backward, rotate_backward, signed
+from art_cli.models.decoder.maths import (
+    Norm,
+    Projection,
+    gate,
+    gate_backward,
+    prefers_onednn,
+    rotate_backward,
+    signed,
+)
 
 Attend = Callable[..., tuple[Tensor, None]]  # a function for transformers' AttentionInterface
 Forward = Callable[..., Tensor]
+
+# Number of tokens, in widths of the model, above which MKL multiplies faster by weights with the adapter added in. At
+# 135M parameters (576 wide) and 780 tokens the sums take 4.3 ms a layer, and separate products 2.2 ms.
+LONG = 2.5
 
 
 class TreeLike(Protocol):
@@ -97,7 +109,9 @@ def _run(
 ) -> Tensor:
     """Returns [1, T, hidden]; with `rows` of those only."""
     # read at every call, because sharding puts whole tensors in place only while a layer runs
-    layer = read_layer(module).merging()
+    layer = read_layer(module)
+    if prefers_onednn() or len(hidden[0]) > LONG * hidden.shape[-1]:
+        layer = layer.merging()
     query, key, value = _Inputs.apply(hidden[0], cos, sin, layer, *layer.input_tensors)  # type: ignore[no-untyped-call]
     heads = (states.transpose(0, 1)[None] for states in (query, key, value))
     out, _ = attend(module.self_attn, *heads, None, tree=tree, scaling=layer.scaling, sliding_window=layer.window)

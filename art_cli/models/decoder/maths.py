@@ -10,12 +10,17 @@ half the width of their registers. Measured on an EPYC with AVX-512, 1,024 rows 
 a core by MKL and 225 by oneDNN, with the same rounding. oneDNN writes code for each shape that it meets (1 ms and
 0.5 MB), so it gets only large products, and callers keep the number of shapes small.
 
+Intel's processors use MKL. On a Xeon (AVX-512, family 6, model 207) both give 145 GFLOP/s of a core, but oneDNN takes
+two to three times as long where an adapter's rank is summed over. Any number of rows is as fast as the next, so that
+rows need no padding. bfloat16 without AMX gives 83 GFLOP/s there and is no way to a faster step.
+
 Short attentions share a call: neighbours join while their padding costs less than another call, measured on a CPU with
 float32. The engine joins chunks of prompts by it, the learner short segments of a tree.
 """
 
 import functools
 from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
 from typing import NamedTuple, TypeVar
 
 import torch
@@ -52,10 +57,10 @@ def product(x: Tensor, weight: Tensor) -> Tensor:
     return out
 
 
-def add_product(base: Tensor, x: Tensor, weight: Tensor) -> Tensor:
-    """base + x w^T, a new tensor."""
+def add_product(base: Tensor, x: Tensor, weight: Tensor, *, is_spare: bool = False) -> Tensor:
+    """base + x w^T, a new tensor. `is_spare`: the caller needs `base` no more, and its memory may be the result's."""
     if not _is_ours(x, weight):
-        return torch.addmm(base, x, weight.t())
+        return base.addmm_(x, weight.t()) if is_spare else torch.addmm(base, x, weight.t())
     out: Tensor = torch.ops.mkldnn._linear_pointwise.binary(x, base, weight, None, "add")
     return out
 
@@ -71,7 +76,23 @@ def inner_product(left: Tensor, right: Tensor) -> Tensor:
 
 def _is_ours(x: Tensor, weight: Tensor) -> bool:
     is_float32_on_cpu = x.device.type == "cpu" and x.dtype == weight.dtype == torch.float32
-    return is_float32_on_cpu and len(x) * weight.numel() >= SMALLEST and has_onednn()
+    return is_float32_on_cpu and len(x) * weight.numel() >= SMALLEST and prefers_onednn()
+
+
+def is_shape_costly(dtype: torch.dtype) -> bool:
+    """Returns whether products on the CPU are oneDNN's, for which callers keep the number of shapes small."""
+    return dtype.itemsize < 4 or prefers_onednn()
+
+
+@functools.cache
+def prefers_onednn() -> bool:
+    """Returns True if float32 products are oneDNN's here: on all processors but Intel's, which MKL is made for."""
+    return has_onednn() and not (torch.backends.mkl.is_available() and _is_intel())  # type: ignore[no-untyped-call]
+
+
+def _is_intel() -> bool:
+    path = Path("/proc/cpuinfo")
+    return path.exists() and "GenuineIntel" in path.read_text()
 
 
 @functools.cache
@@ -133,7 +154,7 @@ class Projection(NamedTuple):
         inner = product(x, self.down.to(x.dtype))
         if self.is_merged:
             return out, inner
-        return add_product(out, inner, self.up.to(x.dtype) * self.scaling), inner
+        return add_product(out, inner, self.up.to(x.dtype) * self.scaling, is_spare=True), inner
 
     @property
     def tensors(self) -> tuple[Tensor | None, ...]:
@@ -145,13 +166,14 @@ class Projection(NamedTuple):
     ) -> tuple[Tensor, *tuple[Tensor | None, ...]]:
         """Returns the gradients of x and of `tensors`; None for one that is not trained.
 
-        `inner`: what `apply` gave beside its result. `into`: a gradient of x that this one's is added to.
+        `inner`: what `apply` gave beside its result. `into`: a gradient of x that this one's is added to, and that the
+        caller needs no more.
         """
         grad_inner, *found = self._backward_tensors(grad, x, inner)
         weight = (self._merged() if self.is_merged else self.weight).t()
-        grad_x = product(grad, weight) if into is None else add_product(into, grad, weight)
+        grad_x = product(grad, weight) if into is None else add_product(into, grad, weight, is_spare=True)
         if grad_inner is not None and self.down is not None and not self.is_merged:
-            grad_x = add_product(grad_x, grad_inner, self.down.to(grad.dtype).t())
+            grad_x = add_product(grad_x, grad_inner, self.down.to(grad.dtype).t(), is_spare=True)
         return grad_x, *found
 
     def backward_tensors(self, grad: Tensor, x: Tensor, inner: Tensor | None) -> tuple[Tensor | None, ...]:
