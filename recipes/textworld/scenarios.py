@@ -1,0 +1,33 @@
+"""The games: a seed and a size each. Those for evaluation have food and things that no training game has."""
+
+from collections.abc import Iterator
+from itertools import cycle
+from typing import Any
+
+from game import Size
+
+EASY = Size(rooms=1, objects=2, commands=2)
+SMALL = Size(rooms=1, objects=4, commands=2)
+LARGE = Size(rooms=4, objects=8, commands=6)
+
+
+def train() -> Iterator[dict[str, Any]]:
+    return _games("train", 40, SMALL, EASY)
+
+
+def evaluation() -> Iterator[dict[str, Any]]:
+    return _games("held-out", 32, SMALL, EASY)
+
+
+def train_large() -> Iterator[dict[str, Any]]:
+    return _games("train", 400, LARGE)
+
+
+def evaluation_large() -> Iterator[dict[str, Any]]:
+    return _games("held-out", 100, LARGE)
+
+
+def _games(name: str, num: int, *sizes: Size) -> Iterator[dict[str, Any]]:
+    """Yields games of these sizes in turn."""
+    for seed, size in zip(range(num), cycle(sizes), strict=False):
+        yield {"id": f"{name}-{seed}", "seed": seed, "size": size._asdict(), "is_held_out": name == "held-out"}
