@@ -1,12 +1,14 @@
 """The round trip through a GGUF file: how far logprobs move between a model and what transformers reads back.
 
     python -m benchmarks.gguf                # random Llama, Qwen3 and Gemma 3, and SmolLM2 if its package is installed
+    python -m benchmarks.gguf --model smollm2-135m
 
 Each model is exported in each kind by the function behind `art export --gguf`, read back, and compared on texts of its
 own sampling. The random models are a few million parameters of the real shapes of a head, with a byte-level tokenizer
 of Qwen's kind, or for Gemma one with byte fallback; their weights have the spread that training begins with.
 """
 
+import argparse
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,7 @@ from typing import Any
 from benchmarks.real_model import smollm2
 
 KINDS = ("f16", "q8_0", "q4_0")
+FAMILIES, REAL = ("llama", "qwen3", "gemma3"), "smollm2-135m"
 SAMPLES, TOKENS, GREEDY = 8, 64, 64
 WORDS = "the policy of a model moves toward what its judge prefers, one step after another; 3 of 12 groups are equal. "
 
@@ -174,15 +177,18 @@ def row(base: Path, kind: str, scratch: Path) -> str:
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", nargs="+", choices=[*FAMILIES, REAL], default=[*FAMILIES, REAL])
+    names = parser.parse_args().model
     print("| model | kind | file | largest difference, nats | mean | share of max(1, logprob) | greedy texts equal |")
     print("|---|---|---|---|---|---|---|")
     with tempfile.TemporaryDirectory() as temporary:
-        bases = []
-        for family in ("llama", "qwen3", "gemma3"):
-            random_model(Path(temporary) / family, family)
-            bases.append(Path(temporary) / family)
-        real = smollm2()
-        for base in [*bases, *([real] if real is not None else [])]:
+        for name in names:
+            base = smollm2() if name == REAL else Path(temporary) / name
+            if base is None:
+                continue
+            if name != REAL:
+                random_model(base, name)
             for kind in KINDS:
                 print(row(base, kind, Path(temporary)), flush=True)
 

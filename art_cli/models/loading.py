@@ -264,7 +264,7 @@ def load_weights(
         tokenizer.chat_template = read_template(config.chat_template)
     if not tokenizer.chat_template:
         cure = "give it a chat_template.jinja" if named else f"{template_cure(tokenizer)} in model.chat_template"
-        raise UsageError(f"{base}: its tokenizer has no chat template; {cure}")
+        raise UsageError(f"{base if named else config.base}: its tokenizer has no chat template; {cure}")
     max_length = config.max_length or context_of(model.config)
     model.eval()
     has_adapter = config.lora is not None

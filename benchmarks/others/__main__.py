@@ -1,11 +1,12 @@
 """Other projects' tools against `art serve`: what each of them counts, and what the server answered.
 
-    python -m benchmarks.others                         # about 10 minutes on 2 cores, and the installing
+    python -m benchmarks.others                         # minutes on 2 cores, and the installing
     python -m benchmarks.others --only lm-eval guidellm
     python -m benchmarks.others --only lm-eval --model .scratch/smollm2-135m
 
-lm-evaluation-harness scores a multiple-choice task by log-likelihood (`local-completions`, as text and as token ids,
-one request at a time and in lists) and generates on both protocols; the scores are compared with transformers'.
+lm-evaluation-harness answers 200 questions, capitals and sums, through the server and by its own transformers backend
+in float32: it chooses by log-likelihood (`echo`, as text and as token ids, one a request and in lists), and writes a
+word after three shots, by plain completions and in chat. RESULTS.md has the table.
 guidellm sends what it sends by default. LangChain's standard tests run with three clients. Each tool has an
 environment of its own under .scratch, made at the first run. The served model is a tiny random one, so that tests of
 LangChain which depend on what a model writes fail; with `--model DIR` it is another. Tasks are local, and nothing but
@@ -17,12 +18,13 @@ import asyncio
 import json
 import os
 import re
+import statistics
 import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 ROOT = Path(__file__).parent.parent.parent
 sys.path.insert(0, str(ROOT))
@@ -30,14 +32,19 @@ sys.path.insert(0, str(ROOT))
 from tests.support.tool_clients import MODEL, art_serve, build  # noqa: E402
 
 PACKAGES = {
-    "lm-eval": ["lm_eval[api]==0.4.13", "transformers==5.24.0"],
+    "lm-eval": ["lm_eval[api,hf]==0.4.13", "transformers==5.24.0", "torch==2.13.0"],
     "guidellm": ["guidellm==0.8.1"],
     "langchain": ["langchain-tests==1.1.9", "langchain-openai==1.7.4", "langchain-anthropic==1.7.10", "pytest-asyncio"],
 }
 KEY = "the-key-of-the-benchmark"
 DEADLINE_S = 1500.0
 CAPITALS = (
-    "France Paris, Italy Rome, Japan Tokyo, Spain Madrid, Germany Berlin, Egypt Cairo, Russia Moscow, China Beijing"
+    "France Paris, Italy Rome, Japan Tokyo, Spain Madrid, Germany Berlin, Egypt Cairo, Russia Moscow, China Beijing, "
+    "Portugal Lisbon, Greece Athens, Austria Vienna, Poland Warsaw, Hungary Budapest, Ireland Dublin, Norway Oslo, "
+    "Sweden Stockholm, Finland Helsinki, Denmark Copenhagen, Turkey Ankara, Cuba Havana, Peru Lima, Chile Santiago, "
+    "Kenya Nairobi, Iraq Baghdad, Iran Tehran, Thailand Bangkok, Canada Ottawa, Australia Canberra, Belgium Brussels, "
+    "Ukraine Kyiv, Colombia Bogota, Philippines Manila, Vietnam Hanoi, Syria Damascus, Lebanon Beirut, Ghana Accra, "
+    "Senegal Dakar, Nepal Kathmandu, Jordan Amman, Morocco Rabat"
 )
 NUM_GUIDED = 6
 
@@ -71,80 +78,127 @@ async def run(*command: str | Path, cwd: Path, **variables: str) -> str:
 # --- lm-evaluation-harness --------------------------------------------------------------------------------------------
 
 
-def write_tasks(place: Path) -> list[Json]:
-    """Two local tasks on the capitals of eight countries: which of three cities, and which city."""
-    pairs = [tuple(pair.split()) for pair in CAPITALS.split(", ")]
-    cities = [city for _, city in pairs]
-    docs = []
+class Scored(NamedTuple):
+    """What the harness found on a task. Example: Scored(42.5, [[["Paris"]], ...])"""
+
+    points: float  # of 100
+    answers: list[Any]  # what the model answered to each question, as the harness logs it
+
+
+class Way(NamedTuple):
+    """A way to ask the server for a task's answers."""
+
+    task: str
+    api: str  # the end of the URL, and of the harness's model type before "/"
+    how: str
+    batch: int = 1  # prompts a request
+
+    def is_chat(self) -> bool:
+        return self.api == "chat/completions"
+
+
+WAYS = (
+    Way("choose", "completions", "tokenized_requests=True"),
+    Way("choose", "completions", "tokenized_requests=True", 8),
+    Way("choose", "completions", "tokenized_requests=False", 8),
+    Way("write", "completions", "tokenized_requests=False", 8),
+    Way("write", "chat/completions", "tokenized_requests=False"),
+)
+
+
+def questions() -> list[Json]:
+    """200 questions with four choices each: capitals both ways and sums; the right choice's index goes around."""
+    pairs = [pair.split() for pair in CAPITALS.split(", ")]
+    countries, cities = ([pair[side] for pair in pairs] for side in (0, 1))
+    asked = []
     for index, (country, city) in enumerate(pairs):
-        choices = [city, cities[(index + 3) % len(cities)], cities[(index + 5) % len(cities)]]
-        docs.append({"question": f"The capital of {country} is", "choices": choices, "answer": 0, "city": city})
-    (place / "docs.jsonl").write_text("".join(json.dumps(doc) + "\n" for doc in docs))
-    common = f"dataset_path: json\ndataset_kwargs: {{data_files: {{test: {place}/docs.jsonl}}}}\ntest_split: test\n"
+        others = [(index + step) % len(pairs) for step in (3, 5, 11)]
+        asked.append((f"The capital of {country} is", [city, *(cities[other] for other in others)]))
+        asked.append((f"{city} is the capital of", [country, *(countries[other] for other in others)]))
+    for one in range(2, 14):
+        for other in range(1, 11):
+            asked.append((f"{one} plus {other} is", [str(one + other + away) for away in (0, 1, -1, 10)]))
+    docs = []
+    for index, (question, choices) in enumerate(asked):
+        answer = index % 4
+        turned = choices[-answer:] + choices[:-answer] if answer else choices
+        docs.append({"question": question, "choices": turned, "answer": answer, "right": choices[0]})
+    return docs
+
+
+def write_tasks(place: Path) -> None:
+    """Two tasks on them: `choose` by the log-likelihood of the choices, `write` by the first word written."""
+    docs = questions()
+    shots = [docs[index] for index in (0, 1, len(docs) - 1)]
+    for name, part in {"test": docs, "shots": shots}.items():
+        (place / f"{name}.jsonl").write_text("".join(json.dumps(doc) + "\n" for doc in part))
+    files = f"{{test: {place}/test.jsonl, shots: {place}/shots.jsonl}}"
+    common = f"dataset_path: json\ndataset_kwargs: {{data_files: {files}}}\ntest_split: test\n"
     common += 'doc_to_text: "{{question}}"\n'
     (place / "choose.yaml").write_text(
         f'task: choose\noutput_type: multiple_choice\n{common}doc_to_choice: "{{{{choices}}}}"\n'
         "doc_to_target: answer\nmetric_list: [{metric: acc}]\n"
     )
     (place / "write.yaml").write_text(
-        f'task: write\noutput_type: generate_until\n{common}doc_to_target: "{{{{city}}}}"\n'
-        'generation_kwargs: {until: ["\\n"], max_gen_toks: 12}\nmetric_list: [{metric: exact_match}]\n'
+        f'task: write\noutput_type: generate_until\n{common}doc_to_target: "{{{{right}}}}"\n'
+        "fewshot_split: shots\nfewshot_config: {sampler: first_n}\nnum_fewshot: 3\n"
+        'generation_kwargs: {until: ["\\n"], max_gen_toks: 12, do_sample: false}\n'
+        "filter_list: [{name: word, filter: [{function: regex, regex_pattern: '(\\w+)'}, {function: take_first}]}]\n"
+        "metric_list: [{metric: exact_match}]\n"
     )
-    return docs
 
 
-def own_scores(model: Path, docs: list[Json]) -> list[list[float]]:
-    """The log-likelihood of each document's choices by one plain forward of transformers each."""
-    import torch
-    import transformers
-
-    tokenizer = transformers.AutoTokenizer.from_pretrained(model)
-    network = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
-
-    def score(question: str, choice: str) -> float:
-        context, whole = (tokenizer(text)["input_ids"] for text in (question, f"{question} {choice}"))
-        with torch.no_grad():
-            rows = network(torch.tensor([whole])).logits[0, :-1].log_softmax(-1)
-        return float(rows.gather(1, torch.tensor(whole)[1:, None])[len(context) - 1 :].sum())
-
-    return [[score(doc["question"], choice) for choice in doc["choices"]] for doc in docs]
+async def harness(place: Path, out: Path, kind: str, arguments: str, task: str, batch: int, *, is_chat: bool) -> Scored:
+    """Returns what the harness's model type scores on the task."""
+    command: list[str | Path] = [
+        "-m",
+        "lm_eval",
+        "--model",
+        kind,
+        "--model_args",
+        arguments,
+        "--tasks",
+        task,
+        "--include_path",
+        place,
+    ]
+    command += ["--batch_size", str(batch), "--output_path", out, "--log_samples", "--device", "cpu"]
+    command += ["--apply_chat_template", "--fewshot_as_multiturn", "true"] if is_chat else []
+    await run(python_of("lm-eval"), *command, cwd=place)
+    (file,) = out.rglob("samples_*.jsonl")
+    samples = sorted(map(json.loads, file.read_text().splitlines()), key=lambda sample: sample["doc_id"])
+    metric = "acc" if task == "choose" else "exact_match"
+    return Scored(100 * statistics.mean(sample[metric] for sample in samples), [one["resps"] for one in samples])
 
 
 async def lm_eval(url: str, model: Path, place: Path) -> list[str]:
-    docs, python = write_tasks(place), python_of("lm-eval")
-    expected = own_scores(model, docs)
-    lines = []
-    ways = {
-        "choose, token ids, one a request": ("local-completions", "choose", "tokenized_requests=True", "1"),
-        "choose, token ids, lists of 8": ("local-completions", "choose", "tokenized_requests=True", "8"),
-        "choose, text, lists of 8": ("local-completions", "choose", "tokenized_requests=False", "8"),
-        "write, plain completions": ("local-completions", "write", "tokenized_requests=False", "4"),
-        "write, chat": ("local-chat-completions", "write", "tokenized_requests=False", "1"),
-    }
-    for number, (name, (kind, task, how, size)) in enumerate(ways.items()):
-        is_chat = "chat" in kind
-        path = "chat/completions" if is_chat else "completions"
-        given = f"model={MODEL},base_url={url}/{path},tokenizer={model},{how},num_concurrent=2,max_length=1024"
-        out = place / f"out{number}"
-        more = ["--apply_chat_template"] if is_chat else []
-        command = ["-m", "lm_eval", "--model", kind, "--model_args", given, "--tasks", task, "--include_path", place]
-        command += ["--batch_size", size, "--output_path", out, "--log_samples", *more]
-        await run(python, *command, cwd=place)
-        (file,) = out.rglob("samples_*.jsonl")
-        samples = sorted(map(json.loads, file.read_text().splitlines()), key=lambda sample: sample["doc_id"])
-        if task == "write":
-            lines.append(f"{name}: {len(samples)} of {len(docs)} answered, such as {samples[0]['resps'][0][0]!r}")
-            continue
-        found = [[float(score) for ((score, _),) in sample["resps"]] for sample in samples]
-        gap = max(
-            abs(a - b) for one, other in zip(found, expected, strict=True) for a, b in zip(one, other, strict=True)
+    write_tasks(place)
+    theirs: dict[tuple[str, bool], Scored] = {}
+    for task, is_chat in dict.fromkeys((way.task, way.is_chat()) for way in WAYS):
+        given = f"pretrained={model},dtype=float32"
+        theirs[task, is_chat] = await harness(
+            place, place / f"hf-{task}-{is_chat}", "hf", given, task, 8, is_chat=is_chat
         )
-        num_right = sum(row.index(max(row)) == 0 for row in found)
+    lines = ["| task | way | art serve, points | hf, points | difference | answers |", "|---|---|---|---|---|---|"]
+    for number, way in enumerate(WAYS):
+        given = f"model={MODEL},base_url={url}/{way.api},tokenizer={model},{way.how},num_concurrent=2,max_length=1024"
+        kind = f"local-{way.api.replace('/', '-')}"
+        ours = await harness(place, place / f"out{number}", kind, given, way.task, way.batch, is_chat=way.is_chat())
+        wanted = theirs[way.task, way.is_chat()]
         lines.append(
-            f"{name}: {len(found)} of {len(docs)} scored, {num_right} right; "
-            f"at most {gap:.1e} nats from transformers on {sum(map(len, found))} choices"
+            f"| {way.task} | {way.api}, {way.how}, {way.batch} a request | {ours.points:.1f} | {wanted.points:.1f} | "
+            f"{ours.points - wanted.points:+.1f} | {difference(way.task, ours.answers, wanted.answers)} |"
         )
     return lines
+
+
+def difference(task: str, ours: list[Any], theirs: list[Any]) -> str:
+    """Returns how far the answers themselves are from each other: log-likelihoods, or texts."""
+    if task == "write":
+        return f"{sum(one == other for one, other in zip(ours, theirs, strict=True))} of {len(theirs)} texts equal"
+    scores = [[float(choice[0][0]) for answer in answers for choice in answer] for answers in (ours, theirs)]
+    gap = max(abs(one - other) for one, other in zip(*scores, strict=True))
+    return f"{len(scores[0])} log-likelihoods, at most {gap:.1e} nats apart"
 
 
 # --- guidellm, LangChain ----------------------------------------------------------------------------------------------
@@ -175,10 +229,10 @@ async def langchain(url: str, model: Path, place: Path) -> list[str]:
     (place / "test_standard.py").write_text(Path(__file__).with_name("langchain_standard.py").read_text())
     modes = "".join(f"asyncio_default_{kind}_loop_scope = session\n" for kind in ("fixture", "test"))
     (place / "pytest.ini").write_text(f"[pytest]\nasyncio_mode = auto\n{modes}")
-    command = [python_of("langchain"), "-m", "pytest", "-q", "-p", "no:cacheprovider", "--tb=line", "test_standard.py"]
+    command = ["-m", "pytest", "-q", "-p", "no:cacheprovider", "--tb=line", "test_standard.py"]
     variables = {"SERVER_URL": url.removesuffix("/v1"), "SERVER_MODEL": MODEL, "SERVER_KEY": KEY}
     try:
-        out = await run(*command, cwd=place, **variables)
+        out = await run(python_of("langchain"), *command, cwd=place, **variables)
     except RuntimeError as error:  # pytest's status where a test fails
         out = str(error)
     return [out.strip().splitlines()[-1]]

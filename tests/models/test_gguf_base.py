@@ -132,6 +132,21 @@ def test_a_file_and_a_directory_with_one_are_converted_once(file: Path, source: 
     assert (tmp_path / "a" / "model.safetensors").stat().st_mtime_ns == weights
 
 
+def test_a_file_without_a_chat_template_is_refused_by_its_own_name(source: Path, tmp_path: Path) -> None:
+    """Not by that of the directory that it was converted into. A file in model.chat_template cures it."""
+    tokenizer = AutoTokenizer.from_pretrained(source)
+    tokenizer.chat_template = None
+    write_model(tmp_path / "bare.gguf", AutoModelForCausalLM.from_pretrained(source), tokenizer, kind="f16", name="x")
+    base = find_base("bare.gguf", directory=tmp_path, built=tmp_path / "base")
+    config = ModelConfig(base="bare.gguf", lora=None, dtype="float32")
+    with pytest.raises(
+        UsageError, match=r"^bare\.gguf: its tokenizer has no chat template; name .* in model\.chat_temp"
+    ):
+        load_weights(config, base)
+    (tmp_path / "chat.jinja").write_text("{{ messages[0].content }}")
+    load_weights(config.model_copy(update={"chat_template": tmp_path / "chat.jinja"}), base)
+
+
 def test_one_file_of_the_hub_is_downloaded_and_converted(
     file: Path, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
