@@ -39,6 +39,7 @@ ART = [sys.executable, "-m", "art_cli"]
 METRICS = {
     "tictactoe": "win",
     "assistant": "right",
+    "function-calling": "right",
 }  # recipe -> the metric that tells how good it is, where that is not the reward
 RULES = {
     "email-search": ("--group-rule", "email_search_rule.py:scores"),
