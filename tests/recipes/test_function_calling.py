@@ -336,7 +336,7 @@ def test_every_configuration_is_one_and_begins_with_its_command(name: str) -> No
 
 @needs_package
 def test_it_runs_with_a_small_random_model(tmp_path: Path) -> None:
-    settings = ["model.base=builtin:tiny", "train.steps=1", "rollout.groups_per_step=2", "eval=null"]
+    settings = ["model.base=builtin:tiny", "train.steps=1", "rollout.groups_per_step=4", "eval=null"]
     loaded = load_config(DIRECTORY / "config.yaml", [*settings, f"runs={tmp_path}"])
     assert loaded.config.rollout.scenarios is not None
     assert load_scenarios(loaded.config.rollout.scenarios, loaded.directory) == RECIPE.scenarios.train()
