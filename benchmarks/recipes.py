@@ -40,6 +40,7 @@ METRICS = {
     "tictactoe": "win",
     "assistant": "right",
     "textworld": "won",
+    "function-calling": "right",
 }  # recipe -> the metric that tells how good it is, where that is not the reward
 RULES = {
     "email-search": ("--group-rule", "email_search_rule.py:scores"),

@@ -51,7 +51,7 @@ def has_answer(scenario: dict[str, Any]) -> bool:
 
 
 def is_short(scenario: dict[str, Any]) -> bool:
-    """Returns whether a right call fits into a reply. Prompts need no limit: the longest is 451 tokens of SmolLM2."""
+    """Returns whether a right call fits into a reply. Prompts need no limit: the longest is 506 tokens of SmolLM2."""
     return len(json.dumps(example_call(scenario["answer"]))) <= MAX_ANSWER
 
 

@@ -17,6 +17,8 @@ SYSTEM = (
 )
 REFUSAL = "none"
 EXAMPLES = [  # functions and question, reply
+    "get_recipe(dish: string, servings?: integer): Finds a recipe for a dish.\n\nWhich wine goes well with fish?",
+    REFUSAL,
     "area_of_square(side: integer, unit?: string): Area of a square.\n\nHow large is a square with sides of 7 m?",
     '{"name": "area_of_square", "arguments": {"side": 7, "unit": "m"}}',
     "play_song(title: string): Plays a song.\n\nWho was the first man on the moon?",

@@ -1,6 +1,7 @@
 """The questions to train on and those to evaluate on, which are about functions that no training question shows."""
 
 import hashlib
+import random
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -10,10 +11,11 @@ from questions import data_directory, read_questions
 HELD_OUT = 1 / 3  # share of the families that are held out
 MAX_OF_FAMILY = 2  # held-out questions of one family, so that no function weighs much
 MAX_OF_CATEGORY = 32  # held-out questions of one category
+TURNS = ("simple_python", "irrelevance", "live_simple", "irrelevance", "multiple", "irrelevance")
 
 
 def train() -> list[dict[str, Any]]:
-    return split(read_questions(data_directory()))[0]
+    return in_turns(split(read_questions(data_directory()))[0])
 
 
 def evaluation() -> list[dict[str, Any]]:
@@ -33,6 +35,16 @@ def split(questions: Iterable[dict[str, Any]]) -> tuple[list[dict[str, Any]], li
             if of_category[question["category"]] <= MAX_OF_CATEGORY:
                 held_out.append(question)
     return training, held_out
+
+
+def in_turns(questions: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Returns questions in the order of play, until a category has no more: every second one calls for a refusal.
+
+    Where refusals are the rarer right answer, calling always is the nearest gain, and soon no attempt refuses.
+    """
+    shuffled = random.Random(0).sample(questions, len(questions))
+    by_category = {category: iter([q for q in shuffled if q["category"] == category]) for category in TURNS}
+    return [question for turn in zip(*map(by_category.__getitem__, TURNS), strict=False) for question in turn]
 
 
 def is_held_out(family: list[dict[str, Any]]) -> bool:

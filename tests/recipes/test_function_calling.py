@@ -291,12 +291,22 @@ def test_questions_that_show_a_function_of_one_name_are_one_family(by_hand: dict
 
 
 @needs_package
-def test_no_function_of_a_held_out_question_is_shown_in_training() -> None:
-    training, held_out = RECIPE.scenarios.train(), RECIPE.scenarios.evaluation()
+def test_no_function_of_a_held_out_question_is_shown_in_training(real: list[dict[str, Any]]) -> None:
+    training, held_out = RECIPE.scenarios.split(real)
     assert not shown_functions(training) & shown_functions(held_out)
     assert held_out == RECIPE.scenarios.evaluation()
     assert len(training) > 700 and len(held_out) > 100
     assert {scenario["category"] for scenario in held_out} == set(RECIPE.questions.CATEGORIES)
+
+
+@needs_package
+def test_every_second_question_of_training_calls_for_a_refusal(real: list[dict[str, Any]]) -> None:
+    played = RECIPE.scenarios.train()
+    assert {scenario["category"] for scenario in played[1::2]} == {"irrelevance"}
+    assert [scenario["category"] for scenario in played[::2]] == [*RECIPE.scenarios.TURNS[::2]] * (len(played) // 6)
+    ids = {scenario["id"] for scenario in played}
+    assert len(ids) == len(played) > 300
+    assert ids < {scenario["id"] for scenario in RECIPE.scenarios.split(real)[0]}
 
 
 @needs_package
@@ -326,7 +336,7 @@ def test_every_configuration_is_one_and_begins_with_its_command(name: str) -> No
 
 @needs_package
 def test_it_runs_with_a_small_random_model(tmp_path: Path) -> None:
-    settings = ["model.base=builtin:tiny", "train.steps=1", "rollout.groups_per_step=2", "eval=null"]
+    settings = ["model.base=builtin:tiny", "train.steps=1", "rollout.groups_per_step=4", "eval=null"]
     loaded = load_config(DIRECTORY / "config.yaml", [*settings, f"runs={tmp_path}"])
     assert loaded.config.rollout.scenarios is not None
     assert load_scenarios(loaded.config.rollout.scenarios, loaded.directory) == RECIPE.scenarios.train()
