@@ -29,6 +29,7 @@ NAMES = (
     "step",
     "sft",
     "eval",
+    "hunt",
     "report",
     "log",
     "view",
