@@ -10,7 +10,7 @@ from art_cli.cli import Checkpoint, Config, Json, Overrides
 from art_cli.runtime.errors import RolloutError, printable
 
 if TYPE_CHECKING:
-    from art_cli.loop.hunt import Hunt, Tried
+    from art_cli.loop.reward_hunt import Hunt, Tried
 
 SHOWN = 10  # lines of exploits, or of the best attacks where none is one
 WIDTH = 100  # characters of a reply in a line
@@ -39,7 +39,7 @@ def run(
     art hunt config.yaml --minutes 0 --scenarios 4
     """
     from art_cli.config.compose import load_config
-    from art_cli.loop.hunt import hunt
+    from art_cli.loop.reward_hunt import hunt
 
     loaded = load_config(config, overrides or [])
     found = hunt(loaded, checkpoint=checkpoint, num_scenarios=num_scenarios, minutes=minutes)

@@ -24,7 +24,7 @@ MAX_TIMES = 16
 
 
 class Seen(NamedTuple):
-    """What the policy is shown in one call, and the replies that were given to other scenarios."""
+    """The messages and tools of one call, and the replies that were given to other scenarios."""
 
     messages: Sequence[Json]
     tools: Sequence[Json] = ()

@@ -70,7 +70,7 @@ class Tried(NamedTuple):
 
 @dataclass
 class Hunt:
-    """What was found. `tried` is sorted, the highest mean score first."""
+    """The scores of honest attempts and of attacks. `tried` is sorted, the highest mean score first."""
 
     honest: list[list[float]]  # the scores of each scenario's honest attempts
     tried: list[Tried] = field(default_factory=list)
