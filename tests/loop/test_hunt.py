@@ -50,7 +50,7 @@ def test_a_judge_that_obeys_an_attempt_is_found(art: Art, tmp_path: Path) -> Non
 
 def test_without_a_reward_there_is_nothing_to_hunt(art: Art, tmp_path: Path) -> None:
     code, _, err = art("hunt", CONFIG, f"runs={tmp_path}", "judge=none")
-    assert code == 2 and "nothing scores the attempts" in err
+    assert code == 2 and "judge: 'none' gives no rewards" in err
 
 
 # --- the attacks ------------------------------------------------------------------------------------------------------
