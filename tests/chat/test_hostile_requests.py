@@ -409,7 +409,7 @@ async def test_a_pool_takes_calls_in_order_and_never_more_at_once() -> None:
 
 
 async def test_a_call_that_overruns_or_is_cancelled_is_abandoned_and_the_next_one_has_its_turn() -> None:
-    pool, returns = WorkerPool(size=1, wait_s=30, run_s=0.1), threading.Event()
+    pool, returns = WorkerPool(size=1, wait_s=30, run_s=1.0), threading.Event()
     with pytest.raises(Overran):
         await pool.call(returns.wait)
     task = asyncio.create_task(pool.call(returns.wait))

@@ -25,6 +25,7 @@ from tests.support.node import clients
 from tests.support.process_table import is_alive
 from tests.support.scripted import ScriptedBackend, encode, tool_call
 from tests.support.stage import ASK, Stage
+from tests.support.waiting import until
 
 
 @pytest.fixture
@@ -507,6 +508,7 @@ import asyncio
 async def rollout(policy, scenario):
     if scenario["index"] == 0:
         return 1
+    open(__file__ + ".began", "w").close()
     try:
         await asyncio.Event().wait()
     finally:
@@ -524,6 +526,7 @@ async def rollout(policy, scenario):
     async with stage.open() as runner:
         run = asyncio.create_task(runner.run(stage.plans(2), keep))
         await asyncio.wait_for(is_writing.wait(), 10)
+        await until((stage.directory / "rollout.py.began").exists)
         run.cancel()
         await asyncio.sleep(0)
         may_end.set()
