@@ -3,7 +3,7 @@
 tiny    the demo: tic-tac-toe with a model of 1.2M parameters, 256 games a step
 game    the same games with a Qwen3 of 17M parameters (hidden 384, 8 layers)
 agent   what an e-mail agent looks like: 24M parameters, 4 replies of 40 tokens after 800, three outputs of 150
-real    the demo: SmolLM2-135M calls a tool and answers, 64 attempts a step
+demo    recipes/assistant: SmolLM2-135M calls a tool and answers, 64 attempts a step
 """
 
 import sys
@@ -27,7 +27,7 @@ ONE_UPDATE = (
     "train.updates_per_step=1",
     "train.epochs_per_step=1",
 )
-ONE_UPDATE_REAL = (
+ONE_UPDATE_DEMO = (
     "model.lora={rank: 16, alpha: 32}",
     "train.learning_rate=5e-4",
     "train.decay=none",
@@ -187,7 +187,7 @@ SHAPES = {
             "benchmarks.loop_shapes:build_game",
         ),
         Shape(
-            "real", ASSISTANT, ONE_UPDATE_REAL, Assistant(), ">= 8", ("--batch", "8", *_CACHED), ("4", "8", "16"),
+            "demo", ASSISTANT, ONE_UPDATE_DEMO, Assistant(), ">= 8", ("--batch", "8", *_CACHED), ("4", "8", "16"),
             "builtin:smollm2-135m",
         ),
         Shape("agent", AGENT / "config.yaml", (), Agent(), ">= 5", ("--batch", "8", *_CACHED), ("4", "8", "16")),
