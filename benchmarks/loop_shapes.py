@@ -1,6 +1,6 @@
 """The sizes at which benchmarks/loop.py measures the whole loop, and how each task is played in TRL's script.
 
-tiny    the demo: tic-tac-toe with a model of 1.2M parameters, 256 games a step
+tiny    make demo-tiny: tic-tac-toe with a model of 1.2M parameters, 256 games a step
 game    the same games with a Qwen3 of 17M parameters (hidden 384, 8 layers)
 agent   what an e-mail agent looks like: 24M parameters, 4 replies of 40 tokens after 800, three outputs of 150
 demo    recipes/assistant: SmolLM2-135M calls a tool and answers, 64 attempts a step
