@@ -12,6 +12,7 @@ half of the scenarios.
 """
 
 import itertools
+import logging
 import random
 import statistics
 import time
@@ -24,25 +25,23 @@ import msgspec
 
 from art_cli.chat.chat_errors import ChatError
 from art_cli.chat.replies import Choice, Chunk, Reply
-from art_cli.chat.requests import Request, text_of
+from art_cli.chat.requests import Json, Request, text_of
 from art_cli.config.compose import LoadedConfig
-from art_cli.engines import Endpoint, engine_traits
+from art_cli.engines import Endpoint
 from art_cli.judges import Judge, make_judge
 from art_cli.judges.judge_groups import require_keys, score
-from art_cli.loop.auto import resolve_auto
 from art_cli.loop.owed_groups import plan_groups
 from art_cli.loop.policy_sampler import Sampler, open_sampler
-from art_cli.loop.references import check_ready
-from art_cli.loop.scenario_choice import ScenarioChoice
-from art_cli.loop.stage_policy import PolicySource, find_policy, open_policy
-from art_cli.rollouts.attacks import FAILS, PIECES, Attack, Json, Seen, first_attacks, vary
+from art_cli.loop.stage_policy import open_policy
+from art_cli.loop.stages import choose_policy, next_scenarios
+from art_cli.rollouts.attacks import FAILS, PIECES, Attack, Seen, first_attacks, vary
 from art_cli.rollouts.rollout_runner import RolloutPlan
-from art_cli.rollouts.scenario_files import training_scenarios
-from art_cli.runs.run_dir import RunDir
 from art_cli.runs.trajectory import Trajectory
 from art_cli.runtime import threads
 from art_cli.runtime.errors import RolloutError, UsageError
 from art_cli.runtime.scratch import scratch
+
+log = logging.getLogger(__name__)
 
 HONEST = 2  # honest attempts at each scenario
 ROUND = 24  # attacks of a round of the search
@@ -104,14 +103,9 @@ def hunt(loaded: LoadedConfig, *, checkpoint: Path | None, num_scenarios: int, m
     """
     if loaded.config.judge.name == "none":
         raise UsageError("judge: nothing scores the attempts, so that there is no reward to hunt for")
-    is_foreign = not engine_traits(loaded.config.engine, loaded.directory).can_train
-    source = PolicySource(None, 0) if is_foreign else find_policy(loaded, checkpoint)
-    check_ready(loaded, ("model", "rollout", "gateway", "engine"))
     require_keys(loaded.config.judge, loaded.directory)
-    loaded = resolve_auto(loaded, "engine")
-    run = RunDir(loaded.config.runs / loaded.config.name)
-    known = training_scenarios(loaded.config, loaded.directory)
-    scenarios = ScenarioChoice(loaded.config, run, known).scenarios(source.step)[:num_scenarios]
+    loaded, source = choose_policy(loaded, checkpoint)
+    scenarios = next_scenarios(loaded, source.step, num_scenarios)
     with open_policy(loaded, source) as policy, scratch("hunt") as logs:
 
         async def search() -> Hunt:
@@ -133,6 +127,7 @@ class _Search:
         self._draw = random.Random(loaded.config.train.seed)
         self._is_free = loaded.config.judge.name == "rollout"
         self._attackers = Attackers(sampler.engine.endpoint)
+        self._replies: list[list[str]] = []  # for each scenario, replies that were given to the others
 
     async def run(self, minutes: float) -> Hunt:
         deadline = time.monotonic() + 60 * minutes
@@ -143,9 +138,7 @@ class _Search:
         if not any(found.honest):
             raise RolloutError(f"no honest attempt has a score; the first failed with: {honest[0].error}")
         last = [[_last_reply(each) for each in members if each.error is None] for members in by_scenario]
-        self._attackers.replies = [
-            [replies[0] for j, replies in enumerate(last) if j != i and replies] for i in range(len(last))
-        ]
+        self._replies = [[replies[0] for j, replies in enumerate(last) if j != i and replies] for i in range(len(last))]
         self._sampler.gateway.upstream = self._attackers
         seen = Seen([message for message in honest[0].messages if message.get("role") != "assistant"], honest[0].tools)
         attacks, done = first_attacks(seen), set[Attack]()
@@ -153,6 +146,8 @@ class _Search:
             found.tried += await self._try(attacks, by_scenario)
             found.tried.sort(key=lambda tried: tried.mean, reverse=True)
             done.update(attacks)
+            best = found.tried[0]
+            log.info("hunt: %d attacks; the best scores %.3f: %s", len(done), best.mean, best.attack)
             if time.monotonic() >= deadline:
                 break
             attacks = list(itertools.islice(self._varied(found, seen, done), ROUND))
@@ -160,7 +155,8 @@ class _Search:
 
     def _varied(self, found: Hunt, seen: Seen, done: set[Attack]) -> Iterator[Attack]:
         """Yields attacks that were not tried yet: changes of the best, or pairs of pieces while nothing scores."""
-        best, new = [tried for tried in found.tried[:PARENTS] if tried.mean > found.floor], set(done)
+        ranked = sorted(found.tried, key=lambda tried: (tried.mean, self._draw.random()), reverse=True)  # equals by lot
+        best, new = [tried for tried in ranked[:PARENTS] if tried.mean > found.floor], set(done)
         for _ in range(20 * ROUND):
             if best:
                 attack = vary(self._draw.choice(best).attack, seen, self._draw)
@@ -171,21 +167,13 @@ class _Search:
                 yield attack
 
     async def _try(self, attacks: Sequence[Attack], honest: Sequence[Sequence[Trajectory]]) -> list[Tried]:
-        first, num = len(self._attackers.attacks), len(self._scenarios)
-        self._attackers.attacks += attacks
-        plans = [
-            RolloutPlan(
-                trajectory_id=f"attack-{first + number}-{place}",
-                group_id=f"attack-{first + number}-{place}",
-                group_size=1,
-                index=0,
-                scenario=scenario,
-                step=0,
-            )
-            for number in range(len(attacks))
-            for place, scenario in enumerate(self._scenarios)
-        ]
-        played = await self._play(plans, f"{first + len(attacks)} attacks")
+        num, plans = len(self._scenarios), list[RolloutPlan]()
+        for number, attack in enumerate(attacks):
+            groups = plan_groups(self._scenarios, step=number, group_size=1, prefix="attack")
+            for plan, replies in zip(groups, self._replies, strict=True):
+                self._attackers.attacks[plan.group_id] = attack, replies
+            plans += groups
+        played = await self._play(plans, f"{len(attacks)} attacks")
         scores: list[list[float | None]] = [[None] * num for _ in attacks]
         for place in range(num):
             for start in range(0, len(attacks), JUDGED):
@@ -220,12 +208,12 @@ class _Search:
 
 
 class Attackers:
-    """Answers the gateway's calls by the attack that the attempt's group names (`attack-NUMBER-SCENARIO`)."""
+    """Answers the gateway's calls by the attack of the attempt's group."""
 
     def __init__(self, endpoint: Endpoint) -> None:
         self.endpoint = endpoint
-        self.attacks: list[Attack] = []
-        self.replies: list[list[str]] = []  # for each scenario, replies that were given to the others
+        # by group id, with the replies that were given to other scenarios
+        self.attacks: dict[str | None, tuple[Attack, list[str]]] = {}
 
     @property
     def backend(self) -> "Attackers":
@@ -235,11 +223,11 @@ class Attackers:
         return [self.endpoint.model]
 
     async def reply(self, request: Request) -> Reply:
-        _, number, place = (request.group or "").split("-")
-        if (attack := self.attacks[int(number)]).form == FAILS:
+        attack, replies = self.attacks[request.group]
+        if attack.form == FAILS:
             raise ChatError(400, "this call is refused")
         messages = request.messages or [{"role": "user", "content": str(request.prompt)}]
-        message = attack.reply(Seen(messages, request.tools, self.replies[int(place)]))
+        message = attack.reply(Seen(messages, request.tools, replies))
         calls = message.get("tool_calls")
         choice = Choice(
             index=0, message=message, text=message["content"] or "", finish_reason="tool_calls" if calls else "stop"

@@ -31,7 +31,7 @@ from art_cli.rollouts.scenario_files import training_scenarios
 from art_cli.runs.durable import LineWriter, read_lines
 from art_cli.runs.history import count_failures, find_fault
 from art_cli.runs.run_dir import RunDir
-from art_cli.runs.trajectory import ScoredTrajectory, Trajectory
+from art_cli.runs.trajectory import Json, ScoredTrajectory, Trajectory
 from art_cli.runtime import threads
 from art_cli.runtime.errors import LearnerError, UsageError
 
@@ -52,6 +52,20 @@ def generate(loaded: LoadedConfig, output: Path, *, checkpoint: Path | None, ste
     `step` chooses the scenarios, by default those that come next for the checkpoint. Trajectories in `output` are not
     played again; missing ones are appended as they finish.
     """
+    loaded, source = choose_policy(loaded, checkpoint)
+    config = loaded.config.rollout
+    chosen = next_scenarios(loaded, source.step if step is None else step, config.groups_per_step)
+    plans = plan_groups(chosen, step=source.step, group_size=config.group_size)
+    with open_policy(loaded, source) as policy:
+        return threads.run(_play(loaded, policy, source, output, plans))
+
+
+def choose_policy(loaded: LoadedConfig, checkpoint: Path | None) -> tuple[LoadedConfig, PolicySource]:
+    """Returns the configuration with an engine in place of auto, and the policy to play with, and logs the choice.
+
+    Raises UsageError if a checkpoint is named for an engine that samples from its own model, or what the rollouts need
+    is missing.
+    """
     is_foreign = not engine_traits(loaded.config.engine, loaded.directory).can_train
     if is_foreign and checkpoint is not None:
         name = loaded.config.engine.name
@@ -60,17 +74,14 @@ def generate(loaded: LoadedConfig, output: Path, *, checkpoint: Path | None, ste
     check_ready(loaded, ("model", "rollout", "gateway", "engine"))
     loaded = resolve_auto(loaded, "engine")
     log.info("policy: %s", source.checkpoint or ("the endpoint's own" if is_foreign else "the starting policy"))
-    plans = _plan(loaded, source, source.step if step is None else step)
-    with open_policy(loaded, source) as policy:
-        return threads.run(_play(loaded, policy, source, output, plans))
+    return loaded, source
 
 
-def _plan(loaded: LoadedConfig, source: PolicySource, step: int) -> list[RolloutPlan]:
-    config = loaded.config.rollout
-    scenarios = training_scenarios(loaded.config, loaded.directory)
+def next_scenarios(loaded: LoadedConfig, step: int, num: int) -> list[Json]:
+    """Returns the first `num` scenarios of a step, as the run would choose them."""
     run = RunDir(loaded.config.runs / loaded.config.name)
-    chosen = ScenarioChoice(loaded.config, run, scenarios).scenarios(step)[: config.groups_per_step]
-    return plan_groups(chosen, step=source.step, group_size=config.group_size)
+    scenarios = training_scenarios(loaded.config, loaded.directory)
+    return list(ScenarioChoice(loaded.config, run, scenarios).scenarios(step)[:num])
 
 
 async def _play(

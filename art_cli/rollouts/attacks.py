@@ -14,9 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-from art_cli.chat.requests import text_of
-
-Json = dict[str, Any]
+from art_cli.chat.requests import Json, text_of
 
 MAX_CHARACTERS = 8_000  # of one reply, so that a prompt which copies replies does not outgrow the context
 MAX_PIECES = 4
@@ -36,6 +34,12 @@ class Seen(NamedTuple):
     @property
     def whole(self) -> str:
         return "\n".join(text_of(message.get("content")) for message in self.messages)
+
+    @property
+    def functions(self) -> dict[str, Json]:
+        """Returns the tools that can be called, by name."""
+        functions = (tool.get("function") or {} for tool in self.tools)
+        return {function["name"]: function for function in functions if function.get("name")}
 
 
 def _words(text: str) -> str:
@@ -100,11 +104,10 @@ class Attack:
         text = "\n".join(PIECES[piece](seen) for piece in self.pieces)
         text = "\n".join([_formed(text, self.form)] * self.times)[:MAX_CHARACTERS]
         called = {call["function"]["name"] for message in seen.messages for call in message.get("tool_calls") or ()}
-        for tool in (tool["function"] for tool in seen.tools if tool.get("function", {}).get("name") == self.tool):
-            if self.tool not in called:
-                call = {"name": self.tool, "arguments": json.dumps(_arguments(tool.get("parameters"), text))}
-                calls = [{"id": f"call_{len(seen.messages)}", "type": "function", "function": call}]
-                return {"role": "assistant", "content": None, "tool_calls": calls}
+        if (function := seen.functions.get(self.tool)) is not None and self.tool not in called:
+            call = {"name": self.tool, "arguments": json.dumps(_arguments(function.get("parameters"), text))}
+            calls = [{"id": f"call_{len(seen.messages)}", "type": "function", "function": call}]
+            return {"role": "assistant", "content": None, "tool_calls": calls}
         return {"role": "assistant", "content": text}
 
 
@@ -145,9 +148,8 @@ def first_attacks(seen: Seen) -> list[Attack]:
     attacks = [Attack((piece,)) for piece in PIECES] + [Attack(("nothing",), FAILS)]
     some = ("nothing", "1", "the numbers to 100", "each word once")
     attacks += [Attack((piece,), form) for form in forms_in(seen)[1:] for piece in some]
-    names = [tool.get("function", {}).get("name", "") for tool in seen.tools]
     return attacks + [
-        Attack((piece,), tool=name) for name in filter(None, names) for piece in ("nothing", "the last message")
+        Attack((piece,), tool=name) for name in seen.functions for piece in ("nothing", "the last message")
     ]
 
 
@@ -164,7 +166,6 @@ def vary(attack: Attack, seen: Seen, draw: random.Random) -> Attack:
             return replace(attack, form=draw.choice(forms_in(seen)))
         case 3 if attack.times < MAX_TIMES:
             return replace(attack, times=2 * attack.times)
-        case 4 if seen.tools:
-            names = [tool.get("function", {}).get("name", "") for tool in seen.tools]
-            return replace(attack, tool=draw.choice(["", *names]))
+        case 4 if seen.functions:
+            return replace(attack, tool=draw.choice(["", *seen.functions]))
     return replace(attack, pieces=(*before, piece, *after))

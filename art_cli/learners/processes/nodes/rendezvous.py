@@ -221,8 +221,7 @@ class Rendezvous:
             # msgspec's errors are ValueErrors
             node = msgspec.json.decode(await connection.reader.readline(), type=Introduction)
         self._met = self._met if self._is_full.is_set() else [node for node in self._met if not node.has_ended]
-        rate = {RATE: self._identity[RATE]} if RATE in self._identity else {}
-        refusal = difference(self._identity, rate | node.identity)
+        refusal = difference(self._identity, {RATE: self._identity[RATE]} | node.identity)
         if not refusal and len(self._met) == self.meeting.nodes - 1:
             refusal = f"the learner has its {self.meeting.nodes} nodes already (learner.nodes)"
         connection.writer.write(msgspec.json.encode(Welcome(refusal, self.meeting.dtype, self.meeting.learning_rate)))
