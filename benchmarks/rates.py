@@ -4,8 +4,9 @@
     python -m benchmarks.rates --only mail --rates auto 1e-4 1e-3 --seeds 0
     python -m benchmarks.rates --table                        # runs nothing; prints the table
 
-Every run is a row of benchmarks/rates.jsonl: task, rate, seed, the rates that auto came to, and the mean reward of the
-evaluation before the first step and after the last. Rows that are there are not run again. The table has how far the
+Every run is a row of benchmarks/rates.jsonl: task, rate, seed, the rate that auto came to, and the mean reward of the
+evaluation before the first step and after the last. Rows that are there are not run again. The runs of one task and
+seed share their start: base, warm-up, first evaluation and the attempts of the first step. The table has how far the
 mean over the seeds lies below that of the best rate, with the 95 % interval of the difference, paired by seed; a rate
 stands still if its rise is less than a tenth of the best one's.
 """
@@ -14,6 +15,7 @@ import argparse
 import json
 import math
 import os
+import shutil
 import statistics
 import subprocess
 import sys
@@ -23,6 +25,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from art_cli.runs.run_dir import RunDir
 from benchmarks.learning_table import T_95
 
 ROOT = Path(__file__).parent.parent
@@ -36,31 +39,25 @@ class Task(NamedTuple):
     """A task: its configuration, and the settings that it is measured with."""
 
     config: str
+    steps: int
     settings: tuple[str, ...] = ()
 
 
 TASKS = {
-    "mail": Task("benchmarks/learning_tasks/mail.yaml"),  # a real model, an adapter
-    "tictactoe": Task("recipes/tictactoe/config-groups.yaml", ("train.steps=60", "eval.every=60")),  # whole weights
-    "tictactoe-lora": Task(
-        "recipes/tictactoe/config-groups.yaml", ("train.steps=60", "eval.every=60", "model.lora={rank: 16, alpha: 32}")
-    ),
-    "sorting": Task("benchmarks/learning_tasks/sorting.yaml", ("train.steps=60", "eval.every=60")),
+    "mail": Task("benchmarks/learning_tasks/mail.yaml", 6),  # a real model, an adapter
+    "mail-whole": Task("benchmarks/learning_tasks/mail.yaml", 6, ("model.lora=null",)),
+    "tictactoe": Task("recipes/tictactoe/config-groups.yaml", 40),  # a random model, whole weights
+    "tictactoe-lora": Task("recipes/tictactoe/config-groups.yaml", 40, ("model.lora={rank: 16, alpha: 32}",)),
+    "sorting": Task("benchmarks/learning_tasks/sorting.yaml", 40),
 }
 
 
 def run(name: str, rate: str, seed: int, runs: Path) -> dict[str, Any]:
-    """Returns the row of one run of `art train`, which goes on if it was broken off."""
-    from art_cli.runs.run_dir import RunDir
-
+    """Returns the row of one run of `art train`, which goes on from the start that all rates share."""
     task, began = TASKS[name], time.perf_counter()
     files = RunDir(runs / f"{name}_{rate}_{seed}")
-    settings = [f"name={files.root.name}", f"runs={runs}", f"train.seed={seed}", f"train.learning_rate={rate}"]
-    command = [sys.executable, "-m", "art_cli", "train", str(ROOT / task.config), *task.settings, *settings]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=DEADLINE_S)
-    if done.returncode:
-        print("\n".join(done.stderr.strip().splitlines()[-8:]), file=sys.stderr)
+    begin(name, seed, files.root)
+    ended = train(files.root, task, seed, f"train.learning_rate={rate}", f"train.steps={task.steps}")
     means = {step: values["reward"] for step, values in sorted(files.evaluations().items())}
     config = json.loads(files.config_path.read_text())
     return {
@@ -69,9 +66,32 @@ def run(name: str, rate: str, seed: int, runs: Path) -> dict[str, Any]:
         "seed": seed,
         "came_to": config["train"]["learning_rate"],
         "before": means[min(means)],
-        "after": means[max(means)] if done.returncode == 0 else 0.0,  # a run that ended with an error learned nothing
+        "after": means[max(means)] if ended else 0.0,  # a run that ended with an error learned nothing
         "seconds": round(time.perf_counter() - began, 1),
     }
+
+
+def begin(name: str, seed: int, run: Path) -> None:
+    """Makes the directory of a run that has been warmed up, evaluated and played its first step, and not trained."""
+    start = run.parent / f"{name}_start_{seed}"
+    if not (start / "checkpoints" / "step_0001").is_dir():
+        train(start, TASKS[name], seed, "train.learning_rate=auto", "train.steps=1")
+    if run.exists():
+        return  # it was broken off, and goes on
+    shutil.copytree(start, run, ignore=shutil.ignore_patterns("step_0001", "logs", "claim"))
+    lines = (run / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (run / "metrics.jsonl").write_text("".join(line for line in lines if json.loads(line)["step"] == 0))
+
+
+def train(run: Path, task: Task, seed: int, *settings: str) -> bool:
+    """Runs `art train` to its end. False: it ended with an error."""
+    always = (f"name={run.name}", f"runs={run.parent}", f"train.seed={seed}", f"eval.every={task.steps}")
+    command = [sys.executable, "-m", "art_cli", "train", str(ROOT / task.config), *task.settings, *always, *settings]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=DEADLINE_S)
+    if done.returncode:
+        print("\n".join(done.stderr.strip().splitlines()[-8:]), file=sys.stderr)
+    return done.returncode == 0
 
 
 def table(rows: Sequence[dict[str, Any]]) -> str:
