@@ -9,6 +9,7 @@
     reading.py            the body of a request, and its JSON within bounds
     client.py             HttpBackend: any OpenAI-compatible endpoint as a Backend
     anthropic_client.py   AnthropicBackend: any endpoint of Anthropic's Messages as a Backend
+    proven_steps.py       names the policy of a reply by its step, once its weights are proven
     control_tokens.py     the template's control tokens, which no text of a conversation becomes
     http_server.py        runs the application on a port of this machine, with deadlines for start and stop, and for a
                           slow client

@@ -75,6 +75,7 @@ class PromptList:
             replies[0],
             choices=choices,
             step=min(reply.step for reply in replies),
+            policy=",".join(sorted({reply.policy for reply in replies})),  # two if a swap came between
             usage=(sum(num for num, _ in counts), sum(num for _, num in counts)),
         )
 
@@ -144,6 +145,7 @@ BackendFor = Callable[[str | None], Backend | None]  # the backend for a client'
 READ_HERE_BYTES = 64 * 2**10  # length up to which a body is parsed on the event loop, which takes 2 ms at most
 CONVERSATION_HEADER = "X-Art-Conversation"  # percent-encoded like X-Art-State, and as long
 SCENARIO_HEADER = "X-Art-Scenario"
+POLICY_HEADER = "x-art-policy"  # of a reply: the digest of the weights that sampled it, proven by scoring
 HEALTH = "/health"  # the only path that needs no key
 RETRIES = "x-stainless-retry-count"  # header of many SDKs: how often they have sent this request before
 
@@ -157,16 +159,24 @@ def build_app(
     body_limit: Callable[[], BodyLimit] = BodyLimit,
     body_timeout_s: float = BODY_TIMEOUT_S,
     is_processed: bool = False,
+    policy_of: Callable[[str], str] = lambda name: "",
     more: Sequence[Route] = (),
 ) -> Starlette:
     """Builds the application. `defaults` fill sampling fields that a client leaves out; a backend may fill them anew.
 
     `refuse_key` makes the error for a key that has no backend; `wrong_key` unless given. `body_limit` is asked at each
-    request. With `is_processed` clients get the logprobs of the distribution sampled from. `more` are the
-    caller's routes.
+    request. With `is_processed` clients get the logprobs of the distribution sampled from. `policy_of` is asked for the
+    digest of the policy that answers now under a model's name. `more` are the caller's routes.
     """
     routes = _Routes(
-        backend_for, wires, refuse_key or wrong_key, defaults or Sampling(), body_limit, body_timeout_s, is_processed
+        backend_for,
+        wires,
+        refuse_key or wrong_key,
+        defaults or Sampling(),
+        body_limit,
+        body_timeout_s,
+        is_processed,
+        policy_of,
     )
     refusals = _Refusals(routes)
     app = Starlette(
@@ -199,6 +209,7 @@ class _Routes:
     body_limit: Callable[[], BodyLimit]
     body_timeout_s: float
     is_processed: bool
+    policy_of: Callable[[str], str]
     reader: RequestReader = field(default_factory=RequestReader)
     memories: WeakKeyDictionary[Backend, Memory] = field(default_factory=WeakKeyDictionary)
 
@@ -221,17 +232,30 @@ class _Routes:
             return _EventStream(backend, request, wire, partial(memory.keep, request, key))
         reply = await unless_disconnected(http.receive, backend.reply(request))
         memory.keep(request, key, reply)
-        return _json(wire.render(request, reply))
+        return _json(wire.render(request, reply), headers=_policy_header(reply.policy))
 
     async def models(self, http: HttpRequest) -> Response:
-        cards = [_model_card(name) for name in self.authenticate(http)[1].models()]
+        cards = [self._card(name) for name in self.authenticate(http)[1].models()]
         pages = {"has_more": False, "first_id": cards[0]["id"], "last_id": cards[-1]["id"]} if cards else {}
         return _json(msgspec.json.encode({"object": "list", "data": cards, **pages}))
 
     async def model(self, http: HttpRequest) -> Response:
         name = http.path_params["name"]
         _check_model(self.authenticate(http)[1], name)
-        return _json(msgspec.json.encode(_model_card(name)))
+        return _json(msgspec.json.encode(self._card(name)))
+
+    def _card(self, name: str) -> dict[str, Any]:
+        """Returns the fields of OpenAI's model and those of Anthropic's, because both protocols have the same path."""
+        openai = {"id": name, "object": "model", "created": 0, "owned_by": "art"}
+        digest = self.policy_of(name)
+        return {
+            **openai,
+            **({"policy": digest} if digest else {}),
+            "type": "model",
+            "display_name": name,
+            "created_at": "1970-01-01T00:00:00Z",
+            "lifecycle": "active",
+        }
 
     async def _parse(self, body: bytes, wire: Wire) -> Request:
         if len(body) <= READ_HERE_BYTES:
@@ -278,16 +302,8 @@ def _check_model(backend: Backend, name: str) -> None:
         raise ChatError(404, message, param="model", code="model_not_found")
 
 
-def _model_card(name: str) -> dict[str, Any]:
-    """Returns the fields of OpenAI's model and those of Anthropic's, because both protocols have the same path."""
-    openai = {"id": name, "object": "model", "created": 0, "owned_by": "art"}
-    return {
-        **openai,
-        "type": "model",
-        "display_name": name,
-        "created_at": "1970-01-01T00:00:00Z",
-        "lifecycle": "active",
-    }
+def _policy_header(policy: str) -> dict[str, str]:
+    return {POLICY_HEADER: policy} if policy else {}
 
 
 # --- answering while the client is there ------------------------------------------------------------------------------
@@ -339,6 +355,7 @@ class _EventStream(Response):
                         builder.add(chunk)
                     rendered = events.render(chunk)
                     if not is_open:
+                        self.headers.update(_policy_header(chunk.policy))
                         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
                         is_open = True
                     if rendered:

@@ -97,6 +97,7 @@ class Reply(msgspec.Struct, kw_only=True):
     choices: list[Choice]
     prompt_ids: list[int]
     step: int = 0  # policy step that sampled it
+    policy: str = ""  # digest of the proven policy that sampled it; "" if unknown
     sampling: Any = None  # the Sampling used, defaults filled in, or None if the endpoint does not report it
     usage: tuple[int, int] | None = None  # (prompt, sampled) token counts, if the endpoint reports counts and no ids
 
@@ -120,6 +121,7 @@ class Chunk(msgspec.Struct, kw_only=True):
     is_last: bool = False  # True: the last chunk of its choice, whose finish_reason counts
     prompt_ids: list[int] | None = None
     step: int = 0
+    policy: str = ""  # see Reply
     sampling: Any = None
     usage: tuple[int, int] | None = None  # see Reply; the last chunks carry it
 
@@ -195,6 +197,7 @@ class ReplyBuilder:
             choices=[_finished(self._choices[index]) for index in sorted(self._choices)],
             prompt_ids=self._prompt_ids,
             step=last.step,
+            policy=last.policy,
             sampling=last.sampling,
             usage=last.usage,
         )

@@ -1,6 +1,7 @@
 """`art checkpoints`: lists a run's checkpoints and whether they are usable; prunes, forks and imports them."""
 
 import json
+import re
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -9,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from art_cli.cli import Base, Json, everything
-from art_cli.runtime.errors import UsageError, printable_lines
+from art_cli.runtime.errors import RunError, UsageError, printable_lines
 
 if TYPE_CHECKING:
     from art_cli.runs.run_checkpoints import Listed
@@ -34,6 +35,10 @@ def run(
         typer.Option("--import", metavar="DIR", help="Make RUN, with a PEFT adapter or a checkpoint as its step 0."),
     ] = None,
     base: Base = None,
+    digest: Annotated[
+        str | None,
+        typer.Option("--find", metavar="DIGEST", help="Say which run and step answered as x-art-policy: DIGEST."),
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """List a run's checkpoints; prune, fork, import.
@@ -43,6 +48,7 @@ def run(
     art checkpoints runs/mine --prune --keep 2
     art checkpoints runs/mine --fork mine-again --step 40     then: art train config.yaml name=mine-again
     art checkpoints runs/new --import adapter                 then: art train config.yaml name=new
+    art checkpoints runs --find 9f3c01d2                      in all runs there; a beginning of 8 digits is enough
     """
     from art_cli.runs import run_checkpoints
     from art_cli.runs.run_dir import RunDir
@@ -50,15 +56,17 @@ def run(
     if "://" in named and (is_pruning or adapter is not None or (fork is not None and Path(fork).name == fork)):
         raise UsageError(f"{named}: --prune and --import need a run's directory, and --fork a path for the new run")
     run = everything(named)
-    if sum((is_pruning, fork is not None, adapter is not None)) > 1:
-        raise UsageError("--prune, --fork and --import: one at a time")
+    if sum((is_pruning, fork is not None, adapter is not None, digest is not None)) > 1:
+        raise UsageError("--prune, --fork, --import and --find: one at a time")
     if keep is not None and not is_pruning:
         raise UsageError("--keep goes with --prune")
     if step is not None and fork is None:
         raise UsageError("--step goes with --fork")
     if base is not None and adapter is None:
         raise UsageError("--base goes with --import")
-    if adapter is not None:
+    if digest is not None:
+        _find(run, digest, as_json)
+    elif adapter is not None:
         made = run_checkpoints.import_start(adapter, run, base=None if base is None else _base_finder(base))
         _say(as_json, {"checkpoint": str(made.path)}, f"{made.path}: step 0, from {adapter}")
     elif fork is not None:
@@ -74,6 +82,21 @@ def run(
     else:
         entries = run_checkpoints.listed(RunDir(run))
         _say(as_json, [run_checkpoints.as_json(entry) for entry in entries], _as_table(entries))
+
+
+def _find(root: Path, digest: str, as_json: bool) -> None:
+    """Says which runs and steps have the digest. Raises RunError if there is none."""
+    from art_cli.runs import run_checkpoints
+
+    if not re.fullmatch("[0-9a-f]{8,64}", digest):
+        raise UsageError(f"--find {digest}: expected 8 to 64 digits from 0 to f, as a reply's x-art-policy has them")
+    if not root.is_dir():
+        raise UsageError(f"{root}: no such directory")
+    found = run_checkpoints.find_digest(root, digest)
+    if not found:
+        raise RunError(f"{root}: no run there has a policy {digest}")
+    text = "\n".join(f"{place}: step {step}" for place, step in found)
+    _say(as_json, [{"run": str(place), "step": step} for place, step in found], text)
 
 
 def _base_finder(base: str) -> Callable[[Path], str]:

@@ -1,9 +1,15 @@
-"""The proof of weights: after a load, engine and learner score the same probe, and their logprobs must agree."""
+"""The proof of weights: after a load the engine scores a probe, and its logprobs must be those of the learner.
+
+learner saves       Manifest.origin, Manifest.probe     what the policy consists of, and how it scores the probe
+engine loads        prove(engine, manifest, ...)        the same probe again -> the digest of the policy
+a reply comes       chat/proven_steps.py                names its policy, or waits while a proof is under way
+"""
 
 import random
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
-from art_cli.runtime.errors import DriftError
+from art_cli.runs.manifest import Manifest, Origin, Probe, policy_digest
+from art_cli.runtime.errors import CheckpointError, DriftError
 
 PROBE_TOKENS = 64
 # Largest mean absolute gap in nats. float32 allows for the rounding of different kernels in deep models. bfloat16 has
@@ -52,3 +58,44 @@ class Proof(NamedTuple):
     def check(self, engine: list[float]) -> None:
         """Raises DriftError if the engine's scores are those of other weights."""
         compare(engine, self.scores, dtype=self.dtype, step=self.step)
+
+
+class _Learner(Protocol):
+    def score(self, token_ids: list[int]) -> list[float]:
+        """Returns [L - 1] logprobs in nats of the tokens after the first."""
+
+
+def measure(learner: _Learner, vocabulary: int) -> Probe:
+    """Returns the probe of a checkpoint that the learner is about to save."""
+    tokens = make_probe(vocabulary)
+    return Probe(tokens=tokens, logprobs=learner.score(tokens))
+
+
+class _Engine(Protocol):
+    async def score(self, token_ids: list[int]) -> list[float]:
+        """Returns [L - 1] logprobs in nats of the tokens after the first."""
+
+
+class ProvenPolicy(NamedTuple):
+    """A policy whose engine scored the probe as its learner did. Example: ProvenPolicy("9f3c...", 2.1e-6)"""
+
+    digest: str
+    gap: float  # mean absolute difference of the scores in nats
+
+
+async def prove(engine: _Engine, manifest: Manifest, origin: Origin) -> ProvenPolicy | None:
+    """Returns the policy that the engine is proven to sample from, or None if no learner left a proof.
+
+    `origin` is that of the engine: base, template and dtype as they are now. Raises DriftError if the scores are those
+    of other weights, CheckpointError if its chat template is not the one that the checkpoint was trained with.
+    """
+    if manifest.origin is None or manifest.probe is None:
+        return None
+    if manifest.origin.template != origin.template:
+        raise CheckpointError(
+            f"step {manifest.step}: the chat template is not the one that it was trained with, so that it would read "
+            "other prompts; restore the template of its base model or of its checkpoint"
+        )
+    probe = manifest.probe
+    gap = compare(await engine.score(probe.tokens), probe.logprobs, dtype=origin.dtype, step=manifest.step)
+    return ProvenPolicy(policy_digest(origin, manifest.files), gap)

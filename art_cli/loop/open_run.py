@@ -10,7 +10,6 @@ import asyncio
 import contextlib
 import logging
 import shlex
-import time
 from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -21,6 +20,7 @@ from art_cli.config.compose import LoadedConfig
 from art_cli.config.config_identity import config_hash
 from art_cli.config.schema import RunConfig
 from art_cli.engines import EngineTraits, engine_traits
+from art_cli.engines.proof import measure
 from art_cli.judges import Judge, make_judge
 from art_cli.judges.shadow_judges import ShadowJudges
 from art_cli.learners import Learner, describe_processes, has_own_weights, load_policy, make_learner
@@ -35,15 +35,15 @@ from art_cli.loop.startup import import_libraries
 from art_cli.loop.stop_rules import RunMeter, StopRules
 from art_cli.loop.warm_up import WarmUp, make_warm_up
 from art_cli.models.loading import Weights, clone_trainable, count_parameters, find_base
-from art_cli.models.policy_spec import PolicySpec, read_spec, spec_of
+from art_cli.models.policy_spec import PolicySpec, origin_of, read_spec, spec_of
 from art_cli.reports.findings import RunWatch
 from art_cli.reports.pages.panel import RunPanel
 from art_cli.reports.trackers.tracker_dispatch import Trackers, open_trackers
 from art_cli.rollouts.rollout_runner import begin_rollout
 from art_cli.rollouts.scenario_files import find_overlap
 from art_cli.runs.history import is_comparable, read_history
-from art_cli.runs.manifest import Manifest, new_checkpoint
-from art_cli.runs.run_dir import MetricsLine, RunDir
+from art_cli.runs.manifest import Manifest, Origin, digest_of, new_checkpoint, read_manifest
+from art_cli.runs.run_dir import RunDir
 from art_cli.runs.storage.mirror import Mirror, NoMirror
 from art_cli.runtime import log as logs
 from art_cli.runtime import threads
@@ -61,6 +61,7 @@ class RunWriter:
     config: RunConfig
     files: RunDir
     policy: PolicySpec
+    origin: Origin  # of the policy, at every step
     learner: Learner
     trackers: Trackers
     mirror: Mirror | NoMirror
@@ -77,10 +78,12 @@ class RunWriter:
             base="../../base" if self.policy.base == str(self.files.base) else self.policy.base,
             config_hash=config_hash(self.config),
             dtype=self.policy.dtype,
+            origin=self.origin,
             metrics=metrics,
         )
 
         def write() -> None:
+            manifest.probe = measure(self.learner, self.policy.vocabulary)
             with new_checkpoint(path, manifest) as directory:
                 self.learner.save(directory)
 
@@ -89,9 +92,8 @@ class RunWriter:
         self.mirror.nudge()
         return path
 
-    def record(self, step: int, split: str, metrics: dict[str, float]) -> None:
-        self.files.append_metrics(step, split, metrics)
-        self.trackers.log(MetricsLine(step=step, split=split, metrics=metrics, time=time.time()))
+    def record(self, step: int, split: str, metrics: dict[str, float], policy: str = "") -> None:
+        self.trackers.log(self.files.append_metrics(step, split, metrics, policy))
 
 
 @dataclass(frozen=True)
@@ -161,7 +163,8 @@ async def open_run(claim: Claim) -> AsyncIterator[Run]:
         await asyncio.sleep(0)  # an interrupt during loading ends the run here, before any thread starts
         await threads.call_in_thread(learner.start)  # an interrupt ends the wait for other nodes
         await stack.enter_async_context(_watched(learner))
-        writer = RunWriter(config, files, policy, learner, trackers, claim.mirror, interrupts)
+        origin = await threads.call_in_thread(origin_of, policy)
+        writer = RunWriter(config, files, policy, origin, learner, trackers, claim.mirror, interrupts)
         first = await _find_start(writer, loaded, data)
         startup.reached("first checkpoint and warm-up")
         sampler = await stack.enter_async_context(
@@ -170,6 +173,7 @@ async def open_run(claim: Claim) -> AsyncIterator[Run]:
                 _engine_weights(config, traits, weights) or policy,
                 checkpoint=files.checkpoint_path(first),
                 step=first,
+                origin=origin,
                 logs=files.logs,
                 shares_weights=_shares_weights(config),
                 begun=begun,
@@ -272,7 +276,7 @@ async def _find_start(writer: RunWriter, loaded: LoadedConfig, data: RunData) ->
     metrics = await _warm_up(writer, loaded, data) if loaded.config.sft is not None else {}
     await writer.save(0, metrics)
     if metrics:
-        writer.record(0, "sft", metrics)
+        writer.record(0, "sft", metrics, digest_of(read_manifest(files.checkpoint_path(0))))
     return 0
 
 
@@ -288,7 +292,7 @@ def _backfill(writer: RunWriter, manifest: Manifest) -> None:
     split, step = ("sft", 0) if manifest.step == 0 else ("train", manifest.step - 1)
     lines = writer.files.metrics()
     if manifest.metrics and not any((line.step, line.split) == (step, split) for line in lines):
-        writer.record(step, split, manifest.metrics)
+        writer.record(step, split, manifest.metrics, digest_of(manifest))
 
 
 def resume_command(loaded: LoadedConfig, files: RunDir) -> str:

@@ -10,12 +10,14 @@ from art_cli.chat.requests import Sampling
 from art_cli.config.compose import LoadedConfig
 from art_cli.config.schema import with_base_model
 from art_cli.engines import Engine, EngineTraits, engine_traits, make_engine
+from art_cli.engines.proof import ProvenPolicy, prove
 from art_cli.models.loading import Weights
-from art_cli.models.policy_spec import PolicySpec
+from art_cli.models.policy_spec import PolicySpec, origin_of, spec_of
 from art_cli.rollouts.cluster.cluster_rollout import ClusterRollout, serve_cluster
 from art_cli.rollouts.process import ProcessRollout
 from art_cli.rollouts.rollout_gateway import Gateway
 from art_cli.rollouts.rollout_runner import OnFinished, Progress, RolloutPlan, Runner, shown
+from art_cli.runs.manifest import Origin, read_manifest
 from art_cli.runs.run_checkpoints import fetched
 from art_cli.runtime.errors import first_of_group
 from art_cli.runtime.threads import call_in_thread
@@ -28,6 +30,23 @@ class Sampler:
     engine: Engine
     gateway: Gateway
     runner: Runner
+    origin: Origin | None  # of its policies, or None if the engine brings its model
+
+    async def load(self, checkpoint: Path, step: int) -> ProvenPolicy | None:
+        """Loads a checkpoint and proves it. Replies of the step wait for the proof; None: the checkpoint has none.
+
+        Raises DriftError if the engine samples from other weights.
+        """
+        async with self.gateway.proven.proving(step):
+            await self.engine.load(checkpoint, step)
+            return await self.prove(checkpoint, step)
+
+    async def prove(self, checkpoint: Path, step: int) -> ProvenPolicy | None:
+        """As `load`, for a checkpoint that the engine has loaded."""
+        assert self.origin is not None, "only an engine that trains loads checkpoints"
+        proven = await prove(self.engine, read_manifest(checkpoint), self.origin)
+        self.gateway.proven.add(step, proven.digest if proven is not None else "")
+        return proven
 
     async def play(
         self,
@@ -59,6 +78,7 @@ async def open_sampler(
     checkpoint: Path | None,
     step: int,
     logs: Path,
+    origin: Origin | None = None,
     shares_weights: bool = True,
     begun: ProcessRollout | None = None,
     on_first_reply: Callable[[], None] | None = None,
@@ -66,8 +86,9 @@ async def open_sampler(
     """Yields the sampler with its engine started and its gateway listening, and closes all of it.
 
     `policy` is the policy at `step`, or None for an engine that brings its model. `checkpoint` is what an
-    engine with its own weights loads; None for the starting policy. `shares_weights` as in `make_engine`. `begun` is
-    the agent that `begin_rollout` has begun to load. `on_first_reply` is called once, when the first call is answered.
+    engine with its own weights loads, and proves; None for the starting policy. `origin` is the policy's, if it is
+    known. `shares_weights` as in `make_engine`. `begun` is the agent that `begin_rollout` has begun to load.
+    `on_first_reply` is called once, when the first call is answered.
     """
     config, traits = loaded.config, engine_traits(loaded.config.engine, loaded.directory)
     engine = make_engine(
@@ -82,15 +103,20 @@ async def open_sampler(
     await engine.start()
     try:
         if checkpoint is not None:
-            if traits.weights != "server":
-                checkpoint = await call_in_thread(fetched, checkpoint)
-            await engine.load(checkpoint, step)
+            there = checkpoint if traits.weights == "server" else await call_in_thread(fetched, checkpoint)
+            await engine.load(there, step)
         gateway = _gateway(loaded, engine, traits, on_first_reply)
+        if origin is None and policy is not None:
+            spec = spec_of(policy) if isinstance(policy, Weights) else policy
+            origin = await call_in_thread(origin_of, spec)
         async with (
             _serving(loaded, gateway) as cluster,
             Runner(config.rollout, loaded.directory, gateway, cluster=cluster, begun=begun) as runner,
         ):
-            yield Sampler(engine, gateway, runner)
+            sampler = Sampler(engine, gateway, runner, origin)
+            if checkpoint is not None:
+                await sampler.prove(checkpoint, step)
+            yield sampler
     finally:
         await engine.close()
 

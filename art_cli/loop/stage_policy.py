@@ -14,10 +14,11 @@ from typing import NamedTuple
 from art_cli.config.compose import LoadedConfig
 from art_cli.config.config_identity import config_changes, config_hash
 from art_cli.engines import engine_traits
+from art_cli.engines.proof import measure
 from art_cli.learners import Learner, load_policy, make_learner
 from art_cli.loop.auto import decide_by_base, recorded_dtype
 from art_cli.models.loading import Weights, find_base, load_checkpoint, load_weights
-from art_cli.models.policy_spec import PolicySpec, read_spec
+from art_cli.models.policy_spec import PolicySpec, origin_of, read_spec
 from art_cli.runs.manifest import Manifest, is_built, new_checkpoint, verify_checkpoint
 from art_cli.runs.run_checkpoints import Which, explain, fetched, is_base, run_config, run_of, wanted_steps
 from art_cli.runs.run_dir import RunDir
@@ -205,11 +206,14 @@ def save_learner(
     with its full path, so that the checkpoint can be used from anywhere.
     """
     keeps = is_built(Path(base))
+    policy = read_spec(loaded.config.model, base, is_remote=loaded.config.learner.weights == "server")
     manifest = Manifest(
         step=step,
         base=BASE if keeps else base,
         config_hash=config_hash(loaded.config),
         dtype=loaded.config.model.dtype,
+        origin=origin_of(policy),
+        probe=measure(learner, policy.vocabulary),
         metrics=metrics,
     )
     with new_checkpoint(output, manifest) as directory:

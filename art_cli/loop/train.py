@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from art_cli.config.compose import LoadedConfig
-from art_cli.engines import proof
 from art_cli.loop.batches import Batch
 from art_cli.loop.claim_run import claim_run
 from art_cli.loop.evaluate import is_judged, judge_contest, play_evaluation, values_by_scenario
@@ -49,7 +48,6 @@ async def train(loaded: LoadedConfig, *, is_fresh: bool = False, startup: Startu
         if finished is not None:
             return TrainResult(files.root, finished, True, files.evaluations())
         async with open_run(claim) as run:
-            await probe(run, run.first)
             await evaluate_if_due(run, run.first)
             for step in run.steps_left():
                 batch = await take_groups(run, step)
@@ -98,23 +96,13 @@ async def publish(run: Run, step: int, metrics: dict[str, float]) -> None:
     Raises DriftError if engine and learner disagree, and Paused if a stop rule fires.
     """
     checkpoint = await run.writer.save(step, metrics)
-    await run.sampler.engine.load(checkpoint, step)
-    metrics = metrics | {"probe_gap": await probe(run, step)}
-    run.writer.record(step - 1, "train", metrics)
+    proven = await run.sampler.load(checkpoint, step)
+    assert proven is not None, "the checkpoint was just written, with its proof"
+    metrics = metrics | {"probe_gap": proven.gap}
+    run.writer.record(step - 1, "train", metrics, proven.digest)
     _announce(step, run.config.train.steps, metrics)
     _note(run, UpdateNumbers(step, metrics))
     run.interrupts.stop_if_any()
-
-
-async def probe(run: Run, step: int) -> float:
-    """Returns the gap in nats between the engine's and the learner's scores of one probe.
-
-    Raises DriftError if it is too large.
-    """
-    tokens = proof.make_probe(run.policy.vocabulary)
-    engine = await run.sampler.engine.score(tokens)
-    learner = await run.interrupts.off_loop(run.learner.score, tokens)
-    return proof.compare(engine, learner, dtype=run.policy.dtype, step=step)
 
 
 async def evaluate_if_due(run: Run, step: int) -> None:
@@ -133,7 +121,7 @@ async def evaluate_if_due(run: Run, step: int) -> None:
     seconds, reward_is = time.perf_counter() - begin, "wins" if has_contest else "own"
     evaluation = Evaluation(seconds=seconds, values=values, reward_is=reward_is, attempts=len(trajectories))
     files.write_evaluation(step, evaluation)
-    run.writer.record(step, "eval", means)
+    run.writer.record(step, "eval", means, await run.sampler.gateway.proven.digest(step))
     shown = sorted(name for name in means if not name.startswith("num_"))
     titles = {"reward": reward_names(run.config.model_dump(mode="json"), reward_is)["eval"]}
     log.info("%s: %s", title, "  ".join(f"{titles.get(name, name)} {means[name]:.3f}" for name in shown))

@@ -19,6 +19,7 @@ JSON_FILES = ("config.json", "generation_config.json", "tokenizer_config.json", 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 TEMPLATE = "chat_template.jinja"
+USED_SUFFIXES = (".json", ".jinja", ".model", ".safetensors")
 
 
 def gguf_files(path: Path) -> list[Path]:
@@ -139,12 +140,16 @@ def _check_depth(directory: Path, config: dict[str, Any], tensors: list[str]) ->
 
 
 def base_digest(base: str) -> str:
-    """Returns a text that differs between base models: a hash over the files, or the cached commit of a hub id."""
-    if Path(base).is_dir():
-        is_built = (Path(base) / HASHES).is_file()
-        hashes = read_object(Path(base) / HASHES)["files"] if is_built else hash_files(Path(base))
-        return hashlib.sha256(json.dumps(hashes, sort_keys=True).encode()).hexdigest()
+    """sha256 over the files of a base model that make its replies; the hub id itself if nothing of it is cached."""
     import huggingface_hub
 
-    cached = huggingface_hub.try_to_load_from_cache(base, "config.json")
-    return f"{base}@{Path(cached).parent.name}" if isinstance(cached, str) else base
+    directory = Path(base)
+    if not directory.is_dir():
+        cached = huggingface_hub.try_to_load_from_cache(base, "config.json")
+        if not isinstance(cached, str):
+            return base
+        directory = Path(cached).parent
+    is_built = (directory / HASHES).is_file()
+    files = read_object(directory / HASHES)["files"] if is_built else hash_files(directory)
+    used = {name: digest for name, digest in files.items() if Path(name).suffix in USED_SUFFIXES}
+    return hashlib.sha256(json.dumps(used, sort_keys=True).encode()).hexdigest()

@@ -4,6 +4,7 @@ The loop, an engine in a process of its own and a user's own engine get this. Re
 tokenizer, never weights.
 """
 
+import hashlib
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,8 @@ import msgspec
 
 from art_cli.config.schema import ModelConfig
 from art_cli.models import loading
-from art_cli.models.base_files import read_template
+from art_cli.models.base_files import base_digest, read_template
+from art_cli.runs.manifest import Origin
 
 
 class PolicySpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -45,6 +47,12 @@ def spec_of(weights: loading.Weights) -> PolicySpec:
         learner_device=str(weights.device),
         quantize=weights.quantize,
     )
+
+
+def origin_of(policy: PolicySpec) -> Origin:
+    """Returns what the policy consists of besides its checkpoint. It reads all of its base, unless that was built."""
+    template = "" if policy.chat_template is None else hashlib.sha256(policy.chat_template.encode()).hexdigest()
+    return Origin(base=base_digest(policy.base), template=template, dtype=policy.dtype, quantize=policy.quantize or "")
 
 
 def _adapters(weights: loading.Weights) -> list[Any]:

@@ -201,6 +201,7 @@ class Recorder:
                 logprobs=choice.logprobs,
                 raw_logprobs=choice.raw_logprobs,
                 step=reply.step,
+                policy=reply.policy,
                 temperature=sampling.temperature,
                 top_p=sampling.top_p,
                 top_k=sampling.top_k,

@@ -30,6 +30,7 @@ from art_cli.chat import Backend
 from art_cli.chat.chat_app import build_app, closing_stream, error_response, wrong_key
 from art_cli.chat.chat_errors import ChatError, invalid
 from art_cli.chat.http_server import serve
+from art_cli.chat.proven_steps import ProvenSteps
 from art_cli.chat.replies import Chunk, Reply, ReplyBuilder
 from art_cli.chat.requests import Request, Sampling, cap_tokens, demands_format, force_sampling, with_defaults
 from art_cli.chat.wires import WIRES, Wires
@@ -88,18 +89,31 @@ class Gateway:
         self.max_turns = max_turns
         self.seed = seed
         self.base_url = ""  # set while it is served
+        self.proven = ProvenSteps()
         self.num_sampled = 0  # tokens sampled in all answered calls
         self.on_first_reply = on_first_reply  # called once, when the first call is answered
         self._defaults = defaults
         self._backends: dict[str, RecordingBackend] = {}  # key -> open rollout
         self.peers = Peers()  # CommandRollout registers the programs that it starts
         self.wires = wires
-        app = build_app(lambda key: self._backends.get(key or ""), wires=wires, refuse_key=_unknown_key)
+        app = build_app(
+            lambda key: self._backends.get(key or ""),
+            wires=wires,
+            refuse_key=_unknown_key,
+            policy_of=lambda name: self.proven.newest,
+        )
         self.app = _RightfulCalls(app, self)
 
     @property
     def model(self) -> str:
         return self.upstream.endpoint.model
+
+    async def name_policy(self, part: Reply | Chunk) -> None:
+        """Sets the digest of the policy that sampled it; another server's reply keeps the one that came with it.
+
+        Raises ChatError if the proof of its weights failed.
+        """
+        part.policy = await self.proven.digest(part.step) or part.policy
 
     @property
     def step(self) -> int:
@@ -204,10 +218,13 @@ class RecordingBackend:
     async def reply(self, request: Request) -> Reply:
         if not request.is_recorded:
             with self._unrecorded():
-                return await self._gateway.upstream.backend.reply(self._aside(request))
+                reply = await self._gateway.upstream.backend.reply(self._aside(request))
+                await self._gateway.name_policy(reply)
+                return reply
         call = self._begin(request)
         with self._calling(call):
             reply = await self._gateway.upstream.backend.reply(call.request)
+            await self._gateway.name_policy(reply)
             for _ in range(NUM_LOOKS):  # if the client has left by now, the call is cancelled here
                 await asyncio.sleep(0)
             self._record(call, reply)
@@ -222,12 +239,14 @@ class RecordingBackend:
             async with closing_stream(self._gateway.upstream.backend.stream(self._aside(request))) as chunks:
                 with self._unrecorded():
                     async for chunk in chunks:
+                        await self._gateway.name_policy(chunk)
                         yield chunk
             return
         call = self._begin(request)
         async with closing_stream(self._gateway.upstream.backend.stream(call.request)) as chunks:
             with self._calling(call):
                 async for chunk in chunks:
+                    await self._gateway.name_policy(chunk)
                     call.builder.add(chunk)
                     if call.builder.is_complete and not call.is_recorded:
                         self._record(call, call.builder.reply())

@@ -9,7 +9,7 @@ import hashlib
 import math
 import os
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TypeVar
@@ -24,8 +24,29 @@ from art_cli.runtime.errors import CheckpointError, one_line, printable
 MANIFEST, HASHES = "manifest.json", "hashes.json"
 DTYPES = ("", "float32", "bfloat16")
 STEP_NAME = re.compile(r"step_([0-9]{4,18})", re.ASCII)  # the directory of a step's checkpoint
+NOT_WEIGHTS = ("optimizer", "rng", "README", "base/")  # beginnings of a checkpoint's files without part in a reply
 MAX_PROOF_BYTES = 16 * 2**20  # a manifest of a thousand files has 150 kB
 HASHING_THREADS = 4  # sha256 takes 1.7 GB/s in each thread, so a base model of 4 GB takes 0.6 s
+
+
+class Origin(msgspec.Struct, frozen=True, kw_only=True):
+    """What a policy consists of besides the files of its checkpoint.
+
+    Example: Origin(base="9f3c...", template="51e0...", dtype="float32")
+    """
+
+    base: str  # digest of the base model
+    template: str = ""  # sha256 of the chat template; "" without one
+    dtype: str = ""  # dtype of the base weights
+    quantize: str = ""  # "4bit" if the base is kept in 4 bits
+
+
+class Probe(msgspec.Struct, frozen=True, kw_only=True):
+    """A probe of L tokens, and its scores by the learner of a checkpoint. Example: Probe(tokens=[7, 3, 41],
+    logprobs=[-3.6, -5.8])"""
+
+    tokens: list[int]
+    logprobs: list[float]  # [L - 1] nats, at temperature 1
 
 
 class Manifest(msgspec.Struct, kw_only=True):
@@ -39,6 +60,8 @@ class Manifest(msgspec.Struct, kw_only=True):
     base: str  # hub id, or a directory; a base inside the run is relative to the checkpoint
     config_hash: str
     dtype: str = ""  # dtype of the base weights that it was trained on; "" in imported and older checkpoints
+    origin: Origin | None = None  # or None in imported and older checkpoints
+    probe: Probe | None = None  # as `origin`; an engine that samples from the checkpoint scores it alike
     metrics: dict[str, float] = {}  # metrics of the step that made it; after a kill they complete metrics.jsonl
     files: dict[str, str] = {}  # path inside the checkpoint -> sha256
     sizes: dict[str, int] = {}  # path inside the checkpoint -> bytes; empty in checkpoints of versions that had none
@@ -116,6 +139,20 @@ def manifest_digest(data: bytes) -> str:
         return ""
 
 
+def policy_digest(origin: Origin, files: Mapping[str, str]) -> str:
+    """sha256 that names a policy: its origin, and the hashes of those files of its checkpoint that make its replies.
+
+    `files` are a manifest's, or empty for a base model alone.
+    """
+    weights = {name: digest for name, digest in sorted(files.items()) if not name.startswith(NOT_WEIGHTS)}
+    return hashlib.sha256(msgspec.json.encode([msgspec.to_builtins(origin), weights])).hexdigest()
+
+
+def digest_of(manifest: Manifest) -> str:
+    """Returns the digest of a checkpoint's policy; "" for an imported or older one, which has no origin."""
+    return "" if manifest.origin is None else policy_digest(manifest.origin, manifest.files)
+
+
 def verify_checkpoint(directory: Path) -> Manifest:
     """Returns the manifest of a checkpoint, after every file was hashed.
 
@@ -131,6 +168,11 @@ def verify_checkpoint(directory: Path) -> Manifest:
         raise CheckpointError(f"{directory}: {MANIFEST} is that of step {manifest.step}")
     _verify_files(directory, manifest)
     return manifest
+
+
+def read_manifest(directory: Path) -> Manifest:
+    """Returns the manifest of a checkpoint that was verified before. Raises CheckpointError: it cannot be read."""
+    return _read_hashes(directory, MANIFEST, Manifest)
 
 
 def verify_built(directory: Path) -> None:

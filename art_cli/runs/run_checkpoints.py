@@ -22,7 +22,7 @@ import msgspec
 
 from art_cli.runs.durable import new_directory, read_object, remove, write_lines
 from art_cli.runs.json_lines import is_inside
-from art_cli.runs.manifest import Manifest, is_built, new_checkpoint, verify_checkpoint
+from art_cli.runs.manifest import Manifest, digest_of, is_built, new_checkpoint, verify_checkpoint
 from art_cli.runs.run_dir import RunDir
 from art_cli.runtime.errors import CheckpointError, DataError, RunError, UsageError, one_line
 
@@ -99,6 +99,7 @@ class Listed(NamedTuple):
     evaluation: dict[str, float]  # the means of the evaluation at this step; empty: not evaluated
     metrics: dict[str, float]  # metrics of the step that made it
     num_bytes: int
+    policy: str = ""  # digest of the policy; "" if it is not valid, or no learner left a proof in it
     is_best: bool = False
 
 
@@ -263,7 +264,22 @@ def _entry(run: RunDir, step: int, evaluation: dict[str, float]) -> Listed:
         manifest = verify_checkpoint(path)
     except CheckpointError as error:
         return Listed(step, path, str(error).removeprefix(f"{path}: "), evaluation, {}, num_bytes)
-    return Listed(step, path, None, evaluation, manifest.metrics, num_bytes)
+    return Listed(step, path, None, evaluation, manifest.metrics, num_bytes, digest_of(manifest))
+
+
+def find_digest(root: Path, digest: str) -> list[tuple[Path, int]]:
+    """Returns each run at or directly below `root`, with the step, whose policy's digest begins with `digest`.
+
+    Pruned checkpoints are found as well, by the run's metrics.
+    """
+    found = []
+    for place in [root, *sorted(path for path in root.iterdir() if path.is_dir())]:
+        run = RunDir(place)
+        kept = {entry.step: entry.policy for entry in listed(run)} if run.checkpoints.is_dir() else {}
+        made = {line.step + (line.split == "train"): line.policy for line in run.metrics()}
+        known = kept | {step: policy for step, policy in made.items() if policy}
+        found += [(place, step) for step, policy in sorted(known.items()) if policy and policy.startswith(digest)]
+    return found
 
 
 def prune(run: RunDir, *, keep: int | None) -> list[Listed]:

@@ -52,6 +52,7 @@ class MetricsLine(msgspec.Struct, kw_only=True):
     step: int
     split: str
     metrics: dict[str, float]
+    policy: str = ""  # digest of the policy that the step or the warm-up made, or that was evaluated; "" if unknown
     time: float  # seconds since the epoch
 
 
@@ -188,9 +189,12 @@ class RunDir:
         lines = json_lines.lines(path, within=self.root)
         return max(0, evaluation.attempts - sum(not json_lines.is_torn(line.data) for line in lines))
 
-    def append_metrics(self, step: int, split: str, metrics: dict[str, float]) -> None:
+    def append_metrics(self, step: int, split: str, metrics: dict[str, float], policy: str = "") -> MetricsLine:
+        """Returns the line that it wrote."""
+        line = MetricsLine(step=step, split=split, metrics=metrics, policy=policy, time=time.time())
         with LineWriter(self.metrics_path) as writer:
-            writer.append(MetricsLine(step=step, split=split, metrics=metrics, time=time.time()))
+            writer.append(line)
+        return line
 
     @contextlib.contextmanager
     def lock(self) -> Iterator[None]:

@@ -49,6 +49,7 @@ class Turn(msgspec.Struct, frozen=True, kw_only=True):
     is_masked: bool = False  # `logprobs` include a grammar's mask (vLLM reports no others), a penalty or a bias
     is_abandoned: bool = False  # the client gave up on the call and sent it again, so it never saw this reply
     asked: dict[str, float | None] | None = None  # sampling values of the client that the gateway replaced
+    policy: str = ""  # digest of the proven weights that sampled it (runs/manifest.py), or "" if no one proved them
     # key of the environment's state in which the reply acts, or None if the prompt is the state
     state: Annotated[str, msgspec.Meta(max_length=MAX_LENGTH)] | None = None
 

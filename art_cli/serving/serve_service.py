@@ -158,6 +158,7 @@ class Dispatch:
     async def reply(self, request: Request) -> Reply:
         async with self._engine(request) as (backend, filled):
             reply = await backend.reply(filled)
+            reply.policy = await self._policies.served[request.model].proven.digest(reply.step)
         num_sampled = sum(len(choice.token_ids) for choice in reply.choices)
         self._count(request, len(reply.prompt_ids), num_sampled)
         if self._logs_content:
@@ -177,6 +178,7 @@ class Dispatch:
         try:
             async with self._engine(request) as (backend, filled), closing_stream(backend.stream(filled)) as chunks:
                 async for chunk in chunks:
+                    chunk.policy = await self._policies.served[request.model].proven.digest(chunk.step)
                     if chunk.choice.token_ids and not num_sampled:
                         self._meter.first_token_s.observe(time.perf_counter() - begin)
                     num_prompt += len(chunk.prompt_ids or ())
@@ -251,6 +253,7 @@ class Service:
             body_limit=self._body_limit,
             body_timeout_s=limits.body_timeout_s,
             is_processed=is_processed,
+            policy_of=lambda name: policies.served[name].proven.newest,
             more=[
                 Route("/ready", self._ready, methods=["GET"]),
                 Route("/metrics", self._metrics, methods=["GET"]),
@@ -319,7 +322,10 @@ class Service:
         if self.admission.state != "open":
             error = ChatError(503, f"not ready: {self.admission.state}", code=self.admission.state)
             return error_response(error, WIRES.at(http.url.path, http.headers))
-        models = [{"id": name, "step": policy.source.step} for name, policy in self.policies.served.items()]
+        models = [
+            {"id": name, "step": policy.source.step} | ({"policy": digest} if (digest := policy.proven.newest) else {})
+            for name, policy in self.policies.served.items()
+        ]
         return _json({"status": "ready", "models": models})
 
     async def _metrics(self, http: HttpRequest) -> Response:

@@ -20,10 +20,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
 
+import msgspec
 import pydantic
 import yaml
 
 from art_cli.chat import Backend
+from art_cli.chat.proven_steps import ProvenSteps
 from art_cli.config.overrides import variants
 from art_cli.config.schema import (
     AutoEngineConfig,
@@ -34,8 +36,9 @@ from art_cli.config.schema import (
     TinkerEngineConfig,
 )
 from art_cli.engines import Engine, make_engine
+from art_cli.engines.proof import prove
 from art_cli.models import loading
-from art_cli.models.policy_spec import PolicySpec, read_spec
+from art_cli.models.policy_spec import PolicySpec, origin_of, read_spec
 from art_cli.runs import run_checkpoints
 from art_cli.runs.run_checkpoints import Which
 from art_cli.runs.run_dir import RunDir
@@ -103,6 +106,22 @@ class Loader:
 
 def _spec(source: Source) -> PolicySpec:
     return read_spec(base_config(source), source.base, adapter=source.adapter, named=source.named)
+
+
+async def prove_source(engine: Engine, source: Source) -> str:
+    """Returns the digest of the source, which the engine is proven to sample from, or "" if no learner left a proof.
+
+    Raises DriftError if the engine samples from other weights; CheckpointError if the chat template was changed.
+    """
+    manifest = source.manifest
+    if manifest is None or manifest.origin is None:
+        log.info("%s: no learner left a proof in it, so that its replies carry no digest", source)
+        return ""
+    origin = await call_in_thread(lambda: origin_of(_spec(source)))
+    if source.adapter is None:  # the checkpoint is its own base
+        origin = msgspec.structs.replace(origin, base=manifest.origin.base)
+    proven = await prove(engine, manifest, origin)
+    return proven.digest if proven is not None else ""
 
 
 def check_trust(trained: Mapping[str, Any], knobs: Mapping[str, Any], *, place: Path) -> None:
@@ -188,6 +207,7 @@ class ServedPolicy:
 
     def __init__(self, source: Source, loader: Loader) -> None:
         self.source = source
+        self.proven = ProvenSteps()
         self._loader = loader
         self._generation: _Generation | None = None
         self._retiring: set[asyncio.Task[None]] = set()
@@ -195,7 +215,7 @@ class ServedPolicy:
     async def start(self) -> None:
         """Raises ArtError: the source cannot be loaded, or not run here."""
         assert self._generation is None, "started twice"
-        self._generation = _Generation(await self._loader.make(self.source))
+        self._generation = await self._make(self.source)
 
     async def change(self, source: Source) -> None:
         """New requests are answered by `source` once it returns. Raises ArtError; then nothing has changed."""
@@ -203,13 +223,34 @@ class ServedPolicy:
         if self._loader.swaps_adapters:
             if source.adapter is None:
                 raise UsageError(f"{source}: vLLM changes adapters; weights as a whole need --engine embedded")
-            await old.engine.load(source.adapter.resolve(), source.step)
+            await self._swap(old.engine, source)
         else:
-            self._generation = _Generation(await self._loader.make(source))
+            self._generation = await self._make(source)
             retiring = asyncio.create_task(old.retire())
             self._retiring.add(retiring)
             retiring.add_done_callback(self._retiring.discard)
         self.source = source
+
+    async def _make(self, source: Source) -> _Generation:
+        engine = await self._loader.make(source)
+        try:
+            self.proven.add(source.step, await prove_source(engine, source))
+        except BaseException:
+            await engine.close()
+            raise
+        return _Generation(engine)
+
+    async def _swap(self, engine: Engine, source: Source) -> None:
+        """Loads and proves another adapter. If either fails, the engine gets the old one back."""
+        assert source.adapter is not None, source
+        try:
+            async with self.proven.proving(source.step):
+                await engine.load(source.adapter.resolve(), source.step)
+                self.proven.add(source.step, await prove_source(engine, source))
+        except ArtError:
+            if engine.endpoint.step == source.step and self.source.adapter is not None:
+                await engine.load(self.source.adapter.resolve(), self.source.step)
+            raise
 
     def lease(self) -> contextlib.AbstractContextManager[Backend]:
         """Returns the backend that answers now. Its engine stays open until the lease ends, also after a change."""

@@ -187,6 +187,31 @@ async def test_weights_of_its_own_are_read_from_the_checkpoint(tmp_path: Path) -
     assert before != pytest.approx(expected, abs=1e-2)
 
 
+async def test_no_reply_of_the_embedded_engine_is_sampled_from_two_policies(tmp_path: Path) -> None:
+    """A long reply is under way when the weights are loaded: it ends as it began, and the next one is of the new."""
+    changed = tiny_weights()
+    change(changed)
+    save_weights(changed, tmp_path)
+    engine = EmbeddedEngine(tiny_weights(), name="policy", config=EmbeddedEngineConfig(), shares_weights=False)
+    await engine.start()
+    try:
+        asked = chat(max_tokens=300, temperature=0.0, ignore_eos=True)
+        before = await engine.reply(asked)
+        stream = engine.stream(asked)
+        chunks = [await anext(stream)]
+        loading = asyncio.create_task(engine.load(tmp_path, 1))
+        await asyncio.sleep(0.05)
+        late = asyncio.create_task(engine.reply(asked))
+        chunks += [chunk async for chunk in stream]
+        await loading
+        after = await late
+    finally:
+        await engine.close()
+    assert [id for chunk in chunks for id in chunk.choice.token_ids] == before.choices[0].token_ids
+    assert {chunk.step for chunk in chunks} == {0} and after.step == 1
+    assert after.choices[0].token_ids != before.choices[0].token_ids
+
+
 async def test_the_probe_is_scored_as_by_a_full_forward() -> None:
     weights = tiny_weights()
     async with running(weights) as engine:

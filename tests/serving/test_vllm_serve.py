@@ -23,6 +23,7 @@ import transformers
 from art_cli.chat.requests import Sampling
 from art_cli.config.schema import VllmEngineConfig
 from art_cli.engines.proof import make_probe
+from art_cli.runs import run_checkpoints
 from art_cli.runs.run_dir import RunDir
 from art_cli.serving.merged_export import export
 from art_cli.serving.served_model import Source, find_source
@@ -220,7 +221,9 @@ async def test_without_the_key_there_is_health_and_nothing_else(served: Served) 
         assert (await http.get("/health")).status_code == 200
         for path in ("/ready", "/metrics", "/v1/models", "/v1/load_lora_adapter"):
             assert (await http.get(path)).status_code == 401
-    assert json.loads(await served.get("/ready"))["models"] == [{"id": MODEL, "step": 0}]
+    assert json.loads(await served.get("/ready"))["models"] == [
+        {"id": MODEL, "step": 0, "policy": run_checkpoints.listed(served.run)[0].policy}
+    ]
     metrics = await served.get("/metrics")
     assert number(metrics, "art_requests_total", route="/v1/chat/completions", code="200") > 0
     assert number(metrics, "art_sampled_tokens_total", model=MODEL) > 0

@@ -128,9 +128,12 @@ def teach(place: Path, demos: Sequence[Json], *, length: int = 1024) -> RunDir:
 
 
 def add_changed(run: RunDir, step: int) -> Path:
-    """Another checkpoint of it: the first one's adapter with the sign of its B turned, so that it says other things."""
+    """Another checkpoint of it: the first one's adapter with the sign of its B turned, so that it says other things.
+
+    It has no proof, because no learner scored it.
+    """
     first = run.checkpoint_path(0)
-    manifest = verify_checkpoint(first)
+    manifest = msgspec.structs.replace(verify_checkpoint(first), origin=None, probe=None)
     with new_checkpoint(run.checkpoint_path(step), msgspec.structs.replace(manifest, step=step)) as new:
         for name in ("adapter_config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
             shutil.copy(first / name, new / name)

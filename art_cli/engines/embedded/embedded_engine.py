@@ -49,6 +49,7 @@ LOCK_DEADLINE_S = 600.0  # longest wait for the weights; a learner holds them fo
 REPLY_DEADLINE_S = 3600.0
 CLOSE_DEADLINE_S = 60.0
 WATCH_EVERY_S = 1.0
+DRAIN_EVERY_S = 0.01
 MAX_ALTERNATIVES = 2**21  # top_logprobs of all whole replies being sampled; each takes some 160 bytes
 
 
@@ -116,8 +117,30 @@ class EmbeddedEngine:
                 loading.load_checkpoint(self._weights, checkpoint)
             thread.set_step(step)
 
-        await self._with_weights(load)
+        if self._shares_weights:
+            await self._with_weights(load)
+        else:
+            async with self._drained(thread):
+                await self._with_weights(load)
         self.endpoint = msgspec.structs.replace(self.endpoint, step=step)
+
+    @contextlib.asynccontextmanager
+    async def _drained(self, thread: EngineThread) -> AsyncIterator[None]:
+        """Runs the block between two replies, so that none is sampled from two policies; further ones wait meanwhile.
+
+        Raises EngineError if the replies that had begun do not end in time.
+        """
+        deadline = time.monotonic() + REPLY_DEADLINE_S
+        thread.hold(True)
+        try:
+            while not thread.is_drained:
+                thread.check()
+                if time.monotonic() > deadline:
+                    raise EngineError(f"replies in flight did not end within {REPLY_DEADLINE_S:.0f} s")
+                await asyncio.sleep(DRAIN_EVERY_S)
+            yield
+        finally:
+            thread.hold(False)
 
     async def score(self, token_ids: list[int]) -> list[float]:
         self._running_thread()

@@ -181,6 +181,19 @@ class EngineThread:
         """Raises EngineError if the thread has ended."""
         self._commands.check()
 
+    def hold(self, is_held: bool) -> None:
+        """Lets no further generation begin, or lets them begin again."""
+
+        def command() -> None:
+            self._scheduler.is_held = is_held
+
+        self._commands.put(command)
+
+    @property
+    def is_drained(self) -> bool:
+        """Whether it is held, and every generation that had begun has ended."""
+        return self._scheduler.is_held and not self._scheduler.has_begun
+
     def set_step(self, step: int) -> None:
         """Tags later tokens with `step` and uses nothing computed before. The caller holds the weights."""
         self.step = step

@@ -106,6 +106,7 @@ class Scheduler:
         self.running: dict[int, TokenSequence] = {}  # slot -> its sequence, in the order of admission
         self.shape = Shape(0, 0)
         self.num_preempted = 0
+        self.is_held = False  # True: no sequence begins, so that the weights can be changed between two replies
         self._parked: dict[int, tuple[int, int]] = {}  # waiting slot -> (slot that it will copy from, tokens to copy)
         self._copies: list[Copy] = []  # the copies of the plan being made
         self._placed: list[TokenSequence] = []
@@ -147,8 +148,13 @@ class Scheduler:
                 self._empty(slot)
 
     @property
+    def has_begun(self) -> bool:
+        """Whether a sequence is running, or was and waits to go on."""
+        return bool(self.running) or any(len(sequence.sampled) for sequence in self.waiting)
+
+    @property
     def is_idle(self) -> bool:
-        return not self.running and not self.waiting
+        return not self.running and self._next() is None
 
     def num_sampled(self, sequence: TokenSequence) -> int:
         if sequence.slot < 0:
@@ -269,8 +275,12 @@ class Scheduler:
     # --- admission ----------------------------------------------------------------------------------------------------
 
     def _admit(self) -> None:
-        while self.waiting and self._place(self.waiting[0]):
-            self.waiting.popleft()
+        while (sequence := self._next()) is not None and self._place(sequence):
+            self.waiting.remove(sequence)
+
+    def _next(self) -> TokenSequence | None:
+        """Returns the sequence that may be placed next: while it is held, only one that has sampled tokens."""
+        return next((each for each in self.waiting if not self.is_held or len(each.sampled)), None)
 
     def _place(self, sequence: TokenSequence) -> bool:
         """Gives the sequence a slot with the keys and values that can be reused. False: it has to wait."""

@@ -1,0 +1,160 @@
+"""A reply names the digest of its weights, which were proven by scoring; other weights are found and do not answer."""
+
+import asyncio
+import json
+import shutil
+from pathlib import Path
+
+import httpx
+import msgspec
+import pytest
+
+from art_cli.chat.chat_errors import ChatError
+from art_cli.chat.proven_steps import ProvenSteps
+from art_cli.config.compose import load_config
+from art_cli.config.schema import ModelConfig
+from art_cli.loop.train import train
+from art_cli.models.loading import load_weights, save_weights
+from art_cli.runs.manifest import Origin, digest_of, new_checkpoint, policy_digest, read_manifest
+from art_cli.runs.run_dir import RunDir
+from art_cli.runtime.errors import ArtError, CheckpointError, DriftError
+from art_cli.serving.served_model import find_source
+from tests.support import forked
+from tests.support.paths import LETTERS
+from tests.support.serving import serving
+
+BODY = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 4, "temperature": 0}
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> RunDir:
+    """A run of two steps in float32, with each of its three checkpoints."""
+    runs = tmp_path_factory.mktemp("runs")
+    loaded = load_config(LETTERS / "config.yaml", [f"runs={runs}", "train.steps=2", "eval.every=1"])
+    return RunDir(asyncio.run(train(loaded)).root)
+
+
+@pytest.fixture
+def run(trained: RunDir, tmp_path: Path) -> RunDir:
+    """A copy to change."""
+    return RunDir(shutil.copytree(trained.root, tmp_path / "run"))
+
+
+def digests(run: RunDir) -> list[str]:
+    return [digest_of(read_manifest(run.checkpoint_path(step))) for step in run.checkpoint_steps()]
+
+
+def test_turns_and_metrics_name_the_policy_of_their_step(trained: RunDir) -> None:
+    wanted = digests(trained)
+    assert len(set(wanted)) == 3 and all(len(digest) == 64 for digest in wanted)
+    for step in (0, 1):
+        assert {turn.policy for each in trained.trajectories(step) for turn in each.turns} == {wanted[step]}
+    lines = {(line.split, line.step): line.policy for line in trained.metrics()}
+    assert [lines["train", step] for step in (0, 1)] == wanted[1:]
+    assert [lines["eval", step] for step in (0, 1, 2)] == wanted
+
+
+def test_a_digest_depends_on_all_that_makes_a_reply_and_on_nothing_else() -> None:
+    origin = Origin(base="b", template="t", dtype="float32")
+    files = {"adapter_model.safetensors": "1", "optimizer.safetensors": "2", "README.md": "3"}
+    digest = policy_digest(origin, files)
+    assert digest == policy_digest(origin, {**files, "optimizer.safetensors": "9", "README.md": "9"})
+    others = [
+        policy_digest(origin, {**files, "adapter_model.safetensors": "9"}),
+        *(policy_digest(msgspec.structs.replace(origin, **{name: "9"}), files) for name in origin.__struct_fields__),
+    ]
+    assert len({digest, *others}) == 6
+
+
+async def test_a_reply_and_a_stream_of_art_serve_name_their_weights(trained: RunDir) -> None:
+    wanted = digests(trained)[1]
+    source = find_source(str(trained.checkpoint_path(1)))
+    async with serving(source) as (_, root), httpx.AsyncClient(base_url=root, timeout=60) as http:
+        body = {**BODY, "model": source.name}
+        reply = await http.post("/v1/chat/completions", json=body)
+        stream = await http.post("/v1/chat/completions", json={**body, "stream": True})
+        card = (await http.get(f"/v1/models/{source.name}")).json()
+        [listed] = (await http.get("/v1/models")).json()["data"]
+        [ready] = (await http.get("/ready")).json()["models"]
+    assert reply.headers["x-art-policy"] == stream.headers["x-art-policy"] == wanted
+    assert card["policy"] == listed["policy"] == ready["policy"] == wanted
+
+
+async def test_a_model_that_no_learner_proved_is_served_without_a_digest(trained: RunDir) -> None:
+    source = find_source(str(trained.base))
+    async with serving(source) as (_, root), httpx.AsyncClient(base_url=root, timeout=60) as http:
+        reply = await http.post("/v1/chat/completions", json={**BODY, "model": source.name})
+        [listed] = (await http.get("/v1/models")).json()["data"]
+    assert reply.status_code == 200
+    assert "x-art-policy" not in reply.headers and "policy" not in listed
+
+
+def resigned(run: RunDir, step: int) -> Path:
+    """Writes the manifest of a changed checkpoint anew, so that its hashes fit, with the proof that it had."""
+    path = run.checkpoint_path(step)
+    manifest, aside = read_manifest(path), path.with_name("aside")
+    path.rename(aside)
+    with new_checkpoint(path, manifest) as new:
+        shutil.copytree(aside, new, dirs_exist_ok=True, ignore=shutil.ignore_patterns("manifest.json"))
+    shutil.rmtree(aside)
+    return path
+
+
+async def refused(path: Path) -> ArtError:
+    with pytest.raises(ArtError) as caught:
+        async with serving(find_source(str(path))):
+            pass
+    return caught.value
+
+
+async def test_the_adapter_of_an_earlier_step_does_not_answer(run: RunDir) -> None:
+    shutil.copy(run.checkpoint_path(0) / "adapter_model.safetensors", run.checkpoint_path(2))
+    error = await refused(resigned(run, 2))
+    assert isinstance(error, DriftError) and "step 2" in str(error)
+
+
+async def test_the_adapter_does_not_answer_on_another_base(run: RunDir) -> None:
+    weights = load_weights(ModelConfig(base=str(run.base), lora=None), str(run.base))
+    weights.model.get_input_embeddings().weight.data.mul_(1.05)
+    (run.base / "hashes.json").unlink()
+    save_weights(weights, run.base)
+    assert isinstance(await refused(run.checkpoint_path(2)), DriftError)
+
+
+async def test_a_chat_template_with_another_character_does_not_answer(run: RunDir) -> None:
+    template = run.checkpoint_path(2) / "chat_template.jinja"
+    template.write_text(template.read_text() + " ")
+    error = await refused(resigned(run, 2))
+    assert isinstance(error, CheckpointError) and "chat template" in str(error)
+
+
+def test_a_digest_is_found_in_all_runs_also_that_of_a_pruned_checkpoint(run: RunDir) -> None:
+    wanted = digests(run)[1]
+    shutil.rmtree(run.checkpoint_path(1))
+    command = ["checkpoints", str(run.root.parent), "--find", wanted[:12], "--json"]
+    assert json.loads(forked.run(command, timeout=60).stdout) == [{"run": str(run.root), "step": 1}]
+    unknown = forked.run([*command[:-2], "0" * 64], timeout=60)
+    assert unknown.returncode == 1 and "no run there" in unknown.stderr
+    assert forked.run([*command[:-2], "xyz"], timeout=60).returncode == 2
+
+
+# --- a change of weights ----------------------------------------------------------------------------------------------
+
+
+async def test_a_reply_waits_for_the_proof_of_its_weights_and_fails_with_it() -> None:
+    proven = ProvenSteps()
+    proven.add(0, "old")
+    async with proven.proving(1):
+        waiting = asyncio.create_task(proven.digest(1))
+        await asyncio.sleep(0.01)
+        assert not waiting.done() and await proven.digest(0) == "old"
+        proven.add(1, "new")
+    assert await waiting == "new" == proven.newest
+    with pytest.raises(DriftError):
+        async with proven.proving(2):
+            waiting = asyncio.create_task(proven.digest(2))
+            await asyncio.sleep(0.01)
+            raise DriftError("other weights")
+    with pytest.raises(ChatError) as refusal:
+        await waiting
+    assert refusal.value.status == 503 and await proven.digest(1) == "new"
