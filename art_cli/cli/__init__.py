@@ -30,6 +30,7 @@ NAMES = (
     "sft",
     "eval",
     "hunt",
+    "prove",
     "report",
     "log",
     "view",

@@ -52,6 +52,7 @@ def run(
     """
     from art_cli.engines.proof import make_probe
     from art_cli.models.loading import find_base
+    from art_cli.runs.chain import write_certificate
     from art_cli.runtime.scratch import scratch
     from art_cli.serving import gguf_export, merged_export
     from art_cli.serving.served_model import find_source
@@ -71,6 +72,8 @@ def run(
             exported = gguf_export.export(source, output, kind=gguf, bound=max_gap, probe=make_probe)
         else:
             exported = merged_export.export(source, output, dtype=dtype, bound=max_gap, probe=make_probe)
+    if source.run is not None:
+        write_certificate(exported.path, source.run, source.step)
     url = _push(exported.path, push, token) if push is not None and token is not None else None
     if as_json:
         result = {**exported._asdict(), "path": str(exported.path), "dtype": dtype, "url": url}

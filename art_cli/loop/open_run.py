@@ -41,6 +41,7 @@ from art_cli.reports.pages.panel import RunPanel
 from art_cli.reports.trackers.tracker_dispatch import Trackers, open_trackers
 from art_cli.rollouts.rollout_runner import begin_rollout
 from art_cli.rollouts.scenario_files import find_overlap
+from art_cli.runs.chain import add_link
 from art_cli.runs.history import is_comparable, read_history
 from art_cli.runs.manifest import Manifest, Origin, digest_of, new_checkpoint, read_manifest
 from art_cli.runs.run_dir import RunDir
@@ -86,6 +87,7 @@ class RunWriter:
             manifest.probe = measure(self.learner, self.policy.vocabulary)
             with new_checkpoint(path, manifest) as directory:
                 self.learner.save(directory)
+            add_link(self.files, manifest)
 
         await self.interrupts.off_loop(write)
         self.trackers.log_checkpoint(step, path)
@@ -271,6 +273,7 @@ async def _find_start(writer: RunWriter, loaded: LoadedConfig, data: RunData) ->
         path, manifest = newest
         writer.learner.load(path)
         _backfill(writer, manifest)
+        add_link(files, manifest)
         log.info("%s: goes on from step %d of %d", files.root, manifest.step, loaded.config.train.steps)
         return manifest.step
     metrics = await _warm_up(writer, loaded, data) if loaded.config.sft is not None else {}

@@ -16,8 +16,10 @@ from art_cli.loop.startup import Startup
 from art_cli.loop.stop_rules import Firing
 from art_cli.reports.pages.curve import curve, run_series
 from art_cli.reports.run_report import read_report, reward_names
+from art_cli.runs.chain import add_link
 from art_cli.runs.durable import write_file
 from art_cli.runs.history import Evaluated, UpdateNumbers, count_failures, find_fault
+from art_cli.runs.manifest import read_manifest
 from art_cli.runs.run_checkpoints import prune_trained
 from art_cli.runs.run_dir import PAUSE, Evaluation
 from art_cli.runs.trajectory import Trajectory
@@ -55,8 +57,10 @@ async def train(loaded: LoadedConfig, *, is_fresh: bool = False, startup: Startu
                 await publish(run, step + 1, metrics)
                 await evaluate_if_due(run, step + 1)
                 prune(run)
+        last = max(run.first, run.config.train.steps)
+        add_link(files, read_manifest(files.checkpoint_path(last)), is_end=True)
         _draw_curve(run)
-        return TrainResult(files.root, max(run.first, run.config.train.steps), False, files.evaluations())
+        return TrainResult(files.root, last, False, files.evaluations())
 
 
 # --- a step -----------------------------------------------------------------------------------------------------------

@@ -21,6 +21,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import gc
+import json
 import logging
 import math
 import os
@@ -369,6 +370,15 @@ def save_weights(weights: Weights, directory: Path, *, tensors: dict[str, torch.
         weights.model.save_pretrained(directory, state_dict=tensors)
         weights.tokenizer.save_pretrained(directory)
     (directory / "README.md").unlink(missing_ok=True)  # peft's empty model card
+    if weights.has_adapter:
+        _sort_targets(directory / "adapter_config.json")
+
+
+def _sort_targets(path: Path) -> None:
+    """Writes the targets in order, which peft keeps as a set, so that equal adapters are equal files."""
+    config = json.loads(path.read_text())
+    if isinstance(targets := config.get("target_modules"), list):
+        path.write_text(json.dumps(config | {"target_modules": sorted(targets)}, indent=2, sort_keys=True))
 
 
 def merge(weights: Weights) -> Weights:

@@ -1,0 +1,211 @@
+"""The chain of a run, chain.jsonl: a link for each checkpoint, which names by hashes all that it was made from.
+
+    Link(step=0, files={its checkpoint}, inputs={"config.json": ...})
+    Link(step=1, files={its checkpoint}, inputs={"step_0000/scored.jsonl": ..., ...}, before=<digest of the link of 0>)
+    ...
+    Link(step=9, files={}, inputs={all that came after the last checkpoint})          when the training ends
+
+A link is written when its checkpoint is whole; a start that finds the newest checkpoint without one adds it. The files
+of a step are named once they are complete, and metrics.jsonl as far as it goes then. So whoever changes a byte of a run
+has to write all links from there on anew, and the digest of the newest one, which one can write down elsewhere, is
+another.
+"""
+
+import hashlib
+from collections.abc import Iterator
+from itertools import pairwise
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+
+from art_cli.runs.durable import LineWriter, write_file
+from art_cli.runs.json_lines import read_file
+from art_cli.runs.manifest import (
+    Manifest,
+    Origin,
+    Probe,
+    hash_file,
+    hash_files,
+    policy_digest,
+    verify_built,
+    verify_checkpoint,
+)
+from art_cli.runs.run_dir import RunDir
+from art_cli.runs.trajectory import SCHEMA_VERSION
+from art_cli.runtime.errors import CheckpointError, DataError, one_line
+
+NAME, CERTIFICATE = "chain.jsonl", "certificate.json"
+MAX_CERTIFICATE = 256 * 2**20  # bytes; a thousand links have 4 MB
+
+
+class Part(NamedTuple):
+    """The first bytes of a file. Example: Part(8123, "9f3c...")"""
+
+    size: int
+    sha256: str
+
+
+class Link(msgspec.Struct, frozen=True, kw_only=True):
+    """One checkpoint, and what it was made from. Paths are those below the run's directory."""
+
+    schema_version: int = SCHEMA_VERSION
+    step: int
+    before: str = ""  # digest of the link before; "" in the first
+    origin: Origin
+    probe: Probe | None = None
+    files: dict[str, str]  # the checkpoint's files, as in its manifest; empty: the end of a training
+    inputs: dict[str, Part]  # what it was made from, and what the run had written beside it
+    digest: str = ""  # sha256 of this link without its digest
+
+    @property
+    def policy(self) -> str:
+        """The digest that replies of the checkpoint carry; "" for the end of a training."""
+        return policy_digest(self.origin, self.files) if self.files else ""
+
+
+class Flaw(NamedTuple):
+    """One place where a run is not what its chain says. Example: Flaw("step_0003/scored.jsonl", "was changed")"""
+
+    place: str
+    what: str
+
+
+def read_chain(run: RunDir) -> list[Link]:
+    """Returns the links, oldest first; none for a run of a version that wrote none. Raises DataError: damaged."""
+    return list(run.lines(run.root / NAME, Link))
+
+
+def add_link(run: RunDir, manifest: Manifest, *, is_end: bool = False) -> None:
+    """Writes the link of the newest checkpoint; with `is_end` the one that ends a training, if anything is new."""
+    links = read_chain(run)
+    if manifest.origin is None or (not is_end and any(link.files and link.step == manifest.step for link in links)):
+        return
+    known = {name: part for link in links for name, part in link.inputs.items()}
+    inputs = {
+        name: known[name] if name in known and "/" in name else _part(run.root / name)
+        for name in _written(run, manifest.step + is_end)
+    }
+    inputs = {name: part for name, part in inputs.items() if known.get(name) != part}
+    if is_end and not inputs:
+        return
+    link = Link(
+        step=manifest.step,
+        before=links[-1].digest if links else "",
+        origin=manifest.origin,
+        probe=manifest.probe,
+        files={} if is_end else manifest.files,
+        inputs=inputs,
+    )
+    with LineWriter(run.root / NAME) as writer:
+        writer.append(msgspec.structs.replace(link, digest=_digest(link)))
+
+
+def find_flaws(run: RunDir, links: list[Link]) -> Iterator[Flaw]:
+    """Yields each place where links, inputs or checkpoints are not what the chain says. Every byte is read."""
+    yield from broken_links(links)
+    newest = {
+        name: part for link in links for name, part in link.inputs.items()
+    }  # a later start writes config.json anew
+    for name, part in newest.items():
+        if flaw := _flaw(run.root / name, part):
+            yield Flaw(name, flaw)
+    try:
+        verify_built(run.base)
+    except CheckpointError as error:
+        yield Flaw("base", str(error).removeprefix(f"{run.base}: "))
+    of_step = {link.step: link for link in links if link.files}
+    for step in run.checkpoint_steps():
+        path = run.checkpoint_path(step)
+        place = str(path.relative_to(run.root))
+        try:
+            files = verify_checkpoint(path).files
+        except CheckpointError as error:
+            yield Flaw(place, str(error).removeprefix(f"{path}: "))
+            continue
+        if step in of_step and files != of_step[step].files:
+            names = sorted(
+                name for name in files.keys() | of_step[step].files if files.get(name) != of_step[step].files.get(name)
+            )
+            yield Flaw(f"{place}/{names[0]}", "is not the one that the step made")
+
+
+def broken_links(links: list[Link]) -> Iterator[Flaw]:
+    """Yields each link that was changed, or does not follow the one before it."""
+    for number, link in enumerate(links, 1):
+        if link.digest != _digest(link):
+            yield Flaw(f"{NAME}:{number}", "was changed")
+    for number, (before, link) in enumerate(pairwise(links), 2):
+        if link.before != before.digest:
+            yield Flaw(f"{NAME}:{number}", "does not follow the link before it")
+
+
+def _digest(record: "Link | Certificate") -> str:
+    return hashlib.sha256(msgspec.json.encode(msgspec.structs.replace(record, digest=""))).hexdigest()
+
+
+def _written(run: RunDir, num_steps: int) -> list[str]:
+    """Returns the files that the run has written: its records, and those of the first `num_steps` steps."""
+    steps = [path for step in range(num_steps) for path in sorted(run.trajectories_path(step).parent.glob("*.json*"))]
+    records = [path for path in (run.config_path, run.metrics_path) if path.is_file()]
+    return [str(path.relative_to(run.root)) for path in (*records, *steps)]
+
+
+def _part(path: Path) -> Part:
+    if path.name != "metrics.jsonl":
+        return Part(path.stat().st_size, hash_file(path))
+    whole = path.read_bytes()
+    lines = whole[: whole.rfind(b"\n") + 1]  # without a line that a kill may have torn
+    return Part(len(lines), hashlib.sha256(lines).hexdigest())
+
+
+def _flaw(path: Path, part: Part) -> str:
+    """Returns what is wrong with the first bytes of a file, or "" if they are those of the part."""
+    try:
+        with path.open("rb") as file:
+            data = file.read(part.size)
+    except OSError as error:
+        return f"cannot be read: {error.strerror or error}"
+    if len(data) < part.size:
+        return f"has {len(data)} bytes instead of {part.size}"
+    return "" if hashlib.sha256(data).hexdigest() == part.sha256 else "was changed"
+
+
+# --- handed on with a model -------------------------------------------------------------------------------------------
+
+
+class Certificate(msgspec.Struct, kw_only=True):
+    """certificate.json beside an exported model: the chain up to its checkpoint, and hashes of the exported files."""
+
+    schema_version: int = SCHEMA_VERSION
+    policy: str  # digest of the checkpoint that was exported
+    links: list[Link]
+    files: dict[str, str]  # path in the export -> sha256
+    digest: str = ""  # sha256 of this certificate without its digest
+
+
+def write_certificate(export: Path, run: RunDir, step: int) -> None:
+    """Writes the certificate of a model that was exported from a run's step; nothing for a run without a chain."""
+    links = [link for link in read_chain(run) if link.step <= step]
+    made = [link.policy for link in links if link.files and link.step == step]
+    if made:
+        certificate = Certificate(policy=made[-1], links=links, files=hash_files(export))
+        certificate.digest = _digest(certificate)
+        write_file(export / CERTIFICATE, msgspec.json.format(msgspec.json.encode(certificate)))
+
+
+def check_certificate(export: Path) -> tuple[list[Link], list[Flaw]]:
+    """Returns the chain of an exported model, and what is not as its certificate says. Raises DataError: damaged."""
+    path = export / CERTIFICATE
+    try:
+        certificate = msgspec.json.decode(read_file(path, max_bytes=MAX_CERTIFICATE), type=Certificate)
+    except (ValueError, OSError, RecursionError) as error:
+        raise DataError(f"not a certificate: {one_line(error)}", path) from error
+    flaws = list(broken_links(certificate.links))
+    if certificate.digest != _digest(certificate):
+        flaws.append(Flaw(CERTIFICATE, "was changed"))
+    if certificate.policy not in [link.policy for link in certificate.links]:
+        flaws.append(Flaw(CERTIFICATE, "no link of its chain made the exported policy"))
+    found = hash_files(export)
+    names = sorted(name for name in certificate.files if found.get(name) != certificate.files[name])
+    return certificate.links, [*flaws, *(Flaw(name, "is not the exported file") for name in names)]

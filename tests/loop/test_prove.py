@@ -1,0 +1,131 @@
+"""`art prove`: every byte of a run is in its chain, and its updates can be taken again."""
+
+import asyncio
+import json
+import shutil
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from art_cli.config.compose import load_config
+from art_cli.loop.replay import config_of, replay
+from art_cli.loop.train import train
+from art_cli.runs.chain import CERTIFICATE, NAME, Flaw, check_certificate, find_flaws, read_chain, write_certificate
+from art_cli.runs.manifest import new_checkpoint, read_manifest
+from art_cli.runs.run_dir import RunDir
+from art_cli.runtime.errors import DataError
+from tests.support import forked
+from tests.support.paths import LETTERS
+
+CONFIG = LETTERS / "config.yaml"
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> RunDir:
+    """A run of two steps, gone on with after the first one."""
+    runs = tmp_path_factory.mktemp("runs")
+    for steps in (1, 2):
+        loaded = load_config(CONFIG, [f"runs={runs}", f"train.steps={steps}", "eval.every=1"])
+        root = asyncio.run(train(loaded)).root
+    return RunDir(root)
+
+
+@pytest.fixture
+def run(trained: RunDir, tmp_path: Path) -> RunDir:
+    return RunDir(shutil.copytree(trained.root, tmp_path / trained.root.name))
+
+
+def flaws(run: RunDir) -> list[Flaw]:
+    return list(find_flaws(run, read_chain(run)))
+
+
+def test_a_run_has_a_link_for_each_checkpoint_and_one_for_each_end(trained: RunDir) -> None:
+    links = read_chain(trained)
+    assert [(link.step, bool(link.files)) for link in links] == [
+        (0, True),
+        (1, True),
+        (1, False),
+        (2, True),
+        (2, False),
+    ]
+    assert [link.before for link in links] == ["", *(link.digest for link in links[:-1])]
+    assert flaws(trained) == []
+    named = {name for link in links for name in link.inputs}
+    written = {f"{path.parent.name}/{path.name}" for path in trained.root.glob("step_*/*") if path.suffix != ".lock"}
+    assert named == written | {"config.json", "metrics.jsonl"}
+
+
+@pytest.mark.parametrize("name", [
+    "config.json", "metrics.jsonl", "step_0000/trajectories.jsonl", "step_0001/scored.jsonl", "step_0002/eval.jsonl",
+    "step_0001/evaluation.json", "checkpoints/step_0002/adapter_model.safetensors",
+    "checkpoints/step_0000/manifest.json", "base/config.json", "base/hashes.json",
+])  # fmt: skip
+def test_a_changed_byte_is_found_with_its_place(run: RunDir, name: str) -> None:
+    path = run.root / name
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+    done = forked.run(["prove", str(run.root), "--json"], timeout=60)
+    places = [flaw["place"] for flaw in json.loads(done.stdout)["flaws"]]
+    assert done.returncode == 1 and all(name.startswith(place) for place in places) and places
+
+
+def test_a_link_that_was_changed_or_taken_out_is_found(run: RunDir) -> None:
+    path = run.root / NAME
+    lines = path.read_bytes().splitlines(keepends=True)
+    path.write_bytes(b"".join(lines[:1] + lines[2:]))
+    assert flaws(run)[0] == Flaw(f"{NAME}:2", "does not follow the link before it")
+    path.write_bytes(b"".join([*lines[:-1], lines[-1].replace(b'"step":2', b'"step":3')]))
+    assert flaws(run)[0] == Flaw(f"{NAME}:5", "was changed")
+    path.write_bytes(b"{}\n")
+    with pytest.raises(DataError):
+        read_chain(run)
+
+
+def test_a_checkpoint_in_the_place_of_another_is_found(run: RunDir) -> None:
+    """Its own hashes fit, because it is whole; the chain says that another one was made there."""
+    path = run.checkpoint_path(2)
+    manifest = msgspec.structs.replace(read_manifest(run.checkpoint_path(1)), step=2)
+    shutil.rmtree(path)
+    with new_checkpoint(path, manifest) as new:
+        shutil.copytree(run.checkpoint_path(1), new, dirs_exist_ok=True, ignore=shutil.ignore_patterns("manifest.json"))
+    assert [flaw.what for flaw in flaws(run)] == ["is not the one that the step made"]
+
+
+@pytest.mark.slow
+def test_each_update_taken_again_gives_the_same_bytes(trained: RunDir) -> None:
+    found = list(replay(trained, config_of(trained, CONFIG), read_chain(trained)))
+    assert [(each.step, each.changed) for each in found] == [(1, []), (2, [])]
+
+
+@pytest.mark.slow
+def test_an_update_from_other_rewards_gives_other_weights(run: RunDir) -> None:
+    path = run.scored_path(0)
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    path.write_text("".join(json.dumps({**line, "reward": 1 - line["reward"]}) + "\n" for line in lines))
+    first = next(replay(run, config_of(run, CONFIG), read_chain(run)))
+    assert first.step == 1 and not first.is_same and "adapter_model.safetensors" in first.changed
+
+
+def test_a_certificate_goes_with_an_exported_model(trained: RunDir, tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors").write_bytes(b"weights")
+    write_certificate(tmp_path, trained, 2)
+    links, found = check_certificate(tmp_path)
+    assert links == read_chain(trained) and found == []
+    assert forked.run(["prove", str(tmp_path)], timeout=60).returncode == 0
+    (tmp_path / "model.safetensors").write_bytes(b"others")
+    assert check_certificate(tmp_path)[1] == [Flaw("model.safetensors", "is not the exported file")]
+    text = (tmp_path / CERTIFICATE).read_text()
+    (tmp_path / CERTIFICATE).write_text(text.replace('"step": 1', '"step": 7', 1))
+    assert Flaw(CERTIFICATE, "was changed") in check_certificate(tmp_path)[1]
+    (tmp_path / CERTIFICATE).write_text("[" * 100_000)
+    assert forked.run(["prove", str(tmp_path)], timeout=60).returncode == 1
+
+
+def test_a_digest_leads_to_its_run(trained: RunDir) -> None:
+    digest = read_chain(trained)[1].policy
+    done = forked.run(["prove", digest[:10], "--runs", str(trained.root.parent)], timeout=60)
+    assert done.returncode == 0 and f"step 1 of {trained.root}" in done.stdout
+    assert forked.run(["prove", "0" * 64, "--runs", str(trained.root.parent)], timeout=60).returncode == 1
+    assert forked.run(["prove", "nowhere"], timeout=60).returncode == 2
