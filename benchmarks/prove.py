@@ -28,7 +28,7 @@ RUBRIC = """rule: +0.5 if assistant -1 has "a"\nrule: +0.3 if assistant -1 has "
 CASES: dict[str, tuple[str, ...]] = {
     "grpo": (),
     "dapo": ("loss=dapo",),
-    "reinforce++": ("loss=reinforce++",),
+    "reinforce": ("loss=reinforce++",),
     "ruler": ("judge={name: ruler, model: builtin:rule, rubric: RULES}",),
     "killed": (),
     "warm-up": ("sft={demos: DEMOS, epochs: 2}",),

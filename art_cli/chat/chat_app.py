@@ -34,6 +34,7 @@ from starlette.types import Receive, Scope, Send
 from art_cli.chat import Backend
 from art_cli.chat.chat_errors import ChatError
 from art_cli.chat.http_server import unless_disconnected
+from art_cli.chat.proven_steps import POLICY_HEADER
 from art_cli.chat.reading import BODY_TIMEOUT_S, BodyLimit, RequestReader, read_body
 from art_cli.chat.replies import Choice, Chunk, Echo, Reply, ReplyBuilder
 from art_cli.chat.requests import Request, Sampling
@@ -145,7 +146,6 @@ BackendFor = Callable[[str | None], Backend | None]  # the backend for a client'
 READ_HERE_BYTES = 64 * 2**10  # length up to which a body is parsed on the event loop, which takes 2 ms at most
 CONVERSATION_HEADER = "X-Art-Conversation"  # percent-encoded like X-Art-State, and as long
 SCENARIO_HEADER = "X-Art-Scenario"
-POLICY_HEADER = "x-art-policy"  # of a reply: the digest of the weights that sampled it, proven by scoring
 HEALTH = "/health"  # the only path that needs no key
 RETRIES = "x-stainless-retry-count"  # header of many SDKs: how often they have sent this request before
 

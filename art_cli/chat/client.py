@@ -20,6 +20,7 @@ from msgspec import Meta
 from yarl import URL
 
 from art_cli.chat.chat_errors import ChatError
+from art_cli.chat.proven_steps import POLICY_HEADER, read_policy
 from art_cli.chat.replies import Choice, Chunk, Echo, Reply
 from art_cli.chat.requests import RESHAPING, Json, Request, Sampling, needs_echo
 from art_cli.runtime.secrets import find_secrets
@@ -97,7 +98,7 @@ class HttpBackend:
     async def reply(self, request: Request) -> Reply:
         """Raises ChatError: the endpoint's refusal, 502 when it cannot be reached, 504 when it is too slow."""
         async with self._post(request, is_stream=False) as response:
-            body = await read_answer(response)
+            body, policy = await read_answer(response), read_policy(response.headers.get(POLICY_HEADER))
         parsed = self._decode(body)
         if not parsed.choices:
             raise self._broken("no choices in the reply")
@@ -108,6 +109,7 @@ class HttpBackend:
             choices=[_choice(request, choice) for choice in parsed.choices],
             prompt_ids=_prompt_ids(parsed) or [],
             step=self.step if parsed.step is None else parsed.step,
+            policy=policy,
             sampling=request.sampling,
             usage=_usage(parsed),
         )
@@ -116,6 +118,7 @@ class HttpBackend:
         """Raises ChatError as `reply` does, also when the stream ends before its choices do."""
         open_choices = set(range(request.sampling.n))
         async with self._post(request, is_stream=True) as response:
+            policy = read_policy(response.headers.get(POLICY_HEADER))
             async for data in read_events(response):
                 if data == b"[DONE]":
                     break
@@ -123,6 +126,7 @@ class HttpBackend:
                 if parsed.error is not None:
                     raise self._refusal(502, data)
                 for chunk in self._chunks(request, parsed):
+                    chunk.policy = policy
                     if chunk.is_last:
                         open_choices.discard(chunk.choice.index)
                     yield chunk

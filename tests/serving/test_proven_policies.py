@@ -10,7 +10,9 @@ import msgspec
 import pytest
 
 from art_cli.chat.chat_errors import ChatError
+from art_cli.chat.client import HttpBackend
 from art_cli.chat.proven_steps import ProvenSteps
+from art_cli.chat.requests import Request, Sampling
 from art_cli.config.compose import load_config
 from art_cli.config.schema import ModelConfig
 from art_cli.loop.train import train
@@ -76,6 +78,11 @@ async def test_a_reply_and_a_stream_of_art_serve_name_their_weights(trained: Run
         card = (await http.get(f"/v1/models/{source.name}")).json()
         [listed] = (await http.get("/v1/models")).json()["data"]
         [ready] = (await http.get("/ready")).json()["models"]
+        backend = HttpBackend(f"{root}/v1", "none", source.name)
+        asked = Request(model=source.name, messages=BODY["messages"], sampling=Sampling(max_tokens=4))
+        read = [(await backend.reply(asked)).policy, *{chunk.policy async for chunk in backend.stream(asked)}]
+        await backend.close()
+    assert read == [wanted, wanted]
     assert reply.headers["x-art-policy"] == stream.headers["x-art-policy"] == wanted
     assert card["policy"] == listed["policy"] == ready["policy"] == wanted
 
