@@ -133,6 +133,7 @@ class TorchLearner:
         self.critic: Critic | None = None
         if isinstance(self.algorithm, Ppo):
             self.critic = Critic(self.runner, self.algorithm.knobs, train, device=self.optimizer_device)
+        torch.manual_seed(train.seed)  # the same numbers in each process that begins the run, or takes its steps again
 
     @property
     def optimizers(self) -> list[Optimizer]:
