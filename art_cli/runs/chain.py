@@ -20,7 +20,7 @@ from typing import NamedTuple
 import msgspec
 
 from art_cli.runs.durable import LineWriter, write_file
-from art_cli.runs.json_lines import read_file
+from art_cli.runs.json_lines import open_file, read_file
 from art_cli.runs.manifest import (
     Manifest,
     Origin,
@@ -36,6 +36,7 @@ from art_cli.runs.trajectory import SCHEMA_VERSION
 from art_cli.runtime.errors import CheckpointError, DataError, one_line
 
 NAME, CERTIFICATE = "chain.jsonl", "certificate.json"
+READ_BYTES = 2**20
 MAX_CERTIFICATE = 256 * 2**20  # bytes; a thousand links have 4 MB
 
 
@@ -79,7 +80,8 @@ def read_chain(run: RunDir) -> list[Link]:
 def add_link(run: RunDir, manifest: Manifest, *, is_end: bool = False) -> None:
     """Writes the link of the newest checkpoint; with `is_end` the one that ends a training, if anything is new."""
     links = read_chain(run)
-    if manifest.origin is None or (not is_end and any(link.files and link.step == manifest.step for link in links)):
+    is_known = any((link.step, link.files) == (manifest.step, manifest.files) for link in links)
+    if manifest.origin is None or (is_known and not is_end):
         return
     known = {name: part for link in links for name, part in link.inputs.items()}
     inputs = {
@@ -104,11 +106,9 @@ def add_link(run: RunDir, manifest: Manifest, *, is_end: bool = False) -> None:
 def find_flaws(run: RunDir, links: list[Link]) -> Iterator[Flaw]:
     """Yields each place where links, inputs or checkpoints are not what the chain says. Every byte is read."""
     yield from broken_links(links)
-    newest = {
-        name: part for link in links for name, part in link.inputs.items()
-    }  # a later start writes config.json anew
+    newest = {name: part for link in links for name, part in link.inputs.items()}  # config.json may be written anew
     for name, part in newest.items():
-        if flaw := _flaw(run.root / name, part):
+        if flaw := _flaw(run.root / name, part, within=run.root):
             yield Flaw(name, flaw)
     try:
         verify_built(run.base)
@@ -124,10 +124,8 @@ def find_flaws(run: RunDir, links: list[Link]) -> Iterator[Flaw]:
             yield Flaw(place, str(error).removeprefix(f"{path}: "))
             continue
         if step in of_step and files != of_step[step].files:
-            names = sorted(
-                name for name in files.keys() | of_step[step].files if files.get(name) != of_step[step].files.get(name)
-            )
-            yield Flaw(f"{place}/{names[0]}", "is not the one that the step made")
+            names = dict(files.items() ^ of_step[step].files.items())
+            yield Flaw(f"{place}/{min(names)}", "is not the one that the step made")
 
 
 def broken_links(links: list[Link]) -> Iterator[Flaw]:
@@ -159,16 +157,19 @@ def _part(path: Path) -> Part:
     return Part(len(lines), hashlib.sha256(lines).hexdigest())
 
 
-def _flaw(path: Path, part: Part) -> str:
+def _flaw(path: Path, part: Part, *, within: Path) -> str:
     """Returns what is wrong with the first bytes of a file, or "" if they are those of the part."""
+    hashed, left = hashlib.sha256(), part.size
     try:
-        with path.open("rb") as file:
-            data = file.read(part.size)
-    except OSError as error:
-        return f"cannot be read: {error.strerror or error}"
-    if len(data) < part.size:
-        return f"has {len(data)} bytes instead of {part.size}"
-    return "" if hashlib.sha256(data).hexdigest() == part.sha256 else "was changed"
+        with open_file(path, within=within) as file:
+            while left > 0 and (data := file.read(min(left, READ_BYTES))):
+                hashed.update(data)
+                left -= len(data)
+    except (OSError, ValueError) as error:  # a chain may name anything
+        return f"cannot be read: {getattr(error, 'strerror', None) or error}"
+    if left > 0:
+        return f"has {part.size - left} bytes instead of {part.size}"
+    return "" if hashed.hexdigest() == part.sha256 else "was changed"
 
 
 # --- handed on with a model -------------------------------------------------------------------------------------------

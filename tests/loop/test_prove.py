@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import os
 import shutil
 from pathlib import Path
 
@@ -11,7 +12,16 @@ import pytest
 from art_cli.config.compose import load_config
 from art_cli.loop.replay import config_of, replay
 from art_cli.loop.train import train
-from art_cli.runs.chain import CERTIFICATE, NAME, Flaw, check_certificate, find_flaws, read_chain, write_certificate
+from art_cli.runs.chain import (
+    CERTIFICATE,
+    NAME,
+    Flaw,
+    Part,
+    check_certificate,
+    find_flaws,
+    read_chain,
+    write_certificate,
+)
 from art_cli.runs.manifest import new_checkpoint, read_manifest
 from art_cli.runs.run_dir import RunDir
 from art_cli.runtime.errors import DataError
@@ -91,6 +101,15 @@ def test_a_checkpoint_in_the_place_of_another_is_found(run: RunDir) -> None:
     with new_checkpoint(path, manifest) as new:
         shutil.copytree(run.checkpoint_path(1), new, dirs_exist_ok=True, ignore=shutil.ignore_patterns("manifest.json"))
     assert [flaw.what for flaw in flaws(run)] == ["is not the one that the step made"]
+
+
+@pytest.mark.parametrize("name", ["../secret", "/dev/zero", "step_0000/pipe", "a\0b", "checkpoints"])
+def test_a_chain_of_a_stranger_reads_nothing_but_the_run(run: RunDir, name: str) -> None:
+    (run.root.parent / "secret").write_bytes(b"secret")
+    os.mkfifo(run.root / "step_0000" / "pipe")
+    [*before, last] = read_chain(run)
+    hostile = msgspec.structs.replace(last, inputs={name: Part(2**60, "0" * 64)})
+    assert [flaw.place for flaw in find_flaws(run, [*before, hostile])] == [f"{NAME}:5", name]
 
 
 @pytest.mark.slow
