@@ -74,7 +74,7 @@ def strata_of(file: SimulatedFile, *, is_chosen: bool) -> Strata:
 def label(file: SimulatedFile, strata: Strata, draw: np.random.Generator) -> Reached:
     """Labels pairs until it is enough."""
     queues = [draw.permutation(np.flatnonzero(strata.of == stratum)) for stratum in range(len(strata.sizes))]
-    while not strata.is_enough():
+    while strata.num_needed():
         stratum = strata.choose(strata.sizes - strata.nums)
         assert stratum is not None
         value = float(file.credits[queues[stratum][int(strata.nums[stratum])]])

@@ -31,7 +31,6 @@ FLOOR = 0.4  # share of the later labels that is drawn by size
 PULL = 4.0  # pseudo-labels of the curve in each stratum
 Z = 1.96  # of a 95 % interval
 GOAL = 0.05  # half-width at which it is enough
-MAX_MORE = 2000  # labels beyond which it is not worth counting how many more are needed
 _PRIOR, _RIDGE = np.array([1.0, 0.0, 0.0, 0.0]), np.array([0.1, 0.3, 0.3, 0.3])  # of the curve; 1.0 is 73 % right
 
 
@@ -102,23 +101,15 @@ class Strata:
         middle, spread = value + z2_n / 2, math.sqrt(value * (1 - value) * z2_n + z2_n**2 / 4)
         return JudgeAccuracy(value, max(0.0, (middle - spread) / (1 + z2_n)), min(1.0, (middle + spread) / (1 + z2_n)))
 
-    def is_enough(self) -> bool:
-        """Returns whether the interval has reached GOAL, beyond the first labels or with all."""
-        found = self.accuracy()
-        return (found.high - found.low) / 2 <= GOAL and self.nums.sum() >= min(PILOT, self.sizes.sum())
-
     def num_needed(self) -> int:
-        """Returns the further labels that are expected to reach GOAL, if they are as those before; at most MAX_MORE."""
-        kept = self.nums.copy(), self._totals.copy(), self._halves.copy()
-        means, halves = self._means(), self._halves / np.maximum(self.nums, 1)
-        num = 0
-        while num < MAX_MORE and not self.is_enough():
-            stratum = self.choose(self.sizes - self.nums)
-            assert stratum is not None, "with all labels the interval has no width"
-            self.add(stratum, float(means[stratum]), float(halves[stratum]))
-            num += 1
-        self.nums, self._totals, self._halves = kept
-        return num
+        """Returns how many labels more it takes to reach GOAL, about: the width goes with the root of their number.
+
+        The first PILOT labels, or all where there are fewer pairs, are always needed.
+        """
+        found, num = self.accuracy(), int(self.nums.sum())
+        half = (found.high - found.low) / 2
+        needed = 0 if half <= GOAL else math.ceil(num * ((half / GOAL) ** 2 - 1))
+        return min(int(self.sizes.sum()) - num, max(PILOT - num, needed))
 
     def _means(self) -> Floats:
         """Returns [H] the mean credits. Once all pairs of a stratum are labelled, the curve has no part in its mean."""

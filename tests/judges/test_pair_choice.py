@@ -49,7 +49,7 @@ def test_with_all_labels_the_accuracy_is_their_mean_and_has_no_width() -> None:
     credits = [1.0, 0.0, 0.5, 1.0] * 10
     strata = fed([0.1 * (each % 7) for each in range(40)], credits)
     assert strata.accuracy() == pytest.approx((0.625, 0.625, 0.625))
-    assert strata.is_enough() and strata.choose(strata.sizes - strata.nums) is None
+    assert strata.num_needed() == 0 and strata.choose(strata.sizes - strata.nums) is None
 
 
 @pytest.mark.parametrize("value", [0.0, 1.0])
@@ -60,7 +60,7 @@ def test_labels_that_are_all_alike_leave_an_interval_that_a_few_of_them_cannot_c
         assert stratum is not None
         strata.add(stratum, value, 0.0)
         found = strata.accuracy()
-        assert 0 <= found.low < found.value < found.high <= 1 and (num > 12 or not strata.is_enough())
+        assert 0 <= found.low < found.value < found.high <= 1 and (num > 12 or strata.num_needed() > 0)
     assert abs(found.value - value) < 0.03 and found.high - found.low < 0.08
 
 

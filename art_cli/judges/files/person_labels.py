@@ -71,7 +71,7 @@ class LabelReport(msgspec.Struct, frozen=True, kw_only=True):
     num_skipped: int
     num_unknown: int  # labels of attempts that are not in the file
     accuracy: JudgeAccuracy | None  # None before the first label
-    num_needed: int | None  # further labels that are expected until the interval is narrow enough; 0: it is
+    num_needed: int  # labels more that are expected until the interval is narrow enough; 0: it is
     repeated: Ratio  # (pairs with the same answer when their sides were swapped, pairs asked twice)
     noise: dict[str, float] | Literal["votes"] | None  # value of judge.noise, or None if nothing gives one
 
@@ -219,7 +219,7 @@ class PersonLabels:
             num_skipped=len(self._first) - len(self._labels),
             num_unknown=self._num_unknown,
             accuracy=self._strata.accuracy() if self._labels else None,
-            num_needed=self._strata.num_needed() if self._labels else None,
+            num_needed=self._strata.num_needed(),
             repeated=Ratio(len(alike), len(twice)),
             noise=self._noise(),
         )
