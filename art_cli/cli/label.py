@@ -52,7 +52,7 @@ def run(
             raise UsageError("art label asks at a terminal; here art view asks on a page, and --report asks nothing")
         try:
             _ask_all(labels)
-        except KeyboardInterrupt:
+        except (KeyboardInterrupt, EOFError):
             raise Interrupted(
                 f"interrupted; each answer is in {labels.labels_path}; the same command goes on"
             ) from None
@@ -67,26 +67,11 @@ def _ask_all(labels: "PersonLabels") -> None:
     console, key = Console(stderr=True, highlight=False), ""
     while (pair := labels.next()) is not None:
         _show(console, labels, pair, is_whole=key == "a")
-        key = _read_key()
-        if key in ("q", ""):
+        key = typer.getchar()  # forgets what was typed before, and raises KeyboardInterrupt for Ctrl-C
+        if key == "q":
             return
         if key in VERDICTS:
             labels.answer(pair, VERDICTS[key])
-
-
-def _read_key() -> str:
-    """Returns the next key that is pressed, or "" at the end of the input. What was typed before is forgotten."""
-    import os
-    import termios
-    import tty
-
-    handle = sys.stdin.fileno()
-    modes = termios.tcgetattr(handle)
-    try:
-        tty.setcbreak(handle)
-        return os.read(handle, 16).decode(errors="replace")
-    finally:
-        termios.tcsetattr(handle, termios.TCSADRAIN, modes)
 
 
 def _show(console: "Console", labels: "PersonLabels", pair: "Pair", *, is_whole: bool) -> None:
