@@ -157,27 +157,24 @@ class PersonLabels:
         self._first: dict[int, Pair] = {}  # number of a pair -> its sides as they were asked first
         for pair in self._said:
             self._first.setdefault(self._number(pair) or 0, pair)
-        self._labels = {number: pair for number, pair in self._first.items() if self._said[pair] in SIGNS}
-        of = self._strata.of
-        self._strata.count((int(of[number]), credit(*self._orders(number))) for number in self._labels)
-
-    def _orders(self, number: int) -> tuple[float, int]:
-        """Returns the judge's and the person's order of a labelled pair, of its two sides as the file has them."""
-        pair = self._labels[number]
-        return float(self._differences[number]), SIGNS[self._said[pair]] * (1 if pair in self._numbers else -1)
+        self._signs = {  # number of a labelled pair -> the person's order of its sides as the file has them
+            number: SIGNS[self._said[pair]] * (1 if pair in self._numbers else -1)
+            for number, pair in self._first.items()
+            if self._said[pair] in SIGNS
+        }
+        of, differences = self._strata.of, self._differences
+        self._strata.count((int(of[at]), credit(float(differences[at]), sign)) for at, sign in self._signs.items())
 
     # --- asking -------------------------------------------------------------------------------------------------------
 
     def next(self) -> Pair | None:
         """Returns the pair to ask about, the same one until it is answered, or None if all have been."""
-        once = [pair for pair in self._labels.values() if pair.swapped not in self._said]
-        if len(self._labels) - len(once) < len(self._labels) // REPEAT_EVERY:
+        once = [pair for at in self._signs if (pair := self._first[at]).swapped not in self._said]
+        if len(self._signs) - len(once) < len(self._signs) // REPEAT_EVERY:
             return once[0].swapped
-        left = self._strata.sizes - np.bincount(
-            self._strata.of[np.fromiter(self._first, int)], minlength=len(self._strata.sizes)
-        )
-        stratum = self._strata.choose(left)
-        numbers = [] if stratum is None else np.flatnonzero(self._strata.of == stratum).tolist()
+        of, sizes = self._strata.of, self._strata.sizes
+        stratum = self._strata.choose(sizes - np.bincount(of[np.fromiter(self._first, int)], minlength=len(sizes)))
+        numbers = [] if stratum is None else np.flatnonzero(of == stratum).tolist()
         return next((self._pairs[number] for number in numbers if number not in self._first), None)
 
     def answer(self, pair: Pair, verdict: Verdict) -> None:
@@ -211,14 +208,14 @@ class PersonLabels:
     # --- what follows -------------------------------------------------------------------------------------------------
 
     def report(self) -> LabelReport:
-        twice = [pair for pair in self._labels.values() if self._said.get(pair.swapped) in SIGNS]
+        twice = [pair for at in self._signs if self._said.get((pair := self._first[at]).swapped) in SIGNS]
         alike = [pair for pair in twice if SIGNS[self._said[pair]] == -SIGNS[self._said[pair.swapped]]]
         return LabelReport(
             num_pairs=len(self._pairs),
-            num_labels=len(self._labels),
-            num_skipped=len(self._first) - len(self._labels),
+            num_labels=len(self._signs),
+            num_skipped=len(self._first) - len(self._signs),
             num_unknown=self._num_unknown,
-            accuracy=self._strata.accuracy() if self._labels else None,
+            accuracy=self._strata.accuracy() if self._signs else None,
             num_needed=self._strata.num_needed(),
             repeated=Ratio(len(alike), len(twice)),
             noise=self._noise(),
@@ -234,8 +231,8 @@ class PersonLabels:
         if any(row.reward not in (0, 1) for row in rows):
             return "votes" if all(any(len(each.votes) > 1 for each in row.scores) for row in rows) else None
         sums, weights = np.zeros(3), self._strata.sizes / np.maximum(self._strata.nums, 1)
-        for number in self._labels:
-            pair, sign = self._pairs[number], self._orders(number)[1]
+        for number, sign in self._signs.items():
+            pair = self._pairs[number]
             worse, better = (self._rows[pair.group_id, name].reward for name in pair[1:][:: -sign or 1])
             sums += weights[self._strata.of[number]] * abs(sign) * np.array([1, worse == 1, better == 0])
         rates = [round(float(wrong / max(sums[0], 1e-9)), 3) for wrong in sums[1:]]
