@@ -65,7 +65,7 @@ def test_labels_that_are_all_alike_leave_an_interval_that_a_few_of_them_cannot_c
 
 
 def test_later_labels_go_where_the_judge_is_uncertain() -> None:
-    """Pairs of a small margin are right by halves, all others always."""
+    """Pairs of a small margin, one of five, are right by halves, and all others always."""
     strata = Strata(np.linspace(0.01, 1, 1000), np.zeros(1000, bool))
     nums = []
     for num in range(200):
@@ -73,7 +73,7 @@ def test_later_labels_go_where_the_judge_is_uncertain() -> None:
         assert stratum is not None
         nums.append(stratum)
         strata.add(stratum, float(num % 2) if stratum == 0 else 1.0, 0.0)
-    assert nums[:PILOT].count(0) == PILOT // 5 and nums[PILOT:].count(0) > 2 * len(nums[PILOT:]) // 5
+    assert nums[:PILOT].count(0) == PILOT // 5 and nums[PILOT:].count(0) > 0.3 * len(nums[PILOT:])
 
 
 def test_the_number_of_further_labels_is_about_the_one_that_it_takes() -> None:
