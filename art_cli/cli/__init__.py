@@ -26,6 +26,7 @@ NAMES = (
     "join",
     "generate",
     "judge",
+    "label",
     "step",
     "sft",
     "eval",

@@ -1,7 +1,7 @@
 """The answer to each URL of the page, as plain data: groups, attempts, turns, and the numbers that `art report` shows.
 
 Every method may take a moment and runs in a thread. A name of the URL is looked up in the index and never used as a
-path. Reads the files of runs; writes none.
+path. Reads the files of runs; writes none but the labels of a person.
 
 Steps are those of the directories: the groups of step 3 are in step_0003, and the update from them is number 4 in
 `art report`.
@@ -13,7 +13,7 @@ import time
 from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -41,6 +41,9 @@ from art_cli.view.records import LearnedNumbers, read_record, read_records
 from art_cli.view.rows import IndexRow, number_of
 from art_cli.view.segments import TokenTexts, find_tokenizer, show_turns
 from art_cli.view.sources import Sources, ViewSource
+
+if TYPE_CHECKING:
+    from art_cli.judges.files.person_labels import PersonLabels
 
 Json = dict[str, Any]
 
@@ -169,6 +172,8 @@ class Answers:
         self._tokenizers: dict[str, TokenTexts | None] = {}
         self._learned = LearnedNumbers()
         self._numbers: dict[str, tuple[object, Json]] = {}
+        self._labels: dict[Path, tuple[int, PersonLabels]] = {}  # scored file -> (its size, its labels)
+        self._labelling = threading.Lock()
         self._looking = threading.Lock()
         self._looked = time.monotonic()
         self._wakes = threading.Event()
@@ -293,6 +298,28 @@ class Answers:
         lines = [[line, printable(value)] for line, value in report_lines(report)]
         plain = {**msgspec.to_builtins(report), "path": printable(report.path)}
         return {"step": number, "report": plain, "values": report.values(), "lines": lines}
+
+    # --- labels of a person -------------------------------------------------------------------------------------------
+
+    def labels(self, name: str, number: int, split: Split, answer: bytes = b"") -> Json:
+        """Returns the pair to ask about and the report, after the answer (a PairLabel, or nothing) is on the disk."""
+        from art_cli.judges.files.person_labels import PairLabel, PersonLabels
+
+        path = _scored(self._find_step(name, number, split))
+        if path is None:
+            raise NotThere(f"step {number} has no scored file")
+        with self._labelling:
+            try:
+                size, labels = self._labels.get(path) or (-1, None)
+                if labels is None or size != _size(path):
+                    self._labels[path] = _size(path), (labels := PersonLabels(path))
+                labels.read()
+                if answer:
+                    given = msgspec.json.decode(answer, type=PairLabel)
+                    labels.answer(given.pair, given.verdict)
+                return {"pair": (pair := labels.next()) and pair._asdict(), "lines": labels.report().lines()}
+            except (ArtError, OSError, ValueError, RecursionError) as error:
+                raise NotThere(str(error)) from error
 
     def drawing_kind(self, source: ViewSource) -> DrawingKind | None:
         kind = drawing_kind(source, self._drawing)

@@ -76,7 +76,7 @@ def found(path: Path) -> Iterator[tuple[Path, Literal["run", "file"]]]:
         for entry in sorted(path.iterdir()):
             if is_run(entry):
                 yield entry, "run"
-            elif entry.suffix in LINES and entry.is_file():
+            elif entry.suffix in LINES and entry.name != "labels.jsonl" and entry.is_file():
                 yield entry, "file"
 
 

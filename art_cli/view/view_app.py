@@ -1,6 +1,6 @@
 """The page and its answers over HTTP: a Starlette application behind the PageGuard. Answers are made in threads.
 
-GET / and the files of the page; GET /api/... as in docs/view.md; POST /api/chat.
+GET / and the files of the page; GET /api/... as in docs/view.md; POST /api/chat and .../label, a person's answer.
 
 PageGuard refuses requests of other sites' pages (chat/api_keys.py), and sends with each answer what a page may load.
 """
@@ -25,6 +25,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from art_cli.chat.api_keys import check_sender, is_loopback
 from art_cli.chat.chat_errors import ChatError
 from art_cli.chat.http_server import unless_disconnected
+from art_cli.chat.reading import BodyLimit, read_body
 from art_cli.runtime.errors import printable
 from art_cli.runtime.worker_pool import Crowded, Overran, WorkerPool
 from art_cli.view.group_rows import Query
@@ -107,6 +108,7 @@ def _machine_names() -> Sequence[str]:
 WAIT_S, RUN_S = 60.0, 60.0  # longest wait for a thread, and longest time that an answer is made
 NUM_THREADS = 4
 MAX_LIMIT = 1000  # groups of one answer
+MAX_LABEL, LABEL_S = 2**16, 10.0  # bytes of a person's answer about a pair, and longest wait for it
 FILES = {"": "index.html", "index.html": "index.html", "app.js": "app.js", "app.css": "app.css"}
 TYPES = {".html": "text/html", ".js": "text/javascript", ".css": "text/css"}
 STEP = "/api/source/{s}/step/{n:int}/{split}"
@@ -114,7 +116,7 @@ STEP = "/api/source/{s}/step/{n:int}/{split}"
 
 def build_app(answers: Answers, *, host: str, chat: "ChatRelay | None" = None) -> ASGIApp:
     """Returns the application for a server that listens on `host`."""
-    routes = _Routes(answers, chat)
+    routes = _Routes(answers, chat, is_private=is_loopback(host))
     app = Starlette(
         routes=[
             Route("/api/sources", routes.of(lambda q: answers.sources())),
@@ -124,6 +126,7 @@ def build_app(answers: Answers, *, host: str, chat: "ChatRelay | None" = None) -
             Route("/api/source/{s}/drawing", routes.drawing),
             Route("/api/source/{s}/judge/{n:int}", routes.of(lambda q: answers.judge(q["s"], q["n"]))),
             Route(f"{STEP}/groups", routes.of(_groups(answers))),
+            Route(f"{STEP}/label", routes.label, methods=["GET", "POST"]),
             Route(f"{STEP}/histogram", routes.of(lambda q: answers.histogram(q["s"], q["n"], q["split"]))),
             Route(f"{STEP}/group/{{g:path}}", routes.of(lambda q: answers.group(q["s"], q["n"], q["split"], q["g"]))),
             Route("/api/source/{s}/trajectory/{t:path}", routes.of(lambda q: answers.trajectory(q["s"], q["t"]))),
@@ -170,8 +173,8 @@ def _number(text: str | None) -> float | None:
 
 
 class _Routes:
-    def __init__(self, answers: Answers, chat: "ChatRelay | None") -> None:
-        self._answers, self._chat = answers, chat
+    def __init__(self, answers: Answers, chat: "ChatRelay | None", *, is_private: bool) -> None:
+        self._answers, self._chat, self._is_private = answers, chat, is_private
         self._workers = WorkerPool(size=NUM_THREADS, wait_s=WAIT_S, run_s=RUN_S)
 
     def of(self, make: Callable[[_Asked], Any]) -> Callable[[HttpRequest], Any]:
@@ -204,6 +207,18 @@ class _Routes:
         policy = text.partition('content="')[2].partition('"')[0]
         response.headers["content-security-policy"] = f"{policy}; frame-ancestors 'self'; sandbox allow-scripts"
         return response
+
+    async def label(self, http: HttpRequest) -> Response:
+        """Answers with the next pair, after a person's answer to the one before, which is taken from here alone."""
+        if http.method == "POST" and not self._is_private:
+            raise HTTPException(403, "labels are only taken where art view listens on this machine alone")
+        try:
+            answer = await read_body(http, BodyLimit(MAX_LABEL), LABEL_S)
+        except ChatError as error:
+            raise HTTPException(error.status, str(error)) from error
+        asked = http.path_params
+        make = partial(self._answers.labels, asked["s"], asked["n"], asked["split"], answer)
+        return await self._answer(http, lambda: json_of(make()))
 
     async def chat(self, http: HttpRequest) -> Response:
         if self._chat is None:

@@ -2,6 +2,7 @@
 
 import { useEffect, useRef, useState } from "preact/hooks";
 import type { Message } from "./contract";
+import { post } from "./data";
 import { Calls, roleClass } from "./message";
 import { contentText, LongText } from "./text";
 
@@ -82,13 +83,7 @@ export function Chat({ messages, onClose }: ChatProps) {
 }
 
 async function ask(messages: Message[], signal: AbortSignal): Promise<Message> {
-  const answer = await fetch("/api/chat", {
-    method: "POST",
-    headers: { "content-type": "application/json" },
-    body: JSON.stringify({ messages }),
-    signal: AbortSignal.any([signal, AbortSignal.timeout(CHAT_S * 1000)]),
-  });
-  const found = (await answer.json()) as { error?: unknown; message?: Message };
-  if (answer.ok && found.message !== undefined) return found.message;
-  throw new Error(typeof found.error === "string" ? found.error : `the endpoint answered ${answer.status}`);
+  const { message } = await post<{ message?: Message }>("/api/chat", { messages }, CHAT_S, signal);
+  if (message === undefined) throw new Error("the endpoint answered without a message");
+  return message;
 }

@@ -22,6 +22,16 @@ const live: Provider = {
   },
 };
 
+/** What the server answers to a JSON value. Throws an Error with its reason. */
+export async function post<T>(url: string, value: object, seconds: number, signal?: AbortSignal): Promise<T> {
+  const signals = [AbortSignal.timeout(seconds * 1000), ...(signal ? [signal] : [])];
+  const headers = { "content-type": "application/json" };
+  const answer = await fetch(url, { method: "POST", headers, body: JSON.stringify(value), signal: AbortSignal.any(signals) });
+  const text = await answer.text();
+  if (!answer.ok) throw new Error(reasonIn(text) ?? `the server answered ${answer.status}`);
+  return JSON.parse(text) as T;
+}
+
 function reasonIn(text: string): string | null {
   try {
     const { error } = JSON.parse(text) as { error?: unknown };

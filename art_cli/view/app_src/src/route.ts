@@ -5,6 +5,7 @@ import { useEffect, useState } from "preact/hooks";
 export type Route =
   | { page: "curves" | "config" | "judge" | "start" }
   | { page: "step"; source: string; step: number; split: string }
+  | { page: "label"; source: string; step: number; split: string }
   | { page: "group"; source: string; step: number; split: string; group: string }
   | { page: "trajectory"; source: string; id: string }
   | { page: "scenario"; source: string; id: string }
@@ -25,6 +26,7 @@ export const link = {
     `#/s/${encode(source)}/step/${step}/${encode(split)}${query && `?${query}`}`,
   group: (source: string, step: number, split: string, group: string) =>
     `#/s/${encode(source)}/step/${step}/${encode(split)}/group/${encode(group)}`,
+  label: (source: string, step: number, split: string) => `#/s/${encode(source)}/step/${step}/${encode(split)}/label`,
   trajectory: (source: string, id: string) => `#/s/${encode(source)}/t/${encode(id)}`,
   scenario: (source: string, id: string, query = "") =>
     `#/s/${encode(source)}/scenario/${encode(id)}${query && `?${query}`}`,
@@ -45,6 +47,7 @@ function parseRoute(path: string): Route {
   if (kind === "scenario") return { page: "scenario", source, id: a };
   if (kind === "step" && b !== undefined) {
     const place = { source, step: Number(a), split: b };
+    if (c === "label") return { page: "label", ...place };
     return c === "group" && d !== undefined ? { page: "group", ...place, group: d } : { page: "step", ...place };
   }
   return { page: "unknown" };

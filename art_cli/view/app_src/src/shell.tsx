@@ -9,6 +9,7 @@ import { CurvesView } from "./curves";
 import { GroupView } from "./group";
 import { StepView } from "./step";
 import { JudgeView } from "./judge";
+import { LabelView } from "./label";
 import { ScenarioView } from "./scenario";
 import { TrajectoryView } from "./trajectory";
 import { allKeys, useKeys } from "./keys";
@@ -89,6 +90,8 @@ function View({ place, sources }: { place: Place; sources: Sources }) {
       return <StepView key={`${route.source}`} sources={sources} route={route} query={place.query} />;
     case "group":
       return <GroupView key={route.group} sources={sources} route={route} />;
+    case "label":
+      return <LabelView key={`${route.source}/${route.step}/${route.split}`} route={route} />;
     case "trajectory":
       return <TrajectoryView key={route.id} sources={sources} route={route} query={place.query} />;
     case "scenario":
@@ -150,7 +153,7 @@ const THEMES: Record<Theme, string> = { auto: "Auto", light: "Light", dark: "Dar
 function Header({ place, sources, isLost, theme, onTheme, onHelp }: HeaderProps) {
   const { page } = place.route;
   const groups = newestStep(sources) ?? link.curves();
-  const isGroups = page === "step" || page === "group" || page === "trajectory" || page === "scenario";
+  const isGroups = page === "step" || page === "group" || page === "trajectory" || page === "scenario" || page === "label";
   return (
     <header class="top">
       <a class="mark" href="#/" aria-label="art view: start">

@@ -3,7 +3,7 @@
 import { useEffect, useMemo, useRef, useState } from "preact/hooks";
 import type { GroupRow, GroupRows, HistogramBins, Source, Sources, StepSummary } from "./contract";
 import { Bars, Lines } from "./chart";
-import { useAnswer, useAnswers } from "./data";
+import { provider, useAnswer, useAnswers } from "./data";
 import { useKeys } from "./keys";
 import { average, count, decimal, number, reward as rewardText } from "./numbers";
 import { go, link, setQuery, type Route } from "./route";
@@ -98,6 +98,7 @@ function StepHead({ sources, source, route, summary, query }: HeadProps) {
             ))}
           </div>
         )}
+        {!provider.isFile && <a href={link.label(source.id, route.step, route.split)}>label pairs</a>}
         {summary && (
           <p class="facts">
             <span>{count(summary.num_groups, "group")}</span>
