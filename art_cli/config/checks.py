@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from art_cli.config.metric_names import judge_costs, why_unknown
+from art_cli.config.metric_names import SHADOW, judge_costs, why_unknown
 from art_cli.config.schema import (
     BaseLearnerConfig,
     BlendJudgeConfig,
@@ -119,6 +119,8 @@ def _cluster_conflicts(config: RunConfig) -> Iterator[tuple[str, str]]:
 def _stop_conflicts(config: RunConfig, key: str, rule: StopRule) -> Iterator[tuple[str, str]]:
     for knob, message in rule.conflicts():
         yield f"{key}.{knob}", message
+    if rule.parts_from is not None and (reason := why_unknown(f"{SHADOW}{rule.parts_from}", config)):
+        yield f"{key}.parts_from", f"{rule.parts_from!r}: {reason}"
     if rule.metric is not None and (reason := why_unknown(rule.metric, config)):
         yield f"{key}.metric", f"{rule.metric}: {reason}"
     if rule.usd is not None and not rule.usd_per_hour and not judge_costs(config):

@@ -15,7 +15,7 @@ from art_cli.config.schema import (
 SHADOW = "shadow/"  # prefix of the metrics of shadow judges: shadow/NAME, shadow/NAME.gap
 EVAL = "eval."  # prefix by which a stop rule means an evaluation's metric
 FAMILIES = ("metrics.", "pool.", "failed.", EVAL)  # prefixes of names that rollouts, scenarios and failures give
-SHADOW_KINDS = ("reward", "gap", "correlation", "num")
+SHADOW_KINDS = ("reward", "gap", "std", "reward_std", "correlation", "num")
 CLOSE = 0.8  # difflib ratio from which a name counts as a misspelling, as with gates
 
 ALWAYS = frozenset(

@@ -306,7 +306,7 @@ def smooth(updates: Sequence[UpdateNumbers]) -> list[Point]:
 def _shadow_getters(history: History) -> dict[str, Getter]:
     """Returns the mean score of each shadow judge, its gap to the reward and its correlation with it."""
     names = {name for update in history.updates for name in update.metrics if name.startswith(SHADOW)}
-    shown = sorted(name for name in names if not name.endswith((".num", ".reward")))
+    shown = sorted(name for name in names if not name.endswith((".num", ".reward", "std")))
     return {name: methodcaller("get", name) for name in shown}
 
 

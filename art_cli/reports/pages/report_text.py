@@ -90,6 +90,7 @@ KINDS = {
     "failures": "failures",
     "shadow_gap": "reward and shadow moved apart",
     "shadow_correlation": "shadow stopped agreeing",
+    "parted": "reward and anchor parted",
 }
 INDENT = 13
 
