@@ -140,9 +140,9 @@ def _judge_conflicts(config: RunConfig) -> Iterator[tuple[str, str]]:
         if noise.is_from_votes and not has_votes(config.judge):
             cure = "ask for several votes (judge=ruler, judge.votes=4), or set false_positive and false_negative"
             yield "judge.noise", f"judge {name!r} gives each attempt one score, which shows no error: {cure}"
-        if not noise.is_from_votes and name not in ("rollout", "function"):
+        if not noise.is_from_votes and name not in ("rollout", "metric", "function"):
             yield "judge.noise", f"flip rates are of verdicts 0 and 1, and judge {name!r} gives scores; set it to votes"
-    if config.loss.needs_explanations and name in ("rollout", "none", "reward_model"):
+    if config.loss.needs_explanations and name in ("rollout", "metric", "none", "reward_model"):
         yield (
             "loss",
             f"'sdpo' teaches by the judge's explanations, and judge {name!r} gives no reasons; choose judge=ruler",

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from difflib import get_close_matches
 
 from art_cli.config.schema import (
+    MetricJudgeConfig,
     NoJudgeConfig,
     PpoConfig,
     RewardModelJudgeConfig,
@@ -37,7 +38,8 @@ ALWAYS = frozenset(
 def judge_costs(config: RunConfig) -> bool:
     """Whether one of the judges may make paid calls, as a user's function may, too."""
     judges = (config.judge, *(shadow.judge for shadow in config.shadow.values()))
-    return not all(isinstance(judge, RolloutJudgeConfig | NoJudgeConfig | RewardModelJudgeConfig) for judge in judges)
+    free = RolloutJudgeConfig | MetricJudgeConfig | NoJudgeConfig | RewardModelJudgeConfig
+    return not all(isinstance(judge, free) for judge in judges)
 
 
 def _knows_noise(config: RunConfig) -> bool:

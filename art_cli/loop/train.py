@@ -188,9 +188,7 @@ def _stop(run: Run, firing: Sequence[Firing], step: int) -> None:
 
 def _before(run: Run, firing: Firing) -> str:
     """Names the newest checkpoint that was made before what the rule found; "" if the rule does not say when."""
-    if firing.before is None:
-        return ""
-    kept = [step for step in run.files.checkpoint_steps() if step <= firing.before]
+    kept = [step for step in run.files.checkpoint_steps() if firing.before is not None and step <= firing.before]
     return f"; the checkpoint before that: {run.files.checkpoint_path(kept[-1])}" if kept else ""
 
 

@@ -64,16 +64,16 @@ def anchors(updates: Sequence[UpdateNumbers]) -> list[str]:
 
 def read_beside(updates: Sequence[UpdateNumbers], anchor: str) -> list[Beside]:
     """Returns the numbers of the updates that have those of the anchor."""
-    name = f"{SHADOW}{anchor}"
-    keys = (f"{name}.reward", name, f"{name}.reward_std", f"{name}.std")
-    found = []
+    name, found = f"{SHADOW}{anchor}", []
     for update in updates:
-        if all(key in update.metrics for key in keys):
-            reward, score, reward_std, std = (update.metrics[key] for key in keys)
-            correlation = update.metrics.get(f"{name}.correlation")
-            varies = min(reward_std, std) > MIN_STD and correlation is not None and abs(correlation) <= 1
-            known, has_levels = correlation if varies else None, f"{name}.gap" in update.metrics
-            found.append(Beside(update.number, reward, score, known, reward_std, std, has_levels))
+        reward, score, reward_std, std, correlation, gap = (
+            update.get(f"{name}{kind}") for kind in (".reward", "", ".reward_std", ".std", ".correlation", ".gap")
+        )
+        if reward is None or score is None or reward_std is None or std is None:
+            continue
+        if correlation is not None and (min(reward_std, std) <= MIN_STD or abs(correlation) > 1):
+            correlation = None
+        found.append(Beside(update.number, reward, score, correlation, reward_std, std, gap is not None))
     return found
 
 
@@ -99,9 +99,8 @@ def describe_parting(anchor: str, steps: Sequence[Beside], alarm: Parting) -> st
         f"{LEVEL:.0%} of runs): correlation {before.correlation:.2f} in steps {first[0].step} to {first[-1].step}, "
         f"{now.correlation:.2f} since"
     )
-    if not first[0].has_levels:
-        return text
-    return f"{text}; reward {before.reward:.3f} -> {now.reward:.3f}, shadow {before.anchor:.3f} -> {now.anchor:.3f}"
+    means = f"; reward {before.reward:.3f} -> {now.reward:.3f}, shadow {before.anchor:.3f} -> {now.anchor:.3f}"
+    return text + means * first[0].has_levels
 
 
 class _Watch(NamedTuple):
