@@ -4,10 +4,10 @@
     python -m benchmarks.alarm --only tictactoe        # five clean seeds, five with a judge that turns: half an hour
     python -m benchmarks.alarm --only assistant        # SmolLM2-135M: one clean seed and one that turns
 
-Drawn series are those of tests/support/parting_series.py: 60 steps, 30 of them after the onset. On a recipe the judge says
-what the rollout says; where it turns it pays from an update on for something else (alarm_judge.py): in tic-tac-toe for
-moves, won or lost, and at the desk for long replies. The anchor is the share of wins, or of right answers. A
-run ends at its alarm. Runs that are in the cache are not done again.
+Drawn series are those of tests/support/parting_series.py: 60 steps, 30 of them after the onset. On a recipe the judge
+says what the rollout says; where it turns it pays from an update on for something else (alarm_judge.py): in tic-tac-toe
+for moves, won or lost, and at the desk for long replies. The anchor is the share of wins, or of right answers. A run
+ends at its alarm. Runs that are in the cache are not done again.
 """
 
 import argparse
@@ -85,7 +85,7 @@ def measure(name: str, seeds: Sequence[int], cache: Path) -> None:
     for onset in (None, task.onset):
         for seed in seeds:
             run = train(task, cache / f"{name}-{seed}-{onset or 'clean'}", cache / f"{name}-start", seed, onset)
-            steps = read_beside(read_updates(run), "truth")
+            steps = read_beside(read_updates(run.metrics()), "truth")
             found = find_parting(steps)
             told = "none | " if found is None else f"step {found.alarm} ({found.kind}) | {found.onset}"
             before, after = (
@@ -104,7 +104,7 @@ def train(task: Task, root: Path, start: Path, seed: int, onset: int | None) -> 
         if not RunDir(start).checkpoint_steps():
             art("train", task.config, *common, f"name={start.name}", "train.steps=1")
         art("checkpoints", root, "--import", RunDir(start).checkpoint_path(0))
-    if find_parting(read_beside(read_updates(RunDir(root)), "truth")) is None:
+    if find_parting(read_beside(read_updates(RunDir(root).metrics()), "truth")) is None:
         rule = "stop=[{parts_from: truth}]"
         art("train", task.config, *common, f"name={root.name}", judge, shadow, rule, f"train.seed={seed}")
     return RunDir(root)

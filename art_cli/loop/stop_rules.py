@@ -131,11 +131,10 @@ class StopRules:
         return None if text is None else Firing(rule, series[-1][1], text)
 
     def _check_parting(self, rule: StopRule, anchor: str, history: History, step: int) -> Firing | None:
-        is_warning = rule.then == "warn"
-        since = -1 if is_warning else self._pauses.get(str(rule), (-1, 0.0))[0]
+        since = -1 if rule.then == "warn" else self._pauses.get(str(rule), (-1, 0.0))[0]
         steps = [each for each in read_beside(history.updates, anchor) if each.step <= step]
         alarm = find_parting(steps, since=since)
-        if alarm is None or (is_warning and alarm.alarm != step):
+        if alarm is None or (rule.then == "warn" and alarm.alarm != step):
             return None
         return Firing(rule, alarm.onset, describe_parting(anchor, steps, alarm), alarm.onset - 1)
 

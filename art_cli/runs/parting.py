@@ -113,23 +113,22 @@ def _watch(steps: Sequence[Beside], since: int) -> Iterator[_Watch]:
     first = _baseline(steps)
     if len(first) < BASELINE:
         return
-    means = _means(first)
+    means, last = _means(first), first[-1].step
     if first[0].has_levels:
-        yield _follow("shortfall", [(each.step, _shortfall(each, means)) for each in steps], SHORTFALL, first, since)
+        yield _follow("shortfall", [(each.step, _shortfall(each, means)) for each in steps], SHORTFALL, last, since)
     if means.correlation > 0:
-        numbers = [(each.step, value) for each in steps if (value := _disagreement(each, means)) is not None]
-        yield _follow("disagreement", numbers, min(DISAGREEMENT, means.correlation / 2), first, since)
+        varying = [(each, each.correlation) for each in steps if each.correlation is not None]
+        numbers = [(each.step, _disagreement(each, correlation, means)) for each, correlation in varying]
+        yield _follow("disagreement", numbers, min(DISAGREEMENT, means.correlation / 2), last, since)
 
 
 def _baseline(steps: Sequence[Beside]) -> list[Beside]:
     return [each for each in steps if each.correlation is not None][:BASELINE]
 
 
-def _follow(
-    kind: str, numbers: Sequence[tuple[int, float]], margin: float, first: Sequence[Beside], since: int
-) -> _Watch:
-    """Returns what the numbers, as (step, value), show after the baseline."""
-    before = [value for step, value in numbers if step <= first[-1].step]
+def _follow(kind: str, numbers: Sequence[tuple[int, float]], margin: float, last: int, since: int) -> _Watch:
+    """Returns what the numbers, as (step, value), show after the baseline, whose last step is `last`."""
+    before = [value for step, value in numbers if step <= last]
     mean, bar = fmean(before), max(margin, 3 * stdev(before))
     onset, cusum, wagers, num = None, 0.0, 0.0, 0
     for step, value in numbers[len(before) :]:
@@ -168,9 +167,6 @@ def _shortfall(each: Beside, first: _Means) -> float:
     return min(slope * rise, rise / slope) - (each.anchor - first.anchor) / first.anchor_std
 
 
-def _disagreement(each: Beside, first: _Means) -> float | None:
-    """Returns None if one of the two does not vary in the step."""
-    if each.correlation is None:
-        return None
+def _disagreement(each: Beside, correlation: float, first: _Means) -> float:
     wider = max(1.0, first.reward_std / each.reward_std, first.anchor_std / each.anchor_std)
-    return 1 - each.correlation * wider / math.sqrt(1 + each.correlation**2 * (wider**2 - 1))
+    return 1 - correlation * wider / math.sqrt(1 + correlation**2 * (wider**2 - 1))

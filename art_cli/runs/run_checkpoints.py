@@ -300,15 +300,10 @@ def superseded(run: RunDir, steps: Iterable[int], *, keep: int, keeps_best: bool
 
     The newest before reward and anchor part, or may have begun to, is kept too.
     """
-    steps = set(steps)
-    before = {max((step for step in steps if step < onset), default=0) for onset in run_onsets(run)}
+    steps, updates = set(steps), read_updates(run.metrics())
+    found = [onset for anchor in anchors(updates) for onset in onsets(read_beside(updates, anchor))]
+    before = {max((step for step in steps if step < onset), default=0) for onset in found}
     return to_remove(steps, _rewards(run) if keeps_best else {}, keep=keep) - before
-
-
-def run_onsets(run: RunDir) -> list[int]:
-    """Returns the steps from which on reward and anchors of the run part, or may have begun to."""
-    updates = read_updates(run)
-    return [onset for anchor in anchors(updates) for onset in onsets(read_beside(updates, anchor))]
 
 
 def to_remove(steps: Iterable[int], rewards: Mapping[int, float], *, keep: int) -> set[int]:

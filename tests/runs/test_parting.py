@@ -158,6 +158,6 @@ def test_a_run_keeps_the_checkpoint_before_the_onset(tmp_path: Path) -> None:
         run.append_metrics(each.step - 1, "train", numbers(each))
         kept.add(each.step)
         kept -= superseded(run, kept, keep=3, keeps_best=False)
-    found = find_parting(read_beside(read_updates(run), "win"))
+    found = find_parting(read_beside(read_updates(run.metrics()), "win"))
     assert found is not None
     assert kept == {found.onset - 1, *(each.step for each in steps[-3:])}

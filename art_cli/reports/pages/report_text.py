@@ -263,10 +263,10 @@ def judge_rows(report: Report) -> Sequence[Sequence[str]]:
     rows = [["steps", "judge", "spread of a vote", "order bias", "reliability", "of one vote"]]
     for each in report["judge_windows"]:
         judge, sure = each["judge"], each["judge"]["reliability"] or {"all_votes": None, "one_vote": None}
-        bias, *votes = map(_measure, (judge["order_bias"], sure["all_votes"], sure["one_vote"]))
+        measures = map(_measure, (judge["order_bias"], sure["all_votes"], sure["one_vote"]))
         spread = "" if judge["spread"] is None else f"{judge['spread']:.3f}"
         name = f"{judge['judge']} {judge['model'] or ''}".rstrip()
-        rows.append([f"{each['first']} to {each['last']}", name, spread, bias, *votes])
+        rows.append([f"{each['first']} to {each['last']}", name, spread, *measures])
     return rows if len(rows) > 1 else []
 
 
