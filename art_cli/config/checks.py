@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from art_cli.config.metric_names import judge_costs, why_unknown
+from art_cli.config.metric_names import SHADOW, judge_costs, why_unknown
 from art_cli.config.schema import (
     BaseLearnerConfig,
     BlendJudgeConfig,
@@ -119,6 +119,8 @@ def _cluster_conflicts(config: RunConfig) -> Iterator[tuple[str, str]]:
 def _stop_conflicts(config: RunConfig, key: str, rule: StopRule) -> Iterator[tuple[str, str]]:
     for knob, message in rule.conflicts():
         yield f"{key}.{knob}", message
+    if rule.parts_from is not None and (reason := why_unknown(f"{SHADOW}{rule.parts_from}", config)):
+        yield f"{key}.parts_from", f"{rule.parts_from!r}: {reason}"
     if rule.metric is not None and (reason := why_unknown(rule.metric, config)):
         yield f"{key}.metric", f"{rule.metric}: {reason}"
     if rule.usd is not None and not rule.usd_per_hour and not judge_costs(config):
@@ -138,9 +140,9 @@ def _judge_conflicts(config: RunConfig) -> Iterator[tuple[str, str]]:
         if noise.is_from_votes and not has_votes(config.judge):
             cure = "ask for several votes (judge=ruler, judge.votes=4), or set false_positive and false_negative"
             yield "judge.noise", f"judge {name!r} gives each attempt one score, which shows no error: {cure}"
-        if not noise.is_from_votes and name not in ("rollout", "function"):
+        if not noise.is_from_votes and name not in ("rollout", "metric", "function"):
             yield "judge.noise", f"flip rates are of verdicts 0 and 1, and judge {name!r} gives scores; set it to votes"
-    if config.loss.needs_explanations and name in ("rollout", "none", "reward_model"):
+    if config.loss.needs_explanations and name in ("rollout", "metric", "none", "reward_model"):
         yield (
             "loss",
             f"'sdpo' teaches by the judge's explanations, and judge {name!r} gives no reasons; choose judge=ruler",

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from difflib import get_close_matches
 
 from art_cli.config.schema import (
+    MetricJudgeConfig,
     NoJudgeConfig,
     PpoConfig,
     RewardModelJudgeConfig,
@@ -15,7 +16,7 @@ from art_cli.config.schema import (
 SHADOW = "shadow/"  # prefix of the metrics of shadow judges: shadow/NAME, shadow/NAME.gap
 EVAL = "eval."  # prefix by which a stop rule means an evaluation's metric
 FAMILIES = ("metrics.", "pool.", "failed.", EVAL)  # prefixes of names that rollouts, scenarios and failures give
-SHADOW_KINDS = ("reward", "gap", "correlation", "num")
+SHADOW_KINDS = ("reward", "gap", "std", "reward_std", "correlation", "num")
 CLOSE = 0.8  # difflib ratio from which a name counts as a misspelling, as with gates
 
 ALWAYS = frozenset(
@@ -37,7 +38,8 @@ ALWAYS = frozenset(
 def judge_costs(config: RunConfig) -> bool:
     """Whether one of the judges may make paid calls, as a user's function may, too."""
     judges = (config.judge, *(shadow.judge for shadow in config.shadow.values()))
-    return not all(isinstance(judge, RolloutJudgeConfig | NoJudgeConfig | RewardModelJudgeConfig) for judge in judges)
+    free = RolloutJudgeConfig | MetricJudgeConfig | NoJudgeConfig | RewardModelJudgeConfig
+    return not all(isinstance(judge, free) for judge in judges)
 
 
 def _knows_noise(config: RunConfig) -> bool:

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
 BUILT_INS = {
     "rollout": "art_cli.judges.rollout_judge:RolloutJudge",
+    "metric": "art_cli.judges.rollout_judge:MetricJudge",
     "none": "art_cli.judges.rollout_judge:NoJudge",
     "function": "art_cli.judges.function_judge:FunctionJudge",
     "ruler": "art_cli.judges.ruler.ruler_judge:RulerJudge",

@@ -4,9 +4,10 @@ It reads the scored lines, and of each only the fields that it needs. It writes 
 in words, as (name, value) lines for a terminal or a page, and `reports/pages/judge_page.py` makes a page of it.
 """
 
+import logging
 import math
 import statistics
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 from operator import itemgetter
@@ -26,6 +27,8 @@ from art_cli.runtime.errors import DataError, UsageError, printable
 # the fields of Agreement
 MEASURES = (agreement.pairwise, agreement.pair_flips, agreement.kendall_tau, agreement.best_of_group)
 MAX_POINTS = 2000  # most points that one plot gets
+MAX_WINDOWS, WINDOW_FILES = 5, 4  # windows of steps in a run, and files that are read of each
+log = logging.getLogger(__name__)
 
 
 class ScoredRow(msgspec.Struct):
@@ -116,6 +119,14 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
         return found | counts | shares | _agreement_values(self.agreement) | _flip_values(self.flips)
 
 
+class JudgeWindow(msgspec.Struct, frozen=True):
+    """One judge in some neighbouring steps of a run. Example: JudgeWindow(21, 40, JudgeReport(...))"""
+
+    first: int
+    last: int
+    judge: JudgeReport
+
+
 @dataclass
 class PlotPoints:
     """Points for the plots."""
@@ -160,6 +171,28 @@ def make_report(path: Path, *, gold: str | None = None) -> tuple[Report, PlotPoi
         judges=[_judge(*name, judged, golds) for name in _judges(judged)],
     )
     return report, _sample(judged, golds)
+
+
+def judge_windows(paths: Mapping[int, Path]) -> list[JudgeWindow]:
+    """Returns each judge's figures in windows of the run's steps, if it gives several votes or orders the attempts.
+
+    `paths` has the scored file of each step, of which a few of each window are read, so that a long run is as quick.
+    Files that cannot be read are left out with a warning.
+    """
+    steps, windows = sorted(paths), []
+    size = max(1, math.ceil(len(steps) / MAX_WINDOWS))
+    for window in (steps[start : start + size] for start in range(0, len(steps), size)):
+        groups: dict[str, list[ScoredRow]] = {}
+        for step in window[:: math.ceil(size / WINDOW_FILES)]:
+            try:
+                groups |= read_rows(paths[step])
+            except DataError as error:
+                log.warning("%s; it is left out", error)
+        judged = {name: [row for row in rows if row.reward is not None] for name, rows in groups.items()}
+        judges = [_judge(*name, judged, None) for name in _judges(judged)]
+        shown = [each for each in judges if (each.order_bias, each.reliability, each.spread) != (None, None, None)]
+        windows += [JudgeWindow(window[0], window[-1], each) for each in shown]
+    return windows
 
 
 def read_gold(groups: dict[str, list[ScoredRow]], name: str) -> dict[str, list[float]]:

@@ -1,9 +1,9 @@
-"""RolloutJudge: the reward that the rollout itself returned, as it is. NoJudge: nothing is learned from rewards."""
+"""RolloutJudge: the reward that the rollout itself returned. MetricJudge: one of its metrics. NoJudge: no rewards."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from art_cli.config.sections.judge_config import NoJudgeConfig, RolloutJudgeConfig
+from art_cli.config.sections.judge_config import MetricJudgeConfig, NoJudgeConfig, RolloutJudgeConfig
 from art_cli.judges import Judge, Verdict
 from art_cli.runs.trajectory import Trajectory
 from art_cli.runtime.errors import JudgeError
@@ -32,6 +32,24 @@ class RolloutJudge(Judge):
     async def judge(self, group: Sequence[Trajectory]) -> Mapping[str, Verdict]:
         """Raises JudgeError if a rollout returned no reward, which is never taken for a zero."""
         return {trajectory.id: Verdict(reward=_reward(trajectory)) for trajectory in group}
+
+
+class MetricJudge(Judge):
+    def __init__(self, config: MetricJudgeConfig, directory: Path, *, job: str = "") -> None:
+        """Uses the configuration alone of the arguments, which every judge is made with."""
+        self._metric, self.title = config.metric, f"metric {config.metric}"
+
+    @property
+    def settings(self) -> str:
+        return self.title
+
+    async def judge(self, group: Sequence[Trajectory]) -> Mapping[str, Verdict]:
+        """Raises JudgeError if a rollout does not report the metric."""
+        for each in group:
+            if self._metric not in each.metrics:
+                there = ", ".join(sorted(each.metrics)) or "none"
+                raise JudgeError(f"trajectory {each.id}: no metric {self._metric!r}; it reports {there}")
+        return {each.id: Verdict(reward=each.metrics[self._metric]) for each in group}
 
 
 def _reward(trajectory: Trajectory) -> float:

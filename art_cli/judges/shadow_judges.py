@@ -113,7 +113,9 @@ def shadow_numbers(groups: Sequence[Sequence[ScoredTrajectory]], config: RunConf
     shadow/NAME               its mean score
     shadow/NAME.reward        the mean reward of the same trajectories
     shadow/NAME.gap           reward - score; not for judges that only compare the attempts of a group
-    shadow/NAME.correlation   of the two, within groups, as advantages are; not where one of them does not vary
+    shadow/NAME.std           its standard deviation within groups, as advantages are; over the step for groups of 1
+    shadow/NAME.reward_std    that of the rewards of the same trajectories
+    shadow/NAME.correlation   of the two, in the same way; not where one of them does not vary
     shadow/NAME.num           the number of these trajectories; 0: no group was chosen, or the judge failed
     """
     numbers: dict[str, float] = {}
@@ -127,8 +129,9 @@ def shadow_numbers(groups: Sequence[Sequence[ScoredTrajectory]], config: RunConf
         numbers |= {f"shadow/{name}": score, f"shadow/{name}.reward": reward}
         if not compares_only(each.judge) and not compares_only(config.judge):
             numbers[f"shadow/{name}.gap"] = reward - score
-        if (found := _correlation(pairs)) is not None:
-            numbers[f"shadow/{name}.correlation"] = found
+        if all(len(group) == 1 for group in pairs):
+            pairs = [[pair for group in pairs for pair in group]]
+        numbers |= {f"shadow/{name}.{kind}": value for kind, value in compare_within(pairs).items()}
     return numbers
 
 
@@ -144,14 +147,16 @@ def _pair(trajectory: ScoredTrajectory, name: str) -> tuple[float, float] | None
     return None if score is None or trajectory.reward is None else (trajectory.reward, score)
 
 
-def _correlation(groups: Sequence[Sequence[tuple[float, float]]]) -> float | None:
-    """Pearson's, of the differences from the means of each group."""
+def compare_within(groups: Sequence[Sequence[tuple[float, float]]]) -> dict[str, float]:
+    """Returns both deviations, and Pearson's correlation if both vary, of the differences from each group's means."""
     centered: list[tuple[float, float]] = []
     for pairs in groups:
         means = [fmean(pair[side] for pair in pairs) for side in (0, 1)]
         centered += [(reward - means[0], score - means[1]) for reward, score in pairs]
     square = [math.fsum(pair[side] ** 2 for pair in centered) for side in (0, 1)]
+    reward_std, std = (math.sqrt(each / len(centered)) for each in square)
     scale = math.sqrt(square[0]) * math.sqrt(square[1])
     if not 1e-12 < scale < math.inf:
-        return None
-    return max(-1.0, min(1.0, math.fsum(reward * score for reward, score in centered) / scale))
+        return {"reward_std": reward_std, "std": std}
+    correlation = max(-1.0, min(1.0, math.fsum(reward * score for reward, score in centered) / scale))
+    return {"reward_std": reward_std, "std": std, "correlation": correlation}

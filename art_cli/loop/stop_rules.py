@@ -4,6 +4,7 @@ A rule with `then: warn` fires when it begins to hold. One that pauses the run f
 begins anew, so that a run that goes on is not paused again at once:
 
     metric     only the steps after the pause count
+    parts_from the test begins anew; what it compares with stays the first steps of the run
     hours, usd as much again as in the rule, from what was spent at the pause
 
 RunMeter counts over all of a run's starts. What earlier starts took is read from the last step's metrics, and from the
@@ -20,6 +21,7 @@ from art_cli.config.metric_names import CLOSE, EVAL
 from art_cli.config.sections.train_config import StopRule
 from art_cli.judges import Judge
 from art_cli.runs.history import History
+from art_cli.runs.parting import describe_parting, find_parting, read_beside
 
 STAGES = ("sample_s", "judge_s", "train_s")  # seconds that are added up for a run of an older version
 
@@ -64,6 +66,7 @@ class Firing(NamedTuple):
     rule: StopRule
     value: float
     text: str
+    before: int | None = None  # the last step before what the rule found began, or None if it does not say
 
     @property
     def anew(self) -> str:
@@ -72,6 +75,8 @@ class Firing(NamedTuple):
             return f"after another {self.rule.hours:g} hours"
         if self.rule.usd is not None:
             return f"after another ${self.rule.usd:g}"
+        if self.rule.parts_from is not None:
+            return "when later steps show it too"
         kind = "evaluation" if _is_of_evaluation(self.rule) else "step"
         num = self.rule.for_steps
         return f"after {num} more {kind}{'s' if num > 1 else ''} at the earliest"
@@ -113,6 +118,8 @@ class StopRules:
         return [firing for rule in rules if (firing := self._check(rule, history, step)) is not None]
 
     def _check(self, rule: StopRule, history: History, step: int) -> Firing | None:
+        if rule.parts_from is not None:
+            return self._check_parting(rule, rule.parts_from, history, step)
         series = [(number, value) for number, value in _series(rule, history) if number <= step]
         if not series or series[-1][0] != step:
             return None  # the step does not have the metric
@@ -122,6 +129,14 @@ class StopRules:
         else:
             text = _holds(rule, series, *self._pauses.get(str(rule), (-1, 0.0)))
         return None if text is None else Firing(rule, series[-1][1], text)
+
+    def _check_parting(self, rule: StopRule, anchor: str, history: History, step: int) -> Firing | None:
+        since = -1 if rule.then == "warn" else self._pauses.get(str(rule), (-1, 0.0))[0]
+        steps = [each for each in read_beside(history.updates, anchor) if each.step <= step]
+        alarm = find_parting(steps, since=since)
+        if alarm is None or (rule.then == "warn" and alarm.alarm != step):
+            return None
+        return Firing(rule, alarm.onset, describe_parting(anchor, steps, alarm), alarm.onset - 1)
 
 
 def _is_of_evaluation(rule: StopRule) -> bool:

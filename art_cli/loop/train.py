@@ -169,11 +169,19 @@ def _stop(run: Run, firing: Sequence[Firing], step: int) -> None:
         return
     run.files.append_metrics(step, PAUSE, {str(each.rule): each.value for each in pausing})
     prune(run)
-    texts = "; ".join(f"{each.text} (stop rule: {each.rule}; it fires again {each.anew})" for each in pausing)
+    texts = "; ".join(
+        f"{each.text}{_before(run, each)} (stop rule: {each.rule}; it fires again {each.anew})" for each in pausing
+    )
     kept, command = run.files.checkpoint_path(step), resume_command(run.loaded, run.files)
     raise Paused(
         f"paused at step {step} of {run.config.train.steps}: {texts}; checkpoint: {kept}; go on with: {command}"
     )
+
+
+def _before(run: Run, firing: Firing) -> str:
+    """Names the newest checkpoint that was made before what the rule found; "" if the rule does not say when."""
+    kept = [step for step in run.files.checkpoint_steps() if firing.before is not None and step <= firing.before]
+    return f"; the checkpoint before that: {run.files.checkpoint_path(kept[-1])}" if kept else ""
 
 
 def _warn_of_no_update(run: Run, batch: Batch, step: int) -> None:

@@ -9,6 +9,7 @@ stuck             reward and entropy stood still for long: for want of spread, o
 failures          many rollouts of several steps fail
 shadow_gap        the reward rose above a shadow judge's score by more than before, on the same trajectories
 shadow_correlation  a shadow judge's scores agree with the rewards less than before, within groups
+parted            reward and a shadow judge's score part, by a test whose false alarms are bounded (runs/parting.py)
 
 A reason is a number that changed between the best policy and the policy that fell (entropy, signal, gap, clipping,
 length, failures, gradient), with what to try. The cures of all findings stand here.
@@ -30,6 +31,7 @@ import msgspec
 
 from art_cli.config.metric_names import SHADOW
 from art_cli.runs.history import Evaluated, History, UpdateNumbers
+from art_cli.runs.parting import anchors, describe_parting, find_parting, read_beside
 
 NEAR = 2  # number of updates whose means stand for a policy; more would hide how fast a collapse goes
 
@@ -254,7 +256,7 @@ def find(history: History, *, is_comparable: bool = True) -> list[RunFinding]:
     the attempts of a group cannot.
     """
     lasting = list(_lasting(history, is_comparable=is_comparable))
-    found = [*_evaluations_fell(history), *lasting, *_shadows(history)]
+    found = [*_evaluations_fell(history), *lasting, *_shadows(history), *_parted(history)]
     if is_comparable:
         found += [*_training_fell(history), *_stuck(history.updates, lasting)]
     return sorted(found, key=lambda finding: finding.step)
@@ -450,6 +452,14 @@ def _shadow_finding(
         now, before = (f"{mean(at, f'{name}.correlation'):.2f} in {steps(at)}" for at in (first, top))
         text = f"shadow {shadow} agrees less with the reward: correlation {now}, {before}"
     return RunFinding(f"shadow_{kind}", known[first].number, known[last].number, text, [], MEND_REWARD)
+
+
+def _parted(history: History) -> Iterator[RunFinding]:
+    for anchor in anchors(history.updates):
+        steps = read_beside(history.updates, anchor)
+        if (alarm := find_parting(steps)) is not None:
+            text = describe_parting(anchor, steps, alarm)
+            yield RunFinding("parted", alarm.onset, alarm.alarm, text, [], MEND_REWARD)
 
 
 # --- lasting states ---------------------------------------------------------------------------------------------------

@@ -2,9 +2,9 @@
 
     read_report(RunDir) -> RunReport -> pages/report_text.py, pages/report_page.py, or JSON
 
-It reads the run's configuration, metrics and evaluations, and the names of its checkpoints. It reads no weights, and
-trajectories only where no attempt of the run succeeded, so it is as quick for a run of a thousand steps. It may be made
-while the run goes on.
+It reads the run's configuration, metrics and evaluations, and the names of its checkpoints. It reads no weights, a few
+scored files of a judge that makes calls, and trajectories only where no attempt of the run succeeded, so it is as quick
+for a run of a thousand steps. It may be made while the run goes on.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -15,6 +15,7 @@ from typing import Any
 import msgspec
 
 from art_cli.config.metric_names import SHADOW
+from art_cli.judges.judge_report import JudgeWindow, judge_windows
 from art_cli.reports.findings import RunFinding, find, mean_interval
 from art_cli.runs.durable import read_lines
 from art_cli.runs.history import (
@@ -146,6 +147,7 @@ class RunReport(msgspec.Struct, frozen=True, kw_only=True):
     rollouts: Rollouts
     seconds: Seconds
     judge: JudgeCost | None  # or None if it made no calls, or an older version wrote the run
+    judge_windows: list[JudgeWindow]  # its reliability by steps, from a few scored files
     gain: Gain | None
     best: Kept | None  # the highest evaluated reward, of equals the latest
     last: Kept | None  # the newest checkpoint
@@ -180,6 +182,7 @@ def read_report(run: RunDir) -> RunReport:
         rollouts=_rollouts(history.updates),
         seconds=_seconds(history),
         judge=_judge(history.updates),
+        judge_windows=_judge_windows(run, history.updates),
         gain=_gain(history, smoothed),
         best=None if best is None else _kept(run, steps, history, best.step),
         last=None if last is None else _kept(run, steps, history, last),
@@ -306,7 +309,7 @@ def smooth(updates: Sequence[UpdateNumbers]) -> list[Point]:
 def _shadow_getters(history: History) -> dict[str, Getter]:
     """Returns the mean score of each shadow judge, its gap to the reward and its correlation with it."""
     names = {name for update in history.updates for name in update.metrics if name.startswith(SHADOW)}
-    shown = sorted(name for name in names if not name.endswith((".num", ".reward")))
+    shown = sorted(name for name in names if not name.endswith((".num", ".reward", "std")))
     return {name: methodcaller("get", name) for name in shown}
 
 
@@ -342,6 +345,13 @@ def _failed_kinds(updates: Sequence[UpdateNumbers]) -> dict[str, int]:
 def _seconds(history: History) -> Seconds:
     sampling, judging, training = (_sum(history.updates, name) for name in ("sample_s", "judge_s", "train_s"))
     return Seconds(sampling, judging, training, sum(each.seconds or 0.0 for each in history.evaluations))
+
+
+def _judge_windows(run: RunDir, updates: Sequence[UpdateNumbers]) -> list[JudgeWindow]:
+    if _judge(updates) is None:
+        return []
+    paths = {update.number: run.scored_path(update.number - 1) for update in updates}
+    return judge_windows({number: path for number, path in paths.items() if path.is_file()})
 
 
 def _judge(updates: Sequence[UpdateNumbers]) -> JudgeCost | None:

@@ -142,16 +142,21 @@ class History(NamedTuple):
     warm_up: dict[str, float] | None = None  # numbers of the sft before the first step, or None without one
 
 
+def read_updates(lines: Iterable[MetricsLine]) -> list[UpdateNumbers]:
+    """Returns the updates among the lines of a run's metrics, in order."""
+    found = [_update(line) for line in lines if line.split == "train" and 0 <= line.step <= MAX_STEP]
+    return sorted(found, key=lambda each: each.number)
+
+
 def read_history(run: RunDir) -> History:
     """Returns the history of a run as far as it came.
 
     Raises DataError: metrics.jsonl is damaged before its last line.
     """
     lines = [line for line in run.metrics() if 0 <= line.step <= MAX_STEP]
-    updates = [_update(line) for line in lines if line.split == "train"]
     evaluations = [_evaluated(run, line) for line in lines if line.split == "eval"]
     warm_up = next((sound(line.metrics) for line in lines if line.split == "sft"), None)
-    return History(sorted(updates, key=lambda each: each.number), sorted(evaluations, key=lambda e: e.step), warm_up)
+    return History(read_updates(lines), sorted(evaluations, key=lambda e: e.step), warm_up)
 
 
 def _update(line: MetricsLine) -> UpdateNumbers:

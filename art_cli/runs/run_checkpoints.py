@@ -21,8 +21,10 @@ from typing import Annotated, Any, Literal, NamedTuple
 import msgspec
 
 from art_cli.runs.durable import new_directory, read_object, remove, write_lines
+from art_cli.runs.history import read_updates
 from art_cli.runs.json_lines import is_inside
 from art_cli.runs.manifest import Manifest, digest_of, is_built, new_checkpoint, verify_checkpoint
+from art_cli.runs.parting import anchors, onsets, read_beside
 from art_cli.runs.run_dir import RunDir
 from art_cli.runtime.errors import CheckpointError, DataError, RunError, UsageError, one_line
 
@@ -296,7 +298,7 @@ def prune(run: RunDir, *, keep: int | None) -> list[Listed]:
         valid = {entry.step for entry in entries if entry.problem is None}
         if entries and not valid:
             raise RunError(f"{run.root}: no checkpoint here is valid; none was removed")
-        unwanted = to_remove(valid, _rewards(run) if _keeps_best(run) else {}, keep=keep)
+        unwanted = superseded(run, valid, keep=keep, keeps_best=_keeps_best(run))
         removed = [entry for entry in entries if entry.step not in valid or entry.step in unwanted]
         for entry in removed:
             remove(entry.path)
@@ -310,8 +312,14 @@ def prune_trained(run: RunDir, *, keep: int, keeps_best: bool = True) -> None:
 
 
 def superseded(run: RunDir, steps: Iterable[int], *, keep: int, keeps_best: bool) -> set[int]:
-    """Those of `steps`, which have a checkpoint here or in a store, that `to_remove` names by the run's evaluations."""
-    return to_remove(steps, _rewards(run) if keeps_best else {}, keep=keep)
+    """Those of `steps`, which have a checkpoint here or in a store, that `to_remove` names by the run's metrics.
+
+    The newest before reward and anchor part, or may have begun to, is kept too.
+    """
+    steps, updates = set(steps), read_updates(run.metrics())
+    found = [onset for anchor in anchors(updates) for onset in onsets(read_beside(updates, anchor))]
+    before = {max((step for step in steps if step < onset), default=0) for onset in found}
+    return to_remove(steps, _rewards(run) if keeps_best else {}, keep=keep) - before
 
 
 def to_remove(steps: Iterable[int], rewards: Mapping[int, float], *, keep: int) -> set[int]:

@@ -71,6 +71,14 @@ class RolloutJudgeConfig(ScoringJudgeConfig):
     name: Literal["rollout"] = "rollout"
 
 
+class MetricJudgeConfig(ScoringJudgeConfig):
+    """A metric that the rollout reports."""
+
+    name: Literal["metric"]
+    metric: str
+    """The name of the metric in the rollout's Outcome, such as `win`."""
+
+
 class NoJudgeConfig(Section):
     """No judge, for a loss that learns from no rewards. A rollout's reward is the one that it returned, or 0."""
 
@@ -241,7 +249,9 @@ def _own_judge(section: Any) -> Any:
     return {"name": "function", **section} if is_own else section
 
 
-_OneJudgeConfig = RolloutJudgeConfig | FunctionJudgeConfig | RulerJudgeConfig | RewardModelJudgeConfig
+_OneJudgeConfig = (
+    RolloutJudgeConfig | MetricJudgeConfig | FunctionJudgeConfig | RulerJudgeConfig | RewardModelJudgeConfig
+)
 NamedJudgeConfig = Annotated[_OneJudgeConfig, Field(discriminator="name"), BeforeValidator(_own_judge)]
 
 
@@ -278,7 +288,7 @@ class ShadowConfig(Section):
 
     judge: NamedJudgeConfig
     """The judge, written like a `judge` section: {entry: "judge.py:short"}, {name: ruler, model: openai/o3}, or
-    {name: rollout} for the reward that the rollout returned."""
+    {name: rollout} for the reward that the rollout returned, or {name: metric, metric: win} for one of its metrics."""
     share: Annotated[Float, Field(gt=0, le=1)] = 1.0
     """The share of groups that it scores, selected by a hash of the group's id."""
     timeout_s: Seconds = 60.0

@@ -23,6 +23,7 @@ from art_cli.config.sections.base_config import (
     UnitInterval,
     WeightsAt,
 )
+from art_cli.config.sections.judge_config import ShadowName
 from art_cli.config.sections.rollout_config import Scenarios
 
 MAX_NODES = 256
@@ -132,7 +133,7 @@ BOUNDS = ("above", "below", "below_best_by")
 
 
 class StopRule(Section):
-    """One of three kinds: a `metric` with a bound, `hours`, or `usd`."""
+    """One of four kinds: a `metric` with a bound, `parts_from`, `hours`, or `usd`."""
 
     metric: str | None = None
     """A metric of a training step, by its name in metrics.jsonl, such as `reward_mean`, `no_signal_share`, `entropy`,
@@ -148,6 +149,9 @@ class StopRule(Section):
     for_steps: PositiveInt = 1
     """The number of steps in a row in which the metric must be above or below; for `eval.` metrics, of evaluations.
     Steps without the metric do not count."""
+    parts_from: ShadowName | None = None
+    """The name of a judge of the `shadow` section. The rule fires when the reward parts from that judge's score, by a
+    sequential test that compares with the first ten steps and is wrong in at most 1 % of runs."""
     hours: PositiveFloat | None = None
     """The rule fires at the end of the step at which all starts of the run together have taken this many hours."""
     usd: PositiveFloat | None = None
@@ -162,9 +166,9 @@ class StopRule(Section):
 
     @model_validator(mode="after")
     def _is_one_kind(self) -> Self:
-        kinds = [kind for kind in ("metric", "hours", "usd") if getattr(self, kind) is not None]
+        kinds = [kind for kind in ("metric", "hours", "usd", "parts_from") if getattr(self, kind) is not None]
         if len(kinds) != 1:
-            raise ValueError("set exactly one of 'metric', 'hours' and 'usd'")
+            raise ValueError("set exactly one of 'metric', 'hours', 'usd' and 'parts_from'")
         num_bounds = sum(getattr(self, bound) is not None for bound in BOUNDS)
         if self.metric is not None and num_bounds != 1:
             raise ValueError("set exactly one of 'above', 'below' and 'below_best_by' beside 'metric'")
@@ -180,6 +184,8 @@ class StopRule(Section):
 
     def __str__(self) -> str:
         """Example: "no_signal_share above 0.9 for 5 steps"."""
+        if self.parts_from is not None:
+            return f"reward parts from shadow {self.parts_from}"
         if self.hours is not None:
             return f"{self.hours:g} hours"
         if self.usd is not None:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from art_cli.reports.pages.curve import Series, curve
-from art_cli.reports.pages.report_text import KINDS, NAMES, cures, evaluation_rows, facts, span, state
+from art_cli.reports.pages.report_text import KINDS, NAMES, cures, evaluation_rows, facts, judge_rows, span, state
 from art_cli.runtime.errors import printable
 
 SHARES = ("no_signal_share", "clip_fraction", "failed_share", "limited_share")  # plotted from 0 to 1
@@ -22,7 +22,7 @@ Report = Mapping[str, Any]
 
 def report_page(report: Report) -> str:
     parts = [f"<p>{_text(state(report))}</p>", facts_table(facts(report)), _findings(report["findings"])]
-    parts += [_rewards(report), _evaluations(report), *_plots(report["series"])]
+    parts += [_rewards(report), _evaluations(report), _judges(report), *_plots(report["series"])]
     return html_page(f"Report of {report['run']}", parts)
 
 
@@ -69,6 +69,11 @@ def _evaluations(report: Report) -> str:
     name = _text(report["reward_names"]["eval"])
     head = f"<tr><th>step</th><th>{name}, 95 % interval</th><th></th></tr>"
     return f"<h2>Evaluations</h2><table>{head}{rows}</table>" if rows else ""
+
+
+def _judges(report: Report) -> str:
+    rows = "".join(f"<tr>{''.join(f'<td>{_text(cell)}</td>' for cell in row)}</tr>" for row in judge_rows(report))
+    return f"<h2>The judge by steps</h2><table>{rows}</table>" if rows else ""
 
 
 def _rewards(report: Report) -> str:

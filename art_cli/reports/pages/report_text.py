@@ -49,6 +49,10 @@ def evaluation_table(report: Report) -> list[str]:
         found = [by_step[step]["metrics"].get(name) for name in metrics]
         others = ["" if value is None else f"{value:.3f}" for value in found]
         rows.append([" and ".join(chosen[step]), str(step), *_reward(by_step[step]["reward"]), *others])
+    return _columns(rows)
+
+
+def _columns(rows: Sequence[Sequence[str]]) -> list[str]:
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
 
@@ -90,6 +94,7 @@ KINDS = {
     "failures": "failures",
     "shadow_gap": "reward and shadow moved apart",
     "shadow_correlation": "shadow stopped agreeing",
+    "parted": "reward and anchor parted",
 }
 INDENT = 13
 
@@ -105,6 +110,9 @@ def _lines(report: Report) -> list[str]:
     if rows := evaluation_rows(report):
         lines += ["", f"evaluations: {report['reward_names']['eval']} with its 95 % interval over scenarios"]
         lines += [f"  step {step:>5s}  {reward}  {note}".rstrip() for step, reward, note in rows]
+    if windows := judge_rows(report):
+        lines += ["", "the judge by steps, from a few scored files of each window"]
+        lines += [f"  {line}" for line in _columns(windows)]
     plots = [
         (report["reward_names"]["train"] if name == "reward" else NAMES.get(name, name), points)
         for name, points in report["series"].items()
@@ -248,6 +256,22 @@ def _interval(point: Mapping[str, Any] | None) -> str:
     if point["low"] is None:
         return f"{point['mean']:.3f}"
     return f"{point['mean']:.3f} [{point['low']:.3f}, {point['high']:.3f}]"
+
+
+def judge_rows(report: Report) -> Sequence[Sequence[str]]:
+    """Returns a head and a row for each window and judge; [] if no judge has such figures."""
+    rows = [["steps", "judge", "spread of a vote", "order bias", "reliability", "of one vote"]]
+    for each in report["judge_windows"]:
+        judge, sure = each["judge"], each["judge"]["reliability"] or {"all_votes": None, "one_vote": None}
+        measures = map(_measure, (judge["order_bias"], sure["all_votes"], sure["one_vote"]))
+        spread = "" if judge["spread"] is None else f"{judge['spread']:.3f}"
+        name = f"{judge['judge']} {judge['model'] or ''}".rstrip()
+        rows.append([f"{each['first']} to {each['last']}", name, spread, *measures])
+    return rows if len(rows) > 1 else []
+
+
+def _measure(each: Mapping[str, Any] | None) -> str:
+    return "" if each is None else f"{each['value']:.3f} [{each['low']:.3f}, {each['high']:.3f}]"
 
 
 def span(finding: Mapping[str, Any]) -> str:
