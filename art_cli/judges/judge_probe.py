@@ -166,8 +166,11 @@ def _shifts(asks: Sequence[Ask], answers: Answers) -> dict[str, Shift]:
 
 
 def _contrasts(target: str, repeats: Repeats) -> list[float]:
-    """Returns the score of an attempt in each repeat, the changed one first, less the mean of the other repeats."""
-    scores = [next(each.reward or 0.0 for each in judged if each.id == target) for judged in repeats]
+    """Returns the score of an attempt in each repeat, the changed one first, less the mean of the other repeats.
+
+    Scores have six decimals, because a reward model rounds otherwise in another batch.
+    """
+    scores = [next(round(each.reward or 0.0, 6) for each in judged if each.id == target) for judged in repeats]
     return [score - (math.fsum(scores) - score) / (len(scores) - 1) for score in scores]
 
 

@@ -274,16 +274,18 @@ def row_of(row: Trajectory) -> dict[str, Any]:
     return {name: getattr(row, name) for name in ("id", "group_id", "group_size", "index", "messages", "branches")}
 
 
-def test_groups_that_cannot_be_read_are_left_out_and_equal_ones_count_once(art: Art) -> None:
+def test_groups_too_deep_to_be_read_are_left_out_and_equal_ones_count_once(art: Art) -> None:
+    """Three groups, the first of them once more under another name, and one of values within values."""
     write(groups=3)
-    deep = '{"content": ' * 400 + "1" + "}" * 400
-    line = {"id": "d-0", "group_id": "d", "group_size": 1, "index": 0}
-    text = Path("t.jsonl").read_text()
-    again = text.replace('"g0', '"again').replace("Attempt at again", "Attempt at g0")
-    deep_line = json.dumps(line)[:-1] + f', "messages": [{{"role": "assistant", "content": {deep}}}]}}\n'
-    Path("t.jsonl").write_text(text + again[: again.index('"g1-0"')].rpartition("\n")[0] + "\n" + deep_line)
-    _, report, err = probed(art, Conduct())
-    assert report["num_groups"] <= 4 and "bug" not in err
+    lines = Path("t.jsonl").read_text().splitlines()
+    lines += [re.sub(r'"(id|group_id)":"g0', r'"\1":"again', line) for line in lines if '"group_id":"g0"' in line]
+    for index in range(2):
+        place = json.dumps({"id": f"d-{index}", "group_id": "d", "group_size": 2, "index": index})
+        deep = '{"content": ' * 900 + str(index) + "}" * 900
+        lines.append(place[:-1] + f', "messages": [{{"role": "assistant", "content": {deep}}}]}}')
+    Path("t.jsonl").write_text("\n".join(lines) + "\n")
+    code, report, err = probed(art, Conduct())
+    assert (code, report["num_groups"]) == (0, 3) and "d: left out: " in err
 
 
 def test_a_file_without_a_group_to_compare_is_one_line(art: Art) -> None:
