@@ -69,7 +69,7 @@ def main() -> None:
         write_groups(directory / "groups.jsonl")
         for noise in NOISES:
             server = subprocess.Popen(
-                [sys.executable, "-m", "tests.judge_server", "--bias", str(BIAS), "--noise", str(noise)],
+                [sys.executable, "-m", "tests.support.judge_server", "--bias", str(BIAS), "--noise", str(noise)],
                 stdout=subprocess.PIPE, text=True, env={**os.environ, "PYTHONHASHSEED": "0"},
             )  # fmt: skip
             try:

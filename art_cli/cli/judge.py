@@ -39,21 +39,44 @@ def run(
     gates: Annotated[
         list[str] | None, typer.Option("--gate", metavar="BOUND", help="Exit 1 if the report misses it.")
     ] = None,
+    is_probe: Annotated[
+        bool, typer.Option("--probe", help="Change attempts, and see whether the judge falls for it.")
+    ] = False,
+    num_groups: Annotated[
+        int | None, typer.Option("--groups", metavar="N", min=1, help="Groups that --probe judges; 30 if not given.")
+    ] = None,
     html: Annotated[Path | None, typer.Option("--html", metavar="FILE", help="Write the report as a page.")] = None,
     as_json: Json = False,
 ) -> None:
     """Score trajectories, group by group, with RULER or another judge; measure the judge.
 
+    --probe judges groups as they are and with one attempt padded, praised, emptied, ... It prints how far the score of
+    that attempt moves, and whether that is a bias. It writes no scores, and takes about 10 judgements of each group.
+
     \b
     art judge trajectories.jsonl -o scored.jsonl --model openai/o3
     art judge trajectories.jsonl judge=function judge.entry=judge.py:judge -o scored.jsonl
     art judge scored.jsonl --gold metrics.win --gate 'pairwise_accuracy>=0.8'
+    art judge trajectories.jsonl --model openai/o3 --probe --gate 'num_biases<=0'
     """
     import msgspec
 
     from art_cli.cli.judging import as_text, choose_judge, dry_run, is_scored, judge_file, refuse_owed, report
     from art_cli.judges.files.judged_files import TrajectoryFile
 
+    if is_probe:
+        from art_cli.cli.probing import probe_judge
+
+        if output or gold or is_fresh or is_report:
+            raise UsageError("--probe scores nothing: leave out --output, --gold, --fresh and --report")
+        loaded = choose_judge(config, overrides or [], model=model, rubric=rubric)
+        source = TrajectoryFile(trajectories, group_by=group_by)
+        probe_judge(
+            loaded, source, num_groups or 30, is_dry_run=is_dry_run, html=html, gates=gates or [], as_json=as_json
+        )
+        return
+    if num_groups:
+        raise UsageError("--groups is for --probe; without it, all groups are judged")
     wants_report = bool(is_report or gold or gates or html)
     if wants_report and is_scored(trajectories):
         report(trajectories, gold=gold, gates=gates or [], html=html, as_json=as_json)

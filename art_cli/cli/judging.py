@@ -124,7 +124,7 @@ def judge_file(
         made = make_judge(loaded.config, loaded.directory, job=str(output.resolve()))
         try:
             with interrupts.handled(), shown_bar("judging") as bar:
-                session = Session(made, source, output, is_partial=is_partial, least=_least(loaded))
+                session = Session(made, source, output, is_partial=is_partial, least=least(loaded))
                 return await session.run(is_fresh=is_fresh, progress=partial(_show, made, bar) if bar else None)
         finally:
             await made.close()
@@ -133,7 +133,7 @@ def judge_file(
         return threads.run(judge())
 
 
-def _least(loaded: LoadedJudge) -> int:
+def least(loaded: LoadedJudge) -> int:
     """Returns the smallest number of attempts in a group that the judge can compare."""
     return 2 if ranks(loaded.config) else 1
 
@@ -207,7 +207,7 @@ def dry_run(
         else set()
     )
     owed = [
-        group for group in judgeable(source, is_partial=is_partial, least=_least(loaded)) if group.group_id not in done
+        group for group in judgeable(source, is_partial=is_partial, least=least(loaded)) if group.group_id not in done
     ]
     total = CostEstimate()
     for group in owed:

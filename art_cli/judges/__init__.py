@@ -11,6 +11,7 @@ a score: when it cannot score a group, it raises JudgeError and the group stays 
     shadow_judges.py scores beside the trained reward
     files/           judges a file into another, and goes on where it stopped
     judge_report.py  reads scored files and reports how far a judge can be trusted; agreement.py measures it
+    judge_probe.py   asks a judge about attempts that are changed on purpose (probe_edits.py), and measures its biases
     judge_text.py    text that a judge is shown
 """
 

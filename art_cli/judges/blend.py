@@ -28,7 +28,9 @@ class BlendJudge(Judge):
         self, config: BlendJudgeConfig, directory: Path, *, job: str = "", judges: Mapping[str, Judge] | None = None
     ) -> None:
         self.weights = config.blend
-        self.judges = judges or {name: make_judge(each, directory, job=job) for name, each in _named(config).items()}
+        self.judges = judges or {
+            name: make_judge(each, directory, job=job) for name, each in named_judges(config).items()
+        }
         self.in_flight = max(judge.in_flight for judge in self.judges.values())
         self.needs_reward = any(judge.needs_reward for judge in self.judges.values())
         self.spent_usd = max(judge.spent_usd for judge in self.judges.values())  # they share the job
@@ -101,14 +103,14 @@ class BlendJudge(Judge):
 
     @classmethod
     def for_trial(cls, config: BlendJudgeConfig, directory: Path) -> "BlendJudge":
-        named = _named(config).items()
+        named = named_judges(config).items()
         tried = {name: judge_class(each, directory).for_trial(each, directory) for name, each in named}
         return cls(config, directory, judges=tried)
 
     @classmethod
     def missing_keys(cls, config: BlendJudgeConfig, directory: Path) -> dict[str, str]:
         found: dict[str, str] = {}
-        for each in _named(config).values():
+        for each in named_judges(config).values():
             found |= judge_class(each, directory).missing_keys(each, directory)
         return found
 
@@ -117,7 +119,7 @@ class BlendJudge(Judge):
             await judge.close()
 
 
-def _named(config: BlendJudgeConfig) -> dict[str, NamedJudgeConfig]:
+def named_judges(config: BlendJudgeConfig) -> dict[str, NamedJudgeConfig]:
     """Returns the configuration of each judge that has a weight; `ruler` and `rollout` have defaults."""
     defaults: dict[str, NamedJudgeConfig] = {"ruler": RulerJudgeConfig(name="ruler"), "rollout": RolloutJudgeConfig()}
     return {name: (defaults | config.judges)[name] for name in config.blend}

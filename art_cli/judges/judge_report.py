@@ -402,8 +402,8 @@ def _flip_lines(flips: FlipRates, gold: str) -> Lines:
     """Returns the flip rates, and the same as a value of `judge.noise`."""
     lines = [
         (f"reward against {gold}", ""),
-        ("  false positives", f"{_interval(flips.false_positive)}   of {flips.num_wrong} attempts with gold 0"),
-        ("  false negatives", f"{_interval(flips.false_negative)}   of {flips.num_right} attempts with gold 1"),
+        ("  false positives", f"{interval(flips.false_positive)}   of {flips.num_wrong} attempts with gold 0"),
+        ("  false negatives", f"{interval(flips.false_negative)}   of {flips.num_right} attempts with gold 1"),
     ]
     if not flips.is_usable:
         return [
@@ -423,8 +423,8 @@ def _judge_lines(judge: JudgeReport, gold: str | None) -> Lines:
     if judge.order_bias is not None:
         lines.append(("  order bias", _bias_words(judge.order_bias)))
     if judge.reliability is not None:
-        alone = f"   one vote alone {_interval(judge.reliability.one_vote)}"
-        lines.append(("  reliability", f"{_interval(judge.reliability.all_votes)}{alone} (ICC: share that repeats)"))
+        alone = f"   one vote alone {interval(judge.reliability.one_vote)}"
+        lines.append(("  reliability", f"{interval(judge.reliability.all_votes)}{alone} (ICC: share that repeats)"))
     if judge.spread is not None:
         lines.append(("  spread of a vote", f"{judge.spread:.4f} (standard deviation about its attempt's mean)"))
     if judge.agreement is not None:
@@ -440,11 +440,16 @@ def _judge_lines(judge: JudgeReport, gold: str | None) -> Lines:
 
 def _bias_words(bias: Measure) -> str:
     """Example: "+0.200 [+0.195, +0.205]: the first place gets more than the last"."""
-    number = f"{bias.value:+.3f} [{bias.low:+.3f}, {bias.high:+.3f}]"
+    number = signed(bias)
     if bias.low <= 0 <= bias.high:
         return f"{number}: none that stands out from chance"
     favoured, other = ("first", "last") if bias.value > 0 else ("last", "first")
     return f"{number}: the {favoured} place gets more than the {other}"
+
+
+def signed(each: Measure) -> str:
+    """Example: "+0.200 [+0.195, +0.205]" """
+    return f"{each.value:+.3f} [{each.low:+.3f}, {each.high:+.3f}]"
 
 
 def _agreement_lines(found: Agreement, one_vote: Agreement | None = None) -> Lines:
@@ -452,13 +457,13 @@ def _agreement_lines(found: Agreement, one_vote: Agreement | None = None) -> Lin
     alone = {} if one_vote is None else msgspec.structs.asdict(one_vote)
     lines = []
     for name, each in msgspec.structs.asdict(found).items():
-        beside = f"   one vote alone {_interval(alone[name])}" if alone else ""
+        beside = f"   one vote alone {interval(alone[name])}" if alone else ""
         groups = f"   {each.num} groups" if each else ""
-        lines.append((f"    {NAMES[name]}", f"{_interval(each)}{beside}{groups}"))
+        lines.append((f"    {NAMES[name]}", f"{interval(each)}{beside}{groups}"))
     return lines
 
 
-def _interval(each: Measure | None) -> str:
+def interval(each: Measure | None) -> str:
     return "not known from these groups" if each is None else f"{each.value:.3f} [{each.low:.3f}, {each.high:.3f}]"
 
 

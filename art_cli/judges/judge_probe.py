@@ -1,0 +1,284 @@
+"""The probe of a judge: attempts are changed on purpose, and the same judge scores the changed groups.
+
+    groups -> plan: each group as it is, and with one attempt changed by each probe -> judge -> report
+
+Each group is judged as it is in every repeat, and in one repeat for each probe. A repeat has a judge of its own,
+without the cache and with another seed, so that it is asked in earnest and shows the attempts in another order.
+
+A shift is the score of the changed attempt less the mean of its scores unchanged. If the change does not matter, the
+changed group is one more repeat, and which of the scores is its own is a matter of lot. That is Fisher's randomization
+test (1935), which holds for noise of any kind. A probe moves the score if its p value, times the number of probes
+(Bonferroni), is at most 0.01.
+"""
+
+import asyncio
+import logging
+import math
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from itertools import chain, combinations, permutations
+from pathlib import Path
+from random import Random
+from statistics import fmean
+from typing import NamedTuple
+
+import msgspec
+import numpy as np
+
+from art_cli.config.checks import ranks
+from art_cli.config.sections.judge_config import BlendJudgeConfig, JudgeConfig, RulerJudgeConfig
+from art_cli.judges import Judge, agreement, make_judge
+from art_cli.judges.agreement import Measure, Ratio
+from art_cli.judges.blend import named_judges
+from art_cli.judges.costs import Usage
+from art_cli.judges.judge_groups import judge_group
+from art_cli.judges.judge_report import Lines, interval, signed
+from art_cli.judges.probe_edits import BOTH, PROBES, Probe
+from art_cli.runs.trajectory import EQUAL_REWARDS, ScoredTrajectory, Trajectory
+from art_cli.runtime.errors import JudgeError, JudgeStopped
+
+log = logging.getLogger(__name__)
+
+REPEATS = 3  # judgements of each group as it is; fewer show no cycles
+MAX_MEMBERS = 6  # judges of a panel whose subsets are compared
+LEVEL = 0.01  # chance of a false finding in a whole probe
+DRAWS = 20_000  # of the randomization test
+ORDER = Probe(lambda a, _: None, BOTH, "stays")
+
+Group = Sequence[Trajectory]
+Repeats = Sequence[Sequence[ScoredTrajectory]]  # the answers to one question
+Answers = dict[tuple[int, str], list[Sequence[ScoredTrajectory]]]  # (number of the group, probe) -> answers
+
+
+class Ask(NamedTuple):
+    """One group to judge. Example: Ask(7, "padding", 1, "s1-2", [...]): with attempt s1-2 padded, in repeat 1."""
+
+    number: int  # of the group
+    probe: str  # "" for the group as it is
+    repeat: int
+    target: str  # id of the changed attempt
+    group: Group
+
+
+class Shift(msgspec.Struct, frozen=True):
+    """The result of one probe, over the groups that it could change."""
+
+    shift: Measure | None  # or None if it changed no attempt, or the judge answered for none
+    p: float  # probability of a shift of this size if the change does not matter
+    verdict: str
+    is_bias: bool = False
+
+
+class ProbeReport(msgspec.Struct, frozen=True):
+    """The worth of a judge."""
+
+    num_groups: int
+    num_verdicts: int
+    failures: list[str]  # why verdicts failed
+    usage: Usage
+    shifts: dict[str, Shift]
+    measures: dict[str, Measure | None]  # None: not known from these groups
+    cheapest: list[str]  # the cheapest part of a panel whose agreement with the whole is within the interval of `panel`
+
+    def values(self) -> dict[str, float]:
+        """Returns the values that a gate can bound."""
+        found = self.measures | {name: each.shift for name, each in self.shifts.items()}
+        num_biases = float(sum(each.is_bias for each in self.shifts.values()))
+        return {name: each.value for name, each in found.items() if each is not None} | {"num_biases": num_biases}
+
+
+# --- asking -----------------------------------------------------------------------------------------------------------
+
+
+def anew(config: JudgeConfig, repeat: int) -> JudgeConfig:
+    """Returns the judge of one repeat: without the cache, with a seed and a share of the budget of its own."""
+    if isinstance(config, BlendJudgeConfig):
+        parts = {name: anew(each, repeat) for name, each in named_judges(config).items()}
+        return config.model_copy(update={"judges": parts})
+    if not isinstance(config, RulerJudgeConfig):
+        return config
+    budgets = {key: value / REPEATS for key in ("budget_usd", "budget_tokens") if (value := getattr(config, key))}
+    return config.model_copy(update={"cache": None, "seed": config.seed + repeat} | budgets)
+
+
+def plan(number: int, group: Group, config: JudgeConfig) -> Iterator[Ask]:
+    """Yields the group as it is for each repeat, and changed by each probe in an attempt drawn of those it can change.
+
+    The list is reversed only for judges that do not draw an order of their own.
+    """
+    draw = Random(number)
+    yield from (Ask(number, "", repeat, "", group) for repeat in range(REPEATS))
+    if not ranks(config) and len(group) > 1:
+        yield Ask(number, "order", number % REPEATS, group[-1].id, group[::-1])
+    for place, (name, probe) in enumerate(PROBES.items(), number):
+        for at in draw.sample(range(len(group)), len(group)):
+            if changed := probe.edit(group[at], [*group[:at], *group[at + 1 :]]):
+                yield Ask(number, name, place % REPEATS, changed.id, [*group[:at], changed, *group[at + 1 :]])
+                break
+
+
+async def probe(config: JudgeConfig, directory: Path, asks: Sequence[Ask]) -> ProbeReport:
+    """Asks the judge and measures it; failures are counted. Raises JudgeError if no group was judged as it is."""
+    answers: Answers = defaultdict(list)
+    failures, stopped, usage = list[str](), dict[int, JudgeStopped](), Usage()
+
+    async def ask_one(ask: Ask, judge: Judge, slots: asyncio.Semaphore) -> None:
+        async with slots:
+            try:
+                if ask.repeat in stopped:
+                    raise stopped[ask.repeat]
+                scored = await judge_group(judge, ask.group)
+                answers[ask.number, ask.probe].append(scored)
+            except JudgeError as error:
+                failures.append(str(error))
+                if isinstance(error, JudgeStopped):
+                    stopped[ask.repeat] = error
+
+    for repeat in range(REPEATS):
+        chosen = [ask for ask in asks if ask.repeat == repeat]
+        log.info("probe: %d of %d verdicts", len(chosen), len(asks))
+        judge = make_judge(anew(config, repeat), directory)
+        judge.noise, slots = None, asyncio.Semaphore(judge.in_flight)
+        try:
+            await asyncio.gather(*(ask_one(ask, judge, slots) for ask in chosen))
+        finally:
+            usage += judge.usage
+            await judge.close()
+    groups = [repeats for (_, probe), repeats in sorted(answers.items()) if not probe]
+    if not groups:
+        raise JudgeError(f"no group was judged: {failures[0]}")
+    return ProbeReport(len(groups), len(asks), failures, usage, _shifts(asks, answers), *_measures(groups))
+
+
+# --- measuring --------------------------------------------------------------------------------------------------------
+
+
+def _shifts(asks: Sequence[Ask], answers: Answers) -> dict[str, Shift]:
+    rows = {name: list[Sequence[float]]() for name in ("order", *PROBES)}
+    orders = [_order(repeats) for (_, probe), repeats in answers.items() if not probe]
+    rows["order"] = [row for row in orders if row and math.isfinite(sum(row))]
+    for ask in asks:
+        before = answers.get((ask.number, ""), [])
+        for judged in answers.get((ask.number, ask.probe), []) if ask.probe and before else ():
+            rows[ask.probe].append(_contrasts(ask.target, [judged, *before]))
+    num_probes = sum(map(bool, rows.values()))
+    return {name: _shift(PROBES.get(name, ORDER), each, num_probes) for name, each in rows.items()}
+
+
+def _contrasts(target: str, repeats: Repeats) -> list[float]:
+    """Returns the score of an attempt in each repeat, the changed one first, less the mean of the other repeats.
+
+    Scores have six decimals, because a reward model rounds otherwise in another batch.
+    """
+    scores = [next(round(each.reward or 0.0, 6) for each in judged if each.id == target) for judged in repeats]
+    return [score - (math.fsum(scores) - score) / (len(scores) - 1) for score in scores]
+
+
+def _order(repeats: Repeats) -> list[float]:
+    """Returns the score that the first place in the prompt adds over the last: by the votes as they were, then by those
+    of other repeats. Empty if the judge shows no order, or there is one repeat."""
+    pairs = [
+        [[*chain(*(zip(s.votes, s.positions, strict=False) for s in each.scores))] for each in judged]
+        for judged in repeats
+    ]
+    if len(repeats) < 2 or len({len(each) for judged in pairs for each in judged} | {0}) != 2:
+        return []
+    votes, places = np.moveaxis(np.array(pairs, dtype=float), 3, 0)  # [repeats, attempts, votes]
+    votes, places = (each - each.mean(axis=(0, 2), keepdims=True) for each in (votes, places / max(places.max(), 1)))
+    turned = [np.roll(votes, turn, axis=0) for turn in range(len(repeats))]
+    return [float(-(each * places).sum() / (places**2).sum()) for each in turned] if places.any() else []
+
+
+def _shift(probe: Probe, rows: Sequence[Sequence[float]], num_probes: int) -> Shift:
+    if (shift := agreement.measure([Ratio(row[0], 1.0) for row in rows])) is None:
+        return Shift(None, 1.0, "no attempt has any")
+    if (p := p_value(rows)) * num_probes > LEVEL:
+        good = f"a bias if it {' or '.join(probe.bias)}" if probe.wanted == "stays" else "it should fall"
+        return Shift(shift, p, f"stays ({good})")
+    moves = "rises" if shift.value > 0 else "falls"
+    if moves in probe.bias:
+        return Shift(shift, p, f"{moves}: a bias", is_bias=True)
+    return Shift(shift, p, f"{moves}: {'as it should' if moves == probe.wanted else 'no bias that pays'}")
+
+
+def p_value(rows: Sequence[Sequence[float]]) -> float:
+    """Returns the probability that a lot between the values of each row gives a sum as far from 0 as the first ones."""
+    draw = np.random.default_rng(0)
+    sums = np.sum([np.asarray(row)[draw.integers(len(row), size=DRAWS)] for row in rows], axis=0)
+    return float(1 + np.count_nonzero(abs(sums) >= abs(sum(row[0] for row in rows)) - EQUAL_REWARDS)) / (1 + DRAWS)
+
+
+def _measures(groups: Sequence[Repeats]) -> tuple[dict[str, Measure | None], list[str]]:
+    """Returns the measures by name, and the cheapest part of a panel."""
+    votes = [[[each.reward or 0.0 for each in attempt] for attempt in zip(*group, strict=True)] for group in groups]
+    means = [[fmean(each) for each in group] for group in votes]
+    replies = [[[m for m in each.messages if m.get("role") == "assistant"] for each in group[0]] for group in groups]
+    lengths = [[sum(len(str(m.get("content") or "")) for m in each) / 1000 for each in group] for group in replies]
+    turns = [[float(len(each)) for each in group] for group in replies]
+    reliability = agreement.vote_reliability(votes)
+    panel, cheapest = _panel(groups)
+    return {
+        "reliability": reliability.one_vote if reliability else None,
+        "cycles_per_group": agreement.measure([cycles(group) for group in votes if min(len(group), len(group[0])) > 2]),
+        "score_per_1000_characters": agreement.measure([*map(agreement.slope, lengths, means)]),
+        "score_per_turn": agreement.measure([*map(agreement.slope, turns, means)]),
+    } | panel, cheapest
+
+
+def cycles(votes: Sequence[Sequence[float]]) -> Ratio:
+    """Returns (triples of attempts of which most repeats put a before b, b before c and c before a, 1), of [A][R]."""
+    differences = np.array(votes)[:, None] - np.array(votes)[None]
+    wins = (np.sign(differences) * (abs(differences) > EQUAL_REWARDS)).sum(axis=2) > 0  # [A, A]
+    found = [wins[a, b] and wins[b, c] and wins[c, a] for a, b, c in permutations(range(len(votes)), 3)]
+    return Ratio(float(sum(found)) / 3, 1.0)  # each circle is met from its three attempts
+
+
+def _panel(groups: Sequence[Repeats]) -> tuple[dict[str, Measure | None], list[str]]:
+    """Returns the agreement of a panel and of each member with the panel in another repeat, and the cheapest part.
+
+    Empty if there is one score for each attempt, too many, or not the same number for all.
+    """
+    attempts = [each for group in groups for judged in group for each in judged]
+    names = [f"{score.judge} {score.model or ''}".rstrip() for score in attempts[0].scores]
+    if not 1 < len(names) <= MAX_MEMBERS or any(len(each.scores) != len(names) for each in attempts):
+        return {}, []
+    tables = [np.array([[[s.score for s in each.scores] for each in judged] for judged in group]) for group in groups]
+    scores, members = np.concatenate([table.reshape(-1, len(names)) for table in tables]), range(len(names))
+    if not np.isfinite(scores).all():
+        return {}, []
+    weights = np.linalg.lstsq(scores, np.array([each.reward for each in attempts]))[0]  # those of the reward, a mean
+
+    def agree(subset: Sequence[int]) -> Measure | None:
+        found = []
+        for table in tables:
+            ours, whole = ((table[:, :, at] @ weights[at]).tolist() for at in (list(subset), [*members]))
+            pairs = [agreement.pairwise(ours[a], whole[b]) for a, b in permutations(range(len(table)), 2)]
+            found.append(Ratio(sum(pair.numerator for pair in pairs), sum(pair.denominator for pair in pairs)))
+        return agreement.measure(found)
+
+    costs = [sum(each.scores[at].cost_usd or 0.0 for each in attempts) for at in members]
+    subsets = [subset for size in members for subset in combinations(members, size + 1)]
+    subsets.sort(key=lambda subset: (sum(costs[at] for at in subset), len(subset)))
+    whole = agree(members)
+    fits = (subset for subset in subsets if whole and (part := agree(subset)) and part.value >= whole.low)
+    cheapest = [names[at] for at in next(fits, ())]
+    return {"panel": whole} | {f"panel.{name}": agree([at]) for at, name in enumerate(names)}, cheapest
+
+
+# --- in words ---------------------------------------------------------------------------------------------------------
+
+
+def probe_lines(report: ProbeReport) -> Lines:
+    failed = f", {len(report.failures)} failed ({report.failures[0][:200]})" if report.failures else ""
+    cost = "price unknown" if report.usage.cost_usd is None else f"${report.usage.cost_usd:.4f}"
+    lines = [
+        ("groups", f"{report.num_groups}, each {REPEATS} times as it is and once for each probe"),
+        ("verdicts", f"{report.num_verdicts}{failed}; {report.usage.tokens:,} tokens, {cost}"),
+    ]
+    for name, each in report.shifts.items():
+        number = f"{signed(each.shift)} of {each.shift.num} groups  " if each.shift else ""
+        lines.append((f"  {name}", f"{number}{each.verdict}"))
+    if not any(each.shift and abs(each.shift.value) > EQUAL_REWARDS for each in report.shifts.values()):
+        lines.append(("  nothing moved", "this judge does not read what the attempts say"))
+    lines += [(name.replace("_", " "), interval(each)) for name, each in report.measures.items()]
+    return [*lines, ("cheapest part", ", ".join(report.cheapest))] if report.cheapest else lines
