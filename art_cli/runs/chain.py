@@ -19,6 +19,7 @@ from typing import NamedTuple
 
 import msgspec
 
+from art_cli.runs import json_lines
 from art_cli.runs.durable import LineWriter, write_file
 from art_cli.runs.json_lines import open_file, read_file
 from art_cli.runs.manifest import (
@@ -106,6 +107,10 @@ def add_link(run: RunDir, manifest: Manifest, *, is_end: bool = False) -> None:
 def find_flaws(run: RunDir, links: list[Link]) -> Iterator[Flaw]:
     """Yields each place where links, inputs or checkpoints are not what the chain says. Every byte is read."""
     yield from broken_links(links)
+    lines = enumerate(json_lines.lines(run.root / NAME, within=run.root), 1)
+    for (number, line), link in zip(lines, links, strict=False):
+        if line.data.rstrip(b"\n") != msgspec.json.encode(link):  # also a field that no version knows
+            yield Flaw(f"{NAME}:{number}", "is not written as it was")
     newest = {name: part for link in links for name, part in link.inputs.items()}  # config.json may be written anew
     for name, part in newest.items():
         if flaw := _flaw(run.root / name, part, within=run.root):
@@ -199,11 +204,12 @@ def check_certificate(export: Path) -> tuple[list[Link], list[Flaw]]:
     """Returns the chain of an exported model, and what is not as its certificate says. Raises DataError: damaged."""
     path = export / CERTIFICATE
     try:
-        certificate = msgspec.json.decode(read_file(path, max_bytes=MAX_CERTIFICATE), type=Certificate)
+        data = read_file(path, max_bytes=MAX_CERTIFICATE)
+        certificate = msgspec.json.decode(data, type=Certificate)
     except (ValueError, OSError, RecursionError) as error:
         raise DataError(f"not a certificate: {one_line(error)}", path) from error
     flaws = list(broken_links(certificate.links))
-    if certificate.digest != _digest(certificate):
+    if certificate.digest != _digest(certificate) or data != msgspec.json.format(msgspec.json.encode(certificate)):
         flaws.append(Flaw(CERTIFICATE, "was changed"))
     if certificate.policy not in [link.policy for link in certificate.links]:
         flaws.append(Flaw(CERTIFICATE, "no link of its chain made the exported policy"))

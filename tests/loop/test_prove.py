@@ -22,6 +22,7 @@ from art_cli.runs.chain import (
     read_chain,
     write_certificate,
 )
+from art_cli.runs.durable import write_lines
 from art_cli.runs.manifest import new_checkpoint, read_manifest
 from art_cli.runs.run_dir import RunDir
 from art_cli.runtime.errors import DataError
@@ -88,6 +89,8 @@ def test_a_link_that_was_changed_or_taken_out_is_found(run: RunDir) -> None:
     assert flaws(run)[0] == Flaw(f"{NAME}:2", "does not follow the link before it")
     path.write_bytes(b"".join([*lines[:-1], lines[-1].replace(b'"step":2', b'"step":3')]))
     assert flaws(run)[0] == Flaw(f"{NAME}:5", "was changed")
+    path.write_bytes(b"".join([lines[0].replace(b"schema_version", b"schema_wersion"), *lines[1:]]))
+    assert flaws(run)[0] == Flaw(f"{NAME}:1", "is not written as it was")
     path.write_bytes(b"{}\n")
     with pytest.raises(DataError):
         read_chain(run)
@@ -109,7 +112,8 @@ def test_a_chain_of_a_stranger_reads_nothing_but_the_run(run: RunDir, name: str)
     os.mkfifo(run.root / "step_0000" / "pipe")
     [*before, last] = read_chain(run)
     hostile = msgspec.structs.replace(last, inputs={name: Part(2**60, "0" * 64)})
-    assert [flaw.place for flaw in find_flaws(run, [*before, hostile])] == [f"{NAME}:5", name]
+    write_lines(run.root / NAME, [*before, hostile])
+    assert [flaw.place for flaw in flaws(run)] == [f"{NAME}:5", name]
 
 
 @pytest.mark.slow
