@@ -20,9 +20,11 @@ from art_cli.models.loading import load_weights, save_weights
 from art_cli.runs.manifest import Origin, digest_of, new_checkpoint, policy_digest, read_manifest
 from art_cli.runs.run_dir import RunDir
 from art_cli.runtime.errors import ArtError, CheckpointError, DriftError
-from art_cli.serving.served_model import find_source
+from art_cli.serving.served_model import Source, find_source
+from art_cli.serving.served_policies import ServedPolicy
 from tests.support import forked
 from tests.support.paths import LETTERS
+from tests.support.served import ScriptedEngine, ScriptedLoader
 from tests.support.serving import serving
 
 BODY = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 4, "temperature": 0}
@@ -165,3 +167,42 @@ async def test_a_reply_waits_for_the_proof_of_its_weights_and_fails_with_it() ->
     with pytest.raises(ChatError) as refusal:
         await waiting
     assert refusal.value.status == 503 and await proven.digest(1) == "new"
+
+
+class Swapping(ScriptedEngine):
+    """An engine that loads another adapter while it answers; of step 2 it scores what another policy would."""
+
+    def __init__(self, run: RunDir) -> None:
+        super().__init__(lambda request: "ok", "mine", 1)
+        self.run = run
+
+    async def load(self, checkpoint: Path, step: int) -> None:
+        self.endpoint = msgspec.structs.replace(self.endpoint, step=step)
+
+    async def score(self, token_ids: list[int]) -> list[float]:
+        probe = read_manifest(self.run.checkpoint_path(self.endpoint.step)).probe
+        assert probe is not None
+        return [value - (self.endpoint.step == 2) for value in probe.logprobs]
+
+
+async def test_an_engine_that_swaps_gets_the_old_adapter_back_if_the_new_one_is_not_proven(trained: RunDir) -> None:
+    class Loader(ScriptedLoader):
+        swaps_adapters = True
+
+        async def make(self, source: Source) -> ScriptedEngine:
+            self.engines.append(Swapping(trained))
+            return self.engines[-1]
+
+    loader = Loader()
+    old, new, first = (find_source(f"mine={trained.checkpoint_path(step)}") for step in (1, 2, 0))
+    policy = ServedPolicy(old, loader)  # type: ignore[arg-type]
+    await policy.start()
+    with pytest.raises(DriftError):
+        await policy.change(new)
+    assert loader.engines[0].endpoint.step == policy.source.step == 1
+    with pytest.raises(ChatError):
+        await policy.proven.digest(2)
+    assert await policy.proven.digest(1) == policy.proven.newest == digests(trained)[1]
+    await policy.change(first)
+    assert policy.proven.newest == digests(trained)[0] and loader.engines[0].endpoint.step == 0
+    await policy.close()
