@@ -24,6 +24,7 @@ from typing import NamedTuple
 import msgspec
 
 from art_cli.chat.chat_errors import ChatError
+from art_cli.chat.proven_steps import ProvenSteps
 from art_cli.chat.replies import Choice, Chunk, Reply
 from art_cli.chat.requests import Json, Request, text_of
 from art_cli.config.compose import LoadedConfig
@@ -140,6 +141,7 @@ class _Search:
         last = [[_last_reply(each) for each in members if each.error is None] for members in by_scenario]
         self._replies = [[replies[0] for j, replies in enumerate(last) if j != i and replies] for i in range(len(last))]
         self._sampler.gateway.upstream = self._attackers
+        self._sampler.gateway.proven = ProvenSteps()  # no weights reply from here on
         seen = Seen([message for message in honest[0].messages if message.get("role") != "assistant"], honest[0].tools)
         attacks, done = first_attacks(seen), set[Attack]()
         while attacks:

@@ -6,6 +6,7 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from art_cli.chat.chat_app import build_app
@@ -49,7 +50,9 @@ def test_the_stages_by_hand_make_the_checkpoint_of_the_loop(art: Art, tmp_path: 
     assert art("train", CONFIG, *settings)[0] == 0
     run = RunDir(tmp_path / "letters")
     by_hand = {t.id: t for t in read_lines(scored, ScoredTrajectory)}
-    assert {t.id: (t.turns, t.reward) for t in run.scored(0)} == {i: (t.turns, t.reward) for i, t in by_hand.items()}
+    assert all(turn.policy for t in run.scored(0) for turn in t.turns)  # by hand, no learner left a proof of its start
+    unnamed = {t.id: ([msgspec.structs.replace(turn, policy="") for turn in t.turns], t.reward) for t in run.scored(0)}
+    assert unnamed == {i: (t.turns, t.reward) for i, t in by_hand.items()}
     assert (out / ADAPTER).read_bytes() == (run.checkpoint_path(1) / ADAPTER).read_bytes()
 
 
