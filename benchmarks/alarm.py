@@ -25,7 +25,7 @@ from art_cli.runs.run_dir import RunDir
 from tests.support.parting_series import APART, TOGETHER, series
 
 ROOT = Path(__file__).parent.parent
-JUDGE = ROOT / "benchmarks" / "alarm_judge.py"
+JUDGE = ROOT / "benchmarks" / "learning_tasks" / "alarm_judge.py"  # apart from gguf.py, which hides the package
 STEPS, ONSET, AFTER = 60, 30, 30  # of a drawn series: steps of a clean one, onset, and steps after it
 
 
