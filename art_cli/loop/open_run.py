@@ -34,6 +34,7 @@ from art_cli.loop.references import missing_targets
 from art_cli.loop.startup import import_libraries
 from art_cli.loop.stop_rules import RunMeter, StopRules
 from art_cli.loop.warm_up import WarmUp, make_warm_up
+from art_cli.models.base_files import base_digest
 from art_cli.models.loading import Weights, clone_trainable, count_parameters, find_base
 from art_cli.models.policy_spec import PolicySpec, origin_of, read_spec, spec_of
 from art_cli.reports.findings import RunWatch
@@ -165,7 +166,7 @@ async def open_run(claim: Claim) -> AsyncIterator[Run]:
         await asyncio.sleep(0)  # an interrupt during loading ends the run here, before any thread starts
         await threads.call_in_thread(learner.start)  # an interrupt ends the wait for other nodes
         await stack.enter_async_context(_watched(learner))
-        origin = await threads.call_in_thread(origin_of, policy)
+        origin = origin_of(policy, await threads.call_in_thread(base_digest, policy.base))
         writer = RunWriter(config, files, policy, origin, learner, trackers, claim.mirror, interrupts)
         first = await _find_start(writer, loaded, data)
         startup.reached("first checkpoint and warm-up")

@@ -11,6 +11,7 @@ from art_cli.config.compose import LoadedConfig
 from art_cli.config.schema import with_base_model
 from art_cli.engines import Engine, EngineTraits, engine_traits, make_engine
 from art_cli.engines.proof import ProvenPolicy, prove
+from art_cli.models.base_files import base_digest
 from art_cli.models.loading import Weights
 from art_cli.models.policy_spec import PolicySpec, origin_of, spec_of
 from art_cli.rollouts.cluster.cluster_rollout import ClusterRollout, serve_cluster
@@ -108,7 +109,7 @@ async def open_sampler(
         gateway = _gateway(loaded, engine, traits, on_first_reply)
         if origin is None and policy is not None:
             spec = spec_of(policy) if isinstance(policy, Weights) else policy
-            origin = await call_in_thread(origin_of, spec)
+            origin = origin_of(spec, await call_in_thread(base_digest, spec.base))
         async with (
             _serving(loaded, gateway) as cluster,
             Runner(config.rollout, loaded.directory, gateway, cluster=cluster, begun=begun) as runner,

@@ -56,7 +56,7 @@ def check_record(run: RunDir, loaded: LoadedConfig) -> None:
     accept other values only of the keys in identity.MAY_CHANGE.
     """
     is_recorded = os.path.lexists(run.config_path)
-    differences = _changes(_read_record(run)[0], loaded.config.model_dump(mode="json")) if is_recorded else []
+    differences = _changes(read_record(run)[0], loaded.config.model_dump(mode="json")) if is_recorded else []
     if run.checkpoint_steps():
         if refusal := _refusal(run, differences):
             raise RunError(refusal)
@@ -73,7 +73,7 @@ def claim_config(run: RunDir, loaded: LoadedConfig) -> None:
     new = loaded.config.model_dump(mode="json")
     changes: list[dict[str, Any]] = []
     if os.path.lexists(run.config_path):
-        old, changes = _read_record(run)
+        old, changes = read_record(run)
         if (differences := _changes(old, new)) and run.checkpoint_steps():
             if refusal := _refusal(run, differences):
                 raise RunError(refusal)
@@ -96,7 +96,7 @@ def find_clash(run: RunDir, loaded: LoadedConfig) -> str:
     """Returns the reason why another configuration made the existing run as a line, or "" if this one did."""
     if not os.path.lexists(run.config_path):
         return ""
-    return _refusal(run, _changes(_read_record(run)[0], loaded.config.model_dump(mode="json")))
+    return _refusal(run, _changes(read_record(run)[0], loaded.config.model_dump(mode="json")))
 
 
 def _changes(old: dict[str, Any], new: dict[str, Any]) -> list[Change]:
@@ -115,7 +115,7 @@ def _refusal(run: RunDir, changes: Sequence[Change]) -> str:
     )
 
 
-def _read_record(run: RunDir) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+def read_record(run: RunDir) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """Returns the run's configuration, and its changes so far. Raises RunError if config.json is damaged.
 
     A key that the record lacks, because an older version wrote it, has its default.

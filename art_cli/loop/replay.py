@@ -7,11 +7,12 @@ sums are rounded in another order; then the learner's scores of the link's probe
 dtype (engines/proof.py).
 """
 
-import json
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
+
+from pydantic import ValidationError
 
 from art_cli.config.compose import LoadedConfig
 from art_cli.config.schema import RunConfig
@@ -19,15 +20,15 @@ from art_cli.engines.proof import bound_of, mean_gap
 from art_cli.learners import Learner
 from art_cli.loop.claim_run import RunData
 from art_cli.loop.owed_groups import group
+from art_cli.loop.record import read_record
 from art_cli.loop.scenario_choice import ScenarioChoice
 from art_cli.loop.stage_policy import PolicySource, as_trained, open_base, open_learner
 from art_cli.loop.warm_up import WarmUp, run_warm_up
 from art_cli.runs.chain import Link
-from art_cli.runs.durable import read_object
 from art_cli.runs.manifest import hash_files
 from art_cli.runs.run_dir import RunDir
 from art_cli.runs.trajectory import ScoredTrajectory
-from art_cli.runtime.errors import UsageError
+from art_cli.runtime.errors import RunError, UsageError, one_line
 
 
 class Replayed(NamedTuple):
@@ -47,13 +48,15 @@ class Replayed(NamedTuple):
 def config_of(run: RunDir, config: Path) -> LoadedConfig:
     """Returns the configuration that a run recorded; `config` is the file that trained it, beside which its code is.
 
-    Raises UsageError if there is no such file.
+    Raises UsageError if there is no such file, RunError if the record is damaged.
     """
     if not config.is_file():
         raise UsageError(f"{config}: no such file; name the one that trained {run.root}")
-    record = read_object(run.config_path, within=run.root)
-    record = {name: value for name, value in record.items() if name not in ("auto", "changes")}
-    recorded = RunConfig.model_validate(record | {"name": run.root.name, "runs": run.root.parent.resolve()})
+    record, _ = read_record(run)
+    try:
+        recorded = RunConfig.model_validate(record | {"name": run.root.name, "runs": run.root.parent.resolve()})
+    except ValidationError as error:
+        raise RunError(f"{run.config_path}: not a configuration of art: {one_line(error)}") from error
     return LoadedConfig(recorded, config.resolve().parent, config)
 
 
@@ -63,7 +66,7 @@ def replay(run: RunDir, loaded: LoadedConfig, links: list[Link]) -> Iterator[Rep
     It begins where the run's configuration last changed. Raises CheckpointError if the checkpoint there is gone.
     """
     steps = {link.step: link for link in links if link.files}
-    first = max([min(steps), *_changes(run)])
+    first = max([min(steps), *(change["step"] for change in read_record(run)[1] if "step" in change)])
     data = RunData(loaded.config, loaded.directory)
     if first == 0 and loaded.config.sft is not None:
         yield _warm_up(loaded, data, steps[0])
@@ -97,9 +100,3 @@ def _compare(learner: Learner, link: Link) -> Replayed:
     if link.probe is not None:
         gap = mean_gap(learner.score(link.probe.tokens), link.probe.logprobs)
     return Replayed(link.step, changed, gap, bound_of(link.origin.dtype))
-
-
-def _changes(run: RunDir) -> list[int]:
-    """Returns the steps from which on the run's configuration had other values."""
-    changes = json.loads(run.config_path.read_text()).get("changes", [])
-    return [change["step"] for change in changes]

@@ -17,6 +17,7 @@ from art_cli.engines import engine_traits
 from art_cli.engines.proof import measure
 from art_cli.learners import Learner, load_policy, make_learner
 from art_cli.loop.auto import decide_by_base, recorded_dtype
+from art_cli.models.base_files import base_digest
 from art_cli.models.loading import Weights, find_base, load_checkpoint, load_weights
 from art_cli.models.policy_spec import PolicySpec, origin_of, read_spec
 from art_cli.runs.manifest import Manifest, is_built, new_checkpoint, verify_checkpoint
@@ -212,7 +213,7 @@ def save_learner(
         base=BASE if keeps else base,
         config_hash=config_hash(loaded.config),
         dtype=loaded.config.model.dtype,
-        origin=origin_of(policy),
+        origin=origin_of(policy, base_digest(base)),
         probe=measure(learner, policy.vocabulary),
         metrics=metrics,
     )

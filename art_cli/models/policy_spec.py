@@ -12,7 +12,7 @@ import msgspec
 
 from art_cli.config.schema import ModelConfig
 from art_cli.models import loading
-from art_cli.models.base_files import base_digest, read_template
+from art_cli.models.base_files import read_template
 from art_cli.runs.manifest import Origin
 
 
@@ -49,10 +49,10 @@ def spec_of(weights: loading.Weights) -> PolicySpec:
     )
 
 
-def origin_of(policy: PolicySpec) -> Origin:
-    """Returns what the policy consists of besides its checkpoint. It reads all of its base, unless that was built."""
+def origin_of(policy: PolicySpec, base: str) -> Origin:
+    """Returns what the policy consists of besides its checkpoint. `base` is the digest of its base (`base_digest`)."""
     template = "" if policy.chat_template is None else hashlib.sha256(policy.chat_template.encode()).hexdigest()
-    return Origin(base=base_digest(policy.base), template=template, dtype=policy.dtype, quantize=policy.quantize or "")
+    return Origin(base=base, template=template, dtype=policy.dtype, quantize=policy.quantize or "")
 
 
 def _adapters(weights: loading.Weights) -> list[Any]:

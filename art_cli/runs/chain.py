@@ -12,7 +12,7 @@ another.
 """
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
@@ -85,11 +85,8 @@ def add_link(run: RunDir, manifest: Manifest, *, is_end: bool = False) -> None:
     if manifest.origin is None or (is_known and not is_end):
         return
     known = {name: part for link in links for name, part in link.inputs.items()}
-    inputs = {
-        name: known[name] if name in known and "/" in name else _part(run.root / name)
-        for name in _written(run, manifest.step + is_end)
-    }
-    inputs = {name: part for name, part in inputs.items() if known.get(name) != part}
+    steps = range(links[-1].step if links else 0, manifest.step + is_end)
+    inputs = {name: part for name in _written(run, steps) if (part := _part(run.root / name)) != known.get(name)}
     if is_end and not inputs:
         return
     link = Link(
@@ -147,9 +144,9 @@ def _digest(record: "Link | Certificate") -> str:
     return hashlib.sha256(msgspec.json.encode(msgspec.structs.replace(record, digest=""))).hexdigest()
 
 
-def _written(run: RunDir, num_steps: int) -> list[str]:
-    """Returns the files that the run has written: its records, and those of the first `num_steps` steps."""
-    steps = [path for step in range(num_steps) for path in sorted(run.trajectories_path(step).parent.glob("*.json*"))]
+def _written(run: RunDir, numbers: Iterable[int]) -> list[str]:
+    """Returns the files that the run has written: its records, and those of these steps."""
+    steps = [path for step in numbers for path in sorted(run.trajectories_path(step).parent.glob("*.json*"))]
     records = [path for path in (run.config_path, run.metrics_path) if path.is_file()]
     return [str(path.relative_to(run.root)) for path in (*records, *steps)]
 

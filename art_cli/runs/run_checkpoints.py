@@ -10,6 +10,7 @@ A checkpoint has a manifest with a hash of every file, written by `run_dir`. A p
 a manifest. Importing makes it step 0 of a run; serving uses it as it is.
 """
 
+import contextlib
 import logging
 import os
 import shutil
@@ -23,7 +24,7 @@ import msgspec
 from art_cli.runs.durable import new_directory, read_object, remove, write_lines
 from art_cli.runs.history import read_updates
 from art_cli.runs.json_lines import is_inside
-from art_cli.runs.manifest import Manifest, digest_of, is_built, new_checkpoint, verify_checkpoint
+from art_cli.runs.manifest import Manifest, digest_of, is_built, new_checkpoint, read_manifest, verify_checkpoint
 from art_cli.runs.parting import anchors, onsets, read_beside
 from art_cli.runs.run_dir import RunDir
 from art_cli.runtime.errors import CheckpointError, DataError, RunError, UsageError, one_line
@@ -277,7 +278,10 @@ def find_digest(root: Path, digest: str) -> list[tuple[Path, int]]:
     found = []
     for place in [root, *sorted(path for path in root.iterdir() if path.is_dir())]:
         run = RunDir(place)
-        kept = {entry.step: entry.policy for entry in listed(run)} if run.checkpoints.is_dir() else {}
+        kept = {}
+        for step in run.checkpoint_steps():
+            with contextlib.suppress(CheckpointError):
+                kept[step] = digest_of(read_manifest(run.checkpoint_path(step)))
         made = {line.step + (line.split == "train"): line.policy for line in run.metrics()}
         known = kept | {step: policy for step, policy in made.items() if policy}
         found += [(place, step) for step, policy in sorted(known.items()) if policy and policy.startswith(digest)]

@@ -20,7 +20,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
 
-import msgspec
 import pydantic
 import yaml
 
@@ -38,6 +37,7 @@ from art_cli.config.schema import (
 from art_cli.engines import Engine, make_engine
 from art_cli.engines.proof import prove
 from art_cli.models import loading
+from art_cli.models.base_files import base_digest
 from art_cli.models.policy_spec import PolicySpec, origin_of, read_spec
 from art_cli.runs import run_checkpoints
 from art_cli.runs.run_checkpoints import Which
@@ -106,22 +106,6 @@ class Loader:
 
 def _spec(source: Source) -> PolicySpec:
     return read_spec(base_config(source), source.base, adapter=source.adapter, named=source.named)
-
-
-async def prove_source(engine: Engine, source: Source) -> str:
-    """Returns the digest of the source, which the engine is proven to sample from, or "" if no learner left a proof.
-
-    Raises DriftError if the engine samples from other weights; CheckpointError if the chat template was changed.
-    """
-    manifest = source.manifest
-    if manifest is None or manifest.origin is None:
-        log.info("%s: no learner left a proof in it, so that its replies carry no digest", source)
-        return ""
-    origin = await call_in_thread(lambda: origin_of(_spec(source)))
-    if source.adapter is None:  # the checkpoint is its own base
-        origin = msgspec.structs.replace(origin, base=manifest.origin.base)
-    proven = await prove(engine, manifest, origin)
-    return proven.digest if proven is not None else ""
 
 
 def check_trust(trained: Mapping[str, Any], knobs: Mapping[str, Any], *, place: Path) -> None:
@@ -209,6 +193,7 @@ class ServedPolicy:
         self.source = source
         self.proven = ProvenSteps()
         self._loader = loader
+        self._digests: dict[str, str] = {}  # base -> its digest; every checkpoint of a run has the same one
         self._generation: _Generation | None = None
         self._retiring: set[asyncio.Task[None]] = set()
 
@@ -234,11 +219,28 @@ class ServedPolicy:
     async def _make(self, source: Source) -> _Generation:
         engine = await self._loader.make(source)
         try:
-            self.proven.add(source.step, await prove_source(engine, source))
+            self.proven.add(source.step, await self._prove(engine, source))
         except BaseException:
             await engine.close()
             raise
         return _Generation(engine)
+
+    async def _prove(self, engine: Engine, source: Source) -> str:
+        """Returns the digest of the source, which the engine is proven to sample from, or "" if it has no proof.
+
+        Raises DriftError if the engine samples from other weights; CheckpointError if the chat template was changed.
+        """
+        manifest = source.manifest
+        if manifest is None or manifest.origin is None:
+            log.info("%s: no learner left a proof in it, so that its replies carry no digest", source)
+            return ""
+        base = manifest.origin.base  # of a checkpoint that is its own base
+        if source.adapter is not None:
+            if source.base not in self._digests:
+                self._digests[source.base] = await call_in_thread(base_digest, source.base)
+            base = self._digests[source.base]
+        proven = await prove(engine, manifest, origin_of(await call_in_thread(_spec, source), base))
+        return proven.digest if proven is not None else ""
 
     async def _swap(self, engine: Engine, source: Source) -> None:
         """Loads and proves another adapter. If either fails, the engine gets the old one back."""
@@ -246,7 +248,7 @@ class ServedPolicy:
         try:
             async with self.proven.proving(source.step):
                 await engine.load(source.adapter.resolve(), source.step)
-                self.proven.add(source.step, await prove_source(engine, source))
+                self.proven.add(source.step, await self._prove(engine, source))
         except ArtError:
             if engine.endpoint.step == source.step and self.source.adapter is not None:
                 await engine.load(self.source.adapter.resolve(), self.source.step)
