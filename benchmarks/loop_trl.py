@@ -1,6 +1,7 @@
 """The tasks of benchmarks/loop_shapes.py as a TRL script: the other side of benchmarks/loop.py.
 
     python -m benchmarks.loop_trl SHAPE BASE --steps 6 [--batch 32] [--cache] [--merge]    # a JSON line for each step
+    python -m benchmarks.loop_trl SHAPE BASE --steps 28 --until 0.9 train.seed=1        # other settings, an early end
 
 GRPOTrainer plays the episodes through its `rollout_func`: all of a step at once, one `generate` per turn. Sizes,
 sampling, learning rate, adapter and the order of the scenarios are read from the shape's configuration. What the
@@ -9,6 +10,7 @@ environment says is in the completion, and left out of the loss by `env_mask`.
 --batch   sequences of a micro-batch of training
 --cache   keys and values are kept from turn to turn
 --merge   the adapter is merged into the base while it samples
+--until   ends after the first step whose attempts have this mean reward
 """
 
 import argparse
@@ -18,7 +20,7 @@ import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -177,8 +179,21 @@ def _merged(model: Any) -> Iterator[None]:
         model.unmerge_adapter()
 
 
-def train(shape: Shape, base: Path, *, steps: int, batch: int, cache: bool, merge: bool) -> list[dict[str, float]]:
-    """Numbers of each step; `step_s` from the end of the step before to its own, as TRL's callbacks see it."""
+def train(
+    shape: Shape,
+    base: Path,
+    given: Sequence[str] = (),
+    *,
+    steps: int,
+    batch: int,
+    cache: bool,
+    merge: bool,
+    until: float | None = None,
+) -> list[dict[str, float]]:
+    """Numbers of each step; `step_s` from the end of the step before to its own, as TRL's callbacks see it.
+
+    `given` are settings in place of the shape's. It ends early after a step whose mean reward is at least `until`.
+    """
     import datasets
     import peft
     import transformers
@@ -189,13 +204,13 @@ def train(shape: Shape, base: Path, *, steps: int, batch: int, cache: bool, merg
 
     warnings.simplefilter("ignore")
     sys.path.insert(0, str(shape.project))
-    config = load_config(shape.config, [f"model.base={base}", *shape.settings]).config
+    config = load_config(shape.config, [f"model.base={base}", *(given or shape.settings)]).config
     scenarios = {scenario["id"]: scenario for scenario in load_scenarios(config.rollout.scenarios, shape.project)}
     order = ScenarioOrder(list(scenarios), seed=config.train.seed, shuffle=config.rollout.shuffle)
     played = [i for step in range(steps) for i in order.groups(step, config.rollout.groups_per_step)]
     tokenizer: Any = transformers.AutoTokenizer.from_pretrained(base)
     table = Table(shape, scenarios, tokenizer, config.rollout.sampling, cache=cache, merge=merge)
-    clock = Clock()
+    clock = Clock(config.train.epochs_per_step)
     trainer = GRPOTrainer(
         model=transformers.AutoModelForCausalLM.from_pretrained(base, dtype="float32"),
         reward_funcs=lambda completions, episode_reward, **_: episode_reward,
@@ -206,7 +221,7 @@ def train(shape: Shape, base: Path, *, steps: int, batch: int, cache: bool, merg
             r=config.model.lora.rank, lora_alpha=config.model.lora.alpha, target_modules=config.model.lora.targets
         ),
         rollout_func=table,
-        callbacks=[clock.callback()],
+        callbacks=[clock.callback(lambda: until is not None and table.steps[-1]["reward"] >= until)],
     )
     trainer.remove_callback(transformers.PrinterCallback)
     trainer.train()
@@ -214,22 +229,25 @@ def train(shape: Shape, base: Path, *, steps: int, batch: int, cache: bool, merg
 
 
 class Clock:
-    """When each step ended, and when the first began."""
+    """When each step ended, and when the first began. TRL counts each of a step's `epochs` as one."""
 
-    def __init__(self) -> None:
+    def __init__(self, epochs: int) -> None:
+        self.epochs = epochs
         self.times: list[float] = []
 
-    def callback(self) -> Any:
+    def callback(self, is_reached: Callable[[], bool]) -> Any:
         import transformers
 
-        times = self.times
+        clock = self
 
         class Callback(transformers.TrainerCallback):
             def on_train_begin(self, *_: object, **__: object) -> None:
-                times.append(time.perf_counter())
+                clock.times.append(time.perf_counter())
 
-            def on_step_end(self, *_: object, **__: object) -> None:
-                times.append(time.perf_counter())
+            def on_step_end(self, args: Any, state: Any, control: Any, **_: object) -> None:
+                if state.global_step % clock.epochs == 0:
+                    clock.times.append(time.perf_counter())
+                    control.should_training_stop |= is_reached()
 
         return Callback()
 
@@ -242,15 +260,15 @@ def _arguments(config: Any, steps: int, batch: int) -> Any:
 
     return GRPOConfig(
         output_dir=tempfile.mkdtemp(prefix="trl-"),
-        max_steps=steps,
+        max_steps=steps * config.train.epochs_per_step,
         per_device_train_batch_size=batch,
         gradient_accumulation_steps=config.rollout.group_size * config.rollout.groups_per_step // batch,
         num_generations=config.rollout.group_size,
-        num_iterations=1,
+        num_iterations=config.train.epochs_per_step,
         beta=0.0,
         loss_type="dapo",  # the mean over all tokens of the batch, with one clip: our grpo
-        learning_rate=config.train.learning_rate,
-        lr_scheduler_type="constant",
+        learning_rate=config.train.rate,
+        lr_scheduler_type="constant" if config.train.decay == "none" else config.train.decay,
         weight_decay=config.train.weight_decay,
         max_grad_norm=config.train.max_grad_norm,
         shuffle_dataset=False,
@@ -273,9 +291,11 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=32)
     parser.add_argument("--cache", action="store_true")
     parser.add_argument("--merge", action="store_true")
-    given = parser.parse_args()
+    parser.add_argument("--until", type=float)
+    parser.add_argument("settings", nargs="*", help="key=value in place of the shape's settings")
+    given = parser.parse_intermixed_args()
     settings = {"steps": given.steps, "batch": given.batch, "cache": given.cache, "merge": given.merge}
-    for numbers in train(SHAPES[given.shape], given.base, **settings):
+    for numbers in train(SHAPES[given.shape], given.base, given.settings, until=given.until, **settings):
         print(json.dumps(numbers))
 
 
