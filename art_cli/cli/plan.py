@@ -38,7 +38,7 @@ def run(
 
     from art_cli.config.compose import load_config
     from art_cli.loop.evaluate import parse_gate
-    from art_cli.loop.plan import plan
+    from art_cli.loop.run_plan import plan
     from art_cli.reports.pages.plan_text import plan_text
     from art_cli.runtime import threads
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from art_cli.config.schema import TrainConfig
-from art_cli.learners import trial_update
+from art_cli.learners import Learner, trial_update
 from art_cli.learners.policy_step import Pass
 from art_cli.learners.samples import Sample
 from art_cli.learners.step_samples import plan_step
@@ -30,8 +30,9 @@ MAX_ENTRIES = 30_000_000  # numbers of all groups' gradients that are kept; of l
 class Pilots:
     """The pilots of one learner on the same groups. Each begins and ends with the checkpoint at `start`."""
 
-    def __init__(self, learner: TorchLearner, groups: Sequence[Sequence[ScoredTrajectory]], start: Path) -> None:
+    def __init__(self, learner: Learner, groups: Sequence[Sequence[ScoredTrajectory]], start: Path) -> None:
         """Raises LearnerError if there is nothing to train on."""
+        assert isinstance(learner, TorchLearner), f"{learner} has its weights elsewhere"
         self.learner, self.groups, self.start = learner, groups, start
         learner.load(start)
         plan = plan_step(groups, learner.algorithm, loss=learner.loss, train=learner.train_config)
@@ -83,16 +84,25 @@ class Pilots:
                 optimizer.clear()
 
     def memory(self, longest: int) -> Memory | None:
-        """Returns the peak memory of a step on a row of `longest` tokens, by two measured rows, or None if unknown."""
+        """Returns the peak memory of a micro-batch, by two measured rows, or None if the system does not report it.
+
+        `longest` is the longest row. A micro-batch has as many tokens as the learner packs, but no more than the step.
+        """
         learner, weights = self.learner, self.learner.weights
-        short = max(2, min(longest // 2, trial_update.MIN_SECOND))
-        long = trial_update.second_length(short, longest)
-        trial_update.step(learner, short, vocabulary=int(weights.model.config.vocab_size))  # AdamW makes its state
-        one, two = (trial_update.measure(learner, weights, length) for length in (short, long))
-        learner.load(self.start)
-        whole = trial_update.estimate(one, two, longest, knee=trial_update.knee_of(weights))
-        known = whole.gigabytes
-        return None if known is None else Memory(longest, known, trial_update.memory_there(weights))
+        there, num_tokens = trial_update.memory_there(weights), sum(len(each.token_ids) for each in self._samples)
+        tokens = max(longest, min(learner.runner.micro_batch_tokens, num_tokens), 4)
+        short = min(tokens // 2, trial_update.MIN_SECOND)
+        long = trial_update.second_length(short, tokens)
+        try:
+            trial_update.step(learner, short, vocabulary=int(weights.model.config.vocab_size))  # AdamW makes its state
+            one, two = (trial_update.measure(learner, weights, length) for length in (short, long))
+        except LearnerError as error:
+            log.warning("memory: %s", error)
+            return Memory(tokens, there, there)  # at least all that is there
+        finally:
+            learner.load(self.start)
+        peak = trial_update.estimate(one, two, tokens, knee=trial_update.knee_of(weights)).gigabytes
+        return None if peak is None else Memory(tokens, peak, there)
 
 
 def noise_scale(products: Tensor, num: int) -> NoiseScale:

@@ -52,11 +52,11 @@ class NoiseScale(msgspec.Struct, frozen=True):
 
 
 class Memory(msgspec.Struct, frozen=True):
-    """The peak memory of training on the longest row that the limits allow, in gigabytes, and what is there."""
+    """The peak memory of training on the longest row that the limits allow, or a micro-batch if that is more."""
 
     tokens: int
     gigabytes: float
-    there: float
+    there: float  # gigabytes of the GPU, or that this process may use
 
 
 class Measured(msgspec.Struct, frozen=True, kw_only=True):

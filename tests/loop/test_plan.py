@@ -6,12 +6,13 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 
 from art_cli.config.compose import load_config
 from art_cli.learners.pilot import noise_scale
-from art_cli.loop.plan import LEAST_KL, MOST_KL, busy, choose_rate, plan
+from art_cli.loop.run_plan import LEAST_KL, MOST_KL, busy, choose_rate, plan
 from art_cli.loop.train import train
 from art_cli.reports.doubts import correlate
 from art_cli.reports.pages.report_text import report_text
@@ -20,6 +21,8 @@ from art_cli.runs.promise import Measured, Pilot, Promise, forecast, steps_for
 from art_cli.runs.run_dir import RunDir
 from art_cli.runs.trajectory import Trajectory
 from art_cli.runtime.errors import Interrupted, RunError, UsageError
+from tests.judges.test_ruler_train import share_of_letters
+from tests.support.judge_server import Conduct, serving
 from tests.support.paths import LETTERS, TESTS
 
 Art = Callable[..., tuple[int, str, str]]
@@ -55,6 +58,22 @@ def test_what_was_planted_is_named_with_a_cure_and_nothing_else_is(name: str, tm
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(("conduct", "kind"), [({"bias": 0.8}, "position"), ({"noise": 0.3}, "noise"), ({}, "")])
+def test_a_language_model_that_judges_by_position_or_by_chance_is_named(
+    conduct: dict[str, float], kind: str, tmp_path: Path
+) -> None:
+    """RULER over HTTP, asked for two rounds of votes. Without a fault it scores the share of letters."""
+    rule = share_of_letters if not conduct else lambda conversations: 0.5
+    entry = ("rollout.entry=rollout.py:judged", "judge=ruler", "judge.model=rule", "judge.cache=null")
+    with serving(Conduct(rule=rule, **conduct)) as server:
+        settings = [f"runs={tmp_path}", RATE, *entry, f"judge.api_base={server.api_base}"]
+        found = asyncio.run(plan(load_config(PLANNED / "config.yaml", settings), repeats=2))
+    kinds = [doubt.kind for doubt in found.doubts]
+    assert kind in kinds if kind else kinds == []
+    assert found.measured.judge_usd is None and "usd" not in found.expected, "no price is known"
+
+
+@pytest.mark.slow
 def test_a_healthy_reward_raises_no_doubt(tmp_path: Path) -> None:
     found = planned(tmp_path, RATE)
     assert found.doubts == []
@@ -87,39 +106,43 @@ def test_a_correlation_of_chance_is_significant_as_often_as_its_p_value_says() -
 
 @pytest.mark.slow
 def test_a_run_after_a_plan_is_the_run_without_one_bit_for_bit(tmp_path: Path) -> None:
-    plain = trained(tmp_path / "plain", RATE, project=LETTERS)
-    promise = planned(tmp_path / "planned", RATE, project=LETTERS)
+    """One attempt at a time and no evaluation before the first step, because what the engine samples together, and the
+    prompts that it has seen before, change the last bits of its logprobs."""
+    alone = (RATE, "rollout.concurrency=1", "eval=null", "train.steps=3")
+    plain = trained(tmp_path / "plain", *alone, project=LETTERS)
+    promise = planned(tmp_path / "planned", *alone, project=LETTERS)
     files = RunDir(tmp_path / "planned" / "letters")
-    assert files.checkpoint_steps() == [0] and not list(files.root.glob("step_0000/*plan*"))
-    played = files.trajectories_path(0).read_bytes()
-    assert planned(tmp_path / "planned", RATE, project=LETTERS) == promise
-    assert trained(tmp_path / "planned", RATE, project=LETTERS).trajectories_path(0).read_bytes() == played
-    for step in (2, 4):
+    assert files.checkpoint_steps() == [0]
+    assert sorted(path.name for path in (files.root / "step_0000").iterdir()) == ["scored.jsonl", "trajectories.jsonl"]
+    played, log = files.trajectories_path(0).read_bytes(), files.log_path.read_text()
+    assert planned(tmp_path / "planned", *alone, project=LETTERS) == promise
+    assert "first reply" not in files.log_path.read_text()[len(log) :], "the second plan opened an engine"
+    assert trained(tmp_path / "planned", *alone, project=LETTERS).trajectories_path(0).read_bytes() == played
+    for step in (1, 3):
         for name in ("adapter_model.safetensors", "optimizer.safetensors", "rng.safetensors"):
             one, other = (run.checkpoint_path(step) / name for run in (plain, files))
             assert one.read_bytes() == other.read_bytes(), f"step {step}: {name}"
-
-    report = read_report(files)
-    rows = {row.name: row for row in report.promised}
-    assert rows.keys() == {"sampling", "judging", "training", "evaluating", "tokens", "whole"}
-    sampled = sum(each.num_sampled for step in range(4) for each in files.trajectories(step))
-    assert rows["tokens"].happened == sampled and rows["tokens"].is_inside
-    import msgspec
-
-    text = report_text(msgspec.to_builtins(report))
-    assert "what art plan promised" in text and f"{sampled:,}" in text
-    with pytest.raises(UsageError, match="trained to step 4"):
-        planned(tmp_path / "planned", RATE, "rollout.groups_per_step=4", "name=letters", project=LETTERS)
+    with pytest.raises(UsageError, match="trained to step 3"):
+        planned(tmp_path / "planned", *alone, "train.learning_rate=2e-2", project=LETTERS)
 
 
 @pytest.mark.slow
-def test_auto_takes_the_plans_rate_and_records_why(tmp_path: Path) -> None:
-    promise = planned(tmp_path, "train.learning_rate=auto")
-    rate = float(promise.settings["train.learning_rate"])
-    files = trained(tmp_path, "train.learning_rate=auto")
+def test_auto_takes_the_plans_rate_and_the_report_sets_the_promise_beside_the_run(tmp_path: Path) -> None:
+    auto = ("train.learning_rate=auto", "model.lora.alpha=2", "train.steps=2", "eval.every=1")
+    rate = float(planned(tmp_path, *auto, project=LETTERS).settings["train.learning_rate"])
+    files = trained(tmp_path, *auto, project=LETTERS)
     record = json.loads(files.config_path.read_text())
     assert record["train"]["learning_rate"] == rate and record["auto"]["learning_rate"].startswith("art plan:")
     assert [line.metrics["learning_rate"] for line in files.metrics() if line.split == "train"] == [rate, rate]
+
+    report = read_report(files)
+    rows = {row.name: row for row in report.promised}
+    assert list(rows) == ["sampling", "judging", "training", "evaluating", "whole", "tokens"]
+    sampled = sum(each.num_sampled for step in range(2) for each in files.trajectories(step))
+    assert rows["tokens"].happened == sampled and rows["tokens"].is_inside
+    assert rows["whole"].happened > rows["sampling"].happened > 0
+    text = report_text(msgspec.to_builtins(report))
+    assert "what art plan promised" in text and f"{sampled:,}" in text
 
 
 @pytest.mark.slow

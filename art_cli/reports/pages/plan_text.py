@@ -65,7 +65,7 @@ def _memory(found: Measured) -> str:
     memory = found.memory
     if memory is None:
         return "not measured"
-    needed = f"about {memory.gigabytes:.2f} GB for a row of {memory.tokens:,} tokens, the longest"
+    needed = f"about {memory.gigabytes:.2f} GB for {memory.tokens:,} tokens, the longest row or a micro-batch"
     return f"{needed}; {memory.there:.1f} GB are there"
 
 

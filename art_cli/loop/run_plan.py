@@ -20,7 +20,7 @@ import msgspec
 
 from art_cli.config.compose import LoadedConfig
 from art_cli.config.config_identity import config_hash
-from art_cli.config.schema import NoTrackerConfig, RunConfig
+from art_cli.config.schema import BaseLearnerConfig, NoTrackerConfig, RunConfig
 from art_cli.judges import Judge
 from art_cli.judges.agreement import VoteReliability, vote_reliability
 from art_cli.judges.judge_groups import score
@@ -224,11 +224,10 @@ def _pilot(run: Run, groups: Groups, measured: Measured) -> Measured:
 
 
 def _longest_row(run: Run) -> int:
-    """Returns the tokens of the longest row that the limits allow, or of a micro-batch that the user made larger."""
-    rollout, longest = run.config.rollout, run.policy.max_length
+    """Returns the tokens of the longest row that the limits allow."""
+    rollout = run.config.rollout
     asked = max((len(prompt(each.turns, 0)) for each in run.files.trajectories(0) if each.turns), default=1)
-    row = asked + rollout.max_turns * rollout.sampling.max_tokens
-    return max(2, min(longest, max(row, run.config.learner.micro_batch_tokens or 0)))
+    return min(run.policy.max_length, asked + rollout.max_turns * rollout.sampling.max_tokens)
 
 
 class Advice(NamedTuple):
@@ -249,7 +248,7 @@ def advise(found: Measured, config: RunConfig) -> Iterator[Advice]:
         yield Advice("rollout.groups_per_step", str(wanted), f"noise hides the gradient of {groups} groups")
     if memory is not None and memory.gigabytes > SHARE_OF_MEMORY * memory.there:
         key, value = "learner.gradient_checkpointing", "true"
-        if config.learner.gradient_checkpointing:
+        if not isinstance(config.learner, BaseLearnerConfig) or config.learner.gradient_checkpointing:
             key, value = "rollout.sampling.max_tokens", str(config.rollout.sampling.max_tokens // 2)
         yield Advice(key, value, f"{memory.gigabytes:.1f} GB are needed and {memory.there:.1f} GB there")
 
