@@ -13,7 +13,7 @@ import math
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from statistics import fmean, median
+from statistics import fmean, median, stdev
 from typing import NamedTuple
 
 import msgspec
@@ -51,7 +51,7 @@ LEAST_KL, MOST_KL = 1e-3, 0.2
 MAX_GROWTH = 4  # largest factor by which more groups in each step are advised
 SHARE_OF_MEMORY = 0.9  # of the memory that is there, that training may take
 QUICK_S = 60.0  # sampling time below which the first replies of a process count too much, so that it is measured again
-STARTING = ("torch and transformers", "model", "learner", "engine and agent", "first reply")  # parts of a start
+STARTING = ("torch and transformers", "model", "learner", "engine and agent")  # parts of a start, but the first reply
 OF_ROLLOUT = ("rollout", "metric", "none")  # judges that would read the same number again
 
 
@@ -73,8 +73,9 @@ async def plan(loaded: LoadedConfig, *, repeats: int | None = None) -> Promise:
         async with open_run(claim) as run:
             run.interrupts.message = f"interrupted; what is complete is in {run.files.root}; art plan goes on with it"
             measured, doubts = await _measure(run, repeats)
-            started = math.fsum(seconds for part, seconds in claim.startup.parts.items() if part in STARTING)
-            measured = msgspec.structs.replace(measured, start_s=started)
+            parts = claim.startup.parts
+            started, waited = math.fsum(parts.get(part, 0.0) for part in STARTING), parts.get("first reply", 0.0)
+            measured = msgspec.structs.replace(measured, start_s=started, first_reply_s=waited)
             made = _promise(measured, doubts, dataclasses.replace(claim, loaded=run.loaded))
             if loaded.config.train.learning_rate == "auto" and RATE in made.settings:
                 chosen = with_rate(run.loaded, float(made.settings[RATE]), f"art plan: {made.reasons[RATE]}")
@@ -141,7 +142,6 @@ async def _sampled(run: Run, batch: Batch, repeated: VoteReliability | None) -> 
     return Measured(
         group_tokens=list(tokens.values()),
         num_attempts=len(played),
-        paid_s=busy(played),
         sampling_s=await _play_again(run, played),
         judging_s=batch.metrics["judge_s"],
         judge_usd=run.judge.usage.cost_usd,
@@ -213,9 +213,12 @@ def _pilot(run: Run, groups: Groups, measured: Measured) -> Measured:
                     pilots.append(piloting.take(factor * rate))
             scale, memory = piloting.noise_scale(), piloting.memory(_longest_row(run))
     seconds = [pilot.seconds for pilot in pilots][-4:]  # the first of five checks the packs, too
+    first_s = max(0.0, pilots[0].seconds - median(seconds)) if pilots else 0.0
     return msgspec.structs.replace(
         measured,
         training_s=median(seconds) if seconds else None,
+        first_training_s=first_s,
+        pace=stdev(map(math.log, seconds)) if len(seconds) > 1 else 0.0,
         rest_s=rest_s,
         pilots=sorted(pilots, key=lambda pilot: pilot.rate),
         noise_scale=scale,

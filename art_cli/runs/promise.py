@@ -12,6 +12,7 @@ DRAWS = 1000  # resamples; the ends of an 80 % interval move by about 2 % of its
 # Replies get longer or shorter while a policy learns, which no first step shows. Assumed: their mean over the run is
 # within 1 / 1.5 and 1.5 of the first step's in 80 % of runs. benchmarks/plan.py counts how often the intervals hold.
 DRIFT = 1.5
+SHORT_S = 0.1  # seconds below which a part of a run is not compared
 NORMAL_80 = 1.2816  # the normal distribution's 0.9 quantile
 
 
@@ -64,12 +65,14 @@ class Measured(msgspec.Struct, frozen=True, kw_only=True):
 
     group_tokens: list[int]  # sampled tokens of each group
     num_attempts: int
-    paid_s: float  # seconds of sampling that the plan has paid and `art train` does not pay again
     sampling_s: float
     judging_s: float  # after the last attempt
     training_s: float | None = None  # or None if no pilot was taken
     rest_s: float = 0.0  # saving a checkpoint and loading it into the engine
-    start_s: float = 0.0  # loading libraries and model, once
+    start_s: float = 0.0  # loading libraries and model, once in a process
+    first_reply_s: float = 0.0  # the wait for the first reply, once in a process
+    first_training_s: float = 0.0  # what the first step of training in a process takes beyond the others
+    pace: float = 0.0  # standard deviation of the logarithm of the seconds that equal steps took
     judge_usd: float | None = 0.0  # or None if a price is unknown
     reward_mean: float | None = None
     reward_best: float | None = None  # mean over the groups of the best attempt's reward
@@ -99,7 +102,7 @@ def forecast(
     """Returns what the whole run takes; no "usd" if a price is unknown. `eval_attempts` are those of one evaluation.
 
     Sampling, judging and training are proportional to tokens. Their mean is resampled over groups, and multiplied by
-    one factor for the drift of lengths.
+    one factor for the drift of lengths. All seconds are multiplied by one factor for the pace of the machine.
     """
     draw, groups, drawn = random.Random(0), found.group_tokens, dict[str, list[float]]()
     for _ in range(DRAWS):
@@ -108,10 +111,13 @@ def forecast(
         seconds = {
             "sampling": steps * found.sampling_s * share,
             "judging": steps * found.judging_s * share,
-            "training": steps * (found.training_s or 0.0) * share,
+            "training": steps * (found.training_s or 0.0) * share + found.first_training_s,
             "evaluating": evaluations * eval_attempts / max(found.num_attempts, 1) * found.sampling_s * share,
             "rest": found.start_s + steps * found.rest_s,
         }
+        seconds["evaluating" if evaluations else "sampling"] += found.first_reply_s
+        pace = math.exp(draw.gauss(0.0, found.pace))
+        seconds = {name: pace * value for name, value in seconds.items()}
         seconds["whole"] = whole = sum(seconds.values())
         usd = steps * (found.judge_usd or 0.0) * share + whole / 3600 * usd_per_hour
         for name, value in (seconds | {"tokens": steps * sum(groups) * share, "usd": usd}).items():
@@ -143,9 +149,10 @@ def compare(promise: Promise, happened: Mapping[str, float]) -> list[Promised]:
     The metrics of a run do not count what was played and judged before its own start.
     """
     found, rows = promise.measured, list[Promised]()
-    paid = {"sampling": found.paid_s, "judging": found.judging_s, "whole": found.paid_s + found.judging_s,
+    paid = {"sampling": found.sampling_s, "judging": found.judging_s, "whole": found.sampling_s + found.judging_s,
             "usd": found.judge_usd or 0.0}  # fmt: skip
     for name in promise.expected.keys() & happened.keys():
         each, value = promise.expected[name], happened[name] + paid.get(name, 0.0)
-        rows.append(Promised(name, each, value, each.low <= value <= each.high))
+        if name in ("usd", "tokens") or max(each.high, value) >= SHORT_S:
+            rows.append(Promised(name, each, value, each.low <= value <= each.high))
     return sorted(rows, key=lambda row: list(promise.expected).index(row.name))
