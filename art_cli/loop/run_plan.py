@@ -20,7 +20,7 @@ import msgspec
 
 from art_cli.config.compose import LoadedConfig
 from art_cli.config.config_identity import config_hash
-from art_cli.config.schema import BaseLearnerConfig, NoTrackerConfig, RunConfig
+from art_cli.config.schema import NoTrackerConfig, RunConfig
 from art_cli.judges import Judge
 from art_cli.judges.agreement import VoteReliability, vote_reliability
 from art_cli.judges.judge_groups import score
@@ -33,6 +33,7 @@ from art_cli.loop.owed_groups import plan_groups
 from art_cli.loop.record import claim_config
 from art_cli.loop.startup import Startup
 from art_cli.reports.doubts import Groups, by_length, compared, find_doubts, limit_of, spread_share
+from art_cli.reports.findings import MOVES
 from art_cli.runs.history import count_failures
 from art_cli.runs.promise import Doubt, Measured, Pilot, Promise, forecast
 from art_cli.runs.trajectory import ScoredTrajectory, Trajectory, prompt
@@ -45,10 +46,9 @@ RATE = "train.learning_rate"
 RATES = (1.0, 0.5, 2.0, 0.25, 4.0)  # of the rate that the run would take, in the order of the pilots
 MAX_PILOTS_S = 600.0  # time after which no further pilot begins
 # KL(before || after) of a whole first step, in nats per token, of runs that learn. Tic-tac-toe learns best at 0.08,
-# less at 0.02 and 0.3, and hardly far outside (docs/plan.md). The band is wide, so that the run's own rate is given up
-# only where it is clearly wrong.
-LEAST_KL, MOST_KL = 1e-3, 0.2
-MAX_GROWTH = 4  # largest factor by which more groups in each step are advised
+# less at 0.02 and 0.3, hardly far above (docs/plan.md); a change of the logprobs by MOVES, below which a policy hardly
+# moves, is half its square. The band is wide, so that the run's own rate is given up only where it is clearly wrong.
+LEAST_KL, MOST_KL = MOVES**2 / 2, 0.2
 SHARE_OF_MEMORY = 0.9  # of the memory that is there, that training may take
 QUICK_S = 60.0  # sampling time below which the first replies of a process count too much, so that it is measured again
 STARTING = ("torch and transformers", "model", "learner", "engine and agent")  # parts of a start, but the first reply
@@ -136,7 +136,8 @@ async def _sampled(run: Run, batch: Batch, repeated: VoteReliability | None) -> 
     values = [each for each in values if each]
     for each in played:
         tokens[each.group_id] += each.num_sampled
-    facts = {} if not values else {"spread": f"{spread_share(batch.groups):.0%} of {len(tokens)} groups"}
+    share = f"rewards differ within {spread_share(batch.groups):.0%} of the groups that are compared ({len(values)})"
+    facts = {"spread": share} if values else {}
     if repeated is not None:
         facts["judge"] = f"repeats {max(repeated.one_vote.value, 0.0):.0%} of the differences when it is asked again"
     return Measured(
@@ -246,12 +247,12 @@ def advise(found: Measured, config: RunConfig) -> Iterator[Advice]:
     if (rate := choose_rate(found.pilots, config.train.rate)) is not None:
         yield rate
     groups, scale, memory = config.rollout.groups_per_step, found.noise_scale, found.memory
-    if scale is not None and scale.low > groups:
-        wanted = min(math.ceil(scale.low), MAX_GROWTH * groups)
-        yield Advice("rollout.groups_per_step", str(wanted), f"noise hides the gradient of {groups} groups")
+    if scale is not None and scale.high is not None and scale.high < groups:
+        reason = f"above {scale.high:.0f} groups, the upper end of the noise scale, more add little to a step"
+        yield Advice("rollout.groups_per_step", str(max(math.ceil(scale.high), 1)), reason)
     if memory is not None and memory.gigabytes > SHARE_OF_MEMORY * memory.there:
         key, value = "learner.gradient_checkpointing", "true"
-        if not isinstance(config.learner, BaseLearnerConfig) or config.learner.gradient_checkpointing:
+        if config.learner.model_dump().get("gradient_checkpointing"):
             key, value = "rollout.sampling.max_tokens", str(config.rollout.sampling.max_tokens // 2)
         yield Advice(key, value, f"{memory.gigabytes:.1f} GB are needed and {memory.there:.1f} GB there")
 

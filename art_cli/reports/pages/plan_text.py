@@ -54,7 +54,7 @@ def _settings(promise: Promise) -> Iterator[str]:
     if scale is not None:
         about = "hidden by noise" if scale.groups is None else f"{scale.groups:.0f} groups"
         high = "no bound" if scale.high is None else f"{scale.high:.0f}"
-        yield _row("noise scale", f"{about}, 80 % interval {scale.low:.0f} to {high}")
+        yield _row("noise scale", f"{about}, 80 % interval {scale.low:.0f} to {high}; up to it more groups pay")
 
 
 def _pilot(pilot: Pilot) -> str:
