@@ -23,7 +23,7 @@ from art_cli.config.config_identity import config_hash
 from art_cli.config.schema import NoTrackerConfig, RunConfig
 from art_cli.judges import Judge
 from art_cli.judges.agreement import VoteReliability, vote_reliability
-from art_cli.judges.judge_groups import score
+from art_cli.judges.judge_groups import score as ask
 from art_cli.judges.judge_report import judge_windows
 from art_cli.loop.auto import with_rate
 from art_cli.loop.batches import Batch
@@ -122,7 +122,7 @@ async def _votes(judge: Judge, members: Sequence[ScoredTrajectory], num: int) ->
     if judge.has_rounds:
         verdicts = await judge.judge_again(members, num)
         return [verdicts[each.id].scores[0].votes for each in members]
-    again = [await score(judge, members) for _ in range(num - 1)]
+    again = [await ask(judge, members) for _ in range(num - 1)]
     return [[each.reward or 0.0, *(verdicts[each.id].reward for verdicts in again)] for each in members]
 
 
@@ -136,6 +136,8 @@ async def _sampled(run: Run, batch: Batch, repeated: VoteReliability | None) -> 
     values = [each for each in values if each]
     for each in played:
         tokens[each.group_id] += each.num_sampled
+    scores = [score for members in batch.groups for each in members for score in each.scores]
+    costs = [score.cost_usd for score in scores if score.prompt_tokens is not None]
     share = f"rewards differ within {spread_share(batch.groups):.0%} of the groups that are compared ({len(values)})"
     facts = {"spread": share} if values else {}
     if repeated is not None:
@@ -145,7 +147,7 @@ async def _sampled(run: Run, batch: Batch, repeated: VoteReliability | None) -> 
         num_attempts=len(played),
         sampling_s=await _play_again(run, played),
         judging_s=batch.metrics["judge_s"],
-        judge_usd=run.judge.usage.cost_usd,
+        judge_usd=None if None in costs else math.fsum(cost or 0.0 for cost in costs),
         reward_mean=fmean(reward for each in values for reward in each) if values else None,
         reward_best=fmean(map(max, values)) if values else None,
         facts=facts | _facts(batch.groups, played),
