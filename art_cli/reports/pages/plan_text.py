@@ -71,10 +71,9 @@ def _memory(found: Measured) -> str:
 
 def _costs(promise: Promise) -> Iterator[str]:
     one, whole, tokens = promise.measured, promise.expected["whole"], promise.expected["tokens"]
-    seconds = (("sampling", one.sampling_s), ("judging", one.judging_s), ("training", one.training_s or 0.0))
-    yield _row(
-        "a step", ", ".join(f"{name} {duration(round(took, 2))}" for name, took in (*seconds, ("the rest", one.rest_s)))
-    )
+    seconds = {"sampling": one.sampling_s, "judging": one.judging_s, "training": one.training_s or 0.0}
+    parts = [f"{name} {duration(round(took, 2))}" for name, took in (seconds | {"the rest": one.rest_s}).items()]
+    yield _row("a step", ", ".join(parts))
     if one.training_s is None:
         yield _row("", "training could not be measured, and is not in the sum")
     yield _row("the run", f"{duration(whole.value)}, 80 % interval {duration(whole.low)} to {duration(whole.high)}")
