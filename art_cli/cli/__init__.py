@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 NAMES = (
     "init",
     "check",
+    "plan",
     "train",
     "join",
     "generate",

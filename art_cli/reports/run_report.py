@@ -29,6 +29,7 @@ from art_cli.runs.history import (
     is_comparable,
     read_history,
 )
+from art_cli.runs.promise import Promised, compare
 from art_cli.runs.run_checkpoints import explain, run_config, wanted_steps
 from art_cli.runs.run_dir import RunDir
 from art_cli.runs.trajectory import Trajectory
@@ -147,6 +148,7 @@ class RunReport(msgspec.Struct, frozen=True, kw_only=True):
     rollouts: Rollouts
     seconds: Seconds
     judge: JudgeCost | None  # or None if it made no calls, or an older version wrote the run
+    promised: list[Promised]  # what `art plan` promised beside what happened, once the run is finished; else []
     judge_windows: list[JudgeWindow]  # its reliability by steps, from a few scored files
     gain: Gain | None
     best: Kept | None  # the highest evaluated reward, of equals the latest
@@ -182,6 +184,7 @@ def read_report(run: RunDir) -> RunReport:
         rollouts=_rollouts(history.updates),
         seconds=_seconds(history),
         judge=_judge(history.updates),
+        promised=_promised(run, history),
         judge_windows=_judge_windows(run, history.updates),
         gain=_gain(history, smoothed),
         best=None if best is None else _kept(run, steps, history, best.step),
@@ -345,6 +348,21 @@ def _failed_kinds(updates: Sequence[UpdateNumbers]) -> dict[str, int]:
 def _seconds(history: History) -> Seconds:
     sampling, judging, training = (_sum(history.updates, name) for name in ("sample_s", "judge_s", "train_s"))
     return Seconds(sampling, judging, training, sum(each.seconds or 0.0 for each in history.evaluations))
+
+
+def _promised(run: RunDir, history: History) -> list[Promised]:
+    """Returns the promise beside what happened. A run of another length than was promised kept and broke nothing."""
+    promise, updates = run.promise(), history.updates
+    if promise is None or not updates or updates[-1].number != promise.steps:
+        return []
+    seconds, judge = _seconds(history), _judge(updates)
+    happened = msgspec.structs.asdict(seconds) | {"tokens": _sum(updates, "tokens_sampled")}
+    if "run_s" in updates[-1].metrics:  # without the evaluation that came after it
+        late = sum(each.seconds or 0.0 for each in history.evaluations if each.step >= updates[-1].number)
+        happened["whole"] = updates[-1].metrics["run_s"] + late
+    if judge is not None and judge.usd is not None:
+        happened["usd"] = judge.usd
+    return compare(promise, happened)
 
 
 def _judge_windows(run: RunDir, updates: Sequence[UpdateNumbers]) -> list[JudgeWindow]:

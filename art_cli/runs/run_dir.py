@@ -3,6 +3,7 @@
     runs/<name>/
       config.json                     resolved, with nulls
       metrics.jsonl                   one line per step and split
+      promise.json                    what `art plan` measured, and what it says that the run will take
       view.js                         the recipe's drawing of a state, if it has one
       step_0003/trajectories.jsonl    one trajectory per line, appended as it finishes
       step_0003/scored.jsonl
@@ -38,6 +39,7 @@ from art_cli.runs.durable import (
     write_lines,
 )
 from art_cli.runs.manifest import STEP_NAME, Manifest, verify_checkpoint
+from art_cli.runs.promise import Promise
 from art_cli.runs.trajectory import SCHEMA_VERSION, GroupRewards, LearnedTrajectory, ScoredTrajectory, Trajectory
 from art_cli.runtime.errors import CheckpointError, DataError, one_line
 
@@ -74,6 +76,10 @@ class Evaluation(msgspec.Struct, kw_only=True):
     attempts: int = 0  # number of attempts that it has in eval.jsonl; 0 in evaluations of versions that had none
 
 
+Whole = TypeVar("Whole", Evaluation, Promise)  # a record that is a file of its own
+NAMES = {Evaluation: "an evaluation", Promise: "a promise of art plan"}
+
+
 class RunDir:
     """The directory of one run. Making the object touches nothing on disk."""
 
@@ -83,6 +89,7 @@ class RunDir:
         self.metrics_path = root / "metrics.jsonl"
         self.curve_path = root / "curve.svg"  # drawn from metrics.jsonl, for people
         self.drawing_path = root / "view.js"  # the recipe's drawing of a state, for the page of `art view`
+        self.promise_path = root / "promise.json"
         self.checkpoints = root / "checkpoints"
         self.logs = root / "logs"
         self.log_path = self.logs / "train.log"  # log of all starts of `art train`
@@ -170,13 +177,23 @@ class RunDir:
 
     def evaluation(self, step: int) -> Evaluation | None:
         """Returns the evaluation of a step, or None if there is no such file. Raises DataError if it cannot be read."""
-        path = self.evaluation_path(step)
+        return self._object(self.evaluation_path(step), Evaluation)
+
+    def write_promise(self, promise: Promise) -> None:
+        write_file(self.promise_path, msgspec.json.format(msgspec.json.encode(promise)) + b"\n")
+
+    def promise(self) -> Promise | None:
+        """Returns what `art plan` promised, or None if it did not. Raises DataError if the file cannot be read."""
+        return self._object(self.promise_path, Promise)
+
+    def _object(self, path: Path, kind: type[Whole]) -> Whole | None:
+        """Returns the record that a file holds, or None if there is no such file."""
         if not os.path.lexists(path):
             return None
         try:
-            found = msgspec.convert(read_object(path, within=self.root), Evaluation)
+            found = msgspec.convert(read_object(path, within=self.root), kind)
         except (ValueError, OverflowError) as error:  # msgspec's errors are ValueErrors
-            raise DataError(f"not an evaluation: {one_line(error)}", path) from error
+            raise DataError(f"not {NAMES[kind]}: {one_line(error)}", path) from error
         if found.schema_version > SCHEMA_VERSION:
             raise DataError(newer_schema(found.schema_version), path)
         return found

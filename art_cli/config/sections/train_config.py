@@ -209,7 +209,8 @@ class TrainConfig(Section):
     learning_rate: PositiveFloat | Literal["auto"] = "auto"
     """AdamW's learning rate after the warm-up and before any decay. auto: by the width of the model, and for an
     adapter (`model.lora`), which needs about ten times as much, by its `alpha`. For example 4e-4 for an adapter on a
-    model of width 576, 1e-4 at 3,584. A run keeps the rate that auto came to at its first step."""
+    model of width 576, 1e-4 at 3,584; after `art plan` by what pilot steps at five rates showed. A run keeps the rate
+    that auto came to at its first step."""
     warmup_steps: Count = 0
     """The number of steps over which the learning rate grows from 0."""
     decay: Literal["none", "linear", "cosine"] = "none"

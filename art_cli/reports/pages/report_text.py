@@ -110,6 +110,9 @@ def _lines(report: Report) -> list[str]:
     if rows := evaluation_rows(report):
         lines += ["", f"evaluations: {report['reward_names']['eval']} with its 95 % interval over scenarios"]
         lines += [f"  step {step:>5s}  {reward}  {note}".rstrip() for step, reward, note in rows]
+    if promised := promised_rows(report):
+        lines += ["", "what art plan promised, and what happened"]
+        lines += [f"  {line}" for line in _columns(promised)]
     if windows := judge_rows(report):
         lines += ["", "the judge by steps, from a few scored files of each window"]
         lines += [f"  {line}" for line in _columns(windows)]
@@ -267,6 +270,18 @@ def judge_rows(report: Report) -> Sequence[Sequence[str]]:
         spread = "" if judge["spread"] is None else f"{judge['spread']:.3f}"
         name = f"{judge['judge']} {judge['model'] or ''}".rstrip()
         rows.append([f"{each['first']} to {each['last']}", name, spread, *measures])
+    return rows if len(rows) > 1 else []
+
+
+def promised_rows(report: Report) -> Sequence[Sequence[str]]:
+    """Returns a head and a row for each promised number; [] without a promise, or before the run is finished."""
+    rows = [["", "promised", "80 % interval", "happened", ""]]
+    for each in report["promised"]:
+        names = {"tokens": "{:,.0f}".format, "usd": "${:.4f}".format}
+        show = names.get(each["name"], duration)
+        low, value, high = (show(each["promised"][end]) for end in ("low", "value", "high"))
+        kept = "inside" if each["is_inside"] else "outside"
+        rows.append([each["name"], value, f"{low} to {high}", show(each["happened"]), kept])
     return rows if len(rows) > 1 else []
 
 

@@ -1,0 +1,52 @@
+"""`art plan`: a run's first step, what it shows of the rest, and what the run will take."""
+
+import shlex
+import sys
+from typing import Annotated
+
+import typer
+
+from art_cli.cli import Config, Json, Overrides
+from art_cli.runtime.errors import printable_lines
+
+
+def run(
+    config: Config,
+    overrides: Overrides = None,
+    budget_usd: Annotated[float | None, typer.Option(min=0, metavar="N", help="How many steps N dollars buy.")] = None,
+    goal: Annotated[str | None, typer.Option(metavar="'reward>=X'", help="A reward beside what was seen.")] = None,
+    repeats: Annotated[
+        int | None, typer.Option(min=1, metavar="N", help="Verdicts on each group; by default 2 if they are free.")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Ask before a run: can it learn, with which settings, does it fit, what will it take?
+
+    Plays the run's first step and judges it, takes pilot steps at five learning rates and takes them back. What it
+    played is the run's first step: `art train` goes on from there, and nothing is paid twice. With train.learning_rate:
+    auto the run takes the plan's rate. `art report` sets the promise beside what happened.
+
+    A line with "!" is a doubt, with its cure: too hard, too easy, no spread, noise, a reward for length, an answer in
+    the prompt, a limit that is too short, temperature 0, a scenario twice, a judge that goes by position.
+
+    \b
+    art plan config.yaml
+    art plan config.yaml train.steps=200 --budget-usd 20 --goal 'reward>=0.8'
+    art plan config.yaml name=other rollout.group_size=16     (the plan of another run)
+    """
+    import msgspec
+
+    from art_cli.config.compose import load_config
+    from art_cli.loop.evaluate import parse_gate
+    from art_cli.loop.run_plan import plan
+    from art_cli.reports.pages.plan_text import plan_text
+    from art_cli.runtime import threads
+
+    wished = None if goal is None else parse_gate(goal).bound
+    promise = threads.run(plan(load_config(config, overrides or []), repeats=repeats))
+    if as_json:
+        sys.stdout.write(msgspec.json.encode(promise).decode() + "\n")
+        return
+    kept = [each for each in overrides or [] if each.partition("=")[0] not in promise.settings]
+    command = shlex.join(["art", "train", str(config), *kept])
+    sys.stdout.write(printable_lines(plan_text(promise, command=command, budget_usd=budget_usd, goal=wished)))

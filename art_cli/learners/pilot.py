@@ -1,0 +1,136 @@
+"""Pilots: steps that are taken with another learning rate and taken back; the noise of the gradient; peak memory.
+
+Only for a learner whose weights are in this process.
+"""
+
+import logging
+import math
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from art_cli.config.schema import TrainConfig
+from art_cli.learners import Learner, trial_update
+from art_cli.learners.policy_step import Pass
+from art_cli.learners.samples import Sample
+from art_cli.learners.step_samples import plan_step
+from art_cli.learners.step_statistics import StepStatistics
+from art_cli.learners.torch_learner import TorchLearner
+from art_cli.runs.promise import NORMAL_80, Memory, NoiseScale, Pilot
+from art_cli.runs.trajectory import ScoredTrajectory
+from art_cli.runtime.errors import LearnerError
+
+log = logging.getLogger(__name__)
+MAX_ENTRIES = 30_000_000  # numbers of all groups' gradients that are kept; of larger ones every k-th entry
+
+
+class Pilots:
+    """The pilots of one learner on the same groups. Each begins and ends with the checkpoint at `start`."""
+
+    def __init__(self, learner: Learner, groups: Sequence[Sequence[ScoredTrajectory]], start: Path) -> None:
+        """Raises LearnerError if there is nothing to train on."""
+        assert isinstance(learner, TorchLearner), f"{learner} has its weights elsewhere"
+        self.learner, self.groups, self.start = learner, groups, start
+        learner.load(start)
+        plan = plan_step(groups, learner.algorithm, loss=learner.loss, train=learner.train_config)
+        self._samples = [sample for part in plan.parts for sample in part]
+        if not self._samples:
+            raise LearnerError("no group has signal, so that no pilot can be taken")
+        learner.score(self._samples[0].token_ids.tolist())  # decides whether packs hold
+        with learner.runner.running():
+            whole = learner.gradient.plan(self._samples, plan.finished)
+            self._whole = learner.gradient.look_ahead(whole, StepStatistics(), always=True)
+
+    def take(self, rate: float) -> Pilot:
+        """Takes a whole step at that rate, without the warm-up of the rate, and takes it back."""
+        learner, own = self.learner, self.learner.train_config
+        begin, kl, clipped = time.perf_counter(), math.nan, math.nan
+        try:
+            _set(learner, own.model_copy(update={"learning_rate": rate, "warmup_steps": 0}))
+            clipped = learner.step(self.groups).clip_fraction
+            seconds = time.perf_counter() - begin
+            with learner.runner.running():
+                kl = learner.gradient.divergence(self._whole)
+        except LearnerError as error:
+            seconds = time.perf_counter() - begin
+            log.warning("pilot at learning rate %g: %s", rate, error)
+        finally:
+            _set(learner, own)
+            learner.load(self.start)
+        return Pilot(rate, kl if math.isfinite(kl) else None, None if math.isnan(clipped) else clipped, seconds)
+
+    def noise_scale(self) -> NoiseScale | None:
+        """Returns the noise scale over the step's groups, or None for a single one."""
+        gradients = torch.stack([*self._gradients()]).double()
+        return noise_scale(gradients @ gradients.T, len(self.groups)) if len(self.groups) > 1 else None
+
+    def _gradients(self) -> Iterator[Tensor]:
+        """Yields what each group with signal adds to the step's gradient, or every k-th entry of it."""
+        learner, parameters = self.learner, list(self.learner.parameters.values())
+        stride = math.ceil(sum(each.numel() for each in parameters) * len(self.groups) / MAX_ENTRIES)
+        for members in self.groups:
+            ids = {each.id for each in members}
+            samples: list[Sample] = [sample for sample in self._samples if sample.trajectory_id in ids]
+            if not samples:
+                continue
+            with learner.runner.running():
+                update = learner.gradient.plan(samples)._replace(counts=self._whole.counts)
+                learner.gradient.accumulate(update, Pass(0, StepStatistics()))
+            yield torch.cat([p.grad.flatten()[::stride].float().cpu() for p in parameters if p.grad is not None])
+            for optimizer in learner.optimizers:
+                optimizer.clear()
+
+    def memory(self, longest: int) -> Memory | None:
+        """Returns the peak memory of a micro-batch, by two measured rows, or None if the system does not report it.
+
+        `longest` is the longest row. A micro-batch has as many tokens as the learner packs, but no more than the step.
+        """
+        learner, weights = self.learner, self.learner.weights
+        there, num_tokens = trial_update.memory_there(weights), sum(len(each.token_ids) for each in self._samples)
+        tokens = max(longest, min(learner.runner.micro_batch_tokens, num_tokens), 4)
+        short = min(tokens // 2, trial_update.MIN_SECOND)
+        long = trial_update.second_length(short, tokens)
+        try:
+            trial_update.step(learner, short, vocabulary=int(weights.model.config.vocab_size))  # AdamW makes its state
+            one, two = (trial_update.measure(learner, weights, length) for length in (short, long))
+        except LearnerError as error:
+            log.warning("memory: %s", error)
+            return Memory(tokens, there, there)  # at least all that is there
+        finally:
+            learner.load(self.start)
+        peak = trial_update.estimate(one, two, tokens, knee=trial_update.knee_of(weights)).gigabytes
+        return None if peak is None else Memory(tokens, peak, there)
+
+
+def noise_scale(products: Tensor, num: int) -> NoiseScale:
+    """Returns tr(Sigma) / |G|^2 in groups, by [n, n] products: McCandlish et al. 2018 (arXiv:1812.06162), section 2.2.
+
+    n of `num` groups add c_i to the step's gradient, and the others nothing. With x_i = num c_i: G = mean x_i,
+    tr(Sigma) = (sum |x_i|^2 - num |G|^2) / (num - 1), and |G|^2 - tr(Sigma) / num is unbiased for the true |G|^2. The
+    interval is the jackknife's over groups, of the share of |G|^2 that is signal.
+    """
+    squares, whole = float(products.trace()), float(products.sum())
+    rows, own = products.sum(1).tolist(), products.diagonal().tolist()
+    left_out = [_signal(squares - own[i], whole - 2 * rows[i] + own[i], num - 1) for i in range(len(own))]
+    left_out += [_signal(squares, whole, num - 1)] * (num - len(own))
+    mean, signal = sum(left_out) / num, _signal(squares, whole, num)
+    half = NORMAL_80 * math.sqrt((num - 1) / num * sum((each - mean) ** 2 for each in left_out))
+    low = _groups(signal + half, num)
+    return NoiseScale(_groups(signal, num), num if low is None else low, _groups(signal - half, num))
+
+
+def _signal(squares: float, whole: float, num: int) -> float:
+    """Returns the share of |G|^2 that is no noise, from sum |c_i|^2 and |sum c_i|^2; by chance it may be below 0."""
+    return 1 - (num * squares - whole) / (num - 1) / whole if whole > 0 and num > 1 else 0.0
+
+
+def _groups(signal: float, num: int) -> float | None:
+    """Returns the noise scale for that share of signal, or None if it has no bound."""
+    return None if signal <= 0 else num * (1 - min(signal, 1.0)) / min(signal, 1.0)
+
+
+def _set(learner: TorchLearner, train: TrainConfig) -> None:
+    learner.train_config = learner.optimizer.config = train

@@ -1,0 +1,301 @@
+"""Plan: plays and judges a run's first step, takes pilot steps on it and takes them back, and writes promise.json.
+
+    claim -> open -> batch of step 0 -> doubts -> pilots -> advice -> forecast -> promise.json
+
+What it plays is the step that `art train` goes on from, with the same seeds; checkpoint 0 is the run's own. A pilot
+leaves nothing but its numbers. A plan that is asked again under the same configuration plays nothing.
+"""
+
+import contextlib
+import dataclasses
+import logging
+import math
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from statistics import fmean, median, stdev
+from typing import NamedTuple
+
+import msgspec
+
+from art_cli.config.compose import LoadedConfig
+from art_cli.config.config_identity import config_hash
+from art_cli.config.schema import NoTrackerConfig, RunConfig
+from art_cli.judges import Judge
+from art_cli.judges.agreement import VoteReliability, vote_reliability
+from art_cli.judges.judge_groups import score as ask
+from art_cli.judges.judge_report import judge_windows
+from art_cli.loop.auto import with_rate
+from art_cli.loop.batches import Batch
+from art_cli.loop.claim_run import Claim, claim_run
+from art_cli.loop.open_run import Run, open_run
+from art_cli.loop.owed_groups import plan_groups
+from art_cli.loop.record import claim_config
+from art_cli.loop.startup import Startup
+from art_cli.reports.doubts import Groups, by_length, compared, find_doubts, limit_of, spread_share
+from art_cli.reports.findings import MOVES
+from art_cli.runs.history import count_failures
+from art_cli.runs.promise import Doubt, Measured, Pilot, Promise, forecast
+from art_cli.runs.trajectory import ScoredTrajectory, Trajectory, prompt
+from art_cli.runtime.errors import JudgeError, LearnerError, UsageError
+from art_cli.runtime.scratch import scratch
+
+log = logging.getLogger(__name__)
+
+RATE = "train.learning_rate"
+RATES = (1.0, 0.5, 2.0, 0.25, 4.0)  # of the rate that the run would take, in the order of the pilots
+MAX_PILOTS_S = 600.0  # time after which no further pilot begins
+# KL(before || after) of a whole first step, in nats per token, of runs that learn. Tic-tac-toe learns best at 0.08,
+# less at 0.02 and 0.3, hardly far above (docs/plan.md); a change of the logprobs by MOVES, below which a policy hardly
+# moves, is half its square. The band is wide, so that the run's own rate is given up only where it is clearly wrong.
+LEAST_KL, MOST_KL = MOVES**2 / 2, 0.2
+SHARE_OF_MEMORY = 0.9  # of the memory that is there, that training may take
+QUICK_S = 60.0  # sampling time below which the first replies of a process count too much, so that it is measured again
+STARTING = ("torch and transformers", "model", "learner", "engine and agent")  # parts of a start, but the first reply
+OF_ROLLOUT = ("rollout", "metric", "none")  # judges that would read the same number again
+
+
+async def plan(loaded: LoadedConfig, *, repeats: int | None = None) -> Promise:
+    """Returns the promise, made or found. `repeats` is the number of verdicts on each group; None: 2 if they are free.
+
+    Raises UsageError if the run has gone beyond its first step, and the errors of `train`.
+    """
+    quiet = {"tracker": NoTrackerConfig(), "trackers": []}  # `art train` sends the trajectories
+    silent = dataclasses.replace(loaded, config=loaded.config.model_copy(update=quiet))
+    async with claim_run(silent, is_fresh=False, startup=Startup()) as claim:
+        found, newest = claim.files.promise(), claim.files.newest_checkpoint()
+        if found is not None and found.config_hash == config_hash(claim.loaded.config):
+            claim.files.write_promise(made := _promise(found.measured, found.doubts, claim))
+            return made
+        if newest is not None and newest[1].step > 0:
+            where = f"{claim.files.root}: trained to step {newest[1].step}"
+            raise UsageError(f"{where}, and a plan comes before the first; name=OTHER plans a new run")
+        async with open_run(claim) as run:
+            run.interrupts.message = f"interrupted; what is complete is in {run.files.root}; art plan goes on with it"
+            measured, doubts = await _measure(run, repeats)
+            parts = claim.startup.parts
+            started, waited = math.fsum(parts.get(part, 0.0) for part in STARTING), parts.get("first reply", 0.0)
+            measured = msgspec.structs.replace(measured, start_s=started, first_reply_s=waited)
+            made = _promise(measured, doubts, dataclasses.replace(claim, loaded=run.loaded))
+            if loaded.config.train.learning_rate == "auto" and RATE in made.settings:
+                chosen = with_rate(run.loaded, float(made.settings[RATE]), f"art plan: {made.reasons[RATE]}")
+                claim_config(run.files, chosen)
+                made = msgspec.structs.replace(made, config_hash=config_hash(chosen.config))
+            run.files.write_promise(made)
+            return made
+
+
+async def _measure(run: Run, repeats: int | None) -> tuple[Measured, list[Doubt]]:
+    run.batches.allow(0)
+    batch = await run.batches.take(0)
+    judges = [each.judge for each in judge_windows({1: run.files.scored_path(0)})]
+    bias = next((judge.order_bias for judge in judges if judge.order_bias is not None), None)
+    voted = next((judge.reliability for judge in judges if judge.reliability is not None), None)
+    repeated = await _judge_again(run, batch.groups, repeats) or voted
+    doubts = find_doubts(batch.groups, run.data.training, repeats=repeated, bias=bias)
+    measured = await _sampled(run, batch, repeated)
+    await run.sampler.engine.sleep()
+    measured = await run.interrupts.off_loop(_pilot, run, batch.groups, measured)
+    run.interrupts.stop_if_any()
+    await run.sampler.engine.wake()
+    begin = time.perf_counter()
+    await run.sampler.load(run.files.checkpoint_path(0), 0)
+    return msgspec.structs.replace(measured, rest_s=measured.rest_s + time.perf_counter() - begin), doubts
+
+
+async def _judge_again(run: Run, groups: Groups, repeats: int | None) -> VoteReliability | None:
+    """Returns how far the judge repeats itself, or None where it is not asked again, or could not answer."""
+    finished = [[each for each in members if each.error is None] for members in groups]
+    finished = [members for members in finished if len(members) > 1]
+    if not finished or run.config.judge.name in OF_ROLLOUT:
+        return None
+    num = repeats or (2 if run.judge.estimate(finished[0]) is None else 1)
+    try:
+        return vote_reliability([await _votes(run.judge, each, num) for each in finished]) if num > 1 else None
+    except JudgeError as error:
+        log.warning("plan: the judge was asked again: %s", error)
+        return None
+
+
+async def _votes(judge: Judge, members: Sequence[ScoredTrajectory], num: int) -> list[list[float]]:
+    """Returns `num` verdicts on each attempt, or as many rounds of votes of a judge that has such."""
+    if judge.has_rounds:
+        verdicts = await judge.judge_again(members, num)
+        return [verdicts[each.id].scores[0].votes for each in members]
+    again = [await ask(judge, members) for _ in range(num - 1)]
+    return [[each.reward or 0.0, *(verdicts[each.id].reward for verdicts in again)] for each in members]
+
+
+# --- what was played --------------------------------------------------------------------------------------------------
+
+
+async def _sampled(run: Run, batch: Batch, repeated: VoteReliability | None) -> Measured:
+    """Returns what the attempts themselves show."""
+    played, tokens = run.files.trajectories(0), Counter[str]()
+    values = [[each.reward for each in members if each.reward is not None] for members in compared(batch.groups)]
+    values = [each for each in values if each]
+    for each in played:
+        tokens[each.group_id] += each.num_sampled
+    scores = [score for members in batch.groups for each in members for score in each.scores]
+    costs = [score.cost_usd for score in scores if score.prompt_tokens is not None]
+    share = f"rewards differ within {spread_share(batch.groups):.0%} of the groups that are compared ({len(values)})"
+    facts = {"spread": share} if values else {}
+    if repeated is not None:
+        facts["judge"] = f"repeats {max(repeated.one_vote.value, 0.0):.0%} of the differences when it is asked again"
+    return Measured(
+        group_tokens=list(tokens.values()),
+        num_attempts=len(played),
+        sampling_s=await _play_again(run, played),
+        judging_s=batch.metrics["judge_s"],
+        judge_usd=None if None in costs else math.fsum(cost or 0.0 for cost in costs),
+        reward_mean=fmean(reward for each in values for reward in each) if values else None,
+        reward_best=fmean(map(max, values)) if values else None,
+        facts=facts | _facts(batch.groups, played),
+    )
+
+
+def _facts(groups: Groups, played: Sequence[Trajectory]) -> dict[str, str]:
+    attempts = [each for members in groups for each in members]
+    lengths = sorted(len(turn.sampled_ids) for each in played for turn in each.turns)
+    limits, facts = Counter(filter(None, map(limit_of, attempts))), {"failures": str(count_failures(played))}
+    if lengths:
+        facts["replies"] = f"99 % have at most {lengths[math.ceil(0.99 * len(lengths)) - 1]} tokens"
+    if limits:
+        facts["limits"] = ", ".join(f"{key} met by {num} of {len(attempts)}" for key, num in limits.most_common())
+    if (found := by_length(groups)) is not None:
+        facts["length"] = f"and reward: {found}"
+    return facts
+
+
+def busy(played: Sequence[Trajectory]) -> float:
+    """Returns the seconds in which at least one attempt was under way, whatever number of starts played them."""
+    seconds = until = 0.0
+    for each in sorted(played, key=lambda each: each.started_at):
+        end = each.started_at + each.duration_s
+        seconds += max(0.0, end - max(each.started_at, until))
+        until = max(until, end)
+    return seconds
+
+
+async def _play_again(run: Run, played: Sequence[Trajectory]) -> float:
+    """Returns the seconds of sampling a step. If that was quick, the scenarios are played once more, for the time.
+
+    The first replies of a process wait for what later ones find done. Nothing of the second time is kept.
+    """
+    tokens = sum(each.num_sampled for each in played)
+    if busy(played) > QUICK_S or not tokens:
+        return busy(played)
+    scenarios, again = {each.group_id: each.scenario for each in played}, list[Trajectory]()
+    plans = plan_groups([*scenarios.values()], step=0, group_size=run.config.rollout.group_size, prefix="plan")
+    begin = time.perf_counter()
+    await run.sampler.play_shown(plans, again.append, title="plan: once more, for the time")
+    return (time.perf_counter() - begin) * tokens / max(sum(each.num_sampled for each in again), 1)
+
+
+# --- the pilots and what they advise ----------------------------------------------------------------------------------
+
+
+def _pilot(run: Run, groups: Groups, measured: Measured) -> Measured:
+    """Returns the measurements with those of the learner, whose state is that of step 0 again afterwards."""
+    start, rate, begin = run.files.checkpoint_path(0), run.config.train.rate, time.perf_counter()
+    with scratch("plan") as directory:
+        run.learner.save(directory)
+    rest_s, scale, memory, pilots = time.perf_counter() - begin, None, None, list[Pilot]()
+    if run.config.learner.weights != "here":  # only the time of its own step can be seen from here
+        begin = time.perf_counter()
+        if run.learner.step(groups).num_updates:
+            pilots.append(Pilot(rate, None, None, time.perf_counter() - begin))
+        run.learner.load(start)
+    else:
+        from art_cli.learners.pilot import Pilots  # torch
+
+        with contextlib.suppress(LearnerError):  # nothing to train on, which the doubts name
+            piloting, begin = Pilots(run.learner, groups, start), time.monotonic()
+            for factor in RATES:
+                if not pilots or time.monotonic() - begin < MAX_PILOTS_S:
+                    pilots.append(piloting.take(factor * rate))
+            scale, memory = piloting.noise_scale(), piloting.memory(_longest_row(run))
+    seconds = [pilot.seconds for pilot in pilots][-4:]  # the first of five checks the packs, too
+    first_s = max(0.0, pilots[0].seconds - median(seconds)) if pilots else 0.0
+    return msgspec.structs.replace(
+        measured,
+        training_s=median(seconds) if seconds else None,
+        first_training_s=first_s,
+        pace=stdev(map(math.log, seconds)) if len(seconds) > 1 else 0.0,
+        rest_s=rest_s,
+        pilots=sorted(pilots, key=lambda pilot: pilot.rate),
+        noise_scale=scale,
+        memory=memory,
+    )
+
+
+def _longest_row(run: Run) -> int:
+    """Returns the tokens of the longest row that the limits allow."""
+    rollout = run.config.rollout
+    asked = max((len(prompt(each.turns, 0)) for each in run.files.trajectories(0) if each.turns), default=1)
+    return min(run.policy.max_length, asked + rollout.max_turns * rollout.sampling.max_tokens)
+
+
+class Advice(NamedTuple):
+    """Example: Advice("train.learning_rate", "0.0004", "a step moves the policy by 0.003 nats per token")"""
+
+    key: str
+    value: str
+    reason: str
+
+
+def advise(found: Measured, config: RunConfig) -> Iterator[Advice]:
+    """Yields the settings that the measurements speak for. What they do not show is left as it is."""
+    if (rate := choose_rate(found.pilots, config.train.rate)) is not None:
+        yield rate
+    groups, scale, memory = config.rollout.groups_per_step, found.noise_scale, found.memory
+    if scale is not None and scale.high is not None and scale.high < groups:
+        reason = f"above {scale.high:.0f} groups, the upper end of the noise scale, more add little to a step"
+        yield Advice("rollout.groups_per_step", str(max(math.ceil(scale.high), 1)), reason)
+    if memory is not None and memory.gigabytes > SHARE_OF_MEMORY * memory.there:
+        key, value = "learner.gradient_checkpointing", "true"
+        if config.learner.model_dump().get("gradient_checkpointing"):
+            key, value = "rollout.sampling.max_tokens", str(config.rollout.sampling.max_tokens // 2)
+        yield Advice(key, value, f"{memory.gigabytes:.1f} GB are needed and {memory.there:.1f} GB there")
+
+
+def choose_rate(pilots: Sequence[Pilot], own: float) -> Advice | None:
+    """Returns the rate nearest to the run's own whose step moves the policy within the bounds; None: not measured.
+
+    If all move it too little, the largest is returned, and if all move it too far, the smallest.
+    """
+    known = {pilot.rate: pilot.kl for pilot in pilots if pilot.kl is not None}
+    if own not in known:
+        return None
+    inside = [rate for rate, kl in known.items() if LEAST_KL <= kl <= MOST_KL]
+    is_slow = known[own] < LEAST_KL
+    rate = min(inside, key=lambda rate: abs(math.log(rate / own)), default=max(known) if is_slow else min(known))
+    reason = f"a step moves the policy by {known[rate]:.2g} nats per token"
+    if not LEAST_KL <= known[own] <= MOST_KL:
+        reason += f"; at {own:g} by {known[own]:.2g}, outside of {LEAST_KL:g} to {MOST_KL:g}"
+    return Advice(RATE, f"{rate:.4g}", reason if inside else f"{reason}; no rate that was tried is within")
+
+
+def _promise(found: Measured, doubts: Sequence[Doubt], claim: Claim) -> Promise:
+    """Returns what the measurements promise of the configuration's steps and evaluations."""
+    config, advice = claim.loaded.config, list(advise(found, claim.loaded.config))
+    evaluations = attempts = 0
+    if config.eval is not None:
+        evaluations = len({*range(0, config.train.steps, config.eval.every), config.train.steps})
+        attempts = len(claim.data.evaluation) * config.eval.attempts
+    return Promise(
+        config_hash=config_hash(config),
+        measured=found,
+        doubts=list(doubts),
+        settings={each.key: each.value for each in advice},
+        reasons={each.key: each.reason for each in advice},
+        steps=config.train.steps,
+        evaluations=evaluations,
+        expected=forecast(
+            found,
+            steps=config.train.steps,
+            evaluations=evaluations,
+            eval_attempts=attempts,
+            usd_per_hour=max((rule.usd_per_hour for rule in config.stop), default=0.0),
+        ),
+    )

@@ -1,0 +1,118 @@
+"""What `art plan` promises, beside what the run then takes; and its doubts, beside what was planted.
+
+    python -m benchmarks.plan                                  # all that is missing; hours
+    python -m benchmarks.plan --only letters --seeds 0         # the smallest case, about a minute
+    python -m benchmarks.plan --planted                        # the doubts of tests/planned, and of a healthy reward
+    python -m benchmarks.plan --table                          # runs nothing; prints the table
+
+A row of benchmarks/plan.jsonl is one promised number of one run: task, seed, name, the promised median and 80 %
+interval, what happened, and whether it is inside; or the doubts about a reward. Rows that are there are not made again.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+ROOT = Path(__file__).parent.parent
+ROWS = ROOT / "benchmarks" / "plan.jsonl"
+DEADLINE_S = 3 * 3600.0  # longest time for one command
+
+
+class Task(NamedTuple):
+    """A task: its configuration, and the settings that it is measured with."""
+
+    config: str
+    settings: tuple[str, ...] = ()
+
+
+TASKS = {
+    "letters": Task("tests/letters/config.yaml"),
+    "tictactoe": Task("recipes/tictactoe/config-groups.yaml", ("train.steps=40",)),
+    "tictactoe-ppo": Task("recipes/tictactoe/config.yaml", ("train.steps=40",)),
+    "2048": Task("recipes/2048/config.yaml", ("train.steps=20",)),
+    "codenames": Task("recipes/codenames/config.yaml", ("train.steps=20",)),
+    "sorting": Task("benchmarks/learning_tasks/sorting.yaml", ("train.steps=20",)),
+    "filtering": Task("benchmarks/learning_tasks/filtering.yaml", ("train.steps=20",)),
+    "mail": Task("benchmarks/learning_tasks/mail.yaml", ("train.steps=6",)),
+}
+BY_JUDGE = ("noise", "position")
+PLANTED = ("fair", "too_hard", "too_easy", "constant", "temperature", "limit", "length", "leak", *BY_JUDGE, "twice")
+
+
+def measure(name: str, seed: int) -> Iterator[dict[str, Any]]:
+    """Yields a row for each promised number of one run, which is planned, trained and reported."""
+    task = TASKS[name]
+    with tempfile.TemporaryDirectory(prefix="plan-") as runs:
+        settings = (*task.settings, f"runs={runs}", f"name={name}", f"train.seed={seed}")
+        art("plan", task.config, *settings)
+        art("train", task.config, *settings)
+        report = json.loads(art("report", f"{runs}/{name}", "--json"))
+    for row in report["promised"]:
+        yield {"task": name, "seed": seed, "name": row["name"], **row["promised"], "happened": row["happened"],
+               "is_inside": row["is_inside"]}  # fmt: skip
+
+
+def doubts_of(name: str, seed: int) -> dict[str, Any]:
+    """Returns the row of a planted reward: the kinds of doubt that it raised."""
+    entry = "judged" if name in BY_JUDGE else "fair" if name == "twice" else name
+    settings = [f"rollout.entry=rollout.py:{entry}"]
+    settings += [f"judge={{entry: 'rollout.py:{name}'}}"] if name in BY_JUDGE else []
+    settings += ["rollout.scenarios=twice.jsonl"] if name == "twice" else []
+    with tempfile.TemporaryDirectory(prefix="plan-") as runs:
+        chosen = (*settings, f"runs={runs}", f"train.seed={seed}", "--json")
+        promise = json.loads(art("plan", "tests/planned/config.yaml", *chosen))
+    return {"planted": name, "seed": seed, "doubts": [each["kind"] for each in promise["doubts"]]}
+
+
+def art(*arguments: str) -> str:
+    """Returns what the command prints. Raises CalledProcessError, after its last lines are shown."""
+    command = [sys.executable, "-m", "art_cli", *arguments]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=DEADLINE_S)
+    if done.returncode:
+        print("\n".join(done.stderr.strip().splitlines()[-8:]), file=sys.stderr)
+    done.check_returncode()
+    return done.stdout
+
+
+def table(rows: Sequence[dict[str, Any]]) -> str:
+    """Returns the share of the promises that were kept, by number, and the doubts about each planted reward."""
+    kept, all_, lines = Counter[str](), Counter[str](), ["| promised | inside the 80 % interval |", "|---|---|"]
+    for row in rows:
+        if "task" in row:
+            all_[row["name"]] += 1
+            kept[row["name"]] += row["is_inside"]
+    lines += [f"| {name} | {kept[name]} of {num} |" for name, num in all_.items()]
+    lines += ["", "| planted | doubts |", "|---|---|"]
+    lines += [f"| {row['planted']} | {', '.join(row['doubts']) or 'none'} |" for row in rows if "planted" in row]
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="*", choices=TASKS, default=list(TASKS))
+    parser.add_argument("--seeds", nargs="*", type=int, default=[0, 1, 2])
+    parser.add_argument("--planted", action="store_true")
+    parser.add_argument("--table", action="store_true")
+    asked = parser.parse_args()
+    rows = [json.loads(line) for line in ROWS.read_text().splitlines()] if ROWS.exists() else []
+    done = {(row.get("task", row.get("planted")), row["seed"]) for row in rows}
+    for name in () if asked.table else PLANTED if asked.planted else asked.only:
+        for seed in asked.seeds:
+            if (name, seed) not in done:
+                new = [doubts_of(name, seed)] if asked.planted else list(measure(name, seed))
+                rows += new
+                with ROWS.open("a") as file:
+                    file.write("".join(f"{json.dumps(row)}\n" for row in new))
+    print(table(rows))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,261 @@
+"""`art plan`: doubts that were planted, a run that is the same after it, a promise beside what happened."""
+
+import asyncio
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+
+from art_cli.config.compose import load_config
+from art_cli.learners.pilot import noise_scale
+from art_cli.loop.run_plan import LEAST_KL, MOST_KL, busy, choose_rate, plan
+from art_cli.loop.train import train
+from art_cli.reports.doubts import correlate
+from art_cli.reports.pages.report_text import report_text
+from art_cli.reports.run_report import read_report
+from art_cli.runs.promise import Measured, Pilot, Promise, forecast, steps_for
+from art_cli.runs.run_dir import RunDir
+from art_cli.runs.trajectory import Trajectory
+from art_cli.runtime.errors import Interrupted, RunError, UsageError
+from tests.judges.test_ruler_train import share_of_letters
+from tests.support.judge_server import Conduct, serving
+from tests.support.paths import LETTERS, TESTS
+
+Art = Callable[..., tuple[int, str, str]]
+PLANNED = TESTS / "planned"
+RATE = "train.learning_rate=1e-2"
+
+
+def planned(runs: Path, *settings: str, project: Path = PLANNED) -> Promise:
+    return asyncio.run(plan(load_config(project / "config.yaml", [f"runs={runs}", *settings])))
+
+
+def trained(runs: Path, *settings: str, project: Path = PLANNED) -> RunDir:
+    return RunDir(asyncio.run(train(load_config(project / "config.yaml", [f"runs={runs}", *settings]))).root)
+
+
+# --- doubts -----------------------------------------------------------------------------------------------------------
+
+
+PLANTED = {
+    **{name: [f"rollout.entry=rollout.py:{name}"] for name in (
+        "too_hard", "too_easy", "constant", "temperature", "limit", "length", "leak")},
+    **{name: ["rollout.entry=rollout.py:judged", f"judge={{entry: 'rollout.py:{name}'}}"] for name in (
+        "noise", "position")},
+    "twice": ["rollout.scenarios=twice.jsonl"],
+}  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", PLANTED)
+def test_what_was_planted_is_named_with_a_cure_and_nothing_else_is(name: str, tmp_path: Path) -> None:
+    [doubt] = planned(tmp_path, RATE, *PLANTED[name]).doubts
+    assert doubt.kind == name and doubt.cure
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("conduct", "kind"), [({"bias": 0.8}, "position"), ({"noise": 0.3}, "noise"), ({}, "")])
+def test_a_language_model_that_judges_by_position_or_by_chance_is_named(
+    conduct: dict[str, float], kind: str, tmp_path: Path
+) -> None:
+    """RULER over HTTP, asked for two rounds of votes. Without a fault it scores the share of letters."""
+    rule = share_of_letters if not conduct else lambda conversations: 0.5
+    entry = ("rollout.entry=rollout.py:judged", "judge=ruler", "judge.model=rule", "judge.cache=null")
+    with serving(Conduct(rule=rule, **conduct)) as server:
+        settings = [f"runs={tmp_path}", RATE, *entry, f"judge.api_base={server.api_base}"]
+        found = asyncio.run(plan(load_config(PLANNED / "config.yaml", settings), repeats=2))
+    kinds = [doubt.kind for doubt in found.doubts]
+    assert kind in kinds if kind else kinds == []
+    assert found.measured.judge_usd is None and "usd" not in found.expected, "no price is known"
+
+
+@pytest.mark.slow
+def test_a_healthy_reward_raises_no_doubt(tmp_path: Path) -> None:
+    found = planned(tmp_path, RATE)
+    assert found.doubts == []
+    assert [round(pilot.rate, 6) for pilot in found.measured.pilots] == [0.0025, 0.005, 0.01, 0.02, 0.04]
+    moves = [pilot.kl or 0.0 for pilot in found.measured.pilots]
+    assert moves == sorted(moves) and moves[0] > 0, "a larger rate moves the policy further"
+    assert found.measured.memory is not None and 0.1 < found.measured.memory.gigabytes < 8
+
+
+def test_a_correlation_within_groups_ignores_differences_between_them() -> None:
+    """Within each group x and y fall and rise; between groups both rise. All ranks agree on -1."""
+    groups = [[(10.0 * g + i, 10.0 * g - i) for i in range(4)] for g in range(5)]
+    found = correlate(groups)
+    assert found is not None and found.value == pytest.approx(-1) and found.p <= 0.01
+    assert correlate([[(1.0, 2.0), (1.0, 3.0)]]) is None
+
+
+def test_a_correlation_of_chance_is_significant_as_often_as_its_p_value_says() -> None:
+    draw = torch.Generator().manual_seed(0)
+    ps = []
+    for _ in range(100):
+        found = correlate([torch.rand(6, 2, generator=draw).tolist() for _ in range(3)])
+        assert found is not None
+        ps.append(found.p)
+    assert 3 <= sum(p <= 0.1 for p in ps) <= 20
+
+
+# --- the run after it -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_a_run_after_a_plan_is_the_run_without_one_bit_for_bit(tmp_path: Path) -> None:
+    """One attempt at a time and no evaluation before the first step, because what the engine samples together, and the
+    prompts that it has seen before, change the last bits of its logprobs."""
+    alone = (RATE, "rollout.concurrency=1", "eval=null", "train.steps=3")
+    plain = trained(tmp_path / "plain", *alone, project=LETTERS)
+    promise = planned(tmp_path / "planned", *alone, project=LETTERS)
+    files = RunDir(tmp_path / "planned" / "letters")
+    assert files.checkpoint_steps() == [0]
+    assert sorted(path.name for path in (files.root / "step_0000").iterdir()) == ["scored.jsonl", "trajectories.jsonl"]
+    played, log = files.trajectories_path(0).read_bytes(), files.log_path.read_text()
+    assert planned(tmp_path / "planned", *alone, project=LETTERS) == promise
+    assert "first reply" not in files.log_path.read_text()[len(log) :], "the second plan opened an engine"
+    assert trained(tmp_path / "planned", *alone, project=LETTERS).trajectories_path(0).read_bytes() == played
+    for step in (1, 3):
+        for name in ("adapter_model.safetensors", "optimizer.safetensors", "rng.safetensors"):
+            one, other = (run.checkpoint_path(step) / name for run in (plain, files))
+            assert one.read_bytes() == other.read_bytes(), f"step {step}: {name}"
+    with pytest.raises(UsageError, match="trained to step 3"):
+        planned(tmp_path / "planned", *alone, "train.learning_rate=2e-2", project=LETTERS)
+
+
+@pytest.mark.slow
+def test_auto_takes_the_plans_rate_and_the_report_sets_the_promise_beside_the_run(tmp_path: Path) -> None:
+    auto = ("train.learning_rate=auto", "model.lora.alpha=2", "train.steps=2", "eval.every=1")
+    rate = float(planned(tmp_path, *auto, project=LETTERS).settings["train.learning_rate"])
+    files = trained(tmp_path, *auto, project=LETTERS)
+    record = json.loads(files.config_path.read_text())
+    assert record["train"]["learning_rate"] == rate and record["auto"]["learning_rate"].startswith("art plan:")
+    assert [line.metrics["learning_rate"] for line in files.metrics() if line.split == "train"] == [rate, rate]
+
+    report = read_report(files)
+    rows = {row.name: row for row in report.promised}
+    assert rows.keys() >= {"sampling", "training", "evaluating", "whole", "tokens"}
+    sampled = sum(each.num_sampled for step in range(2) for each in files.trajectories(step))
+    assert rows["tokens"].happened == sampled and rows["tokens"].is_inside
+    assert rows["whole"].happened > rows["sampling"].happened > 0
+    text = report_text(msgspec.to_builtins(report))
+    assert "what art plan promised" in text and f"{sampled:,}" in text
+
+
+@pytest.mark.slow
+def test_an_interrupted_plan_goes_on_and_more_groups_may_follow(tmp_path: Path) -> None:
+    """One attempt at a time, and an interrupt after the third: what is on disk stays; no attempt is played twice."""
+    loaded = load_config(PLANNED / "config.yaml", [f"runs={tmp_path}", RATE, "rollout.concurrency=1"])
+    path = RunDir(tmp_path / "planned").trajectories_path(0)
+
+    async def interrupted() -> None:
+        task = asyncio.create_task(plan(loaded))
+        while not path.exists() or path.read_bytes().count(b"\n") < 3:
+            await asyncio.sleep(0.01)
+        task.cancel()
+        await task
+
+    with pytest.raises(Interrupted, match="art plan goes on"):
+        asyncio.run(interrupted())
+    before = path.read_bytes()
+    assert before.count(b"\n") < 32
+    planned(tmp_path, RATE)
+    assert path.read_bytes().startswith(before) and path.read_bytes().count(b"\n") == 32
+    planned(tmp_path, RATE, "rollout.groups_per_step=10")
+    assert path.read_bytes().startswith(before) and path.read_bytes().count(b"\n") == 40
+    with pytest.raises(RunError, match="group_size"):
+        planned(tmp_path, RATE, "rollout.group_size=2")
+
+
+@pytest.mark.slow
+def test_the_screen_answers_four_questions(art: Art, tmp_path: Path) -> None:
+    arguments = ("plan", PLANNED / "config.yaml", f"runs={tmp_path}", RATE)
+    code, out, _ = art(*arguments, "--goal", "reward>=0.99", "--budget-usd", "5")
+    assert code == 0 and len(out.splitlines()) < 40
+    for question in ("can this reward be learned?", "with which settings?", "does it fit?", "how long, how much?"):
+        assert question in out
+    assert "0.99 is more than the best attempts get now" in out and "no price is known" in out
+    code, out, _ = art(*arguments, "--json")
+    assert code == 0 and json.loads(out)["schema_version"] == 1
+
+
+# --- the mathematics --------------------------------------------------------------------------------------------------
+
+
+def test_the_noise_scale_is_that_of_known_gradients() -> None:
+    """x_i = g + e_i with |g|^2 = 1 and tr(Sigma) = 8: the scale is 8 groups. The interval of 200 of them has it."""
+    draw = torch.Generator().manual_seed(0)
+    x = torch.randn(200, 32, generator=draw, dtype=torch.float64) * (8 / 32) ** 0.5
+    x[:, 0] += 1
+    found = noise_scale(x @ x.T / 200**2, 200)
+    assert found.groups is not None and found.groups == pytest.approx(8, rel=0.3)
+    assert found.low < 8 and found.high is not None and found.high > 8
+
+
+def test_groups_of_noise_alone_have_a_scale_above_their_number() -> None:
+    x = torch.randn(8, 1000, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    found = noise_scale(x @ x.T / 64, 8)
+    assert found.high is None and found.low > 8
+
+
+def test_equal_gradients_have_no_noise() -> None:
+    products = torch.ones(4, 4, dtype=torch.float64) / 16
+    assert noise_scale(products, 4).groups == pytest.approx(0)
+
+
+@pytest.mark.parametrize(
+    ("moves", "chosen"),
+    [((1e-5, 1e-2, 1.0), 2.0), ((1e-5, 1e-4, 1e-2), 4.0), ((1e-9, 1e-8, 1e-7), 4.0), ((1.0, 2.0, 3.0), 1.0)],
+)
+def test_the_rate_is_the_nearest_that_moves_the_policy_within_bounds(moves: Sequence[float], chosen: float) -> None:
+    advice = choose_rate([Pilot(rate, kl, None, 1.0) for rate, kl in zip((1.0, 2.0, 4.0), moves, strict=True)], 2.0)
+    assert advice is not None and float(advice.value) == chosen
+    assert ("outside" in advice.reason) == (not LEAST_KL <= moves[1] <= MOST_KL)
+
+
+def test_a_rate_is_not_advised_where_none_was_measured() -> None:
+    assert choose_rate([Pilot(1.0, None, None, 1.0)], 1.0) is None
+
+
+def measured(**given: Any) -> Measured:
+    numbers: dict[str, Any] = {"group_tokens": [100] * 8, "num_attempts": 32, "sampling_s": 8.0}
+    return Measured(**(numbers | {"judging_s": 1.0, "training_s": 4.0, "judge_usd": 0.1} | given))
+
+
+def test_a_forecast_adds_up() -> None:
+    """10 steps of 8 + 1 + 4 s, 2 evaluations of 64 attempts (twice a step's 32) of 16 s each: 162 s in the median."""
+    found = forecast(measured(), steps=10, evaluations=2, eval_attempts=64, usd_per_hour=0.0)
+    assert found["whole"].value == pytest.approx(162, rel=0.05) and found["tokens"].value == pytest.approx(
+        8000, rel=0.05
+    )
+    assert found["usd"].value == pytest.approx(1.0, rel=0.05)
+    assert found["whole"].high / found["whole"].value == pytest.approx(1.5, rel=0.08), "the drift of lengths alone"
+
+
+def test_unequal_groups_make_a_wider_interval() -> None:
+    wide = forecast(measured(group_tokens=[10, 10, 10, 770]), steps=1, evaluations=0, eval_attempts=0, usd_per_hour=0)
+    even = forecast(measured(), steps=1, evaluations=0, eval_attempts=0, usd_per_hour=0)
+    assert wide["sampling"].high - wide["sampling"].low > 1.5 * (even["sampling"].high - even["sampling"].low)
+
+
+def test_a_budget_buys_steps_at_the_upper_end_and_nothing_without_a_price() -> None:
+    def promised(usd: float | None) -> Promise:
+        found = measured(judge_usd=usd)
+        expected = forecast(found, steps=10, evaluations=0, eval_attempts=0, usd_per_hour=0.0)
+        return Promise(config_hash="", measured=found, doubts=[], settings={}, reasons={}, steps=10, evaluations=0,
+                       expected=expected)  # fmt: skip
+
+    assert steps_for(1.5, promised(0.1)) in (9, 10)
+    assert steps_for(1.5, promised(0.0)) is None and steps_for(1.5, promised(None)) is None
+
+
+def test_time_between_two_starts_is_not_sampling() -> None:
+    times = [(0.0, 2.0), (1.0, 3.0), (100.0, 1.0)]
+    played = [
+        Trajectory(id=str(i), group_id="g", group_size=3, index=i, started_at=begin, duration_s=took)
+        for i, (begin, took) in enumerate(times)
+    ]
+    assert busy(played) == 5.0
