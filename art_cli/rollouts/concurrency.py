@@ -43,6 +43,7 @@ class CallCounts:
     tokens: int = 0  # of replies, and of prompts after what an earlier call of the rollout had
     busy_s: float = 0.0  # from request to reply
     idle_s: float = 0.0  # time of rollouts without a call
+    computed: int = 0  # tokens that the engine computed meanwhile; `Concurrency.note` sets it
 
 
 class Concurrency:
@@ -56,7 +57,7 @@ class Concurrency:
         self._window: list[tuple[int, EngineLoad | None, CallCounts]] = []
         self._is_settled = False  # the first window with a number does not count: all begin at once, in a wave
         self._grown = (math.inf, 0.0)  # rollouts and their calls in flight when the number last grew
-        self._computed_before = 0  # tokens that the engine had computed when the window began
+        self._computed_before = 0  # tokens that the engine had computed at the last sample
         # Tokens that the engine computed per token of the calls, with rollouts within its room and beyond it.
         self._within = self._beyond = 0.0
         self._need = 0.0  # factor by which more rollouts would fill the room, with rollouts within it
@@ -72,6 +73,8 @@ class Concurrency:
 
         Moments with fewer rollouts than the number, as at a step's end, do not count.
         """
+        if load is not None:
+            calls.computed, self._computed_before = load.computed - self._computed_before, load.computed
         if in_flight < self.number and not calls.refused:
             return self.number
         self._window.append((in_flight, load, calls))
@@ -88,7 +91,7 @@ class Concurrency:
             wanted = min(max(self._wanted(rollouts, total), before / STEP), before * STEP, MAX_AT_ONCE)
             self.number = max(1, math.ceil(wanted) if wanted > before else math.floor(wanted))
         self._is_settled = self.number == before
-        self._window, self._computed_before = [], load.computed if load is not None else 0
+        self._window = []
         return self.number
 
     def _wanted(self, rollouts: float, calls: CallCounts) -> float:
@@ -101,25 +104,24 @@ class Concurrency:
         memory = math.fsum(load.memory for load in loads) / len(loads)
         if memory > CROWDED:
             return min(self.number, rollouts * FULL / memory)
-        if self._room is None:
+        if (known := loads[-1].room) is None:
             room = sum(load.running for load in loads) / len(loads)
             busy = room + sum(load.waiting for load in loads) / len(loads)
         else:
-            room, busy = float(self._room), rollouts * self._busy_share
+            self._room, room, busy = known, float(known), rollouts * self._busy_share
         factor = ENOUGH * room / max(busy, 1e-9)
         if busy > MANY * room:
             return rollouts * factor
-        if self._room is not None and self._is_cheaper_within(loads[-1], rollouts, factor, calls.tokens):
+        if known is not None and self._is_cheaper_within(rollouts, known, factor, calls):
             return min(self.number, room)
         if busy > FEW * room or memory > FULL or calls.refused:
             return self.number
-        return self._grow(rollouts, busy, min(STEP if self._room is None else factor, FULL / max(memory, 1e-9)))
+        return self._grow(rollouts, busy, min(STEP if known is None else factor, FULL / max(memory, 1e-9)))
 
-    def _is_cheaper_within(self, load: EngineLoad, rollouts: float, factor: float, tokens: int) -> bool:
+    def _is_cheaper_within(self, rollouts: float, room: int, factor: float, calls: CallCounts) -> bool:
         """Returns whether conversations that lose their place, and are read again, cost more than idle places."""
-        assert self._room is not None
-        ratio = (load.computed - self._computed_before) / max(1, tokens)
-        if rollouts <= self._room:
+        ratio = calls.computed / max(1, calls.tokens)
+        if rollouts <= room:
             self._within, self._need = _mixed(self._within, ratio), _mixed(self._need, factor)
         else:
             self._beyond = _mixed(self._beyond, ratio)

@@ -93,7 +93,7 @@ class Gateway:
         self.seed = seed
         self.base_url = ""  # set while it is served
         self.proven = ProvenSteps()
-        self.calls = CallCounts()  # since `sample` replaced them
+        self.calls = CallCounts()  # since the runner took the last ones
         self.num_sampled = 0  # tokens sampled in all answered calls
         self.on_first_reply = on_first_reply  # called once, when the first call is answered
         self._defaults = defaults

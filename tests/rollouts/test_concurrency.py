@@ -271,10 +271,26 @@ def test_a_full_memory_lowers_it() -> None:
 
 
 def test_the_end_of_a_step_teaches_nothing() -> None:
-    flow = Concurrency(EngineLoad(0, 0, 32))
+    """Neither its idle places, nor the tokens that the engine computes in it."""
+    flow, calls = Concurrency(EngineLoad(0, 0, 32)), CallCounts(answered=64, tokens=100, busy_s=1, idle_s=99)
+    computed = 0
     for _ in range(100):
-        flow.note(5, EngineLoad(1, 0, 32), CallCounts(answered=64, busy_s=1, idle_s=99))
+        flow.note(5, EngineLoad(1, 0, 32), dataclasses.replace(calls))
     assert flow.number == 32
+    for _ in range(40):  # tokens that are read again at the end of each step, and in no counted moment
+        flow.note(5, EngineLoad(1, 0, 32, computed=(computed := computed + 5000)), dataclasses.replace(calls))
+        for _ in range(4):
+            load = EngineLoad(1, 0, 32, computed=(computed := computed + 100))
+            flow.note(flow.number, load, dataclasses.replace(calls))
+    assert flow.number > 64
+
+
+def test_places_that_are_few_for_long_sequences_are_followed() -> None:
+    """32 slots at first, 8 when the sequences are long."""
+    flow = Concurrency(EngineLoad(0, 0, 32))
+    for _ in range(20):
+        feed(flow, EngineLoad(8, flow.number - 8, 8), CallCounts(answered=64, busy_s=1))
+    assert 8 <= flow.number <= 12
 
 
 # --- openings ---------------------------------------------------------------------------------------------------------
