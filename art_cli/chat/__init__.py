@@ -20,7 +20,7 @@ Reply and Chunk carry tokens whether or not the client asked for them; the wire 
 """
 
 from collections.abc import AsyncIterator
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from art_cli.chat.replies import Chunk, Reply
 from art_cli.chat.requests import Request
@@ -40,3 +40,13 @@ class Backend(Protocol):
 
     def stream(self, request: Request) -> AsyncIterator[Chunk]:
         """Returns the answer in pieces; the tokens of all chunks are those of `reply`."""
+
+
+class EngineLoad(NamedTuple):
+    """What an engine has to do. Example: EngineLoad(running=30, waiting=4, room=32, memory=0.6)"""
+
+    running: int  # requests that are being answered
+    waiting: int  # requests that wait for room
+    room: int | None = None  # requests that it answers at once, or None if unknown
+    memory: float = 0.0  # share in use of the memory for keys and values; 0 if unknown
+    computed: int = 0  # tokens of prompts and replies that it has computed so far; 0 if unknown

@@ -74,6 +74,7 @@ NEEDS: dict[str, Need] = {
         ("judge_calls", "judge_tokens", "judge_usd", "run_usd"), ("a judge that makes calls, as ruler", judge_costs)
     ),
     "num_refilled": ("rollout.refill", lambda config: config.rollout.num_spare > 0),
+    "rollouts_at_once": ("rollout.concurrency=auto", lambda config: config.rollout.concurrency == "auto"),
     "num_replayed": ("rollout.replay", lambda config: config.rollout.replay is not None),
 }
 

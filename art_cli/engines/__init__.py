@@ -49,7 +49,11 @@ class Endpoint(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Engine(Protocol):
-    """Samples from one policy at one step at a time. Every wait inside has a deadline; failures raise EngineError."""
+    """Samples from one policy at one step at a time. Every wait inside has a deadline; failures raise EngineError.
+
+    It may have a further method, `async def occupancy(self) -> EngineLoad | None`, that `rollout.concurrency: auto`
+    follows.
+    """
 
     endpoint: Endpoint
     backend: Backend  # answers requests in this process; the gateway's upstream

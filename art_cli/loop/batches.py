@@ -17,6 +17,7 @@ follows from the step's files alone: a run that was killed in the middle of a wa
 """
 
 import asyncio
+import logging
 import math
 import re
 import time
@@ -40,6 +41,8 @@ from art_cli.runs.run_dir import RunDir
 from art_cli.runs.trajectory import Json, ScoredTrajectory, Trajectory, has_signal
 from art_cli.runtime.errors import RunError
 from art_cli.runtime.threads import end
+
+log = logging.getLogger(__name__)
 
 MAX_POOLS = 16  # number of commonest pools whose mean reward is a metric of the step
 
@@ -169,6 +172,7 @@ class Batches:
         self.choice = ScenarioChoice(config, run, scenarios)
         self._tasks: dict[int, asyncio.Task[Batch]] = {}
         self._progress: dict[int, Progress] = {}
+        self._is_concurrency_shown = False
         self._usage: Usage | None = None  # of the judge when the last batch was complete, or the first one began
 
     def allow(self, step: int) -> None:
@@ -219,6 +223,11 @@ class Batches:
                 scorer.cancel()
         numbers = _numbers(wave.done, step, sample_s, judge_s, len(scorer.progress.owed))
         numbers |= _staleness([*wave.done, *(trajectory for members in replayed for trajectory in members)], step)
+        if (concurrency := self.sampler.runner.concurrency) is not None:
+            numbers["rollouts_at_once"] = concurrency.number
+            if not self._is_concurrency_shown:
+                self._is_concurrency_shown = True
+                log.info("rollout.concurrency: auto is %s", concurrency)
         if self.config.rollout.replay is not None:
             numbers["num_replayed"] = len(replayed)
         groups = wave.scored(scorer.scored)

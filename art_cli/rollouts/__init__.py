@@ -8,7 +8,7 @@ process.py           that function in separate processes, as it runs by default
 bootstrap.py         starts such a process in any Python
 command_rollout.py   an external program as a Rollout, and the attempt whose program makes a call
 attempt_errors.py    errors of one attempt, those that are tried again, and its end as its process reports it
-rollout_runner.py    many rollouts at once: concurrency, timeouts, limits, retries, progress; each becomes a Trajectory
+rollout_runner.py    many rollouts at once: timeouts, limits, retries, progress; each becomes a Trajectory
 rollout_gateway.py   the capturing OpenAI-compatible proxy; a call's key names its trajectory
 recorder.py          one rollout's calls as trees of turns and of messages, and the call that a retry replaces
 

@@ -19,6 +19,7 @@ import asyncio
 import contextlib
 import hashlib
 import secrets
+import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Protocol
 
@@ -26,7 +27,7 @@ import msgspec
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from art_cli.chat import Backend
+from art_cli.chat import Backend, EngineLoad
 from art_cli.chat.chat_app import build_app, closing_stream, error_response, wrong_key
 from art_cli.chat.chat_errors import ChatError, invalid
 from art_cli.chat.http_server import serve
@@ -35,10 +36,12 @@ from art_cli.chat.replies import Chunk, Reply, ReplyBuilder
 from art_cli.chat.requests import Request, Sampling, cap_tokens, demands_format, force_sampling, with_defaults
 from art_cli.chat.wires import WIRES, Wires
 from art_cli.rollouts.command_rollout import Peers
+from art_cli.rollouts.concurrency import CallCounts
 from art_cli.rollouts.recorder import Attempted, Recorded, Recorder, Retries
 
 TURN_LIMIT = "turn_limit"  # error codes of the two limits that a policy itself runs into
 CONTEXT_LIMIT = "context_length_exceeded"
+RATE_LIMITED = (429, 529)  # statuses of an endpoint that gets too many requests; 529 is Anthropic's
 NUM_LOOKS = 8  # turns of the event loop in which the end of a client's connection cancels its call
 OWN_CLIENT = (
     "Give each attempt a client of its own, with base_url=policy.base_url and api_key=policy.api_key, "
@@ -90,6 +93,7 @@ class Gateway:
         self.seed = seed
         self.base_url = ""  # set while it is served
         self.proven = ProvenSteps()
+        self.calls = CallCounts()  # since the runner took the last ones
         self.num_sampled = 0  # tokens sampled in all answered calls
         self.on_first_reply = on_first_reply  # called once, when the first call is answered
         self._defaults = defaults
@@ -119,6 +123,11 @@ class Gateway:
     def step(self) -> int:
         """The step of the policy that answers now."""
         return self.upstream.endpoint.step
+
+    async def load(self) -> EngineLoad | None:
+        """Returns the engine's load, or None if it does not report it."""
+        report = getattr(self.upstream, "occupancy", None)
+        return None if report is None else await report()
 
     @contextlib.asynccontextmanager
     async def serve(self, host: str = "127.0.0.1", port: int = 0) -> AsyncIterator[str]:
@@ -211,6 +220,7 @@ class RecordingBackend:
         self._in_flight: set[_Call] = set()
         self._retries = Retries()
         self._is_closed = False
+        self._idle_since = time.monotonic()
 
     def models(self) -> list[str]:
         return [self._gateway.model]
@@ -258,6 +268,8 @@ class RecordingBackend:
             if call.builder.partial_reply() is not None:
                 self._leave(call)
         self._is_closed = True
+        if not self._in_flight:
+            self._gateway.calls.idle_s += time.monotonic() - self._idle_since
         for call in self._in_flight:
             if call.task is not None:
                 call.task.cancel()
@@ -329,6 +341,9 @@ class RecordingBackend:
     def _calling(self, call: _Call) -> Iterator[None]:
         """Keeps a call in flight. If the rollout ends first, it is cancelled, and its client gets an error."""
         assert call.task is not None, "calls run in tasks"
+        begin = time.monotonic()
+        if not self._in_flight:
+            self._gateway.calls.idle_s += begin - self._idle_since
         self._in_flight.add(call)
         try:
             yield
@@ -343,7 +358,9 @@ class RecordingBackend:
             self._leave(call)
             raise
         except ChatError as error:
-            if error.status >= 500:
+            is_limited = error.status in RATE_LIMITED
+            self._gateway.calls.refused += is_limited
+            if error.status >= 500 or is_limited:
                 self.recorder.fail(error.message)
             if error.code == CONTEXT_LIMIT:
                 self._limit(CONTEXT_LIMIT, call.number + 1)
@@ -354,6 +371,8 @@ class RecordingBackend:
         finally:
             call.attempted.end()
             self._in_flight.discard(call)
+            self._idle_since = time.monotonic()
+            self._gateway.calls.busy_s += self._idle_since - begin
 
     def _leave(self, call: _Call) -> None:
         """Records a call whose client left before the end of the answer. The streamed part is a turn."""
@@ -380,6 +399,10 @@ class RecordingBackend:
         if recorded is not None and call.number >= self._num_before_limit:
             self.recorder.limit = None  # a later call of the rollout was answered in spite of it
         call.attempted.recorded = recorded
+        self._gateway.calls.answered += 1
+        for index in () if recorded is None else recorded.turns:
+            turn = self.recorder.turns[index]
+            self._gateway.calls.tokens += len(turn.prompt_ids) + len(turn.sampled_ids)
         if call.attempted.is_abandoned:
             self._abandon(call.attempted)
 

@@ -26,6 +26,7 @@ from art_cli.rollouts import Rollout
 from art_cli.rollouts.attempt_errors import NODE, AttemptError
 from art_cli.rollouts.cluster.cluster_rollout import ClusterRollout
 from art_cli.rollouts.command_rollout import CommandRollout, Peers
+from art_cli.rollouts.concurrency import SAMPLE_S, CallCounts, Concurrency, Openings
 from art_cli.rollouts.function_rollout import load_function, what_to_load
 from art_cli.rollouts.policy import Policy
 from art_cli.rollouts.process import ProcessRollout
@@ -35,6 +36,7 @@ from art_cli.runs.outcome import Outcome
 from art_cli.runs.trajectory import Trajectory
 from art_cli.runtime.errors import RolloutError, first_of_group
 from art_cli.runtime.log import Bar, shown_bar
+from art_cli.runtime.threads import end
 
 Json = dict[str, Any]
 
@@ -201,7 +203,9 @@ class Runner:
         self._directory = directory
         self._rollout: Rollout
         self._backoff_s = backoff_s
-        self._places = asyncio.Semaphore(config.concurrency)  # shared by all runs; first come, first served
+        self.openings = Openings(config.most_at_once)  # shared by all runs
+        self.concurrency: Concurrency | None = None  # or None if the configuration sets the number
+        self._following: asyncio.Task[None] | None = None
         self._agent = _AgentWatch()
         self._silence = _SilenceWatch(is_told=config.environment is not None)  # there the trained seat may never move
 
@@ -209,17 +213,32 @@ class Runner:
         self._rollout = await open_rollout(
             self._config, self._directory, self._gateway.peers, self._cluster, self._begun
         )
+        if self._config.concurrency == "auto":
+            self.concurrency = Concurrency(await self._gateway.load())
+            self.openings = Openings(self.concurrency.number)
+            self._following = asyncio.create_task(self._follow(self.concurrency))
         return self
+
+    async def _follow(self, concurrency: Concurrency) -> None:
+        """Resizes the openings as the engine's load asks, until it is cancelled."""
+        while True:
+            await asyncio.sleep(SAMPLE_S)
+            calls, self._gateway.calls = self._gateway.calls, CallCounts()
+            if in_flight := self.openings.num_taken:
+                load = await self._gateway.load()
+                self.openings.resize(concurrency.note(in_flight, load, calls))
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if self._following is not None:
+            await end(self._following, timeout_s=WRITE_TIMEOUT_S)
         await self._rollout.close()
 
     async def run(
         self, plans: Sequence[RolloutPlan], on_finished: OnFinished, progress: Progress | None = None
     ) -> Progress:
-        """Plays every plan, in order, `concurrency` at a time. Returns the counts, which `progress` holds meanwhile.
+        """Plays every plan, in order, as many at a time as there are openings. Returns the counts (`progress`).
 
         Each trajectory is handed to `on_finished` and counted when that has returned. When the caller cancels this,
         trajectories that are being written are finished and attempts are dropped. Raises RolloutError: every rollout
@@ -232,15 +251,17 @@ class Runner:
         try:
             with first_of_group():
                 async with asyncio.TaskGroup() as workers:
-                    for _ in range(min(self._config.concurrency, len(plans))):
+                    for _ in range(min(self._config.most_at_once, len(plans))):
                         workers.create_task(self._work(waiting, on_finished, progress))
         finally:
             progress.is_handed_out.set()
         return progress
 
     async def _work(self, waiting: Iterator[RolloutPlan], on_finished: OnFinished, progress: Progress) -> None:
-        for plan in waiting:
-            async with self._places:
+        while True:
+            async with self.openings:
+                if (plan := next(waiting, None)) is None:
+                    break
                 trajectory = await self._play(plan)
             await _hand_over(trajectory, on_finished)
             progress.count(trajectory)

@@ -196,6 +196,7 @@ def is_dataset(path: Path) -> bool:
     return any((path / name).is_file() for name in SAVED)
 
 
+MAX_AT_ONCE = 1024  # most rollouts at once with `concurrency: auto`; each may hold a sandbox or a connection
 MAX_REFILL = 100.0  # further groups per group of the plan
 
 
@@ -268,8 +269,10 @@ class RolloutConfig(Section):
     refill: Annotated[NonNegative, Field(le=MAX_REFILL)] = 0.0
     """Dynamic sampling (DAPO, arXiv:2503.14476, section 3.2): the largest number of further groups, as a share of
     `groups_per_step`, that are played in place of groups without signal, whose rewards are all equal. 0: off."""
-    concurrency: PositiveInt = 128
-    """The number of rollouts that are played at once. The embedded engine decodes 128 sequences at once."""
+    concurrency: PositiveInt | Literal["auto"] = "auto"
+    """The number of rollouts that are played at once. auto: as many as keep the engine busy, between 1 and 1,024. It
+    begins with the requests that the engine answers at once, and follows its waiting requests, its memory and its rate
+    limits (docs/rollouts.md)."""
     processes: Annotated[Count, Field(le=MAX_PROCESSES)] = 1
     """The number of child processes that run the function. More processes help a function that computes much. 0: the
     function runs in art's process, for a debugger. With `cluster` the processes are spread over its nodes; if the
@@ -296,6 +299,11 @@ class RolloutConfig(Section):
     replay: ReplayConfig | None = None
     """Replay of earlier groups, which needs `loss.off_policy`. null: a step trains on its own groups only."""
     sampling: SamplingConfig = SamplingConfig()
+
+    @property
+    def most_at_once(self) -> int:
+        """The largest number of rollouts that are played at once."""
+        return MAX_AT_ONCE if self.concurrency == "auto" else self.concurrency
 
     @property
     def num_spare(self) -> int:

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple, NoReturn, Self, TypeVar
 import msgspec
 import numpy as np
 
-from art_cli.chat import Backend
+from art_cli.chat import Backend, EngineLoad
 from art_cli.chat.chat_errors import ChatError, invalid
 from art_cli.chat.reading import RequestReader
 from art_cli.chat.replies import Choice, Chunk, Echo, Reply
@@ -149,6 +149,9 @@ class EmbeddedEngine:
 
     def longest_prompt(self) -> int:
         return self._weights.max_length * self._vocabulary.longest
+
+    async def occupancy(self) -> EngineLoad:
+        return self._running_thread().occupancy()
 
     async def sleep(self) -> None:
         """Frees keys and values; the weights stay, because the learner holds them. Running generations go on later."""

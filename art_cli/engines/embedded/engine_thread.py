@@ -20,6 +20,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from art_cli.chat import EngineLoad
 from art_cli.engines.embedded import token_sampling
 from art_cli.engines.embedded.choices import Piece, Top
 from art_cli.engines.embedded.grammars import GrammarError, Masks, reason
@@ -77,6 +78,10 @@ class _Commands:
     @property
     def is_empty(self) -> bool:
         return self._queue.empty()
+
+    @property
+    def num_waiting(self) -> int:
+        return self._queue.qsize()
 
     def put(self, command: Callable[[], None]) -> None:
         """Raises EngineError if the thread has ended."""
@@ -193,6 +198,11 @@ class EngineThread:
     def is_drained(self) -> bool:
         """Whether it is held, and every generation that had begun has ended."""
         return self._scheduler.is_held and not self._scheduler.has_begun
+
+    def occupancy(self) -> EngineLoad:
+        scheduler, num_new = self._scheduler, self._commands.num_waiting
+        running, waiting = len(scheduler.running), len(scheduler.waiting) + num_new
+        return EngineLoad(running, waiting, scheduler.room, computed=scheduler.num_computed)
 
     def set_step(self, step: int) -> None:
         """Tags later tokens with `step` and uses nothing computed before. The caller holds the weights."""

@@ -105,7 +105,7 @@ class Scheduler:
         self.waiting: deque[TokenSequence] = deque()
         self.running: dict[int, TokenSequence] = {}  # slot -> its sequence, in the order of admission
         self.shape = Shape(0, 0)
-        self.num_preempted = 0
+        self.num_preempted = self.num_computed = 0  # sequences; tokens
         self.is_held = False  # True: no sequence begins, so that the weights can be changed between two replies
         self._parked: dict[int, tuple[int, int]] = {}  # waiting slot -> (slot that it will copy from, tokens to copy)
         self._copies: list[Copy] = []  # the copies of the plan being made
@@ -153,6 +153,11 @@ class Scheduler:
         return bool(self.running) or any(len(sequence.sampled) for sequence in self.waiting)
 
     @property
+    def room(self) -> int:
+        """The number of sequences of the present length that run at once."""
+        return self._num_slots(self.shape.length)
+
+    @property
     def is_idle(self) -> bool:
         return not self.running and self._next() is None
 
@@ -190,6 +195,7 @@ class Scheduler:
     ) -> list[TokenSequence]:
         """Records the tokens sampled after `plan.rows`; returns the sequences that ended, with their results."""
         self._clock += 1
+        self.num_computed += len(plan.tokens_T)
         self._computed[plan.decodes] += 1
         for chunk in plan.chunks:
             self._computed[chunk.slot] += chunk.num

@@ -12,13 +12,16 @@ that was replaced is unloaded when its last request has ended.
 import asyncio
 import contextlib
 import logging
+import math
+import re
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import aiohttp
 import msgspec
 
+from art_cli.chat import EngineLoad
 from art_cli.chat.client import AnswerTooLarge, HttpBackend, read_answer, read_error
 from art_cli.chat.requests import Json
 from art_cli.runtime.errors import CheckpointError, EngineError
@@ -67,6 +70,7 @@ class Ready:
         raise EngineError(self._failure)
 
 
+METRICS_DEADLINE_S = 5.0  # a sample that comes later is worth nothing
 CALL_DEADLINE_S = 60.0
 ADAPTER_DEADLINE_S = 300.0  # enough for an adapter of a large model on a slow disk
 SLEEP_DEADLINE_S = 300.0  # enough to move all weights to the host's memory
@@ -119,6 +123,12 @@ class Control:
         """Returns the names that it serves, with adapters. The base model's name is first."""
         answer = await self._call("GET", "/v1/models", timeout_s=CALL_DEADLINE_S)
         return [model["id"] for model in answer["data"]]
+
+    async def load(self) -> EngineLoad | None:
+        """Returns the requests of all replicas, and the memory of the fullest one; None if it has no such metrics."""
+        return parse_metrics(
+            (await self._answer("GET", "/metrics", timeout_s=METRICS_DEADLINE_S)).decode("utf-8", "replace")
+        )
 
     async def load_adapter(self, name: str, path: Path) -> None:
         body = {"lora_name": name, "lora_path": str(path)}
@@ -180,7 +190,10 @@ class Control:
             await self._session.close()
             self._session = None
 
-    async def _call(
+    async def _call(self, method: str, path: str, body: Json | None = None, **options: Any) -> Json:
+        return _json(await self._answer(method, path, body, **options))
+
+    async def _answer(
         self,
         method: str,
         path: str,
@@ -188,7 +201,7 @@ class Control:
         *,
         timeout_s: float,
         headers: Mapping[str, str] | None = None,
-    ) -> Json:
+    ) -> bytes:
         if self._is_closed:
             raise Unreachable(f"{self.root}{path}: the server was stopped")
         if self._session is None:
@@ -213,11 +226,30 @@ class Control:
             raise Unreachable(f"{self.root}{path}: {type(error).__name__}: {error}") from error
         if response.status != 200:
             raise Refused(f"{self.root}{path}: {response.status}: {self._message(answer)}", response.status)
-        return _json(answer)
+        return answer
 
     def _message(self, answer: bytes) -> str:
         text = (read_error(answer).message or answer[:300].decode(errors="replace")).strip()
         return Secrets([self._key or ""]).redact(text[: 2 * MAX_MESSAGE])[:MAX_MESSAGE] or "no reason given"
+
+
+# One of vLLM's gauges, with a line for each replica: vllm:num_requests_running{engine="0",model_name="m"} 3.0
+_GAUGE = re.compile(
+    r"(?m)^vllm:(num_requests_running|num_requests_waiting|kv_cache_usage_perc)(?:\{.*\})? ([\d.e+-]+)$"
+)
+
+
+def parse_metrics(text: str) -> EngineLoad | None:
+    """Returns the load in a server's answer in Prometheus' format, or None if its requests are not in it."""
+    found: dict[str, list[float]] = {}
+    for name, value in _GAUGE.findall(text):
+        with contextlib.suppress(ValueError):
+            if math.isfinite(number := float(value)):
+                found.setdefault(name, []).append(number)
+    running, waiting = (found.get(f"num_requests_{kind}") for kind in ("running", "waiting"))
+    if running is None or waiting is None:
+        return None
+    return EngineLoad(round(sum(running)), round(sum(waiting)), memory=max(found.get("kv_cache_usage_perc", [0.0])))
 
 
 def _json(answer: bytes) -> Json:

@@ -24,7 +24,7 @@ from typing import NoReturn, TypeVar
 
 import msgspec
 
-from art_cli.chat import Backend
+from art_cli.chat import Backend, EngineLoad
 from art_cli.chat.chat_app import closing_stream
 from art_cli.chat.chat_errors import INVALID_REQUEST, ChatError
 from art_cli.chat.client import HttpBackend
@@ -173,6 +173,15 @@ class VllmEngine:
 
     def longest_prompt(self) -> None:
         """Unknown, because the tokenizer is the server's."""
+
+    async def occupancy(self) -> EngineLoad | None:
+        """Counts all clients of the server; None while it does not answer, or shows no metrics."""
+        try:
+            load = await self._adapters.control.load() if self._adapters is not None else None
+        except EngineError:
+            return None
+        most = self._config.args.get("max-num-seqs")
+        return load._replace(room=most * self._config.replicas) if load and isinstance(most, int) else load
 
     async def sleep(self) -> None:
         """Requests in flight are answered, then the GPU's memory is the learner's; nothing where they share none."""

@@ -55,7 +55,7 @@ class ClusterRollout:
             "project": project,
             "played": {**played, "variables": variables},
             "processes": config.processes if "processes" in config.model_fields_set else None,
-            "concurrency": config.concurrency,
+            "concurrency": config.most_at_once,
         }
         self._words: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115  (what Ray writes to standard error)
         self._driver = _Driver(
