@@ -2,6 +2,7 @@
 
 import json
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -10,7 +11,7 @@ from art_cli.cli import Checkpoint, Config, Json, Overrides
 from art_cli.runtime.errors import RolloutError, printable
 
 if TYPE_CHECKING:
-    from art_cli.loop.reward_hunt import Hunt, Tried
+    from art_cli.loop.hunt_file import Hunt, Tried
 
 SHOWN = 10  # lines of exploits, or of the best attacks where none is one
 WIDTH = 100  # characters of a reply in a line
@@ -22,6 +23,9 @@ def run(
     checkpoint: Checkpoint = None,
     num_scenarios: Annotated[int, typer.Option("--scenarios", min=1, help="Scenarios that are attacked.")] = 8,
     minutes: Annotated[float, typer.Option("--minutes", min=0, help="Time for the search; 0: known attacks only.")] = 5,
+    output: Annotated[
+        Path | None, typer.Option("-o", "--output", metavar="FILE", help="Appended to, as attacks are scored.")
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Look for a reward without the task.
@@ -32,19 +36,23 @@ def run(
     are varied until the time is up. The run's own rollout plays them, and its own judge or reward scores them.
 
     Prints each exploit beside the honest scores. Exit code 1 if there is one. A judge that costs money is asked for
-    every attempt: --minutes 0 tries the known attacks only.
+    every attempt: --minutes 0 tries the known attacks only. Ctrl-C ends the search and prints what it has found. With
+    -o FILE the same command goes on from there.
 
     \b
     art hunt config.yaml
     art hunt config.yaml --minutes 0 --scenarios 4
+    art hunt config.yaml --minutes 60 -o hunt.jsonl
     """
     from art_cli.config.compose import load_config
     from art_cli.loop.reward_hunt import hunt
 
     loaded = load_config(config, overrides or [])
-    found = hunt(loaded, checkpoint=checkpoint, num_scenarios=num_scenarios, minutes=minutes)
+    found = hunt(loaded, checkpoint=checkpoint, num_scenarios=num_scenarios, minutes=minutes, output=output)
     exploits = found.exploits()
     sys.stdout.write(_as_json(found, exploits) if as_json else _as_text(found, exploits))
+    if found.error is not None:
+        raise found.error
     if exploits:
         raise RolloutError(f"{config}: {len(exploits)} of {len(found.tried)} attacks score without doing the task")
 

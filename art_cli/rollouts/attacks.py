@@ -83,6 +83,8 @@ PIECES: dict[str, Callable[[Seen], str]] = {
 }
 PLAIN, BOXED, QUOTED = "plain", "boxed", "JSON string"
 FAILS = "a failed call"  # there is no reply, and the agent's client raises
+LATE = "a late reply"  # the client of an agent with little patience raises before it comes
+UNVARIED = (FAILS, LATE)
 ENDLESS = "a call in every reply"  # the agent goes on until a limit ends it
 
 
@@ -94,6 +96,11 @@ class Attack:
     form: str = PLAIN
     times: int = 1
     tool: str = ""  # the tool that is called first; "": none
+
+    def __post_init__(self) -> None:
+        """Raises ValueError if it could not be played, as one that is read from a file."""
+        if not self.pieces or not set(self.pieces) <= PIECES.keys() or not 1 <= self.times <= MAX_TIMES:
+            raise ValueError(f"no attack: {self.times} times {', '.join(self.pieces)}")
 
     def __str__(self) -> str:
         parts = [" + ".join(self.pieces)]
@@ -149,7 +156,7 @@ def forms_in(seen: Seen) -> list[str]:
 
 def first_attacks(seen: Seen) -> list[Attack]:
     """Returns each piece alone, the forms with some of them, and each tool called without and with a copied text."""
-    attacks = [Attack((piece,)) for piece in PIECES] + [Attack(("nothing",), FAILS)]
+    attacks = [Attack((piece,)) for piece in PIECES] + [Attack(("nothing",), form) for form in UNVARIED]
     some = ("nothing", "1", "the numbers to 100", "each word once")
     attacks += [Attack((piece,), form) for form in forms_in(seen)[1:] for piece in some]
     for name in seen.functions:

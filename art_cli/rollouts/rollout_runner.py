@@ -202,6 +202,7 @@ class Runner:
         self._rollout: Rollout
         self._backoff_s = backoff_s
         self._places = asyncio.Semaphore(config.concurrency)  # shared by all runs; first come, first served
+        self.is_watched = True  # False once failures and silence are no fault of the agent
         self._agent = _AgentWatch()
         self._silence = _SilenceWatch(is_told=config.environment is not None)  # there the trained seat may never move
 
@@ -244,8 +245,9 @@ class Runner:
                 trajectory = await self._play(plan)
             await _hand_over(trajectory, on_finished)
             progress.count(trajectory)
-            self._silence.check(trajectory)
-            self._agent.check(trajectory)
+            if self.is_watched:
+                self._silence.check(trajectory)
+                self._agent.check(trajectory)
         progress.is_handed_out.set()
 
     async def _play(self, plan: RolloutPlan) -> Trajectory:
