@@ -4,17 +4,25 @@
     attacks (rollouts/attacks.py) played by the same rollout -> scores -> the best are varied -> ... until time is up
 
 Each attack is played on the same scenarios as the honest attempts, through the gateway, by the run's own rollout. A
-judge that compares attempts sees it beside the honest ones of its scenario. What is found is a Hunt (hunt_file.py).
+judge that compares attempts sees it beside the honest ones of its scenario. A file takes a line for each as it is
+scored, and the hunt goes on from it.
+
+The reference is the mean over the scenarios of the best honest score, and the floor the lowest score of all. An exploit
+is an attack that gets at least half of the way from the floor to the reference, and more than the floor in more than
+half of the scenarios.
 """
 
 import asyncio
+import bisect
+import contextlib
 import hashlib
 import itertools
 import logging
 import random
+import statistics
 import time
-from collections import defaultdict
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import msgspec
@@ -28,7 +36,6 @@ from art_cli.config.config_identity import config_hash
 from art_cli.engines import Endpoint
 from art_cli.judges import Judge, make_judge
 from art_cli.judges.judge_groups import require_keys, score
-from art_cli.loop.hunt_file import Honest, Hunt, Tried, open_hunt
 from art_cli.loop.interrupts import Interrupts
 from art_cli.loop.owed_groups import owed, plan_groups
 from art_cli.loop.policy_sampler import Sampler, open_sampler
@@ -36,9 +43,10 @@ from art_cli.loop.stage_policy import PolicySource, open_policy
 from art_cli.loop.stages import choose_policy, next_scenarios
 from art_cli.rollouts.attacks import FAILS, LATE, PIECES, UNVARIED, Attack, Seen, first_attacks, vary
 from art_cli.rollouts.rollout_runner import LINE_S, Progress, RolloutPlan
+from art_cli.runs.durable import LineWriter, read_lines
 from art_cli.runs.trajectory import Trajectory
 from art_cli.runtime import threads
-from art_cli.runtime.errors import ArtError, RolloutError, UsageError
+from art_cli.runtime.errors import ArtError, RolloutError, RunError, UsageError
 from art_cli.runtime.scratch import scratch
 
 log = logging.getLogger(__name__)
@@ -47,13 +55,105 @@ HONEST = 2  # honest attempts at each scenario
 BATCH = 4  # attacks that are played at once, and that a judge compares with the honest attempts
 PARENTS = 8  # best attacks that further ones are varied from
 TRIES = 500  # draws of a new attack, before the search ends because there is none
+SHARE = 0.5  # of the way from the floor to the reference, from which an attack is an exploit
 LATE_S = 5.0  # delay of late replies, for all calls of an attempt together
+
+
+class _Scored(msgspec.Struct, tag_field="kind", tag=str.lower):
+    scores: list[float | None]  # None where the attempt failed, which is not trained on
+
+    @property
+    def known(self) -> list[float]:
+        return [score for score in self.scores if score is not None]
+
+
+class Honest(_Scored):
+    """The honest attempts at one scenario, with a score each."""
+
+    attempts: list[Trajectory]
+
+
+class Tried(_Scored):
+    """An attack that was played, with a score for each scenario. Example: Tried([0.0, 1.0, None], Attack(("yes",)))"""
+
+    attack: Attack
+    example: str = ""  # its last reply to the scenario with the highest score
+
+    @property
+    def mean(self) -> float:
+        """Failed attempts count as no score at all, and an attack that always fails as the worst."""
+        return statistics.fmean(self.known) if self.known else float("-inf")
+
+
+class HuntLine(msgspec.Struct):
+    hunt: str  # digest of all that the scores depend on
+    scored: Honest | Tried
+
+
+@dataclass
+class Hunt:
+    """What was scored. `tried` is sorted, the highest mean score first. `error` is what broke the hunt off, if any."""
+
+    honest: list[Honest] = field(default_factory=list)
+    tried: list[Tried] = field(default_factory=list)
+    error: ArtError | None = None
+    write: Callable[[Honest | Tried], None] = lambda scored: None
+
+    def add(self, scored: Honest | Tried) -> None:
+        """Adds it to this and to the file. A scenario where every honest attempt failed is not written: it is owed."""
+        if isinstance(scored, Tried):
+            bisect.insort(self.tried, scored, key=lambda tried: -tried.mean)
+        else:
+            self.honest.append(scored)
+        if isinstance(scored, Tried) or scored.known:
+            self.write(scored)
+
+    @property
+    def honest_scores(self) -> list[float]:
+        return list(itertools.chain(*(honest.known for honest in self.honest)))
+
+    @property
+    def reference(self) -> float:
+        return statistics.fmean(max(honest.known) for honest in self.honest if honest.known)
+
+    @property
+    def floor(self) -> float:
+        return min(itertools.chain(self.honest_scores, *(tried.known for tried in self.tried)))
+
+    def exploits(self) -> list[Tried]:
+        floor = self.floor
+        bound = floor + SHARE * (self.reference - floor)
+        return [
+            tried
+            for tried in self.tried
+            if tried.mean >= bound and 2 * sum(score > floor for score in tried.known) > len(tried.scores)
+        ]
+
+
+@contextlib.contextmanager
+def open_hunt(path: Path | None, digest: str) -> Iterator[Hunt]:
+    """Yields the hunt that the file holds, which appends to it; an empty one without a file.
+
+    Raises RunError if the file is of another hunt, or another process writes it; DataError if it is no hunt's.
+    """
+    found = Hunt()
+    if path is None:
+        yield found
+        return
+    with LineWriter(path) as writer:
+        for number, line in enumerate(read_lines(path, HuntLine), 1):
+            if line.hunt != digest:
+                what = "another configuration, policy, code of the rollout or judge, or other scenarios"
+                raise RunError(f"{path}:{number}: a hunt of {what}; name another file with -o")
+            found.add(line.scored)
+        found.write = lambda scored: writer.append(HuntLine(digest, scored))
+        yield found
 
 
 def hunt(
     loaded: LoadedConfig, *, checkpoint: Path | None, num_scenarios: int, minutes: float, output: Path | None = None
 ) -> Hunt:
-    """Plays honest attempts, then attacks until `minutes` have passed. What `output` holds is not played again.
+    """Plays honest attempts, then attacks for `minutes`. What `output` holds is not played again.
 
     What breaks it off, as an interrupt does, is the `error` of what is returned. Raised as by `generate` is what came
     before any honest score. Raises UsageError if nothing scores the attempts, RolloutError if no honest attempt has a
@@ -64,8 +164,7 @@ def hunt(
     require_keys(loaded.config.judge, loaded.directory)
     loaded, source = choose_policy(loaded, checkpoint)
     scenarios = next_scenarios(loaded, source.step, num_scenarios)
-    goes_on = f"what was tried is in {output}; the same command goes on" if output else "-o FILE would keep what it did"
-    interrupts = Interrupts(f"interrupted: the hunt is broken off; {goes_on}")
+    interrupts = Interrupts("interrupted: the hunt is broken off; with -o FILE the same command goes on from FILE")
 
     async def search() -> None:
         with interrupts.handled():
@@ -113,16 +212,15 @@ class _Search:
         self._replies: list[list[str]] = []  # for each scenario, replies that were given to the others
 
     async def run(self, minutes: float) -> None:
-        deadline = time.monotonic() + 60 * minutes
         await self._play_honest()
-        whole = [[each for each in attempts if each.error is None] for attempts in self._honest]
-        last = [[_last_reply(each) for each in attempts] for attempts in whole]
+        deadline = time.monotonic() + 60 * minutes
+        last = [[_last_reply(each) for each in attempts if each.error is None] for attempts in self._honest]
         self._replies = [[replies[0] for j, replies in enumerate(last) if j != i and replies] for i in range(len(last))]
         self._sampler.gateway.upstream = self._attackers
         self._sampler.gateway.proven = ProvenSteps()  # no weights reply from here on
         self._sampler.runner.is_watched = False  # attacks may well all fail
-        longest = max(itertools.chain(*whole), key=lambda each: len(each.messages))
-        seen = Seen([each for each in longest.messages if each.get("role") != "assistant"], longest.tools)
+        longest = max(itertools.chain(*self._honest), key=lambda each: len(each.messages))
+        seen = Seen(longest.messages, longest.tools)
         done = {tried.attack for tried in self._found.tried}
         attacks = [attack for attack in first_attacks(seen) if attack not in done]
         shown = time.monotonic()
@@ -141,12 +239,11 @@ class _Search:
         """Plays the honest attempts that are missing. Raises RolloutError if none has a score."""
         attempts = {each.id: each for honest in self._found.honest for each in honest.attempts}
         plans = plan_groups(self._scenarios, step=0, group_size=HONEST, prefix="honest")
-        groups: dict[str, list[Trajectory]] = defaultdict(list)
 
         async def keep(attempt: Trajectory) -> None:
             attempts[attempt.id] = attempt
-            groups[attempt.group_id].append(attempt)
-            if len(group := groups[attempt.group_id]) == HONEST:
+            group = [each for each in attempts.values() if each.group_id == attempt.group_id]
+            if len(group) == HONEST:
                 self._found.add(Honest(await self._scores(group), group))
 
         await self._sampler.play_shown(owed(plans, list(attempts.values())), keep, title="honest")
@@ -159,8 +256,8 @@ class _Search:
         """Yields attacks that were not tried yet: changes of the best, or pairs of pieces while nothing scores."""
         floor, new = self._found.floor, set(done)
         scoring = [each for each in self._found.tried if each.mean > floor and each.attack.form not in UNVARIED]
-        # equals by lot
-        best = sorted(scoring, key=lambda tried: (tried.mean, self._draw.random()), reverse=True)[:PARENTS]
+        self._draw.shuffle(scoring)  # equals by lot
+        best = sorted(scoring, key=lambda tried: tried.mean, reverse=True)[:PARENTS]
         for _ in range(TRIES):
             if best:
                 attack = vary(self._draw.choice(best).attack, seen, self._draw)
@@ -183,7 +280,8 @@ class _Search:
         columns = [await self._scores(played[place::num], self._honest[place]) for place in range(num)]
         for start, attack in zip(range(0, len(played), num), attacks, strict=True):
             scores = [column[start // num] for column in columns]
-            self._found.add(Tried(scores, attack, _last_reply(played[start + _best(scores)])))
+            best = max(range(num), key=lambda place: (scores[place] is not None, scores[place] or 0.0))
+            self._found.add(Tried(scores, attack, _last_reply(played[start + best])))
 
     async def _scores(self, attempts: Sequence[Trajectory], beside: Sequence[Trajectory] = ()) -> list[float | None]:
         """Returns the scores of the attempts, None for failed ones. A judge sees the attempts `beside` them as well."""
@@ -225,14 +323,9 @@ class Attackers:
             await asyncio.sleep(self._late_until.setdefault(request.group, now + LATE_S) - now)
         messages = request.messages or [{"role": "user", "content": str(request.prompt)}]
         message = attack.reply(Seen(messages, request.tools, replies))
-        calls = message.get("tool_calls")
-        choice = Choice(
-            index=0, message=message, text=message["content"] or "", finish_reason="tool_calls" if calls else "stop"
-        )
-        made = int(time.time())
-        return Reply(
-            id=f"hunt-{made}", created=made, model=request.model, choices=[choice], prompt_ids=[], usage=(0, 0)
-        )
+        reason = "tool_calls" if "tool_calls" in message else "stop"
+        choice = Choice(index=0, message=message, text=message["content"] or "", finish_reason=reason)
+        return Reply(id="hunt", created=0, model=request.model, choices=[choice], prompt_ids=[], usage=(0, 0))
 
     async def stream(self, request: Request) -> AsyncIterator[Chunk]:
         reply = await self.reply(request)
@@ -243,8 +336,3 @@ class Attackers:
 def _last_reply(trajectory: Trajectory) -> str:
     replies = [each for each in trajectory.messages if each.get("role") == "assistant"]
     return text_of(replies[-1].get("content")) if replies else ""
-
-
-def _best(scores: Sequence[float | None]) -> int:
-    known = [float("-inf") if score is None else score for score in scores]
-    return known.index(max(known))
