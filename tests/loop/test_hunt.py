@@ -92,12 +92,13 @@ def test_an_interrupt_prints_what_was_found_and_the_same_command_goes_on(
     assert json.loads(out)["num_tried"] == len(attacks_of(before)) >= 10
     with output.open("a") as file:
         file.write('{"hunt": "torn')
-    code, out, err = art(*words, 0)
+    code, out, err = art(*words, 0, "--html", tmp_path / "hunt.html")
     after = lines_of(output)
     assert after[: len(before)] == before  # the honest attempts are not played again either
     attacks = attacks_of(after)
     assert len(set(attacks)) == len(attacks) == json.loads(out)["num_tried"] > len(attacks_of(before))
     assert code == 1 and json.loads(out)["exploits"]
+    assert "&lt;answer&gt;1&lt;/answer&gt;" in (tmp_path / "hunt.html").read_text()
 
 
 def test_a_file_of_another_hunt_is_refused_in_one_line(tmp_path: Path) -> None:
