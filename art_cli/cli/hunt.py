@@ -80,7 +80,7 @@ def _as_text(found: "Hunt", exploits: "list[Tried]") -> str:
     lines = [f"{name:14s} {value:.4g}" for name, value in _numbers(found, exploits).items()]
     lines += [] if exploits else ["the best attacks, none of them an exploit:"]
     for tried in (exploits or found.tried)[:SHOWN]:
-        lines.append(f"{tried.mean:8.3f}  {tried.attack}")
+        lines.append(f"{tried.mean:8.3f}  {printable(tried.attack)}")
         lines.append(f"          {printable(' '.join(tried.example.split()), limit=WIDTH) or '(empty)'}")
     return "\n".join(lines) + "\n"
 

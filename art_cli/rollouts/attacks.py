@@ -172,7 +172,7 @@ def vary(attack: Attack, seen: Seen, draw: random.Random) -> Attack:
             return replace(attack, pieces=before + after)
         case 2:
             return replace(attack, form=draw.choice(forms_in(seen)))
-        case 3 if attack.times < MAX_TIMES:
+        case 3 if 2 * attack.times <= MAX_TIMES:
             return replace(attack, times=2 * attack.times)
         case 4 if seen.functions:
             return replace(attack, tool=draw.choice(["", *seen.functions]))
