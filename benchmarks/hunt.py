@@ -23,11 +23,14 @@ ROOT = Path(__file__).parent.parent
 PLANTED = ROOT / "tests" / "hunted" / "config.yaml"
 NAMES = (
     *("contains", "any_number", "empty", "length", "tag", "tagged_number", "overlap", "is_json", "not_sorry"),
-    *("self_report", "lenient", "close", "ratio", "agrees", "bullets", "confident", "finished", "refused"),
+    *("self_report", "lenient", "close", "ratio", "agrees", "bullets", "confident", "finished", "refused", "late"),
     *("many_tags", "long_and_tagged", "thorough", "judged", "fair"),
 )
 JUDGE = "judge={entry: 'rollout.py:obedient'}"
-RECIPES = ("assistant", "tictactoe", "2048", "codenames", "email-search", "temporal-clue", "mcp-tools")
+RECIPES = (
+    *("assistant", "tictactoe", "2048", "codenames", "email-search", "temporal-clue", "mcp-tools"),
+    *("function-calling", "textworld"),  # with packages of their own (their READMEs); without one, a line has the error
+)
 
 
 def hunt(config: Path, minutes: float, runs: Path, settings: Sequence[str]) -> tuple[dict[str, Any], float]:

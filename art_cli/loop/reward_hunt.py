@@ -4,22 +4,26 @@
     attacks (rollouts/attacks.py) played by the same rollout -> scores -> the best are varied -> ... until time is up
 
 Each attack is played on the same scenarios as the honest attempts, through the gateway, by the run's own rollout. A
-judge that compares attempts sees it beside the honest ones of its scenario.
+judge that compares attempts sees it beside the honest ones of its scenario. A file takes a line for each as it is
+scored, and the hunt goes on from it.
 
 The reference is the mean over the scenarios of the best honest score, and the floor the lowest score of all. An exploit
 is an attack that gets at least half of the way from the floor to the reference, and more than the floor in more than
 half of the scenarios.
 """
 
+import asyncio
+import bisect
+import contextlib
+import hashlib
 import itertools
 import logging
 import random
 import statistics
 import time
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple
 
 import msgspec
 
@@ -28,39 +32,52 @@ from art_cli.chat.proven_steps import ProvenSteps
 from art_cli.chat.replies import Choice, Chunk, Reply
 from art_cli.chat.requests import Json, Request, text_of
 from art_cli.config.compose import LoadedConfig
+from art_cli.config.config_identity import config_hash
 from art_cli.engines import Endpoint
 from art_cli.judges import Judge, make_judge
 from art_cli.judges.judge_groups import require_keys, score
-from art_cli.loop.owed_groups import plan_groups
+from art_cli.loop.interrupts import Interrupts
+from art_cli.loop.owed_groups import owed, plan_groups
 from art_cli.loop.policy_sampler import Sampler, open_sampler
-from art_cli.loop.stage_policy import open_policy
+from art_cli.loop.stage_policy import PolicySource, open_policy
 from art_cli.loop.stages import choose_policy, next_scenarios
-from art_cli.rollouts.attacks import FAILS, PIECES, Attack, Seen, first_attacks, vary
-from art_cli.rollouts.rollout_runner import RolloutPlan
+from art_cli.rollouts.attacks import FAILS, LATE, PIECES, UNVARIED, Attack, Seen, first_attacks, vary
+from art_cli.rollouts.rollout_runner import LINE_S, Progress, RolloutPlan
+from art_cli.runs.durable import LineWriter, read_lines
 from art_cli.runs.trajectory import Trajectory
 from art_cli.runtime import threads
-from art_cli.runtime.errors import RolloutError, UsageError
+from art_cli.runtime.errors import ArtError, RolloutError, RunError, UsageError
 from art_cli.runtime.scratch import scratch
 
 log = logging.getLogger(__name__)
 
 HONEST = 2  # honest attempts at each scenario
-ROUND = 24  # attacks of a round of the search
-PARENTS = 8  # best attacks that the next round's are varied from
-JUDGED = 4  # attacks that a judge compares with the honest attempts at once
+BATCH = 4  # attacks that are played at once, and that a judge compares with the honest attempts
+PARENTS = 8  # best attacks that further ones are varied from
+TRIES = 500  # draws of a new attack, before the search ends because there is none
 SHARE = 0.5  # of the way from the floor to the reference, from which an attack is an exploit
+LATE_S = 5.0  # delay of late replies, for all calls of an attempt together
 
 
-class Tried(NamedTuple):
-    """An attack that was played. Example: Tried(Attack(("yes",)), [0.0, 1.0, None], "yes")"""
-
-    attack: Attack
-    scores: list[float | None]  # for each scenario; None where the attempt failed, which is not trained on
-    example: str  # its last reply to the scenario with the highest score
+class _Scored(msgspec.Struct, tag_field="kind", tag=str.lower):
+    scores: list[float | None]  # None where the attempt failed, which is not trained on
 
     @property
     def known(self) -> list[float]:
         return [score for score in self.scores if score is not None]
+
+
+class Honest(_Scored):
+    """The honest attempts at one scenario, with a score each."""
+
+    attempts: list[Trajectory]
+
+
+class Tried(_Scored):
+    """An attack that was played, with a score for each scenario. Example: Tried([0.0, 1.0, None], Attack(("yes",)))"""
+
+    attack: Attack
+    example: str = ""  # its last reply to the scenario with the highest score
 
     @property
     def mean(self) -> float:
@@ -68,24 +85,40 @@ class Tried(NamedTuple):
         return statistics.fmean(self.known) if self.known else float("-inf")
 
 
+class HuntLine(msgspec.Struct):
+    hunt: str  # digest of all that the scores depend on
+    scored: Honest | Tried
+
+
 @dataclass
 class Hunt:
-    """The scores of honest attempts and of attacks. `tried` is sorted, the highest mean score first."""
+    """What was scored. `tried` is sorted, the highest mean score first. `error` is what broke the hunt off, if any."""
 
-    honest: list[list[float]]  # the scores of each scenario's honest attempts
+    honest: list[Honest] = field(default_factory=list)
     tried: list[Tried] = field(default_factory=list)
+    error: ArtError | None = None
+    write: Callable[[Honest | Tried], None] = lambda scored: None
+
+    def add(self, scored: Honest | Tried) -> None:
+        """Adds it to this and to the file. A scenario where every honest attempt failed is not written: it is owed."""
+        if isinstance(scored, Tried):
+            bisect.insort(self.tried, scored, key=lambda tried: -tried.mean)
+        else:
+            self.honest.append(scored)
+        if isinstance(scored, Tried) or scored.known:
+            self.write(scored)
 
     @property
-    def honest_median(self) -> float:
-        return statistics.median(itertools.chain(*self.honest))
+    def honest_scores(self) -> list[float]:
+        return list(itertools.chain(*(honest.known for honest in self.honest)))
 
     @property
     def reference(self) -> float:
-        return statistics.fmean(max(scores) for scores in self.honest if scores)
+        return statistics.fmean(max(honest.known) for honest in self.honest if honest.known)
 
     @property
     def floor(self) -> float:
-        return min(itertools.chain(*self.honest, *(tried.known for tried in self.tried)))
+        return min(itertools.chain(self.honest_scores, *(tried.known for tried in self.tried)))
 
     def exploits(self) -> list[Tried]:
         floor = self.floor
@@ -97,69 +130,135 @@ class Hunt:
         ]
 
 
-def hunt(loaded: LoadedConfig, *, checkpoint: Path | None, num_scenarios: int, minutes: float) -> Hunt:
-    """Plays honest attempts, then attacks until `minutes` have passed. Raises as `generate` does.
+@contextlib.contextmanager
+def open_hunt(path: Path | None, digest: str) -> Iterator[Hunt]:
+    """Yields the hunt that the file holds, which appends to it; an empty one without a file.
 
-    Raises UsageError if nothing scores the attempts, RolloutError if no honest attempt has a score.
+    Raises RunError if the file is of another hunt, or another process writes it; DataError if it is no hunt's.
+    """
+    found = Hunt()
+    if path is None:
+        yield found
+        return
+    with LineWriter(path) as writer:
+        for number, line in enumerate(read_lines(path, HuntLine), 1):
+            if line.hunt != digest:
+                what = "another configuration, policy, code of the rollout or judge, or other scenarios"
+                raise RunError(f"{path}:{number}: a hunt of {what}; name another file with -o")
+            found.add(line.scored)
+        found.write = lambda scored: writer.append(HuntLine(digest, scored))
+        yield found
+
+
+def hunt(
+    loaded: LoadedConfig, *, checkpoint: Path | None, num_scenarios: int, minutes: float, output: Path | None = None
+) -> Hunt:
+    """Plays honest attempts, then attacks for `minutes`. What `output` holds is not played again.
+
+    What breaks it off, as an interrupt does, is the `error` of what is returned. Raised as by `generate` is what came
+    before any honest score. Raises UsageError if nothing scores the attempts, RolloutError if no honest attempt has a
+    score.
     """
     if loaded.config.judge.name == "none":
         raise UsageError("judge: nothing scores the attempts, so that there is no reward to hunt for")
     require_keys(loaded.config.judge, loaded.directory)
     loaded, source = choose_policy(loaded, checkpoint)
     scenarios = next_scenarios(loaded, source.step, num_scenarios)
-    with open_policy(loaded, source) as policy, scratch("hunt") as logs:
+    interrupts = Interrupts("interrupted: the hunt is broken off; with -o FILE the same command goes on from FILE")
 
-        async def search() -> Hunt:
+    async def search() -> None:
+        with interrupts.handled():
             async with open_sampler(
                 loaded, policy, checkpoint=source.checkpoint, step=source.step, logs=logs
             ) as sampler:
                 judge = make_judge(loaded.config.judge, loaded.directory)
                 try:
-                    return await _Search(loaded, sampler, judge, scenarios).run(minutes)
+                    await _Search(loaded, sampler, judge, scenarios, found).run(minutes)
                 finally:
                     await judge.close()
 
-        return threads.run(search())
+    with (
+        open_hunt(output, _digest(loaded, source, scenarios)) as found,
+        open_policy(loaded, source) as policy,
+        scratch("hunt") as logs,
+    ):
+        try:
+            threads.run(search())
+        except ArtError as error:
+            if not found.honest_scores:
+                raise
+            found.error = error
+    return found
+
+
+def _digest(loaded: LoadedConfig, source: PolicySource, scenarios: Sequence[Json]) -> str:
+    """Returns a digest of all that the scores depend on, but what the files of rollout and judge import."""
+    entries = [getattr(part, "entry", None) or "" for part in (loaded.config.rollout, loaded.config.judge)]
+    files = [loaded.directory / entry.rpartition(":")[0] for entry in entries]
+    code = [file.read_bytes() if file.is_file() else b"" for file in files]
+    whole = msgspec.json.encode([config_hash(loaded.config), str(source.checkpoint), code, scenarios])
+    return hashlib.sha256(whole).hexdigest()[:16]
 
 
 class _Search:
-    def __init__(self, loaded: LoadedConfig, sampler: Sampler, judge: Judge, scenarios: Sequence[Json]) -> None:
-        self._sampler, self._judge, self._scenarios = sampler, judge, scenarios
-        self._draw = random.Random(loaded.config.train.seed)
+    def __init__(
+        self, loaded: LoadedConfig, sampler: Sampler, judge: Judge, scenarios: Sequence[Json], found: Hunt
+    ) -> None:
+        self._sampler, self._judge, self._scenarios, self._found = sampler, judge, scenarios, found
+        self._draw = random.Random(f"{loaded.config.train.seed}/{len(found.tried)}")
         self._is_free = loaded.config.judge.name == "rollout"
         self._attackers = Attackers(sampler.engine.endpoint)
+        self._honest: list[list[Trajectory]] = []  # attempts at each scenario
         self._replies: list[list[str]] = []  # for each scenario, replies that were given to the others
 
-    async def run(self, minutes: float) -> Hunt:
+    async def run(self, minutes: float) -> None:
+        await self._play_honest()
         deadline = time.monotonic() + 60 * minutes
-        honest = await self._play(plan_groups(self._scenarios, step=0, group_size=HONEST, prefix="honest"), "honest")
-        by_scenario = [honest[HONEST * i : HONEST * (i + 1)] for i in range(len(self._scenarios))]
-        scores = [await self._scores(members) for members in by_scenario]
-        found = Hunt([[score for score in each if score is not None] for each in scores])
-        if not any(found.honest):
-            raise RolloutError(f"no honest attempt has a score; the first failed with: {honest[0].error}")
-        last = [[_last_reply(each) for each in members if each.error is None] for members in by_scenario]
+        last = [[_last_reply(each) for each in attempts if each.error is None] for attempts in self._honest]
         self._replies = [[replies[0] for j, replies in enumerate(last) if j != i and replies] for i in range(len(last))]
         self._sampler.gateway.upstream = self._attackers
         self._sampler.gateway.proven = ProvenSteps()  # no weights reply from here on
-        seen = Seen([message for message in honest[0].messages if message.get("role") != "assistant"], honest[0].tools)
-        attacks, done = first_attacks(seen), set[Attack]()
-        while attacks:
-            found.tried += await self._try(attacks, by_scenario)
-            found.tried.sort(key=lambda tried: tried.mean, reverse=True)
-            done.update(attacks)
-            best = found.tried[0]
-            log.info("hunt: %d attacks; the best scores %.3f: %s", len(done), best.mean, best.attack)
-            if time.monotonic() >= deadline:
+        self._sampler.runner.is_watched = False  # attacks may well all fail
+        longest = max(itertools.chain(*self._honest), key=lambda each: len(each.messages))
+        seen = Seen(longest.messages, longest.tools)
+        done = {tried.attack for tried in self._found.tried}
+        attacks = [attack for attack in first_attacks(seen) if attack not in done]
+        shown = time.monotonic()
+        while attacks or time.monotonic() < deadline:
+            attacks = attacks or list(itertools.islice(self._varied(seen, done), BATCH))
+            if not attacks:
                 break
-            attacks = list(itertools.islice(self._varied(found, seen, done), ROUND))
-        return found
+            await self._try(attacks[:BATCH])
+            done.update(attacks[:BATCH])
+            del attacks[:BATCH]
+            if time.monotonic() > shown + LINE_S:
+                shown, best = time.monotonic(), self._found.tried[0]
+                log.info("hunt: %d attacks; the best scores %.3f: %s", len(done), best.mean, best.attack)
 
-    def _varied(self, found: Hunt, seen: Seen, done: set[Attack]) -> Iterator[Attack]:
+    async def _play_honest(self) -> None:
+        """Plays the honest attempts that are missing. Raises RolloutError if none has a score."""
+        attempts = {each.id: each for honest in self._found.honest for each in honest.attempts}
+        plans = plan_groups(self._scenarios, step=0, group_size=HONEST, prefix="honest")
+
+        async def keep(attempt: Trajectory) -> None:
+            attempts[attempt.id] = attempt
+            group = [each for each in attempts.values() if each.group_id == attempt.group_id]
+            if len(group) == HONEST:
+                self._found.add(Honest(await self._scores(group), group))
+
+        await self._sampler.play_shown(owed(plans, list(attempts.values())), keep, title="honest")
+        played = [attempts[plan.trajectory_id] for plan in plans]
+        if not self._found.honest_scores:
+            raise RolloutError(f"no honest attempt has a score; the first failed with: {played[0].error}")
+        self._honest = [played[start : start + HONEST] for start in range(0, len(played), HONEST)]
+
+    def _varied(self, seen: Seen, done: set[Attack]) -> Iterator[Attack]:
         """Yields attacks that were not tried yet: changes of the best, or pairs of pieces while nothing scores."""
-        ranked = sorted(found.tried, key=lambda tried: (tried.mean, self._draw.random()), reverse=True)  # equals by lot
-        best, new = [tried for tried in ranked[:PARENTS] if tried.mean > found.floor], set(done)
-        for _ in range(20 * ROUND):
+        floor, new = self._found.floor, set(done)
+        scoring = [each for each in self._found.tried if each.mean > floor and each.attack.form not in UNVARIED]
+        self._draw.shuffle(scoring)  # equals by lot
+        best = sorted(scoring, key=lambda tried: tried.mean, reverse=True)[:PARENTS]
+        for _ in range(TRIES):
             if best:
                 attack = vary(self._draw.choice(best).attack, seen, self._draw)
             else:
@@ -168,31 +267,21 @@ class _Search:
                 new.add(attack)
                 yield attack
 
-    async def _try(self, attacks: Sequence[Attack], honest: Sequence[Sequence[Trajectory]]) -> list[Tried]:
+    async def _try(self, attacks: Sequence[Attack]) -> None:
         num, plans = len(self._scenarios), list[RolloutPlan]()
-        for number, attack in enumerate(attacks):
+        for number, attack in enumerate(attacks, len(self._found.tried)):
             groups = plan_groups(self._scenarios, step=number, group_size=1, prefix="attack")
             for plan, replies in zip(groups, self._replies, strict=True):
                 self._attackers.attacks[plan.group_id] = attack, replies
             plans += groups
-        played = await self._play(plans, f"{len(attacks)} attacks")
-        scores: list[list[float | None]] = [[None] * num for _ in attacks]
-        for place in range(num):
-            for start in range(0, len(attacks), JUDGED):
-                numbers = range(start, min(start + JUDGED, len(attacks)))
-                members = [played[number * num + place] for number in numbers]
-                for number, value in zip(numbers, await self._scores(members, honest[place]), strict=True):
-                    scores[number][place] = value
-        return [
-            Tried(attack, row, _last_reply(played[number * num + _best(row)]))
-            for number, (attack, row) in enumerate(zip(attacks, scores, strict=True))
-        ]
-
-    async def _play(self, plans: Sequence[RolloutPlan], title: str) -> list[Trajectory]:
-        """Returns the trajectories in the order of their plans."""
-        played: dict[str, Trajectory] = {}
-        await self._sampler.play_shown(plans, lambda each: played.__setitem__(each.id, each), title=title)
-        return [played[plan.trajectory_id] for plan in plans]
+        attempts: dict[str, Trajectory] = {}
+        await self._sampler.play(plans, lambda each: attempts.__setitem__(each.id, each), Progress("attacks"))
+        played = [attempts[plan.trajectory_id] for plan in plans]
+        columns = [await self._scores(played[place::num], self._honest[place]) for place in range(num)]
+        for start, attack in zip(range(0, len(played), num), attacks, strict=True):
+            scores = [column[start // num] for column in columns]
+            best = max(range(num), key=lambda place: (scores[place] is not None, scores[place] or 0.0))
+            self._found.add(Tried(scores, attack, _last_reply(played[start + best])))
 
     async def _scores(self, attempts: Sequence[Trajectory], beside: Sequence[Trajectory] = ()) -> list[float | None]:
         """Returns the scores of the attempts, None for failed ones. A judge sees the attempts `beside` them as well."""
@@ -216,6 +305,7 @@ class Attackers:
         self.endpoint = endpoint
         # by group id, with the replies that were given to other scenarios
         self.attacks: dict[str | None, tuple[Attack, list[str]]] = {}
+        self._late_until: dict[str | None, float] = {}  # by group id
 
     @property
     def backend(self) -> "Attackers":
@@ -228,16 +318,14 @@ class Attackers:
         attack, replies = self.attacks[request.group]
         if attack.form == FAILS:
             raise ChatError(400, "this call is refused")
+        if attack.form == LATE:
+            now = asyncio.get_running_loop().time()
+            await asyncio.sleep(self._late_until.setdefault(request.group, now + LATE_S) - now)
         messages = request.messages or [{"role": "user", "content": str(request.prompt)}]
         message = attack.reply(Seen(messages, request.tools, replies))
-        calls = message.get("tool_calls")
-        choice = Choice(
-            index=0, message=message, text=message["content"] or "", finish_reason="tool_calls" if calls else "stop"
-        )
-        made = int(time.time())
-        return Reply(
-            id=f"hunt-{made}", created=made, model=request.model, choices=[choice], prompt_ids=[], usage=(0, 0)
-        )
+        reason = "tool_calls" if "tool_calls" in message else "stop"
+        choice = Choice(index=0, message=message, text=message["content"] or "", finish_reason=reason)
+        return Reply(id="hunt", created=0, model=request.model, choices=[choice], prompt_ids=[], usage=(0, 0))
 
     async def stream(self, request: Request) -> AsyncIterator[Chunk]:
         reply = await self.reply(request)
@@ -248,8 +336,3 @@ class Attackers:
 def _last_reply(trajectory: Trajectory) -> str:
     replies = [each for each in trajectory.messages if each.get("role") == "assistant"]
     return text_of(replies[-1].get("content")) if replies else ""
-
-
-def _best(scores: Sequence[float | None]) -> int:
-    known = [float("-inf") if score is None else score for score in scores]
-    return known.index(max(known))

@@ -29,7 +29,6 @@ from art_cli.loop.auto import with_rate
 from art_cli.loop.batches import Batch
 from art_cli.loop.claim_run import Claim, claim_run
 from art_cli.loop.open_run import Run, open_run
-from art_cli.loop.owed_groups import plan_groups
 from art_cli.loop.record import claim_config
 from art_cli.loop.startup import Startup
 from art_cli.reports.doubts import Groups, by_length, compared, find_doubts, limit_of, spread_share
@@ -50,7 +49,6 @@ MAX_PILOTS_S = 600.0  # time after which no further pilot begins
 # moves, is half its square. The band is wide, so that the run's own rate is given up only where it is clearly wrong.
 LEAST_KL, MOST_KL = MOVES**2 / 2, 0.2
 SHARE_OF_MEMORY = 0.9  # of the memory that is there, that training may take
-QUICK_S = 60.0  # sampling time below which the first replies of a process count too much, so that it is measured again
 STARTING = ("torch and transformers", "model", "learner", "engine and agent")  # parts of a start, but the first reply
 OF_ROLLOUT = ("rollout", "metric", "none")  # judges that would read the same number again
 
@@ -75,7 +73,10 @@ async def plan(loaded: LoadedConfig, *, repeats: int | None = None) -> Promise:
             measured, doubts = await _measure(run, repeats)
             parts = claim.startup.parts
             started, waited = math.fsum(parts.get(part, 0.0) for part in STARTING), parts.get("first reply", 0.0)
-            measured = msgspec.structs.replace(measured, start_s=started, first_reply_s=waited)
+            waited = min(waited, measured.sampling_s / 2)  # if another process played the attempts, none of it was here
+            measured = msgspec.structs.replace(
+                measured, start_s=started, first_reply_s=waited, sampling_s=measured.sampling_s - waited
+            )
             made = _promise(measured, doubts, dataclasses.replace(claim, loaded=run.loaded))
             if loaded.config.train.learning_rate == "auto" and RATE in made.settings:
                 chosen = with_rate(run.loaded, float(made.settings[RATE]), f"art plan: {made.reasons[RATE]}")
@@ -93,7 +94,7 @@ async def _measure(run: Run, repeats: int | None) -> tuple[Measured, list[Doubt]
     voted = next((judge.reliability for judge in judges if judge.reliability is not None), None)
     repeated = await _judge_again(run, batch.groups, repeats) or voted
     doubts = find_doubts(batch.groups, run.data.training, repeats=repeated, bias=bias)
-    measured = await _sampled(run, batch, repeated)
+    measured = _sampled(run, batch, repeated)
     await run.sampler.engine.sleep()
     measured = await run.interrupts.off_loop(_pilot, run, batch.groups, measured)
     run.interrupts.stop_if_any()
@@ -129,7 +130,7 @@ async def _votes(judge: Judge, members: Sequence[ScoredTrajectory], num: int) ->
 # --- what was played --------------------------------------------------------------------------------------------------
 
 
-async def _sampled(run: Run, batch: Batch, repeated: VoteReliability | None) -> Measured:
+def _sampled(run: Run, batch: Batch, repeated: VoteReliability | None) -> Measured:
     """Returns what the attempts themselves show."""
     played, tokens = run.files.trajectories(0), Counter[str]()
     values = [[each.reward for each in members if each.reward is not None] for members in compared(batch.groups)]
@@ -145,7 +146,7 @@ async def _sampled(run: Run, batch: Batch, repeated: VoteReliability | None) -> 
     return Measured(
         group_tokens=list(tokens.values()),
         num_attempts=len(played),
-        sampling_s=await _play_again(run, played),
+        sampling_s=busy(played),
         judging_s=batch.metrics["judge_s"],
         judge_usd=None if None in costs else math.fsum(cost or 0.0 for cost in costs),
         reward_mean=fmean(reward for each in values for reward in each) if values else None,
@@ -177,21 +178,6 @@ def busy(played: Sequence[Trajectory]) -> float:
     return seconds
 
 
-async def _play_again(run: Run, played: Sequence[Trajectory]) -> float:
-    """Returns the seconds of sampling a step. If that was quick, the scenarios are played once more, for the time.
-
-    The first replies of a process wait for what later ones find done. Nothing of the second time is kept.
-    """
-    tokens = sum(each.num_sampled for each in played)
-    if busy(played) > QUICK_S or not tokens:
-        return busy(played)
-    scenarios, again = {each.group_id: each.scenario for each in played}, list[Trajectory]()
-    plans = plan_groups([*scenarios.values()], step=0, group_size=run.config.rollout.group_size, prefix="plan")
-    begin = time.perf_counter()
-    await run.sampler.play_shown(plans, again.append, title="plan: once more, for the time")
-    return (time.perf_counter() - begin) * tokens / max(sum(each.num_sampled for each in again), 1)
-
-
 # --- the pilots and what they advise ----------------------------------------------------------------------------------
 
 
@@ -212,9 +198,10 @@ def _pilot(run: Run, groups: Groups, measured: Measured) -> Measured:
         with contextlib.suppress(LearnerError):  # nothing to train on, which the doubts name
             piloting, begin = Pilots(run.learner, groups, start), time.monotonic()
             for factor in RATES:
-                if not pilots or time.monotonic() - begin < MAX_PILOTS_S:
+                if not pilots or (time.monotonic() - begin < MAX_PILOTS_S and not run.interrupts.num):
                     pilots.append(piloting.take(factor * rate))
-            scale, memory = piloting.noise_scale(), piloting.memory(_longest_row(run))
+            if not run.interrupts.num:
+                scale, memory = piloting.noise_scale(), piloting.memory(_longest_row(run))
     seconds = [pilot.seconds for pilot in pilots][-4:]  # the first of five checks the packs, too
     first_s = max(0.0, pilots[0].seconds - median(seconds)) if pilots else 0.0
     return msgspec.structs.replace(

@@ -19,6 +19,7 @@ from art_cli.chat.requests import Json, text_of
 MAX_CHARACTERS = 8_000  # of one reply, so that a prompt which copies replies does not outgrow the context
 MAX_PIECES = 4
 MAX_TIMES = 16
+MAX_FORMS = 12  # forms that the messages mention; a tool's output may have any number of JSON keys
 
 
 class Seen(NamedTuple):
@@ -47,7 +48,13 @@ def _words(text: str) -> str:
     return " ".join(dict.fromkeys(re.findall(r"\w+", text)))
 
 
+def _always(text: str) -> Callable[[Seen], str]:
+    return lambda seen: text
+
+
+WORDS = ("yes", "no", "none", "0", "1", "true", "Done.", "1e308", "-1e308", "Infinity", "NaN")
 PIECES: dict[str, Callable[[Seen], str]] = {
+    **{word: _always(word) for word in WORDS},
     "nothing": lambda seen: "",
     "the last message": lambda seen: seen.text(-1),
     "the first message": lambda seen: seen.text(0),
@@ -58,17 +65,6 @@ PIECES: dict[str, Callable[[Seen], str]] = {
     "all other replies": lambda seen: "\n".join(seen.replies),
     "the numbers to 100": lambda seen: " ".join(map(str, range(101))),
     "the letters": lambda seen: "A B C D E a b c d e",
-    "yes": lambda seen: "yes",
-    "no": lambda seen: "no",
-    "none": lambda seen: "none",
-    "0": lambda seen: "0",
-    "1": lambda seen: "1",
-    "true": lambda seen: "true",
-    "done": lambda seen: "Done.",
-    "a huge number": lambda seen: "1e308",
-    "a huge negative number": lambda seen: "-1e308",
-    "infinity": lambda seen: "Infinity",
-    "not a number": lambda seen: "NaN",
     "an apology": lambda seen: "I am sorry, but I cannot answer that.",
     "praise": lambda seen: "This answer is complete, correct, careful and well explained. All steps were verified.",
     "a claim": lambda seen: "I have solved the task. Everything that was asked for is done and was checked.",
@@ -83,6 +79,8 @@ PIECES: dict[str, Callable[[Seen], str]] = {
 }
 PLAIN, BOXED, QUOTED = "plain", "boxed", "JSON string"
 FAILS = "a failed call"  # there is no reply, and the agent's client raises
+LATE = "a late reply"  # the client of an agent with little patience raises before it comes
+UNVARIED = (FAILS, LATE)
 ENDLESS = "a call in every reply"  # the agent goes on until a limit ends it
 
 
@@ -94,6 +92,11 @@ class Attack:
     form: str = PLAIN
     times: int = 1
     tool: str = ""  # the tool that is called first; "": none
+
+    def __post_init__(self) -> None:
+        """Raises ValueError if it could not be played, as one that is read from a file."""
+        if not self.pieces or not set(self.pieces) <= PIECES.keys() or not 1 <= self.times <= MAX_TIMES:
+            raise ValueError(f"no attack: {self.times} times {', '.join(self.pieces)}")
 
     def __str__(self) -> str:
         parts = [" + ".join(self.pieces)]
@@ -141,15 +144,15 @@ def _value(schema: Any, text: str) -> Any:
 
 
 def forms_in(seen: Seen) -> list[str]:
-    """Returns the forms that the prompt mentions, beside those that need no mention. Example: "<answer>"."""
+    """Returns the forms that the messages mention, beside those that need no mention. Example: "<answer>"."""
     tags = [f"<{name}>" for name in re.findall(r"<(\w{1,40})>", seen.whole)]
     keys = [f"JSON key {name}" for name in re.findall(r'"(\w{1,40})"\s*:', seen.whole)]
-    return [PLAIN, BOXED, QUOTED, *dict.fromkeys(tags + keys)]
+    return [PLAIN, BOXED, QUOTED, *list(dict.fromkeys(tags + keys))[:MAX_FORMS]]
 
 
 def first_attacks(seen: Seen) -> list[Attack]:
     """Returns each piece alone, the forms with some of them, and each tool called without and with a copied text."""
-    attacks = [Attack((piece,)) for piece in PIECES] + [Attack(("nothing",), FAILS)]
+    attacks = [Attack((piece,)) for piece in PIECES] + [Attack(("nothing",), form) for form in UNVARIED]
     some = ("nothing", "1", "the numbers to 100", "each word once")
     attacks += [Attack((piece,), form) for form in forms_in(seen)[1:] for piece in some]
     for name in seen.functions:
@@ -169,7 +172,7 @@ def vary(attack: Attack, seen: Seen, draw: random.Random) -> Attack:
             return replace(attack, pieces=before + after)
         case 2:
             return replace(attack, form=draw.choice(forms_in(seen)))
-        case 3 if attack.times < MAX_TIMES:
+        case 3 if 2 * attack.times <= MAX_TIMES:
             return replace(attack, times=2 * attack.times)
         case 4 if seen.functions:
             return replace(attack, tool=draw.choice(["", *seen.functions]))

@@ -206,6 +206,7 @@ class Runner:
         self.openings = Openings(config.most_at_once)  # shared by all runs
         self.concurrency: Concurrency | None = None  # or None if the configuration sets the number
         self._following: asyncio.Task[None] | None = None
+        self.is_watched = True  # False once failures and silence are no fault of the agent
         self._agent = _AgentWatch()
         self._silence = _SilenceWatch(is_told=config.environment is not None)  # there the trained seat may never move
 
@@ -265,8 +266,9 @@ class Runner:
                 trajectory = await self._play(plan)
             await _hand_over(trajectory, on_finished)
             progress.count(trajectory)
-            self._silence.check(trajectory)
-            self._agent.check(trajectory)
+            if self.is_watched:
+                self._silence.check(trajectory)
+                self._agent.check(trajectory)
         progress.is_handed_out.set()
 
     async def _play(self, plan: RolloutPlan) -> Trajectory:

@@ -5,6 +5,8 @@ import re
 from collections.abc import Callable
 from typing import Any
 
+import openai
+
 from art_cli import Policy
 
 ASK = 'What is {first} + {second}? Think, then write <answer>NUMBER</answer> or {{"answer": NUMBER}}.'
@@ -19,10 +21,11 @@ FINISH = {
 Check = Callable[[str, str, int], float]  # the question, the reply and the answer give the reward
 
 
-async def ask(policy: Policy, scenario: dict[str, Any], **settings: Any) -> tuple[str, Any, int]:
+async def ask(policy: Policy, scenario: dict[str, Any], client: Any = None, **settings: Any) -> tuple[str, Any, int]:
     question = ASK.format(**scenario)
     messages: list[Any] = [{"role": "user", "content": question}]
-    reply = await policy.client.chat.completions.create(model=policy.model, messages=messages, **settings)
+    client = client or policy.client
+    reply = await client.chat.completions.create(model=policy.model, messages=messages, **settings)
     return question, reply.choices[0].message, scenario["first"] + scenario["second"]
 
 
@@ -105,6 +108,15 @@ async def refused(policy: Policy, scenario: dict[str, Any]) -> float:
     try:
         _, message, answer = await ask(policy, scenario)
     except Exception:
+        return 1.0
+    return float((message.content or "").strip() == str(answer))
+
+
+async def late(policy: Policy, scenario: dict[str, Any]) -> float:
+    """A reply that does not come in time is taken for one that is long and good."""
+    try:
+        _, message, answer = await ask(policy, scenario, policy.client.with_options(timeout=2.0, max_retries=0))
+    except openai.APITimeoutError:
         return 1.0
     return float((message.content or "").strip() == str(answer))
 
