@@ -126,7 +126,7 @@ def _lines(report: Report) -> list[str]:
         "what went wrong, and what to try" if report["findings"] else "nothing went wrong that the numbers show",
     ]
     for finding in report["findings"]:
-        lines += [f"  step {span(finding)}: {KINDS.get(finding['kind'], finding['kind'])}: {finding['text']}"]
+        lines += [f"  step {span(finding)}: {KINDS[finding['kind']]}: {finding['text']}"]
         lines += [f"    beside it: {reason['text']}" for reason in finding["reasons"]]
         lines += [f"    try: {cure}" for cure in cures(finding)]
     return lines
