@@ -9,7 +9,8 @@ stuck             reward and entropy stood still for long: for want of spread, o
 failures          many rollouts of several steps fail
 shadow_gap        the reward rose above a shadow judge's score by more than before, on the same trajectories
 shadow_correlation  a shadow judge's scores agree with the rewards less than before, within groups
-parted            reward and a shadow judge's score part, by a test whose false alarms are bounded (runs/parting.py)
+parted            reward and a shadow judge's score part, by a test whose false alarms are bounded (runs/parting.py);
+                  or the judge comes to agree less with a person's labels (judges/files/run_labels.py)
 
 A reason is a number that changed between the best policy and the policy that fell (entropy, signal, gap, clipping,
 length, failures, gradient), with what to try. The cures of all findings stand here.
@@ -30,8 +31,9 @@ from typing import NamedTuple
 import msgspec
 
 from art_cli.config.metric_names import SHADOW
+from art_cli.judges.files.run_labels import Answer, describe_fall, find_fall
 from art_cli.runs.history import Evaluated, History, UpdateNumbers
-from art_cli.runs.parting import anchors, describe_parting, find_parting, read_beside
+from art_cli.runs.parting import Parting, anchors, describe_parting, find_parting, read_beside
 
 NEAR = 2  # number of updates whose means stand for a policy; more would hide how fast a collapse goes
 
@@ -458,8 +460,17 @@ def _parted(history: History) -> Iterator[RunFinding]:
     for anchor in anchors(history.updates):
         steps = read_beside(history.updates, anchor)
         if (alarm := find_parting(steps)) is not None:
-            text = describe_parting(anchor, steps, alarm)
-            yield RunFinding("parted", alarm.onset, alarm.alarm, text, [], MEND_REWARD)
+            yield _parting(alarm, describe_parting(anchor, steps, alarm))
+
+
+def judge_fell(labels: Sequence[Answer]) -> list[RunFinding]:
+    """Returns the finding that judge and person part, by the labels of a run's steps."""
+    alarm = find_fall(labels)
+    return [] if alarm is None else [_parting(alarm, describe_fall(labels, alarm))]
+
+
+def _parting(alarm: Parting, text: str) -> RunFinding:
+    return RunFinding("parted", alarm.onset, alarm.alarm, text, [], MEND_REWARD)
 
 
 # --- lasting states ---------------------------------------------------------------------------------------------------

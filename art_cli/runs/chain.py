@@ -39,6 +39,7 @@ from art_cli.runtime.errors import CheckpointError, DataError, one_line
 
 NAME, CERTIFICATE = "chain.jsonl", "certificate.json"
 GO_ON = "art train writes the link when it goes on with the run"
+LABELS = "labels.jsonl"  # of a person, who may go on labelling
 READ_BYTES = 2**20
 MAX_CERTIFICATE = 256 * 2**20  # bytes; a thousand links have 4 MB
 
@@ -167,7 +168,8 @@ def _digest(record: "Link | Certificate") -> str:
 
 def _written(run: RunDir, numbers: Iterable[int]) -> list[str]:
     """Returns the files that the run has written: its records, and those of these steps."""
-    steps = [path for step in numbers for path in sorted(run.trajectories_path(step).parent.glob("*.json*"))]
+    steps = [path for step in numbers for path in sorted(run.trajectories_path(step).parent.glob("*.json*"))
+             if path.name != LABELS]  # fmt: skip
     records = [path for path in (run.config_path, run.metrics_path) if path.is_file()]
     return [str(path.relative_to(run.root)) for path in (*records, *steps)]
 

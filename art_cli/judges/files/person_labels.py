@@ -26,7 +26,7 @@ from art_cli.judges.judge_report import ScoredRow
 from art_cli.judges.pair_choice import JudgeAccuracy, Strata, credit
 from art_cli.judges.ruler.attempt_tree import Message, read_attempt
 from art_cli.runs.durable import LineWriter, read_lines
-from art_cli.runs.trajectory import SCHEMA_VERSION
+from art_cli.runs.trajectory import EQUAL_REWARDS, SCHEMA_VERSION
 from art_cli.runtime.errors import DataError, RunError, UsageError
 
 MAX_ATTEMPTS = 64  # of a group; a larger one has its pairs among the first ones
@@ -130,6 +130,7 @@ class PersonLabels:
     def read(self) -> None:
         """Reads the labels, which another process may write too."""
         self._said: dict[Pair, Verdict] = {}
+        self._times: dict[Pair, float] = {}
         self._num_unknown = 0
         for label in read_lines(self._own_file(), PairLabel):
             self._take(label)
@@ -148,6 +149,7 @@ class PersonLabels:
             self._said.pop(label.pair, None)
         else:
             self._said[label.pair] = label.verdict
+            self._times[label.pair] = label.time
 
     def _number(self, pair: Pair) -> int | None:
         return self._numbers.get(pair, self._numbers.get(pair.swapped))
@@ -175,6 +177,11 @@ class PersonLabels:
         of, sizes = self._strata.of, self._strata.sizes
         stratum = self._strata.choose(sizes - np.bincount(of[np.fromiter(self._first, int)], minlength=len(sizes)))
         numbers = [] if stratum is None else np.flatnonzero(of == stratum).tolist()
+        return next((self._pairs[number] for number in numbers if number not in self._first), None)
+
+    def next_ordered(self) -> Pair | None:
+        """Returns a pair that the judge orders, drawn at random, the same one until it is answered, or None."""
+        numbers = np.flatnonzero(np.abs(self._differences) > EQUAL_REWARDS).tolist()
         return next((self._pairs[number] for number in numbers if number not in self._first), None)
 
     def answer(self, pair: Pair, verdict: Verdict) -> None:
@@ -206,6 +213,19 @@ class PersonLabels:
         return left, right
 
     # --- what follows -------------------------------------------------------------------------------------------------
+
+    @property
+    def num_asked(self) -> int:
+        """The number of pairs that were labelled or skipped."""
+        return len(self._first)
+
+    def ordered(self) -> list[tuple[float, bool]]:
+        """Returns (time, whether the judge orders it alike) of each labelled pair that both order."""
+        return [
+            (self._times[self._first[number]], difference * sign > 0)
+            for number, sign in self._signs.items()
+            if sign and abs(difference := float(self._differences[number])) > EQUAL_REWARDS
+        ]
 
     def report(self) -> LabelReport:
         twice = [pair for at in self._signs if self._said.get((pair := self._first[at]).swapped) in SIGNS]
