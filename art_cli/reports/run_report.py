@@ -7,7 +7,6 @@ scored files of a judge that makes calls, and trajectories only where no attempt
 for a run of a thousand steps. It may be made while the run goes on.
 """
 
-import logging
 from collections.abc import Callable, Mapping, Sequence
 from operator import methodcaller
 from statistics import fmean
@@ -16,7 +15,7 @@ from typing import Any
 import msgspec
 
 from art_cli.config.metric_names import SHADOW
-from art_cli.judges.files.run_labels import Answer, RunLabels, label_windows
+from art_cli.judges.files.run_labels import RunLabels, shares
 from art_cli.judges.judge_report import JudgeWindow, judge_windows
 from art_cli.reports.findings import RunFinding, find, judge_fell, mean_interval
 from art_cli.runs.durable import read_lines
@@ -34,9 +33,8 @@ from art_cli.runs.history import (
 from art_cli.runs.run_checkpoints import explain, run_config, wanted_steps
 from art_cli.runs.run_dir import RunDir
 from art_cli.runs.trajectory import Trajectory
-from art_cli.runtime.errors import ArtError, DataError, RunError, printable
+from art_cli.runtime.errors import DataError, RunError, printable
 
-log = logging.getLogger(__name__)
 SCHEMA = 1  # version of the JSON that `art report --json` prints
 MAX_WORD = 120  # characters of a value of the configuration that are shown
 SMOOTHED = 20  # the training reward is smoothed over this fraction of the run, and over 5 steps at least
@@ -170,7 +168,7 @@ def read_report(run: RunDir) -> RunReport:
     steps = run.checkpoint_steps()
     last = steps[-1] if steps else max((update.number for update in history.updates), default=None)
     offered = next(iter(wanted_steps(run, "offered")), None)
-    fault, labels = find_run_fault(run, history), _labels(run)
+    fault, labels = find_run_fault(run, history), RunLabels(run).answers()
     return RunReport(
         run=str(run.root),
         made_with=_made_with(config),
@@ -182,7 +180,7 @@ def read_report(run: RunDir) -> RunReport:
         training_reward=smoothed,
         reward_names=reward_names(config, _reward_is(run, rewarded)),
         series={name: _series(history.updates, of) for name, of in (SERIES | _shadow_getters(history)).items()}
-        | _alike(labels),
+        | ({"labels/alike": shares(labels)} if labels else {}),
         rollouts=_rollouts(history.updates),
         seconds=_seconds(history),
         judge=_judge(history.updates),
@@ -192,10 +190,7 @@ def read_report(run: RunDir) -> RunReport:
         last=None if last is None else _kept(run, steps, history, last),
         offered="" if offered is None else explain(run, offered),
         fault="" if fault is None else str(fault),
-        findings=_of_fault(fault, history)
-        + sorted(
-            [*find(history, is_comparable=is_comparable(config)), *judge_fell(labels)], key=lambda each: each.step
-        ),
+        findings=_of_fault(fault, history) + judge_fell(labels) + find(history, is_comparable=is_comparable(config)),
     )
 
 
@@ -318,21 +313,6 @@ def _shadow_getters(history: History) -> dict[str, Getter]:
     names = {name for update in history.updates for name in update.metrics if name.startswith(SHADOW)}
     shown = sorted(name for name in names if not name.endswith((".num", ".reward", "std")))
     return {name: methodcaller("get", name) for name in shown}
-
-
-def _labels(run: RunDir) -> list[Answer]:
-    """Returns what a person says of pairs of the steps; nothing where that cannot be read, with a warning."""
-    try:
-        return RunLabels(run).answers() if any(run.root.glob("step_*/labels.jsonl")) else []
-    except ArtError as error:
-        log.warning("labels are left out: %s", error)
-        return []
-
-
-def _alike(labels: Sequence[Answer]) -> dict[str, list[tuple[int, float]]]:
-    """Returns the share of labelled pairs that the judge orders as the person does, in windows of steps."""
-    windows = label_windows(labels)
-    return {"labels/alike": [(each.last, each.alike) for each in windows]} if windows else {}
 
 
 def _series(updates: Sequence[UpdateNumbers], of: Getter) -> list[tuple[int, float]]:

@@ -6,15 +6,17 @@ orders, drawn at random, of the step with the fewest answers. A pair that both o
 Null hypothesis: given how many are alike, chance alone decides at which steps they are. A look compares the earlier
 with the later steps at each place where they can be divided: by the difference of the two shares of alike pairs, in
 standard deviations. How likely chance makes the largest of these as large is computed exactly, along all paths that
-the number of alike pairs can take. There is a look after 20, 30, 45, 67, ... answers in the order of their time, with
-the levels LEVEL / 2, LEVEL / 6, LEVEL / 12, ..., which add up to LEVEL. So at most a share LEVEL of runs, however many
-labels they get, has a false alarm. The onset is the first step after the largest difference.
+the number of alike pairs can take. There is a look after 20, 30, 45, 67, 101, ... answers in the order of their time,
+with the levels LEVEL / 2, LEVEL / 6, LEVEL / 12, ..., which add up to LEVEL. So at most a share LEVEL of runs, however
+many labels they get, has a false alarm. The onset is the first step after the largest difference.
 """
 
+import logging
 import math
 import random
-from collections.abc import Iterator, Sequence
-from itertools import takewhile
+from collections.abc import Sequence
+from contextlib import suppress
+from functools import cache
 from typing import NamedTuple
 
 import msgspec
@@ -25,9 +27,11 @@ from art_cli.judges.ruler.attempt_tree import Message
 from art_cli.runs.manifest import STEP_NAME
 from art_cli.runs.parting import LEVEL, Parting
 from art_cli.runs.run_dir import RunDir
-from art_cli.runtime.errors import UsageError
+from art_cli.runtime.errors import ArtError, UsageError
 
-FIRST, GROWTH = 20, 1.5  # number of answers at the first look, and of each later look in that of the one before
+log = logging.getLogger(__name__)
+
+LOOKS = [int(20 * 1.5**look) for look in range(20)]  # numbers of answers after which there is a look
 MAX_WINDOWS, WINDOW = 5, 10  # number of windows of steps, and the fewest answers in one
 
 
@@ -39,64 +43,47 @@ class Answer(NamedTuple):
     is_alike: bool
 
 
-class LabelWindow(msgspec.Struct, frozen=True):
-    """The answers of some neighbouring steps. Example: LabelWindow(21, 40, num=18, alike=0.83)"""
-
-    first: int
-    last: int
-    num: int
-    alike: float  # share of the pairs that the judge orders as the person does
-
-
 class RunLabelReport(msgspec.Struct, frozen=True):
     """What the labels say of the judge of a run."""
 
     num_labels: int  # pairs that both order
     num_needed: int  # labels more until the next look
-    windows: list[LabelWindow]
+    alike: list[tuple[int, float]]  # (last step, share of alike pairs) of windows of steps
     parted: str  # the alarm in words, or ""
 
     def lines(self) -> list[str]:
         """Returns the report in words."""
-        rows = [f"steps {each.first} to {each.last}: {each.alike:.3f} of {each.num} pairs" for each in self.windows]
-        lines = [f"labels    {self.num_labels} pairs that judge and person order; next look in {self.num_needed}"]
-        return [*lines, *(f"alike     {row}" for row in rows), f"parted    {self.parted or 'not that the labels show'}"]
+        shares = ", ".join(f"{share:.2f} up to step {step}" for step, share in self.alike)
+        return [
+            f"labels    {self.num_labels} pairs that judge and person order; next look in {self.num_needed}",
+            f"alike     {shares or 'not known yet'}",
+            f"parted    {self.parted or 'not that the labels show'}",
+        ]
 
 
 class RunLabels:
-    """Raises UsageError if no step of the run has a pair that its judge orders, DataError if a file is damaged."""
+    """The labels of a run's steps. A step is numbered by the update that it made, as in `art report`."""
 
     def __init__(self, run: RunDir) -> None:
-        self._paths = {int(named[1]) + 1: path for path in run.root.glob("step_*/scored.jsonl")
-                       if (named := STEP_NAME.fullmatch(path.parent.name))}  # fmt: skip
-        self._opened: dict[int, PersonLabels] = {}  # by step
+        self._run, self.labels_path = run, run.root / "step_*" / "labels.jsonl"
+        scored = {path: STEP_NAME.fullmatch(path.parent.name) for path in run.root.glob("step_*/scored.jsonl")}
+        self._paths = {int(named[1]) + 1: path for path, named in scored.items() if named}
+        self._open = cache(lambda step: PersonLabels(self._paths[step]))
+        self._order = random.Random(0).sample(sorted(self._paths), len(self._paths))
         self._answered: list[PersonLabels] = []
-        self._steps = random.Random(0).sample(sorted(self._paths), len(self._paths))
-        self.labels_path = run.root / "step_*" / "labels.jsonl"
-        if not self._paths:
-            raise UsageError(f"{run.root}: no step_*/scored.jsonl in it; name a run or a scored file")
 
-    def _open(self, step: int) -> PersonLabels:
-        if step not in self._opened:
-            self._opened[step] = PersonLabels(self._paths[step])
-        return self._opened[step]
+    def _num_asked(self, step: int) -> int:
+        has_labels = self._paths[step].with_name(self.labels_path.name).exists()
+        return self._open(step).num_asked if has_labels else 0
 
     def next(self) -> Pair | None:
         """Returns the pair to ask about, or None if all have been."""
-        while self._steps:
-            step = min(self._steps, key=self._num_asked)
-            try:
+        for step in sorted(self._order, key=self._num_asked):
+            with suppress(UsageError):  # no group of the step has two rewards
                 self._asked = self._open(step)
                 if (pair := self._asked.next_ordered()) is not None:
                     return pair
-            except UsageError:  # no group of the step has two rewards
-                pass
-            self._steps.remove(step)
         return None
-
-    def _num_asked(self, step: int) -> int:
-        has_labels = step in self._opened or self._paths[step].with_name(self.labels_path.name).exists()
-        return self._open(step).num_asked if has_labels else 0
 
     def load_messages(self, pair: Pair) -> tuple[list[Message], list[Message]]:
         """Returns all messages of the left and of the right attempt of the last question."""
@@ -111,22 +98,31 @@ class RunLabels:
             self._answered.pop().answer(pair, verdict)
 
     def answers(self) -> list[Answer]:
-        """Returns the labels of pairs that both order, in the order of their steps."""
-        steps = [step for step in sorted(self._paths) if self._num_asked(step)]
-        return [Answer(time, step, is_alike) for step in steps for time, is_alike in self._open(step).ordered()]
+        """Returns the labels of pairs that both order. Steps that cannot be read are left out with a warning."""
+        found = list[Answer]()
+        for step in self._paths:
+            try:
+                if self._num_asked(step):
+                    found += [Answer(time, step, is_alike) for time, is_alike in self._open(step).ordered()]
+            except ArtError as error:
+                log.warning("%s; its labels are left out", error)
+        return found
 
     def report(self) -> RunLabelReport:
+        """Raises UsageError if the run has no scored step."""
+        if not self._paths:
+            raise UsageError(f"{self._run.root}: no step_*/scored.jsonl in it; name a run or a scored file")
         answers = self.answers()
         alarm, num = find_fall(answers), len(answers)
         parted = "" if alarm is None else describe_fall(answers, alarm)
-        return RunLabelReport(num, next(look for look in _looks() if look > num) - num, label_windows(answers), parted)
+        return RunLabelReport(num, next(look for look in LOOKS if look > num) - num, shares(answers), parted)
 
 
-def label_windows(answers: Sequence[Answer]) -> list[LabelWindow]:
-    """Returns up to five windows of steps with about as many answers each."""
+def shares(answers: Sequence[Answer]) -> list[tuple[int, float]]:
+    """Returns (last step, share of alike pairs) of up to five windows of steps with about as many answers each."""
     ordered, size = sorted(answers, key=lambda each: each.step), math.ceil(max(len(answers) / MAX_WINDOWS, WINDOW))
     parts = [ordered[start : start + size] for start in range(0, len(ordered), size)]
-    return [LabelWindow(part[0].step, part[-1].step, len(part), _share(part)) for part in parts]
+    return [(part[-1].step, _share(part)) for part in parts]
 
 
 def _share(answers: Sequence[Answer]) -> float:
@@ -135,21 +131,12 @@ def _share(answers: Sequence[Answer]) -> float:
 
 def find_fall(answers: Sequence[Answer]) -> Parting | None:
     """Returns the first alarm that looks at the answers give, or None."""
-    answers = sorted(answers)
-    for look, num in enumerate(takewhile(lambda num: num <= len(answers), _looks()), 1):
-        seen = sorted(answers[:num], key=lambda each: each.step)
+    for look, num in enumerate((num for num in LOOKS if num <= len(answers)), 1):
+        seen = sorted(sorted(answers)[:num], key=lambda each: each.step)
         chance, onset = largest_fall(seen)
         if chance <= LEVEL / (look * (look + 1)):
             return Parting("labels", onset, seen[-1].step)
     return None
-
-
-def _looks() -> Iterator[int]:
-    """Yields the numbers of answers at which there is a look."""
-    num = FIRST
-    while True:
-        yield num
-        num = int(num * GROWTH)
 
 
 def describe_fall(answers: Sequence[Answer], alarm: Parting) -> str:

@@ -92,8 +92,6 @@ KINDS = {
     "hardly_moves": "the policy hardly moves",
     "stuck": "nothing is learned",
     "failures": "failures",
-    "shadow_gap": "reward and shadow moved apart",
-    "shadow_correlation": "shadow stopped agreeing",
     "parted": "reward and anchor parted",
 }
 INDENT = 13
