@@ -4,6 +4,7 @@ import asyncio
 import json
 import os
 import shutil
+import signal
 from pathlib import Path
 
 import msgspec
@@ -204,6 +205,19 @@ def test_a_replay_that_cannot_begin_is_one_line_before_anything_else(run: RunDir
     done = forked.run(["prove", str(run.root), "--replay", str(config)], timeout=100)
     assert done.returncode == code and done.stderr.startswith(says) and done.stderr.count("\n") == 1, done.stderr
     assert (done.stdout == "") == (damage not in ("torn", "scored"))
+
+
+@pytest.mark.slow
+def test_ctrl_c_during_a_replay_is_one_line_and_changes_nothing(run: RunDir) -> None:
+    before = {path: path.read_bytes() for path in run.root.rglob("*") if path.is_file()}
+    words = ["prove", run.root, "--replay", CONFIG]
+    with forked.Forked(words, stdout=forked.PIPE, stderr=forked.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline().startswith(str(run.root)) and "whole chain" in process.stdout.readline()
+        process.send_signal(signal.SIGINT)
+        _, err = process.communicate(timeout=60)
+    assert (process.returncode, err) == (130, "interrupted\n")
+    assert {path: path.read_bytes() for path in run.root.rglob("*") if path.is_file()} == before
 
 
 def test_a_certificate_goes_with_an_exported_model(trained: RunDir, tmp_path: Path) -> None:
