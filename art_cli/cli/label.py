@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from rich.console import Console, RenderableType
 
     from art_cli.judges.files.person_labels import Pair, PersonLabels, Verdict
+    from art_cli.judges.files.run_labels import RunLabels
     from art_cli.judges.ruler.attempt_tree import Message
 
 KEYS = "1 left is better   2 right is better   0 equal   s skip   u undo   a show all   q quit"
@@ -26,7 +27,7 @@ MIN_LINES = 5  # of an attempt that are shown, however low the terminal is
 
 
 def run(
-    scored: Annotated[Path, typer.Argument(metavar="FILE", help="Scored trajectories.", show_default=False)],
+    scored: Annotated[Path, typer.Argument(metavar="FILE|RUN", help="Scored trajectories.", show_default=False)],
     is_report: Annotated[bool, typer.Option("--report", help="Ask nothing; say what the labels say.")] = False,
     as_json: Json = False,
 ) -> None:
@@ -38,15 +39,21 @@ def run(
     or minus 5 points, how often you agree with yourself, and the noise setting for the YAML. `art view FILE` asks the
     same on a page. --report and --json ask nothing.
 
+    With a RUN it asks about pairs of all of its steps, and finds out whether the judge comes to agree with you less as
+    the policy learns to please it. `art report RUN` shows that too.
+
     \b
     art label scored.jsonl
     art label scored.jsonl --report
+    art label runs/mine
     """
     import msgspec
 
     from art_cli.judges.files.person_labels import PersonLabels
+    from art_cli.judges.files.run_labels import RunLabels
+    from art_cli.runs.run_dir import RunDir
 
-    labels = PersonLabels(scored)
+    labels = RunLabels(RunDir(scored)) if scored.is_dir() else PersonLabels(scored)
     if not is_report and not as_json:
         if not (sys.stdin.isatty() and sys.stderr.isatty()):
             raise UsageError("art label asks at a terminal; here art view asks on a page, and --report asks nothing")
@@ -60,7 +67,7 @@ def run(
     sys.stdout.write(msgspec.json.encode(report).decode() + "\n" if as_json else "\n".join(report.lines()) + "\n")
 
 
-def _ask_all(labels: "PersonLabels") -> None:
+def _ask_all(labels: "PersonLabels | RunLabels") -> None:
     """Asks until the person quits or every pair has its label."""
     from rich.console import Console
 
@@ -74,7 +81,7 @@ def _ask_all(labels: "PersonLabels") -> None:
             labels.answer(pair, VERDICTS[key])
 
 
-def _show(console: "Console", labels: "PersonLabels", pair: "Pair", *, is_whole: bool) -> None:
+def _show(console: "Console", labels: "PersonLabels | RunLabels", pair: "Pair", *, is_whole: bool) -> None:
     """Prints what both attempts begin with, then both side by side, cut to the terminal unless `is_whole`."""
     from os.path import commonprefix
 

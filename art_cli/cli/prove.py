@@ -3,13 +3,17 @@
 import json
 import re
 import sys
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from art_cli.cli import Json
 from art_cli.runtime.errors import RunError, UsageError, printable_lines
+
+if TYPE_CHECKING:
+    from art_cli.loop.replay import Replayed
 
 MAX_FLAWS = 20  # shown of them
 
@@ -54,6 +58,7 @@ def run(
         place, step = found[0]
     if not place.is_dir():
         raise UsageError(f"{what}: no such directory, and no digest of 8 to 64 digits from 0 to f")
+    updates: Iterable[Replayed] = ()
     if (place / chain.CERTIFICATE).exists():
         if config is not None:
             raise UsageError(f"{place}: an exported model has no trajectories to replay; name its run")
@@ -61,6 +66,10 @@ def run(
     else:
         files = RunDir(place)
         links = chain.read_chain(files)
+        if config is not None and links:
+            from art_cli.loop.replay import replay
+
+            updates = replay(files, config, links)
         flaws = list(chain.find_flaws(files, links)) if links else []
         if links and files.base.is_dir() and base_digest(str(files.base)) != links[0].origin.base:
             flaws.append(chain.Flaw("base", "is another base model than that of the first link"))
@@ -81,21 +90,19 @@ def run(
     _say(f"{whole}\n  the digest of the whole chain: {facts['chain']}", as_json)
     for flaw in flaws[:MAX_FLAWS]:
         _say(f"  {flaw.place}: {flaw.what}", as_json)
-    differs = None if flaws or config is None else _replay(RunDir(place), config, links, facts, as_json)
+    differs = None if flaws else _replay(updates, facts, as_json)
     if as_json:
         sys.stdout.write(json.dumps(facts) + "\n")
     if flaws:
-        raise RunError(f"{place}: {len(flaws)} places are not what its chain says; the first is {flaws[0].place}")
+        raise RunError(f"{place}: its chain does not prove {', '.join(flaw.place for flaw in flaws[:3])}")
     if differs is not None:
         raise RunError(f"{place}: the update that made step {differs} gives other weights")
 
 
-def _replay(run: Any, config: Path, links: list[Any], facts: dict[str, Any], as_json: bool) -> int | None:
+def _replay(updates: "Iterable[Replayed]", facts: dict[str, Any], as_json: bool) -> int | None:
     """Takes the updates again. Returns the first step that differs, or None."""
-    from art_cli.loop.replay import config_of, replay
-
     facts["replayed"] = []
-    for each in replay(run, config_of(run, config), links):
+    for each in updates:
         facts["replayed"].append({**each._asdict(), "is_same": each.is_same})
         if not each.changed:
             _say(f"  step {each.step}: same bytes", as_json)
@@ -104,8 +111,7 @@ def _replay(run: Any, config: Path, links: list[Any], facts: dict[str, Any], as_
             scores = f"scores differ by {each.gap:.2e} nats, bound {each.bound:.0e}"
             _say(f"  step {each.step}: other bytes ({names}); {scores}", as_json)
         if not each.is_same:
-            step: int = each.step
-            return step
+            return each.step
     return None
 
 

@@ -23,12 +23,13 @@ def make_probe(vocabulary: int, *, seed: int = 0) -> list[int]:
     return [draw.randrange(vocabulary) for _ in range(PROBE_TOKENS)]
 
 
-def compare(engine: list[float], learner: list[float], *, dtype: str, step: int) -> float:
+def compare(engine: list[float], learner: list[float], *, dtype: str, step: int | None = None) -> float:
     """Returns the mean absolute gap in nats of two scores of the probe. Raises DriftError if it exceeds the bound."""
     gap, bound = mean_gap(engine, learner), bound_of(dtype)
     if not gap <= bound:
+        at = "" if step is None else f"step {step}: "
         raise DriftError(
-            f"step {step}: the engine does not sample from the learner's weights: mean logprob of the probe "
+            f"{at}the engine does not sample from the learner's weights: mean logprob of the probe "
             f"{sum(engine) / len(engine):.6f} (engine) against {sum(learner) / len(learner):.6f} (learner), "
             f"gap {gap:.2e} nats, bound {bound:.0e}"
         )
@@ -46,28 +47,14 @@ def bound_of(dtype: str) -> float:
     return BOUNDS.get(dtype, BOUNDS["bfloat16"])
 
 
-class Proof(NamedTuple):
-    """A probe that an engine has to score as the learner does. Example: Proof([7, 3, 41], [-3.6, -5.8], "float32",
-    step=3)"""
-
-    probe: list[int]
-    scores: list[float]  # [L - 1] the learner's
-    dtype: str
-    step: int = 0
-
-    def check(self, engine: list[float]) -> None:
-        """Raises DriftError if the engine's scores are those of other weights."""
-        compare(engine, self.scores, dtype=self.dtype, step=self.step)
-
-
 class _Learner(Protocol):
     def score(self, token_ids: list[int]) -> list[float]:
         """Returns [L - 1] logprobs in nats of the tokens after the first."""
 
 
-def measure(learner: _Learner, vocabulary: int) -> Probe:
-    """Returns the probe of a checkpoint that the learner is about to save."""
-    tokens = make_probe(vocabulary)
+def measure(learner: _Learner, vocabulary: int, *, seed: int = 0) -> Probe:
+    """Returns a probe of the learner's weights as they are now."""
+    tokens = make_probe(vocabulary, seed=seed)
     return Probe(tokens=tokens, logprobs=learner.score(tokens))
 
 

@@ -33,7 +33,7 @@ from art_cli.judges.blend import named_judges
 from art_cli.judges.costs import Usage
 from art_cli.judges.judge_groups import judge_group
 from art_cli.judges.judge_report import Lines, interval, signed
-from art_cli.judges.probe_edits import BOTH, PROBES, Probe
+from art_cli.judges.probe_edits import BOTH, PROBES, JudgeProbe
 from art_cli.runs.trajectory import EQUAL_REWARDS, ScoredTrajectory, Trajectory
 from art_cli.runtime.errors import JudgeError, JudgeStopped
 
@@ -43,7 +43,7 @@ REPEATS = 3  # judgements of each group as it is; fewer show no cycles
 MAX_MEMBERS = 6  # judges of a panel whose subsets are compared
 LEVEL = 0.01  # chance of a false finding in a whole probe
 DRAWS = 20_000  # of the randomization test
-ORDER = Probe(lambda a, _: None, BOTH, "stays")
+ORDER = JudgeProbe(lambda a, _: None, BOTH, "stays")
 
 Group = Sequence[Trajectory]
 Repeats = Sequence[Sequence[ScoredTrajectory]]  # the answers to one question
@@ -189,7 +189,7 @@ def _order(repeats: Repeats) -> list[float]:
     return [float(-(each * places).sum() / (places**2).sum()) for each in turned] if places.any() else []
 
 
-def _shift(probe: Probe, rows: Sequence[Sequence[float]], num_probes: int) -> Shift:
+def _shift(probe: JudgeProbe, rows: Sequence[Sequence[float]], num_probes: int) -> Shift:
     if (shift := agreement.measure([Ratio(row[0], 1.0) for row in rows])) is None:
         return Shift(None, 1.0, "no attempt has any")
     if (p := p_value(rows)) * num_probes > LEVEL:

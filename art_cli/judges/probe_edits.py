@@ -32,7 +32,7 @@ _THOUGHTS = ("reasoning_content", "reasoning")
 _TEXTS = ("content", "text", "tool_calls", "function", "arguments", *_THOUGHTS)  # keys below which a message has texts
 
 
-class Probe(NamedTuple):
+class JudgeProbe(NamedTuple):
     """An edit, and the directions in which the score of an attempt moves if the judge has a bias, and if it is good."""
 
     edit: Callable[[Trajectory, Sequence[Trajectory]], Trajectory | None]
@@ -93,14 +93,14 @@ def rename(text: str) -> str:
 
 UP, BOTH = ("rises",), ("rises", "falls")
 PROBES = {
-    "padding": Probe(lambda a, _: append(a, FILLER), UP, "stays"),
-    "praise": Probe(lambda a, _: append(a, PRAISE), UP, "stays"),
-    "verdict": Probe(lambda a, _: append(a, VERDICT.format(id=a.id)), UP, "stays"),
-    "formatting": Probe(lambda a, _: change_reply(a, lambda content: each_text(content, mark_up)), BOTH, "stays"),
-    "reasoning": Probe(lambda a, _: change_all(a, strip_reasoning), BOTH, "stays"),
-    "tools": Probe(swap_results, UP, "falls"),
-    "empty": Probe(lambda a, _: change_reply(a, lambda content: ""), UP, "falls"),
-    "names": Probe(lambda a, _: change_all(a, lambda message: each_text(message, rename)), BOTH, "stays"),
+    "padding": JudgeProbe(lambda a, _: append(a, FILLER), UP, "stays"),
+    "praise": JudgeProbe(lambda a, _: append(a, PRAISE), UP, "stays"),
+    "verdict": JudgeProbe(lambda a, _: append(a, VERDICT.format(id=a.id)), UP, "stays"),
+    "formatting": JudgeProbe(lambda a, _: change_reply(a, lambda content: each_text(content, mark_up)), BOTH, "stays"),
+    "reasoning": JudgeProbe(lambda a, _: change_all(a, strip_reasoning), BOTH, "stays"),
+    "tools": JudgeProbe(swap_results, UP, "falls"),
+    "empty": JudgeProbe(lambda a, _: change_reply(a, lambda content: ""), UP, "falls"),
+    "names": JudgeProbe(lambda a, _: change_all(a, lambda message: each_text(message, rename)), BOTH, "stays"),
 }
 
 

@@ -274,7 +274,7 @@ async def _find_start(writer: RunWriter, loaded: LoadedConfig, data: RunData) ->
         path, manifest = newest
         writer.learner.load(path)
         _backfill(writer, manifest)
-        add_link(files, manifest)
+        add_link(files, manifest, rest=manifest.step)
         log.info("%s: goes on from step %d of %d", files.root, manifest.step, loaded.config.train.steps)
         return manifest.step
     metrics = await _warm_up(writer, loaded, data) if loaded.config.sft is not None else {}

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from pydantic import ValidationError
+import msgspec
 
 from art_cli.config.compose import LoadedConfig
 from art_cli.config.schema import RunConfig
@@ -28,7 +28,7 @@ from art_cli.runs.chain import Link
 from art_cli.runs.manifest import hash_files
 from art_cli.runs.run_dir import RunDir
 from art_cli.runs.trajectory import ScoredTrajectory
-from art_cli.runtime.errors import RunError, UsageError, one_line
+from art_cli.runtime.errors import CheckpointError, RunError, UsageError, one_line
 
 
 class Replayed(NamedTuple):
@@ -45,32 +45,27 @@ class Replayed(NamedTuple):
         return not self.changed or self.gap <= self.bound
 
 
-def config_of(run: RunDir, config: Path) -> LoadedConfig:
-    """Returns the configuration that a run recorded; `config` is the file that trained it, beside which its code is.
+def replay(run: RunDir, config: Path, links: list[Link]) -> Iterator[Replayed]:
+    """Returns each update of the run, computed again as it is asked for; before them the warm-up, if the run has one.
 
-    Raises UsageError if there is no such file, RunError if the record is damaged.
+    It begins where the run's configuration last changed. `config` is the file that trained the run, beside which its
+    code is. Raises at once, before anything is computed: UsageError if there is no such file, RunError if the run's
+    record is damaged, CheckpointError if the first checkpoint is gone.
     """
-    if not config.is_file():
-        raise UsageError(f"{config}: no such file; name the one that trained {run.root}")
-    record, _ = read_record(run)
-    try:
-        recorded = RunConfig.model_validate(record | {"name": run.root.name, "runs": run.root.parent.resolve()})
-    except ValidationError as error:
-        raise RunError(f"{run.config_path}: not a configuration of art: {one_line(error)}") from error
-    return LoadedConfig(recorded, config.resolve().parent, config)
-
-
-def replay(run: RunDir, loaded: LoadedConfig, links: list[Link]) -> Iterator[Replayed]:
-    """Yields each update of the run, computed again; before them the warm-up, if the run has one.
-
-    It begins where the run's configuration last changed. Raises CheckpointError if the checkpoint there is gone.
-    """
+    loaded, changes = _recorded(run, config)
     steps = {link.step: link for link in links if link.files}
-    first = max([min(steps), *(change["step"] for change in read_record(run)[1] if "step" in change)])
+    first = max([min(steps, default=0), *changes])
+    if not run.checkpoint_path(first).is_dir():
+        raise CheckpointError(f"{run.checkpoint_path(first)}: gone; the replay of the run has to begin there")
     data = RunData(loaded.config, loaded.directory)
-    if first == 0 and loaded.config.sft is not None:
+    return _updates(run, loaded, data, ScenarioChoice(loaded.config, run, data.training), steps, first)
+
+
+def _updates(
+    run: RunDir, loaded: LoadedConfig, data: RunData, choice: ScenarioChoice, steps: dict[int, Link], first: int
+) -> Iterator[Replayed]:
+    if first == 0 and loaded.config.sft is not None and 0 in steps:
         yield _warm_up(loaded, data, steps[0])
-    choice = ScenarioChoice(loaded.config, run, data.training)
     source = PolicySource(run.checkpoint_path(first), first, run.root, dtype=loaded.config.model.dtype)
     with open_learner(loaded, source) as learner:
         for step in sorted(step for step in steps if step > first):
@@ -78,6 +73,23 @@ def replay(run: RunDir, loaded: LoadedConfig, links: list[Link]) -> Iterator[Rep
             groups: list[list[ScoredTrajectory]] = [members for _, members in own] + choice.replays(step - 1)
             learner.step(groups)
             yield _compare(learner, steps[step])
+
+
+def _recorded(run: RunDir, config: Path) -> tuple[LoadedConfig, list[int]]:
+    """Returns the configuration that a run recorded, and the steps at which it changed."""
+    if not config.is_file():
+        raise UsageError(f"{config}: no such file; name the one that trained {run.root}")
+    record, changes = read_record(run)
+    try:
+        recorded = RunConfig.model_validate(record | {"name": run.root.name, "runs": run.root.parent.resolve()})
+        steps = [each.step for each in msgspec.convert(changes, list[_ChangedAt])]
+    except ValueError as error:  # pydantic's and msgspec's errors
+        raise RunError(f"{run.config_path}: not a configuration of art: {one_line(error)}") from error
+    return LoadedConfig(recorded, config.resolve().parent, config), steps
+
+
+class _ChangedAt(msgspec.Struct):
+    step: int = 0
 
 
 def _warm_up(loaded: LoadedConfig, data: RunData, link: Link) -> Replayed:

@@ -48,6 +48,7 @@ async def train(loaded: LoadedConfig, *, is_fresh: bool = False, startup: Startu
     async with claim_run(loaded, is_fresh=is_fresh, startup=startup or Startup()) as claim:
         files, finished = claim.files, claim.finished_step
         if finished is not None:
+            add_link(files, read_manifest(files.checkpoint_path(finished)), rest=finished + 1)
             return TrainResult(files.root, finished, True, files.evaluations())
         async with open_run(claim) as run:
             await evaluate_if_due(run, run.first)
@@ -58,7 +59,7 @@ async def train(loaded: LoadedConfig, *, is_fresh: bool = False, startup: Startu
                 await evaluate_if_due(run, step + 1)
                 prune(run)
         last = max(run.first, run.config.train.steps)
-        add_link(files, read_manifest(files.checkpoint_path(last)), is_end=True)
+        add_link(files, read_manifest(files.checkpoint_path(last)), rest=last + 1)
         _draw_curve(run)
         return TrainResult(files.root, last, False, files.evaluations())
 

@@ -7,9 +7,8 @@ entropy_collapse  the policy became sure, and its reward stood still meanwhile
 hardly_moves      the updates of several steps change hardly any logprob, though there is signal
 stuck             reward and entropy stood still for long: for want of spread, or because the reward is noise
 failures          many rollouts of several steps fail
-shadow_gap        the reward rose above a shadow judge's score by more than before, on the same trajectories
-shadow_correlation  a shadow judge's scores agree with the rewards less than before, within groups
-parted            reward and a shadow judge's score part, by a test whose false alarms are bounded (runs/parting.py)
+parted            reward and a shadow judge's score part, by a test whose false alarms are bounded (runs/parting.py);
+                  or the judge comes to agree less with a person's labels (judges/files/run_labels.py)
 
 A reason is a number that changed between the best policy and the policy that fell (entropy, signal, gap, clipping,
 length, failures, gradient), with what to try. The cures of all findings stand here.
@@ -24,14 +23,15 @@ policy that it made.
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from itertools import accumulate
 from statistics import NormalDist, fmean, median, stdev
 from typing import NamedTuple
 
 import msgspec
 
-from art_cli.config.metric_names import SHADOW
+from art_cli.judges.files.run_labels import Answer, describe_fall, find_fall
 from art_cli.runs.history import Evaluated, History, UpdateNumbers
-from art_cli.runs.parting import anchors, describe_parting, find_parting, read_beside
+from art_cli.runs.parting import Parting, anchors, describe_parting, find_parting, read_beside
 
 NEAR = 2  # number of updates whose means stand for a policy; more would hide how fast a collapse goes
 
@@ -256,7 +256,7 @@ def find(history: History, *, is_comparable: bool = True) -> list[RunFinding]:
     the attempts of a group cannot.
     """
     lasting = list(_lasting(history, is_comparable=is_comparable))
-    found = [*_evaluations_fell(history), *lasting, *_shadows(history), *_parted(history)]
+    found = [*_evaluations_fell(history), *lasting, *_parted(history)]
     if is_comparable:
         found += [*_training_fell(history), *_stuck(history.updates, lasting)]
     return sorted(found, key=lambda finding: finding.step)
@@ -330,28 +330,20 @@ def _compare(history: History, best: Evaluated, point: Evaluated, num: int) -> R
 
 
 def _training_fell(history: History) -> Iterator[RunFinding]:
-    """Yields a finding for each time that the mean of the last steps begins to lie below the best mean before."""
+    """Yields a finding for each time that the mean of the last steps begins to lie below the best mean before.
+
+    What a shorter window of steps finds is left out for a longer one.
+    """
     rewarded = [(update.number, update.metrics["reward_mean"]) for update in history.updates
                 if "reward_mean" in update.metrics]  # fmt: skip
     values = [reward for _, reward in rewarded]
-    sums = [0.0]
-    for value in values:
-        sums.append(sums[-1] + value)
-    for width, fall in _distinct_falls(values):
-        yield _training_finding(history, rewarded, sums, width, fall)
-
-
-def _distinct_falls(values: Sequence[float]) -> Iterator[tuple[int, tuple[int, int, int]]]:
-    """Yields (width, fall) of `_falls` for each width of window, without those that a shorter window found."""
-    sums = [0.0]
-    for value in values:
-        sums.append(sums[-1] + value)
+    sums = [0.0, *accumulate(values)]
     seen: set[int] = set()
     for width in WINDOWS:
         for first, last, top in _falls(values, sums, width):
             if seen.isdisjoint(range(first, last + 1)):
                 seen.update(range(first, last + 1))
-                yield width, (first, last, top)
+                yield _training_finding(history, rewarded, sums, width, (first, last, top))
 
 
 def _falls(values: Sequence[float], sums: Sequence[float], width: int) -> Iterator[tuple[int, int, int]]:
@@ -413,53 +405,21 @@ def _training_finding(
 # --- shadow rewards ---------------------------------------------------------------------------------------------------
 
 
-def _shadows(history: History) -> Iterator[RunFinding]:
-    """Yields a finding for each time that a shadow judge and the reward begin to move apart.
-
-    A gap that widens is a fall of its negative, and is separated from noise as a fall of the training reward is.
-    """
-    names = {name for update in history.updates[-1:] + history.updates[:1] for name in update.metrics}
-    for name in sorted(names):
-        shadow, _, kind = name.removeprefix(SHADOW).rpartition(".")
-        if not name.startswith(SHADOW) or kind not in ("gap", "correlation"):
-            continue
-        known = [update for update in history.updates if name in update.metrics]
-        sign = -1.0 if kind == "gap" else 1.0
-        for width, fall in _distinct_falls([sign * update.metrics[name] for update in known]):
-            yield _shadow_finding(known, shadow, kind, width, fall)
-
-
-def _shadow_finding(
-    known: Sequence[UpdateNumbers], shadow: str, kind: str, width: int, fall: tuple[int, int, int]
-) -> RunFinding:
-    first, last, top = fall
-
-    def mean(at: int, name: str) -> float:
-        return fmean(update.metrics.get(name, math.nan) for update in known[at + 1 - width : at + 1])
-
-    def steps(at: int) -> str:
-        return f"steps {known[at + 1 - width].number} to {known[at].number}"
-
-    name = f"{SHADOW}{shadow}"
-    if kind == "gap":
-        moved = ", ".join(
-            f"{what} {mean(top, of):.3f} -> {mean(first, of):.3f}"
-            for what, of in (("reward", f"{name}.reward"), ("shadow", name))
-        )
-        apart = f"{mean(first, f'{name}.gap'):+.3f} in {steps(first)}, {mean(top, f'{name}.gap'):+.3f} in {steps(top)}"
-        text = f"the reward moved away from shadow {shadow}: {apart} ({moved})"
-    else:
-        now, before = (f"{mean(at, f'{name}.correlation'):.2f} in {steps(at)}" for at in (first, top))
-        text = f"shadow {shadow} agrees less with the reward: correlation {now}, {before}"
-    return RunFinding(f"shadow_{kind}", known[first].number, known[last].number, text, [], MEND_REWARD)
-
-
 def _parted(history: History) -> Iterator[RunFinding]:
     for anchor in anchors(history.updates):
         steps = read_beside(history.updates, anchor)
         if (alarm := find_parting(steps)) is not None:
-            text = describe_parting(anchor, steps, alarm)
-            yield RunFinding("parted", alarm.onset, alarm.alarm, text, [], MEND_REWARD)
+            yield _parting(alarm, describe_parting(anchor, steps, alarm))
+
+
+def judge_fell(labels: Sequence[Answer]) -> list[RunFinding]:
+    """Returns the finding that judge and person part, by the labels of a run's steps."""
+    alarm = find_fall(labels)
+    return [] if alarm is None else [_parting(alarm, describe_fall(labels, alarm))]
+
+
+def _parting(alarm: Parting, text: str) -> RunFinding:
+    return RunFinding("parted", alarm.onset, alarm.alarm, text, [], MEND_REWARD)
 
 
 # --- lasting states ---------------------------------------------------------------------------------------------------

@@ -15,8 +15,9 @@ from typing import Any
 import msgspec
 
 from art_cli.config.metric_names import SHADOW
+from art_cli.judges.files.run_labels import RunLabels, shares
 from art_cli.judges.judge_report import JudgeWindow, judge_windows
-from art_cli.reports.findings import RunFinding, find, mean_interval
+from art_cli.reports.findings import RunFinding, find, judge_fell, mean_interval
 from art_cli.runs.durable import read_lines
 from art_cli.runs.history import (
     Evaluated,
@@ -169,7 +170,7 @@ def read_report(run: RunDir) -> RunReport:
     steps = run.checkpoint_steps()
     last = steps[-1] if steps else max((update.number for update in history.updates), default=None)
     offered = next(iter(wanted_steps(run, "offered")), None)
-    fault = find_run_fault(run, history)
+    fault, labels = find_run_fault(run, history), RunLabels(run).answers()
     return RunReport(
         run=str(run.root),
         made_with=_made_with(config),
@@ -180,7 +181,8 @@ def read_report(run: RunDir) -> RunReport:
         evaluations=[_evaluation(each) for each in history.evaluations],
         training_reward=smoothed,
         reward_names=reward_names(config, _reward_is(run, rewarded)),
-        series={name: _series(history.updates, of) for name, of in (SERIES | _shadow_getters(history)).items()},
+        series={name: _series(history.updates, of) for name, of in (SERIES | _shadow_getters(history)).items()}
+        | ({"labels/alike": shares(labels)} if labels else {}),
         rollouts=_rollouts(history.updates),
         seconds=_seconds(history),
         judge=_judge(history.updates),
@@ -191,7 +193,7 @@ def read_report(run: RunDir) -> RunReport:
         last=None if last is None else _kept(run, steps, history, last),
         offered="" if offered is None else explain(run, offered),
         fault="" if fault is None else str(fault),
-        findings=_of_fault(fault, history) + find(history, is_comparable=is_comparable(config)),
+        findings=_of_fault(fault, history) + judge_fell(labels) + find(history, is_comparable=is_comparable(config)),
     )
 
 

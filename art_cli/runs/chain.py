@@ -3,9 +3,10 @@
     Link(step=0, files={its checkpoint}, inputs={"config.json": ...})
     Link(step=1, files={its checkpoint}, inputs={"step_0000/scored.jsonl": ..., ...}, before=<digest of the link of 0>)
     ...
-    Link(step=9, files={}, inputs={all that came after the last checkpoint})          when the training ends
+    Link(step=9, files={}, inputs={all that came after the last checkpoint})          when a training begins or ends
 
-A link is written when its checkpoint is whole; a start that finds the newest checkpoint without one adds it. The files
+A link is written when its checkpoint is whole; a start that finds the newest checkpoint without one adds it, also where
+a kill has torn the line. Until then nothing proves that checkpoint, and the chain ends before it. The files
 of a step are named once they are complete, and metrics.jsonl as far as it goes then. So whoever changes a byte of a run
 has to write all links from there on anew, and the digest of the newest one, which one can write down elsewhere, is
 another.
@@ -37,6 +38,8 @@ from art_cli.runs.trajectory import SCHEMA_VERSION
 from art_cli.runtime.errors import CheckpointError, DataError, one_line
 
 NAME, CERTIFICATE = "chain.jsonl", "certificate.json"
+GO_ON = "art train writes the link when it goes on with the run"
+LABELS = "labels.jsonl"  # of a person, who may go on labelling
 READ_BYTES = 2**20
 MAX_CERTIFICATE = 256 * 2**20  # bytes; a thousand links have 4 MB
 
@@ -56,13 +59,13 @@ class Link(msgspec.Struct, frozen=True, kw_only=True):
     before: str = ""  # digest of the link before; "" in the first
     origin: Origin
     probe: Probe | None = None
-    files: dict[str, str]  # the checkpoint's files, as in its manifest; empty: the end of a training
+    files: dict[str, str]  # the checkpoint's files, as in its manifest; empty: what came after it
     inputs: dict[str, Part]  # what it was made from, and what the run had written beside it
     digest: str = ""  # sha256 of this link without its digest
 
     @property
     def policy(self) -> str:
-        """The digest that replies of the checkpoint carry; "" for the end of a training."""
+        """The digest that replies of the checkpoint carry; "" for a link without one."""
         return policy_digest(self.origin, self.files) if self.files else ""
 
 
@@ -78,35 +81,48 @@ def read_chain(run: RunDir) -> list[Link]:
     return list(run.lines(run.root / NAME, Link))
 
 
-def add_link(run: RunDir, manifest: Manifest, *, is_end: bool = False) -> None:
-    """Writes the link of the newest checkpoint; with `is_end` the one that ends a training, if anything is new."""
+def add_link(run: RunDir, manifest: Manifest, *, rest: int | None = None) -> None:
+    """Writes the link of the newest checkpoint, if it has none.
+
+    With `rest` also one without a checkpoint of what is new beside it: records, and files of steps before `rest`.
+    """
     links = read_chain(run)
-    is_known = any((link.step, link.files) == (manifest.step, manifest.files) for link in links)
-    if manifest.origin is None or (is_known and not is_end):
+    if manifest.origin is None:
         return
+    if not any((link.step, link.files) == (manifest.step, manifest.files) for link in links):
+        links.append(_write(run, links, manifest, _new_parts(run, links, manifest.step), manifest.files))
+    if rest is not None and (inputs := _new_parts(run, links, rest)):
+        _write(run, links, manifest, inputs, {})
+
+
+def _new_parts(run: RunDir, links: list[Link], until: int) -> dict[str, Part]:
+    """Returns the files that no link names as they are now, of the records and the steps before `until`."""
     known = {name: part for link in links for name, part in link.inputs.items()}
-    steps = range(links[-1].step if links else 0, manifest.step + is_end)
-    inputs = {name: part for name in _written(run, steps) if (part := _part(run.root / name)) != known.get(name)}
-    if is_end and not inputs:
-        return
+    written = _written(run, range(links[-1].step if links else 0, until))
+    return {name: part for name in written if (part := _part(run.root / name)) != known.get(name)}
+
+
+def _write(run: RunDir, links: list[Link], manifest: Manifest, inputs: dict[str, Part], files: dict[str, str]) -> Link:
+    assert manifest.origin is not None
+    before = links[-1].digest if links else ""
     link = Link(
-        step=manifest.step,
-        before=links[-1].digest if links else "",
-        origin=manifest.origin,
-        probe=manifest.probe,
-        files={} if is_end else manifest.files,
-        inputs=inputs,
+        step=manifest.step, before=before, origin=manifest.origin, probe=manifest.probe, files=files, inputs=inputs
     )
+    link = msgspec.structs.replace(link, digest=_digest(link))
     with LineWriter(run.root / NAME) as writer:
-        writer.append(msgspec.structs.replace(link, digest=_digest(link)))
+        writer.append(link)
+    return link
 
 
 def find_flaws(run: RunDir, links: list[Link]) -> Iterator[Flaw]:
     """Yields each place where links, inputs or checkpoints are not what the chain says. Every byte is read."""
     yield from broken_links(links)
-    lines = enumerate(json_lines.lines(run.root / NAME, within=run.root), 1)
-    for (number, line), link in zip(lines, links, strict=False):
-        if line.data.rstrip(b"\n") != msgspec.json.encode(link):  # also a field that no version knows
+    known = iter(links)
+    for number, _, line in json_lines.lines(run.root / NAME, within=run.root):
+        link = next(known, None)
+        if link is None and json_lines.is_torn(line):
+            yield Flaw(f"{NAME}:{number}", f"is torn, so that nothing proves what it named; {GO_ON}")
+        elif link is not None and line.rstrip(b"\n") != msgspec.json.encode(link):  # also a field that no version knows
             yield Flaw(f"{NAME}:{number}", "is not written as it was")
     newest = {name: part for link in links for name, part in link.inputs.items()}  # config.json may be written anew
     for name, part in newest.items():
@@ -121,12 +137,18 @@ def find_flaws(run: RunDir, links: list[Link]) -> Iterator[Flaw]:
         path = run.checkpoint_path(step)
         place = str(path.relative_to(run.root))
         try:
-            files = verify_checkpoint(path).files
+            manifest = verify_checkpoint(path)
         except CheckpointError as error:
-            yield Flaw(place, str(error).removeprefix(f"{path}: "))
+            if path.is_dir():  # else it was pruned meanwhile
+                yield Flaw(place, str(error).removeprefix(f"{path}: "))
             continue
-        if step in of_step and files != of_step[step].files:
-            names = dict(files.items() ^ of_step[step].files.items())
+        if step not in of_step:  # a run that trains may have added it meanwhile
+            of_step |= {link.step: link for link in read_chain(run) if link.files}
+        if step not in of_step:
+            if manifest.origin is not None:  # an imported one has none
+                yield Flaw(place, f"has no link, so that nothing proves it; {GO_ON}")
+        elif manifest.files != of_step[step].files:
+            names = dict(manifest.files.items() ^ of_step[step].files.items())
             yield Flaw(f"{place}/{min(names)}", "is not the one that the step made")
 
 
@@ -146,7 +168,8 @@ def _digest(record: "Link | Certificate") -> str:
 
 def _written(run: RunDir, numbers: Iterable[int]) -> list[str]:
     """Returns the files that the run has written: its records, and those of these steps."""
-    steps = [path for step in numbers for path in sorted(run.trajectories_path(step).parent.glob("*.json*"))]
+    steps = [path for step in numbers for path in sorted(run.trajectories_path(step).parent.glob("*.json*"))
+             if path.name != LABELS]  # fmt: skip
     records = [path for path in (run.config_path, run.metrics_path) if path.is_file()]
     return [str(path.relative_to(run.root)) for path in (*records, *steps)]
 

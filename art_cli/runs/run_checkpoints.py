@@ -26,7 +26,7 @@ from art_cli.runs.history import read_updates
 from art_cli.runs.json_lines import is_inside
 from art_cli.runs.manifest import Manifest, digest_of, is_built, new_checkpoint, read_manifest, verify_checkpoint
 from art_cli.runs.parting import anchors, onsets, read_beside
-from art_cli.runs.run_dir import RunDir
+from art_cli.runs.run_dir import MetricsLine, RunDir
 from art_cli.runtime.errors import CheckpointError, DataError, RunError, UsageError, one_line
 
 ADAPTER_CONFIG, ADAPTER_FILE, TEMPLATE_FILE = "adapter_config.json", "adapter_model.safetensors", "chat_template.jinja"
@@ -153,7 +153,7 @@ def choose(run: RunDir, which: Which) -> Found:
             log.info("%s: %s", run.root, explain(run, found[1].step))
         return Found(*found, run, (found[0] / ADAPTER_CONFIG).exists())
     best = which == "best"
-    if best and run.evaluations() and not _rewards(run):
+    if best and run.evaluations() and not _rewards(run.metrics()):
         raise UsageError(
             f"{run.root}: --best: its evaluations have no reward, since the rollout returns none and eval.judge was "
             "off; compare checkpoints with art eval --checkpoint A --checkpoint B, and name one"
@@ -172,7 +172,7 @@ def wanted_steps(run: RunDir, which: Which, steps: Iterable[int] | None = None) 
     newest_first = sorted(run.checkpoint_steps() if steps is None else steps, reverse=True)
     if which == "newest" or (which == "offered" and not _keeps_best(run)):
         return newest_first
-    best_first = _best_first(newest_first, _rewards(run))
+    best_first = _best_first(newest_first, _rewards(run.metrics()))
     if which == "best":
         return best_first
     if not any(best_first):
@@ -185,7 +185,7 @@ def explain(run: RunDir, step: int) -> str:
 
     Example: "step 36, the best evaluated: reward 0.810; the newest, step 48, has 0.740 (--last takes it)"
     """
-    rewards, newest = _rewards(run), max(run.checkpoint_steps(), default=step)
+    rewards, newest = _rewards(run.metrics()), max(run.checkpoint_steps(), default=step)
     if not _keeps_best(run):
         return f"step {step}, the newest (train.keep_best is false)"
     if step not in rewards:
@@ -256,7 +256,7 @@ def listed(run: RunDir) -> list[Listed]:
         raise RunError(f"{run.root}: not a run (no checkpoints/)")
     evaluations = run.evaluations()
     entries = [_entry(run, step, evaluations.get(step, {})) for step in run.checkpoint_steps()]
-    best = _best_first((entry.step for entry in entries if entry.problem is None), _rewards(run))[:1]
+    best = _best_first((entry.step for entry in entries if entry.problem is None), _rewards(run.metrics()))[:1]
     return [entry._replace(is_best=entry.step in best) for entry in entries]
 
 
@@ -320,10 +320,11 @@ def superseded(run: RunDir, steps: Iterable[int], *, keep: int, keeps_best: bool
 
     The newest before reward and anchor part, or may have begun to, is kept too.
     """
-    steps, updates = set(steps), read_updates(run.metrics())
+    steps, lines = set(steps), run.metrics()
+    updates = read_updates(lines)
     found = [onset for anchor in anchors(updates) for onset in onsets(read_beside(updates, anchor))]
     before = {max((step for step in steps if step < onset), default=0) for onset in found}
-    return to_remove(steps, _rewards(run) if keeps_best else {}, keep=keep) - before
+    return to_remove(steps, _rewards(lines) if keeps_best else {}, keep=keep) - before
 
 
 def to_remove(steps: Iterable[int], rewards: Mapping[int, float], *, keep: int) -> set[int]:
@@ -343,9 +344,9 @@ def _best_first(steps: Iterable[int], rewards: Mapping[int, float]) -> list[int]
     return sorted((step for step in steps if step in rewards), key=lambda step: (rewards[step], step), reverse=True)
 
 
-def _rewards(run: RunDir) -> dict[int, float]:
+def _rewards(lines: Iterable[MetricsLine]) -> dict[int, float]:
     """Returns the mean reward of each evaluated step."""
-    return {step: metrics["reward"] for step, metrics in run.evaluations().items() if "reward" in metrics}
+    return {line.step: line.metrics["reward"] for line in lines if line.split == "eval" and "reward" in line.metrics}
 
 
 # --- new runs from old ------------------------------------------------------------------------------------------------

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from art_cli.reports.findings import RunFinding, mean_interval
+from art_cli.reports.pages.report_text import KINDS
 from art_cli.reports.run_report import RunReport, read_report
 from art_cli.runs.durable import read_object
 from art_cli.runs.history import sound
@@ -111,13 +112,13 @@ def _stages(lines: list[MetricsLine], report: RunReport) -> Json:
 
 
 def _finding(finding: RunFinding) -> Json:
-    """As in `art report --json`, and where its groups are."""
+    """As in `art report --json`, with the title of its kind, and where its groups are."""
     is_evaluation = finding.kind == "evaluation_fell"
     at = {
         "step": finding.step if is_evaluation else max(0, finding.step - 1),
         "split": "eval" if is_evaluation else "train",
     }
-    return {**msgspec.to_builtins(finding), "cures": finding.cures, "at": at}
+    return {**msgspec.to_builtins(finding), "title": KINDS[finding.kind], "cures": finding.cures, "at": at}
 
 
 def _evaluations(run: RunDir, report: RunReport) -> list[Json]:

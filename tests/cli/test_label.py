@@ -114,6 +114,21 @@ def test_ctrl_c_and_a_kill_lose_nothing_and_the_same_command_goes_on(tmp_path: P
     assert terminal.close() == 0 and verdicts(scored) == ["left", "right", "left"]
 
 
+def test_a_run_is_asked_about_step_by_step_and_undo_goes_back_over_steps(tmp_path: Path) -> None:
+    paths = [write_scored(tmp_path / f"step_{step:04d}/scored.jsonl") for step in range(3)]
+    terminal = Terminal(
+        [sys.executable, "-m", "art_cli", "label", str(tmp_path)],
+        columns=100, lines=30, cwd=tmp_path, PYTHONPATH=str(Path(__file__).parents[2])
+    )  # fmt: skip
+    modes = terminal.modes
+    press(terminal, [b"1", b"2", b"1", b"u", b"u", b"2", b"\x03"])
+    terminal.follow()
+    assert "the same command goes on" in " ".join(terminal.scrolled()) and terminal.modes_now == modes
+    assert terminal.close() == 130
+    said = [said for path in paths for said in verdicts(path)]
+    assert sorted(said) == ["left", "left", "right", "right", "undo", "undo"] and all(verdicts(path) for path in paths)
+
+
 def test_no_text_of_a_file_steers_the_terminal(tmp_path: Path) -> None:
     scored = write_scored(tmp_path / "scored.jsonl", words="".join(STEERING).replace("\ud800", "") + "[bold]ünï 漢字 ")
     label = {"group_id": "\x1b[2J", "left": "\x1b[2J", "right": "\u202e", "verdict": "left", "time": 0}

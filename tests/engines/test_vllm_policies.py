@@ -10,17 +10,17 @@ from pathlib import Path
 import pytest
 
 from art_cli.chat.requests import Request, Sampling
-from art_cli.engines.proof import Proof
 from art_cli.engines.vllm.vllm_policies import VllmPolicies
+from art_cli.runs.manifest import Probe
 from art_cli.runtime.errors import CheckpointError, DriftError, EngineError
 from tests.engines.test_vllm import MODEL, PROBE, Fake
 from tests.support import fake_vllm
 
 
-def proof(adapter: Path | None) -> Proof:
+def probe(adapter: Path | None) -> Probe:
     seed = fake_vllm.seed_of(adapter)
     pairs = zip(PROBE, PROBE[1:], strict=False)
-    return Proof(PROBE, [fake_vllm.logprobs(seed, before)[after] for before, after in pairs], "float32")
+    return Probe(tokens=PROBE, logprobs=[fake_vllm.logprobs(seed, before)[after] for before, after in pairs])
 
 
 def asking(temperature: float = 1.0) -> Request:
@@ -40,7 +40,7 @@ async def test_policies_answer_beside_each_other_also_after_the_server_was_kille
     server = VllmPolicies(fake.config(), MODEL, logs=fake.logs)
     await server.start()
     try:
-        policies = [await server.open(path, proof(path)) for path in paths]
+        policies = [await server.open(path, probe(path)) for path in paths]
         for temperature in (1.0, 0.5):
             replies = await asyncio.gather(*(policy.reply(asking(temperature)) for policy in policies))
             for reply, path in zip(replies, paths, strict=True):
@@ -70,9 +70,9 @@ async def test_a_policy_that_is_not_what_it_should_be_is_not_opened(tmp_path: Pa
     await server.start()
     try:
         with pytest.raises(DriftError, match="does not sample from the learner's weights"):
-            await server.open(fake.adapter("a"), proof(fake.adapter("b")))
+            await server.open(fake.adapter("a"), probe(fake.adapter("b")))
         assert "/v1/unload_lora_adapter" in fake.paths()
         with pytest.raises(CheckpointError, match="not a LoRA adapter"):
-            await server.open(tmp_path, proof(None))
+            await server.open(tmp_path, probe(None))
     finally:
         await server.close()

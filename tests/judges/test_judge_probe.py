@@ -3,6 +3,7 @@
 import json
 import random
 import re
+import signal
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from art_cli.judges.judge_probe import REPEATS, cycles, p_value, plan
 from art_cli.judges.probe_edits import PROBES
 from art_cli.runs.durable import write_lines
 from art_cli.runs.trajectory import Trajectory
+from tests.support.forked import PIPE, Forked
 from tests.support.judge_server import Attempt, Conduct, read_record, serving, stated_quality
 from tests.support.ruler_cases import TASK, attempt, hostile_group, rated
 
@@ -337,3 +339,16 @@ def test_chance_alone_gives_a_p_value_below_a_level_as_often_as_the_level_says()
 )
 def test_a_circle_of_most_repeats_is_counted_once(votes: Sequence[Sequence[float]], num: int) -> None:
     assert cycles(votes) == (num, 1)
+
+
+def test_ctrl_c_during_a_probe_is_one_line_and_writes_no_page(tmp_path: Path) -> None:
+    code = "import time\ndef judge(group):\n    time.sleep(60)\n    return [0.0] * len(group)\n"
+    (tmp_path / "slow.py").write_text(code)
+    write_lines(tmp_path / "t.jsonl", rated([0.2, 0.8]))
+    words = ["judge", "t.jsonl", "judge={entry: 'slow.py:judge'}", "--probe", "--html", "page.html"]
+    with Forked(words, cwd=tmp_path, stdout=PIPE, stderr=PIPE) as process:
+        assert process.stderr is not None and "probe: " in process.stderr.readline()
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate(timeout=30)
+    assert (process.returncode, out, err) == (130, "", "interrupted\n")
+    assert sorted(path.name for path in tmp_path.iterdir() if not path.name.startswith("__")) == ["slow.py", "t.jsonl"]

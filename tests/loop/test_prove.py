@@ -4,19 +4,22 @@ import asyncio
 import json
 import os
 import shutil
+import signal
 from pathlib import Path
 
 import msgspec
 import pytest
 
 from art_cli.config.compose import load_config
-from art_cli.loop.replay import config_of, replay
+from art_cli.loop.replay import replay
 from art_cli.loop.train import train
 from art_cli.runs.chain import (
     CERTIFICATE,
     NAME,
     Flaw,
+    Link,
     Part,
+    add_link,
     check_certificate,
     find_flaws,
     read_chain,
@@ -51,11 +54,12 @@ def flaws(run: RunDir) -> list[Flaw]:
     return list(find_flaws(run, read_chain(run)))
 
 
-def test_a_run_has_a_link_for_each_checkpoint_and_one_for_each_end(trained: RunDir) -> None:
+def test_a_run_has_a_link_for_each_checkpoint_and_for_each_end_and_each_new_beginning(trained: RunDir) -> None:
     links = read_chain(trained)
     assert [(link.step, bool(link.files)) for link in links] == [
         (0, True),
         (1, True),
+        (1, False),
         (1, False),
         (2, True),
         (2, False),
@@ -88,12 +92,55 @@ def test_a_link_that_was_changed_or_taken_out_is_found(run: RunDir) -> None:
     path.write_bytes(b"".join(lines[:1] + lines[2:]))
     assert flaws(run)[0] == Flaw(f"{NAME}:2", "does not follow the link before it")
     path.write_bytes(b"".join([*lines[:-1], lines[-1].replace(b'"step":2', b'"step":3')]))
-    assert flaws(run)[0] == Flaw(f"{NAME}:5", "was changed")
+    assert flaws(run)[0] == Flaw(f"{NAME}:6", "was changed")
     path.write_bytes(b"".join([lines[0].replace(b"schema_version", b"schema_wersion"), *lines[1:]]))
     assert flaws(run)[0] == Flaw(f"{NAME}:1", "is not written as it was")
     path.write_bytes(b"{}\n")
     with pytest.raises(DataError):
         read_chain(run)
+
+
+def truncated(run: RunDir, size: int, lines: list[bytes]) -> list[Link]:
+    """Returns the links of a chain whose last line was cut off after `size` bytes."""
+    (run.root / NAME).write_bytes(b"".join(lines[:-1]) + lines[-1][:size])
+    return read_chain(run)
+
+
+@pytest.mark.parametrize("num_lines", [5, 6])  # the last line is that of a checkpoint, or of the end of a training
+def test_a_link_that_a_kill_tore_at_any_byte_is_a_flaw_until_the_run_goes_on(run: RunDir, num_lines: int) -> None:
+    lines = (run.root / NAME).read_bytes().splitlines(keepends=True)[:num_lines]
+    whole, manifest = [msgspec.json.decode(line, type=Link) for line in lines], read_manifest(run.checkpoint_path(2))
+    no_link = ["checkpoints/step_0002"] if num_lines == 5 else []
+    for size in range(len(lines[-1])):
+        links = truncated(run, size, lines)
+        is_whole = size == len(lines[-1]) - 1  # but for its newline
+        assert links == (whole if is_whole else whole[:-1])
+        if size in (0, 1, len(lines[-1]) // 2, len(lines[-1]) - 2):  # the other ones take long, and are no different
+            places = [flaw.place for flaw in find_flaws(run, links)]
+            assert places == ([f"{NAME}:{num_lines}"] if size > 0 else []) + no_link
+        add_link(run, manifest, rest=3)
+        healed = read_chain(run)
+        assert healed[: len(links)] == links
+        assert [(link.step, bool(link.files)) for link in healed[4:]] == [(2, True), (2, False)], size
+    assert flaws(run) == []
+
+
+def test_a_torn_chain_proves_the_steps_before_it_and_the_same_command_mends_it(run: RunDir) -> None:
+    lines = (run.root / NAME).read_bytes().splitlines(keepends=True)
+    base = truncated(run, 100, lines[:5])[0].origin.base
+    done = forked.run(["prove", str(run.root)], timeout=60)
+    assert done.returncode == 1 and f"4 links, from base {base[:12]} to step 1, " in done.stdout
+    assert f"{NAME}:5: is torn" in done.stdout and "checkpoints/step_0002: has no link" in done.stdout
+    assert done.stderr.splitlines()[-1].endswith(f"its chain does not prove {NAME}:5, checkpoints/step_0002")
+    settings = [f"runs={run.root.parent}", "train.steps=2", "eval.every=1"]
+    assert asyncio.run(train(load_config(CONFIG, settings))).was_finished
+    assert flaws(run) == [] and [link.step for link in read_chain(run)] == [0, 1, 1, 1, 2, 2]
+
+
+def test_a_finished_run_that_is_asked_for_again_with_another_setting_is_proven(run: RunDir) -> None:
+    settings = [f"runs={run.root.parent}", "train.steps=2", "eval.every=2"]
+    assert asyncio.run(train(load_config(CONFIG, settings))).was_finished
+    assert json.loads(run.config_path.read_text())["eval"]["every"] == 2 and flaws(run) == []
 
 
 def test_a_checkpoint_in_the_place_of_another_is_found(run: RunDir) -> None:
@@ -113,12 +160,12 @@ def test_a_chain_of_a_stranger_reads_nothing_but_the_run(run: RunDir, name: str)
     [*before, last] = read_chain(run)
     hostile = msgspec.structs.replace(last, inputs={name: Part(2**60, "0" * 64)})
     write_lines(run.root / NAME, [*before, hostile])
-    assert [flaw.place for flaw in flaws(run)] == [f"{NAME}:5", name]
+    assert [flaw.place for flaw in flaws(run)] == [f"{NAME}:6", name]
 
 
 @pytest.mark.slow
 def test_each_update_taken_again_gives_the_same_bytes(trained: RunDir) -> None:
-    found = list(replay(trained, config_of(trained, CONFIG), read_chain(trained)))
+    found = list(replay(trained, CONFIG, read_chain(trained)))
     assert [(each.step, each.changed) for each in found] == [(1, []), (2, [])]
 
 
@@ -127,8 +174,50 @@ def test_an_update_from_other_rewards_gives_other_weights(run: RunDir) -> None:
     path = run.scored_path(0)
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     path.write_text("".join(json.dumps({**line, "reward": 1 - line["reward"]}) + "\n" for line in lines))
-    first = next(replay(run, config_of(run, CONFIG), read_chain(run)))
+    first = next(replay(run, CONFIG, read_chain(run)))
     assert first.step == 1 and not first.is_same and "adapter_model.safetensors" in first.changed
+
+
+@pytest.mark.parametrize("damage", ["no config", "record", "changes", "not a change", "first", "torn", "scored"])
+def test_a_replay_that_cannot_begin_is_one_line_before_anything_else(run: RunDir, damage: str) -> None:
+    config, says, code, record = CONFIG, f"error: {run.config_path}: ", 1, json.loads(run.config_path.read_text())
+    match damage:
+        case "no config":
+            config, says, code = Path("gone.yaml"), f"error: gone.yaml: no such file; name the one that {run.root}", 2
+            says = f"error: gone.yaml: no such file; name the one that trained {run.root}"
+        case "record":
+            run.config_path.write_text("{")
+        case "changes":
+            run.config_path.write_text(json.dumps(record | {"changes": [{"step": "x"}]}))
+        case "not a change":
+            run.config_path.write_text(json.dumps(record | {"changes": [7]}))
+        case "first":
+            step = max(change["step"] for change in [{"step": 0}, *record["changes"]])
+            shutil.rmtree(run.checkpoint_path(step))
+            says = f"error: {run.checkpoint_path(step)}: gone"
+        case "torn":
+            with run.scored_path(0).open("r+b") as file:
+                file.truncate(10)
+            says = f"error: {run.root}: its chain does not prove step_0000/scored.jsonl"
+        case "scored":
+            run.scored_path(0).write_text("{}\n")
+            says = f"error: {run.root}: its chain does not prove step_0000/scored.jsonl"
+    done = forked.run(["prove", str(run.root), "--replay", str(config)], timeout=100)
+    assert done.returncode == code and done.stderr.startswith(says) and done.stderr.count("\n") == 1, done.stderr
+    assert (done.stdout == "") == (damage not in ("torn", "scored"))
+
+
+@pytest.mark.slow
+def test_ctrl_c_during_a_replay_is_one_line_and_changes_nothing(run: RunDir) -> None:
+    before = {path: path.read_bytes() for path in run.root.rglob("*") if path.is_file()}
+    words = ["prove", run.root, "--replay", CONFIG]
+    with forked.Forked(words, stdout=forked.PIPE, stderr=forked.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline().startswith(str(run.root)) and "whole chain" in process.stdout.readline()
+        process.send_signal(signal.SIGINT)
+        _, err = process.communicate(timeout=60)
+    assert (process.returncode, err) == (130, "interrupted\n")
+    assert {path: path.read_bytes() for path in run.root.rglob("*") if path.is_file()} == before
 
 
 def test_a_certificate_goes_with_an_exported_model(trained: RunDir, tmp_path: Path) -> None:

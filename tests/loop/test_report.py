@@ -25,6 +25,7 @@ from art_cli.reports.run_report import SERIES, read_report
 from art_cli.runs.history import FIND_SIGNAL, Evaluated, History, UpdateNumbers, is_comparable, read_history
 from art_cli.runs.run_dir import Evaluation
 from art_cli.view.page_answers import run_numbers
+from tests.support.paths import ROOT
 from tests.support.runs import GAMES, write_run
 
 SLOW, FAST = 0.013, 0.05  # nats by which a step's updates change a trained token's logprob
@@ -241,6 +242,14 @@ def test_the_watch_tells_each_finding_once_when_it_begins(tmp_path: Path) -> Non
     assert all(step == seen for _, step, seen in told)
     resumed = findings.RunWatch(History(whole.updates[:], whole.evaluations[:]), is_comparable=True)
     assert resumed.add(whole.updates[-1]._replace(number=25)) == []
+
+
+def test_every_kind_of_finding_is_documented_and_has_a_title() -> None:
+    """`art report` and `art view` print the title of each; they have no other name for one."""
+    rows = re.findall(r"^\| (`.*?) \| ", (ROOT / "docs/report.md").read_text(), re.MULTILINE)
+    listed = re.findall(r"^([a-z_]+)  ", str(findings.__doc__), re.MULTILINE)
+    assert {name for row in rows for name in re.findall("`(.*?)`", row)} == KINDS.keys()
+    assert {*listed, "all_failed", "no_calls", "nothing_learned"} == KINDS.keys()
 
 
 def test_every_key_that_is_recommended_exists() -> None:

@@ -22,7 +22,7 @@ from art_cli.runs.parting import (
     read_beside,
 )
 from art_cli.runs.run_checkpoints import superseded
-from art_cli.runs.run_dir import RunDir
+from art_cli.runs.run_dir import MetricsLine, RunDir
 from tests.support.parting_series import APART, TOGETHER, series
 
 ONSET = 25
@@ -149,15 +149,24 @@ def test_no_metrics_line_makes_it_fail(rows: list[list[float]], has_levels: bool
         assert found.onset <= found.alarm and describe_parting("win", steps, found)
 
 
+class Counted(RunDir):
+    num_reads = 0
+
+    def metrics(self) -> list[MetricsLine]:
+        self.num_reads += 1
+        return super().metrics()
+
+
 def test_a_run_keeps_the_checkpoint_before_the_onset(tmp_path: Path) -> None:
     """However late the alarm is, and whatever stands in the lines of other steps."""
-    run, steps = RunDir(tmp_path), series(APART["switched"], 0, num=60, onset=ONSET)
+    run, steps = Counted(tmp_path), series(APART["switched"], 0, num=60, onset=ONSET)
     run.append_metrics(0, "train", {"shadow/.num": 1.0, "shadow/x.num": math.inf, "shadow/win": 1e300})
     kept = set[int]()
     for each in steps:
         run.append_metrics(each.step - 1, "train", numbers(each))
         kept.add(each.step)
-        kept -= superseded(run, kept, keep=3, keeps_best=False)
+        kept -= superseded(run, kept, keep=3, keeps_best=True)
+        assert run.num_reads == each.step  # once a step
     found = find_parting(read_beside(read_updates(run.metrics()), "win"))
     assert found is not None
     assert kept == {found.onset - 1, *(each.step for each in steps[-3:])}

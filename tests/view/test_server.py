@@ -16,6 +16,7 @@ from starlette.applications import Starlette
 from starlette.routing import Route
 
 from art_cli.judges.judge_report import make_report
+from art_cli.reports.pages.report_text import KINDS
 from art_cli.reports.run_report import read_report
 from art_cli.runs.run_dir import RunDir
 from art_cli.view.chat import ChatRelay
@@ -69,8 +70,8 @@ async def test_curves_and_findings_are_those_of_art_report(tmp_path: Path) -> No
     runs = [write_run(tmp_path / "a", collapses_at=12), write_run(tmp_path / "b", steps=12)]
     async with asking([tmp_path]) as ask:
         found, report = await ask.get("source", 0), read_report(runs[0])
-        assert [(f["kind"], f["step"], f["text"]) for f in found["findings"]] == [
-            (f.kind, f.step, f.text) for f in report.findings
+        assert [(f["kind"], f["title"], f["step"], f["text"]) for f in found["findings"]] == [
+            (f.kind, KINDS[f.kind], f.step, f.text) for f in report.findings
         ]
         assert report.findings  # else the line above compares nothing
         rewards = [each for each in found["evaluations"] if each["metric"] == "reward"]

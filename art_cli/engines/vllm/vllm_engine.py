@@ -87,7 +87,7 @@ class VllmEngine:
     def __init__(self, config: VllmEngineConfig, model: PolicySpec, *, name: str, step: int = 0, logs: Path) -> None:
         """Raises EngineError if there is no such Python, or this machine cannot have a setting."""
         self.endpoint = Endpoint(base_url=None, api_key="", model=name, step=step)
-        self._config, self._dtype = config, model.dtype
+        self._config, self.dtype = config, model.dtype
         self._server: OwnServer | RunningServer
         if config.base_url is None:
             self._server = OwnServer(config, model, name=name, log=logs / "vllm.log")
@@ -365,7 +365,7 @@ class VllmEngine:
         return self._adapters
 
     def _check_replica(self, rank: int, logprobs: list[float], expected: list[float]) -> None:
-        gap, bound = proof.mean_gap(logprobs, expected), proof.bound_of(self._dtype)
+        gap, bound = proof.mean_gap(logprobs, expected), proof.bound_of(self.dtype)
         if not gap <= bound:
             raise DriftError(
                 f"step {self.endpoint.step}: vLLM's replica {rank + 1} has other weights than replica 1: the probe's "
@@ -375,7 +375,7 @@ class VllmEngine:
     def _check_cache(self, cached: Scored, anew: Scored) -> None:
         common = cached.next.keys() & anew.next.keys()
         gaps = [abs(cached.next[token] - anew.next[token]) for token in common] or [float("inf")]
-        gap, bound = sum(gaps) / len(gaps), STALE_BOUNDS.get(self._dtype, STALE_BOUNDS["bfloat16"])
+        gap, bound = sum(gaps) / len(gaps), STALE_BOUNDS.get(self.dtype, STALE_BOUNDS["bfloat16"])
         if not gap <= bound:
             raise DriftError(
                 f"step {self.endpoint.step}: vLLM's prefix cache holds what other weights computed: the likeliest next "

@@ -22,11 +22,12 @@ from art_cli.chat.client import HttpBackend
 from art_cli.chat.replies import Choice, Reply
 from art_cli.chat.requests import Request
 from art_cli.config.sections.engine_config import VllmEngineConfig
-from art_cli.engines.proof import Proof
+from art_cli.engines.proof import compare
 from art_cli.engines.vllm.control import FILES, LoadedAdapters, Unreachable
 from art_cli.engines.vllm.vllm_engine import MAX_RESTARTS, VllmEngine, complete_logprobs, until
 from art_cli.engines.vllm.vllm_server import OwnServer
 from art_cli.models.policy_spec import PolicySpec
+from art_cli.runs.manifest import Probe
 from art_cli.runtime.errors import CheckpointError, EngineError
 
 log = logging.getLogger(__name__)
@@ -47,7 +48,7 @@ class VllmPolicies(VllmEngine):
         self.policies: set[VllmPolicy] = set()  # those that are open
         self._own = secrets.token_hex(4)  # keeps apart what others, or an earlier run, left in a running server
 
-    async def open(self, adapter: Path | None, proof: Proof) -> "VllmPolicy":
+    async def open(self, adapter: Path | None, probe: Probe) -> "VllmPolicy":
         """Returns the policy of an adapter's directory, which stays there while it is open, or of the base model.
 
         Raises CheckpointError if there is no adapter there; DriftError if the server has other weights; EngineError if
@@ -55,7 +56,7 @@ class VllmPolicies(VllmEngine):
         """
         if adapter is not None and (missing := [name for name in FILES if not (adapter / name).is_file()]):
             raise CheckpointError(f"{adapter}: no {missing[0]}: not a LoRA adapter")
-        policy = VllmPolicy(self, adapter, proof)
+        policy = VllmPolicy(self, adapter, probe)
         await policy.ask(_nothing)
         return policy
 
@@ -82,8 +83,8 @@ class VllmPolicies(VllmEngine):
 class VllmPolicy:
     """One adapter in the server, or the base model. It proves its weights in every server that it is loaded into."""
 
-    def __init__(self, server: VllmPolicies, adapter: Path | None, proof: Proof) -> None:
-        self._server, self._adapter, self._proof = server, adapter, proof
+    def __init__(self, server: VllmPolicies, adapter: Path | None, probe: Probe) -> None:
+        self._server, self._adapter, self._probe = server, adapter, probe
         self._there: LoadedAdapters | None = None  # the server that has it
         self._client: HttpBackend | None = None
         self._loading = asyncio.Lock()
@@ -153,7 +154,8 @@ class VllmPolicy:
                 self._server.policies.add(self)
                 self._client, self._there = self._server.make_backend(await self._load(adapters), 0), adapters
                 try:
-                    self._proof.check(await self._score(self._client, adapters, self._proof.probe))
+                    found = await self._score(self._client, adapters, self._probe.tokens)
+                    compare(found, self._probe.logprobs, dtype=self._server.dtype)
                 except BaseException:
                     await self.close()
                     raise

@@ -26,7 +26,7 @@ from art_cli.judges.judge_report import ScoredRow
 from art_cli.judges.pair_choice import JudgeAccuracy, Strata, credit
 from art_cli.judges.ruler.attempt_tree import Message, read_attempt
 from art_cli.runs.durable import LineWriter, read_lines
-from art_cli.runs.trajectory import SCHEMA_VERSION
+from art_cli.runs.trajectory import EQUAL_REWARDS, SCHEMA_VERSION
 from art_cli.runtime.errors import DataError, RunError, UsageError
 
 MAX_ATTEMPTS = 64  # of a group; a larger one has its pairs among the first ones
@@ -129,7 +129,7 @@ class PersonLabels:
 
     def read(self) -> None:
         """Reads the labels, which another process may write too."""
-        self._said: dict[Pair, Verdict] = {}
+        self._said: dict[Pair, PairLabel] = {}
         self._num_unknown = 0
         for label in read_lines(self._own_file(), PairLabel):
             self._take(label)
@@ -147,7 +147,7 @@ class PersonLabels:
         elif label.verdict == "undo":
             self._said.pop(label.pair, None)
         else:
-            self._said[label.pair] = label.verdict
+            self._said[label.pair] = label
 
     def _number(self, pair: Pair) -> int | None:
         return self._numbers.get(pair, self._numbers.get(pair.swapped))
@@ -158,10 +158,11 @@ class PersonLabels:
         for pair in self._said:
             self._first.setdefault(self._number(pair) or 0, pair)
         self._signs = {  # number of a labelled pair -> the person's order of its sides as the file has them
-            number: SIGNS[self._said[pair]] * (1 if pair in self._numbers else -1)
+            number: SIGNS[verdict] * (1 if pair in self._numbers else -1)
             for number, pair in self._first.items()
-            if self._said[pair] in SIGNS
+            if (verdict := self._said[pair].verdict) in SIGNS
         }
+        self.num_asked = len(self._first)  # pairs that were labelled or skipped
         of, differences = self._strata.of, self._differences
         self._strata.count((int(of[at]), credit(float(differences[at]), sign)) for at, sign in self._signs.items())
 
@@ -175,6 +176,11 @@ class PersonLabels:
         of, sizes = self._strata.of, self._strata.sizes
         stratum = self._strata.choose(sizes - np.bincount(of[np.fromiter(self._first, int)], minlength=len(sizes)))
         numbers = [] if stratum is None else np.flatnonzero(of == stratum).tolist()
+        return next((self._pairs[number] for number in numbers if number not in self._first), None)
+
+    def next_ordered(self) -> Pair | None:
+        """Returns a pair that the judge orders, drawn at random, the same one until it is answered, or None."""
+        numbers = np.flatnonzero(np.abs(self._differences) > EQUAL_REWARDS).tolist()
         return next((self._pairs[number] for number in numbers if number not in self._first), None)
 
     def answer(self, pair: Pair, verdict: Verdict) -> None:
@@ -207,13 +213,22 @@ class PersonLabels:
 
     # --- what follows -------------------------------------------------------------------------------------------------
 
+    def ordered(self) -> list[tuple[float, bool]]:
+        """Returns (time, whether the judge orders it alike) of each labelled pair that both order."""
+        return [
+            (self._said[self._first[number]].time, difference * sign > 0)
+            for number, sign in self._signs.items()
+            if sign and abs(difference := float(self._differences[number])) > EQUAL_REWARDS
+        ]
+
     def report(self) -> LabelReport:
-        twice = [pair for at in self._signs if self._said.get((pair := self._first[at]).swapped) in SIGNS]
-        alike = [pair for pair in twice if SIGNS[self._said[pair]] == -SIGNS[self._said[pair.swapped]]]
+        said = {pair: SIGNS[label.verdict] for pair, label in self._said.items() if label.verdict in SIGNS}
+        twice = [pair for at in self._signs if (pair := self._first[at]).swapped in said]
+        alike = [pair for pair in twice if said[pair] == -said[pair.swapped]]
         return LabelReport(
             num_pairs=len(self._pairs),
             num_labels=len(self._signs),
-            num_skipped=len(self._first) - len(self._signs),
+            num_skipped=self.num_asked - len(self._signs),
             num_unknown=self._num_unknown,
             accuracy=self._strata.accuracy() if self._signs else None,
             num_needed=self._strata.num_needed(),

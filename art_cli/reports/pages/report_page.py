@@ -54,7 +54,7 @@ def _findings(findings: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _finding(finding: Mapping[str, Any]) -> str:
-    kind = KINDS.get(finding["kind"], finding["kind"])
+    kind = KINDS[finding["kind"]]
     lines = [f"beside it: {reason['text']}" for reason in finding["reasons"]]
     lines += [f"try: {cure}" for cure in cures(finding)]
     inner = "".join(f"<li>{_text(line)}</li>" for line in lines)

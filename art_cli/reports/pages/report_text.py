@@ -92,8 +92,6 @@ KINDS = {
     "hardly_moves": "the policy hardly moves",
     "stuck": "nothing is learned",
     "failures": "failures",
-    "shadow_gap": "reward and shadow moved apart",
-    "shadow_correlation": "shadow stopped agreeing",
     "parted": "reward and anchor parted",
 }
 INDENT = 13
@@ -129,7 +127,7 @@ def _lines(report: Report) -> list[str]:
         "what went wrong, and what to try" if report["findings"] else "nothing went wrong that the numbers show",
     ]
     for finding in report["findings"]:
-        lines += [f"  step {span(finding)}: {KINDS.get(finding['kind'], finding['kind'])}: {finding['text']}"]
+        lines += [f"  step {span(finding)}: {KINDS[finding['kind']]}: {finding['text']}"]
         lines += [f"    beside it: {reason['text']}" for reason in finding["reasons"]]
         lines += [f"    try: {cure}" for cure in cures(finding)]
     return lines

@@ -19,13 +19,13 @@ from art_cli.chat.replies import Reply
 from art_cli.chat.requests import Request
 from art_cli.config.schema import EmbeddedEngineConfig, EngineConfig, VllmEngineConfig
 from art_cli.engines import Engine, make_engine
-from art_cli.engines.proof import Proof, make_probe
+from art_cli.engines.proof import compare, make_probe, measure
 from art_cli.engines.vllm import arguments
 from art_cli.engines.vllm.vllm_policies import VllmPolicies
 from art_cli.models import loading
 from art_cli.models.loading import Weights
 from art_cli.models.policy_spec import PolicySpec, spec_of
-from art_cli.runs.manifest import verify_checkpoint
+from art_cli.runs.manifest import Probe, verify_checkpoint
 from art_cli.runtime.scratch import make_directory
 from art_cli.runtime.threads import call_in_thread
 from art_cli.tinker.server import BackendLimits
@@ -52,7 +52,7 @@ class SampledPolicy:
     key: str
     adapter: Path | None = None  # the directory of a saved one
     weights: Weights | None = None  # a copy in memory
-    proof: Proof | None = None  # None if it is made of the saved files when they are opened
+    probe: Probe | None = None  # or None if the files of a saved one are scored when it is opened
     is_temporary: bool = False  # True: the directory is this policy's own, and goes with it
     opened: OpenPolicy | None = None
     num_users: int = 0
@@ -97,19 +97,20 @@ class EmbeddedHost:
         pass
 
     async def open(self, policy: SampledPolicy) -> OpenPolicy:
-        weights = policy.weights or await call_in_thread(_load, self._base, policy.adapter)
+        if (weights := policy.weights) is None:
+            weights = await call_in_thread(_load, self._base, policy.adapter)
         engine = make_engine(self._config, weights, name="policy", logs=self._logs, shares_weights=False)
         await engine.start()
         try:
-            if policy.proof is not None:
-                policy.proof.check(await engine.score(policy.proof.probe))
+            if (probe := policy.probe) is not None:
+                compare(await engine.score(probe.tokens), probe.logprobs, dtype=weights.dtype_name)
         except BaseException:
             await engine.close()
             raise
         return _EmbeddedPolicy(engine)
 
     def copy(self, key: str, learner: ClientLearner) -> SampledPolicy:
-        return SampledPolicy(key, weights=learner.copy_weights(), proof=_proof(self._base, learner))
+        return SampledPolicy(key, weights=learner.copy_weights(), probe=_measure(self._base, learner))
 
     async def watch(self) -> NoReturn:
         await asyncio.Event().wait()
@@ -152,21 +153,20 @@ class VllmHost:
         await base.close()
 
     async def open(self, policy: SampledPolicy) -> OpenPolicy:
-        proof = policy.proof
-        if proof is None:
-            proof = await call_in_thread(self._prove, policy.adapter)
-        return await self._server.open(policy.adapter, proof)
+        if (probe := policy.probe) is None:
+            probe = await call_in_thread(self._score, policy.adapter)
+        return await self._server.open(policy.adapter, probe)
 
-    def _prove(self, adapter: Path | None) -> Proof:
-        """Returns the base's logprobs of the probe, with a saved adapter or without."""
-        probe, weights = make_probe(self._base.vocabulary), _load(self._base, adapter)
-        return Proof(probe, loading.token_logprobs(weights, probe), weights.dtype_name)
+    def _score(self, adapter: Path | None) -> Probe:
+        """Returns a probe of the base with a saved adapter, or without one."""
+        tokens = make_probe(self._base.vocabulary)
+        return Probe(tokens=tokens, logprobs=loading.token_logprobs(_load(self._base, adapter), tokens))
 
     def copy(self, key: str, learner: ClientLearner) -> SampledPolicy:
         directory = self._copies / str(next(self._numbers))
         make_directory(directory)
         learner.save(directory, optimizer=False)
-        return SampledPolicy(key, adapter=directory, proof=_proof(self._base, learner), is_temporary=True)
+        return SampledPolicy(key, adapter=directory, probe=_measure(self._base, learner), is_temporary=True)
 
     async def watch(self) -> NoReturn:
         await self._server.watch()
@@ -182,9 +182,8 @@ def _load(base: Base, adapter: Path | None) -> Weights:
     return base.policy(adapter)
 
 
-def _proof(base: Base, learner: ClientLearner) -> Proof:
-    probe = make_probe(base.vocabulary, seed=learner.num_updates)
-    return Proof(probe, learner.score(probe), base.weights.dtype_name, learner.num_updates)
+def _measure(base: Base, learner: ClientLearner) -> Probe:
+    return measure(learner, base.vocabulary, seed=learner.num_updates)
 
 
 def _spec(base: Base, limits: BackendLimits) -> PolicySpec:

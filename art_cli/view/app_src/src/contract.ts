@@ -32,6 +32,7 @@ export type Point = [step: number, value: number | null];
 
 export interface Finding {
   kind: string;
+  title: string;
   text: string;
   reasons: { text: string }[];
   cures: string[];

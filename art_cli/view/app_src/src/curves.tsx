@@ -135,17 +135,6 @@ function Swatch({ tone, dash, isFaint }: { tone: string; dash?: number[] | undef
   );
 }
 
-const KINDS: Record<string, string> = {
-  evaluation_fell: "the evaluation fell",
-  training_fell: "the training reward fell",
-  all_failed: "every attempt failed",
-  no_calls: "no model call",
-  no_signal: "groups without signal",
-  failures: "attempts fail",
-  shadow_gap: "the reward moved away from a shadow judge",
-  shadow_correlation: "a shadow judge agrees less with the reward",
-};
-
 function Findings({ run, isNamed }: { run: Shown; isNamed: boolean }) {
   if (run.details.findings.length === 0) return null;
   return (
@@ -153,7 +142,7 @@ function Findings({ run, isNamed }: { run: Shown; isNamed: boolean }) {
       {run.details.findings.map((finding, place) => (
         <details key={place}>
           <summary>
-            {isNamed && <Label text={run.source.name} />} <b>{KINDS[finding.kind] ?? finding.kind.replaceAll("_", " ")}</b>{" "}
+            {isNamed && <Label text={run.source.name} />} <b>{finding.title}</b>{" "}
             <Label text={finding.text} max={500} />
           </summary>
           <ul>

@@ -1,0 +1,170 @@
+"""RunLabels: what a person says of pairs of a run's steps, and whether its judge comes to agree less as the run trains.
+
+The labels are those of PersonLabels, beside the scored file of each step. A person is asked about pairs that the judge
+orders, drawn at random, of the step with the fewest answers. A pair that both order is alike or not.
+
+Null hypothesis: given how many are alike, chance alone decides at which steps they are. A look compares the earlier
+with the later steps at each place where they can be divided: by the difference of the two shares of alike pairs, in
+standard deviations. How likely chance makes the largest of these as large is computed exactly, along all paths that
+the number of alike pairs can take. There is a look after 20, 30, 45, 67, 101, ... answers in the order of their time,
+with the levels LEVEL / 2, LEVEL / 6, LEVEL / 12, ..., which add up to LEVEL. So at most a share LEVEL of runs, however
+many labels they get, has a false alarm. The onset is the first step after the largest difference.
+"""
+
+import logging
+import math
+import random
+from collections.abc import Sequence
+from contextlib import suppress
+from functools import cache
+from typing import NamedTuple
+
+import msgspec
+import numpy as np
+
+from art_cli.judges.files.person_labels import Pair, PersonLabels, Verdict
+from art_cli.judges.ruler.attempt_tree import Message
+from art_cli.runs.manifest import STEP_NAME
+from art_cli.runs.parting import LEVEL, Parting
+from art_cli.runs.run_dir import RunDir
+from art_cli.runtime.errors import ArtError, UsageError
+
+log = logging.getLogger(__name__)
+
+LOOKS = [int(20 * 1.5**look) for look in range(20)]  # numbers of answers after which there is a look
+MAX_WINDOWS, WINDOW = 5, 10  # number of windows of steps, and the fewest answers in one
+
+
+class Answer(NamedTuple):
+    """A pair that both order. Example: Answer(1767000000.0, step=31, is_alike=False)"""
+
+    time: float
+    step: int
+    is_alike: bool
+
+
+class RunLabelReport(msgspec.Struct, frozen=True):
+    """What the labels say of the judge of a run."""
+
+    num_labels: int  # pairs that both order
+    num_needed: int  # labels more until the next look
+    alike: list[tuple[int, float]]  # (last step, share of alike pairs) of windows of steps
+    parted: str  # the alarm in words, or ""
+
+    def lines(self) -> list[str]:
+        """Returns the report in words."""
+        shares = ", ".join(f"{share:.2f} up to step {step}" for step, share in self.alike)
+        return [
+            f"labels    {self.num_labels} pairs that judge and person order; next look in {self.num_needed}",
+            f"alike     {shares or 'not known yet'}",
+            f"parted    {self.parted or 'not that the labels show'}",
+        ]
+
+
+class RunLabels:
+    """The labels of a run's steps. A step is numbered by the update that it made, as in `art report`."""
+
+    def __init__(self, run: RunDir) -> None:
+        self._run, self.labels_path = run, run.root / "step_*" / "labels.jsonl"
+        scored = {path: STEP_NAME.fullmatch(path.parent.name) for path in run.root.glob("step_*/scored.jsonl")}
+        self._paths = {int(named[1]) + 1: path for path, named in scored.items() if named}
+        self._open = cache(lambda step: PersonLabels(self._paths[step]))
+        self._order = random.Random(0).sample(sorted(self._paths), len(self._paths))
+        self._answered: list[PersonLabels] = []
+
+    def _num_asked(self, step: int) -> int:
+        has_labels = self._paths[step].with_name(self.labels_path.name).exists()
+        return self._open(step).num_asked if has_labels else 0
+
+    def next(self) -> Pair | None:
+        """Returns the pair to ask about, or None if all have been."""
+        for step in sorted(self._order, key=self._num_asked):
+            with suppress(UsageError):  # no group of the step has two rewards
+                self._asked = self._open(step)
+                if (pair := self._asked.next_ordered()) is not None:
+                    return pair
+        return None
+
+    def load_messages(self, pair: Pair) -> tuple[list[Message], list[Message]]:
+        """Returns all messages of the left and of the right attempt of the last question."""
+        return self._asked.load_messages(pair)
+
+    def answer(self, pair: Pair, verdict: Verdict) -> None:
+        """Appends the label. `undo` takes back the last one since this object was made."""
+        if verdict != "undo":
+            self._asked.answer(pair, verdict)
+            self._answered.append(self._asked)
+        elif self._answered:
+            self._answered.pop().answer(pair, verdict)
+
+    def answers(self) -> list[Answer]:
+        """Returns the labels of pairs that both order. Steps that cannot be read are left out with a warning."""
+        found = list[Answer]()
+        for step in self._paths:
+            try:
+                if self._num_asked(step):
+                    found += [Answer(time, step, is_alike) for time, is_alike in self._open(step).ordered()]
+            except ArtError as error:
+                log.warning("%s; its labels are left out", error)
+        return found
+
+    def report(self) -> RunLabelReport:
+        """Raises UsageError if the run has no scored step."""
+        if not self._paths:
+            raise UsageError(f"{self._run.root}: no step_*/scored.jsonl in it; name a run or a scored file")
+        answers = self.answers()
+        alarm, num = find_fall(answers), len(answers)
+        parted = "" if alarm is None else describe_fall(answers, alarm)
+        return RunLabelReport(num, next(look for look in LOOKS if look > num) - num, shares(answers), parted)
+
+
+def shares(answers: Sequence[Answer]) -> list[tuple[int, float]]:
+    """Returns (last step, share of alike pairs) of up to five windows of steps with about as many answers each."""
+    ordered, size = sorted(answers, key=lambda each: each.step), math.ceil(max(len(answers) / MAX_WINDOWS, WINDOW))
+    parts = [ordered[start : start + size] for start in range(0, len(ordered), size)]
+    return [(part[-1].step, _share(part)) for part in parts]
+
+
+def _share(answers: Sequence[Answer]) -> float:
+    return sum(each.is_alike for each in answers) / len(answers)
+
+
+def find_fall(answers: Sequence[Answer]) -> Parting | None:
+    """Returns the first alarm that looks at the answers give, or None."""
+    for look, num in enumerate((num for num in LOOKS if num <= len(answers)), 1):
+        seen = sorted(sorted(answers)[:num], key=lambda each: each.step)
+        chance, onset = largest_fall(seen)
+        if chance <= LEVEL / (look * (look + 1)):
+            return Parting("labels", onset, seen[-1].step)
+    return None
+
+
+def describe_fall(answers: Sequence[Answer], alarm: Parting) -> str:
+    """Example: "judge and labels part since step 31 (false in at most 1% of runs): they order 0.93 of 40 pairs alike
+    before, 0.55 of 38 since"."""
+    before, since = ([each for each in answers if (each.step >= alarm.onset) == is_late] for is_late in (False, True))
+    return (
+        f"judge and labels part since step {alarm.onset} (false in at most {LEVEL:.0%} of runs): they order "
+        f"{_share(before):.2f} of {len(before)} pairs alike before, {_share(since):.2f} of {len(since)} since"
+    )
+
+
+def largest_fall(seen: Sequence[Answer]) -> tuple[float, int]:
+    """Returns how likely chance makes the largest fall between earlier and later steps as large, and its step."""
+    num, total = len(seen), sum(each.is_alike for each in seen)
+    places, alike = np.arange(1, num), np.arange(total + 1)
+    spread = np.sqrt(places * (num - places))
+    # falls[i, j]: the fall if j of the first i + 1 answers are alike; nothing is divided within a step
+    falls = (alike[None] - total * places[:, None] / num) / spread[:, None]
+    steps = np.array([each.step for each in seen])
+    falls[steps[1:] == steps[:-1]] = -np.inf
+    taken = falls[places - 1, np.cumsum([each.is_alike for each in seen])[:-1]]
+    at, chance, paths = int(taken.argmax()), 0.0, (alike == 0).astype(float)
+    for place in places:
+        up = paths * (total - alike) / (num - place + 1)
+        paths = paths - up
+        paths[1:] += up[:-1]
+        is_over = falls[place - 1] >= taken[at] - 1e-9
+        chance += float(paths[is_over].sum())
+        paths[is_over] = 0.0
+    return chance, int(steps[at + 1])
