@@ -18,6 +18,7 @@ Nothing is kept of a rollout that is closed. The keys are random and never logge
 import asyncio
 import contextlib
 import hashlib
+import logging
 import secrets
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -38,6 +39,8 @@ from art_cli.chat.wires import WIRES, Wires
 from art_cli.rollouts.command_rollout import Peers
 from art_cli.rollouts.concurrency import CallCounts
 from art_cli.rollouts.recorder import Attempted, Recorded, Recorder, Retries
+
+log = logging.getLogger(__name__)
 
 TURN_LIMIT = "turn_limit"  # error codes of the two limits that a policy itself runs into
 CONTEXT_LIMIT = "context_length_exceeded"
@@ -94,6 +97,7 @@ class Gateway:
         self.base_url = ""  # set while it is served
         self.proven = ProvenSteps()
         self.calls = CallCounts()  # since the runner took the last ones
+        self._reports_load = True
         self.num_sampled = 0  # tokens sampled in all answered calls
         self.on_first_reply = on_first_reply  # called once, when the first call is answered
         self._defaults = defaults
@@ -125,9 +129,17 @@ class Gateway:
         return self.upstream.endpoint.step
 
     async def load(self) -> EngineLoad | None:
-        """Returns the engine's load, or None if it does not report it."""
+        """Returns the engine's load, or None if it does not report it. A failure is logged, and not asked for again."""
         report = getattr(self.upstream, "occupancy", None)
-        return None if report is None else await report()
+        if report is None or not self._reports_load:
+            return None
+        try:
+            load: EngineLoad | None = await report()
+        except Exception as error:  # the boundary to an engine of the user's
+            self._reports_load = False
+            log.warning("rollout.concurrency: the engine's load is not known: %s: %s", type(error).__name__, error)
+            return None
+        return load
 
     @contextlib.asynccontextmanager
     async def serve(self, host: str = "127.0.0.1", port: int = 0) -> AsyncIterator[str]:

@@ -409,7 +409,26 @@ async def rollout(policy, scenario):
     assert (calls.answered, calls.refused) == (20, 10)
     assert calls.tokens == sum(len(t.prompt_ids) + len(t.sampled_ids) for each in stage.finished for t in each.turns)
     assert calls.idle_s >= 20 * 0.1 and calls.busy_s > 0
-    assert calls.busy_s + calls.idle_s == pytest.approx(sum(each.duration_s for each in stage.finished), rel=0.2)
+    assert calls.busy_s + calls.idle_s <= sum(each.duration_s for each in stage.finished)
+
+
+async def test_an_engine_whose_load_cannot_be_read_is_asked_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    num_asked = 0
+
+    async def occupancy() -> EngineLoad:
+        nonlocal num_asked
+        num_asked += 1
+        raise RuntimeError("no load here")
+
+    (tmp_path / "rollout.py").write_text(ASK + "async def rollout(policy, scenario):\n    return 1.0\n")
+    async with Stage(tmp_path).open(concurrency=1) as runner:
+        gateway = runner._gateway
+        gateway.upstream.occupancy = occupancy
+        assert [await gateway.load(), await gateway.load()] == [None, None]
+    assert num_asked == 1
+    assert caplog.text.count("the engine's load is not known: RuntimeError: no load here") == 1
 
 
 async def test_a_rollout_that_only_met_a_rate_limit_is_played_again(tmp_path: Path) -> None:
