@@ -19,6 +19,7 @@ import asyncio
 import contextlib
 import hashlib
 import secrets
+import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Protocol
 
@@ -181,6 +182,7 @@ class _Call:
 
     def __init__(self, request: Request, number: int, attempted: Attempted) -> None:
         self.request = request
+        self.came_at = time.time()
         self.number = number
         self.attempted = attempted
         self.task = asyncio.current_task()
@@ -379,6 +381,7 @@ class RecordingBackend:
     def _note(self, call: _Call, recorded: Recorded | None) -> None:
         if recorded is not None and call.number >= self._num_before_limit:
             self.recorder.limit = None  # a later call of the rollout was answered in spite of it
+        self.recorder.spans += [(call.came_at, time.time())] * (0 if recorded is None else len(recorded.turns))
         call.attempted.recorded = recorded
         if call.attempted.is_abandoned:
             self._abandon(call.attempted)

@@ -249,7 +249,7 @@ class Runner:
         progress.is_handed_out.set()
 
     async def _play(self, plan: RolloutPlan) -> Trajectory:
-        started_at, begin = time.time(), time.monotonic()
+        started_at, begun = time.time(), time.monotonic()
         attempt, num_retries = await self._attempts(plan)
         recorder, outcome, error = attempt
         return Trajectory(
@@ -263,13 +263,14 @@ class Runner:
             branches=recorder.branches,
             tools=recorder.tools,
             turns=recorder.turns,
+            spans=[(round(begin - started_at, 4), round(end - started_at, 4)) for begin, end in recorder.spans],
             metrics={**recorder.metrics(), "num_retries": num_retries, **outcome.metrics},
             metadata=outcome.metadata,
             returned_reward=outcome.reward,
             error=None if error is None else str(error),
             limit=recorder.limit,
             started_at=started_at,
-            duration_s=time.monotonic() - begin,
+            duration_s=time.monotonic() - begun,
         )
 
     async def _attempts(self, plan: RolloutPlan) -> tuple[_Attempt, int]:
