@@ -55,6 +55,7 @@ class Workload(NamedTuple):
 
     groups: tuple[PlayedGroup, ...]
     groups_per_step: int
+    common: int = 0  # tokens with which every attempt begins, as a system prompt
     trained_share: float = 1.0  # tokens that an update computes, divided by the tokens of the step's attempts
 
 
@@ -109,7 +110,7 @@ class _Server:
     cached: int = 0
     running: list[tuple[float, int, int, Done]] = field(default_factory=list)  # heap by the clock at the job's end
     waiting: deque[tuple["_Job", int, Done]] = field(default_factory=deque)
-    groups: set[tuple[int, int]] = field(default_factory=set)  # groups whose beginning is in its cache
+    groups: dict[int, set[tuple[int, int]]] = field(default_factory=dict)  # step -> groups whose beginning is cached
     version: int = 0  # of its next event
     clock: float = 0.0  # passes so far
     now: float = 0.0
@@ -177,7 +178,7 @@ class _Simulation:
         self._servers.append(_Server(Rates(0.0, 1.0, 0.0), 1))  # the learner: a pass is a second
         self._loads = np.zeros(layout.replicas, np.int64)
         self._agents, self._judges = [0.0] * layout.agents, [0.0] * layout.judges  # heaps: when each is free
-        self._free, self._num_begun = layout.concurrency, 0
+        self._gateway, self._free, self._num_begun = [0.0], layout.concurrency, 0
         self._steps = [_draw(workload, number, seed) for number in range(steps)]
         self._loop, self._is_waiting, self.times = self._train(), False, list[StepTimes]()
 
@@ -227,12 +228,14 @@ class _Simulation:
         replica = -1  # the last one that it was at
         for calls in play.waves:
             yield self._queue(self._agents, self._rates.agent_s) + calls[0].wait_s
+            for _ in calls:
+                yield self._queue(self._gateway, self._rates.call_s)
             jobs = [self._job(call, (number, group), replica) for call in calls]
             replica = jobs[-1].server
             yield jobs
             for job in jobs:
                 self._loads[job.server] -= 1
-        yield self._now + play.end_s
+        yield self._queue(self._agents, self._rates.agent_s) + play.end_s
         step = self._steps[number]
         step.played, self._free = self._now, self._free + 1
         self._begin()
@@ -249,13 +252,13 @@ class _Simulation:
         """Gives the call to the replica with the least to do, as vLLM does. Another one has not what the call keeps."""
         index = int(self._loads.argmin())
         index = last if last >= 0 and self._loads[last] == self._loads[index] else index
-        new = call.prompt + (call.kept if index != last else 0)
-        if index != last and group in self._servers[index].groups:
-            new -= call.shared
-        self._servers[index].groups.add(group)
+        cached, new = self._servers[index].groups.setdefault(group[0], set()), call.prompt
+        if index != last:
+            common = self._workload.common if cached else 0
+            new += call.kept - (max(call.shared, common) if group in cached else common)
+        cached.add(group)
         self._loads[index] += 1
-        busy_s = self._rates.call_s + new * self._rates.prompt_token_s
-        return _Job(index, busy_s, call.sampled, call.kept + call.prompt + call.sampled // 2)
+        return _Job(index, new * self._rates.prompt_token_s, call.sampled, call.kept + call.prompt + call.sampled // 2)
 
     def _queue(self, free: list[float], seconds: float) -> float:
         """Returns when work that the first free one of several does will be done; at once, if there are none."""
