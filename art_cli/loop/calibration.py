@@ -185,7 +185,8 @@ def _without_queue(attempts: Sequence[_Attempt], agents: int) -> tuple[float, It
     begins, ends = np.sort(waits[:, 0]), np.sort(waits.sum(axis=1))
     at_work = np.searchsorted(begins, waits[:, 0], "right") - np.searchsorted(ends, waits[:, 0], "right")
     queue = np.maximum(at_work, 1) / agents
-    _, agent_s = non_negative(np.stack([np.ones(len(queue)), queue], axis=1), waits[:, 1])
+    varied = queue - queue.mean()
+    agent_s = max(float(varied @ waits[:, 1]) / max(float(varied @ varied), 1e-9), 0.0)
     left = map(float, np.maximum(waits[:, 1] - agent_s * queue, 0.0))
     return agent_s, (
         Play(tuple((calls[0]._replace(wait_s=next(left)), *calls[1:]) for calls in each.play.waves), next(left))
