@@ -78,7 +78,7 @@ def calibrate(files: RunDir, steps: Sequence[int] | None = None) -> Calibration:
         *(prompt, pass_, sequence),
         call_s=min(call, sample_s / len(work)),
         agent_s=min(agent_s, layout.agents * sample_s / sum(len(each.waits) for members in groups for each in members)),
-        trained_token_s=sum(each.training_s for each in times) / max(computed, 1),
+        trained_token_s=layout.learners * sum(each.training_s for each in times) / max(computed, 1),
         rest_s=float(np.mean([each.rest_s for each in times])),
     )
     workload = workload._replace(trained_share=computed / max(tokens, 1))

@@ -125,13 +125,27 @@ def where_it_stops(
         [times] = simulate(workload, there, layout_on(gpus, workload, layout or Layout()), steps=1)
         parts = dict(zip(("generation", "judge", "training", "publish"), times[:4], strict=True))
         bottleneck = max(parts, key=lambda name: parts[name])
-        if bottleneck == "generation" and longest_alone(workload, rates) > 0.5 * times.sampling_s:
-            bottleneck = "tail of generation"
+        if bottleneck == "generation":
+            bottleneck = _within_generation(workload, rates, layout or Layout(), times.sampling_s)
         share = rows[0].seconds / (gpus * times.total_s) if rows else 1.0
         rows.append(
             ScalingRow(gpus, times.total_s, gpus * machine.usd_per_hour * times.total_s / 3600, share, bottleneck)
         )
     return rows
+
+
+def _within_generation(workload: Workload, rates: Rates, layout: Layout, sampling_s: float) -> str:
+    """Returns what takes half of the time by itself, however many replicas there are, or "generation"."""
+    plays = [play for group in workload.groups for play in group.plays]
+    waves = [calls for play in plays for calls in play.waves]
+    steps = len(workload.groups) / workload.groups_per_step  # as many as the groups are of
+    parts = {
+        "tail of generation": longest_alone(workload, rates),
+        "gateway": rates.call_s * sum(map(len, waves)) / steps,
+        "agents": rates.agent_s * (len(waves) + len(plays)) / steps / layout.agents,
+    }
+    most = max(parts, key=lambda name: parts[name])
+    return most if parts[most] > 0.5 * sampling_s else "generation"
 
 
 def longest_alone(workload: Workload, rates: Rates) -> float:

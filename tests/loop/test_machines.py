@@ -66,6 +66,8 @@ def test_a_model_that_no_gpu_holds_is_refused() -> None:
     ("work", "changed", "named"),
     [
         (agents(8, 200, wait_s=100.0), {}, "tail of generation"),
+        (agents(8, 200), {"call_s": 5.0}, "gateway"),
+        (agents(8, 200), {"agent_s": 5.0}, "agents"),
         (agents(8, 200, judge_s=500.0), {}, "judge"),
         (agents(8, 200), {"update_s": 300.0}, "training"),
         (agents(8, 200), {"rest_s": 400.0}, "publish"),

@@ -351,6 +351,12 @@ def test_a_calibrated_simulation_takes_as_long_as_the_run(tmp_path: Path) -> Non
     assert [sum(column) / 40 for column in zip(*guess, strict=True)] == pytest.approx(mean, rel=0.05)
 
 
+def test_an_update_that_several_processes_shared_costs_each_token_as_much_more(tmp_path: Path) -> None:
+    run = write_played(tmp_path / "run")
+    run.config_path.write_text(json.dumps({"learner": {"processes": 4}}))
+    assert calibrate(run).rates.trained_token_s == pytest.approx(4 * 0.002)
+
+
 def test_tokens_are_conserved(tmp_path: Path) -> None:
     run = write_played(tmp_path / "run")
     turns = [turn for step in (0, 1) for each in run.scored(step) for turn in each.turns]
