@@ -341,6 +341,7 @@ def test_a_circle_of_most_repeats_is_counted_once(votes: Sequence[Sequence[float
     assert cycles(votes) == (num, 1)
 
 
+@pytest.mark.slow
 def test_ctrl_c_during_a_probe_is_one_line_and_writes_no_page(tmp_path: Path) -> None:
     code = "import time\ndef judge(group):\n    time.sleep(60)\n    return [0.0] * len(group)\n"
     (tmp_path / "slow.py").write_text(code)

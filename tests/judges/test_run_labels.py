@@ -132,6 +132,7 @@ def test_each_step_gets_as_many_questions_and_steps_without_any_order_none(tmp_p
     assert RunLabels(run).report().parted == "" and RunLabels(run).report().num_labels == 44
 
 
+@pytest.mark.slow
 def test_a_run_whose_judge_comes_to_err_has_the_finding_in_its_report(tmp_path: Path) -> None:
     run = project(tmp_path)
     label(run, 44, wrong_from=8)

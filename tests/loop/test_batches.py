@@ -4,6 +4,7 @@ import asyncio
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -124,6 +125,7 @@ class HeldSampler:
         self.begun: list[int] = []
         self.progress: list[Counts] = []
         self.may_end = asyncio.Event()
+        self.runner = SimpleNamespace(concurrency=None)
 
     async def play(self, plans: Sequence[RolloutPlan], on_finished: OnFinished, progress: Counts) -> None:
         self.begun.append(plans[0].step)

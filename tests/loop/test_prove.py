@@ -106,6 +106,7 @@ def truncated(run: RunDir, size: int, lines: list[bytes]) -> list[Link]:
     return read_chain(run)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_lines", [5, 6])  # the last line is that of a checkpoint, or of the end of a training
 def test_a_link_that_a_kill_tore_at_any_byte_is_a_flaw_until_the_run_goes_on(run: RunDir, num_lines: int) -> None:
     lines = (run.root / NAME).read_bytes().splitlines(keepends=True)[:num_lines]

@@ -203,6 +203,7 @@ def test_it_is_within_5_percent_of_the_best_fixed_number(name: str) -> None:
     assert world.rate(3000) > 0.95 * best
 
 
+@pytest.mark.slow
 def test_a_machine_that_is_ten_times_slower_gets_the_same_number() -> None:
     """Engine and tools are slower, and a sample comes ten times as often: within a step of each other."""
     numbers = []
@@ -213,6 +214,7 @@ def test_a_machine_that_is_ten_times_slower_gets_the_same_number() -> None:
     assert numbers[0] == pytest.approx(numbers[1], rel=0.25)
 
 
+@pytest.mark.slow
 def test_tools_that_are_the_narrow_place_do_not_let_the_number_grow_without_end() -> None:
     """8 tools serve whoever comes; 16 rollouts use them fully."""
     world = adaptive(SHAPES["few tools"])
@@ -384,6 +386,7 @@ def test_a_run_finds_more_rollouts_than_slots_for_an_agent_that_waits(
     assert "rollouts_at_once" not in fixed_metrics
 
 
+@pytest.mark.slow
 async def test_calls_are_counted(tmp_path: Path) -> None:
     """Two turns of 10 rollouts; one call of each is refused first. Time without a call is time of the agent."""
     is_refused = itertools.cycle([True, False, False])
