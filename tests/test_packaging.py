@@ -153,7 +153,7 @@ def test_an_installed_wheel_composes_and_has_its_own_recipes(installed: Path, tm
         "overrides = ['judge=rollout', 'loss=dapo', 'loss.clip=0.3', 'hardware=laptop']\n"
         "config = art_cli.load_config(Path('config.yaml'), overrides).config\n"
         "print(json.dumps([art_cli.__file__, str(packaged('recipes')), config.judge.name,\n"
-        "    config.loss.name, config.loss.clip, config.tracker.name, config.rollout.concurrency]))\n"
+        "    config.loss.name, config.loss.clip, config.tracker.name, config.engine.max_batch]))\n"
     )
     found = python(installed, tmp_path, "-c", program)
     home = installed / "art_cli"

@@ -162,7 +162,7 @@ def test_no_model_is_loaded_here_where_engine_and_learner_have_processes_of_thei
     loaded_here: list[object] = []
     monkeypatch.setattr(model, "load_weights", lambda *args, **knobs: loaded_here.append(args))
     monkeypatch.setattr("transformers.PreTrainedModel.from_pretrained", lambda *args, **knobs: loaded_here.append(args))
-    monkeypatch.setattr(proof, "make_probe", lambda vocabulary: list(range(fake_vllm.VOCAB)))
+    monkeypatch.setattr(proof, "make_probe", lambda vocabulary, **knobs: list(range(fake_vllm.VOCAB)))
     monkeypatch.setattr(proof, "compare", lambda *scores, **knobs: 0.0)
     calls = project / "calls.jsonl"
     engine = f"engine={{name: vllm, python: {python}, env: {{FAKE_VLLM_CALLS: {calls}}}}}"

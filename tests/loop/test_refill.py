@@ -5,6 +5,7 @@ import contextlib
 import math
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import cast
 
 import pytest
@@ -150,6 +151,7 @@ class DyingSampler:
 
     def __init__(self, left: int | None) -> None:
         self.left, self.played = left, list[str]()
+        self.runner = SimpleNamespace(concurrency=None)
 
     async def play(self, plans: Sequence[RolloutPlan], on_finished: OnFinished, progress: Progress) -> None:
         progress.is_handed_out.set()
