@@ -35,7 +35,7 @@ class Interrupts:
                 signal.raise_signal(signal.SIGINT)
             elif self._is_updating:
                 log.warning("interrupted: finishing this update first; once more to stop at once (nothing is lost)")
-            else:
+            elif not main.cancelling():  # a signal while the loop was blocked comes twice: asyncio has cancelled then
                 main.cancel()
 
         # A notebook trains in another thread than the main one, where no signal comes, and cancels the task itself.

@@ -373,3 +373,31 @@ def test_sft_comes_first_and_is_the_starting_policy(tmp_path: Path) -> None:
     assert result.evaluations[0]["reward"] > 0.5
     first = [line for line in RunDir(result.root).metrics() if line.split == "sft"]
     assert len(first) == 1
+
+
+def test_an_interrupt_while_the_loop_is_blocked_does_not_break_off_what_is_closed() -> None:
+    """As while a model is loaded: asyncio cancels the task, and the loop hears of the same signal once more later."""
+    program = """
+import asyncio, os, signal, time
+from art_cli.loop.interrupts import Interrupts
+from art_cli.runtime import threads
+from art_cli.runtime.errors import Interrupted
+
+async def main():
+    os.kill(os.getpid(), signal.SIGINT)
+    time.sleep(0.1)
+    try:
+        with Interrupts("stopped").handled():
+            await asyncio.sleep(0)
+    finally:
+        for _ in range(5):
+            await asyncio.gather(asyncio.sleep(0.01))
+        print("closed")
+
+try:
+    threads.run(main())
+except Interrupted as error:
+    print(error)
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    assert (done.stdout, done.stderr) == ("closed\nstopped\n", "")
