@@ -43,7 +43,7 @@ class Backend(Protocol):
 
 
 class EngineLoad(NamedTuple):
-    """What an engine has to do. Example: EngineLoad(running=30, waiting=4, room=32, memory=0.6)"""
+    """The requests of an engine and its room. Example: EngineLoad(running=30, waiting=4, room=32, memory=0.6)"""
 
     running: int  # requests that are being answered
     waiting: int  # requests that wait for room

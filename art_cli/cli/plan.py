@@ -1,13 +1,15 @@
 """`art plan`: a run's first step, what it shows of the rest, and what the run will take."""
 
+import contextlib
+import math
 import shlex
 import sys
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from art_cli.cli import Config, Json, Overrides
-from art_cli.runtime.errors import printable_lines
+from art_cli.runtime.errors import UsageError, printable_lines
 
 
 def run(
@@ -37,16 +39,28 @@ def run(
     import msgspec
 
     from art_cli.config.compose import load_config
-    from art_cli.loop.evaluate import parse_gate
     from art_cli.loop.run_plan import plan
     from art_cli.reports.pages.plan_text import plan_text
+    from art_cli.runs.promise import steps_for
     from art_cli.runtime import threads
 
-    wished = None if goal is None else parse_gate(goal).bound
+    wished = None if goal is None else _parse_goal(goal)
     promise = threads.run(plan(load_config(config, overrides or []), repeats=repeats))
     if as_json:
-        sys.stdout.write(msgspec.json.encode(promise).decode() + "\n")
+        asked: dict[str, Any] = {} if wished is None else {"goal": wished}
+        asked |= {} if budget_usd is None else {"steps_for_budget": steps_for(budget_usd, promise)}
+        sys.stdout.write(msgspec.json.encode(msgspec.to_builtins(promise) | asked).decode() + "\n")
         return
     kept = [each for each in overrides or [] if each.partition("=")[0] not in promise.settings]
     command = shlex.join(["art", "train", str(config), *kept])
     sys.stdout.write(printable_lines(plan_text(promise, command=command, budget_usd=budget_usd, goal=wished)))
+
+
+def _parse_goal(text: str) -> float:
+    """Returns X of "reward>=X". Raises UsageError if it is anything else."""
+    name, _, bound = text.partition(">=")
+    if name.strip() == "reward":
+        with contextlib.suppress(ValueError):
+            if math.isfinite(value := float(bound)):
+                return value
+    raise UsageError(f"--goal {text!r}: expected reward>=NUMBER, for example reward>=0.8")

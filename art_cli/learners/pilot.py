@@ -19,7 +19,7 @@ from art_cli.learners.samples import Sample
 from art_cli.learners.step_samples import plan_step
 from art_cli.learners.step_statistics import StepStatistics
 from art_cli.learners.torch_learner import TorchLearner
-from art_cli.runs.promise import NORMAL_80, Memory, NoiseScale, Pilot
+from art_cli.runs.promise import NORMAL_80, MemoryNeed, NoiseScale, Pilot
 from art_cli.runs.trajectory import ScoredTrajectory
 from art_cli.runtime.errors import LearnerError
 
@@ -83,7 +83,7 @@ class Pilots:
             for optimizer in learner.optimizers:
                 optimizer.clear()
 
-    def memory(self, longest: int) -> Memory | None:
+    def memory(self, longest: int) -> MemoryNeed | None:
         """Returns the peak memory of a micro-batch, by two measured rows, or None if the system does not report it.
 
         `longest` is the longest row. A micro-batch has as many tokens as the learner packs, but no more than the step.
@@ -98,11 +98,11 @@ class Pilots:
             one, two = (trial_update.measure(learner, weights, length) for length in (short, long))
         except LearnerError as error:
             log.warning("memory: %s", error)
-            return Memory(tokens, there, there)  # at least all that is there
+            return MemoryNeed(tokens, there, there)  # at least all that is there
         finally:
             learner.load(self.start)
         peak = trial_update.estimate(one, two, tokens, knee=trial_update.knee_of(weights)).gigabytes
-        return None if peak is None else Memory(tokens, peak, there)
+        return None if peak is None else MemoryNeed(tokens, peak, there)
 
 
 def noise_scale(products: Tensor, num: int) -> NoiseScale:

@@ -92,7 +92,7 @@ class HuntLine(msgspec.Struct):
 
 @dataclass
 class Hunt:
-    """What was scored. `tried` is sorted, the highest mean score first. `error` is what broke the hunt off, if any."""
+    """All scores. `tried` is sorted, the highest mean score first. `error` is what broke the hunt off, if any."""
 
     honest: list[Honest] = field(default_factory=list)
     tried: list[Tried] = field(default_factory=list)

@@ -54,7 +54,9 @@ OF_ROLLOUT = ("rollout", "metric", "none")  # judges that would read the same nu
 
 
 async def plan(loaded: LoadedConfig, *, repeats: int | None = None) -> Promise:
-    """Returns the promise, made or found. `repeats` is the number of verdicts on each group; None: 2 if they are free.
+    """Returns the promise, made or found. `repeats` is the number of verdicts on each group.
+
+    By default there are 2 if they are free.
 
     Raises UsageError if the run has gone beyond its first step, and the errors of `train`.
     """
@@ -247,7 +249,7 @@ def advise(found: Measured, config: RunConfig) -> Iterator[Advice]:
 
 
 def choose_rate(pilots: Sequence[Pilot], own: float) -> Advice | None:
-    """Returns the rate nearest to the run's own whose step moves the policy within the bounds; None: not measured.
+    """Returns the rate nearest to the run's own whose step moves the policy within the bounds, or None if unknown.
 
     If all move it too little, the largest is returned, and if all move it too far, the smallest.
     """

@@ -29,7 +29,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from art_cli.judges.files.run_labels import Answer, describe_fall, find_fall
+from art_cli.judges.files.run_labels import OrderedPair, describe_fall, find_fall
 from art_cli.runs.history import Evaluated, History, UpdateNumbers
 from art_cli.runs.parting import Parting, anchors, describe_parting, find_parting, read_beside
 
@@ -412,7 +412,7 @@ def _parted(history: History) -> Iterator[RunFinding]:
             yield _parting(alarm, describe_parting(anchor, steps, alarm))
 
 
-def judge_fell(labels: Sequence[Answer]) -> list[RunFinding]:
+def judge_fell(labels: Sequence[OrderedPair]) -> list[RunFinding]:
     """Returns the finding that judge and person part, by the labels of a run's steps."""
     alarm = find_fall(labels)
     return [] if alarm is None else [_parting(alarm, describe_fall(labels, alarm))]

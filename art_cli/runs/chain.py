@@ -44,8 +44,8 @@ READ_BYTES = 2**20
 MAX_CERTIFICATE = 256 * 2**20  # bytes; a thousand links have 4 MB
 
 
-class Part(NamedTuple):
-    """The first bytes of a file. Example: Part(8123, "9f3c...")"""
+class FilePart(NamedTuple):
+    """The first bytes of a file. Example: FilePart(8123, "9f3c...")"""
 
     size: int
     sha256: str
@@ -60,7 +60,7 @@ class Link(msgspec.Struct, frozen=True, kw_only=True):
     origin: Origin
     probe: Probe | None = None
     files: dict[str, str]  # the checkpoint's files, as in its manifest; empty: what came after it
-    inputs: dict[str, Part]  # what it was made from, and what the run had written beside it
+    inputs: dict[str, FilePart]  # what it was made from, and what the run had written beside it
     digest: str = ""  # sha256 of this link without its digest
 
     @property
@@ -95,14 +95,16 @@ def add_link(run: RunDir, manifest: Manifest, *, rest: int | None = None) -> Non
         _write(run, links, manifest, inputs, {})
 
 
-def _new_parts(run: RunDir, links: list[Link], until: int) -> dict[str, Part]:
+def _new_parts(run: RunDir, links: list[Link], until: int) -> dict[str, FilePart]:
     """Returns the files that no link names as they are now, of the records and the steps before `until`."""
     known = {name: part for link in links for name, part in link.inputs.items()}
     written = _written(run, range(links[-1].step if links else 0, until))
     return {name: part for name in written if (part := _part(run.root / name)) != known.get(name)}
 
 
-def _write(run: RunDir, links: list[Link], manifest: Manifest, inputs: dict[str, Part], files: dict[str, str]) -> Link:
+def _write(
+    run: RunDir, links: list[Link], manifest: Manifest, inputs: dict[str, FilePart], files: dict[str, str]
+) -> Link:
     assert manifest.origin is not None
     before = links[-1].digest if links else ""
     link = Link(
@@ -174,15 +176,15 @@ def _written(run: RunDir, numbers: Iterable[int]) -> list[str]:
     return [str(path.relative_to(run.root)) for path in (*records, *steps)]
 
 
-def _part(path: Path) -> Part:
+def _part(path: Path) -> FilePart:
     if path.name != "metrics.jsonl":
-        return Part(path.stat().st_size, hash_file(path))
+        return FilePart(path.stat().st_size, hash_file(path))
     whole = path.read_bytes()
     lines = whole[: whole.rfind(b"\n") + 1]  # without a line that a kill may have torn
-    return Part(len(lines), hashlib.sha256(lines).hexdigest())
+    return FilePart(len(lines), hashlib.sha256(lines).hexdigest())
 
 
-def _flaw(path: Path, part: Part, *, within: Path) -> str:
+def _flaw(path: Path, part: FilePart, *, within: Path) -> str:
     """Returns what is wrong with the first bytes of a file, or "" if they are those of the part."""
     hashed, left = hashlib.sha256(), part.size
     try:

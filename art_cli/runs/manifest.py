@@ -30,7 +30,7 @@ HASHING_THREADS = 4  # sha256 takes 1.7 GB/s in each thread, so a base model of 
 
 
 class Origin(msgspec.Struct, frozen=True, kw_only=True):
-    """What a policy consists of besides the files of its checkpoint.
+    """The parts of a policy besides the files of its checkpoint.
 
     Example: Origin(base="9f3c...", template="51e0...", dtype="float32")
     """

@@ -52,7 +52,7 @@ class NoiseScale(msgspec.Struct, frozen=True):
     high: float | None
 
 
-class Memory(msgspec.Struct, frozen=True):
+class MemoryNeed(msgspec.Struct, frozen=True):
     """The peak memory of training on the longest row that the limits allow, or a micro-batch if that is more."""
 
     tokens: int
@@ -61,7 +61,7 @@ class Memory(msgspec.Struct, frozen=True):
 
 
 class Measured(msgspec.Struct, frozen=True, kw_only=True):
-    """What the first step showed. Seconds, tokens and dollars are those of one step."""
+    """The measurements of the first step. Seconds, tokens and dollars are those of one step."""
 
     group_tokens: list[int]  # sampled tokens of each group
     num_attempts: int
@@ -79,7 +79,7 @@ class Measured(msgspec.Struct, frozen=True, kw_only=True):
     facts: dict[str, str] = {}  # lines about the rewards, by name
     pilots: list[Pilot] = []
     noise_scale: NoiseScale | None = None
-    memory: Memory | None = None
+    memory: MemoryNeed | None = None
 
 
 class Promise(msgspec.Struct, frozen=True, kw_only=True):

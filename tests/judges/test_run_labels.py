@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from art_cli.judges.files.person_labels import Pair
-from art_cli.judges.files.run_labels import Answer, RunLabels, find_fall, largest_fall, shares
+from art_cli.judges.files.run_labels import OrderedPair, RunLabels, find_fall, largest_fall, shares
 from art_cli.reports.run_report import read_report
 from art_cli.runs.parting import LEVEL
 from art_cli.runs.run_dir import RunDir
@@ -21,10 +21,10 @@ from tests.support.forked import run as forked
 STEPS, ONSET = 60, 31
 
 
-def simulated(draw: random.Random, num: int, *, before: float, since: float) -> list[Answer]:
+def simulated(draw: random.Random, num: int, *, before: float, since: float) -> list[OrderedPair]:
     """Answers about random steps, of a judge that orders a share of the pairs as the person does."""
     steps = [draw.randint(1, STEPS) for _ in range(num)]
-    return [Answer(n, step, draw.random() < (before if step < ONSET else since)) for n, step in enumerate(steps)]
+    return [OrderedPair(n, step, draw.random() < (before if step < ONSET else since)) for n, step in enumerate(steps)]
 
 
 @pytest.mark.slow
@@ -43,7 +43,7 @@ def test_of_runs_whose_agreement_stays_at_most_the_stated_share_has_an_alarm(num
 def test_of_runs_that_are_labelled_as_they_train_neither() -> None:
     """The newest steps have the fewest answers, so that most answers are about them. 300 runs: 7 once in 34 times."""
     draw = random.Random(1)
-    runs = [[Answer(n, n + draw.randint(-3, 3), draw.random() < 0.8) for n in range(67)] for _ in range(300)]
+    runs = [[OrderedPair(n, n + draw.randint(-3, 3), draw.random() < 0.8) for n in range(67)] for _ in range(300)]
     assert sum(find_fall(answers) is not None for answers in runs) <= 300 * LEVEL + 3
 
 
@@ -78,7 +78,7 @@ def test_the_probability_is_that_of_all_orders(steps: list[int]) -> None:
     for order in itertools.product([0, 1], repeat=len(steps)):
         same = [other for other in itertools.product([0, 1], repeat=len(steps)) if sum(other) == sum(order)]
         expected = sum(largest(other) >= largest(order) - 1e-9 for other in same) / len(same)
-        found, _ = largest_fall([Answer(0.0, step, bool(each)) for step, each in zip(steps, order, strict=True)])
+        found, _ = largest_fall([OrderedPair(0.0, step, bool(each)) for step, each in zip(steps, order, strict=True)])
         assert found == pytest.approx(expected)
 
 

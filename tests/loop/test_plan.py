@@ -178,8 +178,15 @@ def test_the_screen_answers_four_questions(art: Art, tmp_path: Path) -> None:
     for question in ("can this reward be learned?", "with which settings?", "does it fit?", "how long, how much?"):
         assert question in out
     assert "0.99 is more than the best attempts get now" in out and "no price is known" in out
-    code, out, _ = art(*arguments, "--json")
-    assert code == 0 and json.loads(out)["schema_version"] == 1
+    code, out, _ = art(*arguments, "--json", "--goal", "reward>=0.99", "--budget-usd", "5")
+    found = json.loads(out)
+    assert code == 0 and (found["schema_version"], found["goal"], found["steps_for_budget"]) == (1, 0.99, None)
+
+
+@pytest.mark.parametrize("goal", ["win>=0.5", "reward<=0.5", "reward>=nan", "reward>=much", "reward"])
+def test_a_goal_that_is_no_reward_to_reach_is_refused(art: Art, goal: str) -> None:
+    code, out, err = art("plan", PLANNED / "config.yaml", "--goal", goal)
+    assert (code, out) == (2, "") and f"--goal '{goal}': expected reward>=NUMBER" in err and err.count("\n") == 1
 
 
 # --- the mathematics --------------------------------------------------------------------------------------------------

@@ -16,9 +16,9 @@ from art_cli.loop.train import train
 from art_cli.runs.chain import (
     CERTIFICATE,
     NAME,
+    FilePart,
     Flaw,
     Link,
-    Part,
     add_link,
     check_certificate,
     find_flaws,
@@ -159,7 +159,7 @@ def test_a_chain_of_a_stranger_reads_nothing_but_the_run(run: RunDir, name: str)
     (run.root.parent / "secret").write_bytes(b"secret")
     os.mkfifo(run.root / "step_0000" / "pipe")
     [*before, last] = read_chain(run)
-    hostile = msgspec.structs.replace(last, inputs={name: Part(2**60, "0" * 64)})
+    hostile = msgspec.structs.replace(last, inputs={name: FilePart(2**60, "0" * 64)})
     write_lines(run.root / NAME, [*before, hostile])
     assert [flaw.place for flaw in flaws(run)] == [f"{NAME}:6", name]
 

@@ -64,7 +64,7 @@ class PairLabel(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LabelReport(msgspec.Struct, frozen=True, kw_only=True):
-    """What the labels say of the judge."""
+    """The worth of the judge by the labels."""
 
     num_pairs: int
     num_labels: int  # without skipped pairs and repetitions

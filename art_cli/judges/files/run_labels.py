@@ -35,8 +35,8 @@ LOOKS = [int(20 * 1.5**look) for look in range(20)]  # numbers of answers after 
 MAX_WINDOWS, WINDOW = 5, 10  # number of windows of steps, and the fewest answers in one
 
 
-class Answer(NamedTuple):
-    """A pair that both order. Example: Answer(1767000000.0, step=31, is_alike=False)"""
+class OrderedPair(NamedTuple):
+    """A pair that both order. Example: OrderedPair(1767000000.0, step=31, is_alike=False)"""
 
     time: float
     step: int
@@ -44,7 +44,7 @@ class Answer(NamedTuple):
 
 
 class RunLabelReport(msgspec.Struct, frozen=True):
-    """What the labels say of the judge of a run."""
+    """The agreement of a run's judge with the labels."""
 
     num_labels: int  # pairs that both order
     num_needed: int  # labels more until the next look
@@ -97,13 +97,13 @@ class RunLabels:
         elif self._answered:
             self._answered.pop().answer(pair, verdict)
 
-    def answers(self) -> list[Answer]:
+    def answers(self) -> list[OrderedPair]:
         """Returns the labels of pairs that both order. Steps that cannot be read are left out with a warning."""
-        found = list[Answer]()
+        found = list[OrderedPair]()
         for step in self._paths:
             try:
                 if self._num_asked(step):
-                    found += [Answer(time, step, is_alike) for time, is_alike in self._open(step).ordered()]
+                    found += [OrderedPair(time, step, is_alike) for time, is_alike in self._open(step).ordered()]
             except ArtError as error:
                 log.warning("%s; its labels are left out", error)
         return found
@@ -118,18 +118,18 @@ class RunLabels:
         return RunLabelReport(num, next(look for look in LOOKS if look > num) - num, shares(answers), parted)
 
 
-def shares(answers: Sequence[Answer]) -> list[tuple[int, float]]:
+def shares(answers: Sequence[OrderedPair]) -> list[tuple[int, float]]:
     """Returns (last step, share of alike pairs) of up to five windows of steps with about as many answers each."""
     ordered, size = sorted(answers, key=lambda each: each.step), math.ceil(max(len(answers) / MAX_WINDOWS, WINDOW))
     parts = [ordered[start : start + size] for start in range(0, len(ordered), size)]
     return [(part[-1].step, _share(part)) for part in parts]
 
 
-def _share(answers: Sequence[Answer]) -> float:
+def _share(answers: Sequence[OrderedPair]) -> float:
     return sum(each.is_alike for each in answers) / len(answers)
 
 
-def find_fall(answers: Sequence[Answer]) -> Parting | None:
+def find_fall(answers: Sequence[OrderedPair]) -> Parting | None:
     """Returns the first alarm that looks at the answers give, or None."""
     for look, num in enumerate((num for num in LOOKS if num <= len(answers)), 1):
         seen = sorted(sorted(answers)[:num], key=lambda each: each.step)
@@ -139,7 +139,7 @@ def find_fall(answers: Sequence[Answer]) -> Parting | None:
     return None
 
 
-def describe_fall(answers: Sequence[Answer], alarm: Parting) -> str:
+def describe_fall(answers: Sequence[OrderedPair], alarm: Parting) -> str:
     """Example: "judge and labels part since step 31 (false in at most 1% of runs): they order 0.93 of 40 pairs alike
     before, 0.55 of 38 since"."""
     before, since = ([each for each in answers if (each.step >= alarm.onset) == is_late] for is_late in (False, True))
@@ -149,7 +149,7 @@ def describe_fall(answers: Sequence[Answer], alarm: Parting) -> str:
     )
 
 
-def largest_fall(seen: Sequence[Answer]) -> tuple[float, int]:
+def largest_fall(seen: Sequence[OrderedPair]) -> tuple[float, int]:
     """Returns how likely chance makes the largest fall between earlier and later steps as large, and its step."""
     num, total = len(seen), sum(each.is_alike for each in seen)
     places, alike = np.arange(1, num), np.arange(total + 1)
