@@ -74,11 +74,8 @@ async def plan(loaded: LoadedConfig, *, repeats: int | None = None) -> Promise:
             run.interrupts.message = f"interrupted; what is complete is in {run.files.root}; art plan goes on with it"
             measured, doubts = await _measure(run, repeats)
             parts = claim.startup.parts
-            started, waited = math.fsum(parts.get(part, 0.0) for part in STARTING), parts.get("first reply", 0.0)
-            waited = min(waited, measured.sampling_s / 2)  # if another process played the attempts, none of it was here
-            measured = msgspec.structs.replace(
-                measured, start_s=started, first_reply_s=waited, sampling_s=measured.sampling_s - waited
-            )
+            started = math.fsum(parts.get(part, 0.0) for part in STARTING)
+            measured = msgspec.structs.replace(measured, start_s=started)
             made = _promise(measured, doubts, dataclasses.replace(claim, loaded=run.loaded))
             if loaded.config.train.learning_rate == "auto" and RATE in made.settings:
                 chosen = with_rate(run.loaded, float(made.settings[RATE]), f"art plan: {made.reasons[RATE]}")

@@ -70,7 +70,6 @@ class Measured(msgspec.Struct, frozen=True, kw_only=True):
     training_s: float | None = None  # or None if no pilot was taken
     rest_s: float = 0.0  # saving a checkpoint and loading it into the engine
     start_s: float = 0.0  # loading libraries and model, once in a process
-    first_reply_s: float = 0.0  # the wait for the first reply, once in a process
     first_training_s: float = 0.0  # what the first step of training in a process takes beyond the others
     pace: float = 0.0  # standard deviation of the logarithm of the seconds that equal steps took
     judge_usd: float | None = 0.0  # or None if a price is unknown
@@ -115,7 +114,6 @@ def forecast(
             "evaluating": evaluations * eval_attempts / max(found.num_attempts, 1) * found.sampling_s * share,
             "rest": found.start_s + steps * found.rest_s,
         }
-        seconds["evaluating" if evaluations else "sampling"] += found.first_reply_s
         pace = math.exp(draw.gauss(0.0, found.pace))
         seconds = {name: pace * value for name, value in seconds.items()}
         seconds["whole"] = whole = sum(seconds.values())
