@@ -20,7 +20,7 @@ import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -189,8 +189,8 @@ def train(
     cache: bool,
     merge: bool,
     until: float | None = None,
-) -> list[dict[str, float]]:
-    """Numbers of each step; `step_s` from the end of the step before to its own, as TRL's callbacks see it.
+) -> None:
+    """Prints the numbers of each step when it ends; `step_s` counts from the end of the step before.
 
     `given` are settings in place of the shape's. It ends early after a step whose mean reward is at least `until`.
     """
@@ -210,7 +210,6 @@ def train(
     played = [i for step in range(steps) for i in order.groups(step, config.rollout.groups_per_step)]
     tokenizer: Any = transformers.AutoTokenizer.from_pretrained(base)
     table = Table(shape, scenarios, tokenizer, config.rollout.sampling, cache=cache, merge=merge)
-    clock = Clock(config.train.epochs_per_step)
     trainer = GRPOTrainer(
         model=transformers.AutoModelForCausalLM.from_pretrained(base, dtype="float32"),
         reward_funcs=lambda completions, episode_reward, **_: episode_reward,
@@ -221,38 +220,30 @@ def train(
             r=config.model.lora.rank, lora_alpha=config.model.lora.alpha, target_modules=config.model.lora.targets
         ),
         rollout_func=table,
-        callbacks=[clock.callback(lambda: until is not None and table.steps[-1]["reward"] >= until)],
+        callbacks=[_teller(table, config.train.epochs_per_step, until)],
     )
     trainer.remove_callback(transformers.PrinterCallback)
     trainer.train()
-    return [numbers | {"step_s": seconds} for numbers, seconds in zip(table.steps, clock.seconds(), strict=True)]
 
 
-class Clock:
-    """When each step ended, and when the first began. TRL counts each of a step's `epochs` as one."""
+def _teller(table: Table, epochs: int, until: float | None) -> Any:
+    """A callback that prints a JSON line for each step. TRL counts each of a step's `epochs` as one."""
+    import transformers
 
-    def __init__(self, epochs: int) -> None:
-        self.epochs = epochs
-        self.times: list[float] = []
+    class Teller(transformers.TrainerCallback):
+        began = 0.0
 
-    def callback(self, is_reached: Callable[[], bool]) -> Any:
-        import transformers
+        def on_train_begin(self, *_: object, **__: object) -> None:
+            self.began = time.perf_counter()
 
-        clock = self
+        def on_step_end(self, args: Any, state: Any, control: Any, **_: object) -> None:
+            if state.global_step % epochs == 0:
+                numbers, ended = table.steps[-1], time.perf_counter()
+                print(json.dumps(numbers | {"step_s": ended - self.began}), flush=True)
+                self.began = ended
+                control.should_training_stop |= until is not None and numbers["reward"] >= until
 
-        class Callback(transformers.TrainerCallback):
-            def on_train_begin(self, *_: object, **__: object) -> None:
-                clock.times.append(time.perf_counter())
-
-            def on_step_end(self, args: Any, state: Any, control: Any, **_: object) -> None:
-                if state.global_step % clock.epochs == 0:
-                    clock.times.append(time.perf_counter())
-                    control.should_training_stop |= is_reached()
-
-        return Callback()
-
-    def seconds(self) -> list[float]:
-        return [after - before for before, after in zip(self.times, self.times[1:], strict=False)]
+    return Teller()
 
 
 def _arguments(config: Any, steps: int, batch: int) -> Any:
@@ -295,8 +286,7 @@ def main() -> None:
     parser.add_argument("settings", nargs="*", help="key=value in place of the shape's settings")
     given = parser.parse_intermixed_args()
     settings = {"steps": given.steps, "batch": given.batch, "cache": given.cache, "merge": given.merge}
-    for numbers in train(SHAPES[given.shape], given.base, given.settings, until=given.until, **settings):
-        print(json.dumps(numbers))
+    train(SHAPES[given.shape], given.base, given.settings, until=given.until, **settings)
 
 
 if __name__ == "__main__":

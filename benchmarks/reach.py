@@ -37,25 +37,36 @@ def train_art(base: Path, runs: Path, seed: int) -> list[float]:
     name = f"art-{seed}"
     given = [f"model.base={base}", f"train.seed={seed}", "eval=null", f"name={name}", f"runs={runs}"]
     _python("-m", "art_cli", "train", str(SHAPE.config), *given)
-    return [line.metrics["reward_mean"] for line in RunDir(runs / name).metrics() if line.split == "train"]
+    return read_art(runs, seed)
 
 
-def train_trl(base: Path, seed: int, steps: int) -> list[float]:
+def read_art(runs: Path, seed: int) -> list[float]:
+    return [line.metrics["reward_mean"] for line in RunDir(runs / f"art-{seed}").metrics() if line.split == "train"]
+
+
+def train_trl(base: Path, runs: Path, seed: int, steps: int) -> list[float]:
     loaded = load_config(SHAPE.config, [f"model.base={base}"])
     rate = decide_by_base(loaded, str(base)).config.train.rate
     settings = [f"train.seed={seed}", f"train.learning_rate={rate}"]
     told = [SHAPE.name, str(base), *SHAPE.trl, "--steps", str(steps), "--until", str(REWARD), *settings]
-    output = _python("-m", "benchmarks.loop_trl", *told)
-    return [json.loads(line)["reward"] for line in output.splitlines() if line.startswith("{")]
+    _python("-m", "benchmarks.loop_trl", *told, output=runs / f"trl-{seed}.jsonl")
+    return read_trl(runs, seed)
 
 
-def _python(*arguments: str) -> str:
+def read_trl(runs: Path, seed: int) -> list[float]:
+    lines = (runs / f"trl-{seed}.jsonl").read_text().splitlines()
+    return [json.loads(line)["reward"] for line in lines if line.startswith("{")]
+
+
+def _python(*arguments: str, output: Path = Path(os.devnull)) -> None:
     environment = {**os.environ, "TRL_EXPERIMENTAL_SILENCE": "1", "PYTHONPATH": str(ROOT)}
     command = [sys.executable, *arguments]
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=DEADLINE_S)
+    with output.open("w") as file:
+        done = subprocess.run(
+            command, cwd=ROOT, env=environment, stdout=file, stderr=subprocess.PIPE, text=True, timeout=DEADLINE_S
+        )
     if done.returncode:
         raise RuntimeError(f"{' '.join(command)}: {done.stderr[-800:]}")
-    return done.stdout
 
 
 def table(rows: Sequence[dict[str, Any]]) -> str:
@@ -75,6 +86,7 @@ def main() -> None:
     parser.add_argument("--sides", nargs="+", choices=["art", "trl"], default=["art", "trl"])
     parser.add_argument("--runs", type=Path, default=ROOT / ".scratch" / "reach", help="base and runs are kept here")
     parser.add_argument("--table", action="store_true")
+    parser.add_argument("--broken-off", action="store_true", help="the steps of runs that were broken off become rows")
     given = parser.parse_args()
     rows = [json.loads(line) for line in ROWS.read_text().splitlines()] if ROWS.exists() else []
     known = {(row["side"], row["seed"]) for row in rows}
@@ -84,9 +96,12 @@ def main() -> None:
         for side in given.sides:
             if (side, seed) in known:
                 continue
-            base = make_base(SHAPE, given.runs)
-            most = 2 * config.train.steps
-            found = train_art(base, given.runs, seed) if side == "art" else train_trl(base, seed, most)
+            if given.broken_off:
+                found = read_art(given.runs, seed) if side == "art" else read_trl(given.runs, seed)
+            elif side == "art":
+                found = train_art(make_base(SHAPE, given.runs), given.runs, seed)
+            else:
+                found = train_trl(make_base(SHAPE, given.runs), given.runs, seed, 2 * config.train.steps)
             attempts = config.rollout.group_size * config.rollout.groups_per_step
             rows.append({"side": side, "seed": seed, "attempts": attempts, "rewards": found})
             with ROWS.open("a") as file:
