@@ -96,10 +96,16 @@ def measure(name: str, seeds: Sequence[int], cache: Path) -> None:
 
 
 def train(task: Task, root: Path, start: Path, seed: int, onset: int | None) -> RunDir:
-    """Trains the run, or goes on with it. All runs of tic-tac-toe begin with the policy of one warm-up."""
+    """Trains the run, or goes on with it. All runs of tic-tac-toe begin with the policy of one warm-up.
+
+    A run that turns is the clean run of its seed up to its onset, and begins as a fork of it.
+    """
     common = [*task.settings, f"runs={root.parent}"]
     judge = f"judge={{entry: '{JUDGE}:{task.judge}', options: {{onset: {onset or 'null'}}}}}"
     shadow = f"+shadow.truth={{judge: {{entry: '{JUDGE}:{task.anchor}'}}}}"
+    clean = root.with_name(f"{root.name.rpartition('-')[0]}-clean")
+    if onset and not root.exists() and onset - 1 in RunDir(clean).checkpoint_steps():
+        art("checkpoints", clean, "--fork", root, "--step", onset - 1)
     if task.judge == "Moves" and not RunDir(root).checkpoint_steps():
         if not RunDir(start).checkpoint_steps():
             art("train", task.config, *common, f"name={start.name}", "train.steps=1")
