@@ -100,7 +100,7 @@ def train(task: Task, root: Path, start: Path, seed: int, onset: int | None) -> 
 
     A run that turns is the clean run of its seed up to its onset, and begins as a fork of it.
     """
-    common = [*task.settings, f"runs={root.parent}"]
+    common = [*task.settings, f"runs={root.parent}", "train.keep_checkpoints=99"]
     judge = f"judge={{entry: '{JUDGE}:{task.judge}', options: {{onset: {onset or 'null'}}}}}"
     shadow = f"+shadow.truth={{judge: {{entry: '{JUDGE}:{task.anchor}'}}}}"
     clean = root.with_name(f"{root.name.rpartition('-')[0]}-clean")
