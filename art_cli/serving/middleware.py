@@ -98,7 +98,7 @@ class Admission:
         if self.state == "loading":
             raise ChatError(503, "the model is being loaded", code="loading", retry_after=str(LOADING_RETRY_S))
         if self.state == "draining":
-            raise ChatError(503, "the server is shutting down", code="shutting_down", retry_after=str(LOADING_RETRY_S))
+            raise _shutting_down()
         if self.num_in_flight >= self.concurrency + self.queue:
             message = f"{self.num_in_flight} requests are here already; try again later"
             raise ChatError(429, message, "rate_limit_error", None, "overloaded", retry_after=str(self._retry_s()))
@@ -163,6 +163,10 @@ class Middleware:
 
         try:
             await self._pass(scope, receive, send_noting)
+        except asyncio.CancelledError:  # the time of those in flight is up
+            if status != GONE:
+                raise
+            await _refuse(_shutting_down(), scope, receive, send_noting)
         finally:
             self._note(scope, status, time.perf_counter() - begin)
 
@@ -175,7 +179,7 @@ class Middleware:
                 if is_completion:
                     stack.enter_context(self._admission.admitted())
             except ChatError as error:
-                await error_response(error, WIRES.at(path, Headers(scope=scope)))(scope, receive, send)
+                await _refuse(error, scope, receive, send)
                 return
             await self._app(scope, receive, _until_taken(send) if is_completion else send)
 
@@ -204,6 +208,14 @@ class Middleware:
 
     def _is_word(self, part: str) -> bool:
         return bool(WORD.fullmatch(part)) and not (self._keys and self._keys.admits(part))
+
+
+async def _refuse(error: ChatError, scope: Scope, receive: Receive, send: Send) -> None:
+    await error_response(error, WIRES.at(scope["path"], Headers(scope=scope)))(scope, receive, send)
+
+
+def _shutting_down() -> ChatError:
+    return ChatError(503, "the server is shutting down", code="shutting_down", retry_after=str(LOADING_RETRY_S))
 
 
 def _until_taken(send: Send) -> Send:

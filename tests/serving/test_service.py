@@ -143,8 +143,9 @@ async def test_draining_has_a_deadline_and_a_second_signal_does_not_wait(
         for _ in range(num_signals):
             service.stop()
         await asyncio.wait_for(task, 20)
-        with pytest.raises(openai.APIError):
+        with pytest.raises(openai.InternalServerError) as ended:
             await call
+    assert (ended.value.status_code, ended.value.code) == (503, "shutting_down")
     assert gate.num_waiting == 0
     assert "stopped with 1 requests unfinished" in caplog.text
 
