@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from playwright.sync_api import Browser, Page, sync_playwright
+from playwright.sync_api import Browser, Page, expect, sync_playwright
 
 from tests.support.node import page_sources
 from tests.support.paths import ROOT
@@ -16,6 +16,7 @@ from tests.support.paths import ROOT
 NAMES = ("chromium", "chromium-browser", "google-chrome", "chrome")
 ARGUMENTS = ["--no-sandbox", "--disable-gpu", "--disable-background-networking"]
 START_S = 60.0  # longest wait for the server's address
+expect.set_options(timeout=15_000)  # milliseconds
 RULES = ["wcag2a", "wcag2aa", "wcag21a", "wcag21aa", "best-practice"]
 
 

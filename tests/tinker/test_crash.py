@@ -70,6 +70,22 @@ def test_what_a_killed_server_left_half_written_is_swept_and_what_is_being_writt
     assert [at.name for at, _ in store.checkpoints(run)] == ["whole"]
 
 
+def test_a_sweep_amid_a_save_takes_nothing_away(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Notes are written before the directory has its name; a sweep comes in between, also where another is replaced."""
+    at = Place(f"{'0' * 32}:train:0", "weights", "x")
+    store = Store(tmp_path, base="tiny", dtype="float32", quota=None)
+    store.add_run(RunNotes(id=at.run, owner="me", base_model="tiny", rank=4, created=0.0))
+
+    def note_and_sweep(at: Place, notes: Notes) -> None:
+        Store.note(store, at, notes)
+        store.sweep()
+
+    monkeypatch.setattr(store, "note", note_and_sweep)
+    for is_over in (False, True):
+        store.save(at, "me", 1, Notes(created=0.0), fill, over=is_over)
+        store.find(at, "me")
+
+
 def fill(directory: Path) -> None:
     (directory / "adapter_model.safetensors").write_bytes(b"whole")
 

@@ -76,7 +76,6 @@ def open_page(browser: Browser) -> Iterator[Open]:
         contexts.append(context)
         page = context.new_page()
         page.set_default_timeout(15_000)
-        expect.set_options(timeout=15_000)
         page.on("console", lambda message: said.append(f"{message.type}: {message.text}"))
         page.on("pageerror", lambda error: said.append(str(error)))
         page.on(

@@ -269,8 +269,12 @@ class Store:
                     remove(path)
         for path in list(self.root.iterdir()):
             for at in self._places(path.name) if RUN_ID.fullmatch(path.name) else ():
-                if self._notes_path(at).is_file() and self.notes(at) is None:
+                if not self._is_being_saved(at) and self.notes(at) is None:
                     self.delete(at)
+
+    def _is_being_saved(self, at: Place) -> bool:
+        """Returns whether its notes are new and its directory has no name yet."""
+        return not self.path(at).is_dir() and time.time() - _last_written(self._notes_path(at)) < UNFINISHED_S
 
     def _places(self, run: str) -> Iterator[Place]:
         for kind in KINDS:
