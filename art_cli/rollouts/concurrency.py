@@ -16,7 +16,7 @@ places cost requests.
 
 import asyncio
 import math
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass, fields
 from types import TracebackType
 
 from art_cli.chat import EngineLoad
@@ -45,6 +45,10 @@ class CallCounts:
     idle_s: float = 0.0  # time of rollouts without a call
     computed: int = 0  # tokens that the engine computed meanwhile; `Concurrency.note` sets it
 
+    def add(self, more: "CallCounts") -> None:
+        for field in fields(self):
+            setattr(self, field.name, getattr(self, field.name) + getattr(more, field.name))
+
 
 class Concurrency:
     """The number of rollouts at once: `number`, changed by `note`."""
@@ -54,7 +58,8 @@ class Concurrency:
         self._room = None if load is None else load.room
         self.number = min(MAX_AT_ONCE, self._room or FIRST)
         self._busy_share = 0.0  # of the rollouts' time, with a call at the engine; 0 before the first window
-        self._window: list[tuple[int, EngineLoad | None, CallCounts]] = []
+        self._window: list[tuple[int, EngineLoad | None]] = []
+        self._calls = CallCounts()  # of the window
         self._is_settled = False  # the first window with a number does not count: all begin at once, in a wave
         self._grown = (math.inf, 0.0)  # rollouts and their calls in flight when the number last grew
         self._computed_before = 0  # tokens that the engine had computed at the last sample
@@ -77,27 +82,25 @@ class Concurrency:
             calls.computed, self._computed_before = load.computed - self._computed_before, load.computed
         if in_flight < self.number and not calls.refused:
             return self.number
-        self._window.append((in_flight, load, calls))
-        total = CallCounts(
-            *(sum(column) for column in zip(*(astuple(each) for _, _, each in self._window), strict=True))
-        )
-        num_calls = total.answered + total.refused
+        self._window.append((in_flight, load))
+        self._calls.add(calls)
+        num_calls = self._calls.answered + self._calls.refused
         if len(self._window) < MIN_SAMPLES or num_calls < self.number:
             return self.number
-        before, rollouts = self.number, sum(each for each, _, _ in self._window) / len(self._window)
-        if total.refused > REFUSED * num_calls:
+        before, rollouts = self.number, sum(each for each, _ in self._window) / len(self._window)
+        if self._calls.refused > REFUSED * num_calls:
             self.number = max(1, math.floor(CUT * min(before, rollouts)))
         elif self._is_settled:
-            wanted = min(max(self._wanted(rollouts, total), before / STEP), before * STEP, MAX_AT_ONCE)
+            wanted = min(max(self._wanted(rollouts, self._calls), before / STEP), before * STEP, MAX_AT_ONCE)
             self.number = max(1, math.ceil(wanted) if wanted > before else math.floor(wanted))
         self._is_settled = self.number == before
-        self._window = []
+        self._window, self._calls = [], CallCounts()
         return self.number
 
     def _wanted(self, rollouts: float, calls: CallCounts) -> float:
         """Returns the number that the window speaks for."""
         self._busy_share = _mixed(self._busy_share, calls.busy_s / max(calls.busy_s + calls.idle_s, 1e-9))
-        loads = [load for _, load, _ in self._window if load is not None]
+        loads = [load for _, load in self._window if load is not None]
         if not loads:
             grown = self.number if calls.refused else self.number + max(1.0, self.number / 16)
             return min(grown, max(FIRST, self.number))
