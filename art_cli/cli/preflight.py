@@ -23,7 +23,7 @@ from urllib.parse import urlsplit
 from art_cli.chat.requests import text_of
 from art_cli.cli import Finding
 from art_cli.config.compose import LoadedConfig
-from art_cli.config.schema import TinkerEngineConfig, TinkerLearnerConfig, VllmEngineConfig
+from art_cli.config.schema import BaseLearnerConfig, TinkerEngineConfig, VllmEngineConfig
 from art_cli.engines.vllm.arguments import check_gpus, find_vllm, has_gpu
 from art_cli.judges import Judge, judge_groups
 from art_cli.judges.costs import CostEstimate
@@ -132,7 +132,7 @@ class Preflight:
         learner = self.loaded.config.learner
         if learner.nodes == 1:
             return None
-        assert not isinstance(learner, TinkerLearnerConfig) and learner.rendezvous is not None
+        assert isinstance(learner, BaseLearnerConfig) and learner.rendezvous is not None
         address = Address.parse(learner.rendezvous)
         secret = read_secret(address)
         try:

@@ -9,8 +9,10 @@ from art_cli.config.schema import (
     DistillConfig,
     FunctionJudgeConfig,
     JudgeConfig,
+    JudgeModelConfig,
     NoJudgeConfig,
     PpoConfig,
+    PromptLearnerConfig,
     RolloutJudgeConfig,
     RulerJudgeConfig,
     RunConfig,
@@ -53,6 +55,8 @@ def conflicts(config: RunConfig) -> Iterator[tuple[str, str]]:
             yield from _process_conflicts(config, config.learner)
     if isinstance(config.learner, TinkerLearnerConfig):
         yield from _remote_conflicts(config, section)
+    if isinstance(config.learner, PromptLearnerConfig):
+        yield from _prompt_conflicts(config, config.learner)
     if isinstance(config.learns_by, PpoConfig):
         yield from _critic_conflicts(config, config.learns_by)
     yield from _update_conflicts(config, section)
@@ -253,6 +257,37 @@ def _remote_conflicts(config: RunConfig, section: str) -> Iterator[tuple[str, st
         yield "train.max_kl", "draws weights back, and these are the server's; null, with train.epochs_per_step lower"
 
 
+PROMPT_TRAIN = frozenset({"steps", "keep_checkpoints", "keep_best", "seed"})  # keys of `train` that a search uses
+
+
+def reflecting_model(config: RunConfig, learner: PromptLearnerConfig) -> JudgeModelConfig | None:
+    """Returns the model that reflects: `learner.model`, or the judge's, or None if that is no model or a panel."""
+    judge = config.judge
+    if learner.member is not None or not isinstance(judge, RulerJudgeConfig) or judge.panel or judge.is_rule:
+        return learner.member
+    keys = {name: getattr(judge, name) for name in JudgeModelConfig.model_fields}
+    return JudgeModelConfig.model_validate(keys | {"response_format": "text"})
+
+
+def _prompt_conflicts(config: RunConfig, learner: PromptLearnerConfig) -> Iterator[tuple[str, str]]:
+    """Yields the settings that are about weights, or that a search over prompts cannot use."""
+    if reflecting_model(config, learner) is None:
+        yield "learner.model", f"judge {config.judge.name!r} is no model that could reflect; name one that does"
+    is_set = {
+        "loss": "loss" in config.model_fields_set,
+        "algorithm": config.algorithm is not None,
+        "sft": config.sft is not None,
+        "model.lora": "lora" in config.model.model_fields_set and config.model.lora is not None,
+        "model.quantize": config.model.quantize is not None,
+        "rollout.replay": config.rollout.replay is not None,
+        "rollout.refill": config.rollout.refill > 0,
+        "judge.noise": not isinstance(config.judge, NoJudgeConfig) and config.judge.noise is not None,
+    }
+    is_set |= {f"train.{name}": True for name in sorted(config.train.model_fields_set - PROMPT_TRAIN)}
+    for key in (key for key, value in is_set.items() if value):
+        yield key, "learner 'prompt' changes no weight and has no use for it; leave it out"
+
+
 def _critic_conflicts(config: RunConfig, loss: PpoConfig) -> Iterator[tuple[str, str]]:
     if config.rollout.refill > 0:
         yield "rollout.refill", "replaces groups of equal rewards, and with a critic these teach as much; set it to 0"
@@ -266,10 +301,11 @@ def _critic_conflicts(config: RunConfig, loss: PpoConfig) -> Iterator[tuple[str,
 
 def untrainable(config: RunConfig) -> Iterator[tuple[str, str]]:
     """Yields (dotted key, message) for each setting with which a policy can be evaluated but not trained."""
-    if not config.engine.can_train:
+    if not config.engine.can_train and config.learner.trains_weights:
         yield (
             "engine",
-            f"{config.engine.name!r} samples from a model of its own and cannot be trained; choose another",
+            f"{config.engine.name!r} samples from a model of its own and cannot be trained; choose another, or "
+            "learner=prompt, which searches for a better prompt",
         )
     if isinstance(config.engine, TinkerEngineConfig) and not isinstance(config.learner, TinkerLearnerConfig):
         yield "engine", "'tinker' samples from weights on a server, where learner=tinker trains them; set both"
@@ -285,5 +321,5 @@ def untrainable(config: RunConfig) -> Iterator[tuple[str, str]]:
             f"{config.judge.name!r} ranks the attempts of a group against each other, and rollout.group_size is 1; "
             "set that to 2 or more",
         )
-    if config.rollout.sampling.temperature == 0:
+    if config.rollout.sampling.temperature == 0 and config.learner.trains_weights:
         yield "rollout.sampling.temperature", "at 0 all attempts are the same; set it to 1 to train"

@@ -36,10 +36,10 @@ ALWAYS = frozenset(
 
 
 def judge_costs(config: RunConfig) -> bool:
-    """Whether one of the judges may make paid calls, as a user's function may, too."""
+    """Whether one of the judges, or a model that writes prompts, may make paid calls, as a user's function may, too."""
     judges = (config.judge, *(shadow.judge for shadow in config.shadow.values()))
     free = RolloutJudgeConfig | MetricJudgeConfig | NoJudgeConfig | RewardModelJudgeConfig
-    return not all(isinstance(judge, free) for judge in judges)
+    return not config.learner.trains_weights or not all(isinstance(judge, free) for judge in judges)
 
 
 def _knows_noise(config: RunConfig) -> bool:
@@ -72,6 +72,10 @@ NEEDS: dict[str, Need] = {
     **dict.fromkeys(("num_asked_again", "judge_again_tokens", "judge_again_usd"), ("judge.noise", _knows_noise)),
     **dict.fromkeys(
         ("judge_calls", "judge_tokens", "judge_usd", "run_usd"), ("a judge that makes calls, as ruler", judge_costs)
+    ),
+    **dict.fromkeys(
+        ("reward_parent", "reward_proposal", "is_accepted", "num_prompts", "reflection_tokens", "reflection_usd"),
+        ("learner=prompt", lambda config: not config.learner.trains_weights),
     ),
     "num_refilled": ("rollout.refill", lambda config: config.rollout.num_spare > 0),
     "rollouts_at_once": ("rollout.concurrency=auto", lambda config: config.rollout.concurrency == "auto"),

@@ -77,6 +77,7 @@ from art_cli.config.sections.train_config import (
     BaseLearnerConfig,
     EvalConfig,
     LearnerConfig,
+    PromptLearnerConfig,
     SftConfig,
     StopRule,
     TinkerLearnerConfig,
@@ -125,6 +126,7 @@ __all__ = [
     "PanelMemberConfig",
     "PpoConfig",
     "PriceConfig",
+    "PromptLearnerConfig",
     "RedactConfig",
     "RewardModelJudgeConfig",
     "RlooConfig",
@@ -208,6 +210,17 @@ class RunConfig(Section):
         else:
             is_silent = isinstance(loss, DistillConfig) and not loss.needs_rewards
         return {**data, "judge": {"name": "none"}} if is_silent else data
+
+    @model_validator(mode="before")
+    @classmethod
+    def _of_endpoint(cls, data: Any) -> Any:
+        """Names the endpoint's own model where there is no `model` section, because a prompt needs no other."""
+        if not isinstance(data, dict) or "model" in data:
+            return data
+        engine, learner = data.get("engine"), data.get("learner")
+        is_prompt = isinstance(learner, dict) and learner.get("name") == "prompt"
+        name = engine.get("model") if is_prompt and isinstance(engine, dict) else None
+        return {**data, "model": {"base": name, "lora": None}} if isinstance(name, str) else data
 
     @property
     def learns_by(self) -> LossConfig | AlgorithmConfig:

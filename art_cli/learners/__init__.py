@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 # `unsloth` takes the same step on weights that Unsloth loads (unsloth.py)
 BUILT_INS = {
     **dict.fromkeys(("torch", "unsloth"), "art_cli.learners.torch_learner:TorchLearner"),
+    "prompt": "art_cli.learners.prompt_learner:PromptLearner",
     "tinker": "art_cli.tinker.tinker_learner:TinkerLearner",
 }
 
@@ -98,7 +99,11 @@ class SftProgress(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Learner(Protocol):
-    """Updates the policy. Failures raise LearnerError, CheckpointError or DriftError."""
+    """Updates the policy. Failures raise LearnerError, CheckpointError or DriftError.
+
+    One that searches for a prompt has two further members: `arrange`, which gives a step's rollouts their prompts, and
+    `payer`, which counts the cost of its calls.
+    """
 
     def step(self, groups: Sequence[Sequence[ScoredTrajectory]], *, progress: Progress | None = None) -> StepMetrics:
         """Takes one policy step on the scored trajectories of whole groups. Groups without signal change no weight."""
@@ -158,9 +163,11 @@ def load_policy(config: "RunConfig", base: str) -> "Weights":
 
 
 def make_learner(
-    config: "RunConfig", policy: "Weights | PolicySpec", *, directory: Path = Path(), logs: Path | None = None
+    config: "RunConfig", policy: "Weights | PolicySpec | None", *, directory: Path = Path(), logs: Path | None = None
 ) -> Learner:
     """Returns the configured learner on the policy's weights. One with worker processes loads the base in them.
+
+    The policy is None where the engine brings its model, so that there is a prompt alone to learn.
 
     A user's algorithm is relative to `directory`. Own processes write their logs to `logs`, or if it is None to a
     directory that is removed. Raises LearnerError if `learner: auto` is not resolved.
@@ -169,6 +176,9 @@ def make_learner(
     from art_cli.models.policy_spec import PolicySpec, spec_of
 
     _check_resolved(config)
+    if not config.learner.trains_weights:
+        return _make_prompt_learner(config, directory)
+    assert policy is not None, "weights can be trained only if they are here"
     knobs: dict[str, Any] = {
         "train": config.train,
         "loss": config.learns_by,
@@ -191,6 +201,18 @@ def make_learner(
         return learner
     learner = make(policy, **knobs)
     return learner
+
+
+def _make_prompt_learner(config: "RunConfig", directory: Path) -> Learner:
+    from art_cli.config.checks import reflecting_model
+    from art_cli.config.schema import PromptLearnerConfig
+    from art_cli.learners.prompt_learner import PromptLearner
+
+    assert isinstance(config.learner, PromptLearnerConfig)
+    member = reflecting_model(config, config.learner)
+    assert member is not None, "the configuration was checked"
+    seed, group_size = config.train.seed, config.rollout.group_size
+    return PromptLearner(config.learner, member, directory, seed=seed, group_size=group_size)
 
 
 def _check_resolved(config: "RunConfig") -> None:

@@ -22,7 +22,7 @@ import math
 import re
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 from art_cli.config.schema import RunConfig
@@ -166,8 +166,10 @@ class Batches:
         scenarios: Sequence[Json],
         *,
         shadows: ShadowJudges | None = None,
+        arrange: Callable[[list[RolloutPlan]], list[RolloutPlan]] = list,
     ) -> None:
-        self._shadows = shadows
+        """`arrange` is the learner's, which may give each rollout a prompt."""
+        self._shadows, self._arrange = shadows, arrange
         self.config, self.run, self.sampler, self.judge = config, run, sampler, judge
         self.choice = ScenarioChoice(config, run, scenarios)
         self._tasks: dict[int, asyncio.Task[Batch]] = {}
@@ -214,7 +216,7 @@ class Batches:
             try:
                 while plans := wave.next(scorer.scored):
                     begin = time.perf_counter()
-                    await self.sampler.play(owed(plans, wave.done), keep, self._progress[step])
+                    await self.sampler.play(self._arrange(owed(plans, wave.done)), keep, self._progress[step])
                     sampled = time.perf_counter()
                     await scorer.finish()
                     sample_s, judge_s = sample_s + sampled - begin, judge_s + time.perf_counter() - sampled
@@ -265,20 +267,21 @@ def _check_scored(scorer: GroupScorer, step: int) -> None:
 def _numbers(
     trajectories: Sequence[Trajectory], step: int, sample_s: float, judge_s: float, num_unscored: int
 ) -> dict[str, float]:
-    """Counts and means of a step's rollouts. `judge_s` is the time of judging after the last rollout.
+    """Counts and means of a step's rollouts; an endpoint that gives no tokens counts itself. `judge_s` is the time of judging after the last rollout.
 
     `truncated_share` is of replies, those that were cut off by their length. `num_limited` counts rollouts that met a
     limit on turns or context, `num_without_turns` those that finished without a model call, `failed.KIND` those that
     failed in that way.
     """
     turns = [turn for trajectory in trajectories for turn in trajectory.turns]
-    tokens = sum(trajectory.num_sampled for trajectory in trajectories)
+    calls = sum(len(each.turns) or round(each.metrics.get("num_turns", 0)) for each in trajectories)
+    tokens = sum(each.num_sampled or round(each.metrics.get("num_completion", 0)) for each in trajectories)
     numbers = {
         "sample_s": sample_s,
         "judge_s": judge_s,
         "num_unscored": num_unscored,
         "tokens_sampled": tokens,
-        "turns": len(turns),
+        "turns": calls,
     }
     numbers["sample_tokens_per_s"] = tokens / sample_s if sample_s else 0.0
     numbers["num_without_turns"] = sum(trajectory.is_silent and trajectory.error is None for trajectory in trajectories)

@@ -122,6 +122,8 @@ async def _kept_names(loaded: LoadedConfig) -> Sequence[str]:
 def _check_engine(loaded: LoadedConfig) -> None:
     """Raises ConfigError if the class of the user's own engine declares that it cannot follow this training."""
     traits, message = engine_traits(loaded.config.engine, loaded.directory), ""
+    if not loaded.config.learner.trains_weights:
+        return
     if not traits.can_train:
         message = "its class says can_train = False, so that its model cannot be trained"
     elif traits.swaps_adapters and loaded.config.model.lora is None:

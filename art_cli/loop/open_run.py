@@ -24,7 +24,7 @@ from art_cli.engines.proof import measure
 from art_cli.judges import Judge, make_judge
 from art_cli.judges.shadow_judges import ShadowJudges
 from art_cli.learners import Learner, describe_processes, has_own_weights, load_policy, make_learner
-from art_cli.loop.auto import decide_by_base
+from art_cli.loop.auto import decide_by_base, describe
 from art_cli.loop.batches import Batches
 from art_cli.loop.claim_run import Claim, RunData
 from art_cli.loop.interrupts import Interrupts
@@ -32,7 +32,7 @@ from art_cli.loop.policy_sampler import Sampler, open_sampler
 from art_cli.loop.record import claim_config
 from art_cli.loop.references import missing_targets
 from art_cli.loop.startup import import_libraries
-from art_cli.loop.stop_rules import RunMeter, StopRules
+from art_cli.loop.stop_rules import Payer, RunMeter, StopRules
 from art_cli.loop.warm_up import WarmUp, make_warm_up
 from art_cli.models.base_files import base_digest
 from art_cli.models.loading import Weights, clone_trainable, count_parameters, find_base
@@ -62,8 +62,8 @@ class RunWriter:
 
     config: RunConfig
     files: RunDir
-    policy: PolicySpec
-    origin: Origin  # of the policy, at every step
+    policy: PolicySpec | None  # or None if the engine brings its model
+    origin: Origin | None  # of the policy, at every step, or None if the policy is a prompt
     learner: Learner
     trackers: Trackers
     mirror: Mirror | NoMirror
@@ -75,17 +75,19 @@ class RunWriter:
         It holds its step's metrics, so that a kill before they are recorded loses no line of metrics.jsonl.
         """
         path = self.files.checkpoint_path(step)
+        base, dtype = (self.config.model.base, "") if self.policy is None else (self.policy.base, self.policy.dtype)
         manifest = Manifest(
             step=step,
-            base="../../base" if self.policy.base == str(self.files.base) else self.policy.base,
+            base="../../base" if base == str(self.files.base) else base,
             config_hash=config_hash(self.config),
-            dtype=self.policy.dtype,
+            dtype=dtype,
             origin=self.origin,
             metrics=metrics,
         )
 
         def write() -> None:
-            manifest.probe = measure(self.learner, self.policy.vocabulary)
+            if self.policy is not None and self.origin is not None:
+                manifest.probe = measure(self.learner, self.policy.vocabulary)
             with new_checkpoint(path, manifest) as directory:
                 self.learner.save(directory)
             add_link(self.files, manifest)
@@ -107,7 +109,7 @@ class Run:
     files: RunDir
     data: RunData
     first: int  # step of the policy that the run goes on from
-    policy: PolicySpec
+    policy: PolicySpec | None  # or None if the engine brings its model
     learner: Learner
     sampler: Sampler
     judge: Judge
@@ -142,9 +144,8 @@ async def open_run(claim: Claim) -> AsyncIterator[Run]:
         _warn_of_overlap(claim.loaded, data)
         judge = make_judge(claim.loaded.config.judge, directory, job=str(files.root))
         shadows = ShadowJudges(claim.loaded.config.shadow, directory, job=str(files.root))
-        judges = [judge, *shadows.judges.values()]
-        meter = RunMeter(judges)
-        _check_prices(claim.loaded, judges)
+        payers: list[Payer] = [judge, *shadows.judges.values()]
+        meter = RunMeter(payers)
         panel = RunPanel(claim.loaded.config.name, num_steps=claim.loaded.config.train.steps)
         startup.reached("data")
         traits = engine_traits(claim.loaded.config.engine, directory)
@@ -152,6 +153,9 @@ async def open_run(claim: Claim) -> AsyncIterator[Run]:
         config = loaded.config
         startup.reached("model")
         learner = make_learner(config, weights or policy, directory=directory, logs=files.logs)
+        if (reflecting := getattr(learner, "payer", None)) is not None:
+            payers.append(reflecting)
+        _check_prices(claim.loaded, payers)
         startup.reached("learner")
         trackers = open_trackers(config, files.root, directory)
         interrupts = Interrupts(
@@ -166,7 +170,9 @@ async def open_run(claim: Claim) -> AsyncIterator[Run]:
         await asyncio.sleep(0)  # an interrupt during loading ends the run here, before any thread starts
         await threads.call_in_thread(learner.start)  # an interrupt ends the wait for other nodes
         await stack.enter_async_context(_watched(learner))
-        origin = origin_of(policy, await threads.call_in_thread(base_digest, policy.base))
+        origin = None
+        if policy is not None and config.learner.trains_weights:
+            origin = origin_of(policy, await threads.call_in_thread(base_digest, policy.base))
         writer = RunWriter(config, files, policy, origin, learner, trackers, claim.mirror, interrupts)
         first = await _find_start(writer, loaded, data)
         startup.reached("first checkpoint and warm-up")
@@ -187,7 +193,8 @@ async def open_run(claim: Claim) -> AsyncIterator[Run]:
         history = read_history(files)
         meter.follow(history)
         panel.follow(history)
-        batches = Batches(config, files, sampler, judge, data.training, shadows=shadows)
+        arrange = getattr(learner, "arrange", list)
+        batches = Batches(config, files, sampler, judge, data.training, shadows=shadows, arrange=arrange)
         stack.push_async_callback(batches.close)
         yield Run(
             loaded=loaded,
@@ -213,12 +220,16 @@ async def open_run(claim: Claim) -> AsyncIterator[Run]:
 # --- the model --------------------------------------------------------------------------------------------------------
 
 
-def _load_policy(claim: Claim, traits: EngineTraits) -> tuple[LoadedConfig, PolicySpec, Weights | None]:
-    """Returns the configuration with its dtype, which config.json now has, and the policy.
+def _load_policy(claim: Claim, traits: EngineTraits) -> tuple[LoadedConfig, PolicySpec | None, Weights | None]:
+    """Returns the configuration with its dtype, which config.json now has, and the policy, or None if the engine brings
+    its model.
 
     The weights are None if neither engine nor learner computes with them in this process.
     """
     loaded, files = claim.loaded, claim.files
+    if not traits.can_train:
+        claim_config(files, loaded)
+        return loaded, None, None
     is_here = "here" in (traits.weights, loaded.config.learner.weights)
     if is_here and not loaded.config.learner.imports_first:
         import_libraries(has_adapter=loaded.config.model.lora is not None)
@@ -248,8 +259,10 @@ def _engine_weights(config: RunConfig, traits: EngineTraits, weights: Weights | 
     return weights if has_own_weights(config) or _shares_weights(config) else clone_trainable(weights)
 
 
-def _describe(loaded: LoadedConfig, policy: PolicySpec, weights: Weights | None) -> str:
+def _describe(loaded: LoadedConfig, policy: PolicySpec | None, weights: Weights | None) -> str:
     config, reason = loaded.config, loaded.auto.get("learning_rate")
+    if policy is None or not config.learner.trains_weights:
+        return f"{config.name}: {config.model.base} with a prompt; {describe(loaded, 'engine', 'learner')}"
     rate = f"learning rate {config.train.rate:g}" + (f" (auto: {reason})" if reason else "")
     what = config.model.base
     if weights is not None:
@@ -287,6 +300,7 @@ async def _find_start(writer: RunWriter, loaded: LoadedConfig, data: RunData) ->
 async def _warm_up(writer: RunWriter, loaded: LoadedConfig, data: RunData) -> dict[str, float]:
     """Returns the warm-up's metrics. An interrupt ends it after the current update, and saves its state."""
     examples = await threads.call_in_thread(lambda: data.examples)
+    assert writer.policy is not None, "a prompt has no warm-up"
     make = partial(WarmUp, writer.learner, loaded, examples, base=writer.policy.base, start=None)
     return await make_warm_up(await threads.call_in_thread(make), writer.interrupts)
 
@@ -346,12 +360,12 @@ def _warn_of_overlap(loaded: LoadedConfig, data: RunData) -> None:
         log.warning("%s; eval.held_out splits one set so that none is", overlap)
 
 
-def _check_prices(loaded: LoadedConfig, judges: Sequence[Judge]) -> None:
-    """Raises ConfigError if a stop rule counts dollars and the cost of a judge's calls is unknown."""
-    unpriced = [judge.title for judge in judges if not judge.is_priced]
+def _check_prices(loaded: LoadedConfig, payers: Sequence[Payer]) -> None:
+    """Raises ConfigError if a stop rule counts dollars and the cost of someone's calls is unknown."""
+    unpriced = [payer.title for payer in payers if not payer.is_priced]
     for number, rule in enumerate(loaded.config.stop):
         if rule.usd is not None and unpriced:
-            key, cure = f"stop.{number}.usd", "set the judge's price, or take the rule out"
+            key, cure = f"stop.{number}.usd", "set its price, or take the rule out"
             raise ConfigError([Problem(key, loaded.places.of(key), f"no price is known for {unpriced[0]}; {cure}")])
 
 

@@ -20,6 +20,7 @@ from art_cli.rollouts.rollout_gateway import Gateway
 from art_cli.rollouts.rollout_runner import OnFinished, Progress, RolloutPlan, Runner, shown
 from art_cli.runs.manifest import Origin, read_manifest
 from art_cli.runs.run_checkpoints import fetched
+from art_cli.runs.system_prompt import read_prompt
 from art_cli.runtime.errors import first_of_group
 from art_cli.runtime.threads import call_in_thread
 
@@ -36,8 +37,11 @@ class Sampler:
     async def load(self, checkpoint: Path, step: int) -> ProvenPolicy | None:
         """Loads a checkpoint and proves it. Replies of the step wait for the proof; None: the checkpoint has none.
 
-        Raises DriftError if the engine samples from other weights.
+        A prompt leaves the engine as it is. Raises DriftError if the engine samples from other weights.
         """
+        if (prompt := read_prompt(checkpoint)) is not None:
+            self.gateway.prompt = prompt
+            return None
         async with self.gateway.proven.proving(step):
             await self.engine.load(checkpoint, step)
             return await self.prove(checkpoint, step)
@@ -87,11 +91,13 @@ async def open_sampler(
     """Yields the sampler with its engine started and its gateway listening, and closes all of it.
 
     `policy` is the policy at `step`, or None for an engine that brings its model. `checkpoint` is what an
-    engine with its own weights loads, and proves; None for the starting policy. `origin` is the policy's, if it is
-    known. `shares_weights` as in `make_engine`. `begun` is the agent that `begin_rollout` has begun to load.
+    engine with its own weights loads, and proves, or a prompt; None for the starting policy. `origin` is the policy's,
+    if it is known. `shares_weights` as in `make_engine`. `begun` is the agent that `begin_rollout` has begun to load.
     `on_first_reply` is called once, when the first call is answered.
     """
     config, traits = loaded.config, engine_traits(loaded.config.engine, loaded.directory)
+    prompt = read_prompt(checkpoint)
+    weights = checkpoint if prompt is None else None
     engine = make_engine(
         with_base_model(config),
         policy,
@@ -103,10 +109,11 @@ async def open_sampler(
     )
     await engine.start()
     try:
-        if checkpoint is not None:
-            there = checkpoint if traits.weights == "server" else await call_in_thread(fetched, checkpoint)
+        if weights is not None:
+            there = weights if traits.weights == "server" else await call_in_thread(fetched, weights)
             await engine.load(there, step)
         gateway = _gateway(loaded, engine, traits, on_first_reply)
+        gateway.prompt = prompt
         if origin is None and policy is not None:
             spec = spec_of(policy) if isinstance(policy, Weights) else policy
             origin = origin_of(spec, await call_in_thread(base_digest, spec.base))
@@ -115,8 +122,8 @@ async def open_sampler(
             Runner(config.rollout, loaded.directory, gateway, cluster=cluster, begun=begun) as runner,
         ):
             sampler = Sampler(engine, gateway, runner, origin)
-            if checkpoint is not None:
-                await sampler.prove(checkpoint, step)
+            if weights is not None:
+                await sampler.prove(weights, step)
             yield sampler
     finally:
         await engine.close()

@@ -218,6 +218,7 @@ def _pilot(run: Run, groups: Groups, measured: Measured) -> Measured:
 def _longest_row(run: Run) -> int:
     """Returns the tokens of the longest row that the limits allow."""
     rollout = run.config.rollout
+    assert run.policy is not None, "a plan is of weights"
     asked = max((len(prompt(each.turns, 0)) for each in run.files.trajectories(0) if each.turns), default=1)
     return min(run.policy.max_length, asked + rollout.max_turns * rollout.sampling.max_tokens)
 

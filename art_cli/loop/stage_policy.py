@@ -24,6 +24,7 @@ from art_cli.runs.manifest import Manifest, is_built, new_checkpoint, verify_che
 from art_cli.runs.run_checkpoints import Which, explain, fetched, is_base, run_config, run_of, wanted_steps
 from art_cli.runs.run_dir import RunDir
 from art_cli.runs.storage.fetch import NothingThere, fetch
+from art_cli.runs.system_prompt import is_prompt
 from art_cli.runtime.errors import CheckpointError, ConfigError, Problem, UsageError
 from art_cli.runtime.scratch import scratch
 
@@ -180,7 +181,7 @@ def open_policy(loaded: LoadedConfig, source: PolicySource) -> Iterator[Weights 
             yield read_spec(config.model, base, is_remote=traits.weights == "server")
             return
         weights = load_weights(config.model, base, device=config.learner.device, seed=config.train.seed)
-        if source.checkpoint is not None:
+        if source.checkpoint is not None and not is_prompt(source.checkpoint):
             load_checkpoint(weights, fetched(source.checkpoint))
         yield weights
 

@@ -15,22 +15,33 @@ counts when the step is done again. The rules themselves are pure: a history in.
 import time
 from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from art_cli.config.metric_names import CLOSE, EVAL
 from art_cli.config.sections.train_config import StopRule
-from art_cli.judges import Judge
+from art_cli.judges.costs import Usage
 from art_cli.runs.history import History
 from art_cli.runs.parting import describe_parting, find_parting, read_beside
 
 STAGES = ("sample_s", "judge_s", "train_s")  # seconds that are added up for a run of an older version
 
 
+class Payer(Protocol):
+    """A part of a run that makes paid calls: a judge, or a learner that asks a model for prompts."""
+
+    title: str
+    spent_usd: float
+    is_priced: bool
+
+    @property
+    def usage(self) -> Usage: ...
+
+
 class RunMeter:
     """Counts from its making on; `follow` adds what earlier starts took."""
 
-    def __init__(self, judges: Sequence[Judge]) -> None:
-        self._judges = judges
+    def __init__(self, payers: Sequence[Payer]) -> None:
+        self._payers = payers
         self._begin = time.monotonic()
         self._seconds_before, self._usd_before = 0.0, 0.0
 
@@ -44,12 +55,12 @@ class RunMeter:
         self._seconds_before = (0.0 if last is None else last.metrics["run_s"]) + sum(stages) + sum(evaluations)
         recorded = sum(each.metrics.get("judge_usd", 0.0) for each in history.updates)
         spent = max((each.metrics.get("run_usd", 0.0) for each in history.updates), default=0.0)
-        self._usd_before = max(recorded, spent, sum(judge.spent_usd for judge in self._judges))
+        self._usd_before = max(recorded, spent, sum(payer.spent_usd for payer in self._payers))
 
     def numbers(self) -> dict[str, float]:
-        """Returns `run_s`, and `run_usd` if a judge makes calls and the price of each is known."""
+        """Returns `run_s`, and `run_usd` if paid calls are made and the price of each is known."""
         numbers = {"run_s": self._seconds_before + time.monotonic() - self._begin}
-        usages = [judge.usage for judge in self._judges]
+        usages = [payer.usage for payer in self._payers]
         costs = [usage.cost_usd for usage in usages if usage.cost_usd is not None]
         usd = self._usd_before + sum(costs)
         if len(costs) == len(usages) and (usd or any(usage.calls for usage in usages)):

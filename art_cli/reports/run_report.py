@@ -246,6 +246,8 @@ def _made_with(config: Mapping[str, Any]) -> dict[str, str]:
     keys = {"model": ("model", "base"), "algorithm": algorithm, "judge": ("judge", "name"),
             "engine": ("engine", "name"), "learner": ("learner", "name"),
             "learning_rate": ("train", "learning_rate")}  # fmt: skip
+    if _inner(config, "learner", "name") == "prompt":  # nothing computes a gradient
+        del keys["algorithm"], keys["learning_rate"]
     found = {name: _inner(config, *key) for name, key in keys.items()}
     return {name: printable(value, limit=MAX_WORD) for name, value in found.items() if value is not None}
 

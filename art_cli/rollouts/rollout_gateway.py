@@ -9,6 +9,9 @@ it is recorded as a turn with the finish reason "cancelled".
 An SDK that gives up on a call sends it again. The new call replaces the old one (recorder.py), and a reply to the old
 one is marked as abandoned.
 
+A policy that is a prompt is put into each recorded call on its way to the engine. What is recorded is what the agent
+sent, so that a judge compares attempts without seeing which prompt made them.
+
 A call with `Request.is_recorded` False is answered, and neither recorded nor counted: it only asks about a prompt, or
 the policy plays another role. It has other seeds, so that the recorded calls sample as without it.
 
@@ -39,6 +42,7 @@ from art_cli.chat.wires import WIRES, Wires
 from art_cli.rollouts.command_rollout import Peers
 from art_cli.rollouts.concurrency import CallCounts
 from art_cli.rollouts.recorder import Attempted, Recorded, Recorder, Retries
+from art_cli.runs.system_prompt import SystemPrompt
 
 log = logging.getLogger(__name__)
 
@@ -96,6 +100,7 @@ class Gateway:
         self.seed = seed
         self.base_url = ""  # set while it is served
         self.proven = ProvenSteps()
+        self.prompt: SystemPrompt | None = None  # the policy's, for attempts that are opened without one
         self.calls = CallCounts()  # since the runner took the last ones
         self._reports_load = True
         self.num_sampled = 0  # tokens sampled in all answered calls
@@ -148,16 +153,25 @@ class Gateway:
             self.base_url = f"{root}/v1"
             yield self.base_url
 
-    def open(self, trajectory_id: str, *, temperature: float | None = None, group_id: str | None = None) -> str:
+    def open(
+        self,
+        trajectory_id: str,
+        *,
+        temperature: float | None = None,
+        group_id: str | None = None,
+        prompt: SystemPrompt | None = None,
+    ) -> str:
         """Returns the key of one attempt at one rollout. Calls that set no temperature get `temperature`.
 
-        The calls of one `group_id` go to the same server where the engine has several.
+        The calls of one `group_id` go to the same server where the engine has several. They have the system message of
+        `prompt`, by default the policy's.
         """
         key = secrets.token_urlsafe(32)
         defaults = self._defaults
         if temperature is not None:
             defaults = msgspec.structs.replace(defaults, temperature=temperature)
-        self._backends[key] = RecordingBackend(self, trajectory_id, defaults, group_id=group_id)
+        prompt = prompt or self.prompt
+        self._backends[key] = RecordingBackend(self, trajectory_id, defaults, group_id=group_id, prompt=prompt)
         return key
 
     def key_of(self, scope: Scope) -> str | None:
@@ -220,8 +234,10 @@ class RecordingBackend:
         recorder: Recorder | None = None,
         *,
         group_id: str | None = None,
+        prompt: SystemPrompt | None = None,
     ) -> None:
         self.recorder = recorder or Recorder()
+        self._prompt = prompt
         self._gateway = gateway
         self._trajectory_id = trajectory_id
         self._group_id = group_id
@@ -245,7 +261,7 @@ class RecordingBackend:
                 return reply
         call = self._begin(request)
         with self._calling(call):
-            reply = await self._gateway.upstream.backend.reply(call.request)
+            reply = await self._gateway.upstream.backend.reply(self._prompted(call.request))
             await self._gateway.name_policy(reply)
             for _ in range(NUM_LOOKS):  # if the client has left by now, the call is cancelled here
                 await asyncio.sleep(0)
@@ -265,7 +281,8 @@ class RecordingBackend:
                         yield chunk
             return
         call = self._begin(request)
-        async with closing_stream(self._gateway.upstream.backend.stream(call.request)) as chunks:
+        prompted = self._prompted(call.request)
+        async with closing_stream(self._gateway.upstream.backend.stream(prompted)) as chunks:
             with self._calling(call):
                 async for chunk in chunks:
                     await self._gateway.name_policy(chunk)
@@ -318,6 +335,9 @@ class RecordingBackend:
         number = self._num_admitted
         self._num_admitted += 1
         return self._sampled(self.recorder.as_sampled(request), self._trajectory_id, number)
+
+    def _prompted(self, request: Request) -> Request:
+        return request if self._prompt is None else self._prompt.apply(request)
 
     def _aside(self, request: Request) -> Request:
         """Returns an unrecorded request as the engine gets it."""

@@ -33,6 +33,7 @@ from art_cli.rollouts.process import ProcessRollout
 from art_cli.rollouts.recorder import Recorder
 from art_cli.rollouts.rollout_gateway import OWN_CLIENT, Gateway
 from art_cli.runs.outcome import Outcome
+from art_cli.runs.system_prompt import SystemPrompt
 from art_cli.runs.trajectory import Trajectory
 from art_cli.runtime.errors import RolloutError, first_of_group
 from art_cli.runtime.log import Bar, shown_bar
@@ -132,6 +133,7 @@ class RolloutPlan(msgspec.Struct, frozen=True, kw_only=True):
     scenario: Json
     step: int  # the training step, or the step of the evaluated policy
     temperature: float | None = None  # None means that of rollout.sampling
+    prompt: SystemPrompt | None = None  # None means the policy's, if the policy is a prompt
 
 
 class _Attempt(NamedTuple):
@@ -321,7 +323,9 @@ class Runner:
 
     async def _attempt(self, plan: RolloutPlan, deadline: float, *, is_alone: bool) -> _Attempt:
         """Makes one try, with a new key and a new recorder."""
-        key = self._gateway.open(plan.trajectory_id, temperature=plan.temperature, group_id=plan.group_id)
+        key = self._gateway.open(
+            plan.trajectory_id, temperature=plan.temperature, group_id=plan.group_id, prompt=plan.prompt
+        )
         policy = Policy(
             base_url=self._gateway.base_url, api_key=key, model=self._gateway.model, step=self._gateway.step
         )

@@ -5,9 +5,10 @@ learner.
 """
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, JsonValue, field_validator, model_validator
 
 from art_cli.config.sections.base_config import (
     MAX_PROCESSES,
@@ -23,13 +24,14 @@ from art_cli.config.sections.base_config import (
     UnitInterval,
     WeightsAt,
 )
-from art_cli.config.sections.judge_config import ShadowName
+from art_cli.config.sections.judge_config import JudgeModelConfig, PriceConfig, ShadowName
 from art_cli.config.sections.rollout_config import Scenarios
 
 MAX_NODES = 256
 
 
 class BaseLearnerConfig(Section):
+    trains_weights: ClassVar[bool] = True  # False: a step changes the prompt
     imports_first: ClassVar[bool] = False  # True: it patches torch and transformers when it is imported
     device: Device = "auto"
     """The torch device. auto: the GPU if there is one."""
@@ -109,6 +111,7 @@ class TinkerLearnerConfig(Section):
     nodes: ClassVar[int] = 1
     num_ranks: ClassVar[int] = 1
     weights: ClassVar[WeightsAt] = "server"
+    trains_weights: ClassVar[bool] = True
     imports_first: ClassVar[bool] = False
 
     name: Literal["tinker"]
@@ -124,8 +127,65 @@ class TinkerLearnerConfig(Section):
         return given
 
 
+PartName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]+$", max_length=40)]
+
+
+class PromptLearnerConfig(Section):
+    """The policy is a prompt: a step is a round of reflective prompt search, and no weight changes. It works for any
+    engine, also an endpoint whose model cannot be trained (docs/prompt.md)."""
+
+    device: ClassVar[str] = "auto"  # where the engine's model is loaded, if it is one of this machine
+    processes: ClassVar[int] = 1
+    nodes: ClassVar[int] = 1
+    num_ranks: ClassVar[int] = 1
+    weights: ClassVar[WeightsAt] = "process"  # the engine has them alone
+    trains_weights: ClassVar[bool] = False
+    imports_first: ClassVar[bool] = False
+
+    name: Literal["prompt"]
+    parts: dict[PartName, Path] = {}
+    """Text files with the prompt's parts, by name and in order: {role: role.txt, rules: rules.txt}. Each round changes
+    one part. {}: one part, `instructions`, that begins empty."""
+    place: Literal["after", "instead"] = "after"
+    """Where the prompt goes in each call of the agent. after: behind the system message that the agent sends, or as one
+    if it sends none. instead: in the place of that message."""
+    model: str | None = None
+    """The model that reads attempts and writes the next prompt, named as `judge.model`. null: the judge's model, with
+    the judge's other settings for it."""
+    base_url: str | None = None
+    """As `judge.base_url`."""
+    api_key_env: str | None = None
+    """As `judge.api_key_env`."""
+    params: dict[str, JsonValue] = {}
+    """As `judge.params`."""
+    price: PriceConfig | None = None
+    """As `judge.price`."""
+    timeout_s: Seconds = 300.0
+    """The longest time for one call of that model. A call that fails is made again, as the judge's are."""
+
+    @property
+    def member(self) -> JudgeModelConfig | None:
+        """The model that reflects, or None if it is the judge's."""
+        if self.model is None:
+            return None
+        keys = ("model", "base_url", "api_key_env", "params", "price")
+        return JudgeModelConfig.model_validate({key: getattr(self, key) for key in keys} | {"response_format": "text"})
+
+    @model_validator(mode="after")
+    def _names_a_model(self) -> Self:
+        unused = [name for name in ("base_url", "api_key_env", "params", "price") if getattr(self, name)]
+        if self.model is None and unused:
+            raise ValueError(f"used with learner.model only: {', '.join(unused)}")
+        if self.model is not None and self.model.startswith("builtin:"):
+            raise ValueError(f"{self.model} writes no text; name a model")
+        if self.place == "instead" and not self.parts:
+            raise ValueError("place: instead takes the agent's system message away; name what it begins with in parts")
+        return self
+
+
 LearnerConfig = Annotated[
-    AutoLearnerConfig | TorchLearnerConfig | UnslothLearnerConfig | TinkerLearnerConfig, Field(discriminator="name")
+    AutoLearnerConfig | TorchLearnerConfig | UnslothLearnerConfig | TinkerLearnerConfig | PromptLearnerConfig,
+    Field(discriminator="name"),
 ]
 
 

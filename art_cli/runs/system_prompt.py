@@ -1,0 +1,62 @@
+"""SystemPrompt: a policy that is a text: a checkpoint's prompt.json, and how it changes a call of the agent."""
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+import msgspec
+
+from art_cli.chat.chat_errors import invalid
+from art_cli.chat.requests import Request, text_of
+from art_cli.runs.durable import read_object
+from art_cli.runs.trajectory import SCHEMA_VERSION
+from art_cli.runtime.errors import CheckpointError, DataError, one_line
+
+PROMPT_FILE = "prompt.json"
+MAX_PART = 20_000  # characters of one part; the longest prompts of GEPA's paper have about 10,000
+SYSTEM = ("system", "developer")  # roles of a message that instructs the model
+
+Place = Literal["after", "instead"]
+Text = Annotated[str, msgspec.Meta(max_length=MAX_PART)]
+
+
+class SystemPrompt(msgspec.Struct, frozen=True, kw_only=True):
+    """Example: SystemPrompt(parts={"role": "You sell tickets.", "rules": "Name the price first."}, place="after")"""
+
+    schema_version: int = SCHEMA_VERSION
+    parts: dict[str, Text]  # in the order in which they stand in the prompt
+    place: Place  # behind the system message that the agent sends, or instead of it
+
+    @property
+    def text(self) -> str:
+        return "\n\n".join(part for part in self.parts.values() if part)
+
+    def apply(self, request: Request) -> Request:
+        """Returns the request with the prompt in its system message. An empty prompt changes nothing.
+
+        Raises ChatError: a plain completion, which has no messages.
+        """
+        if not self.text:
+            return request
+        if request.messages is None:
+            raise invalid("the policy is a system message, which a plain completion has no place for; send messages")
+        first, rest = request.messages[:1], request.messages[1:]
+        if not first or first[0].get("role") not in SYSTEM:
+            return msgspec.structs.replace(request, messages=[{"role": "system", "content": self.text}, *first, *rest])
+        before = text_of(first[0].get("content")) if self.place == "after" else ""
+        content = f"{before}\n\n{self.text}" if before else self.text
+        return msgspec.structs.replace(request, messages=[{**first[0], "content": content}, *rest])
+
+
+def is_prompt(checkpoint: Path) -> bool:
+    """Returns True if the checkpoint's policy is a prompt and has no weights."""
+    return (checkpoint / PROMPT_FILE).is_file()
+
+
+def read_prompt(checkpoint: Path | None) -> SystemPrompt | None:
+    """Returns the prompt of a checkpoint, or None if it has weights. Raises CheckpointError: it cannot be read."""
+    if checkpoint is None or not is_prompt(checkpoint):
+        return None
+    try:
+        return msgspec.convert(read_object(checkpoint / PROMPT_FILE, within=checkpoint), SystemPrompt)
+    except (DataError, ValueError) as error:  # msgspec's errors are ValueErrors
+        raise CheckpointError(f"{checkpoint}: {PROMPT_FILE} cannot be read: {one_line(error)}") from error
