@@ -118,6 +118,8 @@ def _load(arguments: list[str], base: str | None) -> "LoadedBackend":
         raise UsageError("model.lora: null trains all weights, and vLLM swaps adapters: engine=embedded, or set it")
     if "server" in (loaded.learner.weights, loaded.engine.weights):
         raise UsageError("engine, learner: tinker is what a client of this server has; here: engine=auto learner=auto")
+    if not loaded.learner.trains_weights:
+        raise UsageError("learner: 'prompt' changes no weight, and clients of this server train weights: learner=auto")
     if loaded.learner.nodes > 1:
         raise UsageError("learner.nodes: adapters of several clients are trained on one machine; set learner.processes")
     if loaded.learner.name == "unsloth" and loaded.model.lora is None:

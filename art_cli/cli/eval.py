@@ -44,7 +44,6 @@ def run(
     """
     from art_cli.cli import eval_comparison
     from art_cli.config.compose import load_config
-    from art_cli.engines import engine_traits
     from art_cli.loop.evaluate import check_gates, check_policy, parse_gate, spent_by_scenario, values_by_scenario
     from art_cli.loop.references import check_ready
     from art_cli.rollouts.scenario_files import evaluation_scenarios
@@ -53,9 +52,6 @@ def run(
     loaded = load_config(config, overrides or [])
     if loaded.config.eval is None:
         raise UsageError(f"{config}: no eval section; add `eval: {{scenarios: FILE}}`")
-    if checkpoints and not engine_traits(loaded.config.engine, loaded.directory).can_train:
-        name = loaded.config.engine.name
-        raise UsageError(f"--checkpoint {checkpoints[0]}: engine {name!r} samples from its own model; use --endpoint")
     players = eval_comparison.find_players(
         loaded, checkpoints or [], endpoints or [], which=which_checkpoint(False, is_last)
     )

@@ -85,10 +85,7 @@ def find_players(
     def trained(loaded: LoadedConfig, path: Path | None) -> LoadedConfig:
         return loaded if path in checkpoints or path is None else _as_trained(loaded, path)
 
-    sources = [
-        PolicySource(None, 0) if is_foreign else find_policy(trained(loaded, path), path, which=which)
-        for path in wanted
-    ]
+    sources = [find_policy(trained(loaded, path), path, which=which) for path in wanted]
     loaded = resolve_auto(loaded, "engine") if wanted else loaded
     players = {}
     for path, source in zip(wanted, sources, strict=True):

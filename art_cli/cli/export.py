@@ -64,6 +64,8 @@ def run(
         if base is not None:
             base = find_base(base, directory=Path.cwd(), built=directory / "base", named="--base")
         source = find_source(named_policy(checkpoint), which=which_checkpoint(is_best, is_last), base=base)
+        if source.prompt is not None:
+            raise UsageError(f"{checkpoint}: a prompt has no weights to export; its text is in its prompt.json")
         if gguf_adapter:
             _show_adapter(gguf_export.export_adapter(source, output), push, token, as_json=as_json)
             return

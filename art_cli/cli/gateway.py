@@ -146,6 +146,7 @@ def _policy_engine(loaded: "LoadedGateway", checkpoint: Path | None, which: "Whi
     from art_cli.loop.auto import resolve_auto
     from art_cli.loop.references import check_ready
     from art_cli.loop.stage_policy import find_policy, open_policy
+    from art_cli.runs.system_prompt import is_prompt
 
     logs, directory, run = loaded.trajectories / "logs", loaded.directory, loaded.run
     if run is None or not engine_traits(loaded.engine, directory).can_train:
@@ -155,6 +156,8 @@ def _policy_engine(loaded: "LoadedGateway", checkpoint: Path | None, which: "Whi
         yield _Made(make_engine(loaded.engine, None, name=loaded.name, logs=logs, directory=directory), None, 0)
         return
     source = find_policy(run, checkpoint, which=which)
+    if source.checkpoint is not None and is_prompt(source.checkpoint):
+        raise UsageError(f"{source.checkpoint}: a prompt, which art gateway cannot add to calls; art serve can")
     check_ready(run, ("model", "engine"))
     run = resolve_auto(run, "engine")
     log.info("policy: %s", source.checkpoint or "the starting policy")

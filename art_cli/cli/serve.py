@@ -4,14 +4,14 @@ import json
 import logging
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal, NamedTuple
 
 import typer
 
 from art_cli.cli import ApiKey, Base, Best, Json, Last, MaxBody, named_policy, which_checkpoint
-from art_cli.runtime.errors import UsageError
+from art_cli.runtime.errors import UsageError, printable
 
 if TYPE_CHECKING:
     from art_cli.config.schema import EngineConfig
@@ -135,7 +135,7 @@ def _find_sources(
     if base is not None:
         base = find_base(base, directory=Path.cwd(), built=directory / "base", named="--base")
     sources = [find_source(named_policy(text), which=which, base=base, dtype=dtype) for text in texts]
-    for source in sources:
+    for source in (each for each in sources if not each.is_hosted):
         require_base(source.base, source.named)
     return sources
 
@@ -157,9 +157,12 @@ def _choose_engine(
 
     settings, trained, machine = read_knobs(knobs), _trained_engine(sources), machine or Machine()
     obstacle = "vLLM serves one checkpoint only" if len(sources) > 1 else ""
-    may_be_vllm = name == "vllm" or (name == "auto" and machine.has_gpu() and not obstacle)
+    is_open = name == "auto" and not sources[0].is_hosted
+    may_be_vllm = name == "vllm" or (is_open and machine.has_gpu() and not obstacle)
     if may_be_vllm and not is_trusted and sources[0].run is not None:
         check_trust(trained, settings, place=sources[0].run.config_path)
+    if name == "auto" and sources[0].is_hosted:
+        name = _endpoint_of(sources[0], trained, settings, is_trusted=is_trusted)
     if name == "auto":
         of_trained = trained.get("python") if trained.get("name") == "vllm" else None
         python = settings.get("python", of_trained)
@@ -169,7 +172,22 @@ def _choose_engine(
         choice = choose("engine", facts)
         log.info("engine %s (auto: %s)", choice.name, choice.reason)
         name = choice.name
-    return engine_config(name, settings, trained)
+    has_prompts = all(source.prompt is not None for source in sources)
+    return engine_config(name, settings, trained, has_prompts=has_prompts, is_trusted=is_trusted)
+
+
+def _endpoint_of(
+    source: "Source", trained: "Mapping[str, object]", settings: "Mapping[str, object]", *, is_trusted: bool
+) -> str:
+    """Returns the engine of the endpoint that a run's prompt is for. Raises UsageError if the run is not trusted."""
+    name = str(trained.get("name"))
+    if not is_trusted and "base_url" not in settings:
+        where = printable(str(trained.get("base_url")), limit=200)
+        raise UsageError(
+            f"{source}: would send every request and your key to {where}; add --trust if this run is yours, or name "
+            f"the endpoint: --engine {name} --set base_url=URL --set model=NAME"
+        )
+    return name
 
 
 def _trained_engine(sources: "Sequence[Source]") -> dict[str, object]:

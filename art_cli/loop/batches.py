@@ -267,7 +267,8 @@ def _check_scored(scorer: GroupScorer, step: int) -> None:
 def _numbers(
     trajectories: Sequence[Trajectory], step: int, sample_s: float, judge_s: float, num_unscored: int
 ) -> dict[str, float]:
-    """Counts and means of a step's rollouts; an endpoint that gives no tokens counts itself. `judge_s` is the time of judging after the last rollout.
+    """Counts and means of a step's rollouts; those of an endpoint that gives no tokens are its own. `judge_s` is the
+    time of judging after the last rollout.
 
     `truncated_share` is of replies, those that were cut off by their length. `num_limited` counts rollouts that met a
     limit on turns or context, `num_without_turns` those that finished without a model call, `failed.KIND` those that

@@ -100,8 +100,15 @@ def _store(loaded: LoadedConfig) -> Iterator[Wrong]:
         yield Wrong("store", problem)
 
 
+def _weights(loaded: LoadedConfig) -> Iterator[Wrong]:
+    if not loaded.config.learner.trains_weights:
+        yield Wrong("learner", "'prompt' changes no weight, which this command needs; art train searches for a prompt")
+
+
 def _model(loaded: LoadedConfig) -> Iterator[Wrong]:
     model = loaded.config.model
+    if not loaded.config.engine.can_train:
+        return
     yield from _base("model.base", model.base, loaded.directory)
     if model.chat_template is not None:
         yield from _text("model.chat_template", model.chat_template)
@@ -259,6 +266,7 @@ def _trackers(loaded: LoadedConfig) -> Iterator[Wrong]:
 LOOKUPS = {
     "runs": _runs,
     "store": _store,
+    "weights": _weights,
     "model": _model,
     "rollout": _rollout,
     "gateway": _gateway,

@@ -30,6 +30,7 @@ from art_cli.loop.batches import Batch
 from art_cli.loop.claim_run import Claim, claim_run
 from art_cli.loop.open_run import Run, open_run
 from art_cli.loop.record import claim_config
+from art_cli.loop.references import check_ready
 from art_cli.loop.startup import Startup
 from art_cli.reports.doubts import Groups, by_length, compared, find_doubts, limit_of, spread_share
 from art_cli.reports.findings import MOVES
@@ -60,6 +61,7 @@ async def plan(loaded: LoadedConfig, *, repeats: int | None = None) -> Promise:
 
     Raises UsageError if the run has gone beyond its first step, and the errors of `train`.
     """
+    check_ready(loaded, ("weights",))
     quiet = {"tracker": NoTrackerConfig(), "trackers": []}  # `art train` sends the trajectories
     silent = dataclasses.replace(loaded, config=loaded.config.model_copy(update=quiet))
     async with claim_run(silent, is_fresh=False, startup=Startup()) as claim:

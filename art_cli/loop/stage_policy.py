@@ -49,9 +49,14 @@ def find_policy(loaded: LoadedConfig, wanted: Path | None, *, which: Which = "ne
     the configuration is accepted. "base" is the configuration's base model without an adapter, and RUN/base that of a
     run; so is the directory of any base model. Raises UsageError if it is not there, ConfigError
     if it was trained on another model than the configuration's, CheckpointError if it is not whole.
+
+    An engine that brings its model can have a prompt in front of it.
     """
-    source = _find_base(wanted) or _find_trained(loaded, wanted, which)
-    _check_model(loaded, source)
+    if engine_traits(loaded.config.engine, loaded.directory).can_train:
+        source = _find_base(wanted) or _find_trained(loaded, wanted, which)
+        _check_model(loaded, source)
+    else:
+        source = _find_prompt(loaded, wanted, which)
     if which == "offered" and source.checkpoint is not None and source.checkpoint != wanted:
         run = _run(loaded, wanted)
         log.info("%s: %s", run.root, explain(run, source.step))
@@ -99,6 +104,17 @@ def _find_trained(loaded: LoadedConfig, wanted: Path | None, which: Which) -> Po
     if wanted is not None:
         raise CheckpointError(f"{wanted}: neither a checkpoint (no manifest.json) nor a run with a valid one")
     return PolicySource(None, 0)
+
+
+def _find_prompt(loaded: LoadedConfig, wanted: Path | None, which: Which) -> PolicySource:
+    """Returns the prompt for an engine that brings its model. "base" is that model without one."""
+    if wanted == Path(BASE) or (wanted is None and loaded.config.learner.trains_weights):
+        return PolicySource(None, 0)
+    source = _find_trained(loaded, wanted, which)
+    if source.base is not None or (source.checkpoint is not None and not is_prompt(source.checkpoint)):
+        name = loaded.config.engine.name
+        raise UsageError(f"--checkpoint {wanted}: engine {name!r} samples from its own model; name a prompt or none")
+    return source
 
 
 def _check_model(loaded: LoadedConfig, source: PolicySource) -> None:
@@ -188,7 +204,12 @@ def open_policy(loaded: LoadedConfig, source: PolicySource) -> Iterator[Weights 
 
 @contextlib.contextmanager
 def open_learner(loaded: LoadedConfig, source: PolicySource, *, base: str | None = None) -> Iterator[Learner]:
-    """Yields a learner that continues from `source`, with optimizer and RNG; `base` is the opened base, if any."""
+    """Yields a learner that continues from `source`, with optimizer and RNG; `base` is the opened base, if any.
+
+    Raises UsageError if the source is a prompt, which has no weights.
+    """
+    if source.checkpoint is not None and is_prompt(source.checkpoint):
+        raise UsageError(f"{source.checkpoint}: a prompt has no weights to go on from; art train goes on with it")
     with contextlib.nullcontext(base) if base is not None else open_base(loaded, source) as opened:
         config = as_trained(loaded, source, opened).config
         is_remote = config.learner.weights == "server"

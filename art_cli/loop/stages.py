@@ -33,7 +33,7 @@ from art_cli.runs.history import count_failures, find_fault
 from art_cli.runs.run_dir import RunDir
 from art_cli.runs.trajectory import Json, ScoredTrajectory, Trajectory
 from art_cli.runtime import threads
-from art_cli.runtime.errors import LearnerError, UsageError
+from art_cli.runtime.errors import LearnerError
 
 log = logging.getLogger(__name__)
 
@@ -63,14 +63,11 @@ def generate(loaded: LoadedConfig, output: Path, *, checkpoint: Path | None, ste
 def choose_policy(loaded: LoadedConfig, checkpoint: Path | None) -> tuple[LoadedConfig, PolicySource]:
     """Returns the configuration with an engine in place of auto, and the policy to play with, and logs the choice.
 
-    Raises UsageError if a checkpoint is named for an engine that samples from its own model, or what the rollouts need
-    is missing.
+    Raises UsageError if weights are named for an engine that samples from its own model, or what the rollouts need is
+    missing.
     """
     is_foreign = not engine_traits(loaded.config.engine, loaded.directory).can_train
-    if is_foreign and checkpoint is not None:
-        name = loaded.config.engine.name
-        raise UsageError(f"--checkpoint {checkpoint}: engine {name!r} samples from its own model; leave one out")
-    source = PolicySource(None, 0) if is_foreign else find_policy(loaded, checkpoint)
+    source = find_policy(loaded, checkpoint)
     check_ready(loaded, ("model", "rollout", "gateway", "engine"))
     loaded = resolve_auto(loaded, "engine")
     log.info("policy: %s", source.checkpoint or ("the endpoint's own" if is_foreign else "the starting policy"))
@@ -128,6 +125,7 @@ def take_step(
 
     Incomplete groups are left out. Raises LearnerError, without a checkpoint, if nothing can be learned.
     """
+    check_ready(loaded, ("weights",))
     source = find_policy(loaded, checkpoint)
     check_ready(loaded, ("model", "algorithm"))
     groups = list(group(scored).values())

@@ -35,7 +35,7 @@ from art_cli.chat.chat_errors import ChatError
 from art_cli.chat.http_server import Stopping, Timeouts, cancel, serve
 from art_cli.chat.reading import BODY_TIMEOUT_S, BodyLimit
 from art_cli.chat.replies import Choice, Chunk, Reply, ReplyBuilder, join_deltas
-from art_cli.chat.requests import Request, with_defaults
+from art_cli.chat.requests import Request
 from art_cli.chat.wires import WIRES
 from art_cli.runs.run_checkpoints import Which
 from art_cli.runtime import threads
@@ -197,7 +197,7 @@ class Dispatch:
         policy = self._policies.served[request.model]
         async with self._admission.slot():
             with policy.lease() as backend:
-                yield backend, with_defaults(request, policy.source.defaults)
+                yield backend, policy.fill(request)
 
     def _count(self, request: Request, num_prompt: int, num_sampled: int) -> None:
         self._meter.prompt_tokens.labels(request.model).inc(num_prompt)

@@ -12,16 +12,24 @@ from typing import NamedTuple
 import msgspec
 
 from art_cli.chat.requests import Sampling
-from art_cli.config.schema import ModelConfig
+from art_cli.config.overrides import variants
+from art_cli.config.schema import EngineSection, ModelConfig, RunConfig
 from art_cli.runs import run_checkpoints
 from art_cli.runs.manifest import Manifest
 from art_cli.runs.run_checkpoints import Found, Which
 from art_cli.runs.run_dir import RunDir
+from art_cli.runs.system_prompt import SystemPrompt, read_prompt
 from art_cli.runtime.errors import UsageError
 
 HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 NAME = re.compile(r"[\w.@/-]+")
 DTYPES = ("auto", "float32", "bfloat16")
+# Engines at a foreign address, by name. They can have a prompt in front of them.
+HOSTED: dict[str, type[EngineSection]] = {
+    kind: section
+    for kind, section in variants(RunConfig, "engine").items()
+    if issubclass(section, EngineSection) and not section.can_train
+}
 
 
 class Source(NamedTuple):
@@ -41,6 +49,8 @@ class Source(NamedTuple):
     manifest: Manifest | None = None
     quantize: str | None = None  # "4bit": the base was quantized when the adapter was trained on it
     named: str | None = None  # how errors name the base, as the user knows it: "--base 'x'"
+    prompt: SystemPrompt | None = None  # what is put into each request, if the policy is a prompt
+    is_hosted: bool = False  # True: the model is that of the run's endpoint, and `base` its name there
 
     def __str__(self) -> str:
         what = f"step {self.step} of {self.run.root}" if self.run else str(self.adapter or self.base)
@@ -107,9 +117,11 @@ def _run_of_base(target: str) -> RunDir | None:
 def of_base(run: RunDir, *, name: str | None = None, base: str | None = None, dtype: str | None = None) -> Source:
     """Returns the base model of a run without an adapter, with the run's sampling."""
     trained = of_checkpoint(run_checkpoints.choose(run, "newest"), base=base, dtype=dtype)
-    if trained.adapter is None and base is None:
+    if trained.is_hosted:
+        raise UsageError(f"{run.root}/base: the run's model is that of an endpoint, which needs no art serve")
+    if trained.adapter is None and trained.prompt is None and base is None:
         raise UsageError(f"{run.root}/base: the run trains all weights; name its base model, or its step 0")
-    return trained._replace(name=name or "base", adapter=None, step=0, run=None, manifest=None)
+    return trained._replace(name=name or "base", adapter=None, step=0, run=None, manifest=None, prompt=None)
 
 
 def of_checkpoint(
@@ -119,8 +131,13 @@ def of_checkpoint(
     found = _downloaded(found)
     config = run_checkpoints.run_config(found.run)
     model, sampling = config.get("model", {}), config.get("rollout", {}).get("sampling", {})
-    if found.is_adapter:
-        run_checkpoints.check_adapter(found.path)
+    prompt = read_prompt(found.path)
+    is_hosted = prompt is not None and base is None and config.get("engine", {}).get("name") in HOSTED
+    if is_hosted and found.manifest is not None:
+        base_model, named = found.manifest.base, str(found.path)
+    elif found.is_adapter or prompt is not None:
+        if prompt is None:
+            run_checkpoints.check_adapter(found.path)
         base_model = base or run_checkpoints.base_of(found)
         named = f"--base {base!r}" if base else f"{found.path}: its base model {base_model!r} (--base names another)"
     else:
@@ -137,6 +154,8 @@ def of_checkpoint(
         manifest=found.manifest,
         quantize=model.get("quantize"),
         named=named,
+        prompt=prompt,
+        is_hosted=is_hosted,
     )
 
 

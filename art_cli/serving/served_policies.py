@@ -25,6 +25,7 @@ import yaml
 
 from art_cli.chat import Backend
 from art_cli.chat.proven_steps import ProvenSteps
+from art_cli.chat.requests import Request, with_defaults
 from art_cli.config.overrides import variants
 from art_cli.config.schema import (
     AutoEngineConfig,
@@ -45,7 +46,7 @@ from art_cli.runs.run_dir import RunDir
 from art_cli.runtime.errors import ArtError, UsageError
 from art_cli.runtime.threads import call_in_thread
 from art_cli.serving.middleware import Meter
-from art_cli.serving.served_model import Source, base_config, of_checkpoint
+from art_cli.serving.served_model import HOSTED, Source, base_config, of_checkpoint
 
 log = logging.getLogger(__name__)
 
@@ -78,8 +79,9 @@ class Loader:
 
     async def make(self, source: Source) -> Engine:
         """Returns an engine that samples from the source. Raises ArtError if it cannot be loaded or run here."""
-        read = self._weights if self.config.weights == "here" else _spec
-        policy: loading.Weights | PolicySpec = await call_in_thread(read, source)
+        policy: loading.Weights | PolicySpec | None = None
+        if self.config.can_train:
+            policy = await call_in_thread(self._weights if self.config.weights == "here" else _spec, source)
         engine = make_engine(self.config, policy, name=source.name, step=source.step, logs=self.logs)
         await engine.start()
         try:
@@ -92,7 +94,7 @@ class Loader:
 
     def _weights(self, source: Source) -> loading.Weights:
         if (
-            source.adapter is None and source.run is not None
+            source.adapter is None and source.prompt is None and source.run is not None
         ):  # a checkpoint of all weights, which no other policy shares
             return self._load(source)
         key = (source.base, source.dtype, source.max_length, source.quantize)
@@ -126,17 +128,27 @@ def check_trust(trained: Mapping[str, Any], knobs: Mapping[str, Any], *, place: 
         )
 
 
-def engine_config(name: str, knobs: Mapping[str, Any], trained: Mapping[str, Any]) -> EngineConfig:
+def engine_config(
+    name: str,
+    knobs: Mapping[str, Any],
+    trained: Mapping[str, Any],
+    *,
+    has_prompts: bool = False,
+    is_trusted: bool = False,
+) -> EngineConfig:
     """Returns the engine's configuration: the one of its training run, if the engine is the same, with `knobs` over it.
 
-    Raises UsageError: no such engine or knob, or an invalid value.
+    With `has_prompts` alone it may be an endpoint; its address is the run's if that is trusted. Raises UsageError: no
+    such engine or knob, or an invalid value.
     """
-    if name not in ENGINES:
-        raise UsageError(f"--engine {name}: one of auto, {', '.join(ENGINES)}")
+    engines = ENGINES | HOSTED if has_prompts else ENGINES
+    if name not in engines:
+        raise UsageError(f"--engine {name}: one of auto, {', '.join(engines)}")
     settings = dict(trained) if trained.get("name") == name else {}
-    settings = {key: value for key, value in settings.items() if key not in NEVER_TAKEN} | {"name": name}
+    never = () if is_trusted and name in HOSTED else NEVER_TAKEN
+    settings = {key: value for key, value in settings.items() if key not in never} | {"name": name}
     try:
-        config: Any = ENGINES[name].model_validate({**settings, **knobs})
+        config: Any = engines[name].model_validate({**settings, **knobs})
     except pydantic.ValidationError as error:
         first = error.errors()[0]
         raise UsageError(f"--set {'.'.join(map(str, first['loc']))}: {first['msg']} (engine {name})") from None
@@ -204,6 +216,9 @@ class ServedPolicy:
 
     async def change(self, source: Source) -> None:
         """New requests are answered by `source` once it returns. Raises ArtError; then nothing has changed."""
+        if source.prompt is not None:  # the engine keeps its model
+            self.source = source
+            return
         old = self._current()
         if self._loader.swaps_adapters:
             if source.adapter is None:
@@ -253,6 +268,11 @@ class ServedPolicy:
             if engine.endpoint.step == source.step and self.source.adapter is not None:
                 await engine.load(self.source.adapter.resolve(), self.source.step)
             raise
+
+    def fill(self, request: Request) -> Request:
+        """Returns the request with the policy's prompt, and its sampling where the client gave none."""
+        prompted = request if self.source.prompt is None else self.source.prompt.apply(request)
+        return with_defaults(prompted, self.source.defaults)
 
     def lease(self) -> contextlib.AbstractContextManager[Backend]:
         """Returns the backend that answers now. Its engine stays open until the lease ends, also after a change."""
@@ -338,9 +358,8 @@ async def _change(policy: ServedPolicy, run: RunDir, which: Which) -> None:
     found = await call_in_thread(lambda: run_checkpoints.choose(run, which))
     if found.step != policy.source.step:
         old = policy.source
-        await policy.change(
-            of_checkpoint(found, name=old.name, base=old.base if old.adapter else None, dtype=old.dtype)
-        )
+        keeps_base = old.adapter is not None or (old.prompt is not None and not old.is_hosted)
+        await policy.change(of_checkpoint(found, name=old.name, base=old.base if keeps_base else None, dtype=old.dtype))
 
 
 def _wanted(run: RunDir, which: Which) -> int | None:
