@@ -74,7 +74,9 @@ def run(
         if links and files.base.is_dir() and base_digest(str(files.base)) != links[0].origin.base:
             flaws.append(chain.Flaw("base", "is another base model than that of the first link"))
     if not links:
-        raise RunError(f"{place}: no {chain.NAME}: a version without it trained the run, or it has no checkpoint yet")
+        raise RunError(
+            f"{place}: no {chain.NAME}: an older version made the run, its policy is a prompt, or it has no checkpoint"
+        )
     if step is not None:
         _say(f"{what}: step {step} of {place}", as_json)
     facts: dict[str, Any] = {

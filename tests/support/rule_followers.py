@@ -25,7 +25,9 @@ STYLES: dict[str, Callable[[str], str]] = {
 }
 HOUSE = {"refund": "upper", "shipping": "reversed", "invoice": "length", "password": "first", "complaint": "doubled"}
 RULE = re.compile(r"^- (\w+): (\w+)$", re.MULTILINE)
-EXAMPLE = re.compile(r"\[user\]\n(\w+): (\w+)\n.*?## Feedback\nreward (\S+?)(?:; the right reply is (\w+))?\n", re.DOTALL)
+EXAMPLE = re.compile(
+    r"\[user\]\n(\w+): (\w+)\n.*?## Feedback\nreward (\S+?)(?:; the right reply is (\w+))?\n", re.DOTALL
+)
 CURRENT = re.compile(r"perform a task for me:\n```\n(.*?)\n```", re.DOTALL)
 NOISE = 10  # one reply in so many is garbled
 
