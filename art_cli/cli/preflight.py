@@ -54,6 +54,7 @@ log = logging.getLogger(__name__)
 MAX_SHOWN = 200  # characters of the scenario that is shown
 CONNECT_TIMEOUT_S = 10.0  # longest wait for a connection to the vLLM server at engine.base_url
 SURE, UNLIKELY = 0.5, 1e-3  # probabilities of equal attempts: the model is sure of them; another cause made them equal
+OF_WEIGHTS = ("tokens", "update", "disk")  # checks that a search for a prompt has no need of
 LONG_ROW_S = 60.0  # an estimate above this comes with its cure
 FIRST_STEP = 10  # time of the first step in forward passes: its own 3, and the check of packs in both directions
 
@@ -100,6 +101,8 @@ class Preflight:
             ("disk", self.check_disk),
         ]
         for name, check in checks:
+            if name in OF_WEIGHTS and not self.loaded.config.learner.trains_weights:
+                continue
             begin = time.perf_counter()
             try:
                 finding = check()
@@ -260,6 +263,9 @@ class Preflight:
 
     def check_model(self) -> Finding:
         model = self.loaded.config.model
+        if not self.loaded.config.engine.can_train:
+            self.learner = make_learner(self.loaded.config, None, directory=self.loaded.directory)
+            return Finding("model", True, f"{model.base}, whose prompt is searched for")
         base = find_base(model.base, directory=self.loaded.directory, built=self.scratch / "base")
         self.loaded = decide_by_base(self.loaded, base)
         config = self.loaded.config
@@ -320,7 +326,8 @@ class Preflight:
         reward = (
             "no reward (a judge gives it)" if first.returned_reward is None else f"reward {first.returned_reward:g}"
         )
-        message = f"{len(first.turns)} turns, {first.num_sampled} sampled tokens, {reward}"
+        num_tokens = first.num_sampled or first.metrics.get("num_completion", 0)
+        message = f"{first.metrics['num_turns']:.0f} turns, {num_tokens:.0f} sampled tokens, {reward}"
         return Finding("rollout", True, message, _sampling_note(self.played))
 
     def _rollout_problem(self, trajectory: Trajectory) -> Finding | None:
@@ -330,9 +337,10 @@ class Preflight:
             return Finding(
                 "rollout", False, "it returned no reward, and judge is 'rollout'", "return one, or choose a judge"
             )
-        if not trajectory.turns:
+        if self._made_no_call(trajectory):
             return self._silence_problem()
-        if all(turn.temperature == 0.0 for turn in trajectory.turns):
+        is_greedy = bool(trajectory.turns) and all(turn.temperature == 0.0 for turn in trajectory.turns)
+        if is_greedy and self.loaded.config.learner.trains_weights:
             return Finding(
                 "rollout",
                 False,
@@ -342,6 +350,9 @@ class Preflight:
             )
         return None
 
+    def _made_no_call(self, trajectory: Trajectory) -> bool:
+        return not trajectory.turns if self.policy is not None else trajectory.is_silent
+
     def _first_id(self) -> str:
         return f"the first scenario, {printable(str(self.scenarios[0]['id']), limit=MAX_SHOWN)}"
 
@@ -350,7 +361,7 @@ class Preflight:
         if self.loaded.config.rollout.environment is not None:
             message = "the game was over before the policy's seat had a move"
             return Finding("rollout", False, message, "begin with another seed: rollout.environment.seed=1")
-        if not any(trajectory.turns for trajectory in self.played):
+        if all(map(self._made_no_call, self.played)):
             return Finding(
                 "rollout", False, "it made no model call", "use policy.client, or policy.base_url and api_key"
             )
@@ -366,8 +377,10 @@ class Preflight:
         return sorted(played, key=lambda trajectory: trajectory.index)
 
     def check_tools(self) -> Finding | None:
-        """Checks that the chat template shows the agent's tools to the model. Returns None if the agent sends none."""
-        assert self.policy
+        """Checks that the chat template shows the agent's tools to the model. Returns None if the agent sends none, or
+        the template is a server's."""
+        if self.policy is None:
+            return None
         with_tools = next((trajectory for trajectory in self.played if trajectory.tools), None)
         if with_tools is None:
             return None
@@ -540,6 +553,8 @@ def _sampling_note(played: Sequence[Trajectory]) -> str:
     they are so unlikely that something fixed the draw.
     """
     turns = [turn for trajectory in played for turn in trajectory.turns]
+    if not turns:
+        return ""
     if any(turn.temperature == 0.0 for turn in turns):
         return "some calls set temperature 0: what they say is the same in every attempt; rollout.sampling.force=true"
     first, *others = ([turn.sampled_ids for turn in trajectory.turns] for trajectory in played)
