@@ -110,10 +110,11 @@ def _find_prompt(loaded: LoadedConfig, wanted: Path | None, which: Which) -> Pol
     """Returns the prompt for an engine that brings its model. "base" is that model without one."""
     if wanted == Path(BASE) or (wanted is None and loaded.config.learner.trains_weights):
         return PolicySource(None, 0)
-    source = _find_trained(loaded, wanted, which)
+    is_there = wanted is None or wanted.is_dir()
+    source = _find_trained(loaded, wanted, which) if is_there else PolicySource(wanted, 0)
     if source.base is not None or (source.checkpoint is not None and not is_prompt(source.checkpoint)):
         name = loaded.config.engine.name
-        raise UsageError(f"--checkpoint {wanted}: engine {name!r} samples from its own model; name a prompt or none")
+        raise UsageError(f"--checkpoint {wanted}: engine {name!r} samples from its own model, and no prompt is there")
     return source
 
 

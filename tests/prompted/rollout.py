@@ -5,7 +5,10 @@ from typing import Any
 from art_cli import Outcome, Policy
 from tests.support.rule_followers import HOUSE, STYLES
 
-WORDS = ("parcel", "ticket", "window", "garden", "socket", "marble", "lantern", "copper")
+WORDS = (
+    *("parcel", "ticket", "window", "garden", "socket", "marble", "lantern", "copper"),
+    *("basket", "candle", "hammer", "jacket", "kettle", "mirror", "needle", "pillow"),
+)
 
 
 def tickets() -> list[dict[str, Any]]:
