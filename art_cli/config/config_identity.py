@@ -48,7 +48,7 @@ NOT_TRAINING = frozenset(
         *("loss.teacher.base_url", "loss.teacher.api_key_env", "loss.teacher.timeout_s", "loss.teacher.retries"),
         *("loss.teacher.concurrency", "loss.teacher.protocol"),
         # how the model that writes prompts is reached
-        *("learner.base_url", "learner.api_key_env", "learner.timeout_s", "learner.price"),
+        *("learner.base_url", "learner.api_key_env", "learner.price"),
         # the learner: all learners compute the same step
         "learner.name",
     }

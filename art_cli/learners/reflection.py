@@ -31,6 +31,7 @@ from art_cli.runtime.secrets import find_secrets, load_environment
 
 log = logging.getLogger(__name__)
 
+TIMEOUT_S = 300.0  # longest time for one call, as `judge.timeout_s`
 TRIES = 3  # questions per round until one is answered with a usable text; each shows other attempts
 RETRIES = 6  # of a call after a rate limit, a server error or its deadline, as `judge.retries`
 NUM_SHOWN = 6  # attempts in one question: GEPA shows 3, all of them at random
@@ -107,7 +108,7 @@ class Reflection:
 
     spent_usd = 0.0  # earlier processes' cost is in the run's metrics
 
-    def __init__(self, member: JudgeModelConfig, directory: Path, *, timeout_s: float) -> None:
+    def __init__(self, member: JudgeModelConfig, directory: Path) -> None:
         """Raises UsageError: the package gepa or the model's key is missing."""
         try:
             import gepa.strategies.instruction_proposal  # noqa: F401
@@ -119,7 +120,6 @@ class Reflection:
         self.member, self.title = member, member.model
         self.is_priced = find_price(member) is not None
         self.usage = Usage()
-        self._timeout_s = timeout_s
         urls, params = [member.base_url or openai_base()], [member.params]
         self._secrets = find_secrets(os.environ, names=[member.api_key_env or ""], urls=urls, params=params)
 
@@ -151,7 +151,7 @@ class Reflection:
             make_provider(self.member, self._secrets),
             slots=asyncio.Semaphore(1),
             budget=Budget(None, None, Spent(0.0, 0)),
-            timeout_s=self._timeout_s,
+            timeout_s=TIMEOUT_S,
             retries=RETRIES,
         )
         try:

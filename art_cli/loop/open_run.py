@@ -146,6 +146,7 @@ async def open_run(claim: Claim) -> AsyncIterator[Run]:
         shadows = ShadowJudges(claim.loaded.config.shadow, directory, job=str(files.root))
         payers: list[Payer] = [judge, *shadows.judges.values()]
         meter = RunMeter(payers)
+        _check_prices(claim.loaded, payers)
         panel = RunPanel(claim.loaded.config.name, num_steps=claim.loaded.config.train.steps)
         startup.reached("data")
         traits = engine_traits(claim.loaded.config.engine, directory)
@@ -154,8 +155,8 @@ async def open_run(claim: Claim) -> AsyncIterator[Run]:
         startup.reached("model")
         learner = make_learner(config, weights or policy, directory=directory, logs=files.logs)
         if (reflecting := getattr(learner, "payer", None)) is not None:
-            payers.append(reflecting)
-        _check_prices(claim.loaded, payers)
+            payers.append(reflecting)  # the meter counts it too
+            _check_prices(claim.loaded, payers)
         startup.reached("learner")
         trackers = open_trackers(config, files.root, directory)
         interrupts = Interrupts(

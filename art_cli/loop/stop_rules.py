@@ -38,7 +38,7 @@ class Payer(Protocol):
 
 
 class RunMeter:
-    """Counts from its making on; `follow` adds what earlier starts took."""
+    """Counts from its making on; `follow` adds what earlier starts took. The caller may add to `payers` later."""
 
     def __init__(self, payers: Sequence[Payer]) -> None:
         self._payers = payers

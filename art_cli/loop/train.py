@@ -102,9 +102,7 @@ async def publish(run: Run, step: int, metrics: dict[str, float]) -> None:
     """
     checkpoint = await run.writer.save(step, metrics)
     proven = await run.sampler.load(checkpoint, step)
-    assert proven is not None or not run.config.learner.trains_weights, (
-        "the checkpoint was just written, with its proof"
-    )
+    assert proven is not None or not run.config.learner.trains_weights, "it was just written, with its proof"
     metrics = metrics if proven is None else metrics | {"probe_gap": proven.gap}
     run.writer.record(step - 1, "train", metrics, "" if proven is None else proven.digest)
     _announce(step, run.config.train.steps, metrics)
@@ -198,8 +196,6 @@ def _warn_of_no_update(run: Run, batch: Batch, step: int) -> None:
 def _announce(step: int, steps: int, metrics: dict[str, float]) -> None:
     shown = [
         "reward_mean",
-        "reward_parent",
-        "reward_proposal",
         "is_accepted",
         "loss",
         "teacher_kl",

@@ -24,7 +24,7 @@ from art_cli.runtime.errors import ConfigError
 from tests.support import forked
 from tests.support.chat_server import ChatServer, Json, chatting
 from tests.support.judge_server import Attempt, Conduct, serving
-from tests.support.paths import ROOT
+from tests.support.paths import LETTERS, ROOT
 from tests.support.rule_followers import HOUSE, RULE, of_followers, rule_followers
 
 CONFIG = ROOT / "tests" / "prompted" / "config.yaml"
@@ -272,6 +272,57 @@ def refusals(*settings: str) -> str:
 def test_a_key_that_a_search_has_no_use_for_is_an_error(setting: str, key: str) -> None:
     assert f" {key}: " in refusals(setting)
     assert refusals() == ""
+
+
+OWN_ENGINE = """
+name: own
+model: {{base: "{letters}/build.py:build"}}
+learner: {{name: prompt, model: reflector, base_url: "{url}", parts: {{role: role.txt, rules: rules.txt}}}}
+rollout:
+  entry: "{letters}/rollout.py:rollout"
+  scenarios: "{letters}/scenarios.jsonl"
+  group_size: 4
+  groups_per_step: 3
+  processes: 0
+  sampling: {{max_tokens: 6}}
+train: {{steps: 3}}
+"""
+
+
+@pytest.mark.slow
+def test_a_model_of_this_machine_gets_a_prompt_of_parts_and_keeps_its_weights(tmp_path: Path) -> None:
+    """Each proposal changes one part. The engine is given the prompt's tokens; the checkpoints have no weights."""
+
+    def answer(body: Json, number: int) -> str:
+        return f"```\nSay letters, and only letters: {number}.\n```"
+
+    (tmp_path / "role.txt").write_text("You say letters.\n")
+    (tmp_path / "rules.txt").write_text("Be short.")
+    with chatting(ChatServer(answer)) as server:
+        (tmp_path / "own.yaml").write_text(OWN_ENGINE.format(letters=LETTERS, url=server.api_base))
+        assert "ok   rollout" in art("check", tmp_path / "own.yaml")
+        art("train", tmp_path / "own.yaml")
+    files = RunDir(tmp_path / "runs" / "own")
+    first = read_prompt(files.checkpoint_path(0))
+    assert first is not None and first.text == "You say letters.\n\nBe short."
+    assert {path.name for path in files.checkpoint_path(3).iterdir()} == {
+        "manifest.json",
+        "optimizer.json",
+        "prompt.json",
+    }
+    changed = []
+    for step in (1, 2):
+        search = search_of(files, step)
+        assert search.proposal is not None
+        parent = search.kept[search.parent].parts
+        changed += [name for name in parent if parent[name] != search.proposal[name]]
+        lengths = [{len(each.turns[0].prompt_ids) for each in files.trajectories(step) if (each.index >= 2) == side}
+                   for side in (False, True)]  # fmt: skip
+        texts = ["\n\n".join(parts.values()) for parts in (parent, search.proposal)]
+        assert (min(lengths[1]) > max(lengths[0])) == (len(texts[1]) > len(texts[0]))
+    assert sorted(changed) == ["role", "rules"]
+    asked_about = [body["messages"][-1]["content"] for body in asked_of(server, "reflector")]
+    assert len(asked_about) == 3 and "Be short." in asked_about[0] and "You say letters." in asked_about[1]
 
 
 # --- the text in a call -----------------------------------------------------------------------------------------------

@@ -160,8 +160,6 @@ class PromptLearnerConfig(Section):
     """As `judge.params`."""
     price: PriceConfig | None = None
     """As `judge.price`."""
-    timeout_s: Seconds = 300.0
-    """The longest time for one call of that model. A call that fails is made again, as the judge's are."""
 
     @property
     def member(self) -> JudgeModelConfig | None:
