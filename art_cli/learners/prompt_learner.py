@@ -91,7 +91,7 @@ class PromptLearner:
     def __init__(
         self, config: PromptLearnerConfig, member: JudgeModelConfig, directory: Path, *, seed: int, group_size: int
     ) -> None:
-        """Raises UsageError: a part's file cannot be read, or what the reflecting model needs is missing."""
+        """Raises UsageError: a part's text is too long, or what the reflecting model needs is missing."""
         self.payer = Reflection(member, directory)
         self._place, self._seed = config.place, seed
         self._num_parents = group_size - group_size // 2  # of a group's attempts, where there is a proposal
@@ -215,11 +215,7 @@ def _mean(attempts: Rewarded) -> float:
 
 
 def _read_part(name: str, path: Path) -> str:
-    try:
-        text = path.read_text(encoding="utf-8").strip()
-    except (OSError, UnicodeDecodeError) as error:
-        reason = getattr(error, "strerror", None) or "not UTF-8 text"
-        raise UsageError(f"learner.parts.{name}: {path}: {reason}") from error
+    text = path.read_text(encoding="utf-8").strip()
     if len(text) > MAX_PART:
         raise UsageError(f"learner.parts.{name}: {path}: {len(text)} characters; a part has {MAX_PART} at most")
     return text

@@ -109,7 +109,7 @@ class Reflection:
     spent_usd = 0.0  # earlier processes' cost is in the run's metrics
 
     def __init__(self, member: JudgeModelConfig, directory: Path) -> None:
-        """Raises UsageError: the package gepa or the model's key is missing."""
+        """Raises UsageError: the model's key, the package gepa, or one that the model needs is missing."""
         try:
             import gepa.strategies.instruction_proposal  # noqa: F401
         except ImportError as error:
@@ -122,6 +122,7 @@ class Reflection:
         self.usage = Usage()
         urls, params = [member.base_url or openai_base()], [member.params]
         self._secrets = find_secrets(os.environ, names=[member.api_key_env or ""], urls=urls, params=params)
+        make_provider(member, self._secrets)  # connects to nothing, and may lack litellm
 
     def propose(
         self, text: str, examples: Sequence[Example], draw: random.Random, *, tried: Collection[str]

@@ -50,7 +50,8 @@ from art_cli.runtime.errors import ConfigError, EngineError, Problem, UsageError
 from art_cli.runtime.threads import start_in_thread
 
 ALL = (
-    *("runs", "store", "model", "rollout", "gateway", "engine", "judge", "shadow", "algorithm", "sft", "eval"),
+    *("runs", "store", "model", "rollout", "gateway", "engine", "judge", "shadow", "algorithm"),
+    *("learner", "sft", "eval"),
     "trackers",
 )
 HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?", re.ASCII)
@@ -241,6 +242,14 @@ def _algorithm(loaded: LoadedConfig) -> Iterator[Wrong]:
             yield from _base("loss.teacher.model", teacher.model, loaded.directory, is_buildable=False)
 
 
+def _learner(loaded: LoadedConfig) -> Iterator[Wrong]:
+    learner = loaded.config.learner
+    if (url := getattr(learner, "base_url", None)) is not None:
+        yield from _url("learner.base_url", url)
+    for name, path in getattr(learner, "parts", {}).items():
+        yield from _text(f"learner.parts.{name}", loaded.directory / path.expanduser())
+
+
 def _sft(loaded: LoadedConfig) -> Iterator[Wrong]:
     sft = loaded.config.sft
     for key, spec in {"sft.demos": sft.demos, "sft.eval_demos": sft.eval_demos}.items() if sft is not None else ():
@@ -274,6 +283,7 @@ LOOKUPS = {
     "judge": _judge,
     "shadow": _shadow,
     "algorithm": _algorithm,
+    "learner": _learner,
     "sft": _sft,
     "eval": _eval,
     "trackers": _trackers,

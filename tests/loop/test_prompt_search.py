@@ -16,6 +16,7 @@ import pytest
 from art_cli.chat.requests import Request, Sampling
 from art_cli.config.compose import load_config
 from art_cli.learners.prompt_learner import Search
+from art_cli.loop.references import check_ready
 from art_cli.rollouts.rollout_gateway import call_seed
 from art_cli.runs.manifest import verify_checkpoint
 from art_cli.runs.run_dir import RunDir
@@ -323,6 +324,15 @@ def test_a_model_of_this_machine_gets_a_prompt_of_parts_and_keeps_its_weights(tm
     assert sorted(changed) == ["role", "rules"]
     asked_about = [body["messages"][-1]["content"] for body in asked_of(server, "reflector")]
     assert len(asked_about) == 3 and "Be short." in asked_about[0] and "You say letters." in asked_about[1]
+
+
+@pytest.mark.parametrize(
+    ("setting", "said"),
+    [("learner.base_url=nowhere", "is no address"), ("learner.parts={a: missing.txt}", "learner.parts.a: ")],
+)
+def test_what_a_search_names_is_looked_up_before_anything_is_paid(setting: str, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        check_ready(load_config(CONFIG, [setting]), ("learner",))
 
 
 # --- the text in a call -----------------------------------------------------------------------------------------------
