@@ -17,14 +17,14 @@ from typing import Any
 
 import msgspec
 
-from art_cli.chat.requests import text_of
 from art_cli.config.schema import JudgeModelConfig
 from art_cli.judges.costs import Budget, Spent, Usage, find_price
 from art_cli.judges.judge_text import clean
 from art_cli.judges.providers.caller import Caller, make_provider
 from art_cli.judges.providers.http import missing_key, openai_base
+from art_cli.judges.ruler.attempt_tree import Message, read_conversation
 from art_cli.runs.system_prompt import MAX_PART
-from art_cli.runs.trajectory import Json, ScoredTrajectory
+from art_cli.runs.trajectory import ScoredTrajectory
 from art_cli.runtime import threads
 from art_cli.runtime.errors import JudgeError, JudgeStopped, LearnerError, UsageError
 from art_cli.runtime.secrets import find_secrets, load_environment
@@ -54,8 +54,8 @@ class Example(msgspec.Struct, frozen=True, kw_only=True):
 
 def read_example(attempt: ScoredTrajectory, reward: float) -> Example:
     """Returns an attempt's conversation up to the first reply, what came after it, and what was said of it."""
-    roles = [message.get("role") for message in attempt.messages]
-    first = roles.index("assistant") if "assistant" in roles else len(roles)
+    messages = read_conversation(attempt.messages)
+    first = next((index for index, message in enumerate(messages) if message.role == "assistant"), len(messages))
     words = [f"reward {reward:.3g}"]
     words += [f"it failed: {attempt.error}"] if attempt.error is not None else []
     words += [f"it met a limit: {attempt.limit}"] if attempt.limit is not None else []
@@ -63,16 +63,15 @@ def read_example(attempt: ScoredTrajectory, reward: float) -> Example:
     said = attempt.metadata.get("feedback")
     words += [said] if isinstance(said, str) and said else []
     return Example(
-        task=_cut("\n\n".join(map(_shown, attempt.messages[:first]))),
-        answer=_cut("\n\n".join(map(_shown, attempt.messages[first:]))) or "(nothing)",
+        task=_cut("\n\n".join(map(_shown, messages[:first]))),
+        answer=_cut("\n\n".join(map(_shown, messages[first:]))) or "(nothing)",
         reward=reward,
         feedback=_cut("; ".join(words)),
     )
 
 
-def _shown(message: Json) -> str:
-    calls = f"\n{clean(message['tool_calls'])}" if message.get("tool_calls") else ""
-    return f"[{message.get('role')}]\n{text_of(message.get('content'))}{calls}"
+def _shown(message: Message) -> str:
+    return "\n".join([f"[{message.role}]", *(segment.text for segment in message.segments)])
 
 
 def _cut(text: str) -> str:
