@@ -21,12 +21,15 @@ from art_cli.rollouts.rollout_gateway import call_seed
 from art_cli.runs.manifest import verify_checkpoint
 from art_cli.runs.run_dir import RunDir
 from art_cli.runs.system_prompt import SystemPrompt, read_prompt
+from art_cli.runs.trajectory import Trajectory
 from art_cli.runtime.errors import ConfigError
 from tests.support import forked
 from tests.support.chat_server import ChatServer, Json, chatting
 from tests.support.judge_server import Attempt, Conduct, serving
 from tests.support.paths import LETTERS, ROOT
 from tests.support.rule_followers import HOUSE, RULE, of_followers, rule_followers
+from tests.support.scripted import ScriptedBackend
+from tests.support.stage import Stage
 
 CONFIG = ROOT / "tests" / "prompted" / "config.yaml"
 STEPS, GROUPS, SIZE = 8, 6, 4  # of tests/prompted/config.yaml
@@ -362,6 +365,49 @@ def test_the_parts_stand_in_the_system_message(place: Any, sent: list[Json], get
     assert asked(SystemPrompt(parts={"a": "A", "none": "", "b": "B"}, place=place), sent) == gets
     assert json.dumps(sent) == before
     assert asked(SystemPrompt(parts={"a": ""}, place=place), sent) == sent
+
+
+CALLS = """
+import httpx
+
+async def rollout(policy, scenario):
+    ask = {"model": policy.model, "messages": [{"role": "user", "content": "hi"}]}
+    said = await policy.client.chat.completions.create(**ask)
+    reply = said.choices[0].message.model_dump(exclude_none=True)
+    more = [*ask["messages"], reply, {"role": "user", "content": "more"}]
+    async for _ in await policy.client.chat.completions.create(model=policy.model, messages=more, stream=True):
+        pass
+    await policy.client.responses.create(model=policy.model, instructions="own", input="hi")
+    async with httpx.AsyncClient() as client:
+        body = {**ask, "system": "own", "max_tokens": 5}
+        root, key = policy.base_url.removesuffix("/v1"), {"x-api-key": policy.api_key}
+        (await client.post(f"{root}/v1/messages", json=body, headers=key)).raise_for_status()
+    try:
+        await policy.client.completions.create(model=policy.model, prompt="hi")
+    except Exception as error:
+        assert "plain completion" in str(error), error
+        return 1.0
+"""
+
+
+async def test_a_call_of_every_protocol_gets_the_prompt_and_is_recorded_without_it(tmp_path: Path) -> None:
+    """A whole reply, a second turn that is streamed, OpenAI's Responses, Anthropic's Messages; a plain completion is
+    refused."""
+    backend = ScriptedBackend()
+    stage = Stage(tmp_path, backend)
+    (tmp_path / "rollout.py").write_text(CALLS)
+    prompt = SystemPrompt(parts={"a": "A"}, place="after")
+    played: list[Trajectory] = []
+    async with stage.open(processes=0) as runner:
+        plans = [msgspec.structs.replace(plan, prompt=prompt) for plan in stage.plans(1)]
+        await runner.run(plans, played.append)
+    assert played[0].error is None and played[0].returned_reward == 1.0, played[0].error
+    systems = [(request.messages or [{}])[0] for request in backend.requests]
+    assert [each["role"] for each in systems] == ["system"] * 4
+    assert [each["content"] for each in systems] == ["A", "A", "own\n\nA", "own\n\nA"]
+    conversations = [*played[0].branches, played[0].messages]
+    assert not any("A" in str(message.get("content")) for each in conversations for message in each)
+    assert max(len(each) for each in conversations) == 4 and played[0].turns[1].parent == 0
 
 
 def test_every_kind_of_ticket_has_a_rule() -> None:
