@@ -1,6 +1,6 @@
 """Engines at a foreign address: OpenAIEngine, any OpenAI-compatible endpoint, and AnthropicEngine, any of Messages.
 
-They serve `art gateway`, `art generate` and `art eval`, and cannot be trained. HostedEngine is what both share. The key
+They serve `art gateway`, `art generate` and `art eval`. They cannot be trained, but have a prompt. HostedEngine is what both share. The key
 is read from the environment variable that the configuration names, and stays in memory.
 """
 

@@ -61,7 +61,7 @@ def asked_of(server: ChatServer, model: str) -> list[Json]:
 def test_an_endpoint_that_cannot_be_trained_gets_a_better_prompt(tmp_path: Path, server: ChatServer) -> None:
     """Held-out tickets are of the same kinds with other words. Every kept text is one that the reflector wrote."""
     settings = [*of_followers(server), f"runs={tmp_path}", "train.keep_checkpoints=99"]
-    art("train", CONFIG, *settings)
+    assert f"art serve {tmp_path / 'prompted'} --trust\n" in art("train", CONFIG, *settings)
     files = RunDir(tmp_path / "prompted")
     evaluations = files.evaluations()
     assert evaluations[0]["reward"] == 0 and evaluations[STEPS]["reward"] > 0.5

@@ -108,7 +108,8 @@ class EmbeddedEngineConfig(EngineSection):
 
 
 class OpenAIEngineConfig(EngineSection):
-    """Any OpenAI-compatible endpoint, for `art gateway`, `art generate` and `art eval`. Its model cannot be trained."""
+    """Any OpenAI-compatible endpoint, for `art gateway`, `art generate` and `art eval`. Its model cannot be trained, but
+    `learner: prompt` finds it a better prompt."""
 
     can_train = False
 
@@ -129,7 +130,7 @@ class OpenAIEngineConfig(EngineSection):
 
 class AnthropicEngineConfig(EngineSection):
     """Any endpoint of Anthropic's Messages, for `art gateway`, `art generate` and `art eval`. Its model cannot be
-    trained, and its replies are text without token ids."""
+    trained, but `learner: prompt` finds it a better prompt. Its replies are text without token ids."""
 
     can_train = False
 

@@ -20,7 +20,8 @@ def closing_text(report: Report) -> str:
     lines = [f"  {line}" for line in evaluation_table(report)]
     if report["offered"]:
         lines += [f"to serve:   {path}" for path in _offered_path(report)]
-        lines += [f"            {report['offered']}", f"serve it:   art serve {run}"]
+        is_hosted = report["made_with"].get("engine") in ("anthropic", "openai")  # art serve asks before it uses a key
+        lines += [f"            {report['offered']}", f"serve it:   art serve {run}{' --trust' if is_hosted else ''}"]
     lines += [f"look at it: art view {run}", f"            art report {run}"]
     return "".join(f"{line}\n" for line in lines)
 
