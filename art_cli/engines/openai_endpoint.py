@@ -1,7 +1,7 @@
 """Engines at a foreign address: OpenAIEngine, any OpenAI-compatible endpoint, and AnthropicEngine, any of Messages.
 
-They serve `art gateway`, `art generate` and `art eval`. They cannot be trained, but have a prompt. HostedEngine is what both share. The key
-is read from the environment variable that the configuration names, and stays in memory.
+They serve `art gateway`, `art generate` and `art eval`. They cannot be trained, but have a prompt. HostedEngine is what
+both share. The key is read from the environment variable that the configuration names, and stays in memory.
 """
 
 import asyncio

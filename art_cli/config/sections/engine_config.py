@@ -108,8 +108,8 @@ class EmbeddedEngineConfig(EngineSection):
 
 
 class OpenAIEngineConfig(EngineSection):
-    """Any OpenAI-compatible endpoint, for `art gateway`, `art generate` and `art eval`. Its model cannot be trained, but
-    `learner: prompt` finds it a better prompt."""
+    """Any OpenAI-compatible endpoint, for `art gateway`, `art generate` and `art eval`. Its model cannot be trained,
+    but `learner: prompt` finds it a better prompt."""
 
     can_train = False
 
