@@ -85,6 +85,8 @@ def _rows(prefix: str, name: str, field: FieldInfo) -> Iterator[str]:
     """The key's row, and a row for each key below it. Of a section of several forms, each form's come apart."""
     yield _row(prefix, name, field)
     key, found = f"{prefix}.{name}" if prefix else name, sections(field)
+    if get_origin(field.annotation) is dict and len(found) == 1:
+        yield from (_row(f"{key}.NAME", below, each) for below, each in found[0].model_fields.items())
     if get_origin(field.annotation) in (list, dict):
         return
     for section in found:

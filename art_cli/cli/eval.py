@@ -44,9 +44,16 @@ def run(
     """
     from art_cli.cli import eval_comparison
     from art_cli.config.compose import load_config
-    from art_cli.loop.evaluate import check_gates, check_policy, parse_gate, spent_by_scenario, values_by_scenario
+    from art_cli.loop.evaluate import (
+        check_gates,
+        check_policy,
+        parse_gate,
+        spent_by_scenario,
+        values_by_scenario,
+        values_of_sources,
+    )
     from art_cli.loop.references import check_ready
-    from art_cli.rollouts.scenario_files import evaluation_scenarios
+    from art_cli.rollouts.scenario_files import RunScenarios
     from art_cli.runtime.scratch import scratch
 
     loaded = load_config(config, overrides or [])
@@ -62,12 +69,14 @@ def run(
     with contextlib.ExitStack() as stack:
         directory = output or stack.enter_context(scratch("eval"))
         watch = eval_comparison.Watch(loaded, parsed, num_policies=len(players))
-        scenarios = evaluation_scenarios(loaded.config, loaded.directory)
+        parts = RunScenarios(loaded.config, loaded.directory).by_source
+        scenarios = {source: part.evaluation for source, part in parts.items()}
         played = {n: eval_comparison.play(player, scenarios, directory, n, watch) for n, player in players.items()}
     results = {
         name: values_by_scenario(done) | spent_by_scenario(done, players[name].price) for name, done in played.items()
     }
     eval_comparison.judge(loaded, played, results)
+    results = {name: values | values_of_sources(values, loaded.config) for name, values in results.items()}
     rows = eval_comparison.compare(results)
     text = (
         json.dumps([row.as_json() for row in rows]) + "\n"

@@ -6,7 +6,7 @@ differences are paired. The others are compared with the first policy.
 """
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
@@ -14,9 +14,8 @@ from typing import NamedTuple
 from art_cli.config.compose import LoadedConfig
 from art_cli.config.schema import JudgeModelConfig, ModelConfig, OpenAIEngineConfig
 from art_cli.engines import engine_traits
-from art_cli.judges import make_judge
 from art_cli.judges.costs import Price, find_price
-from art_cli.judges.judge_groups import require_keys
+from art_cli.judges.source_judges import make_judges, require_all_keys
 from art_cli.loop.auto import resolve_auto
 from art_cli.loop.evaluate import (
     COUNTS,
@@ -24,9 +23,9 @@ from art_cli.loop.evaluate import (
     Estimate,
     Gate,
     NameWatch,
+    contest_rewards,
     estimate,
-    is_judged,
-    judge_contest,
+    is_contest,
     paired_difference,
     play_evaluation,
 )
@@ -133,12 +132,14 @@ class Watch:
     def see(self, trajectory: Trajectory) -> None:
         """Raises UsageError if a gate names an unknown metric, or the judge's key is not set."""
         self._names.see(trajectory)
-        if self._may_judge and is_judged(self._loaded.config, [trajectory]):
+        if self._may_judge and is_contest(self._loaded.config, [trajectory]):
             self._may_judge = False  # the first such attempt is enough
-            require_keys(self._loaded.config.judge, self._loaded.directory)
+            require_all_keys(self._loaded.config, self._loaded.directory)
 
 
-def play(player: Player, scenarios: Sequence[Json], directory: Path, name: str, watch: Watch) -> list[Trajectory]:
+def play(
+    player: Player, scenarios: Mapping[str, Sequence[Json]], directory: Path, name: str, watch: Watch
+) -> list[Trajectory]:
     loaded, source = player
 
     async def play() -> list[Trajectory]:
@@ -158,27 +159,28 @@ def play(player: Player, scenarios: Sequence[Json], directory: Path, name: str, 
 
 def judge(loaded: LoadedConfig, played: dict[str, list[Trajectory]], results: dict[str, Values]) -> None:
     """Adds the share of comparisons won against the first policy as reward if rollouts returned none."""
-    silent = [name for name, done in played.items() if is_judged(loaded.config, done)]
-    first = next(iter(played))
+    silent = [name for name, done in played.items() if is_contest(loaded.config, done)]
+    first, names = next(iter(played)), ", ".join(sorted({part.judge.name for part in loaded.config.by_source.values()}))
     if first not in silent:
         return
     if len(played) == 1:
         log.warning(
             "no reward: the rollout returns none, and judge=%s compares attempts; name what to compare with first, "
             "for example --checkpoint base --checkpoint %s",
-            loaded.config.judge.name,
+            names,
             first,
         )
         return
 
     async def judge() -> None:
-        judge = make_judge(loaded.config.judge, loaded.directory)
+        judge = make_judges(loaded.config, loaded.directory)
         try:
             for name in silent:
-                results[name]["reward"] = await judge_contest(judge, played[name], played[first])
+                won = await contest_rewards(loaded.config, judge, played[name], lambda: played[first])
+                results[name]["reward"] = results[name].get("reward", {}) | won
         finally:
             await judge.close()
-        log.info("reward: the share of comparisons won against %s, by judge=%s", first, loaded.config.judge.name)
+        log.info("reward: the share of comparisons won against %s, by judge=%s", first, names)
         if (usage := judge.usage).calls:
             cost = "price unknown" if usage.cost_usd is None else f"${usage.cost_usd:.4f}"
             log.info("judge: %d calls, %s tokens, %s", usage.calls, f"{usage.tokens:,}", cost)

@@ -51,6 +51,7 @@ from art_cli.runtime.errors import ArtError, EngineError, StorageError, UsageErr
 
 log = logging.getLogger(__name__)
 
+OF_SOURCES = ("scenarios", "entries", "rollout", "tools", "tokens", "judge")  # checks that are made for each source
 MAX_SHOWN = 200  # characters of the scenario that is shown
 CONNECT_TIMEOUT_S = 10.0  # longest wait for a connection to the vLLM server at engine.base_url
 SURE, UNLIKELY = 0.5, 1e-3  # probabilities of equal attempts: the model is sure of them; another cause made them equal
@@ -72,7 +73,14 @@ class Preflight:
     tokenizer: Any = None
     learner: Learner | None = None
     judge: Judge | None = None
-    played: list[Trajectory] = field(default_factory=list)  # two attempts at the first scenario
+    played: list[Trajectory] = field(default_factory=list)  # two attempts at the first scenario of each source
+    sources: dict[str, "Preflight"] = field(default_factory=dict)  # of each source alone; without sources "" is this
+
+    def __post_init__(self) -> None:
+        self.sources = {
+            name: Preflight(part, self.scratch, self.asks_judge) if name else self
+            for name, part in self.loaded.by_source.items()
+        }
 
     @property
     def trajectory(self) -> Trajectory | None:
@@ -83,44 +91,58 @@ class Preflight:
         yield (engine := self.check_engine())
         if not engine.is_good:
             return
-        checks: list[tuple[str, Callable[[], Finding | None]]] = [
-            ("store", self.check_store),
-            ("nodes", self.check_nodes),
-            ("run", self.check_run),
-            ("trackers", self.check_trackers),
-            ("scenarios", self.check_scenarios),
-            ("cluster", self.check_cluster),
-            ("entries", self.check_entries),
-            ("shadow", self.check_shadow),
-            ("model", self.check_model),
-            ("rollout", self.check_rollout),
-            ("tools", self.check_tools),
-            ("tokens", self.check_tokens),
-            ("update", self.check_update),
-            ("judge", self.check_judge),
-            ("disk", self.check_disk),
+        checks: list[tuple[str, Callable[[Preflight], Finding | None]]] = [
+            ("store", Preflight.check_store),
+            ("nodes", Preflight.check_nodes),
+            ("run", Preflight.check_run),
+            ("trackers", Preflight.check_trackers),
+            ("scenarios", Preflight.check_scenarios),
+            ("cluster", Preflight.check_cluster),
+            ("entries", Preflight.check_entries),
+            ("shadow", Preflight.check_shadow),
+            ("model", Preflight.check_model),
+            ("rollout", Preflight.check_rollout),
+            ("tools", Preflight.check_tools),
+            ("tokens", Preflight.check_tokens),
+            ("update", Preflight.check_update),
+            ("judge", Preflight.check_judge),
+            ("disk", Preflight.check_disk),
         ]
         for name, check in checks:
             if name in OF_WEIGHTS and not self.loaded.config.learner.trains_weights:
                 continue
-            begin = time.perf_counter()
-            try:
-                finding = check()
-            except ArtError as error:
-                yield Finding(name, False, str(error))
-                return
-            if finding is None:
-                continue
-            took = time.perf_counter() - begin
-            yield finding._replace(message=f"{finding.message} ({took:.1f} s)")
-            if not finding.is_good:
-                return
+            for source in self.sources if name in OF_SOURCES else ("",):
+                begin = time.perf_counter()
+                try:
+                    finding = check(self._of(source))
+                except ArtError as error:
+                    yield Finding(f"{name} {source}".rstrip(), False, str(error))
+                    return
+                if finding is None:
+                    continue
+                took = time.perf_counter() - begin
+                called = f"{finding.name} {source}".rstrip()
+                yield finding._replace(name=called, message=f"{finding.message} ({took:.1f} s)")
+                if not finding.is_good:
+                    return
+
+    def _of(self, source: str) -> "Preflight":
+        """Returns the preflight of a source, which has the results of this one; "" is this one."""
+        if not source:
+            self.played = [each for part in self.sources.values() for each in part.played]
+            return self
+        part = self.sources[source]
+        part.loaded = self.loaded.by_source[source]
+        part.weights, part.policy = self.weights, self.policy
+        part.tokenizer, part.learner = self.tokenizer, self.learner
+        return part
 
     def close(self) -> None:
         if self.learner is not None:
             self.learner.close()
-        if self.judge is not None:
-            threads.run(self.judge.close())
+        for part in self.sources.values():
+            if part.judge is not None:
+                threads.run(part.judge.close())
 
     def check_engine(self) -> Finding:
         """Returns the engine and learner of the run. A vLLM that the configuration names must work."""
@@ -426,12 +448,12 @@ class Preflight:
         Where the limits allow a longer row, its time and memory are estimated.
         """
         assert self.policy and self.learner and self.trajectory
-        rollout = self.loaded.config.rollout
+        answers = [each.max_turns * each.sampling.max_tokens for each in self.loaded.config.rollout.by_source.values()]
         played = max(
             len(sequence(attempt.turns, index)) for attempt in self.played for index in range(len(attempt.turns))
         )
         own_prompt = len(prompt(self.trajectory.turns, 0))
-        longest = min(self.policy.max_length, own_prompt + rollout.max_turns * rollout.sampling.max_tokens)
+        longest = min(self.policy.max_length, own_prompt + max(answers))
         length = min(played, longest, trial_update.MAX_TOKENS)
         log.info("update: a step on a row of %d tokens, %s", length, self._update_takes(length))
         metrics = trial_update.step(self.learner, length, vocabulary=self.policy.vocabulary)

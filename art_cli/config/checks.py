@@ -1,6 +1,6 @@
 """Checks across sections: settings that contradict each other, and configurations that cannot be trained."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from art_cli.config.metric_names import SHADOW, judge_costs, why_unknown
 from art_cli.config.schema import (
@@ -24,10 +24,45 @@ from art_cli.config.schema import (
     VllmEngineConfig,
 )
 from art_cli.config.sections.rollout_config import cluster_conflicts
+from art_cli.config.sections.train_config import ONE_OF_BOTH
 
 
 def conflicts(config: RunConfig) -> Iterator[tuple[str, str]]:
     """Yields (dotted key, message) for each pair of settings that contradict each other."""
+    if config.rollout.sources:
+        yield from _source_conflicts(config)
+    elif config.eval is not None and config.eval.scenarios is None and config.eval.held_out is None:
+        yield "eval", ONE_OF_BOTH
+    yield from _of_each_source(config, _conflicts)
+
+
+def _of_each_source(
+    config: RunConfig, check: Callable[[RunConfig], Iterator[tuple[str, str]]]
+) -> Iterator[tuple[str, str]]:
+    """Yields what `check` finds in each source's configuration, by the key where the user wrote the value."""
+    found = (
+        (config.key_in(name, key), message) for name, part in config.by_source.items() for key, message in check(part)
+    )
+    yield from dict.fromkeys(found)
+
+
+def _source_conflicts(config: RunConfig) -> Iterator[tuple[str, str]]:
+    sources = config.rollout.sources
+    if config.rollout.cluster is not None:
+        yield "rollout.cluster", "a cluster plays one agent, and rollout.sources has several; leave one of them out"
+    if config.eval is not None and config.eval.scenarios is not None:
+        yield "eval.scenarios", "with rollout.sources each source has its own: rollout.sources.NAME.eval_scenarios"
+    if "judge" in config.model_fields_set and all(source.judge is not None for source in sources.values()):
+        yield "judge", "every source of rollout.sources has a judge of its own; leave this one out"
+    for name, source in sources.items():
+        key, is_set = f"rollout.sources.{name}.eval_scenarios", source.eval_scenarios is not None
+        if is_set and config.eval is None:
+            yield key, "used with an eval section only; add one, or leave it out"
+        elif not is_set and config.eval is not None and config.eval.held_out is None:
+            yield key, "missing: name a file or function, or set eval.held_out, a share of each source's scenarios"
+
+
+def _conflicts(config: RunConfig) -> Iterator[tuple[str, str]]:
     section = "loss" if config.algorithm is None else "algorithm"
     yield from _algorithm_conflicts(config, section)
     yield from _adapter_conflicts(config)
@@ -301,6 +336,10 @@ def _critic_conflicts(config: RunConfig, loss: PpoConfig) -> Iterator[tuple[str,
 
 def untrainable(config: RunConfig) -> Iterator[tuple[str, str]]:
     """Yields (dotted key, message) for each setting with which a policy can be evaluated but not trained."""
+    yield from _of_each_source(config, _untrainable)
+
+
+def _untrainable(config: RunConfig) -> Iterator[tuple[str, str]]:
     if not config.engine.can_train and config.learner.trains_weights:
         yield (
             "engine",

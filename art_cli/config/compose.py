@@ -64,6 +64,11 @@ class LoadedConfig:
     overrides: tuple[str, ...] = ()  # the command line's `key=value` arguments
     sweep: tuple[str, ...] = ()  # the arguments of the whole sweep, if this is a run of one
 
+    @property
+    def by_source(self) -> "dict[str, LoadedConfig]":
+        """As `RunConfig.by_source`."""
+        return {name: replace(self, config=part) for name, part in self.config.by_source.items()}
+
 
 @dataclass(frozen=True)
 class LoadedJudge:
@@ -168,6 +173,11 @@ def load_judge(path: Path | None, overrides: Sequence[str] = ()) -> LoadedJudge:
     """Returns the judge of the configuration at `path`, or of the overrides if it is None. Raises ConfigError."""
     if path is not None:
         loaded = load_config(path, overrides)
+        for name, source in loaded.config.rollout.sources.items():
+            if source.judge is not None:
+                key = f"rollout.sources.{name}.judge"
+                message = "a file is judged by one judge; name it instead of this file, for example judge=ruler"
+                raise ConfigError([Problem(key, loaded.places.of(key), message)])
         return LoadedJudge(loaded.config.judge, loaded.directory)
     composition = Composition(None, _JudgeOnly)
     return LoadedJudge(_judged(composition, overrides, _JudgeOnly).judge, composition.directory)
@@ -297,6 +307,13 @@ def _with_paths(config: RunConfig, composition: Composition) -> RunConfig:
     if config.rollout.python is not None:
         python = absolute("rollout.python", config.rollout.python)
         changed["rollout"] = config.rollout.model_copy(update={"python": _program(python)})
+    sources = dict(config.rollout.sources)
+    for name, source in config.rollout.sources.items():
+        if source.python is not None:
+            python = _program(absolute(f"rollout.sources.{name}.python", source.python))
+            sources[name] = source.model_copy(update={"python": python})
+    if sources:
+        changed["rollout"] = changed.get("rollout", config.rollout).model_copy(update={"sources": sources})
     cluster = config.rollout.cluster
     if cluster is not None and cluster.python is not None:
         python = _program(absolute("rollout.cluster.python", cluster.python))

@@ -7,6 +7,7 @@ steps keep their meaning. Any other difference makes another run.
 
 import hashlib
 import json
+import re
 from collections.abc import Iterator, Mapping, Set
 from pathlib import PurePath
 from typing import Any, NamedTuple
@@ -90,7 +91,12 @@ class Change(NamedTuple):
     @property
     def is_allowed(self) -> bool:
         """Whether a run may be resumed with the new value."""
-        return self.key in MAY_CHANGE
+        return general(self.key) in MAY_CHANGE
+
+
+def general(key: str) -> str:
+    """Returns the key that a source's own value stands for. Example: rollout.sources.a.timeout_s: rollout.timeout_s."""
+    return re.sub(r"^rollout\.sources\.[^.]+\.(judge\b|)", lambda found: found[1] or "rollout.", key)
 
 
 def config_hash(config: RunConfig) -> str:
@@ -122,7 +128,7 @@ def _without(left_out: Set[str], section: Mapping[str, Any], prefix: str = "") -
     kept: dict[str, Any] = {}
     for name, value in section.items():
         key = join(prefix, name)
-        if key in left_out:
+        if general(key) in left_out:
             continue
         if key == "model.chat_template" and isinstance(value, str):
             value = PurePath(value).name  # the path is absolute, and a project may be moved between two starts

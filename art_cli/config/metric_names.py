@@ -16,6 +16,7 @@ from art_cli.config.schema import (
 SHADOW = "shadow/"  # prefix of the metrics of shadow judges: shadow/NAME, shadow/NAME.gap
 EVAL = "eval."  # prefix by which a stop rule means an evaluation's metric
 FAMILIES = ("metrics.", "pool.", "failed.", EVAL)  # prefixes of names that rollouts, scenarios and failures give
+OF_SOURCES = ("reward", "no_signal_share", "num_groups", "num_failed")  # numbers of each source: reward.NAME, ...
 SHADOW_KINDS = ("reward", "gap", "std", "reward_std", "correlation", "num")
 CLOSE = 0.8  # difflib ratio from which a name counts as a misspelling, as with gates
 
@@ -37,13 +38,15 @@ ALWAYS = frozenset(
 
 def judge_costs(config: RunConfig) -> bool:
     """Whether one of the judges, or a model that writes prompts, may make paid calls, as a user's function may, too."""
-    judges = (config.judge, *(shadow.judge for shadow in config.shadow.values()))
+    own = [part.judge for part in config.by_source.values()]
+    judges = (*own, *(shadow.judge for shadow in config.shadow.values()))
     free = RolloutJudgeConfig | MetricJudgeConfig | NoJudgeConfig | RewardModelJudgeConfig
     return not config.learner.trains_weights or not all(isinstance(judge, free) for judge in judges)
 
 
 def _knows_noise(config: RunConfig) -> bool:
-    return not isinstance(config.judge, NoJudgeConfig) and config.judge.noise is not None
+    judges = [part.judge for part in config.by_source.values()]
+    return any(not isinstance(judge, NoJudgeConfig) and judge.noise is not None for judge in judges)
 
 
 Need = tuple[str, Callable[[RunConfig], bool]]  # (the key to set, whether it is set)
@@ -104,6 +107,11 @@ def why_unknown(name: str, config: RunConfig) -> str:
     if name in NEEDS:
         need, is_set = NEEDS[name]
         return "" if is_set(config) else f"no step has it under this configuration; it needs {need}"
+    number, _, source = name.partition(".")
+    if number in OF_SOURCES and source:
+        there = ", ".join(config.rollout.sources)
+        known = f"there are: {there}" if there else "needs rollout.sources"
+        return "" if source in config.rollout.sources else f"no source {source!r}; {known}"
     near = get_close_matches(name, [*ALWAYS, *NEEDS, *FAMILIES], 3, 0.6)
     hint = f"did you mean {' or '.join(map(repr, near))}?" if near else "docs/config.md lists them"
     if name in ("reward", "failed"):

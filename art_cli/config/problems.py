@@ -26,6 +26,7 @@ EXPECTED = {  # the beginning of pydantic's error type -> the value that it expe
     "string_type": "text",
     "path_type": "a path",
     "list_type": "a list",
+    "dict_type": "a map of names, {NAME: ...}",
     "model_": "a section of 'key: value' lines",
 }
 CLOSE = 0.6  # difflib's default cutoff for a close match
@@ -195,8 +196,9 @@ def _message(key: str, details: Sequence[ErrorDetails], data: dict[str, Any], sc
 
 def _noun(section: str, schema: Schema) -> str:
     """Returns the kind of a section: "tracker" for "trackers.0", "off_policy" for "loss.off_policy"."""
-    if section in all_keys(schema):
-        return section.split(".")[-1]
+    last = section.split(".")[-1]
+    if last in schema.model_fields or section in all_keys(schema):
+        return last
     return section.split(".")[-2].removesuffix("s")  # an item of a list or map
 
 

@@ -223,6 +223,32 @@ class RunConfig(Section):
         return {**data, "model": {"base": name, "lora": None}} if isinstance(name, str) else data
 
     @property
+    def by_source(self) -> "dict[str, RunConfig]":
+        """The configuration of a run of each source alone, by the source's name; without sources "" is this one."""
+        return {name: self._of(name, rollout) for name, rollout in self.rollout.by_source.items()}
+
+    def _of(self, name: str, rollout: RolloutConfig) -> "RunConfig":
+        if not name:
+            return self
+        source, changed = self.rollout.sources[name], dict[str, Any](rollout=rollout)
+        if source.judge is not None:
+            changed["judge"] = source.judge
+        if source.eval_scenarios is not None and self.eval is not None:
+            changed["eval"] = self.eval.model_copy(update={"scenarios": source.eval_scenarios, "held_out": None})
+        return self.model_copy(update=changed)
+
+    def key_in(self, source: str, key: str) -> str:
+        """Returns the dotted key at which the value of `key` in a source's configuration stands in this one."""
+        if not source:
+            return key
+        section, _, rest = key.removeprefix("rollout.").removeprefix("sampling.").partition(".")
+        given = self.rollout.sources[source]
+        if key == "eval.scenarios" and given.eval_scenarios is not None:
+            return f"rollout.sources.{source}.eval_scenarios"
+        is_own = key.startswith(("rollout.", "judge")) and getattr(given, section, None) is not None
+        return f"rollout.sources.{source}.{'.'.join(filter(None, [section, rest]))}" if is_own else key
+
+    @property
     def learns_by(self) -> LossConfig | AlgorithmConfig:
         """The section that turns scored groups into a gradient: `algorithm`, or else `loss`."""
         return self.algorithm or self.loss

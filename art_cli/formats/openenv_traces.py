@@ -103,7 +103,7 @@ def record_of(trajectory: Trajectory) -> Json:
         raise ValueError("no token ids")
     turns = [_record_of_turn(trajectory, index) for index in range(len(trajectory.turns))]
     fields: Json = msgspec.to_builtins(trajectory)
-    kept = {name: fields[name] for name in Trajectory.__struct_fields__ if name != "turns"}
+    kept = {name: fields[name] for name in Trajectory.__struct_fields__ if name in fields and name != "turns"}
     turns[0]["metadata"][OWN]["trajectory"] = kept
     return {"schema_version": 1, "turns": turns}
 

@@ -91,6 +91,10 @@ class Judge:
         """
         raise NotImplementedError
 
+    def of(self, group: Sequence[Trajectory]) -> "Judge":
+        """Returns the judge that scores this group: itself, unless each source of groups has another one."""
+        return self
+
     @property
     def usage(self) -> Usage:
         """Returns the usage of this process's calls."""

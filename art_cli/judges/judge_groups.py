@@ -61,10 +61,10 @@ def missing_keys(config: JudgeConfig, directory: Path) -> dict[str, str]:
     return found
 
 
-def require_keys(config: JudgeConfig, directory: Path) -> None:
-    """Raises UsageError when a key that the judge needs is not set."""
+def require_keys(config: JudgeConfig, directory: Path, *, key: str = "judge") -> None:
+    """Raises UsageError when a variable that the judge needs is not set. `key` is the judge's in the configuration."""
     for name, model in missing_keys(config, directory).items():
-        raise UsageError(f"judge: {name} is not set, and {model} needs it; set it in the environment or in .env")
+        raise UsageError(f"{key}: {name} is not set, and {model} needs it; set it in the environment or in .env")
 
 
 def make_trial_judge(config: JudgeConfig, directory: Path) -> Judge:
@@ -219,6 +219,7 @@ class JudgeProgress:
 
 async def judge_group(judge: Judge, group: Sequence[Trajectory]) -> list[ScoredTrajectory]:
     """Returns the group scored, in its order; the judge sees only what finished without error. Raises JudgeError."""
+    judge = judge.of(group)
     finished = [trajectory for trajectory in group if trajectory.error is None]
     try:
         verdicts, again = await ask_again(judge, finished, await judge.judge(finished))

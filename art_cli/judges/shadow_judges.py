@@ -127,7 +127,7 @@ def shadow_numbers(groups: Sequence[Sequence[ScoredTrajectory]], config: RunConf
             continue
         reward, score = (fmean(pair[side] for group in pairs for pair in group) for side in (0, 1))
         numbers |= {f"shadow/{name}": score, f"shadow/{name}.reward": reward}
-        if not compares_only(each.judge) and not compares_only(config.judge):
+        if not compares_only(each.judge) and not any(compares_only(part.judge) for part in config.by_source.values()):
             numbers[f"shadow/{name}.gap"] = reward - score
         if all(len(group) == 1 for group in pairs):
             pairs = [[pair for group in pairs for pair in group]]

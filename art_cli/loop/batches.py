@@ -22,7 +22,7 @@ import math
 import re
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from typing import NamedTuple
 
 from art_cli.config.schema import RunConfig
@@ -31,14 +31,14 @@ from art_cli.judges import Judge
 from art_cli.judges.costs import Usage
 from art_cli.judges.shadow_judges import ShadowJudges, shadow_numbers
 from art_cli.loop.evaluate import values_by_scenario
-from art_cli.loop.owed_groups import GroupScorer, group, owed, plan_groups
+from art_cli.loop.owed_groups import GroupScorer, Place, group, owed, plan_places
 from art_cli.loop.policy_sampler import Sampler
-from art_cli.loop.scenario_choice import ScenarioChoice
+from art_cli.loop.source_mix import SourceMix
 from art_cli.rollouts.rollout_runner import Progress, RolloutPlan, shown
 from art_cli.runs.durable import LineWriter
 from art_cli.runs.reliability import is_left_out
 from art_cli.runs.run_dir import RunDir
-from art_cli.runs.trajectory import Json, ScoredTrajectory, Trajectory, has_signal
+from art_cli.runs.trajectory import ScoredTrajectory, Trajectory, has_signal
 from art_cli.runtime.errors import RunError
 from art_cli.runtime.threads import end
 
@@ -52,63 +52,87 @@ Scored = Mapping[str, Sequence[ScoredTrajectory]]  # group id -> the group, for 
 class StepGroups:
     """The groups of one step: those that were begun so far, and which ones come next.
 
-    `scenarios` are those of the step's own groups, then those to refill with. `done` are its finished trajectories.
-    `num_replayed` groups of earlier steps take the places of as many own ones.
+    `own` are the places of the step's own groups, and `spare` those to refill with; of these a source gets no more
+    than it has, and no others. `done` are the step's finished trajectories.
     """
 
     def __init__(
         self,
         config: RolloutConfig,
         step: int,
-        scenarios: Sequence[Json],
+        own: Sequence[Place],
+        spare: Sequence[Place],
         done: Sequence[Trajectory],
-        *,
-        num_replayed: int = 0,
     ) -> None:
         self.done = list(done)
-        self._config, self._wanted = config, config.groups_per_step - num_replayed
-        plans = plan_groups(scenarios[: self._wanted + config.num_spare], step=step, group_size=config.group_size)
+        self._config, self._num_own = config, len(own)
         self._plans: dict[str, list[RolloutPlan]] = {}  # group id -> its rollouts, in order
-        for plan in plans:
+        for plan in plan_places([*own, *spare], step=step, group_size=config.group_size):
             self._plans.setdefault(plan.group_id, []).append(plan)
         self._names = list(self._plans)
-        self._num = 0  # number of groups begun
-        begun = {trajectory.group_id for trajectory in done}
-        self._num_begun_before = max((n for n, name in enumerate(self._names, 1) if name in begun), default=0)
+        self._begun: set[str] = set()
+        begun_before = {trajectory.group_id for trajectory in done}
+        self._lines = [
+            _Line(
+                [name for name, plans in self._plans.items() if plans[0].source == source],
+                sum(place.source == source for place in own),
+                begun_before,
+            )
+            for source in config.by_source
+        ]
 
     def next(self, scored: Scored) -> list[RolloutPlan]:
         """Returns the rollouts of the next wave, or [] if the step has its groups.
 
-        A group that could not be scored counts as one without signal. Groups that an earlier start began belong to the
-        first wave, so that no finished trajectory is lost if a judge changes its verdict the second time.
+        A group that could not be scored counts as one without signal, and is refilled from its own source. Groups that
+        an earlier start began belong to the first wave, so that no finished trajectory is lost if a judge changes its
+        verdict the second time.
         """
-        missing = self._wanted - sum(name in scored and _tells(scored[name]) for name in self._names[: self._num])
-        first, self._num = self._num, min(len(self._names), max(self._num + missing, self._num_begun_before))
-        return [plan for name in self._names[first : self._num] for plan in self._plans[name]]
+        wave = {name for line in self._lines for name in line.next(scored)}
+        self._begun |= wave
+        return [plan for name in self._names if name in wave for plan in self._plans[name]]
 
     def scored(self, scored: Scored) -> list[list[ScoredTrajectory]]:
         """Returns the groups to train on, in the order of the plan; those that could not be scored are left out."""
-        return [list(scored[name]) for name in self._names[: self._num] if name in scored]
+        return [list(scored[name]) for name in self._names if name in self._begun and name in scored]
 
     def numbers(self, scored: Scored) -> dict[str, float]:
         """Returns the rollouts' metrics: means over the step's first groups, without the refills.
 
         Refilling goes on until enough groups have signal, so a mean over all groups would prefer such scenarios.
         """
-        own = set(self._names[: self._wanted])
+        own = set(self._names[: self._num_own])
         numbers = {
             f"metrics.{name}": sum(values.values()) / len(values)
             for name, values in values_by_scenario([t for t in self.done if t.group_id in own]).items()
             if name not in ("reward", "failed")
         }
-        groups = [scored[name] for name in self._names[: self._wanted] if name in scored]
-        if self._config.pool is not None:
-            numbers |= _pool_numbers(groups, self._config.pool)
+        groups = [scored[name] for name in self._names[: self._num_own] if name in scored]
+        for source, part in self._config.by_source.items():
+            its = [members for members in groups if (members[0].source or "") == source]
+            if part.pool is not None:
+                numbers |= _pool_numbers(its, part.pool, f"pool.{source}." if source else "pool.")
+            if source:
+                numbers |= _source_numbers(its, source)
         if self._config.num_spare:
-            numbers["num_refilled"] = self._num - self._wanted
+            numbers["num_refilled"] = len(self._begun) - self._num_own
         if self._config.num_spare or self._config.replay is not None:
             numbers |= _reward_numbers(groups)
         return numbers
+
+
+class _Line:
+    """The groups of one source in a step, in order: `wanted` own ones, then those to refill with."""
+
+    def __init__(self, names: Sequence[str], wanted: int, begun_before: Set[str]) -> None:
+        self._names, self._wanted, self._num = names, wanted, 0  # number of groups begun
+        self._num_begun_before = max((n for n, name in enumerate(names, 1) if name in begun_before), default=0)
+
+    def next(self, scored: Scored) -> Sequence[str]:
+        """Returns the groups of the next wave: as many as are missing to `wanted` groups with signal."""
+        missing = self._wanted - sum(name in scored and _tells(scored[name]) for name in self._names[: self._num])
+        first, self._num = self._num, min(len(self._names), max(self._num + missing, self._num_begun_before))
+        return self._names[first : self._num]
 
 
 def _rewards(group: Sequence[ScoredTrajectory]) -> list[float]:
@@ -119,14 +143,23 @@ def _tells(group: Sequence[ScoredTrajectory]) -> bool:
     return has_signal(_rewards(group)) and not is_left_out(group)
 
 
-def _pool_numbers(groups: Sequence[Sequence[ScoredTrajectory]], key: str) -> dict[str, float]:
+def _source_numbers(groups: Sequence[Sequence[ScoredTrajectory]], source: str) -> dict[str, float]:
+    """Returns the numbers of a source's groups, each with the source's name; no rewards if there are none."""
+    numbers: dict[str, float] = {"num_groups": len(groups)}
+    numbers["num_failed"] = sum(each.error is not None for members in groups for each in members)
+    if found := _reward_numbers(groups):
+        numbers |= {"reward": found["reward_mean"], "no_signal_share": found["no_signal_share"]}
+    return {f"{name}.{source}": value for name, value in numbers.items()}
+
+
+def _pool_numbers(groups: Sequence[Sequence[ScoredTrajectory]], key: str, prefix: str) -> dict[str, float]:
     """Returns the mean reward of each pool, or of the commonest ones if there are many."""
     rewards: dict[str, list[float]] = {}
     for members in groups:
         rewards.setdefault(str(members[0].scenario.get(key)), []).extend(_rewards(members))
     common = sorted((pool for pool in rewards if rewards[pool]), key=lambda pool: -len(rewards[pool]))[:MAX_POOLS]
     names = {pool: re.sub(r"\W", "_", pool)[:40] for pool in common}
-    return {f"pool.{names[pool]}": math.fsum(rewards[pool]) / len(rewards[pool]) for pool in common}
+    return {f"{prefix}{names[pool]}": math.fsum(rewards[pool]) / len(rewards[pool]) for pool in common}
 
 
 def _reward_numbers(groups: Sequence[Sequence[ScoredTrajectory]]) -> dict[str, float]:
@@ -163,7 +196,7 @@ class Batches:
         run: RunDir,
         sampler: Sampler,
         judge: Judge,
-        scenarios: Sequence[Json],
+        mix: SourceMix,
         *,
         shadows: ShadowJudges | None = None,
         arrange: Callable[[list[RolloutPlan]], list[RolloutPlan]] = list,
@@ -171,7 +204,7 @@ class Batches:
         """`arrange` is the learner's, which may give each rollout a prompt."""
         self._shadows, self._arrange = shadows, arrange
         self.config, self.run, self.sampler, self.judge = config, run, sampler, judge
-        self.choice = ScenarioChoice(config, run, scenarios)
+        self.mix = mix
         self._tasks: dict[int, asyncio.Task[Batch]] = {}
         self._progress: dict[int, Progress] = {}
         self._is_concurrency_shown = False
@@ -199,10 +232,10 @@ class Batches:
         if (before := self._progress.get(step - 1)) is not None:
             await before.is_handed_out.wait()
         with LineWriter(self.run.trajectories_path(step)) as played, LineWriter(self.run.scored_path(step)) as out:
-            scenarios = await asyncio.to_thread(self.choice.scenarios, step)
-            replayed = await asyncio.to_thread(self.choice.replays, step)
-            done = self.run.trajectories(step)
-            wave = StepGroups(self.config.rollout, step, scenarios, done, num_replayed=len(replayed))
+            by_source = await asyncio.to_thread(self.mix.replays, step)
+            own, spare = await asyncio.to_thread(self.mix.places, step, {s: len(g) for s, g in by_source.items()})
+            replayed = [members for groups in by_source.values() for members in groups]
+            wave = StepGroups(self.config.rollout, step, own, spare, self.run.trajectories(step))
             scorer = GroupScorer(self.judge, out, self._shadows, group(self.run.scored(step)))
             for trajectory in wave.done:
                 scorer.add(trajectory)
@@ -236,7 +269,7 @@ class Batches:
         if self.judge.noise is not None and self.judge.noise.ask_again:
             numbers |= _asked_again(groups)
         numbers |= shadow_numbers(groups, self.config)
-        await asyncio.to_thread(self.choice.note, step, groups)
+        await asyncio.to_thread(self.mix.note, step, groups)
         return Batch(groups + replayed, numbers | wave.numbers(scorer.scored) | self._judged())
 
     def _judged(self) -> dict[str, float]:

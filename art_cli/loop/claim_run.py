@@ -19,6 +19,7 @@ from pathlib import Path
 from art_cli.config.compose import LoadedConfig
 from art_cli.engines import engine_traits
 from art_cli.judges.judge_groups import require_keys
+from art_cli.judges.source_judges import require_all_keys
 from art_cli.learners.sft.examples import Examples, load_examples
 from art_cli.loop.auto import describe, follow_record, resolve_auto
 from art_cli.loop.record import check_record, claim_config, follow_rate
@@ -30,7 +31,7 @@ from art_cli.runs.storage.mirror import Mirror, NoMirror, mirrored
 from art_cli.runs.storage.object_store import ObjectStore
 from art_cli.runtime import log as logs
 from art_cli.runtime import threads
-from art_cli.runtime.errors import ConfigError, Problem, UsageError
+from art_cli.runtime.errors import ConfigError, Problem, UsageError, naming_source
 from art_cli.runtime.secrets import find_secrets
 
 log = logging.getLogger(__name__)
@@ -50,12 +51,14 @@ class RunData(RunScenarios):
         Data that a function of the user makes is made when it is needed.
         """
         config, directory = self.config, self.directory
-        scenarios = config.rollout.scenarios
-        if scenarios is None or not is_function(scenarios, directory):
-            pools_of(self.training, config.rollout.pool)
-        evaluated = scenarios if config.eval is None else config.eval.scenarios or scenarios
-        if config.eval is not None and (evaluated is None or not is_function(evaluated, directory)):
-            _ = self.evaluation
+        for name, part in self.by_source.items():
+            scenarios, evaluation = part.config.rollout.scenarios, part.config.eval
+            evaluated = scenarios if evaluation is None else evaluation.scenarios or scenarios
+            with naming_source(name):
+                if scenarios is None or not is_function(scenarios, directory):
+                    pools_of(part.training, part.config.rollout.pool)
+                if evaluation is not None and (evaluated is None or not is_function(evaluated, directory)):
+                    _ = part.evaluation
         if config.sft is not None and all(
             (directory / spec).exists() for spec in (config.sft.demos, config.sft.eval_demos) if spec is not None
         ):
@@ -94,8 +97,9 @@ async def claim_run(loaded: LoadedConfig, *, is_fresh: bool, startup: Startup) -
     data.check()
     loaded = resolve_auto(loaded, "engine", "learner", is_logged=False)  # below, in the run's log too
     _check_engine(loaded)
-    for judge in (loaded.config.judge, *(shadow.judge for shadow in loaded.config.shadow.values())):
-        await asyncio.to_thread(require_keys, judge, loaded.directory)
+    await asyncio.to_thread(require_all_keys, loaded.config, loaded.directory)
+    for shadow in loaded.config.shadow.values():
+        await asyncio.to_thread(require_keys, shadow.judge, loaded.directory)
     root = loaded.config.runs / loaded.config.name
     files = RunDir(_beside(root, await _kept_names(loaded)) if is_fresh else root)
     with _unless_wrong(files), files.lock(), logs.kept(files.log_path, find_secrets(os.environ).redact):

@@ -36,7 +36,7 @@ from art_cli.config.schema import EvalConfig, RunConfig
 from art_cli.judges import Judge
 from art_cli.judges.costs import Price
 from art_cli.judges.judge_groups import judge_groups
-from art_cli.loop.owed_groups import owed, plan_groups
+from art_cli.loop.owed_groups import Place, owed, plan_places
 from art_cli.loop.policy_sampler import Sampler
 from art_cli.runs.durable import LineWriter, read_lines
 from art_cli.runs.trajectory import Json, ScoredTrajectory, Trajectory
@@ -46,6 +46,34 @@ log = logging.getLogger(__name__)
 
 IN_FLIGHT = 32  # number of scenarios judged at once; a judge that makes calls bounds those itself
 REFERENCE = "reference-"  # prefix of the ids of reference attempts while they are judged
+
+
+async def contest_rewards(
+    config: RunConfig,
+    judge: Judge,
+    trajectories: Sequence[Trajectory],
+    references: Callable[[], Sequence[Trajectory]],
+) -> dict[str, float]:
+    """Returns as `judge_contest` the rewards in the sources whose judge gives them; {} if there are none.
+
+    `references` reads the attempts to compare with, once a source needs them.
+    """
+    rewards: dict[str, float] = {}
+    for name, part in config.by_source.items():
+        ours = of_source(trajectories, name)
+        if is_judged(part, ours):
+            rewards |= await judge_contest(judge, ours, of_source(references(), name))
+    return rewards
+
+
+def is_contest(config: RunConfig, trajectories: Sequence[Trajectory]) -> bool:
+    """Returns True if a judge gives the reward of at least one source."""
+    return any(is_judged(part, of_source(trajectories, name)) for name, part in config.by_source.items())
+
+
+def of_source(trajectories: Sequence[Trajectory], source: str) -> list[Trajectory]:
+    """Returns those of one source; "" is that of a run without sources."""
+    return [each for each in trajectories if (each.source or "") == source]
 
 
 def is_judged(config: RunConfig, trajectories: Sequence[Trajectory]) -> bool:
@@ -85,7 +113,7 @@ async def judge_contest(
 def _by_scenario(trajectories: Sequence[Trajectory]) -> dict[str, list[Trajectory]]:
     by_scenario: dict[str, list[Trajectory]] = defaultdict(list)
     for trajectory in trajectories:
-        by_scenario[str(trajectory.scenario.get("id", trajectory.group_id))].append(trajectory)
+        by_scenario[scenario_of(trajectory)].append(trajectory)
     return by_scenario
 
 
@@ -121,7 +149,7 @@ class Estimate(NamedTuple):
 async def play_evaluation(
     sampler: Sampler,
     config: EvalConfig,
-    scenarios: Sequence[Json],
+    scenarios: Mapping[str, Sequence[Json]],
     *,
     step: int,
     path: Path,
@@ -130,9 +158,12 @@ async def play_evaluation(
 ) -> list[Trajectory]:
     """Returns the evaluation's trajectories. Those in `path` are not played again; new ones are appended there.
 
+    `scenarios` are by source.
+
     `watch` is called with each new one after it is written. An exception of it ends the evaluation.
     """
-    plans = plan_groups(scenarios, step=step, group_size=config.attempts, prefix="e", temperature=config.temperature)
+    places = [Place(source, scenario) for source, its in scenarios.items() for scenario in its]
+    plans = plan_places(places, step=step, group_size=config.attempts, prefix="e", temperature=config.temperature)
     done = list(read_lines(path, Trajectory))
     missing = owed(plans, done)
     if missing:
@@ -148,17 +179,35 @@ async def play_evaluation(
     return done
 
 
+def scenario_of(trajectory: Trajectory) -> str:
+    """Returns the id of its scenario; in a run with sources SOURCE/ID, as two of them may have the same ids."""
+    id = str(trajectory.scenario.get("id", trajectory.group_id))
+    return f"{trajectory.source}/{id}" if trajectory.source else id
+
+
+def values_of_sources(values: Mapping[str, Mapping[str, float]], config: RunConfig) -> dict[str, dict[str, float]]:
+    """Returns the reward and the failures of each source as further metrics; {} without sources."""
+    return {
+        f"{metric}.{source}": {id: value for id, value in values[metric].items() if id.startswith(f"{source}/")}
+        for metric in OF_SOURCE
+        for source in config.rollout.sources
+        if metric in values
+    }
+
+
 def values_by_scenario(trajectories: Sequence[Trajectory]) -> dict[str, dict[str, float]]:
     """metric -> scenario id -> mean over its attempts; "reward" and "failed" besides the rollout's own metrics.
 
-    There is no "reward" if attempts finished and none returned one, because failures alone would make it 0.
+    There is no "reward" if attempts finished and none returned one, because failures alone would make it 0. With
+    sources this holds for each.
     """
-    finished = [trajectory for trajectory in trajectories if trajectory.error is None]
-    has_reward = not finished or any(trajectory.returned_reward is not None for trajectory in finished)
+    finished = {each.source for each in trajectories if each.error is None}
+    rewarded = {each.source for each in trajectories if each.error is None and each.returned_reward is not None}
     seen: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
     for trajectory in trajectories:
-        scenario = str(trajectory.scenario.get("id", trajectory.group_id))
+        scenario = scenario_of(trajectory)
         failed = trajectory.error is not None
+        has_reward = trajectory.source not in finished - rewarded
         seen["failed"][scenario].append(float(failed))
         if has_reward and (failed or trajectory.returned_reward is not None):
             seen["reward"][scenario].append(0.0 if failed else trajectory.returned_reward or 0.0)
@@ -181,7 +230,7 @@ def spent_by_scenario(trajectories: Sequence[Trajectory], price: Price | None) -
     """
     seen: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
     for trajectory in trajectories:
-        scenario = str(trajectory.scenario.get("id", trajectory.group_id))
+        scenario = scenario_of(trajectory)
         tokens_in = sum(turn.kept + len(turn.prompt_ids) for turn in trajectory.turns)
         tokens_in += round(trajectory.metrics.get("num_prompt", 0))
         tokens_out = trajectory.num_sampled + round(trajectory.metrics.get("num_completion", 0))
@@ -216,7 +265,8 @@ BASELINE = "baseline"  # the first policy
 SPENT = ("seconds", "tokens_in", "tokens_out", "cost_usd")
 # Counts of every rollout, whatever it returns
 COUNTS = ("num_turns", "num_branches", "num_sampled", "num_cancelled", "num_abandoned", "num_retries")
-KNOWN = ("reward", "failed", *SPENT, *COUNTS)
+OF_SOURCE = ("reward", "failed")  # of each source as well: reward.NAME, failed.NAME
+KNOWN = (*OF_SOURCE, *SPENT, *COUNTS)
 NUM_EARLY = 4  # number of finished attempts after which the names of metrics are checked
 CLOSE = 0.8  # difflib ratio from which a name counts as a misspelling: "rewrad" has 0.83, "win" and "won" 0.67
 
@@ -276,15 +326,20 @@ def check_gates(gates: Sequence[Gate], last: str) -> None:
                 f"--gate {gate.metric}: {last} is compared with itself; name the policy to compare with before it, "
                 f"for example --checkpoint base"
             )
-        if gate.metric not in KNOWN and (near := get_close_matches(gate.metric, KNOWN, 1, CLOSE)):
+        if not _is_known(gate.metric) and (near := get_close_matches(gate.metric, KNOWN, 1, CLOSE)):
             raise UsageError(f"--gate: no metric {gate.metric!r}; did you mean {near[0]!r}?")
+
+
+def _is_known(metric: str) -> bool:
+    """Returns True if no attempt reports that metric itself; whether there is such a source shows at the end."""
+    return metric in KNOWN or metric.partition(".")[0] in OF_SOURCE
 
 
 class NameWatch:
     """Checks the first finished attempts for the metrics that the gates name."""
 
     def __init__(self, gates: Sequence[Gate]) -> None:
-        self._wanted = sorted({gate.metric for gate in gates} - set(KNOWN))
+        self._wanted = sorted({gate.metric for gate in gates if not _is_known(gate.metric)})
         self._seen: set[str] = set()
         self._num = 0
 

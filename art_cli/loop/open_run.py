@@ -21,8 +21,9 @@ from art_cli.config.config_identity import config_hash
 from art_cli.config.schema import RunConfig
 from art_cli.engines import EngineTraits, engine_traits
 from art_cli.engines.proof import measure
-from art_cli.judges import Judge, make_judge
+from art_cli.judges import Judge
 from art_cli.judges.shadow_judges import ShadowJudges
+from art_cli.judges.source_judges import make_judges
 from art_cli.learners import Learner, describe_processes, has_own_weights, load_policy, make_learner
 from art_cli.loop.auto import decide_by_base, describe
 from art_cli.loop.batches import Batches
@@ -31,6 +32,7 @@ from art_cli.loop.interrupts import Interrupts
 from art_cli.loop.policy_sampler import Sampler, open_sampler
 from art_cli.loop.record import claim_config
 from art_cli.loop.references import missing_targets
+from art_cli.loop.source_mix import SourceMix
 from art_cli.loop.startup import import_libraries
 from art_cli.loop.stop_rules import Payer, RunMeter, StopRules
 from art_cli.loop.warm_up import WarmUp, make_warm_up
@@ -40,7 +42,7 @@ from art_cli.models.policy_spec import PolicySpec, origin_of, read_spec, spec_of
 from art_cli.reports.findings import RunWatch
 from art_cli.reports.pages.panel import RunPanel
 from art_cli.reports.trackers.tracker_dispatch import Trackers, open_trackers
-from art_cli.rollouts.rollout_runner import begin_rollout
+from art_cli.rollouts.rollout_runner import begin_rollouts
 from art_cli.rollouts.scenario_files import find_overlap
 from art_cli.runs.chain import add_link
 from art_cli.runs.history import is_comparable, read_history
@@ -139,10 +141,9 @@ async def open_run(claim: Claim) -> AsyncIterator[Run]:
     """
     files, data, directory, startup = claim.files, claim.data, claim.loaded.directory, claim.startup
     async with contextlib.AsyncExitStack() as stack:
-        if (begun := await begin_rollout(claim.loaded.config.rollout, directory)) is not None:
-            stack.push_async_callback(begun.close)
+        begun = await stack.enter_async_context(begin_rollouts(claim.loaded.config.rollout, directory))
         _warn_of_overlap(claim.loaded, data)
-        judge = make_judge(claim.loaded.config.judge, directory, job=str(files.root))
+        judge = make_judges(claim.loaded.config, directory, job=str(files.root))
         shadows = ShadowJudges(claim.loaded.config.shadow, directory, job=str(files.root))
         payers: list[Payer] = [judge, *shadows.judges.values()]
         meter = RunMeter(payers)
@@ -195,7 +196,8 @@ async def open_run(claim: Claim) -> AsyncIterator[Run]:
         meter.follow(history)
         panel.follow(history)
         arrange = getattr(learner, "arrange", list)
-        batches = Batches(config, files, sampler, judge, data.training, shadows=shadows, arrange=arrange)
+        mix = SourceMix(config, files, {name: each.training for name, each in data.by_source.items()})
+        batches = Batches(config, files, sampler, judge, mix, shadows=shadows, arrange=arrange)
         stack.push_async_callback(batches.close)
         yield Run(
             loaded=loaded,
@@ -355,10 +357,12 @@ async def _watched(learner: Learner) -> AsyncIterator[None]:
 
 
 def _warn_of_overlap(loaded: LoadedConfig, data: RunData) -> None:
-    if loaded.config.eval is None or loaded.config.eval.scenarios is None:  # a held-out share is disjoint
+    if loaded.config.eval is None or loaded.config.eval.held_out is not None:  # a held-out share is disjoint
         return
-    if overlap := str(find_overlap(data.training, data.evaluation)):
-        log.warning("%s; eval.held_out splits one set so that none is", overlap)
+    for name, part in data.by_source.items():
+        if overlap := str(find_overlap(part.training, part.evaluation)):
+            whose = f"rollout.sources.{name}: " if name else ""
+            log.warning("%s%s; eval.held_out splits one set so that none is", whose, overlap)
 
 
 def _check_prices(loaded: LoadedConfig, payers: Sequence[Payer]) -> None:

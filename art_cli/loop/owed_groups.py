@@ -8,7 +8,7 @@ import asyncio
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import msgspec
 
@@ -22,15 +22,30 @@ from art_cli.runs.trajectory import Json, ScoredTrajectory, Trajectory
 AnyTrajectory = TypeVar("AnyTrajectory", bound=Trajectory)
 
 
+class Place(NamedTuple):
+    """A group to be played. Example: Place("letters", {"id": "letters-1", "ask": "say 1 letters"})."""
+
+    source: str  # key of rollout.sources, or "" without sources
+    scenario: Json
+
+
 def plan_groups(
     scenarios: Sequence[Json], *, step: int, group_size: int, prefix: str = "s", temperature: float | None = None
+) -> list[RolloutPlan]:
+    """Returns as `plan_places` the rollouts of groups without sources."""
+    places = [Place("", scenario) for scenario in scenarios]
+    return plan_places(places, step=step, group_size=group_size, prefix=prefix, temperature=temperature)
+
+
+def plan_places(
+    places: Sequence[Place], *, step: int, group_size: int, prefix: str = "s", temperature: float | None = None
 ) -> list[RolloutPlan]:
     """Returns all rollouts of a step, group by group. Their ids depend only on the step and on the position in it.
 
     Example: scenario 2 of step 3, attempt 5 -> group "s0003-g0002", trajectory "s0003-g0002-a05".
     """
     plans = []
-    for number, scenario in enumerate(scenarios):
+    for number, (source, scenario) in enumerate(places):
         group_id = f"{prefix}{step:04d}-g{number:04d}"
         for index in range(group_size):
             plans.append(
@@ -42,6 +57,7 @@ def plan_groups(
                     scenario=scenario,
                     step=step,
                     temperature=temperature,
+                    source=source,
                 )
             )
     return plans

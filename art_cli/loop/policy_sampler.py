@@ -2,7 +2,7 @@
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -85,15 +85,15 @@ async def open_sampler(
     logs: Path,
     origin: Origin | None = None,
     shares_weights: bool = True,
-    begun: ProcessRollout | None = None,
+    begun: Mapping[str, ProcessRollout] | None = None,
     on_first_reply: Callable[[], None] | None = None,
 ) -> AsyncIterator[Sampler]:
     """Yields the sampler with its engine started and its gateway listening, and closes all of it.
 
     `policy` is the policy at `step`, or None for an engine that brings its model. `checkpoint` is what an
     engine with its own weights loads, and proves, or a prompt; None for the starting policy. `origin` is the policy's,
-    if it is known. `shares_weights` as in `make_engine`. `begun` is the agent that `begin_rollout` has begun to load.
-    `on_first_reply` is called once, when the first call is answered.
+    if it is known. `shares_weights` as in `make_engine`. `begun` are the agents that `begin_rollouts` has begun to
+    load. `on_first_reply` is called once, when the first call is answered.
     """
     config, traits = loaded.config, engine_traits(loaded.config.engine, loaded.directory)
     prompt = read_prompt(checkpoint)

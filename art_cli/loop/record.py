@@ -15,7 +15,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from art_cli.config.compose import LoadedConfig
-from art_cli.config.config_identity import MAY_CHANGE_FIRST, Change, config_changes
+from art_cli.config.config_identity import MAY_CHANGE_FIRST, Change, config_changes, general
 from art_cli.config.schema import RunConfig
 from art_cli.loop.auto import with_rate
 from art_cli.runs.durable import read_object, write_file
@@ -107,7 +107,7 @@ def _changes(old: dict[str, Any], new: dict[str, Any]) -> list[Change]:
 
 def _refusal(run: RunDir, changes: Sequence[Change]) -> str:
     first = MAY_CHANGE_FIRST if run.checkpoint_steps() == [0] else frozenset()
-    refused = [str(change) for change in changes if not change.is_allowed and change.key not in first]
+    refused = [str(change) for change in changes if not change.is_allowed and general(change.key) not in first]
     if not refused:
         return ""
     return (

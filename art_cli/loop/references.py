@@ -54,6 +54,7 @@ ALL = (
     *("learner", "sft", "eval"),
     "trackers",
 )
+OF_SOURCES = ("rollout", "judge", "eval")  # sections of which a source may have values of its own
 HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?", re.ASCII)
 HOST = re.compile(r"(?=.{0,253}\Z)[A-Za-z0-9_]([A-Za-z0-9_.-]*[A-Za-z0-9])?")
 LOOKUP_TIMEOUT_S = 3.0  # longest wait for a host name to be looked up
@@ -74,7 +75,9 @@ def check_ready(loaded: LoadedConfig, sections: Sequence[str] = ALL, *, is_train
     """
     wrong = [Wrong(*each) for each in untrainable(loaded.config)] if is_training else []
     for section in sections:
-        wrong += LOOKUPS[section](loaded)
+        for source, part in loaded.by_source.items() if section in OF_SOURCES else [("", loaded)]:
+            wrong += [Wrong(loaded.config.key_in(source, key), message) for key, message in LOOKUPS[section](part)]
+    wrong = list(dict.fromkeys(wrong))
     if wrong:
         raise ConfigError([Problem(key, loaded.places.of(key), message) for key, message in wrong])
 

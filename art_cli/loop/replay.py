@@ -21,7 +21,7 @@ from art_cli.learners import Learner
 from art_cli.loop.claim_run import RunData
 from art_cli.loop.owed_groups import group
 from art_cli.loop.record import read_record
-from art_cli.loop.scenario_choice import ScenarioChoice
+from art_cli.loop.source_mix import SourceMix
 from art_cli.loop.stage_policy import PolicySource, as_trained, open_base, open_learner
 from art_cli.loop.warm_up import WarmUp, run_warm_up
 from art_cli.runs.chain import Link
@@ -58,11 +58,12 @@ def replay(run: RunDir, config: Path, links: list[Link]) -> Iterator[Replayed]:
     if not run.checkpoint_path(first).is_dir():
         raise CheckpointError(f"{run.checkpoint_path(first)}: gone; the replay of the run has to begin there")
     data = RunData(loaded.config, loaded.directory)
-    return _updates(run, loaded, data, ScenarioChoice(loaded.config, run, data.training), steps, first)
+    mix = SourceMix(loaded.config, run, {name: part.training for name, part in data.by_source.items()})
+    return _updates(run, loaded, data, mix, steps, first)
 
 
 def _updates(
-    run: RunDir, loaded: LoadedConfig, data: RunData, choice: ScenarioChoice, steps: dict[int, Link], first: int
+    run: RunDir, loaded: LoadedConfig, data: RunData, mix: SourceMix, steps: dict[int, Link], first: int
 ) -> Iterator[Replayed]:
     if first == 0 and loaded.config.sft is not None and 0 in steps:
         yield _warm_up(loaded, data, steps[0])
@@ -70,7 +71,8 @@ def _updates(
     with open_learner(loaded, source) as learner:
         for step in sorted(step for step in steps if step > first):
             own = sorted(group(run.scored(step - 1)).items())
-            groups: list[list[ScoredTrajectory]] = [members for _, members in own] + choice.replays(step - 1)
+            groups: list[list[ScoredTrajectory]] = [members for _, members in own]
+            groups += [members for replayed in mix.replays(step - 1).values() for members in replayed]
             learner.step(groups)
             yield _compare(learner, steps[step])
 

@@ -159,6 +159,8 @@ def hunt(
     before any honest score. Raises UsageError if nothing scores the attempts, RolloutError if no honest attempt has a
     score.
     """
+    if loaded.config.rollout.sources:
+        raise UsageError("rollout.sources: a hunt is in one task; name a configuration that has one of them alone")
     if loaded.config.judge.name == "none":
         raise UsageError("judge: nothing scores the attempts, so that there is no reward to hunt for")
     require_keys(loaded.config.judge, loaded.directory)

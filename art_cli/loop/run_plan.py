@@ -94,7 +94,9 @@ async def _measure(run: Run, repeats: int | None) -> tuple[Measured, list[Doubt]
     bias = next((judge.order_bias for judge in judges if judge.order_bias is not None), None)
     voted = next((judge.reliability for judge in judges if judge.reliability is not None), None)
     repeated = await _judge_again(run, batch.groups, repeats) or voted
-    doubts = find_doubts(batch.groups, run.data.training, repeats=repeated, bias=bias)
+    parts = run.data.by_source.items()
+    scenarios = [{**scenario, "": source} for source, part in parts for scenario in part.training]
+    doubts = find_doubts(batch.groups, scenarios, repeats=repeated, bias=bias)
     measured = _sampled(run, batch, repeated)
     await run.sampler.engine.sleep()
     measured = await run.interrupts.off_loop(_pilot, run, batch.groups, measured)
@@ -108,12 +110,13 @@ async def _measure(run: Run, repeats: int | None) -> tuple[Measured, list[Doubt]
 async def _judge_again(run: Run, groups: Groups, repeats: int | None) -> VoteReliability | None:
     """Returns how far the judge repeats itself, or None where it is not asked again, or could not answer."""
     finished = [[each for each in members if each.error is None] for members in groups]
-    finished = [members for members in finished if len(members) > 1]
-    if not finished or run.config.judge.name in OF_ROLLOUT:
+    silent = {source for source, part in run.config.by_source.items() if part.judge.name in OF_ROLLOUT}
+    finished = [members for members in finished if len(members) > 1 and (members[0].source or "") not in silent]
+    if not finished:
         return None
-    num = repeats or (2 if run.judge.estimate(finished[0]) is None else 1)
+    num = repeats or (2 if all(run.judge.estimate(members) is None for members in finished) else 1)
     try:
-        return vote_reliability([await _votes(run.judge, each, num) for each in finished]) if num > 1 else None
+        return vote_reliability([await _votes(run.judge.of(e), e, num) for e in finished]) if num > 1 else None
     except JudgeError as error:
         log.warning("plan: the judge was asked again: %s", error)
         return None
@@ -219,10 +222,10 @@ def _pilot(run: Run, groups: Groups, measured: Measured) -> Measured:
 
 def _longest_row(run: Run) -> int:
     """Returns the tokens of the longest row that the limits allow."""
-    rollout = run.config.rollout
     assert run.policy is not None, "a plan is of weights"
+    answered = max(each.max_turns * each.sampling.max_tokens for each in run.config.rollout.by_source.values())
     asked = max((len(prompt(each.turns, 0)) for each in run.files.trajectories(0) if each.turns), default=1)
-    return min(run.policy.max_length, asked + rollout.max_turns * rollout.sampling.max_tokens)
+    return min(run.policy.max_length, asked + answered)
 
 
 class Advice(NamedTuple):
@@ -271,7 +274,7 @@ def _promise(found: Measured, doubts: Sequence[Doubt], claim: Claim) -> Promise:
     evaluations = attempts = 0
     if config.eval is not None:
         evaluations = len({*range(0, config.train.steps, config.eval.every), config.train.steps})
-        attempts = len(claim.data.evaluation) * config.eval.attempts
+        attempts = sum(len(part.evaluation) for part in claim.data.by_source.values()) * config.eval.attempts
     return Promise(
         config_hash=config_hash(config),
         measured=found,

@@ -1,8 +1,8 @@
 """ScenarioChoice: the scenarios that each step plays and replays, by the seed, the step and earlier steps' files."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
-from art_cli.config.schema import RunConfig
+from art_cli.config.schema import RolloutConfig, RunConfig
 from art_cli.loop.owed_groups import group
 from art_cli.rollouts.adaptive import AdaptiveOrder, choose_replays
 from art_cli.rollouts.scenario_files import ScenarioOrder, pools_of
@@ -12,11 +12,24 @@ from art_cli.runtime.errors import RunError
 
 
 class ScenarioChoice:
-    """Chooses among the scenarios of a run. The files of a past step are read once."""
+    """Chooses among the scenarios of a run, or of one of its sources. The files of a past step are read once."""
 
-    def __init__(self, config: RunConfig, run: RunDir, scenarios: Sequence[Json]) -> None:
-        """Raises DataError: a scenario without the key that `rollout.pool` names."""
-        self._config, self._run, self._scenarios = config, run, scenarios
+    def __init__(
+        self,
+        config: RunConfig,
+        run: RunDir,
+        scenarios: Sequence[Json],
+        *,
+        source: str = "",
+        size_of: Callable[[int], int] | None = None,
+    ) -> None:
+        """`size_of` returns the number of groups that a step plays, or is None if it is `rollout.groups_per_step`.
+
+        Raises DataError: a scenario without the key that `rollout.pool` names.
+        """
+        self._config, self._run, self._scenarios, self._source = config, run, scenarios, source
+        self._size_of = size_of or (lambda step: config.rollout.groups_per_step)
+        self._firsts = [0]  # position of each step's first scenario in the epochs, as far as they were asked for
         self._pools = pools_of(scenarios, config.rollout.pool)
         ids, seed = [str(scenario["id"]) for scenario in scenarios], config.train.seed
         self._epochs = ScenarioOrder(ids, seed=seed, shuffle=config.rollout.shuffle)
@@ -24,14 +37,30 @@ class ScenarioChoice:
         self._history: dict[int, list[GroupRewards]] = {}
 
     def scenarios(self, step: int) -> list[Json]:
-        """Returns the scenarios of the step's groups, then those that it may refill with."""
-        rollout = self._config.rollout
+        """Returns the scenarios of the step's groups, then those that it may refill with; [] if it has no groups."""
+        rollout = self._rollout(step)
+        if not rollout.groups_per_step:
+            return []
         num_own, num_more = rollout.groups_per_step - rollout.num_replays, rollout.num_spare + rollout.num_replays
         if rollout.choose == "epochs":
-            chosen = self._epochs.groups(step, num_own, num_more)
+            chosen = self._epochs.groups(step, num_own, num_more, first=self._first(step))
         else:
             chosen = self._adaptive.groups(step, num_own, num_more, self.history(step))
         return [self._scenarios[index] for index in chosen]
+
+    def num_spare(self, step: int) -> int:
+        """Returns the largest number of groups that the step may refill with."""
+        return self._rollout(step).num_spare
+
+    def _rollout(self, step: int) -> RolloutConfig:
+        return self._config.rollout.model_copy(update={"groups_per_step": self._size_of(step)})
+
+    def _first(self, step: int) -> int:
+        while len(self._firsts) <= step:
+            past = self._rollout(len(self._firsts) - 1)
+            stride = self._epochs.stride(past.groups_per_step - past.num_replays, past.num_spare + past.num_replays)
+            self._firsts.append(self._firsts[-1] + stride)
+        return self._firsts[step]
 
     def replays(self, step: int) -> list[list[ScoredTrajectory]]:
         """Returns the groups of earlier steps to train on again. Raises RunError: the file of one lacks it."""
@@ -41,7 +70,7 @@ class ScenarioChoice:
         chosen = choose_replays(
             self.history(step),
             step=step,
-            num=self._config.rollout.num_replays,
+            num=self._rollout(step).num_replays,
             max_age=replay.max_age,
             seed=self._config.train.seed,
         )
@@ -62,15 +91,18 @@ class ScenarioChoice:
         num = max(0, step - self._config.train.max_staleness)
         for past in range(num):
             if past not in self._history:
-                self._history[past] = self._run.group_rewards(past)
+                played = self._run.group_rewards(past)
+                self._history[past] = [each for each in played if (each.source or "") == self._source]
         return {past: self._history[past] for past in range(num)}
 
     def note(self, step: int, groups: Sequence[Sequence[ScoredTrajectory]]) -> None:
-        """Writes down the rewards of a finished step's groups, for the choices of later steps."""
+        """Writes down the rewards of its groups of a finished step, for later steps, beside those of other sources."""
         if self._config.rollout.choose == "epochs" and self._config.rollout.replay is None:
             return
         pools = dict(zip((str(scenario["id"]) for scenario in self._scenarios), self._pools, strict=True))
-        self._run.write_group_rewards(step, [_rewards_of(members, pools) for members in groups])
+        own = [_rewards_of(members, pools) for members in groups if (members[0].source or "") == self._source]
+        others = [each for each in self._run.group_rewards(step) if self._source and each.source != self._source]
+        self._run.write_group_rewards(step, [*others, *own])
 
 
 def _rewards_of(members: Sequence[ScoredTrajectory], pools: dict[str, str]) -> GroupRewards:
@@ -80,4 +112,5 @@ def _rewards_of(members: Sequence[ScoredTrajectory], pools: dict[str, str]) -> G
         scenario=scenario,
         pool=pools.get(scenario, scenario),
         rewards=[trajectory.reward for trajectory in members if trajectory.reward is not None],
+        source=members[0].source,
     )

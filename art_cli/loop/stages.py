@@ -8,13 +8,14 @@ from typing import NamedTuple
 
 from art_cli.config.compose import LoadedConfig
 from art_cli.engines import engine_traits
-from art_cli.judges import make_judge
-from art_cli.judges.judge_groups import judge_group, require_keys
+from art_cli.judges.judge_groups import judge_group
+from art_cli.judges.source_judges import make_judges, require_all_keys
 from art_cli.loop.auto import resolve_auto
-from art_cli.loop.owed_groups import group, owed, plan_groups
+from art_cli.loop.owed_groups import group, owed, plan_places
 from art_cli.loop.policy_sampler import open_sampler
 from art_cli.loop.references import check_ready
 from art_cli.loop.scenario_choice import ScenarioChoice
+from art_cli.loop.source_mix import SourceMix
 from art_cli.loop.stage_policy import (
     PolicySource,
     as_trained,
@@ -27,7 +28,7 @@ from art_cli.loop.stage_policy import (
 from art_cli.models.loading import Weights
 from art_cli.models.policy_spec import PolicySpec
 from art_cli.rollouts.rollout_runner import RolloutPlan
-from art_cli.rollouts.scenario_files import training_scenarios
+from art_cli.rollouts.scenario_files import RunScenarios, training_scenarios
 from art_cli.runs.durable import LineWriter, read_lines
 from art_cli.runs.history import count_failures, find_fault
 from art_cli.runs.run_dir import RunDir
@@ -53,9 +54,10 @@ def generate(loaded: LoadedConfig, output: Path, *, checkpoint: Path | None, ste
     played again; missing ones are appended as they finish.
     """
     loaded, source = choose_policy(loaded, checkpoint)
-    config = loaded.config.rollout
-    chosen = next_scenarios(loaded, source.step if step is None else step, config.groups_per_step)
-    plans = plan_groups(chosen, step=source.step, group_size=config.group_size)
+    data, run = RunScenarios(loaded.config, loaded.directory), RunDir(loaded.config.runs / loaded.config.name)
+    mix = SourceMix(loaded.config, run, {name: part.training for name, part in data.by_source.items()})
+    own, _ = mix.places(source.step if step is None else step, {})
+    plans = plan_places(own, step=source.step, group_size=loaded.config.rollout.group_size)
     with open_policy(loaded, source) as policy:
         return threads.run(_play(loaded, policy, source, output, plans))
 
@@ -109,8 +111,8 @@ async def judge(loaded: LoadedConfig, trajectories: Sequence[Trajectory]) -> lis
 
     Raises JudgeError if a group cannot be scored.
     """
-    await asyncio.to_thread(require_keys, loaded.config.judge, loaded.directory)
-    judges = make_judge(loaded.config.judge, loaded.directory)
+    await asyncio.to_thread(require_all_keys, loaded.config, loaded.directory)
+    judges = make_judges(loaded.config, loaded.directory)
     try:
         groups = [await judge_group(judges, members) for members in group(trajectories).values()]
     finally:

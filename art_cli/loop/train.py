@@ -9,7 +9,7 @@ from pathlib import Path
 from art_cli.config.compose import LoadedConfig
 from art_cli.loop.batches import Batch
 from art_cli.loop.claim_run import claim_run
-from art_cli.loop.evaluate import is_judged, judge_contest, play_evaluation, values_by_scenario
+from art_cli.loop.evaluate import contest_rewards, play_evaluation, values_by_scenario, values_of_sources
 from art_cli.loop.open_run import Run, open_run, resume_command
 from art_cli.loop.owed_groups import group
 from art_cli.loop.startup import Startup
@@ -117,13 +117,16 @@ async def evaluate_if_due(run: Run, step: int) -> None:
         return
     begin, path = time.perf_counter(), files.eval_path(step)
     title = f"eval at step {step}"
-    trajectories = await play_evaluation(run.sampler, config, run.data.evaluation, step=step, path=path, title=title)
+    scenarios = {name: part.evaluation for name, part in run.data.by_source.items()}
+    trajectories = await play_evaluation(run.sampler, config, scenarios, step=step, path=path, title=title)
     run.trackers.log_evaluation(step, [*group(trajectories).values()])
     values = values_by_scenario(trajectories)
-    if has_contest := is_judged(run.config, trajectories):
-        values["reward"] = await judge_contest(run.judge, trajectories, _references(run, trajectories))
+    won = await contest_rewards(run.config, run.judge, trajectories, lambda: _references(run, trajectories))
+    if won:
+        values["reward"] = values.get("reward", {}) | won
+    values = values_of_sources(values, run.config) | values
     means = {name: sum(v.values()) / len(v) for name, v in values.items() if v}
-    seconds, reward_is = time.perf_counter() - begin, "wins" if has_contest else "own"
+    seconds, reward_is = time.perf_counter() - begin, "wins" if won else "own"
     evaluation = Evaluation(seconds=seconds, values=values, reward_is=reward_is, attempts=len(trajectories))
     files.write_evaluation(step, evaluation)
     run.writer.record(step, "eval", means, await run.sampler.gateway.proven.digest(step))

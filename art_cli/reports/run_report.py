@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 
-from art_cli.config.metric_names import SHADOW
+from art_cli.config.metric_names import OF_SOURCES, SHADOW
 from art_cli.judges.files.run_labels import RunLabels, shares
 from art_cli.judges.judge_report import JudgeWindow, judge_windows
 from art_cli.reports.findings import RunFinding, find, judge_fell, mean_interval
@@ -181,7 +181,7 @@ def read_report(run: RunDir) -> RunReport:
         evaluations=[_evaluation(each) for each in history.evaluations],
         training_reward=smoothed,
         reward_names=reward_names(config, _reward_is(run, rewarded)),
-        series={name: _series(history.updates, of) for name, of in (SERIES | _shadow_getters(history)).items()}
+        series={name: _series(history.updates, of) for name, of in (SERIES | _named_getters(history)).items()}
         | ({"labels/alike": shares(labels)} if labels else {}),
         rollouts=_rollouts(history.updates),
         seconds=_seconds(history),
@@ -313,10 +313,12 @@ def smooth(updates: Sequence[UpdateNumbers]) -> list[Point]:
     return points
 
 
-def _shadow_getters(history: History) -> dict[str, Getter]:
-    """Returns the mean score of each shadow judge, its gap to the reward and its correlation with it."""
-    names = {name for update in history.updates for name in update.metrics if name.startswith(SHADOW)}
-    shown = sorted(name for name in names if not name.endswith((".num", ".reward", "std")))
+def _named_getters(history: History) -> dict[str, Getter]:
+    """Returns the mean score of each shadow judge, its gap to the reward and its correlation with it; and rewards and
+    groups without signal of each source."""
+    names = {name for update in history.updates for name in update.metrics}
+    shown = sorted(n for n in names if n.startswith(SHADOW) and not n.endswith((".num", ".reward", "std")))
+    shown += sorted(name for name in names if name.startswith(tuple(f"{each}." for each in OF_SOURCES[:2])))
     return {name: methodcaller("get", name) for name in shown}
 
 

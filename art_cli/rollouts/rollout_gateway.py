@@ -158,20 +158,25 @@ class Gateway:
         trajectory_id: str,
         *,
         temperature: float | None = None,
+        max_tokens: int | None = None,
+        max_turns: int | None = None,
         group_id: str | None = None,
         prompt: SystemPrompt | None = None,
     ) -> str:
         """Returns the key of one attempt at one rollout. Calls that set no temperature get `temperature`.
 
-        The calls of one `group_id` go to the same server where the engine has several. They have the system message of
-        `prompt`, by default the policy's.
+        The limits are the gateway's where they are None. The calls of one `group_id` go to the same server where the
+        engine has several. They have the system message of `prompt`, by default the policy's.
         """
         key = secrets.token_urlsafe(32)
         defaults = self._defaults
         if temperature is not None:
             defaults = msgspec.structs.replace(defaults, temperature=temperature)
-        prompt = prompt or self.prompt
-        self._backends[key] = RecordingBackend(self, trajectory_id, defaults, group_id=group_id, prompt=prompt)
+        if max_tokens is not None:
+            defaults = msgspec.structs.replace(defaults, max_tokens=max_tokens)
+        self._backends[key] = RecordingBackend(
+            self, trajectory_id, defaults, group_id=group_id, max_turns=max_turns, prompt=prompt or self.prompt
+        )
         return key
 
     def key_of(self, scope: Scope) -> str | None:
@@ -234,10 +239,12 @@ class RecordingBackend:
         recorder: Recorder | None = None,
         *,
         group_id: str | None = None,
+        max_turns: int | None = None,
         prompt: SystemPrompt | None = None,
     ) -> None:
         self.recorder = recorder or Recorder()
         self._prompt = prompt
+        self._max_turns = gateway.max_turns if max_turns is None else max_turns
         self._gateway = gateway
         self._trajectory_id = trajectory_id
         self._group_id = group_id
@@ -319,9 +326,9 @@ class RecordingBackend:
         """Returns the request as the engine gets it. Without sampling settings it gets the run's and a seed."""
         if self._is_closed:
             raise _finished()
-        if self.recorder.num_calls + len(self._in_flight) >= self._gateway.max_turns:
+        if self.recorder.num_calls + len(self._in_flight) >= self._max_turns:
             self._limit(TURN_LIMIT, self._num_admitted)
-            message = f"this rollout has made its {self._gateway.max_turns} model calls (rollout.max_turns)"
+            message = f"this rollout has made its {self._max_turns} model calls (rollout.max_turns)"
             raise ChatError(400, message, code=TURN_LIMIT)
         if not self._gateway.enforces_formats and demands_format(request):
             raise ChatError(400, "this engine enforces neither response_format nor a forced tool call; leave them out")

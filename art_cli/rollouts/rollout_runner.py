@@ -13,7 +13,7 @@ import inspect
 import logging
 import re
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import TracebackType
@@ -35,7 +35,7 @@ from art_cli.rollouts.rollout_gateway import OWN_CLIENT, Gateway
 from art_cli.runs.outcome import Outcome
 from art_cli.runs.system_prompt import SystemPrompt
 from art_cli.runs.trajectory import Trajectory
-from art_cli.runtime.errors import RolloutError, first_of_group
+from art_cli.runtime.errors import RolloutError, first_of_group, naming_source
 from art_cli.runtime.log import Bar, shown_bar
 from art_cli.runtime.threads import end
 
@@ -134,6 +134,7 @@ class RolloutPlan(msgspec.Struct, frozen=True, kw_only=True):
     step: int  # the training step, or the step of the evaluated policy
     temperature: float | None = None  # None means that of rollout.sampling
     prompt: SystemPrompt | None = None  # None means the policy's, if the policy is a prompt
+    source: str = ""  # key of rollout.sources, or "" without sources
 
 
 class _Attempt(NamedTuple):
@@ -144,13 +145,21 @@ class _Attempt(NamedTuple):
     error: AttemptError | None
 
 
-async def begin_rollout(config: RolloutConfig, directory: Path) -> ProcessRollout | None:
-    """Returns the rollout whose processes begin to load it, or None if it has no processes. The caller closes it."""
-    if config.cluster is not None or config.command is not None or config.processes == 0:
-        return None
-    rollout = process_rollout(config, directory, processes=config.processes)
-    await rollout.begin()
-    return rollout
+@contextlib.asynccontextmanager
+async def begin_rollouts(config: RolloutConfig, directory: Path) -> AsyncIterator[dict[str, ProcessRollout]]:
+    """Yields by source the rollouts that have processes, which begin to load them, and closes them."""
+    begun = {
+        name: process_rollout(part, directory, processes=part.processes)
+        for name, part in config.by_source.items()
+        if part.cluster is None and part.command is None and part.processes
+    }
+    try:
+        for rollout in begun.values():
+            await rollout.begin()
+        yield begun
+    finally:
+        for rollout in begun.values():
+            await rollout.close()
 
 
 async def open_rollout(
@@ -182,6 +191,15 @@ def process_rollout(config: RolloutConfig, directory: Path, *, processes: int = 
     )
 
 
+class _Agent:
+    """The agent of one source: its rollout, its limits, and what its first attempts show."""
+
+    def __init__(self, config: RolloutConfig, rollout: Rollout) -> None:
+        self.config, self.rollout = config, rollout
+        self.failures = _AgentWatch()
+        self.silence = _SilenceWatch(is_told=config.environment is not None)  # there the trained seat may never move
+
+
 class Runner:
     """Plays rollouts against a gateway that is being served. Use it as `async with Runner(...) as runner`."""
 
@@ -193,29 +211,34 @@ class Runner:
         *,
         backoff_s: float = BACKOFF_S,
         cluster: ClusterRollout | None = None,
-        begun: ProcessRollout | None = None,
+        begun: Mapping[str, ProcessRollout] | None = None,
     ) -> None:
-        """With a `cluster` it plays the rollouts, else this machine does. `begun` is what `begin_rollout` returned;
-        if that is None, the rollout is loaded when this is entered.
+        """With a `cluster` it plays the rollouts, else this machine does. `begun` is what `begin_rollouts` returned;
+        a rollout that it lacks is loaded when this is entered.
         """
         self._cluster = cluster
         self._config = config
-        self._begun = begun
+        self._begun = begun or {}
         self._gateway = gateway
         self._directory = directory
-        self._rollout: Rollout
+        self._agents: dict[str, _Agent] = {}  # by source
         self._backoff_s = backoff_s
         self.openings = Openings(config.most_at_once)  # shared by all runs
         self.concurrency: Concurrency | None = None  # or None if the configuration sets the number
         self._following: asyncio.Task[None] | None = None
         self.is_watched = True  # False once failures and silence are no fault of the agent
-        self._agent = _AgentWatch()
-        self._silence = _SilenceWatch(is_told=config.environment is not None)  # there the trained seat may never move
 
     async def __aenter__(self) -> Self:
-        self._rollout = await open_rollout(
-            self._config, self._directory, self._gateway.peers, self._cluster, self._begun
-        )
+        try:
+            for name, config in self._config.by_source.items():
+                with naming_source(name):
+                    rollout = await open_rollout(
+                        config, self._directory, self._gateway.peers, self._cluster, self._begun.get(name)
+                    )
+                self._agents[name] = _Agent(config, rollout)
+        except BaseException:
+            await self._close()
+            raise
         if self._config.concurrency == "auto":
             self.concurrency = Concurrency(await self._gateway.load())
             self.openings = Openings(self.concurrency.number)
@@ -236,7 +259,11 @@ class Runner:
     ) -> None:
         if self._following is not None:
             await end(self._following, timeout_s=WRITE_TIMEOUT_S)
-        await self._rollout.close()
+        await self._close()
+
+    async def _close(self) -> None:
+        for agent in self._agents.values():
+            await agent.rollout.close()
 
     async def run(
         self, plans: Sequence[RolloutPlan], on_finished: OnFinished, progress: Progress | None = None
@@ -269,8 +296,9 @@ class Runner:
             await _hand_over(trajectory, on_finished)
             progress.count(trajectory)
             if self.is_watched:
-                self._silence.check(trajectory)
-                self._agent.check(trajectory)
+                with naming_source(plan.source):
+                    self._agents[plan.source].silence.check(trajectory)
+                    self._agents[plan.source].failures.check(trajectory)
         progress.is_handed_out.set()
 
     async def _play(self, plan: RolloutPlan) -> Trajectory:
@@ -295,26 +323,27 @@ class Runner:
             limit=recorder.limit,
             started_at=started_at,
             duration_s=time.monotonic() - begin,
+            source=plan.source or msgspec.UNSET,
         )
 
     async def _attempts(self, plan: RolloutPlan) -> tuple[_Attempt, int]:
         """Returns the first try without a failure of transport, or the last one in time, and the number of retries."""
-        loop = asyncio.get_running_loop()
-        deadline = loop.time() + self._config.timeout_s
+        loop, config = asyncio.get_running_loop(), self._agents[plan.source].config
+        deadline = loop.time() + config.timeout_s
         is_alone = False
         number = num_moves = 0  # tries that failed, and tries whose machine was lost, which are no fault of the attempt
         while True:
             if self._cluster is not None:
                 deadline += await self._cluster.ready()
             attempt = await self._attempt(plan, deadline, is_alone=is_alone)
-            is_last = number + 1 >= self._config.retries  # the next one, if there is one
+            is_last = number + 1 >= config.retries  # the next one, if there is one
             is_alone = is_last and attempt.error is not None and attempt.error.kind == "process"
             pause = self._backoff_s * 2**number
             if attempt.error is None or not attempt.error.is_transport or loop.time() + pause >= deadline:
                 break
             if attempt.error.kind == NODE and num_moves < MAX_MOVES:
                 num_moves += 1
-            elif number < self._config.retries:
+            elif number < config.retries:
                 number += 1
             else:
                 break
@@ -323,8 +352,15 @@ class Runner:
 
     async def _attempt(self, plan: RolloutPlan, deadline: float, *, is_alone: bool) -> _Attempt:
         """Makes one try, with a new key and a new recorder."""
+        agent = self._agents[plan.source]
+        own = agent.config if plan.source else None  # or None if its limits are the gateway's
         key = self._gateway.open(
-            plan.trajectory_id, temperature=plan.temperature, group_id=plan.group_id, prompt=plan.prompt
+            plan.trajectory_id,
+            temperature=plan.temperature,
+            group_id=plan.group_id,
+            prompt=plan.prompt,
+            max_tokens=None if own is None else own.sampling.max_tokens,
+            max_turns=None if own is None else own.max_turns,
         )
         policy = Policy(
             base_url=self._gateway.base_url, api_key=key, model=self._gateway.model, step=self._gateway.step
@@ -332,7 +368,8 @@ class Runner:
         outcome, error, is_late = Outcome(), None, False
         try:
             async with asyncio.timeout_at(deadline):
-                outcome = await self._rollout.play(policy, plan.scenario, is_alone=is_alone)
+                with naming_source(plan.source):
+                    outcome = await agent.rollout.play(policy, plan.scenario, is_alone=is_alone)
         except AttemptError as failed:
             error = failed
         except TimeoutError:
@@ -340,26 +377,13 @@ class Runner:
         finally:
             recorder = self._gateway.close(key)
         if is_late:
-            error = await self._timeout_error()
+            error = await _timeout_error(agent)
         error = self._judge_error(recorder, error, key)
         if (
             recorder.limit is None or recorder.num_calls == 0
         ):  # a first prompt that is too long is not the policy's doing
             return _Attempt(recorder, outcome, error)
-        return self._judge_limit(_Attempt(recorder, outcome, error))
-
-    def _judge_limit(self, attempt: _Attempt) -> _Attempt:
-        """Returns the attempt without its error. Its reward is what it returned after the limit, or `limit_reward`."""
-        error, outcome = attempt.error, attempt.outcome
-        if error is not None and (error.is_transport or error.kind in NEVER_A_LIMIT):
-            return attempt
-        if outcome.reward is None:
-            outcome = replace(outcome, reward=self._config.limit_reward)
-        return _Attempt(attempt.recorder, outcome, None)
-
-    async def _timeout_error(self) -> AttemptError:
-        guess = await self._rollout.explain_timeout()
-        return AttemptError("timeout", f"not finished after {self._config.timeout_s:g} s (rollout.timeout_s){guess}")
+        return _judge_limit(_Attempt(recorder, outcome, error), agent.config.limit_reward)
 
     def _judge_error(self, recorder: Recorder, error: AttemptError | None, key: str) -> AttemptError | None:
         """Returns the error that counts. The gateway's record of the calls shows more than the rollout's exception."""
@@ -369,6 +393,21 @@ class Runner:
             return error
         is_transport = error.is_transport or recorder.upstream_error is not None
         return AttemptError(error.kind, error.message.replace(key, "***"), is_transport=is_transport)
+
+
+def _judge_limit(attempt: _Attempt, limit_reward: float) -> _Attempt:
+    """Returns the attempt without its error. Its reward is what it returned after the limit, or `limit_reward`."""
+    error, outcome = attempt.error, attempt.outcome
+    if error is not None and (error.is_transport or error.kind in NEVER_A_LIMIT):
+        return attempt
+    if outcome.reward is None:
+        outcome = replace(outcome, reward=limit_reward)
+    return _Attempt(attempt.recorder, outcome, None)
+
+
+async def _timeout_error(agent: _Agent) -> AttemptError:
+    guess = await agent.rollout.explain_timeout()
+    return AttemptError("timeout", f"not finished after {agent.config.timeout_s:g} s (rollout.timeout_s){guess}")
 
 
 async def _hand_over(trajectory: Trajectory, on_finished: OnFinished) -> None:

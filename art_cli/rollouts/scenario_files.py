@@ -155,19 +155,26 @@ class ScenarioOrder:
         self._shuffle = shuffle
         self._epoch = lru_cache(maxsize=2)(self._order)  # a step seldom spans more than two
 
-    def groups(self, step: int, groups_per_step: int, num_spare: int = 0) -> list[int]:
+    def groups(self, step: int, groups_per_step: int, num_spare: int = 0, *, first: int | None = None) -> list[int]:
         """Indices in `ids` of the scenarios that a step plays, then of the `num_spare` that it may refill with.
 
         A step longer than an epoch plays some twice. Spare ones that the step has already come last. With `shuffle`
         the next step begins after the spare ones, so that no scenario comes twice in an epoch; those that were not
         needed wait for another epoch. Without it the next step begins with the spare ones, because in a fixed order
         the same scenarios might never be needed.
+
+        `first` is the position of the step's first scenario, or None if all steps have as many as this one.
         """
-        stride = groups_per_step + num_spare if self._shuffle else groups_per_step
-        positions = range(step * stride, step * stride + groups_per_step + num_spare)
+        if first is None:
+            first = step * self.stride(groups_per_step, num_spare)
+        positions = range(first, first + groups_per_step + num_spare)
         chosen = [self._epoch(position // len(self._ids))[position % len(self._ids)] for position in positions]
         own, spare = chosen[:groups_per_step], chosen[groups_per_step:]
         return own + sorted(spare, key=set(own).__contains__)
+
+    def stride(self, groups_per_step: int, num_spare: int) -> int:
+        """Returns the number of positions from the first scenario of such a step to that of the next."""
+        return groups_per_step + num_spare if self._shuffle else groups_per_step
 
     def _order(self, epoch: int) -> list[int]:
         """Returns the permutation of one epoch, sorted by the hash of seed, epoch and id."""
@@ -204,12 +211,19 @@ def is_held_out(id: str | int, share: float) -> bool:
 
 class RunScenarios:
     """The scenarios of a configuration. Each file is read once, when it is first needed, and each function called once.
+    Where it has sources, `by_source` has them.
 
     Every attribute raises DataError or UsageError as `load_scenarios` does, and DataError if no scenario is left.
     """
 
     def __init__(self, config: RunConfig, directory: Path) -> None:
         self.config, self.directory = config, directory
+
+    @cached_property
+    def by_source(self) -> "dict[str, RunScenarios]":
+        """The scenarios of each source of rollout.sources; without sources these, as those of ""."""
+        parts = self.config.by_source.items()
+        return {name: RunScenarios(part, self.directory) if name else self for name, part in parts}
 
     @cached_property
     def training(self) -> list[Json]:

@@ -85,6 +85,7 @@ class Trajectory(msgspec.Struct, kw_only=True):
     limit: str | None = None  # turn_limit or context_length_exceeded, the limit for which the last call was refused
     started_at: float = 0.0  # seconds since the epoch
     duration_s: float = 0.0
+    source: str | msgspec.UnsetType = msgspec.UNSET  # key of `rollout.sources`; no line of a run without them has it
 
     def __post_init__(self) -> None:
         for index, turn in enumerate(self.turns):
@@ -222,6 +223,7 @@ class GroupRewards(msgspec.Struct, frozen=True, kw_only=True):
     scenario: str  # id
     pool: str  # the pool of the scenario; its id where `rollout.pool` names no key
     rewards: list[float]  # rewards of the attempts that have one
+    source: str | msgspec.UnsetType = msgspec.UNSET  # as in Trajectory
 
 
 def score_trajectory(

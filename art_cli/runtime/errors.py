@@ -145,6 +145,17 @@ class Interrupted(ArtError):
     exit_code = 130
 
 
+@contextlib.contextmanager
+def naming_source(source: str) -> Iterator[None]:
+    """Begins the line of an error of the block with the source of groups that it is of; "" changes nothing."""
+    try:
+        yield
+    except ArtError as error:
+        if source and not isinstance(error, ConfigError):
+            error.args = (f"rollout.sources.{source}: {error}",)
+        raise
+
+
 MAX_MESSAGE = 1500  # characters that are kept of an exception's message
 
 # Controls of C0 and C1, line and paragraph separators, marks that turn the writing direction, lone surrogates.

@@ -370,7 +370,9 @@ class Answers:
         texts = self._texts(source) if record.turns else None
         learned = self._learned.of(step.path_of(row).with_name("learned.jsonl"), row.id, within=step.root)
         return {
-            "trajectory": {field: getattr(record, field) for field in _WITHOUT_TURNS},
+            "trajectory": {
+                name: value for name in _WITHOUT_TURNS if (value := getattr(record, name)) is not msgspec.UNSET
+            },
             "step": step.step,
             "split": step.split,
             "group_id": row.group,

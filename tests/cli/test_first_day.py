@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from art_cli.config.compose import load_config
-from art_cli.judges import Verdict
+from art_cli.judges import Judge, Verdict
 from art_cli.judges.costs import Price
 from art_cli.loop.evaluate import Gate, judge_contest, parse_gate, spent_by_scenario
 from art_cli.loop.train import train
@@ -338,13 +338,9 @@ async def test_a_contest_counts_comparisons_won(project: Path) -> None:
     A failed attempt loses to a reference that finished and ties with one that failed as well.
     """
 
-    class Reader:
-        noise = None
-
+    class Reader(Judge):
         async def judge(self, group: Sequence[Trajectory]) -> dict[str, Verdict]:
             return {t.id: Verdict(reward=t.metrics["score"]) for t in group}
-
-        async def close(self) -> None: ...
 
     def attempts(*scores: float | None) -> list[Trajectory]:
         return [

@@ -15,6 +15,7 @@ from art_cli.learners import Learner, Progress, StepMetrics, make_learner
 from art_cli.loop import open_run
 from art_cli.loop.batches import Batches
 from art_cli.loop.policy_sampler import Sampler
+from art_cli.loop.source_mix import SourceMix
 from art_cli.loop.train import train
 from art_cli.models.loading import clone_trainable
 from art_cli.rollouts.rollout_runner import OnFinished, RolloutPlan
@@ -142,7 +143,7 @@ async def test_a_batch_begins_when_the_one_before_has_handed_out_its_rollouts(tm
     loaded, sampler = letters(tmp_path), HeldSampler()
     scenarios = load_scenarios(loaded.config.rollout.scenarios, loaded.directory)
     run, judge = RunDir(tmp_path / "run"), make_judge(loaded.config.judge, loaded.directory)
-    batches = Batches(loaded.config, run, cast(Sampler, sampler), judge, scenarios)
+    batches = Batches(loaded.config, run, cast(Sampler, sampler), judge, SourceMix(loaded.config, run, {"": scenarios}))
     for step in range(3):
         batches.allow(step)
     for step in range(3):

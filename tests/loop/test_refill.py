@@ -16,7 +16,9 @@ from art_cli.config.compose import load_config
 from art_cli.config.sections.rollout_config import RolloutConfig
 from art_cli.judges import make_judge
 from art_cli.loop.batches import Batch, Batches, StepGroups
+from art_cli.loop.owed_groups import Place
 from art_cli.loop.policy_sampler import Sampler
+from art_cli.loop.source_mix import SourceMix
 from art_cli.rollouts.rollout_runner import OnFinished, Progress, RolloutPlan
 from art_cli.runs.run_dir import RunDir
 from art_cli.runs.trajectory import Json, ScoredTrajectory, Trajectory, score_trajectory
@@ -27,6 +29,12 @@ CONFIG = RolloutConfig(entry="none.py:none", scenarios="none", group_size=2, gro
 
 def config(**values: float) -> RolloutConfig:
     return CONFIG.model_copy(update=values)
+
+
+def step_groups(config: RolloutConfig, step: int, known: Sequence[Json], done: Sequence[Trajectory]) -> StepGroups:
+    places = [Place("", scenario) for scenario in known]
+    own, spare = places[: config.groups_per_step], places[config.groups_per_step :]
+    return StepGroups(config, step, own, spare[: config.num_spare], done)
 
 
 def play(plan: RolloutPlan) -> Trajectory:
@@ -64,7 +72,7 @@ def test_a_step_plays_the_shortest_beginning_with_enough_signal_also_after_kills
     """
     finished: list[Trajectory] = []
     while True:
-        groups, is_killed = StepGroups(CONFIG, 3, scenarios(tells), finished), False
+        groups, is_killed = step_groups(CONFIG, 3, scenarios(tells), finished), False
         while plans := groups.next(score(groups.done)):
             known = {trajectory.id for trajectory in groups.done}
             owed = [plan for plan in plans if plan.trajectory_id not in known]
@@ -84,7 +92,7 @@ def test_a_step_plays_the_shortest_beginning_with_enough_signal_also_after_kills
 def test_the_next_wave_is_as_large_as_what_is_missing() -> None:
     """4 wanted. Wave 1 has 1 group with signal, wave 2 has 3; one of them tells, wave 3 has 2. The budget is 7."""
     tells = [False, True, False, False, True, False, False, False, False, True, True]
-    groups, sizes = StepGroups(CONFIG, 0, scenarios(tells), []), []
+    groups, sizes = step_groups(CONFIG, 0, scenarios(tells), []), []
     while plans := groups.next(score(groups.done)):
         sizes.append(len(plans) // 2)
         groups.done += map(play, plans)
@@ -98,7 +106,7 @@ def test_the_numbers_are_those_of_the_steps_own_groups() -> None:
 
     Of the refilled groups all tell; they change no mean.
     """
-    groups = StepGroups(CONFIG, 0, scenarios([True] + 3 * [False] + 4 * [True]), [])
+    groups = step_groups(CONFIG, 0, scenarios([True] + 3 * [False] + 4 * [True]), [])
     while plans := groups.next(score(groups.done)):
         groups.done += map(play, plans)
     numbers = groups.numbers(score(groups.done))
@@ -112,7 +120,7 @@ def test_the_numbers_are_those_of_the_steps_own_groups() -> None:
 
 
 def test_without_a_budget_nothing_is_refilled_and_no_number_is_added() -> None:
-    groups = StepGroups(config(refill=0.0), 0, scenarios(8 * [False]), [])
+    groups = step_groups(config(refill=0.0), 0, scenarios(8 * [False]), [])
     groups.done += map(play, groups.next({}))
     assert groups.next(score(groups.done)) == []
     assert groups.numbers(score(groups.done)) == {"metrics.tells": 0.0}
@@ -121,7 +129,7 @@ def test_without_a_budget_nothing_is_refilled_and_no_number_is_added() -> None:
 def test_a_group_that_the_judge_left_unscored_is_refilled_and_kept_when_it_is_scored_later() -> None:
     """The second start scores it, so that fewer would be enough; what the first one played still counts."""
     tells = 8 * [True]
-    first = StepGroups(CONFIG, 0, scenarios(tells), [])
+    first = step_groups(CONFIG, 0, scenarios(tells), [])
     first.done += map(play, first.next({}))
     scored = score(first.done)
     unscored = scored.pop("s0000-g0002")
@@ -129,7 +137,7 @@ def test_a_group_that_the_judge_left_unscored_is_refilled_and_kept_when_it_is_sc
     assert {plan.group_id for plan in plans} == {"s0000-g0004"}
     first.done += map(play, plans)
     assert first.next(score(first.done) | {"s0000-g0002": []}) == []
-    again = StepGroups(CONFIG, 0, scenarios(tells), first.done)
+    again = step_groups(CONFIG, 0, scenarios(tells), first.done)
     assert len(again.next({})) == 10
     everything = score(first.done) | {"s0000-g0002": unscored}
     assert again.next(everything) == []
@@ -169,7 +177,8 @@ async def make_batch(root: Path, sampler: DyingSampler) -> Batch:
     loaded = load_config(LETTERS / "config.yaml", ["rollout.refill=2.0"])
     run, judge = RunDir(root), make_judge(loaded.config.judge, loaded.directory)
     known = scenarios([number % 3 == 0 for number in range(24)])
-    batches = Batches(loaded.config, run, cast(Sampler, sampler), judge, known)
+    mix = SourceMix(loaded.config, run, {"": known})
+    batches = Batches(loaded.config, run, cast(Sampler, sampler), judge, mix)
     batches.allow(1)
     try:
         return await batches.take(1)

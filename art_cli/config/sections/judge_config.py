@@ -278,6 +278,7 @@ class BlendJudgeConfig(ScoringJudgeConfig):
 
 
 JudgeConfig = Annotated[_OneJudgeConfig | BlendJudgeConfig | NoJudgeConfig, Field(discriminator="name")]
+ScoringJudge = Annotated[_OneJudgeConfig | BlendJudgeConfig, Field(discriminator="name"), BeforeValidator(_own_judge)]
 
 
 ShadowName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]+$", max_length=40)]

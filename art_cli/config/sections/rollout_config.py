@@ -1,7 +1,7 @@
 """The `rollout` section: the agent, its scenarios, sampling and limits, and the cluster that plays it.
 
 `scenarios`, the source of scenarios, is a section of `eval` too. `rollout.cluster` names a cluster of machines on which
-rollouts are played.
+rollouts are played. With `rollout.sources` there are several agents, each with its scenarios.
 """
 
 import math
@@ -32,6 +32,7 @@ from art_cli.config.sections.base_config import (
     Seconds,
     Section,
 )
+from art_cli.config.sections.judge_config import ScoringJudge, ShadowName
 
 MAX_RESOURCE = 1e6  # largest amount of one resource for one process
 # What of Ray's runtime_env is set here, and where the user sets it instead.
@@ -242,6 +243,69 @@ class EnvironmentConfig(Section):
     """The seed of the first scenario. The others follow it."""
 
 
+def _by_its_name(value: Any) -> Any:
+    """Returns the section for an environment or a cluster whose name stands alone."""
+    return {"name": value} if isinstance(value, str) else value
+
+
+def _check_agent(agent: "SourceConfig | RolloutConfig") -> None:
+    """Raises ValueError if there is not exactly one agent, or it has no scenarios."""
+    if [agent.entry, agent.command, agent.environment].count(None) != 2:
+        raise ValueError(
+            "set exactly one of 'entry' (a Python function), 'command' (an external program) and 'environment' "
+            "(a ready-made one)"
+        )
+    if agent.scenarios is None and agent.environment is None:
+        raise ValueError("set 'scenarios': a file of them, or 'file.py:function'")
+
+
+class SourceConfig(Section):
+    """One source of groups: an agent with its scenarios. What it leaves out is that of `rollout`, or of `judge`."""
+
+    weight: PositiveFloat = 1.0
+    """The source's share of the groups, relative to the weights of the others."""
+    entry: str | None = None
+    """As `rollout.entry`."""
+    python: Path | None = None
+    """As `rollout.python`."""
+    command: Annotated[list[str], Field(min_length=1)] | None = None
+    """As `rollout.command`."""
+    env: VariableNames | None = None
+    """As `rollout.env`."""
+    environment: EnvironmentConfig | None = None
+    """As `rollout.environment`."""
+    scenarios: Scenarios | None = None
+    """As `rollout.scenarios`."""
+    eval_scenarios: Scenarios | None = None
+    """The scenarios to evaluate on, in place of `eval.scenarios`. null: the share `eval.held_out` of its scenarios."""
+    judge: ScoringJudge | None = None
+    """The judge of its groups, written like the section `judge`. null: that section."""
+    max_tokens: PositiveInt | None = None
+    """As `rollout.sampling.max_tokens`."""
+    timeout_s: Seconds | None = None
+    """As `rollout.timeout_s`."""
+    max_turns: PositiveInt | None = None
+    """As `rollout.max_turns`."""
+    limit_reward: Float | None = None
+    """As `rollout.limit_reward`."""
+    retries: Count | None = None
+    """As `rollout.retries`."""
+    processes: Annotated[Count, Field(le=MAX_PROCESSES)] | None = None
+    """As `rollout.processes`."""
+    pool: str | None = None
+    """As `rollout.pool`."""
+
+    _environment_by_name = field_validator("environment", mode="before")(_by_its_name)
+
+    @model_validator(mode="after")
+    def _one_kind_of_agent(self) -> Self:
+        _check_agent(self)
+        return self
+
+
+OF_SOURCES = ("entry", "command", "environment", "scenarios")  # keys that `rollout` leaves to its sources
+
+
 class RolloutConfig(Section):
     """The user's agent, the scenarios, and the number of attempts at once and in each step."""
 
@@ -299,6 +363,20 @@ class RolloutConfig(Section):
     replay: ReplayConfig | None = None
     """Replay of earlier groups, which needs `loss.off_policy`. null: a step trains on its own groups only."""
     sampling: SamplingConfig = SamplingConfig()
+    sources: dict[ShadowName, SourceConfig] = {}
+    """Several agents in one run instead of one: {letters: {entry: "letters.py:rollout", scenarios: letters.jsonl,
+    weight: 2}, words: {...}}. Each step's groups are mixed from them by weight (docs/rollouts.md)."""
+
+    @property
+    def by_source(self) -> "dict[str, RolloutConfig]":
+        """The rollout of each source alone, by name and in its order; that of a run without sources is ""."""
+        return {name: self._of(source) for name, source in sorted(self.sources.items())} or {"": self}
+
+    def _of(self, source: SourceConfig) -> "RolloutConfig":
+        own = {key: value for key in RolloutConfig.model_fields if (value := getattr(source, key, None)) is not None}
+        if source.max_tokens is not None:
+            own["sampling"] = self.sampling.model_copy(update={"max_tokens": source.max_tokens})
+        return self.model_copy(update=own | {"sources": {}})
 
     @property
     def most_at_once(self) -> int:
@@ -315,20 +393,23 @@ class RolloutConfig(Section):
         """The largest number of groups of earlier steps that a step trains on again, rounded up."""
         if self.replay is None:
             return 0
-        return min(math.ceil(round(self.replay.share * self.groups_per_step, 6)), self.groups_per_step - 1)
+        wanted = math.ceil(round(self.replay.share * self.groups_per_step, 6))
+        return max(min(wanted, self.groups_per_step - 1), 0)
 
-    @field_validator("environment", "cluster", mode="before")
-    @classmethod
-    def _by_its_name(cls, value: Any) -> Any:
-        return {"name": value} if isinstance(value, str) else value
+    _section_by_name = field_validator("environment", "cluster", mode="before")(_by_its_name)
 
     @model_validator(mode="after")
     def _one_kind_of_agent(self) -> Self:
-        if [self.entry, self.command, self.environment].count(None) != 2:
-            raise ValueError(
-                "set exactly one of 'entry' (a Python function), 'command' (an external program) and 'environment' "
-                "(a ready-made one)"
-            )
-        if self.scenarios is None and self.environment is None:
-            raise ValueError("set 'scenarios': a file of them, or 'file.py:function'")
+        if not self.sources:
+            _check_agent(self)
+        elif given := [key for key in OF_SOURCES if getattr(self, key) is not None]:
+            raise ValueError(f"with 'sources' each source has its own {given[0]!r}; move it into one of them")
         return self
+
+    @model_serializer(mode="wrap")
+    def _as_written(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Dumps no `sources` where there are none, so that the records of such runs stay the same."""
+        dumped: dict[str, Any] = dump(self)
+        if not self.sources:
+            dumped.pop("sources", None)
+        return dumped

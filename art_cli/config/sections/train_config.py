@@ -388,6 +388,9 @@ class SftConfig(Section):
                     yield knob, "used with an evaluation loss only; set sft.eval_demos or sft.held_out"
 
 
+ONE_OF_BOTH = "set exactly one of 'scenarios' (a file or function) and 'held_out' (a share)"
+
+
 class EvalConfig(Section):
     """The evaluation of the policy during training and by `art eval`."""
 
@@ -408,6 +411,6 @@ class EvalConfig(Section):
 
     @model_validator(mode="after")
     def _one_of_scenarios_and_held_out(self) -> Self:
-        if (self.scenarios is None) == (self.held_out is None):
-            raise ValueError("set exactly one of 'scenarios' (a file or function) and 'held_out' (a share)")
+        if self.scenarios is not None and self.held_out is not None:
+            raise ValueError(ONE_OF_BOTH)
         return self

@@ -1,0 +1,59 @@
+"""SourceJudges: the judges of a run's sources; a group is scored by that of its source."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from art_cli.config.schema import RunConfig
+from art_cli.judges import Judge, make_judge
+from art_cli.judges.costs import CostEstimate, Usage
+from art_cli.judges.judge_groups import require_keys
+from art_cli.runs.trajectory import Trajectory
+from art_cli.runtime.errors import JudgeError
+
+
+class SourceJudges(Judge):
+    """Several judges, of which `of` returns one. `judges` are by source; sources may share one."""
+
+    title = "the sources' judges"
+
+    def __init__(self, judges: Mapping[str, Judge]) -> None:
+        self._judges = judges
+        self._each = list({id(judge): judge for judge in judges.values()}.values())
+        self.spent_usd = sum(judge.spent_usd for judge in self._each)
+        self.is_priced = all(judge.is_priced for judge in self._each)
+        self.noise = next((judge.noise for judge in self._each if judge.noise and judge.noise.ask_again), None)
+
+    def of(self, group: Sequence[Trajectory]) -> Judge:
+        """Raises JudgeError: no such source."""
+        source = group[0].source or ""
+        if source not in self._judges:
+            raise JudgeError(f"its source is {source!r}; rollout.sources has: {', '.join(self._judges)}")
+        return self._judges[source]
+
+    @property
+    def usage(self) -> Usage:
+        return sum((judge.usage for judge in self._each), Usage())
+
+    def estimate(self, group: Sequence[Trajectory]) -> CostEstimate | None:
+        return self.of(group).estimate(group)
+
+    async def close(self) -> None:
+        for judge in self._each:
+            await judge.close()
+
+
+def make_judges(config: RunConfig, directory: Path, *, job: str = "") -> Judge:
+    """Returns the run's judge, which is one for each source where a source has its own. Raises as `make_judge`."""
+    shared, judges = None, dict[str, Judge]()
+    for name, part in config.by_source.items():
+        if name and config.rollout.sources[name].judge is not None:
+            judges[name] = make_judge(part.judge, directory, job=f"{job}#source/{name}" if job else "")
+        else:
+            judges[name] = shared = shared or make_judge(part.judge, directory, job=job)
+    return shared if shared is not None and len(set(map(id, judges.values()))) == 1 else SourceJudges(judges)
+
+
+def require_all_keys(config: RunConfig, directory: Path) -> None:
+    """Raises UsageError when a variable that one of the run's judges needs is not set."""
+    for name, part in config.by_source.items():
+        require_keys(part.judge, directory, key=config.key_in(name, "judge"))

@@ -1,0 +1,85 @@
+"""SourceMix: the groups of each step, mixed from the sources of `rollout.sources` by weight.
+
+Every place of every step belongs to one source: the one that is furthest behind its share of all places so far. So the
+shares are exact after each whole period of the weights, a source is never a whole group ahead, and the order of places
+depends on the weights alone. It does not depend on what was played, so that a resumed run has the same mix.
+
+    weights {a: 2, b: 1}, 4 groups per step    ->    a b a a | b a a b | a a b a | ...
+
+A run without sources has one, with the name "".
+"""
+
+import math
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from fractions import Fraction
+from functools import partial
+from itertools import islice
+
+from art_cli.config.schema import RunConfig
+from art_cli.loop.owed_groups import Place
+from art_cli.loop.scenario_choice import ScenarioChoice
+from art_cli.runs.run_dir import RunDir
+from art_cli.runs.trajectory import Json, ScoredTrajectory
+
+
+def places(weights: Mapping[str, float]) -> Iterator[str]:
+    """Yields the source of each place, without end. Of sources that are equally far behind the first one is next."""
+    exact = {name: Fraction(repr(weight)) for name, weight in weights.items()}
+    scale = math.lcm(*(weight.denominator for weight in exact.values()))
+    whole = {name: int(weight * scale) for name, weight in exact.items()}
+    total, behind = sum(whole.values()), dict.fromkeys(whole, 0)
+    while True:
+        for name, weight in whole.items():
+            behind[name] += weight
+        chosen = max(behind, key=behind.__getitem__)
+        behind[chosen] -= total
+        yield chosen
+
+
+class SourceMix:
+    """The choices of all sources together."""
+
+    def __init__(self, config: RunConfig, run: RunDir, scenarios: Mapping[str, Sequence[Json]]) -> None:
+        """`scenarios` are by source. Raises DataError as `ScenarioChoice` does."""
+        rollout = config.rollout
+        self._size = rollout.groups_per_step
+        self._places = places({name: source.weight for name, source in sorted(rollout.sources.items())} or {"": 1.0})
+        self._steps: list[list[str]] = []  # the sources of each step's places, as far as they were asked for
+        self._choices = {
+            name: ScenarioChoice(part, run, scenarios[name], source=name, size_of=partial(self._size_of, name))
+            for name, part in config.by_source.items()
+        }
+
+    def _size_of(self, source: str, step: int) -> int:
+        return self.sources(step).count(source)
+
+    def sources(self, step: int) -> list[str]:
+        """Returns the source of each place of the step."""
+        while len(self._steps) <= step:
+            self._steps.append(list(islice(self._places, self._size)))
+        return self._steps[step]
+
+    def replays(self, step: int) -> dict[str, list[list[ScoredTrajectory]]]:
+        """Returns by source the groups of earlier steps that take the places of as many own ones."""
+        return {name: choice.replays(step) for name, choice in self._choices.items()}
+
+    def places(self, step: int, num_replayed: Mapping[str, int]) -> tuple[list[Place], list[Place]]:
+        """Returns the places of the step's own groups, and those that it may refill with, in the order of play."""
+        own, spare = list[Place](), list[Place]()
+        chosen = {name: iter(choice.scenarios(step)) for name, choice in self._choices.items()}
+        sources = self.sources(step)
+        num_own = Counter(sources)
+        num_own.subtract(num_replayed)
+        for name in sources:
+            if num_own[name] > 0:
+                num_own[name] -= 1
+                own.append(Place(name, next(chosen[name])))
+        for name, choice in self._choices.items():
+            spare += [Place(name, scenario) for scenario in islice(chosen[name], choice.num_spare(step))]
+        return own, spare
+
+    def note(self, step: int, groups: Sequence[Sequence[ScoredTrajectory]]) -> None:
+        """Writes down the rewards of a finished step's groups, for the choices of later steps."""
+        for choice in self._choices.values():
+            choice.note(step, groups)
