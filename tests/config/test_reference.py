@@ -24,7 +24,11 @@ def test_the_reference_is_made_from_the_schema() -> None:
 def test_the_reference_has_every_key_with_its_meaning() -> None:
     page = (ROOT / "docs/config.md").read_text()
     inside_lists = ("judge.panel.", "judge.judges.", "trackers.", "shadow.")
+    inside_lists += tuple(
+        f"rollout.sources.NAME.{below}." for below in ("judge", "environment", "scenarios", "eval_scenarios")
+    )
     for key in all_keys(RunConfig):
+        key = key.replace("rollout.sources.", "rollout.sources.NAME.")
         if not key.startswith(inside_lists) and key.rpartition(".")[2] != "name":
             assert f"\n| `{key}` |" in page or f"\n## {key}\n" in page, key
     assert not [line for line in page.splitlines() if line.startswith("| `") and line.endswith("|  |")]
