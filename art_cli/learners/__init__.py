@@ -176,8 +176,11 @@ def make_learner(
     from art_cli.models.policy_spec import PolicySpec, spec_of
 
     _check_resolved(config)
+    module, _, name = BUILT_INS[config.learner.name].partition(":")
+    make = getattr(import_module(module), name)
     if not config.learner.trains_weights:
-        return _make_prompt_learner(config, directory)
+        searching: Learner = make(config, directory)
+        return searching
     assert policy is not None, "weights can be trained only if they are here"
     knobs: dict[str, Any] = {
         "train": config.train,
@@ -187,8 +190,6 @@ def make_learner(
         "sft": config.sft,
         "sampling_max_tokens": config.rollout.sampling.max_tokens,
     }
-    module, _, name = BUILT_INS[config.learner.name].partition(":")
-    make = getattr(import_module(module), name)
     if config.learner.weights == "server":
         spec = policy if isinstance(policy, PolicySpec) else spec_of(policy)
         remote: Learner = make(spec, engine=with_base_model(config), lora=config.model.lora, **knobs)
@@ -201,18 +202,6 @@ def make_learner(
         return learner
     learner = make(policy, **knobs)
     return learner
-
-
-def _make_prompt_learner(config: "RunConfig", directory: Path) -> Learner:
-    from art_cli.config.checks import reflecting_model
-    from art_cli.config.schema import PromptLearnerConfig
-    from art_cli.learners.prompt_learner import PromptLearner
-
-    assert isinstance(config.learner, PromptLearnerConfig)
-    member = reflecting_model(config, config.learner)
-    assert member is not None, "the configuration was checked"
-    seed, group_size = config.train.seed, config.rollout.group_size
-    return PromptLearner(config.learner, member, directory, seed=seed, group_size=group_size)
 
 
 def _check_resolved(config: "RunConfig") -> None:

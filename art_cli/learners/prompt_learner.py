@@ -27,7 +27,8 @@ from typing import Any
 
 import msgspec
 
-from art_cli.config.schema import JudgeModelConfig, PromptLearnerConfig
+from art_cli.config.checks import reflecting_model
+from art_cli.config.schema import PromptLearnerConfig, RunConfig
 from art_cli.learners import Progress, StepMetrics
 from art_cli.learners.reflection import Example, Reflection, choose_parent, read_example
 from art_cli.rollouts.rollout_runner import RolloutPlan
@@ -63,7 +64,7 @@ class KeptPrompt(msgspec.Struct, kw_only=True):
         self.examples = latest or self.examples
 
 
-class Search(msgspec.Struct, kw_only=True):
+class PromptSearch(msgspec.Struct, kw_only=True):
     """The state of a search."""
 
     kept: list[KeptPrompt]
@@ -88,15 +89,17 @@ class PromptMetrics(StepMetrics, kw_only=True):
 class PromptLearner:
     """A Learner without weights. `arrange` gives each rollout of a step its prompt."""
 
-    def __init__(
-        self, config: PromptLearnerConfig, member: JudgeModelConfig, directory: Path, *, seed: int, group_size: int
-    ) -> None:
+    def __init__(self, config: RunConfig, directory: Path) -> None:
         """Raises UsageError: a part's text is too long, or what the reflecting model needs is missing."""
+        learner, group_size = config.learner, config.rollout.group_size
+        assert isinstance(learner, PromptLearnerConfig)
+        member = reflecting_model(config, learner)
+        assert member is not None, "the configuration was checked"
         self.payer = Reflection(member, directory)
-        self._place, self._seed = config.place, seed
+        self._place, self._seed = learner.place, config.train.seed
         self._num_parents = group_size - group_size // 2  # of a group's attempts, where there is a proposal
-        parts = {name: _read_part(name, directory / path.expanduser()) for name, path in config.parts.items()}
-        self._search = Search(kept=[KeptPrompt(parts=parts or {FIRST_PART: ""}, parent=None)])
+        parts = {name: _read_part(name, directory / path.expanduser()) for name, path in learner.parts.items()}
+        self._search = PromptSearch(kept=[KeptPrompt(parts=parts or {FIRST_PART: ""}, parent=None)])
 
     # --- a step -------------------------------------------------------------------------------------------------------
 
@@ -177,7 +180,7 @@ class PromptLearner:
     def load(self, directory: Path) -> None:
         """Continues from what `save` wrote. Raises CheckpointError: it is no search."""
         try:
-            self._search = msgspec.convert(read_object(directory / STATE_FILE, within=directory), Search)
+            self._search = msgspec.convert(read_object(directory / STATE_FILE, within=directory), PromptSearch)
         except (DataError, ValueError) as error:  # msgspec's errors are ValueErrors
             raise CheckpointError(f"{directory}: no search for a prompt: {one_line(error)}") from error
 

@@ -31,7 +31,7 @@ from art_cli.judges import Judge
 from art_cli.judges.costs import Usage
 from art_cli.judges.shadow_judges import ShadowJudges, shadow_numbers
 from art_cli.loop.evaluate import values_by_scenario
-from art_cli.loop.owed_groups import GroupScorer, Place, group, owed, plan_places
+from art_cli.loop.owed_groups import GroupPlace, GroupScorer, group, owed, plan_places
 from art_cli.loop.policy_sampler import Sampler
 from art_cli.loop.source_mix import SourceMix
 from art_cli.rollouts.rollout_runner import Progress, RolloutPlan, shown
@@ -60,8 +60,8 @@ class StepGroups:
         self,
         config: RolloutConfig,
         step: int,
-        own: Sequence[Place],
-        spare: Sequence[Place],
+        own: Sequence[GroupPlace],
+        spare: Sequence[GroupPlace],
         done: Sequence[Trajectory],
     ) -> None:
         self.done = list(done)

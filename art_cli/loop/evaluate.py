@@ -36,7 +36,7 @@ from art_cli.config.schema import EvalConfig, RunConfig
 from art_cli.judges import Judge
 from art_cli.judges.costs import Price
 from art_cli.judges.judge_groups import judge_groups
-from art_cli.loop.owed_groups import Place, owed, plan_places
+from art_cli.loop.owed_groups import GroupPlace, owed, plan_places
 from art_cli.loop.policy_sampler import Sampler
 from art_cli.runs.durable import LineWriter, read_lines
 from art_cli.runs.trajectory import Json, ScoredTrajectory, Trajectory
@@ -162,7 +162,7 @@ async def play_evaluation(
 
     `watch` is called with each new one after it is written. An exception of it ends the evaluation.
     """
-    places = [Place(source, scenario) for source, its in scenarios.items() for scenario in its]
+    places = [GroupPlace(source, scenario) for source, its in scenarios.items() for scenario in its]
     plans = plan_places(places, step=step, group_size=config.attempts, prefix="e", temperature=config.temperature)
     done = list(read_lines(path, Trajectory))
     missing = owed(plans, done)

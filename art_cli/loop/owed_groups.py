@@ -22,8 +22,8 @@ from art_cli.runs.trajectory import Json, ScoredTrajectory, Trajectory
 AnyTrajectory = TypeVar("AnyTrajectory", bound=Trajectory)
 
 
-class Place(NamedTuple):
-    """A group to be played. Example: Place("letters", {"id": "letters-1", "ask": "say 1 letters"})."""
+class GroupPlace(NamedTuple):
+    """A group to be played. Example: GroupPlace("letters", {"id": "letters-1", "ask": "say 1 letters"})."""
 
     source: str  # key of rollout.sources, or "" without sources
     scenario: Json
@@ -33,12 +33,12 @@ def plan_groups(
     scenarios: Sequence[Json], *, step: int, group_size: int, prefix: str = "s", temperature: float | None = None
 ) -> list[RolloutPlan]:
     """Returns as `plan_places` the rollouts of groups without sources."""
-    places = [Place("", scenario) for scenario in scenarios]
+    places = [GroupPlace("", scenario) for scenario in scenarios]
     return plan_places(places, step=step, group_size=group_size, prefix=prefix, temperature=temperature)
 
 
 def plan_places(
-    places: Sequence[Place], *, step: int, group_size: int, prefix: str = "s", temperature: float | None = None
+    places: Sequence[GroupPlace], *, step: int, group_size: int, prefix: str = "s", temperature: float | None = None
 ) -> list[RolloutPlan]:
     """Returns all rollouts of a step, group by group. Their ids depend only on the step and on the position in it.
 

@@ -35,7 +35,7 @@ class Sampler:
     origin: Origin | None  # of its policies, or None if the engine brings its model
 
     async def load(self, checkpoint: Path, step: int) -> ProvenPolicy | None:
-        """Loads a checkpoint and proves it. Replies of the step wait for the proof; None: the checkpoint has none.
+        """Loads a checkpoint, and returns its proof, or None if it has none. Replies of the step wait for the proof.
 
         A prompt leaves the engine as it is. Raises DriftError if the engine samples from other weights.
         """

@@ -17,7 +17,7 @@ from functools import partial
 from itertools import islice
 
 from art_cli.config.schema import RunConfig
-from art_cli.loop.owed_groups import Place
+from art_cli.loop.owed_groups import GroupPlace
 from art_cli.loop.scenario_choice import ScenarioChoice
 from art_cli.runs.run_dir import RunDir
 from art_cli.runs.trajectory import Json, ScoredTrajectory
@@ -64,9 +64,9 @@ class SourceMix:
         """Returns by source the groups of earlier steps that take the places of as many own ones."""
         return {name: choice.replays(step) for name, choice in self._choices.items()}
 
-    def places(self, step: int, num_replayed: Mapping[str, int]) -> tuple[list[Place], list[Place]]:
+    def places(self, step: int, num_replayed: Mapping[str, int]) -> tuple[list[GroupPlace], list[GroupPlace]]:
         """Returns the places of the step's own groups, and those that it may refill with, in the order of play."""
-        own, spare = list[Place](), list[Place]()
+        own, spare = list[GroupPlace](), list[GroupPlace]()
         chosen = {name: iter(choice.scenarios(step)) for name, choice in self._choices.items()}
         sources = self.sources(step)
         num_own = Counter(sources)
@@ -74,9 +74,9 @@ class SourceMix:
         for name in sources:
             if num_own[name] > 0:
                 num_own[name] -= 1
-                own.append(Place(name, next(chosen[name])))
+                own.append(GroupPlace(name, next(chosen[name])))
         for name, choice in self._choices.items():
-            spare += [Place(name, scenario) for scenario in islice(chosen[name], choice.num_spare(step))]
+            spare += [GroupPlace(name, scenario) for scenario in islice(chosen[name], choice.num_spare(step))]
         return own, spare
 
     def note(self, step: int, groups: Sequence[Sequence[ScoredTrajectory]]) -> None:

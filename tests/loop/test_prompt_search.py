@@ -15,7 +15,7 @@ import pytest
 
 from art_cli.chat.requests import Request, Sampling
 from art_cli.config.compose import load_config
-from art_cli.learners.prompt_learner import Search
+from art_cli.learners.prompt_learner import PromptSearch
 from art_cli.loop.references import check_ready
 from art_cli.rollouts.rollout_gateway import call_seed
 from art_cli.runs.manifest import verify_checkpoint
@@ -49,8 +49,8 @@ def art(*words: object, wants: int = 0) -> str:
     return out if wants == 0 else err
 
 
-def search_of(files: RunDir, step: int) -> Search:
-    return msgspec.json.decode((files.checkpoint_path(step) / "optimizer.json").read_bytes(), type=Search)
+def search_of(files: RunDir, step: int) -> PromptSearch:
+    return msgspec.json.decode((files.checkpoint_path(step) / "optimizer.json").read_bytes(), type=PromptSearch)
 
 
 def asked_of(server: ChatServer, model: str) -> list[Json]:

@@ -16,7 +16,7 @@ from art_cli.config.compose import load_config
 from art_cli.config.sections.rollout_config import RolloutConfig
 from art_cli.judges import make_judge
 from art_cli.loop.batches import Batch, Batches, StepGroups
-from art_cli.loop.owed_groups import Place
+from art_cli.loop.owed_groups import GroupPlace
 from art_cli.loop.policy_sampler import Sampler
 from art_cli.loop.source_mix import SourceMix
 from art_cli.rollouts.rollout_runner import OnFinished, Progress, RolloutPlan
@@ -32,7 +32,7 @@ def config(**values: float) -> RolloutConfig:
 
 
 def step_groups(config: RolloutConfig, step: int, known: Sequence[Json], done: Sequence[Trajectory]) -> StepGroups:
-    places = [Place("", scenario) for scenario in known]
+    places = [GroupPlace("", scenario) for scenario in known]
     own, spare = places[: config.groups_per_step], places[config.groups_per_step :]
     return StepGroups(config, step, own, spare[: config.num_spare], done)
 
