@@ -537,6 +537,7 @@ GOES_WITH = {  # the errors of these alone
     ("judge", "none"): "set loss=distill",
     ("loss", "sdpo"): "choose judge=ruler",
     ("learner", "tinker"): "set engine=tinker",
+    ("learner", "prompt"): "is no model that could reflect",
 }
 
 
