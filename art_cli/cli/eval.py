@@ -69,8 +69,7 @@ def run(
     with contextlib.ExitStack() as stack:
         directory = output or stack.enter_context(scratch("eval"))
         watch = eval_comparison.Watch(loaded, parsed, num_policies=len(players))
-        parts = RunScenarios(loaded.config, loaded.directory).by_source
-        scenarios = {source: part.evaluation for source, part in parts.items()}
+        scenarios = RunScenarios(loaded.config, loaded.directory).evaluation_by_source
         played = {n: eval_comparison.play(player, scenarios, directory, n, watch) for n, player in players.items()}
     results = {
         name: values_by_scenario(done) | spent_by_scenario(done, players[name].price) for name, done in played.items()

@@ -448,12 +448,11 @@ class Preflight:
         Where the limits allow a longer row, its time and memory are estimated.
         """
         assert self.policy and self.learner and self.trajectory
-        answers = [each.max_turns * each.sampling.max_tokens for each in self.loaded.config.rollout.by_source.values()]
         played = max(
             len(sequence(attempt.turns, index)) for attempt in self.played for index in range(len(attempt.turns))
         )
         own_prompt = len(prompt(self.trajectory.turns, 0))
-        longest = min(self.policy.max_length, own_prompt + max(answers))
+        longest = min(self.policy.max_length, own_prompt + self.loaded.config.rollout.longest_answer)
         length = min(played, longest, trial_update.MAX_TOKENS)
         log.info("update: a step on a row of %d tokens, %s", length, self._update_takes(length))
         metrics = trial_update.step(self.learner, length, vocabulary=self.policy.vocabulary)

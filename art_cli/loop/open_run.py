@@ -196,7 +196,7 @@ async def open_run(claim: Claim) -> AsyncIterator[Run]:
         meter.follow(history)
         panel.follow(history)
         arrange = getattr(learner, "arrange", list)
-        mix = SourceMix(config, files, {name: each.training for name, each in data.by_source.items()})
+        mix = SourceMix(config, files, data.training_by_source)
         batches = Batches(config, files, sampler, judge, mix, shadows=shadows, arrange=arrange)
         stack.push_async_callback(batches.close)
         yield Run(

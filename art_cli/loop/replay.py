@@ -58,7 +58,7 @@ def replay(run: RunDir, config: Path, links: list[Link]) -> Iterator[Replayed]:
     if not run.checkpoint_path(first).is_dir():
         raise CheckpointError(f"{run.checkpoint_path(first)}: gone; the replay of the run has to begin there")
     data = RunData(loaded.config, loaded.directory)
-    mix = SourceMix(loaded.config, run, {name: part.training for name, part in data.by_source.items()})
+    mix = SourceMix(loaded.config, run, data.training_by_source)
     return _updates(run, loaded, data, mix, steps, first)
 
 

@@ -223,9 +223,8 @@ def _pilot(run: Run, groups: Groups, measured: Measured) -> Measured:
 def _longest_row(run: Run) -> int:
     """Returns the tokens of the longest row that the limits allow."""
     assert run.policy is not None, "a plan is of weights"
-    answered = max(each.max_turns * each.sampling.max_tokens for each in run.config.rollout.by_source.values())
     asked = max((len(prompt(each.turns, 0)) for each in run.files.trajectories(0) if each.turns), default=1)
-    return min(run.policy.max_length, asked + answered)
+    return min(run.policy.max_length, asked + run.config.rollout.longest_answer)
 
 
 class Advice(NamedTuple):

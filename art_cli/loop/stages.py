@@ -55,7 +55,7 @@ def generate(loaded: LoadedConfig, output: Path, *, checkpoint: Path | None, ste
     """
     loaded, source = choose_policy(loaded, checkpoint)
     data, run = RunScenarios(loaded.config, loaded.directory), RunDir(loaded.config.runs / loaded.config.name)
-    mix = SourceMix(loaded.config, run, {name: part.training for name, part in data.by_source.items()})
+    mix = SourceMix(loaded.config, run, data.training_by_source)
     own, _ = mix.places(source.step if step is None else step, {})
     plans = plan_places(own, step=source.step, group_size=loaded.config.rollout.group_size)
     with open_policy(loaded, source) as policy:

@@ -117,7 +117,7 @@ async def evaluate_if_due(run: Run, step: int) -> None:
         return
     begin, path = time.perf_counter(), files.eval_path(step)
     title = f"eval at step {step}"
-    scenarios = {name: part.evaluation for name, part in run.data.by_source.items()}
+    scenarios = run.data.evaluation_by_source
     trajectories = await play_evaluation(run.sampler, config, scenarios, step=step, path=path, title=title)
     run.trackers.log_evaluation(step, [*group(trajectories).values()])
     values = values_by_scenario(trajectories)

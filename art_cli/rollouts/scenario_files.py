@@ -225,6 +225,14 @@ class RunScenarios:
         parts = self.config.by_source.items()
         return {name: RunScenarios(part, self.directory) if name else self for name, part in parts}
 
+    @property
+    def training_by_source(self) -> dict[str, list[Json]]:
+        return {name: part.training for name, part in self.by_source.items()}
+
+    @property
+    def evaluation_by_source(self) -> dict[str, list[Json]]:
+        return {name: part.evaluation for name, part in self.by_source.items()}
+
     @cached_property
     def training(self) -> list[Json]:
         """The scenarios to train on, in order."""

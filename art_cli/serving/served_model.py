@@ -12,8 +12,8 @@ from typing import NamedTuple
 import msgspec
 
 from art_cli.chat.requests import Sampling
-from art_cli.config.overrides import variants
-from art_cli.config.schema import EngineSection, ModelConfig, RunConfig
+from art_cli.config.schema import ModelConfig
+from art_cli.config.sections.engine_config import HOSTED
 from art_cli.runs import run_checkpoints
 from art_cli.runs.manifest import Manifest
 from art_cli.runs.run_checkpoints import Found, Which
@@ -24,12 +24,6 @@ from art_cli.runtime.errors import UsageError
 HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 NAME = re.compile(r"[\w.@/-]+")
 DTYPES = ("auto", "float32", "bfloat16")
-# Engines at a foreign address, by name. They can have a prompt in front of them.
-HOSTED: dict[str, type[EngineSection]] = {
-    kind: section
-    for kind, section in variants(RunConfig, "engine").items()
-    if issubclass(section, EngineSection) and not section.can_train
-}
 
 
 class Source(NamedTuple):

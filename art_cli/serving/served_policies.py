@@ -35,6 +35,7 @@ from art_cli.config.schema import (
     RunConfig,
     TinkerEngineConfig,
 )
+from art_cli.config.sections.engine_config import HOSTED
 from art_cli.engines import Engine, make_engine
 from art_cli.engines.proof import prove
 from art_cli.models import loading
@@ -46,7 +47,7 @@ from art_cli.runs.run_dir import RunDir
 from art_cli.runtime.errors import ArtError, UsageError
 from art_cli.runtime.threads import call_in_thread
 from art_cli.serving.middleware import Meter
-from art_cli.serving.served_model import HOSTED, Source, base_config, of_checkpoint
+from art_cli.serving.served_model import Source, base_config, of_checkpoint
 
 log = logging.getLogger(__name__)
 

@@ -273,6 +273,9 @@ class OwnEngineConfig(EngineSection):
         return self.entry
 
 
+# Engines at a foreign address, by name: their models cannot be trained, and can have a prompt in front of them.
+HOSTED: dict[str, type[EngineSection]] = {"openai": OpenAIEngineConfig, "anthropic": AnthropicEngineConfig}
+
 EngineConfig = Annotated[
     AutoEngineConfig
     | EmbeddedEngineConfig

@@ -379,6 +379,11 @@ class RolloutConfig(Section):
         return self.model_copy(update=own | {"sources": {}})
 
     @property
+    def longest_answer(self) -> int:
+        """The largest number of tokens that one attempt may sample, of any source."""
+        return max(each.max_turns * each.sampling.max_tokens for each in self.by_source.values())
+
+    @property
     def most_at_once(self) -> int:
         """The largest number of rollouts that are played at once."""
         return MAX_AT_ONCE if self.concurrency == "auto" else self.concurrency

@@ -9,6 +9,8 @@ from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any
 
+from art_cli.config.sections.engine_config import HOSTED
+
 Report = Mapping[str, Any]
 
 MAX_METRICS = 4  # metrics beside the reward that the table has room for
@@ -20,7 +22,7 @@ def closing_text(report: Report) -> str:
     lines = [f"  {line}" for line in evaluation_table(report)]
     if report["offered"]:
         lines += [f"to serve:   {path}" for path in _offered_path(report)]
-        is_hosted = report["made_with"].get("engine") in ("anthropic", "openai")  # art serve asks before it uses a key
+        is_hosted = report["made_with"].get("engine") in HOSTED  # art serve asks before it uses a key
         lines += [f"            {report['offered']}", f"serve it:   art serve {run}{' --trust' if is_hosted else ''}"]
     lines += [f"look at it: art view {run}", f"            art report {run}"]
     return "".join(f"{line}\n" for line in lines)
