@@ -7,11 +7,12 @@ they win four games in ten. Halving what is left wins all.
 
 import random
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 from textarena.envs.GuessTheNumber.env import GuessTheNumberEnv
 
-from art_cli import Outcome, Policy
+from art_cli import Outcome, Policy, small_models
 
 NUMBERS, NUM_GUESSES = (1, 10), 4
 NUM_DEMOS = 3200
@@ -39,6 +40,12 @@ class Game:
     @property
     def is_won(self) -> bool:
         return self.said is None and self._env.state.rewards == {0: 1}
+
+
+def base(directory: Path) -> None:
+    """Writes a random model of a million parameters in which each word of the game is one token."""
+    said = [message["content"] for demo in demos() for message in demo["messages"]]
+    small_models.build(directory, small_models.make_tokenizer(said))
 
 
 async def rollout(policy: Policy, scenario: dict[str, Any]) -> Outcome:
