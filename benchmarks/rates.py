@@ -2,10 +2,12 @@
 
     python -m benchmarks.rates                                # all that is missing; hours
     python -m benchmarks.rates --only mail --rates auto 1e-4 1e-3 --seeds 0
+    python -m benchmarks.rates --only mail --rates auto auto,train.epochs_per_step=1 auto,loss.clip=0.3
     python -m benchmarks.rates --table                        # runs nothing; prints the table
 
 Every run is a row of benchmarks/rates.jsonl: task, rate, seed, the rate that auto came to, and the mean reward of the
-evaluation before the first step and after the last. Rows that are there are not run again. The runs of one task and
+evaluation before the first step and after the last. Rows that are there are not run again. A rate may have other
+settings behind it, which compares defaults of these at the rate that auto comes to. The runs of one task and
 seed share their start: base, warm-up, first evaluation and the attempts of the first step. The table has how far the
 mean over the seeds lies below that of the best rate, with the 95 % interval of the difference, paired by seed; a rate
 stands still if its rise is less than a tenth of the best one's.
@@ -55,9 +57,10 @@ TASKS = {
 def run(name: str, rate: str, seed: int, runs: Path) -> dict[str, Any]:
     """Returns the row of one run of `art train`, which goes on from the start that all rates share."""
     task, began = TASKS[name], time.perf_counter()
-    files = RunDir(runs / f"{name}_{rate}_{seed}")
+    value, *others = rate.split(",")
+    files = RunDir(runs / f"{name}_{'_'.join(rate.replace('=', '-').split(','))}_{seed}")
     begin(name, seed, files.root)
-    ended = train(files.root, task, seed, f"train.learning_rate={rate}", f"train.steps={task.steps}")
+    ended = train(files.root, task, seed, f"train.learning_rate={value}", f"train.steps={task.steps}", *others)
     means = {step: values["reward"] for step, values in sorted(files.evaluations().items())}
     config = json.loads(files.config_path.read_text())
     return {
@@ -106,10 +109,10 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
     lines = ["| task | rate | seeds | before | after | verdict |", "|---|---|---|---|---|---|"]
     for name, by_rate in ends.items():
         best = max(by_rate, key=lambda rate: statistics.fmean(by_rate[rate].values()))
-        for rate in sorted(by_rate, key=lambda rate: (rate != "auto", came[name, rate])):
+        for rate in sorted(by_rate, key=lambda rate: (not rate.startswith("auto"), came[name, rate])):
             after, seeds = by_rate[rate], sorted(by_rate[rate])
             before = statistics.fmean(starts[name][seed] for seed in seeds)
-            shown = f"auto ({came[name, rate]:g})" if rate == "auto" else rate
+            shown = f"{rate} ({came[name, rate]:g})" if rate.startswith("auto") else rate
             shown_ends = " ".join(f"{after[seed]:.3f}" for seed in seeds)
             verdict = judge(after, by_rate[best], before)
             lines.append(
