@@ -3,6 +3,7 @@
 import json
 import signal
 import subprocess
+import time
 import urllib.request
 from collections import Counter
 from collections.abc import Iterator
@@ -122,6 +123,22 @@ def test_attempts_have_the_prompt_of_their_side_and_the_judge_sees_neither(tmp_p
 
 
 @pytest.mark.slow
+def test_one_prompt_for_two_agents_whose_scenarios_have_the_same_ids(tmp_path: Path, server: ChatServer) -> None:
+    """The rewards of one agent's scenarios are not mixed with those of the other's. Its evaluation is of each alone."""
+    sources = "{desk: {entry: 'rollout.py:rollout', scenarios: 'rollout.py:tickets', weight: 2}, "
+    sources += "echo: {entry: 'rollout.py:echo', scenarios: 'rollout.py:tickets'}}"
+    removed = ["~rollout.entry", "~rollout.scenarios", f"+rollout.sources={sources}"]
+    art("train", CONFIG, *of_followers(server), f"runs={tmp_path}", *removed, "train.steps=12")
+    files = RunDir(tmp_path / "prompted")
+    first, last = (files.evaluations()[step] for step in (0, 12))
+    assert first["reward.desk"] == 0 and first["reward.echo"] > 0.7
+    assert last["reward.desk"] > 0.3 and last["reward.echo"] > 0.7
+    played = {(each.source, each.scenario["id"]) for step in range(12) for each in files.trajectories(step)}
+    noted = {tuple(name.split("/")) for prompt in search_of(files, 12).kept for name in prompt.rewards}
+    assert noted == played
+
+
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_a_killed_search_ends_with_the_same_prompt_and_asks_for_nothing_twice(tmp_path: Path) -> None:
     """Killed in the middle of a step's attempts, and right after a checkpoint. What was written is not asked again."""
@@ -171,6 +188,26 @@ def test_a_prompt_is_evaluated_beside_the_model_without_one(searched: tuple[Chat
     rows = json.loads(art("eval", CONFIG, *of_followers(server), f"runs={run.parent}", *words))
     means = {row["policy"]: row["mean"] for row in rows if row["metric"] == "reward"}
     assert means == {"base": 0.0, str(run): RunDir(run).evaluations()[3]["reward"]} and means[str(run)] > 0
+
+
+@pytest.mark.slow
+def test_a_served_prompt_follows_its_run(tmp_path: Path, server: ChatServer) -> None:
+    settings = [*of_followers(server), f"runs={tmp_path}", "eval=null"]
+    art("train", CONFIG, *settings, "train.steps=1")
+    run = tmp_path / "prompted"
+    words = ["serve", run, "--last", "--follow", "--trust", "--port", "0", "--json"]
+    with forked.Forked(words, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        url = json.loads(process.stdout.readline())["url"]
+        art("train", CONFIG, *settings, f"train.steps={STEPS}")
+        rules = read_prompt(RunDir(run).checkpoint_path(STEPS)).parts["instructions"]
+        deadline, heard = time.monotonic() + 60, None
+        while heard != {"role": "system", "content": rules}:
+            assert time.monotonic() < deadline
+            post(f"{url}/chat/completions", {"model": "prompted", "messages": [{"role": "user", "content": "hi"}]})
+            heard = asked_of(server, "follower")[-1]["messages"][0]
+            time.sleep(0.2)
+        process.terminate()
 
 
 @pytest.mark.slow

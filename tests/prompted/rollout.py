@@ -31,3 +31,10 @@ async def rollout(policy: Policy, scenario: dict[str, Any]) -> Outcome:
 async def judged(policy: Policy, scenario: dict[str, Any]) -> None:
     """The same without a reward, for a judge."""
     await rollout(policy, scenario)
+
+
+async def echo(policy: Policy, scenario: dict[str, Any]) -> Outcome:
+    """Another agent, whose calls need no rule: the right reply to a greeting is the greeting."""
+    messages: list[Any] = [{"role": "user", "content": f"greeting: {scenario['word']}"}]
+    reply = await policy.client.chat.completions.create(model=policy.model, messages=messages)
+    return Outcome(reward=float(reply.choices[0].message.content == scenario["word"]))
