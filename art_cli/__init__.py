@@ -65,7 +65,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name == "small_models":  # what the recipes that users have copied import
+    if name == "small_models":  # recipes that users have copied import it
         return import_module("art_cli.models.builtin_models")
     if name not in _HOMES:
         raise AttributeError(f"module 'art_cli' has no attribute {name!r}")

@@ -3,10 +3,13 @@
     python -m benchmarks.plan                                  # all that is missing; hours
     python -m benchmarks.plan --only letters --seeds 0         # the smallest case, about a minute
     python -m benchmarks.plan --planted                        # the doubts of tests/planned, and of a healthy reward
+    python -m benchmarks.plan --memory                         # the forecast of memory; 10 minutes
     python -m benchmarks.plan --table                          # runs nothing; prints the table
 
 A row of benchmarks/plan.jsonl is one promised number of one run: task, seed, name, the promised median and 80 %
-interval, what happened, and whether it is inside; or the doubts about a reward. Rows that are there are not made again.
+interval, what happened, and whether it is inside; or the doubts about a reward; or the peak of a process that takes a
+step on rows of some length, beside the forecast of another process by shorter rows. Rows that are there are not made
+again.
 """
 
 import argparse
@@ -42,6 +45,11 @@ TASKS = {
     "filtering": Task("benchmarks/learning_tasks/filtering.yaml", ("train.steps=20",)),
     "mail": Task("benchmarks/learning_tasks/mail.yaml", ("train.steps=6",)),
 }
+MODELS = {
+    "1M": (1024, 2048, 4096),
+    "24M": (1024, 2048, 4096),
+    "smollm2": (512, 1024, 2048),
+}  # lengths of rows in tokens
 BY_JUDGE = ("noise", "position")
 PLANTED = ("fair", "too_hard", "too_easy", "constant", "temperature", "limit", "length", "leak", *BY_JUDGE, "twice")
 
@@ -71,9 +79,44 @@ def doubts_of(name: str, seed: int) -> dict[str, Any]:
     return {"planted": name, "seed": seed, "doubts": [each["kind"] for each in promise["doubts"]]}
 
 
+def memory_of(model: str, length: int) -> dict[str, Any]:
+    """Returns the row of a length: gigabytes that were forecast, and those that two steps of that length took."""
+    promised, happened = (
+        float(python("-c", f"from benchmarks.plan import peak; print(peak({model!r}, {length}, is_forecast={each}))"))
+        for each in (True, False)
+    )
+    return {"model": model, "seed": length, "promised": promised, "happened": happened}
+
+
+def peak(model: str, length: int, *, is_forecast: bool) -> float | None:
+    """Returns the peak of this process in a step on rows of that length, or the forecast by shorter ones."""
+    from art_cli.config.schema import GrpoConfig, ModelConfig, TorchLearnerConfig, TrainConfig
+    from art_cli.learners import trial_update
+    from art_cli.learners.torch_learner import TorchLearner
+    from art_cli.models.loading import load_weights
+    from art_cli.runtime.allocator import keep_freed_memory
+    from benchmarks.models import build
+    from benchmarks.real_model import smollm2
+
+    keep_freed_memory()
+    base = str(smollm2() if model == "smollm2" else "")
+    weights = load_weights(ModelConfig(base=base, dtype="float32"), base) if base else build(model, has_adapter=True)
+    train = TrainConfig(learning_rate=1e-5, max_logprob_gap=1000)
+    learner = TorchLearner(weights, train=train, loss=GrpoConfig(), learner=TorchLearnerConfig())
+    short = min(length // 2, trial_update.MIN_SECOND)
+    trial_update.step(learner, short, vocabulary=int(weights.model.config.vocab_size))
+    if is_forecast:
+        return trial_update.forecast(learner, weights, short, length).gigabytes
+    return trial_update.measure(learner, weights, length).gigabytes
+
+
 def art(*arguments: str) -> str:
     """Returns what the command prints. Raises CalledProcessError, after its last lines are shown."""
-    command = [sys.executable, "-m", "art_cli", *arguments]
+    return python("-m", "art_cli", *arguments)
+
+
+def python(*arguments: str) -> str:
+    command = [sys.executable, *arguments]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=DEADLINE_S)
     if done.returncode:
@@ -92,6 +135,12 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
     lines += [f"| {name} | {kept[name]} of {num} |" for name, num in all_.items()]
     lines += ["", "| planted | doubts |", "|---|---|"]
     lines += [f"| {row['planted']} | {', '.join(row['doubts']) or 'none'} |" for row in rows if "planted" in row]
+    lines += ["", "| model | tokens | GB forecast | GB taken | forecast / taken |", "|---|---|---|---|---|"]
+    for row in (each for each in rows if "model" in each):
+        promised, happened = row["promised"], row["happened"]
+        lines.append(
+            f"| {row['model']} | {row['seed']} | {promised:.2f} | {happened:.2f} | {promised / happened:.2f} |"
+        )
     return "\n".join(lines)
 
 
@@ -100,14 +149,20 @@ def main() -> None:
     parser.add_argument("--only", nargs="*", choices=TASKS, default=list(TASKS))
     parser.add_argument("--seeds", nargs="*", type=int, default=[0, 1, 2])
     parser.add_argument("--planted", action="store_true")
+    parser.add_argument("--memory", action="store_true")
     parser.add_argument("--table", action="store_true")
     asked = parser.parse_args()
     rows = [json.loads(line) for line in ROWS.read_text().splitlines()] if ROWS.exists() else []
-    done = {(row.get("task", row.get("planted")), row["seed"]) for row in rows}
-    for name in () if asked.table else PLANTED if asked.planted else asked.only:
-        for seed in asked.seeds:
+    done = {(row.get("task", row.get("planted", row.get("model"))), row["seed"]) for row in rows}
+    names = PLANTED if asked.planted else MODELS if asked.memory else asked.only
+    for name in () if asked.table else names:
+        for seed in MODELS[name] if asked.memory else asked.seeds:
             if (name, seed) not in done:
-                new = [doubts_of(name, seed)] if asked.planted else list(measure(name, seed))
+                new = (
+                    list(measure(name, seed))
+                    if name in TASKS
+                    else [(memory_of if asked.memory else doubts_of)(name, seed)]
+                )
                 rows += new
                 with ROWS.open("a") as file:
                     file.write("".join(f"{json.dumps(row)}\n" for row in new))

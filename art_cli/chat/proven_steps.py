@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator
 
 from art_cli.chat.chat_errors import ChatError
 
-POLICY_HEADER = "x-art-policy"  # of a reply: the digest of the weights that sampled it
+POLICY_HEADER = "x-art-policy"  # the reply's header with the digest of the weights that sampled it
 PROOF_TIMEOUT_S = 600.0  # longest wait of a reply for the proof of its weights
 
 

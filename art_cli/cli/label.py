@@ -23,7 +23,7 @@ VERDICTS: "dict[str, Verdict]" = {
     **{"1": "left", "\x1b[D": "left", "2": "right", "\x1b[C": "right", "0": "equal", "=": "equal"},
     **{"s": "skip", "u": "undo"},
 }
-MIN_LINES = 5  # of an attempt that are shown, however low the terminal is
+MIN_LINES = 5  # lines of an attempt that a low terminal shows, too
 
 
 def run(

@@ -74,7 +74,7 @@ class Preflight:
     learner: Learner | None = None
     judge: Judge | None = None
     played: list[Trajectory] = field(default_factory=list)  # two attempts at the first scenario of each source
-    sources: dict[str, "Preflight"] = field(default_factory=dict)  # of each source alone; without sources "" is this
+    sources: dict[str, "Preflight"] = field(default_factory=dict)  # by source; "" is this one
 
     def __post_init__(self) -> None:
         self.sources = {
@@ -462,8 +462,7 @@ class Preflight:
         second = trial_update.second_length(length, longest)
         most_s = metrics.train_s * (1 + second / length)
         log.info("update: rows of %d and %d tokens, to estimate longer ones: %.0f s at most", length, second, most_s)
-        short, long = (trial_update.measure(self.learner, self.weights, each) for each in (length, second))
-        whole = trial_update.estimate(short, long, longest, knee=trial_update.knee_of(self.weights))
+        whole = trial_update.forecast(self.learner, self.weights, length, longest)
         message += f"; the longest row that the limits allow has {longest:,} tokens and would take {whole}"
         is_large = whole.seconds > LONG_ROW_S or (whole.gigabytes or 0.0) > trial_update.memory_there(self.weights)
         cure = f"model.max_length makes it shorter: the longest attempt here had {played:,} tokens" if is_large else ""

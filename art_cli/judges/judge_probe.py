@@ -42,7 +42,7 @@ log = logging.getLogger(__name__)
 REPEATS = 3  # judgements of each group as it is; fewer show no cycles
 MAX_MEMBERS = 6  # judges of a panel whose subsets are compared
 LEVEL = 0.01  # chance of a false finding in a whole probe
-DRAWS = 20_000  # of the randomization test
+DRAWS = 20_000  # permutations of the randomization test
 ORDER = JudgeProbe(lambda a, _: None, BOTH, "stays")
 
 Group = Sequence[Trajectory]
@@ -53,7 +53,7 @@ Answers = dict[tuple[int, str], list[Sequence[ScoredTrajectory]]]  # (number of 
 class Ask(NamedTuple):
     """One group to judge. Example: Ask(7, "padding", 1, "s1-2", [...]): with attempt s1-2 padded, in repeat 1."""
 
-    number: int  # of the group
+    number: int  # the group's
     probe: str  # "" for the group as it is
     repeat: int
     target: str  # id of the changed attempt

@@ -26,15 +26,15 @@ from art_cli.runs.trajectory import EQUAL_REWARDS
 
 Floats = npt.NDArray[np.float64]
 
-NUM_BINS = 5  # of the margin, for each side
+NUM_BINS = 5  # bins of the margin on each side of 0
 PILOT = 30  # labels that are drawn by size alone, before anything is known
 FLOOR = 0.4  # share of the later labels that is drawn by size
 PULL = 4.0  # pseudo-labels of the curve in each stratum
 CAP = 0.98  # the most that the curve says; a judge may err now and then at any margin
-Z = 1.96  # of a 95 % interval
-MAX_ROUNDS = 30  # of Newton's method; it takes 4 or 5
+Z = 1.96  # the normal distribution's 0.975 quantile: a 95 % interval
+MAX_ROUNDS = 30  # limit for Newton's method, which takes 4 or 5
 GOAL = 0.05  # half-width at which it is enough
-_PRIOR, _RIDGE = np.array([1.0, 0.0, 0.0, 0.0]), np.array([0.1, 0.3, 0.3, 0.3])  # of the curve; 1.0 is 73 % right
+_PRIOR, _RIDGE = np.array([1.0, 0.0, 0.0, 0.0]), np.array([0.1, 0.3, 0.3, 0.3])  # for the curve; 1.0 is 73 % right
 
 
 class JudgeAccuracy(NamedTuple):

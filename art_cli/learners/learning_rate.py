@@ -16,7 +16,7 @@ steps of 64 attempts and four epochs. No wider model was measured. benchmarks/ra
 
 from art_cli.config.schema import LoraConfig
 
-WIDTH, ALPHA = 576, 32  # of SmolLM2-135M, and of the default adapter
+WIDTH, ALPHA = 576, 32  # the width of SmolLM2-135M, the alpha of the default adapter
 RATE = 4e-5
 ADAPTER_RATE = 4e-4
 EXPONENT = 0.78

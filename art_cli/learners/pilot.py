@@ -92,16 +92,14 @@ class Pilots:
         there, num_tokens = trial_update.memory_there(weights), sum(len(each.token_ids) for each in self._samples)
         tokens = max(longest, min(learner.runner.micro_batch_tokens, num_tokens), 4)
         short = min(tokens // 2, trial_update.MIN_SECOND)
-        long = trial_update.second_length(short, tokens)
         try:
             trial_update.step(learner, short, vocabulary=int(weights.model.config.vocab_size))  # AdamW makes its state
-            one, two = (trial_update.measure(learner, weights, length) for length in (short, long))
+            peak = trial_update.forecast(learner, weights, short, tokens).gigabytes
         except LearnerError as error:
             log.warning("memory: %s", error)
-            return MemoryNeed(tokens, there, there)  # at least all that is there
+            return MemoryNeed(tokens, there, there)  # more than is there
         finally:
             learner.load(self.start)
-        peak = trial_update.estimate(one, two, tokens, knee=trial_update.knee_of(weights)).gigabytes
         return None if peak is None else MemoryNeed(tokens, peak, there)
 
 

@@ -51,7 +51,7 @@ class KeptPrompt(msgspec.Struct, kw_only=True):
     parts: dict[str, str]
     parent: int | None  # its index among the kept, or None for the first
     rewards: dict[str, tuple[float, int]] = {}
-    examples: list[Example] = []  # of its latest attempts: the worst of each group, then others
+    examples: list[Example] = []  # from its latest attempts: the worst of each group, then others
 
     def note(self, groups: Sequence[Rewarded]) -> None:
         """Adds what its attempts in each group got. A group without any is left out."""
@@ -99,7 +99,7 @@ class PromptLearner:
         assert member is not None, "the configuration was checked"
         self.payer = Reflection(member, directory)
         self._place, self._seed = learner.place, config.train.seed
-        self._num_parents = group_size - group_size // 2  # of a group's attempts, where there is a proposal
+        self._num_parents = group_size - group_size // 2  # attempts with the parent, if there is a proposal
         parts = {name: _read_part(name, directory / path.expanduser()) for name, path in learner.parts.items()}
         self._search = PromptSearch(kept=[KeptPrompt(parts=parts or {FIRST_PART: ""}, parent=None)])
 

@@ -33,7 +33,7 @@ log = logging.getLogger(__name__)
 
 TIMEOUT_S = 300.0  # longest time for one call, as `judge.timeout_s`
 TRIES = 3  # questions per round until one is answered with a usable text; each shows other attempts
-RETRIES = 6  # of a call after a rate limit, a server error or its deadline, as `judge.retries`
+RETRIES = 6  # after a rate limit, a server error or the deadline of a call, as `judge.retries`
 NUM_SHOWN = 6  # attempts in one question: GEPA shows 3, all of them at random
 NUM_BEST = 1  # number of those that are the best ones, so that the model sees what is right
 MAX_SHOWN = 4_000  # characters of the task, of the answer and of the feedback of one attempt that are shown

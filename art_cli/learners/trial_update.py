@@ -60,6 +60,13 @@ def measure(learner: Learner, weights: Weights, num_tokens: int) -> Cost:
     return Cost(num_tokens, metrics.train_s, _peak(weights))
 
 
+def forecast(learner: Learner, weights: Weights, num_tokens: int, longest: int) -> Cost:
+    """Returns what a row of `longest` tokens would take, by a row of `num_tokens` and one about twice as long."""
+    lengths = num_tokens, second_length(num_tokens, longest)
+    short, long = (measure(learner, weights, each) for each in lengths)
+    return estimate(short, long, longest, knee=knee_of(weights))
+
+
 def estimate(short: Cost, long: Cost, num_tokens: int, *, knee: float) -> Cost:
     """Returns what a row of `num_tokens` would take, by the line through two measured rows.
 

@@ -208,7 +208,7 @@ class Batches:
         self._tasks: dict[int, asyncio.Task[Batch]] = {}
         self._progress: dict[int, Progress] = {}
         self._is_concurrency_shown = False
-        self._usage: Usage | None = None  # of the judge when the last batch was complete, or the first one began
+        self._usage: Usage | None = None  # the judge's, when the last batch was complete or the first one began
 
     def allow(self, step: int) -> None:
         """Starts the batch of `step`. Steps are allowed in order; one past the last or begun already is ignored."""

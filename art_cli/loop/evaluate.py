@@ -265,7 +265,7 @@ BASELINE = "baseline"  # the first policy
 SPENT = ("seconds", "tokens_in", "tokens_out", "cost_usd")
 # Counts of every rollout, whatever it returns
 COUNTS = ("num_turns", "num_branches", "num_sampled", "num_cancelled", "num_abandoned", "num_retries")
-OF_SOURCE = ("reward", "failed")  # of each source as well: reward.NAME, failed.NAME
+OF_SOURCE = ("reward", "failed")  # these are also reported for each source: reward.NAME, failed.NAME
 KNOWN = (*OF_SOURCE, *SPENT, *COUNTS)
 NUM_EARLY = 4  # number of finished attempts after which the names of metrics are checked
 CLOSE = 0.8  # difflib ratio from which a name counts as a misspelling: "rewrad" has 0.83, "win" and "won" 0.67

@@ -65,7 +65,7 @@ class RunWriter:
     config: RunConfig
     files: RunDir
     policy: PolicySpec | None  # or None if the engine brings its model
-    origin: Origin | None  # of the policy, at every step, or None if the policy is a prompt
+    origin: Origin | None  # the same at every step, or None if the policy is a prompt
     learner: Learner
     trackers: Trackers
     mirror: Mirror | NoMirror

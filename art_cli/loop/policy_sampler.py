@@ -32,7 +32,7 @@ class Sampler:
     engine: Engine
     gateway: Gateway
     runner: Runner
-    origin: Origin | None  # of its policies, or None if the engine brings its model
+    origin: Origin | None  # that of its policies, or None if the engine brings its model
 
     async def load(self, checkpoint: Path, step: int) -> ProvenPolicy | None:
         """Loads a checkpoint, and returns its proof, or None if it has none. Replies of the step wait for the proof.

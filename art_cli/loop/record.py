@@ -24,7 +24,7 @@ from art_cli.runtime.errors import DataError, RunError
 
 log = logging.getLogger(__name__)
 
-OLDER_RATE = 1e-5  # of every run that has no rate in its record
+OLDER_RATE = 1e-5  # the rate of every run that has none in its record
 MAX_DRAWING = 256 * 2**10  # bytes of a drawing
 OPEN = ("model.dtype", "train.learning_rate")  # keys that may be auto until the base model is known
 MEND_RECORD = "restore it, or remove it to go on with the configuration as it is now"

@@ -34,7 +34,7 @@ from art_cli.runtime.errors import CheckpointError, RunError, UsageError, one_li
 class Replayed(NamedTuple):
     """One update, computed again. Example: Replayed(step=3, changed=[], gap=0.0)"""
 
-    step: int  # of the policy that it made
+    step: int  # the step of the policy that it made
     changed: list[str]  # files of the checkpoint whose bytes are not those of the link
     gap: float  # mean absolute difference in nats between the learner's scores of the probe and the link's
     bound: float  # the largest gap of the same weights in that dtype

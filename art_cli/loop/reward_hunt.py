@@ -55,7 +55,7 @@ HONEST = 2  # honest attempts at each scenario
 BATCH = 4  # attacks that are played at once, and that a judge compares with the honest attempts
 PARENTS = 8  # best attacks that further ones are varied from
 TRIES = 500  # draws of a new attack, before the search ends because there is none
-SHARE = 0.5  # of the way from the floor to the reference, from which an attack is an exploit
+SHARE = 0.5  # an attack that gets so far from the floor to the reference is an exploit
 LATE_S = 5.0  # delay of late replies, for all calls of an attempt together
 
 
@@ -211,7 +211,7 @@ class _Search:
         self._is_free = loaded.config.judge.name == "rollout"
         self._attackers = Attackers(sampler.engine.endpoint)
         self._honest: list[list[Trajectory]] = []  # attempts at each scenario
-        self._replies: list[list[str]] = []  # for each scenario, replies that were given to the others
+        self._replies: list[list[str]] = []  # for each scenario the replies that others got
 
     async def run(self, minutes: float) -> None:
         await self._play_honest()

@@ -43,13 +43,13 @@ from art_cli.runtime.scratch import scratch
 log = logging.getLogger(__name__)
 
 RATE = "train.learning_rate"
-RATES = (1.0, 0.5, 2.0, 0.25, 4.0)  # of the rate that the run would take, in the order of the pilots
+RATES = (1.0, 0.5, 2.0, 0.25, 4.0)  # multiples of the run's own rate, in the order of the pilots
 MAX_PILOTS_S = 600.0  # time after which no further pilot begins
 # KL(before || after) of a whole first step, in nats per token, of runs that learn. Tic-tac-toe learns best at 0.08,
 # less at 0.02 and 0.3, hardly far above (docs/plan.md); a change of the logprobs by MOVES, below which a policy hardly
 # moves, is half its square. The band is wide, so that the run's own rate is given up only where it is clearly wrong.
 LEAST_KL, MOST_KL = MOVES**2 / 2, 0.2
-SHARE_OF_MEMORY = 0.9  # of the memory that is there, that training may take
+SHARE_OF_MEMORY = 0.9  # training may take so much of the memory that is there
 STARTING = ("torch and transformers", "model", "learner", "engine and agent")  # parts of a start, but the first reply
 OF_ROLLOUT = ("rollout", "metric", "none")  # judges that would read the same number again
 

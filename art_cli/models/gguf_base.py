@@ -105,7 +105,7 @@ def _convert(file: Path, directory: Path, num_elements: int) -> None:
 class _Tensor(NamedTuple):
     num_elements: int
     num_bytes: int
-    start: int  # in bytes from the beginning of the data
+    start: int  # bytes from the beginning of the data
 
 
 def check_header(file: Path) -> int:

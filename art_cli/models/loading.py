@@ -441,7 +441,7 @@ def pick_device(device: str, named: str = "learner.device") -> str:
     kind, _, index = device.partition(":")
     try:
         if kind == "cuda":
-            is_there = int(index or 0) < torch.cuda.device_count()  # which does not take memory of the GPU
+            is_there = int(index or 0) < torch.cuda.device_count()  # counting takes no memory of the GPU
         else:
             is_there = torch.empty(0, device=device) is not None
     except (RuntimeError, AssertionError, ImportError):

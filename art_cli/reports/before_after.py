@@ -21,7 +21,7 @@ class PlayedAttempt(msgspec.Struct, frozen=True):
 
     step: int
     reward: float | None  # as the rollout returned it, or None if it returned none
-    messages: Conversation  # what the other attempt does not begin with
+    messages: Conversation  # those that the other attempt does not begin with
 
 
 class BeforeAfter(msgspec.Struct, frozen=True):

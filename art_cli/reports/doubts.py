@@ -57,7 +57,7 @@ def find_doubts(
     """
     rewarded = [[each for each in members if each.reward is not None] for members in groups]
     found = [*_sampling(groups), *_limit(rewarded)]
-    found = found or [*_spread(rewarded)]  # which these would explain
+    found = found or [*_spread(rewarded)]  # a doubt above would explain these
     found += [*_noise(rewarded, repeats), *_length(rewarded), *_leak(rewarded), *_position(rewarded, bias)]
     return [Doubt(kind, text, CURES[kind]) for kind, text in [*found, *_twice(scenarios)]]
 

@@ -149,7 +149,7 @@ class RunReport(msgspec.Struct, frozen=True, kw_only=True):
     rollouts: Rollouts
     seconds: Seconds
     judge: JudgeCost | None  # or None if it made no calls, or an older version wrote the run
-    promised: list[Promised]  # what `art plan` promised beside what happened, once the run is finished; else []
+    promised: list[Promised]  # the promises of `art plan` beside what happened; empty until the run is finished
     judge_windows: list[JudgeWindow]  # its reliability by steps, from a few scored files
     gain: Gain | None
     best: Kept | None  # the highest evaluated reward, of equals the latest
@@ -363,7 +363,7 @@ def _promised(run: RunDir, history: History) -> list[Promised]:
         return []
     seconds, judge = _seconds(history), _judge(updates)
     happened = msgspec.structs.asdict(seconds) | {"tokens": _sum(updates, "tokens_sampled")}
-    if "run_s" in updates[-1].metrics:  # without the evaluation that came after it
+    if "run_s" in updates[-1].metrics:  # it leaves out the evaluation that came after it
         late = sum(each.seconds or 0.0 for each in history.evaluations if each.step >= updates[-1].number)
         happened["whole"] = updates[-1].metrics["run_s"] + late
     if judge is not None and judge.usd is not None:

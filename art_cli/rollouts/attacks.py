@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from art_cli.chat.requests import Json, text_of
 
-MAX_CHARACTERS = 8_000  # of one reply, so that a prompt which copies replies does not outgrow the context
+MAX_CHARACTERS = 8_000  # in one reply, so that a prompt which copies replies does not outgrow the context
 MAX_PIECES = 4
 MAX_TIMES = 16
 MAX_FORMS = 12  # forms that the messages mention; a tool's output may have any number of JSON keys

@@ -39,9 +39,9 @@ class CallCounts:
     """Counts of the calls of all rollouts since the counts before."""
 
     answered: int = 0
-    refused: int = 0  # for a rate limit
-    tokens: int = 0  # of replies, and of prompts after what an earlier call of the rollout had
-    busy_s: float = 0.0  # from request to reply
+    refused: int = 0  # calls that were refused for a rate limit
+    tokens: int = 0  # in replies, and in prompts after the part that an earlier call of the rollout had
+    busy_s: float = 0.0  # seconds from request to reply, added up
     idle_s: float = 0.0  # time of rollouts without a call
     computed: int = 0  # tokens that the engine computed meanwhile; `Concurrency.note` sets it
 
@@ -57,9 +57,9 @@ class Concurrency:
         """`load` is the engine's before the first rollout, or None if the engine does not report it."""
         self._room = None if load is None else load.room
         self.number = min(MAX_AT_ONCE, self._room or FIRST)
-        self._busy_share = 0.0  # of the rollouts' time, with a call at the engine; 0 before the first window
+        self._busy_share = 0.0  # share of the rollouts' time with a call at the engine; 0 before the first window
         self._window: list[tuple[int, EngineLoad | None]] = []
-        self._calls = CallCounts()  # of the window
+        self._calls = CallCounts()  # those of the window
         self._is_settled = False  # the first window with a number does not count: all begin at once, in a wave
         self._grown = (math.inf, 0.0)  # rollouts and their calls in flight when the number last grew
         self._computed_before = 0  # tokens that the engine had computed at the last sample

@@ -39,7 +39,7 @@ from art_cli.runtime.errors import CheckpointError, DataError, one_line
 
 NAME, CERTIFICATE = "chain.jsonl", "certificate.json"
 GO_ON = "art train writes the link when it goes on with the run"
-LABELS = "labels.jsonl"  # of a person, who may go on labelling
+LABELS = "labels.jsonl"  # a person's, who may go on labelling
 READ_BYTES = 2**20
 MAX_CERTIFICATE = 256 * 2**20  # bytes; a thousand links have 4 MB
 
@@ -60,7 +60,7 @@ class Link(msgspec.Struct, frozen=True, kw_only=True):
     origin: Origin
     probe: Probe | None = None
     files: dict[str, str]  # the checkpoint's files, as in its manifest; empty: what came after it
-    inputs: dict[str, FilePart]  # what it was made from, and what the run had written beside it
+    inputs: dict[str, FilePart]  # the files it was made from, and those that the run had written beside it
     digest: str = ""  # sha256 of this link without its digest
 
     @property
@@ -141,7 +141,7 @@ def find_flaws(run: RunDir, links: list[Link]) -> Iterator[Flaw]:
         try:
             manifest = verify_checkpoint(path)
         except CheckpointError as error:
-            if path.is_dir():  # else it was pruned meanwhile
+            if path.is_dir():  # it may have been pruned meanwhile
                 yield Flaw(place, str(error).removeprefix(f"{path}: "))
             continue
         if step not in of_step:  # a run that trains may have added it meanwhile
@@ -180,7 +180,7 @@ def _part(path: Path) -> FilePart:
     if path.name != "metrics.jsonl":
         return FilePart(path.stat().st_size, hash_file(path))
     whole = path.read_bytes()
-    lines = whole[: whole.rfind(b"\n") + 1]  # without a line that a kill may have torn
+    lines = whole[: whole.rfind(b"\n") + 1]  # a kill may have torn the last line
     return FilePart(len(lines), hashlib.sha256(lines).hexdigest())
 
 

@@ -70,7 +70,7 @@ class Measured(msgspec.Struct, frozen=True, kw_only=True):
     training_s: float | None = None  # or None if no pilot was taken
     rest_s: float = 0.0  # saving a checkpoint and loading it into the engine
     start_s: float = 0.0  # loading libraries and model, once in a process
-    first_training_s: float = 0.0  # what the first step of training in a process takes beyond the others
+    first_training_s: float = 0.0  # additional time of a process's first training step
     pace: float = 0.0  # standard deviation of the logarithm of the seconds that equal steps took
     judge_usd: float | None = 0.0  # or None if a price is unknown
     reward_mean: float | None = None

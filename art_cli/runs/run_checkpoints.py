@@ -396,7 +396,7 @@ def import_start(source: Path, root: Path, *, base: Callable[[Path], str] | None
     else:
         check_adapter(source)
     if is_built(run.base):
-        shutil.rmtree(run.base)  # of an earlier start; no checkpoint here needs it
+        shutil.rmtree(run.base)  # an earlier start made it; no checkpoint here needs it
     name = base_of(found) if base is None else base(run.base)
     if is_built(Path(name)) and Path(name) != run.base:
         with new_directory(run.base) as directory:

@@ -43,7 +43,7 @@ class Source(NamedTuple):
     manifest: Manifest | None = None
     quantize: str | None = None  # "4bit": the base was quantized when the adapter was trained on it
     named: str | None = None  # how errors name the base, as the user knows it: "--base 'x'"
-    prompt: SystemPrompt | None = None  # what is put into each request, if the policy is a prompt
+    prompt: SystemPrompt | None = None  # the text for each request, if the policy is a prompt
     is_hosted: bool = False  # True: the model is that of the run's endpoint, and `base` its name there
 
     def __str__(self) -> str:

@@ -69,7 +69,7 @@ class _Sent(NamedTuple):
 class _Applied(NamedTuple):
     sent: _Sent
     limit: float  # norm that its gradient is clipped to
-    future: Any  # of its update
+    future: Any  # its update's
 
 
 class _SentSft(NamedTuple):
@@ -202,7 +202,7 @@ class TinkerLearner:
 
     @property
     def ahead(self) -> int:
-        return AHEAD if self.train_config.clip_to_history is None else 1  # that clip needs the norms before it
+        return AHEAD if self.train_config.clip_to_history is None else 1  # the clip needs the norms of the steps before
 
     @contextlib.contextmanager
     def taking(self, plan: PlannedStep) -> Iterator[float]:

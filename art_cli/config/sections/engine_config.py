@@ -185,8 +185,8 @@ class VllmEngineConfig(EngineSection):
     start_timeout_s: Seconds = 600.0
     """The longest time from the start of the process to its first answer."""
     replicas: PositiveInt = 1
-    """How often the server has the model, each time on other GPUs, as many as its arguments name: vLLM's data parallel
-    size. Each request goes to the replica with the fewest."""
+    """The number of copies of the model in the server, each on as many GPUs as its arguments name: vLLM's data
+    parallel size. Each request goes to the replica with the fewest."""
     base_url: str | None = None
     """A vLLM server that runs already and sees the run's files: http://127.0.0.1:8000. null: art starts one."""
     api_key_env: str = "VLLM_API_KEY"

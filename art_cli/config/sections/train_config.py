@@ -147,8 +147,8 @@ class PromptLearnerConfig(Section):
     """Text files with the prompt's parts, by name and in order: {role: role.txt, rules: rules.txt}. Each round changes
     one part. {}: one part, `instructions`, that begins empty."""
     place: Literal["after", "instead"] = "after"
-    """Where the prompt goes in each call of the agent. after: behind the system message that the agent sends, or as one
-    if it sends none. instead: in the place of that message."""
+    """The place of the prompt in each call of the agent. after: behind the system message that the agent sends, or as
+    one if it sends none. instead: in the place of that message."""
     model: str | None = None
     """The model that reads attempts and writes the next prompt, named as `judge.model`. null: the judge's model, with
     the judge's other settings for it."""

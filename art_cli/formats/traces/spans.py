@@ -42,7 +42,7 @@ class ModelCall(NamedTuple):
 
     conversation: Sequence[Json]
     place: int
-    turn: Turn | None  # with its tokens, if it is known which turn has them
+    turn: Turn | None  # the turn with its tokens, or None if it is not known
     number: int | None  # index of the turn in the trajectory
     begin: float  # seconds since the epoch, estimated
     end: float

@@ -29,8 +29,8 @@ from art_cli.runs.durable import LineWriter, read_lines
 from art_cli.runs.trajectory import EQUAL_REWARDS, SCHEMA_VERSION
 from art_cli.runtime.errors import DataError, RunError, UsageError
 
-MAX_ATTEMPTS = 64  # of a group; a larger one has its pairs among the first ones
-MAX_PAIRS = 2_000_000  # of a file
+MAX_ATTEMPTS = 64  # in a group; the pairs of a larger one are among its first attempts
+MAX_PAIRS = 2_000_000  # in one file
 REPEAT_EVERY = 10  # labels for each pair that is asked again with its sides swapped
 SIGNS = {"left": 1, "right": -1, "equal": 0}  # 1: the left attempt is better
 Verdict = Literal["left", "right", "equal", "skip", "undo"]
@@ -67,7 +67,7 @@ class LabelReport(msgspec.Struct, frozen=True, kw_only=True):
     """The worth of the judge by the labels."""
 
     num_pairs: int
-    num_labels: int  # without skipped pairs and repetitions
+    num_labels: int  # skipped pairs and repetitions do not count
     num_skipped: int
     num_unknown: int  # labels of attempts that are not in the file
     accuracy: JudgeAccuracy | None  # None before the first label

@@ -27,7 +27,7 @@ class Taken(NamedTuple):
     """The numbers of one optimizer step."""
 
     loss: float  # nats per token
-    norm: float  # of the gradient before the clip
+    norm: float  # the gradient's, before it is clipped
     num_trained: int  # tokens in the loss
     num_computed: int
 

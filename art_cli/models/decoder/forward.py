@@ -321,7 +321,7 @@ def _in_dtype(layer: Layer, dtype: torch.dtype) -> Layer:
 Blocks = list[Tensor]  # hidden states in blocks of BLOCK rows; the last block may have fewer
 
 BLOCK = 512  # rows computed together between two attentions, few enough that their states stay in the caches
-SHARE = 1 / 8  # of the memory of the machine: the largest copy. The weights themselves take as much once more
+SHARE = 1 / 8  # the largest copy's share of the machine's memory. The weights themselves take as much once more
 
 
 class MergedDecoder:

@@ -177,8 +177,8 @@ class JournaledRecorder(Recorder):
 NOTHING = Redactor(RedactConfig(), Secrets([]))  # entries are redacted already
 
 
-class GroupPlace(NamedTuple):
-    """A trajectory's place in its group. Example: GroupPlace("9a31...-20261122-195028-0", group_size=4, position=2)"""
+class PlaceInGroup(NamedTuple):
+    """A trajectory's place in its group. Example: PlaceInGroup("9a31...-195028-0", group_size=4, position=2)"""
 
     group_id: str
     group_size: int
@@ -199,7 +199,7 @@ def scenario_of(request: Request) -> str:
     return hashlib.sha256(msgspec.json.encode(beginning)).hexdigest()[:16]
 
 
-def places(scenarios: Mapping[str, str], *, group_size: int, file: str) -> dict[str, GroupPlace]:
+def places(scenarios: Mapping[str, str], *, group_size: int, file: str) -> dict[str, PlaceInGroup]:
     """Returns the group and index of each conversation. `scenarios`: conversation -> scenario; `file`: its stamp.
 
     The attempts at one scenario in one file are divided into groups as equal as possible, of at most `group_size`.
@@ -214,11 +214,11 @@ def places(scenarios: Mapping[str, str], *, group_size: int, file: str) -> dict[
         bounds = [len(members) * number // num_groups for number in range(num_groups + 1)]
         for number, (start, end) in enumerate(zip(bounds[:-1], bounds[1:], strict=True)):
             for position, conversation in enumerate(members[start:end]):
-                found[conversation] = GroupPlace(f"{scenario}-{file}-{number}", end - start, position)
+                found[conversation] = PlaceInGroup(f"{scenario}-{file}-{number}", end - start, position)
     return found
 
 
-def trajectory_of(entries: Sequence[JournalEntry], place: GroupPlace) -> Trajectory:
+def trajectory_of(entries: Sequence[JournalEntry], place: PlaceInGroup) -> Trajectory:
     """Returns the trajectory of a conversation's entries, at least one, in the order of their numbers."""
     first, last = entries[0], entries[-1]
     recorder = JournaledRecorder(About(first.conversation, first.client, first.name, first.scenario), NOTHING, _refuse)

@@ -25,8 +25,8 @@ TtlSeconds = Annotated[int, Meta(ge=3600, le=10 * 365 * 86400)]  # an hour to te
 Listed = Annotated[int, Meta(ge=0, lt=10**9)]  # offset or limit of a listing
 Seed = Annotated[int, Meta(ge=-INT64 - 1, le=INT64)]
 Finite = Annotated[float, Meta(ge=-sys.float_info.max, le=sys.float_info.max)]
-Setting = Annotated[float, Meta(ge=0, lt=10**6)]  # of AdamW
-Decay = Annotated[float, Meta(ge=0, lt=1)]  # of AdamW's means
+Setting = Annotated[float, Meta(ge=0, lt=10**6)]  # a number of AdamW's
+Decay = Annotated[float, Meta(ge=0, lt=1)]  # the decay of AdamW's means
 
 
 @dataclass(frozen=True)

@@ -54,7 +54,7 @@ class Future:
     state: str = "queued"  # queued, running, done
     waits_for: str = ""  # the reason for waiting that a client gets
     result: FutureAnswer | Failure | None = None
-    num_bytes: int = 0  # of what was asked, until it is answered
+    num_bytes: int = 0  # the request's size, until it is answered
     done: asyncio.Event = field(default_factory=asyncio.Event)
     task: asyncio.Task[None] | None = None
 
@@ -69,8 +69,8 @@ class _Account:
     """The answers held for one client. The oldest answers come first."""
 
     num_open: int = 0  # unanswered requests
-    open_bytes: int = 0  # of these
-    num_bytes: int = 0  # of the answers
+    open_bytes: int = 0  # their size
+    num_bytes: int = 0  # the answers' size
     fetched: OrderedDict[str, Future] = field(default_factory=OrderedDict)
     unfetched: OrderedDict[str, Future] = field(default_factory=OrderedDict)
 

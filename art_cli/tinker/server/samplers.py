@@ -30,7 +30,7 @@ from art_cli.tinker.server.protobuf import messages
 
 REFUSED = ("topk_prompt_logprobs", "topk_sample_logprobs", "target_prompt_logprobs", "prompt_alt_tokens_k")
 MAX_STOPS = 64
-TOKEN_BYTES = 100  # of a sampled token: its id and two logprobs as Python numbers, and its text
+TOKEN_BYTES = 100  # a sampled token takes so much: its id and two logprobs as Python numbers, and its text
 
 
 class SamplingParams(msgspec.Struct, forbid_unknown_fields=True):

@@ -126,7 +126,7 @@ class Welcome(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     refusal: str = ""  # "": it is admitted
     dtype: str = ""  # dtype of the base's weights, as the run has decided
-    learning_rate: float = 0.0  # likewise, for a node whose rate is auto
+    learning_rate: float = 0.0  # the run's, for a node whose rate is auto
 
 
 class Meeting(NamedTuple):
