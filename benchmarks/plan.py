@@ -50,6 +50,7 @@ MODELS = {
     "24M": (1024, 2048, 4096),
     "smollm2": (512, 1024, 2048),
 }  # lengths of rows in tokens
+MOST_GB = 4.0  # as much is tried, and for more it is estimated
 BY_JUDGE = ("noise", "position")
 PLANTED = ("fair", "too_hard", "too_easy", "constant", "temperature", "limit", "length", "leak", *BY_JUDGE, "twice")
 
@@ -106,7 +107,7 @@ def peak(model: str, length: int, *, is_forecast: bool) -> float | None:
     short = min(length // 2, trial_update.MIN_SECOND)
     trial_update.step(learner, short, vocabulary=int(weights.model.config.vocab_size))
     if is_forecast:
-        return trial_update.forecast(learner, weights, short, length).gigabytes
+        return trial_update.forecast(learner, weights, short, length, most_gb=MOST_GB).gigabytes
     return trial_update.measure(learner, weights, length).gigabytes
 
 

@@ -24,6 +24,7 @@ from art_cli.runs.trajectory import ScoredTrajectory
 from art_cli.runtime.errors import LearnerError
 
 log = logging.getLogger(__name__)
+SAFE = 0.5  # a row that is expected to take less of the memory that is there is tried
 MAX_ENTRIES = 30_000_000  # numbers of all groups' gradients that are kept; of larger ones every k-th entry
 
 
@@ -84,7 +85,7 @@ class Pilots:
                 optimizer.clear()
 
     def memory(self, longest: int) -> MemoryNeed | None:
-        """Returns the peak memory of a micro-batch, by two measured rows, or None if the system does not report it.
+        """Returns the peak memory of a micro-batch, or None if the system does not report it.
 
         `longest` is the longest row. A micro-batch has as many tokens as the learner packs, but no more than the step.
         """
@@ -94,7 +95,7 @@ class Pilots:
         short = min(tokens // 2, trial_update.MIN_SECOND)
         try:
             trial_update.step(learner, short, vocabulary=int(weights.model.config.vocab_size))  # AdamW makes its state
-            peak = trial_update.forecast(learner, weights, short, tokens).gigabytes
+            peak = trial_update.forecast(learner, weights, short, tokens, most_gb=SAFE * there).gigabytes
         except LearnerError as error:
             log.warning("memory: %s", error)
             return MemoryNeed(tokens, there, there)  # more than is there

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from art_cli.cli.preflight import Preflight, _sampling_note
+from art_cli.learners import trial_update
 from art_cli.learners.trial_update import Cost, estimate, second_length
 from art_cli.runs.trajectory import Trajectory, Turn
 from tests.support.paths import LETTERS, TICTACTOE
@@ -119,3 +120,26 @@ def test_the_shipped_demo_is_not_blamed_for_a_seed(art: Art) -> None:
     code, out, _ = art("check", TICTACTOE / "config.yaml", "--json")
     findings = {finding["name"]: finding for finding in json.loads(out)}
     assert code == 0 and "seed" not in findings["rollout"]["cure"], findings["rollout"]
+
+
+@pytest.mark.parametrize(("most_gb", "lengths", "forecast"), [
+    (0.0, [100, 256], 1.2),  # both rows on the flat part: check takes no others
+    (1.3, [100, 256, 512, 1024], 3.66),  # a line through 1.2 and 2.05
+    (4.0, [100, 256, 512, 1024, 2000], 4.0),  # all of it is measured
+])  # fmt: skip
+def test_rows_are_tried_up_to_the_longest_that_is_expected_to_fit(
+    monkeypatch: pytest.MonkeyPatch, most_gb: float, lengths: list[int], forecast: float
+) -> None:
+    """A peak of 1.2 GB from another part of the step, up to a length; from there on 2 GB for 1,000 tokens."""
+    tried = list[int]()
+
+    def measure(learner: object, weights: object, num_tokens: int) -> Cost:
+        tried.append(num_tokens)
+        return Cost(num_tokens, 0.01 * num_tokens, max(1.2, 0.002 * num_tokens))
+
+    monkeypatch.setattr(trial_update, "measure", measure)
+    monkeypatch.setattr(trial_update, "knee_of", lambda weights: 4096.0)
+    learner: Any = None
+    found = trial_update.forecast(learner, learner, 100, 2000, most_gb=most_gb)
+    assert tried == lengths and found.tokens == 2000
+    assert found.gigabytes == pytest.approx(forecast, rel=0.01)
