@@ -107,7 +107,7 @@ def peak(model: str, length: int, *, is_forecast: bool) -> float | None:
     short = min(length // 2, trial_update.MIN_SECOND)
     trial_update.step(learner, short, vocabulary=int(weights.model.config.vocab_size))
     if is_forecast:
-        return trial_update.forecast(learner, weights, short, length, most_gb=MOST_GB).gigabytes
+        return trial_update.forecast(learner, weights, short, length, most_tokens=length, most_gb=MOST_GB).gigabytes
     return trial_update.measure(learner, weights, length).gigabytes
 
 

@@ -95,7 +95,10 @@ class Pilots:
         short = min(tokens // 2, trial_update.MIN_SECOND)
         try:
             trial_update.step(learner, short, vocabulary=int(weights.model.config.vocab_size))  # AdamW makes its state
-            peak = trial_update.forecast(learner, weights, short, tokens, most_gb=SAFE * there).gigabytes
+            most = max(num_tokens, trial_update.MAX_TOKENS)
+            peak = trial_update.forecast(
+                learner, weights, short, tokens, most_tokens=most, most_gb=SAFE * there
+            ).gigabytes
         except LearnerError as error:
             log.warning("memory: %s", error)
             return MemoryNeed(tokens, there, there)  # more than is there
