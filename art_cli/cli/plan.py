@@ -45,14 +45,19 @@ def run(
     from art_cli.runtime import threads
 
     wished = None if goal is None else _parse_goal(goal)
+    if budget_usd is not None and not math.isfinite(budget_usd):
+        raise UsageError(f"--budget-usd {budget_usd:g}: expected a number of dollars")
     promise = threads.run(plan(load_config(config, overrides or []), repeats=repeats))
+    steps = None if budget_usd is None else steps_for(budget_usd, promise)
     if as_json:
         asked: dict[str, Any] = {} if wished is None else {"goal": wished}
-        asked |= {} if budget_usd is None else {"steps_for_budget": steps_for(budget_usd, promise)}
+        asked |= {} if budget_usd is None else {"steps_for_budget": steps}
         sys.stdout.write(msgspec.json.encode(msgspec.to_builtins(promise) | asked).decode() + "\n")
         return
-    kept = [each for each in overrides or [] if each.partition("=")[0] not in promise.settings]
-    command = shlex.join(["art", "train", str(config), *kept])
+    settings = promise.settings | ({"train.steps": str(steps)} if steps is not None and steps < promise.steps else {})
+    kept = [each for each in overrides or [] if each.partition("=")[0] not in settings]
+    chosen = [f"{key}={value}" for key, value in settings.items()]
+    command = "" if steps == 0 else shlex.join(["art", "train", str(config), *kept, *chosen])
     sys.stdout.write(printable_lines(plan_text(promise, command=command, budget_usd=budget_usd, goal=wished)))
 
 

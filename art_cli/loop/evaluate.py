@@ -68,7 +68,12 @@ async def contest_rewards(
 
 def is_contest(config: RunConfig, trajectories: Sequence[Trajectory]) -> bool:
     """Returns True if a judge gives the reward of at least one source."""
-    return any(is_judged(part, of_source(trajectories, name)) for name, part in config.by_source.items())
+    return bool(contests(config, trajectories))
+
+
+def contests(config: RunConfig, trajectories: Sequence[Trajectory]) -> list[str]:
+    """Returns the sources whose evaluations a judge decides; [""] is that of a run without sources."""
+    return [name for name, part in config.by_source.items() if is_judged(part, of_source(trajectories, name))]
 
 
 def of_source(trajectories: Sequence[Trajectory], source: str) -> list[Trajectory]:

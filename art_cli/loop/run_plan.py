@@ -20,14 +20,16 @@ import msgspec
 
 from art_cli.config.compose import LoadedConfig
 from art_cli.config.config_identity import config_hash
-from art_cli.config.schema import NoTrackerConfig, RunConfig
+from art_cli.config.schema import NoTrackerConfig, RulerJudgeConfig, RunConfig
 from art_cli.judges import Judge
 from art_cli.judges.agreement import VoteReliability, vote_reliability
+from art_cli.judges.costs import find_price
 from art_cli.judges.judge_groups import score as ask
 from art_cli.judges.judge_report import judge_windows
 from art_cli.loop.auto import with_rate
 from art_cli.loop.batches import Batch
 from art_cli.loop.claim_run import Claim, claim_run
+from art_cli.loop.evaluate import contests
 from art_cli.loop.open_run import Run, open_run
 from art_cli.loop.record import claim_config
 from art_cli.loop.references import check_ready
@@ -67,7 +69,11 @@ async def plan(loaded: LoadedConfig, *, repeats: int | None = None) -> Promise:
     async with claim_run(silent, is_fresh=False, startup=Startup()) as claim:
         found, newest = claim.files.promise(), claim.files.newest_checkpoint()
         if found is not None and found.config_hash == config_hash(claim.loaded.config):
-            claim.files.write_promise(made := _promise(found.measured, found.doubts, claim))
+            measured = found.measured
+            if measured.judge_usd is None:  # the configuration may have the price by now
+                usd = _judge_usd(claim.loaded.config, claim.files.scored(0))
+                measured = msgspec.structs.replace(measured, judge_usd=usd)
+            claim.files.write_promise(made := _promise(measured, found.doubts, claim))
             return made
         if newest is not None and newest[1].step > 0:
             where = f"{claim.files.root}: trained to step {newest[1].step}"
@@ -141,8 +147,6 @@ def _sampled(run: Run, batch: Batch, repeated: VoteReliability | None) -> Measur
     values = [each for each in values if each]
     for each in played:
         tokens[each.group_id] += each.num_sampled
-    scores = [score for members in batch.groups for each in members for score in each.scores]
-    costs = [score.cost_usd for score in scores if score.prompt_tokens is not None]
     share = f"rewards differ within {spread_share(batch.groups):.0%} of the groups that are compared ({len(values)})"
     facts = {"spread": share} if values else {}
     if repeated is not None:
@@ -152,11 +156,27 @@ def _sampled(run: Run, batch: Batch, repeated: VoteReliability | None) -> Measur
         num_attempts=len(played),
         sampling_s=busy(played),
         judging_s=batch.metrics["judge_s"],
-        judge_usd=None if None in costs else math.fsum(cost or 0.0 for cost in costs),
+        judge_usd=_judge_usd(run.config, [each for members in batch.groups for each in members]),
+        contests=contests(run.config, played) if run.config.eval is not None else [],
         reward_mean=fmean(reward for each in values for reward in each) if values else None,
         reward_best=fmean(map(max, values)) if values else None,
         facts=facts | _facts(batch.groups, played),
     )
+
+
+def _judge_usd(config: RunConfig, attempts: Sequence[ScoredTrajectory]) -> float | None:
+    """Returns what the verdicts cost, at the configured prices where none was known then, or None if one is unknown."""
+    rulers = [part.judge for part in config.by_source.values() if isinstance(part.judge, RulerJudgeConfig)]
+    prices = {each.model: find_price(each) for judge in rulers for each in judge.panel or [judge]}
+    usd = 0.0
+    for score in (score for each in attempts for score in each.scores if score.prompt_tokens is not None):
+        cost, price = score.cost_usd, prices.get(score.model or "")
+        if cost is None and price is not None:
+            cost = price.prompt * (score.prompt_tokens or 0.0) + price.completion * (score.completion_tokens or 0.0)
+        if cost is None:
+            return None
+        usd += cost
+    return usd
 
 
 def _facts(groups: Groups, played: Sequence[Trajectory]) -> dict[str, str]:
@@ -270,10 +290,12 @@ def choose_rate(pilots: Sequence[Pilot], own: float) -> Advice | None:
 def _promise(found: Measured, doubts: Sequence[Doubt], claim: Claim) -> Promise:
     """Returns what the measurements promise of the configuration's steps and evaluations."""
     config, advice = claim.loaded.config, list(advise(found, claim.loaded.config))
-    evaluations = attempts = 0
+    evaluations = attempts = contested = 0
     if config.eval is not None:
         evaluations = len({*range(0, config.train.steps, config.eval.every), config.train.steps})
-        attempts = sum(len(part.evaluation) for part in claim.data.by_source.values()) * config.eval.attempts
+        played = {name: len(part.evaluation) * config.eval.attempts for name, part in claim.data.by_source.items()}
+        attempts = sum(played.values())  # and in each evaluation but the first the judge sees the first one's as well
+        contested = 2 * max(evaluations - 1, 0) * sum(played.get(name, 0) for name in found.contests)
     return Promise(
         config_hash=config_hash(config),
         measured=found,
@@ -288,5 +310,6 @@ def _promise(found: Measured, doubts: Sequence[Doubt], claim: Claim) -> Promise:
             evaluations=evaluations,
             eval_attempts=attempts,
             usd_per_hour=max((rule.usd_per_hour for rule in config.stop), default=0.0),
+            contest_attempts=contested,
         ),
     )

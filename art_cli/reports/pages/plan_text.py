@@ -5,17 +5,20 @@ from collections.abc import Iterator
 from art_cli.reports.pages.report_text import duration
 from art_cli.runs.promise import Measured, Pilot, Promise, steps_for
 
+_NO_PRICE = "no price of the judge is known; set judge.price={input: X, output: Y}, dollars for a million tokens"
+
 
 def plan_text(promise: Promise, *, command: str, budget_usd: float | None = None, goal: float | None = None) -> str:
-    """Returns the whole text. `command` trains the run; `budget_usd` and `goal` get a line each if they are given."""
+    """Returns the whole text. `command` trains the run, or is "" if none should; `budget_usd` and `goal` get a line
+    each if they are given."""
     found = promise.measured
     lines = ["can this reward be learned?", *_learned(promise)]
     lines += [] if goal is None else [_row("goal", _goal(found, goal))]
     lines += ["", "with which settings?", *_settings(promise), "", "does it fit?", _row("memory", _memory(found))]
     lines += ["", f"how long, how much? {promise.steps} steps, {promise.evaluations} evaluations", *_costs(promise)]
     lines += [] if budget_usd is None else [_row("budget", _budget(promise, budget_usd))]
-    chosen = " ".join(f"{key}={value}" for key, value in promise.settings.items())
-    return "".join(f"{line}\n" for line in [*lines, "", f"go on with: {command} {chosen}".rstrip()])
+    lines += ["", f"go on with: {command}"] if command else []
+    return "".join(f"{line}\n" for line in lines)
 
 
 def _row(name: str, text: str) -> str:
@@ -79,12 +82,24 @@ def _costs(promise: Promise) -> Iterator[str]:
     yield _row("the run", f"{duration(whole.value)}, 80 % interval {duration(whole.low)} to {duration(whole.high)}")
     yield _row("tokens", f"{tokens.value:,.0f} sampled, {tokens.low:,.0f} to {tokens.high:,.0f}")
     usd = promise.expected.get("usd")
-    price = "the judge's price is unknown" if usd is None else f"${usd.value:.2f}, ${usd.low:.2f} to ${usd.high:.2f}"
-    yield _row("dollars", price)
+    yield _row(
+        "dollars", _NO_PRICE if usd is None else f"{_dollars(usd.value)}, {_dollars(usd.low)} to {_dollars(usd.high)}"
+    )
 
 
 def _budget(promise: Promise, usd: float) -> str:
-    steps = steps_for(usd, promise)
+    steps, cost = steps_for(usd, promise), promise.expected.get("usd")
+    if cost is None:
+        return _NO_PRICE
     if steps is None:
-        return "no price is known; usd_per_hour of a rule of `stop` is that of the machine"
-    return f"${usd:g} buys {steps} steps at the upper end of the interval"
+        return f"nothing here costs money; 'stop=[{{usd: {usd:g}, usd_per_hour: PRICE}}]' is the price of the machine"
+    if steps >= promise.steps:
+        return f"${usd:g} pays the whole run, {_dollars(cost.high)} at the upper end of the interval"
+    if steps == 0:
+        step = f"{_dollars(cost.high / promise.steps)} at the upper end of the interval"
+        return f"${usd:g} does not pay one step, {step}; a smaller rollout.groups_per_step costs less"
+    return f"${usd:g} buys {steps} of {promise.steps} steps at the upper end of the interval: train.steps={steps}"
+
+
+def _dollars(usd: float) -> str:
+    return f"${usd:.2f}" if usd >= 0.1 or usd == 0 else f"${usd:.4f}"
