@@ -167,7 +167,7 @@ def _sampled(run: Run, batch: Batch, repeated: VoteReliability | None) -> Measur
 def _judge_usd(config: RunConfig, attempts: Sequence[ScoredTrajectory]) -> float | None:
     """Returns what the verdicts cost, at the configured prices where none was known then, or None if one is unknown."""
     rulers = [part.judge for part in config.by_source.values() if isinstance(part.judge, RulerJudgeConfig)]
-    prices = {each.model: find_price(each) for judge in rulers for each in judge.panel or [judge]}
+    prices = {each.model: find_price(each) for judge in rulers for each in (judge, *judge.panel)}
     usd = 0.0
     for score in (score for each in attempts for score in each.scores if score.prompt_tokens is not None):
         cost, price = score.cost_usd, prices.get(score.model or "")

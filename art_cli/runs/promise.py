@@ -95,6 +95,14 @@ class Promise(msgspec.Struct, frozen=True, kw_only=True):
     evaluations: int
     expected: dict[str, Expected]
 
+    def __post_init__(self) -> None:
+        """Raises ValueError if it promises what no plan does."""
+        found = self.measured
+        numbers = [number for each in self.expected.values() for number in msgspec.structs.astuple(each)]
+        numbers += [found.sampling_s, found.judging_s, found.training_s or 0.0, found.rest_s]
+        if not {"whole", "tokens"} <= self.expected.keys() or self.steps < 1 or not all(map(math.isfinite, numbers)):
+            raise ValueError("its numbers are not those of a plan")
+
 
 def forecast(
     found: Measured,

@@ -14,7 +14,7 @@ from art_cli.runs.run_dir import RunDir
 from tests.support.browser import chromium, faults, viewing
 from tests.support.chat_server import ChatServer, chatting
 from tests.support.paths import ROOT
-from tests.support.viewed import ATTEMPTS, BIDI, GROUPS, STEPS, attempt, write_hostile, write_viewed_run
+from tests.support.viewed import ATTEMPTS, BIDI, GROUPS, STEPS, attempt, write_hostile, write_promise, write_viewed_run
 from tests.support.waiting import wait_until
 
 PLACES = {
@@ -24,6 +24,7 @@ PLACES = {
     "attempt": "#/s/0/t/s0001-g0002-a03",
     "scenario": "#/s/0/scenario/thing-2",
     "judge": "#/judge",
+    "plan": "#/plan",
     "config": "#/config",
 }  # views of the first run, by name
 
@@ -38,7 +39,9 @@ def browser() -> Iterator[Browser]:
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> RunDir:
-    return write_viewed_run(tmp_path_factory.mktemp("viewed") / "run")
+    run = write_viewed_run(tmp_path_factory.mktemp("viewed") / "run")
+    write_promise(run)
+    return run
 
 
 @pytest.fixture(scope="module")
@@ -222,6 +225,21 @@ def test_metrics_are_searched_and_pinned(open_page: Open, root: str) -> None:
     page.get_by_role("button", name="Pin train/entropy").click()
     page.reload()
     expect(page.locator(".metric").first).to_have_attribute("aria-label", "train/entropy")
+
+
+def test_a_plan_has_its_four_questions_its_pilots_and_what_happened(open_page: Open, root: str) -> None:
+    page = open_page(f"{root}/#/curves")
+    page.get_by_role("link", name="Plan").click()
+    expect(page.locator("main h2")).to_have_text(["run"])  # neither the other run nor the file was planned
+    questions = ["can this reward be learned?", "with which settings?", "does it fit?"]
+    expect(page.locator("main h3")).to_have_text(
+        [*questions, f"how long, how much? {STEPS} steps, 2 evaluations", "what it promised, and what happened"]
+    )
+    [doubt, cure] = page.locator("tr:has(th.failed), tr:has(th.failed) + tr").all_inner_texts()
+    assert "<b>no</b> attemptuserU+202Egnih" in doubt and "\u202e" not in doubt and "try: easier scenarios" in cure
+    expect(page.locator(".pilots tbody tr")).to_have_text([re.compile("0.012.*2.0 s"), re.compile("\u2013.*3.0 s")])
+    happened = page.locator(".promised tbody tr", has_text="training")
+    expect(happened).to_have_text(re.compile("4.5 sinside"))
 
 
 # --- how it looks -----------------------------------------------------------------------------------------------------
