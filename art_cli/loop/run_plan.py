@@ -13,6 +13,7 @@ import math
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from functools import partial
 from statistics import fmean, median, stdev
 from typing import NamedTuple
 
@@ -26,18 +27,20 @@ from art_cli.judges.agreement import VoteReliability, vote_reliability
 from art_cli.judges.costs import find_price
 from art_cli.judges.judge_groups import score as ask
 from art_cli.judges.judge_report import judge_windows
+from art_cli.learners.prompt_learner import PromptLearner
 from art_cli.loop.auto import with_rate
 from art_cli.loop.batches import Batch
 from art_cli.loop.claim_run import Claim, claim_run
 from art_cli.loop.evaluate import contests
 from art_cli.loop.open_run import Run, open_run
+from art_cli.loop.prompt_plan import reflect
 from art_cli.loop.record import claim_config
 from art_cli.loop.references import check_ready
 from art_cli.loop.startup import Startup
 from art_cli.reports.doubts import Groups, by_length, compared, find_doubts, limit_of, spread_share
 from art_cli.reports.findings import MOVES
 from art_cli.runs.history import count_failures
-from art_cli.runs.promise import Doubt, Measured, Pilot, Promise, forecast
+from art_cli.runs.promise import Doubt, Expected, Measured, Pilot, Promise, forecast
 from art_cli.runs.trajectory import ScoredTrajectory, Trajectory, prompt
 from art_cli.runtime.errors import JudgeError, LearnerError, UsageError
 from art_cli.runtime.scratch import scratch
@@ -56,10 +59,10 @@ STARTING = ("torch and transformers", "model", "learner", "engine and agent")  #
 OF_ROLLOUT = ("rollout", "metric", "none")  # judges that would read the same number again
 
 
-async def plan(loaded: LoadedConfig, *, repeats: int | None = None) -> Promise:
+async def plan(loaded: LoadedConfig, *, repeats: int | None = None, beside: PromptLearner | None = None) -> Promise:
     """Returns the promise, made or found. `repeats` is the number of verdicts on each group.
 
-    By default there are 2 if they are free.
+    By default there are 2 if they are free. `beside` is a search for a prompt whose costs are to be compared.
 
     Raises UsageError if the run has gone beyond its first step, and the errors of `train`.
     """
@@ -74,7 +77,7 @@ async def plan(loaded: LoadedConfig, *, repeats: int | None = None) -> Promise:
                 usd = _judge_usd(claim.loaded.config, claim.files.scored(0))
                 measured = msgspec.structs.replace(measured, judge_usd=usd)
             claim.files.write_promise(made := _promise(measured, found.doubts, claim))
-            return made
+            return await _with_search(made, claim, beside)
         if newest is not None and newest[1].step > 0:
             where = f"{claim.files.root}: trained to step {newest[1].step}"
             raise UsageError(f"{where}, and a plan comes before the first; name=OTHER plans a new run")
@@ -90,7 +93,18 @@ async def plan(loaded: LoadedConfig, *, repeats: int | None = None) -> Promise:
                 claim_config(run.files, chosen)
                 made = msgspec.structs.replace(made, config_hash=config_hash(chosen.config))
             run.files.write_promise(made)
-            return made
+            return await _with_search(made, dataclasses.replace(claim, loaded=run.loaded), beside)
+
+
+async def _with_search(made: Promise, claim: Claim, beside: PromptLearner | None) -> Promise:
+    """Returns the promise with what a search for a prompt takes. The same model is asked once."""
+    found = made.measured
+    if beside is None or (found.reflection is not None and found.reflection.model == beside.payer.title):
+        return made
+    found = msgspec.structs.replace(found, reflection=await reflect(beside, claim.files))
+    made = msgspec.structs.replace(made, measured=found, prompt=_promise(found, [], claim).prompt)
+    claim.files.write_promise(made)
+    return made
 
 
 async def _measure(run: Run, repeats: int | None) -> tuple[Measured, list[Doubt]]:
@@ -296,6 +310,20 @@ def _promise(found: Measured, doubts: Sequence[Doubt], claim: Claim) -> Promise:
         played = {name: len(part.evaluation) * config.eval.attempts for name, part in claim.data.by_source.items()}
         attempts = sum(played.values())  # and in each evaluation but the first the judge sees the first one's as well
         contested = 2 * max(evaluations - 1, 0) * sum(played.get(name, 0) for name in found.contests)
+    expected = partial(
+        forecast,
+        steps=config.train.steps,
+        evaluations=evaluations,
+        eval_attempts=attempts,
+        usd_per_hour=max((rule.usd_per_hour for rule in config.stop), default=0.0),
+        contest_attempts=contested,
+    )
+    prompt, asked = dict[str, Expected](), found.reflection
+    if asked is not None:
+        search = msgspec.structs.replace(found, training_s=asked.seconds, first_training_s=0.0, rest_s=0.0)
+        prompt = expected(search, learning_usd=asked.usd or 0.0)
+        if asked.usd is None:
+            prompt.pop("usd", None)
     return Promise(
         config_hash=config_hash(config),
         measured=found,
@@ -304,12 +332,6 @@ def _promise(found: Measured, doubts: Sequence[Doubt], claim: Claim) -> Promise:
         reasons={each.key: each.reason for each in advice},
         steps=config.train.steps,
         evaluations=evaluations,
-        expected=forecast(
-            found,
-            steps=config.train.steps,
-            evaluations=evaluations,
-            eval_attempts=attempts,
-            usd_per_hour=max((rule.usd_per_hour for rule in config.stop), default=0.0),
-            contest_attempts=contested,
-        ),
+        expected=expected(found),
+        prompt=prompt,
     )

@@ -60,6 +60,16 @@ class MemoryNeed(msgspec.Struct, frozen=True):
     there: float  # gigabytes of the GPU, or that this process may use
 
 
+class Reflected(msgspec.Struct, frozen=True):
+    """The questions to a model that writes a prompt, after one step. Example: Reflected("o3", 1, 8.2, 4100, 0.013)"""
+
+    model: str
+    calls: int  # more than one if an answer could not be used
+    seconds: float
+    tokens: int
+    usd: float | None  # or None if the price is unknown
+
+
 class Measured(msgspec.Struct, frozen=True, kw_only=True):
     """The measurements of the first step. Seconds, tokens and dollars are those of one step."""
 
@@ -80,6 +90,7 @@ class Measured(msgspec.Struct, frozen=True, kw_only=True):
     pilots: list[Pilot] = []
     noise_scale: NoiseScale | None = None
     memory: MemoryNeed | None = None
+    reflection: Reflected | None = None  # or None if no search for a prompt was compared
 
 
 class Promise(msgspec.Struct, frozen=True, kw_only=True):
@@ -94,13 +105,21 @@ class Promise(msgspec.Struct, frozen=True, kw_only=True):
     steps: int
     evaluations: int
     expected: dict[str, Expected]
+    prompt: dict[str, Expected] = {}  # the same of a search for a prompt with these groups, if it was compared
 
     def __post_init__(self) -> None:
         """Raises ValueError if it promises what no plan does."""
         found = self.measured
-        numbers = [number for each in self.expected.values() for number in msgspec.structs.astuple(each)]
+        promised = [*self.expected.values(), *self.prompt.values()]
+        numbers = [number for each in promised for number in msgspec.structs.astuple(each)]
         numbers += [found.sampling_s, found.judging_s, found.training_s or 0.0, found.rest_s]
-        if not {"whole", "tokens"} <= self.expected.keys() or self.steps < 1 or not all(map(math.isfinite, numbers)):
+        is_whole = all({"whole", "tokens"} <= each.keys() for each in (self.expected, self.prompt or self.expected))
+        if (
+            not is_whole
+            or (self.prompt and found.reflection is None)
+            or self.steps < 1
+            or not all(map(math.isfinite, numbers))
+        ):
             raise ValueError("its numbers are not those of a plan")
 
 
@@ -112,10 +131,12 @@ def forecast(
     eval_attempts: int,
     usd_per_hour: float,
     contest_attempts: int = 0,
+    learning_usd: float = 0.0,
 ) -> dict[str, Expected]:
     """Returns what the whole run takes; no "usd" if a price is unknown. `eval_attempts` are those of one evaluation.
 
-    `contest_attempts` are those that the judge is shown in all evaluations together.
+    `contest_attempts` are those that the judge is shown in all evaluations together, and `learning_usd` the cost of a
+    step of the learner.
 
     Sampling, judging and training are proportional to tokens. Their mean is resampled over groups, and multiplied by
     one factor for the drift of lengths. All seconds are multiplied by one factor for the pace of the machine.
@@ -135,7 +156,8 @@ def forecast(
         pace = math.exp(draw.gauss(0.0, found.pace))
         seconds = {name: pace * value for name, value in seconds.items()}
         seconds["whole"] = whole = sum(seconds.values())
-        usd = (steps + contested) * (found.judge_usd or 0.0) * share + whole / 3600 * usd_per_hour
+        paid = (steps + contested) * (found.judge_usd or 0.0) + steps * learning_usd
+        usd = paid * share + whole / 3600 * usd_per_hour
         for name, value in (seconds | {"tokens": steps * sum(groups) * share, "usd": usd}).items():
             drawn.setdefault(name, []).append(value)
     if found.judge_usd is None:

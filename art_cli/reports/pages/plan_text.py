@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from art_cli.reports.pages.report_text import duration
-from art_cli.runs.promise import Measured, Pilot, Promise, steps_for
+from art_cli.runs.promise import Expected, Measured, Pilot, Promise, steps_for
 
 _NO_PRICE = "no price of the judge is known; set judge.price={input: X, output: Y}, dollars for a million tokens"
 
@@ -24,7 +24,7 @@ def plan_text(promise: Promise, *, command: str, budget_usd: float | None = None
 def plan_sections(
     promise: Promise, *, budget_usd: float | None = None, goal: float | None = None
 ) -> list[tuple[str, list[Row]]]:
-    """Returns the four questions, each with its rows. The name of a doubt begins with "!"; its cure follows it."""
+    """Returns the questions, each with its rows. The name of a doubt begins with "!"; its cure follows it."""
     found = promise.measured
     wished = [] if goal is None else [("goal", _goal(found, goal))]
     budget = [] if budget_usd is None else [("budget", _budget(promise, budget_usd))]
@@ -34,6 +34,7 @@ def plan_sections(
         ("with which settings?", list(_settings(promise))),
         ("does it fit?", [("memory", _memory(found))]),
         (f"how long, how much? {size}", [*_costs(promise), *budget]),
+        *([("prompt or weights?", list(_compared(promise)))] if promise.prompt else []),
     ]
 
 
@@ -94,8 +95,20 @@ def _costs(promise: Promise) -> Iterator[Row]:
     yield "the run", f"{duration(whole.value)}, 80 % interval {duration(whole.low)} to {duration(whole.high)}"
     yield "tokens", f"{tokens.value:,.0f} sampled, {tokens.low:,.0f} to {tokens.high:,.0f}"
     usd = promise.expected.get("usd")
-    price = "" if usd is None else f"{_dollars(usd.value)}, {_dollars(usd.low)} to {_dollars(usd.high)}"
-    yield "dollars", price or _NO_PRICE
+    yield "dollars", _NO_PRICE if usd is None else _interval(usd)
+
+
+def _compared(promise: Promise) -> Iterator[Row]:
+    asked, attempts = promise.measured.reflection, promise.steps * promise.measured.num_attempts
+    for name, expected in (("weights", promise.expected), ("prompt", promise.prompt)):
+        whole, usd = expected["whole"], expected.get("usd")
+        took = f"{duration(whole.value)}, 80 % interval {duration(whole.low)} to {duration(whole.high)}"
+        yield name, f"{took}; {'an unknown price' if usd is None else _interval(usd)}"
+    if asked is not None:
+        price = "an unknown price" if asked.usd is None else _dollars(asked.usd)
+        num = f"{promise.steps * max(asked.calls, 1):,} questions to {asked.model}"
+        yield "each", f"{attempts:,} attempts; the prompt {num} besides, and no training"
+        yield "", f"{asked.calls} of them took {duration(asked.seconds)}, {asked.tokens:,} tokens, {price}"
 
 
 def _budget(promise: Promise, usd: float) -> str:
@@ -110,6 +123,10 @@ def _budget(promise: Promise, usd: float) -> str:
         step = f"{_dollars(cost.high / promise.steps)} at the upper end of the interval"
         return f"${usd:g} does not pay one step, {step}; a smaller rollout.groups_per_step costs less"
     return f"${usd:g} buys {steps} of {promise.steps} steps at the upper end of the interval: train.steps={steps}"
+
+
+def _interval(usd: Expected) -> str:
+    return f"{_dollars(usd.value)}, {_dollars(usd.low)} to {_dollars(usd.high)}"
 
 
 def _dollars(usd: float) -> str:
