@@ -69,7 +69,7 @@ def run(
     check_ready(loaded, ("model", "rollout", "gateway", "engine", "eval"))
     last = list(players)[-1]
     parsed = [parse_gate(gate, list(players)) for gate in gates or []]
-    check_gates(parsed, last)
+    check_gates(parsed, last, loaded.config.rollout.sources)
     with contextlib.ExitStack() as stack:
         directory = output or stack.enter_context(scratch("eval"))
         watch = eval_comparison.Watch(loaded, parsed, num_policies=len(players))
