@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import msgspec
 import pytest
 from playwright.sync_api import Browser, BrowserContext, Locator, Page, expect
 
@@ -14,7 +15,17 @@ from art_cli.runs.run_dir import RunDir
 from tests.support.browser import chromium, faults, viewing
 from tests.support.chat_server import ChatServer, chatting
 from tests.support.paths import ROOT
-from tests.support.viewed import ATTEMPTS, BIDI, GROUPS, STEPS, attempt, write_hostile, write_promise, write_viewed_run
+from tests.support.viewed import (
+    ATTEMPTS,
+    BIDI,
+    GROUPS,
+    STEPS,
+    append,
+    attempt,
+    write_hostile,
+    write_promise,
+    write_viewed_run,
+)
 from tests.support.waiting import wait_until
 
 PLACES = {
@@ -167,6 +178,26 @@ def test_the_histogram_and_the_search_filter_the_groups(open_page: Open, root: s
     page.get_by_label("only groups with failed attempts").check()
     expect(rows).to_have_count(1)
     expect(rows).to_contain_text("timeout")
+
+
+def test_the_groups_of_a_run_with_sources_are_filtered_by_them(
+    open_page: Open, root: str, tmp_path: Path, art: Callable[..., tuple[int, str, str]]
+) -> None:
+    page = open_page(f"{root}/{PLACES['groups']}")
+    expect(page.locator("[data-row]")).to_have_count(GROUPS)
+    expect(page.get_by_label("Source")).to_have_count(0)  # the run has none
+    desk = [msgspec.structs.replace(attempt(0, g, i), source="desk") for g in range(2) for i in range(ATTEMPTS)]
+    echo = [msgspec.structs.replace(attempt(0, 2, i), source="echo") for i in range(ATTEMPTS)]
+    append(tmp_path / "mixed.jsonl", [*desk, *echo])
+    assert art("view", tmp_path / "mixed.jsonl", "--html", tmp_path / "page.html")[0] == 0
+    with viewing(tmp_path / "mixed.jsonl") as address:
+        for place in (address, (tmp_path / "page.html").as_uri()):  # the page of a server, and a page in one file
+            page.goto(f"{place}#/s/0/step/0/train")
+            page.get_by_label("Source").select_option("desk")
+            expect(page.locator("[data-row]")).to_have_count(2)
+            expect(page.locator("[data-row='0']")).to_contain_text("desk / thing-0")
+            page.get_by_label("Source").select_option("all sources")
+            expect(page.locator("[data-row]")).to_have_count(3)
 
 
 @pytest.mark.slow

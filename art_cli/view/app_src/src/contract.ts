@@ -6,6 +6,7 @@ export interface StepSummary {
   num_groups: number;
   num_trajectories: number;
   mean_reward: number | null;
+  sources?: string[]; // of rollout.sources
   problems?: string[];
 }
 
@@ -84,6 +85,7 @@ export interface GroupRow {
   num_turns: number | null;
   num_tokens: number | null;
   ids: string[];
+  source?: string;
   num_attempts?: number; // more than `rewards` has where the group is very large
   text?: string | null; // in a file only, for its search
 }
