@@ -40,7 +40,7 @@ def run(
     \b
     art plan config.yaml
     art plan config.yaml train.steps=200 --budget-usd 20 --goal 'reward>=0.8'
-    art plan config.yaml --compare prompt      or '{name: prompt, model: openai/o3}': what a better prompt would take
+    art plan config.yaml --compare prompt                     (and what a search for a better prompt takes)
     art plan config.yaml name=other rollout.group_size=16     (the plan of another run)
     """
     import msgspec

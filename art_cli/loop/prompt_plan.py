@@ -6,7 +6,6 @@ done once, by the real learner on the groups of the plan's step.
 
 from art_cli.config.checks import keys_of_weights
 from art_cli.config.compose import LoadedConfig, load_config
-from art_cli.config.schema import PromptLearnerConfig
 from art_cli.learners.prompt_learner import PromptLearner
 from art_cli.loop.owed_groups import group
 from art_cli.runs.promise import Reflected
@@ -32,7 +31,7 @@ def as_prompt(loaded: LoadedConfig, learner: str) -> LoadedConfig:
     except ConfigError as error:
         cure = f": --compare {WITH_MODEL}" if error.problems[0].key == "learner.model" else ""
         raise UsageError(f"--compare {learner}: {error.problems[0]}{cure}") from error
-    if not isinstance(found.config.learner, PromptLearnerConfig):
+    if found.config.learner.trains_weights:
         raise UsageError(f"--compare {learner}: expected prompt, or {WITH_MODEL}")
     return found
 

@@ -97,9 +97,12 @@ async def plan(loaded: LoadedConfig, *, repeats: int | None = None, beside: Prom
 
 
 async def _with_search(made: Promise, claim: Claim, beside: PromptLearner | None) -> Promise:
-    """Returns the promise with what a search for a prompt takes. The same model is asked once."""
-    found = made.measured
-    if beside is None or (found.reflection is not None and found.reflection.model == beside.payer.title):
+    """Returns the promise with what a search for a prompt takes. A model is asked once, if its price was known."""
+    if beside is None:
+        return made
+    found, known = made.measured, made.measured.reflection
+    is_priced = known is not None and (known.usd is not None or not beside.payer.is_priced)
+    if known is not None and known.model == beside.payer.title and is_priced:
         return made
     found = msgspec.structs.replace(found, reflection=await reflect(beside, claim.files))
     made = msgspec.structs.replace(made, measured=found, prompt=_promise(found, [], claim).prompt)

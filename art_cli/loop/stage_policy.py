@@ -130,8 +130,8 @@ def _check_model(loaded: LoadedConfig, source: PolicySource) -> None:
     wanted = loaded.config.model.model_dump(mode="json")
     if _is_same_directory(loaded, known.get("base"), wanted["base"]):
         known = known | {"base": wanted["base"]}
-    has_weights = source.checkpoint is not None and not is_prompt(source.checkpoint)
-    names = [name for name in ("base", "lora")[: 1 + has_weights] if name in known]
+    is_text = source.checkpoint is not None and is_prompt(source.checkpoint)
+    names = [name for name in (("base",) if is_text else ("base", "lora")) if name in known]
     old, new = ({"model": {name: model[name] for name in names}} for model in (known, wanted))
     cure = "change it back, or name another run (name=...) or --checkpoint"
     if problems := [
