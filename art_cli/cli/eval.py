@@ -22,6 +22,9 @@ def run(
         ),
     ] = None,
     is_last: Last = False,
+    is_trusted: Annotated[
+        bool, typer.Option("--trust", help="Ask the endpoint that the run of a prompt names, with your key.")
+    ] = False,
     endpoints: Annotated[
         list[str] | None, typer.Option("--endpoint", metavar="MODEL@URL", help="Any OpenAI-compatible one; repeat.")
     ] = None,
@@ -40,6 +43,7 @@ def run(
     art eval config.yaml --checkpoint runs/mine --gate 'reward>=0.8'
     art eval config.yaml --checkpoint runs/a --checkpoint runs/b --endpoint gpt-5@https://api.openai.com/v1
     art eval config.yaml --checkpoint base --checkpoint runs/mine --gate 'reward>=baseline-0.02'
+    art eval config.yaml --checkpoint runs/weights --checkpoint runs/prompt      what was trained, and a prompt
     art eval config.yaml --checkpoint 'runs/sweep-*'          a table over a sweep, the best run on top
     """
     from art_cli.cli import eval_comparison
@@ -60,12 +64,12 @@ def run(
     if loaded.config.eval is None:
         raise UsageError(f"{config}: no eval section; add `eval: {{scenarios: FILE}}`")
     players = eval_comparison.find_players(
-        loaded, checkpoints or [], endpoints or [], which=which_checkpoint(False, is_last)
+        loaded, checkpoints or [], endpoints or [], which=which_checkpoint(False, is_last), is_trusted=is_trusted
     )
     check_ready(loaded, ("model", "rollout", "gateway", "engine", "eval"))
     last = list(players)[-1]
     parsed = [parse_gate(gate, list(players)) for gate in gates or []]
-    check_gates(parsed, last)
+    check_gates(parsed, last, loaded.config.rollout.sources)
     with contextlib.ExitStack() as stack:
         directory = output or stack.enter_context(scratch("eval"))
         watch = eval_comparison.Watch(loaded, parsed, num_policies=len(players))

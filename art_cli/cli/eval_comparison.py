@@ -1,8 +1,8 @@
 """The comparison of `art eval`: plays the evaluation scenarios with each policy, and compares them.
 
-A policy is a checkpoint, a run (its best evaluated checkpoint, or its newest), the base model ("base", or RUN/base),
-each run in a directory of runs, or a model at any OpenAI-compatible endpoint. Each plays the same scenarios, so
-differences are paired. The others are compared with the first policy.
+A policy is a checkpoint of weights or of a prompt, a run (its best evaluated checkpoint, or its newest), the base model
+("base", or RUN/base), each run in a directory of runs, or a model at any OpenAI-compatible endpoint. Each plays the
+same scenarios, so differences are paired. The others are compared with the first policy.
 """
 
 import logging
@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 from art_cli.config.compose import LoadedConfig
 from art_cli.config.schema import JudgeModelConfig, ModelConfig, OpenAIEngineConfig
+from art_cli.config.sections.engine_config import HOSTED
 from art_cli.engines import engine_traits
 from art_cli.judges.costs import Price, find_price
 from art_cli.judges.source_judges import make_judges, require_all_keys
@@ -32,12 +33,13 @@ from art_cli.loop.evaluate import (
 from art_cli.loop.policy_sampler import open_sampler
 from art_cli.loop.stage_policy import PolicySource, find_policy, open_policy
 from art_cli.runs.history import count_failures, find_fault
-from art_cli.runs.run_checkpoints import Which, run_config
+from art_cli.runs.run_checkpoints import Which, run_config, run_of
 from art_cli.runs.run_dir import RunDir
 from art_cli.runs.trajectory import Json, Trajectory
 from art_cli.runtime import threads
-from art_cli.runtime.errors import RolloutError, UsageError
+from art_cli.runtime.errors import RolloutError, UsageError, printable
 from art_cli.runtime.log import is_verbose
+from art_cli.serving.served_policies import engine_config
 
 log = logging.getLogger(__name__)
 
@@ -75,14 +77,23 @@ class Row(NamedTuple):
 
 
 def find_players(
-    loaded: LoadedConfig, checkpoints: Sequence[Path], endpoints: Sequence[str], *, which: Which = "offered"
+    loaded: LoadedConfig,
+    checkpoints: Sequence[Path],
+    endpoints: Sequence[str],
+    *,
+    which: Which = "offered",
+    is_trusted: bool = False,
 ) -> dict[str, Player]:
-    """Returns the players by policy name. Endpoints are written MODEL@URL. Raises UsageError."""
+    """Returns the players by policy name. Endpoints are written MODEL@URL. Raises UsageError.
+
+    `is_trusted`: a prompt that was searched for an endpoint may send calls and their key to the address in its run.
+    """
     is_foreign = not engine_traits(loaded.config.engine, loaded.directory).can_train
     wanted = [path for named in checkpoints for path in _expand(named)] if checkpoints or endpoints else [None]
 
     def trained(loaded: LoadedConfig, path: Path | None) -> LoadedConfig:
-        return loaded if path in checkpoints or path is None else _as_trained(loaded, path)
+        loaded = loaded if path in checkpoints or path is None else _as_trained(loaded, path)
+        return loaded if path is None or is_foreign else _as_searched(loaded, path, is_trusted=is_trusted)
 
     sources = [find_policy(trained(loaded, path), path, which=which) for path in wanted]
     loaded = resolve_auto(loaded, "engine") if wanted else loaded
@@ -117,6 +128,23 @@ def _as_trained(loaded: LoadedConfig, run: Path) -> LoadedConfig:
         return loaded
     model = ModelConfig.model_validate(trained)
     return replace(loaded, config=loaded.config.model_copy(update={"model": model}))
+
+
+def _as_searched(loaded: LoadedConfig, policy: Path, *, is_trusted: bool) -> LoadedConfig:
+    """Returns the configuration with the endpoint that the policy's prompt was searched for, if it was one.
+
+    Raises UsageError if the run is not trusted.
+    """
+    run = run_of(policy) if (policy / "manifest.json").exists() else RunDir(policy)
+    engine = run_config(run).get("engine")
+    if not isinstance(engine, dict) or engine.get("name") not in HOSTED:
+        return loaded
+    if not is_trusted:
+        where = printable(str(engine.get("base_url")), limit=200)
+        cure = "add --trust if this run is yours"
+        raise UsageError(f"{policy}: its prompt is for {where}, which would get every request and your key; {cure}")
+    hosted = engine_config(str(engine["name"]), {}, engine, has_prompts=True, is_trusted=True)
+    return replace(loaded, config=loaded.config.model_copy(update={"engine": hosted}))
 
 
 # --- playing ----------------------------------------------------------------------------------------------------------

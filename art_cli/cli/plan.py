@@ -4,12 +4,15 @@ import contextlib
 import math
 import shlex
 import sys
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from art_cli.cli import Config, Json, Overrides
 from art_cli.runtime.errors import UsageError, printable_lines
+
+if TYPE_CHECKING:
+    from art_cli.config.compose import LoadedConfig
 
 
 def run(
@@ -19,6 +22,9 @@ def run(
     goal: Annotated[str | None, typer.Option(metavar="'reward>=X'", help="A reward beside what was seen.")] = None,
     repeats: Annotated[
         int | None, typer.Option(min=1, metavar="N", help="Verdicts on each group; by default 2 if they are free.")
+    ] = None,
+    compare: Annotated[
+        str | None, typer.Option(metavar="prompt", help="Beside it a search for a prompt; asks its model once.")
     ] = None,
     as_json: Json = False,
 ) -> None:
@@ -34,26 +40,62 @@ def run(
     \b
     art plan config.yaml
     art plan config.yaml train.steps=200 --budget-usd 20 --goal 'reward>=0.8'
+    art plan config.yaml --compare prompt                     (and what a search for a better prompt takes)
     art plan config.yaml name=other rollout.group_size=16     (the plan of another run)
     """
     import msgspec
 
     from art_cli.config.compose import load_config
+    from art_cli.learners.prompt_learner import PromptLearner
+    from art_cli.loop.prompt_plan import as_prompt
+    from art_cli.loop.references import check_ready
     from art_cli.loop.run_plan import plan
     from art_cli.reports.pages.plan_text import plan_text
     from art_cli.runs.promise import steps_for
     from art_cli.runtime import threads
 
     wished = None if goal is None else _parse_goal(goal)
-    promise = threads.run(plan(load_config(config, overrides or []), repeats=repeats))
+    if budget_usd is not None and not math.isfinite(budget_usd):
+        raise UsageError(f"--budget-usd {budget_usd:g}: expected a number of dollars")
+    loaded = load_config(config, overrides or [])
+    other, beside = None, None
+    if compare is not None:
+        check_ready(other := as_prompt(loaded, compare), is_training=True)
+        beside = PromptLearner(other.config, other.directory)
+    promise = threads.run(plan(loaded, repeats=repeats, beside=beside))
+    steps = None if budget_usd is None else steps_for(budget_usd, promise)
     if as_json:
         asked: dict[str, Any] = {} if wished is None else {"goal": wished}
-        asked |= {} if budget_usd is None else {"steps_for_budget": steps_for(budget_usd, promise)}
+        asked |= {} if budget_usd is None else {"steps_for_budget": steps}
         sys.stdout.write(msgspec.json.encode(msgspec.to_builtins(promise) | asked).decode() + "\n")
         return
-    kept = [each for each in overrides or [] if each.partition("=")[0] not in promise.settings]
-    command = shlex.join(["art", "train", str(config), *kept])
+    settings = promise.settings | ({"train.steps": str(steps)} if steps is not None and steps < promise.steps else {})
+    kept = [each for each in overrides or [] if each.partition("=")[0] not in settings]
+    chosen = [f"{key}={value}" for key, value in settings.items()]
+    command = "" if steps == 0 else shlex.join(["art", "train", str(config), *kept, *chosen])
+    if other is not None and command:
+        searched = msgspec.structs.replace(promise, expected=promise.prompt)
+        most = None if budget_usd is None else steps_for(budget_usd, searched)
+        command += _of_prompt(loaded, other, kept, most if most is not None and most < promise.steps else None)
     sys.stdout.write(printable_lines(plan_text(promise, command=command, budget_usd=budget_usd, goal=wished)))
+
+
+def _of_prompt(loaded: "LoadedConfig", other: "LoadedConfig", kept: list[str], steps: int | None) -> str:
+    """Returns the lines with the command of the search for a prompt, and of what compares both."""
+    from art_cli.config.key_locations import show
+
+    arguments = list(other.overrides)
+    if steps is not None:
+        arguments = [each for each in arguments if not each.startswith("train.steps=")] + [f"train.steps={steps}"]
+    search = (
+        "the budget does not pay a step" if steps == 0 else shlex.join(["art", "train", str(loaded.path), *arguments])
+    )
+    runs = [show(each.config.runs / each.config.name) for each in (loaded, other)]
+    both = ["--checkpoint", runs[0], "--checkpoint", runs[1]]
+    compare = shlex.join(["art", "eval", str(loaded.path), *kept, *both])
+    if loaded.config.eval is None:
+        compare = "nothing is held out; a plan with eval.held_out=0.3 has scenarios for it"
+    return f"\na prompt:   {search}\ncompare:    {compare}"
 
 
 def _parse_goal(text: str) -> float:

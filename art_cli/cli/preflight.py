@@ -74,11 +74,12 @@ class Preflight:
     learner: Learner | None = None
     judge: Judge | None = None
     played: list[Trajectory] = field(default_factory=list)  # two attempts at the first scenario of each source
+    asked: set[str] = field(default_factory=set)  # judges that were asked, because sources may share one
     sources: dict[str, "Preflight"] = field(default_factory=dict)  # by source; "" is this one
 
     def __post_init__(self) -> None:
         self.sources = {
-            name: Preflight(part, self.scratch, self.asks_judge) if name else self
+            name: Preflight(part, self.scratch, self.asks_judge, asked=self.asked) if name else self
             for name, part in self.loaded.by_source.items()
         }
 
@@ -490,9 +491,13 @@ class Preflight:
         """Asks the judge. Returns None if the reward is the rollout's."""
         assert self.judge
         notes, cures = [], []
-        for part in self.judge.parts:
-            if (expected := part.estimate(judge_groups.short_attempts())) is not None:
+        for number, part in enumerate(self.judge.parts):
+            same = f"{number} {self.loaded.config.judge.model_dump_json()}"
+            if same in self.asked:
+                notes.append(f"{part.title}: the same judge as above")
+            elif (expected := part.estimate(judge_groups.short_attempts())) is not None:
                 note, cure = self._ask_once(part, expected)
+                self.asked.add(same)
                 notes.append(note)
                 cures += [cure] if cure else []
             elif not part.needs_reward:

@@ -308,6 +308,12 @@ def _prompt_conflicts(config: RunConfig, learner: PromptLearnerConfig) -> Iterat
     """Yields the settings that are about weights, or that a search over prompts cannot use."""
     if reflecting_model(config, learner) is None:
         yield "learner.model", f"judge {config.judge.name!r} is no model that could reflect; name one that does"
+    for key in keys_of_weights(config):
+        yield key, "learner 'prompt' changes no weight and has no use for it; leave it out"
+
+
+def keys_of_weights(config: RunConfig) -> list[str]:
+    """Returns the keys that are set and that a search for a prompt has no use for."""
     is_set = {
         "loss": "loss" in config.model_fields_set,
         "algorithm": config.algorithm is not None,
@@ -318,9 +324,8 @@ def _prompt_conflicts(config: RunConfig, learner: PromptLearnerConfig) -> Iterat
         "rollout.refill": config.rollout.refill > 0,
         "judge.noise": not isinstance(config.judge, NoJudgeConfig) and config.judge.noise is not None,
     }
-    is_set |= {f"train.{name}": True for name in sorted(config.train.model_fields_set - PROMPT_TRAIN)}
-    for key in (key for key, value in is_set.items() if value):
-        yield key, "learner 'prompt' changes no weight and has no use for it; leave it out"
+    of_train = [f"train.{name}" for name in sorted(config.train.model_fields_set - PROMPT_TRAIN)]
+    return [key for key, value in is_set.items() if value] + of_train
 
 
 def _critic_conflicts(config: RunConfig, loss: PpoConfig) -> Iterator[tuple[str, str]]:

@@ -1,6 +1,6 @@
 """The names of a step's metrics that are known before a run, and the settings that some of them need."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from difflib import get_close_matches
 
 from art_cli.config.schema import (
@@ -96,10 +96,22 @@ def _why_no_shadow(name: str, config: RunConfig) -> str:
     return ""
 
 
+def why_no_source(name: str, sources: Collection[str]) -> str:
+    """Returns the reason why there is no such number of a source, or "" if there is, or it is no source's."""
+    number, _, source = name.partition(".")
+    if not source or source in sources or number not in (*OF_SOURCES, "failed"):
+        return ""
+    near = get_close_matches(source, sources, 1, 0.6)
+    there = f"there are: {', '.join(sources)}" if sources else "needs rollout.sources"
+    return f"no source {source!r}; {f'did you mean {number}.{near[0]}?' if near else there}"
+
+
 def why_unknown(name: str, config: RunConfig) -> str:
     """Returns the reason why no step of such a run has that metric, or "" if it may have it."""
     if name.startswith(EVAL):
-        return "" if config.eval is not None else "needs an eval section"
+        has_sources = bool(config.rollout.sources)
+        wrong = why_no_source(name.removeprefix(EVAL), config.rollout.sources) if has_sources else ""
+        return wrong if config.eval is not None else "needs an eval section"
     if name.startswith(SHADOW):
         return _why_no_shadow(name, config)
     if name.startswith(FAMILIES) or name in ALWAYS:
@@ -107,11 +119,8 @@ def why_unknown(name: str, config: RunConfig) -> str:
     if name in NEEDS:
         need, is_set = NEEDS[name]
         return "" if is_set(config) else f"no step has it under this configuration; it needs {need}"
-    number, _, source = name.partition(".")
-    if number in OF_SOURCES and source:
-        there = ", ".join(config.rollout.sources)
-        known = f"there are: {there}" if there else "needs rollout.sources"
-        return "" if source in config.rollout.sources else f"no source {source!r}; {known}"
+    if name.partition(".")[0] in OF_SOURCES and "." in name:
+        return why_no_source(name, config.rollout.sources)
     near = get_close_matches(name, [*ALWAYS, *NEEDS, *FAMILIES], 3, 0.6)
     hint = f"did you mean {' or '.join(map(repr, near))}?" if near else "docs/config.md lists them"
     if name in ("reward", "failed"):

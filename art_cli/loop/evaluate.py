@@ -22,7 +22,7 @@ import logging
 import random
 import re
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from difflib import get_close_matches
 from functools import partial
 from itertools import product
@@ -32,6 +32,7 @@ from typing import NamedTuple
 
 import msgspec
 
+from art_cli.config.metric_names import why_no_source
 from art_cli.config.schema import EvalConfig, RunConfig
 from art_cli.judges import Judge
 from art_cli.judges.costs import Price
@@ -68,7 +69,12 @@ async def contest_rewards(
 
 def is_contest(config: RunConfig, trajectories: Sequence[Trajectory]) -> bool:
     """Returns True if a judge gives the reward of at least one source."""
-    return any(is_judged(part, of_source(trajectories, name)) for name, part in config.by_source.items())
+    return bool(contests(config, trajectories))
+
+
+def contests(config: RunConfig, trajectories: Sequence[Trajectory]) -> list[str]:
+    """Returns the sources whose evaluations a judge decides; [""] is that of a run without sources."""
+    return [name for name, part in config.by_source.items() if is_judged(part, of_source(trajectories, name))]
 
 
 def of_source(trajectories: Sequence[Trajectory], source: str) -> list[Trajectory]:
@@ -318,20 +324,25 @@ def _parse_difference(text: str, policies: Sequence[str]) -> tuple[str, float] |
     return None
 
 
-def check_gates(gates: Sequence[Gate], last: str) -> None:
-    """Raises UsageError: a gate cannot hold, as far as is known before playing; `last` is the policy it is for."""
+def check_gates(gates: Sequence[Gate], last: str, sources: Collection[str] = ()) -> None:
+    """Raises UsageError: a gate cannot hold, as far as is known before playing; `last` is the policy it is for.
+
+    `sources` are those of the run. Without any, attempts may report a metric of such a name themselves.
+    """
     for gate in gates:
         if gate.baseline == last:
             raise UsageError(
                 f"--gate {gate.metric}: {last} is compared with itself; name the policy to compare with before it, "
                 f"for example --checkpoint base"
             )
+        if sources and (reason := why_no_source(gate.metric, sources)):
+            raise UsageError(f"--gate {gate.metric}: {reason}")
         if not _is_known(gate.metric) and (near := get_close_matches(gate.metric, KNOWN, 1, CLOSE)):
             raise UsageError(f"--gate: no metric {gate.metric!r}; did you mean {near[0]!r}?")
 
 
 def _is_known(metric: str) -> bool:
-    """Returns True if no attempt reports that metric itself; whether there is such a source shows at the end."""
+    """Returns True if no attempt reports that metric itself."""
     return metric in KNOWN or metric.partition(".")[0] in OF_SOURCE
 
 

@@ -13,6 +13,7 @@ import math
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from functools import partial
 from statistics import fmean, median, stdev
 from typing import NamedTuple
 
@@ -20,22 +21,26 @@ import msgspec
 
 from art_cli.config.compose import LoadedConfig
 from art_cli.config.config_identity import config_hash
-from art_cli.config.schema import NoTrackerConfig, RunConfig
+from art_cli.config.schema import NoTrackerConfig, RulerJudgeConfig, RunConfig
 from art_cli.judges import Judge
 from art_cli.judges.agreement import VoteReliability, vote_reliability
+from art_cli.judges.costs import find_price
 from art_cli.judges.judge_groups import score as ask
 from art_cli.judges.judge_report import judge_windows
+from art_cli.learners.prompt_learner import PromptLearner
 from art_cli.loop.auto import with_rate
 from art_cli.loop.batches import Batch
 from art_cli.loop.claim_run import Claim, claim_run
+from art_cli.loop.evaluate import contests
 from art_cli.loop.open_run import Run, open_run
+from art_cli.loop.prompt_plan import reflect
 from art_cli.loop.record import claim_config
 from art_cli.loop.references import check_ready
 from art_cli.loop.startup import Startup
 from art_cli.reports.doubts import Groups, by_length, compared, find_doubts, limit_of, spread_share
 from art_cli.reports.findings import MOVES
 from art_cli.runs.history import count_failures
-from art_cli.runs.promise import Doubt, Measured, Pilot, Promise, forecast
+from art_cli.runs.promise import Doubt, Expected, Measured, Pilot, Promise, forecast
 from art_cli.runs.trajectory import ScoredTrajectory, Trajectory, prompt
 from art_cli.runtime.errors import JudgeError, LearnerError, UsageError
 from art_cli.runtime.scratch import scratch
@@ -54,10 +59,10 @@ STARTING = ("torch and transformers", "model", "learner", "engine and agent")  #
 OF_ROLLOUT = ("rollout", "metric", "none")  # judges that would read the same number again
 
 
-async def plan(loaded: LoadedConfig, *, repeats: int | None = None) -> Promise:
+async def plan(loaded: LoadedConfig, *, repeats: int | None = None, beside: PromptLearner | None = None) -> Promise:
     """Returns the promise, made or found. `repeats` is the number of verdicts on each group.
 
-    By default there are 2 if they are free.
+    By default there are 2 if they are free. `beside` is a search for a prompt whose costs are to be compared.
 
     Raises UsageError if the run has gone beyond its first step, and the errors of `train`.
     """
@@ -67,8 +72,12 @@ async def plan(loaded: LoadedConfig, *, repeats: int | None = None) -> Promise:
     async with claim_run(silent, is_fresh=False, startup=Startup()) as claim:
         found, newest = claim.files.promise(), claim.files.newest_checkpoint()
         if found is not None and found.config_hash == config_hash(claim.loaded.config):
-            claim.files.write_promise(made := _promise(found.measured, found.doubts, claim))
-            return made
+            measured = found.measured
+            if measured.judge_usd is None:  # the configuration may have the price by now
+                usd = _judge_usd(claim.loaded.config, claim.files.scored(0))
+                measured = msgspec.structs.replace(measured, judge_usd=usd)
+            claim.files.write_promise(made := _promise(measured, found.doubts, claim))
+            return await _with_search(made, claim, beside)
         if newest is not None and newest[1].step > 0:
             where = f"{claim.files.root}: trained to step {newest[1].step}"
             raise UsageError(f"{where}, and a plan comes before the first; name=OTHER plans a new run")
@@ -84,7 +93,21 @@ async def plan(loaded: LoadedConfig, *, repeats: int | None = None) -> Promise:
                 claim_config(run.files, chosen)
                 made = msgspec.structs.replace(made, config_hash=config_hash(chosen.config))
             run.files.write_promise(made)
-            return made
+            return await _with_search(made, dataclasses.replace(claim, loaded=run.loaded), beside)
+
+
+async def _with_search(made: Promise, claim: Claim, beside: PromptLearner | None) -> Promise:
+    """Returns the promise with what a search for a prompt takes. A model is asked once, if its price was known."""
+    if beside is None:
+        return made
+    found, known = made.measured, made.measured.reflection
+    is_priced = known is not None and (known.usd is not None or not beside.payer.is_priced)
+    if known is not None and known.model == beside.payer.title and is_priced:
+        return made
+    found = msgspec.structs.replace(found, reflection=await reflect(beside, claim.files))
+    made = msgspec.structs.replace(made, measured=found, prompt=_promise(found, [], claim).prompt)
+    claim.files.write_promise(made)
+    return made
 
 
 async def _measure(run: Run, repeats: int | None) -> tuple[Measured, list[Doubt]]:
@@ -141,8 +164,6 @@ def _sampled(run: Run, batch: Batch, repeated: VoteReliability | None) -> Measur
     values = [each for each in values if each]
     for each in played:
         tokens[each.group_id] += each.num_sampled
-    scores = [score for members in batch.groups for each in members for score in each.scores]
-    costs = [score.cost_usd for score in scores if score.prompt_tokens is not None]
     share = f"rewards differ within {spread_share(batch.groups):.0%} of the groups that are compared ({len(values)})"
     facts = {"spread": share} if values else {}
     if repeated is not None:
@@ -152,11 +173,27 @@ def _sampled(run: Run, batch: Batch, repeated: VoteReliability | None) -> Measur
         num_attempts=len(played),
         sampling_s=busy(played),
         judging_s=batch.metrics["judge_s"],
-        judge_usd=None if None in costs else math.fsum(cost or 0.0 for cost in costs),
+        judge_usd=_judge_usd(run.config, [each for members in batch.groups for each in members]),
+        contests=contests(run.config, played) if run.config.eval is not None else [],
         reward_mean=fmean(reward for each in values for reward in each) if values else None,
         reward_best=fmean(map(max, values)) if values else None,
         facts=facts | _facts(batch.groups, played),
     )
+
+
+def _judge_usd(config: RunConfig, attempts: Sequence[ScoredTrajectory]) -> float | None:
+    """Returns what the verdicts cost, at the configured prices where none was known then, or None if one is unknown."""
+    rulers = [part.judge for part in config.by_source.values() if isinstance(part.judge, RulerJudgeConfig)]
+    prices = {each.model: find_price(each) for judge in rulers for each in (judge, *judge.panel)}
+    usd = 0.0
+    for score in (score for each in attempts for score in each.scores if score.prompt_tokens is not None):
+        cost, price = score.cost_usd, prices.get(score.model or "")
+        if cost is None and price is not None:
+            cost = price.prompt * (score.prompt_tokens or 0.0) + price.completion * (score.completion_tokens or 0.0)
+        if cost is None:
+            return None
+        usd += cost
+    return usd
 
 
 def _facts(groups: Groups, played: Sequence[Trajectory]) -> dict[str, str]:
@@ -270,10 +307,26 @@ def choose_rate(pilots: Sequence[Pilot], own: float) -> Advice | None:
 def _promise(found: Measured, doubts: Sequence[Doubt], claim: Claim) -> Promise:
     """Returns what the measurements promise of the configuration's steps and evaluations."""
     config, advice = claim.loaded.config, list(advise(found, claim.loaded.config))
-    evaluations = attempts = 0
+    evaluations = attempts = contested = 0
     if config.eval is not None:
         evaluations = len({*range(0, config.train.steps, config.eval.every), config.train.steps})
-        attempts = sum(len(part.evaluation) for part in claim.data.by_source.values()) * config.eval.attempts
+        played = {name: len(part.evaluation) * config.eval.attempts for name, part in claim.data.by_source.items()}
+        attempts = sum(played.values())  # and in each evaluation but the first the judge sees the first one's as well
+        contested = 2 * max(evaluations - 1, 0) * sum(played.get(name, 0) for name in found.contests)
+    expected = partial(
+        forecast,
+        steps=config.train.steps,
+        evaluations=evaluations,
+        eval_attempts=attempts,
+        usd_per_hour=max((rule.usd_per_hour for rule in config.stop), default=0.0),
+        contest_attempts=contested,
+    )
+    prompt, asked = dict[str, Expected](), found.reflection
+    if asked is not None:
+        search = msgspec.structs.replace(found, training_s=asked.seconds, first_training_s=0.0, rest_s=0.0)
+        prompt = expected(search, learning_usd=asked.usd or 0.0)
+        if asked.usd is None:
+            prompt.pop("usd", None)
     return Promise(
         config_hash=config_hash(config),
         measured=found,
@@ -282,11 +335,6 @@ def _promise(found: Measured, doubts: Sequence[Doubt], claim: Claim) -> Promise:
         reasons={each.key: each.reason for each in advice},
         steps=config.train.steps,
         evaluations=evaluations,
-        expected=forecast(
-            found,
-            steps=config.train.steps,
-            evaluations=evaluations,
-            eval_attempts=attempts,
-            usd_per_hour=max((rule.usd_per_hour for rule in config.stop), default=0.0),
-        ),
+        expected=expected(found),
+        prompt=prompt,
     )

@@ -121,7 +121,7 @@ def _find_prompt(loaded: LoadedConfig, wanted: Path | None, which: Which) -> Pol
 def _check_model(loaded: LoadedConfig, source: PolicySource) -> None:
     """Raises ConfigError if the run of this policy has another base model or adapter than the configuration.
 
-    A checkpoint that lies in no run cannot be compared, and passes.
+    A checkpoint that lies in no run cannot be compared, and passes. A prompt has no adapter.
     """
     run = _run_of(source)
     known = run_config(run).get("model")
@@ -130,7 +130,8 @@ def _check_model(loaded: LoadedConfig, source: PolicySource) -> None:
     wanted = loaded.config.model.model_dump(mode="json")
     if _is_same_directory(loaded, known.get("base"), wanted["base"]):
         known = known | {"base": wanted["base"]}
-    names = [name for name in ("base", "lora") if name in known]
+    is_text = source.checkpoint is not None and is_prompt(source.checkpoint)
+    names = [name for name in (("base",) if is_text else ("base", "lora")) if name in known]
     old, new = ({"model": {name: model[name] for name in names}} for model in (known, wanted))
     cure = "change it back, or name another run (name=...) or --checkpoint"
     if problems := [

@@ -60,6 +60,16 @@ class MemoryNeed(msgspec.Struct, frozen=True):
     there: float  # gigabytes of the GPU, or that this process may use
 
 
+class Reflected(msgspec.Struct, frozen=True):
+    """The questions to a model that writes a prompt, after one step. Example: Reflected("o3", 1, 8.2, 4100, 0.013)"""
+
+    model: str
+    calls: int  # more than one if an answer could not be used
+    seconds: float
+    tokens: int
+    usd: float | None  # or None if the price is unknown
+
+
 class Measured(msgspec.Struct, frozen=True, kw_only=True):
     """The measurements of the first step. Seconds, tokens and dollars are those of one step."""
 
@@ -73,12 +83,14 @@ class Measured(msgspec.Struct, frozen=True, kw_only=True):
     first_training_s: float = 0.0  # additional time of a process's first training step
     pace: float = 0.0  # standard deviation of the logarithm of the seconds that equal steps took
     judge_usd: float | None = 0.0  # or None if a price is unknown
+    contests: list[str] = []  # sources whose evaluations the judge decides, because their rollouts return no reward
     reward_mean: float | None = None
     reward_best: float | None = None  # mean over the groups of the best attempt's reward
     facts: dict[str, str] = {}  # lines about the rewards, by name
     pilots: list[Pilot] = []
     noise_scale: NoiseScale | None = None
     memory: MemoryNeed | None = None
+    reflection: Reflected | None = None  # or None if no search for a prompt was compared
 
 
 class Promise(msgspec.Struct, frozen=True, kw_only=True):
@@ -93,17 +105,44 @@ class Promise(msgspec.Struct, frozen=True, kw_only=True):
     steps: int
     evaluations: int
     expected: dict[str, Expected]
+    prompt: dict[str, Expected] = {}  # the same of a search for a prompt with these groups, if it was compared
+
+    def __post_init__(self) -> None:
+        """Raises ValueError if it promises what no plan does."""
+        found = self.measured
+        promised = [*self.expected.values(), *self.prompt.values()]
+        numbers = [number for each in promised for number in msgspec.structs.astuple(each)]
+        numbers += [found.sampling_s, found.judging_s, found.training_s or 0.0, found.rest_s]
+        is_whole = all({"whole", "tokens"} <= each.keys() for each in (self.expected, self.prompt or self.expected))
+        if (
+            not is_whole
+            or (self.prompt and found.reflection is None)
+            or self.steps < 1
+            or not all(map(math.isfinite, numbers))
+        ):
+            raise ValueError("its numbers are not those of a plan")
 
 
 def forecast(
-    found: Measured, *, steps: int, evaluations: int, eval_attempts: int, usd_per_hour: float
+    found: Measured,
+    *,
+    steps: int,
+    evaluations: int,
+    eval_attempts: int,
+    usd_per_hour: float,
+    contest_attempts: int = 0,
+    learning_usd: float = 0.0,
 ) -> dict[str, Expected]:
     """Returns what the whole run takes; no "usd" if a price is unknown. `eval_attempts` are those of one evaluation.
+
+    `contest_attempts` are those that the judge is shown in all evaluations together, and `learning_usd` the cost of a
+    step of the learner.
 
     Sampling, judging and training are proportional to tokens. Their mean is resampled over groups, and multiplied by
     one factor for the drift of lengths. All seconds are multiplied by one factor for the pace of the machine.
     """
     draw, groups, drawn = random.Random(0), found.group_tokens, dict[str, list[float]]()
+    played, contested = (each / max(found.num_attempts, 1) for each in (evaluations * eval_attempts, contest_attempts))
     for _ in range(DRAWS):
         share = sum(draw.choices(groups, k=len(groups))) / sum(groups) if sum(groups) else 1.0
         share *= math.exp(draw.gauss(0.0, math.log(DRIFT) / NORMAL_80))
@@ -111,13 +150,14 @@ def forecast(
             "sampling": steps * found.sampling_s * share,
             "judging": steps * found.judging_s * share,
             "training": steps * (found.training_s or 0.0) * share + found.first_training_s,
-            "evaluating": evaluations * eval_attempts / max(found.num_attempts, 1) * found.sampling_s * share,
+            "evaluating": (played * found.sampling_s + contested * found.judging_s) * share,
             "rest": found.start_s + steps * found.rest_s,
         }
         pace = math.exp(draw.gauss(0.0, found.pace))
         seconds = {name: pace * value for name, value in seconds.items()}
         seconds["whole"] = whole = sum(seconds.values())
-        usd = steps * (found.judge_usd or 0.0) * share + whole / 3600 * usd_per_hour
+        paid = (steps + contested) * (found.judge_usd or 0.0) + steps * learning_usd
+        usd = paid * share + whole / 3600 * usd_per_hour
         for name, value in (seconds | {"tokens": steps * sum(groups) * share, "usd": usd}).items():
             drawn.setdefault(name, []).append(value)
     if found.judge_usd is None:

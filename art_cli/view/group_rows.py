@@ -139,6 +139,7 @@ class GroupRow(msgspec.Struct):
     num_turns: float | None
     num_tokens: float | None
     ids: list[str]
+    source: str = ""  # of rollout.sources
     text: str | None = None  # the page of a file searches it; None if the server does
 
 
@@ -156,6 +157,7 @@ class Query(NamedTuple):
     min: float | None = None
     max: float | None = None
     has_errors: bool = False
+    source: str = ""  # or "" for all
     offset: int = 0
     limit: int = 100
 
@@ -190,10 +192,13 @@ def row_of(group: IndexedGroup) -> GroupRow:
         num_turns=_mean([row.num_turns for row in rows]),
         num_tokens=_mean([row.num_tokens for row in rows if row.num_tokens is not None]),
         ids=[row.id for row in rows[:MAX_ATTEMPTS]],
+        source=rows[0].source,
     )
 
 
 def _passes(group: IndexedGroup, query: Query) -> bool:
+    if query.source and group.rows[0].source != query.source:
+        return False
     if query.has_errors and not any(row.error for row in group.rows):
         return False
     if query.min is None and query.max is None:

@@ -47,12 +47,16 @@ class IndexedGroup(NamedTuple):
         return statistics.fmean(rewards) if rewards else None
 
 
+MAX_NAMED = 100  # sources of a step that are named
+
+
 class StepNumbers(NamedTuple):
     """The numbers of a step in the list of steps."""
 
     num_groups: int
     num_trajectories: int
     mean_reward: float | None
+    sources: list[str]  # of rollout.sources, or none; in the order of their names
 
 
 @dataclass
@@ -267,7 +271,8 @@ class IndexedStep:
             if self._numbers is None or self._numbers[0] != self.revision:
                 rewards = [row.reward for row in self._rows.values() if row.reward is not None]
                 mean = statistics.fmean(rewards) if rewards else None
-                self._numbers = self.revision, StepNumbers(len(self._groups), len(self._rows), mean)
+                names = sorted({row.source for row in self._rows.values()} - {""})[:MAX_NAMED]
+                self._numbers = self.revision, StepNumbers(len(self._groups), len(self._rows), mean, names)
             return self._numbers[1]
 
 

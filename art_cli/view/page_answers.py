@@ -7,6 +7,7 @@ Steps are those of the directories: the groups of step 3 are in step_0003, and t
 `art report`.
 """
 
+import contextlib
 import math
 import threading
 import time
@@ -18,11 +19,13 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from art_cli.reports.findings import RunFinding, mean_interval
-from art_cli.reports.pages.report_text import KINDS
+from art_cli.reports.pages.plan_text import plan_sections
+from art_cli.reports.pages.report_text import KINDS, promised_cells, promised_rows
 from art_cli.reports.run_report import RunReport, read_report
 from art_cli.runs.durable import read_object
 from art_cli.runs.history import sound
 from art_cli.runs.json_lines import is_inside
+from art_cli.runs.promise import Promise
 from art_cli.runs.run_dir import MetricsLine, RunDir
 from art_cli.runs.trajectory import ScoredTrajectory
 from art_cli.runtime.errors import ArtError, printable
@@ -55,13 +58,13 @@ SMOOTHED = "reward_smoothed"  # the training reward as `art report` smooths it, 
 def run_numbers(run: RunDir) -> Json:
     """Returns all numbers of a run. What cannot be read is left out, and named under `problems`."""
     found: Json = {"config": None, "metrics": {}, "intervals": {}, "evaluations": [], "findings": [], "checkpoints": [],
-                   "best_step": None, "stages": {}, "problems": []}  # fmt: skip
+                   "best_step": None, "stages": {}, "problems": [], "plan": None}  # fmt: skip
     try:
         found["config"] = read_object(run.config_path, within=run.root) if run.config_path.exists() else None
     except ArtError as error:
         found["problems"].append(str(error))
     try:
-        lines, report = run.metrics(), read_report(run)
+        lines, report, promise = run.metrics(), read_report(run), run.promise()
     except ArtError as error:
         found["problems"].append(str(error))
         return found
@@ -73,6 +76,7 @@ def run_numbers(run: RunDir) -> Json:
         "best_step": report.best.step if report.best is not None else None,
         "evaluations": _evaluations(run, report),
         "pauses": [{"step": line.step, "rules": sound(line.metrics)} for line in lines if line.split == PAUSE],
+        "plan": None if promise is None else _plan(promise, report),
         "reward_names": report.reward_names,
         "report": msgspec.to_builtins(report),
     }
@@ -109,6 +113,17 @@ def _stages(lines: list[MetricsLine], report: RunReport) -> Json:
             if name in names:
                 stages.setdefault(names[name], []).append([line.step, value])
     return dict(stages)
+
+
+def _plan(promise: Promise, report: RunReport) -> Json:
+    """Returns the four questions of `art plan`, its pilots, and its numbers, beside what happened if that is known."""
+    plain = msgspec.to_builtins(promise)
+    expected = [[name, *promised_cells(name, each)] for name, each in plain["expected"].items()]
+    return {
+        "sections": plan_sections(promise),
+        "pilots": plain["measured"]["pilots"],
+        "expected": promised_rows(msgspec.to_builtins(report)) or [["", "promised", "80 % interval"], *expected],
+    }
 
 
 def _finding(finding: RunFinding) -> Json:
@@ -259,6 +274,7 @@ class Answers:
             "indexing": {"done_bytes": done, "bytes": total} if done < total else None,
             "num_trajectories": sum(step["num_trajectories"] for step in steps),
             "drawing": self.drawing_kind(source),
+            "has_plan": source.run is not None and source.run.promise_path.exists(),
             "steps": steps,
         }
 
@@ -271,7 +287,7 @@ class Answers:
         source = self._find_source(name)
         if source.run is None:
             return {**file_numbers(source.index), "drawing": self.drawing_kind(source), "judge": self._judged(source)}
-        stamp = (_size(source.run.metrics_path), _size(source.run.config_path), len(source.run.checkpoint_steps()))
+        stamp = (_stamps(source.run), len(source.run.checkpoint_steps()))
         known = self._numbers.get(name)
         if known is None or known[0] != stamp:
             known = self._numbers[name] = (stamp, run_numbers(source.run))
@@ -467,8 +483,15 @@ def _scored(step: IndexedStep) -> Path | None:
 
 def _state(source: ViewSource) -> object:
     """Returns a value that changes when the page has to be drawn again."""
-    files = (source.run.metrics_path, source.run.config_path) if source.run is not None else ()
-    return source.id, source.index.revision, source.index.num_bytes, source.is_running, [_size(path) for path in files]
+    stamps = [] if source.run is None else _stamps(source.run)
+    return source.id, source.index.revision, source.index.num_bytes, source.is_running, stamps
+
+
+def _stamps(run: RunDir) -> list[object]:
+    """Returns a value for each file of numbers that changes with it. A promise is replaced by one of any size."""
+    with contextlib.suppress(OSError):
+        return [_size(run.metrics_path), _size(run.config_path), run.promise_path.stat().st_mtime_ns]
+    return [_size(run.metrics_path), _size(run.config_path)]
 
 
 def _size(path: Path) -> int:

@@ -11,9 +11,11 @@ import msgspec
 
 from art_cli.runs.json_lines import decode
 from art_cli.runs.trajectory import Json
+from art_cli.runtime.errors import printable
 
 MAX_SHOWN = 64 * 2**20  # bytes of a line that is read and shown
 MAX_LABEL = 200  # characters of a group's label
+MAX_SOURCE = 80  # characters of the name of a source
 MAX_ID = 1000  # characters of an id; a longer one is replaced by the number of its line
 QUESTIONS = ("question", "prompt", "task", "instruction", "problem", "goal")  # fields of a scenario that label it
 MIN_QUESTION = 20  # characters from which the first message counts as a question
@@ -39,6 +41,7 @@ class IndexRow(msgspec.Struct, gc=False):
     file: int = 0  # number of the file in its step
     reward: float | None = None
     error: str | None = None  # kind of error
+    source: str = ""  # of rollout.sources
     num_turns: int = 0
     num_tokens: int | None = None  # sampled tokens, or None if unknown
     is_scored: bool = False  # whether a judge's reward stands in its line
@@ -60,6 +63,7 @@ class _Head(msgspec.Struct):
     reward: Any = msgspec.UNSET
     returned_reward: Any = None
     error: Any = None
+    source: Any = None
     metrics: Any = None
 
 
@@ -110,6 +114,7 @@ def _own_row(head: _Head, number: int, labels: Labels) -> IndexRow:
         scenario=name(scenario.get("id", group) if isinstance(scenario, dict) else group, number),
         reward=number_of(reward),
         error=_kind(head.error),
+        source=sys.intern(printable(head.source, limit=MAX_SOURCE)) if isinstance(head.source, str) else "",
         num_turns=num_turns,
         num_tokens=num_tokens,
         is_scored=number_of(head.reward) is not None,

@@ -160,6 +160,7 @@ def read_query(query: Any) -> Query:
         min=_number(query.get("min")),
         max=_number(query.get("max")),
         has_errors=query.get("errors") == "1",
+        source=query.get("source", ""),
         offset=int(min(2**31, max(0, _number(query.get("offset")) or 0))),
         limit=int(min(MAX_LIMIT, max(0, _number(query.get("limit", "100")) or 0))),
     )

@@ -2,6 +2,8 @@
 
 import asyncio
 import json
+import math
+import shlex
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -177,10 +179,39 @@ def test_the_screen_answers_four_questions(art: Art, tmp_path: Path) -> None:
     assert code == 0 and len(out.splitlines()) < 40
     for question in ("can this reward be learned?", "with which settings?", "does it fit?", "how long, how much?"):
         assert question in out
-    assert "0.99 is more than the best attempts get now" in out and "no price is known" in out
+    assert "0.99 is more than the best attempts get now" in out and "nothing here costs money; 'stop=[" in out
     code, out, _ = art(*arguments, "--json", "--goal", "reward>=0.99", "--budget-usd", "5")
     found = json.loads(out)
     assert code == 0 and (found["schema_version"], found["goal"], found["steps_for_budget"]) == (1, 0.99, None)
+
+
+@pytest.mark.slow
+def test_a_budget_becomes_a_number_of_steps_that_holds_it(art: Art, tmp_path: Path) -> None:
+    """RULER over HTTP, whose price is set after the first plan. It also decides the evaluations, which cost as much."""
+    with serving(Conduct(rule=share_of_letters)) as server:
+        entry = ["rollout.entry=rollout.py:judged", "judge=ruler", "judge.model=rule", "judge.cache=null"]
+        entry += [f"judge.base_url={server.api_base}", "eval.held_out=0.3", "eval.every=1", "train.steps=4"]
+        arguments = ["plan", PLANNED / "config.yaml", f"runs={tmp_path}", RATE, *entry]
+        assert "set judge.price={input: X, output: Y}" in art(*arguments, "--budget-usd", "5")[1]
+        num_calls = len(server.asked)
+        arguments.append("judge.price={input: 1000, output: 4000}")
+        code, out, _ = art(*arguments, "--budget-usd", "5")
+        assert code == 0 and "$5 does not pay one step" in out and "art train" not in out
+        assert "$900 pays the whole run" in art(*arguments, "--budget-usd", "900")[1]
+        out = art(*arguments, "--budget-usd", "35")[1]
+        assert len(server.asked) == num_calls, "a plan that is asked again pays nothing"
+        assert "$35 buys 2 of 4 steps" in out
+        command = shlex.split(out.splitlines()[-1].partition(": art ")[2])
+        assert command[-1] == "train.steps=2" and "train.steps=4" not in command
+        assert art(*command)[0] == 0
+    files = RunDir(tmp_path / "planned")
+    assert [line.step for line in files.metrics() if line.split == "train"] == [0, 1]
+    step, later = (
+        math.fsum(s.cost_usd or 0 for each in files.scored(number) for s in each.scores) for number in (0, 1)
+    )
+    run = max(line.metrics.get("run_usd", 0.0) for line in files.metrics())
+    assert run > later, "the evaluation after the first step was judged, too"
+    assert step + run + (run - later) < 35, "with the plan's step, and the last evaluation, which no step counts"
 
 
 @pytest.mark.parametrize("goal", ["win>=0.5", "reward<=0.5", "reward>=nan", "reward>=much", "reward"])
@@ -240,6 +271,21 @@ def test_a_forecast_adds_up() -> None:
     )
     assert found["usd"].value == pytest.approx(1.0, rel=0.05)
     assert found["whole"].high / found["whole"].value == pytest.approx(1.5, rel=0.08), "the drift of lengths alone"
+
+
+def test_what_a_judge_takes_for_evaluations_is_paid_as_its_groups_are() -> None:
+    """10 steps of 32 attempts for 0.1 dollars each, and 640 attempts in contests, which are 20 steps' worth."""
+    counts = {"steps": 10, "evaluations": 0, "eval_attempts": 0, "usd_per_hour": 0.0}
+    found = forecast(measured(), contest_attempts=640, **counts)
+    assert found["usd"].value == pytest.approx(3.0, rel=0.05) and found["evaluating"].value == pytest.approx(
+        20, rel=0.05
+    )
+
+
+@pytest.mark.parametrize("usd", ["nan", "inf", "-1", "much"])
+def test_a_budget_that_is_no_sum_is_refused(art: Art, usd: str) -> None:
+    code, out, err = art("plan", PLANNED / "config.yaml", "--budget-usd", usd)
+    assert (code, out) == (2, "") and "--budget-usd" in err and err.count("\n") == 1
 
 
 def test_unequal_groups_make_a_wider_interval() -> None:

@@ -191,6 +191,24 @@ def test_a_prompt_is_evaluated_beside_the_model_without_one(searched: tuple[Chat
 
 
 @pytest.mark.slow
+def test_a_prompt_for_an_endpoint_plays_there_beside_weights_of_this_machine(
+    searched: tuple[ChatServer, Path],
+) -> None:
+    """The endpoint is that of the prompt's run, which gets calls and their key only if the run is trusted."""
+    server, run = searched
+    own = ["learner=torch", "engine=embedded", f"model.base={LETTERS}/build.py:build", "rollout.sampling.max_tokens=4"]
+    words = ["eval", CONFIG, *own, f"runs={run.parent}", "--checkpoint", "base", "--checkpoint", run, "--json"]
+    num = len(server.asked)
+    said = art(*words, wants=2)
+    assert f"{run}: its prompt is for {server.api_base}" in said and "--trust" in said and said.count("\n") == 1
+    assert len(server.asked) == num
+    rows = json.loads(art(*words, "--trust"))
+    means = {row["policy"]: row["mean"] for row in rows if row["metric"] == "reward"}
+    assert means == {"base": 0.0, str(run): RunDir(run).evaluations()[3]["reward"]} and means[str(run)] > 0
+    assert len(server.asked) > num
+
+
+@pytest.mark.slow
 def test_a_served_prompt_follows_its_run(tmp_path: Path, server: ChatServer) -> None:
     settings = [*of_followers(server), f"runs={tmp_path}", "eval=null"]
     art("train", CONFIG, *settings, "train.steps=1")

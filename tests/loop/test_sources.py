@@ -30,6 +30,7 @@ from art_cli.runs.durable import read_lines
 from art_cli.runs.run_dir import RunDir
 from art_cli.runs.trajectory import Json, Trajectory, score_trajectory
 from art_cli.runtime.errors import ConfigError, DataError, UsageError
+from tests.support.judge_server import Conduct, serving
 from tests.support.paths import LETTERS
 from tests.support.stage import Engine, ScriptedBackend
 
@@ -64,6 +65,21 @@ def write_project(root: Path, **rollout: Any) -> Path:
     config |= {"rollout": kept | {"concurrency": 1, "sources": sources} | rollout, "eval": {"every": 2}}
     (path := root / "config.yaml").write_text(yaml.safe_dump(config))
     return path
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("own", "num"), [(None, 1), ({"name": "ruler", "model": "other"}, 2)])
+def test_a_judge_that_sources_share_is_asked_once(
+    own: dict[str, str] | None, num: int, tmp_path: Path, art: Callable[..., tuple[int, str, str]]
+) -> None:
+    config = write_project(tmp_path)
+    with serving(Conduct(rule=lambda conversations: 0.5)) as server:
+        written = yaml.safe_load(config.read_text())
+        written["rollout"]["sources"]["other"]["judge"] = own and own | {"base_url": server.api_base}
+        config.write_text(yaml.safe_dump(written))
+        _, out, err = art("check", config, "judge=ruler", "judge.model=m", f"judge.base_url={server.api_base}")
+        assert "judge letters" in out and "judge other" in out, err
+        assert len(server.asked) == num
 
 
 # --- the mix ----------------------------------------------------------------------------------------------------------
@@ -255,6 +271,8 @@ def test_the_other_commands_work_with_sources(tmp_path: Path, art: Callable[...,
     assert {"reward.letters", "failed.other"} <= {row["metric"] for row in json.loads(out)}
     code, _, err = art("eval", config, "--checkpoint", "base", "--gate", "reward.letters>=2")
     assert code == 1 and "reward.letters is" in err
+    code, _, err = art("eval", config, "--checkpoint", "base", "--gate", "reward.leters>=0")
+    assert code == 2 and "no source 'leters'; did you mean reward.letters?" in err
     code, _, err = art("plan", config)
     assert code == 0, err
     code, _, err = art("hunt", config)
@@ -315,7 +333,9 @@ async def test_each_source_has_its_time_and_what_its_limit_is_worth(tmp_path: Pa
         ("eval=null", r"rollout\.sources\.letters\.eval_scenarios: used with an eval section only"),
         ("eval.scenarios=scenarios.jsonl", r"eval\.scenarios: with rollout\.sources each source has its own"),
         ("rollout.cluster=ray", r"rollout\.cluster: a cluster plays one agent"),
-        ("stop=[{metric: reward.othr, below: 0.1}]", r"stop\.0\.metric: reward\.othr: no source 'othr'"),
+        ("stop=[{metric: reward.othr, below: 0.1}]", r"no source 'othr'; did you mean reward\.other\?"),
+        ("stop=[{metric: eval.failed.othr, below: 0.1}]", r"no source 'othr'; did you mean failed\.other\?"),
+        ("stop=[{metric: reward.desk, below: 0.1}]", r"no source 'desk'; there are: letters, other"),
     ],
 )
 def test_a_mistake_is_one_line_that_names_the_source(tmp_path: Path, override: str, expected: str) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from art_cli.runs.durable import LineWriter
+from art_cli.runs.promise import Doubt, Measured, Pilot, Promise, forecast
 from art_cli.runs.run_dir import RunDir
 from art_cli.runs.trajectory import Score, ScoredTrajectory, Trajectory, Turn, score_trajectory
 from tests.support.runs import write_run
@@ -28,6 +29,25 @@ def write_viewed_run(root: Path, *, steps: int = STEPS) -> RunDir:
     for step in range(steps):
         write_step(run, step)
     return run
+
+
+def write_promise(run: RunDir, *, steps: int = STEPS) -> Promise:
+    """The promise of a run of so many steps: one doubt, whose text is hostile, and two pilots, one of which failed."""
+    pilots = [Pilot(rate=0.0005, kl=0.0123, clip_fraction=0.1, seconds=2.0), Pilot(0.002, None, None, 3.0)]
+    found = Measured(group_tokens=[100, 300], num_attempts=8, sampling_s=4.0, judging_s=1.0, training_s=2.0,
+                     reward_mean=0.25, reward_best=0.5, pilots=pilots, judge_usd=0.5)  # fmt: skip
+    promise = Promise(
+        config_hash="0123",
+        measured=found,
+        doubts=[Doubt("too_hard", f"<b>no</b> attempt{BIDI}got a reward", "easier scenarios")],
+        settings={"train.learning_rate": "0.0005"},
+        reasons={"train.learning_rate": "a step moves the policy by 0.0123 nats per token"},
+        steps=steps,
+        evaluations=2,
+        expected=forecast(found, steps=steps, evaluations=2, eval_attempts=4, usd_per_hour=0.0),
+    )
+    run.write_promise(promise)
+    return promise
 
 
 def write_step(run: RunDir, step: int) -> list[ScoredTrajectory]:

@@ -40,6 +40,19 @@ def test_each_bin_as_a_filter_finds_its_own_attempts(place: Path, rewards: list[
     assert found.missing == 0
 
 
+@given(sources=st.lists(st.sampled_from([None, "desk", "echo", "a\u202eb"]), max_size=8))
+def test_groups_are_found_by_their_source(place: Path, sources: list[str | None]) -> None:
+    """A name that cannot be seen is found as it is shown."""
+    records = [scored(f"g{n}", 0, reward=1.0, source=source) for n, source in enumerate(sources)]
+    step, shown = step_of(place / "s.jsonl", records), {"desk": "desk", "echo": "echo", "a\u202eb": "a\\u202eb"}
+    assert step.numbers().sources == sorted({shown[name] for name in sources if name})
+    for name, known in shown.items():
+        rows = find_groups(step, Query(source=known)).rows
+        assert [row.group_id for row in rows] == [f"g{n}" for n, source in enumerate(sources) if source == name]
+        assert {row.source for row in rows} <= {known}
+    assert find_groups(step, Query()).total == len(sources)
+
+
 @given(rewards=st.lists(st.lists(st.sampled_from([None, 0.0, 0.25, 1.0]), min_size=1, max_size=4), max_size=8))
 def test_groups_are_sorted_as_their_numbers_are(place: Path, rewards: list[list[float | None]]) -> None:
     records = [

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import msgspec
 import pytest
 from playwright.sync_api import Browser, BrowserContext, Locator, Page, expect
 
@@ -14,7 +15,17 @@ from art_cli.runs.run_dir import RunDir
 from tests.support.browser import chromium, faults, viewing
 from tests.support.chat_server import ChatServer, chatting
 from tests.support.paths import ROOT
-from tests.support.viewed import ATTEMPTS, BIDI, GROUPS, STEPS, attempt, write_hostile, write_viewed_run
+from tests.support.viewed import (
+    ATTEMPTS,
+    BIDI,
+    GROUPS,
+    STEPS,
+    append,
+    attempt,
+    write_hostile,
+    write_promise,
+    write_viewed_run,
+)
 from tests.support.waiting import wait_until
 
 PLACES = {
@@ -24,6 +35,7 @@ PLACES = {
     "attempt": "#/s/0/t/s0001-g0002-a03",
     "scenario": "#/s/0/scenario/thing-2",
     "judge": "#/judge",
+    "plan": "#/plan",
     "config": "#/config",
 }  # views of the first run, by name
 
@@ -38,7 +50,9 @@ def browser() -> Iterator[Browser]:
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> RunDir:
-    return write_viewed_run(tmp_path_factory.mktemp("viewed") / "run")
+    run = write_viewed_run(tmp_path_factory.mktemp("viewed") / "run")
+    write_promise(run)
+    return run
 
 
 @pytest.fixture(scope="module")
@@ -166,6 +180,26 @@ def test_the_histogram_and_the_search_filter_the_groups(open_page: Open, root: s
     expect(rows).to_contain_text("timeout")
 
 
+def test_the_groups_of_a_run_with_sources_are_filtered_by_them(
+    open_page: Open, root: str, tmp_path: Path, art: Callable[..., tuple[int, str, str]]
+) -> None:
+    page = open_page(f"{root}/{PLACES['groups']}")
+    expect(page.locator("[data-row]")).to_have_count(GROUPS)
+    expect(page.get_by_label("Source")).to_have_count(0)  # the run has none
+    desk = [msgspec.structs.replace(attempt(0, g, i), source="desk") for g in range(2) for i in range(ATTEMPTS)]
+    echo = [msgspec.structs.replace(attempt(0, 2, i), source="echo") for i in range(ATTEMPTS)]
+    append(tmp_path / "mixed.jsonl", [*desk, *echo])
+    assert art("view", tmp_path / "mixed.jsonl", "--html", tmp_path / "page.html")[0] == 0
+    with viewing(tmp_path / "mixed.jsonl") as address:
+        for place in (address, (tmp_path / "page.html").as_uri()):  # the page of a server, and a page in one file
+            page.goto(f"{place}#/s/0/step/0/train")
+            page.get_by_label("Source").select_option("desk")
+            expect(page.locator("[data-row]")).to_have_count(2)
+            expect(page.locator("[data-row='0']")).to_contain_text("desk / thing-0")
+            page.get_by_label("Source").select_option("all sources")
+            expect(page.locator("[data-row]")).to_have_count(3)
+
+
 @pytest.mark.slow
 def test_the_keys_go_through_groups_attempts_and_messages(open_page: Open, root: str) -> None:
     page = open_page(f"{root}/{PLACES['groups']}")
@@ -222,6 +256,21 @@ def test_metrics_are_searched_and_pinned(open_page: Open, root: str) -> None:
     page.get_by_role("button", name="Pin train/entropy").click()
     page.reload()
     expect(page.locator(".metric").first).to_have_attribute("aria-label", "train/entropy")
+
+
+def test_a_plan_has_its_four_questions_its_pilots_and_what_happened(open_page: Open, root: str) -> None:
+    page = open_page(f"{root}/#/curves")
+    page.get_by_role("link", name="Plan").click()
+    expect(page.locator("main h2")).to_have_text(["run"])  # neither the other run nor the file was planned
+    questions = ["can this reward be learned?", "with which settings?", "does it fit?"]
+    expect(page.locator("main h3")).to_have_text(
+        [*questions, f"how long, how much? {STEPS} steps, 2 evaluations", "what it promised, and what happened"]
+    )
+    [doubt, cure] = page.locator("tr:has(th.failed), tr:has(th.failed) + tr").all_inner_texts()
+    assert "<b>no</b> attemptuserU+202Egnih" in doubt and "\u202e" not in doubt and "try: easier scenarios" in cure
+    expect(page.locator(".pilots tbody tr")).to_have_text([re.compile("0.012.*2.0 s"), re.compile("\u2013.*3.0 s")])
+    happened = page.locator(".promised tbody tr", has_text="training")
+    expect(happened).to_have_text(re.compile("4.5 sinside"))
 
 
 # --- how it looks -----------------------------------------------------------------------------------------------------

@@ -16,7 +16,8 @@ from starlette.applications import Starlette
 from starlette.routing import Route
 
 from art_cli.judges.judge_report import make_report
-from art_cli.reports.pages.report_text import KINDS
+from art_cli.reports.pages.plan_text import plan_sections
+from art_cli.reports.pages.report_text import KINDS, promised_rows
 from art_cli.reports.run_report import read_report
 from art_cli.runs.run_dir import RunDir
 from art_cli.view.chat import ChatRelay
@@ -27,6 +28,7 @@ from tests.support.attempts import scored, write_attempts
 from tests.support.chat_server import ChatServer, chatting
 from tests.support.hostile import NUM_MUTATIONS, Heartbeat, mutations
 from tests.support.runs import write_run
+from tests.support.viewed import write_promise
 from tests.view.serving import Asking, asking
 
 
@@ -82,6 +84,27 @@ async def test_curves_and_findings_are_those_of_art_report(tmp_path: Path) -> No
         lines = {line.step: line.metrics for line in runs[0].metrics() if line.split == "train"}
         assert dict(found["metrics"]["train"]["entropy"]) == {step: m["entropy"] for step, m in lines.items()}
         assert dict(found["stages"]["train"]) == {step: m["train_s"] for step, m in lines.items()}
+
+
+async def test_the_plan_is_that_of_art_plan_and_what_happened_that_of_art_report(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A plan may come while the page is open, be of more steps than were done yet, and be replaced."""
+    monkeypatch.setattr("art_cli.view.page_answers.LOOK_S", 0.0)
+    run = write_run(tmp_path / "a", steps=12)
+    async with asking([tmp_path]) as ask:
+        assert (await ask.get("source", 0))["plan"] is None
+        assert [each["has_plan"] for each in (await ask.get("sources"))["sources"]] == [False]
+        before = (await ask.get("revision"))["revision"]
+        promise = write_promise(run, steps=40)
+        assert (await ask.get("revision"))["revision"] > before
+        plan = (await ask.get("source", 0))["plan"]
+        assert plan["sections"] == json.loads(msgspec.json.encode(plan_sections(promise)))
+        assert plan["expected"][0] == ["", "promised", "80 % interval"]
+        assert {row[0] for row in plan["expected"][1:]} == promise.expected.keys()
+        write_promise(run, steps=12)
+        plan = (await ask.get("source", 0))["plan"]
+        assert plan["expected"] == promised_rows(msgspec.to_builtins(read_report(run))) and len(plan["expected"]) > 2
 
 
 async def test_a_run_is_followed_while_it_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -228,10 +251,9 @@ async def test_damaged_runs_are_answered_and_never_hold_the_server_up(
     monkeypatch.setattr("art_cli.view.page_answers.LOOK_S", 0.0)
     run = write_attempts(tmp_path / "mail")
     run.append_metrics(0, "train", {"reward_mean": 0.5, "train_s": 1.0})
-    good = {
-        path: path.read_bytes()
-        for path in (run.scored_path(0), run.eval_path(0), run.metrics_path, run.config_path, run.trajectories_path(1))
-    }
+    write_promise(run, steps=1)
+    read = (run.scored_path(0), run.eval_path(0), run.metrics_path, run.config_path, run.promise_path)
+    good = {path: path.read_bytes() for path in (*read, run.trajectories_path(1))}
     learned = run.scored_path(0).with_name("learned.jsonl")
     good[learned] = b'{"id": "s0000-g0000-0", "advantages": [0.5, [0.1, 0.2]], "logprobs": [[-1, -2, -3], [-4, -5]]}\n'
     num = 0

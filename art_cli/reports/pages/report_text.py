@@ -5,7 +5,7 @@ to serve, and further commands. Takes the report as plain data (what `art report
 """
 
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any
 
@@ -278,12 +278,19 @@ def promised_rows(report: Report) -> Sequence[Sequence[str]]:
     """Returns a head and a row for each promised number; [] without a promise, or before the run is finished."""
     rows = [["", "promised", "80 % interval", "happened", ""]]
     for each in report["promised"]:
-        names = {"tokens": "{:,.0f}".format, "usd": "${:.4f}".format}
-        show = names.get(each["name"], duration)
-        low, value, high = (show(each["promised"][end]) for end in ("low", "value", "high"))
-        kept = "inside" if each["is_inside"] else "outside"
-        rows.append([each["name"], value, f"{low} to {high}", show(each["happened"]), kept])
+        name, kept = each["name"], "inside" if each["is_inside"] else "outside"
+        rows.append([name, *promised_cells(name, each["promised"]), _of_promise(name)(each["happened"]), kept])
     return rows if len(rows) > 1 else []
+
+
+def promised_cells(name: str, expected: Mapping[str, float]) -> list[str]:
+    """Returns a promised number of that name and its interval. Example: ["2 min 54 s", "2 min 1 s to 4 min 2 s"]"""
+    low, value, high = (_of_promise(name)(expected[end]) for end in ("low", "value", "high"))
+    return [value, f"{low} to {high}"]
+
+
+def _of_promise(name: str) -> Callable[[float], str]:
+    return {"tokens": "{:,.0f}".format, "usd": "${:.4f}".format}.get(name, duration)
 
 
 def _measure(each: Mapping[str, Any] | None) -> str:

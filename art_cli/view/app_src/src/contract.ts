@@ -6,6 +6,7 @@ export interface StepSummary {
   num_groups: number;
   num_trajectories: number;
   mean_reward: number | null;
+  sources?: string[]; // of rollout.sources
   problems?: string[];
 }
 
@@ -17,6 +18,7 @@ export interface Source {
   is_running: boolean;
   indexing: { done_bytes: number; bytes: number } | null;
   num_trajectories: number;
+  has_plan: boolean; // whether `art plan` was asked about the run
   steps: StepSummary[];
 }
 
@@ -26,6 +28,13 @@ export interface Sources {
   left_out: number;
   chat: boolean;
   sources: Source[];
+}
+
+/** What `art plan` printed: four questions with their rows, of which a name of "" goes on from the one above. */
+export interface Plan {
+  sections: [question: string, rows: [name: string, text: string][]][];
+  pilots: { rate: number; kl: number | null; clip_fraction: number | null; seconds: number }[];
+  expected: string[][]; // a head, and a row for each number
 }
 
 export type Point = [step: number, value: number | null];
@@ -60,6 +69,7 @@ export interface SourceDetails {
   checkpoints: number[];
   best_step: number | null;
   stages: Record<string, Point[]>;
+  plan?: Plan | null;
   reward_names?: Record<string, string>; // split -> what its reward is, such as "share of wins"; absent without a run
 }
 
@@ -75,6 +85,7 @@ export interface GroupRow {
   num_turns: number | null;
   num_tokens: number | null;
   ids: string[];
+  source?: string;
   num_attempts?: number; // more than `rewards` has where the group is very large
   text?: string | null; // in a file only, for its search
 }

@@ -3,7 +3,7 @@
 import { useEffect, useState } from "preact/hooks";
 
 export type Route =
-  | { page: "curves" | "config" | "judge" | "start" }
+  | { page: "curves" | "config" | "judge" | "plan" | "start" }
   | { page: "step"; source: string; step: number; split: string }
   | { page: "label"; source: string; step: number; split: string }
   | { page: "group"; source: string; step: number; split: string; group: string }
@@ -22,6 +22,7 @@ export const link = {
   curves: () => "#/curves",
   config: () => "#/config",
   judge: () => "#/judge",
+  plan: () => "#/plan",
   step: (source: string, step: number, split: string, query = "") =>
     `#/s/${encode(source)}/step/${step}/${encode(split)}${query && `?${query}`}`,
   group: (source: string, step: number, split: string, group: string) =>
@@ -41,7 +42,7 @@ function parseRoute(path: string): Route {
   const parts = path.split("/").filter(Boolean).map(decoded);
   const [first, source = "", kind, a = "", b, c, d] = parts;
   if (first === undefined) return { page: "start" };
-  if (first === "curves" || first === "config" || first === "judge") return { page: first };
+  if (first === "curves" || first === "config" || first === "judge" || first === "plan") return { page: first };
   if (first !== "s") return { page: "unknown" };
   if (kind === "t") return { page: "trajectory", source, id: a };
   if (kind === "scenario") return { page: "scenario", source, id: a };

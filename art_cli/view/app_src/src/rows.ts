@@ -10,6 +10,7 @@ export function pageOfRows(answer: GroupRows, query: URLSearchParams): GroupRows
 }
 
 function isWanted(row: GroupRow, query: URLSearchParams): boolean {
+  if ((query.get("source") ?? "") !== "" && row.source !== query.get("source")) return false;
   if (query.get("errors") === "1" && row.num_errors === 0) return false;
   const low = Number(query.get("min") ?? -Infinity);
   const high = Number(query.get("max") ?? Infinity);

@@ -9,6 +9,7 @@ import { CurvesView } from "./curves";
 import { GroupView } from "./group";
 import { StepView } from "./step";
 import { JudgeView } from "./judge";
+import { PlanView } from "./plan";
 import { LabelView } from "./label";
 import { ScenarioView } from "./scenario";
 import { TrajectoryView } from "./trajectory";
@@ -86,6 +87,8 @@ function View({ place, sources }: { place: Place; sources: Sources }) {
       return <ConfigView sources={sources} />;
     case "judge":
       return <JudgeView sources={sources} />;
+    case "plan":
+      return <PlanView sources={sources} />;
     case "step":
       return <StepView key={`${route.source}`} sources={sources} route={route} query={place.query} />;
     case "group":
@@ -169,6 +172,11 @@ function Header({ place, sources, isLost, theme, onTheme, onHelp }: HeaderProps)
         <Tab href={link.judge()} isHere={page === "judge"}>
           Judge
         </Tab>
+        {sources?.sources.some((source) => source.has_plan) && (
+          <Tab href={link.plan()} isHere={page === "plan"}>
+            Plan
+          </Tab>
+        )}
         <Tab href={link.config()} isHere={page === "config"}>
           Config
         </Tab>

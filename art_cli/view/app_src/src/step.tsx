@@ -32,7 +32,7 @@ export function StepView({ sources, route, query }: StepProps) {
     <div class="page">
       <StepHead sources={sources} source={source} route={route} summary={summary} query={query} />
       <div class="with-side">
-        <Side route={route} query={query} />
+        <Side route={route} query={query} summary={summary} />
         <Groups route={route} query={query} summary={summary} />
       </div>
     </div>
@@ -150,10 +150,11 @@ function Crumbs({ sources, source }: { sources: Sources; source: Source }) {
 
 // --- histogram and filters ----------------------------------------------------------------------------------------------
 
-function Side({ route, query }: { route: StepRoute; query: URLSearchParams }) {
+function Side({ route, query, summary }: GroupsProps) {
   const found = useAnswer<HistogramBins>(`${base(route)}/histogram`);
   const chosen = query.has("min") && query.has("max") ? { low: Number(query.get("min")), high: Number(query.get("max")) } : null;
   const bins = found.value?.bins ?? [];
+  const sources = summary?.sources ?? [];
   return (
     <aside class="side" aria-label="Filters">
       <section>
@@ -190,6 +191,16 @@ function Side({ route, query }: { route: StepRoute; query: URLSearchParams }) {
           <input type="checkbox" checked={query.get("errors") === "1"} onChange={(event) => setQuery({ errors: event.currentTarget.checked ? "1" : null })} />
           only groups with failed attempts
         </label>
+        {sources.length > 0 && (
+          <select aria-label="Source" value={query.get("source") ?? ""} onChange={(event) => setQuery({ source: event.currentTarget.value })}>
+            <option value="">all sources</option>
+            {sources.map((name) => (
+              <option key={name} value={name}>
+                {name}
+              </option>
+            ))}
+          </select>
+        )}
       </section>
     </aside>
   );
@@ -228,7 +239,7 @@ interface GroupsProps {
 function Groups({ route, query, summary }: GroupsProps) {
   const [range, setRange] = useState<[number, number]>([0, 0]);
   const list = useRef<ListHandle>(null);
-  const asked = new URLSearchParams([...query].filter(([name]) => ["sort", "order", "text", "min", "max", "errors"].includes(name)));
+  const asked = new URLSearchParams([...query].filter(([name]) => ["sort", "order", "text", "min", "max", "errors", "source"].includes(name)));
   const pages = [...new Set([0, Math.floor(range[0] / PAGE), Math.floor(range[1] / PAGE)])];
   const urls = pages.map((page) => `${base(route)}/groups?${new URLSearchParams([...asked, ["offset", String(page * PAGE)], ["limit", String(PAGE)]])}`);
   const answers = useAnswers<GroupRows>(urls);
@@ -246,11 +257,11 @@ function Groups({ route, query, summary }: GroupsProps) {
     { keys: ["k"], says: "previous group", run: () => rows.move(-1) },
     { keys: ["ArrowDown"], says: "next group, from a group", run: inRows(1) },
     { keys: ["ArrowUp"], says: "previous group, from a group", run: inRows(-1) },
-    { keys: ["Escape"], says: "clear the filters", run: () => setQuery({ text: null, min: null, max: null, errors: null }) },
+    { keys: ["Escape"], says: "clear the filters", run: () => setQuery({ text: null, min: null, max: null, errors: null, source: null }) },
   ]);
   useEffect(() => rows.enter(-1), [asked.toString(), route.step, route.split]);
   if (first?.value === undefined) return <Waiting error={first?.error ?? null} what="the groups" />;
-  const isFiltered = ["text", "min", "errors"].some((name) => query.has(name));
+  const isFiltered = ["text", "min", "errors", "source"].some((name) => query.has(name));
   return (
     <section class="groups" aria-label="Groups">
       <p class="soft small num" role="status">
@@ -333,7 +344,7 @@ function Row({ row, route, scale, isCurrent }: RowProps) {
           <Label text={row.label || row.scenario_id || row.group_id} max={200} />
         </a>
         <span class="soft small">
-          <Label text={row.scenario_id || row.group_id} max={60} />
+          <Label text={`${row.source ? `${row.source} / ` : ""}${row.scenario_id || row.group_id}`} max={140} />
         </span>
       </div>
       <div role="cell" class="cell-rewards">

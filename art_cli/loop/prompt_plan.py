@@ -1,0 +1,48 @@
+"""The other way to get better beside a plan of weights: the same run with `learner: {name: prompt}`, and what it takes.
+
+What it plays and judges is what the plan has measured. What it takes besides is one reflection for each step, which is
+done once, by the real learner on the groups of the plan's step.
+"""
+
+from art_cli.config.checks import keys_of_weights
+from art_cli.config.compose import LoadedConfig, load_config
+from art_cli.learners.prompt_learner import PromptLearner
+from art_cli.loop.owed_groups import group
+from art_cli.runs.promise import Reflected
+from art_cli.runs.run_dir import RunDir
+from art_cli.runtime import threads
+from art_cli.runtime.errors import ConfigError, UsageError
+
+WITH_MODEL = "'{name: prompt, model: MODEL}'"
+
+
+def as_prompt(loaded: LoadedConfig, learner: str) -> LoadedConfig:
+    """Returns the configuration that searches for a prompt instead; its `overrides` make it of the same file.
+
+    `learner` is the value of that key. Raises UsageError if there can be no such search.
+    """
+    dropped = ["name", "learner", *keys_of_weights(loaded.config)]
+    kept = [each for each in loaded.overrides if not _is_of(each.lstrip("+~").partition("=")[0], dropped)]
+    try:
+        file = load_config(loaded.path, kept)  # the keys that the file itself sets
+        removed = [f"~{key}" for key in keys_of_weights(file.config)]
+        changed = [f"learner={learner}", f"name={loaded.config.name}-prompt"]
+        found = load_config(loaded.path, [*kept, *removed, *changed])
+    except ConfigError as error:
+        cure = f": --compare {WITH_MODEL}" if error.problems[0].key == "learner.model" else ""
+        raise UsageError(f"--compare {learner}: {error.problems[0]}{cure}") from error
+    if found.config.learner.trains_weights:
+        raise UsageError(f"--compare {learner}: expected prompt, or {WITH_MODEL}")
+    return found
+
+
+def _is_of(key: str, sections: list[str]) -> bool:
+    return any(key == section or key.startswith(f"{section}.") for section in sections)
+
+
+async def reflect(learner: PromptLearner, files: RunDir) -> Reflected:
+    """Returns what a step of the search takes beside its attempts. Raises LearnerError: no call reaches the model."""
+    groups = list(group(files.scored(0)).values())
+    metrics = await threads.call_in_thread(learner.step, groups)
+    usage = learner.payer.usage
+    return Reflected(learner.payer.title, usage.calls, metrics.train_s, usage.tokens, usage.cost_usd)
