@@ -26,6 +26,9 @@ def run(
     compare: Annotated[
         str | None, typer.Option(metavar="prompt", help="Beside it a search for a prompt; asks its model once.")
     ] = None,
+    on: Annotated[
+        list[str] | None, typer.Option("--on", metavar="MACHINE", help="How long elsewhere: laptop, h100, h100x8.")
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Ask before a run: can it learn, with which settings, does it fit, what will it take?
@@ -42,14 +45,17 @@ def run(
     art plan config.yaml train.steps=200 --budget-usd 20 --goal 'reward>=0.8'
     art plan config.yaml --compare prompt                     (and what a search for a better prompt takes)
     art plan config.yaml name=other rollout.group_size=16     (the plan of another run)
+    art plan config.yaml --on h100 --on laptop                (elsewhere, from 1 to 1,000 GPUs)
     """
     import msgspec
 
     from art_cli.config.compose import load_config
     from art_cli.learners.prompt_learner import PromptLearner
+    from art_cli.loop.machines import choose_machines, elsewhere
     from art_cli.loop.prompt_plan import as_prompt
     from art_cli.loop.references import check_ready
     from art_cli.loop.run_plan import plan
+    from art_cli.reports.pages.elsewhere_text import elsewhere_text
     from art_cli.reports.pages.plan_text import plan_text
     from art_cli.runs.promise import steps_for
     from art_cli.runtime import threads
@@ -62,11 +68,14 @@ def run(
     if compare is not None:
         check_ready(other := as_prompt(loaded, compare), is_training=True)
         beside = PromptLearner(other.config, other.directory)
+    machines = choose_machines(loaded, on) if on else []  # before anything is played
     promise = threads.run(plan(loaded, repeats=repeats, beside=beside))
+    there = elsewhere(loaded, promise, machines) if machines else []
     steps = None if budget_usd is None else steps_for(budget_usd, promise)
     if as_json:
         asked: dict[str, Any] = {} if wished is None else {"goal": wished}
         asked |= {} if budget_usd is None else {"steps_for_budget": steps}
+        asked |= {"elsewhere": msgspec.to_builtins(there)} if on else {}
         sys.stdout.write(msgspec.json.encode(msgspec.to_builtins(promise) | asked).decode() + "\n")
         return
     settings = promise.settings | ({"train.steps": str(steps)} if steps is not None and steps < promise.steps else {})
@@ -77,7 +86,8 @@ def run(
         searched = msgspec.structs.replace(promise, expected=promise.prompt)
         most = None if budget_usd is None else steps_for(budget_usd, searched)
         command += _of_prompt(loaded, other, kept, most if most is not None and most < promise.steps else None)
-    sys.stdout.write(printable_lines(plan_text(promise, command=command, budget_usd=budget_usd, goal=wished)))
+    text = plan_text(promise, command=command, budget_usd=budget_usd, goal=wished)
+    sys.stdout.write(printable_lines(text + (elsewhere_text(there) if on else "")))
 
 
 def _of_prompt(loaded: "LoadedConfig", other: "LoadedConfig", kept: list[str], steps: int | None) -> str:

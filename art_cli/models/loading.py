@@ -114,7 +114,7 @@ def choose_dtype(base: str, device: str) -> DtypeChoice:
         return DtypeChoice("float32", "the GPU has no bfloat16")
     if not has_amx():
         return DtypeChoice("float32", "this CPU has no AMX")
-    if _count_parameters(base) < SMALL:
+    if model_size(base).parameters < SMALL:
         return DtypeChoice("float32", f"the CPU has AMX, which pays from {SMALL / 1e6:.0f}M parameters on")
     return DtypeChoice("bfloat16", "this CPU has AMX")
 
@@ -133,17 +133,37 @@ def has_amx() -> bool:
     return bool(torch.cpu._init_amx())
 
 
-def _count_parameters(base: str) -> int:
-    """Returns the number of the model's parameters without reading its weights."""
+def gpu_name() -> str:
+    """Returns the name that CUDA gives to the first GPU, or "" if torch sees none. Example: "NVIDIA H100 80GB HBM3"."""
+    import torch
+
+    return torch.cuda.get_device_name(0) if torch.cuda.is_available() else ""
+
+
+class ModelSize(NamedTuple):
+    """Example: ModelSize(parameters=4_022_468_096, cached_per_token=73_728)"""
+
+    parameters: int
+    cached_per_token: int  # keys and values that a token keeps in all layers
+
+
+def model_size(base: str) -> ModelSize:
+    """Returns the size of the model at `base` (a hub id or directory) without reading its weights.
+
+    Raises OSError, ValueError: transformers knows no model there.
+    """
     import torch
     import transformers
 
     auto: Any = transformers.AutoModelForCausalLM  # untyped there
+    config = transformers.AutoConfig.from_pretrained(base, trust_remote_code=False)
     with torch.device("meta"):
-        num: int = auto.from_config(
-            transformers.AutoConfig.from_pretrained(base, trust_remote_code=False)
-        ).num_parameters()
-    return num
+        num: int = auto.from_config(config).num_parameters()
+    text: Any = config.get_text_config()
+    heads = text.num_attention_heads
+    width = getattr(text, "head_dim", None) or text.hidden_size // heads
+    kept = getattr(text, "num_key_value_heads", None) or heads
+    return ModelSize(num, 2 * text.num_hidden_layers * kept * width)
 
 
 HUB_TIMEOUT_S = 10.0

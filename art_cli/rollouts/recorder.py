@@ -55,6 +55,7 @@ class Recorder:
 
     def __init__(self) -> None:
         self.turns: list[Turn] = []
+        self.spans: list[tuple[float, float]] = []  # of each turn, when its call came and was answered (monotonic)
         self.tools: list[Json] = []  # every tool that a call offered, once
         self.num_calls = 0  # calls that were answered, and calls that the rollout left before their end
         self.num_cancelled = 0  # calls that the rollout left before their end

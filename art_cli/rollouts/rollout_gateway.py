@@ -221,6 +221,7 @@ class _Call:
 
     def __init__(self, request: Request, number: int, attempted: Attempted) -> None:
         self.request = request
+        self.came_at = time.monotonic()
         self.number = number
         self.attempted = attempted
         self.task = asyncio.current_task()
@@ -442,6 +443,7 @@ class RecordingBackend:
         for index in () if recorded is None else recorded.turns:
             turn = self.recorder.turns[index]
             self._gateway.calls.tokens += len(turn.prompt_ids) + len(turn.sampled_ids)
+            self.recorder.spans.append((call.came_at, time.monotonic()))
         if call.attempted.is_abandoned:
             self._abandon(call.attempted)
 

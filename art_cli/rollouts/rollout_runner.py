@@ -316,6 +316,7 @@ class Runner:
             branches=recorder.branches,
             tools=recorder.tools,
             turns=recorder.turns,
+            spans=[(round(came - begin, 4), round(answered - begin, 4)) for came, answered in recorder.spans],
             metrics={**recorder.metrics(), "num_retries": num_retries, **outcome.metrics},
             metadata=outcome.metadata,
             returned_reward=outcome.reward,

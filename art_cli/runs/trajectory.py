@@ -78,6 +78,9 @@ class Trajectory(msgspec.Struct, kw_only=True):
     branches: list[list[Json]] = []
     tools: list[Json] = []  # OpenAI tool definitions, each once
     turns: list[Turn] = []
+    # Of each turn, the seconds after `started_at` at which the gateway had its request and its whole reply. Empty where
+    # nothing measured them: an older version, an import, or the gateway of `art gateway`.
+    spans: list[tuple[float, float]] = []
     metrics: dict[str, float] = {}
     metadata: Json = {}
     returned_reward: float | None = None  # reward that the rollout itself returned, or None

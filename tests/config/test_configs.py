@@ -18,7 +18,7 @@ from tests.support.paths import ROOT
 
 Art = Callable[..., tuple[int, str, str]]
 CONFIGS = ROOT / "configs"
-FILES = sorted(str(file.relative_to(CONFIGS)) for file in CONFIGS.rglob("*.yaml"))
+FILES = sorted(str(file.relative_to(CONFIGS)) for file in CONFIGS.glob("*/*.yaml"))
 PLAIN = 'model: {base: m}\nrollout: {entry: "rollout.py:rollout", scenarios: scenarios.jsonl}\n'
 
 

@@ -1,0 +1,244 @@
+"""Calibration: what a run played, and how fast its machine was, from the steps that it has on disk.
+
+    scored.jsonl (tokens, and when each call came and was answered), seconds of the steps -> PlayedSteps, Rates, Layout
+
+An engine with work spends its time on passes, on the sequences in them, on prompts and on calls. So the time of a call
+is the sum of what the engine did meanwhile for all calls, and the rates are the least squares of that over all calls.
+"""
+
+import itertools
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from statistics import fmean
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from art_cli.loop.owed_groups import group
+from art_cli.loop.simulation import Layout, Play, PlayedCall, PlayedGroup, PlayedStep, Rates, StepTimes, simulate
+from art_cli.runs.history import MAX_NUMBER, read_updates
+from art_cli.runs.run_checkpoints import run_config
+from art_cli.runs.run_dir import RunDir
+from art_cli.runs.trajectory import ScoredTrajectory, has_signal
+from art_cli.runtime.errors import DataError
+
+Floats = npt.NDArray[np.float64]
+NEEDED = ("sample_s", "judge_s", "train_s")  # metrics of a step
+MAX_COUNT = 10**6  # larger numbers of a configuration are damage
+NUM_CORRECTIONS = 3  # times that the correction is found anew; each brings it about ten times nearer
+SHORT_S = 1e-6  # seconds; what took less is taken to have taken them
+MAX_SLOTS = 256  # vLLM's --max-num-seqs where the configuration has none
+
+
+class Calibration(NamedTuple):
+    """A run as the simulation takes it."""
+
+    steps: list[PlayedStep]
+    times: list[StepTimes]  # measured
+    rates: Rates
+    layout: Layout  # of the run's configuration
+    correction: float  # factor on the rates of sampling with which the simulated steps take what they took
+
+
+class _Wave(NamedTuple):
+    """Calls of an attempt that overlap; times in seconds since the epoch."""
+
+    begin: float
+    end: float
+    sampled: int  # tokens of all replies
+    call: PlayedCall
+
+
+def finished_steps(files: RunDir, *, last: int) -> dict[int, StepTimes]:
+    """Returns the measured seconds of the last finished steps, without those whose metrics are incomplete."""
+    found = dict[int, StepTimes]()
+    for update in read_updates(files.metrics())[-last:]:
+        if all(update.metrics.get(name, -1.0) >= 0 for name in NEEDED):
+            sample_s, judge_s, train_s = (update.metrics[name] for name in NEEDED)
+            ended = max((each.started_at + each.duration_s for each in files.scored(update.number - 1)), default=0.0)
+            rest_s = max(update.time - ended - judge_s - train_s, 0.0)
+            found[update.number - 1] = StepTimes(sample_s, judge_s, train_s, rest_s)
+    return found
+
+
+def calibrate(files: RunDir, measured: Mapping[int, StepTimes]) -> Calibration:
+    """Returns what follows from the measured steps, by their numbers.
+
+    Raises DataError: there is none, or its numbers are damaged or missing, as in runs of older versions.
+    """
+    if not measured or not all(0 <= seconds < MAX_NUMBER for times in measured.values() for seconds in times):
+        raise DataError("no step was measured, or one has times that cannot be", files.root)
+    layout, epochs = read_layout(config := run_config(files)), _count(config.get("train"), "epochs_per_step", 1)
+    read = [_read_step(files, *step, layout.agents, epochs) for step in measured.items()]
+    steps, times, agent_s, waves = [list(column) for column in zip(*read, strict=True)]
+    rates = _rates(list(itertools.chain(*waves)), fmean(agent_s), times, layout)
+    trained = sum(simulate(step, Rates(0, 0, 0, trained_token_s=1.0), layout).training_s for step in steps)
+    rates = rates._replace(trained_token_s=sum(each.training_s for each in times) / max(trained, 1.0))
+    sampling_s, factor = sum(each.sampling_s for each in times), 1.0
+    for _ in range(NUM_CORRECTIONS):
+        simulated = sum(simulate(step, _corrected(rates, factor), layout).sampling_s for step in steps)
+        factor = min(max(factor * sampling_s / max(simulated, 1e-9), 0.25), 4.0)
+    return Calibration(steps, times, _corrected(rates, factor), layout, factor)
+
+
+def _corrected(rates: Rates, factor: float) -> Rates:
+    names = ("prompt_token_s", "pass_s", "sequence_s", "call_s", "agent_s")
+    return rates._replace(**{name: factor * getattr(rates, name) for name in names})
+
+
+# --- the run's files --------------------------------------------------------------------------------------------------
+
+
+def read_layout(config: Mapping[str, Any]) -> Layout:
+    """Returns the layout of a resolved configuration."""
+    engine, learner, rollout = (config.get(name) for name in ("engine", "learner", "rollout"))
+    args = engine.get("args") if isinstance(engine, Mapping) else None
+    slots = _count(engine, "max_batch", _count(args, "max-num-seqs", MAX_SLOTS))
+    replicas, learners = _count(engine, "replicas", 1), _count(learner, "processes", 1) * _count(learner, "nodes", 1)
+    concurrency = _count(rollout, "concurrency", slots * replicas)  # auto: as many as the engine answers
+    judges = _count(config.get("judge"), "concurrency", 0)
+    return Layout(concurrency, replicas, slots, learners, _count(rollout, "processes", 1), judges)
+
+
+def _count(section: Any, key: str, otherwise: int) -> int:
+    """Returns a number of a section, or `otherwise` if it has none, or one that no configuration can have."""
+    value = section.get(key) if isinstance(section, Mapping) else None
+    return value if isinstance(value, int) and 0 < value <= MAX_COUNT else otherwise
+
+
+def _read_step(
+    files: RunDir, step: int, times: StepTimes, agents: int, epochs: int
+) -> tuple[PlayedStep, StepTimes, float, list[_Wave]]:
+    """Returns a step with its complete groups, its times, how long a call holds up an agent process, and all waves.
+
+    The first call of a run waits until the agent's libraries are loaded. No attempt of step 0 counts before it.
+    """
+    groups = sorted(group(files.scored(step)).values(), key=lambda members: members[0].started_at)
+    every = [each for members in groups for each in members]
+    _check(every, files.scored_path(step))
+    called = min(each.started_at + min(each.spans)[0] for each in every if each.spans) if step == 0 else 0.0
+    start_s = max(called - min(each.started_at for each in every), 0.0)
+    common, waves, waits, trained = _shared(every), list[list[_Wave]](), list[tuple[float, float]](), 0
+    for members in groups:
+        shared = _shared(members)
+        for place, each in enumerate(members):
+            cached = max(common if waves else 0, shared if place else 0)
+            waves.append(_read_waves(each, cached))
+            waits += _waits(each, waves[-1], called)
+        if has_signal([each.reward for each in members if each.reward is not None]):
+            trained += sum(map(_tokens, members)) - shared * (len(members) - 1)
+    agent_s, left = _without_queue(waits, agents)
+    plays = iter([
+        Play(tuple(wave.call._replace(wait_s=left.pop()) for wave in its), left.pop(), _tokens(each))
+        for each, its in zip(every, waves, strict=True)
+    ])  # fmt: skip
+    played = [PlayedGroup(tuple(itertools.islice(plays, len(m))), _judge_s(m, times.judging_s)) for m in groups]
+    times = times._replace(sampling_s=max(times.sampling_s - start_s, 0.0))
+    return PlayedStep(tuple(played), max(trained, 0) * epochs), times, agent_s, list(itertools.chain(*waves))
+
+
+def _check(attempts: Sequence[ScoredTrajectory], path: Path) -> None:
+    """Raises DataError if the attempts cannot be measured by."""
+    if not any(each.turns for each in attempts):
+        raise DataError("no complete group with recorded calls, so there is nothing to measure", path)
+    for each in attempts:
+        numbers = [each.started_at, each.duration_s, *itertools.chain(*each.spans)]
+        numbers += [score.latency_s or 0.0 for score in each.scores] + [turn.kept for turn in each.turns]
+        if len(each.spans) != len(each.turns):
+            raise DataError(f"{each.id} has no times of its calls: an older version played it", path)
+        if not all(0 <= number < MAX_NUMBER for number in numbers) or any(begin > end for begin, end in each.spans):
+            raise DataError(f"{each.id} has times or numbers of tokens that cannot be", path)
+
+
+def _tokens(attempt: ScoredTrajectory) -> int:
+    return sum(len(turn.prompt_ids) + len(turn.sampled_ids) for turn in attempt.turns)
+
+
+def _shared(attempts: Sequence[ScoredTrajectory]) -> int:
+    """Returns the number of tokens with which all attempts begin."""
+    firsts = [each.turns[0].prompt_ids for each in attempts if each.turns]
+    return len(os.path.commonprefix(firsts)) if len(firsts) > 1 else 0
+
+
+def _judge_s(members: Sequence[ScoredTrajectory], otherwise: float) -> float:
+    """Returns how long the judge of a group took, by its votes. `otherwise` was left to judge after all attempts."""
+    return max((score.latency_s or 0.0 for each in members for score in each.scores), default=0.0) or otherwise
+
+
+def _read_waves(attempt: ScoredTrajectory, cached: int) -> list[_Wave]:
+    """Returns the waves of an attempt whose first prompt begins with as many cached tokens."""
+    began, waves = attempt.started_at, list[_Wave]()
+    for (begin, end), turn in sorted(zip(attempt.spans, attempt.turns, strict=True), key=lambda each: each[0]):
+        here, sampled = 0 if waves else cached, len(turn.sampled_ids)
+        wave = _Wave(
+            began + begin, began + end, sampled, PlayedCall(0.0, turn.kept + here, len(turn.prompt_ids) - here, sampled)
+        )
+        if waves and wave.begin < waves[-1].end:
+            last, one, other = waves[-1], waves.pop().call, wave.call
+            most = max(one.sampled, other.sampled)
+            call = PlayedCall(0.0, one.cached + other.cached, one.prompt + other.prompt, most, one.num + 1)
+            wave = _Wave(last.begin, max(last.end, wave.end), last.sampled + sampled, call)
+        waves.append(wave)
+    return waves
+
+
+def _waits(attempt: ScoredTrajectory, waves: Sequence[_Wave], not_before: float) -> list[tuple[float, float]]:
+    """Returns when the agent began to work, and for how long: before each wave, and at the end."""
+    begins = [max(attempt.started_at, not_before), *(wave.end for wave in waves)]
+    ends = [*(wave.begin for wave in waves), attempt.started_at + attempt.duration_s]
+    return [(begin, max(end - begin, 0.0)) for begin, end in zip(begins, ends, strict=True)]
+
+
+# --- least squares ----------------------------------------------------------------------------------------------------
+
+
+def _without_queue(waits: Sequence[tuple[float, float]], agents: int) -> tuple[float, list[float]]:
+    """Returns how long a call holds up the others of its agent process, and the waits without that, the first one last.
+
+    An agent that computes takes as much longer as others are at work meanwhile. One that waits for a tool does not.
+    """
+    begin, seconds = np.array(waits).T
+    at_work = _during(begin, begin + seconds, np.ones(len(begin))) / np.maximum(seconds, SHORT_S)
+    queue = np.maximum(at_work, 1.0) / agents
+    varied = queue - queue.mean()
+    slope = float(varied @ seconds) / max(float(varied @ varied), SHORT_S)
+    agent_s = min(max(slope, 0.0), float(seconds.mean() / queue.mean()))
+    return agent_s, np.maximum(seconds - agent_s * queue, 0.0)[::-1].tolist()
+
+
+def _rates(waves: Sequence[_Wave], agent_s: float, times: Sequence[StepTimes], layout: Layout) -> Rates:
+    """Returns the least squares of the waves' seconds over what was done during each of them, for all of them.
+
+    Each is taken to have worked evenly over its time.
+    """
+    begin, end, sampled = np.array([wave[:3] for wave in waves]).T
+    _, _, prompt, longest, num = np.array([wave.call for wave in waves], np.float64).T
+    per_second = [amount / np.maximum(end - begin, SHORT_S) / layout.replicas for amount in (prompt, sampled, num)]
+    prompts, sequences, calls = (_during(begin, end, speed) for speed in per_second)
+    rates = non_negative(np.stack([prompts, longest, sequences, calls], axis=1), end - begin)
+    sampling_s = sum(each.sampling_s for each in times)  # within which agents and gateway did all their work
+    call_s, agent_s = (min(one, sampling_s / len(waves)) for one in (rates[3], agent_s / layout.agents))
+    rest_s = fmean(each.rest_s for each in times)
+    return Rates(rates[0], rates[1], rates[2], call_s=call_s, agent_s=agent_s * layout.agents, rest_s=rest_s)
+
+
+def _during(begin: Floats, end: Floats, per_second: Floats) -> Floats:
+    """Returns for each interval what all intervals did during it, each at its own speed."""
+    times = np.concatenate([begin, np.maximum(end, begin + SHORT_S)])
+    order = times.argsort()
+    speeds = np.cumsum(np.concatenate([per_second, -per_second])[order])
+    done = np.concatenate([[0.0], np.cumsum(speeds[:-1] * np.diff(times[order]))])
+    return np.asarray(np.interp(end, times[order], done) - np.interp(begin, times[order], done))
+
+
+def non_negative(matrix: Floats, values: Floats) -> list[float]:
+    """Returns the least squares without negative coefficients, by leaving out the most negative ones one by one."""
+    found = np.zeros(matrix.shape[1])
+    columns = list(range(len(found)))
+    while columns and min(solved := np.linalg.lstsq(matrix[:, columns], values, rcond=None)[0]) < 0:
+        del columns[int(solved.argmin())]
+    if columns:
+        found[columns] = solved
+    return [float(each) for each in found]

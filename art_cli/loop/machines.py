@@ -1,0 +1,232 @@
+"""Machines: facts of configs/machines.yaml, a run's rates carried to another machine, and where more GPUs stop helping.
+
+Prompts and updates scale with operations per second, decoding with the memory's bandwidth. docs/plan.md says what is
+assumed.
+"""
+
+import difflib
+import math
+import os
+import re
+from collections.abc import Sequence
+from statistics import fmean
+from typing import Literal, NamedTuple
+
+import msgspec
+import yaml
+
+from art_cli.config.compose import LoadedConfig
+from art_cli.config.packaged import packaged
+from art_cli.config.schema import RunConfig
+from art_cli.loop.calibration import MAX_SLOTS, Calibration, calibrate, finished_steps
+from art_cli.loop.simulation import Layout, Rates, StepTimes, longest_alone, simulate
+from art_cli.models.loading import ADAPTER_FILE, MODEL_FILE, find_base, gpu_name, model_size
+from art_cli.reports.pages.elsewhere_text import Elsewhere, ScalingRow
+from art_cli.runs.history import MAX_NUMBER
+from art_cli.runs.promise import Promise
+from art_cli.runs.run_dir import RunDir
+from art_cli.runtime.errors import DataError, UsageError
+
+NUM_STEPS = 2  # finished steps that are simulated; more would take longer than they tell
+MAX_GPUS = 1000
+NODE = 8  # GPUs that NVLink joins
+ROOM = 0.6  # share of a GPU's memory that weights may take; keys and values, and activations, have the rest
+PASS_FLOOR_S = 0.004  # of a pass on a GPU, however small the model: launches and sampling (an assumption)
+WORTH = 0.9  # more GPUs add little where they leave more than this share of a step's seconds
+# Shares of the peak that are reached where nothing was measured on that kind of machine. Training: Llama 3 reached 0.38
+# to 0.43 on H100s, with larger models (arXiv:2407.21783, table 4). Prompts and decoding: guesses.
+PREFILL, DECODE, TRAINING = 0.5, 0.6, 0.35
+
+
+class MachineSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One machine; the numbers are of one of its GPUs, or of its whole CPU. configs/machines.yaml has the units."""
+
+    kind: Literal["cpu", "gpu"]
+    flops: float
+    bandwidth: float
+    memory: float = math.inf
+    usd_per_hour: float = 0.0
+    link: float = math.inf
+    network: float = math.inf
+    cores: int = 0
+    named: str = ""  # part of the name that CUDA gives to such a GPU
+
+
+class PolicySize(NamedTuple):
+    """Example: PolicySize(parameters=4e9, weight_bytes=8e9, cached_bytes=147_456, exchanged_bytes=1.6e10)"""
+
+    parameters: float
+    weight_bytes: float
+    cached_bytes: float  # keys and values of one token
+    exchanged_bytes: float  # what the processes of an update send each other: gradients in float32, weights of FSDP
+
+
+class Chosen(NamedTuple):
+    """Example: Chosen("h100x8", MachineSpec(...), 8)"""
+
+    name: str
+    machine: MachineSpec
+    most: int  # largest number of its GPUs
+
+
+def choose_machines(loaded: LoadedConfig, names: Sequence[str]) -> list[Chosen]:
+    """Returns the machines of these names. Raises UsageError if there is none, or if the run cannot be simulated."""
+    train, learner = loaded.config.train, loaded.config.learner
+    if not learner.trains_weights or learner.weights == "server":
+        raise UsageError("--on: the weights are not on this machine, so that its speed cannot be measured")
+    if train.max_staleness:
+        raise UsageError("--on: sampling beside training is not simulated; plan with train.max_staleness=0")
+    return [Chosen(name, *find_machine(name)) for name in names]
+
+
+def elsewhere(loaded: LoadedConfig, promise: Promise, chosen: Sequence[Chosen]) -> list[Elsewhere]:
+    """Returns the planned run on each of the machines. Raises DataError if its files cannot be measured by."""
+    config, found = loaded.config, promise.measured
+    files = RunDir(config.runs / config.name)
+    if not all(0 <= number < MAX_NUMBER for number in (found.start_s, found.judge_usd or 0.0)):
+        raise DataError("numbers that cannot be", files.promise_path)
+    pilot = StepTimes(found.sampling_s, found.judging_s, found.training_s or 0.0, found.rest_s)
+    known = calibrate(files, finished_steps(files, last=NUM_STEPS) or {0: pilot})
+    here, base = _here(config), find_base(config.model.base, directory=loaded.directory, built=files.base)
+    return [on_machine(promise, known, here, each, _size(files, config, base, each.machine)) for each in chosen]
+
+
+def on_machine(
+    promise: Promise, known: Calibration, here: MachineSpec | None, chosen: Chosen, size: PolicySize
+) -> Elsewhere:
+    """Returns the run on one machine. `known` was measured `here`."""
+    name, machine, most = chosen
+    if size.weight_bytes > ROOM * machine.memory:
+        room = f"{ROOM:.0%} of one GPU's {machine.memory / 1e9:.0f} GB, which they may take"
+        return Elsewhere(name, f"weights of {size.weight_bytes / 1e9:.1f} GB do not fit into {room}")
+    rates, basis = carry(known.rates, here, machine, size)
+    numbers = sorted({most, *(2**power for power in range(10) if 2**power < most)})
+    rows = scale(promise, known._replace(rates=rates), machine, size, numbers)
+    return Elsewhere(name, basis, rows, stops_at(rows))
+
+
+# --- the machines -----------------------------------------------------------------------------------------------------
+
+
+def read_machines() -> dict[str, MachineSpec]:
+    """Returns the table of configs/machines.yaml."""
+    facts = yaml.safe_load((packaged("configs") / "machines.yaml").read_text())
+    return msgspec.convert(facts, dict[str, MachineSpec])
+
+
+def find_machine(name: str) -> tuple[MachineSpec, int]:
+    """Returns the machine and the largest number of its GPUs: 8 for "h100x8". Raises UsageError if there is none."""
+    machines, match = read_machines(), re.fullmatch(r"(.+?)(?:x([1-9]\d{0,3}))?", name)
+    plain, most = (match[1], int(match[2] or 0)) if match else (name, 0)
+    machine = machines.get(plain)
+    if machine is None or most > (MAX_GPUS if machine.kind == "gpu" else 0):
+        hint = "".join(f"did you mean {near!r}? " for near in difflib.get_close_matches(plain, machines, 1, 0.5))
+        listed = f"there are {', '.join(machines)}; h100x8 is 8 GPUs, of at most {MAX_GPUS:,}"
+        raise UsageError(f"--on {name}: no such machine; {hint}{listed}")
+    return machine, most or (MAX_GPUS if machine.kind == "gpu" else 1)
+
+
+def _here(config: RunConfig) -> MachineSpec | None:
+    """Returns this machine, or None if its GPU is not in the table. Its CPU has the cores of the table's laptop."""
+    machines = read_machines()
+    if name := "" if getattr(config.learner, "device", "") == "cpu" else gpu_name():
+        return next((each for each in machines.values() if each.named and each.named in name), None)
+    laptop, cores = machines["laptop"], os.cpu_count() or 1
+    share = cores / laptop.cores
+    return MachineSpec("cpu", share * laptop.flops, share * laptop.bandwidth, cores=cores)
+
+
+def _size(files: RunDir, config: RunConfig, base: str, machine: MachineSpec) -> PolicySize:
+    size, start = model_size(base), files.checkpoint_path(0)
+    weights = size.parameters * (4 if machine.kind == "cpu" else 0.5 if config.model.quantize == "4bit" else 2)
+    saved = [path for path in (start / ADAPTER_FILE, start / MODEL_FILE) if path.is_file()]  # what is trained, float32
+    updates = config.train.epochs_per_step * config.train.updates_per_step
+    exchanged = 2 * updates * (weights + sum(path.stat().st_size for path in saved))
+    return PolicySize(size.parameters, weights, 2 * size.cached_per_token, exchanged)
+
+
+def carry(rates: Rates, here: MachineSpec | None, there: MachineSpec, size: PolicySize) -> tuple[Rates, str]:
+    """Returns the rates of one GPU, or the CPU, there, and in words what they are based on.
+
+    The same kind of machine keeps the efficiency that was measured here, and another kind has the assumed one. Agents,
+    calls, judge and the rest of a step take as long as here.
+    """
+    rates = rates._replace(exchange_s=size.exchanged_bytes / there.link)
+    if here is not None and here.kind == there.kind:
+        compute, memory = here.flops / there.flops, here.bandwidth / there.bandwidth
+        names = dict.fromkeys(("prompt_token_s", "trained_token_s"), compute)
+        names |= dict.fromkeys(("pass_s", "sequence_s", "cached_token_s"), memory)
+        cores = f"{there.cores} cores, each assumed to be as fast as one of the {here.cores} here"
+        peaks = f"{1 / compute:.2g} times the operations and {1 / memory:.2g} times the bandwidth of a GPU here"
+        basis = f"as efficient as what was measured here, with {cores if there.kind == 'cpu' else peaks}"
+        return rates._replace(**{name: factor * getattr(rates, name) for name, factor in names.items()}), basis
+    bandwidth, token_s = DECODE * there.bandwidth, 2 * size.parameters / there.flops
+    assumed = rates._replace(
+        prompt_token_s=token_s / PREFILL,
+        pass_s=max(size.weight_bytes / bandwidth, PASS_FLOOR_S if there.kind == "gpu" else 0.0),
+        sequence_s=token_s / PREFILL,
+        cached_token_s=size.cached_bytes / bandwidth,
+        trained_token_s=3 * token_s / TRAINING,
+    )
+    shares = f"{PREFILL:.0%} of its operations for prompts, {TRAINING:.0%} in training, {DECODE:.0%} of its bandwidth"
+    return assumed, f"assumed, because no such machine was measured: {shares} for replies"
+
+
+# --- where more of them stop helping ----------------------------------------------------------------------------------
+
+
+def scale(
+    promise: Promise, known: Calibration, machine: MachineSpec, size: PolicySize, numbers: Sequence[int]
+) -> list[ScalingRow]:
+    """Returns a row for each number of the machine's GPUs. `known` has the rates of one of them."""
+    rows, found = list[ScalingRow](), promise.measured
+    sampled_s = fmean(each.sampling_s for each in known.times)
+    for num in numbers:
+        layout = _layout_on(num, known, machine, size)
+        slower = machine.link / machine.network if num > NODE else 1.0
+        rates = known.rates._replace(exchange_s=known.rates.exchange_s * slower)
+        simulated = [simulate(step, rates, layout) for step in known.steps]
+        times = StepTimes(*(fmean(part) for part in zip(*simulated, strict=True)))
+        evaluating_s = promise.expected["evaluating"].value * times.sampling_s / max(sampled_s, 1e-9)
+        run_s = found.start_s + promise.steps * sum(times) + evaluating_s
+        rent = num * machine.usd_per_hour * run_s / 3600
+        usd = None if found.judge_usd is None else promise.steps * found.judge_usd + rent
+        first_s = rows[0].num * rows[0].step_s if rows else num * sum(times)
+        share = first_s / max(num * sum(times), 1e-9)
+        rows.append(ScalingRow(num, sum(times), run_s, usd, share, _limit(known, rates, layout, times)))
+    return rows
+
+
+def _layout_on(num: int, known: Calibration, machine: MachineSpec, size: PolicySize) -> Layout:
+    """Returns a layout with a replica and a learner process on each GPU, and as many attempts as have room there."""
+    if machine.kind == "cpu":
+        return known.layout._replace(replicas=1, learners=1)
+    plays = [play for step in known.steps for play in step.plays]
+    context = fmean(play.tokens for play in plays)
+    room = (0.9 * machine.memory - size.weight_bytes) / max(size.cached_bytes * context, 1.0)
+    slots = max(min(MAX_SLOTS, int(room)), 1)
+    return known.layout._replace(concurrency=slots * num, replicas=num, slots=slots, learners=num)
+
+
+def _limit(known: Calibration, rates: Rates, layout: Layout, times: StepTimes) -> str:
+    """Returns the part that takes most of a step; of generation, what takes half of it by itself, if anything does."""
+    parts = dict(zip(("generation", "judge", "training", "publishing"), times, strict=True))
+    if (longest := max(parts, key=lambda name: parts[name])) != "generation":
+        return longest
+    calls = [play.calls for step in known.steps for play in step.plays]
+    num_calls = sum(call.num for each in calls for call in each) / len(known.steps)
+    num_waits = sum(len(each) + 1 for each in calls) / len(known.steps)
+    idle = rates._replace(prompt_token_s=0.0, pass_s=0.0, sequence_s=0.0)  # an engine that takes no time
+    waits_s, longest_s = (fmean(longest_alone(step, each) for step in known.steps) for each in (idle, rates))
+    within = {
+        "agents": max(waits_s, rates.agent_s * num_waits / layout.agents),
+        "gateway": rates.call_s * num_calls,
+        "tail of generation": longest_s,
+    }
+    return next((name for name, seconds in within.items() if seconds > 0.5 * times.sampling_s), "generation")
+
+
+def stops_at(rows: Sequence[ScalingRow]) -> int | None:
+    """Returns the number above which no larger one makes a step 10 % faster, or None if the last row still does."""
+    later = [(row, [each.step_s for each in rows[index:]]) for index, row in enumerate(rows, 1)]
+    return next((row.num for row, seconds in later if seconds and min(seconds) > WORTH * row.step_s), None)
