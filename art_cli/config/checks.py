@@ -33,6 +33,8 @@ def conflicts(config: RunConfig) -> Iterator[tuple[str, str]]:
         yield from _source_conflicts(config)
     elif config.eval is not None and config.eval.scenarios is None and config.eval.held_out is None:
         yield "eval", ONE_OF_BOTH
+    for number, rule in enumerate(config.stop):
+        yield from _stop_conflicts(config, f"stop.{number}", rule)
     yield from _of_each_source(config, _conflicts)
 
 
@@ -76,8 +78,6 @@ def _conflicts(config: RunConfig) -> Iterator[tuple[str, str]]:
                 f"shadow.{shadow_name}.judge.noise",
                 "corrects advantages, and a shadow judge is not trained on; leave it out",
             )
-    for number, rule in enumerate(config.stop):
-        yield from _stop_conflicts(config, f"stop.{number}", rule)
     yield from _cluster_conflicts(config)
     yield from _rollout_conflicts(config)
     if config.rollout.replay is not None:
@@ -162,7 +162,7 @@ def _stop_conflicts(config: RunConfig, key: str, rule: StopRule) -> Iterator[tup
         yield f"{key}.parts_from", f"{rule.parts_from!r}: {reason}"
     if rule.metric is not None and (reason := why_unknown(rule.metric, config)):
         yield f"{key}.metric", f"{rule.metric}: {reason}"
-    if rule.usd is not None and not rule.usd_per_hour and not judge_costs(config):
+    if rule.usd is not None and not rule.usd_per_hour and not any(map(judge_costs, config.by_source.values())):
         yield f"{key}.usd", f"judge {config.judge.name!r} costs nothing; set usd_per_hour, what the machine costs"
 
 

@@ -118,7 +118,8 @@ def why_unknown(name: str, config: RunConfig) -> str:
         return ""
     if name in NEEDS:
         need, is_set = NEEDS[name]
-        return "" if is_set(config) else f"no step has it under this configuration; it needs {need}"
+        is_there = any(map(is_set, (config, *config.by_source.values())))
+        return "" if is_there else f"no step has it under this configuration; it needs {need}"
     if name.partition(".")[0] in OF_SOURCES and "." in name:
         return why_no_source(name, config.rollout.sources)
     near = get_close_matches(name, [*ALWAYS, *NEEDS, *FAMILIES], 3, 0.6)

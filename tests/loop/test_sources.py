@@ -343,6 +343,11 @@ def test_a_mistake_is_one_line_that_names_the_source(tmp_path: Path, override: s
         load_config(write_project(tmp_path), [override])
 
 
+def test_a_stop_rule_may_name_a_number_of_a_source(tmp_path: Path) -> None:
+    rules = "stop=[{metric: reward.other, above: 0.9}, {metric: eval.reward.letters, above: 0.9}]"
+    assert len(load_config(write_project(tmp_path), [rules]).config.stop) == 2
+
+
 def test_a_judge_that_no_source_uses_is_refused(tmp_path: Path) -> None:
     overrides = ["judge=rollout", "rollout.sources.letters.judge={name: rollout}"]
     with pytest.raises(ConfigError, match="judge: every source of rollout.sources has a judge of its own"):
