@@ -68,8 +68,8 @@ def measure(name: str, seed: int) -> Iterator[dict[str, Any]]:
                "is_inside": row["is_inside"]}  # fmt: skip
 
 
-def doubts_of(name: str, seed: int) -> dict[str, Any]:
-    """Returns the row of a planted reward: the kinds of doubt that it raised."""
+def doubts_of(name: str, seed: int) -> Iterator[dict[str, Any]]:
+    """Yields the row of a planted reward: the kinds of doubt that it raised."""
     entry = "judged" if name in BY_JUDGE else "fair" if name == "twice" else name
     settings = [f"rollout.entry=rollout.py:{entry}"]
     settings += [f"judge={{entry: 'rollout.py:{name}'}}"] if name in BY_JUDGE else []
@@ -77,16 +77,16 @@ def doubts_of(name: str, seed: int) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(prefix="plan-") as runs:
         chosen = (*settings, f"runs={runs}", f"train.seed={seed}", "--json")
         promise = json.loads(art("plan", "tests/planned/config.yaml", *chosen))
-    return {"planted": name, "seed": seed, "doubts": [each["kind"] for each in promise["doubts"]]}
+    yield {"planted": name, "seed": seed, "doubts": [each["kind"] for each in promise["doubts"]]}
 
 
-def memory_of(model: str, length: int) -> dict[str, Any]:
-    """Returns the row of a length: gigabytes that were forecast, and those that two steps of that length took."""
+def memory_of(model: str, length: int) -> Iterator[dict[str, Any]]:
+    """Yields the row of a length: gigabytes that were forecast, and those that two steps of that length took."""
     promised, happened = (
         float(python("-c", f"from benchmarks.plan import peak; print(peak({model!r}, {length}, is_forecast={each}))"))
         for each in (True, False)
     )
-    return {"model": model, "seed": length, "promised": promised, "happened": happened}
+    yield {"model": model, "seed": length, "promised": promised, "happened": happened}
 
 
 def peak(model: str, length: int, *, is_forecast: bool) -> float | None:
@@ -155,18 +155,16 @@ def main() -> None:
     asked = parser.parse_args()
     rows = [json.loads(line) for line in ROWS.read_text().splitlines()] if ROWS.exists() else []
     done = {(row.get("task", row.get("planted", row.get("model"))), row["seed"]) for row in rows}
-    names = PLANTED if asked.planted else MODELS if asked.memory else asked.only
-    for name in () if asked.table else names:
-        for seed in MODELS[name] if asked.memory else asked.seeds:
-            if (name, seed) not in done:
-                new = (
-                    list(measure(name, seed))
-                    if name in TASKS
-                    else [(memory_of if asked.memory else doubts_of)(name, seed)]
-                )
-                rows += new
-                with ROWS.open("a") as file:
-                    file.write("".join(f"{json.dumps(row)}\n" for row in new))
+    make, names = (
+        (doubts_of, PLANTED) if asked.planted else (memory_of, MODELS) if asked.memory else (measure, asked.only)
+    )
+    jobs = [(name, seed) for name in names for seed in (MODELS[name] if asked.memory else asked.seeds)]
+    for job in jobs if not asked.table else []:
+        if job not in done:
+            new = list(make(*job))
+            rows += new
+            with ROWS.open("a") as file:
+                file.write("".join(f"{json.dumps(row)}\n" for row in new))
     print(table(rows))
 
 

@@ -34,6 +34,7 @@ ROOT = Path(__file__).parent.parent
 ROWS = ROOT / "benchmarks" / "rates.jsonl"
 RATES = ("auto", "1e-5", "5e-5", "1e-4", "2e-4", "5e-4", "1e-3", "2e-3")
 DEADLINE_S = 3 * 3600.0  # longest time for one run
+USAGE = 2  # exit code of a mistake in the command or the configuration
 STILL = 0.1  # share of the best rise below which a rate stands still
 
 
@@ -58,8 +59,8 @@ def run(name: str, rate: str, seed: int, runs: Path) -> dict[str, Any]:
     """Returns the row of one run of `art train`, which goes on from the start that all rates share."""
     task, began = TASKS[name], time.perf_counter()
     value, *others = rate.split(",")
-    files = RunDir(runs / f"{name}_{'_'.join(rate.replace('=', '-').split(','))}_{seed}")
-    begin(name, seed, files.root)
+    files = RunDir(runs / f"{name}_{rate.replace('=', '-').replace(',', '_')}_{seed}")
+    begin(name, seed, files.root, is_same=not others)
     ended = train(files.root, task, seed, f"train.learning_rate={value}", f"train.steps={task.steps}", *others)
     means = {step: values["reward"] for step, values in sorted(files.evaluations().items())}
     config = json.loads(files.config_path.read_text())
@@ -74,13 +75,19 @@ def run(name: str, rate: str, seed: int, runs: Path) -> dict[str, Any]:
     }
 
 
-def begin(name: str, seed: int, run: Path) -> None:
-    """Makes the directory of a run that has been warmed up, evaluated and played its first step, and not trained."""
+def begin(name: str, seed: int, run: Path, *, is_same: bool) -> None:
+    """Makes the directory of a run that has been warmed up, evaluated and played its first step, and not trained.
+
+    Without `is_same` it has the warmed-up checkpoint alone, because a run does not go on with other settings.
+    """
     start = run.parent / f"{name}_start_{seed}"
     if not (start / "checkpoints" / "step_0001").is_dir():
         train(start, TASKS[name], seed, "train.learning_rate=auto", "train.steps=1")
     if run.exists():
         return  # it was broken off, and goes on
+    if not is_same:
+        art("checkpoints", str(run), "--import", str(start / "checkpoints" / "step_0000"))
+        return
     shutil.copytree(start, run, ignore=shutil.ignore_patterns("step_0001", "logs", "claim"))
     lines = (run / "metrics.jsonl").read_text().splitlines(keepends=True)
     (run / "metrics.jsonl").write_text("".join(line for line in lines if json.loads(line)["step"] == 0))
@@ -89,11 +96,17 @@ def begin(name: str, seed: int, run: Path) -> None:
 def train(run: Path, task: Task, seed: int, *settings: str) -> bool:
     """Runs `art train` to its end. False: it ended with an error."""
     always = (f"name={run.name}", f"runs={run.parent}", f"train.seed={seed}", f"eval.every={task.steps}")
-    command = [sys.executable, "-m", "art_cli", "train", str(ROOT / task.config), *task.settings, *always, *settings]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    return art("train", str(ROOT / task.config), *task.settings, *always, *settings)
+
+
+def art(*arguments: str) -> bool:
+    """Runs the command. Returns False if it ended with an error; a mistake in the command ends this program."""
+    command, environment = [sys.executable, "-m", "art_cli", *arguments], {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=DEADLINE_S)
     if done.returncode:
         print("\n".join(done.stderr.strip().splitlines()[-8:]), file=sys.stderr)
+    if done.returncode == USAGE:
+        raise SystemExit(USAGE)
     return done.returncode == 0
 
 

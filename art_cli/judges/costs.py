@@ -65,7 +65,7 @@ class Price(NamedTuple):
     completion: float
     cached: float  # price of a prompt token that the provider had in its own cache
 
-    def cost(self, prompt_tokens: int, completion_tokens: int, cached_tokens: int = 0) -> float:
+    def cost(self, prompt_tokens: float, completion_tokens: float, cached_tokens: float = 0) -> float:
         fresh = prompt_tokens - cached_tokens
         return self.prompt * fresh + self.cached * cached_tokens + self.completion * completion_tokens
 

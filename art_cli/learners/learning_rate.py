@@ -1,7 +1,7 @@
 """The learning rate that `train.learning_rate: auto` comes to, by the model's width and what of it is trained.
 
     whole weights    RATE * WIDTH / width
-    an adapter       ADAPTER_RATE * (WIDTH / width) ^ EXPONENT * ALPHA / alpha, at most MAX_RATE; narrower ones as WIDTH
+    an adapter       ADAPTER_RATE * (WIDTH / max(width, WIDTH)) ^ EXPONENT * ALPHA / alpha, at most MAX_RATE
 
 With AdamW every weight moves by about the learning rate in each update, so that the change of a layer's output grows
 with its number of inputs: the right rate for whole weights falls as 1 / width (muP, Yang et al. 2022,

@@ -101,7 +101,7 @@ class Pilots:
             ).gigabytes
         except LearnerError as error:
             log.warning("memory: %s", error)
-            return MemoryNeed(tokens, there, there)  # more than is there
+            return MemoryNeed(tokens, there, there)  # it needs at least all that is there
         finally:
             learner.load(self.start)
         return None if peak is None else MemoryNeed(tokens, peak, there)

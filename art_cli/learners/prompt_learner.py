@@ -45,8 +45,8 @@ Rewarded = list[tuple[float, ScoredTrajectory]]  # attempts with their rewards
 
 
 class KeptPrompt(msgspec.Struct, kw_only=True):
-    """The first prompt, or one that beat its parent. `rewards` is "source/id" of a scenario -> (sum of its means there,
-    number)."""
+    """The first prompt, or one that beat its parent. `rewards` is a scenario's id, with sources "source/id", -> (sum of
+    its means there, number)."""
 
     parts: dict[str, str]
     parent: int | None  # its index among the kept, or None for the first
@@ -57,7 +57,7 @@ class KeptPrompt(msgspec.Struct, kw_only=True):
         """Adds what its attempts in each group got. A group without any is left out."""
         for attempts in filter(None, groups):
             first = attempts[0][1]
-            name = f"{first.source or ''}/{first.scenario.get('id')}"
+            name = f"{first.source}/{first.scenario.get('id')}" if first.source else str(first.scenario.get("id"))
             total, num = self.rewards.get(name, (0.0, 0))
             self.rewards[name] = total + _mean(attempts), num + 1
         by_rank = zip_longest(*(sorted(attempts, key=lambda pair: pair[0]) for attempts in groups))

@@ -189,7 +189,7 @@ def _judge_usd(config: RunConfig, attempts: Sequence[ScoredTrajectory]) -> float
     for score in (score for each in attempts for score in each.scores if score.prompt_tokens is not None):
         cost, price = score.cost_usd, prices.get(score.model or "")
         if cost is None and price is not None:
-            cost = price.prompt * (score.prompt_tokens or 0.0) + price.completion * (score.completion_tokens or 0.0)
+            cost = price.cost(score.prompt_tokens or 0.0, score.completion_tokens or 0.0)
         if cost is None:
             return None
         usd += cost

@@ -250,7 +250,7 @@ class ServedPolicy:
         if manifest is None or manifest.origin is None:
             log.info("%s: no learner left a proof in it, so that its replies carry no digest", source)
             return ""
-        base = manifest.origin.base  # the checkpoint is its own base
+        base = manifest.origin.base  # right where the checkpoint is its own base
         if source.adapter is not None:
             if source.base not in self._digests:
                 self._digests[source.base] = await call_in_thread(base_digest, source.base)

@@ -3,6 +3,7 @@
 Both sides of benchmarks/loop.py play it: the sizes in tokens are the same, whatever is sampled.
 """
 
+import asyncio
 import random
 import zlib
 from typing import Any
@@ -41,11 +42,20 @@ def scenarios() -> list[dict[str, Any]]:
 
 
 async def rollout(policy: Policy, scenario: dict[str, Any]) -> Outcome:
+    return Outcome(reward=reward(await play(policy, scenario)))
+
+
+async def play(
+    policy: Policy, scenario: dict[str, Any], *, num_turns: int = NUM_TURNS, tool_s: tuple[float, float] | None = None
+) -> list[str]:
+    """Returns the replies. `tool_s`: shortest and longest time of a tool call in seconds, or None if it takes none."""
     messages: list[Any] = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": question(scenario)}]
     replies = []
-    for turn in range(NUM_TURNS):
+    for turn in range(num_turns):
         reply = await policy.client.chat.completions.create(model=policy.model, messages=messages)
         replies.append(reply.choices[0].message.content or "")
         messages.append({"role": "assistant", "content": replies[-1]})
         messages.append({"role": "user", "content": output(scenario, turn)})
-    return Outcome(reward=reward(replies))
+        if tool_s is not None:
+            await asyncio.sleep(random.uniform(*tool_s))
+    return replies

@@ -1,10 +1,9 @@
 """The e-mail agent with tools that take their time, and a judge that does: nothing computes while they wait."""
 
 import asyncio
-import random
 from typing import Any
 
-from rollout import SYSTEM, output, question, reward
+from rollout import play, reward
 
 from art_cli import Policy, Trajectory
 
@@ -14,15 +13,7 @@ NUM_TURNS = 3
 
 
 async def rollout(policy: Policy, scenario: dict[str, Any]) -> float:
-    messages: list[Any] = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": question(scenario)}]
-    replies = []
-    for turn in range(NUM_TURNS):
-        reply = await policy.client.chat.completions.create(model=policy.model, messages=messages)
-        replies.append(reply.choices[0].message.content or "")
-        messages.append({"role": "assistant", "content": replies[-1]})
-        messages.append({"role": "user", "content": output(scenario, turn)})
-        await asyncio.sleep(random.uniform(*TOOL_S))
-    return reward(replies)
+    return reward(await play(policy, scenario, num_turns=NUM_TURNS, tool_s=TOOL_S))
 
 
 async def judge(group: list[Trajectory]) -> list[float]:
