@@ -43,7 +43,9 @@ TASKS = {
     "codenames": Task("recipes/codenames/config.yaml", ("train.steps=20",)),
     "sorting": Task("benchmarks/learning_tasks/sorting.yaml", ("train.steps=20",)),
     "filtering": Task("benchmarks/learning_tasks/filtering.yaml", ("train.steps=20",)),
+    "guessing": Task("benchmarks/learning_tasks/guessing.yaml", ("train.steps=20",)),
     "mail": Task("benchmarks/learning_tasks/mail.yaml", ("train.steps=6",)),
+    "assistant": Task("recipes/assistant/config.yaml", ("train.steps=6",)),
 }
 MODELS = {
     "1M": (1024, 2048, 4096),

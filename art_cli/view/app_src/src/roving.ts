@@ -19,12 +19,10 @@ export function useRoving(count: number, list: RefObject<ListHandle | null>, fin
   const wanted = useRef(-1);
   const frame = useRef(0);
   useEffect(() => () => cancelAnimationFrame(frame.current), []);
-  const focus = (tries: number) => {
-    frame.current = requestAnimationFrame(() => {
-      const element = find(wanted.current);
-      if (element !== null) element.focus();
-      else if (tries > 0) focus(tries - 1);
-    });
+  const focus = (tries: number) => { // at once if it is drawn: the next key may come before the next frame
+    const element = find(wanted.current);
+    if (element !== null) element.focus();
+    else if (tries > 0) frame.current = requestAnimationFrame(() => focus(tries - 1));
   };
   const go = (index: number) => {
     if (count === 0) return;

@@ -1,6 +1,6 @@
 // One step: the histogram of its rewards, and its groups as rows that are sorted, filtered and searched.
 
-import { useEffect, useMemo, useRef, useState } from "preact/hooks";
+import { useEffect, useLayoutEffect, useMemo, useRef, useState } from "preact/hooks";
 import type { GroupRow, GroupRows, HistogramBins, Source, Sources, StepSummary } from "./contract";
 import { Bars, Lines } from "./chart";
 import { provider, useAnswer, useAnswers } from "./data";
@@ -259,7 +259,7 @@ function Groups({ route, query, summary }: GroupsProps) {
     { keys: ["ArrowUp"], says: "previous group, from a group", run: inRows(-1) },
     { keys: ["Escape"], says: "clear the filters", run: () => setQuery({ text: null, min: null, max: null, errors: null, source: null }) },
   ]);
-  useEffect(() => rows.enter(-1), [asked.toString(), route.step, route.split]);
+  useLayoutEffect(() => rows.enter(-1), [asked.toString(), route.step, route.split]);
   if (first?.value === undefined) return <Waiting error={first?.error ?? null} what="the groups" />;
   const isFiltered = ["text", "min", "errors", "source"].some((name) => query.has(name));
   return (
