@@ -92,8 +92,10 @@ class Pilots:
         learner, weights = self.learner, self.learner.weights
         there, num_tokens = trial_update.memory_there(weights), sum(len(each.token_ids) for each in self._samples)
         tokens = max(longest, min(learner.runner.micro_batch_tokens, num_tokens), 4)
-        short = min(tokens // 2, trial_update.MIN_SECOND)
+        short, own = min(tokens // 2, trial_update.MIN_SECOND), learner.train_config
         try:
+            epochs = min(own.epochs_per_step, 2)  # more have the same peak
+            _set(learner, own.model_copy(update={"epochs_per_step": epochs}))
             trial_update.step(learner, short, vocabulary=int(weights.model.config.vocab_size))  # AdamW makes its state
             most = max(num_tokens, trial_update.MAX_TOKENS)
             peak = trial_update.forecast(
@@ -103,6 +105,7 @@ class Pilots:
             log.warning("memory: %s", error)
             return MemoryNeed(tokens, there, there)  # it needs at least all that is there
         finally:
+            _set(learner, own)
             learner.load(self.start)
         return None if peak is None else MemoryNeed(tokens, peak, there)
 

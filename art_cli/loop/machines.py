@@ -190,7 +190,7 @@ def scale(
         evaluating_s = promise.expected["evaluating"].value * times.sampling_s / max(sampled_s, 1e-9)
         run_s = found.start_s + promise.steps * sum(times) + evaluating_s
         rent = num * machine.usd_per_hour * run_s / 3600
-        usd = None if found.judge_usd is None else promise.steps * found.judge_usd + rent
+        usd = None if found.judge_usd is None else (promise.steps + promise.contested) * found.judge_usd + rent
         first_s = rows[0].num * rows[0].step_s if rows else num * sum(times)
         share = first_s / max(num * sum(times), 1e-9)
         rows.append(ScalingRow(num, sum(times), run_s, usd, share, _limit(known, rates, layout, times)))

@@ -307,19 +307,20 @@ def choose_rate(pilots: Sequence[Pilot], own: float) -> Advice | None:
 def _promise(found: Measured, doubts: Sequence[Doubt], claim: Claim) -> Promise:
     """Returns what the measurements promise of the configuration's steps and evaluations."""
     config, advice = claim.loaded.config, list(advise(found, claim.loaded.config))
-    evaluations = attempts = contested = 0
+    evaluations, attempts, contested = 0, 0, 0.0
     if config.eval is not None:
         evaluations = len({*range(0, config.train.steps, config.eval.every), config.train.steps})
         played = {name: len(part.evaluation) * config.eval.attempts for name, part in claim.data.by_source.items()}
         attempts = sum(played.values())  # and in each evaluation but the first the judge sees the first one's as well
-        contested = 2 * max(evaluations - 1, 0) * sum(played.get(name, 0) for name in found.contests)
+        shown = sum(played.get(name, 0) for name in found.contests)
+        contested = 2 * max(evaluations - 1, 0) * shown / max(found.num_attempts, 1)
     expected = partial(
         forecast,
         steps=config.train.steps,
         evaluations=evaluations,
         eval_attempts=attempts,
         usd_per_hour=max((rule.usd_per_hour for rule in config.stop), default=0.0),
-        contest_attempts=contested,
+        contested=contested,
     )
     prompt, asked = dict[str, Expected](), found.reflection
     if asked is not None:
@@ -335,6 +336,7 @@ def _promise(found: Measured, doubts: Sequence[Doubt], claim: Claim) -> Promise:
         reasons={each.key: each.reason for each in advice},
         steps=config.train.steps,
         evaluations=evaluations,
+        contested=contested,
         expected=expected(found),
         prompt=prompt,
     )

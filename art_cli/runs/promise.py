@@ -104,6 +104,7 @@ class Promise(msgspec.Struct, frozen=True, kw_only=True):
     reasons: dict[str, str]  # key -> why
     steps: int
     evaluations: int
+    contested: float = 0.0  # verdicts in all evaluations, in those of a step
     expected: dict[str, Expected]
     prompt: dict[str, Expected] = {}  # the same of a search for a prompt with these groups, if it was compared
 
@@ -130,19 +131,19 @@ def forecast(
     evaluations: int,
     eval_attempts: int,
     usd_per_hour: float,
-    contest_attempts: int = 0,
+    contested: float = 0.0,
     learning_usd: float = 0.0,
 ) -> dict[str, Expected]:
     """Returns what the whole run takes; no "usd" if a price is unknown. `eval_attempts` are those of one evaluation.
 
-    `contest_attempts` are those that the judge is shown in all evaluations together, and `learning_usd` the cost of a
-    step of the learner.
+    `contested` is what the judge is shown in all evaluations together, in attempts of a step, and `learning_usd` the
+    cost of a step of the learner.
 
     Sampling, judging and training are proportional to tokens. Their mean is resampled over groups, and multiplied by
     one factor for the drift of lengths. All seconds are multiplied by one factor for the pace of the machine.
     """
     draw, groups, drawn = random.Random(0), found.group_tokens, dict[str, list[float]]()
-    played, contested = (each / max(found.num_attempts, 1) for each in (evaluations * eval_attempts, contest_attempts))
+    played = evaluations * eval_attempts / max(found.num_attempts, 1)
     for _ in range(DRAWS):
         share = sum(draw.choices(groups, k=len(groups))) / sum(groups) if sum(groups) else 1.0
         share *= math.exp(draw.gauss(0.0, math.log(DRIFT) / NORMAL_80))

@@ -31,15 +31,16 @@ def run_on(
     sampled: int = 200,
     wait_s: float = 0.0,
     judge_s: float = 0.0,
+    contested: float = 0.0,
 ) -> Elsewhere:
-    """A run of 8 groups of 16 attempts that was measured on H100s, with these rates."""
+    """A run of 8 groups of 16 attempts that was measured on H100s, with these rates; verdicts of a step cost $2."""
     play = Play((PlayedCall(wait_s, 0, 500, sampled),), 0.0, 500 + sampled)
     step = PlayedStep((PlayedGroup((play,) * 16, judge_s),) * 8, 128 * 700)
     known = Calibration([step], [simulate(step, changed, Layout())], changed, Layout(judges=1), 1.0)
-    found = Measured(group_tokens=[16 * sampled] * 8, num_attempts=128, sampling_s=1.0, judging_s=0.0)
+    found = Measured(group_tokens=[16 * sampled] * 8, num_attempts=128, sampling_s=1.0, judging_s=0.0, judge_usd=2.0)
     expected = forecast(found, steps=10, evaluations=0, eval_attempts=0, usd_per_hour=0)
     promise = Promise(config_hash="", measured=found, doubts=[], settings={}, reasons={}, steps=10, evaluations=0,
-                      expected=expected)  # fmt: skip
+                      contested=contested, expected=expected)  # fmt: skip
     return on_machine(promise, known, H100, Chosen("h100", H100, 1000), size)
 
 
@@ -97,8 +98,13 @@ def test_the_limit_is_named_and_more_machines_only_cost_more(
     assert [row.num for row in found.rows] == [1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1000]
     first, last = found.rows[0], found.rows[-1]
     assert last.limit == named and first.share == 1.0 and last.share < 0.05
-    assert last.run_s == pytest.approx(10 * last.step_s) and last.usd == pytest.approx(2990 * last.run_s / 3600)
+    assert last.run_s == pytest.approx(10 * last.step_s) and last.usd == pytest.approx(20 + 2990 * last.run_s / 3600)
     assert (last.usd or 0.0) > (first.usd or 0.0) and (found.stops_at or 1000) < 1000
+
+
+def test_verdicts_in_evaluations_are_paid_elsewhere_too() -> None:
+    one, other = (run_on(ON_GPU, contested=each).rows[0] for each in (0.0, 5.0))
+    assert other.usd == pytest.approx((one.usd or 0.0) + 5 * 2.0)
 
 
 def test_what_can_be_divided_is_and_the_mark_follows_the_rows() -> None:

@@ -274,9 +274,9 @@ def test_a_forecast_adds_up() -> None:
 
 
 def test_what_a_judge_takes_for_evaluations_is_paid_as_its_groups_are() -> None:
-    """10 steps of 32 attempts for 0.1 dollars each, and 640 attempts in contests, which are 20 steps' worth."""
+    """10 steps for 0.1 dollars each, and contests of 20 steps' worth."""
     counts = {"steps": 10, "evaluations": 0, "eval_attempts": 0, "usd_per_hour": 0.0}
-    found = forecast(measured(), contest_attempts=640, **counts)
+    found = forecast(measured(), contested=20.0, **counts)
     assert found["usd"].value == pytest.approx(3.0, rel=0.05) and found["evaluating"].value == pytest.approx(
         20, rel=0.05
     )
