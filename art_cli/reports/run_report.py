@@ -7,6 +7,7 @@ scored files of a judge that makes calls, and trajectories only where no attempt
 for a run of a thousand steps. It may be made while the run goes on.
 """
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from operator import methodcaller
 from statistics import fmean
@@ -36,6 +37,7 @@ from art_cli.runs.run_dir import RunDir
 from art_cli.runs.trajectory import Trajectory
 from art_cli.runtime.errors import DataError, RunError, printable
 
+log = logging.getLogger(__name__)
 SCHEMA = 1  # version of the JSON that `art report --json` prints
 MAX_WORD = 120  # characters of a value of the configuration that are shown
 SMOOTHED = 20  # the training reward is smoothed over this fraction of the run, and over 5 steps at least
@@ -358,7 +360,12 @@ def _seconds(history: History) -> Seconds:
 
 def _promised(run: RunDir, history: History) -> list[Promised]:
     """Returns the promise beside what happened. A run of another length than was promised kept and broke nothing."""
-    promise, updates = run.promise(), history.updates
+    updates = history.updates
+    try:
+        promise = run.promise()
+    except DataError as error:
+        log.warning("the plan is left out: %s", error)
+        return []
     if promise is None or not updates or updates[-1].number != promise.steps:
         return []
     seconds, judge = _seconds(history), _judge(updates)

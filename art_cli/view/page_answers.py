@@ -64,10 +64,14 @@ def run_numbers(run: RunDir) -> Json:
     except ArtError as error:
         found["problems"].append(str(error))
     try:
-        lines, report, promise = run.metrics(), read_report(run), run.promise()
+        lines, report = run.metrics(), read_report(run)
     except ArtError as error:
         found["problems"].append(str(error))
         return found
+    try:
+        found["plan"] = None if (promise := run.promise()) is None else _plan(promise, report)
+    except ArtError as error:
+        found["problems"].append(str(error))
     found |= {
         "metrics": _curves(lines),
         "stages": _stages(lines, report),
@@ -76,7 +80,6 @@ def run_numbers(run: RunDir) -> Json:
         "best_step": report.best.step if report.best is not None else None,
         "evaluations": _evaluations(run, report),
         "pauses": [{"step": line.step, "rules": sound(line.metrics)} for line in lines if line.split == PAUSE],
-        "plan": None if promise is None else _plan(promise, report),
         "reward_names": report.reward_names,
         "report": msgspec.to_builtins(report),
     }

@@ -105,6 +105,9 @@ async def test_the_plan_is_that_of_art_plan_and_what_happened_that_of_art_report
         write_promise(run, steps=12)
         plan = (await ask.get("source", 0))["plan"]
         assert plan["expected"] == promised_rows(msgspec.to_builtins(read_report(run))) and len(plan["expected"]) > 2
+        run.promise_path.write_text("{")
+        found = await ask.get("source", 0)
+        assert found["plan"] is None and found["metrics"]["train"]["entropy"] and "promise.json" in found["problems"][0]
 
 
 async def test_a_run_is_followed_while_it_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
