@@ -86,7 +86,7 @@ Overrides = Annotated[
 Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
 Checkpoint = Annotated[
     Path | None,
-    typer.Option("--checkpoint", metavar="DIR", parser=policy, help="A checkpoint, a run (its newest one), or base."),
+    typer.Option("--checkpoint", metavar="DIR", parser=policy, help="A checkpoint, a run, or base."),
 ]
 NewCheckpoint = Annotated[
     Path, typer.Option("-o", "--output", metavar="DIR", help="Where to write the checkpoint.", show_default=False)

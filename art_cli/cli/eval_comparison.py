@@ -107,7 +107,8 @@ def find_players(
             raise UsageError(f"--endpoint {endpoint!r}: expected MODEL@URL, for example gpt-5@https://host/v1")
         engine = OpenAIEngineConfig(name="openai", base_url=url, model=model)
         config = loaded.config.model_copy(update={"engine": engine})
-        players[model] = Player(replace(loaded, config=config), PolicySource(None, 0))
+        name = endpoint if model in players else model  # two addresses may have models of one name
+        players[name] = Player(replace(loaded, config=config), PolicySource(None, 0))
     return players
 
 

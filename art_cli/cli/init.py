@@ -49,7 +49,8 @@ def run(
         typer.Option(
             "--recipe",
             metavar="NAME",
-            help="Which one: blank, tictactoe, 2048, codenames, email-search, temporal-clue, mcp-tools.",
+            help="Which one: blank, assistant, tictactoe, 2048, codenames, email-search, temporal-clue, mcp-tools, "
+            "function-calling, textworld.",
         ),
     ] = None,
     environment: Annotated[
@@ -67,7 +68,8 @@ def run(
     starting points hardware, model, judge and algorithm (docs/configs.md).
 
     \b
-    art init mine                     the demo, which plays tic-tac-toe
+    art init mine                     a random model that learns tic-tac-toe in minutes
+    art init mine --recipe assistant  the demo: a real model that learns to use tools
     art init mine --recipe blank      an agent of four lines and three scenarios, to be replaced by yours
     art init mine --environment reasoning_gym/countdown
     art init --config hardware=laptop model=qwen3-0.6b judge=ruler > config.yaml

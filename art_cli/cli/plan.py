@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from art_cli.cli import Config, Json, Overrides
-from art_cli.runtime.errors import UsageError, printable_lines
+from art_cli.runtime.errors import ArtError, UsageError, one_line, printable_lines
 
 if TYPE_CHECKING:
     from art_cli.config.compose import LoadedConfig
@@ -27,7 +27,8 @@ def run(
         str | None, typer.Option(metavar="prompt", help="Beside it a search for a prompt; asks its model once.")
     ] = None,
     on: Annotated[
-        list[str] | None, typer.Option("--on", metavar="MACHINE", help="How long elsewhere: laptop, h100, h100x8.")
+        list[str] | None,
+        typer.Option("--on", metavar="MACHINE", help="How long elsewhere: laptop, gpu-24gb, h100, h100x8."),
     ] = None,
     as_json: Json = False,
 ) -> None:
@@ -55,7 +56,7 @@ def run(
     from art_cli.loop.prompt_plan import as_prompt
     from art_cli.loop.references import check_ready
     from art_cli.loop.run_plan import plan
-    from art_cli.reports.pages.elsewhere_text import elsewhere_text
+    from art_cli.reports.pages.elsewhere_text import Elsewhere, elsewhere_text
     from art_cli.reports.pages.plan_text import plan_text
     from art_cli.runs.promise import steps_for
     from art_cli.runtime import threads
@@ -70,7 +71,10 @@ def run(
         beside = PromptLearner(other.config, other.directory)
     machines = choose_machines(loaded, on) if on else []  # before anything is played
     promise = threads.run(plan(loaded, repeats=repeats, beside=beside))
-    there = elsewhere(loaded, promise, machines) if machines else []
+    try:
+        there = elsewhere(loaded, promise, machines) if machines else []
+    except (ArtError, OSError, ValueError) as error:  # the plan was paid for, and is shown
+        there = [Elsewhere(each.name, f"not known: {one_line(error)}") for each in machines]
     steps = None if budget_usd is None else steps_for(budget_usd, promise)
     if as_json:
         asked: dict[str, Any] = {} if wished is None else {"goal": wished}

@@ -172,8 +172,17 @@ def _choose_engine(
         choice = choose("engine", facts)
         log.info("engine %s (auto: %s)", choice.name, choice.reason)
         name = choice.name
+    endpoints = [_endpoint_key(source) for source in sources]
+    if "base_url" not in settings and any(each != endpoints[0] for each in endpoints):
+        raise UsageError("prompts that were searched for different endpoints: start one server for each")
     has_prompts = all(source.prompt is not None for source in sources)
     return engine_config(name, settings, trained, has_prompts=has_prompts, is_trusted=is_trusted)
+
+
+def _endpoint_key(source: "Source") -> tuple[object, ...] | None:
+    """Returns what tells the endpoint of a run's prompt from others, or None if the model is one of `art`'s own."""
+    trained = _trained_engine([source])
+    return tuple(trained.get(key) for key in ("name", "base_url", "model")) if source.is_hosted else None
 
 
 def _endpoint_of(

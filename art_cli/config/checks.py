@@ -33,6 +33,9 @@ def conflicts(config: RunConfig) -> Iterator[tuple[str, str]]:
         yield from _source_conflicts(config)
     elif config.eval is not None and config.eval.scenarios is None and config.eval.held_out is None:
         yield "eval", ONE_OF_BOTH
+    if isinstance(config.learner, PromptLearnerConfig) and reflecting_model(config, config.learner) is None:
+        judges = " and ".join(dict.fromkeys(repr(part.judge.name) for part in config.by_source.values()))
+        yield "learner.model", f"judge {judges} is no model that could reflect; name one that does"
     for number, rule in enumerate(config.stop):
         yield from _stop_conflicts(config, f"stop.{number}", rule)
     yield from _of_each_source(config, _conflicts)
@@ -91,7 +94,8 @@ def _conflicts(config: RunConfig) -> Iterator[tuple[str, str]]:
     if isinstance(config.learner, TinkerLearnerConfig):
         yield from _remote_conflicts(config, section)
     if isinstance(config.learner, PromptLearnerConfig):
-        yield from _prompt_conflicts(config, config.learner)
+        for key in keys_of_weights(config):
+            yield key, "learner 'prompt' changes no weight and has no use for it; leave it out"
     if isinstance(config.learns_by, PpoConfig):
         yield from _critic_conflicts(config, config.learns_by)
     yield from _update_conflicts(config, section)
@@ -296,20 +300,14 @@ PROMPT_TRAIN = frozenset({"steps", "keep_checkpoints", "keep_best", "seed"})  # 
 
 
 def reflecting_model(config: RunConfig, learner: PromptLearnerConfig) -> JudgeModelConfig | None:
-    """Returns the model that reflects: `learner.model`, or the judge's, or None if that is no model or a panel."""
-    judge = config.judge
-    if learner.member is not None or not isinstance(judge, RulerJudgeConfig) or judge.panel or judge.is_rule:
+    """Returns the model that reflects: `learner.model`, or the first judge's of RULER without a panel, or None."""
+    if learner.member is not None:
         return learner.member
-    keys = {name: getattr(judge, name) for name in JudgeModelConfig.model_fields}
-    return JudgeModelConfig.model_validate(keys | {"response_format": "text"})
-
-
-def _prompt_conflicts(config: RunConfig, learner: PromptLearnerConfig) -> Iterator[tuple[str, str]]:
-    """Yields the settings that are about weights, or that a search over prompts cannot use."""
-    if reflecting_model(config, learner) is None:
-        yield "learner.model", f"judge {config.judge.name!r} is no model that could reflect; name one that does"
-    for key in keys_of_weights(config):
-        yield key, "learner 'prompt' changes no weight and has no use for it; leave it out"
+    for judge in (part.judge for part in (config, *config.by_source.values())):
+        if isinstance(judge, RulerJudgeConfig) and not judge.panel and not judge.is_rule:
+            keys = {name: getattr(judge, name) for name in JudgeModelConfig.model_fields}
+            return JudgeModelConfig.model_validate(keys | {"response_format": "text"})
+    return None
 
 
 def keys_of_weights(config: RunConfig) -> list[str]:

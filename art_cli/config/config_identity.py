@@ -106,6 +106,20 @@ def config_hash(config: RunConfig) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
+def speed_hash(config: RunConfig) -> str:
+    """Returns 16 hexadecimal digits, the same for configurations that take the same time and memory in training."""
+    dumped = config.model_dump(mode="json")
+    rollout, judge = dumped["rollout"], dumped["judge"]
+    decides = [
+        dumped["engine"],
+        dumped["learner"],
+        rollout["concurrency"],
+        rollout["cluster"],
+        judge.get("concurrency"),
+    ]
+    return hashlib.sha256(json.dumps(decides, sort_keys=True).encode()).hexdigest()[:16]
+
+
 def config_changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[Change]:
     """Returns the differences of two dumped configurations, in alphabetical order of the keys."""
     return list(_differences("", _training(_renamed(old, OLD_NAMES)), _training(_renamed(new, OLD_NAMES))))

@@ -55,7 +55,7 @@ class Judge:
 
     A built-in judge is made as `Class(config, directory, job=...)`: its section of the configuration, the directory
     that paths are relative to, and the name of the job whose budget it spends. A user's own judge is made as
-    `Class(**judge.args)`.
+    `Class(**judge.options)`.
     """
 
     title: str = "judge"

@@ -3,6 +3,7 @@
 Only for a learner whose weights are in this process.
 """
 
+import contextlib
 import logging
 import math
 import time
@@ -41,7 +42,7 @@ class Pilots:
         if not self._samples:
             raise LearnerError("no group has signal, so that no pilot can be taken")
         learner.score(self._samples[0].token_ids.tolist())  # decides whether packs hold
-        with learner.runner.running():
+        with self._running():
             whole = learner.gradient.plan(self._samples, plan.finished)
             self._whole = learner.gradient.look_ahead(whole, StepStatistics(), always=True)
 
@@ -53,7 +54,7 @@ class Pilots:
             _set(learner, own.model_copy(update={"learning_rate": rate, "warmup_steps": 0}))
             clipped = learner.step(self.groups).clip_fraction
             seconds = time.perf_counter() - begin
-            with learner.runner.running():
+            with self._running():
                 kl = learner.gradient.divergence(self._whole)
         except LearnerError as error:
             seconds = time.perf_counter() - begin
@@ -64,9 +65,15 @@ class Pilots:
         return Pilot(rate, kl if math.isfinite(kl) else None, None if math.isnan(clipped) else clipped, seconds)
 
     def noise_scale(self) -> NoiseScale | None:
-        """Returns the noise scale over the step's groups, or None for a single one."""
-        gradients = torch.stack([*self._gradients()]).double()
-        return noise_scale(gradients @ gradients.T, len(self.groups)) if len(self.groups) > 1 else None
+        """Returns the noise scale over the step's groups, or None for a single one, or if they take too much memory."""
+        if len(self.groups) == 1:
+            return None
+        try:
+            gradients = torch.stack([*self._gradients()]).double()
+        except LearnerError as error:
+            log.warning("noise scale: %s", error)
+            return None
+        return noise_scale(gradients @ gradients.T, len(self.groups))
 
     def _gradients(self) -> Iterator[Tensor]:
         """Yields what each group with signal adds to the step's gradient, or every k-th entry of it."""
@@ -77,12 +84,19 @@ class Pilots:
             samples: list[Sample] = [sample for sample in self._samples if sample.trajectory_id in ids]
             if not samples:
                 continue
-            with learner.runner.running():
-                update = learner.gradient.plan(samples)._replace(counts=self._whole.counts)
-                learner.gradient.accumulate(update, Pass(0, StepStatistics()))
-            yield torch.cat([p.grad.flatten()[::stride].float().cpu() for p in parameters if p.grad is not None])
-            for optimizer in learner.optimizers:
-                optimizer.clear()
+            try:
+                with self._running():
+                    update = learner.gradient.plan(samples)._replace(counts=self._whole.counts)
+                    learner.gradient.accumulate(update, Pass(0, StepStatistics()))
+                yield torch.cat([p.grad.flatten()[::stride].float().cpu() for p in parameters if p.grad is not None])
+            finally:
+                for optimizer in learner.optimizers:
+                    optimizer.clear()
+
+    @contextlib.contextmanager
+    def _running(self) -> Iterator[None]:
+        with self.learner.naming_memory(), self.learner.runner.running():
+            yield
 
     def memory(self, longest: int) -> MemoryNeed | None:
         """Returns the peak memory of a micro-batch, or None if the system does not report it.

@@ -147,7 +147,7 @@ class TorchLearner:
         weights (contract 2).
         """
         bonus = self._entropy_bonus()
-        with self._naming_memory():
+        with self.naming_memory():
             metrics, self._learned = take_step(
                 groups, self, algorithm=self.algorithm, loss=self.loss, train=self.train_config, progress=progress
             )
@@ -330,7 +330,7 @@ class TorchLearner:
     @contextlib.contextmanager
     def _running(self, sample: Sample, *, batch: Sequence[Sample] = ()) -> Iterator[None]:
         """Holds the weights inside the block. Running out of memory becomes a LearnerError with its cure."""
-        with self._naming_memory(), self.weights.lock:
+        with self.naming_memory(), self.weights.lock:
             self.packing.probe(sample)
             if batch:
                 self.packing.compare(batch)
@@ -338,7 +338,7 @@ class TorchLearner:
                 yield
 
     @contextlib.contextmanager
-    def _naming_memory(self) -> Iterator[None]:
+    def naming_memory(self) -> Iterator[None]:
         """Turns running out of memory inside the block into a LearnerError with its cure."""
         try:
             yield

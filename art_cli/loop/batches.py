@@ -257,7 +257,8 @@ class Batches:
             finally:
                 scorer.cancel()
         numbers = _numbers(wave.done, step, sample_s, judge_s, len(scorer.progress.owed))
-        numbers |= _staleness([*wave.done, *(trajectory for members in replayed for trajectory in members)], step)
+        if self.config.learner.trains_weights:  # an engine whose prompt changes has the weights of step 0
+            numbers |= _staleness([*wave.done, *(trajectory for members in replayed for trajectory in members)], step)
         if (concurrency := self.sampler.runner.concurrency) is not None:
             numbers["rollouts_at_once"] = concurrency.number
             if not self._is_concurrency_shown:

@@ -170,7 +170,10 @@ async def play_evaluation(
     """
     places = [GroupPlace(source, scenario) for source, its in scenarios.items() for scenario in its]
     plans = plan_places(places, step=step, group_size=config.attempts, prefix="e", temperature=config.temperature)
-    done = list(read_lines(path, Trajectory))
+    wanted = {(plan.trajectory_id, plan.source, plan.scenario.get("id")) for plan in plans}
+    # the file may hold attempts of another step, or at scenarios that are no longer evaluated on
+    found = read_lines(path, Trajectory)
+    done = [each for each in found if (each.id, each.source or "", each.scenario.get("id")) in wanted]
     missing = owed(plans, done)
     if missing:
         with LineWriter(path) as writer:
@@ -194,10 +197,10 @@ def scenario_of(trajectory: Trajectory) -> str:
 def values_of_sources(values: Mapping[str, Mapping[str, float]], config: RunConfig) -> dict[str, dict[str, float]]:
     """Returns the reward and the failures of each source as further metrics; {} without sources."""
     return {
-        f"{metric}.{source}": {id: value for id, value in values[metric].items() if id.startswith(f"{source}/")}
+        f"{metric}.{source}": its
         for metric in OF_SOURCE
         for source in config.rollout.sources
-        if metric in values
+        if (its := {id: value for id, value in values.get(metric, {}).items() if id.startswith(f"{source}/")})
     }
 
 

@@ -6,7 +6,6 @@ What it plays is the step that `art train` goes on from, with the same seeds; ch
 leaves nothing but its numbers. A plan that is asked again under the same configuration plays nothing.
 """
 
-import contextlib
 import dataclasses
 import logging
 import math
@@ -20,7 +19,7 @@ from typing import NamedTuple
 import msgspec
 
 from art_cli.config.compose import LoadedConfig
-from art_cli.config.config_identity import config_hash
+from art_cli.config.config_identity import config_hash, speed_hash
 from art_cli.config.schema import NoTrackerConfig, RulerJudgeConfig, RunConfig
 from art_cli.judges import Judge
 from art_cli.judges.agreement import VoteReliability, vote_reliability
@@ -41,7 +40,7 @@ from art_cli.reports.doubts import Groups, by_length, compared, find_doubts, lim
 from art_cli.reports.findings import MOVES
 from art_cli.runs.history import count_failures
 from art_cli.runs.promise import Doubt, Expected, Measured, Pilot, Promise, forecast
-from art_cli.runs.trajectory import ScoredTrajectory, Trajectory, prompt
+from art_cli.runs.trajectory import Score, ScoredTrajectory, Trajectory, prompt
 from art_cli.runtime.errors import JudgeError, LearnerError, UsageError
 from art_cli.runtime.scratch import scratch
 
@@ -71,23 +70,24 @@ async def plan(loaded: LoadedConfig, *, repeats: int | None = None, beside: Prom
     silent = dataclasses.replace(loaded, config=loaded.config.model_copy(update=quiet))
     async with claim_run(silent, is_fresh=False, startup=Startup()) as claim:
         found, newest = claim.files.promise(), claim.files.newest_checkpoint()
-        if found is not None and found.config_hash == config_hash(claim.loaded.config):
+        speed = speed_hash(loaded.config)
+        if found is not None and (found.config_hash, found.speed_hash) == (config_hash(claim.loaded.config), speed):
             measured = found.measured
             if measured.judge_usd is None:  # the configuration may have the price by now
                 usd = _judge_usd(claim.loaded.config, claim.files.scored(0))
                 measured = msgspec.structs.replace(measured, judge_usd=usd)
-            claim.files.write_promise(made := _promise(measured, found.doubts, claim))
+            claim.files.write_promise(made := _promise(measured, found.doubts, claim, speed))
             return await _with_search(made, claim, beside)
         if newest is not None and newest[1].step > 0:
             where = f"{claim.files.root}: trained to step {newest[1].step}"
             raise UsageError(f"{where}, and a plan comes before the first; name=OTHER plans a new run")
         async with open_run(claim) as run:
             run.interrupts.message = f"interrupted; what is complete is in {run.files.root}; art plan goes on with it"
-            measured, doubts = await _measure(run, repeats)
+            measured, doubts = await _measure(run, repeats, found)
             parts = claim.startup.parts
             started = math.fsum(parts.get(part, 0.0) for part in STARTING)
             measured = msgspec.structs.replace(measured, start_s=started)
-            made = _promise(measured, doubts, dataclasses.replace(claim, loaded=run.loaded))
+            made = _promise(measured, doubts, dataclasses.replace(claim, loaded=run.loaded), speed)
             if loaded.config.train.learning_rate == "auto" and RATE in made.settings:
                 chosen = with_rate(run.loaded, float(made.settings[RATE]), f"art plan: {made.reasons[RATE]}")
                 claim_config(run.files, chosen)
@@ -110,9 +110,15 @@ async def _with_search(made: Promise, claim: Claim, beside: PromptLearner | None
     return made
 
 
-async def _measure(run: Run, repeats: int | None) -> tuple[Measured, list[Doubt]]:
+async def _measure(run: Run, repeats: int | None, before: Promise | None) -> tuple[Measured, list[Doubt]]:
+    """Returns the measurements and doubts. `before` is the promise that these replace."""
+    num_judged = len(run.files.scored(0))
     run.batches.allow(0)
     batch = await run.batches.take(0)
+    judging_s = batch.metrics["judge_s"]
+    if num_judged >= sum(map(len, batch.groups)):  # an earlier start judged them all
+        latencies = [score.latency_s or 0.0 for members in batch.groups for each in members for score in each.scores]
+        judging_s = before.measured.judging_s if before is not None else max(latencies, default=0.0)
     judges = [each.judge for each in judge_windows({1: run.files.scored_path(0)})]
     bias = next((judge.order_bias for judge in judges if judge.order_bias is not None), None)
     voted = next((judge.reliability for judge in judges if judge.reliability is not None), None)
@@ -120,7 +126,7 @@ async def _measure(run: Run, repeats: int | None) -> tuple[Measured, list[Doubt]
     parts = run.data.by_source.items()
     scenarios = [{**scenario, "": source} for source, part in parts for scenario in part.training]
     doubts = find_doubts(batch.groups, scenarios, repeats=repeated, bias=bias)
-    measured = _sampled(run, batch, repeated)
+    measured = _sampled(run, batch, repeated, judging_s)
     await run.sampler.engine.sleep()
     measured = await run.interrupts.off_loop(_pilot, run, batch.groups, measured)
     run.interrupts.stop_if_any()
@@ -149,17 +155,22 @@ async def _votes(judge: Judge, members: Sequence[ScoredTrajectory], num: int) ->
     """Returns `num` verdicts on each attempt, or as many rounds of votes of a judge that has such."""
     if judge.has_rounds:
         verdicts = await judge.judge_again(members, num)
-        return [verdicts[each.id].scores[0].votes for each in members]
+        return [_most_votes(verdicts[each.id].scores) for each in members]
     again = [await ask(judge, members) for _ in range(num - 1)]
     return [[each.reward or 0.0, *(verdicts[each.id].reward for verdicts in again)] for each in members]
+
+
+def _most_votes(scores: Sequence[Score]) -> list[float]:
+    return max((score.votes for score in scores), key=len, default=[])
 
 
 # --- what was played --------------------------------------------------------------------------------------------------
 
 
-def _sampled(run: Run, batch: Batch, repeated: VoteReliability | None) -> Measured:
-    """Returns what the attempts themselves show."""
-    played, tokens = run.files.trajectories(0), Counter[str]()
+def _sampled(run: Run, batch: Batch, repeated: VoteReliability | None, judging_s: float) -> Measured:
+    """Returns what the attempts themselves show, and how long judging them took."""
+    ids, tokens = {each.group_id for members in batch.groups for each in members}, Counter[str]()
+    played = [each for each in run.files.trajectories(0) if each.group_id in ids]  # an earlier plan may have had more
     values = [[each.reward for each in members if each.reward is not None] for members in compared(batch.groups)]
     values = [each for each in values if each]
     for each in played:
@@ -172,7 +183,7 @@ def _sampled(run: Run, batch: Batch, repeated: VoteReliability | None) -> Measur
         group_tokens=list(tokens.values()),
         num_attempts=len(played),
         sampling_s=busy(played),
-        judging_s=batch.metrics["judge_s"],
+        judging_s=judging_s,
         judge_usd=_judge_usd(run.config, [each for members in batch.groups for each in members]),
         contests=contests(run.config, played) if run.config.eval is not None else [],
         reward_mean=fmean(reward for each in values for reward in each) if values else None,
@@ -236,13 +247,15 @@ def _pilot(run: Run, groups: Groups, measured: Measured) -> Measured:
     else:
         from art_cli.learners.pilot import Pilots  # torch
 
-        with contextlib.suppress(LearnerError):  # nothing to train on, which the doubts name
+        try:
             piloting, begin = Pilots(run.learner, groups, start), time.monotonic()
             for factor in RATES:
                 if not pilots or (time.monotonic() - begin < MAX_PILOTS_S and not run.interrupts.num):
                     pilots.append(piloting.take(factor * rate))
             if not run.interrupts.num:
                 scale, memory = piloting.noise_scale(), piloting.memory(_longest_row(run))
+        except LearnerError as error:
+            log.warning("pilots: %s", error)
     seconds = [pilot.seconds for pilot in pilots][-4:]  # the first of five checks the packs, too
     first_s = max(0.0, pilots[0].seconds - median(seconds)) if pilots else 0.0
     return msgspec.structs.replace(
@@ -304,7 +317,7 @@ def choose_rate(pilots: Sequence[Pilot], own: float) -> Advice | None:
     return Advice(RATE, f"{rate:.4g}", reason if inside else f"{reason}; no rate that was tried is within")
 
 
-def _promise(found: Measured, doubts: Sequence[Doubt], claim: Claim) -> Promise:
+def _promise(found: Measured, doubts: Sequence[Doubt], claim: Claim, speed: str = "") -> Promise:
     """Returns what the measurements promise of the configuration's steps and evaluations."""
     config, advice = claim.loaded.config, list(advise(found, claim.loaded.config))
     evaluations, attempts, contested = 0, 0, 0.0
@@ -314,12 +327,13 @@ def _promise(found: Measured, doubts: Sequence[Doubt], claim: Claim) -> Promise:
         attempts = sum(played.values())  # and in each evaluation but the first the judge sees the first one's as well
         shown = sum(played.get(name, 0) for name in found.contests)
         contested = 2 * max(evaluations - 1, 0) * shown / max(found.num_attempts, 1)
+    usd_per_hour = max((rule.usd_per_hour for rule in config.stop), default=0.0)
     expected = partial(
         forecast,
         steps=config.train.steps,
         evaluations=evaluations,
         eval_attempts=attempts,
-        usd_per_hour=max((rule.usd_per_hour for rule in config.stop), default=0.0),
+        usd_per_hour=usd_per_hour,
         contested=contested,
     )
     prompt, asked = dict[str, Expected](), found.reflection
@@ -337,6 +351,8 @@ def _promise(found: Measured, doubts: Sequence[Doubt], claim: Claim) -> Promise:
         steps=config.train.steps,
         evaluations=evaluations,
         contested=contested,
+        usd_per_hour=usd_per_hour,
+        speed_hash=speed,
         expected=expected(found),
         prompt=prompt,
     )

@@ -184,17 +184,20 @@ class _Batch:
     # --- the engine ---------------------------------------------------------------------------------------------------
 
     def _admit(self, call: PlayedCall, process: _Process) -> None:
-        if self._running and self._num + call.num > self._layout.replicas * self._layout.slots:
+        if not self._has_room(call):
             self._waiting.append((call, process))
             return
         self._count(call, 1)
         heapq.heappush(self._running, (self._clock + call.sampled, next(self._numbers), call, process))
 
+    def _has_room(self, call: PlayedCall) -> bool:
+        return not self._running or self._num + call.num <= self._layout.replicas * self._layout.slots
+
     def _answer(self) -> _Process:
-        """Returns the attempt whose call is answered, and lets a call that waits begin."""
+        """Returns the attempt whose call is answered, and lets calls that wait begin."""
         self._clock, _, call, process = heapq.heappop(self._running)
         self._count(call, -1)
-        if self._waiting:
+        while self._waiting and self._has_room(self._waiting[0][0]):
             self._admit(*self._waiting.popleft())
         return process
 

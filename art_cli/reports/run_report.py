@@ -373,8 +373,8 @@ def _promised(run: RunDir, history: History) -> list[Promised]:
     if "run_s" in updates[-1].metrics:  # it leaves out the evaluation that came after it
         late = sum(each.seconds or 0.0 for each in history.evaluations if each.step >= updates[-1].number)
         happened["whole"] = updates[-1].metrics["run_s"] + late
-    if judge is not None and judge.usd is not None:
-        happened["usd"] = judge.usd
+    if judge is not None and judge.usd is not None and "whole" in happened:
+        happened["usd"] = judge.usd + happened["whole"] / 3600 * promise.usd_per_hour
     return compare(promise, happened)
 
 

@@ -102,6 +102,8 @@ class Concurrency:
         self._busy_share = _mixed(self._busy_share, calls.busy_s / max(calls.busy_s + calls.idle_s, 1e-9))
         loads = [load for _, load in self._window if load is not None]
         if not loads:
+            if self._room:  # it was known before
+                return self.number
             grown = self.number if calls.refused else self.number + max(1.0, self.number / 16)
             return min(grown, max(FIRST, self.number))
         memory = math.fsum(load.memory for load in loads) / len(loads)

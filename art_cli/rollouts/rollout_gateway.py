@@ -49,6 +49,8 @@ log = logging.getLogger(__name__)
 TURN_LIMIT = "turn_limit"  # error codes of the two limits that a policy itself runs into
 CONTEXT_LIMIT = "context_length_exceeded"
 RATE_LIMITED = (429, 529)  # statuses of an endpoint that gets too many requests; 529 is Anthropic's
+LOAD_TIMEOUT_S = 5.0  # longest wait for the engine's report of its load
+MAX_UNREPORTED = 3  # failures in a row, after which it is not asked any more
 NUM_LOOKS = 8  # turns of the event loop in which the end of a client's connection cancels its call
 OWN_CLIENT = (
     "Give each attempt a client of its own, with base_url=policy.base_url and api_key=policy.api_key, "
@@ -102,7 +104,7 @@ class Gateway:
         self.proven = ProvenSteps()
         self.prompt: SystemPrompt | None = None  # the policy's, for attempts that are opened without one
         self.calls = CallCounts()  # since the runner took the last ones
-        self._reports_load = True
+        self._num_unreported = 0  # times in a row that the engine's load could not be had
         self.num_sampled = 0  # tokens sampled in all answered calls
         self.on_first_reply = on_first_reply  # called once, when the first call is answered
         self._defaults = defaults
@@ -134,16 +136,19 @@ class Gateway:
         return self.upstream.endpoint.step
 
     async def load(self) -> EngineLoad | None:
-        """Returns the engine's load, or None if it does not report it. A failure is logged, and not asked for again."""
+        """Returns the engine's load, or None if it does not report it. After three failures it is not asked again."""
         report = getattr(self.upstream, "occupancy", None)
-        if report is None or not self._reports_load:
+        if report is None or self._num_unreported == MAX_UNREPORTED:
             return None
         try:
-            load: EngineLoad | None = await report()
+            async with asyncio.timeout(LOAD_TIMEOUT_S):
+                load: EngineLoad | None = await report()
         except Exception as error:  # the boundary to an engine of the user's
-            self._reports_load = False
-            log.warning("rollout.concurrency: the engine's load is not known: %s: %s", type(error).__name__, error)
+            self._num_unreported += 1
+            if self._num_unreported == MAX_UNREPORTED:
+                log.warning("rollout.concurrency: the engine's load is not known: %s: %s", type(error).__name__, error)
             return None
+        self._num_unreported = 0
         return load
 
     @contextlib.asynccontextmanager

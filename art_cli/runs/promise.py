@@ -105,6 +105,8 @@ class Promise(msgspec.Struct, frozen=True, kw_only=True):
     steps: int
     evaluations: int
     contested: float = 0.0  # verdicts in all evaluations, in those of a step
+    usd_per_hour: float = 0.0  # of the machine, which "usd" includes
+    speed_hash: str = ""  # of the settings that decide seconds and memory
     expected: dict[str, Expected]
     prompt: dict[str, Expected] = {}  # the same of a search for a prompt with these groups, if it was compared
 

@@ -4,13 +4,19 @@ import logging
 import math
 import random
 import statistics
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
 
-from art_cli.cli.eval_comparison import DETAILS, as_text, compare
-from art_cli.loop.evaluate import Gate, estimate, paired_difference, parse_gate, values_by_scenario
-from art_cli.runs.trajectory import Trajectory
+from art_cli.cli.eval_comparison import DETAILS, as_text, compare, find_players
+from art_cli.config.compose import load_config
+from art_cli.config.schema import EvalConfig
+from art_cli.loop.evaluate import Gate, estimate, paired_difference, parse_gate, play_evaluation, values_by_scenario
+from art_cli.runs.trajectory import Json, Trajectory
 from art_cli.runtime.errors import UsageError
+from tests.support.paths import LETTERS
 
 
 def played(scenario: str, reward: float | None, error: str | None = None, **metrics: float) -> Trajectory:
@@ -24,6 +30,37 @@ def played(scenario: str, reward: float | None, error: str | None = None, **metr
         error=error,
         metrics=metrics,
     )
+
+
+async def test_a_file_of_another_step_or_of_other_scenarios_does_not_count(tmp_path: Path) -> None:
+    """Attempts at step 4, then the same file at step 8, then without its first scenario."""
+    path, rewards = tmp_path / "out.jsonl", {4: 0.0, 8: 1.0}
+
+    class Sampler:
+        async def play_shown(self, plans: Any, keep: Callable[[Trajectory], None], *, title: str) -> None:
+            for plan in plans:
+                attempt = played(plan.scenario["id"], rewards[plan.step])
+                attempt.id = plan.trajectory_id
+                keep(attempt)
+
+    async def evaluate(step: int, *ids: str) -> list[float | None]:
+        sampler: Any = Sampler()
+        scenarios: dict[str, list[Json]] = {"": [{"id": id} for id in ids]}
+        config = EvalConfig(held_out=0.5)
+        found = await play_evaluation(sampler, config, scenarios, step=step, path=path, title="")
+        return [each.returned_reward for each in found]
+
+    assert await evaluate(4, "a", "b") == [0.0, 0.0]
+    assert await evaluate(8, "a", "b") == [1.0, 1.0]
+    lines = path.read_bytes()
+    assert await evaluate(8, "a", "b") == [1.0, 1.0] and path.read_bytes() == lines, "nothing is played again"
+    assert await evaluate(8, "b") == [1.0] and path.read_bytes() > lines, "its number is that of `a` before"
+    assert await evaluate(8, "b") == [1.0]
+
+
+def test_two_endpoints_with_a_model_of_one_name_are_two_policies() -> None:
+    loaded = load_config(LETTERS / "config.yaml")
+    assert list(find_players(loaded, [], ["m@http://a/v1", "m@http://b/v1"])) == ["m", "m@http://b/v1"]
 
 
 def test_the_interval_is_that_of_the_normal_approximation() -> None:

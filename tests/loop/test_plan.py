@@ -168,6 +168,17 @@ def test_an_interrupted_plan_goes_on_and_more_groups_may_follow(tmp_path: Path) 
     assert path.read_bytes().startswith(before) and path.read_bytes().count(b"\n") == 32
     planned(tmp_path, RATE, "rollout.groups_per_step=10")
     assert path.read_bytes().startswith(before) and path.read_bytes().count(b"\n") == 40
+    ten, again = RunDir(tmp_path / "planned").promise(), path.read_bytes()
+    assert ten is not None and len(ten.measured.group_tokens) == 10
+    fewer = planned(tmp_path, RATE, "rollout.groups_per_step=4").measured
+    assert (len(fewer.group_tokens), fewer.num_attempts) == (4, 16), (
+        "the groups of the earlier plan are not of this one"
+    )
+    slower = planned(tmp_path, RATE, "rollout.groups_per_step=10", "learner.gradient_checkpointing=true").measured
+    assert slower.pilots != ten.measured.pilots and slower.judging_s == fewer.judging_s, (
+        "measured anew; not judged anew"
+    )
+    assert path.read_bytes() == again
     with pytest.raises(RunError, match="group_size"):
         planned(tmp_path, RATE, "rollout.group_size=2")
 

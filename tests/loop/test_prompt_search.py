@@ -1,6 +1,7 @@
 """learner=prompt: the search end to end against models that follow rules, killed and resumed, evaluated and served."""
 
 import json
+import shutil
 import signal
 import subprocess
 import time
@@ -246,6 +247,19 @@ def test_a_prompt_is_served_in_front_of_the_endpoint_that_its_user_names(searche
         prompt = read_prompt(RunDir(run).checkpoint_path(3))
         assert prompt is not None and RULE.search(prompt.text)
         assert server.asked[-1]["messages"] == [{"role": "system", "content": prompt.text}, *asked["messages"]]
+
+
+@pytest.mark.slow
+def test_prompts_for_two_endpoints_are_not_served_by_the_first(
+    searched: tuple[ChatServer, Path], tmp_path: Path
+) -> None:
+    _, run = searched
+    shutil.copytree(run, other := tmp_path / "other")
+    config = json.loads((path := other / "config.json").read_text())
+    config["engine"]["base_url"] = "http://127.0.0.1:9/v1"
+    path.write_text(json.dumps(config))
+    refused = art("serve", f"a={run}", f"b={other}", "--trust", "--port", "0", wants=2)
+    assert "different endpoints: start one server for each" in refused
 
 
 def post(url: str, body: Json) -> Any:

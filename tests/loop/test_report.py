@@ -27,6 +27,7 @@ from art_cli.runs.run_dir import Evaluation
 from art_cli.view.page_answers import run_numbers
 from tests.support.paths import ROOT
 from tests.support.runs import GAMES, write_run
+from tests.support.viewed import write_promise
 
 SLOW, FAST = 0.013, 0.05  # nats by which a step's updates change a trained token's logprob
 
@@ -315,6 +316,15 @@ def test_no_numbers_break_the_findings(rows: list[dict[str, float]]) -> None:
 
 
 # --- the report -------------------------------------------------------------------------------------------------------
+
+
+def test_the_rent_of_the_machine_is_promised_and_happens(tmp_path: Path) -> None:
+    """40 steps whose verdicts cost 0.5 dollars each, in 1,440 s of a machine for 5 dollars an hour; and the plan's."""
+    run = write_run(tmp_path / "mine", judge_usd=0.5, steps=40, until=39)
+    run.append_metrics(39, "train", {"judge_calls": 32.0, "judge_tokens": 6400.0, "judge_usd": 0.5, "run_s": 1440.0})
+    run.write_promise(msgspec.structs.replace(write_promise(run, steps=40), usd_per_hour=5.0))
+    rows = {row.name: row for row in read_report(run).promised}
+    assert rows["usd"].happened == pytest.approx(40 * 0.5 + 2.0 + 0.5)
 
 
 def test_the_report_adds_up(tmp_path: Path) -> None:

@@ -65,6 +65,8 @@ def test_full_batches_and_few_openings_let_attempts_wait_and_long_contexts_slow_
     three = step(*[play(call(0, 10))] * 3)
     assert simulate(three, RATES, Layout(slots=1)).sampling_s == pytest.approx(3 * 1.5)
     assert simulate(three, RATES, Layout(concurrency=1)).sampling_s == pytest.approx(3 * 1.5)
+    beside = step(play(call(0, 10, num=8)), *[play(call(0, 10))] * 16)  # eight sub-agents, whose places become free
+    assert simulate(beside, RATES, Layout(slots=8)).sampling_s == pytest.approx(3 * 10 * 0.5)
     rates = RATES._replace(prompt_token_s=0.0, cached_token_s=1e-4)
     assert simulate(step(play(call(100, 10))), rates, LAYOUT).sampling_s == pytest.approx(10 * (0.15 + 0.0105))
 

@@ -15,12 +15,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from art_cli.chat.requests import Sampling
+from art_cli.config.checks import reflecting_model
 from art_cli.config.compose import load_config
 from art_cli.config.config_identity import config_changes
-from art_cli.config.schema import RunConfig
+from art_cli.config.schema import PromptLearnerConfig, RunConfig
 from art_cli.config.sections.rollout_config import RolloutConfig, SourceConfig
 from art_cli.loop.batches import StepGroups
 from art_cli.loop.claim_run import RunData
+from art_cli.loop.evaluate import values_of_sources
 from art_cli.loop.source_mix import SourceMix, places
 from art_cli.loop.train import train
 from art_cli.reports.run_report import read_report
@@ -346,6 +348,29 @@ def test_a_mistake_is_one_line_that_names_the_source(tmp_path: Path, override: s
 def test_a_stop_rule_may_name_a_number_of_a_source(tmp_path: Path) -> None:
     rules = "stop=[{metric: reward.other, above: 0.9}, {metric: eval.reward.letters, above: 0.9}]"
     assert len(load_config(write_project(tmp_path), [rules]).config.stop) == 2
+
+
+def test_the_judge_of_a_source_may_write_prompts(tmp_path: Path) -> None:
+    """The first source's judge is a model, and the other one's a function."""
+    prompt = ["~model.lora", "~train", "learner={name: prompt}", "train={steps: 2}"]
+    with pytest.raises(ConfigError, match="judge 'rollout' and 'function' is no model that could reflect"):
+        load_config(write_project(tmp_path), prompt)
+    config = load_config(
+        tmp_path / "config.yaml", [*prompt, "rollout.sources.letters.judge={name: ruler, model: m/x}"]
+    ).config
+    assert isinstance(config.learner, PromptLearnerConfig)
+    found = reflecting_model(config, config.learner)
+    assert found is not None and found.model == "m/x"
+
+
+def test_a_source_without_rewards_has_no_mean(tmp_path: Path) -> None:
+    config = load_config(write_project(tmp_path), []).config
+    found = values_of_sources({"reward": {"letters/a": 1.0}, "failed": {"letters/a": 0.0, "other/a": 1.0}}, config)
+    assert found == {
+        "reward.letters": {"letters/a": 1.0},
+        "failed.letters": {"letters/a": 0.0},
+        "failed.other": {"other/a": 1.0},
+    }
 
 
 def test_a_judge_that_no_source_uses_is_refused(tmp_path: Path) -> None:
