@@ -169,7 +169,7 @@ $(VERIFIERS)/.ready:
 test-verifiers: $(DEV) $(VERIFIERS)/.ready  ## tasksets of the real verifiers, in a Python of their own
 	ART_VERIFIERS_PYTHON=$(VERIFIERS)/bin/python $(BIN)/pytest -m verifiers
 
-view:  ## the page of art view, built from its sources into art_cli/reports/pages/app; needs Node
+view:  ## the page of art view, built from its sources into art_cli/view/app; needs Node
 	cd $(APP) && npm ci --no-audit --no-fund --silent && npm run --silent build
 
 # What reads our logs and takes our metrics: inspect, which alone has 84 packages, and the trackers' own packages. trackio

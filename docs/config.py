@@ -25,7 +25,7 @@ A key is set in the YAML file, or on the command line as `train.steps=10`, which
 `loss=NAME`, `learner=NAME` and `tracker=NAME` choose a variant; its keys are then `engine.KEY` and so on. A key that
 the chosen variant does not have is an error. `hardware=NAME`, `judge=NAME`, `algorithm=NAME` and `model=NAME` choose
 whole starting points ([configs.md](configs.md)). Paths are relative to the file. The address of a server is `base_url`
-in every section; `api_base` (of judges) and `url` (of engines) are its names in older files, and still taken.
+(`url` for trackers); `api_base` (of judges) and `url` (of engines) are its names in older files, and still taken.
 """
 PLAIN = {bool: "true or false", int: "whole number", float: "number", str: "text", Path: "path", NoneType: "null"}
 
