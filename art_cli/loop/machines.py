@@ -83,9 +83,9 @@ def elsewhere(loaded: LoadedConfig, promise: Promise, chosen: Sequence[Chosen]) 
     """Returns the planned run on each of the machines. Raises DataError if its files cannot be measured by."""
     config, found = loaded.config, promise.measured
     files = RunDir(config.runs / config.name)
-    if not all(0 <= number < MAX_NUMBER for number in (found.start_s, found.judge_usd or 0.0)):
+    if not all(0 <= number < MAX_NUMBER for number in (found.start_s, found.first_call_s, found.judge_usd or 0.0)):
         raise DataError("numbers that cannot be", files.promise_path)
-    pilot = StepTimes(found.sampling_s, found.judging_s, found.training_s or 0.0, found.rest_s)
+    pilot = StepTimes(found.sampling_s + found.first_call_s, found.judging_s, found.training_s or 0.0, found.rest_s)
     known = calibrate(files, finished_steps(files, last=NUM_STEPS) or {0: pilot})
     here, base = _here(config), find_base(config.model.base, directory=loaded.directory, built=files.base)
     return [on_machine(promise, known, here, each, _size(files, config, base, each.machine)) for each in chosen]
@@ -188,7 +188,7 @@ def scale(
         simulated = [simulate(step, rates, layout) for step in known.steps]
         times = StepTimes(*(fmean(part) for part in zip(*simulated, strict=True)))
         evaluating_s = promise.expected["evaluating"].value * times.sampling_s / max(sampled_s, 1e-9)
-        run_s = found.start_s + promise.steps * sum(times) + evaluating_s
+        run_s = found.start_s + found.first_call_s + promise.steps * sum(times) + evaluating_s
         rent = num * machine.usd_per_hour * run_s / 3600
         usd = None if found.judge_usd is None else (promise.steps + promise.contested) * found.judge_usd + rent
         first_s = rows[0].num * rows[0].step_s if rows else num * sum(times)

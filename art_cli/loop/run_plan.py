@@ -175,6 +175,7 @@ def _sampled(run: Run, batch: Batch, repeated: VoteReliability | None, judging_s
     values = [each for each in values if each]
     for each in played:
         tokens[each.group_id] += each.num_sampled
+    first_call_s = before_calls(played)
     share = f"rewards differ within {spread_share(batch.groups):.0%} of the groups that are compared ({len(values)})"
     facts = {"spread": share} if values else {}
     if repeated is not None:
@@ -182,7 +183,8 @@ def _sampled(run: Run, batch: Batch, repeated: VoteReliability | None, judging_s
     return Measured(
         group_tokens=list(tokens.values()),
         num_attempts=len(played),
-        sampling_s=busy(played),
+        sampling_s=max(busy(played) - first_call_s, 0.0),
+        first_call_s=first_call_s,
         judging_s=judging_s,
         judge_usd=_judge_usd(run.config, [each for members in batch.groups for each in members]),
         contests=contests(run.config, played) if run.config.eval is not None else [],
@@ -228,6 +230,19 @@ def busy(played: Sequence[Trajectory]) -> float:
         seconds += max(0.0, end - max(each.started_at, until))
         until = max(until, end)
     return seconds
+
+
+def before_calls(played: Sequence[Trajectory]) -> float:
+    """Returns the seconds before the first call in which the first attempts waited for what later ones found loaded.
+
+    What an attempt that begins after that call does before its own first one is the agent's work, and not counted.
+    """
+    begins = {each.id: each.started_at + min(each.spans)[0] for each in played if each.spans}
+    if not begins:
+        return 0.0
+    first = min(begins.values())
+    later = [begins[each.id] - each.started_at for each in played if each.started_at >= first and each.spans]
+    return max(first - min(each.started_at for each in played) - (median(later) if later else 0.0), 0.0)
 
 
 # --- the pilots and what they advise ----------------------------------------------------------------------------------

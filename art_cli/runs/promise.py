@@ -12,6 +12,7 @@ DRAWS = 1000  # resamples; the ends of an 80 % interval move by about 2 % of its
 # Replies get longer or shorter while a policy learns, which no first step shows. Assumed: their mean over the run is
 # within 1 / 1.5 and 1.5 of the first step's in 80 % of runs. benchmarks/plan.py counts how often the intervals hold.
 DRIFT = 1.5
+PACE = 0.1  # least standard deviation of the logarithm of equal work's seconds in two starts on one machine (assumed)
 SHORT_S = 0.1  # seconds below which a part of a run is not compared
 NORMAL_80 = 1.2816  # the normal distribution's 0.9 quantile
 
@@ -80,6 +81,7 @@ class Measured(msgspec.Struct, frozen=True, kw_only=True):
     training_s: float | None = None  # or None if no pilot was taken
     rest_s: float = 0.0  # saving a checkpoint and loading it into the engine
     start_s: float = 0.0  # loading libraries and model, once in a process
+    first_call_s: float = 0.0  # further time before the first call, in which the agent loads its own; not in sampling_s
     first_training_s: float = 0.0  # additional time of a process's first training step
     pace: float = 0.0  # standard deviation of the logarithm of the seconds that equal steps took
     judge_usd: float | None = 0.0  # or None if a price is unknown
@@ -154,9 +156,9 @@ def forecast(
             "judging": steps * found.judging_s * share,
             "training": steps * (found.training_s or 0.0) * share + found.first_training_s,
             "evaluating": (played * found.sampling_s + contested * found.judging_s) * share,
-            "rest": found.start_s + steps * found.rest_s,
+            "rest": found.start_s + found.first_call_s + steps * found.rest_s,
         }
-        pace = math.exp(draw.gauss(0.0, found.pace))
+        pace = math.exp(draw.gauss(0.0, max(found.pace, PACE)))
         seconds = {name: pace * value for name, value in seconds.items()}
         seconds["whole"] = whole = sum(seconds.values())
         paid = (steps + contested) * (found.judge_usd or 0.0) + steps * learning_usd

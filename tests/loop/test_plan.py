@@ -14,7 +14,7 @@ import torch
 
 from art_cli.config.compose import load_config
 from art_cli.learners.pilot import noise_scale
-from art_cli.loop.run_plan import LEAST_KL, MOST_KL, busy, choose_rate, plan
+from art_cli.loop.run_plan import LEAST_KL, MOST_KL, before_calls, busy, choose_rate, plan
 from art_cli.loop.train import train
 from art_cli.reports.doubts import correlate
 from art_cli.reports.pages.report_text import report_text
@@ -314,6 +314,16 @@ def test_a_budget_buys_steps_at_the_upper_end_and_nothing_without_a_price() -> N
 
     assert steps_for(1.5, promised(0.1)) in (9, 10)
     assert steps_for(1.5, promised(0.0)) is None and steps_for(1.5, promised(None)) is None
+
+
+def test_loading_before_the_first_call_is_no_part_of_sampling_and_an_agents_own_work_is() -> None:
+    """Three attempts wait 4 s for what is loaded; the fourth begins later and works for 1 s before it calls."""
+    times = [(0.0, 4.0), (0.0, 4.1), (1.0, 3.2), (6.0, 1.0)]
+    played = [
+        Trajectory(id=str(i), group_id="g", group_size=4, index=i, started_at=begin, spans=[(wait, wait + 1), (9, 10)])
+        for i, (begin, wait) in enumerate(times)
+    ]
+    assert before_calls(played) == 3.0 and before_calls(played[:3]) == 4.0 and before_calls([]) == 0.0
 
 
 def test_time_between_two_starts_is_not_sampling() -> None:
