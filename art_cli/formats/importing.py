@@ -301,6 +301,8 @@ def _trajectories(
         try:
             if reward is not None:
                 attempt.reward = _named(attempt, reward)
+                if attempt.whole is not None:
+                    attempt.whole.returned_reward = attempt.reward
             line = msgspec.json.encode(attempt.trajectory())
             trajectory = _SCORED.decode(line)  # a check: the written line can be read
             key = (trajectory.group_id, trajectory.id)

@@ -60,16 +60,27 @@ class LangfuseExport:
     def _keep_trace(self, record: Json) -> None:
         trace = str(record["id"])
         self._traces[trace] = {key: value for key, value in record.items() if key not in ("observations", "scores")}
-        for observation in as_list(record.get("observations"), "observations"):
-            if isinstance(observation, dict):
-                self._keep({"traceId": trace, **observation})
         for score in as_list(record.get("scores"), "scores"):
             if isinstance(score, dict):
                 self._keep_score(trace, score)
+        wrong: ValueError | None = None
+        for observation in as_list(record.get("observations"), "observations"):
+            try:
+                if isinstance(observation, dict):
+                    self._keep({"traceId": trace, **observation})
+            except ValueError as error:  # it costs no other one
+                wrong = wrong or error
+        if wrong is not None:
+            raise wrong
 
     def _keep(self, observation: Json) -> None:
         if observation.get("type") == "GENERATION":
-            call = _call(observation)  # a wrong one is this record's problem, and not the whole trace's
+            try:
+                call = _call(observation)
+            except ValueError:
+                if observation.get("level") != "ERROR":
+                    raise
+                call = None  # a call that failed has no reply
             self._generations.setdefault(str(_get(observation, "traceId")), []).append({**observation, "call": call})
         if scenario := _scenario(observation):
             self._groups.setdefault(str(_get(observation, "traceId")), scenario)
@@ -95,7 +106,8 @@ def _attempt(trace: str, about: Json, generations: list[Json], scores: dict[str,
         duration_s=max(0.0, times[1] - times[0]),
     )
     for each in generations:
-        attempt.add(each["call"])
+        if each["call"] is not None:
+            attempt.add(each["call"])
     return attempt
 
 

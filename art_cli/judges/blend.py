@@ -28,12 +28,15 @@ class BlendJudge(Judge):
         self, config: BlendJudgeConfig, directory: Path, *, job: str = "", judges: Mapping[str, Judge] | None = None
     ) -> None:
         self.weights = config.blend
+        named = named_judges(config)
+        has_several = sum(isinstance(each, RulerJudgeConfig) for each in named.values()) > 1  # each has its own budget
         self.judges = judges or {
-            name: make_judge(each, directory, job=job) for name, each in named_judges(config).items()
+            name: make_judge(each, directory, job=f"{job}#{name}" if job and has_several else job)
+            for name, each in named.items()
         }
         self.in_flight = max(judge.in_flight for judge in self.judges.values())
         self.needs_reward = any(judge.needs_reward for judge in self.judges.values())
-        self.spent_usd = max(judge.spent_usd for judge in self.judges.values())  # they share the job
+        self.spent_usd = sum(judge.spent_usd for judge in self.judges.values())
         self.is_priced = all(judge.is_priced for judge in self.judges.values())
         self.has_rounds = any(judge.has_rounds for judge in self.judges.values())
 

@@ -21,6 +21,8 @@ from numbers import Real
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from art_cli.config.sections.judge_config import FunctionJudgeConfig
 from art_cli.judges import Judge, Verdict, make_key
 from art_cli.judges.costs import CostEstimate, Usage
@@ -116,8 +118,14 @@ class FunctionJudge(Judge):
 
     def _verdict(self, value: Any, id: str) -> Verdict:
         if isinstance(value, Verdict):
-            self._number(value.reward, id)
-            return value
+            scores = [
+                msgspec.structs.replace(
+                    each, score=self._number(each.score, id), votes=[self._number(vote, id) for vote in each.votes]
+                )
+                for each in value.scores
+            ]
+            variance = None if value.variance is None else self._number(value.variance, id)
+            return Verdict(reward=self._number(value.reward, id), scores=scores, variance=variance)
         reward = self._number(value, id)
         return Verdict(reward=reward, scores=[Score(judge="function", score=reward)])
 

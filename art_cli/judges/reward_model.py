@@ -64,8 +64,11 @@ class RewardModelJudge(Judge):
         for start in range(0, len(rows), size):
             chosen = by_length[start : start + size]
             batch = tokenizer.pad({"input_ids": [rows[row] for row in chosen]}, return_tensors="pt").to(model.device)
-            with torch.inference_mode():
-                logits = model(**batch).logits.float()  # [B, labels]
+            try:
+                with torch.inference_mode():
+                    logits = model(**batch).logits.float()  # [B, labels]
+            except (RuntimeError, IndexError) as error:  # out of memory, or a length that the model does not take
+                raise JudgeError(f"{self.config.model}: {describe(error)}") from error
             for row, value in zip(chosen, self._activate(logits).tolist(), strict=True):
                 values[row] = value
         if not all(value == value and abs(value) != float("inf") for value in values):
@@ -92,11 +95,12 @@ class RewardModelJudge(Judge):
                 raise JudgeError(
                     f"{self.config.model}: its chat template refuses a conversation: {describe(error)}"
                 ) from error
-        else:
-            text = "\n\n".join(f"{message.get('role')}: {clean(message.get('content'))}" for message in conversation)
-            ids = tokenizer(text, split_special_tokens=True)["input_ids"]
-        longest = self.config.max_length or getattr(model.config, "max_position_embeddings", None) or len(ids)
-        return list(ids)[-longest:] or [tokenizer.pad_token_id or 0]
+            return list(ids)[-_longest(self.config.max_length, model, tokenizer) :] or [tokenizer.pad_token_id or 0]
+        text = "\n\n".join(f"{message.get('role')}: {clean(message.get('content'))}" for message in conversation)
+        longest = _longest(self.config.max_length, model, tokenizer)
+        # cut in the text: an encoder reads its score from the special token in front
+        ids = tokenizer(text, split_special_tokens=True, truncation=True, max_length=longest)["input_ids"]
+        return list(ids) or [tokenizer.pad_token_id or 0]
 
     def _load(self) -> tuple[Any, Any]:
         """Loads the model at the first call. Raises JudgeStopped when it cannot be."""
@@ -112,6 +116,7 @@ class RewardModelJudge(Judge):
         except (OSError, ValueError) as error:
             line = " ".join(str(error).split())[:300]
             raise JudgeStopped(f"judge.model: {self.config.model} cannot be loaded: {line}") from error
+        tokenizer.truncation_side = "left"  # the end of a conversation counts
         if tokenizer.pad_token_id is None:
             tokenizer.pad_token = tokenizer.eos_token
         model.config.pad_token_id = tokenizer.pad_token_id  # the model finds each row's last token by this id
@@ -120,3 +125,9 @@ class RewardModelJudge(Judge):
 
     async def close(self) -> None:
         self._loaded = None
+
+
+def _longest(wanted: int | None, model: Any, tokenizer: Any) -> int:
+    """Returns the number of tokens that the model takes: the least of all that say it."""
+    said = (wanted, getattr(model.config, "max_position_embeddings", None), tokenizer.model_max_length)
+    return min((number for number in said if number), default=10**9)

@@ -195,7 +195,9 @@ def hunt(
 
 def _digest(loaded: LoadedConfig, source: PolicySource, scenarios: Sequence[Json]) -> str:
     """Returns a digest of all that the scores depend on, but what the files of rollout and judge import."""
-    entries = [getattr(part, "entry", None) or "" for part in (loaded.config.rollout, loaded.config.judge)]
+    judge = loaded.config.judge
+    parts = (loaded.config.rollout, judge, *getattr(judge, "judges", {}).values())
+    entries = [getattr(part, "entry", None) or "" for part in parts]
     files = [loaded.directory / entry.rpartition(":")[0] for entry in entries]
     code = [file.read_bytes() if file.is_file() else b"" for file in files]
     whole = msgspec.json.encode([config_hash(loaded.config), str(source.checkpoint), code, scenarios])

@@ -390,6 +390,8 @@ def _judge(updates: Sequence[UpdateNumbers]) -> JudgeCost | None:
     if not asked:
         return None
     usd = _sum(asked, "judge_usd") if all("judge_usd" in update.metrics for update in asked) else None
+    if usd is not None and not any("reflection_usd" in update.metrics for update in asked):
+        usd = max(usd, *(update.metrics.get("run_usd", 0.0) for update in updates))  # also what a killed start paid
     return JudgeCost(round(_sum(asked, "judge_calls")), round(_sum(asked, "judge_tokens")), usd)
 
 

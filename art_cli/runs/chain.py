@@ -39,6 +39,7 @@ from art_cli.runtime.errors import CheckpointError, DataError, one_line
 
 NAME, CERTIFICATE = "chain.jsonl", "certificate.json"
 GO_ON = "art train writes the link when it goes on with the run"
+METRICS = "metrics.jsonl"  # grows while the run goes on
 LABELS = "labels.jsonl"  # a person's, who may go on labelling
 READ_BYTES = 2**20
 MAX_CERTIFICATE = 256 * 2**20  # bytes; a thousand links have 4 MB
@@ -177,7 +178,7 @@ def _written(run: RunDir, numbers: Iterable[int]) -> list[str]:
 
 
 def _part(path: Path) -> FilePart:
-    if path.name != "metrics.jsonl":
+    if path.name != METRICS:
         return FilePart(path.stat().st_size, hash_file(path))
     whole = path.read_bytes()
     lines = whole[: whole.rfind(b"\n") + 1]  # a kill may have torn the last line
@@ -192,6 +193,8 @@ def _flaw(path: Path, part: FilePart, *, within: Path) -> str:
             while left > 0 and (data := file.read(min(left, READ_BYTES))):
                 hashed.update(data)
                 left -= len(data)
+            if left == 0 and path.name != METRICS and file.read(1):
+                return f"has more than {part.size} bytes"
     except (OSError, ValueError) as error:  # a chain may name anything
         return f"cannot be read: {getattr(error, 'strerror', None) or error}"
     if left > 0:
@@ -237,4 +240,6 @@ def check_certificate(export: Path) -> tuple[list[Link], list[Flaw]]:
         flaws.append(Flaw(CERTIFICATE, "no link of its chain made the exported policy"))
     found = hash_files(export)
     names = sorted(name for name in certificate.files if found.get(name) != certificate.files[name])
-    return certificate.links, [*flaws, *(Flaw(name, "is not the exported file") for name in names)]
+    flaws += [Flaw(name, "is not the exported file") for name in names]
+    added = sorted(name for name in found.keys() - certificate.files.keys() - {CERTIFICATE} if not name.startswith("."))
+    return certificate.links, [*flaws, *(Flaw(name, "was added to the export") for name in added)]

@@ -126,10 +126,12 @@ class IndexedStep:
         self._labels, self.has_scores = Labels(), False
 
     def _advance(self, place: int, file: _File, until: float) -> bool:
-        if self._is_superseded(file) or file.num_bytes >= file.size:
-            file.num_bytes = max(file.num_bytes, file.size)
+        if file.num_bytes >= file.size:
             return True
         try:
+            if self._is_superseded(file):
+                file.num_bytes = file.size
+                return True
             with self.open(file.path) as handle:
                 return self._read(place, file, handle, until)
         except OSError as error:
@@ -138,10 +140,15 @@ class IndexedStep:
             return True
 
     def _is_superseded(self, file: _File) -> bool:
-        """Whether scored.jsonl beside it has all of its lines: it is later and larger, as each of them is there."""
+        """Whether scored.jsonl beside it has all of its lines: it is later and has as many."""
         scored = self._files.get(file.path.with_name("scored.jsonl"))
-        is_later = scored is not None and scored.size > file.size and scored.modified >= file.modified
-        return file.path.name == "trajectories.jsonl" and is_later
+        if file.path.name != "trajectories.jsonl" or scored is None or scored.modified < file.modified:
+            return False
+        return self._num_lines(scored.path) >= self._num_lines(file.path)
+
+    def _num_lines(self, path: Path) -> int:
+        with self.open(path) as handle:
+            return sum(data.count(b"\n") for data in iter(lambda: handle.read(2**20), b""))
 
     def _read(self, place: int, file: _File, handle: IO[bytes], until: float) -> bool:
         handle.seek(file.num_bytes)

@@ -9,6 +9,7 @@ Chance chooses the attempt on the left. `undo` takes back the label of the same 
 was asked a second time. Labels of attempts that the file does not have are counted and play no part.
 """
 
+import hashlib
 import json
 import random
 import time
@@ -56,6 +57,7 @@ class PairLabel(msgspec.Struct, frozen=True, kw_only=True):
     left: str  # ids of trajectories
     right: str
     verdict: Verdict
+    digests: tuple[str, str] | None = None  # of the two attempts' messages; None in lines of older versions
     time: float = 0.0  # seconds since the epoch
 
     @property
@@ -99,10 +101,13 @@ class _Row(ScoredRow, kw_only=True):
     id: str
     messages: msgspec.Raw = msgspec.Raw()
     length: int = 0  # bytes of its messages
+    digest: str = ""  # of its messages
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.length, self.messages = len(bytes(self.messages)), msgspec.Raw()
+        data = bytes(self.messages)
+        self.digest = hashlib.blake2b(data, digest_size=8).hexdigest()
+        self.length, self.messages = len(data), msgspec.Raw()
 
 
 class PersonLabels:
@@ -142,12 +147,16 @@ class PersonLabels:
         return self.labels_path
 
     def _take(self, label: PairLabel) -> None:
-        if self._number(label.pair) is None:
-            self._num_unknown += 1
+        if self._number(label.pair) is None or label.digests not in (None, self._digests(label.pair)):
+            self._num_unknown += 1  # another file beside this one may have attempts of the same ids
         elif label.verdict == "undo":
             self._said.pop(label.pair, None)
         else:
             self._said[label.pair] = label
+
+    def _digests(self, pair: Pair) -> tuple[str, str]:
+        left, right = (self._rows[pair.group_id, id].digest for id in (pair.left, pair.right))
+        return left, right
 
     def _number(self, pair: Pair) -> int | None:
         return self._numbers.get(pair, self._numbers.get(pair.swapped))
@@ -194,7 +203,7 @@ class PersonLabels:
             pair = next(reversed(self._said))
         if self._number(pair) is None:
             raise UsageError("the scored file has no such pair")
-        label = PairLabel(**pair._asdict(), verdict=verdict, time=time.time())
+        label = PairLabel(**pair._asdict(), verdict=verdict, digests=self._digests(pair), time=time.time())
         with LineWriter(self._own_file()) as writer:
             writer.append(label)
             writer.sync()

@@ -27,7 +27,7 @@ from art_cli.judges.ruler.attempt_tree import Message
 from art_cli.runs.manifest import STEP_NAME
 from art_cli.runs.parting import LEVEL, Parting
 from art_cli.runs.run_dir import RunDir
-from art_cli.runtime.errors import ArtError, UsageError
+from art_cli.runtime.errors import ArtError, DataError, UsageError
 
 log = logging.getLogger(__name__)
 
@@ -76,10 +76,16 @@ class RunLabels:
         has_labels = self._paths[step].with_name(self.labels_path.name).exists()
         return self._open(step).num_asked if has_labels else 0
 
+    def _rank(self, step: int) -> int:
+        """Returns what the steps are asked about in the order of: the number of their answers; 0 if it is not known."""
+        with suppress(UsageError, DataError):
+            return self._num_asked(step)
+        return 0
+
     def next(self) -> Pair | None:
         """Returns the pair to ask about, or None if all have been."""
-        for step in sorted(self._order, key=self._num_asked):
-            with suppress(UsageError):  # no group of the step has two rewards
+        for step in sorted(self._order, key=self._rank):
+            with suppress(UsageError, DataError):  # no group of the step has two rewards, or it cannot be read
                 self._asked = self._open(step)
                 if (pair := self._asked.next_ordered()) is not None:
                     return pair

@@ -175,10 +175,9 @@ class LitellmProvider(Provider):
         usage = getattr(response, "usage", None)
         said = getattr(usage, "prompt_tokens", None), getattr(usage, "completion_tokens", None)
         prompt, completion, is_sound = self.read_tokens(said, messages, text)
-        if self.member.price is None and is_sound:
-            cost = self._cost(litellm, response)
-        else:
-            cost = self.price.cost(prompt, completion) if self.price else None
+        cost = self._cost(litellm, response) if self.member.price is None and is_sound else None
+        if cost is None and self.price:  # litellm may know the price and not the name of the model
+            cost = self.price.cost(prompt, completion)
         return Usage(1, prompt, completion, cost, latency_s)
 
     def _cost(self, litellm: Any, response: Any) -> float | None:

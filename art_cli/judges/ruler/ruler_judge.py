@@ -386,9 +386,9 @@ class RulerJudge(Judge):
         known = [variance for variance in variances if variance is not None]
         if len(known) < len(variances):
             return None
-        total = sum(member.weight for member in self.panel)
+        total, num_votes = sum(member.weight for member in self.panel), len(by_model[0][0].votes)
         variance = sum((member.weight / total) ** 2 * each for member, each in zip(self.panel, known, strict=True))
-        return variance * (math.pi / 2 if self.config.aggregate == "median" and self.config.votes > 2 else 1.0)
+        return variance * (math.pi / 2 if self.config.aggregate == "median" and num_votes > 2 else 1.0)
 
     @property
     def usage(self) -> Usage:
