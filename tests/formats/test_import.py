@@ -142,6 +142,31 @@ def test_langfuse(tmp_path: Path) -> None:
     assert found[0].messages[-1]["content"] == "two" and found[0].duration_s == 8.0
 
 
+def test_a_generation_that_failed_costs_a_trace_of_langfuse_nothing_else(tmp_path: Path) -> None:
+    """Three generations, of which the second is an error without a reply; and one that cannot be read."""
+
+    def generation(number: int, **given: Any) -> Json:
+        asked = [{"role": "user", "content": f"q{number}"}]
+        reply = {"role": "assistant", "content": f"a{number}"}
+        return {"id": str(number), "type": "GENERATION", "startTime": f"2026-11-01T12:00:0{number}Z", "input": asked,
+                "output": reply, **given}  # fmt: skip
+
+    failed = generation(2, output=None, level="ERROR", statusMessage="overloaded")
+    parts = [generation(1), failed, generation(3, output=None), generation(4)]
+    trace = {
+        "id": "t",
+        "name": "n",
+        "observations": parts,
+        "scores": [{"name": "win", "value": 1, "dataType": "NUMERIC"}],
+    }
+    (tmp_path / "t.jsonl").write_text(json.dumps(trace) + "\n")
+    done, [found] = imported(tmp_path, tmp_path / "t.jsonl")
+    assert sum(done.unread.counts.values()) == 1 and found.metrics == {"win": 1.0}
+    assert found.error == "langfuse: overloaded" and found.reward is None
+    contents = [message["content"] for branch in [found.messages, *found.branches] for message in branch]
+    assert {"a1", "a4"} <= set(contents)
+
+
 def call(messages: list[Json], reply: Json, *, ids: tuple[list[int], list[int]] | None = None, **more: Any) -> Json:
     """One call as a log has it; with ids as vLLM gives them."""
     choice: Json = {"index": 0, "message": reply, "finish_reason": "stop"}

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from art_cli.config.compose import load_config
@@ -112,6 +113,7 @@ async def test_what_cannot_be_loaded_is_said_when_the_judge_is_made(tmp_path: Pa
 
 OWN = """
 from art_cli import Judge, Verdict
+from art_cli.runs.trajectory import Score
 from art_cli.runtime.errors import JudgeError
 from art_cli.judges.costs import CostEstimate, Usage
 
@@ -167,6 +169,10 @@ def test_files_scored_by_a_class_are_told_apart_by_its_options(tmp_path: Path) -
     [
         ("return {'t0': Verdict(reward=1.0)}", "no reward for t1"),
         ("return {t.id: Verdict(reward=float('inf')) for t in group}", "the reward of t0 is inf"),
+        (
+            "nan = Score(judge='j', score=float('nan')); return {t.id: Verdict(reward=1, scores=[nan]) for t in group}",
+            "the reward of t0 is nan",
+        ),
         ("raise JudgeError('not today')", "^not today$"),
         ("return 1 / 0", r"ZeroDivisionError: division by zero \(own\.py:\d+\)"),
     ],
@@ -177,6 +183,16 @@ async def test_what_a_class_answers_is_checked(tmp_path: Path, body: str, messag
     with pytest.raises(JudgeError, match=message):
         await judge.judge(group(1, 2))
     await judge.close()
+
+
+async def test_a_verdict_of_other_kinds_of_numbers_can_be_written_and_read(tmp_path: Path) -> None:
+    body = "import numpy; return {t.id: Verdict(reward=numpy.float32(0.5), variance=True) for t in group}"
+    judge = make_judge(
+        own_config(tmp_path, OWN.format(keyword="async def").replace("self.num_calls += 1", body)), tmp_path
+    )
+    found = (await judge.judge(group(1, 2)))["t0"]
+    await judge.close()
+    assert msgspec.json.decode(msgspec.json.encode(found), type=Verdict) == Verdict(reward=0.5, variance=1.0)
 
 
 @pytest.mark.parametrize(

@@ -68,8 +68,24 @@ def test_each_answer_is_a_line_and_another_process_goes_on_where_this_one_stoppe
     again = [pair for _ in range(30) for pair in answer(PersonLabels(other / "scored.jsonl"), 1)]
     assert again == answered
     lines = lines_of(tmp_path / "labels.jsonl")
-    assert len(lines) == 30 and lines[0].keys() == {"schema_version", "group_id", "left", "right", "verdict", "time"}
+    assert len(lines) == 30 and lines[0].keys() == {
+        *("schema_version", "group_id", "left", "right", "verdict", "digests", "time")
+    }  # fmt: skip
     assert PersonLabels(scored).report() == whole.report()
+
+
+def test_a_label_is_of_the_attempts_that_were_shown(tmp_path: Path) -> None:
+    """Another file beside it has attempts of the same ids. Labels of older versions have no digests."""
+    answer(PersonLabels(write_scored(tmp_path / "a.jsonl")), 5)
+    other = write_scored(tmp_path / "b.jsonl")
+    other.write_text(other.read_text().replace('"Q"', '"another question"'))
+    report = PersonLabels(other).report()
+    assert (report.num_labels, report.num_unknown) == (0, 5)
+    old = [
+        {key: value for key, value in line.items() if key != "digests"} for line in lines_of(tmp_path / "labels.jsonl")
+    ]
+    (tmp_path / "labels.jsonl").write_text("".join(json.dumps(line) + "\n" for line in old))
+    assert PersonLabels(other).report().num_labels == 5
 
 
 def test_the_last_half_of_a_line_is_cut_off_and_its_pair_is_asked_again(tmp_path: Path) -> None:

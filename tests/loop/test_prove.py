@@ -86,6 +86,16 @@ def test_a_changed_byte_is_found_with_its_place(run: RunDir, name: str) -> None:
     assert done.returncode == 1 and all(name.startswith(place) for place in places) and places
 
 
+def test_added_bytes_are_found_but_in_the_metrics_which_grow(run: RunDir) -> None:
+    for name in ("metrics.jsonl", "step_0001/scored.jsonl", "config.json"):
+        with (run.root / name).open("ab") as file:
+            file.write(b"\n")
+    assert {(flaw.place, flaw.what[:13]) for flaw in flaws(run)} == {
+        ("step_0001/scored.jsonl", "has more than"),
+        ("config.json", "has more than"),
+    }
+
+
 def test_a_link_that_was_changed_or_taken_out_is_found(run: RunDir) -> None:
     path = run.root / NAME
     lines = path.read_bytes().splitlines(keepends=True)
@@ -229,6 +239,9 @@ def test_a_certificate_goes_with_an_exported_model(trained: RunDir, tmp_path: Pa
     assert forked.run(["prove", str(tmp_path)], timeout=60).returncode == 0
     (tmp_path / "model.safetensors").write_bytes(b"others")
     assert check_certificate(tmp_path)[1] == [Flaw("model.safetensors", "is not the exported file")]
+    (tmp_path / "adapter_config.json").write_text("{}")
+    assert check_certificate(tmp_path)[1][1:] == [Flaw("adapter_config.json", "was added to the export")]
+    (tmp_path / "adapter_config.json").unlink()
     text = (tmp_path / CERTIFICATE).read_text()
     (tmp_path / CERTIFICATE).write_text(text.replace('"step": 1', '"step": 7', 1))
     assert Flaw(CERTIFICATE, "was changed") in check_certificate(tmp_path)[1]

@@ -109,6 +109,14 @@ def test_a_scored_line_takes_the_place_of_the_unscored_one_whichever_is_read_fir
     assert read(other) == expected
 
 
+def test_attempts_that_were_not_judged_are_shown_beside_longer_and_later_verdicts(tmp_path: Path) -> None:
+    run = RunDir(tmp_path / "run")
+    run.trajectories_path(0).parent.mkdir(parents=True)
+    run.trajectories_path(0).write_bytes(lines(attempt("g", 0), attempt("owed", 0)))
+    run.scored_path(0).write_bytes(lines(scored("g", 0, reward=1.0)).replace(b"}\n", b" " * 100_000 + b"}\n"))
+    assert read(Index(run.root)) == {(0, "train"): {"g": [("g-0", 1.0)], "owed": [("owed-0", 0.25)]}}
+
+
 def test_lines_of_other_programs(tmp_path: Path) -> None:
     """Conversations that begin alike are a group; each line of ART's is one."""
     path = tmp_path / "a.jsonl"
