@@ -25,6 +25,8 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence, Set
 from typing import NamedTuple
 
+import msgspec
+
 from art_cli.config.schema import RunConfig
 from art_cli.config.sections.rollout_config import RolloutConfig
 from art_cli.judges import Judge
@@ -53,7 +55,9 @@ class StepGroups:
     """The groups of one step: those that were begun so far, and which ones come next.
 
     `own` are the places of the step's own groups, and `spare` those to refill with; of these a source gets no more
-    than it has, and no others. `done` are the step's finished trajectories.
+    than it has, and no others. `done` are the step's finished trajectories. A group that they begin keeps their scenario
+    and source, because the scenarios may have changed since. Groups beyond `spare`, which `art plan` may have played
+    when a step had more of them, are left out.
     """
 
     def __init__(
@@ -64,19 +68,21 @@ class StepGroups:
         spare: Sequence[GroupPlace],
         done: Sequence[Trajectory],
     ) -> None:
-        self.done = list(done)
         self._config, self._num_own = config, len(own)
         self._plans: dict[str, list[RolloutPlan]] = {}  # group id -> its rollouts, in order
+        begun = {each.group_id: GroupPlace(each.source or "", each.scenario) for each in reversed(done)}
         for plan in plan_places([*own, *spare], step=step, group_size=config.group_size):
+            if (place := begun.get(plan.group_id)) is not None:
+                plan = msgspec.structs.replace(plan, source=place.source, scenario=place.scenario)
             self._plans.setdefault(plan.group_id, []).append(plan)
         self._names = list(self._plans)
+        self.done = [each for each in done if each.group_id in self._plans]
         self._begun: set[str] = set()
-        begun_before = {trajectory.group_id for trajectory in done}
         self._lines = [
             _Line(
                 [name for name, plans in self._plans.items() if plans[0].source == source],
                 sum(place.source == source for place in own),
-                begun_before,
+                begun.keys(),
             )
             for source in config.by_source
         ]

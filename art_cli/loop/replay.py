@@ -19,7 +19,7 @@ from art_cli.config.schema import RunConfig
 from art_cli.engines.proof import bound_of, mean_gap
 from art_cli.learners import Learner
 from art_cli.loop.claim_run import RunData
-from art_cli.loop.owed_groups import group
+from art_cli.loop.owed_groups import group, plan_places
 from art_cli.loop.record import read_record
 from art_cli.loop.source_mix import SourceMix
 from art_cli.loop.stage_policy import PolicySource, as_trained, open_base, open_learner
@@ -70,11 +70,20 @@ def _updates(
     source = PolicySource(run.checkpoint_path(first), first, run.root, dtype=loaded.config.model.dtype)
     with open_learner(loaded, source) as learner:
         for step in sorted(step for step in steps if step > first):
-            own = sorted(group(run.scored(step - 1)).items())
-            groups: list[list[ScoredTrajectory]] = [members for _, members in own]
-            groups += [members for replayed in mix.replays(step - 1).values() for members in replayed]
-            learner.step(groups)
+            learner.step(_trained_on(run, mix, step - 1))
             yield _compare(learner, steps[step])
+
+
+def _trained_on(run: RunDir, mix: SourceMix, step: int) -> list[list[ScoredTrajectory]]:
+    """Returns the groups of a step, in the order of its plan, then those that it replayed.
+
+    A plan of more groups (`art plan`) may have played and scored others, which the step did not train on.
+    """
+    replayed = mix.replays(step)
+    own, spare = mix.places(step, {source: len(groups) for source, groups in replayed.items()})
+    planned = {plan.group_id for plan in plan_places([*own, *spare], step=step, group_size=1)}
+    groups = [members for name, members in sorted(group(run.scored(step)).items()) if name in planned]
+    return groups + [members for its in replayed.values() for members in its]
 
 
 def _recorded(run: RunDir, config: Path) -> tuple[LoadedConfig, list[int]]:

@@ -182,7 +182,11 @@ def test_each_update_taken_again_gives_the_same_bytes(trained: RunDir) -> None:
 
 @pytest.mark.slow
 def test_an_update_from_other_rewards_gives_other_weights(run: RunDir) -> None:
-    path = run.scored_path(0)
+    """And a further group, which `art plan` played when a step had more of them, gives the same."""
+    path, scored = run.scored_path(0), run.scored(0)
+    further = [msgspec.structs.replace(each, group_id="s0000-g0003", reward=float(each.index)) for each in scored[:4]]
+    write_lines(path, [*scored, *further])
+    assert "adapter_model.safetensors" not in next(replay(run, CONFIG, read_chain(run))).changed
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     path.write_text("".join(json.dumps({**line, "reward": 1 - line["reward"]}) + "\n" for line in lines))
     first = next(replay(run, CONFIG, read_chain(run)))

@@ -144,6 +144,20 @@ def test_a_group_that_the_judge_left_unscored_is_refilled_and_kept_when_it_is_sc
     assert len(again.scored(everything)) == 5
 
 
+def test_a_begun_group_keeps_its_scenario_and_groups_beyond_the_plan_do_not_count() -> None:
+    """The first start planned 8 groups and played one attempt of two; then there are 4, of scenarios in another order.
+
+    So group 3 is finished at its old scenario, and group 6 counts neither as played nor as scored.
+    """
+    old, new = scenarios(8 * [True]), [{"id": f"new-{number}", "tells": 1} for number in range(8)]
+    plans = step_groups(config(groups_per_step=8, refill=0.0), 0, old, []).next({})
+    done = [play(plan) for plan in plans if plan.trajectory_id in ("s0000-g0003-a01", "s0000-g0006-a00")]
+    groups = step_groups(config(refill=0.0), 0, new, done)
+    wave = {plan.trajectory_id: plan.scenario["id"] for plan in groups.next({})}
+    assert wave == {f"s0000-g000{n}-a0{a}": "3" if n == 3 else f"new-{n}" for n in range(4) for a in range(2)}
+    assert [each.id for each in groups.done] == ["s0000-g0003-a01"]
+
+
 @pytest.mark.parametrize(("refill", "num"), [(0.0, 0), (0.01, 1), (0.5, 2), (1.0, 4), (2.3, 10)])
 def test_the_budget_is_rounded_up(refill: float, num: int) -> None:
     """4 * 0.01 = 0.04 -> 1 group; 4 * 2.3 = 9.2 -> 10."""

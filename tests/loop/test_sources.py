@@ -160,6 +160,16 @@ def test_a_group_without_signal_is_refilled_from_its_own_source(tmp_path: Path) 
     assert (numbers["no_signal_share.letters"], numbers["no_signal_share.other"]) == (0.0, 1.0)
 
 
+def test_a_begun_group_keeps_its_source(tmp_path: Path) -> None:
+    """Group 0 was begun for `letters`, and its place is one of `other` by now: each source has as many as it is due."""
+    config, mix = mixed(tmp_path, "rollout.refill=2.0", "rollout.groups_per_step=3")
+    own, spare = mix.places(0, {})
+    done = [play(plan, tells=True) for plan in StepGroups(config.rollout, 0, own, spare, []).next({})[:1]]
+    wave = StepGroups(config.rollout, 0, [*own[1:], own[0]], spare, done).next({})[:: config.rollout.group_size]
+    assert [plan.source for plan in wave] == ["letters", "letters", "other"]
+    assert (wave[0].group_id, wave[0].scenario) == (done[0].group_id, done[0].scenario)
+
+
 def test_adaptive_choice_sees_the_past_of_its_own_source_alone(tmp_path: Path) -> None:
     """Both sources have a scenario "0"; only that of `letters` has signal."""
     _, mix = mixed(tmp_path, "rollout.choose=adaptive")
