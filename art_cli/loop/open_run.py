@@ -177,6 +177,7 @@ async def open_run(claim: Claim) -> AsyncIterator[Run]:
             origin = origin_of(policy, await threads.call_in_thread(base_digest, policy.base))
         writer = RunWriter(config, files, policy, origin, learner, trackers, claim.mirror, interrupts)
         first = await _find_start(writer, loaded, data)
+        interrupts.stop_if_any()
         startup.reached("first checkpoint and warm-up")
         sampler = await stack.enter_async_context(
             open_sampler(
@@ -286,6 +287,7 @@ def _describe(loaded: LoadedConfig, policy: PolicySpec | None, weights: Weights 
 async def _find_start(writer: RunWriter, loaded: LoadedConfig, data: RunData) -> int:
     """Returns the step of the newest valid checkpoint, now loaded. Without one, step 0 is made and warmed up by sft."""
     files, newest = writer.files, writer.files.newest_checkpoint()
+    files.set_aside(above=-1 if newest is None else newest[1].step)
     if newest is not None:
         path, manifest = newest
         writer.learner.load(path)

@@ -158,6 +158,18 @@ class RunDir:
                 log.warning("passed over a checkpoint: %s", error)
         return None
 
+    def set_aside(self, *, above: int) -> None:
+        """Renames the checkpoints of steps above the newest that verifies, because training makes them anew.
+
+        Under their own names they would count as the newest ones when checkpoints are pruned.
+        """
+        for step in self.checkpoint_steps():
+            if step > above:
+                aside = self.checkpoint_path(step).with_suffix(".damaged")
+                remove(aside)
+                self.checkpoint_path(step).rename(aside)
+                log.warning("%s: does not verify; kept as %s", self.checkpoint_path(step), aside.name)
+
     def metrics(self) -> list[MetricsLine]:
         """Returns the last line of each (step, split), in the order of their first lines."""
         newest = {(line.step, line.split): line for line in self.lines(self.metrics_path, MetricsLine)}

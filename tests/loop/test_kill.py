@@ -218,12 +218,17 @@ def test_a_run_that_refills_replays_and_adapts_makes_the_same_choices_after_kill
 def test_an_older_checkpoint_takes_over_when_the_newest_is_damaged_and_the_steps_come_out_the_same(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The step is trained again from its trajectories, which are all there: nothing is played, the bytes are equal."""
-    overrides = [f"runs={tmp_path}", "train.keep_checkpoints=9", "eval=null"]
-    loaded = load_config(LETTERS / "config.yaml", overrides)
+    """The step is trained again from its trajectories, which are all there: nothing is played, the bytes are equal.
+
+    A later checkpoint that is damaged, too, is set aside, so that the new one is kept as the newest.
+    """
+    overrides = [f"runs={tmp_path}", "train.keep_checkpoints=1", "eval=null"]
+    loaded = load_config(LETTERS / "config.yaml", [*overrides, "train.keep_checkpoints=9"])
     root = asyncio.run(train(loaded)).root
     path = RunDir(root).checkpoint_path(4) / ADAPTER
     good = path.read_bytes()
+    loaded = load_config(LETTERS / "config.yaml", overrides)
+    shutil.copytree(RunDir(root).checkpoint_path(4), RunDir(root).checkpoint_path(5))
     played: list[Trajectory] = RunDir(root).trajectories(3)
     learned = RunDir(root).learned_path(3).read_bytes()
     path.write_bytes(good[:-7])
@@ -231,5 +236,7 @@ def test_an_older_checkpoint_takes_over_when_the_newest_is_damaged_and_the_steps
     asyncio.run(train(loaded))
     assert "passed over a checkpoint" in caplog.text
     assert path.read_bytes() == good
+    assert RunDir(root).checkpoint_steps() == [0, 4]
+    assert (path.parent.with_name("step_0005.damaged") / ADAPTER).read_bytes() == good
     assert RunDir(root).learned_path(3).read_bytes() == learned
     assert RunDir(root).trajectories(3) == played

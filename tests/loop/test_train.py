@@ -22,7 +22,7 @@ from art_cli.loop.train import TrainResult, train
 from art_cli.runs.manifest import verify_checkpoint
 from art_cli.runs.run_dir import RunDir
 from art_cli.runs.trajectory import Trajectory, prompt
-from art_cli.runtime.errors import ArtError, DriftError, RunError
+from art_cli.runtime.errors import ArtError, DriftError, Interrupted, RunError
 from tests.support import forked
 from tests.support.paths import LETTERS
 
@@ -345,6 +345,25 @@ def test_ctrl_c_while_the_model_is_loaded_ends_the_run_before_it_begins(tmp_path
         assert process.wait(timeout=240) == 130
     assert "Traceback" not in rest
     assert RunDir(tmp_path / "letters").checkpoint_steps() == []
+
+
+@pytest.mark.slow
+def test_ctrl_c_while_the_first_checkpoint_is_written_ends_the_run_before_its_first_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save = TorchLearner.save
+
+    def save_interrupted(learner: TorchLearner, directory: Path) -> None:
+        if "step_0000" in directory.name:
+            os.kill(os.getpid(), signal.SIGINT)
+        save(learner, directory)
+
+    monkeypatch.setattr(TorchLearner, "save", save_interrupted)
+    with pytest.raises(Interrupted, match="go on with: art train"):
+        run(tmp_path, "train.steps=1", "eval=null")
+    files = RunDir(tmp_path / "letters")
+    verify_checkpoint(files.checkpoint_path(0))
+    assert files.trajectories(0) == []
 
 
 @pytest.mark.slow

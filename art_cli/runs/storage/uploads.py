@@ -8,6 +8,7 @@ dies at any moment leaves whole checkpoints, and beside them files that no reade
 
 import contextlib
 import hashlib
+import logging
 import os
 import shutil
 import time
@@ -22,6 +23,8 @@ from art_cli.runs.manifest import MANIFEST, STEP_NAME, Manifest
 from art_cli.runs.run_checkpoints import superseded
 from art_cli.runs.run_dir import RunDir
 from art_cli.runs.storage.object_store import ObjectStore, Stored, is_safe
+
+log = logging.getLogger(__name__)
 
 GROWING_S = 15.0  # least interval between two uploads of a file that grows
 LOGS_S = 120.0  # the same for logs, which nothing resumes from
@@ -65,6 +68,7 @@ class Uploads:
         self._keep, self._keeps_best = keep, keeps_best
         self._sent: dict[str, _Sent] = {}
         self._whole: dict[int, str] = {}  # step -> sha256 of the manifest that is in the store
+        self._refused: dict[int, str] = {}  # step -> the same of a checkpoint here that lacks a file
         self._is_untidy = True  # checkpoints may be there that are not to be kept, also parts of one
         self.num_bytes = 0  # bytes uploaded so far
 
@@ -159,7 +163,8 @@ class Uploads:
         steps = self.run.checkpoint_steps()
         unwanted = superseded(self.run, {*steps, *self._whole}, keep=self._keep, keeps_best=self._keeps_best)
         wanted = (step for step in steps[::-1] if step not in unwanted)
-        return [step for step in wanted if self._digest(step) not in ("", self._whole.get(step))]
+        known = {step: ("", self._whole.get(step), self._refused.get(step)) for step in steps}
+        return [step for step in wanted if self._digest(step) not in known[step]]
 
     def _digest(self, step: int) -> str:
         """sha256 of the manifest of the checkpoint here; "": it was removed."""
@@ -169,20 +174,29 @@ class Uploads:
             return ""
 
     def _send_checkpoint(self, step: int) -> None:
-        """Makes the checkpoint whole in the store, unless training removed it before it could be held."""
+        """Makes the checkpoint whole in the store, unless training removed it before it could be held.
+
+        One that lacks a file is refused with a warning, so that the others go up.
+        """
         home = checkpoint_home(step)
-        with contextlib.suppress(FileNotFoundError), self._held(step) as held:
-            data = (held / MANIFEST).read_bytes()
-            if step in self._whole:  # another content under this name: first it ends to be whole
-                self.store.delete([f"{home}/{MANIFEST}"])
-                del self._whole[step]
-            for name in msgspec.json.decode(data, type=Manifest).files:
-                size = (held / name).stat().st_size
-                self.store.upload(f"{home}/{name}", held / name, size)
-                self.num_bytes += size
-            self._confirm()
-            self.store.write(f"{home}/{MANIFEST}", data)
-            self._whole[step] = hashlib.sha256(data).hexdigest()
+        try:
+            with self._held(step) as held:
+                data = (held / MANIFEST).read_bytes()
+                sizes = {name: (held / name).stat().st_size for name in msgspec.json.decode(data, type=Manifest).files}
+                if step in self._whole:  # another content under this name: first it ends to be whole
+                    self.store.delete([f"{home}/{MANIFEST}"])
+                    del self._whole[step]
+                for name, size in sizes.items():
+                    self.store.upload(f"{home}/{name}", held / name, size)
+                    self.num_bytes += size
+                self._confirm()
+                self.store.write(f"{home}/{MANIFEST}", data)
+                self._whole[step] = hashlib.sha256(data).hexdigest()
+        except FileNotFoundError as error:
+            if digest := self._digest(step):
+                self._refused[step] = digest
+                name = Path(error.filename or MANIFEST).name
+                log.warning("%s: not uploaded, because %s is missing", self.run.checkpoint_path(step), name)
 
     @contextlib.contextmanager
     def _held(self, step: int) -> Iterator[Path]:

@@ -139,6 +139,21 @@ def test_another_checkpoint_of_the_same_step_takes_the_place_of_the_first(tmp_pa
     assert content(new, 1) == content(other, 1)
 
 
+def test_a_checkpoint_that_lacks_a_file_is_left_out_with_one_warning_and_the_others_go_up(
+    tmp_path: Path, address: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    run, store = made(tmp_path / "mine", 3), ObjectStore(f"{address}/mine")
+    (run.checkpoint_path(3) / "adapter_model.safetensors").unlink()
+    uploads = uploads_of(run, store)
+    for _ in range(5):
+        is_owed = uploads.send(everything=True)
+    assert not is_owed and steps_of(store.objects()) == [0, 2]
+    assert caplog.text.count("step_0003: not uploaded, because adapter_model.safetensors is missing") == 1
+    add_step(run, 3, size=999)
+    send_all(uploads)
+    assert steps_of(store.objects()) == [0, 2, 3], "it was made anew"
+
+
 def test_what_a_file_gained_goes_up_and_what_did_not_change_does_not(tmp_path: Path, address: str) -> None:
     run, store = made(tmp_path / "mine", 1), ObjectStore(f"{address}/mine")
     uploads = uploads_of(run, store)
