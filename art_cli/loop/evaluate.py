@@ -221,7 +221,8 @@ def values_by_scenario(trajectories: Sequence[Trajectory]) -> dict[str, dict[str
         if has_reward and (failed or trajectory.returned_reward is not None):
             seen["reward"][scenario].append(0.0 if failed else trajectory.returned_reward or 0.0)
         for name, value in trajectory.metrics.items():
-            seen[name][scenario].append(value)
+            if name not in OF_SOURCE:  # a rollout's own metric of that name would be averaged into ours
+                seen[name][scenario].append(value)
     return _means(seen)
 
 

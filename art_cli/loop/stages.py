@@ -130,7 +130,7 @@ def take_step(
     check_ready(loaded, ("weights",))
     source = find_policy(loaded, checkpoint)
     check_ready(loaded, ("model", "algorithm"))
-    groups = list(group(scored).values())
+    groups = [members for _, members in sorted(group(scored).items())]  # as the plan has them; judges end in any order
     attempts = [each for members in groups for each in members]
     failures = count_failures(attempts)
     if not attempts:

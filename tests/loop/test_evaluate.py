@@ -19,14 +19,14 @@ from art_cli.runtime.errors import UsageError
 from tests.support.paths import LETTERS
 
 
-def played(scenario: str, reward: float | None, error: str | None = None, **metrics: float) -> Trajectory:
+def played(scenario: str, own: float | None, error: str | None = None, **metrics: float) -> Trajectory:
     return Trajectory(
         id=f"{scenario}{random.random()}",
         group_id=scenario,
         group_size=1,
         index=0,
         scenario={"id": scenario},
-        returned_reward=reward,
+        returned_reward=own,
         error=error,
         metrics=metrics,
     )
@@ -91,9 +91,10 @@ def test_pairing_takes_out_what_scenarios_share() -> None:
 
 
 def test_attempts_are_averaged_and_failures_count_as_zero_reward() -> None:
-    """Scenario a: rewards 1 and 0 -> 0.5; scenario b: one failure -> 0 and failed 1."""
+    """Scenario a: rewards 1 and 0 -> 0.5; scenario b: one failure -> 0 and failed 1. Own metrics of these names count
+    for nothing."""
     values = values_by_scenario(
-        [played("a", 1.0, win=1), played("a", 0.0, win=0), played("b", None, error="timeout: x")]
+        [played("a", 1.0, win=1, failed=5), played("a", 0.0, win=0), played("b", None, error="timeout: x", reward=7)]
     )
     assert values["reward"] == {"a": 0.5, "b": 0.0}
     assert values["failed"] == {"a": 0.0, "b": 1.0}

@@ -18,6 +18,7 @@ from art_cli.config.compose import load_config, load_sweep
 from art_cli.engines.embedded.embedded_engine import EmbeddedEngine
 from art_cli.learners.torch_learner import TorchLearner
 from art_cli.loop.open_run import resume_command
+from art_cli.loop.stages import take_step
 from art_cli.loop.train import TrainResult, train
 from art_cli.runs.manifest import verify_checkpoint
 from art_cli.runs.run_dir import RunDir
@@ -289,6 +290,18 @@ def test_a_step_taken_from_files_is_the_step_of_the_run_bit_for_bit(finished: Pa
     assert json.loads(done.stdout)["step"] == 3
     tensors = load_file(files.checkpoint_path(2) / ADAPTER)
     assert any((tensors[name] != other).any() for name, other in load_file(output / ADAPTER).items())
+
+
+@pytest.mark.slow
+def test_a_step_of_several_updates_is_the_same_in_whatever_order_the_verdicts_came(
+    finished: Path, tmp_path: Path
+) -> None:
+    files = RunDir(finished)
+    loaded = load_config(LETTERS / "config.yaml", ["train.updates_per_step=3"])
+    scored, start = files.scored(2), files.checkpoint_path(2)
+    for name, lines in (("first", scored), ("last", scored[::-1])):
+        assert take_step(loaded, lines, tmp_path / name, checkpoint=start).metrics["num_updates"] > 1
+    assert (tmp_path / "first" / ADAPTER).read_bytes() == (tmp_path / "last" / ADAPTER).read_bytes()
 
 
 @pytest.mark.slow
