@@ -55,9 +55,9 @@ class StepGroups:
     """The groups of one step: those that were begun so far, and which ones come next.
 
     `own` are the places of the step's own groups, and `spare` those to refill with; of these a source gets no more
-    than it has, and no others. `done` are the step's finished trajectories. A group that they begin keeps their scenario
-    and source, because the scenarios may have changed since. Groups beyond `spare`, which `art plan` may have played
-    when a step had more of them, are left out.
+    than it has, and no others. `done` are the step's finished trajectories. A group that they begin keeps their
+    scenario and source, because the scenarios may have changed since. Groups beyond `spare`, which `art plan` may have
+    played when a step had more of them, are left out.
     """
 
     def __init__(

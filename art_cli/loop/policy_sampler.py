@@ -21,6 +21,7 @@ from art_cli.rollouts.rollout_runner import OnFinished, Progress, RolloutPlan, R
 from art_cli.runs.manifest import Origin, read_manifest
 from art_cli.runs.run_checkpoints import fetched
 from art_cli.runs.system_prompt import read_prompt
+from art_cli.runs.trajectory import Trajectory
 from art_cli.runtime.errors import first_of_group
 from art_cli.runtime.threads import call_in_thread
 
@@ -52,6 +53,16 @@ class Sampler:
         proven = await prove(self.engine, read_manifest(checkpoint), self.origin)
         self.gateway.proven.add(step, proven.digest if proven is not None else "")
         return proven
+
+    def is_of_another(self, trajectory: Trajectory) -> bool:
+        """Returns True if another policy sampled it: one of another step, or of other weights where both are proven.
+
+        False for an engine that brings its model, because its steps and digests are another server's.
+        """
+        if self.origin is None:
+            return False
+        step, now = self.gateway.step, self.gateway.proven.newest
+        return any(turn.step != step or (now and turn.policy not in ("", now)) for turn in trajectory.turns)
 
     async def play(
         self,

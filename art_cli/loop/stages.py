@@ -6,13 +6,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+import msgspec
+
 from art_cli.config.compose import LoadedConfig
 from art_cli.engines import engine_traits
 from art_cli.judges.judge_groups import judge_group
 from art_cli.judges.source_judges import make_judges, require_all_keys
 from art_cli.loop.auto import resolve_auto
 from art_cli.loop.owed_groups import group, owed, plan_places
-from art_cli.loop.policy_sampler import open_sampler
+from art_cli.loop.policy_sampler import Sampler, open_sampler
 from art_cli.loop.references import check_ready
 from art_cli.loop.scenario_choice import ScenarioChoice
 from art_cli.loop.source_mix import SourceMix
@@ -34,7 +36,7 @@ from art_cli.runs.history import count_failures, find_fault
 from art_cli.runs.run_dir import RunDir
 from art_cli.runs.trajectory import Json, ScoredTrajectory, Trajectory
 from art_cli.runtime import threads
-from art_cli.runtime.errors import LearnerError
+from art_cli.runtime.errors import LearnerError, UsageError
 
 log = logging.getLogger(__name__)
 
@@ -51,13 +53,15 @@ def generate(loaded: LoadedConfig, output: Path, *, checkpoint: Path | None, ste
     """Plays one step's scenarios with a checkpoint. Returns all trajectories of `output`, those played before included.
 
     `step` chooses the scenarios, by default those that come next for the checkpoint. Trajectories in `output` are not
-    played again; missing ones are appended as they finish.
+    played again; missing ones are appended as they finish. Raises UsageError if `output` has an attempt of the same id
+    at another scenario, in a group of another size, or of another policy.
     """
     loaded, source = choose_policy(loaded, checkpoint)
     data, run = RunScenarios(loaded.config, loaded.directory), RunDir(loaded.config.runs / loaded.config.name)
     mix = SourceMix(loaded.config, run, data.training_by_source)
-    own, _ = mix.places(source.step if step is None else step, {})
-    plans = plan_places(own, step=source.step, group_size=loaded.config.rollout.group_size)
+    step = source.step if step is None else step
+    own, _ = mix.places(step, {})
+    plans = plan_places(own, step=step, group_size=loaded.config.rollout.group_size)
     with open_policy(loaded, source) as policy:
         return threads.run(_play(loaded, policy, source, output, plans))
 
@@ -102,8 +106,26 @@ async def _play(
         async with open_sampler(
             loaded, policy, checkpoint=source.checkpoint, step=source.step, logs=output.parent
         ) as sampler:
+            _check_same(output, plans, played, sampler)
             await sampler.play_shown(owed(plans, played), keep, title="generate")
     return played
+
+
+def _check_same(output: Path, plans: Sequence[RolloutPlan], played: Sequence[Trajectory], sampler: Sampler) -> None:
+    """Raises UsageError if an attempt in `output` has a plan's id and is another one."""
+    there = {each.id: each for each in played}
+    for plan in plans:
+        if (each := there.get(plan.trajectory_id)) is None:
+            continue
+        planned = (plan.source, msgspec.json.decode(msgspec.json.encode(plan.scenario)))
+        differing = {
+            "is at another scenario": (each.source or "", each.scenario) != planned,
+            f"is one of {each.group_size} in its group": each.group_size != plan.group_size,
+            "was sampled by another policy": sampler.is_of_another(each),
+        }
+        for what, differs in differing.items():
+            if differs:
+                raise UsageError(f"{output}: its attempt {each.id} {what}; name another file")
 
 
 async def judge(loaded: LoadedConfig, trajectories: Sequence[Trajectory]) -> list[ScoredTrajectory]:

@@ -6,15 +6,20 @@ import random
 import statistics
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
+import msgspec
 import pytest
 
+from art_cli.chat.proven_steps import ProvenSteps
 from art_cli.cli.eval_comparison import DETAILS, as_text, compare, find_players
 from art_cli.config.compose import load_config
 from art_cli.config.schema import EvalConfig
 from art_cli.loop.evaluate import Gate, estimate, paired_difference, parse_gate, play_evaluation, values_by_scenario
-from art_cli.runs.trajectory import Json, Trajectory
+from art_cli.loop.policy_sampler import Sampler
+from art_cli.runs.manifest import Origin
+from art_cli.runs.trajectory import Json, Trajectory, Turn
 from art_cli.runtime.errors import UsageError
 from tests.support.paths import LETTERS
 
@@ -33,10 +38,14 @@ def played(scenario: str, own: float | None, error: str | None = None, **metrics
 
 
 async def test_a_file_of_another_step_or_of_other_scenarios_does_not_count(tmp_path: Path) -> None:
-    """Attempts at step 4, then the same file at step 8, then without its first scenario."""
+    """Attempts at step 4, then the same file at step 8, then without its first scenario, then by other weights."""
     path, rewards = tmp_path / "out.jsonl", {4: 0.0, 8: 1.0}
+    others = set[str]()
 
-    class Sampler:
+    class Playing:
+        def is_of_another(self, trajectory: Trajectory) -> bool:
+            return trajectory.id in others
+
         async def play_shown(self, plans: Any, keep: Callable[[Trajectory], None], *, title: str) -> None:
             for plan in plans:
                 attempt = played(plan.scenario["id"], rewards[plan.step])
@@ -44,7 +53,7 @@ async def test_a_file_of_another_step_or_of_other_scenarios_does_not_count(tmp_p
                 keep(attempt)
 
     async def evaluate(step: int, *ids: str) -> list[float | None]:
-        sampler: Any = Sampler()
+        sampler: Any = Playing()
         scenarios: dict[str, list[Json]] = {"": [{"id": id} for id in ids]}
         config = EvalConfig(held_out=0.5)
         found = await play_evaluation(sampler, config, scenarios, step=step, path=path, title="")
@@ -56,6 +65,29 @@ async def test_a_file_of_another_step_or_of_other_scenarios_does_not_count(tmp_p
     assert await evaluate(8, "a", "b") == [1.0, 1.0] and path.read_bytes() == lines, "nothing is played again"
     assert await evaluate(8, "b") == [1.0] and path.read_bytes() > lines, "its number is that of `a` before"
     assert await evaluate(8, "b") == [1.0]
+    others, rewards[8] = {"e0008-g0000-a00"}, 0.5
+    assert await evaluate(8, "b") == [0.5]
+
+
+def test_attempts_of_other_weights_are_told_by_step_and_digest_where_both_are_known() -> None:
+    """The run was trained anew, so that step 4 has other weights than when the file was written."""
+    proven = ProvenSteps()
+    gateway, origin = SimpleNamespace(step=4, proven=proven), Origin(base="b")
+    sampler = Sampler(cast(Any, None), cast(Any, gateway), cast(Any, None), origin)
+
+    def of(step: int, policy: str) -> Trajectory:
+        turn = Turn(
+            parent=None, kept=0, prompt_ids=[1], sampled_ids=[2], logprobs=[0.0], raw_logprobs=None, step=step,
+            temperature=1.0, policy=policy,
+        )  # fmt: skip
+        return msgspec.structs.replace(played("a", 1.0), turns=[turn])
+
+    attempts = [of(4, "mine"), of(4, "other"), of(4, ""), of(3, "mine"), played("a", 1.0)]
+    assert list(map(sampler.is_of_another, attempts)) == [False, False, False, True, False]
+    proven.add(4, "mine")
+    assert list(map(sampler.is_of_another, attempts)) == [False, True, False, True, False]
+    sampler.origin = None
+    assert not any(map(sampler.is_of_another, attempts)), "its digests are another server's"
 
 
 def test_two_endpoints_with_a_model_of_one_name_are_two_policies() -> None:

@@ -70,6 +70,28 @@ def test_generate_goes_on_with_what_is_owed(art: Art, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_generate_plays_another_step_beside_and_refuses_what_the_file_has_of_another(
+    art: Art, trained: Path, tmp_path: Path
+) -> None:
+    """The scenarios of steps 0 and 1 by the starting policy; then others, larger groups, and a trained policy."""
+    played, others = tmp_path / "played.jsonl", tmp_path / "others.jsonl"
+    arguments = ("generate", CONFIG, f"runs={tmp_path}", "-o", played)
+    assert art(*arguments)[0] == 0
+    assert art(*arguments, "--step", "1")[0] == 0
+    ids = [each.id for each in read_lines(played, Trajectory)]
+    assert len(ids) == len(set(ids)) == 24
+    others.write_text("".join(f'{{"id": "other-{number}", "ask": "say 1 letters"}}\n' for number in range(3)))
+    for words, what in (
+        ([f"rollout.scenarios={others}"], "is at another scenario"),
+        (["rollout.group_size=5"], "is one of 4 in its group"),
+        (["--step", "0", "--checkpoint", RunDir(trained).checkpoint_path(20)], "was sampled by another policy"),
+    ):
+        code, _, err = art(*arguments, *words)
+        assert code == 2 and f"{played}: its attempt s0000-g0000-a00 {what}; name another file" in err
+    assert [each.id for each in read_lines(played, Trajectory)] == ids
+
+
+@pytest.mark.slow
 def test_a_trained_policy_beats_its_start_and_the_gate_knows(art: Art, trained: Path, tmp_path: Path) -> None:
     first, last = (RunDir(trained).checkpoint_path(step) for step in (0, 20))
     arguments = ["eval", CONFIG, "eval.attempts=4", "--checkpoint", first, "--checkpoint", last, "--json"]
