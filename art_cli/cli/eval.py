@@ -74,7 +74,8 @@ def run(
         directory = output or stack.enter_context(scratch("eval"))
         watch = eval_comparison.Watch(loaded, parsed, num_policies=len(players))
         scenarios = RunScenarios(loaded.config, loaded.directory).evaluation_by_source
-        played = {n: eval_comparison.play(player, scenarios, directory, n, watch) for n, player in players.items()}
+        paths = {name: directory / file for name, file in eval_comparison.file_names(players).items()}
+        played = {n: eval_comparison.play(player, scenarios, paths[n], n, watch) for n, player in players.items()}
     results = {
         name: values_by_scenario(done) | spent_by_scenario(done, players[name].price) for name, done in played.items()
     }

@@ -6,10 +6,12 @@ same scenarios, so differences are paired. The others are compared with the firs
 """
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
+from urllib.parse import quote
 
 from art_cli.config.compose import LoadedConfig
 from art_cli.config.schema import JudgeModelConfig, ModelConfig, OpenAIEngineConfig
@@ -166,16 +168,23 @@ class Watch:
             require_all_keys(self._loaded.config, self._loaded.directory)
 
 
+def file_names(policies: Collection[str]) -> dict[str, str]:
+    """Returns the file of each policy's trajectories. Names that would share one, such as runs/a and runs_a, are
+    quoted."""
+    plain = {name: name.strip("/").replace("/", "_") for name in policies}
+    num = Counter(plain.values())
+    return {name: f"{short if num[short] == 1 else quote(name, safe='')}.jsonl" for name, short in plain.items()}
+
+
 def play(
-    player: Player, scenarios: Mapping[str, Sequence[Json]], directory: Path, name: str, watch: Watch
+    player: Player, scenarios: Mapping[str, Sequence[Json]], path: Path, name: str, watch: Watch
 ) -> list[Trajectory]:
     loaded, source = player
 
     async def play() -> list[Trajectory]:
         async with open_sampler(
-            loaded, policy, checkpoint=source.checkpoint, step=source.step, logs=directory
+            loaded, policy, checkpoint=source.checkpoint, step=source.step, logs=path.parent
         ) as sampler:
-            path = directory / f"{name.strip('/').replace('/', '_')}.jsonl"
             section = loaded.config.eval
             assert section is not None, "no eval section"
             return await play_evaluation(

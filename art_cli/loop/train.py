@@ -121,7 +121,7 @@ async def evaluate_if_due(run: Run, step: int) -> None:
     trajectories = await play_evaluation(run.sampler, config, scenarios, step=step, path=path, title=title)
     run.trackers.log_evaluation(step, [*group(trajectories).values()])
     values = values_by_scenario(trajectories)
-    won = await contest_rewards(run.config, run.judge, trajectories, lambda: _references(run, trajectories))
+    won = await contest_rewards(run.config, run.judge, trajectories, lambda: _references(run, step, trajectories))
     if won:
         values["reward"] = values.get("reward", {}) | won
     values = values_of_sources(values, run.config) | values
@@ -136,10 +136,12 @@ async def evaluate_if_due(run: Run, step: int) -> None:
     _note(run, Evaluated(step, means, values.get("reward", {})))
 
 
-def _references(run: Run, trajectories: list[Trajectory]) -> list[Trajectory]:
-    """Returns the attempts of this run's first evaluation, possibly the one just played."""
+def _references(run: Run, step: int, trajectories: list[Trajectory]) -> list[Trajectory]:
+    """Returns the attempts of this run's first evaluation, which are `trajectories` themselves if it is this step's."""
     path = run.files.first_eval_path()
-    return trajectories if path is None else list(run.files.lines(path, Trajectory))
+    if path is None or path == run.files.eval_path(step):
+        return trajectories
+    return list(run.files.lines(path, Trajectory))
 
 
 def prune(run: Run) -> None:

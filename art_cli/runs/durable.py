@@ -5,6 +5,7 @@ Reading tolerates a torn last line and refuses any other damage with `file:line`
 """
 
 import contextlib
+import errno
 import fcntl
 import io
 import json
@@ -30,6 +31,7 @@ log = logging.getLogger(__name__)
 Record = TypeVar("Record")
 
 HOLD_TRIES = 20  # number of times that a file is opened again because it was replaced while it was being locked
+NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)  # errors of file systems that have no locks
 TAIL_BYTES = 2**16  # bytes read at a time, from the end, in search of the last line
 MAX_OBJECT_BYTES, MAX_OBJECT_DEPTH = 16 * 2**20, 64  # a configuration has a few kilobytes and five levels
 
@@ -199,6 +201,8 @@ def _mend_tail(handle: int, path: Path) -> None:
 def lock_directory(directory: Path, path: Path) -> Iterator[None]:
     """Locks `directory` for this process by the file `path`. The system releases the lock when the process dies.
 
+    On a file system without locks it warns, and the user has to see to it that there is one process.
+
     Raises RunError: another process holds the lock, or something else is in the place of its file.
     """
     make_directory(path.parent)
@@ -213,6 +217,10 @@ def lock_directory(directory: Path, path: Path) -> Iterator[None]:
             raise RunError(
                 f"{directory}: in use by process {owner if owner.isdecimal() else '?'}; wait for it or stop it"
             ) from None
+        except OSError as error:
+            if error.errno not in NO_LOCKS:
+                raise
+            log.warning("%s: not locked (%s): start one process at a time", directory, error.strerror)
         file.seek(0)
         file.truncate()
         file.write(str(os.getpid()))

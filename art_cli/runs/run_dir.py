@@ -115,7 +115,8 @@ class RunDir:
 
     def first_eval_path(self) -> Path | None:
         """Returns the evaluation of the earliest step, with whose attempts a judge compares later ones, or None."""
-        return min(self.root.glob("step_*/eval.jsonl"), key=lambda path: int(path.parent.name[5:]), default=None)
+        there = [path for path in self.root.glob("step_*/eval.jsonl") if STEP_NAME.fullmatch(path.parent.name)]
+        return min(there, key=lambda path: int(path.parent.name[5:]), default=None)
 
     def checkpoint_path(self, step: int) -> Path:
         return self.checkpoints / f"step_{step:04d}"

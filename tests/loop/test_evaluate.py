@@ -13,7 +13,7 @@ import msgspec
 import pytest
 
 from art_cli.chat.proven_steps import ProvenSteps
-from art_cli.cli.eval_comparison import DETAILS, as_text, compare, find_players
+from art_cli.cli.eval_comparison import DETAILS, as_text, compare, file_names, find_players
 from art_cli.config.compose import load_config
 from art_cli.config.schema import EvalConfig
 from art_cli.loop.evaluate import Gate, estimate, paired_difference, parse_gate, play_evaluation, values_by_scenario
@@ -93,6 +93,11 @@ def test_attempts_of_other_weights_are_told_by_step_and_digest_where_both_are_kn
 def test_two_endpoints_with_a_model_of_one_name_are_two_policies() -> None:
     loaded = load_config(LETTERS / "config.yaml")
     assert list(find_players(loaded, [], ["m@http://a/v1", "m@http://b/v1"])) == ["m", "m@http://b/v1"]
+
+
+def test_policies_whose_names_look_alike_in_a_file_name_have_a_file_each() -> None:
+    names = ["runs/a", "runs_a", "runs/b", "/tmp/c/"]
+    assert list(file_names(names).values()) == ["runs%2Fa.jsonl", "runs_a.jsonl", "runs_b.jsonl", "tmp_c.jsonl"]
 
 
 def test_the_interval_is_that_of_the_normal_approximation() -> None:

@@ -1,6 +1,10 @@
 """Files survive kills: torn lines, half-written directories, flipped bytes, full disks, second writers."""
 
+import contextlib
+import errno
+import fcntl
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -145,3 +149,29 @@ def test_a_run_is_held_by_one_process_and_let_go_when_that_is_killed(tmp_path: P
         holder.wait(timeout=10)
         with RunDir(tmp_path).lock():
             pass
+
+
+@pytest.mark.parametrize("number", [errno.ENOLCK, errno.EACCES])
+def test_a_file_system_without_locks_is_a_warning_and_any_other_error_is_one(
+    number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    with contextlib.ExitStack() as stack:
+        if number == errno.EACCES:
+            stack.enter_context(pytest.raises(PermissionError))
+        stack.enter_context(RunDir(tmp_path).lock())
+    assert (f"{tmp_path}: not locked (No locks available): start one process at a time" in caplog.text) == (
+        number == errno.ENOLCK
+    )
+
+
+def test_a_copied_step_is_not_the_first_evaluation(tmp_path: Path) -> None:
+    run = RunDir(tmp_path)
+    assert run.first_eval_path() is None
+    for name in ("step_0010", "step_0005", "step_0004_old", "step_0003 (copy)", "step_10000"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "eval.jsonl").touch()
+    assert run.first_eval_path() == run.eval_path(5)
