@@ -15,8 +15,10 @@ import msgspec
 import pytest
 
 from art_cli import ruler_score_group
+from art_cli.runs.durable import write_lines
 from art_cli.runs.history import Failures, find_fault
 from art_cli.runs.run_dir import RunDir
+from art_cli.runs.trajectory import Trajectory
 from art_cli.runtime.errors import UsageError
 from tests.support.attempts import scored
 from tests.support.judge_server import Conduct, serving
@@ -257,14 +259,20 @@ def test_a_judge_that_compares_is_not_paid_for_single_attempts(art: Art, project
 
 @pytest.mark.slow
 def test_a_judged_evaluation_names_its_reward_by_what_it_is(art: Art, project: Path) -> None:
-    """The rollouts return none: the first evaluation is half of the wins against itself, the steps have scores."""
+    """The rollouts return none: the first evaluation is half of the wins against itself, the steps have scores.
+
+    It asks no judge, also where its file has an attempt at a scenario that is no longer evaluated on.
+    """
     (project / "rollout.py").write_text(VARIED.replace("return 0.5 if", "return None if"))
     Path("equal").touch()
     with serving(Conduct(rule=lambda talks: float(len(str(talks)) % 7))) as server:
         judge = ["judge=ruler", f"judge.api_base={server.api_base}", "judge.model=rule", "judge.cache=null"]
+        old = Trajectory(id="e0000-g0000-a00", group_id="old", group_size=1, index=0, scenario={"id": "old"})
+        write_lines(RunDir(project / "runs/letters").eval_path(0), [old])
         code, out, err = art("train", "config.yaml", *SMALL[:1], *judge, "train.steps=1", "eval.every=1")
-    assert code == 0, err
-    assert "share of wins" in out.splitlines()[1] and "eval at step 0: failed 0.000  share of wins 0.500" in err
     run = RunDir(project / "runs/letters")
+    judged = [*run.scored(0), *run.lines(run.eval_path(1), Trajectory)]
+    assert (code, server.num_answered) == (0, len({each.group_id for each in judged})), err
+    assert "share of wins" in out.splitlines()[1] and "eval at step 0: failed 0.000  share of wins 0.500" in err
     assert [json.loads(run.evaluation_path(step).read_bytes())["reward_is"] for step in (0, 1)] == ["wins", "wins"]
     assert [line.metrics["reward"] for line in run.metrics() if line.split == "eval"][0] == 0.5  # under its old name
