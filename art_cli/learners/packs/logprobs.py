@@ -104,7 +104,8 @@ class _TrainedHead(torch.autograd.Function):
             slope.scatter_add_(1, targets[chunk, None], scaled[chunk, None])
             inputs = [leaf, *ctx.trained]
             grad_hidden[chunk], *parts = torch.autograd.grad(logits, inputs, slope.to(logits.dtype), allow_unused=True)
-            sums = [s if part is None else part if s is None else s.add_(part) for s, part in zip(sums, parts, strict=True)]
+            pairs = zip(sums, parts, strict=True)
+            sums = [before if part is None else part if before is None else before.add_(part) for before, part in pairs]
         return grad_hidden, None, None, None, None, None, *sums
 
 
