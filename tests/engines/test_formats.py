@@ -453,7 +453,9 @@ async def test_a_schema_that_takes_minutes_holds_nobody_up() -> None:
         assert time.perf_counter() - begin < 30
 
 
-async def test_a_schema_that_a_busy_machine_could_not_try_out_may_be_sent_again(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_schema_that_a_busy_machine_could_not_try_out_may_be_sent_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     async with running() as engine:
         with monkeypatch.context() as busy:
             busy.setattr("art_cli.engines.embedded.grammars.TRIAL_WALL_S", 1e-3)
