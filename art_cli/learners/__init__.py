@@ -123,8 +123,11 @@ class Learner(Protocol):
         `end_sft`.
         """
 
-    def take_sft(self, num_updates: int) -> SftProgress:
-        """Takes at most `num_updates` more optimizer steps, with the evaluations that are due between them."""
+    def take_sft(self, num_updates: int, *, progress: Progress | None = None) -> SftProgress:
+        """Takes at most `num_updates` more optimizer steps, with the evaluations that are due between them.
+
+        `progress` is called for each pack too, with the optimizer steps that are done by then.
+        """
 
     def end_sft(self) -> None:
         """Frees what the warm-up needed. The weights stay as they are."""

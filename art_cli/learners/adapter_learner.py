@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from art_cli.config.schema import BaseLearnerConfig, TrainConfig
+from art_cli.learners import Progress
 from art_cli.learners.datums import SHARES, TOKEN_LOSSES, Datum, DatumPack, TokenLoss, ask_for_targets, datum_samples
 from art_cli.learners.optimizer import Adam, Optimizer
 from art_cli.learners.packs.pack_runner import PackRunner
@@ -74,7 +75,15 @@ class AdapterLearner:
     def close(self) -> None:
         """Does nothing, because there is no other process."""
 
-    def run(self, data: Sequence[Datum], loss: str, settings: Mapping[str, float], *, backward: bool) -> Passed:
+    def run(
+        self,
+        data: Sequence[Datum],
+        loss: str,
+        settings: Mapping[str, float],
+        *,
+        backward: bool,
+        progress: Progress | None = None,
+    ) -> Passed:
         """Returns the logprobs of the data's targets and the sum of the loss; with `backward` its gradient is added up.
 
         Raises LearnerError if a loss or a gradient is not finite, or memory runs out; then no gradient was added.
@@ -86,7 +95,7 @@ class AdapterLearner:
                 for parameter in self.parameters.values():
                     parameter.grad = None
                 with torch.set_grad_enabled(backward):
-                    passed = self._run(samples, data, TOKEN_LOSSES[loss], settings, backward)
+                    passed = self._run(samples, data, TOKEN_LOSSES[loss], settings, backward, progress)
             except BaseException:
                 for name, parameter in self.parameters.items():
                     parameter.grad = kept[name]
@@ -154,11 +163,18 @@ class AdapterLearner:
         return self.num_updates
 
     def _run(
-        self, samples: list[Sample], data: Sequence[Datum], loss: TokenLoss, settings: Mapping[str, float], back: bool
+        self,
+        samples: list[Sample],
+        data: Sequence[Datum],
+        loss: TokenLoss,
+        settings: Mapping[str, float],
+        back: bool,
+        progress: Progress | None,
     ) -> Passed:
         found: dict[int, Floats] = {}
         total, num_tokens, num_clipped, clips, fault = 0.0, 0, 0, False, ""
-        for made in self.runner.deal(samples):
+        packs = self.runner.deal(samples)
+        for num_done, made in enumerate(packs, 1):
             if not made.samples:
                 continue  # a pass that only other processes have work in
             asked = ask_for_targets(made, data)
@@ -178,6 +194,8 @@ class AdapterLearner:
             if objective.is_clipped is not None:
                 num_clipped, clips = num_clipped + int(objective.is_clipped.sum()), True
             found |= _by_datum(asked.order, new.detach().cpu().numpy(), data)
+            if progress is not None:
+                progress(num_done, len(packs))
         if fault := next(filter(None, self.ranks.gather(fault, str)), ""):
             raise LearnerError(fault)
         if back:

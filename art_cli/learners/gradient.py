@@ -4,7 +4,7 @@ samples -> packs -> per pack: scores -> loss terms -> loss -> backward
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -78,7 +78,7 @@ class LossGradient:
         has_unknown = any(np.isnan(sample.logprobs[~np.isnan(sample.advantages)]).any() for sample in samples)
         return Update(packs, counts, [None] * len(packs), has_unknown, entropy_bonus)
 
-    def look_ahead(self, update: Update, statistics: StepStatistics, *, always: bool = False) -> Update:
+    def look_ahead(self, update: Update, at: Pass, *, always: bool = False) -> Update:
         """Returns the update with its packs' logprobs at these weights, if its loss will need them after an update.
 
         `always`: also if its loss will not.
@@ -89,8 +89,9 @@ class LossGradient:
         with torch.no_grad():
             for pack in update.packs:
                 scores = self.runner.run(pack)
-                statistics.add_gap(scores, pack)
+                at.statistics.add_gap(scores, pack)
                 before.append(scores.logprobs[self._tensor(pack.terms.edges)])
+                at.again()
         return update._replace(before=before)
 
     def accumulate(self, update: Update, at: Pass) -> list[Tensor]:
@@ -164,10 +165,11 @@ class LossGradient:
         return trained
 
     @torch.no_grad()
-    def divergence(self, update: Update) -> float:
+    def divergence(self, update: Update, *, again: Callable[[], None] = lambda: None) -> float:
         """Returns KL(before || now) in nats per token, estimator k3, over the update's tokens in policy; NaN over none.
 
-        Before is `update.before`, which must be there. Infinite, if a logprob is not finite now.
+        Before is `update.before`, which must be there. Infinite, if a logprob is not finite now. `again` is called
+        after each pack.
         """
         sums: Floats = np.zeros(2)
         for pack, of_pack in zip(update.packs, update.before, strict=True):
@@ -178,6 +180,7 @@ class LossGradient:
             # float64, because in float32 a KL below 1e-7 would be rounding
             values = k3(of_pack.double(), now.double())[is_policy]
             sums += float(values.nan_to_num(nan=math.inf).sum()), len(values)
+            again()
         total, num_tokens = np.sum(self.runner.ranks.gather(sums, Floats), axis=0)
         return float(total / num_tokens) if num_tokens else math.nan
 

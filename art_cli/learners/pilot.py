@@ -44,7 +44,7 @@ class Pilots:
         learner.score(self._samples[0].token_ids.tolist())  # decides whether packs hold
         with self._running():
             whole = learner.gradient.plan(self._samples, plan.finished)
-            self._whole = learner.gradient.look_ahead(whole, StepStatistics(), always=True)
+            self._whole = learner.gradient.look_ahead(whole, Pass(0, StepStatistics()), always=True)
 
     def take(self, rate: float) -> Pilot:
         """Takes a whole step at that rate, without the warm-up of the rate, and takes it back."""

@@ -34,6 +34,7 @@ class Pass(NamedTuple):
     statistics: StepStatistics
     record: StepRecord | None = None  # None if the optimizer step is not recorded
     done: Callable[[], None] = lambda: None  # called once for each of its passes
+    again: Callable[[], None] = lambda: None  # called for every other pack, so that the owner hears that work goes on
 
 
 class Gradients(Protocol[Update, Sent, Applied]):
@@ -52,7 +53,7 @@ class Gradients(Protocol[Update, Sent, Applied]):
     def count(self, update: Update, statistics: StepStatistics) -> int:
         """Counts the samples and tokens. Returns the number of passes, of which each is reported as progress."""
 
-    def forward(self, update: Update, statistics: StepStatistics, *, is_first: bool) -> Update:
+    def forward(self, update: Update, at: Pass, *, is_first: bool) -> Update:
         """Returns the update with logprobs at the weights before the step, if its loss will need them.
 
         `is_first` means that it is taken once and before all others, so that `backward` runs at these weights.
@@ -108,12 +109,14 @@ def _take_updates(
     updates, epochs = [gradients.plan(part, plan.finished) for part in plan.parts], train.epochs_per_step
     done = _Counter(progress, total=epochs * sum(gradients.count(update, statistics) for update in updates))
     updates = [
-        gradients.forward(update, statistics, is_first=index == 0 and epochs == 1)
+        gradients.forward(
+            update, Pass(index, statistics, done=done, again=done.again), is_first=index == 0 and epochs == 1
+        )
         for index, update in enumerate(updates)
     ]
     waiting: deque[tuple[Applied, Pass]] = deque()
     for index, update in enumerate(updates * epochs):
-        at = Pass(index, statistics, record if index < len(updates) else None, done)
+        at = Pass(index, statistics, record if index < len(updates) else None, done, done.again)
         sent = gradients.backward(update, at)
         if index == 0 and train.max_staleness == 0:  # older policies' tokens may differ; the probe of each load guards
             _check_drift(gradients.gather(statistics, None)[0], train.max_logprob_gap)
@@ -147,5 +150,8 @@ class _Counter:
 
     def __call__(self) -> None:
         self.num_done += 1
+        self.again()
+
+    def again(self) -> None:
         if self.progress is not None:
             self.progress(self.num_done, self.total)

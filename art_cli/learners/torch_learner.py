@@ -10,7 +10,7 @@ moves the policy out of its trust region is drawn back toward the weights before
 import contextlib
 import logging
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -67,6 +67,7 @@ def hold(
     before: dict[str, Tensor],
     *,
     max_kl: float,
+    again: Callable[[], None] = lambda: None,
 ) -> Held:
     """Halves the distance to the weights `before` the update until the policy is within `max_kl` of the step's start.
 
@@ -75,7 +76,7 @@ def hold(
     (arXiv:1502.05477), equation 12, and so is the search back along the step; here the step is AdamW's.
     """
     share = 1.0
-    while not _is_within(kl := gradient.divergence(update), max_kl):
+    while not _is_within(kl := gradient.divergence(update, again=again), max_kl):
         if share == 0:
             break
         halves = share > 0.5**MAX_HALVINGS
@@ -186,8 +187,9 @@ class TorchLearner:
             for number, example in enumerate(examples, 1)
         ]
 
-    def take_sft(self, num_updates: int) -> SftProgress:
+    def take_sft(self, num_updates: int, *, progress: Progress | None = None) -> SftProgress:
         assert self.warm_up is not None, "begin_sft comes first"
+        self.warm_up.progress = progress
         with self._changing_weights(self.warm_up.batches.examples[0][0]):
             return self.warm_up.take(num_updates)
 
@@ -278,10 +280,10 @@ class TorchLearner:
             statistics.add_counts(pack.samples, num_computed=len(pack.token_ids))
         return len(update.packs)
 
-    def forward(self, update: Update, statistics: StepStatistics, *, is_first: bool) -> Update:
+    def forward(self, update: Update, at: Pass, *, is_first: bool) -> Update:
         if is_first:
             return update
-        return self.gradient.look_ahead(update, statistics, always=self.train_config.max_kl is not None)
+        return self.gradient.look_ahead(update, at, always=self.train_config.max_kl is not None)
 
     def backward(self, update: Update, at: Pass) -> Update:
         logprobs = self.gradient.accumulate(update, at)
@@ -293,7 +295,7 @@ class TorchLearner:
         self._apply(sent, at.statistics)
         if self.train_config.max_kl is None or not self._moves_policy(sent):
             return True
-        held = hold(self.gradient, self.optimizer, sent, before, max_kl=self.train_config.max_kl)
+        held = hold(self.gradient, self.optimizer, sent, before, max_kl=self.train_config.max_kl, again=at.again)
         at.statistics.update_kl, at.statistics.update_share = held
         return held.share == 1
 

@@ -228,7 +228,7 @@ class TinkerLearner:
         statistics.add_counts(samples, num_computed=sum(len(sample.token_ids) for sample in samples))
         return 1
 
-    def forward(self, update: _Update, statistics: StepStatistics, *, is_first: bool) -> _Update:
+    def forward(self, update: _Update, at: Pass, *, is_first: bool) -> _Update:
         samples = update.samples
         if any(each.is_unknown for each in samples):
             found = self.trainer.forward([each.sample for each in samples])
@@ -353,7 +353,7 @@ class TinkerLearner:
         )
         return self.warm_up.batches.num_updates
 
-    def take_sft(self, num_updates: int) -> SftProgress:
+    def take_sft(self, num_updates: int, *, progress: Progress | None = None) -> SftProgress:
         assert self.warm_up is not None, "begin_sft comes first"
         try:
             return self.warm_up.take(num_updates)

@@ -453,6 +453,18 @@ async def test_a_schema_that_takes_minutes_holds_nobody_up() -> None:
         assert time.perf_counter() - begin < 30
 
 
+async def test_a_schema_that_a_busy_machine_could_not_try_out_may_be_sent_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with running() as engine:
+        with monkeypatch.context() as busy:
+            busy.setattr("art_cli.engines.embedded.grammars.TRIAL_WALL_S", 1e-3)
+            with pytest.raises(ChatError, match="try again later") as refusal:
+                await engine.reply(ask(format=held(PERSON)))
+            assert refusal.value.status == 503
+        await engine.reply(ask(format=held(PERSON), max_tokens=20))
+
+
 async def test_a_tools_schema_is_advice_unless_it_is_strict() -> None:
     odd: Json = {"type": "object", "properties": {"x": {"type": "array", "maxItems": 1, "uniqueItems": True}}}
     odd |= {"additionalProperties": False}

@@ -132,8 +132,11 @@ def test_a_step_is_that_of_plain_pytorch(name: str) -> None:
 def test_gradients_of_several_calls_add_up_to_that_of_one() -> None:
     data = [only(datum, ["weights"]) for datum in make_data()]
     together, apart = tiny_weights(), tiny_weights()
-    one, several = AdapterLearner(together, TorchLearnerConfig()), AdapterLearner(apart, TorchLearnerConfig())
-    one.run(data, "cross_entropy", {}, backward=True)
+    reported: list[tuple[int, int]] = []
+    one = AdapterLearner(together, TorchLearnerConfig(micro_batch_tokens=40))
+    several = AdapterLearner(apart, TorchLearnerConfig())
+    one.run(data, "cross_entropy", {}, backward=True, progress=lambda *numbers: reported.append(numbers))
+    assert reported == [(number, 3) for number in (1, 2, 3)], "after each pack"
     for datum in data:
         several.run([datum], "cross_entropy", {}, backward=True)
         several.run([datum], "cross_entropy", {}, backward=False)  # adds nothing

@@ -367,14 +367,20 @@ def test_an_update_within_the_bound_is_measured_and_stays() -> None:
 
 
 def test_an_update_past_the_bound_is_halved_until_it_is_within() -> None:
-    """To a tenth of its KL, which about two halvings are for. The weights are then on the line to the whole update."""
+    """To a tenth of its KL, which about two halvings are for. The weights are then on the line to the whole update.
+
+    Each measurement, of one pack, is reported, because a learner of several processes may not be silent for long.
+    """
     plain = learner(tiny_weights(), learning_rate=0.05)
     group, before = two_answers(plain.weights), parameters_of(plain)
     plain.step([group])
     whole = estimated_kl(plain, before, group)
     bounded = learner(tiny_weights(), learning_rate=0.05, max_kl=whole / 10)
-    metrics = bounded.step([group])
+    reported: list[tuple[int, int]] = []
+    metrics = bounded.step([group], progress=lambda *numbers: reported.append(numbers))
     assert metrics.update_share in (0.5, 0.25, 0.125)
+    num_halvings = {0.5: 1, 0.25: 2, 0.125: 3}[metrics.update_share]
+    assert reported == [(1, 1)] * (2 + num_halvings)
     assert metrics.update_kl == pytest.approx(estimated_kl(bounded, before, group), rel=1e-3)
     assert metrics.update_kl <= whole / 10
     for name, value in parameters_of(plain).items():
@@ -405,7 +411,7 @@ def test_when_the_kl_cannot_be_measured_the_update_is_taken_back() -> None:
     assert trained.optimizer.counts.num_updates == 0
 
 
-def fails(update: object) -> float:
+def fails(update: object, **given: object) -> float:
     raise torch.OutOfMemoryError("here")
 
 

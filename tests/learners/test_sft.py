@@ -191,8 +191,10 @@ def test_an_early_stop_keeps_the_best_weights_and_can_be_resumed_anywhere(tmp_pa
     held_out = [{"messages": [OTHER["messages"][0], {"role": "assistant", "content": "a"}]}]
     knobs = {"epochs": 30, "learning_rate": 3e-3, "patience": 2, "eval_every": 1}
 
+    reported: list[tuple[int, int]] = []
+
     def finish(one: TorchLearner) -> SftProgress:
-        taken = one.take_sft(99)
+        taken = one.take_sft(99, progress=lambda *numbers: reported.append(numbers))
         assert taken.is_done
         return taken
 
@@ -201,6 +203,9 @@ def test_an_early_stop_keeps_the_best_weights_and_can_be_resumed_anywhere(tmp_pa
     taken = finish(whole)
     best = int(taken.numbers["best_update"])
     assert 0 < best == taken.num_updates - 2
+    assert [done for done, _ in reported] == sorted([*range(taken.num_updates), *range(taken.num_updates + 1)]), (
+        "a pack of each update, and one of each evaluation"
+    )
     assert taken.numbers["eval_loss"] == taken.numbers["eval_loss_best"] < taken.numbers["eval_loss_first"]
     short = learner(tiny_weights(), **knobs)
     short.begin_sft([OTHER], held_out)

@@ -56,7 +56,14 @@ def test_a_failure_is_raised_in_its_place_and_later_items_are_left() -> None:
     assert len(begun) < 10
 
 
-def test_the_gradient_has_the_same_bits_on_any_number_of_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "policy",
+    [{"lora_rank": 4}, {"lora_rank": None}, {"lora_rank": None, "tied": False}],
+    ids=["an adapter", "all weights", "all weights, with a head of their own"],
+)
+def test_the_gradient_has_the_same_bits_on_any_number_of_cores(
+    policy: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Two epochs, so that the second begins at other weights; small packs, so that there are several; and a critic."""
     draw = random.Random(0)
     shapes = [[[draw.randrange(5, 60) for _ in range(length)] for length in (3, 4)] for _ in range(12)]
@@ -68,7 +75,7 @@ def test_the_gradient_has_the_same_bits_on_any_number_of_cores(monkeypatch: pyte
 
     monkeypatch.setattr("art_cli.learners.gradient.side_by_side", watched)
     for cores in (1, 2, 5):
-        weights = tiny_weights(seed=1)
+        weights = tiny_weights(seed=1, **policy)
         trained = learner(weights, PpoConfig(name="ppo", value_trunk=True), micro_batch_tokens=16, epochs_per_step=2)
         trained.runner.can_pack = trained.packing.has_compared = True
         monkeypatch.setattr(module, "num_cores", lambda cores=cores: cores)

@@ -140,6 +140,8 @@ def test_a_class_that_cannot_be_made_is_refused(tmp_path: Path, source: str, mes
         ("def credit_step(self, groups):\n        return []", "credit_step gave 0 lists for 1 groups"),
         ("def credit_step(self, groups):\n        return [['a', 1.0]]", "credit_step gave 'a', not a finite number"),
         ("def credit_step(self, groups):\n        return 3", r"credit_step: TypeError: "),
+        ("def numbers(self):\n        return {'kl': 'x'}", "numbers gave 'x', not a finite number"),
+        ("def numbers(self):\n        return {'mine': 1.0}", "numbers gave 'mine', which StepMetrics does not have"),
         ("def objective(self, terms):\n        return terms.new", "must return an Objective, not Tensor"),
         ("def objective(self, terms):\n        return Objective(terms.new.sum())", r"values have the shape \[\], and"),
         ("def share(self, num_tokens, update):\n        return 1 / 0", r"share: ZeroDivisionError.* \(mine.py:6\)"),
@@ -182,3 +184,37 @@ def test_its_credit_may_ask_the_policy_for_logprobs(tmp_path: Path) -> None:
     (tmp_path / "note").unlink()
     with pytest.raises(LearnerError, match=r"mine.py:Mine: bind: FileNotFoundError.* \(mine.py:8\)"):
         learner(tmp_path, READS, weights)
+
+
+REMEMBERS = """
+from art_cli.learners.algorithms import Algorithm
+
+
+class Mine(Algorithm):
+    num_steps = 0
+
+    def after_step(self):
+        self.num_steps += 1
+
+    def save(self, directory):
+        (directory / "mine.txt").write_text(str(self.num_steps))
+
+    def load(self, directory):
+        self.num_steps = int((directory / "mine.txt").read_text())
+
+    def numbers(self):
+        return {"teacher_kl": float(self.num_steps)}
+"""
+
+
+def test_what_it_remembers_is_in_the_checkpoint_and_its_numbers_in_the_metrics(tmp_path: Path) -> None:
+    weights = tiny_weights()
+    first, second = learner(tmp_path, REMEMBERS, weights), learner(tmp_path, REMEMBERS, tiny_weights())
+    assert first.step([two_answers(weights)]).teacher_kl == 0
+    (tmp_path / "saved").mkdir()
+    first.save(tmp_path / "saved")
+    second.load(tmp_path / "saved")
+    assert second.step([two_answers(weights)]).teacher_kl == 1
+    (tmp_path / "saved/mine.txt").unlink()
+    with pytest.raises(LearnerError, match=r"mine.py:Mine: load: FileNotFoundError.* \(mine.py:15\)"):
+        second.load(tmp_path / "saved")

@@ -33,7 +33,7 @@ def tiny_tokenizer() -> PreTrainedTokenizerFast:
     )
 
 
-def tiny_config(vocab: int = 265, *, layers: int = 2, hidden: int = 32) -> Qwen3Config:
+def tiny_config(vocab: int = 265, *, layers: int = 2, hidden: int = 32, tied: bool = True) -> Qwen3Config:
     return Qwen3Config(
         vocab_size=vocab,
         hidden_size=hidden,
@@ -43,7 +43,7 @@ def tiny_config(vocab: int = 265, *, layers: int = 2, hidden: int = 32) -> Qwen3
         num_key_value_heads=2,
         head_dim=16,
         max_position_embeddings=1024,
-        tie_word_embeddings=True,
+        tie_word_embeddings=tied,
         eos_token_id=258,
         pad_token_id=256,
         bos_token_id=None,

@@ -4,6 +4,7 @@ import io
 import random
 import sys
 import tarfile
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -312,6 +313,30 @@ def test_a_session_that_ends_gives_up_the_model_that_it_waits_for(base: Base, tm
         for client in (second, first):
             client.post(f"sessions/{client.session}/finish", reason={"type": "success"})
         assert third.new_model().startswith(third.session)
+
+
+def test_a_session_that_ends_while_its_model_is_made_leaves_the_room_to_others(
+    base: Base, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun, ended, make = threading.Event(), threading.Event(), base.new_learner
+
+    def make_later(*given: Any) -> Any:
+        begun.set()
+        assert ended.wait(20)
+        return make(*given)
+
+    monkeypatch.setattr(base, "new_learner", make_later)
+    with (
+        serving(base, tmp_path / "root", limits=BackendLimits(models=1)) as address,
+        Client(address) as first,
+        Client(address) as second,
+    ):
+        lora = {"rank": 4, "seed": 0}
+        first.post("create_model", session_id=first.session, model_seq_id=0, base_model="tiny", lora_config=lora)
+        assert begun.wait(20)
+        first.post(f"sessions/{first.session}/finish", reason={"type": "success"})
+        ended.set()
+        assert second.new_model().startswith(second.session)
 
 
 def test_a_web_page_may_not_ask_a_server_without_a_key(address: str) -> None:

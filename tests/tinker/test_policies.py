@@ -80,6 +80,23 @@ async def test_a_policy_that_is_dropped_answers_what_it_has_begun_and_is_closed_
     assert host.open_keys == []
 
 
+async def test_a_policy_that_is_dropped_while_a_request_waits_for_room_is_closed_after_it() -> None:
+    host = Host()
+    policies, made = policies_of(host, "abc")
+
+    async def use(name: str) -> list[str]:
+        async with policies.using(made[name], lambda reason: None):
+            return [*host.open_keys]
+
+    async with policies.using(made["a"], lambda reason: None):
+        async with policies.using(made["b"], lambda reason: None):
+            waiting = asyncio.create_task(use("c"))
+            await asyncio.sleep(0)
+            await policies.drop(made["c"])
+        assert await waiting == ["a", "c"]
+        assert host.open_keys == ["a"]
+
+
 async def test_a_request_that_is_cancelled_while_it_waits_takes_no_room() -> None:
     host = Host()
     policies, made = policies_of(host, "abc")

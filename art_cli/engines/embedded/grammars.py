@@ -196,7 +196,7 @@ class Grammars:
 
     def _future(self, format: Format) -> "Future[LLMatcher]":
         with self._lock:
-            if format.grammar not in self._kept:
+            if format.grammar not in self._kept or _failed_in_passing(self._kept[format.grammar]):
                 self._kept[format.grammar] = self._pool.submit(self._compile, format)
                 if len(self._kept) > MAX_KEPT:
                     self._kept.popitem(last=False)
@@ -228,6 +228,11 @@ class Grammars:
                 except (AttributeError, ValueError) as error:
                     raise GrammarError(f"this model's tokenizer cannot be held to a format: {error}") from error
             return self._wrapped
+
+
+def _failed_in_passing(compiled: "Future[LLMatcher]") -> bool:
+    """Returns whether it failed for a reason that is not in the schema, so that it may be compiled at another time."""
+    return compiled.done() and not isinstance(compiled.exception(), GrammarError | None)
 
 
 class Masks:
@@ -262,7 +267,9 @@ def try_out(schemas: Sequence[str]) -> None:
     try:
         done = asyncio.run(run_program(command, json.dumps(task).encode(), timeout_s=TRIAL_WALL_S))
     except TimeoutError:
-        raise GrammarError(f"the schema takes more than {TRIAL_WALL_S:.0f} s to compile; simplify it") from None
+        # not the schema's doing, which the limit of CPU time would have ended first
+        message = f"the schema took more than {TRIAL_WALL_S:g} s to compile: the machine is busy; try again later"
+        raise ChatError(503, message) from None
     if done.status > 0 and b"MemoryError" not in done.stderr:
         raise EngineError(f"the trial of a grammar failed: {done.stderr.decode(errors='replace').strip()[-300:]}")
     if done.status:

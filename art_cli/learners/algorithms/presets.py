@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from art_cli.config.sections import loss_config
+from art_cli.learners import StepMetrics
 from art_cli.learners.algorithms import Algorithm
 from art_cli.learners.algorithms.distillation import Distill
 from art_cli.learners.algorithms.grpo import Cispo, Dapo, DrGrpo, Grpo, Gspo, Rloo
@@ -47,6 +48,7 @@ class UserAlgorithm(Algorithm):
             self._own = kind(**options)
         except Exception as error:  # the boundary to the user's class
             raise UsageError(f"{entry}: {self._described(error)}") from error
+        self._numbers: dict[str, float] = {}  # checked while a step can still be given up
         self.is_scaled, self.compares_states = bool(self._own.is_scaled), bool(self._own.compares_states)
 
     def bind(self, policy: "Reader", directory: Path) -> None:
@@ -62,7 +64,27 @@ class UserAlgorithm(Algorithm):
         for group, credits in zip(groups, answer, strict=True):
             if len(credits) != len(group):
                 raise LearnerError(f"{self._entry}: {method} gave {len(credits)} values for {len(group)} trajectories")
+        with self._calling("numbers"):
+            numbers = dict(self._own.numbers())
+        if unknown := sorted(numbers.keys() - set(StepMetrics.__struct_fields__)):
+            raise LearnerError(f"{self._entry}: numbers gave {unknown[0]!r:.60}, which StepMetrics does not have")
+        self._numbers = {name: self._number("numbers", value) for name, value in numbers.items()}
         return [[self._credit(method, value) for value in credits] for credits in answer]
+
+    def numbers(self) -> dict[str, float]:
+        return self._numbers
+
+    def after_step(self) -> None:
+        with self._calling("after_step"):
+            self._own.after_step()
+
+    def save(self, directory: Path) -> None:
+        with self._calling("save"):
+            self._own.save(directory)
+
+    def load(self, directory: Path) -> None:
+        with self._calling("load"):
+            self._own.load(directory)
 
     def objective(self, terms: PolicyTerms) -> Objective:
         from torch import Tensor

@@ -42,15 +42,21 @@ def token_scores(
     Example: logits 0 and log 3, target 1, t = 1 give log 3/4.
     """
     wants_gradient = torch.is_grad_enabled() and hidden.requires_grad
-    is_frozen = isinstance(head, torch.nn.Module) and not any(p.requires_grad for p in head.parameters())
+    trained = [p for p in head.parameters() if p.requires_grad] if isinstance(head, torch.nn.Module) else []
+    is_frozen = isinstance(head, torch.nn.Module) and not trained
     rows = _rows_per_chunk(hidden, head, chunk_logits)
     if wants_gradient and is_frozen and not entropy_gradient:
         return TokenScores(*_FrozenHead.apply(hidden, head, targets, temperatures, rows))  # type: ignore[no-untyped-call]
-    return TokenScores(*_TrainedHead.apply(hidden, head, targets, temperatures, rows, entropy_gradient))  # type: ignore[no-untyped-call]
+    given = (hidden, head, targets, temperatures, rows, entropy_gradient, *trained)
+    return TokenScores(*_TrainedHead.apply(*given))  # type: ignore[no-untyped-call]
 
 
 class _TrainedHead(torch.autograd.Function):
-    """Computes a chunk's logits again in the backward pass. Serves scores without a gradient as well."""
+    """Computes a chunk's logits again in the backward pass. Serves scores without a gradient as well.
+
+    The head's trained parameters are inputs, so that autograd returns their gradients as it does all others, instead of
+    finding them in `.grad`, to which several threads would add at the same time.
+    """
 
     @staticmethod
     def forward(
@@ -61,13 +67,14 @@ class _TrainedHead(torch.autograd.Function):
         temperatures: Tensor,
         rows: int,
         entropy_gradient: bool,
+        *trained: Tensor,
     ) -> tuple[Tensor, Tensor, Tensor]:
         scores = _Scores(hidden, temperatures)
         for start in range(0, len(hidden), rows):
             chunk = slice(start, start + rows)
             scores.fill(chunk, head(hidden[chunk]).float(), targets[chunk])
         ctx.save_for_backward(hidden, targets, temperatures, scores.log_sums, scores.entropies)
-        ctx.head, ctx.rows, ctx.is_tempered = head, rows, scores.is_tempered
+        ctx.head, ctx.trained, ctx.rows, ctx.is_tempered = head, trained, rows, scores.is_tempered
         ctx.entropy_gradient = entropy_gradient
         fixed = [scores.raw_logprobs] if entropy_gradient else [scores.entropies, scores.raw_logprobs]
         ctx.mark_non_differentiable(*fixed)
@@ -77,6 +84,7 @@ class _TrainedHead(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor, grad_entropies: Tensor, *unused: Any) -> tuple[Tensor | None, ...]:
         hidden, targets, temperatures, log_sums, entropies = ctx.saved_tensors
         grad_hidden = torch.empty_like(hidden)
+        sums: list[Tensor | None] = [None] * len(ctx.trained)
         scaled = grad / temperatures
         for start in range(0, len(hidden), ctx.rows):
             chunk = slice(start, start + ctx.rows)
@@ -94,9 +102,11 @@ class _TrainedHead(torch.autograd.Function):
                 factors = factors - scaled_entropies * (slope + entropies[chunk, None])
             slope.exp_().mul_(factors)
             slope.scatter_add_(1, targets[chunk, None], scaled[chunk, None])
-            logits.backward(slope.to(logits.dtype))
-            grad_hidden[chunk] = leaf.grad
-        return grad_hidden, None, None, None, None, None
+            inputs = [leaf, *ctx.trained]
+            grad_hidden[chunk], *parts = torch.autograd.grad(logits, inputs, slope.to(logits.dtype), allow_unused=True)
+            pairs = zip(sums, parts, strict=True)
+            sums = [before if part is None else part if before is None else before.add_(part) for before, part in pairs]
+        return grad_hidden, None, None, None, None, None, *sums
 
 
 class _FrozenHead(torch.autograd.Function):

@@ -58,9 +58,9 @@ class AdapterReplicas:
         self.call("add_adapter", id=id, lora=None if lora is None else lora.model_dump(mode="json"), seed=seed)
         return ReplicatedAdapter(self, id, 0 if lora is None else lora.rank, load_policy)
 
-    def call(self, method: str, /, **params: Any) -> Any:
+    def call(self, method: str, /, *, progress: Progress | None = None, **params: Any) -> Any:
         with self._lock:
-            return self._workers.call(method, params)
+            return self._workers.call(method, params, progress=progress)
 
     def check(self) -> None:
         """Raises LearnerError if a process is dead."""
@@ -85,7 +85,7 @@ class ReplicatedAdapter:
         self._replicas, self._id, self._load_policy = replicas, id, load_policy
 
     def call(self, method: str, given: str, progress: Progress | None) -> str:
-        result: str = self._replicas.call("on_adapter", id=self._id, method=method, given=given)
+        result: str = self._replicas.call("on_adapter", id=self._id, method=method, given=given, progress=progress)
         return result
 
     def update(self, adam: Adam, *, max_norm: float) -> float:

@@ -1,7 +1,7 @@
 """TorchSft: a supervised warm-up on weights in this process, or divided among several."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -10,6 +10,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from art_cli.config.schema import SftConfig
+from art_cli.learners import Progress
 from art_cli.learners.gradient import LossGradient
 from art_cli.learners.optimizer import Optimizer
 from art_cli.learners.packs.pack_runner import PackRunner
@@ -35,6 +36,7 @@ class TorchSft(Sft):
         super().__init__(batches, evaluated, config)
         self.gradient, self.optimizer = gradient, optimizer
         self.writes = optimizer.ranks.rank == 0
+        self.progress: Progress | None = None  # of the present call
         self._best: dict[str, Tensor] = {}  # the weights of the best evaluation; empty without `patience`
 
     def _send(self, samples: Sequence[Sample], index: int) -> Taken:
@@ -42,7 +44,7 @@ class TorchSft(Sft):
         update = self.gradient.plan(samples)
         for pack in update.packs:
             statistics.add_counts(pack.samples, num_computed=len(pack.token_ids))
-        self.gradient.accumulate(update, Pass(0, statistics))
+        self.gradient.accumulate(update, Pass(0, statistics, done=self._report))
         norm = self.optimizer.clip()
         if not math.isfinite(norm):
             self.optimizer.clear()
@@ -60,7 +62,11 @@ class TorchSft(Sft):
         return sent
 
     def _mean_loss(self, samples: Sequence[Sample]) -> float:
-        return mean_loss(self.gradient.runner, samples)
+        return mean_loss(self.gradient.runner, samples, again=self._report)
+
+    def _report(self) -> None:
+        if self.progress is not None:
+            self.progress(self.sums.num_updates, self.batches.num_updates)
 
     def _keep(self) -> None:
         self._best = {name: p.detach().clone() for name, p in self.optimizer.parameters.items()}
@@ -83,12 +89,13 @@ class TorchSft(Sft):
 
 
 @torch.no_grad()
-def mean_loss(runner: PackRunner, samples: Sequence[Sample]) -> float:
-    """Returns -log p of the samples' targets in nats, the mean over all of them."""
+def mean_loss(runner: PackRunner, samples: Sequence[Sample], *, again: Callable[[], None] = lambda: None) -> float:
+    """Returns -log p of the samples' targets in nats, the mean over all of them. `again` is called after each pack."""
     sums = np.zeros(2)
     for pack in runner.deal(samples):
         edges = torch.from_numpy(pack.terms.edges).to(runner.weights.device)
         logprobs = runner.run(pack).logprobs[edges].double()
         sums += -float(logprobs.sum()), len(logprobs)
+        again()
     total, num_tokens = np.sum(runner.ranks.gather(sums, Floats), axis=0)
     return float(total / num_tokens)

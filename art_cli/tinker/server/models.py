@@ -147,6 +147,7 @@ class Models:
         self._device = asyncio.Lock()
         self._room = asyncio.Semaphore(limits.models)
         self._owed: dict[str, Future] = {}  # requests for models that wait for room
+        self._making: dict[str, bool] = {}  # models that are being made, and whether their session has ended meanwhile
 
     @property
     def is_busy(self) -> bool:
@@ -177,16 +178,18 @@ class Models:
         return future.id
 
     def give_up(self, session: str) -> None:
-        """Cancels the models that a session asked for and that wait for room."""
+        """Cancels the models that a session waits for. One that is being made is closed as soon as it is made."""
         for id, future in list(self._owed.items()):
             if id.startswith(f"{session}:"):
                 self.futures.cancel(future)
+        self._making |= {id: True for id in self._making if id.startswith(f"{session}:")}
 
     async def _create(self, new: NewModel, owner: str) -> FutureAnswer:
         try:
             await self._room.acquire()
         finally:
             self._owed.pop(new.id, None)
+        self._making[new.id] = False
         try:
             async with self._device:
                 learner = await threads.compute(self._make_learner, new, owner)
@@ -199,9 +202,15 @@ class Models:
                 user_metadata=new.user_metadata,
             )
             await threads.call_in_thread(self.store.add_run, run)
+            if self._making[new.id]:
+                async with self._device:
+                    await threads.compute(learner.close)
+                raise ChatError(404, f"{new.id}: its session ended before it was made")
         except BaseException:
             self._room.release()
             raise
+        finally:
+            del self._making[new.id]
         self.models[new.id] = Model(run, learner, Turns(new.id, self.futures, self._device))
         kind = "create_model" if new.source is None else "load_weights"
         return plain_answer({"model_id": new.id, "type": kind, **({"path": new.source.uri} if new.source else {})})

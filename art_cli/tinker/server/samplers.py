@@ -159,6 +159,8 @@ class OpenPolicies:
         Raises ChatError 503 if there was no room in time.
         """
         await self._enter(policy, on_wait)
+        if not policy.is_base and self._policies.get(policy.key) is not policy:
+            self._leaving.add(policy)  # it was dropped while this request waited for room
         try:
             async with policy.lock:
                 if policy.opened is None:
