@@ -165,6 +165,31 @@ def test_a_package_adds_a_library_by_an_entry_point(tmp_path: Path) -> None:
     assert run.stdout == "says what it is told\n", run.stderr
 
 
+BLOCKED = """
+import sys
+class Absent:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in ("mcp", "httpx2"):
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+sys.meta_path.insert(0, Absent())
+from art_cli.rollouts.environments import Settings, libraries, library_named, open_environment
+names = sorted(libraries())
+loaded = [name for name in sys.modules if name.startswith("art_cli.rollouts.environments.")]
+for name in loaded:
+    del sys.modules[name]
+print(*names, type(open_environment(Settings("reasoning_gym/countdown"))).__name__)
+print(*(name for name in sys.modules if name.startswith("art_cli.rollouts.environments.")))
+"""
+
+
+def test_an_environment_needs_no_other_librarys_package() -> None:
+    run = subprocess.run([sys.executable, "-c", BLOCKED], capture_output=True, text=True, timeout=120)
+    assert run.stdout.splitlines() == [
+        "mcp openenv reasoning_gym textarena verifiers Generator",
+        "art_cli.rollouts.environments.reasoning_gym",
+    ], run.stderr
+
+
 def test_what_another_python_has_is_listed_by_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.run(["environments", "mcp", "--python", sys.executable, "--json"]) == 0
     (mcp,) = json.loads(capsys.readouterr().out)
