@@ -1,9 +1,11 @@
 """`rollout.environment`: what is refused and in which words, which scenarios it makes, the commands around it."""
 
+import asyncio
 import json
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,7 @@ from art_cli.config.compose import load_config
 from art_cli.config.schema import EnvironmentConfig
 from art_cli.loop.references import check_ready
 from art_cli.rollouts import environments
-from art_cli.rollouts.environments import Listing, Settings, open_environment
+from art_cli.rollouts.environments import Listing, Settings, open_environment, verifiers_tasks
 from art_cli.rollouts.scenario_files import evaluation_scenarios, training_scenarios
 from art_cli.runs.outcome import Outcome
 from art_cli.runtime.errors import ConfigError, UsageError
@@ -147,6 +149,43 @@ class Echo:
 
     async def play(self, policy: Any, scenario: dict[str, Any]) -> Outcome:
         return Outcome(reward=scenario["seed"])
+
+
+class Serving:
+    """An environment of verifiers with servers, which start and end when they may."""
+
+    def __init__(self) -> None:
+        self.is_open, self.may_open, self.may_close = False, asyncio.Event(), asyncio.Event()
+
+    @asynccontextmanager
+    async def serving(self) -> AsyncIterator[None]:
+        await self.may_open.wait()
+        self.is_open = True
+        yield
+        await self.may_close.wait()
+        self.is_open = False
+
+
+async def test_no_attempt_plays_without_the_servers_of_its_environment() -> None:
+    """The first attempt ends before they run. The third begins while those of the second end."""
+    env = Serving()
+    servers = verifiers_tasks._Servers(env)
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(0.05), servers.running():
+            pass
+    env.may_open.set()
+    async with asyncio.timeout(5), servers.running():
+        assert env.is_open
+
+    async def attempt() -> bool:
+        async with servers.running():
+            return env.is_open
+
+    third = asyncio.create_task(attempt())
+    await asyncio.sleep(0.05)
+    env.may_close.set()
+    async with asyncio.timeout(5):
+        assert await third
 
 
 @pytest.mark.slow
