@@ -124,13 +124,17 @@ class CommandRollout:
         self._command = list(command)
         self._directory = directory
         self._entry = "rollout.command"
+        self._has_played = False  # an attempt had a good outcome, so that a wrong one is of its attempt alone
         program = command[0]
         is_path = os.sep in program
         if shutil.which(directory / program if is_path else program) is None:
             raise RolloutError(f"{self._entry}: no such program: {program!r}; install it or give its path")
 
     async def play(self, policy: Policy, scenario: Json, *, is_alone: bool = False) -> Outcome:
-        """Raises AttemptError: the program failed or gave no outcome; RolloutError: an outcome of a wrong type."""
+        """Raises AttemptError: the program failed or gave no outcome; RolloutError: an outcome of a wrong type.
+
+        After a good outcome one of a wrong type is an AttemptError, because not every attempt fails with it.
+        """
         passed, withheld = _split(self._env)
         environment = {
             **passed,
@@ -157,7 +161,14 @@ class CommandRollout:
             self._peers.remove(policy.api_key)
         if ended.status != 0:
             raise AttemptError("exit", _describe(ended, withheld))
-        return self._read(ended.stdout)
+        try:
+            outcome = self._read(ended.stdout)
+        except RolloutError as error:
+            if self._has_played:
+                raise AttemptError("output", str(error)) from error
+            raise
+        self._has_played = True
+        return outcome
 
     async def explain_timeout(self) -> str:
         return ""

@@ -142,7 +142,7 @@ class RolloutProcess:
         self._calls: CallingEnd | None = None
         self._output: asyncio.Task[None] | None = None
         self._loading: asyncio.Task[Any] | None = None  # the loading that `begin` has begun
-        self._starting = asyncio.Lock()
+        self._starting: asyncio.Task[None] | None = None  # the latest start, which may be over
 
     @property
     def is_running(self) -> bool:
@@ -155,23 +155,29 @@ class RolloutProcess:
         await asyncio.sleep(0)  # the task sends its message now, as what the caller does next may hold up the loop
 
     async def start(self) -> None:
-        """Returns when a process has loaded the function, the present one or a new one."""
-        async with self._starting:
-            loading, self._loading = self._loading, None
-            if loading is None:
-                if self.is_running:
-                    return
-                await self._end()
-            try:
-                async with asyncio.timeout(START_DEADLINE_S):
-                    if loading is None:
-                        await self._launch()
-                    self.version = str(await (loading or self._load()))
-            except BaseException as error:
-                await self._end()  # it is not asked to end, because a process that imports reads nothing
-                if (explained := self._explain_start(error)) is error:
-                    raise
-                raise explained from error
+        """Returns when a process has loaded the function, the present one or a new one.
+
+        A start goes on when its caller is cancelled, because an import may take longer than an attempt.
+        """
+        if self._starting is None or self._starting.done():
+            if self.is_running and self._loading is None:
+                return
+            self._starting = asyncio.create_task(self._start())
+        await asyncio.shield(self._starting)
+
+    async def _start(self) -> None:
+        loading, self._loading = self._loading, None
+        try:
+            async with asyncio.timeout(START_DEADLINE_S):
+                if loading is None:
+                    await self._end()
+                    await self._launch()
+                self.version = str(await (loading or self._load()))
+        except BaseException as error:
+            await self._end()  # it is not asked to end, because a process that imports reads nothing
+            if (explained := self._explain_start(error)) is error:
+                raise
+            raise explained from error
 
     async def _load(self) -> Any:
         """Returns the version of the Python that has loaded the function."""
@@ -229,6 +235,8 @@ class RolloutProcess:
 
     async def close(self) -> None:
         """Closes the function's clients, then ends the process and every one that descends from it."""
+        if self._starting is not None:
+            await end(self._starting, timeout_s=CLOSE_DEADLINE_S)
         if self._loading is not None:  # it was never opened, and a process that imports reads nothing
             await end(self._loading, timeout_s=CLOSE_DEADLINE_S)
         elif self._calls is not None:

@@ -287,6 +287,7 @@ class Attempted:
     def __init__(self) -> None:
         self.state: State = "in flight"
         self.recorded: Recorded | None = None  # its turns and conversations, once they are recorded
+        self.is_counted = False  # whether it has ended and counts in `num_calls`
         self.is_abandoned = False
 
     def end(self) -> None:

@@ -7,7 +7,7 @@ A call whose client leaves before its end counts like any other. The text stream
 it is recorded as a turn with the finish reason "cancelled".
 
 An SDK that gives up on a call sends it again. The new call replaces the old one (recorder.py), and a reply to the old
-one is marked as abandoned.
+one is marked as abandoned. The two count once against the limit on turns.
 
 A policy that is a prompt is put into each recorded call on its way to the engine. What is recorded is what the agent
 sent, so that a judge compares attempts without seeing which prompt made them.
@@ -51,6 +51,7 @@ CONTEXT_LIMIT = "context_length_exceeded"
 RATE_LIMITED = (429, 529)  # statuses of an endpoint that gets too many requests; 529 is Anthropic's
 LOAD_TIMEOUT_S = 5.0  # longest wait for the engine's report of its load
 MAX_UNREPORTED = 3  # failures in a row, after which it is not asked any more
+COUNTS_TIMEOUT_S = 5.0  # longest wait for the counts of tokens that an endpoint sends behind a streamed answer
 NUM_LOOKS = 8  # turns of the event loop in which the end of a client's connection cancels its call
 OWN_CLIENT = (
     "Give each attempt a client of its own, with base_url=policy.base_url and api_key=policy.api_key, "
@@ -257,6 +258,7 @@ class RecordingBackend:
         self._defaults = defaults
         self._num_admitted = 0
         self._num_unrecorded = 0
+        self._num_replaced = 0  # ended calls that count in the recorder and that a retry replaced
         self._num_before_limit = 0  # calls admitted before the one that was refused for a limit
         self._in_flight: set[_Call] = set()
         self._retries = Retries()
@@ -300,9 +302,30 @@ class RecordingBackend:
                 async for chunk in chunks:
                     await self._gateway.name_policy(chunk)
                     call.builder.add(chunk)
+                    behind = list[Chunk]()
                     if call.builder.is_complete and not call.is_recorded:
+                        behind = await self._counts(call, chunks)
                         self._record(call, call.builder.reply())
-                    yield chunk
+                    for each in (chunk, *behind):
+                        yield each
+
+    async def _counts(self, call: _Call, chunks: AsyncIterator[Chunk]) -> list[Chunk]:
+        """Returns the chunks behind the end of an answer up to its counts of tokens, none if its tokens are known."""
+        behind = list[Chunk]()
+        reply = call.builder.reply()
+        if reply.prompt_ids or reply.usage is not None:
+            return behind
+        try:
+            async with asyncio.timeout(COUNTS_TIMEOUT_S):
+                async for chunk in chunks:
+                    await self._gateway.name_policy(chunk)
+                    call.builder.add(chunk)
+                    behind.append(chunk)
+                    if chunk.usage is not None:
+                        break
+        except Exception as error:  # the boundary to the endpoint, whose answer is complete
+            log.debug("no counts of tokens behind a streamed answer: %s: %s", type(error).__name__, error)
+        return behind
 
     def close(self) -> None:
         """Cancels the calls in flight. The parts of their answers that were streamed are recorded."""
@@ -319,20 +342,20 @@ class RecordingBackend:
     def remember(self, request: Request, recorded: Recorded) -> None:
         """Remembers a call that was recorded before this process began, so that a retry of it replaces it."""
         attempted = self._retries.add(request)
-        attempted.state, attempted.recorded = "answered", recorded
+        attempted.state, attempted.recorded, attempted.is_counted = "answered", recorded, True
 
     def _begin(self, request: Request) -> _Call:
+        if self._is_closed:
+            raise _finished()
         number = self._num_admitted
-        admitted = self._admit(request)
         if (replaced := self._retries.replaced(request)) is not None:
             self._abandon(replaced)
-        return _Call(admitted, number, self._retries.add(request))
+        return _Call(self._admit(request), number, self._retries.add(request))
 
     def _admit(self, request: Request) -> Request:
         """Returns the request as the engine gets it. Without sampling settings it gets the run's and a seed."""
-        if self._is_closed:
-            raise _finished()
-        if self.recorder.num_calls + len(self._in_flight) >= self._max_turns:
+        num_in_flight = sum(not call.attempted.is_abandoned for call in self._in_flight)
+        if self.recorder.num_calls - self._num_replaced + num_in_flight >= self._max_turns:
             self._limit(TURN_LIMIT, self._num_admitted)
             message = f"this rollout has made its {self._max_turns} model calls (rollout.max_turns)"
             raise ChatError(400, message, code=TURN_LIMIT)
@@ -443,7 +466,7 @@ class RecordingBackend:
     def _note(self, call: _Call, recorded: Recorded | None) -> None:
         if recorded is not None and call.number >= self._num_before_limit:
             self.recorder.limit = None  # a later call of the rollout was answered in spite of it
-        call.attempted.recorded = recorded
+        call.attempted.recorded, call.attempted.is_counted = recorded, True
         self._gateway.calls.answered += 1
         for index in () if recorded is None else recorded.turns:
             turn = self.recorder.turns[index]
@@ -455,6 +478,7 @@ class RecordingBackend:
     def _abandon(self, attempted: Attempted) -> None:
         """Marks a call that its client has given up on. If it is in flight, it is marked once it is recorded."""
         attempted.is_abandoned = True
+        self._num_replaced += attempted.is_counted
         if attempted.recorded is not None:
             self.recorder.abandon(attempted.recorded)
 

@@ -88,18 +88,20 @@ def export(
         raise RunError(f"{output}: there is something already; choose another name")
     policy = load_source(source, "float32")
     prompts = saved_prompts(source.run) or [probe(policy.model.config.vocab_size)]
-    wanted = [
-        loading.token_logprobs(policy if dtype == "float32" else load_source(source, dtype), ids) for ids in prompts
-    ]
+    wanted = _logprobs(policy if dtype == "float32" else load_source(source, dtype), prompts)
     with new_directory(output, is_private=False) as directory:
         loading.save_merged(loading.merge(policy), directory, dtype)
         written = Source(source.name, str(directory), None, 0, dtype, source.max_length, Sampling())
         merged = load_source(written, dtype)
-        exported = compare(output, wanted, [loading.token_logprobs(merged, ids) for ids in prompts])
+        exported = compare(output, wanted, _logprobs(merged, prompts))
         exported = exported._replace(quantize=source.quantize)
         check(exported, BOUNDS[dtype] if bound is None else bound)
         write_card(directory, source, exported, dtype)
     return exported
+
+
+def _logprobs(weights: Weights, prompts: Sequence[list[int]]) -> list[list[float]]:
+    return [loading.token_logprobs(weights, ids) for ids in prompts]
 
 
 def saved_prompts(run: RunDir | None) -> list[list[int]]:

@@ -159,8 +159,7 @@ class Dispatch:
         async with self._engine(request) as (backend, filled):
             reply = await backend.reply(filled)
             reply.policy = await self._policies.served[request.model].proven.digest(reply.step)
-        num_sampled = sum(len(choice.token_ids) for choice in reply.choices)
-        self._count(request, len(reply.prompt_ids), num_sampled)
+        self._count(request, *reply.num_tokens)
         if self._logs_content:
             _log_content(request, reply)
         return reply
@@ -175,6 +174,7 @@ class Dispatch:
         begin = time.perf_counter()
         builder = ReplyBuilder(request) if self._logs_content else None
         num_prompt = num_sampled = 0
+        usage: tuple[int, int] | None = None  # the endpoint's counts, if it gives no ids
         try:
             async with self._engine(request) as (backend, filled), closing_stream(backend.stream(filled)) as chunks:
                 async for chunk in chunks:
@@ -183,11 +183,12 @@ class Dispatch:
                         self._meter.first_token_s.observe(time.perf_counter() - begin)
                     num_prompt += len(chunk.prompt_ids or ())
                     num_sampled += len(chunk.choice.token_ids)
+                    usage = chunk.usage or usage
                     if builder is not None:
                         builder.add(chunk)
                     yield chunk
         finally:  # tokens sampled for a client that went away count too
-            self._count(request, num_prompt, num_sampled)
+            self._count(request, *(usage if usage is not None and not num_prompt else (num_prompt, num_sampled)))
         if builder is not None:
             _log_content(request, builder.reply())
 

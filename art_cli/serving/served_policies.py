@@ -44,7 +44,7 @@ from art_cli.models.policy_spec import PolicySpec, origin_of, read_spec
 from art_cli.runs import run_checkpoints
 from art_cli.runs.run_checkpoints import Which
 from art_cli.runs.run_dir import RunDir
-from art_cli.runtime.errors import ArtError, UsageError
+from art_cli.runtime.errors import ArtError, UsageError, describe
 from art_cli.runtime.threads import call_in_thread
 from art_cli.serving.middleware import Meter
 from art_cli.serving.served_model import Source, base_config, of_checkpoint
@@ -337,21 +337,36 @@ POLL_S = 1.0
 
 
 async def follow(policy: ServedPolicy, run: RunDir, meter: Meter, *, which: Which) -> None:
-    """Never returns. A checkpoint that cannot be loaded is logged once and skipped; the policy stays as it is."""
+    """Never returns. A checkpoint that cannot be loaded is logged once and skipped; the policy stays as it is.
+
+    Any other failure, as of a disk, is logged once and tried again.
+    """
     skipped: set[int] = set()
+    problem = ""
     while True:
         await asyncio.sleep(POLL_S)
-        step = await call_in_thread(_wanted, run, which)
-        if step is None or step == policy.source.step or step in skipped:
-            continue
         try:
-            await _change(policy, run, which)
-            meter.changes.labels(policy.source.name).inc()
-            log.info("%s: answers from step %d now", policy.source.name, policy.source.step)
-        except ArtError as error:
-            log.warning("%s: stays at step %d: %s", policy.source.name, policy.source.step, error)
-        if policy.source.step != step:
-            skipped.add(step)
+            step = await call_in_thread(_wanted, run, which)
+            if step is not None and step != policy.source.step and step not in skipped:
+                await _try_change(policy, run, meter, which)
+                if policy.source.step != step:
+                    skipped.add(step)
+            problem = ""
+        except Exception as error:  # the boundary to the run's files and to the engine
+            if (message := describe(error)) != problem:
+                log.warning(
+                    "%s: stays at step %d, and tries again: %s", policy.source.name, policy.source.step, message
+                )
+            problem = message
+
+
+async def _try_change(policy: ServedPolicy, run: RunDir, meter: Meter, which: Which) -> None:
+    try:
+        await _change(policy, run, which)
+        meter.changes.labels(policy.source.name).inc()
+        log.info("%s: answers from step %d now", policy.source.name, policy.source.step)
+    except ArtError as error:
+        log.warning("%s: stays at step %d: %s", policy.source.name, policy.source.step, error)
 
 
 async def _change(policy: ServedPolicy, run: RunDir, which: Which) -> None:

@@ -17,6 +17,7 @@ import pytest
 from art_cli.chat.chat_errors import ChatError
 from art_cli.chat.replies import Choice, Chunk
 from art_cli.chat.requests import Request, Sampling
+from art_cli.rollouts import rollout_gateway
 from art_cli.rollouts.rollout_gateway import Gateway, call_seed
 from art_cli.runs.trajectory import Turn, prompt, sequence
 from tests.support.node import clients
@@ -120,6 +121,42 @@ async def test_counts_behind_the_end_of_a_stream_do_not_break_it() -> None:
 
 
 @pytest.mark.slow
+class Hosted(ScriptedBackend):
+    """An endpoint without token ids. Behind the end of a streamed answer comes `last`: counts, an error, or nothing."""
+
+    def __init__(self, last: str) -> None:
+        super().__init__()
+        self._last = last
+
+    async def stream(self, request: Request) -> AsyncIterator[Chunk]:
+        async for chunk in super().stream(request):
+            choice = msgspec.structs.replace(chunk.choice, token_ids=[], logprobs=[], raw_logprobs=None)
+            yield msgspec.structs.replace(chunk, choice=choice, prompt_ids=None)
+        if self._last == "error":
+            raise ChatError(502, "broken")
+        if self._last == "silence":
+            await asyncio.Event().wait()
+        yield msgspec.structs.replace(chunk, choice=Choice(index=0), is_last=False, prompt_ids=None, usage=(9, 3))
+
+
+@pytest.mark.parametrize("last", ["counts", "error", "silence"])
+async def test_tokens_of_a_stream_without_ids_are_counted_though_the_counts_come_last(
+    last: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A complete answer arrives and is recorded, whether its counts come or not."""
+    monkeypatch.setattr(rollout_gateway, "COUNTS_TIMEOUT_S", 5.0 if last == "counts" else 0.2)
+    gateway = make_gateway(Hosted(last))
+    key = gateway.open("t0")
+    async with calling(gateway, key) as client:
+        async for chunk in await ask(client, stream=True):
+            if chunk.choices and chunk.choices[0].finish_reason:
+                recorder = gateway.close(key)
+    assert recorder.messages[-1]["content"] == "ok"
+    assert (recorder.num_calls, recorder.num_cancelled, recorder.upstream_error) == (1, 0, None)
+    assert recorder.usage == ((9, 3) if last == "counts" else None)
+    assert gateway.num_sampled == (3 if last == "counts" else 0)
+
+
 async def test_each_key_records_into_its_own_trajectory() -> None:
     """20 rollouts at once, 3 calls each: what each sent is in its own record, and in no other."""
     gateway = make_gateway(ScriptedBackend(lambda request: request.messages[-1]["content"]))
@@ -405,7 +442,8 @@ async def test_closing_breaks_off_calls_in_flight_with_a_401(is_stream: bool) ->
 
 
 async def test_the_turn_limit_counts_answered_and_running_calls() -> None:
-    """Limit 2: of three calls at once one is refused; a call that failed upstream takes none of the two."""
+    """Limit 2: of three calls at once one is refused; a call that failed upstream takes none of the two, and its retry
+    one."""
     fails = iter([True])
 
     async def answer(request: Request) -> str:
@@ -419,7 +457,8 @@ async def test_the_turn_limit_counts_answered_and_running_calls() -> None:
     async with calling(gateway, key) as client:
         with pytest.raises(openai.InternalServerError, match="not now"):
             await ask(client)
-        results = await asyncio.gather(ask(client), ask(client), ask(client), return_exceptions=True)
+        retry: Any = {"extra_headers": {"x-stainless-retry-count": "1"}}
+        results = await asyncio.gather(ask(client, **retry), ask(client), ask(client), return_exceptions=True)
     refused = [result for result in results if isinstance(result, openai.BadRequestError)]
     assert [error.code for error in refused] == ["turn_limit"]
     recorder = gateway.close(key)

@@ -43,10 +43,15 @@ def trained(recorder: Recorder) -> list[str]:
 
 @asynccontextmanager
 async def calling(
-    answer: Callable[[Request], Any], *, swallows: bool = False, max_retries: int = 2, timeout_s: float = 1.0
+    answer: Callable[[Request], Any],
+    *,
+    swallows: bool = False,
+    max_retries: int = 2,
+    timeout_s: float = 1.0,
+    max_turns: int = 10,
 ) -> AsyncIterator[tuple[openai.AsyncOpenAI, ScriptedBackend, Gateway, str]]:
     backend = ScriptedBackend(answer)
-    gateway = Gateway(Engine(backend), defaults=Sampling(), seed=0, max_turns=10)
+    gateway = Gateway(Engine(backend), defaults=Sampling(), seed=0, max_turns=max_turns)
     key = gateway.open("t0")
     async with gateway.serve() as url, Swallowing(url).serve() as proxy:
         client = openai.AsyncOpenAI(
@@ -59,6 +64,7 @@ async def calling(
 @pytest.mark.slow
 @pytest.mark.parametrize("is_stream", [False, True], ids=["plain", "streamed"])
 async def test_a_call_that_times_out_stops_the_engine_and_only_the_retry_is_trained_on(is_stream: bool) -> None:
+    """The two are one turn of the limit."""
     numbers = itertools.count()
 
     async def answer(request: Request) -> str:
@@ -66,7 +72,7 @@ async def test_a_call_that_times_out_stops_the_engine_and_only_the_retry_is_trai
             await asyncio.Event().wait()
         return "second"
 
-    async with calling(answer) as (client, backend, gateway, key):
+    async with calling(answer, max_turns=1) as (client, backend, gateway, key):
         assert await read(client, is_stream) == "second"
         await asyncio.wait_for(backend.was_cancelled.wait(), 20)
         recorder = gateway.close(key)
@@ -74,6 +80,7 @@ async def test_a_call_that_times_out_stops_the_engine_and_only_the_retry_is_trai
     assert trained(recorder) == ["second\n"]
     assert recorder.messages == [USER, {"role": "assistant", "content": "second"}]
     assert (recorder.num_cancelled, recorder.num_abandoned, len(recorder.turns)) == (1, 0, 1)
+    assert recorder.limit is None
 
 
 @pytest.mark.slow
@@ -82,7 +89,8 @@ async def test_a_call_that_times_out_stops_the_engine_and_only_the_retry_is_trai
 async def test_a_reply_that_the_client_never_saw_is_marked_and_not_trained_on(is_stream: bool, is_late: bool) -> None:
     """The engine answers before the retry comes, or only after the retry was answered; the gateway sees no one leave.
 
-    Once a later prompt goes on from the abandoned reply, it was used, and is trained on.
+    Once a later prompt goes on from the abandoned reply, it was used, and is trained on. Call and retry are one turn of
+    the limit.
     """
     numbers, may_answer, has_answered = itertools.count(), asyncio.Event(), asyncio.Event()
     answers = ["first", "second", "third"]
@@ -94,7 +102,7 @@ async def test_a_reply_that_the_client_never_saw_is_marked_and_not_trained_on(is
             has_answered.set()
         return answers[number]
 
-    async with calling(answer, swallows=True) as (client, _, gateway, key):
+    async with calling(answer, swallows=True, max_turns=2) as (client, _, gateway, key):
         recorder = gateway._backends[key].recorder
         assert await read(client, is_stream) == "second"
         may_answer.set()
@@ -111,6 +119,8 @@ async def test_a_reply_that_the_client_never_saw_is_marked_and_not_trained_on(is
         assert (metrics["num_turns"], metrics["num_abandoned"], metrics["num_branches"]) == (2, 1, 0)
 
         await read(client, is_stream, USER, {"role": "assistant", "content": "first"}, {"role": "user", "content": "?"})
+        with pytest.raises(openai.BadRequestError, match="has made its 2 model calls"):
+            await read(client, is_stream)
         gateway.close(key)
     assert sorted(trained(recorder)) == ["first\nthird\n", "second\n"]
     assert recorder.branches == [[USER, {"role": "assistant", "content": "second"}]]

@@ -165,6 +165,28 @@ async def test_an_import_that_takes_too_long_is_given_up(stage: Stage, monkeypat
     assert not pid.exists() or not is_alive(int(pid.read_text()))
 
 
+@pytest.mark.slow
+async def test_a_process_that_died_is_there_again_though_the_import_takes_longer_than_an_attempt(stage: Stage) -> None:
+    """The first attempt kills it. Those that wait for the import time out, and later ones are played."""
+    source = f"""
+import os, time
+from pathlib import Path
+first = Path({str(stage.directory / "first")!r})
+time.sleep(1.5)
+async def rollout(policy, scenario):
+    if not first.exists():
+        first.touch()
+        os._exit(3)
+    return 1
+"""
+    played = await stage.play(source, num=6, retries=0, concurrency=1, timeout_s=1.0)
+    assert [t.error for t in played[:2]] == [
+        "process: its process ended (status 3)",
+        "timeout: not finished after 1 s (rollout.timeout_s)",
+    ]
+    assert [t.returned_reward for t in played[-2:]] == [1, 1]
+
+
 async def test_a_wrong_outcome_stops_the_run(stage: Stage) -> None:
     with pytest.raises(RolloutError, match="a rollout returns a number"):
         await stage.play("def rollout(policy, scenario): return 'good'")

@@ -624,6 +624,14 @@ async def test_a_program_whose_outcome_has_a_wrong_type_stops_the_run(stage: Sta
         await play_program(stage, f"print({line!r})")
 
 
+async def test_after_a_good_outcome_one_of_a_wrong_type_fails_its_attempt_alone(stage: Stage) -> None:
+    source = "import json\nprint([0.5, '\"hello\"', '[1]', '{\"answer\": 4}', 1][json.loads(input())['index']])"
+    (stage.directory / "agent.py").write_text(source)
+    played = await stage.play(entry=None, command=[sys.executable, "agent.py"], num=5, concurrency=1)
+    assert [t.returned_reward for t in played] == [0.5, None, None, None, 1.0]
+    assert all((t.error or "").startswith("output: rollout.command: ") for t in played[1:4])
+
+
 async def test_a_program_that_is_not_there_is_said_before_anything_runs(stage: Stage) -> None:
     for program in ("no-such-program", "./no-such-file"):
         with pytest.raises(RolloutError, match="no such program"):

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import threading
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
@@ -12,6 +13,7 @@ from typing import Any, NoReturn
 import httpx
 import pytest
 
+from art_cli.chat.chat_app import READ_HERE_BYTES
 from art_cli.cli.gateway import _known_secrets
 from art_cli.config.compose import load_gateway
 from art_cli.config.schema import GatewayConfig, RedactConfig
@@ -72,7 +74,12 @@ def _message(place: int, text: str) -> Json:
 
 @asynccontextmanager
 async def standing(
-    directory: Path, backend: ScriptedBackend, *, is_killed: bool = False, **knobs: Any
+    directory: Path,
+    backend: ScriptedBackend,
+    *,
+    is_killed: bool = False,
+    secrets: Secrets | None = None,
+    **knobs: Any,
 ) -> AsyncIterator[Standing]:
     """A gateway in this process. `is_killed`: it ends without writing what it holds."""
     config = GatewayConfig(**knobs)
@@ -82,13 +89,12 @@ async def standing(
     with opened as files:
         if is_killed:
             files.finish = files._writer.close  # type: ignore[method-assign]
-        secrets = Secrets([ANN, BOB, UPSTREAM])
         service = GatewayService(
             Engine(backend),  # type: ignore[arg-type]
             files,
             config,
             clients=Clients([ANN, BOB]),
-            secrets_known=secrets,
+            secrets_known=secrets or Secrets([ANN, BOB, UPSTREAM]),
             drain_s=1,
         )
         ready = asyncio.get_running_loop().create_future()
@@ -371,6 +377,35 @@ async def test_keys_and_what_rules_match_are_in_no_file_and_reach_the_endpoint_a
     call = secretive.messages[2]["tool_calls"][0]["function"]
     assert json.loads(call["arguments"]) == {"user": "ann", "password": "[redacted]"}
     assert len(plain.turns) == 1 and plain.metadata["text_only_calls"] == 0
+
+
+class Watched(Secrets):
+    """Keeps the threads in which it redacts long texts."""
+
+    def __init__(self, values: list[str]) -> None:
+        super().__init__(values)
+        self.threads: list[threading.Thread] = []
+
+    def redact(self, text: str) -> str:
+        if len(text) > READ_HERE_BYTES:
+            self.threads.append(threading.current_thread())
+        return super().redact(text)
+
+
+async def test_a_long_call_is_redacted_once_and_not_on_the_event_loop(tmp_path: Path) -> None:
+    """A plain prompt, a message and a tool, each with and without a key in it."""
+    secrets = Watched([ANN, BOB, UPSTREAM])
+    head = {"authorization": f"Bearer {ANN}"}
+    async with standing(tmp_path, ScriptedBackend(), secrets=secrets) as gateway:
+        for words in ("word " * 20_000, f"{ANN} " * 8_000):
+            tool = {"type": "function", "function": {"name": "add", "description": f"tool {words}", "parameters": {}}}
+            chat = {"model": "policy", "messages": [{"role": "user", "content": words}], "tools": [tool]}
+            plain = {"model": "policy", "prompt": words}
+            for path, body in (("chat/completions", chat), ("completions", plain)):
+                assert (await gateway.http.post(f"/v1/{path}", json=body, headers=head)).status_code == 200
+    assert len(secrets.threads) == 6
+    assert threading.main_thread() not in secrets.threads
+    assert ANN not in str(written(tmp_path))
 
 
 def test_values_of_named_keys_go_also_in_json_that_a_text_quotes() -> None:

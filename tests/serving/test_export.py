@@ -15,13 +15,14 @@ from safetensors.torch import load_file, save_file
 
 from art_cli.cli import app as cli
 from art_cli.engines.proof import make_probe
+from art_cli.models.loading import Weights
 from art_cli.runs.durable import write_lines
 from art_cli.runs.run_dir import RunDir
 from art_cli.runs.trajectory import Trajectory
 from art_cli.runtime.errors import DriftError, RunError, UsageError
 from art_cli.serving import merged_export as module
 from art_cli.serving.merged_export import export, saved_prompts
-from art_cli.serving.served_model import find_source
+from art_cli.serving.served_model import Source, find_source
 from tests.support.served import add_trajectories, make_run
 
 PROMPTS = [list(range(40, 90)), list(range(200, 100, -1)), [7, 7, 7, 250, 9]]
@@ -77,10 +78,20 @@ def test_a_template_that_only_the_adapter_has_is_enough(run: RunDir, tmp_path: P
 
 
 @pytest.mark.slow
-def test_the_dtype_is_what_is_written(run: RunDir, tmp_path: Path) -> None:
+def test_the_dtype_is_what_is_written(run: RunDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The policy is loaded in float32, once in that dtype for all prompts, and as it was written."""
+    loaded: list[str] = []
+    load = module.load_source
+
+    def watched(source: Source, dtype: str) -> Weights:
+        loaded.append(dtype)
+        return load(source, dtype)
+
+    monkeypatch.setattr(module, "load_source", watched)
     exported = export(find_source(str(run.root)), tmp_path / "out", dtype="bfloat16", bound=None, probe=make_probe)
     assert {tensor.dtype for tensor in load_file(tmp_path / "out" / "model.safetensors").values()} == {torch.bfloat16}
     assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == "bfloat16"
+    assert loaded == ["float32", "bfloat16", "bfloat16"]
     assert 1e-6 < exported.max_gap < 0.5
 
 

@@ -19,9 +19,9 @@ from art_cli.runtime.errors import ArtError, CheckpointError, UsageError
 from art_cli.serving import served_policies
 from art_cli.serving.middleware import Admission, Meter
 from art_cli.serving.serve_service import Dispatch
-from art_cli.serving.served_model import find_source
+from art_cli.serving.served_model import Source, find_source
 from art_cli.serving.served_policies import Loader, Policies, ServedPolicy, engine_config, read_knobs
-from tests.support.served import ScriptedLoader, add_checkpoint, make_run, scripted_source
+from tests.support.served import ScriptedEngine, ScriptedLoader, add_checkpoint, make_run, scripted_source
 from tests.support.serving import (
     TOOLS,
     USER,
@@ -268,6 +268,37 @@ async def test_following_the_best_waits_for_a_better_evaluation(
         add_checkpoint(run, 3)
         run.append_metrics(3, "eval", {"reward": 0.6})
         await until(lambda: service.policies.served["mine"].source.step == 3)
+
+
+class Unlucky(ScriptedLoader):
+    """Its engine of step 2 is there at the third try."""
+
+    num_tries = 0
+
+    async def make(self, source: Source) -> ScriptedEngine:
+        self.num_tries += source.step == 2
+        if source.step == 2 and self.num_tries < 3:
+            raise MemoryError("no room")
+        return await super().make(source)
+
+
+async def test_following_goes_on_after_any_failure(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The run's metrics cannot be read for a while, and then there is no memory for the engine of step 2."""
+    monkeypatch.setattr(served_policies, "POLL_S", 0.02)
+    run = make_run(tmp_path / "mine", (1,), rewards={1: 0.5})
+    source = find_source(str(run.root), which="best")
+    async with serving(source, loader=Unlucky(), follows="best") as (service, _):
+        aside = run.metrics_path.rename(tmp_path / "aside")
+        run.metrics_path.mkdir()
+        await until(lambda: "not a regular file" in caplog.text)
+        add_checkpoint(run, 2)
+        run.metrics_path.rmdir()
+        aside.rename(run.metrics_path)
+        run.append_metrics(2, "eval", {"reward": 0.6})
+        await until(lambda: service.policies.served["mine"].source.step == 2)
+    assert caplog.text.count("not a regular file") == caplog.text.count("MemoryError: no room") == 1
 
 
 def test_only_a_run_can_be_followed(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:

@@ -206,7 +206,7 @@ def _in_order_of_calls(messages: Sequence[Json]) -> list[Json]:
         flush()
         ordered.append(message)
         if message["role"] == "assistant":
-            places = {call["id"]: place for place, call in enumerate(message.get("tool_calls") or ())}
+            places = {call.get("id") or "": place for place, call in enumerate(message.get("tool_calls") or ())}
     flush()
     return ordered
 
@@ -255,12 +255,17 @@ def message_item(id: str, text: str, status: str, logprobs: Sequence[Any] = ()) 
 
 
 def call_item(id: str, call: Json, status: str, functions: Mapping[str, Json]) -> Json:
-    """Returns the call of one of these functions, which are by their full names."""
-    function = call["function"]
-    called = functions.get(function["name"]) or {"name": function["name"], "namespace": None}
-    item = {"id": id, "type": "function_call", "status": status, "call_id": call["id"], "name": called["name"]}
+    """Returns the call of one of these functions, which are by their full names.
+
+    An endpoint may give a call without an id, which then has the item's, or without a name or arguments.
+    """
+    function = call.get("function") or {}
+    name = function.get("name") or ""
+    called = functions.get(name) or {"name": name, "namespace": None}
+    call_id = call.get("id") or id
+    item = {"id": id, "type": "function_call", "status": status, "call_id": call_id, "name": called["name"]}
     item |= {"namespace": called["namespace"]} if called["namespace"] else {}
-    return item | {"arguments": function["arguments"]}
+    return item | {"arguments": function.get("arguments") or ""}
 
 
 def text_part(text: str, logprobs: Sequence[Any] = ()) -> Json:

@@ -7,13 +7,15 @@ textarena.py        textarena's games; one policy plays all seats
 openenv_servers.py  any OpenEnv server, by its address
 verifiers_tasks.py  tasksets of verifiers, played by its harnesses, or by ours where a taskset has none
 verifiers_chat.py   ours: a conversation with the task's tools
-mcp.py              any MCP server; its tools become the agent's, with limits on what it sends
+mcp.py              any MCP server; its tools become the agent's
+mcp_connection.py   how an MCP server is reached, and the limits on what it sends
 servers.py          the parts that the two behind a server share
 
 A name is LIBRARY/NAME. A package of the user adds a library by an entry point in the group `art_cli.environments`,
 which names a class like `Library`. An environment is opened and played in the rollout process, so that neither the
 import of its package nor its dependencies reach the command line, and `rollout.python` may name a Python for them.
-Standard library only, here and in each file; a library's package is imported when its methods are called.
+Standard library only, here and in each file but mcp_connection.py; a library's package is imported when its methods are
+called.
 
 A scenario is a seed, {"id": "seed-17", "seed": 17}, unless the library makes others. Texts of a game, of a generator
 and of the policy are data, and nothing of them is evaluated as code.
@@ -22,8 +24,7 @@ and of the policy are data, and nothing of them is evaluated as code.
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from difflib import get_close_matches
-from importlib import import_module
-from importlib.metadata import entry_points
+from importlib.metadata import EntryPoint, entry_points
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
@@ -99,12 +100,17 @@ class Library(Protocol):
 
 def libraries() -> dict[str, Library]:
     """Returns all libraries by name, whether their packages are installed or not."""
-    found = {name: _load(*place.split(":")) for name, place in BUILT_IN.items()}
-    return {entry.name: entry.load()() for entry in entry_points(group=GROUP)} | found
+    return {name: _load(entry) for name, entry in _entries().items()}
 
 
-def _load(module: str, name: str) -> Library:
-    made: Library = getattr(import_module(module), name)()
+def _entries() -> dict[str, EntryPoint]:
+    """Returns the entry point of each library by name; none of them is imported."""
+    built_in = [EntryPoint(name, place, GROUP) for name, place in BUILT_IN.items()]
+    return {entry.name: entry for entry in (*entry_points(group=GROUP), *built_in)}
+
+
+def _load(entry: EntryPoint) -> Library:
+    made: Library = entry.load()()
     return made
 
 
@@ -118,11 +124,11 @@ def find_library(name: str) -> tuple[Library, str]:
 
 
 def library_named(name: str) -> Library:
-    """Raises UsageError: there is none."""
-    known = libraries()
+    """Returns the library, the only one that is imported. Raises UsageError: there is none."""
+    known = _entries()
     if name not in known:
         raise UsageError(no_such_option("library of environments", name, sorted(known)))
-    return known[name]
+    return _load(known[name])
 
 
 def not_installed(library: Library) -> str:

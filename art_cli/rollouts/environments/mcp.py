@@ -2,226 +2,28 @@
 
     rollout: {environment: "mcp/python server.py", scenarios: tasks.jsonl}
 
-Each attempt has a new connection, and of a command a new process, which runs in the configuration's directory. A
-scenario is {"id": ..., "task": ...}, and the task is the first user message. The policy calls tools until it answers
-without a call. A scenario with an "answer" has the reward 1 where the last reply has that answer in it as words, else
-0. Without one a judge gives the reward.
-
-A connection is a command over its pipes, or a URL over streamable HTTP or the older SSE. Bounds hold what a server may
-send and how long it may take. The package `mcp` is imported where a connection is made.
+Each attempt has a new connection (mcp_connection.py), and of a command a new process, which runs in the configuration's
+directory. A scenario is {"id": ..., "task": ...}, and the task is the first user message. The policy calls tools until
+it answers without a call. A scenario with an "answer" has the reward 1 where the last reply has that answer in it as
+words, else 0. Without one a judge gives the reward.
 
 A call that the policy got wrong (no such tool, arguments that are not JSON or do not fit) is answered with the mistake.
 A server that cannot be reached, that ends or takes too long fails the attempt.
 """
 
-import asyncio
 import json
-import logging
-import os
 import re
-import shlex
-import sys
-from collections.abc import AsyncIterator, Iterator
-from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
-from typing import TYPE_CHECKING, Any, NamedTuple, TextIO
-
-import httpx2
-from mcp import Client, StdioServerParameters
-from mcp.client.sse import sse_client
-from mcp.client.stdio import stdio_client
-from mcp.client.streamable_http import streamable_http_client
+from collections.abc import Iterator
+from contextlib import AbstractAsyncContextManager
+from typing import TYPE_CHECKING, Any
 
 from art_cli.rollouts.environments import EnvironmentFault, Json, Listing, Settings, check_args
 from art_cli.rollouts.environments.servers import ask_once, play_connected
 from art_cli.runs.outcome import Outcome
-from art_cli.runtime.errors import UsageError, describe, printable
+from art_cli.runtime.errors import UsageError, describe
 
 if TYPE_CHECKING:
     from art_cli.rollouts.policy import Policy
-
-LOGGERS = ("mcp.client.stdio", "mcp.client.sse", "mcp.client.streamable_http", "mcp.client.client", "client")
-MAX_MESSAGE = 1 << 26  # bytes of one answer of a URL; the mcp package's own limit for SSE is 1 MiB
-MAX_TOOLS = 1_000_000  # characters of all tools as JSON, which are part of every prompt
-MAX_NAME = 128  # characters of a tool's name, as in the protocol
-MAX_PAGES = 50  # most pages of the server's list of tools
-
-
-class ServerAddress(NamedTuple):
-    """The address of a server.
-
-    Example: ServerAddress("https://host/mcp", None, {"Authorization": "Bearer ..."}, "http", 60.0)
-    """
-
-    url: str
-    command: StdioServerParameters | None  # None if it is the URL
-    headers: dict[str, str]
-    transport: str  # "http" or "sse", for a URL
-    timeout_s: float  # longest wait for an answer, for a connection, and for its end
-
-
-def find_place(name: str, directory: str, args: Json) -> ServerAddress:
-    """Returns the address of the server in the settings. Raises UsageError."""
-    is_url = name.startswith(("http://", "https://"))
-    for key in ("variables",) if is_url else ("headers", "transport"):
-        if args[key]:
-            kind = "a command" if is_url else "a URL"
-            raise UsageError(f"rollout.environment.args.{key}: only {kind} takes it, and {name!r} is none")
-    if not is_url:
-        given = {each: _variable("variables", each) for each in args["variables"]}
-        return ServerAddress("", _command(name, directory, given), {}, "", args["timeout_s"])
-    transport = args["transport"] or ("sse" if httpx2.URL(name).path.rstrip("/").endswith("/sse") else "http")
-    if transport not in ("http", "sse"):
-        raise UsageError(f"rollout.environment.args.transport: 'http' or 'sse', not {transport!r}")
-    headers = {header: _variable("headers", each) for header, each in (args["headers"] or {}).items()}
-    return ServerAddress(name, None, headers, transport, args["timeout_s"])
-
-
-def _command(name: str, directory: str, variables: dict[str, str]) -> StdioServerParameters:
-    try:
-        words = shlex.split(name)
-    except ValueError as error:
-        raise UsageError(f"rollout.environment mcp/{name}: not a command line: {error}") from None
-    return StdioServerParameters(command=words[0], args=words[1:], env=variables, cwd=directory)
-
-
-def _variable(key: str, name: Any) -> str:
-    """Returns the value of an environment variable. Raises UsageError: it is not set."""
-    if not isinstance(name, str) or name not in os.environ:
-        raise UsageError(f"rollout.environment.args.{key}: {printable(str(name), limit=80)} is not set")
-    return os.environ[name]
-
-
-@asynccontextmanager
-async def connected(place: ServerAddress) -> AsyncIterator[Client]:
-    """Yields a client that is connected. Raises whatever the connection does, TimeoutError among it."""
-    loop = asyncio.get_running_loop()
-    client = Client(_transport(place), read_timeout_seconds=place.timeout_s, cache=None)
-    async with asyncio.timeout(place.timeout_s) as deadline:
-        async with client:
-            deadline.reschedule(None)
-            try:
-                yield client
-            finally:
-                with suppress(RuntimeError):  # it has passed already
-                    deadline.reschedule(loop.time() + place.timeout_s)
-
-
-def _without_traceback(record: logging.LogRecord) -> bool:
-    """Makes one line of a record of the mcp package, which logs a traceback for each line that it cannot read."""
-    if record.exc_info and record.exc_info[1] is not None:
-        record.msg, record.args = "MCP: %s: %s", (record.getMessage(), describe(record.exc_info[1]))
-        record.exc_info = record.exc_text = None
-    return True
-
-
-def _transport(place: ServerAddress) -> Any:
-    for name in LOGGERS:
-        logging.getLogger(name).addFilter(_without_traceback)  # the same one is added once
-    if place.command is not None:
-        return stdio_client(place.command, errlog=_errors())
-    if place.transport == "http":
-        return _streamable_http(place)
-    return sse_client(place.url, httpx_client_factory=lambda headers=None, timeout=None, auth=None: _http_client(place))
-
-
-def _errors() -> TextIO:
-    """Returns the file for a command's errors: standard error, unless a notebook has replaced it by no file."""
-    for stream in (sys.stderr, sys.__stderr__):
-        with suppress(AttributeError, OSError, ValueError):
-            if stream is not None and stream.fileno() >= 0:
-                return stream
-    raise UsageError("a command needs a standard error to write to")
-
-
-@asynccontextmanager
-async def _streamable_http(place: ServerAddress) -> AsyncIterator[Any]:
-    async with (
-        _http_client(place) as http,
-        streamable_http_client(place.url, http_client=http, max_sse_event_size=MAX_MESSAGE) as streams,
-    ):
-        yield streams
-
-
-def _http_client(place: ServerAddress) -> httpx2.AsyncClient:
-    """Returns the client of a URL. A stream may be silent as long as the policy thinks; calls have a deadline."""
-    return httpx2.AsyncClient(
-        headers={**place.headers, "Accept-Encoding": "identity"},
-        timeout=httpx2.Timeout(place.timeout_s, read=None),
-        event_hooks={"response": [_limit]},
-    )
-
-
-async def _limit(response: httpx2.Response) -> None:
-    """Bounds an answer. A stream of events is not bounded as a whole, but by the size of each event.
-
-    The mcp package reports a refused request only as an error, so that a wrong key is named here.
-    """
-    if response.status_code in (401, 403):
-        raise httpx2.RequestError(f"the server answers {response.status_code}; args.headers names the key's variable")
-    if (encoding := response.headers.get("content-encoding", "identity")) != "identity":
-        raise httpx2.DecodingError(f"content-encoding {encoding[:20]!r} was not asked for")
-    if not response.headers.get("content-type", "").startswith("text/event-stream"):
-        assert isinstance(response.stream, httpx2.AsyncByteStream), "the answer of an asynchronous client"
-        response.stream = _Limited(response.stream)
-
-
-class _Limited(httpx2.AsyncByteStream):
-    """Another stream's bytes, up to MAX_MESSAGE."""
-
-    def __init__(self, stream: httpx2.AsyncByteStream) -> None:
-        self._stream = stream
-
-    async def __aiter__(self) -> AsyncIterator[bytes]:
-        num_bytes = 0
-        async for piece in self._stream:
-            num_bytes += len(piece)
-            if num_bytes > MAX_MESSAGE:
-                raise httpx2.ReadError(f"the answer is larger than {MAX_MESSAGE >> 20} MiB")
-            yield piece
-
-    async def aclose(self) -> None:
-        await self._stream.aclose()
-
-
-async def list_tools(client: Client, chosen: list[str]) -> list[Json]:
-    """Returns the `chosen` tools of the server, or all for [], as OpenAI's. Raises ValueError if one is unusable."""
-    found: dict[str, Json] = {}
-    cursor = None
-    for _ in range(MAX_PAGES):
-        page = await client.list_tools(cursor=cursor)
-        for tool in page.tools:
-            if chosen and tool.name not in chosen:
-                continue
-            if tool.name in found:
-                raise ValueError(f"it has two tools {_shown_error(tool.name)}")
-            found[tool.name] = _as_function(tool)
-        if (cursor := page.next_cursor) is None:
-            break
-    else:
-        raise ValueError(f"its list of tools has more than {MAX_PAGES} pages")
-    if (size := _size(list(found.values()))) > MAX_TOOLS:
-        raise ValueError(f"its tools are {size:,} characters of JSON; name those that the agent needs in args.tools")
-    return list(found.values())
-
-
-def _as_function(tool: Any) -> Json:
-    if not 0 < len(tool.name) <= MAX_NAME or not tool.name.isprintable() or " " in tool.name:
-        shown = _shown_error(tool.name)
-        raise ValueError(f"{shown} is no name of a tool; name those that the agent needs in args.tools")
-    function = {"name": tool.name, "description": tool.description or "", "parameters": tool.input_schema}
-    return {"type": "function", "function": function}
-
-
-def _shown_error(name: str) -> str:
-    return printable(repr(name), limit=80)
-
-
-def _size(tools: list[Json]) -> int:
-    try:
-        return len(json.dumps(tools))
-    except (ValueError, RecursionError):
-        raise ValueError("the schema of one of its tools is nested too deeply") from None
-
 
 DEFAULTS: Json = {
     "timeout_s": 60.0,
@@ -264,6 +66,7 @@ class McpServer:
     """One server with its settings. Each attempt connects to it anew."""
 
     def __init__(self, name: str, settings: Settings) -> None:
+        from art_cli.rollouts.environments.mcp_connection import find_place
 
         self.tools: list[Json] = []  # those that are offered, as they were when it was opened
         self._name = settings.name
@@ -292,10 +95,12 @@ class McpServer:
         )
 
     def _connected(self) -> AbstractAsyncContextManager[Any]:
+        from art_cli.rollouts.environments.mcp_connection import connected
 
         return connected(self._place)
 
     async def _tools(self, client: Any) -> list[Json]:
+        from art_cli.rollouts.environments.mcp_connection import list_tools
 
         return await list_tools(client, self._args["tools"])
 

@@ -73,13 +73,18 @@ class OpenEnvServer:
         self._schema = ""
 
     async def fetch_schema(self) -> Json:
-        """Returns the JSON schema of an action."""
+        """Returns the JSON schema of an action. Raises ValueError if the answer is none, or is too large."""
         import aiohttp
 
         timeout = aiohttp.ClientTimeout(total=self._args["timeout_s"])
         async with aiohttp.ClientSession(timeout=timeout) as session, session.get(f"{self._url}/schema") as answer:
             answer.raise_for_status()
-            schema = json.loads(await answer.content.read(MAX_ANSWER))
+            received = bytearray()
+            async for piece in answer.content.iter_any():
+                received += piece
+                if len(received) > MAX_ANSWER:
+                    raise ValueError(f"its /schema is larger than {MAX_ANSWER >> 20} MiB")
+            schema = json.loads(received)
         action = schema.get("action") if isinstance(schema, dict) else None
         if not isinstance(action, dict) or not isinstance(action.get("properties"), dict):
             raise ValueError("its /schema describes no action")

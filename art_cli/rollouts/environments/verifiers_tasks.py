@@ -262,7 +262,10 @@ class _Servers:
     async def running(self) -> AsyncIterator[None]:
         """Raises EnvironmentFault: they do not start."""
         async with self._lock:
-            if self._task is None or self._task.done():
+            if self._task is not None and (self._over.is_set() or self._task.done()):
+                await asyncio.wait((self._task,), timeout=START_S)
+                self._task = None
+            if self._task is None:
                 await self._start()
             self._num_attempts += 1
         try:
@@ -279,8 +282,11 @@ class _Servers:
         try:
             async with asyncio.timeout(START_S):
                 await ready
-        except Exception as error:  # the boundary to the environment
+        except BaseException as error:  # the boundary to the environment; also the end of the attempt's time
             self._task.cancel()
+            self._over.set()
+            if not isinstance(error, Exception):
+                raise
             raise EnvironmentFault(f"verifiers: its servers did not start: {describe(error)}") from error
 
     async def _serve(self, ready: "asyncio.Future[None]", over: asyncio.Event) -> None:

@@ -81,15 +81,11 @@ class Conversations:
         self._is_text_only_told = False
 
     @contextlib.contextmanager
-    def calling(self, client: str, request: Request, redacted: list[Json] | None) -> Iterator[Conversation]:
-        """Yields the conversation of a call while it lasts. `redacted`: the call's messages, redacted."""
-        plain = request.prompt if isinstance(request.prompt, str) else None
-        shown = msgspec.structs.replace(
-            request, messages=redacted, prompt=None if plain is None else self._redactor.text(plain)
-        )
+    def calling(self, client: str, request: Request, redacted: Request) -> Iterator[Conversation]:
+        """Yields the conversation of a call while it lasts. `redacted`: the call by `Redactor.request`."""
         retries = self._retries.setdefault(client, Retries())
         replaced = retries.replaced(request)
-        conversation = self._find(client, shown, replaced) or self._begin(client, shown)
+        conversation = self._find(client, redacted, replaced) or self._begin(client, redacted)
         attempted = retries.add(request)
         self._attempted[attempted] = conversation.about.id
         conversation.num_in_flight += 1

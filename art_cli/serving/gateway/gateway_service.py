@@ -39,7 +39,7 @@ from art_cli.chat.chat_errors import ChatError
 from art_cli.chat.http_server import Stopping, serve
 from art_cli.chat.reading import BodyLimit, RequestReader
 from art_cli.chat.replies import Chunk, Reply
-from art_cli.chat.requests import Json, Request, Sampling, with_defaults
+from art_cli.chat.requests import Request, Sampling, with_defaults
 from art_cli.chat.wires import WIRES
 from art_cli.config.schema import GatewayConfig
 from art_cli.engines import Engine
@@ -159,13 +159,11 @@ class ClientBackend:
                         yield chunk
             self.num_calls += 1
 
-    async def _redacted(self, request: Request) -> list[Json] | None:
-        """Returns the messages redacted, in a thread if they are long, or None for a plain completion."""
-        if request.messages is None:
-            return None
-        if self._redactor.num_new_bytes(request.messages) <= READ_HERE_BYTES:
-            return self._redactor.messages(request.messages)
-        return await self._reader.read(self._redactor.messages, request.messages)
+    async def _redacted(self, request: Request) -> Request:
+        """Returns the request redacted, in a thread if it is long. Its recorder takes it from the redactor's memory."""
+        if self._redactor.num_new_bytes(request) <= READ_HERE_BYTES:
+            return self._redactor.request(request)
+        return await self._reader.read(self._redactor.request, request)
 
     @contextlib.contextmanager
     def _failures_logged(self) -> Iterator[None]:

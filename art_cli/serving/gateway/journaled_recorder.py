@@ -153,7 +153,7 @@ class JournaledRecorder(Recorder):
         messages = None if request.messages is None else redact.messages(request.messages)
         tools, overridden = redact.messages(request.tools), redact.value(request.overridden)
         is_readable = not isinstance(prompt, list) or not redact.has_rules  # rules cannot read token ids
-        shown = redact.text(prompt) if isinstance(prompt, str) else prompt if is_readable else []
+        shown = redact.prompt(prompt) if isinstance(prompt, str) else prompt if is_readable else []
         state = None if request.state is None else redact.text(request.state)
         choices = [self._redacted_choice(choice) for choice in reply.choices]
         pairs: list[tuple[object, object]] = [(messages, request.messages), (tools, request.tools), (shown, prompt)]

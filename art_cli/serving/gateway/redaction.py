@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from art_cli.chat.requests import Request
 from art_cli.config.schema import RedactConfig
 from art_cli.runtime.processes.plain_json import is_deep
 from art_cli.runtime.secrets import Secrets
@@ -23,7 +24,7 @@ Json = dict[str, Any]
 
 REDACTED = "[redacted]"
 MAX_REMEMBERED = 1024  # number of messages whose outcome is remembered, because each call sends all earlier ones again
-MAX_REMEMBERED_BYTES = 64 * 2**10  # bytes of a redacted message that is remembered
+MAX_REMEMBERED_BYTES = 64 * 2**20  # bytes of all redacted messages that are remembered
 MAX_NESTED = 8  # levels of JSON in strings of JSON that are read
 MAX_DEPTH = 64  # levels of lists and objects in such JSON; deeper ones are replaced as a whole
 STRUCTURE = ("role", "type")  # names whose values are the protocol's words, in which only keys are looked for
@@ -39,9 +40,9 @@ class Redactor:
         self._names = frozenset(name.lower() for name in rules.keys)
         names = "|".join(re.escape(name) for name in rules.keys)
         self._named = re.compile(rf'"(?:{names})"\s*:\s*', re.IGNORECASE) if rules.keys else None
-        self._remembered: OrderedDict[bytes, Json | None] = (
-            OrderedDict()
-        )  # digest of a message -> it redacted, if it is
+        # Digest of a message -> it redacted, or None if nothing is replaced, and the bytes that this takes.
+        self._remembered: OrderedDict[bytes, tuple[Json | None, int]] = OrderedDict()
+        self._num_bytes = 0  # of all that is remembered
         self._lock = threading.Lock()  # long requests are redacted in a thread, short ones on the event loop
 
     @property
@@ -53,6 +54,17 @@ class Redactor:
         redacted = [self._message(message) for message in messages]
         return messages if all(map(_is_same, redacted, messages)) else redacted
 
+    def prompt(self, prompt: str) -> str:
+        """Returns the prompt of a plain completion, which is remembered as a message is."""
+        text: str = self._message({"prompt": prompt})["prompt"]
+        return text
+
+    def request(self, request: Request) -> Request:
+        """Returns the request with its messages, tools and prompt redacted, without a prompt of token ids."""
+        prompt = self.prompt(request.prompt) if isinstance(request.prompt, str) else None
+        messages = None if request.messages is None else self.messages(request.messages)
+        return msgspec.structs.replace(request, messages=messages, tools=self.messages(request.tools), prompt=prompt)
+
     def value(self, value: Value) -> Value:
         """Any JSON value with its strings redacted, also strings that are JSON; the same object if nothing is."""
         redacted: Value = self._walk(value, is_document=False, nested=0)
@@ -62,9 +74,10 @@ class Redactor:
         """Returns the text; the same object if nothing is replaced."""
         return self._text(text, nested=0)
 
-    def num_new_bytes(self, messages: list[Json]) -> int:
-        """Returns the size of the messages that it has not seen lately, which is the work that `messages` would be."""
-        encoded = map(msgspec.json.encode, messages)
+    def num_new_bytes(self, request: Request) -> int:
+        """Returns the size of what it has not seen lately of a request, which is the work that `request` would be."""
+        prompts = [{"prompt": request.prompt}] if isinstance(request.prompt, str) else []
+        encoded = map(msgspec.json.encode, [*(request.messages or ()), *request.tools, *prompts])
         return sum(len(data) for data in encoded if _digest(data) not in self._remembered)
 
     def _message(self, message: Json) -> Json:
@@ -72,14 +85,15 @@ class Redactor:
         with self._lock:
             if digest in self._remembered:
                 self._remembered.move_to_end(digest)
-                return self._remembered[digest] or message
+                return self._remembered[digest][0] or message
         redacted = self.value(message)
-        is_changed = redacted is not message
-        if not is_changed or len(msgspec.json.encode(redacted)) <= MAX_REMEMBERED_BYTES:
-            with self._lock:
-                self._remembered[digest] = redacted if is_changed else None
-                while len(self._remembered) > MAX_REMEMBERED:
-                    self._remembered.popitem(last=False)
+        remembered = (None, 0) if redacted is message else (redacted, len(msgspec.json.encode(redacted)))
+        with self._lock:
+            if digest not in self._remembered:
+                self._remembered[digest] = remembered
+                self._num_bytes += remembered[1]
+            while len(self._remembered) > MAX_REMEMBERED or self._num_bytes > MAX_REMEMBERED_BYTES:
+                self._num_bytes -= self._remembered.popitem(last=False)[1][1]
         return redacted
 
     def _walk(self, value: Any, *, is_document: bool, nested: int, is_data: bool = False) -> Any:

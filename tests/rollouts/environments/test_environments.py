@@ -1,9 +1,11 @@
 """`rollout.environment`: what is refused and in which words, which scenarios it makes, the commands around it."""
 
+import asyncio
 import json
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,7 @@ from art_cli.config.compose import load_config
 from art_cli.config.schema import EnvironmentConfig
 from art_cli.loop.references import check_ready
 from art_cli.rollouts import environments
-from art_cli.rollouts.environments import Listing, Settings, open_environment
+from art_cli.rollouts.environments import Listing, Settings, open_environment, verifiers_tasks
 from art_cli.rollouts.scenario_files import evaluation_scenarios, training_scenarios
 from art_cli.runs.outcome import Outcome
 from art_cli.runtime.errors import ConfigError, UsageError
@@ -149,6 +151,43 @@ class Echo:
         return Outcome(reward=scenario["seed"])
 
 
+class Serving:
+    """An environment of verifiers with servers, which start and end when they may."""
+
+    def __init__(self) -> None:
+        self.is_open, self.may_open, self.may_close = False, asyncio.Event(), asyncio.Event()
+
+    @asynccontextmanager
+    async def serving(self) -> AsyncIterator[None]:
+        await self.may_open.wait()
+        self.is_open = True
+        yield
+        await self.may_close.wait()
+        self.is_open = False
+
+
+async def test_no_attempt_plays_without_the_servers_of_its_environment() -> None:
+    """The first attempt ends before they run. The third begins while those of the second end."""
+    env = Serving()
+    servers = verifiers_tasks._Servers(env)
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(0.05), servers.running():
+            pass
+    env.may_open.set()
+    async with asyncio.timeout(5), servers.running():
+        assert env.is_open
+
+    async def attempt() -> bool:
+        async with servers.running():
+            return env.is_open
+
+    third = asyncio.create_task(attempt())
+    await asyncio.sleep(0.05)
+    env.may_close.set()
+    async with asyncio.timeout(5):
+        assert await third
+
+
 @pytest.mark.slow
 def test_a_package_adds_a_library_by_an_entry_point(tmp_path: Path) -> None:
     metadata = tmp_path / "mine-1.0.dist-info"
@@ -163,6 +202,31 @@ def test_a_package_adds_a_library_by_an_entry_point(tmp_path: Path) -> None:
         timeout=120,
     )
     assert run.stdout == "says what it is told\n", run.stderr
+
+
+BLOCKED = """
+import sys
+class Absent:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in ("mcp", "httpx2"):
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+sys.meta_path.insert(0, Absent())
+from art_cli.rollouts.environments import Settings, libraries, library_named, open_environment
+names = sorted(libraries())
+loaded = [name for name in sys.modules if name.startswith("art_cli.rollouts.environments.")]
+for name in loaded:
+    del sys.modules[name]
+print(*names, type(open_environment(Settings("reasoning_gym/countdown"))).__name__)
+print(*(name for name in sys.modules if name.startswith("art_cli.rollouts.environments.")))
+"""
+
+
+def test_an_environment_needs_no_other_librarys_package() -> None:
+    run = subprocess.run([sys.executable, "-c", BLOCKED], capture_output=True, text=True, timeout=120)
+    assert run.stdout.splitlines() == [
+        "mcp openenv reasoning_gym textarena verifiers Generator",
+        "art_cli.rollouts.environments.reasoning_gym",
+    ], run.stderr
 
 
 def test_what_another_python_has_is_listed_by_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

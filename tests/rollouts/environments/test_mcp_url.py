@@ -16,7 +16,7 @@ from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse
 
-from art_cli.rollouts.environments import Settings, mcp, open_environment
+from art_cli.rollouts.environments import Settings, mcp_connection, open_environment
 from art_cli.runs.trajectory import Trajectory
 from art_cli.runtime.errors import UsageError
 from tests.rollouts.environments.test_mcp import played, scripted
@@ -247,7 +247,7 @@ def server() -> Iterator[Misbehaving]:
 def test_a_server_whose_tools_cannot_be_offered_is_refused_in_words(
     server: Misbehaving, listed: Any, words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(mcp, "MAX_PAGES", 3)
+    monkeypatch.setattr(mcp_connection, "MAX_PAGES", 3)
     server.listed = listed
     with pytest.raises(UsageError) as refusal:
         open_environment(Settings(f"mcp/{server.url}", {"timeout_s": 0.7}))
@@ -273,7 +273,7 @@ async def test_a_server_that_breaks_in_the_middle_fails_the_attempt(
 async def test_an_answer_without_an_end_is_not_read_to_it(
     tmp_path: Path, server: Misbehaving, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(mcp, "MAX_MESSAGE", 100_000)
+    monkeypatch.setattr(mcp_connection, "MAX_MESSAGE", 100_000)
     server.listed, server.called = tools("go"), {"content": [{"type": "text", "text": "x" * 200_000}]}
     (broken,) = await played_here(tmp_path, server, tool_call("go"))
     assert broken.error is not None and broken.error.startswith("EnvironmentFault: mcp/http")

@@ -1,5 +1,6 @@
 """An OpenEnv server as an environment, over its WebSocket protocol: reset, then steps until it is done."""
 
+import asyncio
 import json
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
@@ -11,7 +12,7 @@ import pytest
 from aiohttp import web
 
 from art_cli.chat.requests import Sampling
-from art_cli.rollouts.environments import Settings
+from art_cli.rollouts.environments import Settings, openenv_servers
 from art_cli.rollouts.environments.openenv_servers import OpenEnvServer
 from art_cli.rollouts.function_rollout import FunctionRollout
 from art_cli.rollouts.policy import Policy
@@ -31,8 +32,15 @@ class Guessing:
         self.app = web.Application()
         self.app.add_routes([web.get("/schema", self.schema), web.get("/ws", self.play)])
 
-    async def schema(self, request: web.Request) -> web.Response:
-        return web.json_response({"action": self.action, "observation": {}})
+    async def schema(self, request: web.Request) -> web.StreamResponse:
+        """The answer comes in two pieces, as a long one does."""
+        body = json.dumps({"action": self.action, "observation": {}}).encode()
+        response = web.StreamResponse()
+        await response.prepare(request)
+        for piece in (body[:20], body[20:]):
+            await response.write(piece)
+            await asyncio.sleep(0.02)
+        return response
 
     async def play(self, request: web.Request) -> web.WebSocketResponse:
         socket = web.WebSocketResponse()
@@ -66,8 +74,8 @@ async def opened(action: dict[str, Any], **args: Any) -> AsyncIterator[OpenEnvSe
     await site.start()
     url = f"http://127.0.0.1:{runner.addresses[0][1]}"
     server = OpenEnvServer(url, Settings(f"openenv/{url}", args))
-    server.learn(await server.fetch_schema())
     try:
+        server.learn(await server.fetch_schema())
         yield server
     finally:
         await runner.cleanup()
@@ -116,3 +124,10 @@ async def test_a_server_that_breaks_fails_the_attempt() -> None:
             await played(server, "break")
     with pytest.raises(aiohttp.ClientConnectionError):
         await server.fetch_schema()
+
+
+async def test_a_schema_has_a_largest_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(openenv_servers, "MAX_ANSWER", 50)
+    with pytest.raises(ValueError, match="its /schema is larger"):
+        async with opened(TEXT):
+            pass
