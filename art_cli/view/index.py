@@ -25,6 +25,7 @@ from art_cli.runtime.errors import printable
 from art_cli.view.rows import MAX_SHOWN, IndexRow, Labels, read_rows
 
 SLICE_S = 0.02  # longest time that one slice holds the lock of its step
+MAX_COUNTED = 2**30  # bytes of a file whose lines are counted; a larger one may be a hole
 MAX_PROBLEMS = 20  # lines that cannot be read, of which a step keeps the reasons
 STEP_DIRECTORY = re.compile(r"step_(\d{1,9})")
 Split = str  # "train" or "eval"
@@ -143,6 +144,8 @@ class IndexedStep:
         """Whether scored.jsonl beside it has all of its lines: it is later and has as many."""
         scored = self._files.get(file.path.with_name("scored.jsonl"))
         if file.path.name != "trajectories.jsonl" or scored is None or scored.modified < file.modified:
+            return False
+        if max(file.size, scored.size) > MAX_COUNTED:
             return False
         return self._num_lines(scored.path) >= self._num_lines(file.path)
 
