@@ -280,16 +280,23 @@ def load_weights(
     with loading(base, named):
         dtype = getattr(torch, name)
         model = (load or _load_model)(config, base, target, dtype, seed)  # Unsloth's comes before transformers' import
+    tokenizer = templated_tokenizer(config, base, named=named)
+    max_length = config.max_length or context_of(model.config)
+    model.eval()
+    has_adapter = config.lora is not None
+    return Weights(model, tokenizer, target, dtype, max_length, base, has_adapter, quantize=config.quantize)
+
+
+def templated_tokenizer(config: ModelConfig, base: str, *, named: str | None = None) -> Any:
+    """Returns the tokenizer at `base` with the configuration's chat template. Raises UsageError: it has none."""
+    with loading(base, named):
         tokenizer = load_tokenizer(base)
     if config.chat_template is not None:
         tokenizer.chat_template = read_template(config.chat_template)
     if not tokenizer.chat_template:
         cure = "give it a chat_template.jinja" if named else f"{template_cure(tokenizer)} in model.chat_template"
         raise UsageError(f"{base if named else config.base}: its tokenizer has no chat template; {cure}")
-    max_length = config.max_length or context_of(model.config)
-    model.eval()
-    has_adapter = config.lora is not None
-    return Weights(model, tokenizer, target, dtype, max_length, base, has_adapter, quantize=config.quantize)
+    return tokenizer
 
 
 def resolve_dtype(config: ModelConfig, base: str, *, device: str = "auto", named: str | None = None) -> DtypeChoice:

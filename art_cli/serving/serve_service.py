@@ -156,9 +156,10 @@ class Dispatch:
         return list(self._policies.served)
 
     async def reply(self, request: Request) -> Reply:
-        async with self._engine(request) as (backend, filled):
+        async with self._engine(request) as (backend, filled, step):
             reply = await backend.reply(filled)
             reply.policy = await self._policies.served[request.model].proven.digest(reply.step)
+            reply.step = reply.step if step is None else step
         self._count(request, *reply.num_tokens)
         if self._logs_content:
             _log_content(request, reply)
@@ -176,9 +177,13 @@ class Dispatch:
         num_prompt = num_sampled = 0
         usage: tuple[int, int] | None = None  # the endpoint's counts, if it gives no ids
         try:
-            async with self._engine(request) as (backend, filled), closing_stream(backend.stream(filled)) as chunks:
+            async with (
+                self._engine(request) as (backend, filled, step),
+                closing_stream(backend.stream(filled)) as chunks,
+            ):
                 async for chunk in chunks:
                     chunk.policy = await self._policies.served[request.model].proven.digest(chunk.step)
+                    chunk.step = chunk.step if step is None else step
                     if chunk.choice.token_ids and not num_sampled:
                         self._meter.first_token_s.observe(time.perf_counter() - begin)
                     num_prompt += len(chunk.prompt_ids or ())
@@ -193,12 +198,15 @@ class Dispatch:
             _log_content(request, builder.reply())
 
     @contextlib.asynccontextmanager
-    async def _engine(self, request: Request) -> AsyncIterator[tuple[Backend, Request]]:
-        """Yields the engine that answers, once it has a free slot, and the request with its policy's defaults."""
+    async def _engine(self, request: Request) -> AsyncIterator[tuple[Backend, Request, int | None]]:
+        """Yields the engine that answers, once it has a free slot, and the request with its policy's defaults.
+
+        The third is the step of a policy that is a prompt, which its engine does not have; None for weights.
+        """
         policy = self._policies.served[request.model]
         async with self._admission.slot():
             with policy.lease() as backend:
-                yield backend, policy.fill(request)
+                yield backend, policy.fill(request), policy.source.step if policy.source.prompt is not None else None
 
     def _count(self, request: Request, num_prompt: int, num_sampled: int) -> None:
         self._meter.prompt_tokens.labels(request.model).inc(num_prompt)

@@ -16,7 +16,7 @@ import contextlib
 import json
 import logging
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -101,7 +101,14 @@ class Loader:
         key = (source.base, source.dtype, source.max_length, source.quantize)
         if key not in self._bases:
             self._bases[key] = self._load(source)
-        return loading.on_base(self._bases[key], source.adapter)
+            return loading.on_base(self._bases[key], source.adapter)
+        base = self._bases[key]
+        weights = loading.on_base(base, source.adapter)
+        if weights.tokenizer is not base.tokenizer:
+            return weights
+        # The base's tokenizer has the chat template of the source that the base was loaded for.
+        tokenizer = loading.templated_tokenizer(base_config(source), source.base, named=source.named)
+        return replace(weights, tokenizer=tokenizer)
 
     def _load(self, source: Source) -> loading.Weights:
         return loading.load_weights(base_config(source), source.base, named=source.named)

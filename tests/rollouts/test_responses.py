@@ -46,6 +46,15 @@ def speaking(*texts: str) -> TemplateBackend:
     return TemplateBackend(scripted(*texts), template=THINKS)
 
 
+class Bare(ScriptedBackend):
+    """Answers with whole messages, without tokens."""
+
+    async def reply(self, request: Request) -> Reply:
+        message = await self._ask(request)
+        choice = Choice(index=0, message=message, text=message["content"] or "")
+        return Reply(id="reply", created=1, model=request.model, choices=[choice], prompt_ids=[])
+
+
 @asynccontextmanager
 async def playing(backend: Any, *, max_turns: int = 20) -> AsyncIterator[tuple[openai.AsyncOpenAI, Recorder]]:
     """A client with the key of one rollout, and the record of its calls."""
@@ -173,6 +182,20 @@ async def test_parallel_calls_stand_in_the_order_in_which_they_were_made(sequenc
         await ask(client, [QUESTION, *orders.get(sequence_of, [first, second, one, two])])
     assert_one_conversation(recorder, 2)
     assert [sent["content"] for sent in backend.requests[1].messages or []][2:] == ["first", "second"]
+
+
+async def test_a_call_without_an_id_gets_one_and_its_output_finds_it() -> None:
+    """As some endpoints give calls; the second one lacks its function as well."""
+    calls = [{"type": "function", "function": {"name": "look", "arguments": "{}"}}, {"type": "function"}]
+    answers = iter([{"role": "assistant", "content": None, "tool_calls": calls}, "warm"])
+    async with playing(Bare(lambda request: next(answers))) as (client, _):
+        reply = await client.responses.create(model="policy", input=[QUESTION], tools=TOOLS)
+        look, empty = reply.output
+        assert (look.name, look.arguments, empty.name) == ("look", "{}", "")
+        assert look.call_id and look.call_id != empty.call_id
+        output = {"type": "function_call_output", "call_id": look.call_id, "output": "20"}
+        sent: Any = [QUESTION, look.model_dump(exclude_none=True), output]
+        assert (await client.responses.create(model="policy", input=sent, tools=TOOLS)).output_text == "warm"
 
 
 async def test_a_function_in_a_namespace_is_called_and_comes_back() -> None:

@@ -61,6 +61,20 @@ async def test_each_name_answers_with_its_own_weights_on_one_base(tmp_path: Path
     assert len(shares) == 1
 
 
+@pytest.mark.parametrize("is_base_first", [False, True], ids=["adapter-first", "base-first"])
+async def test_a_chat_template_stays_with_its_own_policy(tmp_path: Path, is_base_first: bool) -> None:
+    """The base has its own, although the adapter that stands on it has another one."""
+    run = make_run(tmp_path / "mine", (1,))
+    own = "{# its own #}" + (other := (run.checkpoint_path(1) / "chat_template.jinja").read_text())
+    (run.base / "chat_template.jinja").write_text(own)
+    trained, base = find_source(str(run.checkpoint_path(1))), find_source(f"base={run.base}")
+    loader = Loader(EmbeddedEngineConfig(), logs=Path("/nowhere"))
+    sources = [base, trained] if is_base_first else [trained, base]
+    found = {source.name: loader._weights(source).tokenizer.chat_template for source in sources}
+    assert found == {trained.name: other, "base": own}
+    assert len(loader._bases) == 1
+
+
 @pytest.mark.slow
 async def test_the_whole_protocol_through_the_real_engine(run: RunDir) -> None:
     """Streaming, tools, logprobs, stop, n, seed and usage, as the openai client sees them."""

@@ -10,21 +10,26 @@ import signal
 import socket
 import sys
 import time
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import httpx
+import msgspec
 import openai
 import pytest
 
 from art_cli.chat.api_keys import Keys, read_keys
+from art_cli.chat.replies import Choice, Chunk, Reply
+from art_cli.chat.requests import Request
 from art_cli.cli import serve as serve_command
 from art_cli.runs.run_dir import RunDir
+from art_cli.runs.system_prompt import SystemPrompt
 from art_cli.runtime.errors import EngineError
 from art_cli.serving.serve_service import Limits, Service
 from art_cli.serving.served_model import Source
 from art_cli.serving.served_policies import Policies, ServedPolicy
-from tests.support.served import ScriptedLoader, scripted_source
+from tests.support.served import ScriptedEngine, ScriptedLoader, scripted_source
 from tests.support.serving import (
     JSON,
     USER,
@@ -328,3 +333,40 @@ async def test_the_lines_of_a_server_with_keys_find_the_key_and_do_not_show_it(
         assert json.loads(await run_line(lines[2]))["choices"][0]["message"]["content"] == "ok"
         assert await run_line(lines[4]) == "ok\n"
     assert "the-key" not in "".join(lines)
+
+
+class HostedEngine(ScriptedEngine):
+    """Counts tokens, and gives no ids. Behind the end of a streamed answer comes a chunk with the counts."""
+
+    async def reply(self, request: Request) -> Reply:
+        reply = await super().reply(request)
+        choices = [msgspec.structs.replace(choice, token_ids=[], logprobs=[]) for choice in reply.choices]
+        return msgspec.structs.replace(reply, choices=choices, prompt_ids=[], usage=(9, 3))
+
+    async def stream(self, request: Request) -> AsyncIterator[Chunk]:
+        async for chunk in super().stream(request):
+            choice = msgspec.structs.replace(chunk.choice, token_ids=[], logprobs=[])
+            yield msgspec.structs.replace(chunk, choice=choice, prompt_ids=None)
+        yield msgspec.structs.replace(chunk, choice=Choice(index=0), is_last=False, prompt_ids=None, usage=(9, 3))
+
+
+async def test_tokens_of_an_endpoint_count_and_replies_name_the_step_of_their_prompt() -> None:
+    """The policy is a prompt in front of an endpoint, which knows nothing of steps."""
+    prompt = SystemPrompt(parts={"all": "Be brief."}, place="after")
+    first = scripted_source(step=1)._replace(prompt=prompt)
+    asked: Any = {"model": "policy", "messages": [USER], "extra_body": {"return_token_ids": True}}
+    async with (
+        serving(first, loader=ScriptedLoader(make=HostedEngine)) as (service, root),
+        client(root) as ai,
+        httpx.AsyncClient(base_url=root) as http,
+    ):
+        steps = []
+        for step in (1, 2):
+            await service.policies.served["policy"].change(first._replace(step=step))
+            steps.append((await ai.chat.completions.create(**asked)).model_extra["step"])
+            chunks = [chunk async for chunk in await ai.chat.completions.create(**asked, stream=True)]
+            steps.append(chunks[0].model_extra["step"])
+        reply = await http.get("/metrics")
+    assert steps == [1, 1, 2, 2]
+    assert number(reply.text, "art_prompt_tokens_total", model="policy") == 36
+    assert number(reply.text, "art_sampled_tokens_total", model="policy") == 12
