@@ -122,7 +122,7 @@ def test_it_trains_adapters_only(config: Callable[..., RunConfig]) -> None:
 # --- what it loads ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("quantize", [None, "4bit"])
+@pytest.mark.parametrize("quantize", [None, pytest.param("4bit", marks=pytest.mark.quantize)])
 def test_it_loads_what_the_configuration_says(
     quantize: str | None,
     config: Callable[..., RunConfig],
@@ -147,6 +147,7 @@ def test_it_loads_what_the_configuration_says(
     assert not weights.model.training
 
 
+@pytest.mark.quantize
 def test_a_base_that_it_did_not_quantise_is_refused(
     config: Callable[..., RunConfig], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
