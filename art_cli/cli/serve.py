@@ -181,8 +181,10 @@ def _choose_engine(
 
 def _endpoint_key(source: "Source") -> tuple[object, ...] | None:
     """Returns what tells the endpoint of a run's prompt from others, or None if the model is one of `art`'s own."""
+    if not source.is_hosted:
+        return None
     trained = _trained_engine([source])
-    return tuple(trained.get(key) for key in ("name", "base_url", "model")) if source.is_hosted else None
+    return tuple(trained.get(key) for key in ("name", "base_url", "model"))
 
 
 def _endpoint_of(

@@ -25,7 +25,7 @@ from art_cli.runtime.errors import printable
 from art_cli.view.rows import MAX_SHOWN, IndexRow, Labels, read_rows
 
 SLICE_S = 0.02  # longest time that one slice holds the lock of its step
-MAX_COUNTED = 2**30  # bytes of a file whose lines are counted; a larger one may be a hole
+MAX_COUNTED = 2**26  # bytes of a file whose lines are counted within a slice; a larger one is read, and may be a hole
 MAX_PROBLEMS = 20  # lines that cannot be read, of which a step keeps the reasons
 STEP_DIRECTORY = re.compile(r"step_(\d{1,9})")
 Split = str  # "train" or "eval"
@@ -130,7 +130,7 @@ class IndexedStep:
         if file.num_bytes >= file.size:
             return True
         try:
-            if self._is_superseded(file):
+            if file.num_bytes == 0 and self._is_superseded(file):
                 file.num_bytes = file.size
                 return True
             with self.open(file.path) as handle:
@@ -145,9 +145,8 @@ class IndexedStep:
         scored = self._files.get(file.path.with_name("scored.jsonl"))
         if file.path.name != "trajectories.jsonl" or scored is None or scored.modified < file.modified:
             return False
-        if max(file.size, scored.size) > MAX_COUNTED:
-            return False
-        return self._num_lines(scored.path) >= self._num_lines(file.path)
+        is_small = max(file.size, scored.size) <= MAX_COUNTED
+        return is_small and self._num_lines(scored.path) >= self._num_lines(file.path)
 
     def _num_lines(self, path: Path) -> int:
         with self.open(path) as handle:
