@@ -52,6 +52,11 @@ TASKS = {
     "tictactoe": Task("recipes/tictactoe/config-groups.yaml", 40),  # a random model, whole weights
     "tictactoe-lora": Task("recipes/tictactoe/config-groups.yaml", 40, ("model.lora={rank: 16, alpha: 32}",)),
     "sorting": Task("benchmarks/learning_tasks/sorting.yaml", 40),
+    "sorting-lora": Task("benchmarks/learning_tasks/sorting.yaml", 40, ("model.lora={rank: 16, alpha: 32}",)),
+    "filtering": Task("benchmarks/learning_tasks/filtering.yaml", 40),
+    "guessing": Task("benchmarks/learning_tasks/guessing.yaml", 40),
+    "codenames": Task("recipes/codenames/config.yaml", 20),
+    "letters": Task("tests/letters/config.yaml", 40, ("rollout.groups_per_step=8", "rollout.group_size=8")),
 }
 
 

@@ -160,12 +160,14 @@ def test_an_installed_wheel_composes_and_has_its_own_recipes(installed: Path, tm
     assert json.loads(found) == [str(home / "__init__.py"), str(home / "recipes"), "rollout", "dapo", 0.3, "wandb", 32]
 
 
+@pytest.mark.slow
 def test_an_installed_wheel_has_its_command_line(installed: Path, tmp_path: Path) -> None:
     (tmp_path / "config.yaml").write_text("model: {base: m}\nrollout: {entry: 'r.py:r', scenario: s}\n")
     assert python(installed, tmp_path, "-m", "art_cli", "--help").startswith("Usage: art ")
     assert (installed / "bin/art").is_file()
 
 
+@pytest.mark.slow
 def test_an_installed_wheel_gives_a_new_project_the_skill_for_coding_agents(installed: Path, tmp_path: Path) -> None:
     python(installed, tmp_path, "-m", "art_cli", "init", "mine", "--recipe", "blank")
     skill = ".agents/skills/art/SKILL.md"

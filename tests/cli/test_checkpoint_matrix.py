@@ -139,6 +139,7 @@ def test_a_base_that_a_function_builds_can_be_named_to_every_command(
     assert (code, "--base: no built-in model 'huge'; there are: tiny" in err) == (2, True)
 
 
+@pytest.mark.slow
 def test_the_base_goes_with_the_import_alone(art: Art, project: Path) -> None:
     code, _, err = art("checkpoints", project / "runs/letters", "--base", "builtin:tiny")
     assert (code, "--base goes with --import" in err) == (2, True)

@@ -415,6 +415,7 @@ def test_base_of_a_hub_run_needs_no_directory_of_that_name(art: Art, tmp_path: P
     assert (code, err.count("\n")) == (2, 1)
 
 
+@pytest.mark.slow
 def test_another_base_on_the_command_line_is_refused_where_a_checkpoint_is_played(art: Art, sweep: Path) -> None:
     """It was silently left aside: the run's own base was taken."""
     code, _, err = art(*EVAL, "model.base=build.py:build_wide", "--checkpoint", sweep / "b-fast")

@@ -92,6 +92,7 @@ def test_a_long_attempt_is_cut_until_a_key_shows_all_of_it(tmp_path: Path) -> No
     assert terminal.close() == 0
 
 
+@pytest.mark.slow
 def test_ctrl_c_and_a_kill_lose_nothing_and_the_same_command_goes_on(tmp_path: Path) -> None:
     scored = write_scored(tmp_path / "scored.jsonl")
     terminal = opened(scored)

@@ -17,6 +17,7 @@ def test_a_credit_is_one_for_the_same_order_and_a_half_where_one_side_finds_no_d
     assert credit(difference, verdict) == expected
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("judge", ["steep", "verdict", "flat"])
 def test_the_interval_holds_the_accuracy_of_all_pairs_at_the_moment_that_it_is_enough(judge: str) -> None:
     """Of 30 seeded files at least 26; benchmarks/label.py measures the share over 300."""

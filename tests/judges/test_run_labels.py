@@ -165,6 +165,7 @@ def test_undo_goes_back_over_steps_and_equal_and_skipped_pairs_do_not_count(tmp_
     assert RunLabels(run).answers() == []
 
 
+@pytest.mark.slow
 def test_damaged_labels_are_left_out_of_a_report_with_a_warning(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

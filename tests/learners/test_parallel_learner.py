@@ -249,6 +249,7 @@ def test_the_distance_would_show_a_gradient_that_is_a_mean_instead_of_a_sum(base
     assert distance(path / MOMENTS, tmp_path / "two" / MOMENTS, kind=":exp_avg") == pytest.approx(0.5)
 
 
+@pytest.mark.slow
 def test_demos_train_the_same_in_two_processes(base: Path, workers: Workers, tmp_path: Path) -> None:
     setup = job(base)
     one, two = alone(setup), ParallelLearner(setup, workers)

@@ -91,6 +91,7 @@ def test_training_is_the_same_bytes_with_shadow_judges_that_fail_and_hang(projec
     assert "shadow" not in "".join(name for line in plain.metrics() for name in line.metrics)
 
 
+@pytest.mark.slow
 def test_the_scored_file_tells_shadow_scores_apart_and_the_metrics_follow_from_it(shadowed: RunDir) -> None:
     chosen = 0
     for step, line in enumerate(line for line in shadowed.metrics() if line.split == "train"):
@@ -120,6 +121,7 @@ def test_the_scored_file_tells_shadow_scores_apart_and_the_metrics_follow_from_i
     assert "shadow/short.gap" in read_report(shadowed).series
 
 
+@pytest.mark.slow
 def test_one_that_keeps_failing_is_left_alone_with_two_warnings(project: Path, shadowed: RunDir) -> None:
     log = shadowed.log_path.read_text()
     for name, reason in (

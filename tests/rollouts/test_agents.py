@@ -139,6 +139,7 @@ def test_an_agents_turns_are_recorded_and_its_second_prompt_continues_the_first_
         assert trajectory.metadata == {"python": str(PYTHON), "torch": False, "openai": trajectory.metadata["openai"]}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("agent", PARAMS)
 def test_what_an_sdk_sends_again_is_one_turn(episode: Callable[[str], Episode], agent: str) -> None:
     """Five calls for two turns, four where the first came to nobody; the answer that was lost is not trained on."""

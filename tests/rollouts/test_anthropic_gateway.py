@@ -272,6 +272,7 @@ async def test_a_program_finds_the_gateway_in_its_environment(tmp_path: Path, mo
     assert [message["content"] for message in trajectory.messages] == ["hi", "yes"]
 
 
+@pytest.mark.slow
 async def test_an_agent_in_node_is_one_sequence(tmp_path: Path) -> None:
     """Anthropic's official client for Node. JavaScript writes 1 for 1.0, and the call is the same all the same."""
     backend = TemplateBackend(scripted(*REPLIES))

@@ -188,6 +188,7 @@ async def test_attempts_are_played_on_the_nodes_with_the_code_and_the_variables_
             assert answer.status_code == 401
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("do", "said"),
     [
@@ -226,6 +227,7 @@ async def test_output_without_end_is_cut_and_named(ray: Ray, capfd: pytest.Captu
     assert 1000 < len(printed) < 200_000 and "(raylet)" not in printed
 
 
+@pytest.mark.slow
 async def test_an_attempt_that_blocks_ends_at_its_timeout_with_the_cause(ray: Ray) -> None:
     [played] = await ray.play("block", timeout_s=1, retries=0)
     assert played.error is not None and played.error.startswith("timeout: not finished after 1 s")

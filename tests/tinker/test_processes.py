@@ -93,6 +93,7 @@ def test_two_processes_train_what_one_trains(several: Base, alone: Base, tmp_pat
     two.close()
 
 
+@pytest.mark.slow
 def test_fewer_data_than_processes_and_a_resume(several: Base, alone: Base, tmp_path: Path) -> None:
     """A process without a pack takes part all the same; another adapter goes on from what was saved."""
     two, one = learners(several, alone)
@@ -110,6 +111,7 @@ def test_fewer_data_than_processes_and_a_resume(several: Base, alone: Base, tmp_
     two.close(), again.close()
 
 
+@pytest.mark.slow
 def test_a_loss_that_is_not_finite_in_one_process_fails_in_all_and_they_go_on(several: Base) -> None:
     two = several.new_learner(4, 0, Parts())
     good = make_data(4)

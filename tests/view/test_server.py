@@ -247,6 +247,7 @@ async def ask_all(ask: Asking) -> int:
     return num
 
 
+@pytest.mark.slow
 async def test_damaged_runs_are_answered_and_never_hold_the_server_up(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
