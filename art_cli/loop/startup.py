@@ -25,13 +25,13 @@ class Startup:
         self._last = now
 
     def end(self, part: str) -> None:
-        """Ends the last part and logs all of them. Later calls do nothing."""
+        """Ends the last part, for which the run waited, and logs all of them. Later calls do nothing."""
         if self._is_over:
             return
         self._is_over = True
         self.reached(part)
         texts = ", ".join(f"{name} {seconds:.2f}" for name, seconds in self.parts.items())
-        log.info("first reply after %.2f s: %s", self._last - self._begin, texts)
+        log.info("%s after %.2f s: %s", part, self._last - self._begin, texts)
 
 
 def process_begin() -> float:
