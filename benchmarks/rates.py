@@ -100,17 +100,18 @@ def begin(name: str, seed: int, run: Path, *, is_same: bool) -> None:
 
 def train(run: Path, task: Task, seed: int, *settings: str) -> bool:
     """Runs `art train` to its end. False: it ended with an error."""
-    always = (f"name={run.name}", f"runs={run.parent}", f"train.seed={seed}", f"eval.every={task.steps}")
+    always = (f"name={run.name}", f"runs={run.parent}", f"train.seed={seed}", f"eval.every={task.steps}",
+              "train.keep_checkpoints=1")  # fmt: skip
     return art("train", str(ROOT / task.config), *task.settings, *always, *settings)
 
 
 def art(*arguments: str) -> bool:
-    """Runs the command. Returns False if it ended with an error; a mistake in the command ends this program."""
+    """Runs the command. Returns False if it ended with an error; a mistake or a full disk ends this program."""
     command, environment = [sys.executable, "-m", "art_cli", *arguments], {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=DEADLINE_S)
     if done.returncode:
         print("\n".join(done.stderr.strip().splitlines()[-8:]), file=sys.stderr)
-    if done.returncode == USAGE:
+    if done.returncode == USAGE or "no space left on the disk" in done.stderr:
         raise SystemExit(USAGE)
     return done.returncode == 0
 
