@@ -63,6 +63,12 @@ CASES = {
             **{f"{number} nodes": (f"nodes={number}",) for number in (1, 2, 3)},
         },
     ),
+    "mail": Case(  # the real model
+        "benchmarks/learning_tasks/mail.yaml",
+        ("rollout.concurrency=32",),
+        4,
+        {"concurrency 8": ("rollout.concurrency=8",)},
+    ),
 }
 
 
