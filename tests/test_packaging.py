@@ -81,6 +81,7 @@ GROUPS = {
         "hydra-core",
         "hypothesis",
         "pytest-asyncio",
+        "pytest-rerunfailures",
         "pytest-timeout",
         "pytest-xdist",
         "schemathesis",
