@@ -10,6 +10,7 @@ import pytest
 
 from tests.support.paths import ROOT
 
+pytestmark = pytest.mark.slow
 LETTERS = ROOT / "tests" / "letters"
 IMPORT_ALL = """
 import importlib, pkgutil, sys
@@ -48,21 +49,18 @@ def python(root: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-@pytest.mark.slow
 def test_every_other_module_can_be_imported(without: Path) -> None:
     found = python(without, "-c", IMPORT_ALL)
     assert found.returncode == 0, found.stderr
     assert Path(found.stdout.strip().split("\n")[-1]) == without / "art_cli" / "__init__.py", "not the copy"
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("arguments", [["--help"], ["check", "letters/config.yaml"]])
 def test_commands_work(without: Path, arguments: list[str]) -> None:
     found = python(without, "-m", "art_cli", *arguments)
     assert found.returncode == 0, found.stderr
 
 
-@pytest.mark.slow
 def test_a_run_trains_and_is_reported(without: Path) -> None:
     found = python(without, "-m", "art_cli", "train", "letters/config.yaml", "train.steps=1", "eval=null")
     assert found.returncode == 0, found.stderr
@@ -73,7 +71,6 @@ def test_a_run_trains_and_is_reported(without: Path) -> None:
 REMOTE = ["learner=tinker", "engine=tinker", "engine.base_url=http://127.0.0.1:9"]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "arguments",
     [

@@ -21,7 +21,7 @@ from art_cli.runtime.errors import RolloutError
 from tests.support.ray_cluster import LocalCluster
 from tests.support.scripted import Engine, ScriptedBackend
 
-pytestmark = pytest.mark.asyncio(loop_scope="module")
+pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]
 
 ROLLOUT = """
 import asyncio, json, os, sys, time, urllib.request
@@ -169,7 +169,6 @@ async def ray(cluster: LocalCluster, tmp_path_factory: pytest.TempPathFactory) -
             yield staged
 
 
-@pytest.mark.slow
 async def test_attempts_are_played_on_the_nodes_with_the_code_and_the_variables_that_they_may_have(ray: Ray) -> None:
     played = await ray.play("tell", num=6)
     assert [t.error for t in played] == [None] * 6
@@ -188,7 +187,6 @@ async def test_attempts_are_played_on_the_nodes_with_the_code_and_the_variables_
             assert answer.status_code == 401
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("do", "said"),
     [
@@ -204,7 +202,6 @@ async def test_what_goes_wrong_on_a_node_is_said_as_it_is_here(ray: Ray, do: str
     assert len(played.turns) == 1
 
 
-@pytest.mark.slow
 async def test_an_attempt_that_kills_its_process_is_played_again_and_in_the_end_fails_alone(
     ray: Ray, tmp_path: Path
 ) -> None:
@@ -215,7 +212,6 @@ async def test_an_attempt_that_kills_its_process_is_played_again_and_in_the_end_
     assert always[0].metrics["num_retries"] == 1
 
 
-@pytest.mark.slow
 async def test_output_without_end_is_cut_and_named(ray: Ray, capfd: pytest.CaptureFixture[str]) -> None:
     [played] = await ray.play("print")
     assert played.returned_reward == 1.0
@@ -227,14 +223,12 @@ async def test_output_without_end_is_cut_and_named(ray: Ray, capfd: pytest.Captu
     assert 1000 < len(printed) < 200_000 and "(raylet)" not in printed
 
 
-@pytest.mark.slow
 async def test_an_attempt_that_blocks_ends_at_its_timeout_with_the_cause(ray: Ray) -> None:
     [played] = await ray.play("block", timeout_s=1, retries=0)
     assert played.error is not None and played.error.startswith("timeout: not finished after 1 s")
     assert "blocks the event loop" in played.error
 
 
-@pytest.mark.slow
 async def test_a_node_that_dies_costs_only_its_attempts_which_are_played_again_with_new_keys(
     ray: Ray, tmp_path: Path
 ) -> None:
@@ -261,7 +255,6 @@ async def test_a_node_that_dies_costs_only_its_attempts_which_are_played_again_w
     assert ray.gateway._backends == {}  # nothing is kept of an attempt that is over
 
 
-@pytest.mark.slow
 async def test_a_full_cluster_is_waited_for_and_then_the_run_stops_with_a_line(ray: Ray) -> None:
     waiting = ray.make(processes=1, cluster={"resources": {"sandbox": 1}, "wait_s": 1})
     try:
@@ -272,7 +265,6 @@ async def test_a_full_cluster_is_waited_for_and_then_the_run_stops_with_a_line(r
         await waiting.close()
 
 
-@pytest.mark.slow
 async def test_without_the_whole_cluster_the_run_stops_with_a_line(ray: Ray, tmp_path: Path) -> None:
     playing = asyncio.create_task(ray.play("wait", num=4, shared=tmp_path))
     async with asyncio.timeout(30):
