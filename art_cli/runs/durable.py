@@ -7,6 +7,7 @@ Reading tolerates a torn last line and refuses any other damage with `file:line`
 import contextlib
 import errno
 import fcntl
+import functools
 import io
 import json
 import logging
@@ -52,7 +53,7 @@ def read_lines(path: Path, kind: type[Record], *, within: Path | None = None) ->
     decoder = msgspec.json.Decoder(kind)
     for number, _, line in json_lines.lines(path, within=within):
         if json_lines.is_torn(line):
-            log.warning("%s:%d: the last line is torn; left out", path, number)
+            _warn_of_torn(path, number)
             return
         try:
             record = json_lines.decode(line, decoder)
@@ -62,6 +63,12 @@ def read_lines(path: Path, kind: type[Record], *, within: Path | None = None) ->
         if version > SCHEMA_VERSION:
             raise DataError(newer_schema(version), path, number)
         yield record
+
+
+@functools.lru_cache(maxsize=1000)
+def _warn_of_torn(path: Path, number: int) -> None:
+    """Warns once of each line, however often its file is read."""
+    log.warning("%s:%d: the last line is torn; left out", path, number)
 
 
 class _Version(msgspec.Struct):

@@ -68,6 +68,15 @@ def test_a_file_cut_anywhere_reads_as_its_whole_lines_and_can_be_appended_to(
     assert list(read_lines(path, Trajectory)) == [*left, written[3]]
 
 
+def test_a_torn_line_is_warned_of_once_however_often_the_file_is_read(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "t.jsonl"
+    path.write_bytes(b'{"id": "half')
+    assert [list(read_lines(path, Trajectory)) for _ in range(3)] == [[], [], []]
+    assert [record.message for record in caplog.records] == [f"{path}:1: the last line is torn; left out"]
+
+
 def test_a_broken_line_that_is_not_the_last_is_refused_with_its_place(tmp_path: Path) -> None:
     path = tmp_path / "t.jsonl"
     with LineWriter(path) as writer:
