@@ -134,8 +134,10 @@ class Run:
 
 
 @contextlib.asynccontextmanager
-async def open_run(claim: Claim) -> AsyncIterator[Run]:
+async def open_run(claim: Claim, *, go_on: str | None = None) -> AsyncIterator[Run]:
     """Yields the run, ready for its first step; everything is closed on the way out.
+
+    `go_on` is what an interrupt says of how to go on, instead of the command of `art train`.
 
     config.json is written here, once everything in it is decided. Raises the errors of all parts.
     """
@@ -160,9 +162,8 @@ async def open_run(claim: Claim) -> AsyncIterator[Run]:
             _check_prices(claim.loaded, payers)
         startup.reached("learner")
         trackers = open_trackers(config, files.root, directory)
-        interrupts = Interrupts(
-            f"interrupted; what is complete is in {files.root}; go on with: {resume_command(loaded, files)}"
-        )
+        go_on = go_on or f"go on with: {resume_command(loaded, files)}"
+        interrupts = Interrupts(f"interrupted; what is complete is in {files.root}; {go_on}")
         log.info("%s", _describe(loaded, policy, weights))
         stack.enter_context(_shown(panel))
         stack.enter_context(interrupts.handled())
