@@ -120,9 +120,9 @@ def _read_step(
     _check(every, files.scored_path(step))
     called = min(each.started_at + min(each.spans)[0] for each in every if each.spans) if step == 0 else 0.0
     start_s = max(called - min(each.started_at for each in every), 0.0)
-    common, waves, waits, trained = _shared(every), list[list[_Wave]](), list[tuple[float, float]](), 0
+    common, waves, waits, trained = shared_prompt(every), list[list[_Wave]](), list[tuple[float, float]](), 0
     for members in groups:
-        shared = _shared(members)
+        shared = shared_prompt(members)
         for place, each in enumerate(members):
             cached = max(common if waves else 0, shared if place else 0)
             waves.append(_read_waves(each, cached))
@@ -156,8 +156,8 @@ def _tokens(attempt: ScoredTrajectory) -> int:
     return sum(len(turn.prompt_ids) + len(turn.sampled_ids) for turn in attempt.turns)
 
 
-def _shared(attempts: Sequence[ScoredTrajectory]) -> int:
-    """Returns the number of tokens with which all attempts begin."""
+def shared_prompt(attempts: Sequence[ScoredTrajectory]) -> int:
+    """Returns the number of tokens with which the prompts of all attempts begin; 0 for a single attempt."""
     firsts = [each.turns[0].prompt_ids for each in attempts if each.turns]
     return len(os.path.commonprefix(firsts)) if len(firsts) > 1 else 0
 

@@ -22,10 +22,9 @@ from art_cli.loop.calibration import MAX_SLOTS, Calibration, calibrate, finished
 from art_cli.loop.simulation import Layout, Rates, StepTimes, longest_alone, simulate
 from art_cli.models.loading import ADAPTER_FILE, MODEL_FILE, find_base, gpu_name, model_size
 from art_cli.reports.pages.elsewhere_text import Elsewhere, ScalingRow
-from art_cli.runs.history import MAX_NUMBER
 from art_cli.runs.promise import Promise
 from art_cli.runs.run_dir import RunDir
-from art_cli.runtime.errors import DataError, UsageError
+from art_cli.runtime.errors import UsageError
 
 NUM_STEPS = 2  # finished steps that are simulated; more would take longer than they tell
 MAX_GPUS = 1000
@@ -83,8 +82,6 @@ def elsewhere(loaded: LoadedConfig, promise: Promise, chosen: Sequence[Chosen]) 
     """Returns the planned run on each of the machines. Raises DataError if its files cannot be measured by."""
     config, found = loaded.config, promise.measured
     files = RunDir(config.runs / config.name)
-    if not all(0 <= number < MAX_NUMBER for number in (found.start_s, found.first_call_s, found.judge_usd or 0.0)):
-        raise DataError("numbers that cannot be", files.promise_path)
     pilot = StepTimes(found.sampling_s + found.first_call_s, found.judging_s, found.training_s or 0.0, found.rest_s)
     known = calibrate(files, finished_steps(files, last=NUM_STEPS) or {0: pilot})
     here, base = _here(config), find_base(config.model.base, directory=loaded.directory, built=files.base)

@@ -6,6 +6,7 @@ What it plays is the step that `art train` goes on from, with the same seeds; ch
 leaves nothing but its numbers. A plan that is asked again under the same configuration plays nothing.
 """
 
+import asyncio
 import dataclasses
 import logging
 import math
@@ -18,9 +19,11 @@ from typing import NamedTuple
 
 import msgspec
 
+from art_cli.chat.requests import Request, Sampling
 from art_cli.config.compose import LoadedConfig
 from art_cli.config.config_identity import config_hash, speed_hash
 from art_cli.config.schema import NoTrackerConfig, RulerJudgeConfig, RunConfig
+from art_cli.engines import Engine
 from art_cli.judges import Judge
 from art_cli.judges.agreement import VoteReliability, vote_reliability
 from art_cli.judges.costs import find_price
@@ -29,6 +32,7 @@ from art_cli.judges.judge_report import judge_windows
 from art_cli.learners.prompt_learner import PromptLearner
 from art_cli.loop.auto import with_rate
 from art_cli.loop.batches import Batch
+from art_cli.loop.calibration import shared_prompt
 from art_cli.loop.claim_run import Claim, claim_run
 from art_cli.loop.evaluate import contests
 from art_cli.loop.open_run import Run, open_run
@@ -48,6 +52,7 @@ log = logging.getLogger(__name__)
 
 RATE = "train.learning_rate"
 RATES = (1.0, 0.5, 2.0, 0.25, 4.0)  # multiples of the run's own rate, in the order of the pilots
+NUM_ASKED = 8  # prompts that are computed anew to know how long a prompt takes
 MAX_PILOTS_S = 600.0  # time after which no further pilot begins
 # KL(before || after) of a whole first step, in nats per token, of runs that learn. Tic-tac-toe learns best at 0.08,
 # less at 0.02 and 0.3, hardly far above (docs/plan.md); a change of the logprobs by MOVES, below which a policy hardly
@@ -126,6 +131,8 @@ async def _measure(run: Run, repeats: int | None, before: Promise | None) -> tup
     scenarios = [{**scenario, "": source} for source, part in parts for scenario in part.training]
     doubts = find_doubts(batch.groups, scenarios, repeats=repeated, bias=bias)
     measured = _sampled(run, batch, repeated, judging_s)
+    shared_s = await shared_prompt_s(run.sampler.engine, batch.groups[:NUM_ASKED])
+    measured = msgspec.structs.replace(measured, shared_prompt_s=shared_s)
     await run.sampler.engine.sleep()
     measured = await run.interrupts.off_loop(_pilot, run, batch.groups, measured)
     run.interrupts.stop_if_any()
@@ -244,6 +251,26 @@ def before_calls(played: Sequence[Trajectory]) -> float:
     return max(first - min(each.started_at for each in played) - (median(later) if later else 0.0), 0.0)
 
 
+async def shared_prompt_s(engine: Engine, groups: Groups) -> float:
+    """Returns how long the engine takes for the part of a prompt that only a group's attempts share; 0 if unknown.
+
+    By the time for a token after a prompt of each group, all at once, and backwards, so that none is in its cache.
+    """
+    common = shared_prompt([each for members in groups for each in members])
+    own = [max(shared_prompt(members) - common, 0) for members in groups]
+    firsts = [prompt(members[0].turns, 0)[::-1] for members in groups if members[0].turns]
+    if len(groups) == 1 or not any(own):
+        return 0.0
+    asked = [Request(model=engine.endpoint.model, sampling=Sampling(max_tokens=1), prompt=tokens) for tokens in firsts]
+    begin = time.perf_counter()
+    answers = await asyncio.gather(*map(engine.backend.reply, asked), return_exceptions=True)
+    for failure in answers:
+        if isinstance(failure, BaseException):
+            log.info("plan: how long a prompt takes is not known: %s", failure)
+            return 0.0
+    return (time.perf_counter() - begin) * fmean(own) / sum(map(len, firsts))
+
+
 # --- the pilots and what they advise ----------------------------------------------------------------------------------
 
 
@@ -334,11 +361,14 @@ def choose_rate(pilots: Sequence[Pilot], own: float) -> Advice | None:
 def _promise(found: Measured, doubts: Sequence[Doubt], claim: Claim, speed: str = "") -> Promise:
     """Returns what the measurements promise of the configuration's steps and evaluations."""
     config, advice = claim.loaded.config, list(advise(found, claim.loaded.config))
-    evaluations, attempts, contested = 0, 0, 0.0
+    evaluations, attempts, contested, prompts_s = 0, 0, 0.0, 0.0
     if config.eval is not None:
         evaluations = len({*range(0, config.train.steps, config.eval.every), config.train.steps})
         played = {name: len(part.evaluation) * config.eval.attempts for name, part in claim.data.by_source.items()}
-        attempts = sum(played.values())  # and in each evaluation but the first the judge sees the first one's as well
+        attempts = sum(played.values())
+        in_group = 1 / config.eval.attempts - 1 / config.rollout.group_size  # prompts of an attempt, beyond a step's
+        prompts_s = max(in_group, 0.0) * attempts * found.shared_prompt_s
+        # In each evaluation but the first the judge sees the first one's attempts as well.
         shown = sum(played.get(name, 0) for name in found.contests)
         contested = 2 * max(evaluations - 1, 0) * shown / max(found.num_attempts, 1)
     usd_per_hour = max((rule.usd_per_hour for rule in config.stop), default=0.0)
@@ -347,6 +377,7 @@ def _promise(found: Measured, doubts: Sequence[Doubt], claim: Claim, speed: str 
         steps=config.train.steps,
         evaluations=evaluations,
         eval_attempts=attempts,
+        eval_prompts_s=prompts_s,
         usd_per_hour=usd_per_hour,
         contested=contested,
     )

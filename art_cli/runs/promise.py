@@ -13,6 +13,7 @@ DRAWS = 1000  # resamples; the ends of an 80 % interval move by about 2 % of its
 # within 1 / 1.5 and 1.5 of the first step's in 80 % of runs. benchmarks/plan.py counts how often the intervals hold.
 DRIFT = 1.5
 PACE = 0.1  # least standard deviation of the logarithm of equal work's seconds in two starts on one machine (assumed)
+MOST = 1e15  # larger seconds, tokens and dollars are damage
 SHORT_S = 0.1  # seconds below which a part of a run is not compared
 NORMAL_80 = 1.2816  # the normal distribution's 0.9 quantile
 
@@ -82,6 +83,7 @@ class Measured(msgspec.Struct, frozen=True, kw_only=True):
     rest_s: float = 0.0  # saving a checkpoint and loading it into the engine
     start_s: float = 0.0  # loading libraries and model, once in a process
     first_call_s: float = 0.0  # further time before the first call, in which the agent loads its own; not in sampling_s
+    shared_prompt_s: float = 0.0  # time for the part of a prompt that only a group's attempts share, once in the group
     first_training_s: float = 0.0  # additional time of a process's first training step
     pace: float = 0.0  # standard deviation of the logarithm of the seconds that equal steps took
     judge_usd: float | None = 0.0  # or None if a price is unknown
@@ -117,13 +119,14 @@ class Promise(msgspec.Struct, frozen=True, kw_only=True):
         found = self.measured
         promised = [*self.expected.values(), *self.prompt.values()]
         numbers = [number for each in promised for number in msgspec.structs.astuple(each)]
-        numbers += [found.sampling_s, found.judging_s, found.training_s or 0.0, found.rest_s]
+        numbers += [found.sampling_s, found.judging_s, found.training_s or 0.0, found.rest_s, found.start_s]
+        numbers += [found.first_call_s, found.first_training_s, found.shared_prompt_s, found.judge_usd or 0.0]
         is_whole = all({"whole", "tokens"} <= each.keys() for each in (self.expected, self.prompt or self.expected))
         if (
             not is_whole
             or (self.prompt and found.reflection is None)
             or self.steps < 1
-            or not all(map(math.isfinite, numbers))
+            or not all(0 <= number < MOST for number in numbers)
         ):
             raise ValueError("its numbers are not those of a plan")
 
@@ -134,20 +137,22 @@ def forecast(
     steps: int,
     evaluations: int,
     eval_attempts: int,
+    eval_prompts_s: float = 0.0,
     usd_per_hour: float,
     contested: float = 0.0,
     learning_usd: float = 0.0,
 ) -> dict[str, Expected]:
     """Returns what the whole run takes; no "usd" if a price is unknown. `eval_attempts` are those of one evaluation.
 
-    `contested` is what the judge is shown in all evaluations together, in attempts of a step, and `learning_usd` the
-    cost of a step of the learner.
+    `eval_prompts_s` is what their prompts take beyond as many of a step, where more attempts share one. `contested` is
+    what the judge is shown in all evaluations together, in attempts of a step, and `learning_usd` the cost of a step of
+    the learner.
 
     Sampling, judging and training are proportional to tokens. Their mean is resampled over groups, and multiplied by
     one factor for the drift of lengths. All seconds are multiplied by one factor for the pace of the machine.
     """
     draw, groups, drawn = random.Random(0), found.group_tokens, dict[str, list[float]]()
-    played = evaluations * eval_attempts / max(found.num_attempts, 1)
+    played, prompts_s = evaluations * eval_attempts / max(found.num_attempts, 1), evaluations * eval_prompts_s
     for _ in range(DRAWS):
         share = sum(draw.choices(groups, k=len(groups))) / sum(groups) if sum(groups) else 1.0
         share *= math.exp(draw.gauss(0.0, math.log(DRIFT) / NORMAL_80))
@@ -155,7 +160,7 @@ def forecast(
             "sampling": steps * found.sampling_s * share,
             "judging": steps * found.judging_s * share,
             "training": steps * (found.training_s or 0.0) * share + found.first_training_s,
-            "evaluating": (played * found.sampling_s + contested * found.judging_s) * share,
+            "evaluating": (played * found.sampling_s + contested * found.judging_s) * share + prompts_s,
             "rest": found.start_s + found.first_call_s + steps * found.rest_s,
         }
         pace = math.exp(draw.gauss(0.0, max(found.pace, PACE)))

@@ -12,18 +12,30 @@ import msgspec
 import pytest
 import torch
 
+from art_cli.chat.chat_errors import ChatError
+from art_cli.chat.requests import Request
 from art_cli.config.compose import load_config
+from art_cli.engines import Endpoint
 from art_cli.learners.pilot import noise_scale
-from art_cli.loop.run_plan import LEAST_KL, MOST_KL, before_calls, busy, choose_rate, plan
+from art_cli.loop.run_plan import (
+    LEAST_KL,
+    MOST_KL,
+    before_calls,
+    busy,
+    choose_rate,
+    plan,
+    shared_prompt_s,
+)
 from art_cli.loop.train import train
 from art_cli.reports.doubts import correlate
 from art_cli.reports.pages.report_text import report_text
 from art_cli.reports.run_report import read_report
 from art_cli.runs.promise import Measured, Pilot, Promise, forecast, steps_for
 from art_cli.runs.run_dir import RunDir
-from art_cli.runs.trajectory import Trajectory
+from art_cli.runs.trajectory import ScoredTrajectory, Trajectory
 from art_cli.runtime.errors import Interrupted, RunError, UsageError
 from tests.judges.test_ruler_train import share_of_letters
+from tests.support.attempts import attempt, scored
 from tests.support.judge_server import Conduct, serving
 from tests.support.paths import LETTERS, TESTS
 
@@ -284,6 +296,50 @@ def test_a_forecast_adds_up() -> None:
     )
     assert found["usd"].value == pytest.approx(1.0, rel=0.05)
     assert found["whole"].high / found["whole"].value == pytest.approx(1.5, rel=0.08), "the drift of lengths alone"
+
+
+def test_prompts_that_an_evaluation_does_not_share_add_to_it_whatever_the_lengths_of_replies() -> None:
+    counts = {"steps": 10, "evaluations": 3, "eval_attempts": 32, "usd_per_hour": 0.0}
+    alone, shared = forecast(measured(pace=1e-9), eval_prompts_s=200.0, **counts), forecast(measured(), **counts)
+    assert alone["evaluating"].value - shared["evaluating"].value == pytest.approx(600, rel=0.05)
+    assert alone["sampling"] == shared["sampling"]
+
+
+class Answering:
+    """An engine that takes a fifth of a second for all prompts at once, or that answers none."""
+
+    def __init__(self, failure: Exception | None = None) -> None:
+        self.asked, self.failure = list[Any](), failure
+        self.endpoint, self.backend = Endpoint(base_url=None, api_key="", model="planned", step=0), self
+
+    async def reply(self, request: Request) -> None:
+        self.asked.append(request.prompt)
+        await asyncio.sleep(0.2)
+        if self.failure is not None:
+            raise self.failure
+
+
+def asked_groups(*prompts: list[int]) -> list[list[ScoredTrajectory]]:
+    """Groups of two attempts, whose first prompts are equal within the group."""
+    groups = list[list[ScoredTrajectory]]()
+    for number, tokens in enumerate(prompts):
+        turns = [msgspec.structs.replace(attempt().turns[0], prompt_ids=tokens)]
+        groups.append([scored(f"s0000-g{number:04}", index, turns=turns) for index in range(2)])
+    return groups
+
+
+async def test_the_part_of_a_prompt_that_a_group_shares_takes_its_share_of_the_time() -> None:
+    """4 prompts of 8 tokens, of which all begin with the same 2: a quarter of three quarters of a fifth of a second."""
+    engine: Any = Answering()
+    assert 0.037 < await shared_prompt_s(engine, asked_groups(*([7, 7, *[n] * 6] for n in range(4)))) < 0.2
+    assert engine.asked == [[*[n] * 6, 7, 7] for n in range(4)], "no prompt is one that the engine has had"
+
+
+async def test_nothing_is_added_where_no_prompt_is_shared_or_the_engine_does_not_answer() -> None:
+    engine: Any = Answering(ChatError(503, "it cannot"))
+    assert await shared_prompt_s(engine, asked_groups([1, 2, 3])) == 0 == len(engine.asked)  # a group alone
+    assert await shared_prompt_s(engine, asked_groups([1, 2], [1, 2])) == 0 == len(engine.asked)  # one prompt for all
+    assert await shared_prompt_s(engine, asked_groups([1, 2], [3, 4])) == 0 and len(engine.asked) == 2
 
 
 def test_what_a_judge_takes_for_evaluations_is_paid_as_its_groups_are() -> None:
