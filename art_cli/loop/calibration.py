@@ -1,6 +1,6 @@
 """Calibration: what a run played, and how fast its machine was, from the steps that it has on disk.
 
-    scored.jsonl (tokens, and when each call came and was answered), seconds of the steps -> PlayedSteps, Rates, Layout
+    scored.jsonl (tokens, and when each call came and was answered), seconds of the steps -> steps, Rates, RunLayout
 
 An engine with work spends its time on passes, on the sequences in them, on prompts and on calls. So the time of a call
 is the sum of what the engine did meanwhile for all calls, and the rates are the least squares of that over all calls.
@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from art_cli.loop.owed_groups import group
-from art_cli.loop.simulation import Layout, Play, PlayedCall, PlayedGroup, PlayedStep, Rates, StepTimes, simulate
+from art_cli.loop.simulation import Play, PlayedCall, PlayedGroup, PlayedStep, Rates, RunLayout, StepTimes, simulate
 from art_cli.runs.history import MAX_NUMBER, read_updates
 from art_cli.runs.run_checkpoints import run_config
 from art_cli.runs.run_dir import RunDir
@@ -38,7 +38,7 @@ class Calibration(NamedTuple):
     steps: list[PlayedStep]
     times: list[StepTimes]  # measured
     rates: Rates
-    layout: Layout  # of the run's configuration
+    layout: RunLayout  # of the run's configuration
     correction: float  # factor on the rates of sampling with which the simulated steps take what they took
 
 
@@ -91,7 +91,7 @@ def _corrected(rates: Rates, factor: float) -> Rates:
 # --- the run's files --------------------------------------------------------------------------------------------------
 
 
-def read_layout(config: Mapping[str, Any]) -> Layout:
+def read_layout(config: Mapping[str, Any]) -> RunLayout:
     """Returns the layout of a resolved configuration."""
     engine, learner, rollout = (config.get(name) for name in ("engine", "learner", "rollout"))
     args = engine.get("args") if isinstance(engine, Mapping) else None
@@ -99,7 +99,7 @@ def read_layout(config: Mapping[str, Any]) -> Layout:
     replicas, learners = _count(engine, "replicas", 1), _count(learner, "processes", 1) * _count(learner, "nodes", 1)
     concurrency = _count(rollout, "concurrency", slots * replicas)  # auto: as many as the engine answers
     judges = _count(config.get("judge"), "concurrency", 0)
-    return Layout(concurrency, replicas, slots, learners, _count(rollout, "processes", 1), judges)
+    return RunLayout(concurrency, replicas, slots, learners, _count(rollout, "processes", 1), judges)
 
 
 def _count(section: Any, key: str, otherwise: int) -> int:
@@ -208,7 +208,7 @@ def _without_queue(waits: Sequence[tuple[float, float]], agents: int) -> tuple[f
     return agent_s, np.maximum(seconds - agent_s * queue, 0.0)[::-1].tolist()
 
 
-def _rates(waves: Sequence[_Wave], agent_s: float, times: Sequence[StepTimes], layout: Layout) -> Rates:
+def _rates(waves: Sequence[_Wave], agent_s: float, times: Sequence[StepTimes], layout: RunLayout) -> Rates:
     """Returns the least squares of the waves' seconds over what was done during each of them, for all of them.
 
     Each is taken to have worked evenly over its time.

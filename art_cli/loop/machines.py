@@ -19,7 +19,7 @@ from art_cli.config.compose import LoadedConfig
 from art_cli.config.packaged import packaged
 from art_cli.config.schema import RunConfig
 from art_cli.loop.calibration import MAX_SLOTS, Calibration, calibrate, finished_steps
-from art_cli.loop.simulation import Layout, Rates, StepTimes, longest_alone, simulate
+from art_cli.loop.simulation import Rates, RunLayout, StepTimes, longest_alone, simulate
 from art_cli.models.loading import ADAPTER_FILE, MODEL_FILE, find_base, gpu_name, model_size
 from art_cli.reports.pages.elsewhere_text import Elsewhere, ScalingRow
 from art_cli.runs.promise import Promise
@@ -194,7 +194,7 @@ def scale(
     return rows
 
 
-def _layout_on(num: int, known: Calibration, machine: MachineSpec, size: PolicySize) -> Layout:
+def _layout_on(num: int, known: Calibration, machine: MachineSpec, size: PolicySize) -> RunLayout:
     """Returns a layout with a replica and a learner process on each GPU, and as many attempts as have room there."""
     if machine.kind == "cpu":
         return known.layout._replace(replicas=1, learners=1)
@@ -205,7 +205,7 @@ def _layout_on(num: int, known: Calibration, machine: MachineSpec, size: PolicyS
     return known.layout._replace(concurrency=slots * num, replicas=num, slots=slots, learners=num)
 
 
-def _limit(known: Calibration, rates: Rates, layout: Layout, times: StepTimes) -> str:
+def _limit(known: Calibration, rates: Rates, layout: RunLayout, times: StepTimes) -> str:
     """Returns the part that takes most of a step; of generation, what takes half of it by itself, if anything does."""
     parts = dict(zip(("generation", "judge", "training", "publishing"), times, strict=True))
     if (longest := max(parts, key=lambda name: parts[name])) != "generation":

@@ -1,6 +1,6 @@
 """Simulation: how long one step of a training takes on an assumed machine, event by event. Pure: no files, no torch.
 
-    PlayedStep (what is played) + Rates (how fast) + Layout (how much at once) -> simulate -> StepTimes
+    PlayedStep (what is played) + Rates (how fast) + RunLayout (how much at once) -> simulate -> StepTimes
 
 It follows batches.py and train.py: attempts begin in order, `concurrency` at a time; complete groups are judged while
 others are played; then the learner works, then the weights are published.
@@ -68,7 +68,7 @@ class Rates(NamedTuple):
     rest_s: float = 0.0  # sleep, wake, checkpoint, loading it, its proof
 
 
-class Layout(NamedTuple):
+class RunLayout(NamedTuple):
     """The number of things that go on at once."""
 
     concurrency: int = 128  # attempts
@@ -88,7 +88,7 @@ class StepTimes(NamedTuple):
     rest_s: float
 
 
-def simulate(step: PlayedStep, rates: Rates, layout: Layout) -> StepTimes:
+def simulate(step: PlayedStep, rates: Rates, layout: RunLayout) -> StepTimes:
     """Returns the times of the step. The same arguments give the same times."""
     batch = _Batch(step, rates, layout)
     batch.run()
@@ -115,7 +115,7 @@ _Process = Generator[float | PlayedCall, None, None]
 class _Batch:
     """The attempts of a step under way. `played` and `judged` are the times of the last attempt and verdict."""
 
-    def __init__(self, step: PlayedStep, rates: Rates, layout: Layout) -> None:
+    def __init__(self, step: PlayedStep, rates: Rates, layout: RunLayout) -> None:
         self._step, self._rates, self._layout = step, rates, layout
         self._now = self.played = self.judged = 0.0
         self._numbers = itertools.count()

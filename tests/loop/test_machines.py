@@ -10,7 +10,7 @@ import pytest
 from art_cli.config.packaged import packaged_options
 from art_cli.loop.calibration import Calibration
 from art_cli.loop.machines import DECODE, Chosen, PolicySize, carry, find_machine, on_machine
-from art_cli.loop.simulation import Layout, Play, PlayedCall, PlayedGroup, PlayedStep, Rates, simulate
+from art_cli.loop.simulation import Play, PlayedCall, PlayedGroup, PlayedStep, Rates, RunLayout, simulate
 from art_cli.reports.pages.elsewhere_text import Elsewhere, elsewhere_text
 from art_cli.runs.promise import Measured, Promise, forecast
 from art_cli.runs.run_dir import RunDir
@@ -36,7 +36,7 @@ def run_on(
     """A run of 8 groups of 16 attempts that was measured on H100s, with these rates; verdicts of a step cost $2."""
     play = Play((PlayedCall(wait_s, 0, 500, sampled),), 0.0, 500 + sampled)
     step = PlayedStep((PlayedGroup((play,) * 16, judge_s),) * 8, 128 * 700)
-    known = Calibration([step], [simulate(step, changed, Layout())], changed, Layout(judges=1), 1.0)
+    known = Calibration([step], [simulate(step, changed, RunLayout())], changed, RunLayout(judges=1), 1.0)
     found = Measured(group_tokens=[16 * sampled] * 8, num_attempts=128, sampling_s=1.0, judging_s=0.0, judge_usd=2.0)
     expected = forecast(found, steps=10, evaluations=0, eval_attempts=0, usd_per_hour=0)
     promise = Promise(config_hash="", measured=found, doubts=[], settings={}, reasons={}, steps=10, evaluations=0,

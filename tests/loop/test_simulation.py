@@ -11,12 +11,12 @@ from hypothesis import strategies as st
 
 from art_cli.loop.calibration import Calibration, calibrate, finished_steps, non_negative
 from art_cli.loop.simulation import (
-    Layout,
     Play,
     PlayedCall,
     PlayedGroup,
     PlayedStep,
     Rates,
+    RunLayout,
     StepTimes,
     longest_alone,
     simulate,
@@ -26,7 +26,7 @@ from art_cli.runs.run_dir import MetricsLine, RunDir
 from art_cli.runs.trajectory import ScoredTrajectory, Turn
 from art_cli.runtime.errors import DataError
 
-LAYOUT = Layout()
+LAYOUT = RunLayout()
 RATES = Rates(prompt_token_s=0.01, pass_s=0.1, sequence_s=0.05, trained_token_s=0.001, rest_s=2.0)
 
 
@@ -63,10 +63,10 @@ def test_sequences_together_share_each_pass_and_a_prompt_stops_them() -> None:
 
 def test_full_batches_and_few_openings_let_attempts_wait_and_long_contexts_slow_passes() -> None:
     three = step(*[play(call(0, 10))] * 3)
-    assert simulate(three, RATES, Layout(slots=1)).sampling_s == pytest.approx(3 * 1.5)
-    assert simulate(three, RATES, Layout(concurrency=1)).sampling_s == pytest.approx(3 * 1.5)
+    assert simulate(three, RATES, RunLayout(slots=1)).sampling_s == pytest.approx(3 * 1.5)
+    assert simulate(three, RATES, RunLayout(concurrency=1)).sampling_s == pytest.approx(3 * 1.5)
     beside = step(play(call(0, 10, num=8)), *[play(call(0, 10))] * 16)  # eight sub-agents, whose places become free
-    assert simulate(beside, RATES, Layout(slots=8)).sampling_s == pytest.approx(3 * 10 * 0.5)
+    assert simulate(beside, RATES, RunLayout(slots=8)).sampling_s == pytest.approx(3 * 10 * 0.5)
     rates = RATES._replace(prompt_token_s=0.0, cached_token_s=1e-4)
     assert simulate(step(play(call(100, 10))), rates, LAYOUT).sampling_s == pytest.approx(10 * (0.15 + 0.0105))
 
@@ -75,18 +75,18 @@ def test_replicas_share_the_work_evenly_and_what_another_one_cached_is_computed_
     """Four of 10 tokens on two replicas: 10 passes of 0.1 + 2 x 0.05. A prompt of 100 tokens alone takes its whole 1 s
     on any number of them; four of 100 take 4 s on one, 1 s on four. Of 80 cached tokens, one of two replicas has 40."""
     four = step(*[play(call(0, 10))] * 4)
-    assert simulate(four, RATES, Layout(replicas=2)).sampling_s == pytest.approx(10 * 0.2)
-    assert simulate(four, RATES, Layout(replicas=100)).sampling_s == pytest.approx(10 * 0.15)
+    assert simulate(four, RATES, RunLayout(replicas=2)).sampling_s == pytest.approx(10 * 0.2)
+    assert simulate(four, RATES, RunLayout(replicas=100)).sampling_s == pytest.approx(10 * 0.15)
     for replicas in (1, 2, 100):
-        found = simulate(step(play(call(100, 10))), RATES, Layout(replicas=replicas))
+        found = simulate(step(play(call(100, 10))), RATES, RunLayout(replicas=replicas))
         assert found.sampling_s == pytest.approx(1.0 + 1.5)
     prompts = step(*[play(call(100, 0))] * 4)
-    assert [simulate(prompts, RATES, Layout(replicas=n)).sampling_s for n in (1, 2, 4)] == pytest.approx(
+    assert [simulate(prompts, RATES, RunLayout(replicas=n)).sampling_s for n in (1, 2, 4)] == pytest.approx(
         [4.0, 2.0, 1.0]
     )
     cached = step(play(call(20, 0, cached=80)))
     assert simulate(cached, RATES, LAYOUT).sampling_s == pytest.approx(0.2)
-    assert simulate(cached, RATES, Layout(replicas=2)).sampling_s == pytest.approx(0.6)
+    assert simulate(cached, RATES, RunLayout(replicas=2)).sampling_s == pytest.approx(0.6)
 
 
 def test_calls_hold_each_other_up_at_the_gateway_and_at_their_agent_process() -> None:
@@ -94,23 +94,23 @@ def test_calls_hold_each_other_up_at_the_gateway_and_at_their_agent_process() ->
     assert simulate(four, RATES._replace(call_s=1.0), LAYOUT).sampling_s == pytest.approx(4.0)
     slow = RATES._replace(agent_s=1.0)  # before the call, and after it
     assert simulate(four, slow, LAYOUT).sampling_s == pytest.approx(8.0)
-    assert simulate(four, slow, Layout(agents=4)).sampling_s == pytest.approx(2.0)
+    assert simulate(four, slow, RunLayout(agents=4)).sampling_s == pytest.approx(2.0)
 
 
 @pytest.mark.parametrize(("judges", "seconds"), [(1, 20.0), (2, 12.0), (0, 4.0)])
 def test_a_judge_that_is_bound_takes_half_as_long_if_it_is_twice_as_fast(judges: int, seconds: float) -> None:
     work, rates = step(play(call(0, 10)), judge_s=4.0, groups=5), RATES._replace(sequence_s=0.0)
-    assert simulate(work, rates, Layout(judges=judges)).judging_s == pytest.approx(seconds)
+    assert simulate(work, rates, RunLayout(judges=judges)).judging_s == pytest.approx(seconds)
     fast = work._replace(groups=tuple(group._replace(judge_s=2.0) for group in work.groups))
-    assert simulate(fast, rates, Layout(judges=judges)).judging_s == pytest.approx(seconds / 2)
-    beside = simulate(step(play(call(0, 10)), judge_s=1.0, groups=4), RATES, Layout(concurrency=1, judges=1))
+    assert simulate(fast, rates, RunLayout(judges=judges)).judging_s == pytest.approx(seconds / 2)
+    beside = simulate(step(play(call(0, 10)), judge_s=1.0, groups=4), RATES, RunLayout(concurrency=1, judges=1))
     assert beside[:2] == pytest.approx((6.0, 1.0)), "the first three verdicts fall into the next attempt's time"
 
 
 def test_an_update_is_divided_but_no_attempt_is() -> None:
     work, rates = step(*[play(call(0, 100))] * 3, play(call(0, 700))), RATES._replace(exchange_s=0.25)
-    assert simulate(work, rates, Layout(learners=1)).training_s == pytest.approx(1.0)
-    assert simulate(work, rates, Layout(learners=2)).training_s == pytest.approx(0.7 + 0.25)
+    assert simulate(work, rates, RunLayout(learners=1)).training_s == pytest.approx(1.0)
+    assert simulate(work, rates, RunLayout(learners=2)).training_s == pytest.approx(0.7 + 0.25)
 
 
 # --- properties -------------------------------------------------------------------------------------------------------
@@ -128,7 +128,7 @@ works = st.builds(
     seconds,
 )
 layouts = st.builds(
-    Layout,
+    RunLayout,
     concurrency=st.integers(1, 12),
     replicas=st.integers(1, 3),
     slots=st.integers(1, 8),
@@ -141,7 +141,7 @@ layouts = st.builds(
 @settings(max_examples=30, deadline=None)
 @given(works, layouts)
 def test_no_step_is_shorter_than_its_longest_attempt_nor_faster_than_its_machine(
-    work: PlayedStep, layout: Layout
+    work: PlayedStep, layout: RunLayout
 ) -> None:
     """Each attempt alone is a bound, and so is the work of all replicas, in which the best pass is a full one."""
     times = simulate(work, RATES, layout)
@@ -155,7 +155,7 @@ def test_no_step_is_shorter_than_its_longest_attempt_nor_faster_than_its_machine
 @given(st.lists(lengths, min_size=1, max_size=12), st.integers(1, 4))
 def test_more_replicas_never_slow_attempts_that_begin_together(sizes: list[int], replicas: int) -> None:
     work = step(*[play(call(each, each)) for each in sizes])
-    few, many = (simulate(work, RATES, Layout(replicas=number)) for number in (replicas, 2 * replicas))
+    few, many = (simulate(work, RATES, RunLayout(replicas=number)) for number in (replicas, 2 * replicas))
     assert many.sampling_s <= few.sampling_s + 1e-9
 
 
@@ -212,7 +212,7 @@ def test_a_calibration_finds_the_rates_that_a_run_was_played_with(tmp_path: Path
     assert found.rates.prompt_token_s == pytest.approx(0.01, rel=0.02)
     assert found.rates.pass_s + found.rates.sequence_s == pytest.approx(0.15, rel=0.02)
     assert found.rates.trained_token_s == pytest.approx(0.002) and found.rates.rest_s == pytest.approx(1.5, abs=1e-5)
-    assert found.correction == pytest.approx(1.0, abs=0.02) and found.layout == Layout(1, slots=256)
+    assert found.correction == pytest.approx(1.0, abs=0.02) and found.layout == RunLayout(1, slots=256)
     played = [each for work in found.steps for one in work.plays for each in one.calls]
     scored = [each for number in (1, 2, 3) for each in RunDir(tmp_path / "run").scored(number)]
     turns = [turn for each in scored for turn in each.turns]
@@ -246,7 +246,7 @@ def test_damaged_runs_are_refused_in_words(tmp_path: Path) -> None:
         calibrate(run, {1: StepTimes(1e300, 0.0, 0.0, 0.0)})
     hostile = {"engine": {"replicas": -1, "max_batch": 10**12}, "rollout": {"concurrency": "many"}, "learner": 7}
     run.config_path.write_text(json.dumps(hostile))
-    assert known(run).layout == Layout(256, slots=256), "numbers that no configuration can have are not believed"
+    assert known(run).layout == RunLayout(256, slots=256), "numbers that no configuration can have are not believed"
     lines = run.scored(1)
     for spans in ([(2.0, 1.0), (3.0, 4.0)], [(0.0, 1e300), (0.0, 1.0)], [(-1.0, 1.0), (2.0, 3.0)]):
         write_lines(run.scored_path(1), [msgspec.structs.replace(each, spans=spans) for each in lines])
