@@ -86,11 +86,12 @@ def run(
     kept = [each for each in overrides or [] if each.partition("=")[0] not in settings]
     chosen = [f"{key}={value}" for key, value in settings.items()]
     command = "" if steps == 0 else shlex.join(["art", "train", str(config), *kept, *chosen])
-    if other is not None and command:
+    prompt_lines = ""
+    if other is not None:
         searched = msgspec.structs.replace(promise, expected=promise.prompt)
         most = None if budget_usd is None else steps_for(budget_usd, searched)
-        command += _of_prompt(loaded, other, kept, most if most is not None and most < promise.steps else None)
-    text = plan_text(promise, command=command, budget_usd=budget_usd, goal=wished)
+        prompt_lines = _of_prompt(loaded, other, kept, most if most is not None and most < promise.steps else None)
+    text = plan_text(promise, command=command, budget_usd=budget_usd, goal=wished) + prompt_lines
     sys.stdout.write(printable_lines(text + (elsewhere_text(there) if on else "")))
 
 
@@ -109,7 +110,7 @@ def _of_prompt(loaded: "LoadedConfig", other: "LoadedConfig", kept: list[str], s
     compare = shlex.join(["art", "eval", str(loaded.path), *kept, *both])
     if loaded.config.eval is None:
         compare = "nothing is held out; a plan with eval.held_out=0.3 has scenarios for it"
-    return f"\na prompt:   {search}\ncompare:    {compare}"
+    return f"a prompt:   {search}\ncompare:    {compare}\n"
 
 
 def _parse_goal(text: str) -> float:

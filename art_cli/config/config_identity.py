@@ -95,8 +95,12 @@ class Change(NamedTuple):
 
 
 def general(key: str) -> str:
-    """Returns the key that a source's own value stands for. Example: rollout.sources.a.timeout_s: rollout.timeout_s."""
-    return re.sub(r"^rollout\.sources\.[^.]+\.(judge\b|)", lambda found: found[1] or "rollout.", key)
+    """Returns the key that the value of a source, or a budget or price of a blended judge, stands for.
+
+    Example: rollout.sources.a.timeout_s: rollout.timeout_s
+    """
+    key = re.sub(r"^rollout\.sources\.[^.]+\.(judge\b|)", lambda found: found[1] or "rollout.", key)
+    return re.sub(r"^judge\.judges\.[^.]+\.(?=budget_usd$|budget_tokens$|price$)", "judge.", key)
 
 
 def config_hash(config: RunConfig) -> str:

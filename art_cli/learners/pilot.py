@@ -49,7 +49,7 @@ class Pilots:
     def take(self, rate: float) -> Pilot:
         """Takes a whole step at that rate, without the warm-up of the rate, and takes it back."""
         learner, own = self.learner, self.learner.train_config
-        begin, kl, clipped = time.perf_counter(), math.nan, math.nan
+        begin, kl, clipped, is_failed = time.perf_counter(), math.nan, math.nan, False
         try:
             _set(learner, own.model_copy(update={"learning_rate": rate, "warmup_steps": 0}))
             clipped = learner.step(self.groups).clip_fraction
@@ -57,12 +57,13 @@ class Pilots:
             with self._running():
                 kl = learner.gradient.divergence(self._whole)
         except LearnerError as error:
-            seconds = time.perf_counter() - begin
+            seconds, is_failed = time.perf_counter() - begin, True
             log.warning("pilot at learning rate %g: %s", rate, error)
         finally:
             _set(learner, own)
             learner.load(self.start)
-        return Pilot(rate, kl if math.isfinite(kl) else None, None if math.isnan(clipped) else clipped, seconds)
+        clip_fraction = None if math.isnan(clipped) else clipped
+        return Pilot(rate, kl if math.isfinite(kl) else None, clip_fraction, seconds, is_failed)
 
     def noise_scale(self) -> NoiseScale | None:
         """Returns the noise scale over the step's groups, or None for a single one, or if they take too much memory."""

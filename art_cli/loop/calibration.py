@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from art_cli.loop.owed_groups import group
+from art_cli.loop.owed_groups import first_groups, group
 from art_cli.loop.simulation import Play, PlayedCall, PlayedGroup, PlayedStep, Rates, RunLayout, StepTimes, simulate
 from art_cli.runs.history import MAX_NUMBER, read_updates
 from art_cli.runs.run_checkpoints import run_config
@@ -27,6 +27,7 @@ from art_cli.runtime.errors import DataError
 Floats = npt.NDArray[np.float64]
 NEEDED = ("sample_s", "judge_s", "train_s")  # metrics of a step
 MAX_COUNT = 10**6  # larger numbers of a configuration are damage
+MOST_SPAN, SLACK_S = 1.5, 1.0  # first to last attempt in seconds of sampling, and beyond: more is of several starts
 NUM_CORRECTIONS = 3  # times that the correction is found anew; each brings it about ten times nearer
 SHORT_S = 1e-6  # seconds; what took less is taken to have taken them
 MAX_SLOTS = 256  # vLLM's --max-num-seqs where the configuration has none
@@ -52,26 +53,32 @@ class _Wave(NamedTuple):
 
 
 def finished_steps(files: RunDir, *, last: int) -> dict[int, StepTimes]:
-    """Returns the measured seconds of the last finished steps, without those whose metrics are incomplete."""
+    """Returns the measured seconds of the last finished steps.
+
+    Without those whose metrics are incomplete, and those that several starts played, between which nothing was done.
+    """
     found = dict[int, StepTimes]()
     for update in read_updates(files.metrics())[-last:]:
         if all(update.metrics.get(name, -1.0) >= 0 for name in NEEDED):
             sample_s, judge_s, train_s = (update.metrics[name] for name in NEEDED)
-            ended = max((each.started_at + each.duration_s for each in files.scored(update.number - 1)), default=0.0)
+            played = files.scored(update.number - 1)
+            ended = max((each.started_at + each.duration_s for each in played), default=0.0)
+            if ended - min((each.started_at for each in played), default=0.0) > MOST_SPAN * sample_s + SLACK_S:
+                continue
             rest_s = max(update.time - ended - judge_s - train_s, 0.0)
             found[update.number - 1] = StepTimes(sample_s, judge_s, train_s, rest_s)
     return found
 
 
-def calibrate(files: RunDir, measured: Mapping[int, StepTimes]) -> Calibration:
-    """Returns what follows from the measured steps, by their numbers.
+def calibrate(files: RunDir, measured: Mapping[int, StepTimes], *, num_groups: int | None = None) -> Calibration:
+    """Returns what follows from the measured steps, by their numbers, or from as many of their groups.
 
     Raises DataError: there is none, or its numbers are damaged or missing, as in runs of older versions.
     """
     if not measured or not all(0 <= seconds < MAX_NUMBER for times in measured.values() for seconds in times):
         raise DataError("no step was measured, or one has times that cannot be", files.root)
     layout, epochs = read_layout(config := run_config(files)), _count(config.get("train"), "epochs_per_step", 1)
-    read = [_read_step(files, *step, layout.agents, epochs) for step in measured.items()]
+    read = [_read_step(files, *step, layout.agents, epochs, num_groups) for step in measured.items()]
     steps, times, agent_s, waves = [list(column) for column in zip(*read, strict=True)]
     rates = _rates(list(itertools.chain(*waves)), fmean(agent_s), times, layout)
     trained = sum(simulate(step, Rates(0, 0, 0, trained_token_s=1.0), layout).training_s for step in steps)
@@ -95,6 +102,7 @@ def read_layout(config: Mapping[str, Any]) -> RunLayout:
     """Returns the layout of a resolved configuration."""
     engine, learner, rollout = (config.get(name) for name in ("engine", "learner", "rollout"))
     args = engine.get("args") if isinstance(engine, Mapping) else None
+    args = {name.replace("_", "-"): value for name, value in args.items()} if isinstance(args, Mapping) else None
     slots = _count(engine, "max_batch", _count(args, "max-num-seqs", MAX_SLOTS))
     replicas, learners = _count(engine, "replicas", 1), _count(learner, "processes", 1) * _count(learner, "nodes", 1)
     concurrency = _count(rollout, "concurrency", slots * replicas)  # auto: as many as the engine answers
@@ -109,13 +117,15 @@ def _count(section: Any, key: str, otherwise: int) -> int:
 
 
 def _read_step(
-    files: RunDir, step: int, times: StepTimes, agents: int, epochs: int
+    files: RunDir, step: int, times: StepTimes, agents: int, epochs: int, num_groups: int | None
 ) -> tuple[PlayedStep, StepTimes, float, list[_Wave]]:
     """Returns a step with its complete groups, its times, how long a call holds up an agent process, and all waves.
 
     The first call of a run waits until the agent's libraries are loaded. No attempt of step 0 counts before it.
     """
-    groups = sorted(group(files.scored(step)).values(), key=lambda members: members[0].started_at)
+    scored = files.scored(step)
+    scored = scored if num_groups is None else first_groups(scored, num_groups)
+    groups = sorted(group(scored).values(), key=lambda members: members[0].started_at)
     every = [each for members in groups for each in members]
     _check(every, files.scored_path(step))
     called = min(each.started_at + min(each.spans)[0] for each in every if each.spans) if step == 0 else 0.0
@@ -135,6 +145,8 @@ def _read_step(
         for each, its in zip(every, waves, strict=True)
     ])  # fmt: skip
     played = [PlayedGroup(tuple(itertools.islice(plays, len(m))), _judge_s(m, times.judging_s)) for m in groups]
+    if not trained and times.training_s:  # a loss that does not compare the attempts of a group
+        trained = sum(map(_tokens, every))
     times = times._replace(sampling_s=max(times.sampling_s - start_s, 0.0))
     return PlayedStep(tuple(played), max(trained, 0) * epochs), times, agent_s, list(itertools.chain(*waves))
 

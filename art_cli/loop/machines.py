@@ -83,7 +83,9 @@ def elsewhere(loaded: LoadedConfig, promise: Promise, chosen: Sequence[Chosen]) 
     config, found = loaded.config, promise.measured
     files = RunDir(config.runs / config.name)
     pilot = StepTimes(found.sampling_s + found.first_call_s, found.judging_s, found.training_s or 0.0, found.rest_s)
-    known = calibrate(files, finished_steps(files, last=NUM_STEPS) or {0: pilot})
+    finished = finished_steps(files, last=NUM_STEPS)
+    num_groups = None if finished else len(found.group_tokens)
+    known = calibrate(files, finished or {0: pilot}, num_groups=num_groups)
     here, base = _here(config), find_base(config.model.base, directory=loaded.directory, built=files.base)
     return [on_machine(promise, known, here, each, _size(files, config, base, each.machine)) for each in chosen]
 

@@ -77,6 +77,13 @@ def group(trajectories: Iterable[AnyTrajectory]) -> dict[str, list[AnyTrajectory
     return {name: members for name, members in by_group(trajectories).items() if len(members) == members[0].group_size}
 
 
+def first_groups(trajectories: Iterable[AnyTrajectory], num: int) -> list[AnyTrajectory]:
+    """Returns the attempts of a step's first groups. An earlier start may have played more."""
+    every = list(trajectories)
+    ids = set(sorted({each.group_id for each in every})[:num])
+    return [each for each in every if each.group_id in ids]
+
+
 @dataclass
 class GroupScorer:
     """Judges complete groups while others are being played, and writes each group's scored lines after its verdict.

@@ -7,7 +7,7 @@ done once, by the real learner on the groups of the plan's step.
 from art_cli.config.checks import keys_of_weights
 from art_cli.config.compose import LoadedConfig, load_config
 from art_cli.learners.prompt_learner import PromptLearner
-from art_cli.loop.owed_groups import group
+from art_cli.loop.owed_groups import first_groups, group
 from art_cli.runs.promise import Reflected
 from art_cli.runs.run_dir import RunDir
 from art_cli.runtime import threads
@@ -40,9 +40,9 @@ def _is_of(key: str, sections: list[str]) -> bool:
     return any(key == section or key.startswith(f"{section}.") for section in sections)
 
 
-async def reflect(learner: PromptLearner, files: RunDir) -> Reflected:
+async def reflect(learner: PromptLearner, files: RunDir, num_groups: int) -> Reflected:
     """Returns what a step of the search takes beside its attempts. Raises LearnerError: no call reaches the model."""
-    groups = list(group(files.scored(0)).values())
+    groups = list(group(first_groups(files.scored(0), num_groups)).values())
     metrics = await threads.call_in_thread(learner.step, groups)
     usage = learner.payer.usage
     return Reflected(learner.payer.title, usage.calls, metrics.train_s, usage.tokens, usage.cost_usd)

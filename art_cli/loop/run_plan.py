@@ -22,10 +22,11 @@ import msgspec
 from art_cli.chat.requests import Request, Sampling
 from art_cli.config.compose import LoadedConfig
 from art_cli.config.config_identity import config_hash, speed_hash
-from art_cli.config.schema import NoTrackerConfig, RulerJudgeConfig, RunConfig
+from art_cli.config.schema import BlendJudgeConfig, NoTrackerConfig, RulerJudgeConfig, RunConfig
 from art_cli.engines import Engine
 from art_cli.judges import Judge
 from art_cli.judges.agreement import VoteReliability, vote_reliability
+from art_cli.judges.blend import named_judges
 from art_cli.judges.costs import find_price
 from art_cli.judges.judge_groups import score as ask
 from art_cli.judges.judge_report import judge_windows
@@ -36,6 +37,7 @@ from art_cli.loop.calibration import shared_prompt
 from art_cli.loop.claim_run import Claim, claim_run
 from art_cli.loop.evaluate import contests
 from art_cli.loop.open_run import Run, open_run
+from art_cli.loop.owed_groups import first_groups
 from art_cli.loop.prompt_plan import reflect
 from art_cli.loop.record import claim_config
 from art_cli.loop.references import check_ready
@@ -45,7 +47,7 @@ from art_cli.reports.findings import MOVES
 from art_cli.runs.history import count_failures
 from art_cli.runs.promise import Doubt, Expected, Measured, Pilot, Promise, forecast
 from art_cli.runs.trajectory import Score, ScoredTrajectory, Trajectory, prompt
-from art_cli.runtime.errors import JudgeError, LearnerError, UsageError
+from art_cli.runtime.errors import JudgeError, LearnerError, UsageError, one_line
 from art_cli.runtime.scratch import scratch
 
 log = logging.getLogger(__name__)
@@ -76,10 +78,12 @@ async def plan(loaded: LoadedConfig, *, repeats: int | None = None, beside: Prom
     async with claim_run(silent, is_fresh=False, startup=Startup()) as claim:
         found, newest = claim.files.promise(), claim.files.newest_checkpoint()
         speed = speed_hash(loaded.config)
-        if found is not None and (found.config_hash, found.speed_hash) == (config_hash(claim.loaded.config), speed):
+        hashes = (config_hash(claim.loaded.config), speed)
+        is_asked = found is not None and (repeats or 0) <= found.measured.verdicts
+        if found is not None and is_asked and (found.config_hash, found.speed_hash) == hashes:
             measured = found.measured
             if measured.judge_usd is None:  # the configuration may have the price by now
-                usd = _judge_usd(claim.loaded.config, claim.files.scored(0))
+                usd = _judge_usd(claim.loaded.config, first_groups(claim.files.scored(0), len(measured.group_tokens)))
                 measured = msgspec.structs.replace(measured, judge_usd=usd)
             claim.files.write_promise(made := _promise(measured, found.doubts, claim, speed))
             return await _with_search(made, claim, beside)
@@ -90,7 +94,9 @@ async def plan(loaded: LoadedConfig, *, repeats: int | None = None, beside: Prom
             measured, doubts = await _measure(run, repeats, found)
             parts = claim.startup.parts
             started = math.fsum(parts.get(part, 0.0) for part in STARTING)
-            measured = msgspec.structs.replace(measured, start_s=started)
+            if found is not None and found.speed_hash != speed:
+                measured.facts["played"] = "under earlier settings; the seconds of sampling and judging are theirs"
+            measured = msgspec.structs.replace(measured, start_s=started, verdicts=repeats or 1)
             made = _promise(measured, doubts, dataclasses.replace(claim, loaded=run.loaded), speed)
             if loaded.config.train.learning_rate == "auto" and RATE in made.settings:
                 chosen = with_rate(run.loaded, float(made.settings[RATE]), f"art plan: {made.reasons[RATE]}")
@@ -108,7 +114,7 @@ async def _with_search(made: Promise, claim: Claim, beside: PromptLearner | None
     is_priced = known is not None and (known.usd is not None or not beside.payer.is_priced)
     if known is not None and known.model == beside.payer.title and is_priced:
         return made
-    found = msgspec.structs.replace(found, reflection=await reflect(beside, claim.files))
+    found = msgspec.structs.replace(found, reflection=await reflect(beside, claim.files, len(found.group_tokens)))
     made = msgspec.structs.replace(made, measured=found, prompt=_promise(found, [], claim).prompt)
     claim.files.write_promise(made)
     return made
@@ -119,10 +125,14 @@ async def _measure(run: Run, repeats: int | None, before: Promise | None) -> tup
     num_judged = len(run.files.scored(0))
     run.batches.allow(0)
     batch = await run.batches.take(0)
-    judging_s = batch.metrics["judge_s"]
-    if num_judged >= sum(map(len, batch.groups)):  # an earlier start judged them all
-        latencies = [score.latency_s or 0.0 for members in batch.groups for each in members for score in each.scores]
-        judging_s = before.measured.judging_s if before is not None else max(latencies, default=0.0)
+    judging_s, num_attempts = batch.metrics["judge_s"], sum(map(len, batch.groups))
+    if num_judged < num_attempts:  # an earlier start may have judged the others
+        judging_s *= num_attempts / (num_attempts - num_judged)
+    elif before is not None:
+        judging_s = before.measured.judging_s * len(batch.groups) / max(len(before.measured.group_tokens), 1)
+    else:
+        scores = [score for members in batch.groups for each in members for score in each.scores]
+        judging_s = max((score.latency_s or 0.0 for score in scores), default=0.0)
     judges = [each.judge for each in judge_windows({1: run.files.scored_path(0)})]
     bias = next((judge.order_bias for judge in judges if judge.order_bias is not None), None)
     voted = next((judge.reliability for judge in judges if judge.reliability is not None), None)
@@ -202,10 +212,13 @@ def _sampled(run: Run, batch: Batch, repeated: VoteReliability | None, judging_s
 
 def _judge_usd(config: RunConfig, attempts: Sequence[ScoredTrajectory]) -> float | None:
     """Returns what the verdicts cost, at the configured prices where none was known then, or None if one is unknown."""
-    rulers = [part.judge for part in config.by_source.values() if isinstance(part.judge, RulerJudgeConfig)]
+    judges = [part.judge for part in config.by_source.values()] + [each.judge for each in config.shadow.values()]
+    judges += [part for each in judges if isinstance(each, BlendJudgeConfig) for part in named_judges(each).values()]
+    rulers = [each for each in judges if isinstance(each, RulerJudgeConfig)]
     prices = {each.model: find_price(each) for judge in rulers for each in (judge, *judge.panel)}
     usd = 0.0
-    for score in (score for each in attempts for score in each.scores if score.prompt_tokens is not None):
+    scores = (score for each in attempts for score in (*each.scores, *each.shadow))
+    for score in (each for each in scores if each.prompt_tokens is not None):
         cost, price = score.cost_usd, prices.get(score.model or "")
         if cost is None and price is not None:
             cost = price.cost(score.prompt_tokens or 0.0, score.completion_tokens or 0.0)
@@ -258,7 +271,8 @@ async def shared_prompt_s(engine: Engine, groups: Groups) -> float:
     """
     common = shared_prompt([each for members in groups for each in members])
     own = [max(shared_prompt(members) - common, 0) for members in groups]
-    firsts = [prompt(members[0].turns, 0)[::-1] for members in groups if members[0].turns]
+    called = [next((each for each in members if each.turns), None) for members in groups]
+    firsts = [prompt(each.turns, 0)[::-1] for each in called if each is not None]
     if len(groups) == 1 or not any(own):
         return 0.0
     asked = [Request(model=engine.endpoint.model, sampling=Sampling(max_tokens=1), prompt=tokens) for tokens in firsts]
@@ -279,25 +293,26 @@ def _pilot(run: Run, groups: Groups, measured: Measured) -> Measured:
     start, rate, begin = run.files.checkpoint_path(0), run.config.train.rate, time.perf_counter()
     with scratch("plan") as directory:
         run.learner.save(directory)
-    rest_s, scale, memory, pilots = time.perf_counter() - begin, None, None, list[Pilot]()
-    if run.config.learner.weights != "here":  # only the time of its own step can be seen from here
-        begin = time.perf_counter()
-        if run.learner.step(groups).num_updates:
-            pilots.append(Pilot(rate, None, None, time.perf_counter() - begin))
-        run.learner.load(start)
-    else:
-        from art_cli.learners.pilot import Pilots  # torch
+    rest_s, scale, memory, pilots, obstacle = time.perf_counter() - begin, None, None, list[Pilot](), ""
+    try:
+        if run.config.learner.weights != "here":  # only the time of its own step can be seen from here
+            begin = time.perf_counter()
+            if run.learner.step(groups).num_updates:
+                pilots.append(Pilot(rate, None, None, time.perf_counter() - begin))
+            run.learner.load(start)
+        else:
+            from art_cli.learners.pilot import Pilots  # torch
 
-        try:
             piloting, begin = Pilots(run.learner, groups, start), time.monotonic()
             for factor in RATES:
                 if not pilots or (time.monotonic() - begin < MAX_PILOTS_S and not run.interrupts.num):
                     pilots.append(piloting.take(factor * rate))
             if not run.interrupts.num:
                 scale, memory = piloting.noise_scale(), piloting.memory(_longest_row(run))
-        except LearnerError as error:
-            log.warning("pilots: %s", error)
-    seconds = [pilot.seconds for pilot in pilots][-4:]  # the first of five checks the packs, too
+    except LearnerError as error:
+        log.warning("pilots: %s", error)
+        obstacle = one_line(error)
+    seconds = [pilot.seconds for pilot in pilots if not pilot.is_failed][-4:]  # the first of five checks the packs, too
     first_s = max(0.0, pilots[0].seconds - median(seconds)) if pilots else 0.0
     return msgspec.structs.replace(
         measured,
@@ -308,6 +323,7 @@ def _pilot(run: Run, groups: Groups, measured: Measured) -> Measured:
         pilots=sorted(pilots, key=lambda pilot: pilot.rate),
         noise_scale=scale,
         memory=memory,
+        obstacle=obstacle,
     )
 
 
@@ -332,12 +348,16 @@ def advise(found: Measured, config: RunConfig) -> Iterator[Advice]:
         yield rate
     groups, scale, memory = config.rollout.groups_per_step, found.noise_scale, found.memory
     if scale is not None and scale.high is not None and scale.high < groups:
+        least = max(math.ceil(scale.high), config.train.updates_per_step, 2 if config.rollout.replay is not None else 1)
         reason = f"above {scale.high:.0f} groups, the upper end of the noise scale, more add little to a step"
-        yield Advice("rollout.groups_per_step", str(max(math.ceil(scale.high), 1)), reason)
+        if least < groups:
+            yield Advice("rollout.groups_per_step", str(least), reason)
     if memory is not None and memory.gigabytes > SHARE_OF_MEMORY * memory.there:
         key, value = "learner.gradient_checkpointing", "true"
         if config.learner.model_dump().get("gradient_checkpointing"):
-            key, value = "rollout.sampling.max_tokens", str(config.rollout.sampling.max_tokens // 2)
+            is_micro = config.learner.model_dump().get("micro_batch_tokens") == memory.tokens
+            key = "learner.micro_batch_tokens" if is_micro else "model.max_length"  # the longest row
+            value = str(max(memory.tokens // 2, 1))
         yield Advice(key, value, f"{memory.gigabytes:.1f} GB are needed and {memory.there:.1f} GB there")
 
 
@@ -346,14 +366,16 @@ def choose_rate(pilots: Sequence[Pilot], own: float) -> Advice | None:
 
     If all move it too little, the largest is returned, and if all move it too far, the smallest.
     """
-    known = {pilot.rate: pilot.kl for pilot in pilots if pilot.kl is not None}
-    if own not in known:
+    known = {pilot.rate: pilot.kl for pilot in pilots if pilot.kl is not None and not pilot.is_failed}
+    if not known:
         return None
     inside = [rate for rate, kl in known.items() if LEAST_KL <= kl <= MOST_KL]
-    is_slow = known[own] < LEAST_KL
+    is_slow = known.get(own, MOST_KL) < LEAST_KL
     rate = min(inside, key=lambda rate: abs(math.log(rate / own)), default=max(known) if is_slow else min(known))
     reason = f"a step moves the policy by {known[rate]:.2g} nats per token"
-    if not LEAST_KL <= known[own] <= MOST_KL:
+    if own not in known:
+        reason += f"; at {own:g} the step failed, or moved it without bound"
+    elif not LEAST_KL <= known[own] <= MOST_KL:
         reason += f"; at {own:g} by {known[own]:.2g}, outside of {LEAST_KL:g} to {MOST_KL:g}"
     return Advice(RATE, f"{rate:.4g}", reason if inside else f"{reason}; no rate that was tried is within")
 
@@ -375,6 +397,8 @@ def _promise(found: Measured, doubts: Sequence[Doubt], claim: Claim, speed: str 
     expected = partial(
         forecast,
         steps=config.train.steps,
+        plays=1 + (config.train.steps - 1) * (1 - config.rollout.num_replays / config.rollout.groups_per_step),
+        is_ahead=config.train.max_staleness > 0,
         evaluations=evaluations,
         eval_attempts=attempts,
         eval_prompts_s=prompts_s,

@@ -368,13 +368,17 @@ def _promised(run: RunDir, history: History) -> list[Promised]:
         return []
     if promise is None or not updates or updates[-1].number != promise.steps:
         return []
+    if updates[0].metrics.get("num_trajectories", promise.measured.num_attempts) != promise.measured.num_attempts:
+        return []  # of other groups
     seconds, judge = _seconds(history), _judge(updates)
     happened = msgspec.structs.asdict(seconds) | {"tokens": _sum(updates, "tokens_sampled")}
     if "run_s" in updates[-1].metrics:  # it leaves out the evaluation that came after it
         late = sum(each.seconds or 0.0 for each in history.evaluations if each.step >= updates[-1].number)
         happened["whole"] = updates[-1].metrics["run_s"] + late
-    if judge is not None and judge.usd is not None and "whole" in happened:
-        happened["usd"] = judge.usd + happened["whole"] / 3600 * promise.usd_per_hour
+    usd = 0.0 if judge is None else judge.usd
+    if usd is not None and "whole" in happened:  # `run_usd` has what the plan paid if its judge keeps an account of it
+        ours = _sum(updates, "judge_usd") + (promise.measured.judge_usd or 0.0)
+        happened["usd"] = max(usd, ours) + happened["whole"] / 3600 * promise.usd_per_hour
     return compare(promise, happened)
 
 

@@ -41,6 +41,7 @@ class Pilot(msgspec.Struct, frozen=True):
     kl: float | None  # KL(before || after) in nats per trained token, or None if the step failed or it is not known
     clip_fraction: float | None  # or None if the loss clips nothing
     seconds: float
+    is_failed: bool = False
 
 
 class NoiseScale(msgspec.Struct, frozen=True):
@@ -92,6 +93,8 @@ class Measured(msgspec.Struct, frozen=True, kw_only=True):
     reward_best: float | None = None  # mean over the groups of the best attempt's reward
     facts: dict[str, str] = {}  # lines about the rewards, by name
     pilots: list[Pilot] = []
+    obstacle: str = ""  # why no pilot could be taken, or none was asked for
+    verdicts: int = 1  # asked for on each group
     noise_scale: NoiseScale | None = None
     memory: MemoryNeed | None = None
     reflection: Reflected | None = None  # or None if no search for a prompt was compared
@@ -135,40 +138,45 @@ def forecast(
     found: Measured,
     *,
     steps: int,
+    plays: float | None = None,
     evaluations: int,
     eval_attempts: int,
     eval_prompts_s: float = 0.0,
     usd_per_hour: float,
     contested: float = 0.0,
     learning_usd: float = 0.0,
+    is_ahead: bool = False,
 ) -> dict[str, Expected]:
     """Returns what the whole run takes; no "usd" if a price is unknown. `eval_attempts` are those of one evaluation.
 
     `eval_prompts_s` is what their prompts take beyond as many of a step, where more attempts share one. `contested` is
     what the judge is shown in all evaluations together, in attempts of a step, and `learning_usd` the cost of a step of
-    the learner.
+    the learner. `plays` is what is played, in attempts of a step; less than `steps` with replay. `is_ahead`: sampling
+    goes on while weights move, and what of it that saves depends on the machine, from nothing to all.
 
     Sampling, judging and training are proportional to tokens. Their mean is resampled over groups, and multiplied by
     one factor for the drift of lengths. All seconds are multiplied by one factor for the pace of the machine.
     """
     draw, groups, drawn = random.Random(0), found.group_tokens, dict[str, list[float]]()
+    plays = steps if plays is None else plays
     played, prompts_s = evaluations * eval_attempts / max(found.num_attempts, 1), evaluations * eval_prompts_s
     for _ in range(DRAWS):
         share = sum(draw.choices(groups, k=len(groups))) / sum(groups) if sum(groups) else 1.0
         share *= math.exp(draw.gauss(0.0, math.log(DRIFT) / NORMAL_80))
         seconds = {
-            "sampling": steps * found.sampling_s * share,
-            "judging": steps * found.judging_s * share,
+            "sampling": plays * found.sampling_s * share,
+            "judging": plays * found.judging_s * share,
             "training": steps * (found.training_s or 0.0) * share + found.first_training_s,
             "evaluating": (played * found.sampling_s + contested * found.judging_s) * share + prompts_s,
             "rest": found.start_s + found.first_call_s + steps * found.rest_s,
         }
         pace = math.exp(draw.gauss(0.0, max(found.pace, PACE)))
         seconds = {name: pace * value for name, value in seconds.items()}
-        seconds["whole"] = whole = sum(seconds.values())
-        paid = (steps + contested) * (found.judge_usd or 0.0) + steps * learning_usd
+        beside = min(seconds["sampling"] + seconds["judging"], seconds["training"]) if is_ahead else 0.0
+        seconds["whole"] = whole = sum(seconds.values()) - (draw.random() * beside if beside else 0.0)
+        paid = (plays + contested) * (found.judge_usd or 0.0) + steps * learning_usd
         usd = paid * share + whole / 3600 * usd_per_hour
-        for name, value in (seconds | {"tokens": steps * sum(groups) * share, "usd": usd}).items():
+        for name, value in (seconds | {"tokens": plays * sum(groups) * share, "usd": usd}).items():
             drawn.setdefault(name, []).append(value)
     if found.judge_usd is None:
         del drawn["usd"]
@@ -179,7 +187,7 @@ def forecast(
 def steps_for(usd: float, promise: Promise) -> int | None:
     """Returns the number of steps that the dollars buy at the upper end of the interval, or None if none are known."""
     cost = promise.expected.get("usd")
-    return int(usd / (cost.high / promise.steps)) if cost is not None and cost.high > 0 else None
+    return int(min(usd / (cost.high / promise.steps), MOST)) if cost is not None and cost.high > 0 else None
 
 
 class Promised(msgspec.Struct, frozen=True):
@@ -192,13 +200,12 @@ class Promised(msgspec.Struct, frozen=True):
 
 
 def compare(promise: Promise, happened: Mapping[str, float]) -> list[Promised]:
-    """Returns the promised numbers that have a counterpart in what happened; what the plan has paid is added to that.
+    """Returns the promised numbers that have a counterpart in what happened; the plan's own seconds are added to that.
 
     The metrics of a run do not count what was played and judged before its own start.
     """
     found, rows = promise.measured, list[Promised]()
-    paid = {"sampling": found.sampling_s, "judging": found.judging_s, "whole": found.sampling_s + found.judging_s,
-            "usd": found.judge_usd or 0.0}  # fmt: skip
+    paid = {"sampling": found.sampling_s, "judging": found.judging_s, "whole": found.sampling_s + found.judging_s}
     for name in promise.expected.keys() & happened.keys():
         each, value = promise.expected[name], happened[name] + paid.get(name, 0.0)
         if name in ("usd", "tokens") or max(each.high, value) >= SHORT_S:

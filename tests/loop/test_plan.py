@@ -20,6 +20,7 @@ from art_cli.learners.pilot import noise_scale
 from art_cli.loop.run_plan import (
     LEAST_KL,
     MOST_KL,
+    advise,
     before_calls,
     busy,
     choose_rate,
@@ -30,7 +31,7 @@ from art_cli.loop.train import train
 from art_cli.reports.doubts import correlate
 from art_cli.reports.pages.report_text import report_text
 from art_cli.reports.run_report import read_report
-from art_cli.runs.promise import Measured, Pilot, Promise, forecast, steps_for
+from art_cli.runs.promise import Measured, MemoryNeed, NoiseScale, Pilot, Promise, forecast, steps_for
 from art_cli.runs.run_dir import RunDir
 from art_cli.runs.trajectory import ScoredTrajectory, Trajectory
 from art_cli.runtime.errors import Interrupted, RunError, UsageError
@@ -82,9 +83,11 @@ def test_a_language_model_that_judges_by_position_or_by_chance_is_named(
     with serving(Conduct(rule=rule, **conduct)) as server:
         settings = [f"runs={tmp_path}", RATE, *entry, f"judge.api_base={server.api_base}"]
         found = asyncio.run(plan(load_config(PLANNED / "config.yaml", settings), repeats=2))
+        again = asyncio.run(plan(load_config(PLANNED / "config.yaml", settings), repeats=3)) if not kind else found
     kinds = [doubt.kind for doubt in found.doubts]
     assert kind in kinds if kind else kinds == []
     assert found.measured.judge_usd is None and "usd" not in found.expected, "no price is known"
+    assert again.measured.verdicts == (2 if kind else 3), "who asks for more verdicts gets them"
 
 
 @pytest.mark.slow
@@ -189,9 +192,9 @@ def test_an_interrupted_plan_goes_on_and_more_groups_may_follow(tmp_path: Path) 
         "the groups of the earlier plan are not of this one"
     )
     slower = planned(tmp_path, RATE, "rollout.groups_per_step=10", "learner.gradient_checkpointing=true").measured
-    assert slower.pilots != ten.measured.pilots and slower.judging_s == fewer.judging_s, (
-        "measured anew; not judged anew"
-    )
+    assert slower.pilots != ten.measured.pilots, "measured anew"
+    assert slower.judging_s == pytest.approx(2.5 * fewer.judging_s), "not judged anew"
+    assert "earlier settings" in slower.facts["played"]
     assert path.read_bytes() == again
     with pytest.raises(RunError, match="group_size"):
         planned(tmp_path, RATE, "rollout.group_size=2")
@@ -283,6 +286,38 @@ def test_a_rate_is_not_advised_where_none_was_measured() -> None:
     assert choose_rate([Pilot(1.0, None, None, 1.0)], 1.0) is None
 
 
+def test_a_rate_whose_own_pilot_failed_is_given_up_for_one_within_bounds() -> None:
+    failed = Pilot(1.0, None, None, 1.0, is_failed=True)
+    advice = choose_rate([Pilot(0.25, 0.01, None, 1.0), Pilot(0.5, 0.05, None, 1.0), failed], 1.0)
+    assert advice is not None and advice.value == "0.5" and "at 1 the step failed" in advice.reason
+
+
+def test_what_is_advised_is_a_configuration_that_can_be_trained() -> None:
+    """Fewer groups than updates in a step are none, and the longest row is what does not fit."""
+    scale, much = NoiseScale(1.0, 0.5, 1.6), MemoryNeed(tokens=8192, gigabytes=99.0, there=10.0)
+    config = load_config(
+        PLANNED / "config.yaml", [RATE, "train.updates_per_step=4", "learner.gradient_checkpointing=true"]
+    )
+    found = {each.key: each.value for each in advise(measured(noise_scale=scale, memory=much), config.config)}
+    assert found == {"rollout.groups_per_step": "4", "model.max_length": "4096"}
+    config = load_config(PLANNED / "config.yaml", [RATE, "train.updates_per_step=8"])
+    assert not list(advise(measured(noise_scale=scale), config.config)), "all eight groups are needed"
+
+
+def test_groups_that_are_replayed_are_not_played_again() -> None:
+    counts = {"steps": 10, "evaluations": 0, "eval_attempts": 0, "usd_per_hour": 0.0}
+    whole, half = forecast(measured(), **counts), forecast(measured(), plays=5.5, **counts)
+    for name in ("sampling", "judging", "tokens", "usd"):
+        assert half[name].value == pytest.approx(0.55 * whole[name].value)
+    assert half["training"] == whole["training"]
+
+
+def test_sampling_beside_training_takes_between_the_longer_one_and_both() -> None:
+    counts = {"steps": 10, "evaluations": 0, "eval_attempts": 0, "usd_per_hour": 0.0}
+    beside = forecast(measured(training_s=8.0, judging_s=0.0), is_ahead=True, **counts)["whole"]
+    assert 80 < beside.value < 160 and beside.low < 0.8 * beside.value
+
+
 def measured(**given: Any) -> Measured:
     numbers: dict[str, Any] = {"group_tokens": [100] * 8, "num_attempts": 32, "sampling_s": 8.0}
     return Measured(**(numbers | {"judging_s": 1.0, "training_s": 4.0, "judge_usd": 0.1} | given))
@@ -342,6 +377,13 @@ async def test_nothing_is_added_where_no_prompt_is_shared_or_the_engine_does_not
     assert await shared_prompt_s(engine, asked_groups([1, 2], [3, 4])) == 0 and len(engine.asked) == 2
 
 
+async def test_an_attempt_that_called_no_model_stands_for_no_prompt() -> None:
+    engine: Any = Answering()
+    groups = [[scored(each.group_id, 2, turns=[]), *members] for members in asked_groups([1] * 8, [2] * 8)
+              for each in members[:1]]  # fmt: skip
+    assert await shared_prompt_s(engine, groups) > 0 and engine.asked == [[1] * 8, [2] * 8]
+
+
 def test_what_a_judge_takes_for_evaluations_is_paid_as_its_groups_are() -> None:
     """10 steps for 0.1 dollars each, and contests of 20 steps' worth."""
     counts = {"steps": 10, "evaluations": 0, "eval_attempts": 0, "usd_per_hour": 0.0}
@@ -370,7 +412,7 @@ def test_a_budget_buys_steps_at_the_upper_end_and_nothing_without_a_price() -> N
         return Promise(config_hash="", measured=found, doubts=[], settings={}, reasons={}, steps=10, evaluations=0,
                        expected=expected)  # fmt: skip
 
-    assert steps_for(1.5, promised(0.1)) in (9, 10)
+    assert steps_for(1.5, promised(0.1)) in (9, 10) and (steps_for(1e308, promised(0.1)) or 0) > 10**9
     assert steps_for(1.5, promised(0.0)) is None and steps_for(1.5, promised(None)) is None
 
 

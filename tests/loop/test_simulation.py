@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from art_cli.loop.calibration import Calibration, calibrate, finished_steps, non_negative
+from art_cli.loop.calibration import Calibration, calibrate, finished_steps, non_negative, read_layout
 from art_cli.loop.simulation import (
     Play,
     PlayedCall,
@@ -236,6 +236,32 @@ def test_an_update_that_two_processes_shared_takes_twice_as_long_on_one(tmp_path
     found = known(run)
     assert simulate(found.steps[0], found.rates, found.layout).training_s == pytest.approx(found.times[0].training_s)
     assert found.rates.trained_token_s == pytest.approx(2 * 0.002)
+
+
+def test_steps_of_several_starts_are_left_out_and_so_are_groups_beyond_the_first(tmp_path: Path) -> None:
+    """A step that was played long before it was trained on says nothing of how long a step takes."""
+    run = write_played(tmp_path / "run", steps=3)
+    lines = [msgspec.json.decode(line, type=MetricsLine) for line in run.metrics_path.read_bytes().splitlines()]
+    lines[1] = msgspec.structs.replace(
+        lines[1], time=lines[1].time + 3600, metrics=lines[1].metrics | {"sample_s": 0.0}
+    )
+    run.metrics_path.write_bytes(b"".join(msgspec.json.encode(line) + b"\n" for line in lines))
+    assert finished_steps(run, last=3).keys() == {0, 2}
+    found = calibrate(run, {1: StepTimes(9.0, 0.1, 0.3, 1.0)}, num_groups=2)
+    assert [len(work.groups) for work in found.steps] == [2]
+
+
+def test_an_update_of_a_loss_that_compares_no_attempts_has_all_tokens(tmp_path: Path) -> None:
+    run = write_played(tmp_path / "run")
+    same = [msgspec.structs.replace(each, reward=1.0) for each in run.scored(1)]
+    write_lines(run.scored_path(1), same)
+    found = known(run)
+    assert simulate(found.steps[0], found.rates, found.layout).training_s == pytest.approx(found.times[0].training_s)
+
+
+def test_the_number_of_slots_is_read_however_it_is_written() -> None:
+    for name in ("max-num-seqs", "max_num_seqs"):
+        assert read_layout({"engine": {"name": "vllm", "args": {name: 32}}}).slots == 32
 
 
 def test_damaged_runs_are_refused_in_words(tmp_path: Path) -> None:

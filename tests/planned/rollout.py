@@ -2,6 +2,7 @@
 
 import random
 import string
+from collections import Counter
 from typing import Any
 
 from art_cli import Policy
@@ -61,8 +62,14 @@ async def judged(policy: Policy, scenario: dict[str, Any]) -> None:
     await ask(policy, scenario["ask"])
 
 
+ASKED: Counter[str] = Counter()  # how often each group was judged
+
+
 def noise(group: list[Any]) -> list[float]:
-    return [random.random() for _ in group]
+    """A judge that goes by chance, with other chances each time, and the same ones in each run of the tests."""
+    ASKED[group[0].group_id] += 1
+    draw = random.Random(f"{group[0].group_id} {ASKED[group[0].group_id]}")
+    return [draw.random() for _ in group]
 
 
 def position(group: list[Any]) -> list[float]:

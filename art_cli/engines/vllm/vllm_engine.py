@@ -180,7 +180,8 @@ class VllmEngine:
             load = await self._adapters.control.load() if self._adapters is not None else None
         except EngineError:
             return None
-        most = self._config.args.get("max-num-seqs")
+        args = {name.replace("_", "-"): value for name, value in self._config.args.items()}
+        most = args.get("max-num-seqs")
         return load._replace(room=most * self._config.replicas) if load and isinstance(most, int) else load
 
     async def sleep(self) -> None:

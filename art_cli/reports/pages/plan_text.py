@@ -5,7 +5,10 @@ from collections.abc import Iterator
 from art_cli.reports.pages.report_text import duration
 from art_cli.runs.promise import Expected, Measured, Pilot, Promise, steps_for
 
-_NO_PRICE = "no price of the judge is known; set judge.price={input: X, output: Y}, dollars for a million tokens"
+_NO_PRICE = (
+    "no price of the judge is known; set judge.price={input: X, output: Y}, dollars for a million tokens "
+    "(judge.judges.NAME.price of a blend)"
+)
 
 
 Row = tuple[str, str]  # a name, or "" where the line before it goes on, and its text
@@ -66,7 +69,8 @@ def _settings(promise: Promise) -> Iterator[Row]:
     for key, value in promise.settings.items():
         yield f"{key}={value}", ""
         yield "", promise.reasons.get(key, "")
-    yield "pilots", ", ".join(map(_pilot, pilots)) or "none, because no group has signal"
+    why = promise.measured.obstacle or "no group has signal"
+    yield "pilots", ", ".join(map(_pilot, pilots)) or f"none: {why}"
     if scale is not None:
         about = "hidden by noise" if scale.groups is None else f"{scale.groups:.0f} groups"
         high = "no bound" if scale.high is None else f"{scale.high:.0f}"
@@ -74,6 +78,8 @@ def _settings(promise: Promise) -> Iterator[Row]:
 
 
 def _pilot(pilot: Pilot) -> str:
+    if pilot.is_failed:
+        return f"{pilot.rate:.2g} failed"
     return f"{pilot.rate:.2g} moves {'by an unknown KL' if pilot.kl is None else f'{pilot.kl:.2g}'}"
 
 
