@@ -17,6 +17,7 @@ WORKDIR /opt/art
 COPY pyproject.toml constraints.txt README.md LICENSE ./
 COPY art_cli art_cli
 COPY configs configs
+COPY docs docs
 COPY recipes recipes
 
 # vLLM pins torch and transformers itself; without it they are the versions that everything was tested with.

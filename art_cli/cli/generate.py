@@ -33,7 +33,9 @@ def run(
     ] = None,
     form: Annotated[
         str | None,
-        typer.Option("--format", metavar="NAME", help="openai (messages) or openenv (TrainingTrace), not our own."),
+        typer.Option(
+            "--format", metavar="NAME", help="openai (messages) or openenv (TrainingTrace), instead of art's own."
+        ),
     ] = None,
     as_json: Json = False,
 ) -> None:
@@ -41,8 +43,8 @@ def run(
 
     Plays the scenarios of one step. Run again, it goes on with what is missing. Exit code 1 if every attempt failed,
     none called the model, or no group has signal and the configuration's loss compares the rollouts' own rewards.
-    With --format FILE is written whole at the end, for another tool; what it is made of is kept beside it, in
-    NAME.art.jsonl, and run again it goes on from there.
+    With --format, FILE is written only at the end, for another tool. What was played is kept beside it in
+    NAME.art.jsonl, so that a second call goes on.
 
     \b
     art generate config.yaml -o trajectories.jsonl

@@ -24,7 +24,9 @@ def run(
     ],
     form: Annotated[
         str | None,
-        typer.Option("--from", metavar="NAME", help="openai, openenv, verifiers, inspect or langfuse, not the guess."),
+        typer.Option(
+            "--from", metavar="NAME", help="openai, openenv, verifiers, inspect or langfuse, instead of guessing."
+        ),
     ] = None,
     group_by: Annotated[
         str | None,

@@ -51,7 +51,7 @@ def run(
     """Score trajectories, group by group, with RULER or another judge; measure the judge.
 
     --probe judges groups as they are and with one attempt padded, praised, emptied, ... It prints how far the score of
-    that attempt moves, and whether that is a bias. It writes no scores, and takes about 10 judgements of each group.
+    that attempt moves, and whether that is a bias. It writes no scores, and takes 11 or 12 judgements of each group.
 
     \b
     art judge trajectories.jsonl -o scored.jsonl --model openai/o3

@@ -43,13 +43,17 @@ def run(
     ] = False,
     base: Base = None,
     engine: Annotated[
-        str, typer.Option("--engine", metavar="NAME", help="auto, embedded or vllm; auto: what the machine has.")
+        str, typer.Option("--engine", metavar="NAME", help="auto, embedded or vllm; for a prompt also openai.")
     ] = "auto",
     knobs: Annotated[
         list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="An engine's key: max_batch=256; repeat.")
     ] = None,
     is_trusted: Annotated[
-        bool, typer.Option("--trust", help="Run the vLLM that the run's config.json names: python, args, env.")
+        bool,
+        typer.Option(
+            "--trust",
+            help="Run what the run's config.json names: vLLM's python, args, env; a prompt's endpoint, with your key.",
+        ),
     ] = False,
     dtype: Annotated[
         str | None, typer.Option("--dtype", help="The base's: float32, bfloat16; its run's, if not given.")

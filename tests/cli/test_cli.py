@@ -358,10 +358,10 @@ def test_a_new_project_is_named_after_its_directory(art: Art) -> None:
 
 
 @pytest.mark.slow
-def test_a_blank_project_is_three_files_that_pass_the_check(art: Art) -> None:
+def test_a_blank_project_is_four_files_that_pass_the_check(art: Art) -> None:
     assert art("init", "mine", "--recipe", "blank").code == 0
     files = sorted(path.name for path in Path("mine").iterdir() if path.name != ".agents")
-    assert files == ["config.yaml", "rollout.py", "scenarios.jsonl"]
+    assert files == ["config.yaml", "held_out.jsonl", "rollout.py", "scenarios.jsonl"]
     agent = ROOT.joinpath("README.md").read_text().split("# rollout.py\n")[1].split("```")[0]
     said = [line.strip() for line in agent.splitlines()[1:-1] if line.strip()]
     assert all(line in Path("mine/rollout.py").read_text() for line in said)

@@ -47,7 +47,7 @@ spec = importlib.util.spec_from_file_location("app", sys.argv[1])
 made = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(made)
 needs = made.serve._spec_
-assert made.app.name == "art-backend" and needs.gpus == "H100:2", needs
+assert made.app.name == "art-backend" and needs.gpus == "H100", needs
 assert list(needs.volumes) == ["/checkpoints"] and len(needs.secrets) == 1, needs
 """,
 }
