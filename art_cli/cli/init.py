@@ -37,6 +37,10 @@ eval: {{held_out: 0.02, every: 5}}  # a share of the scenarios that is never tra
 NOT_COPIED = shutil.ignore_patterns("__pycache__", "runs", "*.pyc")  # files that the use of a recipe leaves in it
 
 
+def recipe_names(recipes: Path) -> list[str]:
+    return sorted(config.parent.name for config in recipes.glob("*/config.yaml"))
+
+
 def run(
     arguments: Annotated[
         list[str] | None,
@@ -49,8 +53,7 @@ def run(
         typer.Option(
             "--recipe",
             metavar="NAME",
-            help="Which one: blank, assistant, tictactoe, 2048, codenames, email-search, temporal-clue, mcp-tools, "
-            "function-calling, textworld.",
+            help=f"Which one: {', '.join(recipe_names(packaged('recipes')))}.",
         ),
     ] = None,
     environment: Annotated[
@@ -109,7 +112,7 @@ def new_config(overrides: Sequence[str]) -> str:
 
 def copy_recipe(recipes: Path, name: str, directory: Path) -> None:
     """Copies the recipe's files to `directory`, which is new or empty. Raises UsageError."""
-    there_are = sorted(config.parent.name for config in recipes.glob("*/config.yaml"))
+    there_are = recipe_names(recipes)
     if name not in there_are:
         near = get_close_matches(name, there_are, n=1)
         hint = f"did you mean {near[0]!r}? There are: " if near else "there are: "
