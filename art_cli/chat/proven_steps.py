@@ -34,6 +34,10 @@ class ProvenSteps:
         self.newest = self._digests[step] = digest
         self._failed.discard(step)
 
+    def known(self, step: int) -> str:
+        """Returns the digest of the step's policy, or "" if this engine has not proven it."""
+        return self._digests.get(step, "")
+
     @contextlib.asynccontextmanager
     async def proving(self, step: int) -> AsyncIterator[None]:
         """Holds back replies of `step` while the block loads and proves it. If it raises, they become errors."""

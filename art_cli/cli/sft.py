@@ -1,6 +1,7 @@
 """`art sft`: warm-starts a policy from chat transcripts, or from its best scored attempts; writes a checkpoint."""
 
 import json
+import os
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -90,7 +91,7 @@ def _files(demos: Path, words: Sequence[str]) -> tuple[list[Path], list[str]]:
 
     Raises UsageError if a file does not exist.
     """
-    settings = [word for word in words if ("=" in word or word.startswith("~")) and not Path(word).exists()]
+    settings = [word for word in words if ("=" in word or word.startswith("~")) and not os.path.exists(word)]
     files = [demos, *(Path(word) for word in words if word not in settings)]
     for file in files:
         if not file.exists() and ":" not in file.name:  # file.py:function

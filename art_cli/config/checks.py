@@ -217,7 +217,7 @@ def has_votes(judge: JudgeConfig) -> bool:
 def ranks(judge: JudgeConfig) -> bool:
     """Whether a judge is known to score attempts by comparing them within their group."""
     if isinstance(judge, BlendJudgeConfig):
-        return any(ranks(judge.judges.get(name, RolloutJudgeConfig())) for name in judge.blend)
+        return any(name == "ruler" if name not in judge.judges else ranks(judge.judges[name]) for name in judge.blend)
     return isinstance(judge, RulerJudgeConfig)
 
 

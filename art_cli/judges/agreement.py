@@ -41,8 +41,8 @@ class Measure(msgspec.Struct, frozen=True):
 
 def measure(ratios: Sequence[Ratio], *, seed: int = 0) -> Measure | None:
     """Returns the ratio of the sums; None when every denominator is 0. With one group the interval is the value."""
-    known = [ratio for ratio in ratios if ratio.denominator > 0]
-    if not known:
+    known = [ratio for ratio in ratios if ratio.denominator > 0 or ratio.numerator]
+    if not any(ratio.denominator for ratio in known):
         return None
     size = len(known)
     tops, bottoms = [ratio.numerator for ratio in known], [ratio.denominator for ratio in known]
@@ -51,9 +51,10 @@ def measure(ratios: Sequence[Ratio], *, seed: int = 0) -> Measure | None:
     values = []
     for _ in range(resamples):
         indices = draw.choices(range(size), k=size)
-        values.append(sum(map(tops.__getitem__, indices)) / sum(map(bottoms.__getitem__, indices)))
+        if bottom := sum(map(bottoms.__getitem__, indices)):
+            values.append(sum(map(tops.__getitem__, indices)) / bottom)
     values.sort()
-    low, high = values[int(0.025 * resamples)], values[math.ceil(0.975 * resamples) - 1]
+    low, high = values[int(0.025 * len(values))], values[math.ceil(0.975 * len(values)) - 1]
     return Measure(sum(tops) / sum(bottoms), low, high, size)
 
 

@@ -132,6 +132,10 @@ class Budget:
         self._held = Spent(0.0, 0)
         self._released = asyncio.Condition()
 
+    @property
+    def is_limited(self) -> bool:
+        return self.usd is not None or self.tokens is not None
+
     @asynccontextmanager
     async def hold(self, estimate: Spent) -> AsyncIterator[None]:
         """Sets an estimate aside while a call is in flight. Raises BudgetSpent when it can never fit."""

@@ -241,8 +241,10 @@ class Batches:
             by_source = await asyncio.to_thread(self.mix.replays, step)
             own, spare = await asyncio.to_thread(self.mix.places, step, {s: len(g) for s, g in by_source.items()})
             replayed = [members for groups in by_source.values() for members in groups]
-            wave = StepGroups(self.config.rollout, step, own, spare, self.run.trajectories(step))
-            scorer = GroupScorer(self.judge, out, self._shadows, group(self.run.scored(step)))
+            played_before = [each for each in self.run.trajectories(step) if not self.sampler.is_replaced(each)]
+            wave = StepGroups(self.config.rollout, step, own, spare, played_before)
+            scored = [each for each in self.run.scored(step) if not self.sampler.is_replaced(each)]
+            scorer = GroupScorer(self.judge, out, self._shadows, group(scored))
             for trajectory in wave.done:
                 scorer.add(trajectory)
 

@@ -196,6 +196,9 @@ async def open_run(claim: Claim, *, go_on: str | None = None) -> AsyncIterator[R
         startup.reached("engine and agent")
         history = read_history(files)
         meter.follow(history)
+        # A run whose newest checkpoint is lost does its steps again.
+        known = [each for each in history.updates if each.number <= first]
+        history = history._replace(updates=known, evaluations=[e for e in history.evaluations if e.step <= first])
         panel.follow(history)
         arrange = getattr(learner, "arrange", list)
         mix = SourceMix(config, files, data.training_by_source)

@@ -64,6 +64,14 @@ class Sampler:
         step, now = self.gateway.step, self.gateway.proven.newest
         return any(turn.step != step or (now and turn.policy not in ("", now)) for turn in trajectory.turns)
 
+    def is_replaced(self, trajectory: Trajectory) -> bool:
+        """Returns True if the policy of one of its steps is another one now, because the run did that step again."""
+        if self.origin is None:
+            return False
+        step, known = self.gateway.step, self.gateway.proven.known
+        return any(turn.step > step or (turn.policy and known(turn.step) not in ("", turn.policy))
+                   for turn in trajectory.turns)  # fmt: skip
+
     async def play(
         self,
         plans: Sequence[RolloutPlan],

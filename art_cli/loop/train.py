@@ -114,7 +114,11 @@ async def publish(run: Run, step: int, metrics: dict[str, float]) -> None:
 async def evaluate_if_due(run: Run, step: int) -> None:
     """Evaluates the policy at `step` if an evaluation is due and not done yet."""
     config, files = run.config.eval, run.files
-    if config is None or (step % config.every and step != run.config.train.steps) or step in files.evaluations():
+    if config is None or (step % config.every and step != run.config.train.steps):
+        return
+    digest = await run.sampler.gateway.proven.digest(step)
+    done = [line.policy for line in files.metrics() if (line.split, line.step) == ("eval", step)]
+    if done and (not digest or done[-1] in ("", digest)):  # else of a policy that was lost, whose step was done again
         return
     begin, path = time.perf_counter(), files.eval_path(step)
     title = f"eval at step {step}"
@@ -130,7 +134,7 @@ async def evaluate_if_due(run: Run, step: int) -> None:
     seconds, reward_is = time.perf_counter() - begin, "wins" if won else "own"
     evaluation = Evaluation(seconds=seconds, values=values, reward_is=reward_is, attempts=len(trajectories))
     files.write_evaluation(step, evaluation)
-    run.writer.record(step, "eval", means, await run.sampler.gateway.proven.digest(step))
+    run.writer.record(step, "eval", means, digest)
     shown = sorted(name for name in means if not name.startswith("num_"))
     titles = {"reward": reward_names(run.config.model_dump(mode="json"), reward_is)["eval"]}
     log.info("%s: %s", title, "  ".join(f"{titles.get(name, name)} {means[name]:.3f}" for name in shown))

@@ -25,7 +25,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate
 from statistics import NormalDist, fmean, median, stdev
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -557,6 +557,9 @@ def _span(streak: Sequence[UpdateNumbers]) -> str:
 # --- while a run trains -----------------------------------------------------------------------------------------------
 
 
+LOOKS = 200  # looks at a run of twice as many steps and more, which take time that grows with its length
+
+
 class RunWatch:
     """Watch over a run while it trains: returns each finding once, when it begins, but none of those in `history`."""
 
@@ -565,11 +568,11 @@ class RunWatch:
         self._reported = {_key(finding) for finding in find(history, is_comparable=is_comparable)}
 
     def add(self, record: UpdateNumbers | Evaluated) -> list[RunFinding]:
-        """Returns the findings that begin with this record."""
-        if isinstance(record, UpdateNumbers):
-            self.history.updates.append(record)
-        else:
-            self.history.evaluations.append(record)
+        """Returns the findings that begin with this record. A long run is looked at less often than at each step."""
+        records: list[Any] = self.history.updates if isinstance(record, UpdateNumbers) else self.history.evaluations
+        records.append(record)
+        if len(records) % max(1, len(records) // LOOKS):
+            return []
         found = find(self.history, is_comparable=self._is_comparable)
         new = [finding for finding in found if _key(finding) not in self._reported]
         self._reported.update(map(_key, new))

@@ -41,6 +41,7 @@ log = logging.getLogger(__name__)
 SCHEMA = 1  # version of the JSON that `art report --json` prints
 MAX_WORD = 120  # characters of a value of the configuration that are shown
 SMOOTHED = 20  # the training reward is smoothed over this fraction of the run, and over 5 steps at least
+MAX_POINTS = 1000  # of the curve of training rewards; of a longer run every k-th step has one
 
 Getter = Callable[[UpdateNumbers], float | None]
 SERIES: dict[str, Getter] = {
@@ -309,7 +310,8 @@ def smooth(updates: Sequence[UpdateNumbers]) -> list[Point]:
     rewarded = [(update.number, update.metrics["reward_mean"]) for update in updates if "reward_mean" in update.metrics]
     half = max(5, len(rewarded) // SMOOTHED) // 2
     points = []
-    for index, (number, _) in enumerate(rewarded):
+    for index in sorted({*range(0, len(rewarded), len(rewarded) // MAX_POINTS + 1), len(rewarded) - 1} - {-1}):
+        number = rewarded[index][0]
         near = [reward for _, reward in rewarded[max(0, index - half) : index + half + 1]]
         points.append(_point(number, fmean(near), near))
     return points

@@ -7,6 +7,7 @@ import sqlite3
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from art_cli.config.schema import PriceConfig, RulerJudgeConfig
 from art_cli.judges import agreement
 from art_cli.judges.costs import BudgetSpent, CostEstimate, Usage
 from art_cli.judges.providers.waits import quiet_time, retry_after
-from art_cli.judges.ruler.ruler_judge import RulerJudge
+from art_cli.judges.ruler.ruler_judge import RulerJudge, vote_key
 from art_cli.runs.trajectory import Trajectory
 from art_cli.runtime.errors import JudgeError, JudgeStopped, UsageError
 from tests.support.judge_server import HTTP_MISBEHAVIOURS, MISBEHAVIOURS, VALID, Conduct, JudgeServer, read_record
@@ -343,6 +344,28 @@ async def test_a_budget_of_tokens_stops_before_it_is_exceeded_and_counts_earlier
         scored += new
         assert spent <= 9000
     assert 0 < scored < 40
+
+
+async def test_a_model_that_thinks_for_long_keeps_to_the_budget(server: JudgeServer) -> None:
+    """Each call takes 5,000 tokens of thoughts, of which nothing is known before the first answer."""
+    server.conduct = Conduct(delay_s=0.01, usage={"prompt_tokens": 100, "completion_tokens": 5000})
+    judge = make(server, budget_tokens=20_000)
+    waits = [judge.judge(rated(QUALITIES, group=str(i))) for i in range(20)]
+    results = await asyncio.gather(*waits, return_exceptions=True)
+    assert 0 < sum(isinstance(result, dict) for result in results) <= 4 and judge.usage.tokens <= 20_400
+    await judge.close()
+
+
+async def test_verdicts_of_another_server_are_not_taken_for_those_of_openai(monkeypatch: pytest.MonkeyPatch) -> None:
+    prompt: Any = SimpleNamespace(messages=[{"role": "user", "content": "which?"}])
+    member = RulerJudgeConfig(name="ruler", model="openai/o3")
+    monkeypatch.delenv("OPENAI_BASE_URL", raising=False)
+    monkeypatch.delenv("OPENAI_API_BASE", raising=False)
+    keys = {vote_key(member, prompt)}
+    for address in ("https://api.openai.com/v1", "http://a/v1", "http://b/v1"):
+        monkeypatch.setenv("OPENAI_BASE_URL", address)
+        keys.add(vote_key(member, prompt))
+    assert len(keys) == 3
 
 
 async def test_a_budget_in_dollars_needs_a_price(server: JudgeServer) -> None:

@@ -162,6 +162,8 @@ def test_a_wait_may_be_a_date_a_time_since_1970_or_words() -> None:
         (429, "slow down", "retry"),
         (400, "too long", "refused"),
         (401, "who are you", "stopped"),
+        (403, "your key may not", "stopped"),
+        (403, "openai/x requires moderation and your input was flagged", "refused"),  # this attempt's text, not the key
     ],
 )
 def test_what_an_error_means_is_read_from_status_and_code(status: int, text: str, kind: str) -> None:

@@ -246,6 +246,14 @@ def test_a_judge_that_flips_more_than_it_tells_is_not_offered_to_be_copied(tmp_p
     assert dict(report_lines(report))["  for judge.noise"].startswith("nothing")
 
 
+def test_votes_by_the_toss_of_a_coin_have_no_reliability() -> None:
+    """Groups whose attempts come to equal means are the worst ones, and count."""
+    draw = default_rng(3)
+    found = vote_reliability(draw.integers(0, 2, size=(3000, 2, 2)).astype(float).tolist())
+    assert found is not None and found.all_votes.value == pytest.approx(0, abs=0.1)
+    assert found.all_votes.low <= 0 <= found.all_votes.high and found.one_vote.value == pytest.approx(0, abs=0.05)
+
+
 def test_the_reliability_of_votes_is_their_intraclass_correlation() -> None:
     """Votes of deviation 1 on attempts of deviation 1: ICC(3,1) = 1 / 2, and ICC(3,4) = 1 / (1 + 1 / 4) = 4 / 5.
 

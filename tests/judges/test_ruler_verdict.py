@@ -64,6 +64,23 @@ def test_the_same_verdict_said_twice_is_one_verdict() -> None:
     assert scores_of(f"{text}\nSo:\n{text}") == dict(zip(IDS, SCORES, strict=True))
 
 
+def test_a_thought_whose_beginning_the_template_has_is_no_verdict() -> None:
+    """A draft before "</think>" does not count; an end that an explanation quotes ends nothing."""
+    final, draft = json.dumps({"scores": ENTRIES}), json.dumps({"scores": [{**each, "score": 0.5} for each in ENTRIES]})
+    for text in (f"```json\n{draft}\n```\nBut no.\n</think>\n\n{final}", f"{draft}</think>```json\n{final}\n```"):
+        assert scores_of(text) == dict(zip(IDS, SCORES, strict=True))
+    quoted = json.dumps({"scores": [{**each, "explanation": f"it said </think>{draft}"} for each in ENTRIES]})
+    for text in (quoted, f"```json\n{quoted}\n```"):
+        assert scores_of(text) == dict(zip(IDS, SCORES, strict=True))
+
+
+def test_a_verdict_after_a_fenced_one_must_be_the_same() -> None:
+    final, draft = json.dumps({"scores": ENTRIES}), json.dumps({"scores": [{**each, "score": 0.5} for each in ENTRIES]})
+    assert scores_of(f"```json\n{final}\n```\nAgain: {final}") == dict(zip(IDS, SCORES, strict=True))
+    with pytest.raises(VerdictError):
+        parse_verdict(f"```json\n{draft}\n```\nCorrection: {final}", IDS)
+
+
 def test_explanations_are_kept_and_can_be_written_to_a_file() -> None:
     entries = [{**entry, "explanation": "lone \ud800 surrogate"} for entry in ENTRIES]
     for entry in parse_verdict(json.dumps({"scores": entries}), IDS).values():

@@ -22,7 +22,8 @@ from art_cli.loop.scenario_choice import ScenarioChoice
 from art_cli.loop.stage_policy import PolicySource, open_learner
 from art_cli.loop.train import train
 from art_cli.rollouts.scenario_files import load_scenarios
-from art_cli.runs.manifest import verify_checkpoint
+from art_cli.runs.history import read_history
+from art_cli.runs.manifest import digest_of, read_manifest, verify_checkpoint
 from art_cli.runs.run_dir import RunDir
 from art_cli.runs.trajectory import ScoredTrajectory, Trajectory
 from tests.support import forked
@@ -240,3 +241,25 @@ def test_an_older_checkpoint_takes_over_when_the_newest_is_damaged_and_the_steps
     assert (path.parent.with_name("step_0005.damaged") / ADAPTER).read_bytes() == good
     assert RunDir(root).learned_path(3).read_bytes() == learned
     assert RunDir(root).trajectories(3) == played
+
+
+@pytest.mark.slow
+def test_what_a_lost_policy_played_is_not_trained_on_and_its_evaluation_is_done_again(tmp_path: Path) -> None:
+    """The newest checkpoints are lost and the learning rate is another one, so that the steps after them differ."""
+    settings = [f"runs={tmp_path}", "train.steps=3", "train.keep_checkpoints=9", "eval.every=1"]
+    asyncio.run(train(load_config(LETTERS / "config.yaml", settings)))
+    files = RunDir(tmp_path / "letters")
+    lost = {step: digest_of(read_manifest(files.checkpoint_path(step))) for step in (2, 3)}
+    for step in (2, 3):
+        shutil.rmtree(files.checkpoint_path(step))
+    asyncio.run(train(load_config(LETTERS / "config.yaml", [*settings, "train.learning_rate=2e-2"])))
+    made = {step: digest_of(read_manifest(files.checkpoint_path(step))) for step in (1, 2, 3)}
+    assert made[2] != lost[2] and made[3] != lost[3]
+    for step in (1, 2):
+        used = [
+            turn.policy for members in group(files.scored(step)).values() for each in members for turn in each.turns
+        ]
+        assert used and {*used} == {made[step]}, f"step {step}"
+    evaluated = {line.step: line.policy for line in files.metrics() if line.split == "eval"}
+    assert [evaluated[step] for step in (1, 2, 3)] == [made[step] for step in (1, 2, 3)]
+    assert [each.number for each in read_history(files).updates] == [1, 2, 3]

@@ -44,6 +44,7 @@ ENCODINGS = "gzip, deflate"  # encodings that are asked for, because they can be
 LONG_ANSWER = 8_000  # bytes or characters from which an answer is read in a thread, not on the event loop
 MAX_TOKENS = 100_000_000  # tokens of one call; a larger number cannot be true
 # Words of providers when the money or the quota is gone, which no short wait cures.
+_REFUSED_TEXT = ("moderation", "flagged", "content_filter", "content policy")  # of this call, not of its key
 _USED_UP = ("insufficient_quota", "billing_hard_limit_reached", "billing_not_active", "credit balance is too low")
 
 
@@ -116,6 +117,8 @@ def classify(status: int, text: str) -> FailureKind:
         return "used_up"
     if status in (408, 409, 425, 429) or status >= 500:
         return "retry"
+    if status == 403 and any(word in said for word in _REFUSED_TEXT):
+        return "refused"
     return "stopped" if status in (401, 403, 404, 405) else "refused"
 
 

@@ -11,7 +11,7 @@ import importlib.util
 import logging
 import random
 import time
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 
 from art_cli.config.schema import JudgeModelConfig, no_litellm
 from art_cli.judges.costs import Budget, Spent, find_price, takes_schema
@@ -61,6 +61,7 @@ class Caller:
         self._shut = asyncio.Event()  # set while no call can succeed, for the reason in `_shut_because`
         self._shut_until, self._shut_because = 0.0, ""
         self._answered_at = 0.0
+        self._first = asyncio.Lock()
         self._completion_tokens = 0.0  # most completion tokens that a call took so far
 
     async def ask(self, messages: Sequence[Json], schema: Json, *, num_attempts: int) -> Answer:
@@ -123,11 +124,24 @@ class Caller:
         return JudgeError(f"{failure} ({tries + 1} tries)")
 
     async def _ask_once(self, messages: Sequence[Json], schema: Json, num_attempts: int) -> Answer:
-        while True:
-            await self._wait_for_quiet()
-            async with self._slots:  # a waiting call gives its slot back, because other models of a panel may use it
-                if self._quiet_until <= time.monotonic() and not self._shut.is_set():
-                    return await self._ask_in_slot(messages, schema, num_attempts)
+        async with self._until_known():
+            while True:
+                await self._wait_for_quiet()
+                async with self._slots:  # a waiting call gives its slot back, as other models of a panel may use it
+                    if self._quiet_until <= time.monotonic() and not self._shut.is_set():
+                        return await self._ask_in_slot(messages, schema, num_attempts)
+
+    @contextlib.asynccontextmanager
+    async def _until_known(self) -> AsyncIterator[None]:
+        """With a budget, calls go one by one until an answer shows how much the model writes, thoughts and all."""
+        if self._completion_tokens or not self._budget.is_limited:
+            yield
+            return
+        async with self._first:
+            if not self._completion_tokens:
+                yield
+                return
+        yield
 
     async def _ask_in_slot(self, messages: Sequence[Json], schema: Json, num_attempts: int) -> Answer:
         tokens = self.expected_tokens(messages, num_attempts)

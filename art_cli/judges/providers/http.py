@@ -29,13 +29,14 @@ from art_cli.judges.providers.waits import quiet_time, retry_after
 from art_cli.runs.trajectory import Json
 from art_cli.runtime.secrets import Secrets
 
+OPENAI = "https://api.openai.com/v1"
 DEFAULT_KEY = "OPENAI_API_KEY"  # the variable that every OpenAI-compatible client reads
 
 
 def openai_base() -> str:
     """Returns the address of OpenAI's models, read from the environment as OpenAI's own client and litellm read it."""
     said = os.environ.get("OPENAI_BASE_URL") or os.environ.get("OPENAI_API_BASE")
-    return said or "https://api.openai.com/v1"
+    return said or OPENAI
 
 
 def missing_key(member: JudgeModelConfig) -> str | None:
@@ -82,7 +83,7 @@ class HttpProvider(Provider):
 
     async def ask(self, messages: Sequence[Json], schema: Json | None, *, timeout_s: float) -> Answer:
         body: Json = {"model": self._model, "messages": list(messages), **self.member.params}
-        if schema is not None:
+        if schema is not None and "response_format" not in body:
             strict = {"name": "verdict", "strict": True, "schema": schema}
             body["response_format"] = {"type": "json_schema", "json_schema": strict}
         started = time.monotonic()

@@ -122,7 +122,7 @@ class LitellmProvider(Provider):
     async def ask(self, messages: Sequence[Json], schema: Json | None, *, timeout_s: float) -> Answer:
         litellm = await asyncio.to_thread(import_litellm)
         arguments: Json = dict(self.member.params)
-        if schema is not None:
+        if schema is not None and "response_format" not in arguments:
             strict = {"name": "verdict", "strict": True, "schema": schema}
             arguments["response_format"] = {"type": "json_schema", "json_schema": strict}
         if self.member.api_key_env is not None:

@@ -37,7 +37,7 @@ from art_cli.judges.costs import Budget, CostEstimate, Spent, Usage, find_price
 from art_cli.judges.judge_groups import judge_group, require_keys
 from art_cli.judges.providers import LONG_ANSWER, Answer
 from art_cli.judges.providers.caller import FIRST_DELAY_S, Caller, make_provider
-from art_cli.judges.providers.http import missing_key, openai_base
+from art_cli.judges.providers.http import OPENAI, missing_key, openai_base
 from art_cli.judges.providers.rule import SAYS, RuleError, read_rules
 from art_cli.judges.ruler import votes
 from art_cli.judges.ruler.group import JudgedGroup, read_group
@@ -278,9 +278,10 @@ async def _parse(text: str, ids: Sequence[str]) -> dict[str, Entry]:
 def vote_key(member: JudgeModelConfig, prompt: JudgePrompt) -> str:
     """Returns the cache key of a vote: everything that decides its answer, and nothing that does not (no key, no
     price)."""
+    own = member.needs_litellm or member.is_rule or openai_base() == OPENAI  # older keys have no address of OpenAI's
     return make_key(
         model=member.model,
-        api_base=member.base_url,
+        api_base=member.base_url or (None if own else openai_base()),
         params=member.params,
         response_format=member.response_format,
         messages=prompt.messages,

@@ -49,7 +49,11 @@ def parse_verdict(text: str, ids: Sequence[str]) -> dict[str, Entry]:
         raise VerdictError(["the answer is empty"])
     if len(text) > MAX_ANSWER:
         raise VerdictError([f"the answer is longer than {MAX_ANSWER:,} characters"])
-    documents = list(_documents(_THINKING.sub("", text)))
+    text = _THINKING.sub("", text)
+    # A template may begin the thought itself. A verdict alone after it counts; a quoted end has the rest of its quote.
+    after = text.rpartition("</think>")[2].strip()
+    is_alone = _load(after) is not None or (after.startswith(_FENCE) and after.endswith(_FENCE))
+    documents = list(_documents(after if is_alone else text))
     if not documents:
         raise VerdictError(['no JSON object with a list "scores" was found; it may have been cut off'])
     verdicts = [check_document(document, ids) for document in documents]
@@ -109,14 +113,16 @@ def _scores(verdict: dict[str, Entry]) -> dict[str, float]:
 
 
 def _documents(text: str) -> Iterator[Any]:
-    """Yields the JSON objects with "scores": the whole text, or those in code fences, or those in prose."""
+    """Yields the JSON objects with "scores": the whole text, or those in code fences and after them, or in prose."""
     if (whole := _load(text)) is not None:
         yield whole
         return
     fenced = [found for block in _fenced(text) if (found := _load(block)) is not None]
-    if fenced:
-        yield from fenced
-        return
+    yield from fenced
+    yield from _in_prose(text[text.rfind(_FENCE) + len(_FENCE) :] if fenced else text)
+
+
+def _in_prose(text: str) -> Iterator[Any]:
     decoder = _decoder()
     start = text.find("{")
     num_read = 0

@@ -208,7 +208,7 @@ def _fetch_run(store: ObjectStore, run: RunDir, there: Objects, inside: str, wan
         records = {
             name: each for name, each in records.items() if not name.startswith("base/") or _is_small(name, each)
         }
-    _refresh(store, run.root, records)
+    _refresh(store, run.root, records, there)
     steps = steps_of(there)
     for step in set(run.checkpoint_steps()) - set(steps):
         remove(run.checkpoint_path(step))
@@ -233,16 +233,26 @@ def _is_small(name: str, stored: Stored) -> bool:
     return stored.size <= SMALL_BYTES and not name.endswith(".safetensors")
 
 
-def _refresh(store: ObjectStore, root: Path, wanted: Objects) -> None:
-    """Brings what changed in the store since the last call, and removes what it no longer has."""
+def _refresh(store: ObjectStore, root: Path, wanted: Objects, there: Objects) -> None:
+    """Brings what changed in the store since the last call, and removes what it no longer has.
+
+    A file that grows while it is brought is whole as far as it came; the next call brings it again.
+    """
     make_directory(root)
     known = _read_index(root)
-    fresh = {name: each.mark for name, each in wanted.items()}
-    for name, each in wanted.items():
-        path = root / name
-        if known.get(name) != each.mark or not each.mark or not path.is_file() or path.stat().st_size != each.size:
-            store.download(name, path, each.size)
-    write_file(root / INDEX, json.dumps({**known, **fresh}).encode())
+    for name in known.keys() - there.keys():
+        if is_safe(name):
+            (root / name).unlink(missing_ok=True)
+    fresh = {name: mark for name, mark in known.items() if name in there}
+    try:
+        for name, each in wanted.items():
+            path = root / name
+            if known.get(name) != each.mark or not each.mark or not path.is_file() or path.stat().st_size != each.size:
+                fresh.pop(name, None)
+                if store.download(name, path, each.size, may_grow=True) == each.size:
+                    fresh[name] = each.mark
+    finally:
+        write_file(root / INDEX, json.dumps(fresh).encode())
 
 
 def _read_index(root: Path) -> dict[str, str]:

@@ -108,13 +108,17 @@ class ObjectStore:
             raise StorageError(f"{self.address}/{name}: more than {limit} bytes")
         return data
 
-    def download(self, name: str, path: Path, size: int) -> None:
-        """Writes the object to `path`, beside its place and then renamed. Raises OSError: the disk cannot take it."""
+    def download(self, name: str, path: Path, size: int, *, may_grow: bool = False) -> int:
+        """Writes the object to `path`, beside its place and then renamed. Returns the bytes that came.
+
+        Raises OSError: the disk cannot take it; StorageError also: other than `size` came, or less where it `may_grow`.
+        """
         make_directory(path.parent)
         with new_file(path) as file:
             self._call(_copy_down, self._fs, self._path(name), file, timeout_s=self._transfer_s(size))
-            if file.tell() != size:
+            if file.tell() != size and (file.tell() < size or not may_grow):
                 raise StorageError(f"{self.address}/{name}: {file.tell()} bytes came, and its list says {size}")
+            return file.tell()
 
     # --- writing ------------------------------------------------------------------------------------------------------
 

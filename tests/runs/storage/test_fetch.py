@@ -1,5 +1,6 @@
 """What a command reads of an address: the right checkpoint, verified, and nothing outside the cache directory."""
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,7 +11,7 @@ from art_cli.config.store_address import is_address, problem_of
 from art_cli.runs import run_checkpoints as checkpoints
 from art_cli.runs.manifest import Manifest, manifest_digest
 from art_cli.runs.run_checkpoints import Which
-from art_cli.runs.storage.fetch import NothingThere, fetch
+from art_cli.runs.storage.fetch import INDEX, NothingThere, Objects, fetch
 from art_cli.runs.storage.object_store import ObjectStore, is_safe
 from art_cli.runtime.errors import CheckpointError, UsageError
 from tests.runs.storage.test_lease import opened, upload
@@ -60,6 +61,34 @@ def test_a_second_call_brings_what_changed(tmp_path: Path, address: str) -> None
     assert place.newest_checkpoint() is not None and place.checkpoint_steps()[-1] == 3
     assert place.metrics_path.read_bytes() == run.metrics_path.read_bytes()
     assert (place.root / "config.json").stat().st_ino == before.st_ino
+
+
+def test_a_file_that_grows_while_it_is_brought_is_brought_again_and_one_that_is_gone_goes(
+    tmp_path: Path, address: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = made(tmp_path / "mine", 2)
+    mirror = opened(run, f"{address}/mine")
+    upload(mirror)
+    real = ObjectStore.objects
+
+    def objects(store: ObjectStore) -> Objects:
+        """Lists, and then a step is uploaded before the first download."""
+        found = real(store)
+        monkeypatch.setattr(ObjectStore, "objects", real)
+        run.append_metrics(3, "train", {"reward_mean": 0.5})
+        upload(mirror)
+        return found
+
+    monkeypatch.setattr(ObjectStore, "objects", objects)
+    place = checkpoints.RunDir(fetch(f"{address}/mine", "records"))
+    assert place.metrics_path.read_bytes() == run.metrics_path.read_bytes()
+    stale = place.root / "step_0009" / "scored.jsonl"
+    stale.parent.mkdir()
+    stale.write_text("{}")
+    index = json.loads((place.root / INDEX).read_text())
+    (place.root / INDEX).write_text(json.dumps(index | {"step_0009/scored.jsonl": "old", "../../x": "old"}))
+    fetch(f"{address}/mine", "records")
+    assert not stale.exists() and place.metrics_path.read_bytes() == run.metrics_path.read_bytes()
 
 
 def test_a_damaged_checkpoint_is_passed_over_and_refused_when_it_is_named(tmp_path: Path, address: str) -> None:
