@@ -26,6 +26,12 @@ from art_cli.runtime.errors import first_of_group
 from art_cli.runtime.threads import call_in_thread
 
 
+def is_same(policy: str, other: str, weights: Mapping[str, str]) -> bool:
+    """Returns whether two digests name policies of the same weights, which another place of the project leaves as they
+    are. Nothing is known against an unknown one."""
+    return not (policy and other) or weights.get(policy, policy) == weights.get(other, other)
+
+
 @dataclass
 class Sampler:
     """Plays rollouts with the step that its engine holds."""
@@ -64,13 +70,17 @@ class Sampler:
         step, now = self.gateway.step, self.gateway.proven.newest
         return any(turn.step != step or (now and turn.policy not in ("", now)) for turn in trajectory.turns)
 
-    def is_replaced(self, trajectory: Trajectory) -> bool:
-        """Returns True if the policy of one of its steps is another one now, because the run did that step again."""
+    def is_replaced(self, trajectory: Trajectory, weights: Mapping[str, str]) -> bool:
+        """Returns True if the policy of one of its steps has other weights now, because the run did that step again.
+
+        `weights` names the weights of policies by their digests (`weights_by_policy`).
+        """
         if self.origin is None:
             return False
-        step, known = self.gateway.step, self.gateway.proven.known
-        return any(turn.step > step or (turn.policy and known(turn.step) not in ("", turn.policy))
-                   for turn in trajectory.turns)  # fmt: skip
+        return any(
+            turn.step > self.gateway.step or not is_same(turn.policy, self.gateway.proven.known(turn.step), weights)
+            for turn in trajectory.turns
+        )
 
     async def play(
         self,

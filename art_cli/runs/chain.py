@@ -24,6 +24,7 @@ from art_cli.runs import json_lines
 from art_cli.runs.durable import LineWriter, write_file
 from art_cli.runs.json_lines import open_file, read_file
 from art_cli.runs.manifest import (
+    NOT_WEIGHTS,
     Manifest,
     Origin,
     Probe,
@@ -68,6 +69,20 @@ class Link(msgspec.Struct, frozen=True, kw_only=True):
     def policy(self) -> str:
         """The digest that replies of the checkpoint carry; "" for a link without one."""
         return policy_digest(self.origin, self.files) if self.files else ""
+
+
+def weights_by_policy(run: RunDir) -> dict[str, str]:
+    """Returns for the digest of each policy of the chain the hashes of its weights alone, or {} for a damaged chain.
+
+    A policy's own digest has all files, and with them the path of its base.
+    """
+    try:
+        links = [link for link in read_chain(run) if link.files]
+    except DataError:
+        return {}
+    hashes = [{name: each for name, each in link.files.items() if name.endswith(".safetensors")} for link in links]
+    known = [sorted(each for name, each in its.items() if not name.startswith(NOT_WEIGHTS)) for its in hashes]
+    return {link.policy: " ".join(its) or link.policy for link, its in zip(links, known, strict=True)}
 
 
 class Flaw(NamedTuple):
