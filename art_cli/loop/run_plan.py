@@ -313,7 +313,7 @@ def _pilot(run: Run, groups: Groups, measured: Measured) -> Measured:
         log.warning("pilots: %s", error)
         obstacle = one_line(error)
     seconds = [pilot.seconds for pilot in pilots if not pilot.is_failed][-4:]  # the first of five checks the packs, too
-    first_s = max(0.0, pilots[0].seconds - median(seconds)) if pilots else 0.0
+    first_s = max(0.0, pilots[0].seconds - median(seconds)) if seconds and not pilots[0].is_failed else 0.0
     return msgspec.structs.replace(
         measured,
         training_s=median(seconds) if seconds else None,

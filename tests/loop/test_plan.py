@@ -16,7 +16,7 @@ from art_cli.chat.chat_errors import ChatError
 from art_cli.chat.requests import Request
 from art_cli.config.compose import load_config
 from art_cli.engines import Endpoint
-from art_cli.learners.pilot import noise_scale
+from art_cli.learners.pilot import Pilots, noise_scale
 from art_cli.loop.run_plan import (
     LEAST_KL,
     MOST_KL,
@@ -88,6 +88,18 @@ def test_a_language_model_that_judges_by_position_or_by_chance_is_named(
     assert kind in kinds if kind else kinds == []
     assert found.measured.judge_usd is None and "usd" not in found.expected, "no price is known"
     assert again.measured.verdicts == (2 if kind else 3), "who asks for more verdicts gets them"
+
+
+@pytest.mark.slow
+def test_a_plan_whose_pilots_all_fail_is_written_and_says_so(
+    tmp_path: Path, art: Art, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(pilots: Pilots, rate: float) -> Pilot:
+        return Pilot(rate, None, None, 9.0, is_failed=True)
+
+    monkeypatch.setattr(Pilots, "take", fail)
+    code, out, _ = art("plan", PLANNED / "config.yaml", f"runs={tmp_path}", RATE)
+    assert code == 0 and "0.01 failed" in out and "training could not be measured" in out
 
 
 @pytest.mark.slow
