@@ -27,7 +27,7 @@ from art_cli.runtime.errors import DataError
 Floats = npt.NDArray[np.float64]
 NEEDED = ("sample_s", "judge_s", "train_s")  # metrics of a step
 MAX_COUNT = 10**6  # larger numbers of a configuration are damage
-MOST_SPAN, SLACK_S = 1.5, 1.0  # first to last attempt in seconds of sampling, and beyond: more is of several starts
+MOST_SPAN, SLACK_S = 1.5, 1.0  # from first to last attempt in seconds of both, and more: several starts
 NUM_CORRECTIONS = 3  # times that the correction is found anew; each brings it about ten times nearer
 SHORT_S = 1e-6  # seconds; what took less is taken to have taken them
 MAX_SLOTS = 256  # vLLM's --max-num-seqs where the configuration has none
@@ -63,7 +63,8 @@ def finished_steps(files: RunDir, *, last: int) -> dict[int, StepTimes]:
             sample_s, judge_s, train_s = (update.metrics[name] for name in NEEDED)
             played = files.scored(update.number - 1)
             ended = max((each.started_at + each.duration_s for each in played), default=0.0)
-            if ended - min((each.started_at for each in played), default=0.0) > MOST_SPAN * sample_s + SLACK_S:
+            began = min((each.started_at for each in played), default=0.0)
+            if ended - began > MOST_SPAN * (sample_s + judge_s) + SLACK_S:
                 continue
             rest_s = max(update.time - ended - judge_s - train_s, 0.0)
             found[update.number - 1] = StepTimes(sample_s, judge_s, train_s, rest_s)

@@ -43,8 +43,8 @@ MAX_MARKS = 200_000
 ENCODINGS = "gzip, deflate"  # encodings that are asked for, because they can be undone piece by piece
 LONG_ANSWER = 8_000  # bytes or characters from which an answer is read in a thread, not on the event loop
 MAX_TOKENS = 100_000_000  # tokens of one call; a larger number cannot be true
-# Words of providers when the money or the quota is gone, which no short wait cures.
 _REFUSED_TEXT = ("moderation", "flagged", "content_filter", "content policy")  # of this call, not of its key
+# Words of providers when the money or the quota is gone, which no short wait cures.
 _USED_UP = ("insufficient_quota", "billing_hard_limit_reached", "billing_not_active", "credit balance is too low")
 
 
