@@ -34,7 +34,7 @@ def write_viewed_run(root: Path, *, steps: int = STEPS) -> RunDir:
 def write_promise(run: RunDir, *, steps: int = STEPS) -> Promise:
     """The promise of a run of so many steps: one doubt, whose text is hostile, and two pilots, one of which failed."""
     pilots = [Pilot(rate=0.0005, kl=0.0123, clip_fraction=0.1, seconds=2.0), Pilot(0.002, None, None, 3.0)]
-    found = Measured(group_tokens=[100, 300], num_attempts=8, sampling_s=4.0, judging_s=1.0, training_s=2.0,
+    found = Measured(group_tokens=[100, 300], num_attempts=256, sampling_s=4.0, judging_s=1.0, training_s=2.0,
                      reward_mean=0.25, reward_best=0.5, pilots=pilots, judge_usd=0.5)  # fmt: skip
     promise = Promise(
         config_hash="0123",
@@ -44,7 +44,7 @@ def write_promise(run: RunDir, *, steps: int = STEPS) -> Promise:
         reasons={"train.learning_rate": "a step moves the policy by 0.0123 nats per token"},
         steps=steps,
         evaluations=2,
-        expected=forecast(found, steps=steps, evaluations=2, eval_attempts=4, usd_per_hour=0.0),
+        expected=forecast(found, steps=steps, evaluations=2, eval_attempts=128, usd_per_hour=0.0),
     )
     run.write_promise(promise)
     return promise
