@@ -74,7 +74,8 @@ def run(
         directory = output or stack.enter_context(scratch("eval"))
         watch = eval_comparison.Watch(loaded, parsed, num_policies=len(players))
         scenarios = RunScenarios(loaded.config, loaded.directory).evaluation_by_source
-        paths = {name: directory / file for name, file in eval_comparison.file_names(players).items()}
+        files = eval_comparison.file_names({name: player.address for name, player in players.items()})
+        paths = {name: directory / file for name, file in files.items()}
         played = {n: eval_comparison.play(player, scenarios, paths[n], n, watch) for n, player in players.items()}
     results = {
         name: values_by_scenario(done) | spent_by_scenario(done, players[name].price) for name, done in played.items()

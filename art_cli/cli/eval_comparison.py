@@ -7,8 +7,9 @@ same scenarios, so differences are paired. The others are compared with the firs
 
 import logging
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from hashlib import sha256
 from pathlib import Path
 from typing import NamedTuple
 from urllib.parse import quote
@@ -63,6 +64,12 @@ class Player(NamedTuple):
         """The price of the endpoint's tokens, or None if the engine has no paid model or its price is unknown."""
         engine = self.loaded.config.engine
         return find_price(JudgeModelConfig(model=engine.paid_model)) if engine.paid_model else None
+
+    @property
+    def address(self) -> str:
+        """The model and base URL of an endpoint, as whose attempts no proof tells from another's, or ""."""
+        engine = self.loaded.config.engine
+        return f"{engine.model}@{engine.base_url}" if isinstance(engine, OpenAIEngineConfig) else ""
 
 
 class Row(NamedTuple):
@@ -168,12 +175,14 @@ class Watch:
             require_all_keys(self._loaded.config, self._loaded.directory)
 
 
-def file_names(policies: Collection[str]) -> dict[str, str]:
+def file_names(addresses: Mapping[str, str]) -> dict[str, str]:
     """Returns the file of each policy's trajectories. Names that would share one, such as runs/a and runs_a, are
-    quoted."""
-    plain = {name: name.strip("/").replace("/", "_") for name in policies}
+    quoted. An endpoint's has a digest of its address, so that another of the same name goes on with another file."""
+    plain = {name: name.strip("/").replace("/", "_") for name in addresses}
     num = Counter(plain.values())
-    return {name: f"{short if num[short] == 1 else quote(name, safe='')}.jsonl" for name, short in plain.items()}
+    files = {name: short if num[short] == 1 else quote(name, safe="") for name, short in plain.items()}
+    ends = {name: f"-{sha256(at.encode()).hexdigest()[:8]}" if at else "" for name, at in addresses.items()}
+    return {name: f"{file}{ends[name]}.jsonl" for name, file in files.items()}
 
 
 def play(

@@ -21,6 +21,7 @@ from art_cli.runs.trajectory import EQUAL_REWARDS
 
 MAX_DRAWS = 300_000  # number of groups drawn over all resamples; they take a few tenths of a second
 MIN_RESAMPLES, MAX_RESAMPLES = 200, 2000
+MIN_GROUPS = 6  # of fewer, all lean to one side by chance in more than 5 % of cases: 2 / 2**5 is 6 %
 
 
 class Ratio(NamedTuple):
@@ -37,6 +38,11 @@ class Measure(msgspec.Struct, frozen=True):
     low: float
     high: float
     num: int
+
+    @property
+    def stands_out(self) -> bool:
+        """Whether it differs from 0 by more than chance explains."""
+        return self.num >= MIN_GROUPS and self.low * self.high > 0
 
 
 def measure(ratios: Sequence[Ratio], *, seed: int = 0) -> Measure | None:

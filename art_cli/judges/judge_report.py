@@ -216,10 +216,20 @@ def _gold_of(row: ScoredRow, name: str) -> float | None:
 
 
 def _judges(groups: dict[str, list[ScoredRow]]) -> list[tuple[str, str | None]]:
-    """Returns the (judge, model) pairs in order of appearance."""
-    return list(
-        dict.fromkeys((score.judge, score.model) for rows in groups.values() for row in rows for score in row.scores)
-    )
+    """Returns the names and models of the judges in order of appearance."""
+    return list(dict.fromkeys(judge for rows in groups.values() for row in rows for judge in _scores(row)))
+
+
+def _scores(row: ScoredRow) -> dict[tuple[str, str | None], Score]:
+    """Returns an attempt's scores by judge. Of two with one name and model the second is named NAME (2)."""
+    found: dict[tuple[str, str | None], Score] = {}
+    for score in row.scores:
+        name, number = score.judge, 1
+        while (name, score.model) in found:
+            number += 1
+            name = f"{score.judge} ({number})"
+        found[name, score.model] = score
+    return found
 
 
 class _Compared(NamedTuple):
@@ -266,11 +276,10 @@ def _judge(
 
 
 def _given(name: str, model: str | None, groups: dict[str, list[ScoredRow]]) -> Iterator[_Given]:
-    """Yields the first score that the judge gave each attempt, group by group."""
+    """Yields the score that the judge gave each attempt, group by group."""
     for group, rows in groups.items():
         for index, row in enumerate(rows):
-            found = next((score for score in row.scores if (score.judge, score.model) == (name, model)), None)
-            if found is not None:
+            if (found := _scores(row).get((name, model))) is not None:
                 yield _Given(group, index, found)
 
 
@@ -443,6 +452,8 @@ def _bias_words(bias: Measure) -> str:
     number = signed(bias)
     if bias.low <= 0 <= bias.high:
         return f"{number}: none that stands out from chance"
+    if not bias.stands_out:
+        return f"{number}: {bias.num} groups are too few to tell it from chance"
     favoured, other = ("first", "last") if bias.value > 0 else ("last", "first")
     return f"{number}: the {favoured} place gets more than the {other}"
 

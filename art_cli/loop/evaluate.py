@@ -170,10 +170,10 @@ async def play_evaluation(
     """
     places = [GroupPlace(source, scenario) for source, its in scenarios.items() for scenario in its]
     plans = plan_places(places, step=step, group_size=config.attempts, prefix="e", temperature=config.temperature)
-    wanted = {(plan.trajectory_id, plan.source, plan.scenario.get("id")) for plan in plans}
-    # the file may hold attempts of another policy, or at scenarios that are no longer evaluated on
+    wanted = {(plan.trajectory_id, plan.source): plan.scenario for plan in plans}
+    # the file may hold attempts of another policy, or at scenarios that were changed or are no longer evaluated on
     found = (each for each in read_lines(path, Trajectory) if not sampler.is_of_another(each))
-    done = [each for each in found if (each.id, each.source or "", each.scenario.get("id")) in wanted]
+    done = [each for each in found if wanted.get((each.id, each.source or "")) == each.scenario]
     if done:
         log.info("%s: %d of %d attempts are in %s already", title, len(done), len(plans), path)
     missing = owed(plans, done)

@@ -174,7 +174,7 @@ def _length(groups: Groups) -> Found:
 
 
 def _position(groups: Groups, bias: Measure | None) -> Found:
-    if bias is not None and abs(bias.value) >= BIAS and bias.low * bias.high > 0:
+    if bias is not None and abs(bias.value) >= BIAS and bias.stands_out:
         text = f"the first place in the judge's prompt adds {bias.value:+.2f} over the last"
         yield "position", f"{text} [{bias.low:+.2f}, {bias.high:+.2f}]"
         return

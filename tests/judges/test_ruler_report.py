@@ -5,6 +5,7 @@ import random
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import yaml
 from hypothesis import given
@@ -144,6 +145,25 @@ def test_with_one_vote_order_bias_is_found_among_the_noise_of_quality(tmp_path: 
     report, _ = make_report(write(tmp_path / "s.jsonl", bias=0.2, num_groups=400))
     bias = report.judges[0].order_bias
     assert bias is not None and bias.low <= 0.2 <= bias.high and bias.high - bias.low < 0.1
+
+
+def test_a_few_groups_that_lean_to_one_side_accuse_nobody(tmp_path: Path) -> None:
+    """Of four judges without bias, whose verdicts are noise, one has all groups on one side by chance."""
+    reports = [make_report(write(tmp_path / f"{seed}", num_groups=3, seed=seed))[0] for seed in range(40)]
+    said = [dict(report_lines(report))["  order bias"] for report in reports]
+    assert not any("place gets more" in line for line in said) and any("3 groups are too few" in line for line in said)
+
+
+def test_two_judges_of_one_name_and_model_are_reported_both(tmp_path: Path) -> None:
+    groups = [scored_group(number, [0.2, 0.8], bias=0.0, votes=1, rng=random.Random(number)) for number in range(8)]
+    for each in (member for group in groups for member in group):
+        [first] = each.scores
+        each.scores.append(msgspec.structs.replace(first, score=1 - first.score, votes=[1 - first.score], spread=0.25))
+    path = tmp_path / "two.jsonl"
+    write_lines(path, [each for group in groups for each in group])
+    first, second = make_report(path)[0].judges
+    assert (second.judge, second.model) == (f"{first.judge} (2)", first.model)
+    assert second.spread == 0.25 != first.spread
 
 
 def test_a_judge_without_bias_is_not_accused(tmp_path: Path) -> None:

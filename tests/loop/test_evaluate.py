@@ -49,12 +49,12 @@ async def test_a_file_of_another_step_or_of_other_scenarios_does_not_count(tmp_p
         async def play_shown(self, plans: Any, keep: Callable[[Trajectory], None], *, title: str) -> None:
             for plan in plans:
                 attempt = played(plan.scenario["id"], rewards[plan.step])
-                attempt.id = plan.trajectory_id
+                attempt.id, attempt.scenario = plan.trajectory_id, plan.scenario
                 keep(attempt)
 
-    async def evaluate(step: int, *ids: str) -> list[float | None]:
+    async def evaluate(step: int, *ids: str, **changed: str) -> list[float | None]:
         sampler: Any = Playing()
-        scenarios: dict[str, list[Json]] = {"": [{"id": id} for id in ids]}
+        scenarios: dict[str, list[Json]] = {"": [{"id": id, **changed} for id in ids]}
         config = EvalConfig(held_out=0.5)
         found = await play_evaluation(sampler, config, scenarios, step=step, path=path, title="")
         return [each.returned_reward for each in found]
@@ -67,6 +67,9 @@ async def test_a_file_of_another_step_or_of_other_scenarios_does_not_count(tmp_p
     assert await evaluate(8, "b") == [1.0]
     others, rewards[8] = {"e0008-g0000-a00"}, 0.5
     assert await evaluate(8, "b") == [0.5]
+    rewards[8] = 0.75
+    assert await evaluate(8, "b", question="another") == [0.75], "the scenario of that id is another one"
+    assert await evaluate(8, "b", question="another") == [0.75]
 
 
 def test_attempts_of_other_weights_are_told_by_step_and_digest_where_both_are_known() -> None:
@@ -93,11 +96,21 @@ def test_attempts_of_other_weights_are_told_by_step_and_digest_where_both_are_kn
 def test_two_endpoints_with_a_model_of_one_name_are_two_policies() -> None:
     loaded = load_config(LETTERS / "config.yaml")
     assert list(find_players(loaded, [], ["m@http://a/v1", "m@http://b/v1"])) == ["m", "m@http://b/v1"]
+    files = [
+        file_names({name: player.address for name, player in find_players(loaded, [], [f"m@http://{at}/v1"]).items()})
+        for at in ("a", "b", "a")
+    ]
+    assert files[0] == files[2] != files[1], "what one played is not taken for the other's"
 
 
 def test_policies_whose_names_look_alike_in_a_file_name_have_a_file_each() -> None:
     names = ["runs/a", "runs_a", "runs/b", "/tmp/c/"]
-    assert list(file_names(names).values()) == ["runs%2Fa.jsonl", "runs_a.jsonl", "runs_b.jsonl", "tmp_c.jsonl"]
+    assert list(file_names(dict.fromkeys(names, "")).values()) == [
+        "runs%2Fa.jsonl",
+        "runs_a.jsonl",
+        "runs_b.jsonl",
+        "tmp_c.jsonl",
+    ]
 
 
 def test_the_interval_is_that_of_the_normal_approximation() -> None:
