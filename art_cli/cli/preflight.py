@@ -456,14 +456,17 @@ class Preflight:
         longest = min(self.policy.max_length, own_prompt + self.loaded.config.rollout.longest_answer)
         length = min(played, longest, trial_update.MAX_TOKENS)
         log.info("update: a step on a row of %d tokens, %s", length, self._update_takes(length))
-        metrics = trial_update.step(self.learner, length, vocabulary=self.policy.vocabulary)
+        learns_by = self.loaded.config.learns_by
+        metrics = trial_update.step(self.learner, length, vocabulary=self.policy.vocabulary, parts=learns_by.parts)
+        if metrics.num_updates == 0:
+            return Finding("update", True, "not tried: this loss learns nothing from made-up attempts")
         message = f"a row of {length} tokens forward and backward in {metrics.train_s:.1f} s"
         if longest <= length or self.weights is None or has_own_weights(self.loaded.config):
             return Finding("update", True, message)
         second = trial_update.second_length(length, longest)
         most_s = metrics.train_s * (1 + second / length)
         log.info("update: rows of %d and %d tokens, to estimate longer ones: %.0f s at most", length, second, most_s)
-        whole = trial_update.forecast(self.learner, self.weights, length, longest)
+        whole = trial_update.forecast(self.learner, self.weights, length, longest, parts=learns_by.parts)
         message += f"; the longest row that the limits allow has {longest:,} tokens and would take {whole}"
         is_large = whole.seconds > LONG_ROW_S or (whole.gigabytes or 0.0) > trial_update.memory_there(self.weights)
         cure = f"model.max_length makes it shorter: the longest attempt here had {played:,} tokens" if is_large else ""

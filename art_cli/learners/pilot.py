@@ -22,7 +22,7 @@ from art_cli.learners.step_statistics import StepStatistics
 from art_cli.learners.torch_learner import TorchLearner
 from art_cli.runs.promise import NORMAL_80, MemoryNeed, NoiseScale, Pilot
 from art_cli.runs.trajectory import ScoredTrajectory
-from art_cli.runtime.errors import LearnerError
+from art_cli.runtime.errors import LearnerError, OutOfMemory
 
 log = logging.getLogger(__name__)
 SAFE = 0.5  # a row that is expected to take less of the memory that is there is tried
@@ -100,7 +100,7 @@ class Pilots:
             yield
 
     def memory(self, longest: int) -> MemoryNeed | None:
-        """Returns the peak memory of a micro-batch, or None if the system does not report it.
+        """Returns the peak memory of a micro-batch, or None if the system does not report it or it cannot be tried.
 
         `longest` is the longest row. A micro-batch has as many tokens as the learner packs, but no more than the step.
         """
@@ -108,15 +108,18 @@ class Pilots:
         there, num_tokens = trial_update.memory_there(weights), sum(len(each.token_ids) for each in self._samples)
         tokens = max(longest, min(learner.runner.micro_batch_tokens, num_tokens), 4)
         short, own = min(tokens // 2, trial_update.MIN_SECOND), learner.train_config
+        parts = learner.loss.parts
         try:
             epochs = min(own.epochs_per_step, 2)  # more have the same peak
             _set(learner, own.model_copy(update={"epochs_per_step": epochs}))
-            trial_update.step(learner, short, vocabulary=int(weights.model.config.vocab_size))  # AdamW makes its state
+            first = trial_update.step(learner, short, vocabulary=weights.vocabulary, parts=parts)  # makes AdamW's state
+            if first.num_updates == 0:
+                return None  # the loss learns from more than made-up attempts have
             most = max(num_tokens, trial_update.MAX_TOKENS)
             peak = trial_update.forecast(
-                learner, weights, short, tokens, most_tokens=most, most_gb=SAFE * there
+                learner, weights, short, tokens, parts=parts, most_tokens=most, most_gb=SAFE * there
             ).gigabytes
-        except LearnerError as error:
+        except OutOfMemory as error:
             log.warning("memory: %s", error)
             return MemoryNeed(tokens, there, there)  # it needs at least all that is there
         finally:

@@ -26,7 +26,7 @@ from art_cli.learners.algorithms import Algorithm
 from art_cli.learners.algorithms.normalization import FinishedCounts
 from art_cli.learners.algorithms.off_policy import build_correction
 from art_cli.learners.algorithms.ppo import Ppo
-from art_cli.learners.algorithms.presets import build_algorithm
+from art_cli.learners.algorithms.presets import UserAlgorithm, build_algorithm
 from art_cli.learners.critic import Critic
 from art_cli.learners.gradient import LossGradient, Update
 from art_cli.learners.optimizer import Optimizer
@@ -46,7 +46,7 @@ from art_cli.learners.training_record import StepRecord
 from art_cli.models.loading import Weights, load_checkpoint, save_weights
 from art_cli.runs.durable import write_lines
 from art_cli.runs.trajectory import LearnedTrajectory, ScoredTrajectory
-from art_cli.runtime.errors import LearnerError
+from art_cli.runtime.errors import LearnerError, OutOfMemory
 
 log = logging.getLogger(__name__)
 
@@ -181,7 +181,7 @@ class TorchLearner:
 
     def _sft_samples(self, examples: Sequence[dict[str, Any]], kind: str) -> list[list[Sample]]:
         weights = self.weights
-        limits = {"max_length": weights.max_length, "vocabulary": int(weights.model.config.vocab_size)}
+        limits = {"max_length": weights.max_length, "vocabulary": weights.vocabulary}
         return [
             example_samples(example, weights.tokenizer, name=f"{kind} {number}", **limits)
             for number, example in enumerate(examples, 1)
@@ -260,17 +260,18 @@ class TorchLearner:
     def taking(self, plan: PlannedStep) -> Iterator[float]:
         first, is_bounded = plan.parts[0], self.train_config.max_kl is not None
         is_undone = self.train_config.epochs_per_step * len(plan.parts) > 1 or is_bounded
+        is_undone = is_undone or isinstance(self.algorithm, UserAlgorithm)  # its `after_step` may fail
         with self._changing_weights(first[0], batch=first):
             snapshots = [optimizer.snapshot() for optimizer in self.optimizers if is_undone]
             try:
                 yield self.optimizer.current_rate()
+                self.algorithm.after_step()
             except BaseException:
                 for optimizer, snapshot in zip(self.optimizers, snapshots, strict=False):
                     optimizer.restore(snapshot)
                 raise
             for optimizer in self.optimizers:
                 optimizer.counts.num_steps += 1
-            self.algorithm.after_step()
 
     def plan(self, samples: Sequence[Sample], finished: FinishedCounts) -> Update:
         return self.gradient.plan(samples, finished, entropy_bonus=self._entropy_bonus() or 0.0)
@@ -341,13 +342,13 @@ class TorchLearner:
 
     @contextlib.contextmanager
     def naming_memory(self) -> Iterator[None]:
-        """Turns running out of memory inside the block into a LearnerError with its cure."""
+        """Turns running out of memory inside the block into an OutOfMemory with its cure."""
         try:
             yield
         except RuntimeError as error:
             if not _is_out_of_memory(error):
                 raise
-            raise LearnerError(
+            raise OutOfMemory(
                 f"out of memory; lower learner.micro_batch_tokens (now {self.runner.micro_batch_tokens}) or set "
                 "learner.gradient_checkpointing=true"
             ) from error

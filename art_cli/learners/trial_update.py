@@ -4,6 +4,7 @@ Two rows are measured, because what a row takes has a part that grows with its t
 grows with the square of the length. Its share follows from the model's shape; short rows are too noisy to show it.
 """
 
+from collections.abc import Collection
 from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
@@ -30,8 +31,12 @@ class Cost(NamedTuple):
         return f"about {self.seconds:,.0f} s{memory}"
 
 
-def step(learner: Learner, num_tokens: int, *, vocabulary: int) -> StepMetrics:
-    """Takes a step on two equal attempts of that many tokens, of which all but the first count as sampled."""
+def step(learner: Learner, num_tokens: int, *, vocabulary: int, parts: Collection[str] = ()) -> StepMetrics:
+    """Takes a step on two equal attempts of that many tokens, of which all but the first count as sampled.
+
+    `parts` are the metrics that the loss takes rewards from. A loss that learns from more than these and rewards makes
+    no update.
+    """
     ids = [(7 * place) % vocabulary for place in range(num_tokens)]
     logprobs = learner.score(ids)
     turn = Turn(
@@ -44,7 +49,17 @@ def step(learner: Learner, num_tokens: int, *, vocabulary: int) -> StepMetrics:
         step=0,
         temperature=1.0,
     )
-    attempts = [Trajectory(id=f"check-{i}", group_id="check", group_size=2, index=i, turns=[turn]) for i in range(2)]
+    attempts = [
+        Trajectory(
+            id=f"check-{i}",
+            group_id="check",
+            group_size=2,
+            index=i,
+            turns=[turn],
+            metrics=dict.fromkeys(parts, float(i)),
+        )
+        for i in range(2)
+    ]
     return learner.step([[score_trajectory(attempt, float(attempt.index)) for attempt in attempts]])
 
 
@@ -53,15 +68,22 @@ def second_length(num_tokens: int, longest: int) -> int:
     return min(longest, max(GROWTH * num_tokens, MIN_SECOND))
 
 
-def measure(learner: Learner, weights: Weights, num_tokens: int) -> Cost:
+def measure(learner: Learner, weights: Weights, num_tokens: int, parts: Collection[str] = ()) -> Cost:
     """Returns what a row of that length takes. The learner has taken its first step, which checks more, before."""
     _forget_peak(weights)
-    metrics = step(learner, num_tokens, vocabulary=int(weights.model.config.vocab_size))
+    metrics = step(learner, num_tokens, vocabulary=weights.vocabulary, parts=parts)
     return Cost(num_tokens, metrics.train_s, _peak(weights))
 
 
 def forecast(
-    learner: Learner, weights: Weights, num_tokens: int, longest: int, *, most_tokens: int = 0, most_gb: float = 0.0
+    learner: Learner,
+    weights: Weights,
+    num_tokens: int,
+    longest: int,
+    *,
+    parts: Collection[str] = (),
+    most_tokens: int = 0,
+    most_gb: float = 0.0,
 ) -> Cost:
     """Returns what a row of `longest` tokens would take, by a row of `num_tokens` and one about twice as long.
 
@@ -69,14 +91,14 @@ def forecast(
     as well, up to the longest itself. The peak on short rows may be that of another part of a step, which does not
     grow with them: from 256 and 512 tokens, 4,096 were estimated at 0.43 of what they took.
     """
-    rows, knee = [measure(learner, weights, num_tokens)], knee_of(weights)
+    rows, knee = [measure(learner, weights, num_tokens, parts)], knee_of(weights)
     while rows[-1].tokens < longest:
         length = second_length(rows[-1].tokens, longest)
         if len(rows) > 1:
             gigabytes = estimate(rows[-2], rows[-1], length, knee=knee).gigabytes
             if length > most_tokens or gigabytes is None or gigabytes > most_gb:
                 return estimate(rows[-2], rows[-1], longest, knee=knee)
-        rows.append(measure(learner, weights, length))
+        rows.append(measure(learner, weights, length, parts))
     return rows[-1]
 
 
@@ -102,7 +124,7 @@ def estimate(short: Cost, long: Cost, num_tokens: int, *, knee: float) -> Cost:
 
 def knee_of(weights: Weights) -> float:
     """Returns the length at which attention takes as many operations as the matrix products: P / (2 hidden layers)."""
-    config = weights.model.config
+    config = weights.model.config.get_text_config()
     width, layers = getattr(config, "hidden_size", None), getattr(config, "num_hidden_layers", None)
     return count_parameters(weights.model).whole / (2 * width * layers) if width and layers else float("inf")
 

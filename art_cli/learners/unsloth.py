@@ -117,7 +117,7 @@ def check_adapters(weights: Weights) -> None:
         for name, parameter in made.model.named_parameters():
             if "lora_B" in name:
                 parameter.fill_(0.1)
-    ids = list(range(min(16, int(weights.model.config.vocab_size))))
+    ids = list(range(min(16, weights.vocabulary)))
     if token_logprobs(made, ids) == token_logprobs(weights, ids):
         raise LearnerError(
             f"Unsloth {version('unsloth')} runs this model past the adapters of clients: set learner=torch"

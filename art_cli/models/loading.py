@@ -195,6 +195,11 @@ class Weights:
         """The dtype's name in a configuration. Example: "bfloat16"."""
         return str(self.dtype).removeprefix("torch.")
 
+    @property
+    def vocabulary(self) -> int:
+        """The number of token ids, also of a model that reads more than text."""
+        return int(self.model.config.get_text_config().vocab_size)
+
     @contextlib.contextmanager
     def adapter_off(self) -> Iterator[None]:
         """Inside, the model is the reference policy: the same model without its adapter."""
@@ -452,7 +457,7 @@ def token_logprobs(weights: Weights, token_ids: Sequence[int]) -> list[float]:
 
 def context_of(config: Any) -> int:
     """Returns the number of tokens of prompt and reply that the model of a transformers configuration was made for."""
-    length: int | None = getattr(config, "max_position_embeddings", None)
+    length: int | None = getattr(config.get_text_config(), "max_position_embeddings", None)
     return length or DEFAULT_LENGTH
 
 

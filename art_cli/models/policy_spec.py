@@ -40,7 +40,7 @@ def spec_of(weights: loading.Weights) -> PolicySpec:
     return PolicySpec(
         base=weights.base,
         dtype=weights.dtype_name,
-        vocabulary=weights.model.config.vocab_size,
+        vocabulary=weights.vocabulary,
         max_length=weights.max_length,
         lora_rank=max(ranks, default=None),
         chat_template=template if isinstance(template, str) else None,
@@ -89,7 +89,7 @@ def read_spec(
     return PolicySpec(
         base=base,
         dtype=dtype,
-        vocabulary=files.vocab_size,
+        vocabulary=files.get_text_config().vocab_size,
         max_length=config.max_length or loading.context_of(files),
         lora_rank=configured if adapter is None else _rank_of(adapter),
         chat_template=template if isinstance(template, str) else None,

@@ -96,6 +96,10 @@ class LearnerError(ArtError):
     """A step cannot be computed: out of memory, or a loss that is not finite."""
 
 
+class OutOfMemory(LearnerError):
+    """A step takes more memory than there is."""
+
+
 class ProcessDied(LearnerError):
     """A process of a learner that has several ended by itself, so that the others had to end."""
 

@@ -39,7 +39,7 @@ def export(
         raise RunError(f"{output}: there is something already; choose another name")
     policy = load_source(source, "float32")
     gguf_file.architecture_of(policy.model.config)
-    prompts = saved_prompts(source.run) or [probe(policy.model.config.vocab_size)]
+    prompts = saved_prompts(source.run) or [probe(policy.vocabulary)]
     wanted = [loading.token_logprobs(policy, ids) for ids in prompts]
     with new_directory(output, is_private=False) as directory:
         file = directory / f"{file_name(source.name)}-{kind}.gguf"

@@ -87,7 +87,7 @@ def export(
     if output.exists():
         raise RunError(f"{output}: there is something already; choose another name")
     policy = load_source(source, "float32")
-    prompts = saved_prompts(source.run) or [probe(policy.model.config.vocab_size)]
+    prompts = saved_prompts(source.run) or [probe(policy.vocabulary)]
     wanted = _logprobs(policy if dtype == "float32" else load_source(source, dtype), prompts)
     with new_directory(output, is_private=False) as directory:
         loading.save_merged(loading.merge(policy), directory, dtype)

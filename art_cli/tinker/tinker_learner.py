@@ -112,7 +112,7 @@ class RemoteSft(Sft):
         update = weigh(samples, Algorithm(), None, mean_over="trained")
         data = [self.trainer.datum(each.sample, weights=each.imitation) for each in update]
         answer = self.trainer.client.forward_backward(data, "cross_entropy")
-        rate = rate_of_step(self.settings, index + 1)  # TorchSft counts a step before it takes it
+        rate = rate_of_step(self.settings, index)
         return _SentSft(update, answer, self.trainer.submit_update(self.settings, rate, clip_limit(self.settings, ())))
 
     def _finish(self, sent: _SentSft) -> Taken:

@@ -446,6 +446,14 @@ def test_a_knob_of_another_variant_is_told_in_a_section_within_a_section_too() -
             "loss: {kl_cov: 0.01, clip_cov: 0.01}\ntrain: {epochs_per_step: 2}\n",
             "config.yaml:4: loss.kl_cov: holds back the tokens whose gradient clip_cov takes away",
         ),
+        (
+            "loss: {name: gspo, clip_cov: 0.01}\n",
+            "config.yaml:4: loss.clip_cov: leaves single tokens out, and here the ratio of a whole sample",
+        ),
+        (
+            "loss: {name: rloo, off_policy: {name: icepop}}\n",
+            "config.yaml:4: loss.off_policy: leaves single tokens out, and here the ratio of a whole sample",
+        ),
         ("loss: {name: ppo, mean_over: all}\n", "config.yaml:4: loss.mean_over: has no effect here"),
         ("train: {updates_per_step: 17}\n", "config.yaml:4: train.updates_per_step: at most rollout.groups_per_step"),
     ],

@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 import openai
 import pytest
+from transformers import Gemma3Config
 
 from art_cli.chat.requests import Sampling
 from art_cli.config.compose import LoadedConfig, load_config
@@ -136,6 +137,14 @@ def test_a_spec_is_the_same_read_from_files_and_from_weights(tmp_path: Path, ran
     assert read == spec_of(model.load_weights(config, base, device="cpu"))
     assert (read.lora_rank, read.dtype, read.learner_device) == (rank, "bfloat16", "cpu")
     assert read_spec(config, base).learner_device is None
+
+
+def test_a_base_that_reads_pictures_too_has_the_vocabulary_and_context_of_its_text(tmp_path: Path) -> None:
+    base = save_tiny_base(tmp_path / "base")
+    text = {"vocab_size": 265, "hidden_size": 8, "num_hidden_layers": 1, "max_position_embeddings": 777}
+    Gemma3Config(text_config=text, vision_config={"hidden_size": 8, "num_hidden_layers": 1}).save_pretrained(base)
+    read = read_spec(ModelConfig(base=base, dtype="float32"), base)
+    assert (read.vocabulary, read.max_length) == (265, 777)
 
 
 def test_a_spec_of_a_checkpoint_has_its_adapters_rank(tmp_path: Path) -> None:

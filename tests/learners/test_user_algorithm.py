@@ -218,3 +218,38 @@ def test_what_it_remembers_is_in_the_checkpoint_and_its_numbers_in_the_metrics(t
     (tmp_path / "saved/mine.txt").unlink()
     with pytest.raises(LearnerError, match=r"mine.py:Mine: load: FileNotFoundError.* \(mine.py:15\)"):
         second.load(tmp_path / "saved")
+
+
+FAILS_AFTER = """
+from art_cli.learners.algorithms import Algorithm
+
+
+class Mine(Algorithm):
+    def after_step(self):
+        raise ValueError("no")
+"""
+
+ASKS_FOR_A_REFERENCE = """
+from art_cli.learners.algorithms import Algorithm, Credit
+
+
+class Mine(Algorithm):
+    def credit(self, group):
+        return [Credit(policy=1.0, reference_kl=0.01) for _ in group]
+"""
+
+
+def test_an_error_after_the_step_takes_its_update_back(tmp_path: Path) -> None:
+    weights = tiny_weights()
+    mine = learner(tmp_path, FAILS_AFTER, weights)
+    before = {name: value.clone() for name, value in mine.parameters.items()}
+    with pytest.raises(LearnerError, match="after_step: ValueError: no"):
+        mine.step([two_answers(weights)])
+    assert all(torch.equal(before[name], value) for name, value in mine.parameters.items())
+    assert mine.optimizer.counts.num_steps == 0
+
+
+def test_a_reference_that_is_not_there_is_refused_in_words(tmp_path: Path) -> None:
+    weights = tiny_weights(lora_rank=None)
+    with pytest.raises(LearnerError, match="reference_kl, and the reference is the model without its adapter"):
+        learner(tmp_path, ASKS_FOR_A_REFERENCE, weights).step([two_answers(weights)])

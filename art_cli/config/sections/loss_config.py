@@ -1,6 +1,6 @@
 """The `loss` and `algorithm` sections: how scored groups become a gradient."""
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, Self, TypeVar
 
@@ -101,8 +101,8 @@ class BaseLossConfig(Section):
     null: no weights, and PPO's ratio is to the engine's probability."""
     echo: NonNegative = 0.0
     """The weight of the cross entropy of the environment's answers (tool outputs, further user messages), averaged
-    over these tokens (ECHO, Shrivastava et al. 2026, arXiv:2605.24517). Groups without signal are learned from too.
-    0: off."""
+    over these tokens as the loss averages sampled ones (ECHO, Shrivastava et al. 2026, arXiv:2605.24517). Groups
+    without signal are learned from too. 0: off."""
     mean_over: MeanOver = "all"
     """The trajectories over which the loss is averaged. `all`: every finished trajectory of the step, so that a step
     with little signal is small. `trained`: the trajectories of groups with signal, so that a step with little signal
@@ -131,6 +131,11 @@ class BaseLossConfig(Section):
     def takes_noise(self) -> bool:
         """Whether judge.noise can correct the advantages, because they compare a group's rewards and nothing else."""
         return self.compares_attempts
+
+    @property
+    def parts(self) -> Collection[str]:
+        """The names of the metrics that rewards are made of; without any, a reward is one number."""
+        return ()
 
     def conflicts(self) -> Iterator[tuple[str, str]]:
         """Yields (knob, message) for each knob that is set and has no effect."""
@@ -190,6 +195,17 @@ class DapoConfig(ScaledLossConfig):
             yield "overlong_buffer", f"used with loss.overlong 'penalty' only, which is {self.overlong!r}"
 
 
+def _of_tokens(config: BaseLossConfig) -> Iterator[tuple[str, str]]:
+    """Yields the knobs that leave single tokens out, where they cannot: a ratio of whole samples moves all tokens."""
+    if config.clip_cov is not None:
+        yield "clip_cov", "leaves single tokens out, and here the ratio of a whole sample moves them all; try kl_cov"
+    if isinstance(config.off_policy, IcepopConfig | DppoConfig):
+        yield (
+            "off_policy",
+            "leaves single tokens out, and here the ratio of a whole sample moves them all; try truncate",
+        )
+
+
 class GspoConfig(ScaledLossConfig):
     """GSPO (Zheng et al. 2025, arXiv:2507.18071): the ratio of a whole sequence, its geometric mean over tokens."""
 
@@ -198,6 +214,10 @@ class GspoConfig(ScaledLossConfig):
     """The ratio of new to old probability counts down to 1 - clip."""
     clip_high: PositiveFloat = 4e-4
     """The ratio of new to old probability counts up to 1 + clip_high."""
+
+    def conflicts(self) -> Iterator[tuple[str, str]]:
+        yield from super().conflicts()
+        yield from _of_tokens(self)
 
 
 class CispoConfig(ScaledLossConfig):
@@ -217,6 +237,10 @@ class RlooConfig(ClippedLossConfig):
     name: Literal["rloo"]
     clip: PositiveFloat = 0.2
     """The ratio of new to old probability of a whole sample counts from 1 - clip to 1 + clip."""
+
+    def conflicts(self) -> Iterator[tuple[str, str]]:
+        yield from super().conflicts()
+        yield from _of_tokens(self)
 
 
 class TeacherConfig(Section):

@@ -68,7 +68,7 @@ class EmbeddedEngine:
         self.endpoint = Endpoint(base_url=None, api_key="", model=name, step=step)
         self._weights, self._config, self._shares_weights = weights, config, shares_weights
         self._vocabulary = Vocabulary(weights.tokenizer)
-        vocab, stop_ids = weights.model.config.vocab_size, _stop_ids(weights)
+        vocab, stop_ids = weights.vocabulary, _stop_ids(weights)
         self._stop_ids = [id for id in stop_ids if id < vocab]
         self._grammars = Grammars(weights.tokenizer, vocab=vocab, stop_ids=stop_ids)
         self._reader = RequestReader()
@@ -102,7 +102,7 @@ class EmbeddedEngine:
             self._runner,
             scheduler,
             stop_ids=_stop_ids(self._weights),
-            vocab=self._weights.model.config.vocab_size,
+            vocab=self._weights.vocabulary,
             step=self.endpoint.step,
         )
         self._thread.start()
@@ -258,7 +258,7 @@ class EmbeddedEngine:
         found: list[ScoredPart] = []
         thread, runner = self._running_thread(), self._runner
         assert runner is not None
-        num_top = min(request.top_logprobs, self._weights.model.config.vocab_size)
+        num_top = min(request.top_logprobs, self._weights.vocabulary)
 
         def next_part() -> tuple[object, ScoredPart | None]:
             return (self._weights.version, thread.step), next(parts, None)
@@ -340,7 +340,7 @@ class _Job:
         is_stream: bool,
         ends: Sequence[int],
     ) -> None:
-        limit = reply_limit(request, prompt, weights.max_length, weights.model.config.vocab_size)
+        limit = reply_limit(request, prompt, weights.max_length, weights.vocabulary)
         self.id = f"{'chatcmpl' if request.messages is not None else 'cmpl'}-{uuid.uuid4().hex}"
         self.created = int(time.time())
         self.request, self.prompt, self._ends = request, prompt, ends

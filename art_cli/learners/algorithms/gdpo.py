@@ -1,7 +1,7 @@
 """GDPO, an experiment: a reward in several parts, each normalized within its group."""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Literal
 
 from pydantic import Field
@@ -26,6 +26,10 @@ class GdpoConfig(ClippedLossConfig):
     @property
     def takes_noise(self) -> bool:
         return False
+
+    @property
+    def parts(self) -> Collection[str]:
+        return self.reward_parts.keys()
 
     def conflicts(self) -> Iterator[tuple[str, str]]:
         yield from super().conflicts()

@@ -52,8 +52,8 @@ class TorchSft(Sft):
             raise LearnerError(
                 f"sft: the gradient is not finite, in one of {', '.join(names)}; lower sft.learning_rate"
             )
-        self.optimizer.counts.num_steps += 1
         self.optimizer.update()
+        self.optimizer.counts.num_steps += 1
         statistics = StepStatistics.total(self.optimizer.ranks.gather(statistics, StepStatistics))
         [loss] = statistics.losses
         return Taken(loss, norm, statistics.tokens_trained, statistics.tokens_computed)

@@ -67,7 +67,7 @@ class Base:
         self.weights, self.name, self.is_whole = weights, name, is_whole
         self.names = {name, weights.base}
         self._lora, self._learner = lora, learner
-        self.vocabulary = int(weights.model.config.vocab_size)
+        self.vocabulary = weights.vocabulary
         self.max_length = weights.max_length
         self.replicas: AdapterReplicas | None = None  # the processes that train, or None if this one does
 
