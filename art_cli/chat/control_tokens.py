@@ -23,6 +23,8 @@ from collections.abc import Sequence
 from functools import cache, cached_property, lru_cache
 from typing import Any
 
+from art_cli.chat.chat_errors import invalid
+
 Json = dict[str, Any]
 
 THINK, THINK_END = "<think>", "</think>"
@@ -202,7 +204,7 @@ class Guard:
         self.letters: dict[str, str] = {}
         self._stand_ins: dict[str, str] = {}
         self._codes = iter(_STAND_INS)
-        self._used: str | None = None  # all characters of the values
+        self._used: set[str] | None = None  # all characters of the values
 
     def messages(self, messages: Sequence[Json]) -> list[Json]:
         """Messages as a template gets them. Their roles stay, and so does a thought that the template looks for."""
@@ -231,10 +233,10 @@ class Guard:
         """Returns a character that occurs nowhere."""
         if self._used is None:
             template = self._controls.tokenizer.chat_template
-            self._used = json.dumps([self._values, template], ensure_ascii=False, default=str)
+            self._used = set(json.dumps([self._values, template], ensure_ascii=False, default=str))
         letter = next((chr(code) for code in self._codes if chr(code) not in self._used), None)
         if letter is None:
-            raise ValueError("the text holds every private-use character")
+            raise invalid("the text holds every private-use character of Unicode, and none is left to mark its markers")
         return letter
 
     def _message(self, message: Json) -> Json:

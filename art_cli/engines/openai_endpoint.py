@@ -45,13 +45,12 @@ class HostedEngine:
         url = urlsplit(self.endpoint.base_url or "")
         if url.hostname not in LOCAL:
             return
+        port = url.port or (443 if url.scheme == "https" else 80)
         try:
             async with asyncio.timeout(CONNECT_DEADLINE_S):
-                _, writer = await asyncio.open_connection(url.hostname, url.port or 80)
+                _, writer = await asyncio.open_connection(url.hostname, port)
         except (OSError, TimeoutError) as error:
-            raise EngineError(
-                f"engine.base_url: nothing answers at {url.hostname}:{url.port or 80}; start it"
-            ) from error
+            raise EngineError(f"engine.base_url: nothing answers at {url.hostname}:{port}; start it") from error
         writer.close()
         await writer.wait_closed()
 

@@ -248,6 +248,7 @@ class Recorder:
         if extended:  # where a lost reply and the retry's are equal, it goes on from the retry's
             longest = max(extended, key=lambda c: (len(c.messages), not c.is_abandoned))
             self._conversations = [c for c in self._conversations if c is not longest]
+            longest.messages, longest.identity = [], []  # its call is remembered, and would keep another whole history
         self._conversations.append(new)
         return new
 

@@ -25,7 +25,7 @@ import logging
 import secrets
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
-from typing import Protocol
+from typing import Any, Protocol
 
 import msgspec
 from starlette.datastructures import Headers
@@ -261,6 +261,7 @@ class RecordingBackend:
         self._num_replaced = 0  # ended calls that count in the recorder and that a retry replaced
         self._num_before_limit = 0  # calls admitted before the one that was refused for a limit
         self._in_flight: set[_Call] = set()
+        self._aside_tasks: set[asyncio.Task[Any]] = set()  # those of unrecorded calls in flight
         self._retries = Retries()
         self._is_closed = False
         self._idle_since = time.monotonic()
@@ -335,9 +336,8 @@ class RecordingBackend:
         self._is_closed = True
         if not self._in_flight:
             self._gateway.calls.idle_s += time.monotonic() - self._idle_since
-        for call in self._in_flight:
-            if call.task is not None:
-                call.task.cancel()
+        for task in [call.task for call in self._in_flight if call.task is not None] + [*self._aside_tasks]:
+            task.cancel()
 
     def remember(self, request: Request, recorded: Recorded) -> None:
         """Remembers a call that was recorded before this process began, so that a retry of it replaces it."""
@@ -386,14 +386,23 @@ class RecordingBackend:
     @contextlib.contextmanager
     def _unrecorded(self) -> Iterator[None]:
         """Counts an engine's failure as in recorded calls, and so a prompt that the context has no room for."""
+        task = asyncio.current_task()
+        assert task is not None, "calls run in tasks"
+        self._aside_tasks.add(task)
         try:
             yield
+        except asyncio.CancelledError:
+            if self._is_closed and task.uncancel() == 0:  # by `close`, and the client did not leave as well
+                raise _finished() from None
+            raise
         except ChatError as error:
             if error.status >= 500:
                 self.recorder.fail(error.message)
             if error.code == CONTEXT_LIMIT:
                 self._limit(CONTEXT_LIMIT, self._num_admitted)
             raise
+        finally:
+            self._aside_tasks.discard(task)
 
     def _sampled(self, request: Request, whose: str, number: int) -> Request:
         """With the run's sampling, and with a seed of the run where the call sets none."""

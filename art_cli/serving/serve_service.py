@@ -101,7 +101,7 @@ def join(chunks: Iterable[Chunk]) -> list[Chunk]:
     newest: dict[int, list[Chunk]] = {}  # each choice's latest run
     for chunk in chunks:
         run = newest.get(chunk.choice.index)
-        if run is None or not _fit(run[-1].choice, chunk.choice):
+        if run is None or run[-1].is_last or not _fit(run[-1].choice, chunk.choice):
             run = newest[chunk.choice.index] = []
             runs.append(run)
         run.append(chunk)

@@ -97,6 +97,7 @@ def test_what_the_client_gives_wins_over_the_defaults_and_is_remembered() -> Non
         ({"logit_bias": {"x": 1}}, "logit_bias"),
         ({"logit_bias": {"-1": 1}}, "logit_bias"),
         ({"logit_bias": {"9" * 5000: 1}}, "logit_bias"),
+        ({"logit_bias": {"0" * 5000: 1}}, "logit_bias"),
         ({"logit_bias": {str(id): 1 for id in range(1025)}}, "logit_bias"),
         ({"min_tokens": -1}, "min_tokens"),
         ({"min_tokens": 3, "max_tokens": 2}, "min_tokens"),

@@ -162,3 +162,26 @@ def test_a_request_is_read_in_the_syntax_of_its_template_and_refuses_to_force_wh
     assert json.loads(parser.calls[0]["function"]["arguments"]) == {"to": "é4", "n": 7}
     with pytest.raises(ChatError, match="tool_choice"):
         render(Vocabulary(tokenizer), Request(**asked, tool_choice="required"))
+
+
+@pytest.mark.parametrize(
+    ("schema", "text", "value"),
+    [
+        ({"type": "string"}, "42", "42"),
+        ({"type": ["string", "null"]}, "10001", "10001"),
+        ({"anyOf": [{"type": "string"}, {"type": "null"}]}, "42", "42"),  # str | None, as pydantic writes it
+        ({"anyOf": [{"type": "string"}, {"type": "null"}]}, "null", None),
+        ({"enum": ["1", "2"]}, "1", "1"),
+        ({"enum": [1, 2]}, "1", 1),
+        ({"anyOf": [{"type": "integer"}, {"type": "null"}]}, "42", 42),
+        ({"type": "boolean"}, "True", True),
+        ({"type": "boolean"}, "false", False),
+        (None, "[1, 2]", [1, 2]),
+        (7, "é", "é"),
+    ],
+)
+def test_an_argument_has_the_type_that_its_schema_names(schema: Any, text: str, value: Any) -> None:
+    schemas = {"move": {"type": "object", "properties": {"to": schema}}}
+    written = f"<tool_call>\n<function=move>\n<parameter=to>\n{text}\n</parameter>\n</function>\n</tool_call>"
+    [call] = parse(written, [], syntax=XML, schemas=schemas)["tool_calls"]
+    assert json.loads(call["arguments"]) == {"to": value}

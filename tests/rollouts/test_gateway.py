@@ -18,6 +18,7 @@ from art_cli.chat.chat_errors import ChatError
 from art_cli.chat.replies import Choice, Chunk
 from art_cli.chat.requests import Request, Sampling
 from art_cli.rollouts import rollout_gateway
+from art_cli.rollouts.policy import UNRECORDED
 from art_cli.rollouts.rollout_gateway import Gateway, call_seed
 from art_cli.runs.trajectory import Turn, prompt, sequence
 from tests.support.node import clients
@@ -371,6 +372,23 @@ async def test_a_stream_still_open_when_its_rollout_ends_is_recorded_as_far_as_i
         assert (turn.sampled_ids, turn.finish_reason) == (encode("lon"), "cancelled")
         await stream.close()
     assert len(recorder.turns) == 1
+
+
+async def test_a_call_that_is_not_recorded_ends_with_its_rollout() -> None:
+    """A thread of an agent that asks for an opponent's move cannot be cancelled; the engine is free all the same."""
+    backend = Paused(0)
+    gateway = make_gateway(backend)
+    key = gateway.open("t0")
+    async with calling(gateway, key) as client:
+        async with asyncio.timeout(10):
+            asking = asyncio.create_task(ask(client, stream=True, extra_headers=UNRECORDED))
+            while not backend.requests:
+                await asyncio.sleep(0.01)
+            recorder = gateway.close(key)
+            await backend.left.acquire()
+            with pytest.raises(openai.AuthenticationError, match="this rollout has finished"):
+                await asking
+    assert recorder.turns == []
 
 
 # --- sampling ---------------------------------------------------------------------------------------------------------

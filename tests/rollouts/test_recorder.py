@@ -248,3 +248,13 @@ def test_a_reply_with_calls_of_an_unknown_kind_is_recorded() -> None:
     recorder = recorded(odd, called(None, "{}"))
     assert recorder.num_calls == 2
     assert recorder.as_sampled(request_of(user("u"))).messages == [user("u")]
+
+
+def test_a_long_conversation_is_kept_once() -> None:
+    """What each call is remembered by, for its retries, holds no history of its own."""
+    recorder, messages = Recorder(), [user("begin")]
+    found = []
+    for number in range(50):
+        found.append(recorder.record(request_of(*messages), reply_of([number], [number + 1], text=f"a{number}")))
+        messages += [assistant(f"a{number}"), user(f"u{number}")]
+    assert sum(len(each.messages) for one in found for each in one.conversations) == len(recorder.messages) == 100

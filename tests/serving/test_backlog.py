@@ -66,6 +66,12 @@ def test_two_calls_are_never_in_one_delta() -> None:
     ]
 
 
+def test_the_end_of_an_answer_is_not_lost_in_the_counts_behind_it() -> None:
+    last = Chunk(id="x", created=1, model="m", choice=Choice(index=0, text="a", finish_reason="length"), is_last=True)
+    counts = Chunk(id="x", created=1, model="m", choice=Choice(index=0), usage=(3, 1))
+    assert [chunk.is_last for chunk in join([last, counts])] == [True, False]
+
+
 @pytest.mark.slow
 async def test_what_waits_takes_little_room() -> None:
     """100,000 chunks that no client takes wait as a few, and come out as one."""

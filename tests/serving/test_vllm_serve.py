@@ -216,6 +216,18 @@ async def test_refusals_are_in_openai_words(served: Served) -> None:
         await served.ai.chat.completions.create(model="gpt-5", messages=[USER])  # type: ignore[list-item]
 
 
+@pytest.mark.parametrize("is_stream", [False, True])
+async def test_a_bound_that_the_context_cannot_hold_is_no_wish(served: Served, is_stream: bool) -> None:
+    """Anthropic's clients ask for as many tokens as Claude may write; OpenAI's mean what they ask for."""
+    asked = {"model": MODEL, "max_tokens": 5000, "messages": [USER], "stream": is_stream}
+    async with httpx.AsyncClient(base_url=served.root, headers={"x-api-key": KEY}, timeout=100) as http:
+        answer = await http.post("/v1/messages", json=asked)
+        too_long = await http.post("/v1/messages", json=asked | {"messages": [{"role": "user", "content": "x" * 3000}]})
+    assert answer.status_code == 200, answer.text
+    assert ("message_stop" if is_stream else "stop_reason") in answer.text
+    assert (too_long.status_code, "prompt is too long" in too_long.text) == (400, True)
+
+
 async def test_without_the_key_there_is_health_and_nothing_else(served: Served) -> None:
     async with httpx.AsyncClient(base_url=served.root) as http:
         assert (await http.get("/health")).status_code == 200

@@ -160,7 +160,7 @@ def sampling_of(body: Body, max_tokens: int | None) -> Json:
 def _bias(pair: tuple[str, float]) -> tuple[int, float]:
     """Returns the token id and its bias. Raises ChatError 400: it is no token id."""
     token = pair[0]
-    if not (token.isascii() and token.isdecimal() and int(token[:11]) <= INT32):
+    if not (token.isascii() and token.isdecimal() and len(token) <= 10 and int(token) <= INT32):
         raise invalid(f"logit_bias: {token[:80]!r} is no token id", "logit_bias")
     return int(token), pair[1]
 

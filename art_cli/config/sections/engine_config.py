@@ -121,7 +121,7 @@ class OpenAIEngineConfig(EngineSection):
     api_key_env: str = "OPENAI_API_KEY"
     """The environment variable that holds the key. The key itself never stands in a file."""
     timeout_s: Seconds = 300.0
-    """The longest time for one request."""
+    """The longest time for one reply, or between two pieces of one that is streamed."""
 
     @property
     def paid_model(self) -> str:
@@ -144,7 +144,7 @@ class AnthropicEngineConfig(EngineSection):
     max_tokens: PositiveInt = 8192
     """The largest number of tokens of a reply if a call sets none, because the protocol requires a number."""
     timeout_s: Seconds = 300.0
-    """The longest time for one request."""
+    """The longest time for one reply, or between two pieces of one that is streamed."""
 
 
 HostedEngineConfig = OpenAIEngineConfig | AnthropicEngineConfig
@@ -192,7 +192,7 @@ class VllmEngineConfig(EngineSection):
     api_key_env: str = "VLLM_API_KEY"
     """The environment variable that holds the key of the server at `base_url`."""
     timeout_s: Seconds = 600.0
-    """The longest time for one request."""
+    """The longest time for one reply, or between two pieces of one that is streamed."""
 
     @field_validator("base_url", mode="before")
     @classmethod
@@ -231,6 +231,8 @@ class VllmEngineConfig(EngineSection):
     @model_validator(mode="after")
     def _own_or_running(self) -> Self:
         of_started = {"python", "args", "env", "sleep", "start_timeout_s", "replicas"} & self.model_fields_set
+        if "@" in (self.base_url or ""):
+            raise ValueError("'base_url' has a password: give the server's key in 'api_key_env'")
         if self.base_url is not None and of_started:
             raise ValueError(f"with 'base_url' the server runs already: remove {', '.join(sorted(of_started))}")
         if self.base_url is None and "api_key_env" in self.model_fields_set:

@@ -198,13 +198,30 @@ def _typed_call(name: str, arguments: Sequence[tuple[str, str]], schemas: Schema
 
 
 def _typed(text: str, schema: Any) -> Any:
-    """Returns the value of a text: itself where its type is string or it is not JSON, else its JSON value."""
-    if isinstance(schema, dict) and schema.get("type") == "string":
+    """Returns the value of a text: itself where it may be a string or is not JSON, else its JSON value."""
+    if text != "null" and _may_be_text(schema):
         return text
+    if text in ("True", "False"):  # as models write what they read of Python
+        return text == "True"
     try:
         return json.loads(text, parse_constant=lambda name: name)
     except (ValueError, RecursionError):
         return text
+
+
+def _may_be_text(schema: Any) -> bool:
+    """Returns whether a schema names strings: as its type, one of its types, one of its values, or in one of several
+    schemas, as pydantic writes `str | None`."""
+    if not isinstance(schema, dict):
+        return False
+    kind, values = schema.get("type"), schema.get("enum")
+    others = [each for name in ("anyOf", "oneOf") if isinstance(found := schema.get(name), list) for each in found]
+    return (
+        kind == "string"
+        or (isinstance(kind, list) and "string" in kind)
+        or (kind is None and isinstance(values, list) and any(isinstance(value, str) for value in values))
+        or any(isinstance(each, dict) and each.get("type") == "string" for each in others)
+    )
 
 
 HERMES = CallSyntax("hermes", "<tool_call>", "</tool_call>", read_json_call)

@@ -63,14 +63,28 @@ class Chats:
         guard.value([request.tools, request.template_kwargs])
         if not guard.letters:
             return None
+        prompt = await self._render(vocabulary, request)
+        return RenderedChat(vocabulary, request, prompt, self._left(request, prompt)) if prompt.is_guarded else None
+
+    async def bounded(self, request: Request) -> Request | None:
+        """Returns a request that the server refused as too long with a reply that fits the context, or None if the
+        client asked for so long a one. Raises ChatError: the prompt alone is too long."""
+        asked = request.sampling.max_tokens
+        if self._vocabulary is None or asked is None or chat_prompts.num_wanted(request) == asked:
+            return None
+        most = self._left(request, await self._render(self._vocabulary, request))
+        sampling = msgspec.structs.replace(request.sampling, max_tokens=most)
+        return msgspec.structs.replace(request, sampling=sampling) if most < asked else None
+
+    async def _render(self, vocabulary: Vocabulary, request: Request) -> Prompt:
         free = msgspec.structs.replace(request, response_format=None)
         if request.tool_choice != "none":
             free = msgspec.structs.replace(free, tool_choice="auto")
-        prompt = await self._reader.read(chat_prompts.render, vocabulary, free, self._model.max_length)
-        if not prompt.is_guarded:
-            return None
-        limit = reply_limit(request, prompt, self._model.max_length, self._model.vocabulary)
-        return RenderedChat(vocabulary, request, prompt, limit - len(prompt.ids))
+        return await self._reader.read(chat_prompts.render, vocabulary, free, self._model.max_length)
+
+    def _left(self, request: Request, prompt: Prompt) -> int:
+        """Returns the number of tokens that the reply may have."""
+        return reply_limit(request, prompt, self._model.max_length, self._model.vocabulary) - len(prompt.ids)
 
 
 class RenderedChat:

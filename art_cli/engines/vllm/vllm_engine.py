@@ -75,7 +75,8 @@ DEATH_S = 2.0  # longest time between a failed request and the news that the ser
 NOTICE_S = 10.0  # the same for calls that can be made again
 DRAIN_S = 600.0  # longest wait for requests in flight to end before a sleep
 POLL_S = 0.05
-TOO_LONG = ("maximum context length", "max_model_len")  # phrases of vLLM's errors
+TOO_LONG = ("maximum context length", "context length is", "max_model_len")  # phrases of vLLM's errors
+TOO_LONG_CODE = "context_length_exceeded"
 # Largest mean |difference| in nats of the likeliest next tokens, computed with the prefix cache and without it. In
 # float32 other kernels round differently. In bfloat16 8 bits of mantissa give about 0.01 nats a token.
 STALE_BOUNDS = {"float32": 1e-3, "float16": 5e-2, "bfloat16": 1e-1}
@@ -234,6 +235,26 @@ class VllmEngine:
         return [self.endpoint.model]
 
     async def reply(self, request: Request) -> Reply:
+        try:
+            return await self._reply(request)
+        except ChatError as error:
+            if error.code != TOO_LONG_CODE or (shorter := await self._chats.bounded(request)) is None:
+                raise
+            return await self._reply(shorter)
+
+    async def stream(self, request: Request) -> AsyncIterator[Chunk]:
+        try:
+            async with closing_stream(self._stream(request)) as chunks:
+                async for chunk in chunks:
+                    yield chunk
+        except ChatError as error:  # refused before its first chunk
+            if error.code != TOO_LONG_CODE or (shorter := await self._chats.bounded(request)) is None:
+                raise
+            async with closing_stream(self._stream(shorter)) as chunks:
+                async for chunk in chunks:
+                    yield chunk
+
+    async def _reply(self, request: Request) -> Reply:
         chat = await self._chats.rendered(request)
         asked = self._server.verbatim.put_into(request) if chat is None else chat.request
         async with self._admitted(request) as (adapters, backend), self._failures(adapters):
@@ -244,7 +265,7 @@ class VllmEngine:
             restore_arguments(choice)
         return reply
 
-    async def stream(self, request: Request) -> AsyncIterator[Chunk]:
+    async def _stream(self, request: Request) -> AsyncIterator[Chunk]:
         chat = await self._chats.rendered(request)
         asked = self._server.verbatim.put_into(request) if chat is None else chat.request
         async with (
