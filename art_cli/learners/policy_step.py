@@ -107,7 +107,7 @@ def _take_updates(
 ) -> None:
     """Takes the optimizer steps of all epochs, or those up to the first that none may follow."""
     updates, epochs = [gradients.plan(part, plan.finished) for part in plan.parts], train.epochs_per_step
-    done = _Counter(progress, total=epochs * sum(gradients.count(update, statistics) for update in updates))
+    done = _Counter(progress, total=epochs * sum(gradients.count(each, StepStatistics()) for each in updates))
     updates = [
         gradients.forward(
             update, Pass(index, statistics, done=done, again=done.again), is_first=index == 0 and epochs == 1
@@ -117,11 +117,15 @@ def _take_updates(
     waiting: deque[tuple[Applied, Pass]] = deque()
     for index, update in enumerate(updates * epochs):
         at = Pass(index, statistics, record if index < len(updates) else None, done, done.again)
+        if index < len(updates):
+            gradients.count(update, statistics)
         sent = gradients.backward(update, at)
         if index == 0 and train.max_staleness == 0:  # older policies' tokens may differ; the probe of each load guards
             _check_drift(gradients.gather(statistics, None)[0], train.max_logprob_gap)
         waiting.append((gradients.apply(sent, at), at))
         if len(waiting) == gradients.ahead and not gradients.finish(*waiting.popleft()):
+            if record is not None:
+                record.is_stopped = True
             break
     for applied, at in waiting:
         gradients.finish(applied, at)

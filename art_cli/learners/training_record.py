@@ -40,6 +40,7 @@ class StepRecord(msgspec.Struct):
 
     pieces: dict[str, list[_Piece]] = {}  # trajectory id -> its samples
     masked: dict[str, dict[str, int]] = {}  # trajectory id -> number of tokens masked before packing, by reason
+    is_stopped: bool = False  # whether train.max_kl ended the step before its last update
 
     def add(self, pack: "Pack", terms: "LossTerms", loss: "PackLoss", *, update: int) -> None:
         """Adds a pack. Call it once for each, when its optimizer step, the `update`-th, is first computed."""
@@ -76,7 +77,7 @@ class StepRecord(msgspec.Struct):
     def total(cls, parts: Sequence["StepRecord"]) -> "StepRecord":
         """Returns the record of all processes. All of them masked the same tokens before they divided the packs."""
         total = cls()
-        total.masked = parts[0].masked
+        total.masked, total.is_stopped = parts[0].masked, parts[0].is_stopped
         for part in parts:
             for name, pieces in part.pieces.items():
                 total.pieces.setdefault(name, []).extend(pieces)
@@ -93,7 +94,9 @@ class StepRecord(msgspec.Struct):
     def _line(self, trajectory: ScoredTrajectory, group: Sequence[ScoredTrajectory]) -> LearnedTrajectory:
         pieces = self.pieces.get(trajectory.id)
         if pieces is None:
-            return LearnedTrajectory(id=trajectory.id, left_out=_left_out(trajectory, group))
+            left_out = _left_out(trajectory, group)
+            is_skipped = left_out == "algorithm" and self.is_stopped
+            return LearnedTrajectory(id=trajectory.id, left_out="max_kl" if is_skipped else left_out)
         advantages = _spread(trajectory, [(piece.places, piece.advantages) for piece in pieces])
         logprobs = _spread(trajectory, [(piece.places, piece.logprobs) for piece in pieces])
         weights = [(piece.places, _inside(piece.importance, piece)) for piece in pieces if piece.importance is not None]

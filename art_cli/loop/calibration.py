@@ -82,13 +82,21 @@ def calibrate(files: RunDir, measured: Mapping[int, StepTimes], *, num_groups: i
     read = [_read_step(files, *step, layout.agents, epochs, num_groups) for step in measured.items()]
     steps, times, agent_s, waves = [list(column) for column in zip(*read, strict=True)]
     rates = _rates(list(itertools.chain(*waves)), fmean(agent_s), times, layout)
-    trained = sum(simulate(step, Rates(0, 0, 0, trained_token_s=1.0), layout).training_s for step in steps)
-    rates = rates._replace(trained_token_s=sum(each.training_s for each in times) / max(trained, 1.0))
+    rates = rates._replace(trained_token_s=_trained_token_s(steps, times, layout, without_first=0 in measured))
     sampling_s, factor = sum(each.sampling_s for each in times), 1.0
     for _ in range(NUM_CORRECTIONS):
         simulated = sum(simulate(step, _corrected(rates, factor), layout).sampling_s for step in steps)
         factor = min(max(factor * sampling_s / max(simulated, 1e-9), 0.25), 4.0)
     return Calibration(steps, times, _corrected(rates, factor), layout, factor)
+
+
+def _trained_token_s(
+    steps: Sequence[PlayedStep], times: Sequence[StepTimes], layout: RunLayout, *, without_first: bool
+) -> float:
+    """Returns the seconds of a trained token. A run's first step also checks its packs, and counts if it is alone."""
+    pairs = list(zip(steps, times, strict=True))[without_first and len(steps) > 1 :]
+    trained = sum(simulate(step, Rates(0, 0, 0, trained_token_s=1.0), layout).training_s for step, _ in pairs)
+    return sum(each.training_s for _, each in pairs) / max(trained, 1.0)
 
 
 def _corrected(rates: Rates, factor: float) -> Rates:

@@ -182,7 +182,7 @@ class ScoredTrajectory(Trajectory, kw_only=True):
 # none; or None, if no token of the turn has one.
 PerToken = float | list[float | None] | None
 
-LeftOut = Literal["failed", "no_tokens", "no_signal", "unreliable", "algorithm"]
+LeftOut = Literal["failed", "no_tokens", "no_signal", "unreliable", "algorithm", "max_kl"]
 
 
 class LearnedTrajectory(msgspec.Struct, frozen=True, kw_only=True):
@@ -211,7 +211,8 @@ class LearnedTrajectory(msgspec.Struct, frozen=True, kw_only=True):
     # algorithm gave them none.
     masked: dict[str, int] = {}
     # Why no token of it was trained. no_tokens: it sampled none; no_signal: its group's rewards are equal; unreliable:
-    # they may be its judge's errors; algorithm: the algorithm left it out. It is None if it was trained.
+    # they may be its judge's errors; algorithm: the algorithm left it out; max_kl: train.max_kl ended the step before its
+    # update. It is None if it was trained.
     left_out: LeftOut | None = None
 
 

@@ -1,5 +1,6 @@
 """The learner as a whole. Contract 1: the gradient of a step is that of one sequence at a time."""
 
+import json
 import math
 from pathlib import Path
 from typing import Any
@@ -388,7 +389,7 @@ def test_an_update_past_the_bound_is_halved_until_it_is_within() -> None:
         torch.testing.assert_close(bounded.parameters[name].detach(), expected)
 
 
-def test_past_the_bound_the_steps_other_updates_are_left_out() -> None:
+def test_past_the_bound_the_steps_other_updates_are_left_out(tmp_path: Path) -> None:
     """The moments are those of the update that was taken; the bound is so small that none of it is kept."""
     weights = tiny_weights()
     groups = [two_answers(weights, group=name) for name in "ab"]
@@ -398,6 +399,9 @@ def test_past_the_bound_the_steps_other_updates_are_left_out() -> None:
     assert (metrics.num_updates, metrics.update_share, metrics.update_kl) == (1, 0, 0)
     assert_unchanged(trained, before)
     assert trained.optimizer.counts.num_updates == 1
+    trained.write_learned(tmp_path / "learned.jsonl")
+    reasons = [json.loads(line).get("left_out") for line in (tmp_path / "learned.jsonl").read_text().splitlines()]
+    assert sorted(map(str, reasons)) == ["None", "None", "max_kl", "max_kl"] and metrics.num_samples == 2
 
 
 def test_when_the_kl_cannot_be_measured_the_update_is_taken_back() -> None:

@@ -230,6 +230,14 @@ def test_the_start_of_the_agent_does_not_count(tmp_path: Path) -> None:
     assert [one.calls[0].wait_s for one in found.steps[0].plays] == pytest.approx([0.0] + [7.0] * 5, abs=0.01)
 
 
+def test_the_check_of_the_first_batch_counts_in_no_later_step(tmp_path: Path) -> None:
+    run = write_played(tmp_path / "run", steps=2)
+    measured = finished_steps(run, last=2)
+    measured[0] = measured[0]._replace(training_s=measured[0].training_s + 60.0)
+    assert calibrate(run, measured).rates.trained_token_s == pytest.approx(0.002)
+    assert calibrate(run, {0: measured[0]}).rates.trained_token_s > 0.01, "what is known of one step alone"
+
+
 def test_an_update_that_two_processes_shared_takes_twice_as_long_on_one(tmp_path: Path) -> None:
     run = write_played(tmp_path / "run")
     run.config_path.write_text(json.dumps({"learner": {"processes": 2}}))
