@@ -3,10 +3,12 @@ calibration has not seen.
 
     python -m benchmarks.simulate                                # all cases twice; hours on two quiet cores
     python -m benchmarks.simulate --only tiny --steps 4 --times 1    # the smallest
+    python -m benchmarks.simulate --times 1 --runs DIR           # keeps the runs; again, it calibrates anew by them
 
 Each case is a run of `art train`. Its first half of steps calibrates the simulation, which then predicts the mean of
 the other half, and of runs of the same task in other layouts. Before each other layout the case's own is run again and
-calibrates anew, because a machine's speed drifts with what else runs on it. Wanted: within 15 %. The last columns are
+calibrates anew, because a machine's speed drifts with what else runs on it; with --runs it is run once. Wanted: within
+15 %. The last columns are
 measured and simulated seconds of each part, and the calibration's correction.
 """
 
@@ -86,6 +88,8 @@ def cluster(settings: Sequence[str]) -> Iterator[list[str]]:
 
 
 def train(runs: Path, name: str, case: Case, settings: Sequence[str], steps: int) -> RunDir:
+    if (runs / name / "curve.svg").exists():  # written at the end
+        return RunDir(runs / name)
     with cluster(settings) as known:
         always = (f"runs={runs}", f"name={name}", f"train.steps={steps}", "eval=null", "train.keep_checkpoints=1")
         command = [sys.executable, "-m", "art_cli", "train", str(ROOT / case.config), *case.settings, *known, *always]
@@ -121,6 +125,7 @@ def main() -> None:
     parser.add_argument("--layouts", nargs="+", help="the titles of the other layouts to run; all without it")
     parser.add_argument("--steps", type=int, help="of each run, instead of its own number")
     parser.add_argument("--times", type=int, default=2, help="how often each layout is run")
+    parser.add_argument("--runs", type=Path, help="keep the runs here, and take those that are there")
     options = parser.parse_args()
     print("| layout | measured s/step | simulated | ratio | sampling | judging | training | rest | correction |")
     print("|---|---|---|---|---|---|---|---|---|")
@@ -130,11 +135,12 @@ def main() -> None:
         for title, settings in case.others.items():
             if options.layouts is not None and title not in options.layouts:
                 continue
-            with tempfile.TemporaryDirectory(prefix="art-simulate-") as directory:
-                first = train(Path(directory), "first", case, (), steps)
+            with tempfile.TemporaryDirectory(prefix="art-simulate-") as scratch:
+                directory = (options.runs / name if options.runs else Path(scratch)).resolve()
+                first = train(directory, "first", case, (), steps)
                 known, rest = calibrated(first, range(steps // 2)), calibrated(first, range(steps // 2, steps))
                 print(row(f"{name}: the other steps", known, rest), flush=True)
-                other = train(Path(directory), "other", case, settings, steps)
+                other = train(directory, title.replace(" ", "-"), case, settings, steps)
                 known, there = calibrated(first, range(1, steps)), calibrated(other, range(1, steps))
                 print(row(f"{name}: {title}", known, there), flush=True)
 

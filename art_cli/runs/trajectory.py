@@ -211,8 +211,8 @@ class LearnedTrajectory(msgspec.Struct, frozen=True, kw_only=True):
     # algorithm gave them none.
     masked: dict[str, int] = {}
     # Why no token of it was trained. no_tokens: it sampled none; no_signal: its group's rewards are equal; unreliable:
-    # they may be its judge's errors; algorithm: the algorithm left it out; max_kl: train.max_kl ended the step before its
-    # update. It is None if it was trained.
+    # they may be its judge's errors; algorithm: the algorithm left it out; max_kl: train.max_kl ended the step before
+    # its update. It is None if it was trained.
     left_out: LeftOut | None = None
 
 
