@@ -5,6 +5,7 @@ A policy is a checkpoint of weights or of a prompt, a run (its best evaluated ch
 same scenarios, so differences are paired. The others are compared with the first policy.
 """
 
+import json
 import logging
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -67,9 +68,11 @@ class Player(NamedTuple):
 
     @property
     def address(self) -> str:
-        """The model and base URL of an endpoint, as whose attempts no proof tells from another's, or ""."""
-        engine = self.loaded.config.engine
-        return f"{engine.model}@{engine.base_url}" if isinstance(engine, OpenAIEngineConfig) else ""
+        """What an engine that brings its model asks and where, as no proof tells its attempts from another's, or ""."""
+        engine, named = self.loaded.config.engine, {"name", "model", "base_url", "entry", "options"}
+        if engine_traits(engine, self.loaded.directory).can_train:
+            return ""
+        return json.dumps(engine.model_dump(mode="json", include=named), sort_keys=True)
 
 
 class Row(NamedTuple):

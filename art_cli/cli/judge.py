@@ -78,7 +78,8 @@ def run(
     if num_groups:
         raise UsageError("--groups is for --probe; without it, all groups are judged")
     wants_report = bool(is_report or gold or gates or html)
-    if wants_report and is_scored(trajectories):
+    is_asked = any((output, config, overrides, model, rubric, group_by, is_fresh, is_dry_run, is_partial))
+    if wants_report and not is_asked and is_scored(trajectories):
         report(trajectories, gold=gold, gates=gates or [], html=html, as_json=as_json)
         return
     output = output or trajectories.with_name(f"{trajectories.name.removesuffix('.jsonl')}.scored.jsonl")

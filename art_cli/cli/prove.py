@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from art_cli.cli import Json
+from art_cli.cli import Json, everything
 from art_cli.runtime.errors import RunError, UsageError, printable_lines
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ def run(
     from art_cli.runs.run_checkpoints import find_digest
     from art_cli.runs.run_dir import RunDir
 
-    place, step = Path(what), None
+    place, step = everything(what), None
     if not place.exists() and re.fullmatch("[0-9a-f]{8,64}", what):
         found = find_digest(runs, what) if runs.is_dir() else []
         if not found:

@@ -212,7 +212,7 @@ def _problem(task: Any, known: set[str]) -> str:
 
 def complaint(text: str, problem: str) -> list[Json]:
     """Returns the unusable answer and what is wrong with it, as the next two messages."""
-    request = f"This answer cannot be used: {problem}. TaskAnswer again with one JSON object and nothing else."
+    request = f"This answer cannot be used: {problem}. Answer again with one JSON object and nothing else."
     return [{"role": "assistant", "content": text[:20_000] or "(nothing)"}, {"role": "user", "content": request}]
 
 

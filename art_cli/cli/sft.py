@@ -24,7 +24,7 @@ class Command(TyperCommand):
     """The command `sft`, whose --best-of may stand without its number. Typer has no option with an optional value."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        following = [*args[1:], ""]
+        following = [*args, ""][1:]
         is_bare = [word == "--best-of" and not after.isdecimal() for word, after in zip(args, following, strict=True)]
         words = ["--best-of=1" if bare else word for word, bare in zip(args, is_bare, strict=True)]
         return super().parse_args(ctx, words)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from art_cli.cli import Config, Json, Overrides
-from art_cli.runtime.errors import RunError, printable_lines
+from art_cli.runtime.errors import Paused, RunError, printable_lines
 
 if TYPE_CHECKING:
     from art_cli.loop.train import TrainResult
@@ -48,7 +48,13 @@ def run(
     faults = []
     for number, loaded in enumerate(runs):
         startup = Startup(process_begin() if number == 0 else None)
-        result = threads.run(train(loaded, is_fresh=is_fresh, startup=startup))
+        try:
+            result = threads.run(train(loaded, is_fresh=is_fresh, startup=startup))
+        except Paused as error:
+            if not is_multirun:
+                raise
+            faults.append(str(error))  # the other runs of a sweep go on
+            continue
         report = read_report(RunDir(result.root))
         sys.stdout.write(_as_json(result, report) if as_json else printable_lines(_as_text(result, report)))
         faults += [f"{result.root}: {report.fault}"] if report.fault else []

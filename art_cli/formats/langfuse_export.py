@@ -15,6 +15,7 @@ from art_cli.formats.imported_attempt import (
     as_number,
     as_object,
     named,
+    plain_message,
     sampling_of,
     seconds,
 )
@@ -128,7 +129,10 @@ def _call(observation: Json) -> TracedCall:
     if not isinstance(messages, list) or not messages:
         raise ValueError("a generation whose input has no messages")
     found = _get(observation, "modelParameters")
-    return TracedCall(messages, _reply(answered), tools, sampling=sampling_of(_object(found)))
+    reply = _reply(answered)
+    for message in (*messages, reply):
+        plain_message(message)  # a bad one costs this generation, and not its trace
+    return TracedCall(messages, reply, tools, sampling=sampling_of(_object(found)))
 
 
 def _reply(output: Any) -> Json:

@@ -40,7 +40,7 @@ from art_cli.judges.judge_groups import judge_groups
 from art_cli.loop.owed_groups import GroupPlace, owed, plan_places
 from art_cli.loop.policy_sampler import Sampler
 from art_cli.runs.durable import LineWriter, read_lines
-from art_cli.runs.trajectory import Json, ScoredTrajectory, Trajectory
+from art_cli.runs.trajectory import Json, ScoredTrajectory, Trajectory, as_saved
 from art_cli.runtime.errors import GateError, JudgeError, UsageError
 
 log = logging.getLogger(__name__)
@@ -119,7 +119,7 @@ async def judge_contest(
 def _by_scenario(trajectories: Sequence[Trajectory]) -> dict[str, list[Trajectory]]:
     by_scenario: dict[str, list[Trajectory]] = defaultdict(list)
     for trajectory in trajectories:
-        by_scenario[scenario_of(trajectory)].append(trajectory)
+        by_scenario[trajectory.scenario_id].append(trajectory)
     return by_scenario
 
 
@@ -170,7 +170,7 @@ async def play_evaluation(
     """
     places = [GroupPlace(source, scenario) for source, its in scenarios.items() for scenario in its]
     plans = plan_places(places, step=step, group_size=config.attempts, prefix="e", temperature=config.temperature)
-    wanted = {(plan.trajectory_id, plan.source): plan.scenario for plan in plans}
+    wanted = {(plan.trajectory_id, plan.source): as_saved(plan.scenario) for plan in plans}
     # the file may hold attempts of another policy, or at scenarios that were changed or are no longer evaluated on
     found = (each for each in read_lines(path, Trajectory) if not sampler.is_of_another(each))
     done = [each for each in found if wanted.get((each.id, each.source or "")) == each.scenario]
@@ -188,12 +188,6 @@ async def play_evaluation(
 
             await sampler.play_shown(missing, keep, title=title)
     return done
-
-
-def scenario_of(trajectory: Trajectory) -> str:
-    """Returns the id of its scenario; in a run with sources SOURCE/ID, as two of them may have the same ids."""
-    id = str(trajectory.scenario.get("id", trajectory.group_id))
-    return f"{trajectory.source}/{id}" if trajectory.source else id
 
 
 def values_of_sources(values: Mapping[str, Mapping[str, float]], config: RunConfig) -> dict[str, dict[str, float]]:
@@ -216,7 +210,7 @@ def values_by_scenario(trajectories: Sequence[Trajectory]) -> dict[str, dict[str
     rewarded = {each.source for each in trajectories if each.error is None and each.returned_reward is not None}
     seen: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
     for trajectory in trajectories:
-        scenario = scenario_of(trajectory)
+        scenario = trajectory.scenario_id
         failed = trajectory.error is not None
         has_reward = trajectory.source not in finished - rewarded
         seen["failed"][scenario].append(float(failed))
@@ -242,7 +236,7 @@ def spent_by_scenario(trajectories: Sequence[Trajectory], price: Price | None) -
     """
     seen: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
     for trajectory in trajectories:
-        scenario = scenario_of(trajectory)
+        scenario = trajectory.scenario_id
         tokens_in = sum(turn.kept + len(turn.prompt_ids) for turn in trajectory.turns)
         tokens_in += round(trajectory.metrics.get("num_prompt", 0))
         tokens_out = trajectory.num_sampled + round(trajectory.metrics.get("num_completion", 0))

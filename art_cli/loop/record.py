@@ -21,6 +21,7 @@ from art_cli.loop.auto import with_rate
 from art_cli.runs.durable import read_object, write_file
 from art_cli.runs.run_dir import RunDir
 from art_cli.runtime.errors import DataError, RunError
+from art_cli.runtime.secrets import without_secrets
 
 log = logging.getLogger(__name__)
 
@@ -70,7 +71,7 @@ def claim_config(run: RunDir, loaded: LoadedConfig) -> None:
     `changes` records which keys have other values than before, and from which step on. `auto` records why engine,
     learner, dtype and learning rate are what they are, if the configuration left them open.
     """
-    new = loaded.config.model_dump(mode="json")
+    new = without_secrets(loaded.config.model_dump(mode="json"))
     changes: list[dict[str, Any]] = []
     if os.path.lexists(run.config_path):
         old, changes = read_record(run)

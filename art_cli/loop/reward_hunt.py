@@ -200,7 +200,9 @@ def _digest(loaded: LoadedConfig, source: PolicySource, scenarios: Sequence[Json
     entries = [getattr(part, "entry", None) or "" for part in parts]
     files = [loaded.directory / entry.rpartition(":")[0] for entry in entries]
     code = [file.read_bytes() if file.is_file() else b"" for file in files]
-    whole = msgspec.json.encode([config_hash(loaded.config), str(source.checkpoint), code, scenarios])
+    engine = loaded.config.engine  # of one that brings its model nothing is in the hash
+    model = None if engine.can_train else [getattr(engine, name, None) for name in ("model", "base_url")]
+    whole = msgspec.json.encode([config_hash(loaded.config), str(source.checkpoint), code, scenarios, model])
     return hashlib.sha256(whole).hexdigest()[:16]
 
 

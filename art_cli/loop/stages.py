@@ -6,8 +6,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-import msgspec
-
 from art_cli.config.compose import LoadedConfig
 from art_cli.engines import engine_traits
 from art_cli.judges.judge_groups import judge_group
@@ -34,7 +32,7 @@ from art_cli.rollouts.scenario_files import RunScenarios, training_scenarios
 from art_cli.runs.durable import LineWriter, read_lines
 from art_cli.runs.history import count_failures, find_fault
 from art_cli.runs.run_dir import RunDir
-from art_cli.runs.trajectory import Json, ScoredTrajectory, Trajectory
+from art_cli.runs.trajectory import Json, ScoredTrajectory, Trajectory, as_saved
 from art_cli.runtime import threads
 from art_cli.runtime.errors import LearnerError, UsageError
 
@@ -117,7 +115,7 @@ def _check_same(output: Path, plans: Sequence[RolloutPlan], played: Sequence[Tra
     for plan in plans:
         if (each := there.get(plan.trajectory_id)) is None:
             continue
-        planned = (plan.source, msgspec.json.decode(msgspec.json.encode(plan.scenario)))
+        planned = (plan.source, as_saved(plan.scenario))
         differing = {
             "is at another scenario": (each.source or "", each.scenario) != planned,
             f"is one of {each.group_size} in its group": each.group_size != plan.group_size,

@@ -64,7 +64,7 @@ def _by_scenario(run: RunDir, step: int) -> dict[str, Trajectory]:
     lines: Iterable[Trajectory] = read_lines(run.eval_path(step), Trajectory)
     for trajectory in lines:
         if trajectory.error is None:
-            found.setdefault(str(trajectory.scenario.get("id", trajectory.group_id)), trajectory)
+            found.setdefault(trajectory.scenario_id, trajectory)
     return found
 
 

@@ -26,6 +26,12 @@ EQUAL_REWARDS = 1e-8  # rewards this close carry no signal: what is left between
 Json = dict[str, Any]
 
 
+def as_saved(scenario: Json) -> Json:
+    """Returns a scenario as it is read from a file, whatever tuples and numbers a function made it of."""
+    saved: Json = msgspec.json.decode(msgspec.json.encode(scenario))
+    return saved
+
+
 class Turn(msgspec.Struct, frozen=True, kw_only=True):
     """One model call: prompt tokens, sampled tokens, their logprobs. L tokens sampled.
 
@@ -96,6 +102,12 @@ class Trajectory(msgspec.Struct, kw_only=True):
                 raise ValueError(f"turn {index} goes on from turn {turn.parent}, which is none before it")
 
     @property
+    def scenario_id(self) -> str:
+        """The id of its scenario; in a run with sources SOURCE/ID, as two of them may have the same ids."""
+        id = str(self.scenario.get("id", self.group_id))
+        return f"{self.source}/{id}" if self.source else id
+
+    @property
     def is_silent(self) -> bool:
         """Whether no model call was recorded."""
         return not self.turns and not self.messages
@@ -123,6 +135,20 @@ class Score(msgspec.Struct, frozen=True, kw_only=True):
     completion_tokens: float | None = None  # this trajectory's share of the tokens that they wrote
     latency_s: float | None = None  # mean duration of the group's votes, without the time spent in a queue
     settings: str | None = None  # digest of the judge's rubric and parameters; the same in a whole file
+
+
+def score_names(scores: Sequence[Score]) -> list[str]:
+    """Returns the judges' names, each once: of a panel with the models, and numbered where these are equal too.
+
+    Example: ["ruler openai/o3", "ruler openai/o3 (2)", "exact"]
+    """
+    found: list[str] = []
+    for score in scores:
+        is_alone = sum(score.judge == other.judge for other in scores) == 1
+        name = score.judge if is_alone else f"{score.judge} {score.model or ''}".rstrip()
+        number = 1 + sum(each == name or each.startswith(f"{name} (") for each in found)
+        found.append(name if number == 1 else f"{name} ({number})")
+    return found
 
 
 class RewardNoise(msgspec.Struct, frozen=True, kw_only=True):

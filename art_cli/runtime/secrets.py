@@ -305,6 +305,20 @@ def _secrets_of_url(url: str) -> list[str]:
     return [password, f"{unquote(parts.username or '')}:{password}", *query] if password else query
 
 
+def without_secrets(value: Any, *, is_params: bool = False) -> Any:
+    """Returns a configuration without what stands under names like a secret's in its `params`, and under headers."""
+    if isinstance(value, list):
+        return [without_secrets(each, is_params=is_params) for each in value]
+    if not isinstance(value, dict):
+        return value
+    return {
+        name: "***"
+        if is_params and each and _SECRET_PARAM.search(str(name))
+        else without_secrets(each, is_params=is_params or name == "params")
+        for name, each in value.items()
+    }
+
+
 def _secrets_of_params(value: Any, *, is_secret: bool) -> list[str]:
     """Returns the texts in parameters that stand under a name like a secret's, or under headers."""
     if isinstance(value, dict):

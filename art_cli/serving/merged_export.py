@@ -7,6 +7,7 @@ merged into the unquantized base. The card is Markdown for the hub: base, run an
 """
 
 import json
+import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
 from itertools import islice
@@ -21,6 +22,8 @@ from art_cli.runs.run_dir import RunDir
 from art_cli.runs.trajectory import Trajectory, sequence
 from art_cli.runtime.errors import DriftError, RunError, UsageError
 from art_cli.serving.served_model import Source, base_config
+
+log = logging.getLogger(__name__)
 
 
 def model_card(source: Source, *, evaluation: Mapping[str, float], checks: Mapping[str, object]) -> str:
@@ -113,6 +116,7 @@ def saved_prompts(run: RunDir | None) -> list[list[int]]:
         sequences = (sequence(turns, len(turns) - 1)[:MAX_TOKENS] for turns in played)
         if found := list(islice((ids for ids in sequences if len(ids) > 1), MAX_PROMPTS)):
             return found
+    log.info("%s: no saved prompts are here, so a made-up one is compared", run.root)
     return []
 
 

@@ -24,7 +24,7 @@ from art_cli.chat.requests import text_of
 from art_cli.formats.traces.saved import Saved, SavedPart
 from art_cli.formats.traces.spans import ModelCall, ToolUse, calls_of, parsed, reward_of, tool_uses
 from art_cli.runs.durable import new_file
-from art_cli.runs.trajectory import Json, ScoredTrajectory, Trajectory
+from art_cli.runs.trajectory import Json, ScoredTrajectory, Trajectory, score_names
 from art_cli.runtime.errors import printable
 
 VERSION = 2  # version of inspect's log format
@@ -234,7 +234,7 @@ class _Sample:
 
     def _id(self) -> str:
         """Returns the scenario's id, as a name that any file system and page can show."""
-        text = str(self.attempt.scenario.get("id", self.attempt.group_id))
+        text = self.attempt.scenario_id
         shown = printable(text, limit=MAX_ID).replace("/", "-").replace("\\", "-")
         return shown if shown == text else f"{shown}-{_hash(text)[:8]}"
 
@@ -271,9 +271,9 @@ class _Sample:
         words = "\n\n".join(f"{score.judge}: {score.explanation}" for score in judged if score.explanation)
         if reward is not None:
             yield "reward", {"value": reward, "explanation": words or None, "metadata": {}}
-        for score in judged:
+        for judge, score in zip(score_names(judged), judged, strict=True):
             facts = {"model": score.model, "votes": score.votes, "spread": score.spread, "cost_usd": score.cost_usd}
-            name = score.judge if score.judge != "reward" else "judge.reward"
+            name = judge if judge != "reward" else "judge.reward"
             yield name, {"value": score.score, "explanation": score.explanation, "metadata": facts}
         if isinstance(attempt, ScoredTrajectory) and attempt.returned_reward not in (None, reward):
             yield "returned_reward", {"value": attempt.returned_reward, "metadata": {}}

@@ -94,6 +94,10 @@ def judge_page(report: Mapping[str, Any], sample: Mapping[str, Any], lines: Sequ
     return html_page(f"Judge report: {report['path']}", [facts_table(lines), *_plots(report, sample)])
 
 
+def _reward_axis(rewards: Sequence[float]) -> Axis:
+    return axis(rewards, "reward", low=min(0.0, *rewards), high=max(1.0, *rewards))
+
+
 def _plots(report: Mapping[str, Any], sample: Mapping[str, Any]) -> list[str]:
     """Returns a plot for each kind of points that `sample` has."""
     plots = []
@@ -101,10 +105,9 @@ def _plots(report: Mapping[str, Any], sample: Mapping[str, Any]) -> list[str]:
         plots.append(_order_plot(positions, report["judges"][0]["order_bias"]))
     if gold := [(float(x), float(y)) for x, y in sample["gold"]]:
         x = axis([point[0] for point in gold], str(report["gold"]))
-        plots.append(scatter("Reward against gold", gold, x, axis([], "reward", low=0.0, high=1.0)))
+        plots.append(scatter("Reward against gold", gold, x, _reward_axis([point[1] for point in gold])))
     if rewards := sample["rewards"]:
-        x = axis(rewards, "reward", low=min(0.0, *rewards), high=max(1.0, *rewards))
-        plots.append(histogram("Rewards", rewards, x))
+        plots.append(histogram("Rewards", rewards, _reward_axis(rewards)))
     if spreads := sample["spreads"]:
         plots.append(
             histogram("Spread of the votes on one attempt", spreads, axis(spreads, "standard deviation", low=0.0))

@@ -25,7 +25,7 @@ from art_cli.formats.traces.saved import source_of
 from art_cli.formats.traces.spans import Span, TracedRun, reward_of, shortened, spans_of, trace_id_of
 from art_cli.reports.trackers import AttemptsTracker, Groups, TrackedRun
 from art_cli.runs.run_dir import MetricsLine
-from art_cli.runs.trajectory import ScoredTrajectory, Trajectory
+from art_cli.runs.trajectory import ScoredTrajectory, Trajectory, score_names
 from art_cli.runtime.errors import DeliveryError, UsageError
 
 log = logging.getLogger(__name__)
@@ -177,8 +177,9 @@ def scores_of(attempt: Trajectory, source: TracedRun, split: str) -> Iterator[di
 
     if (reward := reward_of(attempt)) is not None:
         yield score("reward", reward)
-    for each in attempt.scores if isinstance(attempt, ScoredTrajectory) else ():
-        yield score(f"judge.{each.judge}", each.score, each.explanation)
+    judged = attempt.scores if isinstance(attempt, ScoredTrajectory) else []
+    for judge, each in zip(score_names(judged), judged, strict=True):
+        yield score(f"judge.{judge}", each.score, each.explanation)
     for name, value in attempt.metrics.items():
         if not name.startswith("num_"):  # the gateway's own counts
             yield score(f"metric.{name}", value)

@@ -24,6 +24,7 @@ from art_cli.reports.trackers import TrackedRun, Tracker, make_tracker, trackers
 from art_cli.runs.run_dir import MetricsLine
 from art_cli.runs.trajectory import ScoredTrajectory, Trajectory
 from art_cli.runtime.errors import UsageError, describe
+from art_cli.runtime.secrets import without_secrets
 
 log = logging.getLogger(__name__)
 
@@ -74,7 +75,7 @@ class Trackers:
 
 def open_trackers(config: RunConfig, root: Path, directory: Path) -> Trackers:
     """Starts the trackers that the configuration names. Raises UsageError: one is not installed or not there."""
-    run = TrackedRun(config.name, root, config.model_dump(mode="json"))
+    run = TrackedRun(config.name, root, without_secrets(config.model_dump(mode="json")))
     sections = trackers_of(config)
     threads = [
         TrackerThread(
