@@ -8,7 +8,7 @@ import pytest
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
-from art_cli.runtime.secrets import Secrets
+from art_cli.runtime.secrets import Secrets, without_secrets
 
 BREAKS = ("\n", "\r\n", "\n    ", "\r\n\t", " \n", "\\n", "\\r\\n", "\\n  ", "\\\\n", "\\u000a", "%0A")
 KEYS = st.text(string.ascii_letters + string.digits + "-_./+", min_size=12, max_size=180).filter(
@@ -87,3 +87,11 @@ def test_a_password_with_a_backslash_is_masked_where_json_quotes_it() -> None:
             assert "***" in masked and not any(
                 part in masked for part in ("word", "lines-1", "line t", "ted-1", "-off")
             )
+
+
+def test_a_configuration_is_written_without_the_keys_in_its_params() -> None:
+    params = {"temperature": 0, "api_key": "sk-1", "extra_headers": {"X-Key": "k"}, "max_tokens": 5, "password": None}
+    config = {"judge": {"panel": [{"model": "m", "params": params}], "api_key_env": "KEY"}, "metadata": {"token": "t"}}
+    kept = {**params, "api_key": "***", "extra_headers": "***"}
+    written = without_secrets(config)
+    assert written == {**config, "judge": {"panel": [{"model": "m", "params": kept}], "api_key_env": "KEY"}}

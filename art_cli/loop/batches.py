@@ -255,8 +255,10 @@ class Batches:
             async def keep(trajectory: Trajectory) -> None:
                 await asyncio.to_thread(played.append, trajectory)  # a trajectory is on disk before it is counted
                 wave.done.append(trajectory)
+                played_now.append(trajectory)
                 scorer.add(trajectory)
 
+            played_now = list[Trajectory]()
             sample_s = judge_s = 0.0
             try:
                 while plans := wave.next(scorer.scored):
@@ -269,6 +271,8 @@ class Batches:
             finally:
                 scorer.cancel()
         numbers = _numbers(wave.done, step, sample_s, judge_s, len(scorer.progress.owed))
+        if played_now and sample_s:  # without those of an earlier start, whose seconds are not counted
+            numbers["sample_tokens_per_s"] = _num_tokens(played_now) / sample_s
         if self.config.learner.trains_weights:  # an engine whose prompt changes has the weights of step 0
             numbers |= _staleness([*wave.done, *(trajectory for members in replayed for trajectory in members)], step)
         if (concurrency := self.sampler.runner.concurrency) is not None:
@@ -322,20 +326,22 @@ def _numbers(
     """
     turns = [turn for trajectory in trajectories for turn in trajectory.turns]
     calls = sum(len(each.turns) or round(each.metrics.get("num_turns", 0)) for each in trajectories)
-    tokens = sum(each.num_sampled or round(each.metrics.get("num_completion", 0)) for each in trajectories)
     numbers = {
         "sample_s": sample_s,
         "judge_s": judge_s,
         "num_unscored": num_unscored,
-        "tokens_sampled": tokens,
+        "tokens_sampled": _num_tokens(trajectories),
         "turns": calls,
     }
-    numbers["sample_tokens_per_s"] = tokens / sample_s if sample_s else 0.0
     numbers["num_without_turns"] = sum(trajectory.is_silent and trajectory.error is None for trajectory in trajectories)
     numbers["truncated_share"] = sum(turn.finish_reason == "length" for turn in turns) / max(len(turns), 1)
     numbers["num_limited"] = sum(trajectory.limit is not None for trajectory in trajectories)
     numbers |= {f"failed.{kind}": num for kind, num in _failures(trajectories).most_common(MAX_KINDS)}
     return numbers
+
+
+def _num_tokens(trajectories: Sequence[Trajectory]) -> int:
+    return sum(each.num_sampled or round(each.metrics.get("num_completion", 0)) for each in trajectories)
 
 
 def _asked_again(groups: Sequence[Sequence[ScoredTrajectory]]) -> dict[str, float]:

@@ -79,10 +79,15 @@ def choose_policy(loaded: LoadedConfig, checkpoint: Path | None) -> tuple[Loaded
 
 
 def next_scenarios(loaded: LoadedConfig, step: int, num: int) -> list[Json]:
-    """Returns the first `num` scenarios of a step, as the run would choose them."""
+    """Returns the next `num` scenarios, or all there are, from a step on, as the run would choose them."""
     run = RunDir(loaded.config.runs / loaded.config.name)
-    scenarios = training_scenarios(loaded.config, loaded.directory)
-    return list(ScenarioChoice(loaded.config, run, scenarios).scenarios(step)[:num])
+    choice, found = (
+        ScenarioChoice(loaded.config, run, training_scenarios(loaded.config, loaded.directory)),
+        list[Json](),
+    )
+    for later in range(step, step + num):
+        found += [each for each in choice.scenarios(later) if each not in found]
+    return found[:num]
 
 
 async def _play(

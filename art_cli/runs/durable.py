@@ -204,6 +204,9 @@ def _mend_tail(handle: int, path: Path) -> None:
     os.write(handle, b"\n")
 
 
+_LOCKED = set[Path]()  # the directories that this process has locked
+
+
 @contextlib.contextmanager
 def lock_directory(directory: Path, path: Path) -> Iterator[None]:
     """Locks `directory` for this process by the file `path`. The system releases the lock when the process dies.
@@ -232,7 +235,16 @@ def lock_directory(directory: Path, path: Path) -> Iterator[None]:
         file.truncate()
         file.write(str(os.getpid()))
         file.flush()
-        yield
+        _LOCKED.add(directory.resolve())
+        try:
+            yield
+        finally:
+            _LOCKED.discard(directory.resolve())
+
+
+def is_locked_here(directory: Path) -> bool:
+    """Returns whether this process holds the directory's lock."""
+    return directory.resolve() in _LOCKED
 
 
 # --- whole files ------------------------------------------------------------------------------------------------------

@@ -37,7 +37,7 @@ from art_cli.learners.step_statistics import StepStatistics
 from art_cli.learners.training_record import StepRecord
 from art_cli.models.loading import load_tokenizer
 from art_cli.models.policy_spec import PolicySpec
-from art_cli.runs.durable import write_lines
+from art_cli.runs.durable import is_locked_here, write_lines
 from art_cli.runs.trajectory import LearnedTrajectory, ScoredTrajectory
 from art_cli.runtime.errors import LearnerError
 from art_cli.tinker.client.remote_checkpoint import TEMPLATE_FILE, read_remote, write_remote
@@ -395,7 +395,8 @@ class TinkerLearner:
         self._is_shared = False
         self.trainer.drop()
         saved = read_remote(directory)
-        self.trainer.end_lease(directory.parent)
+        if is_locked_here(directory.parent.parent):  # else the run may go on in another process, with that adapter
+            self.trainer.end_lease(directory.parent)
         self.trainer.go_on_from(saved)
         if self.warm_up is not None and (directory / SFT_DIRECTORY).is_dir():
             self.warm_up.load(directory)

@@ -159,6 +159,12 @@ def test_a_mistake_in_a_process_of_its_own_has_its_line_on_standard_error_and_no
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("command", ["sft", "train", "judge", "step", "eval", "report", "prove"])
+def test_a_command_without_its_arguments_is_a_mistake_of_usage(command: str, art: Art) -> None:
+    code, _, err = art(command)
+    assert code == 2 and "Missing argument" in err, err
+
+
 def test_a_file_that_is_missing_is_a_mistake_of_usage_and_an_empty_one_is_none_to_learn_from(art: Art) -> None:
     Path("config.yaml").write_text(PLAIN)
     Path("empty.jsonl").write_text("")

@@ -152,7 +152,8 @@ def test_a_generation_that_failed_costs_a_trace_of_langfuse_nothing_else(tmp_pat
                 "output": reply, **given}  # fmt: skip
 
     failed = generation(2, output=None, level="ERROR", statusMessage="overloaded")
-    parts = [generation(1), failed, generation(3, output=None), generation(4)]
+    unknown = generation(5, input=[{"role": "human", "content": "q5"}])  # as LangChain writes it
+    parts = [generation(1), failed, generation(3, output=None), generation(4), unknown]
     trace = {
         "id": "t",
         "name": "n",
@@ -161,7 +162,7 @@ def test_a_generation_that_failed_costs_a_trace_of_langfuse_nothing_else(tmp_pat
     }
     (tmp_path / "t.jsonl").write_text(json.dumps(trace) + "\n")
     done, [found] = imported(tmp_path, tmp_path / "t.jsonl")
-    assert sum(done.unread.counts.values()) == 1 and found.metrics == {"win": 1.0}
+    assert sum(done.unread.counts.values()) == 2 and found.metrics == {"win": 1.0}
     assert found.error == "langfuse: overloaded" and found.reward is None
     contents = [message["content"] for branch in [found.messages, *found.branches] for message in branch]
     assert {"a1", "a4"} <= set(contents)

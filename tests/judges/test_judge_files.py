@@ -20,7 +20,7 @@ from art_cli.judges.files.judged_files import TrajectoryFile
 from art_cli.learners.sft.examples import load_demos
 from art_cli.rollouts.scenario_files import load_scenarios
 from art_cli.runs.durable import LineWriter, read_lines, write_lines
-from art_cli.runs.trajectory import Json, ScoredTrajectory, Trajectory
+from art_cli.runs.trajectory import Json, ScoredTrajectory, Trajectory, score_trajectory
 from art_cli.runtime.errors import DataError, RunError
 from tests.support.hostile import assert_in_words
 from tests.support.paths import ROOT
@@ -373,6 +373,16 @@ def test_a_line_with_something_odd_inside_is_judged(art: Art, line: str) -> None
     assert sorted(rewards("t.scored.jsonl").values()) == [0.25, 0.5]
     code, out, err = judge(art, "t.jsonl", "--report")
     assert code == 0 and "0 groups scored (2 were before)" in out, err
+
+
+def test_what_art_import_wrote_is_judged_where_a_judge_is_named(art: Art) -> None:
+    """It has rewards, which are another tool's, and without a judge or an output they are what is reported."""
+    rows = rated([0.2, 0.8])
+    write_lines(Path("t.jsonl"), [score_trajectory(row, 0.9 - row.index, []) for row in rows])
+    code, out, err = judge(art, "t.jsonl", "-o", "s.jsonl", "--report")
+    assert code != 0 and "no reward" in out + err, "these rollouts returned none, which the judge is asked for"
+    code, out, _ = art("judge", "t.jsonl", "--report")
+    assert code == 0 and "trajectories" in out
 
 
 @pytest.mark.slow

@@ -28,7 +28,7 @@ from art_cli.judges.agreement import (
 from art_cli.judges.judge_report import make_report, report_lines
 from art_cli.reports.pages.judge_page import judge_page
 from art_cli.runs.durable import write_lines
-from art_cli.runs.trajectory import Score, ScoredTrajectory, score_trajectory
+from art_cli.runs.trajectory import Score, ScoredTrajectory, score_names, score_trajectory
 from art_cli.runtime.errors import DataError, UsageError
 from tests.support.ruler_cases import attempt
 
@@ -152,6 +152,13 @@ def test_a_few_groups_that_lean_to_one_side_accuse_nobody(tmp_path: Path) -> Non
     reports = [make_report(write(tmp_path / f"{seed}", num_groups=3, seed=seed))[0] for seed in range(40)]
     said = [dict(report_lines(report))["  order bias"] for report in reports]
     assert not any("place gets more" in line for line in said) and any("3 groups are too few" in line for line in said)
+
+
+def test_the_scores_of_a_panel_have_a_name_each() -> None:
+    given = [("ruler", "a"), ("ruler", "b"), ("exact", None), ("ruler", "a")]
+    scores = [Score(judge=judge, model=model, score=0.5) for judge, model in given]
+    assert score_names(scores) == ["ruler a", "ruler b", "exact", "ruler a (2)"]
+    assert score_names(scores[1:3]) == ["ruler", "exact"]
 
 
 def test_two_judges_of_one_name_and_model_are_reported_both(tmp_path: Path) -> None:

@@ -101,6 +101,9 @@ def test_two_endpoints_with_a_model_of_one_name_are_two_policies() -> None:
         for at in ("a", "b", "a")
     ]
     assert files[0] == files[2] != files[1], "what one played is not taken for the other's"
+    claude = [load_config(LETTERS / "config.yaml", ["engine=anthropic", f"engine.model={model}"]) for model in "ab"]
+    names = [file_names({n: p.address for n, p in find_players(each, [], []).items()}) for each in claude]
+    assert names[0] != names[1]
 
 
 def test_policies_whose_names_look_alike_in_a_file_name_have_a_file_each() -> None:

@@ -20,6 +20,7 @@ from art_cli.learners.optimizer import Adam
 from art_cli.models.loading import on_base, token_logprobs
 from art_cli.runs.manifest import verify_checkpoint
 from art_cli.runs.run_checkpoints import find
+from art_cli.tinker.client.remote_checkpoint import reachable
 from art_cli.tinker.server import BackendLimits
 from art_cli.tinker.server.base_model import Base, Parts
 from tests.support.backend_server import Client, datum, passing, serving, tiny_base
@@ -220,6 +221,21 @@ def test_a_full_disk_saves_nothing_and_says_so_and_training_goes_on(
         client.call(path, **fields | {"model_id": model, "seq_id": number + (number > 2)})
     uri = client.call("save_weights", model_id=model, seq_id=6, path="end")["path"]
     assert are_equal(adapter(client, uri), saved(trained(base, [IDS[:1], IDS[1:2]]), tmp_path / "local"))
+
+
+def test_a_number_names_one_sampler(client: Client) -> None:
+    """A second one under it would leave the first one's policy open, where nobody finds it again."""
+    model = client.new_model()
+    for seq_id, error in ((1, None), (2, "another sampling session was made under this number")):
+        made = client.call("save_weights_for_sampler", model_id=model, seq_id=seq_id, sampling_session_seq_id=7)
+        assert error is None or error in made["error"]
+
+
+def test_a_download_goes_where_the_client_reaches_the_server() -> None:
+    """A proxy speaks https, and the server behind it does not know."""
+    here = "http://gpu.example/api/v1/download/abc?x=1"
+    assert reachable(here, "https://gpu.example:8443") == "https://gpu.example:8443/api/v1/download/abc?x=1"
+    assert reachable("https://store.example/abc", "https://gpu.example") == "https://store.example/abc"
 
 
 @pytest.mark.slow

@@ -12,6 +12,7 @@ import shutil
 import tarfile
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
+from urllib.parse import urlsplit
 
 import msgspec
 
@@ -151,6 +152,13 @@ def _server_of(directory: Path, remote: RemoteCheckpoint) -> "RemoteServer":
     return server_at(named or remote.url, remote.api_key_env)
 
 
+def reachable(location: str, url: str) -> str:
+    """Returns an address of the server as this client reaches it: behind a proxy the server does not know of https."""
+    there, ours = urlsplit(location), urlsplit(url)
+    is_same = there.hostname == ours.hostname
+    return there._replace(scheme=ours.scheme, netloc=ours.netloc).geturl() if is_same else location
+
+
 def _download(server: "RemoteServer", path: str, directory: Path) -> None:
     """Writes the files of the adapter at that path. Raises RemoteError, CheckpointError."""
     import httpx
@@ -168,7 +176,10 @@ def _download(server: "RemoteServer", path: str, directory: Path) -> None:
             location = answer.headers.get("location")
             if answer.status_code == 404 or location is None:
                 raise RemoteError(f"{server.url}: it has no {path} (status {answer.status_code})")
-            with client.stream("GET", location, follow_redirects=False) as content, archive.open("wb") as file:
+            with (
+                client.stream("GET", reachable(location, server.url), follow_redirects=False) as content,
+                archive.open("wb") as file,
+            ):
                 if content.status_code != 200:
                     raise RemoteError(f"{server.url}: the download of {path} failed with status {content.status_code}")
                 for part in content.iter_bytes(_PART):

@@ -197,10 +197,19 @@ class Futures:
         if future.task is not None:
             future.task.cancel()
 
+    def refuse(self) -> None:
+        """Accepts nothing more."""
+        self._is_closing = True
+
+    async def finish(self) -> None:
+        """Returns when the requests that run by themselves have ended."""
+        if tasks := self._tasks():
+            await asyncio.wait(tasks)
+
     async def close(self) -> None:
         """Accepts nothing more; what is unanswered fails."""
-        self._is_closing = True
-        tasks = [future.task for future in self._futures.values() if future.task is not None and not future.task.done()]
+        self.refuse()
+        tasks = self._tasks()
         for task in tasks:
             task.cancel()
         if tasks:
@@ -208,6 +217,9 @@ class Futures:
         for future in list(self._futures.values()):
             if future.result is None:
                 self.settle(future, Failure("the server was stopped before this request was run", is_users=False))
+
+    def _tasks(self) -> list[asyncio.Task[None]]:
+        return [each.task for each in self._futures.values() if each.task is not None and not each.task.done()]
 
 
 def _size(future: Future) -> int:

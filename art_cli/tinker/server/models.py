@@ -201,11 +201,14 @@ class Models:
                 created=time.time(),
                 user_metadata=new.user_metadata,
             )
-            await threads.call_in_thread(self.store.add_run, run)
-            if self._making[new.id]:
+            try:
+                await threads.call_in_thread(self.store.add_run, run)
+                if self._making[new.id]:
+                    raise ChatError(404, f"{new.id}: its session ended before it was made")
+            except BaseException:
                 async with self._device:
                     await threads.compute(learner.close)
-                raise ChatError(404, f"{new.id}: its session ended before it was made")
+                raise
         except BaseException:
             self._room.release()
             raise
@@ -220,19 +223,25 @@ class Models:
             return self.base.new_learner(new.rank, new.seed, new.parts)
         path = self.store.find(new.source, owner)
         learner = self.base.saved_learner(path)
-        _load(learner, path, new.with_optimizer)
+        try:
+            _load(learner, path, new.with_optimizer)
+        except BaseException:
+            learner.close()
+            raise
         return learner
 
     async def unload(self, id: str, owner: str) -> None:
         model = self.get(id, owner)
         del self.models[id]
-        await model.turns.close()
-        await self.samplers.forget(id)
         try:
-            async with self._device:
-                await threads.compute(model.learner.close)
+            await model.turns.close()
+            await self.samplers.forget(id)
         finally:
-            self._room.release()
+            try:
+                async with self._device:
+                    await threads.compute(model.learner.close)
+            finally:
+                self._room.release()
 
     async def close(self) -> None:
         for model in list(self.models.values()):

@@ -173,7 +173,14 @@ class OpenPolicies:
                 await self._end(policy)
             self._freed.set()
 
+    def can_enter(self, policy: SampledPolicy) -> bool:
+        """Returns whether a request for it need not wait for room."""
+        return not self._entering.locked() and (self._has_room(policy) or self._idle() is not None)
+
     async def _enter(self, policy: SampledPolicy, on_wait: Callable[[str], None]) -> None:
+        if policy.is_base:
+            policy.num_users += 1
+            return
         if self._entering.locked() or not self._has_room(policy):
             on_wait(f"{self.host.num_open} adapters are sampled from at once")
         try:
@@ -193,7 +200,7 @@ class OpenPolicies:
             self._policies.move_to_end(policy.key)
 
     def _has_room(self, policy: SampledPolicy) -> bool:
-        return policy.is_base or _takes_room(policy) or sum(map(_takes_room, self._all())) < self.host.num_open
+        return _takes_room(policy) or sum(map(_takes_room, self._all())) < self.host.num_open
 
     def _idle(self) -> SampledPolicy | None:
         """Returns the open policy that is not in use and was not used for longest."""
@@ -286,11 +293,14 @@ class Samplers:
 
     async def add_snapshot(self, id: str, owner: str, model: str, learner: ClientLearner) -> None:
         """Makes a sampling session of a copy of a model's weights. Raises DriftError if the engine has others."""
+        if id in self.samplers:
+            raise invalid(f"{id}: another sampling session was made under this number")
         policy = await threads.compute(self.policies.host.copy, id, learner)
         self.policies.add(policy)
         try:
-            async with self.policies.using(policy, _drop_reason):
-                pass  # opening it proves its weights
+            if self.policies.can_enter(policy):  # else its first request waits for room, and no other client's training
+                async with self.policies.using(policy, _drop_reason):
+                    pass  # opening it proves its weights
         except BaseException:
             await self.policies.drop(policy)
             raise

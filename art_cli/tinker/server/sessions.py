@@ -3,6 +3,7 @@
 BackendState holds models, samplers, sessions, and the answers that are kept.
 """
 
+import contextlib
 import functools
 import hashlib
 import time
@@ -110,5 +111,6 @@ class BackendState:
         """Unloads what the session made, and gives up what it waits for."""
         self.models.give_up(session.id)
         for id in [id for id in self.models.models if id.startswith(f"{session.id}:")]:
-            await self.models.unload(id, session.owner)
+            with contextlib.suppress(ChatError):  # its client unloads it at this moment
+                await self.models.unload(id, session.owner)
         await self.samplers.end_session(session.id)

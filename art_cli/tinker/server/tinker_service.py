@@ -236,11 +236,17 @@ class BackendService:
                         on_ready(root)
                         await self.stopping.ends_before(self._watch())
                     finally:
+                        self.futures.refuse()
+                        await self.stopping.drain(self._finish())
                         await self.futures.close()
-                        await self.stopping.drain(self.models.close())
         finally:
             await self.samplers.close()
             await call_in_thread(self.base.close)
+
+    async def _finish(self) -> None:
+        """Returns when the requests that run have ended."""
+        await self.models.close()
+        await self.futures.finish()
 
     async def _watch(self) -> None:
         async with asyncio.TaskGroup() as group:
@@ -257,9 +263,12 @@ class BackendService:
         while True:
             await asyncio.sleep(SWEEP_S)
             try:
-                for session in self.state.sessions.expired():
-                    log.info("session %s sent nothing for %g s; its models go", session.id, self.limits.session_s)
-                    await self.state.end(session)
                 await call_in_thread(self.state.store.sweep)
             except (OSError, ArtError) as error:
                 log.warning("what expired cannot be deleted: %s", error)
+            for session in self.state.sessions.expired():
+                log.info("session %s sent nothing for %g s; its models go", session.id, self.limits.session_s)
+                try:
+                    await self.state.end(session)
+                except Exception:  # the boundary to one client's session, whose end must not end the server
+                    log.exception("session %s did not end as it should", session.id)
