@@ -9,6 +9,7 @@ is the sum of what the engine did meanwhile for all calls, and the rates are the
 import itertools
 import os
 from collections.abc import Mapping, Sequence
+from operator import attrgetter
 from pathlib import Path
 from statistics import fmean
 from typing import Any, NamedTuple
@@ -17,7 +18,17 @@ import numpy as np
 import numpy.typing as npt
 
 from art_cli.loop.owed_groups import first_groups, group
-from art_cli.loop.simulation import Play, PlayedCall, PlayedGroup, PlayedStep, Rates, RunLayout, StepTimes, simulate
+from art_cli.loop.simulation import (
+    Play,
+    PlayedCall,
+    PlayedGroup,
+    PlayedStep,
+    Rates,
+    RunLayout,
+    StepTimes,
+    call_seconds,
+    simulate,
+)
 from art_cli.runs.history import MAX_NUMBER, read_updates
 from art_cli.runs.run_checkpoints import run_config
 from art_cli.runs.run_dir import RunDir
@@ -25,10 +36,12 @@ from art_cli.runs.trajectory import ScoredTrajectory, has_signal
 from art_cli.runtime.errors import DataError
 
 Floats = npt.NDArray[np.float64]
+SHARES = (0.0, *(ratio / (1 + ratio) for ratio in (1 / 8, 1 / 4, 1 / 2, 1, 2, 4, 8, 16, 32)), 1.0)  # of passes, tried
+USUAL = 16  # sequences in a pass, about
 NEEDED = ("sample_s", "judge_s", "train_s")  # metrics of a step
 MAX_COUNT = 10**6  # larger numbers of a configuration are damage
 MOST_SPAN, SLACK_S = 1.5, 1.0  # from first to last attempt in seconds of both, and more: several starts
-NUM_CORRECTIONS = 3  # times that the correction is found anew; each brings it about ten times nearer
+NUM_CORRECTIONS = 5  # times that the correction is found anew; each brings it about ten times nearer
 SHORT_S = 1e-6  # seconds; what took less is taken to have taken them
 MAX_SLOTS = 256  # vLLM's --max-num-seqs where the configuration has none
 
@@ -81,13 +94,30 @@ def calibrate(files: RunDir, measured: Mapping[int, StepTimes], *, num_groups: i
     layout, epochs = read_layout(config := run_config(files)), _count(config.get("train"), "epochs_per_step", 1)
     read = [_read_step(files, *step, layout.agents, epochs, num_groups) for step in measured.items()]
     steps, times, agent_s, waves = [list(column) for column in zip(*read, strict=True)]
-    rates = _rates(list(itertools.chain(*waves)), fmean(agent_s), times, layout)
-    rates = rates._replace(trained_token_s=_trained_token_s(steps, times, layout, without_first=0 in measured))
+    seen = list(itertools.chain(*waves))
+    trained_token_s = _trained_token_s(steps, times, layout, without_first=0 in measured)
+    rates = _rates(seen, fmean(agent_s), times, layout)._replace(trained_token_s=trained_token_s)
+    tried = [rates, *(_with_passes(rates, share, steps, times) for share in SHARES)]
+    best = min((_fit(each, steps, times, seen, layout) for each in tried), key=attrgetter("error"))
+    return Calibration(steps, times, _corrected(best.rates, best.factor), layout, best.factor)
+
+
+class _Fit(NamedTuple):
+    rates: Rates
+    factor: float  # on the rates of sampling, with which the simulated steps take what they took
+    error: float  # standard deviation of log(simulated / measured seconds) over the calls
+
+
+def _fit(
+    rates: Rates, steps: Sequence[PlayedStep], times: Sequence[StepTimes], waves: Sequence[_Wave], layout: RunLayout
+) -> _Fit:
     sampling_s, factor = sum(each.sampling_s for each in times), 1.0
     for _ in range(NUM_CORRECTIONS):
         simulated = sum(simulate(step, _corrected(rates, factor), layout).sampling_s for step in steps)
-        factor = min(max(factor * sampling_s / max(simulated, 1e-9), 0.25), 4.0)
-    return Calibration(steps, times, _corrected(rates, factor), layout, factor)
+        factor = min(max(factor * sampling_s / max(simulated, 1e-9), 1 / 16), 16.0)
+    guess = itertools.chain(*(call_seconds(step, _corrected(rates, factor), layout) for step in steps))
+    logs = np.log(np.maximum(list(guess), SHORT_S) / np.maximum([each.end - each.begin for each in waves], SHORT_S))
+    return _Fit(rates, factor, float(np.std(logs)))
 
 
 def _trained_token_s(
@@ -97,6 +127,19 @@ def _trained_token_s(
     pairs = list(zip(steps, times, strict=True))[without_first and len(steps) > 1 :]
     trained = sum(simulate(step, Rates(0, 0, 0, trained_token_s=1.0), layout).training_s for step, _ in pairs)
     return sum(each.training_s for _, each in pairs) / max(trained, 1.0)
+
+
+def _with_passes(rates: Rates, share: float, steps: Sequence[PlayedStep], times: Sequence[StepTimes]) -> Rates:
+    """Returns rates by which passes take about that share of the time, and a token of a prompt costs what one of a
+    reply does beside others.
+
+    Where all calls have about one length, least squares cannot tell a prompt, a pass and a sequence from each other.
+    """
+    calls = [call for step in steps for play in step.plays for call in play.calls]
+    tokens = sum(call.num * call.sampled + call.prompt for call in calls)
+    token_s = sum(each.sampling_s for each in times) / max(tokens, 1)
+    rest_s = (1 - share) * token_s
+    return rates._replace(prompt_token_s=rest_s, pass_s=share * USUAL * token_s, sequence_s=rest_s, call_s=0.0)
 
 
 def _corrected(rates: Rates, factor: float) -> Rates:

@@ -99,6 +99,13 @@ def simulate(step: PlayedStep, rates: Rates, layout: RunLayout) -> StepTimes:
     return StepTimes(batch.played, max(batch.judged - batch.played, 0.0), training_s, rates.rest_s)
 
 
+def call_seconds(step: PlayedStep, rates: Rates, layout: RunLayout) -> list[float]:
+    """Returns how long each call takes, in the order of the attempts and of their calls."""
+    batch = _Batch(step, rates, layout)
+    batch.run()
+    return list(itertools.chain(*batch.call_s))
+
+
 def longest_alone(step: PlayedStep, rates: Rates) -> float:
     """Returns the seconds of the longest attempt on a machine that plays nothing else."""
     pass_s = rates.pass_s + rates.sequence_s
@@ -124,6 +131,8 @@ class _Batch:
         self._gateway, self._agents, self._judges = [0.0], [0.0] * layout.agents, [0.0] * layout.judges
         self._left = [len(group.plays) for group in step.groups]
         self._owed = iter([(index, play) for index, group in enumerate(step.groups) for play in group.plays])
+        self.call_s = [[0.0] * len(play.calls) for play in step.plays]
+        self._call_s = iter(self.call_s)
         self._clock = self._busy_s = 0.0  # passes so far, and prompts to compute before the next one
         self._num = self._context = 0  # sequences that are decoded, and the tokens of their contexts
         self._running: list[tuple[float, int, PlayedCall, _Process]] = []  # heap by the clock at the call's end
@@ -150,9 +159,10 @@ class _Batch:
 
     def _play(self, group: int, play: Play) -> _Process:
         """Plays an attempt, then the judge after the last one of its group, and the next attempt."""
-        rates, replicas = self._rates, self._layout.replicas
-        for call in play.calls:
+        rates, replicas, call_s = self._rates, self._layout.replicas, next(self._call_s)
+        for number, call in enumerate(play.calls):
             yield self._queue(self._agents, rates.agent_s) + call.wait_s
+            asked = self._now
             yield self._queue(self._gateway, call.num * rates.call_s)
             # what another replica has cached is computed again
             prompt_s = (call.prompt + (1 - 1 / replicas) * call.cached) * rates.prompt_token_s
@@ -160,6 +170,7 @@ class _Batch:
             if prompt_s > self._busy_s:  # other replicas go on with their passes
                 yield self._now + prompt_s
             yield call
+            call_s[number] = self._now - asked
         yield self._queue(self._agents, rates.agent_s) + play.end_s
         self.played = self._now
         self._left[group] -= 1

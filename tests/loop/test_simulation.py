@@ -222,6 +222,59 @@ def test_a_calibration_finds_the_rates_that_a_run_was_played_with(tmp_path: Path
         assert simulate(work, found.rates, found.layout) == pytest.approx(times, rel=0.05)
 
 
+def decode(waits: list[list[float]], length: int, *, concurrency: int) -> list[list[tuple[float, float]]]:
+    """Returns when each call of each attempt begins and ends on an engine of passes of 0.03 + 0.0005 a sequence.
+
+    Pass by pass; before the next one a prompt takes 0.05. All replies have `length` tokens. An attempt makes a call
+    after each of its waits.
+    """
+    spans: list[list[tuple[float, float]]] = [[] for _ in waits]
+    left, begun, now, waiting = dict[int, int](), dict[int, float](), 0.0, list(range(len(waits)))
+    due = {index: waits[index][0] for index in waiting[:concurrency]}
+    del waiting[:concurrency]
+    while due or left:
+        if not left:
+            now = max(now, min(due.values()))
+        for index in [index for index, at in due.items() if at <= now]:
+            begun[index], left[index] = due.pop(index), length
+            now += 0.05
+        now += 0.03 + 0.0005 * len(left)
+        left = {index: num - 1 for index, num in left.items()}
+        for index in [index for index, num in left.items() if not num]:
+            del left[index]
+            spans[index].append((begun[index], now))
+            if len(spans[index]) < len(waits[index]):
+                due[index] = now + waits[index][len(spans[index])]
+            elif waiting:
+                following = waiting.pop(0)
+                due[following] = now + waits[following][0]
+    return spans
+
+
+def test_calls_of_one_length_tell_what_fewer_at_once_take(tmp_path: Path) -> None:
+    """Least squares alone give the prompts all that the passes cost: as many attempts in as much time, one by one."""
+    draw, length = random.Random(0), 40
+    waits = [[draw.uniform(0.2, 1.0) for _ in range(3)] for _ in range(32)]
+    run = RunDir(tmp_path / "run")
+    run.root.mkdir()
+    run.config_path.write_text(json.dumps({"rollout": {"concurrency": 32}, "engine": {"name": "vllm"}}))
+    played = decode(waits, length, concurrency=32)
+    lines = [
+        ScoredTrajectory(
+            id=f"s1-{index}", group_id=f"s1-g{index // 8}", group_size=8, index=index % 8, started_at=1.7e9,
+            turns=[turn(100, length, draw) for _ in spans], spans=spans, duration_s=spans[-1][1], reward=index % 2,
+        )
+        for index, spans in enumerate(played)
+    ]  # fmt: skip
+    write_lines(run.scored_path(1), lines)
+    took = max(spans[-1][1] for spans in played)
+    found = calibrate(run, {1: StepTimes(took, 0.0, 1.0, 0.1)})
+    few = max(spans[-1][1] for spans in decode(waits, length, concurrency=8))
+    assert few > 1.5 * took
+    guess = simulate(found.steps[0], found.rates, found.layout._replace(concurrency=8))
+    assert guess.sampling_s == pytest.approx(few, rel=0.2)
+
+
 def test_the_start_of_the_agent_does_not_count(tmp_path: Path) -> None:
     """The first of six attempts that each wait 7 s waits for the start; the others' time is their own."""
     run = write_played(tmp_path / "run", steps=1)
