@@ -10,6 +10,7 @@ environment says is in the completion, and left out of the loss by `env_mask`.
 --batch   sequences of a micro-batch of training
 --cache   keys and values are kept from turn to turn
 --merge   the adapter is merged into the base while it samples
+--bf16    the base is in bfloat16 and products are autocast, as ours has it on a CPU with AMX (model.dtype: auto)
 --until   ends after the first step whose attempts have this mean reward
 """
 
@@ -188,6 +189,7 @@ def train(
     batch: int,
     cache: bool,
     merge: bool,
+    bf16: bool = False,
     until: float | None = None,
 ) -> None:
     """Prints the numbers of each step when it ends; `step_s` counts from the end of the step before.
@@ -211,9 +213,9 @@ def train(
     tokenizer: Any = transformers.AutoTokenizer.from_pretrained(base)
     table = Table(shape, scenarios, tokenizer, config.rollout.sampling, cache=cache, merge=merge)
     trainer = GRPOTrainer(
-        model=transformers.AutoModelForCausalLM.from_pretrained(base, dtype="float32"),
+        model=transformers.AutoModelForCausalLM.from_pretrained(base, dtype="bfloat16" if bf16 else "float32"),
         reward_funcs=lambda completions, episode_reward, **_: episode_reward,
-        args=_arguments(config, steps, batch),
+        args=_arguments(config, steps, batch, bf16=bf16),
         train_dataset=datasets.Dataset.from_list([{"prompt": list(scenarios)[i]} for i in played]),
         processing_class=tokenizer,
         peft_config=peft.LoraConfig(
@@ -246,7 +248,7 @@ def _teller(table: Table, epochs: int, until: float | None) -> Any:
     return Teller()
 
 
-def _arguments(config: Any, steps: int, batch: int) -> Any:
+def _arguments(config: Any, steps: int, batch: int, *, bf16: bool) -> Any:
     from trl.trainer.grpo_config import GRPOConfig
 
     return GRPOConfig(
@@ -264,7 +266,7 @@ def _arguments(config: Any, steps: int, batch: int) -> Any:
         max_grad_norm=config.train.max_grad_norm,
         shuffle_dataset=False,
         gradient_checkpointing=False,
-        bf16=False,
+        bf16=bf16,
         use_cpu=True,
         logging_strategy="no",
         save_strategy="no",
@@ -282,10 +284,11 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=32)
     parser.add_argument("--cache", action="store_true")
     parser.add_argument("--merge", action="store_true")
+    parser.add_argument("--bf16", action="store_true")
     parser.add_argument("--until", type=float)
     parser.add_argument("settings", nargs="*", help="key=value in place of the shape's settings")
     given = parser.parse_intermixed_args()
-    settings = {"steps": given.steps, "batch": given.batch, "cache": given.cache, "merge": given.merge}
+    settings = {"steps": given.steps, "batch": given.batch, "cache": given.cache, "merge": given.merge, "bf16": given.bf16}
     train(SHAPES[given.shape], given.base, given.settings, until=given.until, **settings)
 
 

@@ -431,11 +431,15 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, tree: Tree, window: int |
     if flex is not None and flex.works:
         return flex.attend(query, key, value, tree.block_mask(flex, window), scale)
     if window is None and query.device.type == "cpu" and query.shape[-1] == value.shape[-1]:
-        if query.dtype.itemsize >= 4 and tree.rows_by_products:
-            exact: Tensor = ProductAttention.apply(query, key, value, tree.rows_by_products, scale)  # type: ignore[no-untyped-call]
-            return exact
-        out: Tensor = _BlockAttention.apply(query, key, value, tree.division, scale)  # type: ignore[no-untyped-call]
-        return out
+        dtype = query.dtype
+        if dtype.itemsize < 4:  # in bfloat16 the kernel is three times slower, on a CPU with AMX too
+            query, key, value = query.float(), key.float(), value.float()
+        found: Tensor = (
+            ProductAttention.apply(query, key, value, tree.rows_by_products, scale)  # type: ignore[no-untyped-call]
+            if tree.rows_by_products
+            else _BlockAttention.apply(query, key, value, tree.division, scale)  # type: ignore[no-untyped-call]
+        )
+        return found.to(dtype)
     return masked_attention(query, key, value, tree.mask(window), scale)
 
 
