@@ -105,16 +105,18 @@ def _own_row(head: _Head, number: int, labels: Labels) -> IndexRow:
     group, metrics = name(head.group_id, number), head.metrics if isinstance(head.metrics, dict) else {}
     labels.add(group, head)
     scenario = _value(head.scenario)
+    id = name(scenario.get("id", group) if isinstance(scenario, dict) else group, number)
+    source = sys.intern(printable(head.source, limit=MAX_SOURCE)) if isinstance(head.source, str) else ""
     reward = head.returned_reward if head.reward is msgspec.UNSET else head.reward
     num_turns, num_tokens = _counts(metrics) or _count(head)
     return IndexRow(
         id=name(head.id, number),
         group=group,
         index=head.index if 0 <= head.index < 2**31 else 0,
-        scenario=name(scenario.get("id", group) if isinstance(scenario, dict) else group, number),
+        scenario=f"{source}/{id}" if source else id,  # as two sources may have the same ids
         reward=number_of(reward),
         error=_kind(head.error),
-        source=sys.intern(printable(head.source, limit=MAX_SOURCE)) if isinstance(head.source, str) else "",
+        source=source,
         num_turns=num_turns,
         num_tokens=num_tokens,
         is_scored=number_of(head.reward) is not None,

@@ -139,6 +139,7 @@ export interface TreeNode {
 export interface Group {
   group_id: string;
   scenario: Record<string, unknown>;
+  scenario_id: string | null; // its name among those of all steps and sources
   attempts: Attempt[];
   tree: { nodes: TreeNode[]; num_left_out?: number };
   num_attempts?: number;
@@ -217,6 +218,7 @@ export interface TrajectoryAnswer {
   step: number;
   split: string;
   group_id: string;
+  scenario_id: string | null;
   previous: string | null;
   next: string | null;
   turns: Turn[];

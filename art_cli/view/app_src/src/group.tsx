@@ -94,7 +94,6 @@ function Summary({ group, route, children }: { group: Group; route: GroupRoute; 
   const rewards = group.attempts.map((attempt) => attempt.reward);
   const known = rewards.filter((value): value is number => value !== null);
   const failed = group.attempts.filter((attempt) => attempt.error !== null).length;
-  const id = group.scenario.id;
   return (
     <div class="facts">
       <span>{count(group.attempts.length, "attempt")}</span>
@@ -105,7 +104,7 @@ function Summary({ group, route, children }: { group: Group; route: GroupRoute; 
       )}
       {known.length > 1 && Math.max(...known) - Math.min(...known) <= 1e-8 && <span>equal rewards: nothing to learn from</span>}
       {failed > 0 && <span class="failed">{failed} failed</span>}
-      {(typeof id === "string" || typeof id === "number") && <a href={link.scenario(route.source, String(id))}>this scenario across steps</a>}
+      {group.scenario_id !== null && <a href={link.scenario(route.source, group.scenario_id)}>this scenario across steps</a>}
       <JsonDetails title="scenario" value={group.scenario} />
       {children}
     </div>

@@ -426,7 +426,6 @@ function Facts({ answer, source }: { answer: TrajectoryAnswer; source: string })
     ["duration", seconds(trajectory.duration_s)],
     ...(trajectory.started_at > 0 ? [["started", new Date(trajectory.started_at * 1000).toISOString().replace("T", " ").slice(0, 19)] as [string, string]] : []),
   ];
-  const id = trajectory.scenario.id;
   return (
     <>
       {trajectory.error !== null && (
@@ -471,9 +470,9 @@ function Facts({ answer, source }: { answer: TrajectoryAnswer; source: string })
         </section>
       )}
       <section class="more">
-        {(typeof id === "string" || typeof id === "number") && (
+        {answer.scenario_id !== null && (
           <p>
-            <a href={link.scenario(source, String(id), new URLSearchParams({ b: trajectory.id }).toString())}>This scenario across steps</a>
+            <a href={link.scenario(source, answer.scenario_id, new URLSearchParams({ b: trajectory.id }).toString())}>This scenario across steps</a>
           </p>
         )}
         <JsonDetails title="scenario" value={trajectory.scenario} />
