@@ -288,7 +288,13 @@ def main() -> None:
     parser.add_argument("--until", type=float)
     parser.add_argument("settings", nargs="*", help="key=value in place of the shape's settings")
     given = parser.parse_intermixed_args()
-    settings = {"steps": given.steps, "batch": given.batch, "cache": given.cache, "merge": given.merge, "bf16": given.bf16}
+    settings = {
+        "steps": given.steps,
+        "batch": given.batch,
+        "cache": given.cache,
+        "merge": given.merge,
+        "bf16": given.bf16,
+    }
     train(SHAPES[given.shape], given.base, given.settings, until=given.until, **settings)
 
 

@@ -93,7 +93,9 @@ def keep_layout(model: Any) -> None:
             module.support_avx512bf16_for_cpu = False
 
 
-SMALL = 8_000_000  # number of parameters; on a CPU, smaller models wait for other things than products
+# Number of parameters. In bfloat16, engine and learner differ by 0.03 nats a token of SmolLM2-135M, which then learnt
+# less (0.75, 0.81, 0.97 against 0.88, 0.97, 0.97), for a run that took a seventh less time.
+SMALL = 500_000_000
 
 
 class DtypeChoice(NamedTuple):
@@ -115,7 +117,7 @@ def choose_dtype(base: str, device: str) -> DtypeChoice:
     if not has_amx():
         return DtypeChoice("float32", "this CPU has no AMX")
     if model_size(base).parameters < SMALL:
-        return DtypeChoice("float32", f"the CPU has AMX, which pays from {SMALL / 1e6:.0f}M parameters on")
+        return DtypeChoice("float32", f"on a CPU bfloat16 pays from {SMALL / 1e6:.0f}M parameters on")
     return DtypeChoice("bfloat16", "this CPU has AMX")
 
 

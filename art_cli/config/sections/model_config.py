@@ -48,7 +48,7 @@ class ModelConfig(Section):
     """The adapter that is trained. null: all weights are trained."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """The dtype of the base weights. auto: bfloat16 on a GPU that supports it, and on a CPU with AMX for models of
-    at least 8 million parameters; else float32. A run keeps the dtype that it began with. Adapters are always
+    at least 500 million parameters; else float32. A run keeps the dtype that it began with. Adapters are always
     float32."""
     quantize: Literal["4bit"] | None = None
     """The quantization of the frozen base. 4bit: NF4 by bitsandbytes, computed in `dtype`; it needs `lora`. null:
