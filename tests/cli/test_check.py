@@ -134,7 +134,7 @@ def test_rows_are_tried_up_to_the_longest_that_is_expected_to_fit(
     """A peak of 1.2 GB from another part of the step, up to a length; from there on 2 GB for 1,000 tokens."""
     tried = list[int]()
 
-    def measure(learner: object, weights: object, num_tokens: int) -> Cost:
+    def measure(learner: object, weights: object, num_tokens: int, parts: object) -> Cost:
         tried.append(num_tokens)
         return Cost(num_tokens, 0.01 * num_tokens, max(1.2, 0.002 * num_tokens))
 

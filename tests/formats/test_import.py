@@ -143,7 +143,7 @@ def test_langfuse(tmp_path: Path) -> None:
 
 
 def test_a_generation_that_failed_costs_a_trace_of_langfuse_nothing_else(tmp_path: Path) -> None:
-    """Three generations, of which the second is an error without a reply; and one that cannot be read."""
+    """Three generations, of which the second is an error without a reply; and two that cannot be read."""
 
     def generation(number: int, **given: Any) -> Json:
         asked = [{"role": "user", "content": f"q{number}"}]
@@ -162,7 +162,7 @@ def test_a_generation_that_failed_costs_a_trace_of_langfuse_nothing_else(tmp_pat
     }
     (tmp_path / "t.jsonl").write_text(json.dumps(trace) + "\n")
     done, [found] = imported(tmp_path, tmp_path / "t.jsonl")
-    assert sum(done.unread.counts.values()) == 2 and found.metrics == {"win": 1.0}
+    assert sum(done.unread.counts.values()) == 1 and found.metrics == {"win": 1.0}
     assert found.error == "langfuse: overloaded" and found.reward is None
     contents = [message["content"] for branch in [found.messages, *found.branches] for message in branch]
     assert {"a1", "a4"} <= set(contents)

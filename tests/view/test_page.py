@@ -195,7 +195,7 @@ def test_the_groups_of_a_run_with_sources_are_filtered_by_them(
             page.goto(f"{place}#/s/0/step/0/train")
             page.get_by_label("Source").select_option("desk")
             expect(page.locator("[data-row]")).to_have_count(2)
-            expect(page.locator("[data-row='0']")).to_contain_text("desk / thing-0")
+            expect(page.locator("[data-row='0']")).to_contain_text("desk/thing-0")
             page.get_by_label("Source").select_option("all sources")
             expect(page.locator("[data-row]")).to_have_count(3)
 

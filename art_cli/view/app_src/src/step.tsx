@@ -344,7 +344,7 @@ function Row({ row, route, scale, isCurrent }: RowProps) {
           <Label text={row.label || row.scenario_id || row.group_id} max={200} />
         </a>
         <span class="soft small">
-          <Label text={`${row.source ? `${row.source} / ` : ""}${row.scenario_id || row.group_id}`} max={140} />
+          <Label text={row.scenario_id || `${row.source ? `${row.source}/` : ""}${row.group_id}`} max={140} />
         </span>
       </div>
       <div role="cell" class="cell-rewards">
