@@ -20,7 +20,7 @@ from art_cli.config.schema import LoraConfig, LossConfig, TinkerEngineConfig, To
 from art_cli.learners.torch_learner import TorchLearner
 from art_cli.models.loading import Weights, with_adapter
 from art_cli.models.policy_spec import spec_of
-from art_cli.runs.durable import write_lines
+from art_cli.runs.durable import lock_directory, write_lines
 from art_cli.runs.manifest import Manifest, new_checkpoint
 from art_cli.runs.run_checkpoints import fetched
 from art_cli.runs.trajectory import ScoredTrajectory
@@ -136,7 +136,8 @@ def test_a_step_that_broke_off_is_taken_again_from_the_last_checkpoint(
     )
     trainer.forward_backward([datum], "cross_entropy").result()
     resumed = remote(base, address, loss)  # the killed one is not closed
-    resumed.load(home / "first")
+    with lock_directory(tmp_path, tmp_path / "lock"):  # else its adapter may be that of a run that goes on
+        resumed.load(home / "first")
     resumed.step(groups)  # never saved
     again = remote(base, address, loss)
     again.load(home / "first")

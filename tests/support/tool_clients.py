@@ -120,7 +120,7 @@ def teach(place: Path, demos: Sequence[Json], *, length: int = 1024) -> RunDir:
         f"name: {MODEL}\nmodel: {{base: base, lora: {{rank: 16, alpha: 32}}, dtype: float32}}\n"
         "engine: {name: embedded}\nlearner: {name: torch, device: cpu}\n"
         "rollout: {entry: rollout.py:rollout, scenarios: scenarios.jsonl}\n"
-        "sft: {demos: demos.jsonl, epochs: 60, batch_size: 16, learning_rate: 1.0e-2, warmup_steps: 10}\n"
+        "sft: {demos: demos.jsonl, epochs: 60, batch_size: 16, learning_rate: 1.0e-2, warmup_steps: 5}\n"
     )
     command = ["sft", str(place / "config.yaml"), str(place / "demos.jsonl"), "-o", str(run.checkpoint_path(0))]
     forked.run(command, timeout=300).check_returncode()
