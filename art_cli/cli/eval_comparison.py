@@ -5,7 +5,6 @@ A policy is a checkpoint of weights or of a prompt, a run (its best evaluated ch
 same scenarios, so differences are paired. The others are compared with the first policy.
 """
 
-import json
 import logging
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -18,7 +17,7 @@ from urllib.parse import quote
 from art_cli.config.compose import LoadedConfig
 from art_cli.config.schema import JudgeModelConfig, ModelConfig, OpenAIEngineConfig
 from art_cli.config.sections.engine_config import HOSTED
-from art_cli.engines import engine_traits
+from art_cli.engines import engine_traits, own_model
 from art_cli.judges.costs import Price, find_price
 from art_cli.judges.source_judges import make_judges, require_all_keys
 from art_cli.loop.auto import resolve_auto
@@ -68,11 +67,8 @@ class Player(NamedTuple):
 
     @property
     def address(self) -> str:
-        """What an engine that brings its model asks and where, as no proof tells its attempts from another's, or ""."""
-        engine, named = self.loaded.config.engine, {"name", "model", "base_url", "entry", "options"}
-        if engine_traits(engine, self.loaded.directory).can_train:
-            return ""
-        return json.dumps(engine.model_dump(mode="json", include=named), sort_keys=True)
+        """The endpoint's, or "" if the engine loads checkpoints."""
+        return own_model(self.loaded.config.engine, self.loaded.directory)
 
 
 class Row(NamedTuple):

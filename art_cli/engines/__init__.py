@@ -8,6 +8,7 @@ is a class in a file beside the configuration, `engine: {entry: "mine.py:MyEngin
 `MyEngine(setup)` and used through the Engine protocol; its class attributes are its EngineTraits.
 """
 
+import json
 import pkgutil
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -116,6 +117,15 @@ def engine_traits(config: EngineConfig, directory: Path) -> EngineTraits:
     if traits["weights"] not in get_args(WeightsAt):  # an attribute of the same name in a user's class
         traits["weights"] = defaults.weights
     return EngineTraits(**traits)
+
+
+def own_model(config: EngineConfig, directory: Path) -> str:
+    """Returns what an engine that brings its model asks and where, as no proof tells its attempts from another's; ""
+    for one that loads checkpoints."""
+    if engine_traits(config, directory).can_train:
+        return ""
+    named = {"name", "model", "base_url", "entry", "options"}
+    return json.dumps(config.model_dump(mode="json", include=named), sort_keys=True)
 
 
 def make_engine(

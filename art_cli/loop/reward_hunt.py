@@ -33,7 +33,7 @@ from art_cli.chat.replies import Choice, Chunk, Reply
 from art_cli.chat.requests import Json, Request, text_of
 from art_cli.config.compose import LoadedConfig
 from art_cli.config.config_identity import config_hash
-from art_cli.engines import Endpoint
+from art_cli.engines import Endpoint, own_model
 from art_cli.judges import Judge, make_judge
 from art_cli.judges.judge_groups import require_keys, score
 from art_cli.loop.interrupts import Interrupts
@@ -200,8 +200,7 @@ def _digest(loaded: LoadedConfig, source: PolicySource, scenarios: Sequence[Json
     entries = [getattr(part, "entry", None) or "" for part in parts]
     files = [loaded.directory / entry.rpartition(":")[0] for entry in entries]
     code = [file.read_bytes() if file.is_file() else b"" for file in files]
-    engine = loaded.config.engine  # of one that brings its model nothing is in the hash
-    model = None if engine.can_train else [getattr(engine, name, None) for name in ("model", "base_url")]
+    model = own_model(loaded.config.engine, loaded.directory)  # of which nothing is in the configuration's hash
     whole = msgspec.json.encode([config_hash(loaded.config), str(source.checkpoint), code, scenarios, model])
     return hashlib.sha256(whole).hexdigest()[:16]
 

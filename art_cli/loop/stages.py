@@ -81,12 +81,12 @@ def choose_policy(loaded: LoadedConfig, checkpoint: Path | None) -> tuple[Loaded
 def next_scenarios(loaded: LoadedConfig, step: int, num: int) -> list[Json]:
     """Returns the next `num` scenarios, or all there are, from a step on, as the run would choose them."""
     run = RunDir(loaded.config.runs / loaded.config.name)
-    choice, found = (
-        ScenarioChoice(loaded.config, run, training_scenarios(loaded.config, loaded.directory)),
-        list[Json](),
-    )
+    scenarios = training_scenarios(loaded.config, loaded.directory)
+    choice, found = ScenarioChoice(loaded.config, run, scenarios), list[Json]()
     for later in range(step, step + num):
         found += [each for each in choice.scenarios(later) if each not in found]
+        if len(found) >= num:
+            break
     return found[:num]
 
 

@@ -13,6 +13,7 @@ of that turn's sequence it keeps (`kept`), the prompt tokens after those, and th
 """
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
@@ -142,11 +143,11 @@ def score_names(scores: Sequence[Score]) -> list[str]:
 
     Example: ["ruler openai/o3", "ruler openai/o3 (2)", "exact"]
     """
-    found: list[str] = []
+    judges, seen, found = [score.judge for score in scores], Counter[tuple[str, str | None]](), list[str]()
     for score in scores:
-        is_alone = sum(score.judge == other.judge for other in scores) == 1
-        name = score.judge if is_alone else f"{score.judge} {score.model or ''}".rstrip()
-        number = 1 + sum(each == name or each.startswith(f"{name} (") for each in found)
+        seen[score.judge, score.model] += 1
+        name = score.judge if judges.count(score.judge) == 1 else f"{score.judge} {score.model or ''}".rstrip()
+        number = seen[score.judge, score.model]
         found.append(name if number == 1 else f"{name} ({number})")
     return found
 

@@ -422,7 +422,7 @@ def _put_in_openai_words(error: ChatError) -> None:
     if error.code == str(error.status):
         error.code = None
     if error.status == 400 and any(words in error.message for words in TOO_LONG):
-        error.code = "context_length_exceeded"
+        error.code = TOO_LONG_CODE
 
 
 def complete_logprobs(request: Request, choice: Choice) -> None:
