@@ -43,7 +43,7 @@ EXTRAS = {  # extra -> (the packages that it installs, what it is for)
     "prompt": (("gepa",), "the search for a better prompt (learner=prompt)"),
     "data": (("datasets", "duckdb"), "scenarios from the hub, Parquet and SQL"),
     "gguf": (("gguf",), "a GGUF file as the base, and art export --gguf"),
-    "quantize": (("bitsandbytes",), "a base in 4 or 8 bits (model.quantize)"),
+    "quantize": (("bitsandbytes",), "a base in 4 bits (model.quantize)"),
 }
 KEYS = ("OPENAI_API_KEY", "ANTHROPIC_API_KEY", "GEMINI_API_KEY", "HF_TOKEN", "WANDB_API_KEY", "LANGFUSE_SECRET_KEY")
 GIB = 1024**3

@@ -1,6 +1,6 @@
 """The games: the seed of a deal, and how many clues there are.
 
-Those for evaluation are fixed, and none of them is trained on. The long ones are for a real model.
+Those for evaluation are fixed, and have other seeds than those that are trained on. The long ones are for a real model.
 """
 
 from collections.abc import Iterator

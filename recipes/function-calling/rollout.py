@@ -46,7 +46,7 @@ def ask(scenario: dict[str, Any]) -> list[Any]:
 
 
 def score(reply: str, scenario: dict[str, Any]) -> float:
-    """Returns 1 if the reply is right; else 0.1 for a call, 0.2 for the right name, up to 0.4 for right arguments.
+    """Returns 1 if the reply is right; else 0.1 for a call, 0.3 for the right name, up to 0.7 with right arguments.
 
     Where no function fits, only the refusal is worth something.
     """

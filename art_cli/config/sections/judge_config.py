@@ -35,7 +35,8 @@ class NoiseConfig(Section):
     """The share of right attempts that the judge gives a 0."""
     min_reliability: UnitInterval = 0.0
     """The smallest reliability of a group: the share of its reward differences that is true. A group at or below it is
-    left out and counts as one without signal. 0 leaves out groups whose attempts differ no more than their votes."""
+    left out and counts as one without signal. 0 leaves out groups whose attempts differ by no more than the
+    votes on one attempt do."""
     ask_again: Count = 0
     """With votes: the number of further rounds of votes before a group is left out. Each round has as many votes as the
     first, and the votes of all rounds count together."""

@@ -176,7 +176,8 @@ class DrGrpoConfig(ClippedLossConfig):
 
 
 class DapoConfig(ScaledLossConfig):
-    """DAPO (Yu et al. 2025, arXiv:2503.14476): clip-higher, token-level mean, soft penalty for overlong replies."""
+    """DAPO (Yu et al. 2025, arXiv:2503.14476): clip-higher, token-level mean, with `overlong: penalty`
+    a soft penalty for overlong replies."""
 
     name: Literal["dapo"]
     clip: PositiveFloat = 0.2

@@ -70,7 +70,8 @@ class RayClusterConfig(Section):
     runtime_env: dict[str, JsonValue] = {}
     """Further keys of Ray's runtime_env that the function needs on the nodes, such as {pip: [httpx, numpy]}."""
     env: VariableNames = []
-    """Names of environment variables of this machine that are set on the nodes too. No others are."""
+    """Names of environment variables of this machine that are set on the nodes too. No others are, but those of
+    `rollout.env`."""
     exclude: list[str] = []
     """Patterns of files and directories that are not sent to the nodes, such as ["data", "*.csv"]."""
     max_file_mb: PositiveFloat = 20.0

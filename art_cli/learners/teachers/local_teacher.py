@@ -15,7 +15,8 @@ from art_cli.runtime.errors import LearnerError, UsageError
 
 class LocalTeacher:
     def __init__(self, model: str, policy: Reader, directory: Path) -> None:
-        """`model` is a directory relative to `directory` (a base, a checkpoint, a run's newest), or a hub id.
+        """`model` is a directory relative to `directory` (a base, a checkpoint, or a run, whose best evaluated one it
+        takes), or a hub id.
 
         Raises UsageError if nothing there can be loaded, or the vocabulary is not the policy's.
         """
