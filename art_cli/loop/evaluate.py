@@ -85,9 +85,14 @@ def of_source(trajectories: Sequence[Trajectory], source: str) -> list[Trajector
 def is_judged(config: RunConfig, trajectories: Sequence[Trajectory]) -> bool:
     """Returns True if the judge gives an evaluation's reward, because the rollouts finished and returned none."""
     assert config.eval is not None, "no eval section"
-    finished = [trajectory for trajectory in trajectories if trajectory.error is None]
-    is_silent = bool(finished) and all(trajectory.returned_reward is None for trajectory in finished)
+    finished = [each for each in trajectories if _is_finished(each)]
+    is_silent = bool(finished) and all(each.returned_reward is None for each in finished)
     return config.eval.judge and config.judge.name not in ("rollout", "none") and is_silent
+
+
+def _is_finished(trajectory: Trajectory) -> bool:
+    """Whether the rollout itself said what its reward is, or that it has none; at a limit `limit_reward` stands in."""
+    return trajectory.error is None and trajectory.limit is None
 
 
 async def judge_contest(
@@ -203,11 +208,11 @@ def values_of_sources(values: Mapping[str, Mapping[str, float]], config: RunConf
 def values_by_scenario(trajectories: Sequence[Trajectory]) -> dict[str, dict[str, float]]:
     """metric -> scenario id -> mean over its attempts; "reward" and "failed" besides the rollout's own metrics.
 
-    There is no "reward" if attempts finished and none returned one, because failures alone would make it 0. With
-    sources this holds for each.
+    There is no "reward" if attempts finished and none returned one, because failures and limits alone would make it 0.
+    With sources this holds for each.
     """
-    finished = {each.source for each in trajectories if each.error is None}
-    rewarded = {each.source for each in trajectories if each.error is None and each.returned_reward is not None}
+    finished = {each.source for each in trajectories if _is_finished(each)}
+    rewarded = {each.source for each in trajectories if _is_finished(each) and each.returned_reward is not None}
     seen: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
     for trajectory in trajectories:
         scenario = trajectory.scenario_id

@@ -141,6 +141,13 @@ def test_gdpo_tells_rewards_apart_whose_sums_are_equal() -> None:
     assert found["a/1"] > found["a/0"] > found["a/2"]
 
 
+def test_gdpo_gives_an_attempt_at_a_limit_the_limits_reward_as_each_part_that_it_lacks() -> None:
+    groups = played([0.0, 1.0], win=[[0, 1]])
+    first = groups[0][0]
+    first.metrics, first.limit, first.returned_reward = {}, "turn_limit", -1.0
+    assert credit_of(groups, "gdpo", reward_parts={"win": 1.0})["a/0"] < 0
+
+
 def test_gdpo_names_the_trajectory_that_lacks_a_part() -> None:
     with pytest.raises(
         LearnerError, match="trajectory a/0: no metric 'brevity', which loss.reward_parts names; it has"

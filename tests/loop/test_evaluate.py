@@ -16,7 +16,15 @@ from art_cli.chat.proven_steps import ProvenSteps
 from art_cli.cli.eval_comparison import DETAILS, as_text, compare, file_names, find_players
 from art_cli.config.compose import load_config
 from art_cli.config.schema import EvalConfig
-from art_cli.loop.evaluate import Gate, estimate, paired_difference, parse_gate, play_evaluation, values_by_scenario
+from art_cli.loop.evaluate import (
+    Gate,
+    estimate,
+    is_contest,
+    paired_difference,
+    parse_gate,
+    play_evaluation,
+    values_by_scenario,
+)
 from art_cli.loop.policy_sampler import Sampler
 from art_cli.runs.manifest import Origin
 from art_cli.runs.trajectory import Json, Trajectory, Turn
@@ -152,6 +160,19 @@ def test_attempts_are_averaged_and_failures_count_as_zero_reward() -> None:
     assert values["reward"] == {"a": 0.5, "b": 0.0}
     assert values["failed"] == {"a": 0.0, "b": 1.0}
     assert values["win"] == {"a": 0.5}
+
+
+def test_a_limit_gives_no_reward_where_the_rollouts_return_none() -> None:
+    """A judge decides then. The attempt at the limit has `rollout.limit_reward`, which is not the rollout's own."""
+    limited = played("a", 0.0)
+    limited.limit = "turn_limit"
+    silent = [limited, played("a", None), played("b", None)]
+    assert "reward" not in values_by_scenario(silent)
+    config = load_config(LETTERS / "config.yaml", ["judge={name: function, entry: judging.py:judge}"]).config
+    assert is_contest(config, silent)
+    own = [limited, played("a", 1.0), played("b", 1.0)]
+    assert values_by_scenario(own)["reward"] == {"a": 0.5, "b": 1.0} and not is_contest(config, own)
+    assert values_by_scenario([limited])["reward"] == {"a": 0.0}
 
 
 @pytest.mark.parametrize(
