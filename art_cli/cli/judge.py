@@ -12,7 +12,7 @@ from typing import Annotated
 import typer
 
 from art_cli.cli import Json, Overrides
-from art_cli.runtime.errors import UsageError
+from art_cli.runtime.errors import DataError, UsageError
 
 
 def run(
@@ -92,7 +92,10 @@ def run(
         return
     summary = judge_file(loaded, source, output, is_partial=is_partial, is_fresh=is_fresh)
     before = msgspec.to_builtins(summary) if as_json else as_text(summary)
-    if wants_report and summary.groups + summary.groups_before:
+    has_groups = bool(summary.groups + summary.groups_before)
+    if gates and not has_groups and not summary.owed:
+        raise DataError("no group in it, so that no gate can be checked", trajectories)
+    if wants_report and has_groups:
         is_whole = not summary.owed
         report(output, gold=gold, gates=gates or [], html=html, as_json=as_json, before=before, is_whole=is_whole)
     else:

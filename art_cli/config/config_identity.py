@@ -8,7 +8,7 @@ steps keep their meaning. Any other difference makes another run.
 import hashlib
 import json
 import re
-from collections.abc import Iterator, Mapping, Set
+from collections.abc import Iterator, Mapping, Sequence, Set
 from pathlib import PurePath
 from typing import Any, NamedTuple
 
@@ -95,12 +95,12 @@ class Change(NamedTuple):
 
 
 def general(key: str) -> str:
-    """Returns the key that the value of a source, or a budget or price of a blended judge, stands for.
+    """Returns the key that the value of a source, or a budget or price of a blended judge or of a panel's, stands for.
 
     Example: rollout.sources.a.timeout_s: rollout.timeout_s
     """
     key = re.sub(r"^rollout\.sources\.[^.]+\.(judge\b|)", lambda found: found[1] or "rollout.", key)
-    return re.sub(r"^judge\.judges\.[^.]+\.(?=budget_usd$|budget_tokens$|price$)", "judge.", key)
+    return re.sub(r"^judge\.(judges|panel)\.[^.]+\.(?=budget_usd$|budget_tokens$|price$)", "judge.", key)
 
 
 def config_hash(config: RunConfig) -> str:
@@ -150,8 +150,16 @@ def _without(left_out: Set[str], section: Mapping[str, Any], prefix: str = "") -
             continue
         if key == "model.chat_template" and isinstance(value, str):
             value = PurePath(value).name  # the path is absolute, and a project may be moved between two starts
-        kept[name] = _without(left_out, value, key) if isinstance(value, Mapping) else value
+        kept[name] = _without_in(left_out, value, key)
     return kept
+
+
+def _without_in(left_out: Set[str], value: Any, key: str) -> Any:
+    if isinstance(value, Mapping):
+        return _without(left_out, value, key)
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        return [_without_in(left_out, each, join(key, str(number))) for number, each in enumerate(value)]
+    return value
 
 
 def _differences(key: str, old: Any, new: Any) -> Iterator[Change]:

@@ -58,7 +58,7 @@ class FunctionJudge(Judge):
         self._source = _digest(config.entry, directory, config.options)
         self.in_flight, self.needs_reward = self._own.in_flight, self._own.needs_reward
         self.has_rounds = self._own.has_rounds
-        self._loop = LoopThread("judge")
+        self._loop, self._slots = LoopThread("judge"), asyncio.Semaphore(self.in_flight)
 
     def _make(self, found: type, options: Mapping[str, Any]) -> Judge:
         if not issubclass(found, Judge):
@@ -85,7 +85,7 @@ class FunctionJudge(Judge):
 
     async def _call(self, function: Callable[..., Any], *arguments: Any) -> Any:
         try:
-            async with asyncio.timeout(self.timeout_s) as limit:
+            async with self._slots, asyncio.timeout(self.timeout_s) as limit:
                 if inspect.iscoroutinefunction(function):
                     return await self._loop.run(function(*arguments))
                 return await call_in_thread(function, *arguments)

@@ -28,6 +28,7 @@ from typing import NamedTuple, Protocol, TypeVar
 from art_cli.config.schema import JudgeConfig
 from art_cli.judges import Judge, Verdict, judge_class
 from art_cli.judges.costs import Usage
+from art_cli.runs.outcome import MAX_NUMBER
 from art_cli.runs.reliability import share_of_scores
 from art_cli.runs.trajectory import (
     EQUAL_REWARDS,
@@ -175,7 +176,7 @@ def _cost(verdicts: Iterable[Verdict]) -> float | None:
 Load = Callable[[], Sequence[Trajectory]]
 Keep = Callable[[list[ScoredTrajectory]], None]
 
-MAX_REWARD = 1e100  # beyond it sums and squares of rewards are no longer finite numbers
+MAX_REWARD = MAX_NUMBER  # the learner takes none beyond; a group with one stays owed
 
 
 class _Placed(Protocol):

@@ -6,6 +6,7 @@ imported inside functions only.
 """
 
 import asyncio
+import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,7 @@ class RewardModelJudge(Judge):
 
     def __init__(self, config: RewardModelJudgeConfig, directory: Path, *, job: str = "") -> None:
         self.config, self._directory = config, directory
-        self._lock = asyncio.Lock()  # held during a forward pass
+        self._computing = threading.Lock()
         self._loaded: tuple[Any, Any] | None = None  # model, tokenizer
 
     @property
@@ -43,8 +44,7 @@ class RewardModelJudge(Judge):
         """Returns each attempt's chosen output. Raises JudgeError if it is not finite, JudgeStopped without a model."""
         if not group:
             return {}
-        async with self._lock:
-            values = await asyncio.to_thread(self._score, [trajectory.messages for trajectory in group])
+        values = await asyncio.to_thread(self._score, [trajectory.messages for trajectory in group])
         return {
             trajectory.id: Verdict(
                 reward=value, scores=[Score(judge="reward_model", model=self.config.model, score=value)]
@@ -54,6 +54,10 @@ class RewardModelJudge(Judge):
 
     def _score(self, conversations: Sequence[Sequence[Json]]) -> list[float]:
         """Returns [G] the score of each conversation."""
+        with self._computing:  # a thread whose group gave up waiting may still load the model
+            return self._compute(conversations)
+
+    def _compute(self, conversations: Sequence[Sequence[Json]]) -> list[float]:
         import torch
 
         model, tokenizer = self._load()

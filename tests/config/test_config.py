@@ -621,6 +621,13 @@ def test_what_trains_changes_the_hash_and_is_named(override: str, lines: list[st
     assert list(map(str, config_changes(dumped(one), dumped(other)))) == lines
 
 
+def test_a_price_of_a_panels_member_makes_no_other_run() -> None:
+    panel = "judge={{name: ruler, panel: [{{model: openai/o3, price: {{input: {}, output: 8}}}}]}}"
+    one, other = load(PLAIN, panel.format(2)), load(PLAIN, panel.format(3))
+    assert config_changes(dumped(one), dumped(other)) == []
+    assert config_changes(dumped(one), dumped(load(PLAIN, panel.format(2).replace("o3", "o4")))) != []
+
+
 def test_the_length_of_a_run_trains_where_the_rate_decays_over_it() -> None:
     """A run may go on with another length, and records the change."""
     one, other = load(PLAIN, "train.decay=linear"), load(PLAIN, "train.decay=linear", "train.steps=9")

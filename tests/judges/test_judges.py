@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 from art_cli.config.compose import load_config
-from art_cli.config.schema import FunctionJudgeConfig, RolloutJudgeConfig
+from art_cli.config.schema import FunctionJudgeConfig, MetricJudgeConfig, RolloutJudgeConfig
 from art_cli.judges import Verdict, make_judge
 from art_cli.judges.costs import CostEstimate
 from art_cli.loop.train import train
@@ -109,6 +109,16 @@ async def test_what_cannot_be_loaded_is_said_when_the_judge_is_made(tmp_path: Pa
         make_judge(FunctionJudgeConfig(name="function", entry="judging.py:number"), tmp_path)
 
 
+async def test_a_metric_that_a_limit_kept_from_being_reported_is_the_limits_reward(tmp_path: Path) -> None:
+    won, limited = group(0.5, -1.0)
+    won.metrics, limited.limit = {"win": 1.0}, "turn_limit"
+    judge = make_judge(MetricJudgeConfig(name="metric", metric="win"), tmp_path)
+    assert await judge.judge([won, limited]) == {"t0": Verdict(reward=1.0), "t1": Verdict(reward=-1.0)}
+    limited.limit = None
+    with pytest.raises(JudgeError, match="no metric 'win'"):
+        await judge.judge([won, limited])
+
+
 # --- a user's class ---------------------------------------------------------------------------------------------------
 
 OWN = """
@@ -154,6 +164,29 @@ async def test_a_users_class_judges_and_says_what_it_costs(
     assert judge.estimate(group(1)) == CostEstimate(calls=1, usd=0.5)
     await judge.close()
     assert capsys.readouterr().out == "closed\n"
+
+
+ONE_AT_A_TIME = """
+import asyncio
+from art_cli import Judge, Verdict
+
+class Scaled(Judge):
+    in_flight = 1
+    num_running = 0
+
+    async def judge(self, group):
+        self.num_running += 1
+        assert self.num_running == 1
+        await asyncio.sleep(0.01)
+        self.num_running -= 1
+        return {t.id: Verdict(reward=1.0) for t in group}
+"""
+
+
+async def test_a_users_class_judges_no_more_groups_at_once_than_it_says(tmp_path: Path) -> None:
+    judge = make_judge(own_config(tmp_path, ONE_AT_A_TIME), tmp_path)
+    await asyncio.gather(*(judge.judge(group(1)) for _ in range(4)))
+    await judge.close()
 
 
 def test_files_scored_by_a_class_are_told_apart_by_its_options(tmp_path: Path) -> None:

@@ -244,6 +244,12 @@ def test_a_spent_budget_saves_what_there_is_and_a_larger_one_goes_on(
     assert len(rewards()) == 30 and len(server.asked) == 10
 
 
+def test_gates_of_a_file_without_groups_are_missed(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("empty.jsonl").touch()
+    assert cli.run(["judge", "empty.jsonl", "judge=rollout", "-o", "s.jsonl", "--gate", "pairwise_accuracy>=0.8"]) != 0
+    assert "no group in it" in capsys.readouterr().err
+
+
 def test_a_report_and_its_gate(server: JudgeServer, capsys: pytest.CaptureFixture[str]) -> None:
     """Gold is the true quality but for the last group, where it is turned round: 3 of 4 groups agree, 9 of 12 pairs."""
     rows = groups(4)

@@ -14,7 +14,7 @@ import time
 from collections.abc import AsyncIterator, Sequence
 
 from art_cli.config.schema import JudgeModelConfig, no_litellm
-from art_cli.judges.costs import Budget, Spent, find_price, takes_schema
+from art_cli.judges.costs import Budget, Spent, Usage, find_price, takes_schema
 from art_cli.judges.judge_text import count_tokens
 from art_cli.judges.providers import Answer, CallFailed, Provider
 from art_cli.judges.providers.waits import until
@@ -150,6 +150,10 @@ class Caller:
             self._num_sent += 1
             try:
                 answer = await self._send(messages, schema)
+            except CallFailed as failure:
+                if failure.kind == "late":  # its provider may bill it all the same
+                    self._budget.charge(Usage(1, *tokens, cost_usd=usd))
+                raise
             finally:
                 self._num_sent -= 1
             self._budget.charge(answer.usage)
