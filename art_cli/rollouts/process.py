@@ -24,7 +24,7 @@ from art_cli.rollouts import bootstrap
 from art_cli.rollouts.attempt_errors import AttemptError, describe_exit, read_report
 from art_cli.rollouts.policy import Json, Policy
 from art_cli.runs.outcome import Outcome
-from art_cli.runtime.errors import RolloutError, UsageError
+from art_cli.runtime.errors import RolloutError, UsageError, describe
 from art_cli.runtime.processes.child import ChildProcess
 from art_cli.runtime.processes.process_calls import CallingEnd, ConnectionEnded
 from art_cli.runtime.threads import end
@@ -219,6 +219,8 @@ class RolloutProcess:
             ending = read_report(await self.ask("play", scenario=scenario, is_alone=is_alone, **plain))
         except ValueError as error:
             raise AttemptError("process", f"its process answered with no outcome: {error}") from error
+        except OSError as error:  # no memory or file for another process at the moment
+            raise AttemptError("process", f"its process cannot start: {describe(error)}", is_transport=True) from error
         finally:
             self.num_playing -= 1
         if isinstance(ending, AttemptError):

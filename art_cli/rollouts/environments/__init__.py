@@ -98,9 +98,9 @@ class Library(Protocol):
         """Opens the environment, tried once. Raises UsageError: no such name, wrong arguments, or not playable."""
 
 
-def libraries() -> dict[str, Library]:
-    """Returns all libraries by name, whether their packages are installed or not."""
-    return {name: _load(entry) for name, entry in _entries().items()}
+def library_names() -> list[str]:
+    """Returns the names of all libraries, whether their packages are installed or not."""
+    return list(_entries())
 
 
 def _entries() -> dict[str, EntryPoint]:
@@ -110,7 +110,11 @@ def _entries() -> dict[str, EntryPoint]:
 
 
 def _load(entry: EntryPoint) -> Library:
-    made: Library = entry.load()()
+    """Raises UsageError if the package that brings it is broken."""
+    try:
+        made: Library = entry.load()()
+    except Exception as error:  # the boundary to another package
+        raise UsageError(f"library {entry.name!r} of environments ({entry.value}): {describe(error)}") from error
     return made
 
 

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from contextlib import redirect_stdout
 from pathlib import Path
 
-from art_cli.rollouts.environments import Json, Library, Listing, cure, libraries, library_named, not_installed
+from art_cli.rollouts.environments import Json, Library, Listing, cure, library_named, library_names, not_installed
 from art_cli.runtime.errors import UsageError, describe
 
 TIMEOUT_S = 300.0  # longest wait for another Python, which imports what it lists
@@ -29,9 +29,15 @@ print("\\n" + json.dumps(look(json.loads(sys.argv[2]))))
 
 def look(name: str | None) -> list[Json]:
     """Returns all libraries, or the one with this name. Raises UsageError: there is none."""
-    chosen = libraries() if name is None else {name: library_named(name)}
     with redirect_stdout(io.StringIO()):  # some games print while they are made
-        return [_look(each, library) for each, library in chosen.items()]
+        return [_look(name, library_named(name))] if name is not None else [*map(_look_safely, library_names())]
+
+
+def _look_safely(name: str) -> Json:
+    try:
+        return _look(name, library_named(name))
+    except UsageError as error:  # a package that is broken costs no other library
+        return {"library": name, "about": "", "problem": str(error), "environments": []}
 
 
 def _look(name: str, library: Library) -> Json:

@@ -39,6 +39,7 @@ if TYPE_CHECKING:
 
 MAX_LENGTH = 4000  # characters; the longest right answer of the nine generators has fewer than 500
 MAX_NODES = 400  # most nodes of an expression's syntax tree
+MAX_EXPONENT_DIGITS = 3
 MAX_EXPONENT = 64  # the largest exponent, and the largest product of exponents of exponents
 FUNCTIONS = frozenset(
     {
@@ -46,6 +47,8 @@ FUNCTIONS = frozenset(
         *("sinh", "cosh", "tanh", "asinh", "acosh", "atanh", "exp", "log", "ln", "sqrt", "Abs"),
     }
 )
+GROWING = frozenset({"exp", "sinh", "cosh"})
+NUMBERS = frozenset({"pi", "E", "I", "oo", "zoo", "nan", "GoldenRatio", "TribonacciConstant", "EulerGamma", "Catalan"})
 LITERALS = (ast.Expression, ast.Constant, ast.List, ast.Tuple, ast.Name, ast.Load, ast.UnaryOp, ast.USub, ast.UAdd)
 OPERATORS = (ast.Add, ast.Sub, ast.Mult, ast.Div, ast.Pow, ast.USub, ast.UAdd)
 
@@ -61,6 +64,12 @@ def is_harmless_literal(text: str) -> bool:
     except (RecursionError, MemoryError):
         return False
     return all(isinstance(node, LITERALS) for node in ast.walk(tree))
+
+
+def is_harmless_fraction(text: str) -> bool:
+    """Returns whether the powers of ten in the text are small enough to be written out as a whole number."""
+    exponents = re.findall(r"[eE][+-]?([\d_]+)", text)
+    return len(text) <= MAX_LENGTH and all(len(digits) <= MAX_EXPONENT_DIGITS for digits in exponents)
 
 
 def is_harmless_expression(text: str) -> bool:
@@ -91,8 +100,17 @@ def _is_expression(node: ast.expr) -> bool:
         case ast.BinOp(left=left, op=op, right=right):
             return isinstance(op, OPERATORS) and _is_expression(left) and _is_expression(right)
         case ast.Call(func=ast.Name(id=name), args=args, keywords=[]):
-            return name in FUNCTIONS and all(map(_is_expression, args))
+            is_known = name in FUNCTIONS and all(map(_is_expression, args))
+            return is_known and (name not in GROWING or all(map(_stays_small, args)))
     return False
+
+
+def _stays_small(node: ast.expr) -> bool:
+    """Returns whether an exponential function of the expression can be written as a number, or is no number at all."""
+    inside = list(ast.walk(node))
+    has_symbol = any(isinstance(each, ast.Name) and each.id not in FUNCTIONS | NUMBERS for each in inside)
+    is_nested = any(isinstance(each, ast.Name) and each.id in GROWING for each in inside)
+    return _bound(node) <= MAX_EXPONENT or (has_symbol and not is_nested)
 
 
 def _degree(node: ast.AST) -> float:
@@ -128,6 +146,7 @@ NUM_KEPT = 256  # puzzles that a process remembers; the attempts of a group shar
 PLAIN = (bool, int, float, str, list, tuple, type(None))
 EVALUATED = re.compile(r"\beval\(\s*answer\b")
 PARSED = re.compile(r"\bparse_expr\(\s*answer\b")
+FRACTION = re.compile(r"\bFraction\(\s*answer\b")
 
 
 class ReasoningGym:
@@ -237,6 +256,8 @@ def _guard(dataset: type) -> Callable[[str], bool]:
     source = inspect.getsource(sys.modules[dataset.__module__])
     if PARSED.search(source):
         return is_harmless_expression
+    if FRACTION.search(source):
+        return is_harmless_fraction
     return is_harmless_literal if EVALUATED.search(source) else lambda answer: True
 
 

@@ -9,7 +9,12 @@ import pytest
 from reasoning_gym.factory import DATASETS
 
 from art_cli.rollouts.environments import Settings, open_environment
-from art_cli.rollouts.environments.reasoning_gym import Generator, is_harmless_expression, is_harmless_literal
+from art_cli.rollouts.environments.reasoning_gym import (
+    Generator,
+    is_harmless_expression,
+    is_harmless_fraction,
+    is_harmless_literal,
+)
 
 ATTACKS = [
     "__import__('pathlib').Path({path!r}).touch()",
@@ -23,6 +28,11 @@ ATTACKS = [
     "((9**60)**60)**60",
     "2**(9*9*9)",
     "factorial(10**9)",
+    "exp(10**9)",
+    "exp(10**9*E)",
+    "cosh(10**9)",
+    "exp(exp(exp(exp(3.1))))",
+    "exp(x*exp(10**9))",
     "(" * 4000,
 ]
 
@@ -60,7 +70,8 @@ def test_an_attack_is_scored_as_an_empty_answer_and_a_right_answer_keeps_its_sco
         assert generator._score(dataset, entry, entry["answer"]) == dataset.score_answer(entry["answer"], entry) == 1
 
 
-@pytest.mark.parametrize("text", ["(1 + 2) * 3 / 4", "x**2/2 + C", "3*x**3 - sin(2*x)*exp(-x)", "sqrt(x**2 + 1)", "-5"])
+@pytest.mark.parametrize("text", ["(1 + 2) * 3 / 4", "x**2/2 + C", "3*x**3 - sin(2*x)*exp(-x)", "sqrt(x**2 + 1)", "-5",
+                                  "exp(2)", "exp(-9*x**2 + 100)", "sqrt(10**9)"])  # fmt: skip
 def test_arithmetic_is_harmless(text: str) -> None:
     assert is_harmless_expression(text)
 
@@ -68,3 +79,13 @@ def test_arithmetic_is_harmless(text: str) -> None:
 @pytest.mark.parametrize("text", ["[['Q', '_'], ['_', 'Q']]", "[1, -2]", "0 1\n1 0", "ABCDE", "I do not know", ""])
 def test_lists_and_what_does_not_parse_are_harmless_to_eval(text: str) -> None:
     assert is_harmless_literal(text)
+
+
+def test_a_fraction_with_an_endless_power_of_ten_is_not_scored() -> None:
+    generator = opened("coin_flip")
+    dataset, entry = generator.entry(3)
+    for text in ("1e9999999999", "1E+9_999_999_999", "1e٩٩٩٩٩٩٩٩٩٩"):
+        assert not is_harmless_fraction(text)
+        assert generator._score(dataset, entry, text) == dataset.score_answer("", entry)
+    assert is_harmless_fraction("3/8") and is_harmless_fraction("1.5e-3")
+    assert generator._score(dataset, entry, entry["answer"]) == 1
