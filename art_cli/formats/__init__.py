@@ -28,6 +28,7 @@ class TraceReader(Protocol):
 
     name: str  # the name that --from takes
     about: str  # one line for the help
+    joins: bool  # whether an attempt may be several records
 
     @staticmethod
     def recognises(record: Json) -> bool:

@@ -45,6 +45,7 @@ class TracedAttempt:
 
     id: str | None = None
     scenario: str | None = None
+    is_grouped: bool = False  # whether `scenario` is the one that the caller gave
     task: Json = field(default_factory=dict)  # further keys of the scenario
     reward: float | None = None
     metrics: dict[str, float] = field(default_factory=dict)

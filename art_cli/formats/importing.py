@@ -330,7 +330,9 @@ def _attempts(
                 continue
             try:
                 reader = _reader_of(record, readers, form)
-                attempt = reader.read(record, _group_of(record, group_by))
+                attempt = reader.read(record, _group_of(record, group_by, is_part=reader.joins))
+                if attempt is not None and reader.joins:
+                    _check_grouped(attempt, group_by)
             except WRONG as error:
                 done.unread.add(origin, _why(error))
                 continue
@@ -339,7 +341,19 @@ def _attempts(
                 yield origin, attempt
     for reader in readers:
         for attempt in reader.finish():
-            yield f"attempt {printable(attempt.id or attempt.scenario, limit=80)}", attempt
+            origin = f"attempt {printable(attempt.id or attempt.scenario, limit=80)}"
+            try:
+                _check_grouped(attempt, group_by)
+            except ValueError as error:
+                done.unread.add(origin, _why(error))
+            else:
+                yield origin, attempt
+
+
+def _check_grouped(attempt: TracedAttempt, group_by: str | None) -> None:
+    """Raises ValueError if none of the attempt's records has the key to group by."""
+    if group_by is not None and not attempt.is_grouped:
+        raise ValueError(f"no {group_by!r} to group by")
 
 
 def _why(error: Exception) -> str:
@@ -355,14 +369,17 @@ def _reader_of(record: Json, readers: Sequence[TraceReader], form: str | None) -
     raise ValueError(f"no known format ({', '.join(READ)}); --from names one")
 
 
-def _group_of(record: Json, group_by: str | None) -> str | None:
-    """Returns the value of the dotted key. Raises ValueError if there is no such key."""
+def _group_of(record: Json, group_by: str | None, *, is_part: bool) -> str | None:
+    """Returns the value of the dotted key. Raises ValueError if there is no such key, unless the record may be a part
+    of an attempt, of which another part has it."""
     if group_by is None:
         return None
     value: Any = record
     for key in group_by.split("."):
         value = value.get(key) if isinstance(value, dict) else None
     if not isinstance(value, str | int) or value == "":
+        if is_part:
+            return None
         raise ValueError(f"no {group_by!r} to group by")
     return str(value)
 

@@ -19,6 +19,7 @@ MAX_RESOLVED = 64 * 2**20  # characters of all attachments in one sample's messa
 class InspectSample:
     name = "inspect"
     about = ".eval and .json logs of inspect: an epoch of a sample is an attempt"
+    joins = False
 
     @staticmethod
     def recognises(record: Json) -> bool:

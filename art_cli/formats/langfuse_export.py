@@ -15,7 +15,6 @@ from art_cli.formats.imported_attempt import (
     as_number,
     as_object,
     named,
-    plain_message,
     sampling_of,
     seconds,
 )
@@ -28,12 +27,14 @@ GROUPS = ("scenario_id", "group_id", "task_id", "dataset_item_id", "datasetItemI
 class LangfuseExport:
     name = "langfuse"
     about = "exports of Langfuse: observations, traces, scores"
+    joins = True
 
     def __init__(self) -> None:
         self._traces: dict[str, Json] = {}  # id -> the record of the trace itself
         self._generations: dict[str, list[Json]] = {}
         self._scores: dict[str, dict[str, float]] = {}
-        self._groups: dict[str, str] = {}  # id -> the scenario that the caller names
+        self._groups: dict[str, str] = {}  # id -> the scenario that one of its observations names
+        self._given: dict[str, str] = {}  # id -> the scenario that the caller gave
 
     @staticmethod
     def recognises(record: Json) -> bool:
@@ -43,7 +44,7 @@ class LangfuseExport:
 
     def read(self, record: Json, group: str | None = None) -> TracedAttempt | None:
         if group is not None:
-            self._groups.setdefault(str(record["id"] if _is_trace(record) else _get(record, "traceId")), group)
+            self._given.setdefault(str(record["id"] if _is_trace(record) else _get(record, "traceId")), group)
         if _is_trace(record):
             self._keep_trace(record)
         elif record.get("type") in KINDS:
@@ -55,7 +56,8 @@ class LangfuseExport:
     def finish(self) -> Iterator[TracedAttempt]:
         for trace, generations in self._generations.items():
             attempt = _attempt(trace, self._traces.get(trace, {}), generations, self._scores.get(trace, {}))
-            attempt.scenario = self._groups.get(trace, attempt.scenario)
+            attempt.is_grouped = trace in self._given
+            attempt.scenario = self._given.get(trace, self._groups.get(trace, attempt.scenario))
             yield attempt
 
     def _keep_trace(self, record: Json) -> None:
@@ -78,6 +80,7 @@ class LangfuseExport:
         if observation.get("type") == "GENERATION":
             try:
                 call = _call(observation)
+                TracedAttempt().add(call)  # a bad one costs this generation, and not its trace
             except ValueError:
                 if observation.get("level") != "ERROR":
                     raise
@@ -130,8 +133,6 @@ def _call(observation: Json) -> TracedCall:
         raise ValueError("a generation whose input has no messages")
     found = _get(observation, "modelParameters")
     reply = _reply(answered)
-    for message in (*messages, reply):
-        plain_message(message)  # a bad one costs this generation, and not its trace
     return TracedCall(messages, reply, tools, sampling=sampling_of(_object(found)))
 
 

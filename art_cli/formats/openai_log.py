@@ -149,6 +149,7 @@ GROUPS = ("group_id", "scenario_id", "scenario", "task_id", "prompt_id")
 class OpenAILog:
     name = "openai"
     about = "lines with `messages`, or with a request and its response"
+    joins = True
 
     def __init__(self) -> None:
         self._open: dict[str, TracedAttempt] = {}  # attempts that more calls may belong to, by session or number
@@ -173,12 +174,18 @@ class OpenAILog:
             self._kept[id] = without_instructions(request.get("instructions"), conversation)
         name = self._session(record, call)
         attempt = self._open.get(name)
+        about = _about(record, group)
         if attempt is None:
-            attempt = _about(record, group)
+            attempt = about
         attempt.add(call)
+        attempt.metrics |= about.metrics
+        attempt.error = about.error or attempt.error
+        attempt.is_grouped |= about.is_grouped
+        if about.is_grouped:
+            attempt.scenario = about.scenario
         self._open[name] = attempt
         self._ends[_digests(conversation)[-1]].append(name)
-        attempt.reward = attempt.reward if as_number(record.get("reward")) is None else as_number(record["reward"])
+        attempt.reward = attempt.reward if about.reward is None else about.reward
         return None
 
     def finish(self) -> Iterator[TracedAttempt]:
@@ -219,6 +226,7 @@ def _about(record: Json, group: str | None) -> TracedAttempt:
     return TracedAttempt(
         id=named(record, ("id",)),
         scenario=named(task or {}, ("id",)) if scenario is None else scenario,
+        is_grouped=group is not None,
         task=dict(task or {}),
         reward=as_number(record.get("reward")),
         metrics=numbers(as_object(record.get("metrics"), "metrics")),

@@ -34,6 +34,7 @@ OWN = "art"  # key of `metadata` under which a trace keeps what TrainingTrace ha
 class OpenEnvTrace:
     name = "openenv"
     about = "OpenEnv's TrainingTrace, alone or as `trace` of a record with its reward"
+    joins = False
 
     @staticmethod
     def recognises(record: Json) -> bool:

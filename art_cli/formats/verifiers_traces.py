@@ -24,6 +24,7 @@ from art_cli.runs.trajectory import Json
 class VerifiersTrace:
     name = "verifiers"
     about = "traces.jsonl of verifiers: a graph of messages with tokens"
+    joins = False
 
     @staticmethod
     def recognises(record: Json) -> bool:

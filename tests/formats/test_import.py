@@ -153,7 +153,10 @@ def test_a_generation_that_failed_costs_a_trace_of_langfuse_nothing_else(tmp_pat
 
     failed = generation(2, output=None, level="ERROR", statusMessage="overloaded")
     unknown = generation(5, input=[{"role": "human", "content": "q5"}])  # as LangChain writes it
-    parts = [generation(1), failed, generation(3, output=None), generation(4), unknown]
+    asked = [{"role": "user", "content": "q6"}]
+    nameless = generation(6, input={"messages": asked, "tools": [{"google_search": {}}]})
+    odd = generation(7, input=[{"role": "user", "content": [{"type": "text", "text": {"value": "hi"}}]}])
+    parts = [generation(1), failed, generation(3, output=None), generation(4), unknown, nameless, odd]
     trace = {
         "id": "t",
         "name": "n",
@@ -329,6 +332,22 @@ def test_group_by_names_the_scenario(tmp_path: Path) -> None:
     assert done.unread.counts == {"no 'metadata.task' to group by": 1}
     _, found = imported(tmp_path, FIXTURES / "langfuse.jsonl", group_by="traceId")
     assert [t.group_id for t in found] == ["t1", "t2"]
+
+
+def test_one_record_of_an_attempt_is_enough_to_group_it_by(tmp_path: Path) -> None:
+    """The score of a trace of Langfuse has no task; of a session's two calls only the first has one."""
+    asked, reply = [{"role": "user", "content": "q"}], {"role": "assistant", "content": "a"}
+    call = {"type": "GENERATION", "traceId": "t", "id": "1", "input": asked, "output": reply, "metadata": {"task": "x"}}
+    score = {"traceId": "t", "name": "win", "value": 1, "dataType": "NUMERIC"}
+    done, [found] = imported(tmp_path, write(tmp_path / "f.jsonl", call, score), group_by="metadata.task")
+    assert (found.group_id, found.metrics, done.unread.counts) == ("x", {"win": 1.0}, {})
+    lines = [
+        {"request": {"messages": asked}, "response": {"choices": [{"message": reply}]}, "session_id": "s", **given}
+        for given in ({"metadata": {"task": "x"}}, {"metrics": {"win": 1}, "error": "lost"}, {"session_id": "other"})
+    ]
+    done, [found] = imported(tmp_path, write(tmp_path / "o.jsonl", *lines), group_by="metadata.task")
+    assert (found.group_id, found.metrics, found.error) == ("x", {"win": 1.0}, "lost")
+    assert done.unread.counts == {"no 'metadata.task' to group by": 1}
 
 
 # --- round trip -------------------------------------------------------------------------------------------------------
