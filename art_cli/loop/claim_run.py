@@ -26,6 +26,8 @@ from art_cli.loop.record import check_record, claim_config, follow_rate
 from art_cli.loop.references import check_ready
 from art_cli.loop.startup import Startup
 from art_cli.rollouts.scenario_files import RunScenarios, is_function, pools_of
+from art_cli.runs.chain import is_evaluated
+from art_cli.runs.manifest import digest_of
 from art_cli.runs.run_dir import RunDir
 from art_cli.runs.storage.mirror import Mirror, NoMirror, mirrored
 from art_cli.runs.storage.object_store import ObjectStore
@@ -74,6 +76,7 @@ class Claim:
     data: RunData
     mirror: Mirror | NoMirror
     startup: Startup
+    job: str  # what the judges count their spending by: the run's path and id
 
     @property
     def finished_step(self) -> int | None:
@@ -81,8 +84,9 @@ class Claim:
         newest, config = self.files.newest_checkpoint(), self.loaded.config
         if newest is None or newest[1].step < config.train.steps:
             return None
-        is_evaluated = config.eval is None or newest[1].step in self.files.evaluations()
-        return newest[1].step if is_evaluated else None
+        step = newest[1].step
+        is_done = config.eval is None or is_evaluated(self.files, step, digest_of(newest[1]))
+        return step if is_done else None
 
 
 @contextlib.asynccontextmanager
@@ -104,13 +108,13 @@ async def claim_run(loaded: LoadedConfig, *, is_fresh: bool, startup: Startup) -
     files = RunDir(_beside(root, await _kept_names(loaded)) if is_fresh else root)
     with _unless_wrong(files), files.lock(), logs.kept(files.log_path, find_secrets(os.environ).redact):
         log.info("art train %s: %s", loaded.path, describe(loaded, "engine", "learner"))
+        files.clean()  # before the mirror has files of its own there
         keep, keeps_best = loaded.config.train.keep_checkpoints, loaded.config.train.keep_best
         async with mirrored(files, loaded.config.store, keep=keep, keeps_best=keeps_best) as mirror:
             loaded = follow_rate(follow_record(loaded, files), files)
             check_record(files, loaded)
-            files.clean()
             startup.reached("data")
-            claim = Claim(loaded, files, data, mirror, startup)
+            claim = Claim(loaded, files, data, mirror, startup, job=f"{files.root}{files.claim_id()}")
             if claim.finished_step is not None:
                 claim_config(files, loaded)
             yield claim

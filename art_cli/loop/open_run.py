@@ -145,8 +145,8 @@ async def open_run(claim: Claim, *, go_on: str | None = None) -> AsyncIterator[R
     async with contextlib.AsyncExitStack() as stack:
         begun = await stack.enter_async_context(begin_rollouts(claim.loaded.config.rollout, directory))
         _warn_of_overlap(claim.loaded, data)
-        judge = make_judges(claim.loaded.config, directory, job=str(files.root))
-        shadows = ShadowJudges(claim.loaded.config.shadow, directory, job=str(files.root))
+        judge = make_judges(claim.loaded.config, directory, job=claim.job)
+        shadows = ShadowJudges(claim.loaded.config.shadow, directory, job=claim.job)
         payers: list[Payer] = [judge, *shadows.judges.values()]
         meter = RunMeter(payers)
         _check_prices(claim.loaded, payers)

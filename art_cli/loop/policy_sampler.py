@@ -18,18 +18,13 @@ from art_cli.rollouts.cluster.cluster_rollout import ClusterRollout, serve_clust
 from art_cli.rollouts.process import ProcessRollout
 from art_cli.rollouts.rollout_gateway import Gateway
 from art_cli.rollouts.rollout_runner import OnFinished, Progress, RolloutPlan, Runner, shown
+from art_cli.runs.chain import is_same
 from art_cli.runs.manifest import Origin, read_manifest
 from art_cli.runs.run_checkpoints import fetched
 from art_cli.runs.system_prompt import read_prompt
 from art_cli.runs.trajectory import Trajectory
 from art_cli.runtime.errors import first_of_group
 from art_cli.runtime.threads import call_in_thread
-
-
-def is_same(policy: str, other: str, weights: Mapping[str, str]) -> bool:
-    """Returns whether two digests name policies of the same weights, which another place of the project leaves as they
-    are. Nothing is known against an unknown one."""
-    return not (policy and other) or weights.get(policy, policy) == weights.get(other, other)
 
 
 @dataclass

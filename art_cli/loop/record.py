@@ -101,8 +101,9 @@ def find_clash(run: RunDir, loaded: LoadedConfig) -> str:
 
 
 def _changes(old: dict[str, Any], new: dict[str, Any]) -> list[Change]:
-    """Returns the keys in which two configurations train differently. What one of them leaves open is no difference."""
-    changes = config_changes(old, new)
+    """Returns the keys in which two configurations train differently. What one of them leaves open is no difference,
+    and a key is not compared."""
+    changes = config_changes(without_secrets(old), without_secrets(new))
     return [change for change in changes if change.key not in OPEN or "auto" not in (change.old, change.new)]
 
 

@@ -12,12 +12,11 @@ from art_cli.loop.claim_run import claim_run
 from art_cli.loop.evaluate import contest_rewards, play_evaluation, values_by_scenario, values_of_sources
 from art_cli.loop.open_run import Run, open_run, resume_command
 from art_cli.loop.owed_groups import group
-from art_cli.loop.policy_sampler import is_same
 from art_cli.loop.startup import Startup
 from art_cli.loop.stop_rules import Firing
 from art_cli.reports.pages.curve import curve, run_series
 from art_cli.reports.run_report import read_report, reward_names
-from art_cli.runs.chain import add_link, weights_by_policy
+from art_cli.runs.chain import add_link, is_evaluated
 from art_cli.runs.durable import write_file
 from art_cli.runs.history import Evaluated, UpdateNumbers, count_failures, find_fault
 from art_cli.runs.manifest import read_manifest
@@ -118,8 +117,7 @@ async def evaluate_if_due(run: Run, step: int) -> None:
     if config is None or (step % config.every and step != run.config.train.steps):
         return
     digest = await run.sampler.gateway.proven.digest(step)
-    done = [line.policy for line in files.metrics() if (line.split, line.step) == ("eval", step)]
-    if done and is_same(done[-1], digest, weights_by_policy(files)):  # else of a lost policy, whose step was done again
+    if is_evaluated(files, step, digest):
         return
     begin, path = time.perf_counter(), files.eval_path(step)
     title = f"eval at step {step}"

@@ -13,7 +13,7 @@ another.
 """
 
 import hashlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
@@ -85,6 +85,18 @@ def weights_by_policy(run: RunDir) -> dict[str, str]:
     return {link.policy: " ".join(its) or link.policy for link, its in zip(links, known, strict=True)}
 
 
+def is_same(policy: str, other: str, weights: Mapping[str, str]) -> bool:
+    """Returns whether two digests name policies of the same weights, which another place of the project leaves as they
+    are. Nothing is known against an unknown one. `weights`: `weights_by_policy`."""
+    return not (policy and other) or weights.get(policy, policy) == weights.get(other, other)
+
+
+def is_evaluated(run: RunDir, step: int, digest: str) -> bool:
+    """Returns whether the policy of a step has an evaluation; that of a lost policy, which was made again, is none."""
+    done = [line.policy for line in run.metrics() if (line.split, line.step) == ("eval", step)]
+    return bool(done) and is_same(done[-1], digest, weights_by_policy(run))
+
+
 class Flaw(NamedTuple):
     """One place where a run is not what its chain says. Example: Flaw("step_0003/scored.jsonl", "was changed")"""
 
@@ -114,7 +126,8 @@ def add_link(run: RunDir, manifest: Manifest, *, rest: int | None = None) -> Non
 def _new_parts(run: RunDir, links: list[Link], until: int) -> dict[str, FilePart]:
     """Returns the files that no link names as they are now, of the records and the steps before `until`."""
     known = {name: part for link in links for name, part in link.inputs.items()}
-    written = _written(run, range(links[-1].step if links else 0, until))
+    first = min(links[-1].step, until - 1) if links else 0  # a step that was done again may have a link already
+    written = _written(run, range(first, until))
     return {name: part for name in written if (part := _part(run.root / name)) != known.get(name)}
 
 

@@ -1,6 +1,7 @@
 """Owns every path and file format of a run, for writing and for reading.
 
     runs/<name>/
+      id                              what tells the run from an earlier one of the same name, which was removed
       config.json                     resolved, with nulls
       metrics.jsonl                   one line per step and split
       promise.json                    what `art plan` measured, and what it says that the run will take
@@ -20,6 +21,7 @@ they survive a kill is in durable.py; what makes a checkpoint whole is in manife
 import contextlib
 import logging
 import os
+import secrets
 import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -85,6 +87,7 @@ class RunDir:
 
     def __init__(self, root: Path) -> None:
         self.root = root
+        self.id_path = root / "id"
         self.config_path = root / "config.json"
         self.metrics_path = root / "metrics.jsonl"
         self.curve_path = root / "curve.svg"  # drawn from metrics.jsonl, for people
@@ -234,6 +237,18 @@ class RunDir:
         """
         with lock_directory(self.root, self.logs / "lock"):
             yield
+
+    def claim_id(self) -> str:
+        """Returns the id of the run, and writes one for a new run."""
+        if not os.path.lexists(self.id_path) and not os.path.lexists(self.config_path):
+            write_file(self.id_path, secrets.token_hex(8).encode() + b"\n")
+        return self.id()
+
+    def id(self) -> str:
+        """Returns the id of the run. Example: "3f2a8c019be47d65". It is "" in a run that an older version began."""
+        with contextlib.suppress(OSError):
+            return json_lines.read_file(self.id_path, max_bytes=64, within=self.root).decode(errors="replace").strip()
+        return ""
 
     def clean(self) -> None:
         """Removes unfinished files and directories of a killed writer."""

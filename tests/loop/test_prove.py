@@ -71,6 +71,16 @@ def test_a_run_has_a_link_for_each_checkpoint_and_for_each_end_and_each_new_begi
     assert named == written | {"config.json", "metrics.jsonl"}
 
 
+def test_a_link_of_a_step_that_was_done_again_names_its_files_anew(run: RunDir) -> None:
+    """As after the loss of the newest checkpoint: the step's files are others, and so is the checkpoint."""
+    path = run.learned_path(1)
+    path.write_bytes(path.read_bytes() + b"\n")
+    assert [flaw.place for flaw in flaws(run)] == ["step_0001/learned.jsonl"]
+    manifest = read_manifest(run.checkpoint_path(2))
+    add_link(run, msgspec.structs.replace(manifest, files=manifest.files | {"of_another": "0" * 64}))
+    assert not any("learned" in flaw.place for flaw in flaws(run))
+
+
 @pytest.mark.parametrize("name", [
     "config.json", "metrics.jsonl", "step_0000/trajectories.jsonl", "step_0001/scored.jsonl", "step_0002/eval.jsonl",
     "step_0001/evaluation.json", "checkpoints/step_0002/adapter_model.safetensors",

@@ -16,6 +16,7 @@ from safetensors.torch import load_file
 
 from art_cli.config.compose import load_config, load_sweep
 from art_cli.engines.embedded.embedded_engine import EmbeddedEngine
+from art_cli.formats.traces.saved import run_id
 from art_cli.learners.torch_learner import TorchLearner
 from art_cli.loop.open_run import resume_command
 from art_cli.loop.stages import take_step
@@ -377,6 +378,35 @@ def test_ctrl_c_while_the_first_checkpoint_is_written_ends_the_run_before_its_fi
     files = RunDir(tmp_path / "letters")
     verify_checkpoint(files.checkpoint_path(0))
     assert files.trajectories(0) == []
+
+
+@pytest.mark.slow
+def test_a_run_in_the_place_of_a_removed_one_is_another(tmp_path: Path) -> None:
+    """A tracker and the judge's budget count it anew. One that goes on, also elsewhere, stays the same run."""
+    root = run(tmp_path, "train.steps=1", "eval=null").root
+    first, tracked = RunDir(root).id(), run_id(root)
+    run(tmp_path, "train.steps=2", "eval=null")
+    assert RunDir(root).id() == first != "" and run_id(root) == tracked
+    shutil.rmtree(root)
+    run(tmp_path, "train.steps=1", "eval=null")
+    assert RunDir(root).id() not in ("", first) and run_id(root) != tracked
+    (root / "id").unlink()  # as an older version leaves it
+    run(tmp_path, "train.steps=2", "eval=null")
+    assert RunDir(root).id() == ""
+
+
+@pytest.mark.slow
+def test_a_run_with_a_key_in_its_judges_params_goes_on_and_shows_it_to_nobody(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    judge = "judge={{name: ruler, model: builtin:rule, rubric: {}, params: {{api_key: {}, top_p: 1}}}}"
+    (tmp_path / "rubric.txt").write_text('rule: +1 if assistant 1 is "a"\n')
+    rubric = tmp_path / "rubric.txt"
+    run(tmp_path, "train.steps=1", "eval=null", judge.format(rubric, "sk-hidden-1"))
+    run(tmp_path, "train.steps=2", "eval=null", judge.format(rubric, "sk-hidden-2"))
+    with pytest.raises(RunError, match="judge.params.top_p") as refused:
+        run(tmp_path, "train.steps=2", judge.format(rubric, "sk-hidden-2").replace("top_p: 1", "top_p: 0.5"))
+    assert "sk-hidden" not in str(refused.value) + caplog.text
 
 
 @pytest.mark.slow

@@ -71,8 +71,8 @@ def source_of(root: Path, config: dict[str, object]) -> TracedRun:
 
 
 def run_id(root: Path) -> str:
-    """Returns an id that is the same for the same directory. Example: "3f2a8c019be47d65"."""
-    return hashlib.sha256(str(root.resolve()).encode(errors="surrogateescape")).hexdigest()[:16]
+    """Returns an id that is the same as long as the same run is in the directory. Example: "9be47d653f2a8c01"."""
+    return hashlib.sha256(f"{root.resolve()}{RunDir(root).id()}".encode(errors="surrogateescape")).hexdigest()[:16]
 
 
 def _parts(run: RunDir) -> Iterator[SavedPart]:
