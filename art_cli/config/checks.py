@@ -6,6 +6,7 @@ from art_cli.config.metric_names import SHADOW, judge_costs, why_unknown
 from art_cli.config.schema import (
     BaseLearnerConfig,
     BlendJudgeConfig,
+    DapoConfig,
     DistillConfig,
     FunctionJudgeConfig,
     JudgeConfig,
@@ -98,6 +99,10 @@ def _conflicts(config: RunConfig) -> Iterator[tuple[str, str]]:
             yield key, "learner 'prompt' changes no weight and has no use for it; leave it out"
     if isinstance(config.learns_by, PpoConfig):
         yield from _critic_conflicts(config, config.learns_by)
+    if isinstance(config.learns_by, DapoConfig) and config.learns_by.overlong == "penalty":
+        for name in (name for name, source in config.rollout.sources.items() if source.max_tokens is not None):
+            cure = "leave it out, or set overlong to mask"
+            yield f"rollout.sources.{name}.max_tokens", f"{section}.overlong=penalty knows one limit for all: {cure}"
     yield from _update_conflicts(config, section)
 
 
@@ -235,6 +240,8 @@ def _replay_conflicts(config: RunConfig, section: str) -> Iterator[tuple[str, st
         yield "rollout.replay", f"tokens of older policies need weights: {cure}"
     if config.rollout.num_replays == 0:
         yield "rollout.replay", "with rollout.groups_per_step=1 there is no room for another group; set it to 2 or more"
+    elif 0 < config.rollout.groups_per_step <= len(config.rollout.sources):
+        yield "rollout.replay", "each source has one group a step, which leaves no room; raise rollout.groups_per_step"
     if config.rollout.replay is not None and config.rollout.replay.max_age <= config.train.max_staleness:
         stale = config.train.max_staleness
         yield "rollout.replay.max_age", f"above train.max_staleness ({stale}): younger steps may not be done yet"

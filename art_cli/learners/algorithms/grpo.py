@@ -98,7 +98,9 @@ class Rloo(ClippedPreset[loss_config.RlooConfig]):
     The baseline of a trajectory is the mean reward of the others in its group, and a whole trajectory is one action:
     the gradient at ratio 1 is the mean over trajectories of -A_i times the sum of grad log p over its tokens. The
     ratio of a sample and its clip are TRL's; the paper has neither, and with one optimizer step per step both are 1.
-    That mean is over all sampled trajectories, those of groups without signal too: `loss.mean_over=all`.
+    That mean is over all sampled trajectories, those of groups without signal too: `loss.mean_over=all`. `loss.kl` and
+    the other components that count each token on its own are a mean over the tokens of a sample, where the paper's KL,
+    a part of the reward, is their sum.
     """
 
     def credit(self, group: Sequence[ScoredTrajectory]) -> Sequence[float | None]:

@@ -36,6 +36,7 @@ class Maxrl(ClippedPreset[MaxrlConfig]):
             if reward < 0:
                 raise LearnerError(
                     f"trajectory {trajectory.id}: its reward is {reward:g}; loss 'maxrl' divides by the mean reward of "
-                    "a group and takes no negative ones: add a constant to the rewards, or choose another loss"
+                    "a group and takes no negative ones: add a constant to the rewards and remove "
+                    f"step_{trajectory.step:04d} of the run, or choose another loss"
                 )
         return over_mean(rewards)

@@ -28,6 +28,9 @@ class ValueTerms(NamedTuple):
     targets: Tensor
 
 
+LARGEST = 20.0  # nats that a sample's logprob may move; e^20 is far beyond every clip
+
+
 class Objective(NamedTuple):
     """The values of an objective for N terms."""
 
@@ -48,9 +51,11 @@ def clip_samples(terms: PolicyTerms, low: float, high: float) -> Objective:
 def clip_sums(terms: PolicyTerms, low: float, high: float) -> Objective:
     """PPO's surrogate with one ratio per sample: the product of its tokens' ratios.
 
-    Each token has the value of its whole sample. RLOO as in TRL, where a completion is one action.
+    Each token has the value of its whole sample. RLOO as in TRL, where a completion is one action. A long sample whose
+    sum is beyond LARGEST has no gradient: its ratio would be no number.
     """
-    return clipped_surrogate(_sample_sum(terms.new - terms.old, terms.samples).exp(), terms.advantages, low, high)
+    moved = _sample_sum(terms.new - terms.old, terms.samples).clamp(-LARGEST, LARGEST)
+    return clipped_surrogate(moved.exp(), terms.advantages, low, high)
 
 
 def clip_weights(terms: PolicyTerms, low: float, high: float) -> Objective:

@@ -16,6 +16,10 @@ class ReinforcePlusPlusConfig(ClippedLossConfig):
     baseline: bool = False
     """true: the group's mean is subtracted before (REINFORCE++ w/ baseline)."""
 
+    @property
+    def takes_noise(self) -> bool:
+        return self.baseline
+
 
 class ReinforcePlusPlus(ClippedPreset[ReinforcePlusPlusConfig]):
     """REINFORCE++: Hu et al. 2025 (arXiv:2501.03262), and with `baseline` its variant REINFORCE++ w/ baseline.
