@@ -772,6 +772,20 @@ async def test_a_marker_that_arguments_escape_is_found(fake: Fake) -> None:
     assert [id for id in talk.request.prompt if id >= 256] == [257, 258]
 
 
+async def test_thoughts_are_no_part_of_the_answer(fake: Fake) -> None:
+    """The server would leave them in it, as it has no parser for them."""
+    text = "<think>\nlong\n</think>\n\n42"
+    ids = tiny_tokenizer().encode(text)
+    choice = Choice(index=0, text=text, token_ids=ids, logprobs=[0.0] * len(ids), finish_reason="stop")
+    template = "{% for m in messages %}{{ m.content.split('</think>')[-1] }}{% endfor %}"
+    async with knowing(fake, template) as engine:
+        talk = await engine._chats.rendered(chat("six times seven", max_tokens=200))
+    assert talk is not None
+    reply = talk.reply(Reply(id="cmpl-1", created=1, model="policy", choices=[choice], prompt_ids=[1]))
+    message = reply.choices[0].message or {}
+    assert (message["content"], message["reasoning_content"]) == ("42", "long")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("tool_choice", "text", "held"),

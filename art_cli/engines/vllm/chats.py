@@ -1,9 +1,10 @@
-"""Chats: sends a conversation to vLLM as tokens, where the server's own rendering would make control tokens of a text.
+"""Chats: sends a conversation to vLLM as tokens, where the server would render or read it in another way than we do.
 
-    a text holds a marker -> our template and tokens -> /v1/completions -> the sampled tokens -> our parser -> a message
+    our template and tokens -> /v1/completions -> the sampled tokens -> our parser -> a message
 
-vLLM renders messages itself, and tokenizes a marker in a text as the control token. Conversations without one stay as
-they are. A forced call is held to the tools' schemas as vLLM's own chat does it: the reply is the JSON of the arguments
+vLLM renders messages itself, and tokenizes a marker in a text as the control token. It leaves thoughts in the text of a
+reply, and finds calls that are written as Hermes' are. Other conversations stay as they are. A forced call is held to
+the tools' schemas as vLLM's own chat does it: the reply is the JSON of the arguments
 (a named tool) or of a list of calls (`required`).
 """
 
@@ -18,8 +19,8 @@ from art_cli.chat.reading import RequestReader
 from art_cli.chat.replies import Choice, Chunk, Reply
 from art_cli.chat.requests import Json, Request
 from art_cli.engines.embedded import chat_prompts
-from art_cli.engines.embedded.call_syntax import call_of, schemas_of
-from art_cli.engines.embedded.chat_prompts import Prompt
+from art_cli.engines.embedded.call_syntax import HERMES, call_of, find_syntax, schemas_of
+from art_cli.engines.embedded.chat_prompts import THINK_END, Prompt
 from art_cli.engines.embedded.choices import ChoiceWriter, Piece, reply_limit
 from art_cli.engines.embedded.reply_text import Vocabulary
 from art_cli.models.loading import load_tokenizer
@@ -61,10 +62,19 @@ class Chats:
         guard = Guard(vocabulary.controls, talk, request.tools, request.template_kwargs)
         guard.messages(talk)
         guard.value([request.tools, request.template_kwargs])
-        if not guard.letters:
+        is_read_here = self._is_read_here(request)
+        if not guard.letters and not is_read_here:
             return None
         prompt = await self._render(vocabulary, request)
-        return RenderedChat(vocabulary, request, prompt, self._left(request, prompt)) if prompt.is_guarded else None
+        if not prompt.is_guarded and not is_read_here:
+            return None
+        return RenderedChat(vocabulary, request, prompt, self._left(request, prompt))
+
+    def _is_read_here(self, request: Request) -> bool:
+        """Returns whether the server would not find the thoughts or the calls of a reply."""
+        assert self._vocabulary is not None
+        template = self._vocabulary.tokenizer.chat_template or ""
+        return THINK_END in template or (bool(request.tools) and find_syntax(template) != HERMES)
 
     async def bounded(self, request: Request) -> Request | None:
         """Returns a request that the server refused as too long with a reply that fits the context, or None if the
