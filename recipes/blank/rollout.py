@@ -6,4 +6,5 @@ from art_cli import Policy
 async def rollout(policy: Policy, scenario: dict[str, str]) -> float:
     messages = [{"role": "user", "content": scenario["question"]}]
     reply = await policy.client.chat.completions.create(model=policy.model, messages=messages)
-    return 1.0 if scenario["answer"] in (reply.choices[0].message.content or "") else 0.0
+    said = (reply.choices[0].message.content or "").strip(" .\n")
+    return 1.0 if said.endswith(scenario["answer"]) else 0.0  # not anywhere in it: a list of all answers would pay

@@ -29,7 +29,9 @@ async def rollout(policy: Policy, scenario: dict[str, Any]) -> Outcome:
     messages: list[Any] = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": question.text}]
     read: list[Any] = []
     answer: str | None = None
-    for _ in range(MAX_TURNS):
+    turns = 0
+    while turns < MAX_TURNS and answer is None:
+        turns += 1
         reply = await policy.client.chat.completions.create(model=policy.model, messages=messages, tools=TOOLS)
         message = reply.choices[0].message
         messages.append(message.model_dump(exclude_none=True))
@@ -43,11 +45,9 @@ async def rollout(policy: Policy, scenario: dict[str, Any]) -> Outcome:
                 read.append(value)
             said = {"search": mailbox.search, "read": mailbox.read}[name](value) if name in ("search", "read") else ""
             messages.append({"role": "tool", "tool_call_id": call.id, "content": said or "nothing"})
-        if answer is not None:
-            break
     mailbox.close()
     right = answer is not None and is_right(answer, question.answer)
-    metrics = {"answered": answer is not None, "found": question.email in read, "turns": len(messages) // 2}
+    metrics = {"answered": answer is not None, "found": question.email in read, "turns": turns}
     return Outcome(reward=float(right), metrics=metrics)
 
 

@@ -35,7 +35,8 @@ def answer(desk: Desk, method: str, params: dict[str, Any]) -> dict[str, Any]:
     if method != "tools/call":
         return {"error": {"code": METHOD_NOT_FOUND, "message": method}}
     name, arguments = params.get("name"), params.get("arguments") or {}
-    if name not in TOOLS or not isinstance(number := arguments.get(TOOLS[name][0]), int):
+    number = arguments.get(TOOLS[name][0]) if name in TOOLS else None
+    if not isinstance(number, int) or not 0 <= number < 2**63:  # what SQLite can hold
         return {"error": {"code": INVALID_PARAMS, "message": f"{name} takes a whole number, {TOOLS.get(name, '?')[0]}"}}
     return {"result": {"content": [{"type": "text", "text": desk.call(name, number)}]}}
 

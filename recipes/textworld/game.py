@@ -1,6 +1,7 @@
 """Games that textworld makes from a seed and a size, compiled once and kept in a cache, and played by text."""
 
 import os
+import re
 import tempfile
 from functools import cache
 from pathlib import Path
@@ -13,6 +14,7 @@ GAMES = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "art-
 INFOS = textworld.EnvInfos(
     feedback=True, description=True, objective=True, admissible_commands=True, score=True, max_score=True, won=True
 )
+LONGEST = 190  # characters of a line, of which the interpreter keeps 198
 USELESS = ("examine", "inventory", "look")  # commands that change nothing, and are not shown
 
 
@@ -32,7 +34,9 @@ class Game:
         self._take(state, state.description)
 
     def type(self, command: str) -> None:
-        state, _, self.is_over = self._env.step(command)
+        """Types a line. What the interpreter takes for a command to itself, or for several lines, is left out."""
+        line = re.sub(r"[^ -~]|\\", " ", command)[:LONGEST]
+        state, _, self.is_over = self._env.step(line)
         self._take(state, state.feedback)
 
     def close(self) -> None:

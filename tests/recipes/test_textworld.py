@@ -56,6 +56,25 @@ def test_a_seed_makes_the_same_game_again(games: Path) -> None:
     assert play(scenario, "look")[1] == first
 
 
+def test_no_held_out_game_is_a_training_game_with_other_words() -> None:
+    """The kinds of things and the ways to win differ from those of the training game of the same number."""
+    games = []
+    for scenario in (*list(RECIPE.scenarios.train())[:8], *list(RECIPE.scenarios.evaluation())[:8]):
+        size = RECIPE.game.Size(**scenario["size"])
+        options = RECIPE.game.game_options(scenario["seed"], size, is_held_out=scenario["is_held_out"])
+        game = textworld.generator.make_game(options)
+        kinds = sorted(info.type for info in game.infos.values())
+        games.append((kinds, [action.name for action in game.quests[0].win_events[0].actions]))
+    assert sum(one == other for one, other in zip(games[:8], games[8:], strict=True)) <= 2
+
+
+@pytest.mark.parametrize("reply", ["\\boxed{take key}", "look\ninventory\nlook", "\x00é" * 200, "", "a" * 5000])
+def test_a_reply_is_one_line_that_no_interpreter_takes_for_a_command(reply: str, games: Path) -> None:
+    """The game answers each with one text, and goes on."""
+    outcome, seen = play(SCENARIOS[0], reply, "look")
+    assert outcome.metrics["legal"] == 0.0 and len(seen) == 2 * SCENARIOS[0]["size"]["commands"]
+
+
 def test_things_and_food_of_held_out_games_are_in_no_training_game() -> None:
     names: dict[str, set[str]] = {}
     for scenario in (*list(RECIPE.scenarios.train())[:8], *list(RECIPE.scenarios.evaluation())[:8]):
