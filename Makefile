@@ -17,7 +17,7 @@ QUANTIZE := .venv/quantize
 
 APP := art_cli/view/app_src
 
-.PHONY: setup setup-demo setup-vllm setup-unsloth setup-agents setup-verifiers setup-readers setup-s3 setup-gpu demo \
+.PHONY: setup setup-demo setup-vllm setup-unsloth setup-agents setup-verifiers setup-readers setup-s3 setup-tinker setup-gpu demo \
 	demo-tiny test test-quantize test-rest test-all test-vllm test-unsloth test-agents test-verifiers test-readers test-s3 \
 	test-machines test-gpu lint bench bench-gpu bench-gpu-small view clean
 
@@ -211,4 +211,4 @@ test-machines: $(DEV) $(MACHINES)/.ready  ## files of docs/machines.md, read by 
 
 clean:
 	rm -rf $(APP)/node_modules .venv .venv-vllm $(UNSLOTH) $(AGENTS) $(VERIFIERS) $(READERS) $(S3) $(MACHINES) $(GPU) \
-		runs dist
+		.sdk-tinker runs dist

@@ -32,6 +32,7 @@ from art_cli.config.sections.rollout_config import RolloutConfig
 from art_cli.judges import Judge
 from art_cli.judges.costs import Usage
 from art_cli.judges.shadow_judges import ShadowJudges, shadow_numbers
+from art_cli.learners.algorithms.credit import rewards_of
 from art_cli.loop.evaluate import values_by_scenario
 from art_cli.loop.owed_groups import GroupPlace, GroupScorer, group, owed, plan_places
 from art_cli.loop.policy_sampler import Sampler
@@ -142,12 +143,8 @@ class _Line:
         return self._names[first : self._num]
 
 
-def _rewards(group: Sequence[ScoredTrajectory]) -> list[float]:
-    return [trajectory.reward for trajectory in group if trajectory.reward is not None]
-
-
 def _tells(group: Sequence[ScoredTrajectory]) -> bool:
-    return has_signal(_rewards(group)) and not is_left_out(group)
+    return has_signal(rewards_of(group)) and not is_left_out(group)
 
 
 def _source_numbers(groups: Sequence[Sequence[ScoredTrajectory]], source: str) -> dict[str, float]:
@@ -163,7 +160,7 @@ def _pool_numbers(groups: Sequence[Sequence[ScoredTrajectory]], key: str, prefix
     """Returns the mean reward of each pool, or of the commonest ones if there are many."""
     rewards: dict[str, list[float]] = {}
     for members in groups:
-        rewards.setdefault(str(members[0].scenario.get(key)), []).extend(_rewards(members))
+        rewards.setdefault(str(members[0].scenario.get(key)), []).extend(rewards_of(members))
     common = sorted((pool for pool in rewards if rewards[pool]), key=lambda pool: -len(rewards[pool]))[:MAX_POOLS]
     names = {pool: re.sub(r"\W", "_", pool)[:40] for pool in common}
     return {f"{prefix}{names[pool]}": math.fsum(rewards[pool]) / len(rewards[pool]) for pool in common}
@@ -171,7 +168,7 @@ def _pool_numbers(groups: Sequence[Sequence[ScoredTrajectory]], key: str, prefix
 
 def _reward_numbers(groups: Sequence[Sequence[ScoredTrajectory]]) -> dict[str, float]:
     """Returns mean and deviation of the rewards and the share of groups without signal; {} if there are no rewards."""
-    rewards = [reward for group in groups for reward in _rewards(group)]
+    rewards = [reward for group in groups for reward in rewards_of(group)]
     if not rewards:
         return {}
     mean = math.fsum(rewards) / len(rewards)

@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 
 from art_cli.runtime.errors import UsageError
 
-KINDS = ("f16", "q8_0", "q4_0")
 ARCHITECTURES = {"llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "gemma3_text": "gemma3"}  # by model_type
 WIDE = ("token_embd.weight", "output.weight")  # the tensors that q4_0 keeps in q8_0
 BLOCK = 32  # values that share a scale in q8_0 and q4_0

@@ -20,7 +20,6 @@ from art_cli.runtime.secrets import find_secrets
 
 Json = dict[str, Any]
 
-ASKED = ("messages", "tools", "temperature")  # fields of a question that go on to the endpoint
 MAX_BODY = 4 * 2**20  # bytes of a conversation
 BODY_S, ANSWER_S = 30.0, 120.0  # longest waits for the page's question, and for the endpoint's answer
 MODELS_S = 10.0  # longest wait for its list of models

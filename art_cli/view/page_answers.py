@@ -12,7 +12,6 @@ import math
 import threading
 import time
 from collections.abc import Mapping
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -258,7 +257,6 @@ class Answers:
     def sources(self) -> Json:
         self.look()
         return {
-            "version": _version(),
             "revision": self._revision(),
             "left_out": self.left_out,
             "chat": self._has_chat,
@@ -504,19 +502,3 @@ def _size(path: Path) -> int:
         return path.stat().st_size
     except OSError:
         return 0
-
-
-def _version() -> str:
-    try:
-        return version("art-cli")
-    except PackageNotFoundError:  # run from its sources
-        return "0"
-
-
-def _config(source: ViewSource) -> Json:
-    if source.run is None or not source.run.config_path.exists():
-        return {}
-    try:
-        return read_object(source.run.config_path, within=source.run.root)
-    except ArtError:
-        return {}

@@ -20,6 +20,7 @@ from typing import IO, Any
 
 import msgspec
 
+from art_cli.chat.replies import thoughts_of
 from art_cli.chat.requests import text_of
 from art_cli.formats.traces.saved import Saved, SavedPart
 from art_cli.formats.traces.spans import ModelCall, ToolUse, calls_of, parsed, reward_of, tool_uses
@@ -356,7 +357,7 @@ def _message(message: Json, id_: str) -> Json:
     """Returns a message in OpenAI's form as one of inspect's."""
     role = str(message.get("role"))
     text = text_of(message.get("content"))
-    thoughts = message.get("reasoning_content") or message.get("reasoning")
+    thoughts = thoughts_of(message)
     if role == "tool":
         known = {"tool_call_id": str(message.get("tool_call_id")), "function": message.get("name")}
         return {"id": id_, "role": "tool", "content": text, **{k: v for k, v in known.items() if v is not None}}

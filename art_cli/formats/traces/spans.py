@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from art_cli.chat.replies import thoughts_of
 from art_cli.chat.requests import text_of
 from art_cli.runs.trajectory import Json, Score, ScoredTrajectory, Trajectory, Turn
 from art_cli.runtime.processes.plain_json import is_deep
@@ -412,7 +413,7 @@ def _parts(message: Json) -> list[Json]:
         response = shortened(text_of(message.get("content")))
         return [{"type": "tool_call_response", "id": str(message.get("tool_call_id")), "response": response}]
     parts: list[Json] = []
-    if thoughts := message.get("reasoning_content") or message.get("reasoning"):
+    if thoughts := thoughts_of(message):
         parts.append({"type": "reasoning", "content": shortened(str(thoughts))})
     if text := text_of(message.get("content")):
         parts.append({"type": "text", "content": shortened(text)})

@@ -82,16 +82,6 @@ class Tracker(Protocol):
         """Comes last, when the run ends in whatever way short of a kill."""
 
 
-class CheckpointTracker(Tracker, Protocol):
-    def log_checkpoint(self, step: int, path: Path) -> None:
-        """Takes the checkpoint of the policy after `step` updates, which is whole."""
-
-
-class EvaluationTracker(Tracker, Protocol):
-    def log_evaluation(self, step: int, groups: Sequence[Sequence[Trajectory]]) -> None:
-        """Takes the attempts of an evaluation of the policy at `step`, those at one scenario in a group."""
-
-
 class AttemptsTracker:
     """Gives the attempts of training and of evaluations to one method, for trackers that show both alike."""
 

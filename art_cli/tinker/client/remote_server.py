@@ -189,7 +189,6 @@ def _is_refused(error: Exception) -> bool:
 OLDEST = (0, 24, 1)  # the first version of the SDK that has all that is used here
 PROBE_S = 10.0  # interval between two looks whether a server that does not answer is there
 GONE_S = 60.0  # a server that does not answer for so long is gone
-CLOSE_S = 10.0
 # the server's words in the SDK's report of a failed request
 _WRAPPED = re.compile(r"Request failed: (.*) for self\.request_id=.*", re.DOTALL)
 EXTRA = "pip install 'art-cli[tinker]'"

@@ -149,10 +149,6 @@ class Models:
         self._owed: dict[str, Future] = {}  # requests for models that wait for room
         self._making: dict[str, bool] = {}  # models that are being made, and whether their session has ended meanwhile
 
-    @property
-    def is_busy(self) -> bool:
-        return self._device.locked()
-
     def get(self, id: str, owner: str) -> Model:
         """Raises ChatError 404 if this client has no such model."""
         found = self.models.get(id)

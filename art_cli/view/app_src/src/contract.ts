@@ -23,7 +23,6 @@ export interface Source {
 }
 
 export interface Sources {
-  version: string;
   revision: number;
   left_out: number;
   chat: boolean;
