@@ -14,11 +14,12 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
-from art_cli.config.compose import load_config, load_sweep
+from art_cli.config.compose import LoadedConfig, load_config, load_sweep
 from art_cli.engines.embedded.embedded_engine import EmbeddedEngine
 from art_cli.formats.traces.saved import run_id
 from art_cli.learners.torch_learner import TorchLearner
 from art_cli.loop.open_run import resume_command
+from art_cli.loop.record import claim_config, find_clash
 from art_cli.loop.stages import take_step
 from art_cli.loop.train import TrainResult, train
 from art_cli.runs.manifest import verify_checkpoint
@@ -395,18 +396,16 @@ def test_a_run_in_the_place_of_a_removed_one_is_another(tmp_path: Path) -> None:
     assert RunDir(root).id() == ""
 
 
-@pytest.mark.slow
-def test_a_run_with_a_key_in_its_judges_params_goes_on_and_shows_it_to_nobody(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    judge = "judge={{name: ruler, model: builtin:rule, rubric: {}, params: {{api_key: {}, top_p: 1}}}}"
-    (tmp_path / "rubric.txt").write_text('rule: +1 if assistant 1 is "a"\n')
-    rubric = tmp_path / "rubric.txt"
-    run(tmp_path, "train.steps=1", "eval=null", judge.format(rubric, "sk-hidden-1"))
-    run(tmp_path, "train.steps=2", "eval=null", judge.format(rubric, "sk-hidden-2"))
-    with pytest.raises(RunError, match="judge.params.top_p") as refused:
-        run(tmp_path, "train.steps=2", judge.format(rubric, "sk-hidden-2").replace("top_p: 1", "top_p: 0.5"))
-    assert "sk-hidden" not in str(refused.value) + caplog.text
+def test_a_key_in_the_judges_params_makes_no_other_run_and_is_shown_to_nobody(tmp_path: Path) -> None:
+    def given(key: str, top_p: float) -> LoadedConfig:
+        judge = f"judge={{name: ruler, model: openai/o3, params: {{api_key: {key}, top_p: {top_p}}}}}"
+        return load_config(LETTERS / "config.yaml", [f"runs={tmp_path}", judge])
+
+    files = RunDir(tmp_path / "letters")
+    claim_config(files, given("sk-hidden-1", 1.0))
+    assert find_clash(files, given("sk-hidden-2", 1.0)) == ""
+    clash = find_clash(files, given("sk-hidden-2", 0.5))
+    assert "judge.params.top_p" in clash and "sk-hidden" not in clash
 
 
 @pytest.mark.slow
