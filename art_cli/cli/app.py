@@ -7,6 +7,7 @@ too, with the traceback under --verbose.
 
 import atexit
 import os
+import shutil
 import signal
 import sys
 import threading
@@ -73,12 +74,17 @@ app = typer.Typer(cls=LazyGroup, **PLAIN)
 
 def main() -> NoReturn:
     """Runs the command line of this process and ends the process with its exit code."""
+    for name in ("stdout", "stderr"):  # None where the caller has closed it
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115
     code = run(sys.argv[1:])
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # all work is done, so Ctrl-C ends Python's clean-up at once
     try:
         sys.stdout.flush()
-    except BrokenPipeError:  # the reader of the output is gone, so the interpreter must not flush again when it ends
+    except OSError as error:  # the interpreter must not flush again when it ends
+        if not isinstance(error, BrokenPipeError):  # that of a reader who is gone needs no word
+            sys.stderr.writelines(f"{line}\n" for line in report(error)[0])
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         code = 1
     _exit(code)
@@ -148,6 +154,8 @@ def _lines(error: Exception) -> tuple[list[str], int]:
             full = getattr(error, "filename", None)
             what = f"{full}: " if full else ""
             return [f"error: {what}no space left on the disk; free some and run the same command again"], 1
+        case shutil.Error(args=[[(_, to, reason), *_]]):
+            return [f"error: {to}: {reason}"], 1
         case OSError(strerror=str(reason)):
             return [f"error: {error.filename or 'operating system'}: {reason}"], 1
     text = " ".join(str(error).split())

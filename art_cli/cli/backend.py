@@ -3,13 +3,14 @@
 import json
 import logging
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from art_cli.cli import ApiKey, ClientKeyFile, Json, MaxBody
-from art_cli.cli.serve import KEY_VARIABLE, warn_of_open_key
+from art_cli.cli.serve import Key, how_to_get_key, warn_of_open_key
 from art_cli.runtime.errors import UsageError
 
 if TYPE_CHECKING:
@@ -97,10 +98,12 @@ def run(
     )
     made = _load_base(loaded, root, base)
 
+    key = how_to_get_key(bool(keys), api_key_file)
+
     async def serve() -> None:
         with scratch("backend") as logs:
             service = BackendService(made, root=root, engine=engine, keys=keys, limits=limits, logs=logs)
-            await service.run(host, port, lambda address: _greet(address, made.name, bool(keys), as_json))
+            await service.run(host, port, lambda address: _greet(address, made.name, key, as_json))
 
     threads.run(serve())
 
@@ -108,6 +111,7 @@ def run(
 def _load(arguments: list[str], base: str | None) -> "LoadedBackend":
     """Returns the model, engine and learner of the file and overrides. Raises UsageError if no model is named."""
     from art_cli.config.compose import load_backend
+    from art_cli.config.schema import TorchLearnerConfig
 
     has_file = bool(arguments) and "=" not in arguments[0]
     path, overrides = (Path(arguments[0]), arguments[1:]) if has_file else (None, arguments)
@@ -124,6 +128,9 @@ def _load(arguments: list[str], base: str | None) -> "LoadedBackend":
         raise UsageError("learner.nodes: adapters of several clients are trained on one machine; set learner.processes")
     if loaded.learner.name == "unsloth" and loaded.model.lora is None:
         raise UsageError("model.lora: null trains all weights, and Unsloth adapters only: learner=torch, or set it")
+    if loaded.learner.name == "auto":
+        shared = loaded.learner.model_dump(exclude={"name"}, exclude_unset=True)
+        loaded = replace(loaded, learner=TorchLearnerConfig.model_validate(shared))
     return loaded
 
 
@@ -167,18 +174,24 @@ def _load_base(loaded: "LoadedBackend", root: Path, named: str | None) -> "Base"
     is_whole = loaded.model.lora is None
     if is_whole:
         log.info("model.lora is null: each client trains a copy of all weights, whatever rank it asks for")
-    return Base(weights, name=given, lora=lora, learner=loaded.learner, is_whole=is_whole)
+    return Base(
+        weights,
+        name=given,
+        lora=lora,
+        learner=loaded.learner,
+        is_whole=is_whole,
+        chat_template=loaded.model.chat_template,
+    )
 
 
-def _greet(root: str, name: str, has_keys: bool, as_json: bool) -> None:
+def _greet(root: str, name: str, key: Key | None, as_json: bool) -> None:
     """Prints the address and a command that connects to it."""
     if as_json:
         sys.stdout.write(json.dumps({"url": root, "base_model": name}) + "\n")
     else:
-        key = f"${KEY_VARIABLE}" if has_keys else "tml-any"
         sys.stdout.write(
             f"{name} is trained and sampled at {root}\n\n"
-            f"TINKER_BASE_URL={root} TINKER_API_KEY={key} python -c 'import tinker; "
+            f"TINKER_BASE_URL={root} TINKER_API_KEY={key.in_shell if key else 'tml-any'} python -c 'import tinker; "
             f"print(tinker.ServiceClient().get_server_capabilities())'\n"
         )
     sys.stdout.flush()

@@ -2,6 +2,7 @@
 
 import json
 import re
+import shlex
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -72,7 +73,10 @@ def run(
     elif fork is not None:
         made = run_checkpoints.fork(RunDir(run), _place(run, fork), step=step)
         assert made.run is not None, made
-        text = f"{made.run.root}: forked from step {made.step}; train it under the name {made.run.root.name}"
+        place = made.run.root
+        given = f"name={place.name}"
+        given += "" if place.name == fork else f" runs={shlex.quote(str(place.parent))}"
+        text = f"{place}: forked from step {made.step}; go on with: art train CONFIG {given}"
         _say(as_json, {"checkpoint": str(made.path), "step": made.step}, text)
     elif is_pruning:
         removed = run_checkpoints.prune(RunDir(run), keep=keep)

@@ -4,15 +4,28 @@ import contextlib
 import json
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperCommand
 
 from art_cli.cli import Config, Json, Last, Overrides, policy, which_checkpoint
 from art_cli.runtime.errors import UsageError, printable_lines
 
+ORDER = "art.eval.order"  # key of the options in their order
+
+
+class Command(TyperCommand):
+    """The command `eval`, which compares policies in the order of its options, whichever they are."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        options = [word.partition("=")[0] for word in args]
+        ctx.meta[ORDER] = [option for option in options if option in ("--checkpoint", "--endpoint")]
+        return super().parse_args(ctx, args)
+
 
 def run(
+    context: typer.Context,
     config: Config,
     overrides: Overrides = None,
     checkpoints: Annotated[
@@ -37,7 +50,8 @@ def run(
 ) -> None:
     """Compare policies; gate on the result.
 
-    Plays the evaluation scenarios with each and compares it with the first, scenario by scenario.
+    Plays the evaluation scenarios with each and compares it with the first that the command names, scenario by
+    scenario.
 
     \b
     art eval config.yaml --checkpoint runs/mine --gate 'reward>=0.8'
@@ -64,7 +78,12 @@ def run(
     if loaded.config.eval is None:
         raise UsageError(f"{config}: no eval section; add `eval: {{scenarios: FILE}}`")
     players = eval_comparison.find_players(
-        loaded, checkpoints or [], endpoints or [], which=which_checkpoint(False, is_last), is_trusted=is_trusted
+        loaded,
+        checkpoints or [],
+        endpoints or [],
+        which=which_checkpoint(False, is_last),
+        is_trusted=is_trusted,
+        order=context.meta[ORDER],
     )
     check_ready(loaded, ("model", "rollout", "gateway", "engine", "eval"))
     last = list(players)[-1]
@@ -72,6 +91,7 @@ def run(
     check_gates(parsed, last, loaded.config.rollout.sources)
     with contextlib.ExitStack() as stack:
         directory = output or stack.enter_context(scratch("eval"))
+        eval_comparison.claim_directory(directory, loaded)
         watch = eval_comparison.Watch(loaded, parsed, num_policies=len(players))
         scenarios = RunScenarios(loaded.config, loaded.directory).evaluation_by_source
         files = eval_comparison.file_names({name: player.address for name, player in players.items()})

@@ -6,6 +6,7 @@ same scenarios, so differences are paired. The others are compared with the firs
 """
 
 import logging
+import os
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -13,6 +14,8 @@ from hashlib import sha256
 from pathlib import Path
 from typing import NamedTuple
 from urllib.parse import quote
+
+import msgspec
 
 from art_cli.config.compose import LoadedConfig
 from art_cli.config.schema import JudgeModelConfig, ModelConfig, OpenAIEngineConfig
@@ -27,6 +30,7 @@ from art_cli.loop.evaluate import (
     Estimate,
     Gate,
     NameWatch,
+    code_of,
     contest_rewards,
     estimate,
     is_contest,
@@ -35,6 +39,7 @@ from art_cli.loop.evaluate import (
 )
 from art_cli.loop.policy_sampler import open_sampler
 from art_cli.loop.stage_policy import PolicySource, find_policy, open_policy
+from art_cli.runs.durable import read_object, write_file
 from art_cli.runs.history import count_failures, find_fault
 from art_cli.runs.run_checkpoints import Which, run_config, run_of
 from art_cli.runs.run_dir import RunDir
@@ -42,10 +47,14 @@ from art_cli.runs.trajectory import Json, Trajectory
 from art_cli.runtime import threads
 from art_cli.runtime.errors import RolloutError, UsageError, printable
 from art_cli.runtime.log import is_verbose
+from art_cli.runtime.scratch import make_directory
 from art_cli.serving.served_policies import engine_config
 
 log = logging.getLogger(__name__)
 
+SETTINGS = "settings.json"
+DECIDING = {"entry", "command", "environment", "max_turns", "limit_reward", "sampling"}  # keys of `rollout`
+CHECKPOINT, ENDPOINT = "--checkpoint", "--endpoint"
 Values = dict[str, dict[str, float]]  # metric -> scenario id -> value
 FIRST = ("reward", "failed")  # the metrics that are listed before all others
 DETAILS = frozenset((*COUNTS, "num_prompt", "num_completion"))  # metrics that --verbose shows
@@ -91,13 +100,17 @@ def find_players(
     *,
     which: Which = "offered",
     is_trusted: bool = False,
+    order: Sequence[str] = (),
 ) -> dict[str, Player]:
     """Returns the players by policy name. Endpoints are written MODEL@URL. Raises UsageError.
 
+    `order`: the options as they stand in the command line, one for each checkpoint and endpoint; without it the
+    endpoints come last.
     `is_trusted`: a prompt that was searched for an endpoint may send calls and their key to the address in its run.
     """
     is_foreign = not engine_traits(loaded.config.engine, loaded.directory).can_train
-    wanted = [path for named in checkpoints for path in _expand(named)] if checkpoints or endpoints else [None]
+    expanded = [_expand(named) for named in checkpoints]
+    wanted = [path for paths in expanded for path in paths] if checkpoints or endpoints else [None]
 
     def trained(loaded: LoadedConfig, path: Path | None) -> LoadedConfig:
         loaded = loaded if path in checkpoints or path is None else _as_trained(loaded, path)
@@ -117,7 +130,19 @@ def find_players(
         config = loaded.config.model_copy(update={"engine": engine})
         name = endpoint if model in players else model  # two addresses may have models of one name
         players[name] = Player(replace(loaded, config=config), PolicySource(None, 0))
-    return players
+    numbers = {CHECKPOINT: [len(paths) for paths in expanded], ENDPOINT: [1] * len(endpoints)}
+    return {name: players[name] for name in _in_order(list(players), numbers, order)}
+
+
+def _in_order(names: Sequence[str], numbers: Mapping[str, Sequence[int]], order: Sequence[str]) -> list[str]:
+    """Returns the names, those of all checkpoints before those of all endpoints, in the order of their options."""
+    first = {CHECKPOINT: 0, ENDPOINT: sum(numbers[CHECKPOINT])}
+    left, found = {option: list(its) for option, its in numbers.items()}, list[str]()
+    for option in order:
+        num = left[option].pop(0)
+        found += names[first[option] : first[option] + num]
+        first[option] += num
+    return list(dict.fromkeys([*found, *names]))
 
 
 def _expand(path: Path) -> list[Path | None]:
@@ -172,6 +197,23 @@ class Watch:
         if self._may_judge and is_contest(self._loaded.config, [trajectory]):
             self._may_judge = False  # the first such attempt is enough
             require_all_keys(self._loaded.config, self._loaded.directory)
+
+
+def claim_directory(directory: Path, loaded: LoadedConfig) -> None:
+    """Writes down the settings and the code that the attempts in the directory are played with.
+
+    Raises UsageError if there are attempts of others; files that the rollout's own file imports are not looked at.
+    """
+    assert loaded.config.eval is not None, "no eval section"
+    rollouts = [part.config.rollout for part in loaded.by_source.values()]
+    settings = [each.model_dump(mode="json", include=DECIDING) for each in rollouts]
+    parts = [settings, loaded.config.eval.temperature, code_of(loaded, rollouts)]
+    digest, path = sha256(msgspec.json.encode(parts, order="deterministic")).hexdigest(), directory / SETTINGS
+    if not os.path.lexists(path):
+        make_directory(directory)
+        write_file(path, msgspec.json.encode({"played_with": digest}) + b"\n")
+    elif read_object(path).get("played_with") != digest:
+        raise UsageError(f"{directory}: its attempts were played with other settings or code; name another one with -o")
 
 
 def file_names(addresses: Mapping[str, str]) -> dict[str, str]:

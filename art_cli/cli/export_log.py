@@ -2,6 +2,7 @@
 
 import json
 import logging
+import shlex
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -72,7 +73,9 @@ def run(
         return
     if is_inspect:
         text = f"{result['directory']}: {len(result['logs'])} logs, {result['attempts']} attempts"
-        sys.stdout.write(printable_lines(f"{text}; look at them: inspect view --log-dir {result['directory']}\n"))
+        sys.stdout.write(
+            printable_lines(f"{text}; look at them: inspect view --log-dir {shlex.quote(str(result['directory']))}\n")
+        )
     if otlp is not None:
         sys.stdout.write(printable_lines(f"{result['url']}: {result['traces']} traces, {result['spans']} spans\n"))
 

@@ -5,6 +5,7 @@ writes them as another tool's traces at the end.
 """
 
 import json
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -59,6 +60,8 @@ def run(
     if form is not None and form not in WRITERS:
         raise UsageError(f"--format: {no_such_option('format', form, list(WRITERS))}")
     own = output if form is None else output.with_name(f"{output.stem}.art.jsonl")
+    if form is not None and os.path.lexists(output) and not own.exists():
+        raise UsageError(f"{output}: there is a file already that --format did not write; name another one with -o")
     loaded = load_config(config, overrides or [])
     played = generate(loaded, own, checkpoint=checkpoint, step=step)
     if form is not None:

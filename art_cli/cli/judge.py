@@ -63,6 +63,7 @@ def run(
 
     from art_cli.cli.judging import as_text, choose_judge, dry_run, is_scored, judge_file, refuse_owed, report
     from art_cli.judges.files.judged_files import TrajectoryFile
+    from art_cli.loop.evaluate import parse_gate
 
     if is_probe:
         from art_cli.cli.probing import probe_judge
@@ -85,6 +86,8 @@ def run(
     output = output or trajectories.with_name(f"{trajectories.name.removesuffix('.jsonl')}.scored.jsonl")
     if _is_same_file(output, trajectories):
         raise UsageError(f"{trajectories}: input and output are the same file; name another one with -o")
+    for gate in gates or []:
+        parse_gate(gate)  # before anything is paid
     loaded = choose_judge(config, overrides or [], model=model, rubric=rubric)
     source = TrajectoryFile(trajectories, group_by=group_by)
     if is_dry_run:

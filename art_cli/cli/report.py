@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from art_cli.cli import Json, records
-from art_cli.runtime.errors import RunError, printable_lines
+from art_cli.runtime.errors import RunError, UsageError, printable_lines
 
 
 def run(
@@ -39,6 +39,8 @@ def run(
     from art_cli.reports.run_report import read_report
     from art_cli.runs.run_dir import RunDir
 
+    if as_json and has_conversation:
+        raise UsageError("--json and --conversation: one at a time")
     plain = msgspec.to_builtins(read_report(RunDir(run)))
     if html is not None:
         from art_cli.reports.pages.report_page import report_page

@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from art_cli.cli import Json, Overrides
+from art_cli.runtime.errors import JudgeError
 
 
 def run(
@@ -45,3 +46,5 @@ def run(
         kind, place, output, num=num, model=model, config=config, overrides=overrides or [], is_more=is_more
     )
     sys.stdout.write(json.dumps(written.as_dict()) + "\n" if as_json else as_text(written))
+    if written.problem:
+        raise JudgeError(f"fewer than {num} tasks: {written.problem}")

@@ -115,7 +115,7 @@ def run(
             logs_content=logs_content,
             is_processed=logprobs_mode == "processed_logprobs",
         )
-        key = _how_to_get_key(bool(keys), api_key_file)
+        key = how_to_get_key(bool(keys), api_key_file)
         sys.setswitchinterval(SWITCH_S)
         threads.run(service.run(host, port, lambda root: _greet(root, sources, key, as_json)))
 
@@ -213,23 +213,23 @@ def _trained_engine(sources: "Sequence[Source]") -> dict[str, object]:
     return section if isinstance(section, dict) else {}
 
 
-class _Key(NamedTuple):
+class Key(NamedTuple):
     """Expressions that read the key in a shell and in Python. The key itself is never printed."""
 
     in_shell: str
     in_python: str
 
 
-def _how_to_get_key(has_keys: bool, file: Path | None) -> _Key | None:
+def how_to_get_key(has_keys: bool, file: Path | None) -> Key | None:
     if not has_keys:
         return None
     if file is None:
-        return _Key(f"${KEY_VARIABLE}", f'os.environ["{KEY_VARIABLE}"]')
+        return Key(f"${KEY_VARIABLE}", f'os.environ["{KEY_VARIABLE}"]')
     in_python = f'next(k.strip() for k in open({json.dumps(str(file))}) if k.strip() and k.strip()[0] != "#")'
-    return _Key(f"$(grep -v -e '^ *#' -e '^ *$' {shlex.quote(str(file))} | head -n 1 | tr -d ' ')", in_python)
+    return Key(f"$(grep -v -e '^ *#' -e '^ *$' {shlex.quote(str(file))} | head -n 1 | tr -d ' ')", in_python)
 
 
-def _greet(root: str, sources: "Sequence[Source]", key: _Key | None, as_json: bool) -> None:
+def _greet(root: str, sources: "Sequence[Source]", key: Key | None, as_json: bool) -> None:
     """Prints the address and commands that call it."""
     if as_json:
         models = [{"id": source.name, "step": source.step, "base": source.base} for source in sources]

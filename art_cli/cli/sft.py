@@ -65,10 +65,19 @@ def run(
     from art_cli.learners.sft.examples import load_examples
     from art_cli.loop.auto import resolve_auto
     from art_cli.loop.references import check_ready
-    from art_cli.loop.stage_policy import PolicySource, as_trained, find_policy, open_base, open_learner, save_learner
+    from art_cli.loop.stage_policy import (
+        PolicySource,
+        as_trained,
+        check_output,
+        find_policy,
+        open_base,
+        open_learner,
+        save_learner,
+    )
     from art_cli.loop.warm_up import WarmUp
     from art_cli.runtime import threads
 
+    check_output(output)
     files, settings = _files(demos, overrides or [])
     loaded = load_config(config, [*settings, *_own_section(config, files, settings)])
     loaded = _with_options(loaded, files, best_of=best_of, min_reward=min_reward)

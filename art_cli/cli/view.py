@@ -62,6 +62,8 @@ def run(
 
     if model is not None and endpoint is None:
         raise UsageError("--model: name its --endpoint too")
+    if html is not None and endpoint is not None:
+        raise UsageError("--endpoint: a page in a file cannot ask it; leave it out, or leave out --html")
     if drawing is not None and not drawing.is_file():
         raise UsageError(f"--drawing {drawing}: no such file")
     answers = Answers(Sources(paths), has_chat=endpoint is not None and html is None, drawing=drawing)

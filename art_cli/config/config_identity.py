@@ -73,7 +73,9 @@ MAY_CHANGE = frozenset(  # a run goes on with other values of these, and records
 
 
 # Before the first update; attempts that `art plan` has played stay as they are.
-MAY_CHANGE_FIRST = frozenset({"rollout.groups_per_step", "rollout.max_turns", "rollout.sampling.max_tokens"})
+MAY_CHANGE_FIRST = frozenset(
+    {"model.max_length", "rollout.groups_per_step", "rollout.max_turns", "rollout.sampling.max_tokens"}
+)
 
 
 class Change(NamedTuple):

@@ -28,10 +28,11 @@ from functools import partial
 from itertools import product
 from pathlib import Path
 from statistics import fmean
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 
+from art_cli.config.compose import LoadedConfig
 from art_cli.config.metric_names import why_no_source
 from art_cli.config.schema import EvalConfig, RunConfig
 from art_cli.judges import Judge
@@ -65,6 +66,13 @@ async def contest_rewards(
         if is_judged(part, ours):
             rewards |= await judge_contest(judge, ours, of_source(references(), name))
     return rewards
+
+
+def code_of(loaded: LoadedConfig, parts: Sequence[Any]) -> list[bytes]:
+    """Returns the files that the `entry` of each section of the configuration names, empty where it names none."""
+    entries = [getattr(part, "entry", None) or "" for part in parts]
+    files = [loaded.directory / entry.rpartition(":")[0] for entry in entries]
+    return [file.read_bytes() if file.is_file() else b"" for file in files]
 
 
 def is_contest(config: RunConfig, trajectories: Sequence[Trajectory]) -> bool:

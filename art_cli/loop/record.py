@@ -114,7 +114,7 @@ def _refusal(run: RunDir, changes: Sequence[Change]) -> str:
         return ""
     return (
         f"{run.root}: made by another configuration: {'; '.join(refused)}; "
-        "change it back, give the run another name, or start anew beside it with --fresh"
+        "change it back, give the run another name (name=...), or start anew beside it with art train --fresh"
     )
 
 

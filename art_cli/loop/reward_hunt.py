@@ -36,6 +36,7 @@ from art_cli.config.config_identity import config_hash
 from art_cli.engines import Endpoint, own_model
 from art_cli.judges import Judge, make_judge
 from art_cli.judges.judge_groups import require_keys, score
+from art_cli.loop.evaluate import code_of
 from art_cli.loop.interrupts import Interrupts
 from art_cli.loop.owed_groups import owed, plan_groups
 from art_cli.loop.policy_sampler import Sampler, open_sampler
@@ -196,10 +197,7 @@ def hunt(
 def _digest(loaded: LoadedConfig, source: PolicySource, scenarios: Sequence[Json]) -> str:
     """Returns a digest of all that the scores depend on, but what the files of rollout and judge import."""
     judge = loaded.config.judge
-    parts = (loaded.config.rollout, judge, *getattr(judge, "judges", {}).values())
-    entries = [getattr(part, "entry", None) or "" for part in parts]
-    files = [loaded.directory / entry.rpartition(":")[0] for entry in entries]
-    code = [file.read_bytes() if file.is_file() else b"" for file in files]
+    code = code_of(loaded, [loaded.config.rollout, judge, *getattr(judge, "judges", {}).values()])
     model = own_model(loaded.config.engine, loaded.directory)  # of which nothing is in the configuration's hash
     whole = msgspec.json.encode([config_hash(loaded.config), str(source.checkpoint), code, scenarios, model])
     return hashlib.sha256(whole).hexdigest()[:16]

@@ -6,6 +6,7 @@ goes to a temporary directory.
 
 import contextlib
 import logging
+import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,7 +21,7 @@ from art_cli.loop.auto import decide_by_base, recorded_dtype
 from art_cli.models.base_files import base_digest
 from art_cli.models.loading import Weights, find_base, load_checkpoint, load_weights
 from art_cli.models.policy_spec import PolicySpec, origin_of, read_spec
-from art_cli.runs.manifest import Manifest, is_built, new_checkpoint, verify_checkpoint
+from art_cli.runs.manifest import MANIFEST, Manifest, is_built, new_checkpoint, verify_checkpoint
 from art_cli.runs.run_checkpoints import Which, explain, fetched, is_base, run_config, run_of, wanted_steps
 from art_cli.runs.run_dir import RunDir
 from art_cli.runs.storage.fetch import NothingThere, fetch
@@ -220,6 +221,13 @@ def open_learner(loaded: LoadedConfig, source: PolicySource, *, base: str | None
             if source.checkpoint is not None:
                 learner.load(source.checkpoint)
             yield learner
+
+
+def check_output(output: Path) -> None:
+    """Raises UsageError if something other than a checkpoint stands at the place of a new one, which takes its
+    place."""
+    if os.path.lexists(output) and not (output / MANIFEST).is_file():
+        raise UsageError(f"{output}: something else than a checkpoint is there; name another directory with -o")
 
 
 def save_learner(

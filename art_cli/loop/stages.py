@@ -19,6 +19,7 @@ from art_cli.loop.source_mix import SourceMix
 from art_cli.loop.stage_policy import (
     PolicySource,
     as_trained,
+    check_output,
     find_policy,
     open_base,
     open_learner,
@@ -152,6 +153,7 @@ def take_step(
 
     Incomplete groups are left out. Raises LearnerError, without a checkpoint, if nothing can be learned.
     """
+    check_output(output)
     check_ready(loaded, ("weights",))
     source = find_policy(loaded, checkpoint)
     check_ready(loaded, ("model", "algorithm"))

@@ -446,13 +446,18 @@ def _lasting(history: History, *, is_comparable: bool) -> Iterator[RunFinding]:
     for span in _spans(updates, lambda window: _rests(first, window, is_comparable=is_comparable), width=SURE):
         text = (
             f"the policy hardly moves in steps {_span(span)}: a step's updates change a trained token's logprob by "
-            f"{_mean(span, 'logprob_change'):.2g} nats and clip {_mean(span, 'clip_fraction'):.1%} of the tokens, at "
-            f"learning rate {_mean(span, 'learning_rate'):.1g}"
+            f"{_mean(span, 'logprob_change'):.2g} nats{_share_clipped(span)}, at learning rate "
+            f"{_mean(span, 'learning_rate'):.1g}"
         )
         yield RunFinding("hardly_moves", *_ends(span), text + _reward(span), [], FASTER)
 
 
 Window = Sequence[UpdateNumbers]
+
+
+def _share_clipped(window: Window) -> str:
+    share = _mean(window, "clip_fraction")  # NaN where an algorithm of one's own has no clip
+    return f" and clip {share:.1%} of the tokens" if share == share else ""
 
 
 def _stuck(updates: Window, others: Sequence[RunFinding]) -> Iterator[RunFinding]:

@@ -240,6 +240,7 @@ def lock_directory(directory: Path, path: Path) -> Iterator[None]:
             yield
         finally:
             _LOCKED.discard(directory.resolve())
+            file.truncate(0)  # a process of a container may get the same number again
 
 
 def is_locked_here(directory: Path) -> bool:

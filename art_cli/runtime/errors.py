@@ -227,8 +227,10 @@ def first_sentence(text: str) -> str:
 
 
 def is_full_disk(error: BaseException) -> bool:
-    """Returns whether the disk had no room left. Libraries in Rust, such as safetensors, put it in the message."""
-    return getattr(error, "errno", None) == errno.ENOSPC or f"(os error {errno.ENOSPC})" in str(error)
+    """Returns whether the disk had no room left. Libraries in Rust, such as safetensors, put it in the message, as does
+    the copy of a tree."""
+    said = (f"(os error {errno.ENOSPC})", f"[Errno {errno.ENOSPC}]")
+    return getattr(error, "errno", None) == errno.ENOSPC or any(each in str(error) for each in said)
 
 
 @contextlib.contextmanager

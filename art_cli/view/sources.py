@@ -125,7 +125,7 @@ def _has_owner(run: RunDir) -> bool:
     """
     try:
         owner = read_file(run.logs / "lock", max_bytes=32, within=run.root).strip()
-        if not owner.isdigit():
+        if not owner.isdigit() or int(owner) in (1, os.getpid()):  # another container's
             return False
         os.kill(int(owner), 0)
     except PermissionError:

@@ -181,3 +181,32 @@ def test_a_full_disk_is_one_line_and_the_run_goes_on_once_there_is_room(
     code, line = train(art, project, f"runs={small_disk}", f"train.steps={steps}", "train.keep_checkpoints=99")
     assert code == 0, line
     assert RunDir(small_disk / "letters").checkpoint_steps() == list(range(steps + 1))
+
+
+@pytest.mark.slow
+def test_what_stands_at_the_place_of_a_new_file_or_checkpoint_stays(
+    art: Callable[..., tuple[int, str]], project: Path
+) -> None:
+    config, demos = str(project / "config.yaml"), project / "demos.jsonl"
+    demos.write_text('{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}\n')
+    for place in (project, demos):
+        code, line = art("sft", config, str(demos), "-o", str(place))
+        assert code == 2 and "something else than a checkpoint is there" in line
+    traces = project / "traces.jsonl"
+    traces.write_text("mine\n")
+    code, line = art("generate", config, "-o", str(traces), "--format", "openai")
+    assert code == 2 and "that --format did not write" in line and traces.read_text() == "mine\n"
+
+
+@pytest.mark.slow
+def test_attempts_of_other_settings_are_not_counted_again(
+    art: Callable[..., tuple[int, str]], project: Path, tmp_path: Path
+) -> None:
+    command = ["eval", str(project / "config.yaml"), "-o", str(tmp_path / "played")]
+    assert art(*command)[0] == art(*command)[0] == 0
+    for changed in ("eval.temperature=0", "rollout.max_turns=9"):
+        code, line = art(*command, changed)
+        assert code == 2 and "other settings or code" in line
+    with open(project / "rollout.py", "a") as file:
+        file.write("# another\n")
+    assert art(*command)[0] == 2

@@ -125,7 +125,7 @@ def test_a_model_that_repeats_itself_ends_the_command_with_what_is_there(
 ) -> None:
     same = json.dumps({"tasks": [Writer().task("add", 1)]})
     with chatting(ChatServer(lambda body, number: same)) as server:
-        assert run(server, tmp_path / "tasks.jsonl", "--num", "5") == 0
+        assert run(server, tmp_path / "tasks.jsonl", "--num", "5") == 1
         assert "1 tasks of 5, because 3 rounds of calls brought nothing new" in capsys.readouterr().out
         assert len(server.asked) == 4
         assert run(server, tmp_path / "tasks.jsonl", "--num", "5") == 2
@@ -156,14 +156,14 @@ def test_what_stops_the_model_stops_the_command_and_keeps_the_file(
 ) -> None:
     """A budget of 2,500 tokens, of which a call takes 150; a key that is refused in the second round."""
     with chatting(ChatServer(Writer())) as server:
-        assert run(server, tmp_path / "budget.jsonl", "--num", "200", "judge.budget_tokens=2500") == 0
+        assert run(server, tmp_path / "budget.jsonl", "--num", "200", "judge.budget_tokens=2500") == 1
     assert "judge.budget_tokens 2,500" in capsys.readouterr().out
     assert 0 < len(read(tmp_path / "budget.jsonl")) < 200
 
     writer = Writer()
     refusal = (401, {"error": {"message": "no such key"}})
     with chatting(ChatServer(lambda body, number: writer(body, number) if number < 5 else refusal)) as server:
-        assert run(server, tmp_path / "key.jsonl", "--num", "60") == 0
+        assert run(server, tmp_path / "key.jsonl", "--num", "60") == 1
         assert "40 tasks of 60, because" in capsys.readouterr().out
         assert run(server, tmp_path / "none.jsonl", "--num", "60") == 1
     assert "no task was written" in capsys.readouterr().err and not (tmp_path / "none.jsonl").exists()

@@ -70,7 +70,7 @@ def test_langfuse_gets_observations_and_scores_under_its_keys(
     monkeypatch.setenv("LANGFUSE_PUBLIC_KEY", "pk-lf-1")
     monkeypatch.setenv("LANGFUSE_SECRET_KEY", "sk-lf-2")
     config = LangfuseTrackerConfig(name="langfuse", url=receiver.url + "/")
-    tracker = make_tracker(config, TrackedRun("mail", tmp_path, CONFIG), tmp_path)
+    tracker = make_tracker(config, TrackedRun("mail", tmp_path / "mail", CONFIG), tmp_path)
     tracker.log_trajectories(7, [[scored(error=None), scored("s7-g1", error="timeout: x", limit="turn_limit")]])
     tracker.close()
     assert [post.path for post in receiver.posts] == ["/api/public/otel/v1/traces", "/api/public/scores"]

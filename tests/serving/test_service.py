@@ -327,7 +327,7 @@ async def test_the_lines_of_a_server_with_keys_find_the_key_and_do_not_show_it(
     monkeypatch.setenv("ART_API_KEY", "the-key")
     async with serving(loader=ScriptedLoader(), keys=read_keys(None, file)) as (_, root):
         serve_command._greet(
-            root, [scripted_source()], serve_command._how_to_get_key(True, file if in_file else None), False
+            root, [scripted_source()], serve_command.how_to_get_key(True, file if in_file else None), False
         )
         lines = capsys.readouterr().out.splitlines()
         assert json.loads(await run_line(lines[2]))["choices"][0]["message"]["content"] == "ok"

@@ -67,7 +67,7 @@ def source_of(root: Path, config: dict[str, object]) -> TracedRun:
     """Returns the run's name for other tools, the same in the tracker of a run and in `art log` afterwards."""
     model = config.get("model")
     base = model.get("base") if isinstance(model, dict) else None
-    return TracedRun(str(config.get("name") or root.resolve().name), run_id(root), str(base or "policy"))
+    return TracedRun(root.resolve().name, run_id(root), str(base or "policy"))
 
 
 def run_id(root: Path) -> str:

@@ -75,7 +75,7 @@ class Trackers:
 
 def open_trackers(config: RunConfig, root: Path, directory: Path) -> Trackers:
     """Starts the trackers that the configuration names. Raises UsageError: one is not installed or not there."""
-    run = TrackedRun(config.name, root, without_secrets(config.model_dump(mode="json")))
+    run = TrackedRun(root.name, root, without_secrets(config.model_dump(mode="json")))
     sections = trackers_of(config)
     threads = [
         TrackerThread(

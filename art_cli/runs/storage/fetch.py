@@ -11,12 +11,13 @@ import contextlib
 import json
 import logging
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Literal, NamedTuple
 
 import msgspec
 
+from art_cli.runs.chain import LABELS
 from art_cli.runs.durable import lock_directory, new_directory, read_object, remove, write_file
 from art_cli.runs.manifest import MANIFEST, STEP_NAME, Manifest, verify_checkpoint
 from art_cli.runs.run_checkpoints import wanted_steps
@@ -241,7 +242,7 @@ def _refresh(store: ObjectStore, root: Path, wanted: Objects, there: Objects) ->
     make_directory(root)
     known = _read_index(root)
     for name in known.keys() - there.keys():
-        if is_safe(name):
+        if is_safe(name) and Path(name).name != LABELS:
             (root / name).unlink(missing_ok=True)
     fresh = {name: mark for name, mark in known.items() if name in there}
     try:
@@ -249,10 +250,22 @@ def _refresh(store: ObjectStore, root: Path, wanted: Objects, there: Objects) ->
             path = root / name
             if known.get(name) != each.mark or not each.mark or not path.is_file() or path.stat().st_size != each.size:
                 fresh.pop(name, None)
-                if store.download(name, path, each.size, may_grow=True) == each.size:
+                with _keeping_labels(path):
+                    size = store.download(name, path, each.size, may_grow=True)
+                if size == each.size:
                     fresh[name] = each.mark
     finally:
         write_file(root / INDEX, json.dumps(fresh).encode())
+
+
+@contextlib.contextmanager
+def _keeping_labels(path: Path) -> Iterator[None]:
+    """Adds the labels that a person gave here to those that are brought in the place of the file."""
+    ours = path.read_bytes().splitlines(keepends=True) if path.name == LABELS and path.is_file() else []
+    yield
+    theirs = path.read_bytes() if ours else b""
+    if own := [line for line in ours if line not in theirs.splitlines(keepends=True)]:
+        write_file(path, theirs + b"".join(own))
 
 
 def _read_index(root: Path) -> dict[str, str]:

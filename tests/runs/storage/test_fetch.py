@@ -11,7 +11,7 @@ from art_cli.config.store_address import is_address, problem_of
 from art_cli.runs import run_checkpoints as checkpoints
 from art_cli.runs.manifest import Manifest, manifest_digest
 from art_cli.runs.run_checkpoints import Which
-from art_cli.runs.storage.fetch import INDEX, NothingThere, Objects, fetch
+from art_cli.runs.storage.fetch import INDEX, NothingThere, Objects, _keeping_labels, fetch
 from art_cli.runs.storage.object_store import ObjectStore, is_safe
 from art_cli.runtime.errors import CheckpointError, UsageError
 from tests.runs.storage.test_lease import opened, upload
@@ -155,3 +155,12 @@ def test_what_is_no_address_is_a_path() -> None:
     assert is_address("s3://bucket") and not problem_of("abfs://box@account.dfs.core.windows.net/x")
     with pytest.raises(NothingThere):
         fetch("memory://nothing/here", "policy")
+
+
+def test_labels_that_were_given_here_stay_when_those_of_the_store_come(tmp_path: Path) -> None:
+    labels = tmp_path / "step_0001" / "labels.jsonl"
+    labels.parent.mkdir()
+    labels.write_text('{"mine": 1}\n{"both": 1}\n')
+    with _keeping_labels(labels):
+        labels.write_text('{"both": 1}\n{"theirs": 1}\n')
+    assert labels.read_text() == '{"both": 1}\n{"theirs": 1}\n{"mine": 1}\n'
