@@ -10,6 +10,7 @@ compose_new    the keys of a configuration that is still to be written
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -212,7 +213,8 @@ def load_backend(path: Path | None, overrides: Sequence[str] = ()) -> LoadedBack
         run = load_config(path, overrides)
         return LoadedBackend(run.config.model, run.config.engine, run.config.learner, run.directory)
     only = _checked(composition, composed, _BackendOnly)
-    return LoadedBackend(only.model, only.engine, only.learner, composition.directory)
+    placed = {"model": only.model, "engine": only.engine} | _placed(only.model, only.engine, composition)
+    return LoadedBackend(placed["model"], placed["engine"], only.learner, composition.directory)
 
 
 def _loaded_gateway(
@@ -294,16 +296,9 @@ def _with_paths(config: RunConfig, composition: Composition) -> RunConfig:
     """Returns the configuration with the absolute paths that its readers expect. Raises ConfigError if `~name` is no
     user."""
 
-    def absolute(key: str, path: Path) -> Path:
-        try:
-            return composition.directory / path.expanduser()
-        except RuntimeError as error:
-            raise ConfigError([Problem(key, composition.places.of(key), f"{path}: {error}")]) from error
-
+    absolute = partial(_absolute, composition)
     changed: dict[str, Any] = {"runs": absolute("runs", config.runs)}
-    if config.model.chat_template is not None:
-        template = absolute("model.chat_template", config.model.chat_template)
-        changed["model"] = config.model.model_copy(update={"chat_template": template})
+    changed |= _placed(config.model, config.engine, composition)
     if config.rollout.python is not None:
         python = absolute("rollout.python", config.rollout.python)
         changed["rollout"] = config.rollout.model_copy(update={"python": _program(python)})
@@ -320,9 +315,23 @@ def _with_paths(config: RunConfig, composition: Composition) -> RunConfig:
         changed["rollout"] = config.rollout.model_copy(
             update={"cluster": cluster.model_copy(update={"python": python})}
         )
-    engine = config.engine
-    if (
-        isinstance(engine, VllmEngineConfig) and engine.python is not None
-    ):  # links are kept, because a venv's python is a link
-        changed["engine"] = engine.model_copy(update={"python": absolute("engine.python", engine.python)})
     return config.model_copy(update=changed)
+
+
+def _placed(model: ModelConfig, engine: EngineConfig, composition: Composition) -> dict[str, Any]:
+    """Returns those of both sections that name a path, with the absolute one."""
+    changed: dict[str, Any] = {}
+    if model.chat_template is not None:
+        template = _absolute(composition, "model.chat_template", model.chat_template)
+        changed["model"] = model.model_copy(update={"chat_template": template})
+    if isinstance(engine, VllmEngineConfig) and engine.python is not None:
+        python = _absolute(composition, "engine.python", engine.python)  # a venv's python is a link, which is kept
+        changed["engine"] = engine.model_copy(update={"python": python})
+    return changed
+
+
+def _absolute(composition: Composition, key: str, path: Path) -> Path:
+    try:
+        return composition.directory / path.expanduser()
+    except RuntimeError as error:
+        raise ConfigError([Problem(key, composition.places.of(key), f"{path}: {error}")]) from error

@@ -220,7 +220,7 @@ class Optimizer:
 
     def save(self, directory: Path) -> None:
         """Writes state and counts. All processes must call it; the first one writes."""
-        tensors = {name: self.ranks.whole(tensor).contiguous() for name, tensor in self.tensors().items()}
+        tensors = self.ranks.collect(self.tensors())
         if self.ranks.rank > 0:
             return
         save_file(tensors, directory / STATE_FILE)

@@ -209,7 +209,7 @@ class TorchLearner:
 
     def save(self, directory: Path) -> None:
         with self.weights.lock:
-            tensors = {name: self.ranks.whole(p).detach().cpu() for name, p in self.parameters.items()}
+            tensors = self.ranks.collect(self.parameters)
             if self.ranks.rank == 0:
                 save_weights(self.weights, directory, tensors=tensors if self.ranks.size > 1 else None)
                 save_file(_rng_state(), directory / RNG_FILE)

@@ -288,7 +288,7 @@ def load_weights(
         dtype = getattr(torch, name)
         model = (load or _load_model)(config, base, target, dtype, seed)  # Unsloth's comes before transformers' import
     tokenizer = templated_tokenizer(config, base, named=named)
-    max_length = config.max_length or context_of(model.config)
+    max_length = length_of(config, model.config)
     model.eval()
     has_adapter = config.lora is not None
     return Weights(model, tokenizer, target, dtype, max_length, base, has_adapter, quantize=config.quantize)
@@ -401,7 +401,8 @@ def save_weights(weights: Weights, directory: Path, *, tensors: dict[str, torch.
     `tensors` are the trained ones by their names in the model, by default those of the model.
     """
     with weights.lock:
-        weights.model.save_pretrained(directory, state_dict=tensors)
+        whole = {} if weights.has_adapter else {"max_shard_size": 2**60}  # always one file
+        weights.model.save_pretrained(directory, state_dict=tensors, **whole)
         weights.tokenizer.save_pretrained(directory)
     (directory / "README.md").unlink(missing_ok=True)  # peft's empty model card
     if weights.has_adapter:
@@ -457,10 +458,41 @@ def token_logprobs(weights: Weights, token_ids: Sequence[int]) -> list[float]:
     return found
 
 
+def length_of(config: ModelConfig, files: Any) -> int:
+    """Returns the number of tokens of prompt and reply together: `model.max_length`, or what the model was made for.
+
+    Raises UsageError if a longer sequence would turn the positions of all others in its batch by other angles.
+    """
+    most = context_of(files)
+    if config.max_length is not None and config.max_length > most and _changes_angles(files):
+        raise UsageError(
+            f"model.max_length: beyond {most} tokens this model takes other angles; set it to at most {most}"
+        )
+    return config.max_length or most
+
+
 def context_of(config: Any) -> int:
-    """Returns the number of tokens of prompt and reply that the model of a transformers configuration was made for."""
-    length: int | None = getattr(config.get_text_config(), "max_position_embeddings", None)
+    """Returns the number of tokens of prompt and reply that the model of a transformers configuration was made for.
+
+    With a rotary embedding that takes other angles for a batch with a longer sequence in it, it is the length up to
+    which it does not: caches and packs hold sequences of all lengths beside each other.
+    """
+    text = config.get_text_config()
+    length: int | None = getattr(text, "max_position_embeddings", None)
+    if _changes_angles(config):
+        original = _rope_of(text).get("original_max_position_embeddings")
+        length = original or getattr(text, "original_max_position_embeddings", None) or length
     return length or DEFAULT_LENGTH
+
+
+def _changes_angles(config: Any) -> bool:
+    rope = _rope_of(config.get_text_config())
+    return (rope.get("rope_type") or rope.get("type")) in ("longrope", "dynamic")
+
+
+def _rope_of(text: Any) -> dict[str, Any]:
+    found = getattr(text, "rope_parameters", None) or getattr(text, "rope_scaling", None) or {}
+    return found if isinstance(found, dict) else {}
 
 
 def pick_device(device: str, named: str = "learner.device") -> str:
@@ -664,14 +696,32 @@ def _parts(
 
 
 def _set_tensors(weights: Weights, tensors: dict[str, torch.Tensor]) -> None:
+    """Raises an error, and changes no weight, if tensors are missing, or there are others."""
     if not weights.has_adapter:
-        missing, unexpected = weights.model.load_state_dict(tensors, strict=False)
+        own: Any = weights.model.state_dict()
         tied = set(getattr(weights.model, "_tied_weights_keys", None) or [])
-        wrong = [name for name in missing if name not in tied] + list(unexpected)
+        wrong = [name for name in own if name not in tied and name not in tensors]
+        wrong += [name for name, tensor in tensors.items() if name not in own or own[name].shape != tensor.shape]
+        if not wrong:
+            weights.model.load_state_dict(tensors, strict=False)
     else:
-        import peft  # noqa: F401
+        import peft
 
-        result: Any = peft.set_peft_model_state_dict(weights.model, tensors)
-        wrong = list(result.unexpected_keys) + [name for name in result.missing_keys if "lora_" in name]
+        before = {name: p.detach().clone() for name, p in weights.model.named_parameters() if "lora_" in name}
+        try:
+            result: Any = peft.set_peft_model_state_dict(weights.model, tensors)
+            wrong = list(result.unexpected_keys) + [name for name in result.missing_keys if "lora_" in name]
+            if wrong:
+                raise _mismatch(wrong)
+        except BaseException:
+            with torch.no_grad():
+                for name, parameter in weights.model.named_parameters():
+                    if name in before:
+                        parameter.copy_(before[name])
+            raise
     if wrong:
-        raise ValueError(f"{len(wrong)} tensors do not match, first {wrong[0]}")
+        raise _mismatch(wrong)
+
+
+def _mismatch(wrong: Sequence[str]) -> ValueError:
+    return ValueError(f"{len(wrong)} tensors do not match, first {wrong[0]}")

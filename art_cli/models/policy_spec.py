@@ -90,7 +90,7 @@ def read_spec(
         base=base,
         dtype=dtype,
         vocabulary=files.get_text_config().vocab_size,
-        max_length=config.max_length or loading.context_of(files),
+        max_length=loading.length_of(config, files),
         lora_rank=configured if adapter is None else _rank_of(adapter),
         chat_template=template if isinstance(template, str) else None,
         learner_device=None if device is None else loading.pick_device(device),

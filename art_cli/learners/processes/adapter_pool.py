@@ -37,9 +37,11 @@ class AdapterJob(Section):
 class AdapterReplicas:
     """The processes. Failures raise LearnerError."""
 
-    def __init__(self, base: Weights, learner: TorchLearnerConfig, *, logs: Path | None) -> None:
+    def __init__(
+        self, base: Weights, learner: TorchLearnerConfig, *, chat_template: Path | None, logs: Path | None
+    ) -> None:
         settings = {"base": base.base, "dtype": base.dtype_name, "lora": None, "quantize": base.quantize}
-        model = ModelConfig.model_validate(settings)
+        model = ModelConfig.model_validate(settings | {"chat_template": chat_template})
         self.job = AdapterJob(base=base.base, model=model, learner=learner)
         self._workers = Workers(learner.processes, logs=logs)
         # every process must get the calls in the same order, because each pass waits for the others

@@ -12,7 +12,7 @@ send objects (all_gather_object) pickles them, and reading a pickle runs any pro
 """
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -54,6 +54,15 @@ class Ranks:
     def whole(self, tensor: Tensor) -> Tensor:
         """Returns the whole tensor of which this process holds a part."""
         return tensor
+
+    def collect(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Returns the whole tensors in the first process's memory, one gathered after the other; {} in all others."""
+        found: dict[str, Tensor] = {}
+        for name, tensor in tensors.items():
+            whole = self.whole(tensor.detach())
+            if self.rank == 0:
+                found[name] = whole.cpu().contiguous()
+        return found
 
     def part(self, tensor: Tensor, like: Tensor) -> Tensor:
         """This process's part of a whole tensor, on the device of `like` and divided as `like` is."""

@@ -44,7 +44,15 @@ from art_cli.learners.processes.nodes.rendezvous import Meeting, NodeEnd, Rendez
 from art_cli.learners.processes.remote_calls import LOST, RemoteLearner
 from art_cli.runtime.errors import LearnerError, PeersLost, ProcessDied
 from art_cli.runtime.processes.child import ChildProcess, describe_end, last_lines
-from art_cli.runtime.processes.process_calls import Advance, CallingEnd, ConnectionEnded, Message, Raised, Returned
+from art_cli.runtime.processes.process_calls import (
+    MAX_LINE_BYTES,
+    Advance,
+    CallingEnd,
+    ConnectionEnded,
+    Message,
+    Raised,
+    Returned,
+)
 from art_cli.runtime.scratch import Scratch, make_directory, owner_only, scratch
 from art_cli.runtime.threads import LoopThread
 
@@ -52,6 +60,7 @@ log = logging.getLogger(__name__)
 
 POLL_S = 0.2  # how often the watchdog is asked
 PACK_DEADLINE_S = 900.0  # longest wait for the first pack, which has all preparation before it; some calls report none
+FROM_DISK, DISK_S = ("open", "save", "load"), 7200.0  # calls that read or write, also a hub's model, and report no pack
 PACK_FLOOR_S, TIMES_LONGEST = 60.0, 10.0  # later packs may take 10 times as long as the longest so far, at least 60 s
 AGREE_DEADLINE_S = 10.0  # longest time from the first error to the last; all make the same checks on the same data
 
@@ -59,9 +68,16 @@ AGREE_DEADLINE_S = 10.0  # longest time from the first error to the last; all ma
 class Watchdog:
     """One for each call. Example: `hear("process 1", Heartbeat())` until `problem()` returns what is wrong."""
 
-    def __init__(self, names: Iterable[str], hung_s: float, clock: Callable[[], float] = time.monotonic) -> None:
-        """`hung_s` is the longest silence of a process that works."""
-        self._hung_s = hung_s
+    def __init__(
+        self,
+        names: Iterable[str],
+        hung_s: float,
+        clock: Callable[[], float] = time.monotonic,
+        *,
+        quiet_s: float = PACK_DEADLINE_S,
+    ) -> None:
+        """`hung_s` is the longest silence of a process that works, `quiet_s` the longest wait for the first pack."""
+        self._hung_s, self._quiet_s = hung_s, quiet_s
         self._clock, self._last, self._now = clock, clock(), 0.0
         self._heard = dict.fromkeys(names, 0.0)  # when each process that still works said anything
         self._advanced = 0.0  # when the newest pack was done
@@ -93,7 +109,7 @@ class Watchdog:
             if self._now - heard > self._hung_s:
                 state = "it lives, and has not moved" if name.startswith("process ") else "nothing has come from it"
                 return f"learner {name} hangs: {state} for {self._hung_s:.0f} s"
-        limit = PACK_DEADLINE_S
+        limit = self._quiet_s
         if self._longest is not None:
             limit = min(limit, max(PACK_FLOOR_S, TIMES_LONGEST * self._longest))
         if self._failed is None and self._now - self._advanced > limit:
@@ -106,6 +122,7 @@ class Watchdog:
         self._last = now
 
 
+MOST_GIVEN = MAX_LINE_BYTES - 2**16  # characters of a call's parameters
 LAUNCHER, WORKER = (f"art_cli.learners.processes.{name}" for name in ("launcher", "worker"))
 DEATHS_FILE = ".deaths.json"  # in the directory of the logs
 START_DEADLINE_S = 300.0  # longest wait for every process to connect: Python has started, torch is not imported yet
@@ -302,7 +319,8 @@ class Workers:
         return self._loop.run_here(self._call(method, params, progress))
 
     async def _call(self, method: str, params: dict[str, Any], progress: Progress | None) -> Any:
-        watchdog = Watchdog(self._ends, START_DEADLINE_S if method == "open" else HUNG_S)
+        hung_s = START_DEADLINE_S if method == "open" else HUNG_S
+        watchdog = Watchdog(self._ends, hung_s, quiet_s=DISK_S if method in FROM_DISK else PACK_DEADLINE_S)
         calls = {}
         for name, end in self._ends.items():
             end.listen(partial(watchdog.hear, name))
@@ -439,6 +457,10 @@ class ParallelLearner(RemoteLearner):
             self.start()
             self.workers.call("open", self.job.model_dump(mode="json"))
             self._is_open = True
+        if len(given) > MOST_GIVEN:
+            size, most = (f"{num * 3 / 4 / 1e9:.1f} GB" for num in (len(given), MOST_GIVEN))
+            message = f"{size} of attempts or examples, and the learner's processes take {most} at once"
+            raise LearnerError(f"{method}: {message}")
         result: str = self.workers.call(method, {"given": given}, progress=progress)
         return result
 

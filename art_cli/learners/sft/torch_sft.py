@@ -78,7 +78,7 @@ class TorchSft(Sft):
 
     def _save_state(self, directory: Path) -> None:
         self.optimizer.save(directory)
-        best = {name: self.optimizer.ranks.whole(tensor).contiguous() for name, tensor in self._best.items()}
+        best = self.optimizer.ranks.collect(self._best)
         if self.writes:
             save_file(best, directory / BEST_FILE)
 

@@ -62,11 +62,18 @@ class Base:
     """
 
     def __init__(
-        self, weights: Weights, *, name: str, lora: LoraConfig | None, learner: Any, is_whole: bool = False
+        self,
+        weights: Weights,
+        *,
+        name: str,
+        lora: LoraConfig | None,
+        learner: Any,
+        is_whole: bool = False,
+        chat_template: Path | None = None,
     ) -> None:
         self.weights, self.name, self.is_whole = weights, name, is_whole
         self.names = {name, weights.base}
-        self._lora, self._learner = lora, learner
+        self._lora, self._learner, self._chat_template = lora, learner, chat_template
         self.vocabulary = weights.vocabulary
         self.max_length = weights.max_length
         self.replicas: AdapterReplicas | None = None  # the processes that train, or None if this one does
@@ -74,7 +81,7 @@ class Base:
     def start(self, logs: Path) -> None:
         """Starts the processes of a learner that has several. Raises LearnerError if they do not start."""
         if self._learner.name == "torch" and self._learner.processes > 1:
-            self.replicas = AdapterReplicas(self.weights, self._learner, logs=logs)
+            self.replicas = AdapterReplicas(self.weights, self._learner, chat_template=self._chat_template, logs=logs)
             self.replicas.start()
 
     def check_alive(self) -> None:

@@ -74,7 +74,7 @@ def tar_pieces(directory: Path) -> Iterator[bytes]:
         for path, file in files:
             head = tarfile.TarInfo(str(path.relative_to(directory)))
             head.size = os.fstat(file.fileno()).st_size
-            yield head.tobuf()
+            yield head.tobuf(tarfile.GNU_FORMAT)  # one block whatever the file's size
             while piece := file.read(PIECE_BYTES):
                 yield piece
             yield bytes(_padded(head.size, BLOCK) - head.size)

@@ -161,11 +161,13 @@ class Models:
 
     def create(self, new: NewModel, owner: str, digest: bytes) -> str:
         """Returns the id of the request for the model. Raises ChatError 400 if rank or metadata are out of bounds."""
-        if not 1 <= new.rank <= self.limits.rank:
-            raise invalid(f"lora_config.rank {new.rank}: between 1 and {self.limits.rank}")
-        check_metadata(new.user_metadata)
+        rank = new.rank
         if new.source is not None:
-            self.store.readable(new.source, owner)
+            path = self.store.readable(new.source, owner)
+            rank = 1 if self.base.is_whole else lora_of(path).rank
+        if not 1 <= rank <= self.limits.rank:
+            raise invalid(f"lora_config.rank {rank}: between 1 and {self.limits.rank}")
+        check_metadata(new.user_metadata)
         future, is_new = self.futures.add(f"{new.id}:0", owner, digest)
         if is_new:
             future.waits_for = f"the server trains {self.limits.models} models at once" if self._room.locked() else ""
