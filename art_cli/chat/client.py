@@ -399,7 +399,7 @@ def _choice(request: Request, parsed: _ChoiceJson) -> Choice:
     if parsed.logprobs is not None and parsed.logprobs.tokens and needs_echo(request):
         _split_echo(request, choice, parsed.logprobs)
     elif parsed.logprobs is not None:
-        _add_logprobs(choice, parsed.logprobs)
+        _add_logprobs(choice, parsed.logprobs, wants_top=bool(request.top_logprobs))
     if parsed.sampled_logprobs is not None:
         choice.logprobs = parsed.sampled_logprobs
     return choice
@@ -425,10 +425,10 @@ def _split_echo(request: Request, choice: Choice, parsed: _LogprobsJson) -> None
         choice.text = choice.text[size:]
     if choice.token_ids:
         rest = _LogprobsJson(tokens=tokens[num:], token_logprobs=logprobs[num:], top_logprobs=tops[num:] or None)
-        _add_logprobs(choice, rest)
+        _add_logprobs(choice, rest, wants_top=bool(request.top_logprobs))
 
 
-def _add_logprobs(choice: Choice, parsed: _LogprobsJson) -> None:
+def _add_logprobs(choice: Choice, parsed: _LogprobsJson, *, wants_top: bool) -> None:
     if parsed.content is not None:
         choice.tokens = [_token(token) for token in parsed.content]
         choice.logprobs = [token.logprob for token in parsed.content]
@@ -439,7 +439,7 @@ def _add_logprobs(choice: Choice, parsed: _LogprobsJson) -> None:
     elif parsed.token_logprobs is not None and None not in parsed.token_logprobs:
         choice.tokens = parsed.tokens or []
         choice.logprobs = [logprob for logprob in parsed.token_logprobs if logprob is not None]
-        if parsed.top_logprobs is not None:
+        if parsed.top_logprobs is not None and wants_top:
             choice.top_logprobs = [list((top or {}).items()) for top in parsed.top_logprobs]
 
 

@@ -123,8 +123,17 @@ def check_header(file: Path) -> int:
                 return _Header(data).check()
     except OSError as error:
         raise UsageError(f"{file}: cannot be read: {error.strerror or error}") from error
+    except _Scaled:
+        raise UsageError(
+            f"{file}: its rotary embedding is scaled, which transformers leaves out of a GGUF file, and so it would be "
+            "another model; name it as safetensors"
+        ) from None
     except (struct.error, ValueError, KeyError, OverflowError) as error:
         raise UsageError(f"{file}: a damaged GGUF file: {one_line(error)}") from error
+
+
+class _Scaled(Exception):
+    """The model turns positions by other angles than its reader in transformers would."""
 
 
 class _Header:
@@ -142,7 +151,13 @@ class _Header:
         alignment = 32
         for _ in range(num_values):
             key = self._string()
-            value = self._value(self._unpack("I")[0])
+            kind = self._unpack("I")[0]
+            if key.endswith(b".rope.scaling.type") and not key.startswith(b"gpt-oss.") and kind == STRING:
+                at = self.at
+                if self._string() not in (b"none", b""):
+                    raise _Scaled
+                self.at = at
+            value = self._value(kind)
             if key == b"general.alignment":
                 alignment = value
         if not 0 < alignment <= len(self.data):
@@ -159,7 +174,8 @@ class _Header:
     def _tensor(self) -> _Tensor:
         from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 
-        self._string()
+        if self._string().startswith((b"rope_freqs.weight", b"rope_factors_")):
+            raise _Scaled
         (num_dimensions,) = self._unpack("I")
         if num_dimensions > MAX_DIMENSIONS:
             raise ValueError(f"a tensor of {num_dimensions} dimensions")

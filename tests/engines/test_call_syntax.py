@@ -185,3 +185,12 @@ def test_an_argument_has_the_type_that_its_schema_names(schema: Any, text: str, 
     written = f"<tool_call>\n<function=move>\n<parameter=to>\n{text}\n</parameter>\n</function>\n</tool_call>"
     [call] = parse(written, [], syntax=XML, schemas=schemas)["tool_calls"]
     assert json.loads(call["arguments"]) == {"to": value}
+
+
+def test_an_answer_in_json_with_a_field_name_is_no_call() -> None:
+    """Llama writes calls without a marker; only the name of a tool makes one of an object."""
+    syntax, text = TEXTS["llama"]
+    assert parse(text, [], syntax=syntax)["tool_calls"]
+    answer = '{"name": "Alice", "age": 30}'
+    assert parse(answer, [], syntax=syntax) | {"tool_calls": []} == parse(answer, [5, 9], syntax=syntax)
+    assert parse(answer, [], syntax=syntax)["content"] == answer

@@ -774,13 +774,22 @@ async def test_a_marker_that_arguments_escape_is_found(fake: Fake) -> None:
 
 async def test_thoughts_are_no_part_of_the_answer(fake: Fake) -> None:
     """The server would leave them in it, as it has no parser for them."""
-    text = "<think>\nlong\n</think>\n\n42"
+    text = "long\n</think>\n\n42"
     ids = tiny_tokenizer().encode(text)
     choice = Choice(index=0, text=text, token_ids=ids, logprobs=[0.0] * len(ids), finish_reason="stop")
-    template = "{% for m in messages %}{{ m.content.split('</think>')[-1] }}{% endfor %}"
+    template = "{% for m in messages %}{{ m.content.split('</think>')[-1] }}{% endfor %}<think>"
+    asked = chat("six times seven", max_tokens=200)
+    held = structs.replace(asked, response_format={"type": "json_object"})
     async with knowing(fake, template) as engine:
-        talk = await engine._chats.rendered(chat("six times seven", max_tokens=200))
-    assert talk is not None
+        talk, held_talk = await engine._chats.rendered(asked), await engine._chats.rendered(held)
+        assert (
+            await engine._chats.rendered(structs.replace(asked, tools=[LOOK_TOOL])) is None
+        )  # calls of no known syntax
+    assert talk is not None and held_talk is not None
+    written = tiny_tokenizer().encode('{"a": 1}')
+    answer = Choice(index=0, text="", token_ids=written, logprobs=[0.0] * len(written), finish_reason="stop")
+    answered = held_talk.reply(Reply(id="cmpl-1", created=1, model="policy", choices=[answer], prompt_ids=[1]))
+    assert (answered.choices[0].message or {})["content"] == '{"a": 1}'  # vLLM lets no thought come before it
     reply = talk.reply(Reply(id="cmpl-1", created=1, model="policy", choices=[choice], prompt_ids=[1]))
     message = reply.choices[0].message or {}
     assert (message["content"], message["reasoning_content"]) == ("42", "long")

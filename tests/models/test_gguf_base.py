@@ -250,3 +250,19 @@ def test_no_number_of_the_header_makes_memory(tmp_path: Path, number: int) -> No
 def test_no_damage_does_more_than_a_refusal(tmp_path: Path, at: int, noise: bytes) -> None:
     found = checked(HEADER[:at] + noise + HEADER[at + len(noise) :], tmp_path / "one.gguf")
     assert found is None or found >= 0
+
+
+@pytest.mark.parametrize("tensor", ["rope_freqs.weight", "rope_factors_long.weight", None])
+def test_a_model_whose_positions_are_scaled_is_refused(tmp_path: Path, tensor: str | None) -> None:
+    """transformers leaves the scaling out, so that it would be another model."""
+    path = tmp_path / "scaled.gguf"
+    writer = gguf.GGUFWriter(str(path), "llama")
+    writer.add_context_length(8)
+    writer.add_rope_scaling_type(gguf.RopeScalingType.NONE if tensor else gguf.RopeScalingType.YARN)
+    writer.add_tensor(tensor or "token_embd.weight", np.ones((2, 32), np.float16))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    with pytest.raises(UsageError, match="rotary embedding is scaled"):
+        check_header(path)

@@ -158,7 +158,7 @@ def read_mistral_calls(body: str, schemas: Schemas) -> list[Json] | None:
         arguments = part[found.end() :].strip(SPACE) if found else ""
         if found is None or read_object(arguments) is None:
             return None
-        calls.append({**call_of(found[1], arguments), "id": _mistral_id(found[2])})
+        calls.append({**call_of(found[1], arguments), "id": mistral_id(found[2])})
     return calls
 
 
@@ -166,10 +166,10 @@ def _mistral_call(text: str) -> Json | None:
     call = _json_call(text)
     if call is None:
         return None
-    return {**call, "id": _mistral_id((read_object(text) or {}).get("id", "").strip('"'))}
+    return {**call, "id": mistral_id((read_object(text) or {}).get("id", "").strip('"'))}
 
 
-def _mistral_id(sampled: str | None) -> str:
+def mistral_id(sampled: str | None) -> str:
     return sampled if sampled and _MISTRAL_ID.fullmatch(sampled) else uuid.uuid4().hex[:9]
 
 

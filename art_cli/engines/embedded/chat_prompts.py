@@ -79,7 +79,8 @@ def render(vocabulary: Vocabulary, request: Request, max_length: int = MAX_LENGT
         opening, thoughts = "", "begun"  # the call has to come after the thought
     ids = _encode(vocabulary, text + opening, max_length, request, guard)
     is_guarded = vocabulary.controls.differ(text, guard.restored(text))
-    format = reply_format(vocabulary, request, tools, thoughts)
+    can_call = syntax.can_be_forced or request.tool_choice != "auto"
+    format = reply_format(vocabulary, request, tools if can_call else [], thoughts)
     begun = THINK if thoughts == "begun" else guard.restored(opening)
     return Prompt(ids, begun, bool(tools), has_thinking, format, syntax, schemas_of(tools), is_guarded)
 
@@ -343,7 +344,8 @@ class MessageParser:
             return self._show(text)
         if self._may_be_bare_call() and not is_last:
             return []
-        if self._may_be_bare_call() and (calls := self._syntax.read(self._held, self._schemas)):
+        calls = self._syntax.read(self._held, self._schemas) if self._may_be_bare_call() else None
+        if calls and all(call["function"]["name"] in self._schemas for call in calls):  # else an answer in JSON
             self._held = ""
             return self._call(calls)
         before, call, rest = self._held.partition(begin)

@@ -357,7 +357,8 @@ class EngineThread:
         start = generation.num_delivered
         ids, logprobs, raw_logprobs = self._scheduler.sampled_since(generation.sequence, start)
         generation.num_delivered += len(ids)
-        top = generation.top[start : generation.num_delivered] if generation.num_top else None
+        top = generation.top[: len(ids)] if generation.num_top else None
+        del generation.top[: len(ids)]  # a stream of many choices would hold them all
         assert generation.step is not None
         failure = None
         if finish_reason is not None and generation.matcher is not None and generation.matcher.is_error():

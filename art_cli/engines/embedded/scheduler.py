@@ -150,7 +150,7 @@ class Scheduler:
     @property
     def has_begun(self) -> bool:
         """Whether a sequence is running, or was and waits to go on."""
-        return bool(self.running) or any(len(sequence.sampled) for sequence in self.waiting)
+        return bool(self.running) or any(len(sequence.sampled) for sequence in list(self.waiting))
 
     @property
     def room(self) -> int:

@@ -10,6 +10,7 @@ the tools' schemas as vLLM's own chat does it: the reply is the JSON of the argu
 
 import json
 import logging
+from dataclasses import replace
 
 import msgspec
 
@@ -19,8 +20,8 @@ from art_cli.chat.reading import RequestReader
 from art_cli.chat.replies import Choice, Chunk, Reply
 from art_cli.chat.requests import Json, Request
 from art_cli.engines.embedded import chat_prompts
-from art_cli.engines.embedded.call_syntax import HERMES, call_of, find_syntax, schemas_of
-from art_cli.engines.embedded.chat_prompts import THINK_END, Prompt
+from art_cli.engines.embedded.call_syntax import HERMES, MISTRAL, call_of, find_syntax, mistral_id, schemas_of
+from art_cli.engines.embedded.chat_prompts import CALL, THINK_END, Prompt
 from art_cli.engines.embedded.choices import ChoiceWriter, Piece, reply_limit
 from art_cli.engines.embedded.reply_text import Vocabulary
 from art_cli.models.loading import load_tokenizer
@@ -34,8 +35,9 @@ log = logging.getLogger(__name__)
 class Chats:
     """Renders for the servers of one policy. Before `start` every conversation stays as it is."""
 
-    def __init__(self, model: PolicySpec) -> None:
-        self._model = model
+    def __init__(self, model: PolicySpec, *, has_parsers: bool = False) -> None:
+        """`has_parsers`: the server is told by its user how to read replies, or is somebody else's."""
+        self._model, self._has_parsers = model, has_parsers
         self._vocabulary: Vocabulary | None = None
         self._reader = RequestReader()
 
@@ -71,10 +73,13 @@ class Chats:
         return RenderedChat(vocabulary, request, prompt, self._left(request, prompt))
 
     def _is_read_here(self, request: Request) -> bool:
-        """Returns whether the server would not find the thoughts or the calls of a reply."""
+        """Returns whether the server would not find the thoughts or the calls of a reply, and we do."""
         assert self._vocabulary is not None
         template = self._vocabulary.tokenizer.chat_template or ""
-        return THINK_END in template or (bool(request.tools) and find_syntax(template) != HERMES)
+        knows_calls = find_syntax(template) != HERMES
+        if self._has_parsers or (request.tools and not knows_calls and CALL not in template):
+            return False
+        return THINK_END in template or (bool(request.tools) and knows_calls)
 
     async def bounded(self, request: Request) -> Request | None:
         """Returns a request that the server refused as too long with a reply that fits the context, or None if the
@@ -110,6 +115,9 @@ class RenderedChat:
             response_format=_held_to(request),
             sampling=msgspec.structs.replace(request.sampling, max_tokens=max_tokens),
         )
+        if self.request.response_format is not None:  # the server holds the reply to it from its first token on
+            prompt = replace(prompt, opening="", has_tools=False, has_thinking=False)
+        self._syntax = prompt.syntax
         self._writers = [ChoiceWriter(vocabulary, request, prompt, index) for index in range(request.sampling.n)]
         self._choice = request.tool_choice if request.tools else "auto"
 
@@ -135,6 +143,10 @@ class RenderedChat:
         reason = choice.finish_reason if is_last else None
         written = self._writers[choice.index].write(Piece(choice.token_ids, choice.logprobs, raw, None, 0, reason))
         choice.text, choice.finish_reason = written.text, written.finish_reason
+        choice.tokens = written.tokens or choice.tokens  # those of the server have no bytes of parts of characters
+        if choice.top_logprobs is not None:
+            most = self.request.top_logprobs  # the server adds the sampled token
+            choice.top_logprobs = [sorted(top, key=lambda each: -each[1])[:most] for top in choice.top_logprobs]
         choice.stop_string = choice.stop_string or written.stop_string
         return written.message
 
@@ -144,6 +156,8 @@ class RenderedChat:
             return None
         text = self._writers[choice.index].text
         calls = _calls(text, self._choice)
+        if self._syntax == MISTRAL:  # whose templates take no other ids
+            calls = [{**call, "id": mistral_id(None)} for call in calls]
         if not calls:
             return {"role": "assistant", "content": text}
         choice.finish_reason = "tool_calls" if choice.finish_reason == "stop" else choice.finish_reason

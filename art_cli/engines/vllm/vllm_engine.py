@@ -29,7 +29,7 @@ from art_cli.chat.chat_app import closing_stream
 from art_cli.chat.chat_errors import INVALID_REQUEST, ChatError
 from art_cli.chat.client import HttpBackend
 from art_cli.chat.replies import Choice, Chunk, Reply
-from art_cli.chat.requests import Request, demands_format
+from art_cli.chat.requests import Request, demands_format, needs_echo
 from art_cli.config.sections.engine_config import VllmEngineConfig
 from art_cli.engines import Endpoint, EngineSetup, proof
 from art_cli.engines.vllm.chats import Chats
@@ -94,7 +94,9 @@ class VllmEngine:
             self._server = OwnServer(config, model, name=name, log=logs / "vllm.log")
         else:
             self._server = RunningServer(config, config.base_url)
-        self._chats = Chats(model)
+        given = {name.replace("_", "-") for name in config.args}
+        has_parsers = config.base_url is not None or bool(given & {"tool-call-parser", "reasoning-parser"})
+        self._chats = Chats(model, has_parsers=has_parsers)
         self._traffic = Traffic()
         self._scores_alone = isinstance(self._server, OwnServer) and not self._server.has_gpu
         self._name = name
@@ -282,7 +284,7 @@ class VllmEngine:
         """The server's adapters and the client of the current one, as soon as the request may begin. Raises ChatError
         if no such model, or the engine has failed."""
         await self._admit(request)
-        async with self.sampling():
+        async with self.scoring() if needs_echo(request) else self.sampling():
             adapters = await self._admit(request)  # a new server may have come while a prompt was scored
             with adapters.lease() as backend:
                 yield adapters, backend
