@@ -12,7 +12,7 @@ from art_cli.runtime.errors import RunError, UsageError, printable_lines
 
 
 def run(
-    run: Annotated[Path, typer.Argument(metavar="RUN", parser=records, help="A run directory.", show_default=False)],
+    run: Annotated[str, typer.Argument(metavar="RUN", help="A run directory.", show_default=False)],
     html: Annotated[Path | None, typer.Option("--html", metavar="FILE", help="Write it as one page, too.")] = None,
     has_conversation: Annotated[
         bool, typer.Option("--conversation", help="Show one held-out conversation before and after, instead.")
@@ -41,7 +41,11 @@ def run(
 
     if as_json and has_conversation:
         raise UsageError("--json and --conversation: one at a time")
-    plain = msgspec.to_builtins(read_report(RunDir(run)))
+    root = records(run)
+    plain = msgspec.to_builtins(read_report(RunDir(root)))
+    if "://" in run:  # what it names is to be found there, and not in the copy of its records
+        here, there = (json.dumps(each)[1:-1] for each in (str(root), run.rstrip("/")))
+        plain = json.loads(json.dumps(plain).replace(here, there))
     if html is not None:
         from art_cli.reports.pages.report_page import report_page
         from art_cli.runs.durable import write_file
@@ -53,7 +57,7 @@ def run(
         from art_cli.reports.before_after import read_before_after
         from art_cli.reports.pages.conversation_text import conversation_text
 
-        sys.stdout.write(printable_lines(conversation_text(read_before_after(RunDir(run)), plain)))
+        sys.stdout.write(printable_lines(conversation_text(read_before_after(RunDir(root)), plain)))
     else:
         from art_cli.reports.pages.report_text import report_text
 

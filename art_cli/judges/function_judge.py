@@ -58,7 +58,7 @@ class FunctionJudge(Judge):
         self._source = _digest(config.entry, directory, config.options)
         self.in_flight, self.needs_reward = self._own.in_flight, self._own.needs_reward
         self.has_rounds = self._own.has_rounds
-        self._loop, self._slots = LoopThread("judge"), asyncio.Semaphore(self.in_flight)
+        self._loop, self._slots = LoopThread("judge"), asyncio.Semaphore(max(1, self.in_flight))
 
     def _make(self, found: type, options: Mapping[str, Any]) -> Judge:
         if not issubclass(found, Judge):
