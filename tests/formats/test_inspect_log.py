@@ -26,7 +26,7 @@ def test_each_step_and_split_has_a_log_which_art_import_reads_back(art: Art, tmp
     done = art("log", str(run.root), "--inspect", "--json")
     assert done.code == 0, done.err
     told = json.loads(done.out)
-    names = ["mail-train-0000.eval", "mail-eval-0000.eval", "mail-train-0001.eval"]
+    names = ["run-train-0000.eval", "run-eval-0000.eval", "run-train-0001.eval"]
     assert [Path(each).name for each in told["logs"]] == names and told["attempts"] == 7
     assert [path for path in (run.root / "inspect").iterdir() if path.suffix != ".eval"] == []
     assert art("import", told["logs"][0], "-o", "back.jsonl", "--reward", "reward").code == 0
@@ -48,7 +48,7 @@ def test_a_step_that_is_being_played_is_told_from_a_whole_one(art: Art, tmp_path
     assert art("log", str(run.root), "--inspect", "-o", "logs").code == 0
     headers = {path.name: entries(path)["header.json"] for path in Path("logs").iterdir()}
     assert {name: header["status"] for name, header in headers.items()} == {  # type: ignore[index]
-        "mail-train-0000.eval": "success", "mail-eval-0000.eval": "success", "mail-train-0001.eval": "cancelled",
+        "run-train-0000.eval": "success", "run-eval-0000.eval": "success", "run-train-0001.eval": "cancelled",
     }  # fmt: skip
     before = {path.name: path.read_bytes() for path in Path("logs").iterdir()}
     assert art("log", str(run.root), "--inspect", "-o", "logs").code == 0
