@@ -706,6 +706,7 @@ def _set_tensors(weights: Weights, tensors: dict[str, torch.Tensor]) -> None:
             weights.model.load_state_dict(tensors, strict=False)
     else:
         import peft
+        import torch
 
         before = {name: p.detach().clone() for name, p in weights.model.named_parameters() if "lora_" in name}
         try:

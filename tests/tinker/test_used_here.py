@@ -23,6 +23,7 @@ from art_cli.models.policy_spec import spec_of
 from art_cli.runs.manifest import Manifest, new_checkpoint
 from art_cli.serving.merged_export import load_source
 from art_cli.serving.served_model import find_source
+from art_cli.tinker.server import BackendLimits
 from art_cli.tinker.server.base_model import Base
 from art_cli.tinker.tinker_learner import TinkerLearner
 from tests.support.backend_server import serving, tiny_base
@@ -104,4 +105,25 @@ def test_a_preflight_asks_the_server(tmp_path: Path, art: Art) -> None:
         assert code == 0 and address in found and "tokens of context" in found, found
         code, out, errors = art("check", LETTERS, "--json", "engine.url=http://127.0.0.1:9", *chosen)
         assert code == 1 and "nothing answers" in out + errors
+    gc.collect()
+
+
+@pytest.mark.slow
+def test_a_small_adapter_goes_on_at_a_server_that_takes_no_larger_ones(tmp_path: Path) -> None:
+    """The SDK names no rank where it goes on from a saved state, and the protocol's is 32."""
+    base = Base(tiny_base(tmp_path / "tiny").weights, name="tiny", lora=None, learner=TorchLearnerConfig())
+    with serving(base, tmp_path / "backend", limits=BackendLimits(rank=8)) as address:
+        trained = Trained(base, address, tmp_path / "run")
+        engine = TinkerEngineConfig(name="tinker", url=address, base_model="tiny", timeout_s=30)
+        policy = spec_of(on_base(base.weights, None))
+        learner = TinkerLearner(
+            policy,
+            train=TrainConfig(learning_rate=1e-2),
+            loss=config_of("grpo"),
+            engine=engine,
+            lora=LoraConfig(rank=4),
+        )
+        learner.load(trained.path)
+        assert learner.score(IDS) == pytest.approx(trained.scores, abs=1e-5)
+        learner.close()
     gc.collect()

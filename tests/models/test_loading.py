@@ -1,0 +1,42 @@
+"""Checkpoints put into a model: those that do not fit change nothing."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from art_cli.config.schema import LoraConfig
+from art_cli.models.loading import Weights, load_checkpoint, save_weights, with_adapter
+from art_cli.runtime.errors import CheckpointError
+from tests.support.tiny import tiny_weights
+
+
+def numbers(weights: Weights) -> dict[str, torch.Tensor]:
+    return {name: parameter.detach().clone() for name, parameter in weights.model.named_parameters()}
+
+
+@pytest.mark.parametrize("targets", ["all-linear", None])
+def test_a_checkpoint_of_another_shape_changes_no_weight(tmp_path: Path, targets: str | None) -> None:
+    """One of the attention alone for an adapter of all layers; one of a wider model for whole weights."""
+    bare = tiny_weights(lora_rank=None)
+    if targets is None:
+        weights, other = bare, tiny_weights(lora_rank=None, vocab=300)
+    else:
+        weights = with_adapter(bare, LoraConfig(rank=4), 0)
+        other = with_adapter(tiny_weights(lora_rank=None), LoraConfig(rank=4, targets=["q_proj"]), 1)
+    save_weights(other, tmp_path)
+    before, version = numbers(weights), weights.version
+    with pytest.raises(CheckpointError):
+        load_checkpoint(weights, tmp_path)
+    after = numbers(weights)
+    assert all(torch.equal(before[name], after[name]) for name in before) and weights.version == version
+
+
+def test_whole_weights_are_one_file_whatever_their_size(tmp_path: Path) -> None:
+    weights = tiny_weights(lora_rank=None)
+    save_weights(weights, tmp_path)
+    assert [path.name for path in tmp_path.glob("*.safetensors")] == ["model.safetensors"]
+    changed = tiny_weights(seed=1, lora_rank=None)
+    load_checkpoint(changed, tmp_path)
+    expected = numbers(weights)
+    assert all(torch.equal(value, expected[name]) for name, value in numbers(changed).items())
