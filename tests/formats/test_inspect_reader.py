@@ -50,10 +50,10 @@ def seen(logs: Path) -> dict[str, Any]:
 
 
 def test_a_scenario_is_a_sample_and_an_attempt_an_epoch_with_scores_and_the_judges_words(seen: dict[str, Any]) -> None:
-    assert sorted(seen) == ["mail-eval/0", "mail-train/0", "mail-train/1"]
-    log = seen["mail-train/0"]["log"]
+    assert sorted(seen) == ["run-eval/0", "run-train/0", "run-train/1"]
+    log = seen["run-train/0"]["log"]
     assert log["status"] == "success" and log["eval"]["model"] == "builtin:tiny"
-    assert seen["mail-train/1"]["log"]["status"] == "cancelled"
+    assert seen["run-train/1"]["log"]["status"] == "cancelled"
     samples = {(each["id"], each["epoch"]): each for each in log["samples"]}
     assert sorted(samples) == [("mail-1", 1), ("mail-1", 2), ("mail-2", 1), ("mail-2", 2)]
     first = samples["mail-1", 1]
@@ -66,12 +66,12 @@ def test_a_scenario_is_a_sample_and_an_attempt_an_epoch_with_scores_and_the_judg
     assert samples["mail-2", 1]["limit"]["type"] == "turn"
     assert samples["mail-2", 2]["error"]["message"] == "timeout: not finished"
     mean = {each["name"]: each["metrics"]["mean"]["value"] for each in log["results"]["scores"]}
-    assert mean["reward"] == 0.75 and log["results"]["total_samples"] == 4 == len(seen["mail-train/0"]["summaries"])
-    assert seen["mail-eval/0"]["log"]["samples"][0]["scores"]["reward"]["value"] == 0.25
+    assert mean["reward"] == 0.75 and log["results"]["total_samples"] == 4 == len(seen["run-train/0"]["summaries"])
+    assert seen["run-eval/0"]["log"]["samples"][0]["scores"]["reward"]["value"] == 0.25
 
 
 def test_calls_of_the_model_and_of_tools_are_events_with_their_messages(seen: dict[str, Any]) -> None:
-    sample = seen["mail-train/0"]["log"]["samples"][0]
+    sample = seen["run-train/0"]["log"]["samples"][0]
     kinds = [event["event"] for event in sample["events"]]
     assert kinds == ["sample_init", "model", "tool", "model", "score", "score", "score", "score"]
     _, model, tool, second, *_ = sample["events"]
@@ -104,8 +104,8 @@ def test_its_bundled_page_shows_the_logs_and_a_sample_without_an_error(logs: Pat
         page.on("pageerror", lambda error: errors.append(str(error)))
         page.on("response", lambda answer: missing.add(answer.url.rpartition("/")[2]) if answer.status >= 400 else None)
         page.goto(url)
-        page.get_by_text("mail-train").first.wait_for()
-        page.get_by_text("mail-eval").first.click()
+        page.get_by_text("run-train").first.wait_for()
+        page.get_by_text("run-eval").first.click()
         page.get_by_text("Who wrote about cheese?").first.wait_for()
         page.get_by_text("Who wrote about cheese?").first.click()
         page.get_by_text("It was Ann.").first.wait_for()

@@ -393,7 +393,7 @@ def test_what_art_import_wrote_is_judged_where_a_judge_is_named(art: Art) -> Non
         (plain("a", metrics={"win": "yes"}), "t.jsonl:2: Expected"),
         (plain("a", reward="high"), "t.jsonl:2: Expected"),
         (plain("a", reward=float("nan")), "the rollout returned no reward"),
-        (plain("a", reward=1e308), "the reward 1e+308 is beyond 1e+100"),
+        (plain("a", reward=1e308), "the reward 1e+308 is beyond 1e+30"),
         (own(returned_reward=float("inf")), "the rollout returned no reward"),
         (own(messages=3), "t.jsonl:2: Expected `array`, got `int`"),
         (own(turns=[{"logprobs": [float("nan")]}]), "t.jsonl:2: "),
