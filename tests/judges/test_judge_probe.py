@@ -238,7 +238,7 @@ def test_the_cheapest_part_of_a_panel_is_the_one_that_orders_as_the_whole(art: A
         report = own(art, f"judge={{name: ruler, panel: [{', '.join(panel)}]}}")
     measures = report["measures"]
     assert measures["panel.ruler a"]["value"] > 0.9 and measures["panel.ruler c"]["value"] < 0.7
-    assert report["cheapest"] == ["ruler a"] or report["cheapest"] == ["ruler c", "ruler a"]
+    assert set(report["cheapest"]) in ({"ruler a"}, {"ruler a", "ruler c"})  # c costs next to nothing, and is chance
     assert report["usage"]["cost_usd"] > 0
 
 
