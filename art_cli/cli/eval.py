@@ -15,13 +15,16 @@ from art_cli.runtime.errors import UsageError, printable_lines
 ORDER = "art.eval.order"  # key of the options in their order
 
 
-class Command(TyperCommand):
+class InOrder(TyperCommand):
     """The command `eval`, which compares policies in the order of its options, whichever they are."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         options = [word.partition("=")[0] for word in args]
         ctx.meta[ORDER] = [option for option in options if option in ("--checkpoint", "--endpoint")]
         return super().parse_args(ctx, args)
+
+
+Command = InOrder
 
 
 def run(
