@@ -175,6 +175,15 @@ def test_a_limit_gives_no_reward_where_the_rollouts_return_none() -> None:
     assert values_by_scenario([limited])["reward"] == {"a": 0.0}
 
 
+def test_policies_are_compared_in_the_order_of_the_options() -> None:
+    """The gate is on the last one, whichever it is; without an order the endpoints come last."""
+    loaded = load_config(LETTERS / "config.yaml", [])
+    given: Any = [Path("base")], ["m@http://a/v1", "n@http://b/v1"]
+    order = ["--endpoint", "--checkpoint", "--endpoint"]
+    assert list(find_players(loaded, *given, order=order)) == ["m", "base", "n"]
+    assert list(find_players(loaded, *given)) == ["base", "m", "n"]
+
+
 @pytest.mark.parametrize(
     ("text", "gate"),
     [
