@@ -44,14 +44,11 @@ class MetricJudge(Judge):
         return self.title
 
     async def judge(self, group: Sequence[Trajectory]) -> Mapping[str, Verdict]:
-        """Raises JudgeError if a rollout does not report the metric. One that a limit ended before it could has
-        `rollout.limit_reward`."""
+        """Raises JudgeError if a rollout does not report the metric."""
         return {each.id: Verdict(reward=self._value(each)) for each in group}
 
     def _value(self, trajectory: Trajectory) -> float:
-        value = trajectory.metrics.get(self._metric)
-        if value is None and trajectory.limit is not None:
-            value = trajectory.returned_reward
+        value = trajectory.reported(self._metric)
         if value is None:
             there = ", ".join(sorted(trajectory.metrics)) or "none"
             raise JudgeError(f"trajectory {trajectory.id}: no metric {self._metric!r}; it reports {there}")

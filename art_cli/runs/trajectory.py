@@ -108,6 +108,12 @@ class Trajectory(msgspec.Struct, kw_only=True):
         id = str(self.scenario.get("id", self.group_id))
         return f"{self.source}/{id}" if self.source else id
 
+    def reported(self, metric: str) -> float | None:
+        """Returns a metric of the rollout, or None. Where a limit ended it before it could report any, its reward
+        (`rollout.limit_reward`) stands for each."""
+        value = self.metrics.get(metric)
+        return self.returned_reward if value is None and self.limit is not None else value
+
     @property
     def is_silent(self) -> bool:
         """Whether no model call was recorded."""

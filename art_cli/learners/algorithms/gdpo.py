@@ -59,13 +59,8 @@ class Gdpo(ClippedPreset[GdpoConfig]):
 
 
 def _part(trajectory: ScoredTrajectory, name: str) -> float:
-    """Returns a part of the trajectory's reward: the metric of that name, or the reward itself as `reward`.
-
-    An attempt that a limit ended before it could report its metrics has `rollout.limit_reward` in their place.
-    """
-    value = trajectory.reward if name == "reward" else trajectory.metrics.get(name)
-    if value is None and trajectory.limit is not None:
-        value = trajectory.returned_reward
+    """Returns a part of the trajectory's reward: the metric of that name, or the reward itself as `reward`."""
+    value = trajectory.reward if name == "reward" else trajectory.reported(name)
     if value is None:
         there_are = ", ".join(map(repr, trajectory.metrics)) or "none"
         raise LearnerError(
