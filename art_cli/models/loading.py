@@ -697,32 +697,34 @@ def _parts(
 
 def _set_tensors(weights: Weights, tensors: dict[str, torch.Tensor]) -> None:
     """Raises an error, and changes no weight, if tensors are missing, or there are others."""
-    if not weights.has_adapter:
-        own: Any = weights.model.state_dict()
-        tied = set(getattr(weights.model, "_tied_weights_keys", None) or [])
-        wrong = [name for name in own if name not in tied and name not in tensors]
-        wrong += [name for name, tensor in tensors.items() if name not in own or own[name].shape != tensor.shape]
-        if not wrong:
-            weights.model.load_state_dict(tensors, strict=False)
-    else:
-        import peft
-        import torch
+    if weights.has_adapter:
+        _set_adapter(weights.model, tensors)
+        return
+    own: Any = weights.model.state_dict()
+    tied = set(getattr(weights.model, "_tied_weights_keys", None) or [])
+    wrong = [name for name in own if name not in tied and name not in tensors]
+    _refuse(wrong + [name for name, tensor in tensors.items() if name not in own or own[name].shape != tensor.shape])
+    weights.model.load_state_dict(tensors, strict=False)
 
-        before = {name: p.detach().clone() for name, p in weights.model.named_parameters() if "lora_" in name}
-        try:
-            result: Any = peft.set_peft_model_state_dict(weights.model, tensors)
-            wrong = list(result.unexpected_keys) + [name for name in result.missing_keys if "lora_" in name]
-            if wrong:
-                raise _mismatch(wrong)
-        except BaseException:
-            with torch.no_grad():
-                for name, parameter in weights.model.named_parameters():
-                    if name in before:
-                        parameter.copy_(before[name])
-            raise
+
+def _set_adapter(model: Any, tensors: dict[str, torch.Tensor]) -> None:
+    """As `_set_tensors`. peft tells what does not fit only after it has set the rest, which is then put back."""
+    import peft
+    import torch
+
+    parameters = {name: parameter for name, parameter in model.named_parameters() if "lora_" in name}
+    before = {name: parameter.detach().clone() for name, parameter in parameters.items()}
+    try:
+        result: Any = peft.set_peft_model_state_dict(model, tensors)
+        _refuse(list(result.unexpected_keys) + [name for name in result.missing_keys if "lora_" in name])
+    except BaseException:
+        with torch.no_grad():
+            for name, parameter in parameters.items():
+                parameter.copy_(before[name])
+        raise
+
+
+def _refuse(wrong: Sequence[str]) -> None:
+    """Raises ValueError if there is any name of a tensor that does not fit."""
     if wrong:
-        raise _mismatch(wrong)
-
-
-def _mismatch(wrong: Sequence[str]) -> ValueError:
-    return ValueError(f"{len(wrong)} tensors do not match, first {wrong[0]}")
+        raise ValueError(f"{len(wrong)} tensors do not match, first {wrong[0]}")
