@@ -60,22 +60,17 @@ class Chats:
         vocabulary, talk = self._vocabulary, request.messages
         if vocabulary is None or talk is None:
             return None
-        talk = [chat_prompts.for_template(message, keeps_text=False) for message in talk]
-        guard = Guard(vocabulary.controls, talk, request.tools, request.template_kwargs)
-        guard.messages(talk)
-        guard.value([request.tools, request.template_kwargs])
-        is_read_here = self._is_read_here(request)
-        if not guard.letters and not is_read_here:
+        is_read_here = self._is_read_here(vocabulary, request)
+        if not is_read_here and not _has_marker(vocabulary, request, talk):
             return None
         prompt = await self._render(vocabulary, request)
-        if not prompt.is_guarded and not is_read_here:
+        if not is_read_here and not prompt.is_guarded:
             return None
         return RenderedChat(vocabulary, request, prompt, self._left(request, prompt))
 
-    def _is_read_here(self, request: Request) -> bool:
+    def _is_read_here(self, vocabulary: Vocabulary, request: Request) -> bool:
         """Returns whether the server would not find the thoughts or the calls of a reply, and we do."""
-        assert self._vocabulary is not None
-        template = self._vocabulary.tokenizer.chat_template or ""
+        template = vocabulary.tokenizer.chat_template or ""
         knows_calls = find_syntax(template) != HERMES
         if self._has_parsers or (request.tools and not knows_calls and CALL not in template):
             return False
@@ -100,6 +95,15 @@ class Chats:
     def _left(self, request: Request, prompt: Prompt) -> int:
         """Returns the number of tokens that the reply may have."""
         return reply_limit(request, prompt, self._model.max_length, self._model.vocabulary) - len(prompt.ids)
+
+
+def _has_marker(vocabulary: Vocabulary, request: Request, messages: list[Json]) -> bool:
+    """Returns whether a text of the conversation may hold a marker."""
+    talk = [chat_prompts.for_template(message, keeps_text=False) for message in messages]
+    guard = Guard(vocabulary.controls, talk, request.tools, request.template_kwargs)
+    guard.messages(talk)
+    guard.value([request.tools, request.template_kwargs])
+    return bool(guard.letters)
 
 
 class RenderedChat:
