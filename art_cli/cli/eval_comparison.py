@@ -45,7 +45,7 @@ from art_cli.runs.run_checkpoints import Which, run_config, run_of
 from art_cli.runs.run_dir import RunDir
 from art_cli.runs.trajectory import Json, Trajectory
 from art_cli.runtime import threads
-from art_cli.runtime.errors import RolloutError, UsageError, printable
+from art_cli.runtime.errors import DataError, RolloutError, UsageError, printable
 from art_cli.runtime.log import is_verbose
 from art_cli.runtime.scratch import make_directory
 from art_cli.serving.served_policies import engine_config
@@ -76,7 +76,7 @@ class Player(NamedTuple):
 
     @property
     def address(self) -> str:
-        """The endpoint's, or "" if the engine loads checkpoints."""
+        """A digest of the endpoint's, or "" if the engine loads checkpoints."""
         return own_model(self.loaded.config.engine, self.loaded.directory)
 
 
@@ -212,17 +212,23 @@ def claim_directory(directory: Path, loaded: LoadedConfig) -> None:
     if not os.path.lexists(path):
         make_directory(directory)
         write_file(path, msgspec.json.encode({"played_with": digest}) + b"\n")
-    elif read_object(path).get("played_with") != digest:
-        raise UsageError(f"{directory}: its attempts were played with other settings or code; name another one with -o")
+        return
+    cure = "name another directory with -o"
+    try:
+        is_same = read_object(path).get("played_with") == digest
+    except DataError as error:
+        raise UsageError(f"{error}; {cure}") from error
+    if not is_same:
+        raise UsageError(f"{directory}: its attempts were played with other settings or code; {cure}")
 
 
 def file_names(addresses: Mapping[str, str]) -> dict[str, str]:
     """Returns the file of each policy's trajectories. Names that would share one, such as runs/a and runs_a, are
-    quoted. An endpoint's has a digest of its address, so that another of the same name goes on with another file."""
+    quoted. An endpoint's has the digest of its address, so that another of the same name goes on with another file."""
     plain = {name: name.strip("/").replace("/", "_") for name in addresses}
     num = Counter(plain.values())
     files = {name: short if num[short] == 1 else quote(name, safe="") for name, short in plain.items()}
-    ends = {name: f"-{sha256(at.encode()).hexdigest()[:8]}" if at else "" for name, at in addresses.items()}
+    ends = {name: f"-{address}" if address else "" for name, address in addresses.items()}
     return {name: f"{file}{ends[name]}.jsonl" for name, file in files.items()}
 
 

@@ -8,6 +8,7 @@ is a class in a file beside the configuration, `engine: {entry: "mine.py:MyEngin
 `MyEngine(setup)` and used through the Engine protocol; its class attributes are its EngineTraits.
 """
 
+import hashlib
 import json
 import pkgutil
 from collections.abc import Mapping
@@ -120,12 +121,13 @@ def engine_traits(config: EngineConfig, directory: Path) -> EngineTraits:
 
 
 def own_model(config: EngineConfig, directory: Path) -> str:
-    """Returns what an engine that brings its model asks and where, as no proof tells its attempts from another's; ""
-    for one that loads checkpoints."""
+    """Returns a digest of what an engine that brings its model asks and where, as no proof tells its attempts from
+    another's; "" for one that loads checkpoints."""
     if engine_traits(config, directory).can_train:
         return ""
     named = {"name", "model", "base_url", "entry", "options"}
-    return json.dumps(config.model_dump(mode="json", include=named), sort_keys=True)
+    text = json.dumps(config.model_dump(mode="json", include=named), sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()[:8]
 
 
 def make_engine(

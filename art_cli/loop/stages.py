@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from art_cli.config.compose import LoadedConfig
-from art_cli.engines import engine_traits
+from art_cli.engines import engine_traits, own_model
 from art_cli.judges.judge_groups import judge_group
 from art_cli.judges.source_judges import make_judges, require_all_keys
 from art_cli.loop.auto import resolve_auto
@@ -38,6 +38,8 @@ from art_cli.runtime import threads
 from art_cli.runtime.errors import LearnerError, UsageError
 
 log = logging.getLogger(__name__)
+
+OWN_MODEL = "own_model"  # key in an attempt's metadata: the digest of the endpoint's model that played it
 
 
 class StepTaken(NamedTuple):
@@ -98,24 +100,29 @@ async def _play(
     output: Path,
     plans: Sequence[RolloutPlan],
 ) -> list[Trajectory]:
+    model = own_model(loaded.config.engine, loaded.directory)
     with LineWriter(output) as writer:
         played = list(
             read_lines(output, Trajectory)
         )  # read after the file is locked, because another writer may have just ended
 
         def keep(trajectory: Trajectory) -> None:
+            if model:
+                trajectory.metadata = trajectory.metadata | {OWN_MODEL: model}
             writer.append(trajectory)
             played.append(trajectory)
 
         async with open_sampler(
             loaded, policy, checkpoint=source.checkpoint, step=source.step, logs=output.parent
         ) as sampler:
-            _check_same(output, plans, played, sampler)
+            _check_same(output, plans, played, sampler, model)
             await sampler.play_shown(owed(plans, played), keep, title="generate")
     return played
 
 
-def _check_same(output: Path, plans: Sequence[RolloutPlan], played: Sequence[Trajectory], sampler: Sampler) -> None:
+def _check_same(
+    output: Path, plans: Sequence[RolloutPlan], played: Sequence[Trajectory], sampler: Sampler, model: str
+) -> None:
     """Raises UsageError if an attempt in `output` has a plan's id and is another one."""
     there = {each.id: each for each in played}
     for plan in plans:
@@ -125,7 +132,7 @@ def _check_same(output: Path, plans: Sequence[RolloutPlan], played: Sequence[Tra
         differing = {
             "is at another scenario": (each.source or "", each.scenario) != planned,
             f"is one of {each.group_size} in its group": each.group_size != plan.group_size,
-            "was sampled by another policy": sampler.is_of_another(each),
+            "was sampled by another policy": sampler.is_of_another(each) or each.metadata.get(OWN_MODEL, "") != model,
         }
         for what, differs in differing.items():
             if differs:

@@ -210,3 +210,6 @@ def test_attempts_of_other_settings_are_not_counted_again(
     with open(project / "rollout.py", "a") as file:
         file.write("# another\n")
     assert art(*command)[0] == 2
+    (tmp_path / "played" / "settings.json").write_text("{")
+    code, line = art(*command)
+    assert code == 2 and "not JSON" in line and line.endswith("name another directory with -o")

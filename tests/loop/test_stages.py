@@ -120,9 +120,13 @@ async def test_an_endpoint_stands_in_for_a_checkpoint(trained: Path, tmp_path: P
                     cli.run,
                     ["eval", CONFIG, "--endpoint", f"other@{root}/v1", "-o", str(tmp_path), "--gate", "reward>=0.5"],
                 )
+                command = ["generate", CONFIG, "-o", str(tmp_path / "generated"), f"runs={tmp_path}"]
+                there = ["engine=openai", f"engine.base_url={root}/v1", "engine.model=other"]
+                codes = [await asyncio.to_thread(cli.run, [*command, *given]) for given in (there, there, [])]
         finally:
             await engine.close()
     assert code == 0
+    assert codes == [0, 0, 2]  # the starting policy's attempts are others than the endpoint's
     [path] = tmp_path.glob("*.jsonl")
     assert all(t.messages and t.returned_reward is not None for t in read_lines(path, Trajectory))
 
