@@ -1,5 +1,6 @@
 """Checks across sections: settings that contradict each other, and configurations that cannot be trained."""
 
+from collections import Counter
 from collections.abc import Callable, Iterator
 
 from art_cli.config.metric_names import SHADOW, judge_costs, why_unknown
@@ -40,16 +41,23 @@ def conflicts(config: RunConfig) -> Iterator[tuple[str, str]]:
     for number, rule in enumerate(config.stop):
         yield from _stop_conflicts(config, f"stop.{number}", rule)
     yield from _of_each_source(config, _conflicts)
+    yield from _of_each_source(config, _unused, has_use=True)
 
 
 def _of_each_source(
-    config: RunConfig, check: Callable[[RunConfig], Iterator[tuple[str, str]]]
+    config: RunConfig, check: Callable[[RunConfig], Iterator[tuple[str, str]]], *, has_use: bool = False
 ) -> Iterator[tuple[str, str]]:
-    """Yields what `check` finds in each source's configuration, by the key where the user wrote the value."""
-    found = (
-        (config.key_in(name, key), message) for name, part in config.by_source.items() for key, message in check(part)
+    """Yields what `check` finds in each source's configuration, by the key where the user wrote the value.
+
+    `has_use`: a value for all sources is found only if it is in each of them, because another one has a use for it.
+    """
+    parts = config.by_source
+    found = Counter(
+        (config.key_in(name, key), text) for name, part in parts.items() for key, text in dict.fromkeys(check(part))
     )
-    yield from dict.fromkeys(found)
+    for (key, text), num in found.items():
+        if num == len(parts) or not has_use or key.startswith("rollout.sources."):
+            yield key, text
 
 
 def _source_conflicts(config: RunConfig) -> Iterator[tuple[str, str]]:
@@ -83,7 +91,6 @@ def _conflicts(config: RunConfig) -> Iterator[tuple[str, str]]:
                 "corrects advantages, and a shadow judge is not trained on; leave it out",
             )
     yield from _cluster_conflicts(config)
-    yield from _rollout_conflicts(config)
     if config.rollout.replay is not None:
         yield from _replay_conflicts(config, section)
     if config.train.max_staleness > 0:
@@ -129,7 +136,8 @@ def _adapter_conflicts(config: RunConfig) -> Iterator[tuple[str, str]]:
         yield "engine", f"{cannot}; set model.lora, or engine=embedded"
 
 
-def _rollout_conflicts(config: RunConfig) -> Iterator[tuple[str, str]]:
+def _unused(config: RunConfig) -> Iterator[tuple[str, str]]:
+    """Yields the settings of the rollout that nothing reads."""
     rollout = config.rollout
     if rollout.command is not None and rollout.cluster is None and "processes" in rollout.model_fields_set:
         yield "rollout.processes", "each attempt of rollout.command is a process of its own; leave it out"

@@ -355,6 +355,17 @@ def test_a_mistake_is_one_line_that_names_the_source(tmp_path: Path, override: s
         load_config(write_project(tmp_path), [override])
 
 
+def test_what_one_source_has_a_use_for_may_stand_for_all(tmp_path: Path) -> None:
+    """Processes are for functions and the environment is for programs: each is refused where no source uses it."""
+    config = write_project(tmp_path)
+    program = ["~rollout.sources.other.entry", "rollout.sources.other.command=[python, other.py]"]
+    load_config(config, [*program, "rollout.processes=2", "rollout.env=[KEY]"])
+    with pytest.raises(ConfigError, match=r"rollout\.env: only the program"):
+        load_config(config, ["rollout.env=[KEY]"])
+    with pytest.raises(ConfigError, match=r"rollout\.sources\.other\.processes: each attempt"):
+        load_config(config, [*program, "rollout.sources.other.processes=2"])
+
+
 def test_a_stop_rule_may_name_a_number_of_a_source(tmp_path: Path) -> None:
     rules = "stop=[{metric: reward.other, above: 0.9}, {metric: eval.reward.letters, above: 0.9}]"
     assert len(load_config(write_project(tmp_path), [rules]).config.stop) == 2
