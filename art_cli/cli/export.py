@@ -59,6 +59,8 @@ def run(
 
     if (gguf is not None) + gguf_adapter + (dtype is not None) > 1:
         raise UsageError("--gguf, --gguf-adapter and --dtype: name one of them")
+    if gguf_adapter and max_gap is not None:
+        raise UsageError("--max-gap is for merged weights, and --gguf-adapter merges none; leave one of them out")
     token = _find_token() if push is not None else None
     with scratch("export") as directory:
         if base is not None:

@@ -68,8 +68,8 @@ def run(
     if is_probe:
         from art_cli.cli.probing import probe_judge
 
-        if output or gold or is_fresh or is_report:
-            raise UsageError("--probe scores nothing: leave out --output, --gold, --fresh and --report")
+        if output or gold or is_fresh or is_report or is_partial:
+            raise UsageError("--probe writes no scores: leave out --output, --gold, --fresh, --partial and --report")
         loaded = choose_judge(config, overrides or [], model=model, rubric=rubric)
         source = TrajectoryFile(trajectories, group_by=group_by)
         probe_judge(

@@ -213,3 +213,8 @@ def test_attempts_of_other_settings_are_not_counted_again(
     (tmp_path / "played" / "settings.json").write_text("{")
     code, line = art(*command)
     assert code == 2 and "not JSON" in line and line.endswith("name another directory with -o")
+
+
+def test_a_choice_of_checkpoints_needs_a_run(art: Callable[..., tuple[int, str]], project: Path) -> None:
+    code, line = art("gateway", str(project / "config.yaml"), "--last")
+    assert code == 2 and line.endswith("--last chooses among a run's checkpoints; name --checkpoint RUN")

@@ -173,11 +173,11 @@ def test_a_page_has_the_same_lines_and_no_text_of_an_attempt(art: Art) -> None:
     assert all(re.escape(name) in page for name in PROBES) and "quality" not in page + out
 
 
-@pytest.mark.parametrize("option", ["--fresh", "--report", "--gold=metrics.win", "--output=x.jsonl"])
+@pytest.mark.parametrize("option", ["--fresh", "--report", "--partial", "--gold=metrics.win", "--output=x.jsonl"])
 def test_options_of_scoring_are_refused(option: str, art: Art) -> None:
     write(groups=1)
     code, out, err = art("judge", "t.jsonl", "judge=rollout", "--probe", option)
-    assert (code, out) == (2, "") and "--probe scores nothing" in err
+    assert (code, out) == (2, "") and "--probe writes no scores" in err
 
 
 def test_a_number_of_groups_without_a_probe_is_refused(art: Art) -> None:

@@ -170,6 +170,8 @@ def test_the_command_writes_a_file_or_says_what_excludes_what(
     assert code == 0 and "q8_0, for llama.cpp" in printed, err
     code, _, err = art("export", bases / "qwen3", "-o", tmp_path / "o", "--gguf", "f16", "--gguf-adapter")
     assert code == 2 and "--gguf, --gguf-adapter and --dtype: name one of them" in err
+    code, _, err = art("export", bases / "qwen3", "-o", tmp_path / "o", "--gguf-adapter", "--max-gap", "1")
+    assert code == 2 and "--max-gap is for merged weights" in err
     code, _, err = art("export", bases / "qwen3", "-o", tmp_path / "o", "--gguf-adapter")
     assert code == 2 and "is a whole model; --gguf writes it" in err
     found = art(
