@@ -89,7 +89,9 @@ def run(
     warn_of_open_key(context)
     which = which_checkpoint(is_best, is_last)
     if checkpoint is None and (is_best or is_last):
-        raise UsageError(f"{'--best' if is_best else '--last'} chooses among a run's checkpoints; name --checkpoint RUN")
+        raise UsageError(
+            f"{'--best' if is_best else '--last'} chooses among a run's checkpoints; name --checkpoint RUN"
+        )
     loaded = load_gateway(config, overrides or [])
     keys = read_key_texts(api_key, api_key_file)
     clients = Clients(keys)

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from art_cli.config.schema import LoraConfig, ModelConfig
-from art_cli.models import loading
+from art_cli.models import precision
 from art_cli.models.loading import Weights, token_logprobs, with_adapter
 from art_cli.runtime.errors import LearnerError, UsageError
 
@@ -90,7 +90,7 @@ def load_model(config: ModelConfig, base: str, place: torch.device, dtype: torch
         except ValueError as error:
             raise UsageError(f"model.lora.targets: {str(error).strip().splitlines()[0]}") from error
     _check(model, config, place)
-    loading.keep_layout(model)
+    precision.keep_layout(model)
     for parameter in model.parameters():
         if parameter.requires_grad:
             parameter.data = parameter.data.float()
@@ -105,7 +105,7 @@ def load_bare(config: ModelConfig, base: str, place: torch.device, dtype: torch.
     """
     _, model = _load(config, base, dtype, seed)
     _check(model, config, place)
-    loading.keep_layout(model)
+    precision.keep_layout(model)
     return model
 
 
@@ -129,7 +129,7 @@ def _load(config: ModelConfig, base: str, dtype: torch.dtype, seed: int) -> tupl
     if (reason := obstacle()) is not None:
         raise LearnerError(f"learner 'unsloth' cannot run here: {reason}, or set learner=torch")
     if config.quantize is not None:
-        loading.require_bitsandbytes()
+        precision.require_bitsandbytes()
     unsloth = _import()
     with _kept_apart():
         model, _ = unsloth.FastLanguageModel.from_pretrained(
@@ -147,7 +147,7 @@ def _load(config: ModelConfig, base: str, dtype: torch.dtype, seed: int) -> tupl
 def _check(model: Any, config: ModelConfig, place: torch.device) -> None:
     """Raises LearnerError where the model is not as asked. Unsloth itself only prints that it did something else."""
     base = model if config.lora is None else model.get_base_model()
-    if config.quantize is not None and not loading.is_quantized(base):
+    if config.quantize is not None and not precision.is_quantized(base):
         raise LearnerError(
             f"Unsloth {version('unsloth')} did not load {config.base} in {config.quantize}: set model.quantize=null"
         )

@@ -3,17 +3,6 @@
 It neither samples (engines) nor trains (learners); both may hold the same `Weights`. A base is a hub id, a directory,
 or a function or GGUF file of which such a directory is made, after which all are loaded in the same way. torch,
 transformers and peft are imported inside functions only, so that importing this module costs nothing.
-
-Where `model.dtype` is auto, the dtype follows from what the device has, so that load cannot matter. Nothing is timed,
-because a busy machine times differently from a quiet one. bfloat16 halves the memory, and a device that multiplies it
-natively (a GPU's tensor cores, AMX on a CPU) computes products six times faster and more. Elsewhere it does not pay:
-AVX-512 alone gives 2.1 times on products of an EPYC, 1.1 to 1.4 times on a step, and only 0.6 times on products of a
-Xeon; and bfloat16 rounds logprobs to a hundredth of a nat.
-
-In 4 bits (bitsandbytes' NF4 with double quantization, Dettmers et al. 2023, arXiv:2305.14314) each linear layer but the
-head is kept quantized and computed in the model's dtype; one fix follows the loading. There is no 8-bit form, for two
-reasons. It rounds activations as well, so that the gradient would depend on the order of sums and therefore on the
-packing. And vLLM does not quantize to it while loading.
 """
 
 from __future__ import annotations
@@ -29,7 +18,6 @@ import threading
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -37,6 +25,14 @@ from art_cli.config.schema import LoraConfig, ModelConfig
 from art_cli.config.sections.model_config import RECORDED, entry_of
 from art_cli.models import builtin_models, gguf_base
 from art_cli.models.base_files import check_base, gguf_problem, read_template, refuse_pickles
+from art_cli.models.precision import (
+    DtypeChoice,
+    choose_dtype,
+    is_quantized,
+    keep_layout,
+    quantization_settings,
+    require_bitsandbytes,
+)
 from art_cli.runs.durable import new_directory
 from art_cli.runs.manifest import write_hashes
 from art_cli.runtime import plugins
@@ -49,123 +45,6 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 UNKNOWN_WIDTH = 4096  # assumed where a configuration has none: that of a model of 8B, whose learning rate is small
-
-
-def require_bitsandbytes() -> None:
-    """Raises UsageError: it is not installed."""
-    try:
-        version("bitsandbytes")
-    except PackageNotFoundError:
-        raise UsageError(
-            "model.quantize: needs bitsandbytes, which is not installed: pip install 'art-cli[quantize]'"
-        ) from None
-
-
-def settings(dtype: Any) -> Any:
-    """The `quantization_config` of transformers' `from_pretrained`; `dtype` is torch's, that of the computation."""
-    import transformers
-
-    return transformers.BitsAndBytesConfig(  # type: ignore[no-untyped-call]
-        load_in_4bit=True,
-        bnb_4bit_quant_type="nf4",
-        bnb_4bit_use_double_quant=True,
-        bnb_4bit_compute_dtype=dtype,
-    )
-
-
-def is_quantized(model: Any) -> bool:
-    """Returns True if the model was loaded in few bits, by us or because it was saved so.
-
-    It cannot change its device then.
-    """
-    return bool(getattr(model, "is_quantized", False))
-
-
-def keep_layout(model: Any) -> None:
-    """Makes the layers keep their weights in the layout in which they were loaded.
-
-    On a CPU with AVX512-BF16, bitsandbytes 0.50 repacks a layer's weight in place at the first pass without gradients,
-    and its backward pass reads the repacked weight as if it were the original. All gradients after a first sample or
-    score would be wrong. Remove this when the backward pass knows the repacked layout.
-    """
-    for module in model.modules():
-        if hasattr(module, "support_avx512bf16_for_cpu"):
-            module.support_avx512bf16_for_cpu = False
-
-
-# Number of parameters. In bfloat16, engine and learner differ by 0.03 nats a token of SmolLM2-135M, which then learnt
-# less (0.75, 0.81, 0.97 against 0.88, 0.97, 0.97), for a run that took a seventh less time.
-SMALL = 500_000_000
-
-
-class DtypeChoice(NamedTuple):
-    """Example: DtypeChoice("float32", "this CPU has no AMX")."""
-
-    name: str  # "float32" or "bfloat16"
-    reason: str
-
-
-def choose_dtype(base: str, device: str) -> DtypeChoice:
-    """Returns the dtype for the model at `base` (a hub id or directory) on the device ("cpu", "cuda:0").
-
-    Raises OSError, ValueError: transformers knows no model there.
-    """
-    if not device.startswith("cpu"):
-        if has_bfloat16_gpu():
-            return DtypeChoice("bfloat16", "the GPU has bfloat16")
-        return DtypeChoice("float32", "the GPU has no bfloat16")
-    if not has_amx():
-        return DtypeChoice("float32", "this CPU has no AMX")
-    if model_size(base).parameters < SMALL:
-        return DtypeChoice("float32", f"on a CPU bfloat16 pays from {SMALL / 1e6:.0f}M parameters on")
-    return DtypeChoice("bfloat16", "this CPU has AMX")
-
-
-def has_bfloat16_gpu() -> bool:
-    """Returns True if torch sees a GPU that multiplies bfloat16 itself; an emulation does not count."""
-    import torch
-
-    return bool(torch.cuda.is_bf16_supported(including_emulation=False))
-
-
-def has_amx() -> bool:
-    """Returns True if the CPU has AMX and the system lets this process use it."""
-    import torch
-
-    return bool(torch.cpu._init_amx())
-
-
-def gpu_name() -> str:
-    """Returns the name that CUDA gives to the first GPU, or "" if torch sees none. Example: "NVIDIA H100 80GB HBM3"."""
-    import torch
-
-    return torch.cuda.get_device_name(0) if torch.cuda.is_available() else ""
-
-
-class ModelSize(NamedTuple):
-    """Example: ModelSize(parameters=4_022_468_096, cached_per_token=73_728)"""
-
-    parameters: int
-    cached_per_token: int  # keys and values that a token keeps in all layers
-
-
-def model_size(base: str) -> ModelSize:
-    """Returns the size of the model at `base` (a hub id or directory) without reading its weights.
-
-    Raises OSError, ValueError: transformers knows no model there.
-    """
-    import torch
-    import transformers
-
-    auto: Any = transformers.AutoModelForCausalLM  # untyped there
-    config = transformers.AutoConfig.from_pretrained(base, trust_remote_code=False)
-    with torch.device("meta"):
-        num: int = auto.from_config(config).num_parameters()
-    text: Any = config.get_text_config()
-    heads = text.num_attention_heads
-    width = getattr(text, "head_dim", None) or text.hidden_size // heads
-    kept = getattr(text, "num_key_value_heads", None) or heads
-    return ModelSize(num, 2 * text.num_hidden_layers * kept * width)
 
 
 HUB_TIMEOUT_S = 10.0
@@ -527,7 +406,7 @@ def _load_model(config: ModelConfig, base: str, device: torch.device, dtype: tor
     few_bits: dict[str, Any] = {}
     if config.quantize is not None:
         require_bitsandbytes()
-        few_bits = {"quantization_config": settings(dtype), "device_map": {"": device}}
+        few_bits = {"quantization_config": quantization_settings(dtype), "device_map": {"": device}}
     made: Any = transformers.AutoModelForCausalLM.from_pretrained(
         base, dtype=dtype, use_safetensors=True, trust_remote_code=False, output_loading_info=True, **few_bits
     )

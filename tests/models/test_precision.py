@@ -17,7 +17,7 @@ from art_cli.learners import make_learner
 from art_cli.learners.processes import workers
 from art_cli.loop.stage_policy import PolicySource, find_policy, open_policy
 from art_cli.loop.train import train
-from art_cli.models import loading
+from art_cli.models import precision
 from art_cli.models.loading import count_parameters, load_weights
 from art_cli.runs.manifest import Manifest, manifest_digest, verify_checkpoint
 from art_cli.runs.run_dir import RunDir
@@ -26,19 +26,19 @@ from art_cli.serving.served_policies import Loader, engine_config
 from tests.support.paths import LETTERS
 from tests.support.tiny import save_tiny_base, tiny_weights
 
-# Ten processes decide beside four that compute until this one ends. What they need is imported before, once.
+# Three processes decide beside four that compute until this one ends. What they need is imported before, once.
 DECIDE = """
 import os, sys
 import torch
 from transformers import AutoModelForCausalLM
-from art_cli.models.loading import choose_dtype
+from art_cli.models.precision import choose_dtype
 parent = os.getpid()
 for _ in range(4):
     if os.fork() == 0:
         while os.getppid() == parent:
             pass
         os._exit(0)
-for _ in range(10):
+for _ in range(3):
     if (child := os.fork()) == 0:
         print(choose_dtype(sys.argv[1], "cpu").name, flush=True)
         os._exit(0)
@@ -54,39 +54,39 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.fixture
 def amx(monkeypatch: pytest.MonkeyPatch) -> None:
     """A CPU with AMX, where every model is large enough for it."""
-    monkeypatch.setattr(loading, "has_amx", lambda: True)
-    monkeypatch.setattr(loading, "SMALL", 0)
+    monkeypatch.setattr(precision, "has_amx", lambda: True)
+    monkeypatch.setattr(precision, "SMALL", 0)
 
 
 @pytest.mark.slow
-def test_ten_processes_of_ten_decide_the_same_on_a_busy_machine(base: str) -> None:
-    quiet = loading.choose_dtype(base, "cpu").name
+def test_three_processes_decide_the_same_on_a_busy_machine(base: str) -> None:
+    quiet = precision.choose_dtype(base, "cpu").name
     answers = subprocess.run([sys.executable, "-c", DECIDE, base], capture_output=True, text=True, check=True).stdout
-    assert answers.split() == [quiet] * 10
+    assert answers.split() == [quiet] * 3
 
 
 @pytest.mark.gpu
 def test_a_gpu_with_tensor_cores_has_bfloat16(base: str) -> None:
-    assert loading.choose_dtype(base, "cuda") == ("bfloat16", "the GPU has bfloat16")
+    assert precision.choose_dtype(base, "cuda") == ("bfloat16", "the GPU has bfloat16")
 
 
 def test_what_the_device_has_decides(base: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for has in (False, True):
-        monkeypatch.setattr(loading, "has_amx", lambda has=has: has)
-        monkeypatch.setattr(loading, "has_bfloat16_gpu", lambda has=has: has)
-        monkeypatch.setattr(loading, "SMALL", 0)
+        monkeypatch.setattr(precision, "has_amx", lambda has=has: has)
+        monkeypatch.setattr(precision, "has_bfloat16_gpu", lambda has=has: has)
+        monkeypatch.setattr(precision, "SMALL", 0)
         for device in ("cpu", "cuda", "cuda:1"):
-            assert loading.choose_dtype(base, device).name == ("bfloat16" if has else "float32")
+            assert precision.choose_dtype(base, device).name == ("bfloat16" if has else "float32")
 
 
 def test_a_small_model_stays_exact_on_a_cpu(base: str, amx: None, monkeypatch: pytest.MonkeyPatch) -> None:
     size = count_parameters(load_weights(ModelConfig(base=base, lora=None, dtype="float32"), base).model).whole
-    monkeypatch.setattr(loading, "SMALL", size)  # counted without loading it
-    assert loading.choose_dtype(base, "cpu").name == "bfloat16"
-    monkeypatch.setattr(loading, "SMALL", size + 1)
-    assert loading.choose_dtype(base, "cpu").name == "float32"
-    monkeypatch.setattr(loading, "has_bfloat16_gpu", lambda: True)
-    assert loading.choose_dtype(base, "cuda").name == "bfloat16"
+    monkeypatch.setattr(precision, "SMALL", size)  # counted without loading it
+    assert precision.choose_dtype(base, "cpu").name == "bfloat16"
+    monkeypatch.setattr(precision, "SMALL", size + 1)
+    assert precision.choose_dtype(base, "cpu").name == "float32"
+    monkeypatch.setattr(precision, "has_bfloat16_gpu", lambda: True)
+    assert precision.choose_dtype(base, "cuda").name == "bfloat16"
 
 
 def test_weights_are_loaded_as_chosen_and_a_name_is_a_name(base: str, amx: None) -> None:
@@ -125,17 +125,17 @@ def recorded(run: RunDir, step: int) -> tuple[str, str, str]:
 def halves(tmp_path_factory: pytest.TempPathFactory) -> RunDir:
     """A run that began in bfloat16 on a CPU with AMX and went on for another step on one without."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(loading, "has_amx", lambda: True)
-        patch.setattr(loading, "SMALL", 0)
+        patch.setattr(precision, "has_amx", lambda: True)
+        patch.setattr(precision, "SMALL", 0)
         run = start(tmp_path_factory.mktemp("runs"), "train.steps=1")
         assert recorded(run, 1) == ("bfloat16", "this CPU has AMX", "bfloat16")
-        patch.setattr(loading, "has_amx", lambda: False)
+        patch.setattr(precision, "has_amx", lambda: False)
         return start(run.root.parent, "train.steps=2")
 
 
 @pytest.fixture
 def no_amx(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loading, "has_amx", lambda: False)
+    monkeypatch.setattr(precision, "has_amx", lambda: False)
 
 
 @pytest.mark.slow

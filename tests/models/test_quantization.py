@@ -14,8 +14,8 @@ from art_cli.config.checks import conflicts
 from art_cli.config.schema import EmbeddedEngineConfig, GrpoConfig, ModelConfig, RunConfig, VllmEngineConfig
 from art_cli.engines.proof import compare, make_probe
 from art_cli.engines.vllm.arguments import command
-from art_cli.models import loading
 from art_cli.models import loading as model
+from art_cli.models import precision
 from art_cli.models.loading import Weights
 from art_cli.models.policy_spec import spec_of
 from art_cli.runs.manifest import Manifest, new_checkpoint
@@ -93,7 +93,7 @@ def test_the_base_is_in_4_bits_its_adapter_in_float32(load: Callable[..., Weight
         assert all(layer.weight.quant_state.nested for layer in layers)
         trained = {parameter.dtype for parameter in weights.model.parameters() if parameter.requires_grad}
         assert trained == {torch.float32}
-        assert loading.is_quantized(weights.model.get_base_model())
+        assert precision.is_quantized(weights.model.get_base_model())
 
 
 def test_it_computes_what_its_dequantised_weights_do(load: Callable[..., Weights]) -> None:
@@ -187,9 +187,9 @@ def test_without_bitsandbytes_one_line_says_what_to_install(
     load: Callable[..., Weights], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def missing(name: str) -> str:
-        raise loading.PackageNotFoundError(name)
+        raise precision.PackageNotFoundError(name)
 
-    monkeypatch.setattr(loading, "version", missing)
+    monkeypatch.setattr(precision, "version", missing)
     with pytest.raises(UsageError, match=r"model.quantize: needs bitsandbytes, .* pip install 'art-cli\[quantize\]'"):
         load()
 
@@ -236,7 +236,7 @@ def test_an_export_is_merged_into_the_whole_base_and_says_so(
     assert "trained on the base in 4bit, merged into the whole one" in _as_text(exported, "float32", is_gguf=False)
     assert "| base in training | 4bit |" in (tmp_path / "out" / "README.md").read_text()
     whole = model.load_weights(ModelConfig(base="x", lora=None, dtype="float32"), str(tmp_path / "out"))
-    assert not loading.is_quantized(whole.model)
+    assert not precision.is_quantized(whole.model)
     expected = model.token_logprobs(load(quantize=None), IDS)
     assert model.token_logprobs(whole, IDS) == pytest.approx(expected, abs=1e-4)
 

@@ -44,11 +44,13 @@ class Honest:
     def from_pretrained(cls, model_name: str, dtype: torch.dtype, load_in_4bit: bool, **rest: Any) -> tuple[Any, Any]:
         import transformers
 
-        from art_cli.models import loading
+        from art_cli.models import precision
 
         print(f"Unsloth: loading {model_name}")
         CALLS.append({"model_name": model_name, "dtype": dtype, "load_in_4bit": load_in_4bit, **rest})
-        few_bits = {"quantization_config": loading.settings(dtype), "device_map": "cpu"} if load_in_4bit else {}
+        few_bits = (
+            {"quantization_config": precision.quantization_settings(dtype), "device_map": "cpu"} if load_in_4bit else {}
+        )
         model = transformers.AutoModelForCausalLM.from_pretrained(model_name, dtype=dtype, **few_bits)
         return model, None
 
