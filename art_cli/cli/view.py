@@ -57,6 +57,7 @@ def run(
 
     Nothing is uploaded, and nothing is written but the file of --html and your own labels (docs/label.md).
     """
+    from art_cli.chat.api_keys import is_loopback
     from art_cli.view.page_answers import Answers
     from art_cli.view.sources import Sources
 
@@ -64,6 +65,8 @@ def run(
         raise UsageError("--model: name its --endpoint too")
     if html is not None and endpoint is not None:
         raise UsageError("--endpoint: a page in a file cannot ask it; leave it out, or leave out --html")
+    if endpoint is not None and not is_loopback(host):
+        raise UsageError(f"--endpoint: everyone who reaches {host} could spend your key; leave out --host")
     if drawing is not None and not drawing.is_file():
         raise UsageError(f"--drawing {drawing}: no such file")
     answers = Answers(Sources(paths), has_chat=endpoint is not None and html is None, drawing=drawing)
@@ -73,7 +76,6 @@ def run(
         written = write_page(answers, html, max_bytes=int(max_mb * 1e6))
         sys.stdout.write(f"{written}\n")
         return
-    from art_cli.chat.api_keys import is_loopback
     from art_cli.runtime import threads
 
     if not is_loopback(host):

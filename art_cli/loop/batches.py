@@ -279,6 +279,9 @@ class Batches:
                 log.info("rollout.concurrency: auto is %s", concurrency)
         if self.config.rollout.replay is not None:
             numbers["num_replayed"] = len(replayed)
+            # as tokens and turns, of what was played; those of the learner count what is replayed too
+            numbers["num_trajectories"] = len(wave.done)
+            numbers["num_failed"] = sum(each.error is not None for each in wave.done)
         groups = wave.scored(scorer.scored)
         if self.judge.noise is not None and self.judge.noise.ask_again:
             numbers |= _asked_again(groups)

@@ -35,7 +35,8 @@ from art_cli.runs.parting import Parting, anchors, describe_parting, find_partin
 
 NEAR = 2  # number of updates whose means stand for a policy; more would hide how fast a collapse goes
 
-SLOWER = "a smaller train.learning_rate, or more groups (rollout.groups_per_step) for a less noisy step"
+MORE_GROUPS = "more groups (rollout.groups_per_step) for a less noisy step"
+SLOWER = f"a smaller train.learning_rate, or {MORE_GROUPS}"
 EXPLORE = (
     "loss.entropy_floor, a smaller train.learning_rate, train.max_kl, loss.kl above 0, or a higher "
     "rollout.sampling.temperature"
@@ -124,9 +125,9 @@ def _entropy(spans: _Spans) -> Reason | None:
 
 def _signal(spans: _Spans) -> Reason | None:
     means = spans.means(lambda update: update.get("no_signal_share"))
-    if means is None or means[2] < 0.5:
+    if means is None or means[2] < 0.5 or means[2] - means[1] < 0.25:  # a quarter: a few groups differ by chance
         return None
-    text = f"{means[2]:.0%} of the groups without signal, {min(means[:2]):.0%} before"
+    text = f"{means[2]:.0%} of the groups without signal, {means[1]:.0%} before"
     return Reason("signal", text, NOTHING_TO_LEARN)
 
 
@@ -323,7 +324,7 @@ def _compare(history: History, best: Evaluated, point: Evaluated, num: int) -> R
         f"the evaluation at step {point.step} is {point.metrics['reward']:.3f}, below {best.metrics['reward']:.3f} at "
         f"step {best.step}; difference {plain.mean:+.3f} [{plain.low:+.3f}, {plain.high:+.3f}]"
     )
-    return RunFinding("evaluation_fell", point.step, point.step, text, reasons, SLOWER)
+    return RunFinding("evaluation_fell", point.step, point.step, text, reasons, _calmer(history))
 
 
 # --- training rewards -------------------------------------------------------------------------------------------------
@@ -399,7 +400,13 @@ def _training_finding(
         f"steps {rewarded[top - width + 1][0]} to {best}"
     )
     reasons = find_reasons(history.updates, rewarded[top - width // 2][0], step)  # since the middle of the best steps
-    return RunFinding("training_fell", step, rewarded[last][0], text, reasons, SLOWER)
+    return RunFinding("training_fell", step, rewarded[last][0], text, reasons, _calmer(history))
+
+
+def _calmer(history: History) -> str:
+    """Returns the cure of a fall; a search for a prompt has no learning rate."""
+    is_search = any("num_prompts" in update.metrics for update in history.updates)
+    return MORE_GROUPS if is_search else SLOWER
 
 
 # --- shadow rewards ---------------------------------------------------------------------------------------------------

@@ -29,6 +29,7 @@ from art_cli.runs.history import (
     count_failures,
     find_fault,
     is_comparable,
+    judge_sections,
     read_history,
 )
 from art_cli.runs.promise import Promised, compare
@@ -272,10 +273,12 @@ def reward_names(config: Mapping[str, Any], reward_is: str) -> dict[str, str]:
 
     `reward_is` as in evaluation.json. Example: {"train": "ruler score", "eval": "share of wins"}
     """
-    judge = _inner(config, "judge", "name")
-    if not isinstance(judge, str) or judge in ("rollout", "none"):
+    found = {each.get("name") for each in judge_sections(config) if isinstance(each, Mapping)}
+    judges = {name for name in found if isinstance(name, str)}
+    if judges <= {"rollout", "none"}:
         return {"train": "reward", "eval": "reward"}
     names = {"wins": "share of wins", "own": "rollout's reward"}
+    judge = " and ".join(sorted(judges))
     return {"train": f"{printable(judge, limit=MAX_WORD)} score", "eval": names.get(reward_is, "reward")}
 
 

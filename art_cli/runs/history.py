@@ -186,19 +186,29 @@ def _time(line: MetricsLine) -> float:
 def is_comparable(config: Mapping[str, Any]) -> bool:
     """Returns True if training rewards of different steps can be compared, by the resolved configuration as a dict.
 
-    RULER only compares the attempts of a group. Scenarios that come in the file's order, or are chosen by past success,
-    may get harder by design.
+    RULER only compares the attempts of a group, and "none" gives no rewards. Scenarios in the file's order, or that
+    are chosen by past success, may get harder by design.
     """
-    rollout = config.get("rollout")
-    order = rollout if isinstance(rollout, Mapping) else {}
+    order = _mapping(config.get("rollout"))
     is_alike = order.get("shuffle") is not False and order.get("choose") != "adaptive"
-    return is_alike and not _names_ruler(config.get("judge"))
+    return is_alike and not any(map(_compares_or_is_none, judge_sections(config)))
 
 
-def _names_ruler(section: Any) -> bool:
-    if not isinstance(section, Mapping):
-        return False
-    return section.get("name") == "ruler" or "ruler" in section or any(map(_names_ruler, section.values()))
+def judge_sections(config: Mapping[str, Any]) -> list[Any]:
+    """Returns the section of the judge, or with `rollout.sources` that of each source's judge."""
+    sources = _mapping(_mapping(config.get("rollout")).get("sources"))
+    own = [_mapping(source).get("judge") for source in sources.values()]
+    return [judge or config.get("judge") for judge in own or [None]]
+
+
+def _compares_or_is_none(section: Any) -> bool:
+    named = _mapping(section)
+    is_one = named.get("name") in ("ruler", "none") or "ruler" in named
+    return is_one or any(map(_compares_or_is_none, named.values()))
+
+
+def _mapping(value: Any) -> Mapping[str, Any]:
+    return value if isinstance(value, Mapping) else {}
 
 
 def sound(numbers: Mapping[str, float]) -> dict[str, float]:

@@ -19,6 +19,7 @@ they survive a kill is in durable.py; what makes a checkpoint whole is in manife
 """
 
 import contextlib
+import functools
 import logging
 import os
 import secrets
@@ -219,8 +220,7 @@ class RunDir:
         path = self.eval_path(step)
         if not evaluation.attempts or not path.exists():
             return 0
-        lines = json_lines.lines(path, within=self.root)
-        return max(0, evaluation.attempts - sum(not json_lines.is_torn(line.data) for line in lines))
+        return max(0, evaluation.attempts - _num_whole_lines(path, path.stat().st_size, self.root))
 
     def append_metrics(self, step: int, split: str, metrics: dict[str, float], policy: str = "") -> MetricsLine:
         """Returns the line that it wrote."""
@@ -254,3 +254,9 @@ class RunDir:
         """Removes unfinished files and directories of a killed writer."""
         for path in [*self.root.glob(".*.tmp"), *self.root.glob("*/.*.tmp")]:
             remove(path)
+
+
+@functools.lru_cache(maxsize=1000)
+def _num_whole_lines(path: Path, size: int, within: Path) -> int:
+    """Returns the number of lines of a file of that size, kept because reports of a growing run ask again and again."""
+    return sum(not json_lines.is_torn(line.data) for line in json_lines.lines(path, within=within))

@@ -279,6 +279,8 @@ class IndexedStep:
         with self._lock:
             if self._numbers is None or self._numbers[0] != self.revision:
                 rewards = [row.reward for row in self._rows.values() if row.reward is not None]
+                if rewards and self.split == "eval":  # where a failed attempt counts as 0
+                    rewards += [0.0 for row in self._rows.values() if row.reward is None and row.error is not None]
                 mean = statistics.fmean(rewards) if rewards else None
                 names = sorted({row.source for row in self._rows.values()} - {""})[:MAX_NAMED]
                 self._numbers = self.revision, StepNumbers(len(self._groups), len(self._rows), mean, names)

@@ -335,6 +335,7 @@ class Answers:
                 if answer:
                     given = msgspec.json.decode(answer, type=PairLabel)
                     labels.answer(given.pair, given.verdict)
+                    self._numbers.pop(name, None)  # its findings may be others now
                 return {"pair": (pair := labels.next()) and pair._asdict(), "lines": labels.report().lines()}
             except (ArtError, OSError, ValueError, RecursionError) as error:
                 raise NotThere(str(error)) from error

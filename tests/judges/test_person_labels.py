@@ -69,7 +69,7 @@ def test_each_answer_is_a_line_and_another_process_goes_on_where_this_one_stoppe
     assert again == answered
     lines = lines_of(tmp_path / "labels.jsonl")
     assert len(lines) == 30 and lines[0].keys() == {
-        *("schema_version", "group_id", "left", "right", "verdict", "digests", "time")
+        *("schema_version", "group_id", "left", "right", "verdict", "digests", "time", "is_random")
     }  # fmt: skip
     assert PersonLabels(scored).report() == whole.report()
 

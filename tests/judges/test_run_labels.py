@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from art_cli.judges.files.person_labels import Pair
+from art_cli.judges.files.person_labels import Pair, PersonLabels
 from art_cli.judges.files.run_labels import OrderedPair, RunLabels, find_fall, largest_fall, shares
 from art_cli.reports.run_report import read_report
 from art_cli.runs.parting import LEVEL
@@ -150,6 +150,18 @@ def test_a_run_whose_judge_comes_to_err_has_the_finding_in_its_report(tmp_path: 
     assert done.returncode == 0 and "1.00 up to step 3, " in done.stdout and finding.text in done.stdout
     done = forked(["label", str(run.root), "--json"], timeout=60)
     assert json.loads(done.stdout)["num_labels"] == 44
+
+
+def test_pairs_that_were_not_drawn_at_random_do_not_count(tmp_path: Path) -> None:
+    """On the page of a step, or with `art label FILE`, hard pairs are asked about first."""
+    run = project(tmp_path)
+    label(run, 6, wrong_from=99)
+    chosen = PersonLabels(run.scored_path(11))
+    for _ in range(12):
+        pair = chosen.next()
+        assert pair is not None
+        chosen.answer(pair, "left")
+    assert len(RunLabels(run).answers()) == 6
 
 
 def test_undo_goes_back_over_steps_and_equal_and_skipped_pairs_do_not_count(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from html import escape
 from html.parser import HTMLParser
 from pathlib import Path
+from statistics import fmean
 
 import msgspec
 import pytest
@@ -101,6 +102,23 @@ def test_a_reason_beside_it_makes_the_plain_interval_count() -> None:
         for entropy, num in zip((0.1, 0.9), expected, strict=True):
             updates = [UpdateNumbers(n, {"entropy": 0.9 if n < 5 else entropy}) for n in range(1, 11)]
             assert len(find(History(updates, points))) == num, (worse, better, entropy)
+
+
+def test_what_was_so_before_is_no_reason_for_a_fall() -> None:
+    """60 % of the groups have no signal all along; of 100 games 12 are lost and 4 won, which is too little alone."""
+    points = [
+        Evaluated(n * 10, {"reward": fmean(won.values())}, won)
+        for n, won in enumerate(
+            ({str(g): float(g < 60) for g in range(100)}, {str(g): float(12 <= g < 64) for g in range(100)})
+        )
+    ]
+    for before, num in ((0.6, 0), (0.2, 1)):
+        updates = [UpdateNumbers(n, {"no_signal_share": before if n < 5 else 0.6}) for n in range(1, 11)]
+        assert len(find(History(updates, points))) == num
+    for update in updates:
+        update.metrics["num_prompts"] = 3.0
+    [found] = find(History(updates, points))
+    assert "learning_rate" not in found.cure  # nothing has one in a search for a prompt
 
 
 def test_lasting_states_are_findings_with_their_steps() -> None:
@@ -271,6 +289,9 @@ def test_every_key_that_is_recommended_exists() -> None:
         ({}, True),
         ({"judge": {"name": "rollout"}, "rollout": {"shuffle": True}}, True),
         ({"judge": {"name": "ruler"}}, False),
+        ({"judge": {"name": "none"}}, False),
+        ({"judge": {"name": "rollout"}, "rollout": {"sources": {"a": {"judge": {"name": "ruler"}}, "b": {}}}}, False),
+        ({"judge": {"name": "ruler"}, "rollout": {"sources": {"a": {"judge": {"name": "metric"}}}}}, True),
         ({"judge": {"name": "blend", "blend": {"ruler": 0.5, "rollout": 0.5}, "judges": {}}}, False),
         ({"judge": {"name": "blend", "blend": {"x": 1}, "judges": {"x": {"name": "ruler"}}}}, False),
         ({"rollout": {"shuffle": False}}, False),

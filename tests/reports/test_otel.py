@@ -12,6 +12,7 @@ import pytest
 
 from art_cli.config.schema import LangfuseTrackerConfig, OtelTrackerConfig
 from art_cli.reports.trackers import TrackedRun, make_tracker
+from art_cli.reports.trackers.otel import MAX_BATCH, _batches
 from art_cli.runtime.errors import UsageError
 from tests.support.attempts import attempt, scored
 from tests.support.receiver import Receiver, receiving, values
@@ -92,6 +93,14 @@ def test_langfuse_gets_observations_and_scores_under_its_keys(
     ]  # fmt: skip
     assert scores[1]["comment"] == "found at once" and scores[0]["traceId"] == spans[0]["trace"]
     assert len({each["id"] for each in scores}) == len(scores) == 6
+
+
+def test_scores_go_in_requests_of_less_than_a_mebibyte() -> None:
+    scores = [b'"%s"' % (b"a" * 16_000)] * 200
+    batches = list(_batches(scores))
+    assert [score for batch in batches for score in batch] == scores and len(batches) == 4
+    assert max(sum(map(len, batch)) + len(batch) for batch in batches) <= MAX_BATCH
+    assert [len(batch) for batch in _batches([b"1"] * 1200)] == [500, 500, 200]
 
 
 def test_keys_come_from_the_environment_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -133,6 +133,7 @@ def test_the_command_writes_it_and_says_so(tmp_path: Path, art: Any) -> None:
         (["mail", "--drawing", "x.js"], "--drawing x.js: no such file"),
         (["mail", "--html", "page.html", "--max-mb", "0.1"], "the lists of groups alone are larger"),
         (["mail", "--endpoint", "http://127.0.0.1:9/v1"], "cannot list its models"),
+        (["mail", "--endpoint", "http://127.0.0.1:9/v1", "--host", "0.0.0.0"], "0.0.0.0 could spend your key"),
         (["mail", "--host", "203.0.113.7"], "cannot listen on 203.0.113.7"),
     ],
 )

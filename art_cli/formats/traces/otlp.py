@@ -217,8 +217,8 @@ class Poster:
         pause = FIRST_PAUSE_S
         while True:
             answer = threads.run(self._try(body, headers or {}, deadline))
-            if isinstance(answer, HttpAnswer) and 200 <= answer.status < 300:
-                return answer.body
+            if isinstance(answer, HttpAnswer) and 200 <= answer.status < 300 and answer.status != 207:
+                return answer.body  # 207: some of it was refused
             if isinstance(answer, HttpAnswer) and answer.status not in RETRIED:
                 raise DeliveryError(f"{self.host} answered {answer.status}: {self._explained(answer)}")
             wait = _seconds(answer.retry_after) if isinstance(answer, HttpAnswer) and answer.retry_after else pause

@@ -59,6 +59,7 @@ class PairLabel(msgspec.Struct, frozen=True, kw_only=True):
     verdict: Verdict
     digests: tuple[str, str] | None = None  # of the two attempts' messages; None in lines of older versions
     time: float = 0.0  # seconds since the epoch
+    is_random: bool = True  # whether the pair was drawn at random, not because the judge is likely to err on it
 
     @property
     def pair(self) -> Pair:
@@ -192,8 +193,8 @@ class PersonLabels:
         numbers = np.flatnonzero(np.abs(self._differences) > EQUAL_REWARDS).tolist()
         return next((self._pairs[number] for number in numbers if number not in self._first), None)
 
-    def answer(self, pair: Pair, verdict: Verdict) -> None:
-        """Appends the label. `undo` is for the last answer, whatever the pair.
+    def answer(self, pair: Pair, verdict: Verdict, *, is_random: bool = False) -> None:
+        """Appends the label. `undo` is for the last answer, whatever the pair. `is_random`: `next_ordered` chose it.
 
         Raises UsageError (no such pair), RunError and DataError (it cannot be appended).
         """
@@ -203,7 +204,8 @@ class PersonLabels:
             pair = next(reversed(self._said))
         if self._number(pair) is None:
             raise UsageError("the scored file has no such pair")
-        label = PairLabel(**pair._asdict(), verdict=verdict, digests=self._digests(pair), time=time.time())
+        digests, now = self._digests(pair), time.time()
+        label = PairLabel(**pair._asdict(), verdict=verdict, digests=digests, time=now, is_random=is_random)
         with LineWriter(self._own_file()) as writer:
             writer.append(label)
             writer.sync()
@@ -223,11 +225,14 @@ class PersonLabels:
     # --- what follows -------------------------------------------------------------------------------------------------
 
     def ordered(self) -> list[tuple[float, bool]]:
-        """Returns (time, whether the judge orders it alike) of each labelled pair that both order."""
+        """Returns (time, whether the judge orders it alike) of each labelled pair that both order and that was drawn at
+        random, because others are rather those on which the judge errs."""
         return [
-            (self._said[self._first[number]].time, difference * sign > 0)
+            (label.time, difference * sign > 0)
             for number, sign in self._signs.items()
-            if sign and abs(difference := float(self._differences[number])) > EQUAL_REWARDS
+            if sign
+            and (label := self._said[self._first[number]]).is_random
+            and abs(difference := float(self._differences[number])) > EQUAL_REWARDS
         ]
 
     def report(self) -> LabelReport:

@@ -98,7 +98,7 @@ class RunLabels:
     def answer(self, pair: Pair, verdict: Verdict) -> None:
         """Appends the label. `undo` takes back the last one since this object was made."""
         if verdict != "undo":
-            self._asked.answer(pair, verdict)
+            self._asked.answer(pair, verdict, is_random=True)
             self._answered.append(self._asked)
         elif self._answered:
             self._answered.pop().answer(pair, verdict)

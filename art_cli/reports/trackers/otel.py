@@ -13,7 +13,7 @@ import json
 import logging
 import os
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any
 
@@ -37,6 +37,7 @@ PAUSE_S = 0.001
 CLOUD = "https://cloud.langfuse.com"
 TRACES, SCORES = "/api/public/otel/v1/traces", "/api/public/scores"
 MAX_SCORES = 500  # scores of one request
+MAX_BATCH = 900_000  # bytes of one request; Langfuse takes up to a MiB
 # attributes of ours -> those in which Langfuse shows what went in and came out
 SHOWN = {
     "gen_ai.input.messages": "langfuse.observation.input",
@@ -115,9 +116,22 @@ class LangfuseTracker(OtelTracker):
 
     def _send(self, attempts: Sequence[Trajectory], split: str) -> None:
         super()._send(attempts, split)
-        scores = [score for each in attempts for score in scores_of(each, self.source, split)]
-        for start in range(0, len(scores), MAX_SCORES):
-            self._scores.post(msgspec.json.encode(scores[start : start + MAX_SCORES]))
+        scores = (score for each in attempts for score in scores_of(each, self.source, split))
+        for batch in _batches(map(msgspec.json.encode, scores)):
+            self._scores.post(b"[" + b",".join(batch) + b"]")
+
+
+def _batches(scores: Iterable[bytes]) -> Iterator[list[bytes]]:
+    """Yields them in lists, each of which one request takes."""
+    batch, size = list[bytes](), 0
+    for score in scores:
+        if batch and (len(batch) == MAX_SCORES or size + len(score) >= MAX_BATCH):
+            yield batch
+            batch, size = [], 0
+        batch.append(score)
+        size += len(score) + 1
+    if batch:
+        yield batch
 
 
 def unhurried(attempts: Sequence[Trajectory]) -> Iterator[Trajectory]:

@@ -23,6 +23,7 @@ class WandbTracker(AttemptsTracker):
         import wandb
 
         self._wandb, self._tracked, self._config = wandb, run, config
+        wandb.setup(wandb.Settings(silent=True))  # else it asks a terminal for a missing key, and waits
         try:
             self._run = self._open(config.mode)
         except wandb.Error as error:

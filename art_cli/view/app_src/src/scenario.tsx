@@ -24,13 +24,13 @@ interface ViewProps {
 }
 
 export function ScenarioView({ route, query }: ViewProps) {
-  const { value, error } = useAnswer<{ attempts: ScenarioAttempt[] }>(`/api/source/${encodeURIComponent(route.source)}/scenario/${encodeURIComponent(route.id)}`);
+  const { value, error } = useAnswer<{ attempts: ScenarioAttempt[]; num_attempts: number }>(`/api/source/${encodeURIComponent(route.source)}/scenario/${encodeURIComponent(route.id)}`);
   if (value === undefined) return <Waiting error={error} what="the attempts" />;
   if (value.attempts.length === 0) return <Notice title="No attempt at this scenario">It was not played in this run.</Notice>;
-  return <Compared attempts={value.attempts} route={route} query={query} />;
+  return <Compared attempts={value.attempts} total={value.num_attempts} route={route} query={query} />;
 }
 
-function Compared({ attempts, route, query }: { attempts: ScenarioAttempt[]; route: ScenarioRoute; query: URLSearchParams }) {
+function Compared({ attempts, total, route, query }: { attempts: ScenarioAttempt[]; total: number; route: ScenarioRoute; query: URLSearchParams }) {
   const after = Math.max(0, placeOf(attempts, query.get("b")) ?? bestOf(attempts, attempts.at(-1)));
   const before = placeOf(attempts, query.get("a")) ?? otherThan(after, bestOf(attempts, attempts[0]), attempts.length);
   const [a, b] = [attempts[before] as ScenarioAttempt, attempts[after] as ScenarioAttempt];
@@ -58,9 +58,9 @@ function Compared({ attempts, route, query }: { attempts: ScenarioAttempt[]; rou
           Scenario <Label text={route.id} max={100} />
         </Heading>
         <p class="facts">
-          <span>{count(attempts.length, "attempt")}</span>
+          <span>{count(total, "attempt")}</span>
           <span>{count(steps.length, "step")}</span>
-          {attempts.length >= 500 && <span>the first 500</span>}
+          {attempts.length < total && <span>{attempts.length} of them shown, as many of every step</span>}
         </p>
       </div>
       {steps.length > 1 && (
