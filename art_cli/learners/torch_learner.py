@@ -181,7 +181,8 @@ class TorchLearner:
 
     def _sft_samples(self, examples: Sequence[dict[str, Any]], kind: str) -> list[list[Sample]]:
         weights = self.weights
-        limits = {"max_length": weights.max_length, "vocabulary": weights.vocabulary}
+        limits: dict[str, Any] = {"max_length": weights.max_length, "vocabulary": weights.vocabulary}
+        limits["stops"] = weights.stop_ids
         return [
             example_samples(example, weights.tokenizer, name=f"{kind} {number}", **limits)
             for number, example in enumerate(examples, 1)

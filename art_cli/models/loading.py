@@ -81,6 +81,10 @@ class Weights:
         """The number of token ids, also of a model that reads more than text."""
         return int(self.model.config.get_text_config().vocab_size)
 
+    @property
+    def stop_ids(self) -> list[int]:
+        return stop_ids(self.tokenizer, getattr(self.model, "generation_config", None), self.model.config)
+
     @contextlib.contextmanager
     def adapter_off(self) -> Iterator[None]:
         """Inside, the model is the reference policy: the same model without its adapter."""
@@ -452,6 +456,48 @@ def load_tokenizer(base: str) -> Any:
         return transformers.AutoTokenizer.from_pretrained(base, trust_remote_code=False)
     except Exception as error:  # the boundary to transformers and tokenizers, which raise plain Exceptions as well
         raise ValueError(f"its tokenizer (tokenizer.json, tokenizer_config.json): {one_line(error)}") from error
+
+
+def configs_of(base: str) -> list[Any]:
+    """Returns the base's generation configuration, where it has one, and its model configuration."""
+    import transformers
+
+    found: list[Any] = [transformers.AutoConfig.from_pretrained(base, trust_remote_code=False)]
+    with contextlib.suppress(OSError):  # it has none
+        found.insert(0, transformers.GenerationConfig.from_pretrained(base))
+    return found
+
+
+def stop_ids(tokenizer: Any, *configs: Any) -> list[int]:
+    """Returns the tokens that end a reply, by a tokenizer, a generation configuration and a model's.
+
+    Where none of them ends a turn of the chat template, its first control token behind a reply is one too: a base model
+    ends texts with <|endoftext|>, and a template that it is given ends turns with <|im_end|>.
+    """
+    found, marks = eos_ids(tokenizer, *configs), _turn_end(tokenizer)
+    return sorted(found if not found.isdisjoint(marks) else {*found, *marks[:1]})
+
+
+def eos_ids(*owners: Any) -> set[int]:
+    """Returns the ends of text that tokenizers and configurations name."""
+    found: set[int] = set()
+    for owner in owners:
+        ids = getattr(owner, "eos_token_id", None)
+        found.update([] if ids is None else ids if isinstance(ids, list) else [ids])
+    return found
+
+
+def _turn_end(tokenizer: Any) -> list[int]:
+    """Returns the control tokens that the chat template writes behind a reply; none if it refuses so short a talk."""
+    reply = "fourteen"
+    talk = [{"role": "user", "content": "7 + 7"}, {"role": "assistant", "content": reply}]
+    try:
+        _, is_there, end = tokenizer.apply_chat_template(talk, tokenize=False).rpartition(reply)
+        ids = tokenizer(end, add_special_tokens=False).input_ids if is_there else []
+    except Exception:  # the boundary to the model's own template; a tokenizer of a base model has none
+        return []
+    added = tokenizer.added_tokens_decoder
+    return [id for id in ids if id in added and added[id].special]
 
 
 def template_cure(tokenizer: Any) -> str:

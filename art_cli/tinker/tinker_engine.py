@@ -7,7 +7,6 @@ reports logprobs of the policy itself, at temperature 1 and with nothing cut, wh
 """
 
 import asyncio
-import contextlib
 import math
 import time
 import uuid
@@ -26,9 +25,9 @@ from art_cli.config.schema import TinkerEngineConfig
 from art_cli.engines import Endpoint, EngineSetup
 from art_cli.engines.embedded import chat_prompts
 from art_cli.engines.embedded.chat_prompts import Prompt
-from art_cli.engines.embedded.choices import ChoiceWriter, Piece, reply_limit, stop_ids
+from art_cli.engines.embedded.choices import ChoiceWriter, Piece, reply_limit
 from art_cli.engines.embedded.reply_text import Vocabulary
-from art_cli.models.loading import load_tokenizer
+from art_cli.models.loading import configs_of, load_tokenizer, stop_ids
 from art_cli.models.policy_spec import PolicySpec
 from art_cli.runtime.errors import EngineError, RemoteError
 from art_cli.runtime.threads import call_in_thread
@@ -71,7 +70,7 @@ class TinkerEngine:
 
     def _open(self) -> RemoteSession:
         self._vocabulary = Vocabulary(self._tokenizer())
-        self._stop_ids = stop_ids(*_configs(self._policy.base), self._vocabulary.tokenizer)
+        self._stop_ids = stop_ids(self._vocabulary.tokenizer, *configs_of(self._policy.base))
         self._server.find_model(self._base)
         return RemoteSession(self._server, timeout_s=self._config.timeout_s)
 
@@ -264,13 +263,3 @@ def _choice(vocabulary: Vocabulary, request: Request, prompt: Prompt, index: int
     # The logprobs are those of temperature 1; the distribution that was sampled from at another one is not known here.
     choice.is_masked = request.sampling.temperature not in (0.0, 1.0)
     return choice
-
-
-def _configs(base: str) -> list[Any]:
-    """Returns the base's generation configuration, where it has one, and its model configuration."""
-    import transformers
-
-    found: list[Any] = [transformers.AutoConfig.from_pretrained(base, trust_remote_code=False)]
-    with contextlib.suppress(OSError):  # it has none
-        found.insert(0, transformers.GenerationConfig.from_pretrained(base))
-    return found

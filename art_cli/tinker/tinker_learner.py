@@ -35,7 +35,7 @@ from art_cli.learners.sft.sft_trainer import Sft, Taken
 from art_cli.learners.step_samples import PlannedStep
 from art_cli.learners.step_statistics import StepStatistics
 from art_cli.learners.training_record import StepRecord
-from art_cli.models.loading import load_tokenizer
+from art_cli.models.loading import configs_of, load_tokenizer, stop_ids
 from art_cli.models.policy_spec import PolicySpec
 from art_cli.runs.durable import is_locked_here, write_lines
 from art_cli.runs.trajectory import LearnedTrajectory, ScoredTrajectory
@@ -90,9 +90,9 @@ class RemoteSft(Sft):
         *,
         seed: int,
         tokenizer: Any,
-        limits: Mapping[str, int],
+        limits: Mapping[str, Any],
     ) -> None:
-        """`limits` are max_length and vocabulary. Raises LearnerError if there is no example, or a bad one."""
+        """`limits` are max_length, vocabulary and stops. Raises LearnerError if there is no example, or a bad one."""
         given = [_samples(each, tokenizer, f"demo {number}", limits) for number, each in enumerate(examples, 1)]
         held_out = [
             sample
@@ -139,11 +139,9 @@ class RemoteSft(Sft):
             self.trainer.restart_from(self.sums.best)
 
 
-def _samples(example: dict[str, Any], tokenizer: Any, name: str, limits: Mapping[str, int]) -> list[Sample]:
+def _samples(example: dict[str, Any], tokenizer: Any, name: str, limits: Mapping[str, Any]) -> list[Sample]:
     """Raises LearnerError if the example cannot be trained on."""
-    samples = example_samples(
-        example, tokenizer, name=name, max_length=limits["max_length"], vocabulary=limits["vocabulary"]
-    )
+    samples = example_samples(example, tokenizer, name=name, **limits)
     for sample in samples:
         if (sample.temperatures != 1).any():
             raise LearnerError(
@@ -349,7 +347,11 @@ class TinkerLearner:
             self.sft_config,
             seed=self.train_config.seed,
             tokenizer=tokenizer,
-            limits={"max_length": self.policy.max_length, "vocabulary": self.policy.vocabulary},
+            limits={
+                "max_length": self.policy.max_length,
+                "vocabulary": self.policy.vocabulary,
+                "stops": stop_ids(tokenizer, *configs_of(self.policy.base)),
+            },
         )
         return self.warm_up.batches.num_updates
 

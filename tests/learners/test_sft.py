@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -9,13 +10,14 @@ import torch
 from torch.nn.functional import cross_entropy
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from art_cli.config.schema import GrpoConfig, SftConfig, TorchLearnerConfig, TrainConfig
+from art_cli.config.schema import EmbeddedEngineConfig, GrpoConfig, SftConfig, TorchLearnerConfig, TrainConfig
+from art_cli.engines.embedded.embedded_engine import EmbeddedEngine
 from art_cli.learners import SftProgress
 from art_cli.learners.samples import bare_sample
 from art_cli.learners.sft.examples import best_attempts, demo_samples, load_demos
 from art_cli.learners.sft.sft_batches import SftBatches, even_bounds
 from art_cli.learners.torch_learner import TorchLearner
-from art_cli.models.loading import Weights
+from art_cli.models.loading import Weights, stop_ids
 from art_cli.runs.durable import write_lines
 from art_cli.runtime.errors import DataError, LearnerError
 from tests.support.tiny import tiny_tokenizer, tiny_weights
@@ -54,6 +56,34 @@ def trained_text(demo: dict[str, object]) -> list[str]:
 
 def test_trains_each_reply_up_to_its_stop_token_and_nothing_else() -> None:
     assert trained_text(SUM) == ["2<|im_end|>four<|im_end|>"]
+
+
+@pytest.mark.parametrize(
+    ("eos", "template", "stops"),
+    [("<|im_end|>", True, ["<|im_end|>"]), ("<|endoftext|>", True, ["<|endoftext|>", "<|im_end|>"]),
+     ("<|endoftext|>", False, ["<|endoftext|>"])],
+)  # fmt: skip
+def test_a_reply_ends_where_the_template_ends_its_turn(eos: str, template: bool, stops: list[str]) -> None:
+    """A base model's own end is <|endoftext|>, whatever template it is given: engine and warm-up end at <|im_end|>."""
+    tokenizer = tiny_tokenizer()
+    tokenizer.eos_token = eos
+    if not template:
+        tokenizer.chat_template = None
+    assert tokenizer.convert_ids_to_tokens(stop_ids(tokenizer)) == stops
+    if template:
+        [sample] = demo_samples(SUM, tokenizer, name="", max_length=1000)
+        assert tokenizer.decode(sample.token_ids[sample.targets]) == "2<|im_end|>four<|im_end|>"
+        weights = tiny_weights()
+        weights.tokenizer = tokenizer
+        assert EmbeddedEngine(weights, name="x", config=EmbeddedEngineConfig())._stop_ids == stop_ids(tokenizer)
+
+
+def test_the_ends_that_a_generation_configuration_names_are_enough() -> None:
+    """Gemma's tokenizer ends with <eos>, its generation configuration names <end_of_turn> too."""
+    tokenizer = tiny_tokenizer()
+    tokenizer.eos_token = "<|endoftext|>"
+    end, configuration = tokenizer.convert_tokens_to_ids("<|im_end|>"), SimpleNamespace(eos_token_id=[1, 258])
+    assert stop_ids(tokenizer, configuration) == [1, tokenizer.eos_token_id, end] and end == 258
 
 
 def test_trains_tool_calls_as_the_template_writes_them() -> None:

@@ -3,7 +3,7 @@
 The embedded engine samples here, and the engine of a server elsewhere gets its tokens from there; both write with this.
 """
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from art_cli.chat.chat_errors import invalid
 from art_cli.chat.replies import Choice, Echo, join_deltas
@@ -146,12 +146,3 @@ def reply_limit(request: Request, prompt: Prompt, most: int, vocabulary: int) ->
         if id >= vocabulary:
             raise invalid(f"logit_bias: the model has no token {id}", "logit_bias")
     return most if asked is None else min(most, num_prompt + asked)
-
-
-def stop_ids(*owners: Any) -> list[int]:
-    """Returns the tokens that end a reply, by a generation configuration, a model's and a tokenizer."""
-    found: set[int] = set()
-    for owner in owners:
-        ids = getattr(owner, "eos_token_id", None)
-        found.update([] if ids is None else ids if isinstance(ids, list) else [ids])
-    return sorted(found)

@@ -31,7 +31,7 @@ from art_cli.config.sections.engine_config import EmbeddedEngineConfig
 from art_cli.engines import Endpoint, EngineSetup
 from art_cli.engines.embedded import chat_prompts, token_sampling
 from art_cli.engines.embedded.chat_prompts import Prompt
-from art_cli.engines.embedded.choices import ChoiceWriter, Piece, context_of, echo_of, reply_limit, stop_ids
+from art_cli.engines.embedded.choices import ChoiceWriter, Piece, context_of, echo_of, reply_limit
 from art_cli.engines.embedded.engine_thread import EngineThread, Generation
 from art_cli.engines.embedded.grammars import GrammarError, Grammars
 from art_cli.engines.embedded.model_runner import ForwardRunner, ScoredPart
@@ -68,7 +68,7 @@ class EmbeddedEngine:
         self.endpoint = Endpoint(base_url=None, api_key="", model=name, step=step)
         self._weights, self._config, self._shares_weights = weights, config, shares_weights
         self._vocabulary = Vocabulary(weights.tokenizer)
-        vocab, stop_ids = weights.vocabulary, _stop_ids(weights)
+        vocab, stop_ids = weights.vocabulary, weights.stop_ids
         self._stop_ids = [id for id in stop_ids if id < vocab]
         self._grammars = Grammars(weights.tokenizer, vocab=vocab, stop_ids=stop_ids)
         self._reader = RequestReader()
@@ -101,7 +101,7 @@ class EmbeddedEngine:
         self._thread = EngineThread(
             self._runner,
             scheduler,
-            stop_ids=_stop_ids(self._weights),
+            stop_ids=self._weights.stop_ids,
             vocab=self._weights.vocabulary,
             step=self.endpoint.step,
         )
@@ -456,11 +456,6 @@ class _Room:
 def _enter(entered: "asyncio.Future[None]") -> None:
     if not entered.done():
         entered.set_result(None)
-
-
-def _stop_ids(weights: Weights) -> list[int]:
-    """Returns the tokens that end a reply of the model."""
-    return stop_ids(getattr(weights.model, "generation_config", None), weights.model.config, weights.tokenizer)
 
 
 @contextlib.asynccontextmanager

@@ -8,6 +8,7 @@ the tools' schemas as vLLM's own chat does it: the reply is the JSON of the argu
 (a named tool) or of a list of calls (`required`).
 """
 
+import contextlib
 import json
 import logging
 from dataclasses import replace
@@ -24,7 +25,7 @@ from art_cli.engines.embedded.call_syntax import HERMES, MISTRAL, call_of, find_
 from art_cli.engines.embedded.chat_prompts import CALL, THINK_END, Prompt
 from art_cli.engines.embedded.choices import ChoiceWriter, Piece, reply_limit
 from art_cli.engines.embedded.reply_text import Vocabulary
-from art_cli.models.loading import load_tokenizer
+from art_cli.models.loading import configs_of, eos_ids, load_tokenizer, stop_ids
 from art_cli.models.policy_spec import PolicySpec
 from art_cli.runtime.errors import one_line
 from art_cli.runtime.threads import call_in_thread
@@ -39,6 +40,7 @@ class Chats:
         """`has_parsers`: the server is told by its user how to read replies, or is somebody else's."""
         self._model, self._has_parsers = model, has_parsers
         self._vocabulary: Vocabulary | None = None
+        self._ends: tuple[int, ...] = ()  # stop tokens that the server does not know, because our template writes them
         self._reader = RequestReader()
 
     async def start(self) -> None:
@@ -52,7 +54,18 @@ class Chats:
             return
         if self._model.chat_template is not None:
             tokenizer.chat_template = self._model.chat_template
+        configs = []
+        with contextlib.suppress(OSError, ValueError):  # only a server that knows the model can start
+            configs = await call_in_thread(configs_of, self._model.base)
+        self._ends = tuple(set(stop_ids(tokenizer, *configs)) - eos_ids(tokenizer, *configs))
         self._vocabulary = Vocabulary(tokenizer)
+
+    def ended(self, request: Request) -> Request:
+        """Returns the request with the token that ends a turn, where the server does not know it."""
+        if not self._ends or request.messages is None:
+            return request
+        sampling = msgspec.structs.replace(request.sampling, stop_ids=(*request.sampling.stop_ids, *self._ends))
+        return msgspec.structs.replace(request, sampling=sampling)
 
     async def rendered(self, request: Request) -> "RenderedChat | None":
         """Returns the conversation as tokens, or None if the server renders the same ones. Raises ChatError as

@@ -237,6 +237,7 @@ class VllmEngine:
         return [self.endpoint.model]
 
     async def reply(self, request: Request) -> Reply:
+        request = self._chats.ended(request)
         try:
             return await self._reply(request)
         except ChatError as error:
@@ -245,6 +246,7 @@ class VllmEngine:
             return await self._reply(shorter)
 
     async def stream(self, request: Request) -> AsyncIterator[Chunk]:
+        request = self._chats.ended(request)
         try:
             async with closing_stream(self._stream(request)) as chunks:
                 async for chunk in chunks:

@@ -12,7 +12,7 @@ import hashlib
 import json
 import logging
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -23,6 +23,7 @@ import numpy as np
 from art_cli.chat.control_tokens import ControlTokens, Guard, controls_of
 from art_cli.config.schema import SftConfig
 from art_cli.learners.samples import Credit, Ints, Sample, bare_sample, count_sampled, token_weights, trajectory_samples
+from art_cli.models.loading import stop_ids
 from art_cli.rollouts.scenario_files import is_held_out
 from art_cli.runs.durable import read_lines
 from art_cli.runs.trajectory import EQUAL_REWARDS, ScoredTrajectory, Trajectory, Turn
@@ -104,20 +105,23 @@ def _convert(item: object, source: str) -> Demo:
         raise DataError(str(error), source) from None
 
 
-def demo_samples(demo: Json, tokenizer: Any, *, name: str, max_length: int) -> list[Sample]:
+def demo_samples(
+    demo: Json, tokenizer: Any, *, name: str, max_length: int, stops: Collection[int] = ()
+) -> list[Sample]:
     """Returns the samples of a transcript `{"messages": [...], "tools": [...]}`. It trains each assistant message once.
 
     A message is rendered as it will be sampled. The prompt is the conversation before it with the template's generation
-    prompt. The reply is what the template then adds for the message, up to its stop token. A message whose prompt
-    continues the previous sample joins that sample. A template may render old messages differently (some drop old
-    reasoning); the message then starts another sample.
+    prompt. The reply is what the template then adds for the message, up to the first of `stops`, where the engine ends
+    a reply (models/loading.py; those of the tokenizer if not given). A message whose prompt continues the previous
+    sample joins that sample. A template may render old messages differently (some drop old reasoning); the message
+    then starts another sample.
 
     Markers in the texts are learned as text (control_tokens.py), calls of `tool_calls` as the template writes them.
 
     Raises LearnerError for no assistant message, too many tokens, or a template whose reply does not continue its
     prompt.
     """
-    controls = controls_of(tokenizer)
+    controls, stops = controls_of(tokenizer), stops or stop_ids(tokenizer)
     guard = Guard(controls, demo)
     messages, tools = guard.messages(demo["messages"]), guard.value(demo.get("tools")) or None
     for given, guarded in zip(demo["messages"], messages, strict=True):
@@ -130,7 +134,7 @@ def demo_samples(demo: Json, tokenizer: Any, *, name: str, max_length: int) -> l
         if message["role"] != "assistant":
             continue
         where = f"{name}, message {index + 1}"
-        token_ids, start = _render_turn(messages[: index + 1], tools, guard, controls, where)
+        token_ids, start = _render_turn(messages[: index + 1], tools, guard, controls, stops, where)
         if len(token_ids) > max_length:
             raise LearnerError(f"{where}: {len(token_ids)} tokens, over the model's {max_length}; shorten or drop it")
         targets = np.arange(start, len(token_ids))
@@ -149,7 +153,12 @@ def _warn_of(mark: str) -> None:
 
 
 def _render_turn(
-    messages: list[Json], tools: list[Json] | None, guard: Guard, controls: ControlTokens, where: str
+    messages: list[Json],
+    tools: list[Json] | None,
+    guard: Guard,
+    controls: ControlTokens,
+    stops: Collection[int],
+    where: str,
 ) -> tuple[Ints, int]:
     """Returns the tokens of the conversation up to the last message's stop token, and the index where that begins."""
     render = controls.tokenizer.apply_chat_template
@@ -167,9 +176,9 @@ def _render_turn(
         prompt_ids, reply_ids = controls.encode(prompt, guard), controls.encode(whole[len(prompt) :], guard)
     except ValueError as error:
         raise LearnerError(f"{where}: {describe(error)}") from error
-    stop = controls.tokenizer.eos_token_id
-    if stop in reply_ids:  # the engine stops there, so it never samples what the template adds behind it
-        reply_ids = reply_ids[: reply_ids.index(stop) + 1]
+    # The engine never samples what the template adds behind a stop token.
+    end = next((place for place, id in enumerate(reply_ids, 1) if id in stops), None)
+    reply_ids = reply_ids[:end]
     return np.asarray(prompt_ids + reply_ids, dtype=np.int64), len(prompt_ids)
 
 
@@ -297,7 +306,9 @@ def _content(example: Json) -> str:
     return hashlib.sha256(json.dumps(example, sort_keys=True, default=repr).encode()).hexdigest()
 
 
-def example_samples(example: Json, tokenizer: Any, *, name: str, max_length: int, vocabulary: int) -> list[Sample]:
+def example_samples(
+    example: Json, tokenizer: Any, *, name: str, max_length: int, vocabulary: int, stops: Collection[int] = ()
+) -> list[Sample]:
     """Returns the samples of an example, with weight 1 in the cross entropy of every token that the policy is to write.
 
     `name` is that of a transcript in messages; an attempt has its own. An attempt's tokens are trained at the
@@ -305,7 +316,7 @@ def example_samples(example: Json, tokenizer: Any, *, name: str, max_length: int
     LearnerError: an example that cannot be trained on.
     """
     if "turns" not in example:
-        return demo_samples(example, tokenizer, name=name, max_length=max_length)
+        return demo_samples(example, tokenizer, name=name, max_length=max_length, stops=stops)
     attempt = msgspec.convert(example, ScoredAttempt)
     record = Trajectory(id=attempt.id, group_id="", group_size=1, index=0, turns=attempt.turns)
     samples = trajectory_samples(record, token_weights(record, Credit(cross_entropy=1.0)))
