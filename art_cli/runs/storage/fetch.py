@@ -11,14 +11,15 @@ import contextlib
 import json
 import logging
 import os
-from collections.abc import Iterable, Iterator, Mapping
+import uuid
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Literal, NamedTuple
 
 import msgspec
 
 from art_cli.runs.chain import LABELS
-from art_cli.runs.durable import lock_directory, new_directory, read_object, remove, write_file
+from art_cli.runs.durable import LineWriter, lock_directory, new_directory, read_object, remove, write_file
 from art_cli.runs.manifest import MANIFEST, STEP_NAME, Manifest, verify_checkpoint
 from art_cli.runs.run_checkpoints import wanted_steps
 from art_cli.runs.run_dir import RunDir
@@ -250,7 +251,9 @@ def _refresh(store: ObjectStore, root: Path, wanted: Objects, there: Objects) ->
             path = root / name
             if known.get(name) != each.mark or not each.mark or not path.is_file() or path.stat().st_size != each.size:
                 fresh.pop(name, None)
-                with _keeping_labels(path):
+                if path.name == LABELS and path.is_file():
+                    size = _bring_labels(store, name, path, each.size)
+                else:
                     size = store.download(name, path, each.size, may_grow=True)
                 if size == each.size:
                     fresh[name] = each.mark
@@ -258,14 +261,18 @@ def _refresh(store: ObjectStore, root: Path, wanted: Objects, there: Objects) ->
         write_file(root / INDEX, json.dumps(fresh).encode())
 
 
-@contextlib.contextmanager
-def _keeping_labels(path: Path) -> Iterator[None]:
-    """Adds the labels that a person gave here to those that are brought in the place of the file."""
-    ours = path.read_bytes().splitlines(keepends=True) if path.name == LABELS and path.is_file() else []
-    yield
-    theirs = path.read_bytes() if ours else b""
-    if own := [line for line in ours if line not in theirs.splitlines(keepends=True)]:
-        write_file(path, theirs + b"".join(own))
+def _bring_labels(store: ObjectStore, name: str, path: Path, size: int) -> int:
+    """Adds the store's labels to a file in which a person may be writing others. Returns the bytes that came."""
+    beside = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.tmp")
+    try:
+        size = store.download(name, beside, size, may_grow=True)
+        theirs = [line for line in beside.read_bytes().splitlines(keepends=True) if line.endswith(b"\n")]
+        with LineWriter(path) as writer:
+            ours = set(path.read_bytes().splitlines(keepends=True))
+            writer.append_all(msgspec.Raw(line.strip()) for line in theirs if line not in ours)
+        return size
+    finally:
+        beside.unlink(missing_ok=True)
 
 
 def _read_index(root: Path) -> dict[str, str]:

@@ -200,15 +200,15 @@ def open_mirror(run: RunDir, address: str, keep: int, keeps_best: bool) -> Mirro
 
     Raises RunError, StorageError, UsageError.
     """
-    store, token = ObjectStore(address), uuid.uuid4().hex
+    store = ObjectStore(address)
     marker = read_marker(run.root)
     own = marker if marker is not None and marker.address == store.address else None
     last = own or Marker(address=store.address, token="", is_whole=False)
+    token = last.next_token or uuid.uuid4().hex  # that of a start which came to nothing is taken again
     write_marker(run.root, msgspec.structs.replace(last, next_token=token))
-    tokens = {last.token, last.next_token} - {""}
-    lease = take(store, token, own=tokens)
+    lease = take(store, token, own=last.token, begun=last.next_token)
     try:
-        if not (last.is_whole and lease.previous in tokens):
+        if not (last.is_whole and lease.record.after == last.token):
             fetch.restore(run, store, token, own=own)
         write_marker(run.root, Marker(address=store.address, token=token, is_whole=True))
         mirror = Mirror(run, lease, keep=keep, keeps_best=keeps_best)

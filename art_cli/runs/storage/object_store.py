@@ -21,7 +21,7 @@ import shutil
 import socket
 import time
 import uuid
-from collections.abc import Callable, Iterable, Set
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
@@ -72,7 +72,9 @@ class ObjectStore:
             raise UsageError(f"{shown(address)}: {problem}")
         self.address = address.rstrip("/")
         self._secrets = find_secrets(os.environ)
-        self._left_behind: set[Future[Any]] = set()
+        self._left_behind: dict[
+            Future[Any], str
+        ] = {}  # calls that overran their time, and the object that each changes
         self._fs, self._root = self._call(_open, self.address)
 
     def __truediv__(self, name: str) -> "ObjectStore":
@@ -125,16 +127,16 @@ class ObjectStore:
     def write(self, name: str, data: bytes) -> None:
         """Makes or replaces the object, at once."""
         if self._is_local:
-            self._call(_write_locally, Path(self._path(name)), data)
+            self._call(_write_locally, Path(self._path(name)), data, changes=name)
         else:
-            self._call(self._fs.pipe_file, self._path(name), data)
+            self._call(self._fs.pipe_file, self._path(name), data, changes=name)
 
     def upload(self, name: str, path: Path, size: int) -> None:
         """Makes or replaces the object with what the file has. Raises FileNotFoundError: there is no such file."""
         if not path.exists():
             raise FileNotFoundError(errno.ENOENT, "no such file", str(path))
         function = _copy_locally if self._is_local else self._fs.put_file
-        self._call(function, str(path), self._path(name), timeout_s=self._transfer_s(size))
+        self._call(function, str(path), self._path(name), timeout_s=self._transfer_s(size), changes=name)
 
     def create(self, name: str, data: bytes) -> bool:
         """Whether the object was made; False: there is one already, also if another machine made it at this moment."""
@@ -151,7 +153,7 @@ class ObjectStore:
         """Removes objects, one after the other in this order; one that is not there is no error."""
         for name in names:
             try:
-                self._call(self._fs.rm_file, self._path(name))
+                self._call(self._fs.rm_file, self._path(name), changes=name)
             except MissingObject:
                 continue
 
@@ -169,11 +171,22 @@ class ObjectStore:
         return CALL_S + size / MIN_RATE
 
     def _call(
-        self, function: Callable[..., Result], *arguments: Any, timeout_s: float | None = None, **knobs: Any
+        self,
+        function: Callable[..., Result],
+        *arguments: Any,
+        timeout_s: float | None = None,
+        changes: str = "",
+        **knobs: Any,
     ) -> Result:
-        """Returns the result of a call in another thread, which is left behind when it overruns its time."""
+        """Returns the result of a call in another thread, which is left behind when it overruns its time.
+
+        `changes`: the object that it writes or removes. A call that was left behind may still do so, and would undo
+        what a later one did; so there is none until it has ended.
+        """
         timeout_s = timeout_s or CALL_S
-        self._left_behind = {each for each in self._left_behind if not each.done()}
+        self._left_behind = {each: name for each, name in self._left_behind.items() if not each.done()}
+        if changes and changes in self._left_behind.values():
+            raise StorageError(f"{self.address}: an earlier call for {changes} has not ended")
         if len(self._left_behind) >= MAX_LEFT_BEHIND:
             raise StorageError(f"{self.address}: does not answer ({len(self._left_behind)} calls still wait)")
         future = start_in_thread(partial(function, *arguments, **knobs))
@@ -181,7 +194,7 @@ class ObjectStore:
             return future.result(timeout_s)
         except Exception as error:
             if not future.done():
-                self._left_behind.add(future)
+                self._left_behind[future] = changes
                 raise StorageError(f"{self.address}: no answer within {timeout_s:.0f} s") from None
             raise self._explain(error) from error
 
@@ -270,6 +283,7 @@ class LeaseRecord(msgspec.Struct, kw_only=True):
     token: str
     owner: str
     until: float  # seconds since the epoch; 0: given back
+    after: str = ""  # token of the lease before it; of starts that came to nothing, that of the one before them
 
 
 class Marker(msgspec.Struct, kw_only=True):
@@ -285,9 +299,8 @@ class Marker(msgspec.Struct, kw_only=True):
 class Lease:
     """The lease of one run, taken by `take`. Several threads may renew and confirm it."""
 
-    def __init__(self, store: ObjectStore, number: int, record: LeaseRecord, *, previous: str) -> None:
+    def __init__(self, store: ObjectStore, number: int, record: LeaseRecord) -> None:
         self.store, self.number, self.record = store, number, record
-        self.previous = previous  # token of the lease before this one; "": there was none
 
     def renew(self) -> None:
         """Extends the lease. Raises RunError: another machine took the run over; StorageError."""
@@ -313,23 +326,26 @@ class Lease:
         self.store.write(_name(self.number), msgspec.json.encode(self.record))
 
 
-def take(store: ObjectStore, token: str, *, own: Set[str] = frozenset()) -> Lease:
-    """The lease of the run at `store`, under a new token. Those in `own` were this directory's, whose process is dead.
+def take(store: ObjectStore, token: str, *, own: str = "", begun: str = "") -> Lease:
+    """The lease of the run at `store`, under a new token. `own` was this directory's, whose process is dead; `begun`
+    was that of a start in it that came to nothing.
 
     Raises RunError: another machine has it; StorageError.
     """
     newest = _newest(store)
     last = _read(store, newest) if newest else None
-    if last is not None and last.token not in own and time.time() < last.until + SKEW_S:
+    if last is not None and last.token not in (own, begun) and time.time() < last.until + SKEW_S:
         raise RunError(_in_use(store, last))
-    record = LeaseRecord(token=token, owner=_owner(), until=time.time() + LEASE_S)
+    after = "" if last is None else last.after if last.token == begun else last.token
+    record = LeaseRecord(token=token, owner=_owner(), until=time.time() + LEASE_S, after=after)
     if not store.create(_name(newest + 1), msgspec.json.encode(record)):
-        last = _read(store, newest + 1)
-        raise RunError(_in_use(store, last) if last else f"{store.address}: another machine just took it")
+        other = _read(store, newest + 1)
+        if other is None or other.token != token:  # else ours, whose answer was lost
+            raise RunError(_in_use(store, other) if other else f"{store.address}: another machine just took it")
     if (kept := _read(store, newest + 1)) is None or kept.token != record.token:
         raise RunError(f"{store.address}: another machine took it in the same moment")  # a store without conditions
     store.delete(_name(number) for number in range(max(1, newest - 2), newest))
-    return Lease(store, newest + 1, record, previous=last.token if last is not None else "")
+    return Lease(store, newest + 1, record)
 
 
 def holder(store: ObjectStore) -> str:

@@ -11,9 +11,9 @@ from art_cli.config.store_address import is_address, problem_of
 from art_cli.runs import run_checkpoints as checkpoints
 from art_cli.runs.manifest import Manifest, manifest_digest
 from art_cli.runs.run_checkpoints import Which
-from art_cli.runs.storage.fetch import INDEX, NothingThere, Objects, _keeping_labels, fetch
+from art_cli.runs.storage.fetch import INDEX, NothingThere, Objects, _bring_labels, fetch
 from art_cli.runs.storage.object_store import ObjectStore, is_safe
-from art_cli.runtime.errors import CheckpointError, UsageError
+from art_cli.runtime.errors import CheckpointError, StorageError, UsageError
 from tests.runs.storage.test_lease import opened, upload
 from tests.support.fragile_store import FragileFileSystem
 from tests.support.kept_runs import add_step, content, made
@@ -159,9 +159,14 @@ def test_what_is_no_address_is_a_path() -> None:
 
 
 def test_labels_that_were_given_here_stay_when_those_of_the_store_come(tmp_path: Path) -> None:
-    labels = tmp_path / "step_0001" / "labels.jsonl"
+    """Also where the store's last line is torn, and none are lost where the download fails."""
+    labels, store = tmp_path / "step_0001" / "labels.jsonl", ObjectStore(f"file://{tmp_path}/bucket")
     labels.parent.mkdir()
-    labels.write_text('{"mine": 1}\n{"both": 1}\n')
-    with _keeping_labels(labels):
-        labels.write_text('{"both": 1}\n{"theirs": 1}\n')
-    assert labels.read_text() == '{"both": 1}\n{"theirs": 1}\n{"mine": 1}\n'
+    labels.write_text('{"mine":1}\n{"both":1}\n')
+    with pytest.raises(StorageError):
+        _bring_labels(store, "labels.jsonl", labels, 5)
+    assert labels.read_text() == '{"mine":1}\n{"both":1}\n' and len(list(labels.parent.iterdir())) == 1
+    theirs = b'{"both":1}\n{"theirs":1}\n{"tor'
+    store.write("labels.jsonl", theirs)
+    assert _bring_labels(store, "labels.jsonl", labels, len(theirs)) == len(theirs)
+    assert labels.read_text() == '{"mine":1}\n{"both":1}\n{"theirs":1}\n'

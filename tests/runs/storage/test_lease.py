@@ -43,12 +43,21 @@ def test_a_second_machine_is_refused_by_name_until_the_lease_has_run_out(tmp_pat
     died(store)
     assert holder(store) == ""
     second = take(store, "second")
-    assert (second.number, second.previous) == (2, "first")
+    assert (second.number, second.record.after) == (2, "first")
     for call in (first.renew, first.confirm, first.give_back):
         with pytest.raises(RunError, match="taken over by"):
             call()
     second.give_back()
-    assert take(store, "third").previous == "second"
+    assert take(store, "third").record.after == "second"
+    assert take(store, "fourth", begun="third").record.after == "second"  # nothing was done under the third
+    assert take(store, "fifth", own="fourth").record.after == "fourth"
+
+
+def test_a_lease_whose_answer_was_lost_is_taken_all_the_same(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The store has made the object, and its client's second try finds it there."""
+    store = ObjectStore(f"{address}/mine")
+    monkeypatch.setattr(store, "create", lambda name, data: bool(store.write(name, data)))
+    assert take(store, "first").record.token == "first"
 
 
 def test_a_clock_that_is_a_little_ahead_takes_no_run_from_a_machine_that_lives(
@@ -134,6 +143,18 @@ def test_a_directory_that_another_machine_overtook_is_moved_aside_and_not_mixed_
     upload(mirror)
     mirror.lease.give_back()
     lost = content(first, 2)
+
+    def fails(call: str, path: str) -> None:
+        if call == "list" and not path.endswith("lease"):
+            raise Killed
+
+    FragileFileSystem.before = staticmethod(fails)  # the first start dies with its lease taken and nothing moved
+    try:
+        with pytest.raises(Killed):
+            opened(first, f"{address}/mine")
+    finally:
+        FragileFileSystem.before = staticmethod(lambda call, path: None)
+    assert first.checkpoint_steps() == [0, 1, 2]
     opened(first, f"{address}/mine")
     assert first.checkpoint_steps() == [3]
     assert content(first, 3) == content(second, 3)

@@ -127,7 +127,7 @@ def test_a_machine_that_was_overtaken_stops_and_uploads_nothing_more(
         store = ObjectStore(f"{address}/letters")
         own = run.mirror.lease.record.token
         if not any(name.endswith("2.json") for name in store.objects("lease")):
-            take(store, "other", own={own})
+            take(store, "other", own=own)
         with pytest.raises(RunError, match="taken over"):
             run.mirror.lease.renew()
         run.mirror._lose(RunError("taken over"))
