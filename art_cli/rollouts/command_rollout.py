@@ -15,6 +15,7 @@ proxy that the program uses. All this works on Linux only; elsewhere every call 
 """
 
 import contextlib
+import errno
 import json
 import math
 import os
@@ -156,7 +157,8 @@ class CommandRollout:
                 on_start=lambda child: self._peers.add(policy.api_key, child.supervisor_pid),
             )
         except OSError as error:  # the system lacks memory, descriptors or room, or the program has lost its permission
-            raise AttemptError("start", f"{self._command[0]}: {message_of(error)}") from error
+            kind = "output" if error.errno == errno.EFBIG else "start"
+            raise AttemptError(kind, f"{self._command[0]}: {message_of(error)}") from error
         finally:
             self._peers.remove(policy.api_key)
         if ended.status != 0:

@@ -322,11 +322,24 @@ def new_directory(path: Path, *, is_private: bool = True) -> Iterator[Path]:
             if is_private and not file.is_symlink():
                 file.chmod(0o700 if file.is_dir() else 0o600)
         sync_directory(beside)
-        remove(path)
-        beside.rename(path)
-        sync_directory(path.parent)
+        _replace(path, beside)
     finally:
         shutil.rmtree(beside, ignore_errors=True)
+
+
+def _replace(path: Path, new: Path) -> None:
+    """Renames `new` to `path`. What was there stays whole until then, and is back where the renaming fails."""
+    old = new.with_suffix(".old")
+    try:
+        if os.path.lexists(path):
+            path.rename(old)
+        new.rename(path)
+    except BaseException:
+        if os.path.lexists(old) and not os.path.lexists(path):
+            old.rename(path)
+        raise
+    sync_directory(path.parent)
+    remove(old)
 
 
 def remove(path: Path) -> None:

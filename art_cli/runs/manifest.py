@@ -19,7 +19,7 @@ import msgspec
 from art_cli.runs.durable import new_directory, newer_schema
 from art_cli.runs.json_lines import open_file, read_file
 from art_cli.runs.trajectory import SCHEMA_VERSION
-from art_cli.runtime.errors import CheckpointError, one_line, printable
+from art_cli.runtime.errors import CheckpointError, UncertainCheckpoint, one_line, printable
 
 MANIFEST, HASHES = "manifest.json", "hashes.json"
 DTYPES = ("", "float32", "bfloat16")
@@ -193,11 +193,11 @@ def _read_hashes(directory: Path, name: str, kind: type[Proof]) -> Proof:
     except FileNotFoundError:
         raise CheckpointError(f"{directory}: no {name}") from None
     except OSError as error:
-        raise CheckpointError(f"{directory}: {name} cannot be read: {error.strerror or error}") from error
+        raise UncertainCheckpoint(f"{directory}: {name} cannot be read: {error.strerror or error}") from error
     except (ValueError, RecursionError) as error:  # msgspec's errors are ValueErrors
         raise CheckpointError(f"{directory}: {name} cannot be read: {one_line(error)}") from error
     if proof.schema_version > SCHEMA_VERSION:
-        raise CheckpointError(f"{directory}: {name}: {newer_schema(proof.schema_version)}")
+        raise UncertainCheckpoint(f"{directory}: {name}: {newer_schema(proof.schema_version)}")
     return proof
 
 
@@ -215,7 +215,9 @@ def _verify_files(directory: Path, proof: Manifest | Hashes) -> None:
                 raise CheckpointError(f"{directory}: {name} has {size} bytes instead of {proof.sizes[name]}")
         found = hash_files(directory)
     except OSError as error:
-        raise CheckpointError(f"{error.filename or directory}: cannot be read: {error.strerror or error}") from error
+        raise UncertainCheckpoint(
+            f"{error.filename or directory}: cannot be read: {error.strerror or error}"
+        ) from error
     if not proof.files:
         raise CheckpointError(f"{directory}: no file is listed")
     for name, digest in proof.files.items():
@@ -226,7 +228,7 @@ def _verify_files(directory: Path, proof: Manifest | Hashes) -> None:
     for name in sorted(there - proof.files.keys()):
         is_proof = Path(name).name in (MANIFEST, HASHES)  # also that of a base which lies in the checkpoint
         if not is_proof and not name.startswith(".") and not name.endswith(".md"):
-            raise CheckpointError(f"{directory}: {printable(name)} was put there by hand; remove it")
+            raise UncertainCheckpoint(f"{directory}: {printable(name)} was put there by hand; remove it")
 
 
 def _is_plain_directory(path: Path) -> bool:

@@ -27,7 +27,7 @@ from art_cli.runs.json_lines import is_inside
 from art_cli.runs.manifest import Manifest, digest_of, is_built, new_checkpoint, read_manifest, verify_checkpoint
 from art_cli.runs.parting import anchors, onsets, read_beside
 from art_cli.runs.run_dir import MetricsLine, RunDir
-from art_cli.runtime.errors import CheckpointError, DataError, RunError, UsageError, one_line
+from art_cli.runtime.errors import CheckpointError, DataError, RunError, UncertainCheckpoint, UsageError, one_line
 
 ADAPTER_CONFIG, ADAPTER_FILE, TEMPLATE_FILE = "adapter_config.json", "adapter_model.safetensors", "chat_template.jinja"
 REMOTE_FILE = "remote.json"  # in a checkpoint whose weights are on a server
@@ -104,6 +104,7 @@ class Listed(NamedTuple):
     num_bytes: int
     policy: str = ""  # digest of the policy; "" if it is not valid, or no learner left a proof in it
     is_best: bool = False
+    may_be_whole: bool = False  # whether the problem may be no damage: a file that was added, or cannot be read now
 
 
 def find(path: Path, *, which: Which = "offered") -> Found | None:
@@ -266,7 +267,9 @@ def _entry(run: RunDir, step: int, evaluation: dict[str, float]) -> Listed:
     try:
         manifest = verify_checkpoint(path)
     except CheckpointError as error:
-        return Listed(step, path, str(error).removeprefix(f"{path}: "), evaluation, {}, num_bytes)
+        may_be_whole = isinstance(error, UncertainCheckpoint)
+        problem = str(error).removeprefix(f"{path}: ")
+        return Listed(step, path, problem, evaluation, {}, num_bytes, may_be_whole=may_be_whole)
     return Listed(step, path, None, evaluation, manifest.metrics, num_bytes, digest_of(manifest))
 
 
@@ -304,6 +307,9 @@ def prune(run: RunDir, *, keep: int | None) -> list[Listed]:
             raise RunError(f"{run.root}: no checkpoint here is valid; none was removed")
         unwanted = superseded(run, valid, keep=keep, keeps_best=_keeps_best(run))
         removed = [entry for entry in entries if entry.step not in valid or entry.step in unwanted]
+        for entry in [entry for entry in removed if entry.may_be_whole]:
+            log.warning("%s: %s; it stays", entry.path, entry.problem)
+            removed.remove(entry)
         for entry in removed:
             remove(entry.path)
     return removed
@@ -368,15 +374,25 @@ def fork(run: RunDir, root: Path, *, step: int | None) -> Found:
     lines = [line for line in run.metrics() if line.step < found.step + (line.split != "train")]
     with new_directory(root) as directory:
         new = RunDir(directory)
-        shutil.copytree(found.path, new.checkpoint_path(found.step))
+        _copy_inside(found.path, new.checkpoint_path(found.step), run.root)
         if run.base.is_dir():
-            shutil.copytree(run.base, new.base)
+            _copy_inside(run.base, new.base, run.root)
         first = run.first_eval_path()
         if first is not None and is_inside(first, run.root):  # so that a judge keeps comparing with the same attempts
             (directory / first.parent.name).mkdir()
             shutil.copy(first, directory / first.parent.name / first.name)
         write_lines(new.metrics_path, lines)
     return _found(RunDir(root).checkpoint_path(found.step), RunDir(root))
+
+
+def _copy_inside(source: Path, target: Path, within: Path) -> None:
+    """Copies a directory, but no link that leads out of `within`, and nothing that is no file."""
+
+    def left_out(directory: str, names: list[str]) -> list[str]:
+        paths = [Path(directory, name) for name in names]
+        return [path.name for path in paths if path.is_symlink() or not path.is_dir() if not is_inside(path, within)]
+
+    shutil.copytree(source, target, ignore=left_out)
 
 
 def import_start(source: Path, root: Path, *, base: Callable[[Path], str] | None = None) -> Found:
@@ -387,14 +403,19 @@ def import_start(source: Path, root: Path, *, base: Callable[[Path], str] | None
     if there are checkpoints at `root`, CheckpointError if the source is neither a LoRA adapter with safetensors nor a
     checkpoint that verifies.
     """
-    run = RunDir(root)
-    if run.checkpoint_steps():
-        raise RunError(f"{root}: a run with checkpoints; an adapter is imported into a new one")
     found = Found(source, None, None, True)
     if (source / "manifest.json").exists():
         found = _found(source, None)
     else:
         check_adapter(source)
+    with RunDir(root).lock():
+        return _import_found(found, RunDir(root), base)
+
+
+def _import_found(found: Found, run: RunDir, base: Callable[[Path], str] | None) -> Found:
+    if run.checkpoint_steps():
+        raise RunError(f"{run.root}: a run with checkpoints; an adapter is imported into a new one")
+    source = found.path
     if is_built(run.base):
         shutil.rmtree(run.base)  # an earlier start made it; no checkpoint here needs it
     name = base_of(found) if base is None else base(run.base)
@@ -406,7 +427,9 @@ def import_start(source: Path, root: Path, *, base: Callable[[Path], str] | None
     with new_checkpoint(run.checkpoint_path(0), manifest) as directory:
         for file in source.iterdir():
             is_wanted = file.suffix in (".json", ".safetensors", ".jinja") and file.stem not in NOT_IMPORTED
-            if file.is_file() and not file.name.startswith(".") and is_wanted:
+            # a link of the hub's cache leads to its blobs
+            is_there = is_inside(file, source) or is_inside(file, source.parent.parent / "blobs")
+            if is_there and not file.name.startswith(".") and is_wanted:
                 shutil.copy(file, directory / file.name)
     return _found(run.checkpoint_path(0), run)
 

@@ -44,7 +44,7 @@ from art_cli.runs.durable import (
 from art_cli.runs.manifest import STEP_NAME, Manifest, verify_checkpoint
 from art_cli.runs.promise import Promise
 from art_cli.runs.trajectory import SCHEMA_VERSION, GroupRewards, LearnedTrajectory, ScoredTrajectory, Trajectory
-from art_cli.runtime.errors import CheckpointError, DataError, one_line
+from art_cli.runtime.errors import CheckpointError, DataError, RunError, UncertainCheckpoint, one_line
 
 log = logging.getLogger(__name__)
 Record = TypeVar("Record")
@@ -166,14 +166,22 @@ class RunDir:
     def set_aside(self, *, above: int) -> None:
         """Renames the checkpoints of steps above the newest that verifies, because training makes them anew.
 
-        Under their own names they would count as the newest ones when checkpoints are pruned.
+        Under their own names they would count as the newest ones when checkpoints are pruned. Raises
+        UncertainCheckpoint before that if one of them may be whole.
         """
-        for step in self.checkpoint_steps():
-            if step > above:
-                aside = self.checkpoint_path(step).with_suffix(".damaged")
-                remove(aside)
-                self.checkpoint_path(step).rename(aside)
-                log.warning("%s: does not verify; kept as %s", self.checkpoint_path(step), aside.name)
+        paths = [self.checkpoint_path(step) for step in self.checkpoint_steps() if step > above]
+        for path in paths:
+            try:
+                verify_checkpoint(path)
+            except UncertainCheckpoint:
+                raise
+            except CheckpointError:
+                continue
+        for path in paths:
+            aside = path.with_suffix(".damaged")
+            remove(aside)
+            path.rename(aside)
+            log.warning("%s: does not verify; kept as %s", path, aside.name)
 
     def metrics(self) -> list[MetricsLine]:
         """Returns the last line of each (step, split), in the order of their first lines."""
@@ -233,9 +241,13 @@ class RunDir:
     def lock(self) -> Iterator[None]:
         """Locks the run for this process. The system releases the lock when the process dies, however it dies.
 
-        Raises RunError: another process holds the lock.
+        Raises RunError: another process holds the lock, or a link leads out of the run, through which its owner would
+        write or remove somebody else's files.
         """
         with lock_directory(self.root, self.logs / "lock"):
+            for path in [*self.root.glob("*"), *self.root.glob("*/*")]:
+                if path.is_symlink() and not Path(os.path.realpath(path)).is_relative_to(os.path.realpath(self.root)):
+                    raise RunError(f"{path}: a link that leads out of the run; move what it names here, or remove it")
             yield
 
     def claim_id(self) -> str:

@@ -125,6 +125,10 @@ class CheckpointError(ArtError):
     """No checkpoint verifies, or one does not fit the model."""
 
 
+class UncertainCheckpoint(CheckpointError):
+    """A checkpoint that may be whole: it cannot be read now, a newer art wrote it, or a file was added to it."""
+
+
 class RunError(ArtError):
     """The run directory refuses: it is locked, finished, or another configuration made it."""
 

@@ -43,7 +43,7 @@ def is_verbose() -> bool:
     return logging.getLogger("art_cli").isEnabledFor(logging.DEBUG)
 
 
-class _Redacted(logging.Formatter):
+class _Redacted(_Formatter):
     """Lines with the time in front and every secret replaced."""
 
     def __init__(self, redact: Callable[[str], str]) -> None:

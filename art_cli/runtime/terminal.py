@@ -68,8 +68,9 @@ def drawn(render: Callable[["Console"], "RenderableType"]) -> Iterator[None]:
         for number, terminal in saved.items():
             os.dup2(terminal, number)
         relay.close()
-        live.stop()
-        console.file.close()
+        for close in (live.stop, console.file.close):
+            with contextlib.suppress(OSError):
+                close()
         for number, terminal in saved.items():
             if number != 2:  # the console's own
                 os.close(terminal)
@@ -128,7 +129,8 @@ class _Relay:
             while has_more:  # also where the output never pauses, the picture is drawn again
                 has_more = self._read()
                 if is_open and time.monotonic() - self._drawn_at >= REDRAW_S:
-                    self._redraw()
+                    with contextlib.suppress(OSError):
+                        self._redraw()
                     self._drawn_at = time.monotonic()
         if self._rest:
             self._print(self._rest)
@@ -148,4 +150,5 @@ class _Relay:
     def _print(self, line: str) -> None:
         """Prints a line; of one that was overwritten, as bars are, only its last state."""
         shown = line.rstrip("\r").rpartition("\r")[2]
-        self._show(printable(shown.expandtabs(), limit=MAX_LINE))
+        with contextlib.suppress(OSError):  # the terminal is gone; the pipe is read on, so that nobody waits for it
+            self._show(printable(shown.expandtabs(), limit=MAX_LINE))

@@ -1,9 +1,12 @@
 """The panel of `art train` on a real terminal: one picture at the bottom, everything else whole above it."""
 
+import errno
 import io
+import os
 import re
 import shutil
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -11,7 +14,7 @@ from rich.console import Console
 
 from art_cli.reports.pages.panel import RunPanel
 from art_cli.runs.history import Evaluated, Failures, History, UpdateNumbers
-from art_cli.runtime.terminal import can_draw
+from art_cli.runtime.terminal import _Relay, can_draw
 from tests.support.paths import LETTERS, ROOT
 from tests.support.terminal import Terminal
 
@@ -130,6 +133,23 @@ def test_every_line_of_the_process_and_its_children_comes_above(environment: dic
     ]  # fmt: skip
     assert b"picture" in terminal.raw
     assert (b"\x1b[31m" in terminal.raw) == (not environment)
+
+
+def test_output_is_read_on_when_the_terminal_is_gone() -> None:
+    """Else whoever writes would wait for ever, once the pipe is full."""
+
+    def gone(*_: object) -> None:
+        raise OSError(errno.EIO, "no terminal")
+
+    source, sink = os.pipe()
+    relay = _Relay(source, gone, redraw=gone)
+    relay.start()
+    writer = threading.Thread(target=lambda: [os.write(sink, b"a line\n" * 1000) for _ in range(40)], daemon=True)
+    writer.start()
+    writer.join(20)
+    assert not writer.is_alive()
+    os.close(sink)
+    relay.close()
 
 
 def test_a_terminal_that_cannot_move_its_cursor_gets_plain_lines(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,7 +19,7 @@ import pytest
 from art_cli.cli.app import report
 from art_cli.runs.durable import write_lines
 from art_cli.runtime.errors import ConfigError, DataError, EngineError, JudgeError, Problem, printable, printable_lines
-from art_cli.runtime.log import set_up
+from art_cli.runtime.log import kept, set_up
 from art_cli.runtime.secrets import Secrets, find_secrets
 from tests.support.judge_server import Conduct, serving
 from tests.support.paths import ROOT
@@ -58,7 +58,7 @@ def test_a_text_that_steers_the_terminal_is_shown_as_its_escapes(code: str) -> N
 
 @pytest.mark.parametrize("code", STEERING, ids=ascii)
 def test_a_log_record_and_an_error_are_one_line_whatever_they_repeat(
-    code: str, capsys: pytest.CaptureFixture[str]
+    code: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     set_up()
     logging.getLogger("art_cli.some").warning("group %s", f"g{code}error: forged")
@@ -70,6 +70,10 @@ def test_a_log_record_and_an_error_are_one_line_whatever_they_repeat(
     first, second, *_ = err.split("\n")
     assert first == f"group g{printable(code)}error: forged" and second == "failed"
     assert code == "\n" or code not in err
+    with kept(tmp_path / "train.log", str.upper):
+        logging.getLogger("art_cli.some").warning("group %s", f"g{code}error: forged")
+    [line] = (tmp_path / "train.log").read_text().splitlines()
+    assert line.endswith(f"GROUP G{printable(code).upper()}ERROR: FORGED")
     for error in (JudgeError(f"x{code}error: forged"), DataError("y", f"x{code}z", 3)):
         [line], _ = report(error)
         assert code not in line and line.startswith("error: x")

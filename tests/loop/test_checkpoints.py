@@ -18,7 +18,7 @@ from art_cli.models.loading import save_weights
 from art_cli.runs import run_checkpoints as checkpoints
 from art_cli.runs.manifest import verify_checkpoint
 from art_cli.runs.run_dir import RunDir
-from art_cli.runtime.errors import CheckpointError, RunError, UsageError
+from art_cli.runtime.errors import CheckpointError, RunError, UncertainCheckpoint, UsageError
 from art_cli.serving.served_model import find_source
 from tests.support.paths import LETTERS
 from tests.support.served import add_checkpoint, make_run
@@ -256,6 +256,43 @@ def test_a_damaged_best_checkpoint_gives_way_to_the_next_best(tmp_path: Path) ->
     run = make_run(tmp_path / "mine", (1, 2, 3), rewards={1: 0.9, 2: 0.5, 3: 0.1})
     flip(run.checkpoint_path(1) / ADAPTER)
     assert find_source(str(run.root)).step == 2
+
+
+def test_a_checkpoint_with_an_added_file_is_neither_removed_nor_put_aside(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It may be whole: the user removes the file, and training goes on from it."""
+    run = make_run(tmp_path / "mine", (0, 1, 2, 3, 4))
+    (run.checkpoint_path(4) / "model.onnx").write_text("a converter's")
+    flip(run.checkpoint_path(3) / ADAPTER)
+    with pytest.raises(UncertainCheckpoint, match=r"model\.onnx was put there by hand; remove it"):
+        run.set_aside(above=2)
+    assert run.checkpoint_steps() == [0, 1, 2, 3, 4]
+    assert [entry.step for entry in checkpoints.prune(run, keep=1)] == [1, 3]
+    assert "remove it; it stays" in caplog.text and run.checkpoint_steps() == [0, 2, 4]
+
+
+def test_links_that_lead_out_of_a_run_are_neither_copied_nor_written_through(tmp_path: Path) -> None:
+    secret, other = tmp_path / "secret", make_run(tmp_path / "other", (1,))
+    secret.write_text("key")
+    run = make_run(tmp_path / "mine", (1,))
+    for place in (run.checkpoint_path(1) / "notes.md", run.checkpoint_path(1) / ".x", run.base / "extra.json"):
+        place.parent.mkdir(exist_ok=True)
+        place.symlink_to(secret)
+    (run.checkpoint_path(1) / ".zero").symlink_to("/dev/zero")
+    forked = checkpoints.fork(run, tmp_path / "forked", step=1)
+    assert verify_checkpoint(forked.path).step == 1
+    assert not [path for path in (tmp_path / "forked").rglob("*") if path.is_file() and path.read_bytes() == b"key"]
+    shutil.rmtree(run.checkpoints)
+    run.checkpoints.symlink_to(other.checkpoints)
+    with pytest.raises(RunError, match="checkpoints: a link that leads out of the run"):
+        checkpoints.prune(run, keep=1)
+    adapter = tmp_path / "adapter"
+    shutil.copytree(other.checkpoint_path(1), adapter)
+    (adapter / "manifest.json").unlink()
+    (adapter / "extra.json").symlink_to(secret)
+    made = checkpoints.import_start(adapter, tmp_path / "imported", base=lambda _: "base")
+    assert (made.path / ADAPTER).exists() and not (made.path / "extra.json").exists()
 
 
 def test_best_and_last_exclude_each_other(art: Art, tmp_path: Path) -> None:

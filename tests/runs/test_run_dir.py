@@ -40,6 +40,26 @@ def make_checkpoint(path: Path, step: int) -> None:
         (directory / "optimizer.safetensors").write_bytes(b"state")
 
 
+def test_a_directory_stays_whole_until_the_new_one_has_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, rename = tmp_path / "step_0001", Path.rename
+    make_checkpoint(path, 1)
+
+    def interrupted(source: Path, target: Path) -> Path:
+        if source.name.endswith(".tmp"):
+            raise KeyboardInterrupt
+        return rename(source, target)
+
+    monkeypatch.setattr(Path, "rename", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        make_checkpoint(path, 1)
+    assert verify_checkpoint(path).step == 1 and [each.name for each in tmp_path.iterdir()] == ["step_0001"]
+    monkeypatch.undo()
+    make_checkpoint(path, 1)
+    assert [each.name for each in tmp_path.iterdir()] == ["step_0001"]
+
+
 def test_what_is_written_is_read_back_equal(tmp_path: Path) -> None:
     path = tmp_path / "t.jsonl"
     scored = score_trajectory(make_trajectory(metrics={"win": 1.0}), 0.5, [Score(judge="rollout", score=0.5)])
@@ -60,9 +80,10 @@ def test_a_file_cut_anywhere_reads_as_its_whole_lines_and_can_be_appended_to(
         for trajectory in written:
             writer.append(trajectory)
     data = path.read_bytes()
-    path.write_bytes(data[: cut % (len(data) + 1)])
+    kept = data[: cut % (len(data) + 1)]
+    path.write_bytes(kept)
     left = list(read_lines(path, Trajectory))
-    assert left == written[: len(left)]
+    assert left == written[: kept.count(b"\n")]
     with LineWriter(path) as writer:
         writer.append(written[3])
     assert list(read_lines(path, Trajectory)) == [*left, written[3]]

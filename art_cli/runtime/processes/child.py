@@ -7,6 +7,7 @@ which decides when its children end.
 
 import asyncio
 import contextlib
+import errno
 import os
 import signal
 import socket
@@ -23,6 +24,7 @@ STOP_DEADLINE_S = supervisor.KILL_DEADLINE_S + 6.0  # longest wait for a program
 TAIL_WIDTH = 240  # characters of a log's line that a message shows
 TAIL_BYTES = 64 * 1024
 MAX_OUTPUT_BYTES = 2**20  # largest part that is read of a program's output, its end
+MAX_WRITTEN_BYTES = 2**28  # largest output that a program may write, which lies on a disk until it ends
 
 Stream = int | IO[bytes] | None
 
@@ -129,7 +131,8 @@ async def run_program(
     environment: Mapping[str, str] | None = None,
     on_start: Callable[[ChildProcess], None] = lambda child: None,
 ) -> Finished:
-    """Runs the program with `given` on standard input; nothing of it is left. Raises OSError, TimeoutError.
+    """Runs the program with `given` on standard input; nothing of it is left. Raises OSError, also where its output has
+    more than MAX_WRITTEN_BYTES, and TimeoutError.
 
     Files, not pipes, take its output, because a background process could keep a pipe open.
     """
@@ -142,10 +145,22 @@ async def run_program(
         try:
             on_start(child)
             async with asyncio.timeout(timeout_s):
-                status = await child.wait()
+                status = await _bounded(child, stdout, stderr)
         finally:
             await child.stop()
         return Finished(status, *(_tail(file, MAX_OUTPUT_BYTES) for file in (stdout, stderr)))
+
+
+async def _bounded(child: ChildProcess, *outputs: IO[bytes]) -> int:
+    """Returns the exit status. Raises OSError if the outputs grow past what a disk should hold."""
+    waiting = asyncio.ensure_future(child.wait())
+    try:
+        while not (await asyncio.wait({waiting}, timeout=1.0))[0]:
+            if sum(os.fstat(output.fileno()).st_size for output in outputs) > MAX_WRITTEN_BYTES:
+                raise OSError(errno.EFBIG, f"it wrote more than {MAX_WRITTEN_BYTES >> 20} MiB of output")
+        return waiting.result()
+    finally:
+        waiting.cancel()
 
 
 def _tail(file: IO[bytes], size: int, start: int = 0) -> bytes:
