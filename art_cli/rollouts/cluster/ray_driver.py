@@ -94,9 +94,12 @@ def copy_package(target: Path) -> None:
 
 
 def _files(directory: Path, runs: Path, exclude: Sequence[str]) -> Iterator[Path]:
-    for place, directories, files in os.walk(directory):
+    seen = {os.path.realpath(directory)}  # so that no link leads round and round
+    for place, directories, files in os.walk(directory, followlinks=True):
         here = Path(place)
-        directories[:] = sorted(name for name in directories if _is_sent(here / name, directory, runs, exclude))
+        sent = [name for name in sorted(directories) if _is_sent(here / name, directory, runs, exclude)]
+        directories[:] = [name for name in sent if os.path.realpath(here / name) not in seen]
+        seen.update(os.path.realpath(here / name) for name in directories)
         for name in sorted(files):
             path = here / name
             if _is_sent(path, directory, runs, exclude) and path.is_file():

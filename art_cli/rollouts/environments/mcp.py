@@ -165,9 +165,14 @@ def _shown(part: Any) -> str:
 
 
 def has_answer(reply: str, answer: str) -> bool:
-    """Returns whether the words of the answer stand in the reply, whatever their case and spaces."""
+    """Returns whether the words of the answer stand in the reply, whatever their case and spaces.
+
+    A number stands there as a whole: 4 is not in 4.5, 1,400, -4 or 14.
+    """
     words, said = (" ".join(text.casefold().split()) for text in (answer, reply.rpartition("</think>")[2]))
-    return bool(words) and re.search(rf"(?<!\w){re.escape(words)}(?!\w)", said) is not None
+    before = r"(?<!\w)" + (r"(?<![-\u2212])(?<!\d[.,])" if words[:1].isdigit() else "")
+    after = r"(?!\w)" + (r"(?![.,]\d)" if words[-1:].isdigit() else "")
+    return bool(words) and re.search(f"{before}{re.escape(words)}{after}", said) is not None
 
 
 def _check_values(args: Json) -> None:

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 DEFAULTS: Json = {"action": None, "observation": None, "reward": "sum", "timeout_s": 60.0, "reset": None}
 MAX_ANSWER = 2**22  # bytes of one message of the server
+MAX_AHEAD = 4  # messages of the server that wait to be read; there is one answer to each question
 LIMITS = ("turn_limit", "context_length_exceeded")  # codes of the gateway; what was earned until then counts
 ASK = "Each of your replies is one action: a JSON object that fits this schema, and nothing else.\n"
 
@@ -112,9 +113,13 @@ class OpenEnvServer:
         async with aiohttp.ClientSession() as client:
             async with asyncio.timeout(timeout):
                 socket = await client.ws_connect(f"{self._url}/ws", max_msg_size=MAX_ANSWER)
+            answers: asyncio.Queue[Any] = asyncio.Queue(MAX_AHEAD)
+            reader = asyncio.create_task(_listen(socket, answers))
             try:
-                yield _Session(self._name, socket, timeout, self._args["observation"])
+                yield _Session(self._name, socket, answers, timeout, self._args["observation"])
             finally:
+                reader.cancel()
+                await asyncio.wait({reader})
                 await socket.close()
 
     async def _converse(self, policy: "Policy", session: "_Session", reset: Json) -> Outcome:
@@ -157,18 +162,35 @@ async def _reply(policy: "Policy", messages: Any) -> str | None:
     return answer.choices[0].message.content or ""
 
 
+async def _listen(socket: Any, answers: "asyncio.Queue[Any]") -> None:
+    """Puts the server's messages into the queue, and at the end the error. Its pings are answered while the policy
+    thinks, because aiohttp does that only while it receives."""
+    try:
+        while True:
+            await answers.put(await socket.receive_str())
+    except Exception as error:  # the boundary to the server
+        end = ConnectionResetError("the server has closed the connection") if socket.closed else error
+        await answers.put(end)
+
+
 class _Session:
     """One episode at the server."""
 
-    def __init__(self, name: str, socket: Any, timeout_s: float, observation: str | None) -> None:
-        self._name, self._socket, self._timeout_s, self._observation = name, socket, timeout_s, observation
+    def __init__(
+        self, name: str, socket: Any, answers: "asyncio.Queue[Any]", timeout_s: float, observation: str | None
+    ) -> None:
+        self._name, self._socket, self._answers = name, socket, answers
+        self._timeout_s, self._observation = timeout_s, observation
 
     async def ask(self, kind: str, data: Json) -> _Heard:
         """Returns the server's answer to a reset or step. Raises EnvironmentFault unless an error is the action's."""
         try:
             async with asyncio.timeout(self._timeout_s):
                 await self._socket.send_json({"type": kind, "data": data})
-                answer = json.loads(await self._socket.receive_str())
+                said = await self._answers.get()
+                if isinstance(said, Exception):
+                    raise said
+                answer = json.loads(said)
             payload = answer["data"]
             if answer["type"] == "error" and payload.get("code") == "VALIDATION_ERROR" and kind == "step":
                 return _Heard(

@@ -38,6 +38,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+MAX_ATTEMPTS = 200  # attempts of one set of servers, which keep a client and its connection for each
 START_S = 300.0  # longest wait for the servers that an environment needs, tools among them
 TRAINED = "trained"  # our own argument beside verifiers': the role that is trained
 
@@ -153,7 +154,7 @@ class VerifiersEnvironment:
             self._find(max(settings.num_seeds - 1, 0))
         except EnvironmentFault as fault:
             raise UsageError(str(fault)) from fault
-        self._servers = _Servers(self._env)
+        self._servers = _Servers(copy.copy(self._env))
 
     def _find(self, seed: int) -> Any:
         """Returns the task with this number. A taskset without an end is read as far as this."""
@@ -170,15 +171,17 @@ class VerifiersEnvironment:
 
     async def play(self, policy: "Policy", scenario: Json) -> Outcome:
         task = self._find(seed_of(scenario))
+        if self._servers.num_begun >= MAX_ATTEMPTS:
+            self._servers = _Servers(copy.copy(self._env))
         with _key(policy.api_key) as variable:
-            async with self._servers.running():
-                episode = await self._episode(policy, task, variable)
+            async with self._servers.running() as env:
+                episode = await self._episode(env, policy, task, variable)
         failures = [*episode.errors, *(error for trace in episode.traces for error in trace.errors if not trace.ok)]
         if failures:
             raise EnvironmentFault(f"{self._name}: {failures[0].type}: {failures[0].message[:2000]}")
         return self._outcome(episode)
 
-    async def _episode(self, policy: "Policy", task: Any, variable: str) -> Any:
+    async def _episode(self, served: Any, policy: "Policy", task: Any, variable: str) -> Any:
         """Returns the finished episode, in which all roles are the policy and one of them is recorded."""
         from verifiers.v1 import EvalClientConfig, ModelContext
 
@@ -190,7 +193,7 @@ class VerifiersEnvironment:
             for role, spec in specs.items()
             if spec.client is None  # otherwise it is another model by its own configuration
         }
-        env = copy.copy(self._env)  # the copy shares the servers, and has this attempt's clients
+        env = copy.copy(served)  # the copy shares the servers, and has this attempt's clients
         env.config = self._config.model_copy(update=others)
         return await env.run_episode(task, ModelContext(model=policy.model, client=client))
 
@@ -248,19 +251,21 @@ def _key(key: str) -> Iterator[str]:
 class _Servers:
     """verifiers' servers of one environment: they run while any attempt does, in a separate task.
 
-    What verifiers opens has to be closed by the task that opened it.
+    What verifiers opens has to be closed by the task that opened it. That is a client for each attempt, whose key is
+    its own, so that after MAX_ATTEMPTS others take over.
     """
 
     def __init__(self, env: Any) -> None:
         self._env = env
-        self._num_attempts = 0
+        self.num_begun = self._num_attempts = 0
         self._lock = asyncio.Lock()
         self._over = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
 
     @asynccontextmanager
-    async def running(self) -> AsyncIterator[None]:
-        """Raises EnvironmentFault: they do not start."""
+    async def running(self) -> AsyncIterator[Any]:
+        """Yields the environment that they serve. Raises EnvironmentFault: they do not start."""
+        self.num_begun += 1
         async with self._lock:
             if self._task is not None and (self._over.is_set() or self._task.done()):
                 await asyncio.wait((self._task,), timeout=START_S)
@@ -269,7 +274,7 @@ class _Servers:
                 await self._start()
             self._num_attempts += 1
         try:
-            yield
+            yield self._env
         finally:
             self._num_attempts -= 1
             if self._num_attempts == 0:

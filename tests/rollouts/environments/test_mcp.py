@@ -108,6 +108,13 @@ async def test_lines_of_a_server_that_are_no_messages_are_one_line_each_without_
         ("421", "42", False),
         ("<think>42</think> no", "42", False),
         ("x", "", False),
+        ("It is 42.", "42", True),
+        ("4.5", "4", False),
+        ("1,400 in all", "400", False),
+        ("it is -5", "5", False),
+        ("3.14", "14", False),
+        ("4, or 5", "4", True),
+        ("(-5)", "-5", True),
     ],
 )
 def test_an_answer_is_found_as_words(reply: str, answer: str, is_there: bool) -> None:

@@ -27,8 +27,8 @@ NUMBERS = {"properties": {"guess": {"type": "integer"}}, "required": ["guess"]}
 class Guessing:
     """A server of OpenEnv 0.10's protocol: the number to be guessed is the seed, each wrong guess costs 0.25."""
 
-    def __init__(self, action: dict[str, Any]) -> None:
-        self.action = action
+    def __init__(self, action: dict[str, Any], *, heartbeat: float | None = None) -> None:
+        self.action, self.heartbeat = action, heartbeat
         self.app = web.Application()
         self.app.add_routes([web.get("/schema", self.schema), web.get("/ws", self.play)])
 
@@ -43,7 +43,7 @@ class Guessing:
         return response
 
     async def play(self, request: web.Request) -> web.WebSocketResponse:
-        socket = web.WebSocketResponse()
+        socket = web.WebSocketResponse(heartbeat=self.heartbeat)
         await socket.prepare(request)
         number = None
         async for message in socket:
@@ -67,8 +67,10 @@ def _observed(text: str, reward: float | None, done: bool) -> dict[str, Any]:
 
 
 @asynccontextmanager
-async def opened(action: dict[str, Any], **args: Any) -> AsyncIterator[OpenEnvServer]:
-    runner = web.AppRunner(Guessing(action).app)
+async def opened(
+    action: dict[str, Any], *, heartbeat: float | None = None, **args: Any
+) -> AsyncIterator[OpenEnvServer]:
+    runner = web.AppRunner(Guessing(action, heartbeat=heartbeat).app)
     await runner.setup()
     site = web.TCPSite(runner, "127.0.0.1", 0)
     await site.start()
@@ -103,6 +105,20 @@ async def test_a_reply_is_the_action_where_that_is_one_text() -> None:
     assert outcome.metrics == {"steps": 4, "refused": 1, "ended": 1}
     said = [str(message["content"]) for message in backend.requests[-1].messages]
     assert said[::2] == ["Guess.", "no", "no", "That action was refused: guess: a number"]
+
+
+async def test_a_session_lives_while_the_policy_thinks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The server pings every 0.4 s, and ends a session without a pong for 0.2 s."""
+    heard = openenv_servers._reply
+
+    async def slowly(*asked: Any) -> str | None:
+        await asyncio.sleep(1.5)
+        return await heard(*asked)
+
+    monkeypatch.setattr(openenv_servers, "_reply", slowly)
+    async with opened(TEXT, heartbeat=0.4) as server:
+        outcome, _ = await played(server, "7")
+    assert outcome.reward == 1.0
 
 
 async def test_a_reply_is_json_where_an_action_is_more_than_a_text() -> None:
