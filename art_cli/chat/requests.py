@@ -129,6 +129,15 @@ def cap_tokens(request: Request, most: int | None) -> Request:
 
 def text_of(content: str | list[Json] | None) -> str:
     """Returns a message's content as one string: a list of text parts is joined, null is empty."""
+    return _joined(content, "")
+
+
+def prompt_text(content: str | list[Json] | None) -> str:
+    """Returns the same as a template gets it: parts are joined by line breaks, as vLLM joins them."""
+    return _joined(content, "\n")
+
+
+def _joined(content: str | list[Json] | None, between: str) -> str:
     if isinstance(content, list):
-        return "".join(part.get("text") or part.get("refusal") or "" for part in content)
+        return between.join(part.get("text") or part.get("refusal") or "" for part in content)
     return content or ""

@@ -197,9 +197,9 @@ def test_arguments_are_given_to_the_template_as_it_expects_them() -> None:
 
 
 def test_content_may_be_parts_or_null_and_developer_is_system() -> None:
-    parts = [{"type": "text", "text": "one "}, {"type": "text", "text": "two"}]
+    parts = [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]
     messages = [{"role": "developer", "content": "rules"}, {"role": "user", "content": parts}]
-    plain = [{"role": "system", "content": "rules"}, {"role": "user", "content": "one two"}]
+    plain = [{"role": "system", "content": "rules"}, {"role": "user", "content": "one\ntwo"}]
     assert render(VOCABULARY, request(messages)).ids == render(VOCABULARY, request(plain)).ids
 
 

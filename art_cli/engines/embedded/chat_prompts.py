@@ -21,7 +21,7 @@ from typing import Any
 from art_cli.chat.chat_errors import ChatError, invalid
 from art_cli.chat.control_tokens import Guard
 from art_cli.chat.reading import check_size
-from art_cli.chat.requests import Json, Request, demands_format, text_of
+from art_cli.chat.requests import Json, Request, demands_format, prompt_text
 from art_cli.engines.embedded.call_syntax import HERMES, SPACE, CallSyntax, Schemas, find_syntax, schemas_of
 from art_cli.engines.embedded.grammars import Format, Thoughts, reply_format
 from art_cli.engines.embedded.reply_text import MARKERS, TooLong, Vocabulary, overlap
@@ -218,7 +218,7 @@ class StandIns:
 def for_template(message: Json, keeps_text: bool) -> Json:
     """Returns the message for templates: content as a string, arguments of calls as an object (or as they were)."""
     role = "system" if message["role"] == "developer" else message["role"]
-    message = {**message, "role": role, "content": text_of(message.get("content"))}
+    message = {**message, "role": role, "content": prompt_text(message.get("content"))}
     if message.get("tool_calls"):
         message["tool_calls"] = [_call_for_template(call, keeps_text) for call in message["tool_calls"]]
     return {key: value for key, value in message.items() if value is not None}

@@ -18,7 +18,7 @@ import numpy as np
 from pydantic import Field
 
 from art_cli.chat.control_tokens import ControlTokens
-from art_cli.chat.requests import text_of
+from art_cli.chat.requests import prompt_text
 from art_cli.config.sections.base_config import Float
 from art_cli.config.sections.loss_config import TaughtLossConfig
 from art_cli.learners.algorithms.distillation import Lesson, TaughtPreset, sampled_tokens, student_logprobs
@@ -113,7 +113,7 @@ class Feedback:
 def _plain(message: Json) -> Json:
     """Returns the message as the engines give it to a template."""
     role = "system" if message.get("role") == "developer" else message.get("role")
-    return {**message, "role": role, "content": text_of(message.get("content"))}
+    return {**message, "role": role, "content": prompt_text(message.get("content"))}
 
 
 def _difference(old: Ints, new: Ints) -> Splice:
