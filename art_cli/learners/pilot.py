@@ -121,11 +121,11 @@ class Pilots:
             ).gigabytes
         except OutOfMemory as error:
             log.warning("memory: %s", error)
-            return MemoryNeed(tokens, there, there)  # it needs at least all that is there
+            return MemoryNeed(tokens, there, there, tokens > longest)  # it needs at least all that is there
         finally:
             _set(learner, own)
             learner.load(self.start)
-        return None if peak is None else MemoryNeed(tokens, peak, there)
+        return None if peak is None else MemoryNeed(tokens, peak, there, tokens > longest)
 
 
 def noise_scale(products: Tensor, num: int) -> NoiseScale:

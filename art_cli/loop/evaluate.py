@@ -69,9 +69,13 @@ async def contest_rewards(
 
 
 def code_of(loaded: LoadedConfig, parts: Sequence[Any]) -> list[bytes]:
-    """Returns the files that the `entry` of each section of the configuration names, empty where it names none."""
-    entries = [getattr(part, "entry", None) or "" for part in parts]
-    files = [loaded.directory / entry.rpartition(":")[0] for entry in entries]
+    """Returns the files that each section of the configuration names: code, words of a command, a judge's texts."""
+    names = list[str]()
+    for part in parts:
+        names.append((getattr(part, "entry", None) or "").rpartition(":")[0])
+        names += getattr(part, "command", None) or []
+        names += [str(getattr(part, key, None) or "") for key in ("rubric", "instructions")]
+    files = [loaded.directory / name for name in names]
     return [file.read_bytes() if file.is_file() else b"" for file in files]
 
 

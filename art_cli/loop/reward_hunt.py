@@ -45,6 +45,7 @@ from art_cli.loop.stages import choose_policy, next_scenarios
 from art_cli.rollouts.attacks import FAILS, LATE, PIECES, UNVARIED, Attack, Seen, first_attacks, vary
 from art_cli.rollouts.rollout_runner import LINE_S, Progress, RolloutPlan
 from art_cli.runs.durable import LineWriter, read_lines
+from art_cli.runs.manifest import MANIFEST
 from art_cli.runs.trajectory import Trajectory
 from art_cli.runtime import threads
 from art_cli.runtime.errors import ArtError, RolloutError, RunError, UsageError
@@ -199,7 +200,9 @@ def _digest(loaded: LoadedConfig, source: PolicySource, scenarios: Sequence[Json
     judge = loaded.config.judge
     code = code_of(loaded, [loaded.config.rollout, judge, *getattr(judge, "judges", {}).values()])
     model = own_model(loaded.config.engine, loaded.directory)  # of which nothing is in the configuration's hash
-    whole = msgspec.json.encode([config_hash(loaded.config), str(source.checkpoint), code, scenarios, model])
+    manifest = source.checkpoint / MANIFEST if source.checkpoint is not None else None
+    weights = manifest.read_bytes() if manifest is not None and manifest.is_file() else str(source.checkpoint)
+    whole = msgspec.json.encode([config_hash(loaded.config), weights, code, scenarios, model])
     return hashlib.sha256(whole).hexdigest()[:16]
 
 

@@ -196,6 +196,7 @@ def _sampled(run: Run, batch: Batch, repeated: VoteReliability | None, judging_s
     facts = {"spread": share} if values else {}
     if repeated is not None:
         facts["judge"] = f"repeats {max(repeated.one_vote.value, 0.0):.0%} of the differences when it is asked again"
+    contested = contests(run.config, played) if run.config.eval is not None else []
     return Measured(
         group_tokens=list(tokens.values()),
         num_attempts=len(played),
@@ -203,7 +204,8 @@ def _sampled(run: Run, batch: Batch, repeated: VoteReliability | None, judging_s
         first_call_s=first_call_s,
         judging_s=judging_s,
         judge_usd=_judge_usd(run.config, [each for members in batch.groups for each in members]),
-        contests=contests(run.config, played) if run.config.eval is not None else [],
+        contests=contested,
+        num_contested=sum((each.source or "") in contested for each in played),
         reward_mean=fmean(reward for each in values for reward in each) if values else None,
         reward_best=fmean(map(max, values)) if values else None,
         facts=facts | _facts(batch.groups, played),
@@ -355,8 +357,7 @@ def advise(found: Measured, config: RunConfig) -> Iterator[Advice]:
     if memory is not None and memory.gigabytes > SHARE_OF_MEMORY * memory.there:
         key, value = "learner.gradient_checkpointing", "true"
         if config.learner.model_dump().get("gradient_checkpointing"):
-            is_micro = config.learner.model_dump().get("micro_batch_tokens") == memory.tokens
-            key = "learner.micro_batch_tokens" if is_micro else "model.max_length"  # the longest row
+            key = "learner.micro_batch_tokens" if memory.is_packed else "model.max_length"  # the longest row
             value = str(max(memory.tokens // 2, 1))
         yield Advice(key, value, f"{memory.gigabytes:.1f} GB are needed and {memory.there:.1f} GB there")
 
@@ -392,7 +393,7 @@ def _promise(found: Measured, doubts: Sequence[Doubt], claim: Claim, speed: str 
         prompts_s = max(in_group, 0.0) * attempts * found.shared_prompt_s
         # In each evaluation but the first the judge sees the first one's attempts as well.
         shown = sum(played.get(name, 0) for name in found.contests)
-        contested = 2 * max(evaluations - 1, 0) * shown / max(found.num_attempts, 1)
+        contested = 2 * max(evaluations - 1, 0) * shown / max(found.num_contested, 1)
     usd_per_hour = max((rule.usd_per_hour for rule in config.stop), default=0.0)
     expected = partial(
         forecast,

@@ -245,10 +245,13 @@ class Certificate(msgspec.Struct, kw_only=True):
 
 def write_certificate(export: Path, run: RunDir, step: int) -> None:
     """Writes the certificate of a model that was exported from a run's step; nothing for a run without a chain."""
-    links = [link for link in read_chain(run) if link.step <= step]
-    made = [link.policy for link in links if link.files and link.step == step]
-    if made:
-        certificate = Certificate(policy=made[-1], links=links, files=hash_files(export))
+    links = read_chain(run)
+    made = [place for place, link in enumerate(links) if link.files and link.step == step]
+    if made:  # the last one, where the step was done again
+        after = (place for place in range(made[-1] + 1, len(links)) if links[place].files)
+        certificate = Certificate(
+            policy=links[made[-1]].policy, links=links[: next(after, len(links))], files=hash_files(export)
+        )
         certificate.digest = _digest(certificate)
         write_file(export / CERTIFICATE, msgspec.json.format(msgspec.json.encode(certificate)))
 

@@ -61,6 +61,7 @@ class MemoryNeed(msgspec.Struct, frozen=True):
     tokens: int
     gigabytes: float
     there: float  # gigabytes of the GPU, or that this process may use
+    is_packed: bool = False  # whether a micro-batch has more tokens than the longest row
 
 
 class Reflected(msgspec.Struct, frozen=True):
@@ -89,6 +90,7 @@ class Measured(msgspec.Struct, frozen=True, kw_only=True):
     pace: float = 0.0  # standard deviation of the logarithm of the seconds that equal steps took
     judge_usd: float | None = 0.0  # or None if a price is unknown
     contests: list[str] = []  # sources whose evaluations the judge decides, because their rollouts return no reward
+    num_contested: int = 0  # the step's attempts of those sources, which the judge was paid for
     reward_mean: float | None = None
     reward_best: float | None = None  # mean over the groups of the best attempt's reward
     facts: dict[str, str] = {}  # lines about the rewards, by name

@@ -312,6 +312,8 @@ def test_what_is_advised_is_a_configuration_that_can_be_trained() -> None:
     )
     found = {each.key: each.value for each in advise(measured(noise_scale=scale, memory=much), config.config)}
     assert found == {"rollout.groups_per_step": "4", "model.max_length": "4096"}
+    packed = msgspec.structs.replace(much, is_packed=True)  # several rows side by side do not fit
+    assert [each.key for each in advise(measured(memory=packed), config.config)] == ["learner.micro_batch_tokens"]
     config = load_config(PLANNED / "config.yaml", [RATE, "train.updates_per_step=8"])
     assert not list(advise(measured(noise_scale=scale), config.config)), "all eight groups are needed"
 

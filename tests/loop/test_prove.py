@@ -232,6 +232,19 @@ def test_a_replay_that_cannot_begin_is_one_line_before_anything_else(run: RunDir
     assert (done.stdout == "") == (damage not in ("torn", "scored"))
 
 
+def test_the_certificate_of_a_step_that_was_done_again_is_whole(trained: RunDir, tmp_path: Path) -> None:
+    """Steps 1 and 2 were done twice: the first step 2 comes before the second step 1, whose export needs it."""
+    run = RunDir(tmp_path / "run")
+    shutil.copytree(trained.root, run.root)
+    for step in (1, 2):
+        add_link(run, read_manifest(run.checkpoint_path(step)))
+    for step in (1, 2):
+        (export := tmp_path / str(step)).mkdir()
+        write_certificate(export, run, step)
+        links, found = check_certificate(export)
+        assert found == [] and [link for link in links if link.files][-1].step == step
+
+
 @pytest.mark.slow
 def test_ctrl_c_during_a_replay_is_one_line_and_changes_nothing(run: RunDir) -> None:
     before = {path: path.read_bytes() for path in run.root.rglob("*") if path.is_file()}
