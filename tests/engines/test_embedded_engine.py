@@ -267,12 +267,18 @@ async def test_a_cancelled_request_frees_its_slot() -> None:
     async with running(max_batch=1) as engine:
         long = asyncio.create_task(engine.reply(chat(max_tokens=900, temperature=0.0, stop=("never seen",))))
         stream = engine.stream(chat(max_tokens=900, temperature=0.0))
-        await asyncio.wait({long}, timeout=0.05)
+        assert engine._thread is not None
+        scheduler = engine._thread._scheduler
+        async with asyncio.timeout(20):
+            while not scheduler.running:
+                await asyncio.sleep(0.005)
+        (left,) = scheduler.running.values()
         waiting = asyncio.create_task(anext(stream))
         long.cancel()
         with pytest.raises(asyncio.CancelledError):
             await long
-        await waiting
+        await asyncio.wait_for(waiting, 20)
+        assert left.slot == -1 and scheduler.num_sampled(left) < 900
         await stream.aclose()
         reply = await engine.reply(chat("short", max_tokens=2))
         assert reply.choices[0].token_ids

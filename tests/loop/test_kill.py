@@ -108,7 +108,7 @@ def test_a_run_killed_at_random_instants_loses_nothing_and_trains_on_nothing_twi
     at all. Runs that finish early are followed by fresh ones until there have been KILLS kills.
     """
     draw, settings = random.Random(7), [f"runs={tmp_path}", *SETTINGS]
-    root, seen, kills = tmp_path / "letters", set[str](), 0
+    root, seen, kills, num_hit = tmp_path / "letters", set[str](), 0, 0
     begin = time.monotonic()
     while True:
         child = trainer.start(settings)
@@ -117,6 +117,7 @@ def test_a_run_killed_at_random_instants_loses_nothing_and_trains_on_nothing_twi
             trainer.kill(child)
             kills += 1
             seen |= finished_lines(root)
+            num_hit += bool(finished_lines(root))
         elif kills < KILLS:
             assert status == 0
             check_record(root)
@@ -126,7 +127,7 @@ def test_a_run_killed_at_random_instants_loses_nothing_and_trains_on_nothing_twi
             assert status == 0, trainer.log_path.read_text()[-2000:]
             break
         assert time.monotonic() - begin < 800
-    assert seen <= finished_lines(root)
+    assert seen <= finished_lines(root) and num_hit > 0
     check_record(root)
     for step in range(STEPS):
         assert retrain(root, step) == (RunDir(root).checkpoint_path(step + 1) / ADAPTER).read_bytes(), f"step {step}"
@@ -188,7 +189,7 @@ def test_a_run_that_refills_replays_and_adapts_makes_the_same_choices_after_kill
         seen |= finished_lines(files.root)
     else:
         assert status_of(trainer.start(settings), 300) == 0, trainer.log_path.read_text()[-2000:]
-    assert seen <= finished_lines(files.root)
+    assert seen and seen <= finished_lines(files.root)
     loaded = resolve_auto(load_config(LETTERS / "config.yaml", settings), "learner")
     choice = ScenarioChoice(loaded.config, files, load_scenarios("scenarios.jsonl", LETTERS))
     refilled = 0

@@ -93,6 +93,8 @@ def test_generate_plays_another_step_beside_and_refuses_what_the_file_has_of_ano
 
 @pytest.mark.slow
 def test_a_trained_policy_beats_its_start_and_the_gate_knows(art: Art, trained: Path, tmp_path: Path) -> None:
+    rewards = [line.metrics["reward_mean"] for line in RunDir(trained).metrics()]
+    assert rewards[-1] > rewards[0] + 0.3
     first, last = (RunDir(trained).checkpoint_path(step) for step in (0, 20))
     arguments = ["eval", CONFIG, "eval.attempts=4", "--checkpoint", first, "--checkpoint", last, "--json"]
     code, out, _ = art(*arguments, "--gate", "reward>=0.5")

@@ -72,13 +72,14 @@ def test_the_log_says_how_long_the_start_took_and_what_it_consisted_of(finished:
     assert {"torch and transformers", "model", "learner", "engine and agent", "first reply"} <= set(seconds)
 
 
-def test_the_second_turn_continues_the_first_token_for_token(finished: Path) -> None:
+def test_the_second_turn_continues_the_first_ones_prompt(finished: Path) -> None:
+    """And of its reply what the tokenizer makes of its text again: it was cut by its length, and a rollout of this
+    project asks with that text. Replies that end are continued to their last token (tests/rollouts/test_gateway.py)."""
     for trajectory in RunDir(finished).trajectories(0):
         first, second = trajectory.turns
-        assert second.parent == 0
-        if first.finish_reason == "stop":  # a reply cut off by its length lacks the end that the template then writes
-            assert second.kept == len(first.prompt_ids) + len(first.sampled_ids)
-        assert prompt(trajectory.turns, 1)[: len(first.prompt_ids)] == first.prompt_ids
+        assert second.parent == 0 and second.kept >= len(first.prompt_ids)
+        whole = [*first.prompt_ids, *first.sampled_ids]
+        assert prompt(trajectory.turns, 1)[: second.kept] == whole[: second.kept]
 
 
 def test_engine_and_learner_agree_on_every_sampled_token(finished: Path) -> None:
@@ -87,14 +88,6 @@ def test_engine_and_learner_agree_on_every_sampled_token(finished: Path) -> None
         if line.split == "train":
             assert line.metrics["logprob_gap_max"] < 1e-4
             assert line.metrics["probe_gap"] < 1e-5
-
-
-@pytest.mark.slow
-def test_letters_become_likelier(tmp_path: Path) -> None:
-    """A quarter of what a random model says is letters; their share is the reward. Seen: 0.24 -> 0.67 in 20 steps."""
-    root = run(tmp_path, "train.steps=20", "train.learning_rate=0.1", "rollout.group_size=8", "eval=null").root
-    rewards = [line.metrics["reward_mean"] for line in RunDir(root).metrics()]
-    assert rewards[-1] > rewards[0] + 0.3
 
 
 @pytest.mark.slow

@@ -186,28 +186,6 @@ import json
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("keyword", ["def", "async def"])
-@pytest.mark.parametrize(
-    "statement",
-    ["raise SystemExit(3)", "raise KeyboardInterrupt", "raise StopIteration", "raise asyncio.CancelledError"],
-)
-async def test_an_exception_that_ends_loops_and_threads_ends_only_its_rollout(
-    stage: Stage, keyword: str, statement: str
-) -> None:
-    source = f"""
-import asyncio
-{keyword} rollout(policy, scenario):
-    if scenario["index"] == 0:
-        {statement}
-    return 1
-"""
-    first, second = await stage.play(source, num=2, concurrency=1)
-    name = statement.removeprefix("raise ").removeprefix("asyncio.").partition("(")[0]
-    assert first.error is not None and name in first.error
-    assert second.returned_reward == 1
-
-
-@pytest.mark.slow
 async def test_what_was_sampled_before_the_failure_is_kept(stage: Stage) -> None:
     source = ASK + "async def rollout(policy, scenario):\n    await ask(policy)\n    raise ValueError(policy.api_key)\n"
     (trajectory,) = await stage.play(source)

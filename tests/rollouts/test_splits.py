@@ -4,8 +4,6 @@ import json
 from pathlib import Path
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from art_cli.config.compose import load_config
 from art_cli.config.schema import RunConfig
@@ -25,20 +23,6 @@ def configure(directory: Path, scenarios: list[Json], evaluation: str) -> RunCon
     (directory / "s.jsonl").write_text("".join(json.dumps(scenario) + "\n" for scenario in scenarios))
     (directory / "config.yaml").write_text(FILE + f"eval: {evaluation}\n")
     return load_config(directory / "config.yaml", []).config
-
-
-ids_strategy = st.lists(st.one_of(st.text(min_size=1, max_size=4), st.integers()), unique_by=str, max_size=30)
-
-
-@given(ids_strategy, ids_strategy, st.floats(0.01, 0.99))
-def test_a_scenario_is_on_one_side_whatever_others_there_are(
-    ids: list[str | int], more: list[str | int], share: float
-) -> None:
-    """Property: disjoint, complete, and neither order nor additions move an id."""
-    held_out = {id for id in ids if is_held_out(id, share)}
-    trained = {id for id in ids if not is_held_out(id, share)}
-    assert held_out | trained == set(ids) and not held_out & trained
-    assert {id for id in [*more, *reversed(ids)] if is_held_out(id, share)} >= held_out
 
 
 def test_a_larger_share_holds_out_more_and_about_that_share() -> None:

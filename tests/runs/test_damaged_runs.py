@@ -240,8 +240,12 @@ class Opened:
         sys.addaudithook(self._see)  # which cannot be removed
 
     def _see(self, event: str, arguments: tuple[object, ...]) -> None:
-        if self._is_on and event == "open" and str(arguments[0]).startswith(self._directory):
-            self.paths.append(str(arguments[0]))
+        if self._is_on and event == "open" and isinstance(arguments[0], str | Path):
+            self._is_on = False  # realpath opens nothing, but a hook must not call itself
+            place = os.path.realpath(arguments[0])
+            self._is_on = True
+            if place.startswith(self._directory):
+                self.paths.append(place)
 
     def __enter__(self) -> "Opened":
         self._is_on = True

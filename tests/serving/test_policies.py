@@ -279,6 +279,8 @@ async def test_following_the_best_waits_for_a_better_evaluation(
     async with serving(source, loader=ScriptedLoader(), follows="best") as (service, _):
         add_checkpoint(run, 2)
         run.append_metrics(2, "eval", {"reward": 0.4})
+        await asyncio.sleep(10 * served_policies.POLL_S)
+        assert service.policies.served["mine"].source.step == 1
         add_checkpoint(run, 3)
         run.append_metrics(3, "eval", {"reward": 0.6})
         await until(lambda: service.policies.served["mine"].source.step == 3)

@@ -17,6 +17,7 @@ import random
 import re
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -235,6 +236,7 @@ class JudgeServer:
     def __init__(self, conduct: Conduct | None = None, *, keep: bool = True) -> None:
         self.conduct = conduct or Conduct()
         self.asked: list[dict[str, Any]] = []
+        self.arrived: list[float] = []  # when each of them came, monotonic
         self.num_answered = 0
         self._keep, self._rng = keep, random.Random(self.conduct.seed)
         self._server: asyncio.Server | None = None
@@ -280,6 +282,7 @@ class JudgeServer:
         head = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1").lower()
         length = int(re.search(r"content-length: (\d+)", head)[1])  # type: ignore[index]
         body = json.loads(await reader.readexactly(length))
+        self.arrived.append(time.monotonic())
         if self._keep:
             self.asked.append(body)
         conduct = self.conduct

@@ -15,6 +15,7 @@ import pytest
 from starlette.applications import Starlette
 from starlette.routing import Route
 
+from art_cli.chat.http_server import serve
 from art_cli.judges.judge_report import make_report
 from art_cli.reports.pages.plan_text import plan_sections
 from art_cli.reports.pages.report_text import KINDS, promised_rows
@@ -28,6 +29,7 @@ from tests.support.attempts import scored, write_attempts
 from tests.support.chat_server import ChatServer, chatting
 from tests.support.hostile import NUM_MUTATIONS, Heartbeat, mutations
 from tests.support.runs import write_run
+from tests.support.serving import send_raw
 from tests.support.viewed import write_promise
 from tests.view.serving import Asking, asking
 
@@ -196,8 +198,14 @@ async def test_names_in_urls_are_never_paths(tmp_path: Path) -> None:
                         ("source", 0, "step", 0, "train", "group", name), ("source", 0, "step", 0, name, "groups"),
                         ("source", name, "drawing"), (name,)):  # fmt: skip
                 assert set(await ask.get(*url)) == {"error"}, url
-        for path in ("/app.js/../../../run_dir.py", "/%2e%2e/run_dir.py", "/page_file.py", "//etc/passwd", "/app.py"):
+        for path in ("/%2e%2e/run_dir.py", "/page_file.py", "/app.py"):
             assert (await ask.client.get(path)).status_code == 404, path
+    app = build_app(Answers(Sources([run.root])), host="127.0.0.1")
+    async with serve(app) as root:  # as they are written, which a client would make short
+        for path in ("/app.js/../../../run_dir.py", "/app.js/../../view_app.py", "//etc/passwd", "/../run_dir.py"):
+            head = f"GET {path} HTTP/1.1\r\nhost: {root.removeprefix('http://')}\r\nconnection: close\r\n\r\n"
+            answer, _ = await asyncio.to_thread(send_raw, root, head.encode())
+            assert answer.startswith(b"HTTP/1.1 404"), (path, answer[:200])
 
 
 async def test_ids_of_any_form_are_found_by_their_links(tmp_path: Path) -> None:
