@@ -70,6 +70,13 @@ def finished_lines(root: Path) -> set[str]:
     return {t.id for step in range(STEPS) for t in RunDir(root).trajectories(step)}
 
 
+def wait_for_work(child: forked.Forked, root: Path) -> None:
+    """Until the run has finished another attempt, or has ended."""
+    before = finished_lines(root)
+    while finished_lines(root) == before and status_of(child, 0.01) is None:
+        pass
+
+
 def retrain(root: Path, step: int) -> bytes:
     """The adapter that step gives, computed again from the checkpoint before it and the step's scored groups."""
     files = RunDir(root)
@@ -101,7 +108,8 @@ def check_record(root: Path) -> None:
 def test_a_run_killed_at_random_instants_loses_nothing_and_trains_on_nothing_twice(
     tmp_path: Path, trainer: Trainer
 ) -> None:
-    """Kills come 0.3 to 1.5 s after each start, wherever that is: loading, sampling, judging, training, writing.
+    """Kills come 0.3 to 1.5 s after each start, or after it finished an attempt, wherever that is: loading, sampling,
+    judging, training, writing.
 
     After every kill each trajectory that stood on disk still stands there at the end. Each step's adapter is, bit for
     bit, what one update of the checkpoint before it on that step's scored groups gives: no group counted twice or not
@@ -112,6 +120,8 @@ def test_a_run_killed_at_random_instants_loses_nothing_and_trains_on_nothing_twi
     begin = time.monotonic()
     while True:
         child = trainer.start(settings)
+        if kills < KILLS and kills % 2:
+            wait_for_work(child, root)
         status = status_of(child, draw.uniform(0.3, 1.5) if kills < KILLS else 300)
         if status is None:
             trainer.kill(child)
@@ -170,7 +180,7 @@ def test_kills_outside_of_generation_give_a_bit_identical_adapter(tmp_path: Path
 def test_a_run_that_refills_replays_and_adapts_makes_the_same_choices_after_kills(
     tmp_path: Path, trainer: Trainer
 ) -> None:
-    """KILLS / 2 kills at random instants, in the middle of waves too.
+    """KILLS / 2 kills at random instants while attempts are played, in the middle of waves too.
 
     Rewards are 0 or 1, so that many groups say nothing.
 
@@ -183,7 +193,8 @@ def test_a_run_that_refills_replays_and_adapts_makes_the_same_choices_after_kill
     files = RunDir(tmp_path / "letters")
     for _ in range(KILLS // 2):
         child = trainer.start(settings)
-        if status_of(child, draw.uniform(0.5, 3.0)) is not None:
+        wait_for_work(child, files.root)
+        if status_of(child, draw.uniform(0.0, 1.0)) is not None:
             break
         trainer.kill(child)
         seen |= finished_lines(files.root)
