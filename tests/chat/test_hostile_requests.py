@@ -388,8 +388,9 @@ def test_text_without_a_whole_character_is_decoded_a_bounded_number_of_times(kin
 # --- worker pools -----------------------------------------------------------------------------------------------------
 
 
-async def test_a_pool_takes_calls_in_order_and_never_more_at_once() -> None:
-    pool, running_now, most, order = WorkerPool(size=2, wait_s=30, run_s=30), 0, 0, []
+@pytest.mark.parametrize("size", [1, 2])
+async def test_a_pool_takes_calls_in_order_and_never_more_at_once(size: int) -> None:
+    pool, running_now, most, order = WorkerPool(size=size, wait_s=30, run_s=30), 0, 0, []
     lock = threading.Lock()
 
     def work(number: int) -> int:
@@ -404,8 +405,8 @@ async def test_a_pool_takes_calls_in_order_and_never_more_at_once() -> None:
         return number
 
     assert await asyncio.gather(*(pool.call(work, number) for number in range(50))) == list(range(50))
-    assert most == 2
-    assert all(abs(number - index) <= 1 for index, number in enumerate(order))
+    assert most == size
+    assert size > 1 or order == list(range(50))  # of several threads any may be the first to say so
 
 
 async def test_a_call_that_overruns_or_is_cancelled_is_abandoned_and_the_next_one_has_its_turn() -> None:

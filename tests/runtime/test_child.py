@@ -44,6 +44,15 @@ async def test_a_program_that_takes_too_long_is_gone_when_that_is_told(tmp_path:
     assert not is_alive(int((tmp_path / "pid").read_text()))
 
 
+async def test_a_program_that_writes_without_an_end_fills_no_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("art_cli.runtime.processes.child.MAX_WRITTEN_BYTES", 2**20)
+    with pytest.raises(OSError, match="it wrote more than 1 MiB of output"):
+        await run_program(["sh", "-c", f"echo $$ > {tmp_path}/pid; yes"], b"", timeout_s=60)
+    assert not is_alive(int((tmp_path / "pid").read_text()))
+
+
 async def test_a_programs_output_comes_whole_and_it_dies_of_a_broken_pipe() -> None:
     """`yes` ends with `head`: it does not inherit that Python ignores SIGPIPE."""
     ended = await run_program(["bash", "-c", "cat; yes | head -1; echo ${PIPESTATUS[0]}; echo no >&2; exit 3"], b"in\n")
