@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import inspect
 import logging
+import os
 import re
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
@@ -37,6 +38,7 @@ from art_cli.runs.system_prompt import SystemPrompt
 from art_cli.runs.trajectory import Trajectory
 from art_cli.runtime.errors import RolloutError, first_of_group, naming_source
 from art_cli.runtime.log import Bar, shown_bar
+from art_cli.runtime.secrets import find_secrets
 from art_cli.runtime.threads import end
 
 Json = dict[str, Any]
@@ -223,6 +225,7 @@ class Runner:
         self._directory = directory
         self._agents: dict[str, _Agent] = {}  # by source
         self._backoff_s = backoff_s
+        self._secrets = find_secrets(os.environ)
         self.openings = Openings(config.most_at_once)  # shared by all runs
         self.concurrency: Concurrency | None = None  # or None if the configuration sets the number
         self._following: asyncio.Task[None] | None = None
@@ -393,7 +396,8 @@ class Runner:
         if error is None or error.kind == "timeout":
             return error
         is_transport = error.is_transport or recorder.upstream_error is not None
-        return AttemptError(error.kind, error.message.replace(key, "***"), is_transport=is_transport)
+        message = self._secrets.redact(error.message).replace(key, "***")  # an error may show a request with its key
+        return AttemptError(error.kind, message, is_transport=is_transport)
 
 
 def _judge_limit(attempt: _Attempt, limit_reward: float) -> _Attempt:

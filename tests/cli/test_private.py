@@ -53,7 +53,24 @@ def stages(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return runs, out
 
 
+LEAKY = """
+import os
+from tests.letters.rollout import rollout as letters
+num = 0
+async def rollout(policy, scenario):
+    global num
+    num += 1
+    if num % 2:
+        raise RuntimeError("403 for https://search.example/?q=a&key=" + os.environ["HF_TOKEN"])
+    return await letters(policy, scenario)
+"""
+
+
 def _play(runs: Path, out: Path) -> None:
+    agent = runs.parent / "leaky.py"
+    agent.write_text(LEAKY)
+    leaky = [f"runs={runs}", "train.steps=1", "eval=null", f"rollout.entry={agent}:rollout", "name=leaky"]
+    assert cli.run(["train", CONFIG, *leaky]) == 0
     settings = [f"runs={runs}", "train.steps=1", "rollout.group_size=2", "judge=rollout", "eval=null"]
     assert cli.run(["train", CONFIG, *settings]) == 0
     assert cli.run(["generate", CONFIG, *settings, "-o", str(out / "deep" / "played.jsonl")]) == 0
@@ -77,6 +94,8 @@ def test_no_key_of_the_environment_is_in_a_file_of_a_run(stages: tuple[Path, Pat
     forms = [base64.b64encode(b"x" * shift + CANARY.encode())[4:-4] for shift in range(3)]
     forms += [CANARY.encode(), CANARY.encode().hex().encode()]
     files = [path for root in stages for path in root.rglob("*") if path.is_file()]
+    failed = (stages[0] / "leaky/step_0000/trajectories.jsonl").read_text()
+    assert "RuntimeError: 403 for https://search.example" in failed
     assert len(files) > 30
     for path in files:
         data = path.read_bytes()
