@@ -273,8 +273,7 @@ def reward_names(config: Mapping[str, Any], reward_is: str) -> dict[str, str]:
 
     `reward_is` as in evaluation.json. Example: {"train": "ruler score", "eval": "share of wins"}
     """
-    found = {each.get("name") for each in judge_sections(config) if isinstance(each, Mapping)}
-    judges = {name for name in found if isinstance(name, str)}
+    judges = {name for each in judge_sections(config) if isinstance(name := each.get("name"), str)}
     if judges <= {"rollout", "none"}:
         return {"train": "reward", "eval": "reward"}
     names = {"wins": "share of wins", "own": "rollout's reward"}

@@ -194,17 +194,16 @@ def is_comparable(config: Mapping[str, Any]) -> bool:
     return is_alike and not any(map(_compares_or_is_none, judge_sections(config)))
 
 
-def judge_sections(config: Mapping[str, Any]) -> list[Any]:
+def judge_sections(config: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     """Returns the section of the judge, or with `rollout.sources` that of each source's judge."""
     sources = _mapping(_mapping(config.get("rollout")).get("sources"))
     own = [_mapping(source).get("judge") for source in sources.values()]
-    return [judge or config.get("judge") for judge in own or [None]]
+    return [_mapping(judge or config.get("judge")) for judge in own or [None]]
 
 
-def _compares_or_is_none(section: Any) -> bool:
-    named = _mapping(section)
-    is_one = named.get("name") in ("ruler", "none") or "ruler" in named
-    return is_one or any(map(_compares_or_is_none, named.values()))
+def _compares_or_is_none(section: Mapping[str, Any]) -> bool:
+    is_one = section.get("name") in ("ruler", "none") or "ruler" in section
+    return is_one or any(_compares_or_is_none(_mapping(part)) for part in section.values())
 
 
 def _mapping(value: Any) -> Mapping[str, Any]:

@@ -35,7 +35,7 @@ def open_file(path: Path, *, within: Path | None = None, max_bytes: int | None =
     it has more than `max_bytes` bytes, or a link leads out of `within`. `within` itself may be reached by a link.
     """
     place = os.path.realpath(path)
-    if within is not None and not Path(place).is_relative_to(os.path.realpath(within)):
+    if within is not None and leads_out(path, within):
         raise OSError(errno.EPERM, f"a link that leads out of {within}", str(path))
     if not stat.S_ISREG(os.stat(place).st_mode):  # opening a device can have an effect
         raise OSError(errno.EINVAL, "not a regular file", str(path))
@@ -60,9 +60,12 @@ def read_file(path: Path, *, max_bytes: int, within: Path | None = None) -> byte
 
 def is_inside(path: Path, within: Path | None) -> bool:
     """Whether the path, its links followed, is a regular file, inside of the directory `within` if that is given."""
-    if not path.is_file():
-        return False
-    return within is None or Path(os.path.realpath(path)).is_relative_to(os.path.realpath(within))
+    return path.is_file() and (within is None or not leads_out(path, within))
+
+
+def leads_out(path: Path, within: Path) -> bool:
+    """Whether the path, its links followed, is outside of the directory `within`, which may be reached by a link."""
+    return not Path(os.path.realpath(path)).is_relative_to(os.path.realpath(within))
 
 
 Record = TypeVar("Record")

@@ -306,10 +306,10 @@ def prune(run: RunDir, *, keep: int | None) -> list[Listed]:
         if entries and not valid:
             raise RunError(f"{run.root}: no checkpoint here is valid; none was removed")
         unwanted = superseded(run, valid, keep=keep, keeps_best=_keeps_best(run))
-        removed = [entry for entry in entries if entry.step not in valid or entry.step in unwanted]
-        for entry in [entry for entry in removed if entry.may_be_whole]:
+        for entry in (entry for entry in entries if entry.may_be_whole):
             log.warning("%s: %s; it stays", entry.path, entry.problem)
-            removed.remove(entry)
+        wanted = valid - unwanted
+        removed = [entry for entry in entries if entry.step not in wanted and not entry.may_be_whole]
         for entry in removed:
             remove(entry.path)
     return removed
@@ -390,7 +390,8 @@ def _copy_inside(source: Path, target: Path, within: Path) -> None:
 
     def left_out(directory: str, names: list[str]) -> list[str]:
         paths = [Path(directory, name) for name in names]
-        return [path.name for path in paths if path.is_symlink() or not path.is_dir() if not is_inside(path, within)]
+        copied = {path.name for path in paths if is_inside(path, within) or (path.is_dir() and not path.is_symlink())}
+        return [name for name in names if name not in copied]
 
     shutil.copytree(source, target, ignore=left_out)
 

@@ -11,7 +11,6 @@ import contextlib
 import json
 import logging
 import os
-import uuid
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Literal, NamedTuple
@@ -26,7 +25,7 @@ from art_cli.runs.run_dir import RunDir
 from art_cli.runs.storage.object_store import HOME, Marker, ObjectStore, Stored, is_safe, write_marker
 from art_cli.runs.storage.uploads import CHECKPOINTS, MAX_MANIFEST_BYTES, NOT_KEPT, checkpoint_home, steps_of
 from art_cli.runtime.errors import CheckpointError, DataError, RunError, StorageError, UsageError, one_line, printable
-from art_cli.runtime.scratch import make_directory
+from art_cli.runtime.scratch import make_directory, scratch
 
 log = logging.getLogger(__name__)
 
@@ -263,16 +262,14 @@ def _refresh(store: ObjectStore, root: Path, wanted: Objects, there: Objects) ->
 
 def _bring_labels(store: ObjectStore, name: str, path: Path, size: int) -> int:
     """Adds the store's labels to a file in which a person may be writing others. Returns the bytes that came."""
-    beside = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.tmp")
-    try:
-        size = store.download(name, beside, size, may_grow=True)
-        theirs = [line for line in beside.read_bytes().splitlines(keepends=True) if line.endswith(b"\n")]
-        with LineWriter(path) as writer:
-            ours = set(path.read_bytes().splitlines(keepends=True))
-            writer.append_all(msgspec.Raw(line.strip()) for line in theirs if line not in ours)
-        return size
-    finally:
-        beside.unlink(missing_ok=True)
+    with scratch("labels") as directory:
+        size = store.download(name, directory / path.name, size, may_grow=True)
+        found = (directory / path.name).read_bytes().splitlines(keepends=True)
+    with LineWriter(path) as writer:
+        ours = set(path.read_bytes().splitlines(keepends=True))
+        theirs = [line for line in found if line.endswith(b"\n") and line not in ours]
+        writer.append_all(msgspec.Raw(line.strip()) for line in theirs)
+    return size
 
 
 def _read_index(root: Path) -> dict[str, str]:
