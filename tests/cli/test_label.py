@@ -43,8 +43,8 @@ def opened(path: Path, columns: int = 100) -> Terminal:
 
 
 def asked(num: int) -> Callable[[Terminal], bool]:
-    """Whether so many questions stand on the terminal."""
-    return lambda terminal: sum("q quit" in line for line in terminal.scrolled()) >= num
+    """Whether so many questions stand on the terminal and the last waits for its key; one typed before is forgotten."""
+    return lambda terminal: sum("q quit" in line for line in terminal.scrolled()) >= num and terminal.awaits_a_key
 
 
 def press(terminal: Terminal, keys: list[bytes], before: int = 0) -> None:

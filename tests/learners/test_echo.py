@@ -15,7 +15,16 @@ from art_cli.learners.samples import CROSS_ENTROPY, Credit, observed_tokens
 from art_cli.learners.step_samples import count, make_step_samples
 from art_cli.models.loading import Weights
 from art_cli.runs.trajectory import ScoredTrajectory, has_signal, sequence
-from tests.support.gradients import MAX_TOKENS, Caught, chosen_logprobs, distance, groups_of, learner, leaves
+from tests.support.gradients import (
+    MAX_TOKENS,
+    Caught,
+    chosen_logprobs,
+    distance,
+    groups_of,
+    in_float64,
+    learner,
+    leaves,
+)
 from tests.support.tiny import tiny_weights
 from tests.support.trees import logprobs_of, sampled, scored, turn
 
@@ -168,7 +177,8 @@ def test_gradient_is_that_of_one_sequence_at_a_time(
 ) -> None:
     for trajectory in (trajectory for group in groups for trajectory in group):
         trajectory.turns = sampled(WEIGHTS, trajectory.turns, noise=0.1, seed=trajectory.index)
-    expected = reference_gradient(WEIGHTS, groups, loss)  # type: ignore[arg-type]
+    with in_float64(WEIGHTS.model):
+        expected = reference_gradient(WEIGHTS, groups, loss)  # type: ignore[arg-type]
     caught = Caught(learner(WEIGHTS, loss, micro_batch_tokens=budget, packing=packing, max_grad_norm=1e9))
     caught.learner.step(groups)
     assert distance(caught.gradient, expected, floor=1e-3) <= 1e-5

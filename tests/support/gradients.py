@@ -1,6 +1,8 @@
 """The gradient of a step, worked out one sequence at a time, and what tests of learners compare with it."""
 
+import contextlib
 import math
+from collections.abc import Iterator
 
 import torch
 from hypothesis import strategies as st
@@ -52,6 +54,20 @@ def groups_of(draw: st.DrawFn) -> list[list[ScoredTrajectory]]:
     return groups
 
 
+@contextlib.contextmanager
+def in_float64(model: torch.nn.Module) -> Iterator[None]:
+    """What is worked out by hand is worked out in float64, lest the reference's own rounding be what is compared.
+
+    Each value of float32 is one of float64, so that the weights are afterwards what they were.
+    """
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
+    model.double()
+    try:
+        yield
+    finally:
+        model.float()
+
+
 def reference_gradient(
     weights: Weights, groups: list[list[ScoredTrajectory]], loss: LossConfig
 ) -> dict[str, torch.Tensor]:
@@ -60,6 +76,13 @@ def reference_gradient(
     A sampled token is trained in the first leaf turn that holds it; a sequence is such a leaf. What the mean is over:
     with `mean_over` all, those of groups without signal too.
     """
+    with in_float64(weights.model):
+        return _reference_gradient(weights, groups, loss)
+
+
+def _reference_gradient(
+    weights: Weights, groups: list[list[ScoredTrajectory]], loss: LossConfig
+) -> dict[str, torch.Tensor]:
     sequences, num_tokens, num_sequences, num_trajectories = [], 0, 0, 0
     for group in groups:
         rewards = torch.tensor([t.reward for t in group], dtype=torch.float64)
@@ -117,7 +140,7 @@ def chosen_logprobs(weights: Weights, ids: list[int], places: list[tuple[int, Tu
 
 def chosen_entropies(weights: Weights, ids: list[int], places: list[tuple[int, Turn, int]]) -> torch.Tensor:
     """[N] the entropy of the distribution that each place's token was sampled from."""
-    logits = weights.model(torch.tensor([list(ids)])).logits[0].float()
+    logits = weights.model(torch.tensor([list(ids)])).logits[0]
     rows = torch.stack([(logits[place - 1] / t.temperature).log_softmax(-1) for place, t, _ in places])
     return -(rows.exp() * rows).sum(-1)
 

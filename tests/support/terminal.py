@@ -16,6 +16,7 @@ from typing import Any
 import pyte
 
 DEADLINE_S = 120.0
+LOCAL_MODES = 3  # index into what tcgetattr returns
 
 
 class Terminal:
@@ -41,7 +42,7 @@ class Terminal:
             preexec_fn=lambda: _own_terminal(slave),
             env=known | {"TERM": "xterm-256color", "OMP_NUM_THREADS": "1", "PYTHONUTF8": "1"} | environment,
         )
-        self._slave = slave
+        self._slave, self._open = slave, [self.handle, slave]
 
     def resize(self, columns: int, lines: int) -> None:
         fcntl.ioctl(self.handle, termios.TIOCSWINSZ, struct.pack("HHHH", lines, columns, 0, 0))
@@ -61,6 +62,7 @@ class Terminal:
                 return
             if until(self):
                 return
+        self.close()
         raise AssertionError(f"not within {DEADLINE_S} s; seen: {self.screens[-1:]}")
 
     def _feed(self) -> None:
@@ -88,9 +90,15 @@ class Terminal:
         if self.process.poll() is None:
             self.process.kill()
         status = self.process.wait(timeout=30)
-        for handle in (self.handle, self._slave):
+        for handle in self._open:
             os.close(handle)
+        self._open = []
         return status
+
+    @property
+    def awaits_a_key(self) -> bool:
+        """Whether the program reads single keys now, rather than lines."""
+        return not self.modes_now[LOCAL_MODES] & termios.ICANON
 
     @property
     def modes_now(self) -> list[Any]:

@@ -13,7 +13,8 @@ from art_cli.runs.trajectory import ScoredTrajectory, Trajectory, Turn, score_tr
 
 def logprobs_of(weights: Weights, token_ids: Sequence[int], temperature: float = 1.0) -> Tensor:
     """[L - 1] the plain way: one sequence through the whole model, log-softmax over everything."""
-    logits = weights.model(torch.tensor([list(token_ids)])).logits[0, :-1].float() / temperature
+    logits = weights.model(torch.tensor([list(token_ids)])).logits[0, :-1]
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperature
     return logits.log_softmax(-1).gather(1, torch.tensor(token_ids)[1:, None])[:, 0]
 
 
