@@ -271,7 +271,11 @@ class Process:
         self._config, self.out, self._day = place / "gateway.yaml", place / "out", day
         self._config.write_text(json.dumps({"engine": engine, "gateway": gateway}))
         (place / "keys").write_text("\n".join(KEYS))
-        self._place, self._port = place, _free_port()
+        self._place = place
+        self._held = socket.socket()  # never listens; keeps the port from others while the gateway starts again
+        self._held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        self._held.bind(("127.0.0.1", 0))
+        self._port = int(self._held.getsockname()[1])
         self._log = place / "log"
         self.root = f"http://127.0.0.1:{self._port}"
         self.process: asyncio.subprocess.Process
@@ -298,6 +302,7 @@ class Process:
         """The last line that it prints."""
         self.process.send_signal(signal.SIGINT)
         output, _ = await asyncio.wait_for(self.process.communicate(), START_TIMEOUT_S)
+        self._held.close()
         assert self.process.returncode == 0, self._log.read_text()
         self.look_for_leaks()
         totals: Json = json.loads(output.splitlines()[-1])
@@ -315,12 +320,6 @@ class Process:
             pages = int(Path(f"/proc/{self.process.pid}/statm").read_text().split()[1])
             return pages * os.sysconf("SC_PAGE_SIZE") / 1e6
         return 0.0
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 async def play(plan: Plan, place: Path) -> tuple[Day, Json]:

@@ -162,7 +162,7 @@ def _of_archive(path: Path) -> Iterator[SourceRecord]:
             origin = f"{path}, {entry.filename[:200]}"
             try:
                 text = _unpacked(archive, entry, file, min(MAX_LINE_BYTES, left))
-            except (zipfile.BadZipFile, zlib.error, OSError, EOFError, ValueError, RuntimeError) as error:
+            except (zipfile.BadZipFile, zlib.error, struct.error, OSError, EOFError, ValueError, RuntimeError) as error:
                 yield SourceRecord(origin, None, f"it cannot be unpacked: {describe(error)}")
                 continue
             if text is None:

@@ -130,7 +130,7 @@ def _sample(order: Order, runner: asyncio.Runner, engine: Any, replies: list[Any
 def _request(ids: list[int], num: int) -> Any:
     from art_cli.chat.requests import Request, Sampling
 
-    return Request(model="policy", prompt=ids, sampling=Sampling(max_tokens=num))
+    return Request(model="policy", prompt=ids, sampling=Sampling(max_tokens=num, ignore_eos=True))
 
 
 async def _all(engine: Any, requests: list[Any]) -> list[Any]:

@@ -65,7 +65,8 @@ def _imports_are_not_collected() -> Iterator[None]:
     gc.collect()
     gc.freeze()
     yield
-    gc.unfreeze()
+    gc.collect()
+    gc.freeze()  # as conftest.py leaves it to the tests that follow
 
 
 async def hold_of(work: Callable[[], Awaitable[Any]]) -> float:
@@ -156,7 +157,7 @@ def test_the_text_is_that_of_transformers() -> None:
 async def test_a_template_that_does_not_end_is_broken_off_and_the_loop_goes_on() -> None:
     """The model's own template never ends: the loop goes on, the request gets a 400, the next one is answered."""
     reader = RequestReader()
-    reader._workers = WorkerPool(size=1, wait_s=30.0, run_s=0.5)
+    reader._workers = WorkerPool(size=1, wait_s=30.0, run_s=2.0)
     body = WIRE["chat"].parse(json.dumps(chat()).encode(), Sampling())
     slow, good = vocabulary(SPIN), vocabulary()
     messages.render(good, body)
@@ -433,7 +434,7 @@ async def test_no_more_than_some_abandoned_calls_are_replaced() -> None:
     with pytest.raises(Crowded):
         await pool.call(lambda: 7)
     returns.set()
-    pool._run_s = 30
+    pool._run_s = pool._wait_s = 30
     assert await asyncio.gather(*(pool.call(lambda: 7) for _ in range(3))) == [7] * 3
     async with asyncio.timeout(30):
         while pool._num_abandoned:

@@ -1,6 +1,5 @@
 """The openai engine against a real server on loopback: another engine of ours behind the chat application."""
 
-import socket
 from pathlib import Path
 
 import pytest
@@ -13,6 +12,7 @@ from art_cli.engines import make_engine
 from art_cli.engines.embedded.embedded_engine import EmbeddedEngine
 from art_cli.engines.openai_endpoint import OpenAIEngine
 from art_cli.runtime.errors import EngineError
+from tests.support.ports import free_port
 from tests.support.tiny import tiny_weights
 
 
@@ -66,9 +66,7 @@ def test_a_missing_key_is_named_unless_the_endpoint_is_local(monkeypatch: pytest
 
 
 async def test_a_port_where_nothing_listens_is_found_at_the_start() -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     engine = OpenAIEngine(settings(f"http://127.0.0.1:{port}/v1"))
     with pytest.raises(EngineError, match=str(port)):
         await engine.start()

@@ -30,16 +30,16 @@ from art_cli.config.compose import load_config
 from art_cli.config.schema import VllmEngineConfig
 from art_cli.engines.embedded.chat_prompts import render
 from art_cli.engines.embedded.reply_text import Vocabulary
-from art_cli.engines.vllm import arguments
+from art_cli.engines.vllm import arguments, vllm_engine
 from art_cli.engines.vllm import vllm_server as server
 from art_cli.engines.vllm.vllm_engine import VllmEngine
-from art_cli.engines.vllm.vllm_server import free_port
 from art_cli.loop.owed_groups import plan_groups
 from art_cli.loop.policy_sampler import open_sampler
 from art_cli.models.policy_spec import PolicySpec
 from art_cli.runs.trajectory import Trajectory
 from art_cli.runtime.errors import CheckpointError, DriftError, EngineError
 from tests.support import fake_vllm
+from tests.support.ports import free_port
 from tests.support.process_table import is_alive
 from tests.support.tiny import CHAT_TEMPLATE, tiny_tokenizer, tiny_weights
 from tests.support.waiting import until
@@ -500,7 +500,7 @@ async def test_a_dead_server_is_noticed_and_started_once_more(fake: Fake) -> Non
             await flying
         assert lost.value.status >= 500
         reply = await engine.reply(chat("hello"))
-        assert time.monotonic() - begin < 10
+        assert time.monotonic() - begin < 60
         assert reply.step == 6
         assert [call["body"]["lora_name"] for call in fake.calls() if call.get("path") == "/v1/load_lora_adapter"] == [
             "policy@0006",
@@ -519,6 +519,13 @@ async def test_death_is_noticed_within_two_seconds(fake: Fake) -> None:
         assert time.monotonic() - begin < 2.0
 
 
+@pytest.fixture
+def has_time_to_notice(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A death is noticed however late, on a busy machine, the next look comes."""
+    monkeypatch.setattr(vllm_engine, "DEATH_S", 30.0)
+
+
+@pytest.mark.usefixtures("has_time_to_notice")
 async def test_the_second_death_fails_the_engine_with_the_logs_last_lines(fake: Fake) -> None:
     async with fake.running() as engine:
         watch = asyncio.create_task(engine.watch())
@@ -526,7 +533,7 @@ async def test_the_second_death_fails_the_engine_with_the_logs_last_lines(fake: 
             with pytest.raises(ChatError):
                 await engine.reply(chat("die"))
         with pytest.raises(EngineError, match=r"the server ended \(exit status 9\); the last lines of .*vllm\.log:\n"):
-            await asyncio.wait_for(watch, 10)
+            await asyncio.wait_for(watch, 60)
         with pytest.raises(ChatError) as refusal:
             await engine.reply(chat("hello"))
         assert (refusal.value.status, refusal.value.code) == (503, "engine_failed")
@@ -543,6 +550,7 @@ async def test_a_death_in_the_middle_of_a_load_is_made_good(fake: Fake) -> None:
     assert len(fake.starts()) == 2
 
 
+@pytest.mark.usefixtures("has_time_to_notice")
 async def test_a_dead_engine_core_counts_as_dead(fake: Fake) -> None:
     """vLLM's front end lives on for a while and answers 503 to health checks when its core is gone."""
     async with fake.running() as engine:

@@ -569,6 +569,16 @@ def test_a_damaged_file_is_read_or_refused(
         assert "\n" not in str(error)
 
 
+def test_an_entry_said_to_be_where_the_archive_has_ended_is_passed_over(tmp_path: Path) -> None:
+    """The last four bytes before a name in the central directory are the place of its data (APPNOTE 4.3.12)."""
+    whole = bytearray((FIXTURES / "inspect.eval").read_bytes())
+    name = whole.rindex(b"samples/")
+    whole[name - 4 : name] = (len(whole) - 10).to_bytes(4, "little")
+    (tmp_path / "inspect.eval").write_bytes(whole)
+    done, _ = imported(tmp_path, tmp_path / "inspect.eval")
+    assert any("it cannot be unpacked" in reason for reason in done.unread.counts)
+
+
 def test_a_line_that_is_too_long_is_passed_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("art_cli.formats.importing.MAX_LINE_BYTES", 10_000)
     log = write(tmp_path / "l.jsonl", GOOD, {**GOOD, "x": "y" * 100_000}, {**GOOD, "id": "last"}, b"z" * 20_000)

@@ -245,7 +245,7 @@ def test_the_cheapest_part_of_a_panel_is_the_one_that_orders_as_the_whole(art: A
 def test_a_blend_is_asked_anew_in_its_parts(art: Art) -> None:
     write(returned_reward=0.5)
     with serving(Conduct(noise=0.05)) as server:
-        ruler = f"{{name: ruler, model: rule, base_url: '{server.api_base}'}}"
+        ruler = f"{{name: ruler, model: rule, concurrency: 1, base_url: '{server.api_base}'}}"
         report = own(art, f"judge={{name: blend, blend: {{r: 3, rollout: 1}}, judges: {{r: {ruler}}}}}")
         assert server.num_answered == report["num_verdicts"]
     assert moved(report) == EMPTY and report["cheapest"] == ["ruler rule"]

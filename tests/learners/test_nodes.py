@@ -8,7 +8,6 @@ import os
 import re
 import shutil
 import signal
-import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -40,6 +39,7 @@ from tests.learners.test_parallel_learner import (
 from tests.letters.build import build
 from tests.support import forked
 from tests.support.paths import LETTERS, ROOT
+from tests.support.ports import free_port
 from tests.support.process_table import descendants, is_alive
 from tests.support.waiting import wait_until
 from tests.support.warm_up import warm_up
@@ -76,9 +76,7 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("project")
     (directory / "base").mkdir()
     build(directory / "base")
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    (directory / "config.yaml").write_text(CONFIG.format(port=port))
+    (directory / "config.yaml").write_text(CONFIG.format(port=free_port()))
     return directory
 
 
@@ -209,13 +207,13 @@ def test_nodes_that_are_not_alike_are_refused_by_name_and_the_wait_goes_on(
     tensors = load_file(other / "base" / MODEL)
     next(iter(tensors.values())).view(-1)[0] += 1
     save_file(tensors, other / "base" / MODEL, metadata={"format": "pt"})
-    learner = parallel_learner(job_of(project, "learner.join_timeout_s=30"), logs=tmp_path / "logs")
+    learner = parallel_learner(job_of(project, "learner.join_timeout_s=45"), logs=tmp_path / "logs")
     nodes = [
         Node(project, environment={"ART_NODES_SECRET": SECRET[::-1]}),
         Node(project, "train.learning_rate=0.5", "loss.kl=0.1"),
         Node(other),
     ]
-    with caplog.at_level("WARNING"), pytest.raises(LearnerError, match="1 of 2 nodes came .* within 30 s.*art join"):
+    with caplog.at_level("WARNING"), pytest.raises(LearnerError, match="1 of 2 nodes came .* within 45 s.*art join"):
         learner.score([1, 2, 3])
     learner.close()
     ends = [node.end() for node in nodes]
@@ -275,8 +273,7 @@ def test_a_killed_process_of_the_first_node_ends_the_other_one_with_its_reason(p
 
 @pytest.mark.slow
 def test_a_run_that_loses_a_node_ends_loudly_and_the_same_commands_finish_it(tmp_path: Path) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        address = f"127.0.0.1:{free.getsockname()[1]}"
+    address = f"127.0.0.1:{free_port()}"
     nodes = ("learner=torch", "learner.device=cpu", "learner.nodes=2", f"learner.rendezvous={address}", "eval=null")
     files = RunDir(tmp_path / "letters")
     command = ["train", LETTERS / "config.yaml", f"runs={tmp_path}"]

@@ -474,7 +474,7 @@ def test_a_process_that_hangs_ends_them_all_and_is_named(
     base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It lives, stopped in the middle of a step that the other waits in: that one goes on saying that it runs."""
-    monkeypatch.setattr(workers_module, "HUNG_S", 5.0)
+    monkeypatch.setattr(workers_module, "HUNG_S", 15.0)
     workers, learner = warmed_up(base, tmp_path)
     victim, other = workers.pids[1], workers.pids[0]
     os.kill(victim, signal.SIGSTOP)

@@ -27,6 +27,7 @@ from art_cli.runtime.errors import ConfigError, LearnerError, UsageError
 from art_cli.runtime.processes import authenticated as sealed
 from art_cli.runtime.processes.process_server import answer
 from tests.support.paths import LETTERS
+from tests.support.ports import free_port
 from tests.support.waiting import until
 
 SECRET = b"0123456789abcdef"
@@ -36,8 +37,7 @@ NODES = ("learner=torch", "learner.nodes=2", "learner.rendezvous=127.0.0.1:29500
 
 
 def free_address() -> Address:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        return Address("127.0.0.1", free.getsockname()[1])
+    return Address("127.0.0.1", free_port())
 
 
 class Come:

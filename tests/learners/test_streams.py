@@ -15,7 +15,7 @@ from art_cli.learners.step_samples import count, make_step_samples
 from art_cli.models.loading import Weights
 from art_cli.runs.trajectory import ScoredTrajectory, sequence
 from art_cli.runtime.errors import LearnerError
-from tests.support.gradients import Caught, distance, groups_of, learner
+from tests.support.gradients import Caught, distance, groups_of, in_float64, learner
 from tests.support.streams import weight
 from tests.support.tiny import tiny_weights
 from tests.support.trees import logprobs_of, sampled, samples_of, scored, turn
@@ -84,7 +84,8 @@ def test_gradient_is_that_of_one_token_at_a_time(
     """Contract 1, for each component alone and for all of them together, mixed within one trajectory."""
     for trajectory in (trajectory for group in groups for trajectory in group):
         trajectory.turns = sampled(WEIGHTS, trajectory.turns, noise=0.1, seed=trajectory.index)
-    expected = reference_gradient(WEIGHTS, groups, components)
+    with in_float64(WEIGHTS.model):
+        expected = reference_gradient(WEIGHTS, groups, components)
     loss = AlgorithmConfig(
         entry="tests.support.streams:Streams", options={"components": components}, mean_over="trained"
     )

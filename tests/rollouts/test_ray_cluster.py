@@ -82,8 +82,9 @@ async def rollout(policy, scenario):
             return Outcome(reward=1.0, metadata={"deep": deep})
         case "wait":
             name = os.path.join(scenario["shared"], f"{scenario['index']}-{os.getpid()}")
-            with open(name, "w") as file:
+            with open(name + ".part", "w") as file:
                 file.write(policy.api_key)
+            os.rename(name + ".part", name)
             while not os.path.exists(os.path.join(scenario["shared"], "go")):
                 await asyncio.sleep(0.05)
             await ask(policy)
@@ -234,13 +235,13 @@ async def test_a_node_that_dies_costs_only_its_attempts_which_are_played_again_w
 ) -> None:
     playing = asyncio.create_task(ray.play("wait", num=8, shared=tmp_path, retries=0))
     async with asyncio.timeout(30):
-        while len(list(tmp_path.iterdir())) < 8:
+        while len(list(tmp_path.glob("*[0-9]"))) < 8:
             await asyncio.sleep(0.05)
-    first = {path.name: path.read_text() for path in tmp_path.iterdir()}
+    first = {path.name: path.read_text() for path in tmp_path.glob("*[0-9]")}
     assert len({name.partition("-")[2] for name in first}) == 2  # the processes of both nodes
     ray.cluster.kill(1)
     async with asyncio.timeout(60):
-        while len(again := {path.name for path in tmp_path.iterdir()} - first.keys()) < 4:
+        while len(again := {path.name for path in tmp_path.glob("*[0-9]")} - first.keys()) < 4:
             await asyncio.sleep(0.05)
     moved = {name.partition("-")[0] for name in again}
     late = {key for name, key in first.items() if name.partition("-")[0] in moved}
@@ -268,7 +269,7 @@ async def test_a_full_cluster_is_waited_for_and_then_the_run_stops_with_a_line(r
 async def test_without_the_whole_cluster_the_run_stops_with_a_line(ray: Ray, tmp_path: Path) -> None:
     playing = asyncio.create_task(ray.play("wait", num=4, shared=tmp_path))
     async with asyncio.timeout(30):
-        while len(list(tmp_path.iterdir())) < 4:
+        while len(list(tmp_path.glob("*[0-9]"))) < 4:
             await asyncio.sleep(0.05)
     await asyncio.to_thread(ray.cluster.stop)
     with pytest.raises(RolloutError, match=r"nothing answers at .*: Connection refused"):

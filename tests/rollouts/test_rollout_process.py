@@ -84,8 +84,8 @@ async def rollout(policy, scenario):
     finally:
         Path({str(stage.directory / "let_go")!r}).touch()
 """
-    (trajectory,) = await stage.play(source, timeout_s=0.2)
-    assert trajectory.error == "timeout: not finished after 0.2 s (rollout.timeout_s)"
+    (trajectory,) = await stage.play(source, timeout_s=1.0)
+    assert trajectory.error == "timeout: not finished after 1 s (rollout.timeout_s)"
     assert (stage.directory / "let_go").exists()
 
 
@@ -101,7 +101,7 @@ async def rollout(policy, scenario):
     Path({str(stage.directory / "pid")!r}).write_text(str(os.getpid()))
     time.sleep(60)
 """
-    (trajectory,) = await stage.play(source, timeout_s=0.5)
+    (trajectory,) = await stage.play(source, timeout_s=2.0)
     assert trajectory.error is not None
     assert trajectory.error.endswith("it blocks the event loop: await what waits, or make it a plain `def`")
     assert not is_alive(int((stage.directory / "pid").read_text()))

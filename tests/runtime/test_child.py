@@ -23,7 +23,7 @@ async def test_a_program_is_asked_to_end_and_killed_after_its_grace_period(
     log = tmp_path / "log"
     with log.open("wb") as file:
         program = f"trap '{on_term}' TERM; echo ready; while true; do sleep 0.05; done"
-        child = await ChildProcess.start(["bash", "-c", program], stdout=file, grace_s=1.0)
+        child = await ChildProcess.start(["bash", "-c", program], stdout=file, grace_s=1.0 if status < 0 else 30.0)
     pid = await child.program_pid()
     await until(lambda: log.read_text() == "ready\n")
     begin = time.monotonic()

@@ -100,7 +100,7 @@ ENDINGS = {
 async def test_nothing_a_program_started_is_left_when_its_attempt_is_over(directory: Path, ending: str) -> None:
     (directory / "agent.py").write_text(f"from fugitives import *\nscatter()\n{ENDINGS[ending]}\n")
     stage = Stage(directory)
-    timeout_s = 5 if ending == "timeout" else 60
+    timeout_s = 10 if ending == "timeout" else 60
     (trajectory,) = await stage.play(entry=None, command=[sys.executable, "agent.py"], timeout_s=timeout_s, retries=0)
     expected = {"exit": "exit: status 5", "signal": "exit: signal 11", "group": "exit: signal 15"}
     assert (trajectory.error or "").startswith(expected.get(ending, trajectory.error or ""))

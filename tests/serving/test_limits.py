@@ -130,7 +130,7 @@ async def test_a_request_that_never_becomes_one_is_ended() -> None:
 
     A connection that has had an answer and sends a blank line after it is closed as well.
     """
-    async with serving(loader=ScriptedLoader(), timeouts=Timeouts(request_s=0.3)) as (_, root):
+    async with serving(loader=ScriptedLoader(), timeouts=Timeouts(request_s=1.0)) as (_, root):
         nothing = asyncio.to_thread(send_raw, root)
         half = asyncio.to_thread(send_raw, root, HEAD)
         endless = asyncio.to_thread(send_raw, root, HEAD, b"X: " + b"x" * 2**17)

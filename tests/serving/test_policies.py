@@ -180,7 +180,7 @@ async def test_following_changes_to_each_new_checkpoint_and_drops_nothing(
     """
     monkeypatch.setattr(served_policies, "POLL_S", 0.05)
     run = make_run(tmp_path / "mine", (1,))
-    said: list[tuple[str, int]] = []
+    said: dict[str, list[tuple[str, int]]] = {"one": [], "two": []}  # by who asked; each asks one call after another
     knobs: dict[str, Any] = {"model": "mine", "messages": [USER], "temperature": 0}
     knobs["extra_body"] = {"return_token_ids": True}
     async with (
@@ -189,29 +189,30 @@ async def test_following_changes_to_each_new_checkpoint_and_drops_nothing(
     ):
         expected = await say(ai, "mine", max_tokens=200)
 
-        async def ask_once() -> None:
+        async def ask_once(who: str) -> None:
             reply = await ai.chat.completions.create(**knobs, max_tokens=8)
-            said.append((reply.choices[0].message.content or "", reply.model_extra["step"]))
+            said[who].append((reply.choices[0].message.content or "", reply.model_extra["step"]))
 
-        async def ask() -> None:
+        async def ask(who: str) -> None:
             while service.policies.served["mine"].source.step < 3:
-                await ask_once()
+                await ask_once(who)
 
         stream = await ai.chat.completions.create(**knobs, max_tokens=200, stream=True)
         chunks = [await anext(aiter(stream))]
-        asking = [asyncio.create_task(ask()) for _ in range(2)]
+        asking = [asyncio.create_task(ask(who)) for who in said]
         for step in (2, 3):
             add_checkpoint(run, step)
             await until(lambda step=step: service.policies.served["mine"].source.step == step)
         await asyncio.gather(*asking)
         chunks += [chunk async for chunk in stream]
-        await ask_once()
+        await asyncio.gather(*map(ask_once, said))
         ready, metrics = json.loads(await fetch(f"{root}/ready")), await fetch(f"{root}/metrics")
         await until(lambda: not service.policies.served["mine"]._retiring)
     answers = {step: greedy(run, step) for step in (1, 2, 3)}
-    steps = [step for _, step in said]
-    assert [text for text, _ in said] == [answers[step] for step in steps]
-    assert steps == sorted(steps) and steps[-1] == 3
+    for heard in said.values():
+        steps = [step for _, step in heard]
+        assert [text for text, _ in heard] == [answers[step] for step in steps]
+        assert steps == sorted(steps) and steps[-1] == 3
     assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == expected
     assert {chunk.model_extra["step"] for chunk in chunks} == {1}
     assert ready["models"] == [{"id": "mine", "step": 3}]

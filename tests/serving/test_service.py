@@ -29,6 +29,7 @@ from art_cli.runtime.errors import EngineError
 from art_cli.serving.serve_service import Limits, Service
 from art_cli.serving.served_model import Source
 from art_cli.serving.served_policies import Policies, ServedPolicy
+from tests.support.ports import free_port
 from tests.support.served import ScriptedEngine, ScriptedLoader, scripted_source
 from tests.support.serving import (
     JSON,
@@ -57,10 +58,7 @@ async def test_it_listens_before_it_has_loaded() -> None:
 
     policies = Policies([ServedPolicy(scripted_source(), Slow())])  # type: ignore[arg-type]
     service = Service(policies, keys=Keys(), limits=Limits())
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    ready = asyncio.Event()
+    port, ready = free_port(), asyncio.Event()
     task = asyncio.create_task(service.run("127.0.0.1", port, lambda root: ready.set()))
     async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}") as http:
 

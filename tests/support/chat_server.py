@@ -52,5 +52,7 @@ def chatting(server: ChatServer) -> Iterator[ChatServer]:
     with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as http:
         threading.Thread(target=http.serve_forever, args=(0.01,), daemon=True).start()
         server.api_base = f"http://127.0.0.1:{http.server_address[1]}/v1"
-        yield server
-        http.shutdown()
+        try:
+            yield server
+        finally:
+            http.shutdown()

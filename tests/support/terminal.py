@@ -55,10 +55,11 @@ class Terminal:
         """Reads what the program writes until that holds, or the program has ended and all is read."""
         deadline = time.monotonic() + DEADLINE_S
         while time.monotonic() < deadline:
+            has_ended = self.process.poll() is not None  # asked first: what it wrote before is there then
             ready, _, _ = select.select([self.handle], [], [], 0.2)
             if ready:
                 self._feed()
-            elif self.process.poll() is not None:
+            elif has_ended:
                 return
             if until(self):
                 return

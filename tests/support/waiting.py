@@ -24,6 +24,7 @@ def wait_until(
     """The same outside an event loop; fails at once when the process `while_running` has ended."""
     deadline = time.monotonic() + timeout_s
     while not holds():
-        assert while_running is None or while_running.poll() is None, while_running and while_running.communicate()
+        has_ended = while_running is not None and while_running.poll() is not None
+        assert not has_ended or holds(), while_running and while_running.communicate()
         assert time.monotonic() < deadline, f"it did not hold within {timeout_s:g} s"
         time.sleep(0.005)

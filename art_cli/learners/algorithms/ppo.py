@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 
+EQUAL_ADVANTAGES = 1e-5  # a step's that are this close differ by the rounding of the critic's values, in float32
+
 Read = Callable[[Sequence[Sample]], Sequence[Floats]]  # samples -> [N] the critic's values before the targets of each
 
 # trajectory's id -> [K] the critic's value of the state before each of its turns; NaN: a turn that is not trained,
@@ -72,7 +74,8 @@ def credit_by_values(
         for group in groups
     ]
     known = [number for of_group in plain for turns in of_group for number in turns if not math.isnan(number)]
-    scaled = iter(advantages(known, scale=True))
+    is_flat = not known or max(known) - min(known) <= EQUAL_ADVANTAGES
+    scaled = iter([0.0] * len(known) if is_flat else advantages(known, scale=True))
     return [
         [_credit(each, values[each.id], turns, scaled) for each, turns in zip(group, of_group, strict=True)]
         for group, of_group in zip(groups, plain, strict=True)
@@ -157,7 +160,7 @@ class Ppo(ClippedPreset[loss_config.PpoConfig]):
     standard deviation 1 together, and each turn's is given to all its sampled tokens.
 
     A group whose rewards are equal has signal here, because attempts are compared with the critic's values and not with
-    each other. Where all advantages of a step are equal (to 1e-8), the critic alone is trained.
+    each other. Where all advantages of a step are equal (to 1e-5), the critic alone is trained.
     """
 
     reads_policy = True

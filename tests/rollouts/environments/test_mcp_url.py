@@ -136,8 +136,8 @@ async def test_a_tool_that_hangs_fails_the_attempt_within_the_time(
     tmp_path: Path, url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("MCP_AUTHORIZATION", KEY)
-    stage = Stage(tmp_path, scripted(tool_call("hang", seconds=1)))
-    args = {"headers": {"Authorization": "MCP_AUTHORIZATION"}, "timeout_s": 0.5}
+    stage = Stage(tmp_path, scripted(tool_call("hang", seconds=10)))
+    args = {"headers": {"Authorization": "MCP_AUTHORIZATION"}, "timeout_s": 2.0}
     (hung,) = await played(stage, TASK, name=f"mcp/{url}", args=args)
     assert hung.error is not None and "timed out" in hung.error
 
@@ -250,7 +250,7 @@ def test_a_server_whose_tools_cannot_be_offered_is_refused_in_words(
     monkeypatch.setattr(mcp_connection, "MAX_PAGES", 3)
     server.listed = listed
     with pytest.raises(UsageError) as refusal:
-        open_environment(Settings(f"mcp/{server.url}", {"timeout_s": 0.7}))
+        open_environment(Settings(f"mcp/{server.url}", {"timeout_s": 0.7 if listed == "hang" else 20.0}))
     assert words in str(refusal.value) and len(str(refusal.value)) < 2000
 
 
@@ -295,4 +295,6 @@ async def test_500_tools_with_deep_schemas_are_offered_as_they_are(tmp_path: Pat
 
 async def played_here(directory: Path, server: Misbehaving, *answers: Any) -> list[Trajectory]:
     stage = Stage(directory, scripted(*answers))
-    return await played(stage, TASK, name=f"mcp/{server.url}", args={"timeout_s": 0.7})
+    return await played(
+        stage, TASK, name=f"mcp/{server.url}", args={"timeout_s": 2.0 if server.called == "hang" else 20.0}
+    )

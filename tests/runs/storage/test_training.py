@@ -63,8 +63,7 @@ def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
     """Deadlines and pauses are short."""
     monkeypatch.setattr(mirror, "FIRST_RETRY_S", 0.01)
     monkeypatch.setattr(mirror, "LAST_WAIT_S", 0.01)
-    monkeypatch.setattr(mirror, "END_S", 0.3)
-    monkeypatch.setattr("art_cli.runs.storage.object_store.CALL_S", 0.2)
+    monkeypatch.setattr(mirror, "END_S", 2.0)
 
 
 FULL = OSError(28, "No space left on device")
@@ -85,6 +84,7 @@ def test_a_store_that_fails_never_stops_training_and_is_told_once(
     is_back, nudge = threading.Event(), mirror.Mirror.nudge
 
     def breaks(self: mirror.Mirror) -> None:
+        monkeypatch.setattr("art_cli.runs.storage.object_store.CALL_S", 0.2)
         FragileFileSystem.before = staticmethod(hangs(is_back) if fault is None else refuses(fault))
         nudge(self)
 
