@@ -136,6 +136,16 @@ def test_all_turns_of_the_step_are_scaled_together_and_each_gives_its_tokens_its
     assert found["b/0"] == pytest.approx(np.array([-0.5, -0.5, -0.25]) / deviation)
 
 
+def test_advantages_that_differ_by_the_rounding_of_values_train_no_token() -> None:
+    """Two attempts at one state and of one reward, in two packs: the critic's values of it differ by 1e-7."""
+    batch = make_step_samples(
+        [[scored([turn([1], [2 + index])], 1.0, index=index) for index in range(2)]],
+        Fixed({"g/0": [0.5], "g/1": [0.5000001]}),
+    )
+    assert all(np.isnan(sample.advantages).all() for sample in batch.groups[0])
+    assert count(batch.groups[0])[VALUE].tokens == 2
+
+
 def test_a_prompt_that_trajectories_share_is_a_state_of_each() -> None:
     talk = [turn([1, 2], [3]), turn([], [4], parent=0, kept=2)]  # one prompt, two replies
     groups = [[scored(talk, reward, index=index) for index, reward in enumerate((0.0, 1.0))]]
