@@ -118,9 +118,11 @@ def find_players(
 
     sources = [find_policy(trained(loaded, path), path, which=which) for path in wanted]
     loaded = resolve_auto(loaded, "engine") if wanted else loaded
-    players = {}
+    players = dict[str, Player]()
     for path, source in zip(wanted, sources, strict=True):
         name = str(path or source.checkpoint or ("endpoint" if is_foreign else "start"))
+        if name in players:
+            raise UsageError(f"--checkpoint: {name} is named twice; leave one of them out")
         players[name] = Player(trained(loaded, path), source)
     for endpoint in endpoints:
         model, separator, url = endpoint.partition("@")
@@ -129,6 +131,8 @@ def find_players(
         engine = OpenAIEngineConfig(name="openai", base_url=url, model=model)
         config = loaded.config.model_copy(update={"engine": engine})
         name = endpoint if model in players else model  # two addresses may have models of one name
+        if name in players:
+            raise UsageError(f"--endpoint: {name} is named twice; leave one of them out")
         players[name] = Player(replace(loaded, config=config), PolicySource(None, 0))
     numbers = {CHECKPOINT: [len(paths) for paths in expanded], ENDPOINT: [1] * len(endpoints)}
     return {name: players[name] for name in _in_order(list(players), numbers, order)}

@@ -69,7 +69,7 @@ def run(
     failures, rewards = count_failures(played), _rewards(played)
     sys.stdout.write(_as_json(output, failures, rewards) if as_json else _as_text(output, failures, rewards))
     learns_by = loaded.config.learns_by
-    compares = learns_by.compares_attempts and learns_by.needs_rewards
+    compares = learns_by.compares_rewards_alone and not learns_by.echo
     compares = compares and all(part.judge.name == "rollout" for part in loaded.config.by_source.values())
     num_without = rewards.num_without_signal if rewards.num_without_signal == rewards.num_groups else 0
     is_called = not all(trajectory.is_silent for trajectory in played)

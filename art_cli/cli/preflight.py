@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -422,10 +423,11 @@ class Preflight:
         tokenizer: Any = self.tokenizer
         last = prompt(turns, len(turns) - 1)
         is_same = tokenizer.encode(tokenizer.decode(last), add_special_tokens=False) == last
-        gap = max(self._gap(turns, index) for index in range(len(turns)))
+        gaps = [gap for index in range(len(turns)) for gap in self._gaps(turns, index)] or [0.0]
         num_branches = sum(turn.parent is None or turn.kept < len(sequence(turns, turn.parent)) for turn in turns) - 1
-        message = f"engine and learner differ by {gap:.1e} nats at most, {num_branches} branches"
-        if gap > self.loaded.config.train.max_logprob_gap:
+        mean = fmean(gaps)
+        message = f"engine and learner differ by {mean:.1e} nats, {max(gaps):.1e} at most, {num_branches} branches"
+        if mean > self.loaded.config.train.max_logprob_gap:
             return Finding("tokens", False, message, "engine and learner do not compute the same model")
         cure = (
             "" if is_same else "text and tokens do not map one to one here; recorded tokens are trained on as they are"
@@ -434,14 +436,14 @@ class Preflight:
             cure = "a prompt does not extend the turn before it (edited history, or its template): slower, still right"
         return Finding("tokens", True, message, cure)
 
-    def _gap(self, turns: Sequence[Turn], index: int) -> float:
-        """Returns the largest |engine - learner| in nats over a turn's sampled tokens; 0 with top_p or top_k."""
+    def _gaps(self, turns: Sequence[Turn], index: int) -> list[float]:
+        """Returns |engine - learner| in nats of each of a turn's sampled tokens; none with top_p or top_k."""
         turn = turns[index]
         if turn.is_truncated_sampling or not turn.sampled_ids:
-            return 0.0
+            return []
         assert self.learner
         scores = self.learner.score(sequence(turns, index), temperature=turn.temperature)
-        return max(abs(a - b) for a, b in zip(scores[-len(turn.logprobs) :], turn.logprobs, strict=True))
+        return [abs(a - b) for a, b in zip(scores[-len(turn.logprobs) :], turn.logprobs, strict=True)]
 
     def check_update(self) -> Finding:
         """Takes a step on a row as long as a played attempt, forward and backward, with made-up tokens.

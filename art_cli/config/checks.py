@@ -188,7 +188,7 @@ def _judge_conflicts(config: RunConfig) -> Iterator[tuple[str, str]]:
     if name == "none" and config.learns_by.needs_rewards:
         yield "judge", "'none' gives no rewards, which this loss learns from; leave it out, or set loss=distill"
     if (noise := None if isinstance(config.judge, NoJudgeConfig) else config.judge.noise) is not None:
-        if not config.learns_by.takes_noise:
+        if not config.learns_by.compares_rewards_alone:
             yield (
                 "judge.noise",
                 "weighs comparisons within a group, and this loss learns from something else besides: set it to null",
@@ -203,6 +203,9 @@ def _judge_conflicts(config: RunConfig) -> Iterator[tuple[str, str]]:
             "loss",
             f"'sdpo' teaches by the judge's explanations, and judge {name!r} gives no reasons; choose judge=ruler",
         )
+    loss = "" if config.algorithm is not None else config.loss.name
+    if config.rollout.refill > 0 and loss in ("gdpo", "reinforce++") and not config.loss.compares_rewards_alone:
+        yield "rollout.refill", f"replaces groups of equal rewards, and with {loss!r} these teach as well; set it to 0"
     if not config.learns_by.needs_rewards:
         rollout = config.rollout
         chosen = {
@@ -235,7 +238,9 @@ def ranks(judge: JudgeConfig) -> bool:
 
 
 def _stale_conflicts(config: RunConfig, section: str) -> Iterator[tuple[str, str]]:
-    if config.learns_by.off_policy is None:
+    if isinstance(config.learner, TinkerLearnerConfig):
+        yield "train.max_staleness", "tokens of an older policy need weights, which a server does not take; set it to 0"
+    elif config.learns_by.off_policy is None:
         cure = f"set {section}.off_policy.name (truncate is usual)"
         yield "train.max_staleness", f"tokens of an older policy need weights: {cure}"
     if isinstance(config.engine, VllmEngineConfig) and config.engine.sleep in (1, 2):
@@ -342,6 +347,11 @@ def keys_of_weights(config: RunConfig) -> list[str]:
 
 
 def _critic_conflicts(config: RunConfig, loss: PpoConfig) -> Iterator[tuple[str, str]]:
+    if config.rollout.group_size == 1:
+        if config.rollout.replay is not None:
+            yield "rollout.replay", "replays groups whose rewards differ, and rollout.group_size is 1; leave it out"
+        if config.rollout.choose == "adaptive":
+            yield "rollout.choose", "'adaptive' goes by rewards that differ in a group, and rollout.group_size is 1"
     if config.rollout.refill > 0:
         yield "rollout.refill", "replaces groups of equal rewards, and with a critic these teach as much; set it to 0"
     is_set = "value_clip" in loss.model_fields_set and loss.value_clip is not None
@@ -366,11 +376,7 @@ def _untrainable(config: RunConfig) -> Iterator[tuple[str, str]]:
         )
     if isinstance(config.engine, TinkerEngineConfig) and not isinstance(config.learner, TinkerLearnerConfig):
         yield "engine", "'tinker' samples from weights on a server, where learner=tinker trains them; set both"
-    if (
-        config.rollout.group_size == 1
-        and config.learns_by.compares_attempts
-        and not isinstance(config.judge, NoJudgeConfig)
-    ):
+    if config.rollout.group_size == 1 and config.learns_by.compares_attempts and config.learns_by.needs_rewards:
         yield "rollout.group_size", "1 gives nothing to compare an attempt with; set it to 2 or more"
     elif config.rollout.group_size == 1 and ranks(config.judge):
         yield (

@@ -65,11 +65,14 @@ NEEDS: dict[str, Need] = {
     **dict.fromkeys(("update_kl", "update_share"), ("train.max_kl", lambda config: config.train.max_kl is not None)),
     **dict.fromkeys(
         ("value_loss", "value_mean", "explained_variance"),
-        ("loss=ppo", lambda config: isinstance(config.learns_by, PpoConfig)),
+        ("loss=ppo", lambda config: isinstance(config.learns_by, PpoConfig) or config.algorithm is not None),
     ),
     **dict.fromkeys(
         ("teacher_kl", "taught_share"),
-        ("loss=distill or loss=sdpo", lambda config: isinstance(config.learns_by, TaughtLossConfig)),
+        (
+            "loss=distill or loss=sdpo",
+            lambda config: isinstance(config.learns_by, TaughtLossConfig) or config.algorithm is not None,
+        ),
     ),
     **dict.fromkeys(("reliability", "num_unreliable", "reward_corrected"), ("judge.noise", _knows_noise)),
     **dict.fromkeys(("num_asked_again", "judge_again_tokens", "judge_again_usd"), ("judge.noise", _knows_noise)),

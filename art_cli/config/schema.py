@@ -205,6 +205,14 @@ class RunConfig(Section):
     def _without_rewards(cls, data: Any) -> Any:
         """Sets the judge `none` for a run that names no judge and learns from no rewards."""
         loss = data.get("loss") if isinstance(data, dict) and "judge" not in data else None
+        rollout = data.get("rollout") if loss is not None else None
+        sources = rollout.get("sources") if isinstance(rollout, dict) else None
+        if (
+            isinstance(sources, dict)
+            and sources
+            and all(isinstance(s, dict) and "judge" in s for s in sources.values())
+        ):
+            return data
         if isinstance(loss, dict):
             is_silent = loss.get("name") == "distill" and not loss.get("reward_weight")
         else:

@@ -143,11 +143,10 @@ def make_judge(config: "JudgeConfig", directory: Path, *, job: str = "") -> Judg
 
 
 def settings_of(judge: Judge) -> str:
-    """Returns a digest of all that decides the rewards, and with further rounds of which groups get them."""
-    if judge.noise is None or not judge.noise.ask_again:
+    """Returns a digest of all that decides the rewards, and what scored lines say of their noise."""
+    if judge.noise is None:
         return judge.settings
-    again = [judge.noise.ask_again, judge.noise.min_reliability]
-    return make_key(settings=judge.settings, again=again)[:12]
+    return make_key(settings=judge.settings, noise=judge.noise.model_dump(mode="json"))[:12]
 
 
 def judge_class(config: "JudgeConfig", directory: Path) -> Any:

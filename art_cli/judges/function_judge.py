@@ -91,6 +91,11 @@ class FunctionJudge(Judge):
                 return await call_in_thread(function, *arguments)
         except JudgeError:  # a user's class may decide that a group stays owed
             raise
+        except asyncio.CancelledError as error:
+            task = asyncio.current_task()
+            if task is not None and task.cancelling():
+                raise
+            raise JudgeError(f"{self._entry}: it cancelled itself") from error
         except Exception as error:  # the boundary to the user's code
             if limit.expired():
                 raise JudgeError(f"{self._entry}: no answer within {self.timeout_s:g} s (judge.timeout_s)") from error
@@ -118,12 +123,16 @@ class FunctionJudge(Judge):
 
     def _verdict(self, value: Any, id: str) -> Verdict:
         if isinstance(value, Verdict):
-            scores = [
-                msgspec.structs.replace(
-                    each, score=self._number(each.score, id), votes=[self._number(vote, id) for vote in each.votes]
-                )
-                for each in value.scores
-            ]
+            try:
+                numbers = [
+                    msgspec.structs.replace(
+                        each, score=self._number(each.score, id), votes=[self._number(vote, id) for vote in each.votes]
+                    )
+                    for each in value.scores
+                ]
+                scores = msgspec.json.decode(msgspec.json.encode(numbers), type=list[Score])  # as a file gives them
+            except (AttributeError, TypeError, ValueError) as error:
+                raise JudgeError(f"{self._entry}: the scores of {id} are no list of Score: {error}") from error
             variance = None if value.variance is None else self._number(value.variance, id)
             return Verdict(reward=self._number(value.reward, id), scores=scores, variance=variance)
         reward = self._number(value, id)

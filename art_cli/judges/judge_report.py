@@ -257,7 +257,7 @@ def _judge(
     latencies = sorted(group[0].latency_s for group in by_group if group[0].latency_s is not None)
     num_votes = max((len(score.votes) for score in scores), default=0)
     all_votes = [_Compared(group, attempt, [score.score]) for group, attempt, score in given]
-    single = [_Compared(*each[:2], each.score.votes) for each in given if len(each.score.votes) == num_votes]
+    single = [_Compared(*each[:2], each.score.votes) for each in given if each.score.votes]
     return JudgeReport(
         judge=name,
         model=model,
@@ -307,16 +307,19 @@ def _places(scores: Sequence[Score], vote: int) -> list[float]:
 
 
 def _agree(compared: Sequence[_Compared], golds: dict[str, list[float]] | None) -> Agreement | None:
-    """Returns the agreement of each group's rankings with the gold, pooled, or None if there is no gold."""
+    """Returns the agreement of each group's rankings with the gold, pooled, or None if there is no gold.
+
+    A group counts once, however many rankings it has: groups that were asked again have more.
+    """
     if golds is None:
         return None
     parts: list[list[Ratio]] = [[] for _ in MEASURES]
     for group, attempts in ((name, list(each)) for name, each in groupby(compared, key=itemgetter(0))):
         gold = [golds[group][each.attempt] for each in attempts]
-        rankings = [*zip(*(each.values for each in attempts), strict=True)]
+        rankings = [*zip(*(each.values for each in attempts), strict=False)]
         for part, compare in zip(parts, MEASURES, strict=True):
             ratios = [compare(ranking, gold) for ranking in rankings]
-            part.append(Ratio(sum(ratio.numerator for ratio in ratios), sum(ratio.denominator for ratio in ratios)))
+            part.append(Ratio(*(statistics.fmean(numbers) for numbers in zip(*ratios, strict=True))))
     return Agreement(*map(agreement.measure, parts))
 
 

@@ -26,7 +26,7 @@ class RewardModelJudge(Judge):
 
     def __init__(self, config: RewardModelJudgeConfig, directory: Path, *, job: str = "") -> None:
         self.config, self._directory = config, directory
-        self._computing = threading.Lock()
+        self._turn, self._computing = asyncio.Lock(), threading.Lock()  # groups that wait hold no thread
         self._loaded: tuple[Any, Any] | None = None  # model, tokenizer
 
     @property
@@ -44,7 +44,8 @@ class RewardModelJudge(Judge):
         """Returns each attempt's chosen output. Raises JudgeError if it is not finite, JudgeStopped without a model."""
         if not group:
             return {}
-        values = await asyncio.to_thread(self._score, [trajectory.messages for trajectory in group])
+        async with self._turn:
+            values = await asyncio.to_thread(self._score, [trajectory.messages for trajectory in group])
         return {
             trajectory.id: Verdict(
                 reward=value, scores=[Score(judge="reward_model", model=self.config.model, score=value)]

@@ -113,10 +113,11 @@ async def judge_contest(
     """Returns, by scenario id, the share of comparisons with reference attempts that its attempts win.
 
     A tie counts half. A failed attempt loses to one that did not fail. References against themselves get 0.5
-    everywhere, without asking the judge. A scenario without references is left out. Raises JudgeError: most scenarios
-    could not be scored, or no further one can be.
+    everywhere, without asking the judge. A scenario without references is left out, and so are references at a
+    scenario whose content has changed. Raises JudgeError: most scenarios could not be scored, or no further one can be.
     """
-    theirs = _by_scenario(references)
+    asked = {each.scenario_id: as_saved(each.scenario) for each in attempts}
+    theirs = _by_scenario([each for each in references if as_saved(each.scenario) == asked.get(each.scenario_id)])
     ours = {name: members for name, members in _by_scenario(attempts).items() if name in theirs}
     if {trajectory.id for trajectory in attempts} == {t.id for t in references} and attempts == references:
         return dict.fromkeys(ours, 0.5)
@@ -397,6 +398,12 @@ def check_policy(gate: Gate, results: Mapping[str, Mapping[str, Mapping[str, flo
             there = ", ".join(sorted(results[name]))
             raise UsageError(f"--gate: no metric {gate.metric!r} of {name}; there are {there}")
     ours = results[policy][gate.metric]
+    for name in (policy, gate.baseline or policy):
+        unjudged = results[name]["failed"].keys() - results[name][gate.metric].keys()
+        if gate.metric == "reward" and unjudged:
+            raise GateError(
+                f"gate missed: {name}: {len(unjudged)} scenarios have no reward; they may be the hardest ones"
+            )
     if gate.baseline is None:
         gate.check(estimate(list(ours.values())).mean, of=policy)
         return

@@ -156,7 +156,7 @@ def _run_of(source: PolicySource) -> RunDir | None:
     return run_of(source.checkpoint) if source.checkpoint is not None else None
 
 
-def _home(loaded: LoadedConfig, source: PolicySource) -> RunDir | None:
+def home_of(loaded: LoadedConfig, source: PolicySource) -> RunDir | None:
     """Returns the run whose base model the policy stands on, or None for a checkpoint that lies in no run."""
     if source.checkpoint is None and source.run is None:
         return RunDir(loaded.config.runs / loaded.config.name)
@@ -165,7 +165,7 @@ def _home(loaded: LoadedConfig, source: PolicySource) -> RunDir | None:
 
 def as_trained(loaded: LoadedConfig, source: PolicySource, base: str) -> LoadedConfig:
     """Returns the configuration with the dtype that the policy was trained in, if it leaves the dtype open."""
-    recorded = "" if source.base is not None else source.dtype or recorded_dtype(_home(loaded, source))
+    recorded = "" if source.base is not None else source.dtype or recorded_dtype(home_of(loaded, source))
     return decide_by_base(loaded, base, recorded=recorded)
 
 
@@ -177,7 +177,7 @@ def open_base(loaded: LoadedConfig, source: PolicySource) -> Iterator[str]:
         yield source.base
         return
     with scratch("base") as temporary:
-        home = _home(loaded, source)
+        home = home_of(loaded, source)
         bases = [] if source.checkpoint is None else [source.checkpoint / BASE]
         bases += [] if home is None else [home.base]
         built = next((each for each in bases if each.exists()), temporary / BASE)

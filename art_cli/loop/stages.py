@@ -13,6 +13,7 @@ from art_cli.judges.source_judges import make_judges, require_all_keys
 from art_cli.loop.auto import resolve_auto
 from art_cli.loop.owed_groups import group, owed, plan_places
 from art_cli.loop.policy_sampler import Sampler, open_sampler
+from art_cli.loop.record import follow_rate
 from art_cli.loop.references import check_ready
 from art_cli.loop.scenario_choice import ScenarioChoice
 from art_cli.loop.source_mix import SourceMix
@@ -21,6 +22,7 @@ from art_cli.loop.stage_policy import (
     as_trained,
     check_output,
     find_policy,
+    home_of,
     open_base,
     open_learner,
     open_policy,
@@ -172,6 +174,8 @@ def take_step(
     if not failures.is_all and not any(each.num_sampled for each in attempts):
         raise LearnerError("no attempt has tokens, so that no step can be taken: art sft can learn from them")
     loaded = resolve_auto(loaded, "learner")
+    if (home := home_of(loaded, source)) is not None:
+        loaded = follow_rate(loaded, home)
     with open_base(loaded, source) as base:
         loaded = as_trained(loaded, source, base)
         with open_learner(loaded, source, base=base) as learner:

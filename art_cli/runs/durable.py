@@ -45,7 +45,7 @@ def read_lines(path: Path, kind: type[Record], *, within: Path | None = None) ->
 
     `within`: the run's directory, out of which a link may not lead.
 
-    A last line without a newline is torn, because its writer was killed, and is left out. Raises DataError with the
+    A last line that breaks off is torn, because its writer was killed, and is left out. Raises DataError with the
     line: it is not a `kind`, or its `schema_version` is newer than this program's.
     """
     if not path.exists():

@@ -2,16 +2,19 @@
 
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from art_cli.cli.preflight import Preflight, _sampling_note
+from art_cli.config.compose import load_config
 from art_cli.learners import trial_update
 from art_cli.learners.trial_update import Cost, estimate, second_length
 from art_cli.runs.trajectory import Trajectory, Turn
 from tests.support.paths import LETTERS, TICTACTOE
+from tests.support.tiny import tiny_tokenizer, tiny_weights
 
 Art = Callable[..., tuple[int, str, str]]
 CONFIG = LETTERS / "config.yaml"
@@ -144,3 +147,27 @@ def test_rows_are_tried_up_to_the_longest_that_is_expected_to_fit(
     found = trial_update.forecast(learner, learner, 100, 2000, most_tokens=most_tokens, most_gb=most_gb)
     assert tried == lengths and found.tokens == 2000
     assert found.gigabytes == pytest.approx(forecast, rel=0.01)
+
+
+class Apart:
+    """A learner whose logprob of one token of a hundred is 0.2 nats from the engine's, as in bfloat16."""
+
+    def __init__(self, scores: list[float]) -> None:
+        self.scores = scores
+
+    def score(self, token_ids: Sequence[int], temperature: float) -> list[float]:
+        return self.scores
+
+
+@pytest.mark.parametrize(("num_apart", "passes"), [(1, True), (60, False)])
+def test_the_engines_tokens_are_held_to_the_mean_that_training_is(tmp_path: Path, num_apart: int, passes: bool) -> None:
+    """`train.max_logprob_gap` (0.1) is the largest mean difference."""
+    preflight = Preflight(load_config(LETTERS / "config.yaml"), tmp_path)
+    sampled = Turn(parent=None, kept=0, prompt_ids=[1], sampled_ids=[2] * 100, logprobs=[-1.0] * 100,
+                   raw_logprobs=[-1.0] * 100, step=0, temperature=1.0, finish_reason="stop")  # fmt: skip
+    preflight.policy = preflight.tokenizer = tiny_weights()  # type: ignore[assignment]
+    preflight.tokenizer = tiny_tokenizer()
+    preflight.learner = Apart([-1.2] * num_apart + [-1.0] * (100 - num_apart))  # type: ignore[assignment]
+    preflight.played = [Trajectory(id="t", group_id="g", group_size=1, index=0, turns=[sampled])]
+    found = preflight.check_tokens()
+    assert found.is_good == passes and "2.0e-01 at most" in found.message

@@ -360,6 +360,9 @@ async def test_a_contest_counts_comparisons_won(project: Path) -> None:
     assert await judge_contest(Reader(), references, references) == {"s": 0.5}
     assert await judge_contest(Reader(), attempts(3.0, 1.0), references) == {"s": 2.5 / 4}
     assert await judge_contest(Reader(), attempts(None), attempts(1.0, None)) == {"s": 0.25}
+    stale = [msgspec.structs.replace(each, scenario={"id": "s", "ask": "as it was"}) for each in references]
+    assert await judge_contest(Reader(), attempts(3.0, 1.0), stale) == {}, "answers to another question"
+    assert await judge_contest(Reader(), attempts(3.0, 1.0), [*stale, *references]) == {"s": 2.5 / 4}
 
 
 # --- art eval ---------------------------------------------------------------------------------------------------------

@@ -496,6 +496,42 @@ def test_with_a_critic_a_group_of_one_can_be_trained_and_none_is_refilled() -> N
     assert mistakes(PLAIN + "loss: ppo\n", "rollout.refill=0.5")[0].startswith("command line: rollout.refill: replaces")
 
 
+@pytest.mark.parametrize(
+    "override", ["rollout.choose=adaptive", "rollout.replay={}"], ids=["adaptive", "replay"]
+)  # fmt: skip
+def test_what_goes_by_rewards_that_differ_in_a_group_needs_more_than_one_attempt(override: str) -> None:
+    settings = ("rollout.group_size=1", "loss.off_policy.name=truncate", "rollout.groups_per_step=8", override)
+    [said] = mistakes(PLAIN + "loss: ppo\n", *settings)
+    assert "differ" in said and "group_size is 1" in said
+
+
+@pytest.mark.parametrize("loss", ["{name: reinforce++}", "{name: gdpo, reward_parts: {win: 1, brevity: 0.5}}"])
+def test_a_loss_that_learns_from_equal_rewards_has_none_of_them_replaced(loss: str) -> None:
+    assert "these teach as well" in mistakes(PLAIN + f"loss: {loss}\n", "rollout.refill=0.5")[0]
+    assert load(PLAIN + "loss: {name: reinforce++, baseline: true}\n", "rollout.refill=0.5").rollout.refill == 0.5
+
+
+def test_a_distillation_whose_sources_have_judges_needs_none_beside_them() -> None:
+    teacher = "loss: {name: distill, teacher: {model: org/teacher}}\n"
+    text = """
+model: {base: m}
+rollout: {sources: {a: {entry: "rollout.py:rollout", scenarios: a.jsonl, judge: {name: metric, metric: won}}}}
+"""
+    assert load(text + teacher).loss.name == "distill"
+    assert load(PLAIN + teacher).judge.name == "none"
+
+
+def test_stale_tokens_cannot_be_weighed_on_a_server() -> None:
+    settings = ("engine=tinker", "learner=tinker", "engine.base_url=http://127.0.0.1:1", "train.max_staleness=1")
+    assert [said for said in mistakes(PLAIN, *settings) if "off_policy" in said] == []
+
+
+def test_an_algorithm_of_ones_own_may_report_any_number_of_a_step() -> None:
+    rules = "stop: [{metric: teacher_kl, above: 1}, {metric: value_mean, above: 1}]\n"
+    assert "teacher_kl" in mistakes(PLAIN + rules)[0]
+    assert len(load(PLAIN + rules + "algorithm: {entry: 'own.py:Own'}\n").stop) == 2
+
+
 def test_a_judge_that_ranks_is_refused_where_there_is_one_attempt_to_rank() -> None:
     alone = ("rollout.group_size=1", "loss=ppo")
     ruler = ("judge=ruler", "judge.model=gpt-4o")

@@ -166,6 +166,32 @@ async def test_a_users_class_judges_and_says_what_it_costs(
     assert capsys.readouterr().out == "closed\n"
 
 
+@pytest.mark.parametrize(
+    "scores", ["[Score(judge='m', score=1.0, explanation=['a'])]", "None", "[{'judge': 'm'}]",
+               "[Score(judge='m', score=1.0, latency_s=1j)]", r"[Score(judge='\ud800', score=1.0)]"]
+)  # fmt: skip
+async def test_scores_that_no_file_could_hold_are_an_error_of_their_group(tmp_path: Path, scores: str) -> None:
+    """A line that cannot be read again would end every later start of the run."""
+    source = OWN.replace("from art_cli import", "from art_cli.runs.trajectory import Score\nfrom art_cli import")
+    source = source.format(keyword="def").replace("Verdict(reward=", f"Verdict(scores={scores}, reward=")
+    judge = make_judge(own_config(tmp_path, source, factor=3), tmp_path)
+    with pytest.raises(JudgeError, match="the scores of t0 are no list of Score"):
+        await judge.judge(group(1, 2))
+    await judge.close()
+
+
+async def test_a_function_that_cancels_itself_is_an_error_and_ends_nothing_else(tmp_path: Path) -> None:
+    source = """
+import asyncio
+async def judge(group):
+    waiting = asyncio.create_task(asyncio.sleep(60))
+    waiting.cancel()
+    await waiting
+"""
+    with pytest.raises(JudgeError, match="it cancelled itself"):
+        await ask_function(tmp_path, source)
+
+
 ONE_AT_A_TIME = """
 import asyncio
 from art_cli import Judge, Verdict

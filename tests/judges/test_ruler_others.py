@@ -12,6 +12,7 @@ from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from pydantic import BaseModel
@@ -54,6 +55,18 @@ async def test_a_blend_is_the_weighted_mean_of_its_judges(server: JudgeServer) -
         verdict = verdicts[f"g-{index}"]
         assert verdict.reward == pytest.approx((7 * quality + 3 * 2) / 10)
         assert [(score.judge, score.score) for score in verdict.scores] == [("ruler", quality), ("rollout", 2.0)]
+
+
+async def test_attempts_that_are_all_the_same_have_the_error_of_one(server: JudgeServer) -> None:
+    """RULER asks about one of them; what its votes say of their differences is that there are none."""
+    config = blend(server, {"ruler": 7, "rollout": 3})
+    config.judges["ruler"] = config.judges["ruler"].model_copy(update={"votes": 4})
+    judge = make_judge(config, Path("."))
+    same = rated([0.5])[0]
+    group = [msgspec.structs.replace(same, id=f"g-{n}", index=n, group_size=2, returned_reward=n) for n in (0.0, 1.0)]
+    verdicts = await judge.judge(group)
+    await judge.close()
+    assert [verdict.variance for verdict in verdicts.values()] == [0.0, 0.0]
 
 
 async def test_a_blend_with_one_judge_missing_is_no_blend(server: JudgeServer) -> None:

@@ -188,6 +188,23 @@ def test_votes_agree_better_than_one_vote(tmp_path: Path) -> None:
     assert report.values()["one_vote.pairwise_accuracy"] == one.value
 
 
+def test_one_vote_is_that_of_every_group_however_many_it_has(tmp_path: Path) -> None:
+    """Four votes in most groups and eight, of which all are wrong, in one that was asked again."""
+
+    def lines(group: str, votes: list[list[float]]) -> list[ScoredTrajectory]:
+        given = [Score(judge="ruler", model="m", score=sum(each) / len(each), votes=each) for each in votes]
+        made = [attempt(index, [], group=group, size=2, metrics={"quality": float(index)}) for index in range(2)]
+        return [score_trajectory(each, score.score, [score]) for each, score in zip(made, given, strict=True)]
+
+    write_lines(path := tmp_path / "s.jsonl", [
+        *(line for number in range(3) for line in lines(f"g{number}", [[0.1] * 4, [0.9] * 4])),
+        *lines("again", [[0.9] * 8, [0.1] * 8]),
+    ])  # fmt: skip
+    [judge] = make_report(path, gold="metrics.quality")[0].judges
+    assert judge.one_vote and judge.one_vote.pairwise_accuracy
+    assert judge.one_vote.pairwise_accuracy.value == 0.75
+
+
 def test_counts_costs_and_times_are_sums_and_medians(tmp_path: Path) -> None:
     report, _ = make_report(write(tmp_path / "s.jsonl", num_groups=5, votes=2))
     [judge] = report.judges

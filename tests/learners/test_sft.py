@@ -38,10 +38,11 @@ OTHER = {"messages": [{"role": "user", "content": "say b"}, {"role": "assistant"
 
 def learner(weights: Weights, **knobs: object) -> TorchLearner:
     shape = {name: knobs.pop(name) for name in list(knobs) if name in TorchLearnerConfig.model_fields}
+    seed = knobs.pop("seed", 0)
     section = {"demos": "demos.jsonl", "learning_rate": 1e-3, "batch_size": 2, **knobs}
     return TorchLearner(
         weights,
-        train=TrainConfig(learning_rate=1e-5),
+        train=TrainConfig.model_validate({"learning_rate": 1e-5, "seed": seed}),
         loss=GrpoConfig(),
         learner=TorchLearnerConfig.model_validate({"micro_batch_tokens": 40, **shape}),
         sft=SftConfig.model_validate(section),
@@ -139,8 +140,10 @@ def test_sft_learns_its_transcripts_and_leaves_the_rl_optimizer_untouched() -> N
     assert trained.weights.version == 1
 
 
-def test_the_order_of_an_epoch_is_seeded() -> None:
-    losses = [warm_up(learner(tiny_weights(), epochs=2, batch_size=1), [SUM, OTHER])["loss"] for _ in range(2)]
+@pytest.mark.parametrize("seed", [0, -1], ids=["zero", "negative"])
+def test_the_order_of_an_epoch_is_seeded(seed: int) -> None:
+    numbers = {"epochs": 2, "batch_size": 1, "seed": seed}
+    losses = [warm_up(learner(tiny_weights(), **numbers), [SUM, OTHER])["loss"] for _ in range(2)]
     assert losses[0] == losses[1]
 
 

@@ -18,6 +18,7 @@ from art_cli.config.compose import load_config
 from art_cli.config.schema import EvalConfig
 from art_cli.loop.evaluate import (
     Gate,
+    check_policy,
     estimate,
     is_contest,
     paired_difference,
@@ -28,7 +29,7 @@ from art_cli.loop.evaluate import (
 from art_cli.loop.policy_sampler import Sampler
 from art_cli.runs.manifest import Origin
 from art_cli.runs.trajectory import Json, Trajectory, Turn
-from art_cli.runtime.errors import UsageError
+from art_cli.runtime.errors import GateError, UsageError
 from tests.support.paths import LETTERS
 
 
@@ -182,6 +183,26 @@ def test_policies_are_compared_in_the_order_of_the_options() -> None:
     order = ["--endpoint", "--checkpoint", "--endpoint"]
     assert list(find_players(loaded, *given, order=order)) == ["m", "base", "n"]
     assert list(find_players(loaded, *given)) == ["base", "m", "n"]
+
+
+@pytest.mark.parametrize(
+    "given", [([Path("base")] * 2, []), ([], ["m@http://a/v1"] * 3)], ids=["checkpoint", "endpoint"]
+)
+def test_a_policy_that_is_named_twice_is_refused(given: Any) -> None:
+    """Whichever place it were given, the gate could be on another policy than the one that stands last."""
+    with pytest.raises(UsageError, match="is named twice"):
+        find_players(load_config(LETTERS / "config.yaml", []), *given)
+
+
+def test_a_gate_on_the_reward_is_missed_where_scenarios_were_not_judged() -> None:
+    failed = dict.fromkeys(("a", "b", "c"), 0.0)
+    results = {"whole": {"failed": failed, "reward": dict.fromkeys(failed, 1.0)},
+               "part": {"failed": failed, "reward": {"a": 1.0}}}  # fmt: skip
+    check_policy(Gate("reward", ">=", 0.9), results, "whole")
+    with pytest.raises(GateError, match="part: 2 scenarios have no reward"):
+        check_policy(Gate("reward", ">=", 0.9), results, "part")
+    with pytest.raises(GateError, match="part: 2 scenarios have no reward"):
+        check_policy(Gate("reward", ">=", -0.1, baseline="part"), results, "whole")
 
 
 @pytest.mark.parametrize(

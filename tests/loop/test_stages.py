@@ -57,6 +57,22 @@ def test_the_stages_by_hand_make_the_checkpoint_of_the_loop(art: Art, tmp_path: 
 
 
 @pytest.mark.slow
+def test_a_step_by_hand_has_the_learning_rate_of_its_run(art: Art, tmp_path: Path) -> None:
+    """`auto` is what the run was started with, as after `art plan`, and not what the rule would choose now."""
+    settings = [f"runs={tmp_path}", "train.steps=1", "train.learning_rate=auto", "eval=null"]
+    assert art("train", CONFIG, *settings)[0] == 0
+    run = RunDir(tmp_path / "letters")
+    record = json.loads(run.config_path.read_text())
+    record["train"]["learning_rate"] = 0.0123
+    run.config_path.write_text(json.dumps(record))
+    scored, out = tmp_path / "scored.jsonl", tmp_path / "step_0002"
+    scored.write_bytes(run.scored_path(0).read_bytes())
+    assert art("step", CONFIG, scored, *settings, "--checkpoint", run.checkpoint_path(1), "-o", out)[0] == 0
+    manifest = json.loads((out / "manifest.json").read_text())
+    assert manifest["metrics"]["learning_rate"] == pytest.approx(0.0123)
+
+
+@pytest.mark.slow
 def test_generate_goes_on_with_what_is_owed(art: Art, tmp_path: Path) -> None:
     played = tmp_path / "played.jsonl"
     arguments = ("generate", CONFIG, f"runs={tmp_path}", "-o", played)

@@ -128,8 +128,9 @@ class BaseLossConfig(Section):
         return True
 
     @property
-    def takes_noise(self) -> bool:
-        """Whether judge.noise can correct the advantages, because they compare a group's rewards and nothing else."""
+    def compares_rewards_alone(self) -> bool:
+        """Whether advantages compare a group's rewards and nothing else: equal ones teach nothing, and judge.noise can
+        correct them."""
         return self.compares_attempts
 
     @property
@@ -287,7 +288,7 @@ class TaughtLossConfig(ScaledLossConfig, ClippedLossConfig):
         return self.reward_weight > 0
 
     @property
-    def takes_noise(self) -> bool:
+    def compares_rewards_alone(self) -> bool:
         return False
 
     def conflicts(self) -> Iterator[tuple[str, str]]:

@@ -381,8 +381,11 @@ class RulerJudge(Judge):
     def _error_variance(self, by_model: Sequence[Sequence[Score]]) -> float | None:
         """Returns the error variance of each reward, a weighted mean of the models' scores, or None with too few votes.
 
-        That of a median is pi / 2 times that of a mean, which holds for many votes with normal errors.
+        That of a median is pi / 2 times that of a mean, which holds for many votes with normal errors. Attempts that
+        are all the same have one score, whose error is that of each.
         """
+        if len(by_model[0]) < 2:
+            return 0.0
         variances = [error_variance([score.votes for score in scores]) for scores in by_model]
         known = [variance for variance in variances if variance is not None]
         if len(known) < len(variances):

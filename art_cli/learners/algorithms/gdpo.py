@@ -24,7 +24,7 @@ class GdpoConfig(ClippedLossConfig):
     the reward of the rollout or the judge. The reward as such does not count otherwise."""
 
     @property
-    def takes_noise(self) -> bool:
+    def compares_rewards_alone(self) -> bool:
         return False
 
     @property

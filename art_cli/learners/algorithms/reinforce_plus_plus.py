@@ -17,7 +17,7 @@ class ReinforcePlusPlusConfig(ClippedLossConfig):
     """true: the group's mean is subtracted before (REINFORCE++ w/ baseline)."""
 
     @property
-    def takes_noise(self) -> bool:
+    def compares_rewards_alone(self) -> bool:
         return self.baseline
 
 

@@ -107,7 +107,7 @@ class SftBatches:
     def batch(self, index: int) -> list[Sample]:
         """Returns the samples of the optimizer step with that index."""
         epoch, place = divmod(index, self.epoch_updates)
-        order = np.random.default_rng([self.seed, epoch]).permutation(len(self.examples))
+        order = np.random.default_rng([self.seed % 2**64, epoch]).permutation(len(self.examples))
         if self._batch_size is not None:
             chosen = order[place * self._batch_size :][: self._batch_size]
         else:
