@@ -224,9 +224,12 @@ def _judge_conflicts(config: RunConfig) -> Iterator[tuple[str, str]]:
 
 
 def has_votes(judge: JudgeConfig) -> bool:
-    """Whether a judge may give an attempt several votes. A user's judge may; that is known only at run time."""
+    """Whether a judge may give an attempt several votes. A user's judge may; that is known only at run time. Of a blend
+    no part may have an error that one vote does not show."""
     if isinstance(judge, BlendJudgeConfig):
-        return any(has_votes(judge.judges.get(name, RolloutJudgeConfig())) for name in judge.blend)
+        parts = [judge.judges.get(name, RolloutJudgeConfig()) for name in judge.blend]
+        rulers = [part for part in parts if isinstance(part, RulerJudgeConfig)]
+        return any(map(has_votes, parts)) and all(map(has_votes, rulers))
     return isinstance(judge, FunctionJudgeConfig) or (isinstance(judge, RulerJudgeConfig) and judge.votes > 1)
 
 

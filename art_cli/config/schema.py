@@ -207,11 +207,8 @@ class RunConfig(Section):
         loss = data.get("loss") if isinstance(data, dict) and "judge" not in data else None
         rollout = data.get("rollout") if loss is not None else None
         sources = rollout.get("sources") if isinstance(rollout, dict) else None
-        if (
-            isinstance(sources, dict)
-            and sources
-            and all(isinstance(s, dict) and "judge" in s for s in sources.values())
-        ):
+        parts = list(sources.values()) if isinstance(sources, dict) else []
+        if parts and all(isinstance(part, dict) and "judge" in part for part in parts):
             return data
         if isinstance(loss, dict):
             is_silent = loss.get("name") == "distill" and not loss.get("reward_weight")

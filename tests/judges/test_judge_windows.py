@@ -104,6 +104,11 @@ def test_a_metric_of_the_rollout_is_a_judge(tmp_path: Path) -> None:
         ("+shadow.win={judge: {name: metric}}", r"shadow\.win\.judge\.metric: .*required|metric"),
         ("judge={name: metric, metric: win, noise: votes}", "one score, which shows no error"),
         ("judge={name: metric, metric: win, metrc: x}", "metrc"),
+        (
+            "judge={name: blend, noise: votes, blend: {a: 1, b: 1}, judges: {"
+            "a: {name: ruler, model: m, votes: 4}, b: {name: ruler, model: m, votes: 1}}}",
+            "one score, which shows no error",
+        ),
     ],
 )
 def test_a_section_that_cannot_work_is_refused(setting: str, words: str) -> None:
