@@ -76,8 +76,13 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("project")
     (directory / "base").mkdir()
     build(directory / "base")
-    (directory / "config.yaml").write_text(CONFIG.format(port=free_port()))
     return directory
+
+
+@pytest.fixture(autouse=True)
+def own_port(project: Path) -> None:
+    """Each test has a port of its own: processes that the test before it killed may hold theirs a while longer."""
+    (project / "config.yaml").write_text(CONFIG.format(port=free_port()))
 
 
 @pytest.fixture(autouse=True)
