@@ -23,7 +23,6 @@ import os
 import random
 import re
 import signal
-import socket
 import sys
 import tempfile
 import time
@@ -44,6 +43,7 @@ from art_cli.chat.http_server import serve
 from art_cli.judges.files.judged_files import TrajectoryFile
 from art_cli.runs.durable import read_lines
 from art_cli.runs.trajectory import Trajectory
+from tests.support.ports import free_port
 
 Json = dict[str, Any]
 
@@ -271,11 +271,7 @@ class Process:
         self._config, self.out, self._day = place / "gateway.yaml", place / "out", day
         self._config.write_text(json.dumps({"engine": engine, "gateway": gateway}))
         (place / "keys").write_text("\n".join(KEYS))
-        self._place = place
-        self._held = socket.socket()  # never listens; keeps the port from others while the gateway starts again
-        self._held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        self._held.bind(("127.0.0.1", 0))
-        self._port = int(self._held.getsockname()[1])
+        self._place, self._port = place, free_port()
         self._log = place / "log"
         self.root = f"http://127.0.0.1:{self._port}"
         self.process: asyncio.subprocess.Process
@@ -302,7 +298,6 @@ class Process:
         """The last line that it prints."""
         self.process.send_signal(signal.SIGINT)
         output, _ = await asyncio.wait_for(self.process.communicate(), START_TIMEOUT_S)
-        self._held.close()
         assert self.process.returncode == 0, self._log.read_text()
         self.look_for_leaks()
         totals: Json = json.loads(output.splitlines()[-1])

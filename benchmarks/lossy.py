@@ -16,7 +16,6 @@ import json
 import os
 import random
 import re
-import socket
 import sys
 import tempfile
 import time
@@ -31,6 +30,7 @@ sys.path.insert(0, str(ROOT))
 from art_cli.runs.run_dir import RunDir  # noqa: E402
 from tests.letters.build import build  # noqa: E402
 from tests.support.lossy_proxy import LossyProxy, Rates  # noqa: E402
+from tests.support.ports import free_port  # noqa: E402
 
 CLIENT = ROOT / "tests" / "support" / "lossy_client.py"
 LETTERS = ROOT / "tests" / "letters" / "config.yaml"
@@ -123,7 +123,7 @@ CLIENTS = {"script": Script, "train": Train}
 
 async def run(home: Path, made: Script | Train, *, kills: int, seed: int, rates: Rates) -> Outcome:
     """Starts server, proxy and client, kills the two at random moments, and returns when the client is done."""
-    begin, port = time.monotonic(), _free_port()
+    begin, port = time.monotonic(), free_port()
     chance, killed, gave_up = random.Random(seed), Counter[str](), 0
     art = [sys.executable, "-m", "art_cli", "backend", "--base", str(home / "base"), "--port", str(port)]
     server = Child("server", [*art, "--checkpoints", str(home / "backend")], home / "server.log")
@@ -159,12 +159,6 @@ async def _wait(process: asyncio.subprocess.Process, timeout_s: float | None) ->
         await asyncio.wait_for(process.wait(), DEADLINE_S if timeout_s is None else timeout_s)
     except TimeoutError:
         return
-
-
-def _free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return int(found.getsockname()[1])
 
 
 def final(home: Path, path: str) -> tuple[list[bytes], int]:

@@ -13,7 +13,6 @@ import argparse
 import os
 import re
 import signal
-import socket
 import statistics
 import subprocess
 import sys
@@ -29,6 +28,7 @@ ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 
 from tests.letters.build import build  # noqa: E402
+from tests.support.ports import free_port  # noqa: E402
 
 LETTERS = ROOT / "tests" / "letters" / "config.yaml"
 START_S, TRAIN_S = 120.0, 600.0
@@ -38,9 +38,7 @@ BACKEND = '{"max_lora_adapters": 4, "max_lora_rank": 8, "sample_max_num_sequence
 @contextmanager
 def skyrl(python: Path, home: Path) -> Iterator[str]:
     """The address of a SkyRL with the letters task's model. It starts only by `uv run`."""
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        port = found.getsockname()[1]
+    port = free_port()
     options = ["--backend", "jax", "--base-model", str(home / "base"), "--backend-config", BACKEND]
     options += ["--host", "127.0.0.1", "--port", str(port), "--checkpoints-base", str(home / "checkpoints")]
     options += ["--database-url", f"sqlite:///{home / 'skyrl.db'}"]

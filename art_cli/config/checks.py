@@ -203,9 +203,11 @@ def _judge_conflicts(config: RunConfig) -> Iterator[tuple[str, str]]:
             "loss",
             f"'sdpo' teaches by the judge's explanations, and judge {name!r} gives no reasons; choose judge=ruler",
         )
-    loss = "" if config.algorithm is not None else config.loss.name
-    if config.rollout.refill > 0 and loss in ("gdpo", "reinforce++") and not config.loss.compares_rewards_alone:
-        yield "rollout.refill", f"replaces groups of equal rewards, and with {loss!r} these teach as well; set it to 0"
+    learns_by = config.learns_by
+    has_teacher = isinstance(learns_by, TaughtLossConfig)
+    if config.rollout.refill > 0 and not learns_by.compares_rewards_alone and not has_teacher:
+        why = f"with {config.loss.name!r} these teach as well"
+        yield "rollout.refill", f"replaces groups of equal rewards, and {why}; set it to 0"
     if not config.learns_by.needs_rewards:
         rollout = config.rollout
         chosen = {
@@ -355,8 +357,6 @@ def _critic_conflicts(config: RunConfig, loss: PpoConfig) -> Iterator[tuple[str,
             yield "rollout.replay", "replays groups whose rewards differ, and rollout.group_size is 1; leave it out"
         if config.rollout.choose == "adaptive":
             yield "rollout.choose", "'adaptive' goes by rewards that differ in a group, and rollout.group_size is 1"
-    if config.rollout.refill > 0:
-        yield "rollout.refill", "replaces groups of equal rewards, and with a critic these teach as much; set it to 0"
     is_set = "value_clip" in loss.model_fields_set and loss.value_clip is not None
     if is_set and config.train.updates_per_step * config.train.epochs_per_step == 1:
         yield (

@@ -208,7 +208,7 @@ class RunConfig(Section):
         rollout = data.get("rollout") if loss is not None else None
         sources = rollout.get("sources") if isinstance(rollout, dict) else None
         parts = list(sources.values()) if isinstance(sources, dict) else []
-        if parts and all(isinstance(part, dict) and "judge" in part for part in parts):
+        if parts and all(isinstance(part, dict) and part.get("judge") is not None for part in parts):
             return data
         if isinstance(loss, dict):
             is_silent = loss.get("name") == "distill" and not loss.get("reward_weight")

@@ -29,7 +29,7 @@ from art_cli.judges.costs import CostEstimate, Usage
 from art_cli.runs.trajectory import Score, Trajectory
 from art_cli.runtime.errors import JudgeError, UsageError, describe
 from art_cli.runtime.plugins import place_of, resolve
-from art_cli.runtime.threads import LoopThread, call_in_thread
+from art_cli.runtime.threads import LoopThread, call_in_thread, is_being_cancelled
 
 log = logging.getLogger(__name__)
 
@@ -92,8 +92,7 @@ class FunctionJudge(Judge):
         except JudgeError:  # a user's class may decide that a group stays owed
             raise
         except asyncio.CancelledError as error:
-            task = asyncio.current_task()
-            if task is not None and task.cancelling():
+            if is_being_cancelled():
                 raise
             raise JudgeError(f"{self._entry}: it cancelled itself") from error
         except Exception as error:  # the boundary to the user's code

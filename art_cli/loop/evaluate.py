@@ -398,12 +398,9 @@ def check_policy(gate: Gate, results: Mapping[str, Mapping[str, Mapping[str, flo
             there = ", ".join(sorted(results[name]))
             raise UsageError(f"--gate: no metric {gate.metric!r} of {name}; there are {there}")
     ours = results[policy][gate.metric]
-    for name in (policy, gate.baseline or policy):
-        unjudged = results[name]["failed"].keys() - results[name][gate.metric].keys()
-        if gate.metric == "reward" and unjudged:
-            raise GateError(
-                f"gate missed: {name}: {len(unjudged)} scenarios have no reward; they may be the hardest ones"
-            )
+    for name in (policy, gate.baseline or policy) if gate.metric == "reward" else ():
+        if num := len(results[name]["failed"].keys() - results[name]["reward"].keys()):
+            raise GateError(f"gate missed: {name}: {num} scenarios have no reward; they may be the hardest ones")
     if gate.baseline is None:
         gate.check(estimate(list(ours.values())).mean, of=policy)
         return

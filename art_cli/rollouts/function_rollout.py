@@ -29,7 +29,7 @@ from art_cli.rollouts.policy import Connections, Json, Policy, read_outcome
 from art_cli.runs.outcome import Outcome
 from art_cli.runtime.errors import RolloutError
 from art_cli.runtime.plugins import resolve
-from art_cli.runtime.threads import LoopThread, call_in_thread
+from art_cli.runtime.threads import LoopThread, call_in_thread, is_being_cancelled
 
 if TYPE_CHECKING:
     from art_cli.config.schema import RolloutConfig
@@ -106,8 +106,7 @@ class FunctionRollout:
                 return await self._loop.run(self._call_async(policy, scenario))
             return await call_in_thread(self._call, policy, scenario)
         except asyncio.CancelledError as error:
-            task = asyncio.current_task()
-            if task is not None and task.cancelling():
+            if is_being_cancelled():
                 raise
             raise AttemptError("CancelledError", "the rollout cancelled itself") from error
         except Exception as error:  # a GeneratorExit of an awaited task closes the coroutine around the user's as well

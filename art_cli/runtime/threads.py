@@ -137,6 +137,12 @@ def finish(future: Future[Any], *, result: Any = None, error: BaseException | No
             future.set_result(result)
 
 
+def is_being_cancelled() -> bool:
+    """Returns whether the current task is asked to end; if not, its CancelledError is of code that cancelled itself."""
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0
+
+
 class LoopThread:
     """An event loop in a daemon thread, which starts with the first coroutine.
 

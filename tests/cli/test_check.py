@@ -150,7 +150,7 @@ def test_rows_are_tried_up_to_the_longest_that_is_expected_to_fit(
 
 
 class Apart:
-    """A learner whose logprob of one token of a hundred is 0.2 nats from the engine's, as in bfloat16."""
+    """A learner with these logprobs."""
 
     def __init__(self, scores: list[float]) -> None:
         self.scores = scores
@@ -161,12 +161,11 @@ class Apart:
 
 @pytest.mark.parametrize(("num_apart", "passes"), [(1, True), (60, False)])
 def test_the_engines_tokens_are_held_to_the_mean_that_training_is(tmp_path: Path, num_apart: int, passes: bool) -> None:
-    """`train.max_logprob_gap` (0.1) is the largest mean difference."""
+    """`train.max_logprob_gap` (0.1) is the largest mean; tokens are 0.2 nats apart, one of a hundred as in bfloat16."""
     preflight = Preflight(load_config(LETTERS / "config.yaml"), tmp_path)
     sampled = Turn(parent=None, kept=0, prompt_ids=[1], sampled_ids=[2] * 100, logprobs=[-1.0] * 100,
                    raw_logprobs=[-1.0] * 100, step=0, temperature=1.0, finish_reason="stop")  # fmt: skip
-    preflight.policy = preflight.tokenizer = tiny_weights()  # type: ignore[assignment]
-    preflight.tokenizer = tiny_tokenizer()
+    preflight.policy, preflight.tokenizer = tiny_weights(), tiny_tokenizer()
     preflight.learner = Apart([-1.2] * num_apart + [-1.0] * (100 - num_apart))  # type: ignore[assignment]
     preflight.played = [Trajectory(id="t", group_id="g", group_size=1, index=0, turns=[sampled])]
     found = preflight.check_tokens()

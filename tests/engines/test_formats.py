@@ -8,6 +8,7 @@ import json
 import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
+from decimal import Decimal
 from typing import Any, Literal
 
 import jsonschema  # type: ignore[import-untyped]
@@ -103,7 +104,7 @@ async def running(weights: Weights | None = None) -> AsyncIterator[EmbeddedEngin
 
 def content(choice: Choice) -> Any:
     assert choice.message and choice.finish_reason == "stop", choice
-    return json.loads(choice.message["content"])
+    return json.loads(choice.message["content"], parse_float=Decimal)  # as a float, 3.999... is 4
 
 
 # --- what completes is well-formed ------------------------------------------------------------------------------------
@@ -118,8 +119,8 @@ TEXTS = st.one_of(
 NUMBERS = st.one_of(
     st.builds(lambda low, more: {"type": "integer", "minimum": low, "maximum": low + more},
               st.integers(-200, 200), st.integers(0, 500)),
-    st.builds(lambda low, more: {"type": "number", "minimum": low, "maximum": low + more},
-              st.integers(-5, 5), st.integers(1, 9)),  # 3.999... is below 4, and read as 4
+    st.builds(lambda low, more: {"type": "number", "minimum": low, "exclusiveMaximum": low + more},
+              st.integers(-5, 5), st.integers(1, 9)),
     st.sampled_from([{"type": "integer", "multipleOf": 5}, {"type": "boolean"}, {"type": "null"}]),
 )  # fmt: skip
 ATOMS = st.one_of(
@@ -191,7 +192,7 @@ def test_every_completed_reply_validates(shared: tuple[asyncio.Runner, EmbeddedE
 
     check()
     assert set(reasons) <= {"stop", "length"}
-    assert reasons.count("stop") > 0.5 * len(reasons)
+    assert reasons.count("stop") > 0.8 * len(reasons)
 
 
 @pytest.mark.slow

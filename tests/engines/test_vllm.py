@@ -500,7 +500,7 @@ async def test_a_dead_server_is_noticed_and_started_once_more(fake: Fake) -> Non
             await flying
         assert lost.value.status >= 500
         reply = await engine.reply(chat("hello"))
-        assert time.monotonic() - begin < 60
+        assert time.monotonic() - begin < 10
         assert reply.step == 6
         assert [call["body"]["lora_name"] for call in fake.calls() if call.get("path") == "/v1/load_lora_adapter"] == [
             "policy@0006",

@@ -156,6 +156,7 @@ def test_a_prompt_that_trajectories_share_is_a_state_of_each() -> None:
 # --- contract 1 -------------------------------------------------------------------------------------------------------
 
 
+@in_float64
 def reference(
     weights: Weights, groups: list[list[ScoredTrajectory]], loss: PpoConfig
 ) -> tuple[dict[str, torch.Tensor], float]:
@@ -226,8 +227,7 @@ def test_gradient_is_that_of_one_sequence_at_a_time(
         for trajectory in group:
             trajectory.turns = sampled(WEIGHTS, trajectory.turns, noise=0.1, seed=trajectory.index)
     loss = PpoConfig(name="ppo", value_trunk=moves_trunk)
-    with in_float64(WEIGHTS.model):
-        expected, value_loss = reference(WEIGHTS, groups, loss)
+    expected, value_loss = reference(WEIGHTS, groups, loss)
     shape = {"micro_batch_tokens": budget, "packing": packing.replace("no packs", "auto")}
     trained = critic(WEIGHTS, loss, max_grad_norm=1e9, **shape)
     assert trained.critic is not None

@@ -32,6 +32,7 @@ def tokens_of(trajectory: ScoredTrajectory, index: int) -> list[Token]:
     return [*kept, *((index, place) for place in range(len(t.prompt_ids) + len(t.sampled_ids)))]
 
 
+@in_float64
 def reference_gradient(
     weights: Weights, groups: list[list[ScoredTrajectory]], components: list[str]
 ) -> dict[str, torch.Tensor]:
@@ -84,8 +85,7 @@ def test_gradient_is_that_of_one_token_at_a_time(
     """Contract 1, for each component alone and for all of them together, mixed within one trajectory."""
     for trajectory in (trajectory for group in groups for trajectory in group):
         trajectory.turns = sampled(WEIGHTS, trajectory.turns, noise=0.1, seed=trajectory.index)
-    with in_float64(WEIGHTS.model):
-        expected = reference_gradient(WEIGHTS, groups, components)
+    expected = reference_gradient(WEIGHTS, groups, components)
     loss = AlgorithmConfig(
         entry="tests.support.streams:Streams", options={"components": components}, mean_over="trained"
     )

@@ -1,8 +1,9 @@
 """The gradient of a step, worked out one sequence at a time, and what tests of learners compare with it."""
 
-import contextlib
+import functools
 import math
-from collections.abc import Iterator
+from collections.abc import Callable
+from typing import Concatenate, ParamSpec, TypeVar
 
 import torch
 from hypothesis import strategies as st
@@ -23,6 +24,9 @@ from art_cli.learners.torch_learner import TorchLearner
 from art_cli.models.loading import Weights
 from art_cli.runs.trajectory import ScoredTrajectory, Turn, sequence
 from tests.support.trees import logprobs_of, sampled, scored, turn, turn_trees
+
+P = ParamSpec("P")
+Found = TypeVar("Found")
 
 MAX_TOKENS = 16
 BONUS = 0.3  # reward of a nat of entropy, where the loss has a floor
@@ -54,20 +58,25 @@ def groups_of(draw: st.DrawFn) -> list[list[ScoredTrajectory]]:
     return groups
 
 
-@contextlib.contextmanager
-def in_float64(model: torch.nn.Module) -> Iterator[None]:
-    """What is worked out by hand is worked out in float64, lest the reference's own rounding be what is compared.
+def in_float64(reference: Callable[Concatenate[Weights, P], Found]) -> Callable[Concatenate[Weights, P], Found]:
+    """Works a reference out in float64, lest its own rounding be what is compared.
 
     Each value of float32 is one of float64, so that the weights are afterwards what they were.
     """
-    assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
-    model.double()
-    try:
-        yield
-    finally:
-        model.float()
+
+    @functools.wraps(reference)
+    def exact(weights: Weights, *arguments: P.args, **knobs: P.kwargs) -> Found:
+        assert {parameter.dtype for parameter in weights.model.parameters()} == {torch.float32}
+        weights.model.double()
+        try:
+            return reference(weights, *arguments, **knobs)
+        finally:
+            weights.model.float()
+
+    return exact
 
 
+@in_float64
 def reference_gradient(
     weights: Weights, groups: list[list[ScoredTrajectory]], loss: LossConfig
 ) -> dict[str, torch.Tensor]:
@@ -76,13 +85,6 @@ def reference_gradient(
     A sampled token is trained in the first leaf turn that holds it; a sequence is such a leaf. What the mean is over:
     with `mean_over` all, those of groups without signal too.
     """
-    with in_float64(weights.model):
-        return _reference_gradient(weights, groups, loss)
-
-
-def _reference_gradient(
-    weights: Weights, groups: list[list[ScoredTrajectory]], loss: LossConfig
-) -> dict[str, torch.Tensor]:
     sequences, num_tokens, num_sequences, num_trajectories = [], 0, 0, 0
     for group in groups:
         rewards = torch.tensor([t.reward for t in group], dtype=torch.float64)
