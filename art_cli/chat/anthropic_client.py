@@ -15,6 +15,7 @@ import msgspec
 
 from art_cli.chat.chat_errors import invalid
 from art_cli.chat.client import HttpBackend, read_answer, read_events
+from art_cli.chat.openai_reply import new_id, without_nulls
 from art_cli.chat.replies import Choice, Chunk, Reply, input_of
 from art_cli.chat.requests import Json, Request, text_of
 
@@ -44,7 +45,7 @@ class _UsageJson(msgspec.Struct):
 
 
 class _BlockJson(msgspec.Struct):
-    type: str
+    type: str = "text"
     text: str | None = None
     thinking: str | None = None
     id: str | None = None
@@ -71,7 +72,7 @@ class _DeltaJson(msgspec.Struct):
 
 class _EventJson(msgspec.Struct):
     type: str = ""
-    index: int = 0
+    index: int | None = None  # None: the newest block
     message: _MessageJson | None = None
     content_block: _BlockJson | None = None
     delta: _DeltaJson | None = None
@@ -92,7 +93,8 @@ class AnthropicBackend(HttpBackend):
         """Raises ChatError as HttpBackend does."""
         async with self._post(request, is_stream=False) as response:
             parsed = self._convert(await read_answer(response), _MessageJson)
-        calls = [_call(block) for block in parsed.content if block.type == "tool_use"]
+        with self._unreadable():
+            calls = [_call(block) for block in parsed.content if block.type == "tool_use"]
         text = "".join(block.text or "" for block in parsed.content if block.type == "text")
         thoughts = "".join(block.thinking or "" for block in parsed.content if block.type == "thinking")
         message: Json = {"role": "assistant", "content": text or (None if calls else "")}
@@ -124,7 +126,9 @@ class AnthropicBackend(HttpBackend):
                 event = self._convert(data, _EventJson)
                 if event.type == "error":
                     raise self._refusal(STATUSES.get(str((event.error or {}).get("type")), 502), data)
-                for chunk in stream.chunks(event):
+                with self._unreadable():
+                    chunks = list(stream.chunks(event))
+                for chunk in chunks:
                     yield chunk
         if not stream.is_over:
             raise self._broken("the stream ended before the answer did")
@@ -161,8 +165,29 @@ class AnthropicBackend(HttpBackend):
     def _convert(self, data: bytes, kind: type[Any]) -> Any:
         try:
             return msgspec.json.decode(data, type=kind)
+        except (ValueError, RecursionError):
+            pass
+        try:
+            return msgspec.convert(_mended(msgspec.json.decode(data)), kind, strict=False)
         except (ValueError, RecursionError) as error:
             raise self._broken(f"not a message of Anthropic's protocol: {error}") from error
+
+
+def _mended(value: Any) -> Json:
+    """Returns a message, a block or an event whose fields have Anthropic's types, where their meaning is clear."""
+    fields = without_nulls(value)
+    if isinstance(content := fields.get("content"), str | dict):
+        content = [{"type": "text", "text": content} if isinstance(content, str) else content]
+    if isinstance(content, list):
+        fields["content"] = [_mended(block) for block in content]
+    if isinstance(given := fields.get("input"), str):  # OpenAI's form of a call's arguments
+        fields["input"] = msgspec.json.decode(given or "{}")
+    for name in ("usage", "delta", "message", "content_block"):
+        if name in fields:
+            fields[name] = _mended(fields[name])
+    if not isinstance(fields.get("id", ""), str):
+        fields["id"] = str(fields["id"])
+    return fields
 
 
 class _Stream:
@@ -173,20 +198,26 @@ class _Stream:
         self._id = ""
         self._num_prompt = 0
         self._calls: dict[int, int] = {}  # index of a block -> index of its call
+        self._newest = -1  # index of the newest block
         self.is_over = False
 
     def chunks(self, event: _EventJson) -> Iterator[Chunk]:
+        if event.type == "content_block_start":
+            self._newest = self._newest + 1 if event.index is None else event.index
         match event.type:
             case "message_start" if event.message is not None:
                 self._id, self._num_prompt = event.message.id, event.message.usage.num_prompt
                 yield self._chunk({"role": "assistant"})
             case "content_block_start" if event.content_block is not None and event.content_block.type == "tool_use":
-                index = self._calls[event.index] = len(self._calls)
-                function = {"name": event.content_block.name or "", "arguments": ""}
-                call = {"index": index, "id": event.content_block.id, "type": "function", "function": function}
-                yield self._chunk({"tool_calls": [call]})
+                index = self._calls[self._newest] = len(self._calls)
+                whole = _call(event.content_block)
+                if not event.content_block.input:  # as Anthropic's own server begins a block: deltas follow
+                    whole["function"]["arguments"] = ""
+                yield self._chunk({"tool_calls": [{"index": index, **whole}]})
+            case "content_block_start" if event.content_block is not None and event.content_block.text:
+                yield self._chunk({"content": event.content_block.text})
             case "content_block_delta" if event.delta is not None:
-                if delta := self._delta(event.index, event.delta):
+                if delta := self._delta(self._newest if event.index is None else event.index, event.delta):
                     yield self._chunk(delta)
             case "message_delta" if event.delta is not None and not self.is_over:
                 self.is_over = True
@@ -300,8 +331,11 @@ def _tool_choice(choice: str | Json) -> Json:
 
 
 def _call(block: _BlockJson) -> Json:
+    """Raises ValueError if the call has no name."""
+    if not block.name:
+        raise ValueError("a tool_use block without a name")
     arguments = msgspec.json.encode(block.input or {}).decode()
-    return {"id": block.id, "type": "function", "function": {"name": block.name or "", "arguments": arguments}}
+    return {"id": block.id or new_id(), "type": "function", "function": {"name": block.name, "arguments": arguments}}
 
 
 def _finish_reason(stop_reason: str | None) -> str:

@@ -67,7 +67,7 @@ def read_key_texts(key: str | None, file: Path | None) -> list[str]:
     keys = [] if key is None else [key]
     if file is not None:
         try:
-            lines = [line.strip() for line in file.read_text().splitlines()]
+            lines = [line.strip() for line in file.read_text(encoding="utf-8-sig").splitlines()]
         except (OSError, UnicodeDecodeError) as error:
             raise UsageError(f"--api-key-file: cannot read {file}: {type(error).__name__}") from error
         found = [line for line in lines if line and not line.startswith("#")]

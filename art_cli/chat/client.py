@@ -12,16 +12,16 @@ aiohttp decompresses it in pieces, so that a decompression bomb is stopped too.
 import re
 from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
-from typing import Annotated, Any
+from typing import Any
 
 import aiohttp
 import msgspec
-from msgspec import Meta
 from yarl import URL
 
 from art_cli.chat.chat_errors import ChatError
+from art_cli.chat.openai_reply import ChoiceJson, ReplyJson, ReplyReader
 from art_cli.chat.proven_steps import POLICY_HEADER, read_policy
-from art_cli.chat.replies import Choice, Chunk, Echo, Reply
+from art_cli.chat.replies import Chunk, Reply
 from art_cli.chat.requests import RESHAPING, Json, Request, Sampling, needs_echo
 from art_cli.runtime.secrets import find_secrets
 
@@ -99,37 +99,47 @@ class HttpBackend:
         """Raises ChatError: the endpoint's refusal, 502 when it cannot be reached, 504 when it is too slow."""
         async with self._post(request, is_stream=False) as response:
             body, policy = await read_answer(response), read_policy(response.headers.get(POLICY_HEADER))
-        parsed = self._decode(body)
-        if not parsed.choices:
-            raise self._broken("no choices in the reply")
+        reader = ReplyReader(request)
+        with self._unreadable():
+            parsed = reader.read(body)
+            if not parsed.choices:
+                raise ValueError("it has no choices")
+            choices = [reader.choice(choice) for choice in parsed.choices]
         return Reply(
             id=parsed.id or "",
             created=int(parsed.created or 0),
             model=request.model,
-            choices=[_choice(request, choice) for choice in parsed.choices],
-            prompt_ids=_prompt_ids(parsed) or [],
+            choices=choices,
+            prompt_ids=parsed.prompt_ids or [],
             step=self.step if parsed.step is None else parsed.step,
             policy=policy,
             sampling=request.sampling,
-            usage=_usage(parsed),
+            usage=parsed.counts,
         )
 
     async def stream(self, request: Request) -> AsyncIterator[Chunk]:
         """Raises ChatError as `reply` does, also when the stream ends before its choices do."""
         open_choices = set(range(request.sampling.n))
+        begun, reader = set[int](), ReplyReader(request)
         async with self._post(request, is_stream=True) as response:
             policy = read_policy(response.headers.get(POLICY_HEADER))
             async for data in read_events(response):
-                if data == b"[DONE]":
-                    break
-                parsed = self._decode(data)
+                if data == b"[DONE]":  # also the end of choices for which the endpoint named no finish_reason
+                    ends = [ChoiceJson(index=index, finish_reason="stop") for index in sorted(open_choices & begun)]
+                    parsed = ReplyJson(choices=ends)
+                else:
+                    with self._unreadable():
+                        parsed = reader.read(data)
                 if parsed.error is not None:
                     raise self._refusal(502, data)
-                for chunk in self._chunks(request, parsed):
+                for chunk in self._chunks(request, parsed, reader):
                     chunk.policy = policy
+                    begun.add(chunk.choice.index)
                     if chunk.is_last:
                         open_choices.discard(chunk.choice.index)
                     yield chunk
+                if data == b"[DONE]":
+                    break
         if open_choices:
             raise self._broken("the stream ended before the answer did")
 
@@ -204,28 +214,31 @@ class HttpBackend:
     def _broken(self, message: str) -> ChatError:
         return ChatError(502, f"{self._url}: {message}", code="upstream_broken")
 
-    def _decode(self, data: bytes) -> "_ReplyJson":
+    @contextmanager
+    def _unreadable(self) -> Iterator[None]:
         try:
-            return msgspec.json.decode(data, type=_ReplyJson)
+            yield
         except (ValueError, RecursionError) as error:
             raise self._broken(f"not an OpenAI reply: {error}") from error
 
     def _hide_key(self, text: str) -> str:
         return self._secrets.redact(text[: 2 * MAX_MESSAGE])
 
-    def _chunks(self, request: Request, parsed: "_ReplyJson") -> Iterator[Chunk]:
-        prompt_ids = _prompt_ids(parsed)
-        for choice in parsed.choices or ([_ChoiceJson()] if parsed.usage else []):
+    def _chunks(self, request: Request, parsed: ReplyJson, reader: ReplyReader) -> Iterator[Chunk]:
+        prompt_ids = parsed.prompt_ids
+        for piece in parsed.choices or ([ChoiceJson()] if parsed.usage else []):
+            with self._unreadable():
+                choice = reader.choice(piece)
             yield Chunk(
                 id=parsed.id or "",
                 created=int(parsed.created or 0),
                 model=request.model,
-                choice=_choice(request, choice),
-                is_last=choice.finish_reason is not None,
+                choice=choice,
+                is_last=bool(piece.finish_reason),
                 prompt_ids=prompt_ids,
                 step=self.step if parsed.step is None else parsed.step,
                 sampling=request.sampling,
-                usage=_usage(parsed),
+                usage=parsed.counts,
             )
             prompt_ids = None
 
@@ -321,143 +334,6 @@ def _sampling(sampling: Sampling) -> Json:
     if sampling.logit_bias:
         fields["logit_bias"] = {str(token): bias for token, bias in sampling.logit_bias}
     return {name: value for name, value in fields.items() if value is not None}
-
-
-# --- what an endpoint answers -----------------------------------------------------------------------------------------
-
-
-_Bytes = list[Annotated[int, Meta(ge=0, le=255)]]
-
-
-class _TopJson(msgspec.Struct):
-    token: str
-    logprob: float
-    bytes: _Bytes | None = None
-
-
-class _TokenJson(_TopJson):
-    top_logprobs: list[_TopJson] | None = None
-
-
-class _LogprobsJson(msgspec.Struct):
-    """Chat has `content`; plain completions have the older parallel lists."""
-
-    content: list[_TokenJson] | None = None
-    tokens: list[str] | None = None
-    token_logprobs: list[float | None] | None = None
-    top_logprobs: list[dict[str, float] | None] | None = None
-    text_offset: list[int] | None = None
-
-
-class _ChoiceJson(msgspec.Struct):
-    index: int = 0
-    message: Json | None = None
-    delta: Json | None = None
-    text: str | None = None
-    logprobs: _LogprobsJson | None = None
-    finish_reason: str | None = None
-    stop_reason: Any = None  # vLLM's: the stop string that ended it, or the id of the stop token
-    token_ids: list[int] | None = None  # vLLM's and art's
-    prompt_token_ids: list[int] | None = None  # vLLM's, in plain completions
-    raw_logprobs: list[float] | None = None  # art's
-    sampled_logprobs: list[float] | None = None  # art's, whose `logprobs` are the raw ones
-
-
-class _UsageJson(msgspec.Struct):
-    prompt_tokens: int = 0
-    completion_tokens: int | None = 0
-
-
-class _ReplyJson(msgspec.Struct):
-    """A reply or a piece of a streamed one."""
-
-    id: str | None = None
-    created: float | None = None
-    choices: list[_ChoiceJson] = []
-    usage: _UsageJson | None = None
-    prompt_token_ids: list[int] | None = None  # vLLM's and art's
-    step: int | None = None  # art's
-    error: Any = None
-
-
-def _choice(request: Request, parsed: _ChoiceJson) -> Choice:
-    message = parsed.message if parsed.message is not None else parsed.delta
-    if message is not None:
-        message = {name: value for name, value in message.items() if name == "content" or value not in (None, [], "")}
-        for call in message.get("tool_calls", ()):
-            if "name" in (function := call.get("function") or {}):  # first piece of a call; clients append to it
-                function["arguments"] = function.get("arguments") or ""
-    choice = Choice(
-        index=parsed.index,
-        message=message,
-        text=parsed.text or (message or {}).get("content") or "",
-        token_ids=parsed.token_ids or [],
-        raw_logprobs=parsed.raw_logprobs,
-        finish_reason=parsed.finish_reason or "stop",
-        stop_string=parsed.stop_reason if isinstance(parsed.stop_reason, str) else None,
-    )
-    if parsed.logprobs is not None and parsed.logprobs.tokens and needs_echo(request):
-        _split_echo(request, choice, parsed.logprobs)
-    elif parsed.logprobs is not None:
-        _add_logprobs(choice, parsed.logprobs, wants_top=bool(request.top_logprobs))
-    if parsed.sampled_logprobs is not None:
-        choice.logprobs = parsed.sampled_logprobs
-    return choice
-
-
-def _split_echo(request: Request, choice: Choice, parsed: _LogprobsJson) -> None:
-    """Takes the prompt's part out of a choice's text and lists, in which it comes before the sampled tokens."""
-    if request.sampling.max_tokens == 0:
-        choice.token_ids = []  # vLLM samples one and does not show it
-    tokens, logprobs, tops = parsed.tokens or [], parsed.token_logprobs or [], parsed.top_logprobs or []
-    num = len(tokens) - len(choice.token_ids)
-    if num > 0:
-        offsets = parsed.text_offset or []
-        size = offsets[num] - offsets[0] if num < len(offsets) else len(choice.text)
-        likeliest = [None if top is None else list(top.items()) for top in tops[:num]]
-        choice.echo = Echo(
-            text=choice.text[:size],
-            tokens=tokens[:num],
-            offsets=offsets[:num],
-            logprobs=logprobs[:num],
-            top_logprobs=likeliest if request.top_logprobs and likeliest else None,
-        )
-        choice.text = choice.text[size:]
-    if choice.token_ids:
-        rest = _LogprobsJson(tokens=tokens[num:], token_logprobs=logprobs[num:], top_logprobs=tops[num:] or None)
-        _add_logprobs(choice, rest, wants_top=bool(request.top_logprobs))
-
-
-def _add_logprobs(choice: Choice, parsed: _LogprobsJson, *, wants_top: bool) -> None:
-    if parsed.content is not None:
-        choice.tokens = [_token(token) for token in parsed.content]
-        choice.logprobs = [token.logprob for token in parsed.content]
-        if any(token.top_logprobs for token in parsed.content):
-            choice.top_logprobs = [
-                [(_token(t), t.logprob) for t in token.top_logprobs or []] for token in parsed.content
-            ]
-    elif parsed.token_logprobs is not None and None not in parsed.token_logprobs:
-        choice.tokens = parsed.tokens or []
-        choice.logprobs = [logprob for logprob in parsed.token_logprobs if logprob is not None]
-        if parsed.top_logprobs is not None and wants_top:
-            choice.top_logprobs = [list((top or {}).items()) for top in parsed.top_logprobs]
-
-
-def _token(parsed: _TopJson) -> str:
-    """Returns the token's text. Bytes of an incomplete character become lone surrogates (`replies.token_bytes`)."""
-    if parsed.bytes is None or "\ufffd" not in parsed.token:
-        return parsed.token
-    return bytes(parsed.bytes).decode(errors="surrogateescape")
-
-
-def _prompt_ids(parsed: _ReplyJson) -> list[int] | None:
-    if parsed.prompt_token_ids is not None:
-        return parsed.prompt_token_ids
-    return parsed.choices[0].prompt_token_ids if parsed.choices else None
-
-
-def _usage(parsed: _ReplyJson) -> tuple[int, int] | None:
-    return None if parsed.usage is None else (parsed.usage.prompt_tokens, parsed.usage.completion_tokens or 0)
 
 
 async def read_events(response: aiohttp.ClientResponse) -> AsyncIterator[bytes]:

@@ -24,6 +24,7 @@ from functools import cache, cached_property, lru_cache
 from typing import Any
 
 from art_cli.chat.chat_errors import invalid
+from art_cli.chat.template_messages import for_template
 
 Json = dict[str, Any]
 
@@ -109,6 +110,7 @@ class ControlTokens:
 
     def chat_ids(self, messages: Sequence[Json], tools: Sequence[Json] = ()) -> list[int]:
         """Returns the tokens of a conversation in the tokenizer's template. Raises what that raises, and ValueError."""
+        messages = [for_template(message) for message in messages]
         guard = Guard(self, messages, tools)
         text = self.tokenizer.apply_chat_template(
             guard.messages(messages), tools=guard.value(list(tools)) or None, tokenize=False

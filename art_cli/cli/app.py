@@ -6,6 +6,7 @@ too, with the traceback under --verbose.
 """
 
 import atexit
+import io
 import os
 import shutil
 import signal
@@ -77,6 +78,8 @@ def main() -> NoReturn:
     for name in ("stdout", "stderr"):  # None where the caller has closed it
         if getattr(sys, name) is None:
             setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115
+    if isinstance(sys.stdout, io.TextIOWrapper):  # a letter that the output's encoding lacks becomes a question mark
+        sys.stdout.reconfigure(errors="replace")
     code = run(sys.argv[1:])
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # all work is done, so Ctrl-C ends Python's clean-up at once

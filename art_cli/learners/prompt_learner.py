@@ -220,7 +220,7 @@ def _mean(attempts: Rewarded) -> float:
 
 
 def _read_part(name: str, path: Path) -> str:
-    text = path.read_text(encoding="utf-8").strip()
+    text = path.read_text(encoding="utf-8-sig").strip()
     if len(text) > MAX_PART:
         raise UsageError(f"learner.parts.{name}: {path}: {len(text)} characters; a part has {MAX_PART} at most")
     return text

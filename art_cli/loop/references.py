@@ -380,7 +380,7 @@ def _text(key: str, path: Path) -> Iterator[Wrong]:
     try:
         if not os.path.isfile(path):
             yield Wrong(key, _absence(path))
-        elif not path.read_text(encoding="utf-8").strip():
+        elif not path.read_text(encoding="utf-8-sig").strip():
             yield Wrong(key, f"{show(path)}: an empty file")
     except (OSError, UnicodeDecodeError) as error:
         yield Wrong(key, f"{show(path)}: {getattr(error, 'strerror', None) or 'not UTF-8 text'}")

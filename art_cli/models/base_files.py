@@ -73,7 +73,7 @@ def read_template(path: Path) -> str:
     import jinja2
 
     try:
-        text = path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8-sig")  # editors on Windows write a byte order mark
         jinja2.Environment(extensions=["jinja2.ext.loopcontrols"]).compile(_without_markers(text))
     except OSError as error:
         raise DataError(f"cannot be read: {error.strerror or error}", path) from error

@@ -16,7 +16,7 @@ import math
 import os
 import threading
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -449,13 +449,31 @@ def _check_complete(found: dict[str, Any]) -> None:
 
 
 def load_tokenizer(base: str) -> Any:
+    """Returns the tokenizer at `base`. Its chat template is one text or None."""
     import transformers
 
     _hide_progress_bars()
     try:
-        return transformers.AutoTokenizer.from_pretrained(base, trust_remote_code=False)
+        tokenizer = transformers.AutoTokenizer.from_pretrained(base, trust_remote_code=False)
+        tokenizer.chat_template = one_template(tokenizer.chat_template)
     except Exception as error:  # the boundary to transformers and tokenizers, which raise plain Exceptions as well
         raise ValueError(f"its tokenizer (tokenizer.json, tokenizer_config.json): {one_line(error)}") from error
+    return tokenizer
+
+
+def one_template(template: str | Mapping[str, str] | None) -> str | None:
+    """Returns a tokenizer's chat template as one text that chooses as transformers does.
+
+    Hermes 3, Command R and Mistral 7B v0.3 have named templates: `tool_use` for conversations with tools, and
+    `default`. Other names are never chosen. A byte order mark in front is no part of a template.
+    """
+    if template is None or isinstance(template, str):
+        return template and template.removeprefix("\ufeff")
+    texts = {name: text.removeprefix("\ufeff").removesuffix("\n") for name, text in template.items()}
+    default, tools = texts.get("default"), texts.get("tool_use")
+    if default is None or tools is None:
+        return default or tools
+    return f"{{%+ if tools +%}}{tools}{{%+ else +%}}{default}{{%+ endif +%}}"  # + keeps the white space at its side
 
 
 def configs_of(base: str) -> list[Any]:

@@ -194,3 +194,55 @@ def test_an_answer_in_json_with_a_field_name_is_no_call() -> None:
     answer = '{"name": "Alice", "age": 30}'
     assert parse(answer, [], syntax=syntax) | {"tool_calls": []} == parse(answer, [5, 9], syntax=syntax)
     assert parse(answer, [], syntax=syntax)["content"] == answer
+
+
+MARKS = ("<tool_call>", "</tool_call>", "<parameter=to>", "</parameter>", "</function>", "<function=f>", "<arg_value>")
+MARKS += ("</arg_value>", "<arg_key>", "[TOOL_CALLS]", "[ARGS]", "<|python_tag|>", "<|tool_call|>", "<|/tool_call|>")
+# How each family writes a call of move(to=VALUE). A value of xml and glm is there as it is, in the others as JSON.
+QUOTES = {
+    "hermes": '<tool_call>\n{"name": "move", "arguments": {"to": VALUE}}\n</tool_call>',
+    "xml": "<tool_call>\n<function=move>\n<parameter=to>\nVALUE\n</parameter>\n</function>\n</tool_call>",
+    "glm": "<tool_call>move\n<arg_key>to</arg_key>\n<arg_value>VALUE</arg_value>\n</tool_call>",
+    "mistral list": '[TOOL_CALLS][{"name": "move", "arguments": {"to": VALUE}}]',
+    "mistral args": '[TOOL_CALLS]move[ARGS]{"to": VALUE}',
+    "llama": '{"name": "move", "parameters": {"to": VALUE}}',
+    "llama tag": '<|python_tag|>{"name": "move", "parameters": {"to": VALUE}}',
+    "phi": '<|tool_call|>[{"name": "move", "arguments": {"to": VALUE}}]<|/tool_call|>',
+}
+PLAIN = ("xml", "glm")
+# What an argument cannot hold, because nothing tells it from the end of the argument.
+ENDS = {"xml": ("</parameter><parameter=", "</parameter></function></tool_call>"),
+        "glm": ("</arg_value><arg_key>", "</arg_value></tool_call>")}  # fmt: skip
+
+
+@settings(max_examples=1000)
+@given(
+    st.sampled_from(sorted(QUOTES)),
+    st.lists(st.sampled_from([*MARKS, "a", " b ", '"', "\\", "{", "}]", "é"]), min_size=1, max_size=4),
+    st.sampled_from([1, 2]),
+    st.lists(st.integers(1, 200), max_size=4),
+)
+def test_marks_that_an_argument_quotes_are_its_text(family: str, parts: list[str], num: int, cuts: list[int]) -> None:
+    value = "x" + "".join(parts) + "x"
+    if any(end in value for end in ENDS.get(family, ())):
+        return
+    text = QUOTES[family].replace("VALUE", value if family in PLAIN else json.dumps(value))
+    num = num if family in ("hermes", "xml", "glm", "phi") else 1  # the others write all calls of a reply in one text
+    calls = parse("\n".join([text] * num), cuts, syntax=TEXTS[family][0])["tool_calls"]
+    assert [json.loads(call["arguments"]) for call in calls] == [{"to": value}] * num
+
+
+@pytest.mark.parametrize("number", ["NaN", "Infinity", "-Infinity"])
+@pytest.mark.parametrize("family", sorted(set(QUOTES) - {"xml", "glm"}))
+def test_a_number_that_is_not_json_makes_no_call(family: str, number: str) -> None:
+    message = parse(QUOTES[family].replace("VALUE", number), [], syntax=TEXTS[family][0])
+    assert message["tool_calls"] == [] and number in (message["content"] or "")
+
+
+@pytest.mark.parametrize("value", ["NaN", "1e999", "-Infinity", '"\\ud800"', "[NaN]"])
+@pytest.mark.parametrize("family", PLAIN)
+def test_a_value_that_is_not_json_stays_text(family: str, value: str) -> None:
+    schemas = {"move": {"properties": {"to": {"type": "number"}}}}
+    text = QUOTES[family].replace("VALUE", value)
+    [call] = parse(text, [], syntax=TEXTS[family][0], schemas=schemas)["tool_calls"]
+    assert json.loads(call["arguments"]) == {"to": value} and call["arguments"].encode()

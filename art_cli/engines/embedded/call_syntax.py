@@ -10,6 +10,9 @@
 Each syntax reads the text between its two markers and returns the calls in it, or None where that text is no call and
 stays content. The arguments of JSON syntaxes stay exactly the sampled text. The others are written as JSON, each value
 by the type in the tool's schema.
+
+An argument may quote the marks of its syntax. A mark in a JSON string is text. The arguments of xml and glm end at the
+last closing mark before the next argument or the end of the call.
 """
 
 import json
@@ -33,6 +36,7 @@ class CallSyntax:
     begin: str
     end: str  # "": a call lasts until the end of the reply
     read: Callable[[str, Schemas], list[Json] | None]
+    is_quoted: Callable[[str], bool] = lambda body: False  # whether an end behind this text is part of an argument
     is_bare_json: bool = False  # whether a reply that is one JSON object with a name is a call without `begin` too
 
     @property
@@ -59,6 +63,13 @@ def schemas_of(tools: Sequence[Json]) -> Schemas:
     return {tool["function"]["name"]: tool["function"].get("parameters") or {} for tool in tools}
 
 
+def _refuse(name: str) -> Any:
+    raise ValueError(f"{name} is not JSON")
+
+
+_DECODER = json.JSONDecoder(parse_constant=_refuse)
+_ESCAPE = re.compile(r"\\.", re.DOTALL)
+
 # --- JSON -------------------------------------------------------------------------------------------------------------
 
 
@@ -71,6 +82,11 @@ def read_json_call(body: str, _: Schemas = {}) -> list[Json] | None:  # noqa: B0
 def read_json_calls(body: str, _: Schemas) -> list[Json] | None:
     """Returns a list of objects with `name` and `arguments`, or one, or several joined by semicolons (Llama)."""
     return _calls_in(body, _json_call)
+
+
+def _ends_in_string(body: str) -> bool:
+    """Returns True if the text ends inside a JSON string."""
+    return _ESCAPE.sub("", body).count('"') % 2 == 1
 
 
 def _calls_in(body: str, read: Callable[[str], Json | None]) -> list[Json] | None:
@@ -103,28 +119,27 @@ def read_object(text: str) -> dict[str, str] | None:
 def _split(text: str, opening: str) -> list[str] | None:
     """Returns the texts of a JSON list's items or an object's keys and values in turn, or None if it is neither."""
     try:
-        json.loads(text)
+        json.loads(text, parse_constant=_refuse)
     except (ValueError, RecursionError):
         return None
     if not text.startswith(opening):
         return None
-    decoder, parts, offset = json.JSONDecoder(), [], 1
+    parts, offset = [], 1
     while text[offset] not in "]}":
         if text[offset] in SPACE + ",:":
             offset += 1
         else:
-            _, end = decoder.raw_decode(text, offset)
+            _, end = _DECODER.raw_decode(text, offset)
             parts.append(text[offset:end])
             offset = end
     return parts
 
 
 def _split_objects(text: str) -> list[str] | None:
-    decoder = json.JSONDecoder()
     items, offset = [], 0
     while offset < len(text):
         try:
-            _, end = decoder.raw_decode(text, offset)
+            _, end = _DECODER.raw_decode(text, offset)
         except (ValueError, RecursionError):
             return None
         items.append(text[offset:end])
@@ -137,11 +152,12 @@ def _split_objects(text: str) -> list[str] | None:
 # --- the others -------------------------------------------------------------------------------------------------------
 
 _MISTRAL_ID = re.compile(r"[a-zA-Z0-9]{9}")
-_ARGUMENTS = re.compile(r"\s*([\w.\-]{1,200})\s*(?:\[CALL_ID\](\w*)[^\[]*)?\[ARGS\]", re.ASCII)
+_ARGUMENTS = re.compile(r"\s*([\w.\-]{1,200})\s*(?:\[CALL_ID\](\w*)[^\[]*)?\[ARGS\]\s*", re.ASCII)
+_FUNCTION_START = re.compile(r"\s*<function=")
 _FUNCTION = re.compile(r"\s*<function=([^>\n]{1,200})>(.*)</function>\s*", re.DOTALL)
-_PARAMETER = re.compile(r"<parameter=([^>\n]{1,200})>\n?(.*?)\n?</parameter>", re.DOTALL)
+_PARAMETER = re.compile(r"<parameter=([^>\n]{1,200})>\n?(.*?)\n?</parameter>\s*(?=<parameter=|\Z)", re.DOTALL)
 _GLM_NAME = re.compile(r"\s*([\w.\-]{1,200})\s*(?=<arg_key>|$)", re.ASCII)
-_GLM_ARGUMENT = re.compile(r"<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_value>\s*", re.DOTALL)
+_GLM_ARGUMENT = re.compile(r"<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_value>\s*(?=<arg_key>|\Z)", re.DOTALL)
 
 
 def read_mistral_calls(body: str, schemas: Schemas) -> list[Json] | None:
@@ -150,16 +166,23 @@ def read_mistral_calls(body: str, schemas: Schemas) -> list[Json] | None:
     Mistral's templates refuse an id that is not 9 letters and digits. Those that write the list write the id in it, so
     the id that the model sampled is the call's.
     """
-    if "[ARGS]" not in body:
+    if body.lstrip(SPACE)[:1] in ("[", "{"):
         return _calls_in(body, _mistral_call)
-    calls = []
-    for part in body.split("[TOOL_CALLS]"):
-        found = _ARGUMENTS.match(part)
-        arguments = part[found.end() :].strip(SPACE) if found else ""
-        if found is None or read_object(arguments) is None:
+    calls, offset = [], 0
+    while found := _ARGUMENTS.match(body, offset):
+        try:
+            _, end = _DECODER.raw_decode(body, found.end())
+        except (ValueError, RecursionError):
+            return None
+        arguments = body[found.end() : end]
+        if not arguments.startswith("{"):
             return None
         calls.append({**call_of(found[1], arguments), "id": mistral_id(found[2])})
-    return calls
+        rest = body[end:].lstrip(SPACE)
+        if not rest.startswith("[TOOL_CALLS]"):
+            return None if rest else calls
+        offset = len(body) - len(rest) + len("[TOOL_CALLS]")
+    return None
 
 
 def _mistral_call(text: str) -> Json | None:
@@ -179,6 +202,16 @@ def read_xml_call(body: str, schemas: Schemas) -> list[Json] | None:
     if found is None:
         return read_json_call(body)
     return [_typed_call(found[1].strip(), _PARAMETER.findall(found[2]), schemas)]
+
+
+def _is_in_parameter(body: str) -> bool:
+    if not _FUNCTION_START.match(body):
+        return _ends_in_string(body)
+    return body.rfind("<parameter=") > body.rfind("</parameter>") or not body.rstrip(SPACE).endswith("</function>")
+
+
+def _is_in_argument(body: str) -> bool:
+    return body.rfind("<arg_value>") > body.rfind("</arg_value>")
 
 
 def read_glm_call(body: str, schemas: Schemas) -> list[Json] | None:
@@ -204,9 +237,11 @@ def _typed(text: str, schema: Any) -> Any:
     if text in ("True", "False"):  # as models write what they read of Python
         return text == "True"
     try:
-        return json.loads(text, parse_constant=lambda name: name)
+        value = json.loads(text)
+        json.dumps(value, ensure_ascii=False, allow_nan=False).encode()  # 1e999 and half a surrogate pair are not JSON
     except (ValueError, RecursionError):
         return text
+    return value
 
 
 def _may_be_text(schema: Any) -> bool:
@@ -224,12 +259,12 @@ def _may_be_text(schema: Any) -> bool:
     )
 
 
-HERMES = CallSyntax("hermes", "<tool_call>", "</tool_call>", read_json_call)
-XML = CallSyntax("xml", "<tool_call>", "</tool_call>", read_xml_call)
-GLM = CallSyntax("glm", "<tool_call>", "</tool_call>", read_glm_call)
+HERMES = CallSyntax("hermes", "<tool_call>", "</tool_call>", read_json_call, _ends_in_string)
+XML = CallSyntax("xml", "<tool_call>", "</tool_call>", read_xml_call, _is_in_parameter)
+GLM = CallSyntax("glm", "<tool_call>", "</tool_call>", read_glm_call, _is_in_argument)
 MISTRAL = CallSyntax("mistral", "[TOOL_CALLS]", "", read_mistral_calls)
 LLAMA = CallSyntax("llama", "<|python_tag|>", "", read_json_calls, is_bare_json=True)
-PHI = CallSyntax("phi", "<|tool_call|>", "<|/tool_call|>", read_json_calls)
+PHI = CallSyntax("phi", "<|tool_call|>", "<|/tool_call|>", read_json_calls, _ends_in_string)
 
 _BY_MARK = (  # the first mark that a template contains decides
     ("<function=", XML),

@@ -20,8 +20,8 @@ from typing import Any
 
 from art_cli.chat.chat_errors import ChatError, invalid
 from art_cli.chat.control_tokens import Guard
-from art_cli.chat.reading import check_size
-from art_cli.chat.requests import Json, Request, demands_format, prompt_text
+from art_cli.chat.requests import Json, Request, demands_format
+from art_cli.chat.template_messages import for_template, keeps_text
 from art_cli.engines.embedded.call_syntax import HERMES, SPACE, CallSyntax, Schemas, find_syntax, schemas_of
 from art_cli.engines.embedded.grammars import Format, Thoughts, reply_format
 from art_cli.engines.embedded.reply_text import MARKERS, TooLong, Vocabulary, overlap
@@ -31,6 +31,7 @@ _WRITES_ANEW = re.compile(r"\barguments\s*\|\s*tojson")
 MAX_ASIDE = 2**20  # most characters of messages and tools that a template may leave out, as thoughts of earlier turns
 SHORT = 4096  # characters of a request that is rendered at once; a tokenizer takes 1 us for each at most
 VALUE = 8  # characters that take as long as one JSON value of a request
+MAX_QUOTED = 64  # end marks that one call may quote, because looking at each takes the time of the text before it
 MAX_LENGTH = 2**20  # tokens of the context where the caller gives no length
 
 
@@ -156,9 +157,9 @@ def _apply_template(vocabulary: Vocabulary, request: Request, tools: list[Json],
     """Returns the prompt's text with the guard's stand-ins in it."""
     assert request.messages is not None, "a request has messages or a prompt"
     template = vocabulary.tokenizer.chat_template or ""
-    keeps_text = "arguments is string" in template or "arguments is not string" in template  # Qwen3; Mistral
-    messages = [for_template(message, keeps_text) for message in request.messages]
-    stand_ins = StandIns(request.messages if _writes_anew(template) and not keeps_text else ())
+    is_kept = keeps_text(template)
+    messages = [for_template(message, keeps_text=is_kept) for message in request.messages]
+    stand_ins = StandIns(request.messages if _writes_anew(template) and not is_kept else ())
     most = max_length * vocabulary.longest
     wishes = {} if request.thinks is None else {"enable_thinking": request.thinks}
     guard = Guard(vocabulary.controls, messages, request.messages, tools, request.template_kwargs, request.tool_choice)
@@ -215,31 +216,6 @@ class StandIns:
         return None if self._name in text else text
 
 
-def for_template(message: Json, keeps_text: bool) -> Json:
-    """Returns the message for templates: content as a string, arguments of calls as an object (or as they were)."""
-    role = "system" if message["role"] == "developer" else message["role"]
-    message = {**message, "role": role, "content": prompt_text(message.get("content"))}
-    if message.get("tool_calls"):
-        message["tool_calls"] = [_call_for_template(call, keeps_text) for call in message["tool_calls"]]
-    return {key: value for key, value in message.items() if value is not None}
-
-
-def _call_for_template(call: Json, keeps_text: bool) -> Json:
-    function = dict(call["function"])
-    arguments = function.get("arguments") or "{}"
-    try:
-        parsed = _read_arguments(arguments) if isinstance(arguments, str) else arguments
-    except (ValueError, RecursionError):
-        raise invalid(f"messages: arguments of a call to {function.get('name')!r} are not JSON", "messages") from None
-    function["arguments"] = arguments if keeps_text else parsed
-    return {**call, "function": function}
-
-
-def _read_arguments(arguments: str) -> Any:
-    check_size(arguments.encode(errors="replace"), "messages: a call's arguments", "messages")
-    return json.loads(arguments)
-
-
 def _call_opening(choice: str | Json, template: str, syntax: CallSyntax) -> str:
     if choice in ("auto", "none"):
         return ""
@@ -274,6 +250,7 @@ class MessageParser:
         self._syntax, self._schemas = syntax, schemas or {}
         self._held = opening  # text whose meaning is not decided yet
         self._state = "start" if has_thinking else "content"  # start, think, content, call
+        self._quoted = list[int]()  # indices of end marks that arguments of the open call quote
         self._gap = ""  # white space after a call; it is shown if text follows
         self._content: list[str] = []
         self._reasoning: list[str] = []
@@ -360,14 +337,33 @@ class MessageParser:
 
     def _in_call(self, is_last: bool) -> list[Json]:
         end = self._syntax.end
-        body, found, rest = self._held.partition(end) if end else (self._held, "", "")
+        place = self._end_of_call(is_last)
+        body, found, rest = self._held, "", ""
+        if place >= 0:
+            body, found, rest = self._held[:place], end, self._held[place + len(end) :]
         if not found and not is_last:
             return []
-        self._state, self._held = "content", rest
+        self._state, self._held, self._quoted = "content", rest, []
         if not found and self._is_held and end:
             return []  # max_tokens has cut it, and its markup is no content
         calls = self._syntax.read(body, self._schemas)
         return self._show(self._syntax.begin + body + found) if calls is None else self._call(calls)
+
+    def _end_of_call(self, is_last: bool) -> int:
+        """Returns the index of the end mark of the call that is open, or -1 if it is not there yet.
+
+        A mark that an argument quotes is not the end, unless no other mark follows in the whole reply.
+        """
+        end = self._syntax.end
+        if not end:
+            return -1
+        start = self._quoted[-1] + 1 if self._quoted else 0
+        while (place := self._held.find(end, start)) >= 0:
+            if len(self._quoted) >= MAX_QUOTED or not self._syntax.is_quoted(self._held[:place]):
+                return place
+            self._quoted.append(place)
+            start = place + 1
+        return self._quoted[0] if is_last and self._quoted else -1
 
     def _may_be_bare_call(self) -> bool:
         """Returns whether the whole reply may still be one call without a marker."""

@@ -20,6 +20,7 @@ from art_cli.chat.control_tokens import Guard
 from art_cli.chat.reading import RequestReader
 from art_cli.chat.replies import Choice, Chunk, Reply
 from art_cli.chat.requests import Json, Request
+from art_cli.chat.template_messages import for_template
 from art_cli.engines.embedded import chat_prompts
 from art_cli.engines.embedded.call_syntax import HERMES, MISTRAL, call_of, find_syntax, mistral_id, schemas_of
 from art_cli.engines.embedded.chat_prompts import CALL, THINK_END, Prompt
@@ -112,7 +113,7 @@ class Chats:
 
 def _has_marker(vocabulary: Vocabulary, request: Request, messages: list[Json]) -> bool:
     """Returns whether a text of the conversation may hold a marker."""
-    talk = [chat_prompts.for_template(message, keeps_text=False) for message in messages]
+    talk = [for_template(message) for message in messages]
     guard = Guard(vocabulary.controls, talk, request.tools, request.template_kwargs)
     guard.messages(talk)
     guard.value([request.tools, request.template_kwargs])

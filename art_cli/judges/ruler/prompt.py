@@ -234,7 +234,7 @@ def _read_text(what: str, path: Path | None, directory: Path) -> str:
         return (Path(__file__).parent / f"{what}.txt").read_text(encoding="utf-8").strip()
     path = directory / path.expanduser()
     try:
-        text = path.read_text(encoding="utf-8").strip()
+        text = path.read_text(encoding="utf-8-sig").strip()
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(f"judge.{what}: {path}: {getattr(error, 'strerror', None) or error}") from error
     if not text:

@@ -99,8 +99,8 @@ class Feedback:
         first = next((index for index, message in enumerate(messages) if message.get("role") == "user"), None)
         if first is None:
             return None
-        head = [_plain(message) for message in messages[: first + 1]]
-        longer = [*head[:-1], {**head[-1], "content": head[-1]["content"] + words}]
+        head = messages[: first + 1]
+        longer = [*head[:-1], {**head[-1], "content": prompt_text(head[-1].get("content")) + words}]
         try:
             return _difference(self._render(head, tools), self._render(longer, tools))
         except Exception:  # the boundary to the model's own template, which fails in any way
@@ -108,12 +108,6 @@ class Feedback:
 
     def _render(self, messages: Sequence[Json], tools: Sequence[Json]) -> Ints:
         return np.asarray(self._controls.chat_ids(messages, tools), dtype=np.int64)
-
-
-def _plain(message: Json) -> Json:
-    """Returns the message as the engines give it to a template."""
-    role = "system" if message.get("role") == "developer" else message.get("role")
-    return {**message, "role": role, "content": prompt_text(message.get("content"))}
 
 
 def _difference(old: Ints, new: Ints) -> Splice:

@@ -1,7 +1,7 @@
 """Examples: what a supervised warm-up learns from, read from files, divided, and made into samples. No torch.
 
-An example is plain JSON: a chat transcript {"messages": [...], "tools": [...]} (Demo), of which assistant tokens alone
-are learned from, or an attempt of the policy's own with its tokens {"id": ..., "scenario": ..., "turns": [...]}.
+An example is plain JSON: a chat transcript {"messages": [...], "tools": [...]} (transcripts.py), whose assistant tokens
+alone are trained, or an attempt by the policy, with its tokens {"id": ..., "scenario": ..., "turns": [...]}.
 
 The attempts are the best of scored groups (`best_attempts`): rejection sampling as in RAFT, Dong et al. 2023
 (arXiv:2304.06767), and Llama 2 (arXiv:2307.09288, section 3.2.3). An attempt is learned from with the tokens that the
@@ -20,9 +20,12 @@ from typing import Any, NamedTuple
 import msgspec
 import numpy as np
 
+from art_cli.chat.chat_errors import ChatError
 from art_cli.chat.control_tokens import ControlTokens, Guard, controls_of
+from art_cli.chat.template_messages import for_template
 from art_cli.config.schema import SftConfig
 from art_cli.learners.samples import Credit, Ints, Sample, bare_sample, count_sampled, token_weights, trajectory_samples
+from art_cli.learners.sft.transcripts import Transcript, is_learned
 from art_cli.models.loading import stop_ids
 from art_cli.rollouts.scenario_files import is_held_out
 from art_cli.runs.durable import read_lines
@@ -35,37 +38,6 @@ Json = dict[str, Any]
 log = logging.getLogger(__name__)
 
 
-class Demo(msgspec.Struct, frozen=True, kw_only=True):
-    """One transcript in OpenAI's format; other keys are ignored.
-
-    Example: Demo(messages=[{"role": "user", "content": "2+2"}, {"role": "assistant", "content": "4"}])
-    """
-
-    messages: list[Json]
-    tools: list[Json] = []
-
-    def __post_init__(self) -> None:
-        if not all(isinstance(message.get("role"), str) for message in self.messages):
-            raise ValueError('every message needs a "role"')
-        if not any(message["role"] == "assistant" for message in self.messages):
-            raise ValueError("no assistant message to learn from")
-
-
-class DemoLine(Demo, frozen=True, kw_only=True):
-    """A transcript on a line of a file, which must not be an attempt with the tokens that were sampled."""
-
-    group_size: Any = None  # an attempt that art played has both; one of another tool may have no turns
-    turns: Any = None
-
-    def __post_init__(self) -> None:
-        if self.group_size is not None and self.turns:
-            raise ValueError(
-                "an attempt, not a transcript: the messages of good and bad attempts would be learned from alike; "
-                "--best-of (sft.best_of) learns from the best scored ones of each group"
-            )
-        super().__post_init__()
-
-
 def load_demos(spec: str, directory: Path) -> list[Json]:
     """Returns the transcripts of a JSON-lines file, or those that "file.py:function" returns, in order.
 
@@ -75,7 +47,7 @@ def load_demos(spec: str, directory: Path) -> list[Json]:
     """
     path = directory / spec
     if path.is_file():
-        demos: list[Demo] = list(read_lines(path, DemoLine))
+        demos = list(read_lines(path, Transcript))
     elif ":" in spec:
         demos = _call(spec, directory)
     else:
@@ -85,7 +57,7 @@ def load_demos(spec: str, directory: Path) -> list[Json]:
     return [{"messages": demo.messages, "tools": demo.tools} for demo in demos]
 
 
-def _call(spec: str, directory: Path) -> list[Demo]:
+def _call(spec: str, directory: Path) -> list[Transcript]:
     make = resolve(spec, base=directory)
     try:
         items = make() if callable(make) else make
@@ -98,9 +70,9 @@ def _call(spec: str, directory: Path) -> list[Demo]:
         raise DataError(f"it raised {describe(error)}", spec) from error
 
 
-def _convert(item: object, source: str) -> Demo:
+def _convert(item: object, source: str) -> Transcript:
     try:
-        return msgspec.convert(item, Demo)
+        return msgspec.convert(item, Transcript)
     except msgspec.ValidationError as error:
         raise DataError(str(error), source) from None
 
@@ -108,7 +80,8 @@ def _convert(item: object, source: str) -> Demo:
 def demo_samples(
     demo: Json, tokenizer: Any, *, name: str, max_length: int, stops: Collection[int] = ()
 ) -> list[Sample]:
-    """Returns the samples of a transcript `{"messages": [...], "tools": [...]}`. It trains each assistant message once.
+    """Returns the samples of a transcript `{"messages": [...], "tools": [...]}`. It trains each assistant message once,
+    except a message whose `weight` is 0.
 
     A message is rendered as it will be sampled. The prompt is the conversation before it with the template's generation
     prompt. The reply is what the template then adds for the message, up to the first of `stops`, where the engine ends
@@ -122,16 +95,17 @@ def demo_samples(
     prompt.
     """
     controls, stops = controls_of(tokenizer), stops or stop_ids(tokenizer)
-    guard = Guard(controls, demo)
-    messages, tools = guard.messages(demo["messages"]), guard.value(demo.get("tools")) or None
-    for given, guarded in zip(demo["messages"], messages, strict=True):
+    prepared = _prepare(demo["messages"], name)
+    guard = Guard(controls, prepared, demo)
+    messages, tools = guard.messages(prepared), guard.value(demo.get("tools")) or None
+    for given, guarded in zip(prepared, messages, strict=True):
         if given is not guarded and given["role"] == "assistant":
             kept = controls.marks_in(str(guarded.get("content")))
             for mark in {mark for mark in controls.marks_in(str(given.get("content"))) if mark not in kept}:
                 _warn_of(mark)
     samples: list[Sample] = []
-    for index, message in enumerate(messages):
-        if message["role"] != "assistant":
+    for index, message in enumerate(demo["messages"]):
+        if not is_learned(message):
             continue
         where = f"{name}, message {index + 1}"
         token_ids, start = _render_turn(messages[: index + 1], tools, guard, controls, stops, where)
@@ -145,6 +119,14 @@ def demo_samples(
     if not samples:
         raise LearnerError(f"{name}: no assistant message to learn from")
     return samples
+
+
+def _prepare(messages: Sequence[Json], name: str) -> list[Json]:
+    """Returns the messages as sampling gives them to the template."""
+    try:
+        return [for_template({**message, "weight": None}) for message in messages]
+    except ChatError as error:
+        raise LearnerError(f"{name}: {error.message}") from error
 
 
 @cache

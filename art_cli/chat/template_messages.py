@@ -1,0 +1,48 @@
+"""Messages as a chat template takes them. Sampling, warm-up, judges and export all prepare a conversation here.
+
+    {"role": "developer", "content": [{"type": "text", "text": "Be brief."}], "name": null}
+    {"role": "system",    "content": "Be brief."}
+
+Templates read plain content and arguments that are objects. OpenAI's form has parts, nulls, and arguments as JSON text.
+"""
+
+import json
+from typing import Any
+
+from art_cli.chat.chat_errors import invalid
+from art_cli.chat.reading import check_size
+from art_cli.chat.requests import Json, prompt_text
+
+
+def keeps_text(template: str) -> bool:
+    """Returns True if the template writes arguments that are JSON text as they are (Qwen3, Mistral)."""
+    return "arguments is string" in template or "arguments is not string" in template
+
+
+def for_template(message: Json, *, keeps_text: bool = False) -> Json:
+    """Returns the message with content as a string and the arguments of its calls as objects, and without nulls.
+
+    With `keeps_text`, arguments that are JSON text stay JSON text. Raises ChatError 400 if arguments are not JSON.
+    """
+    role = "system" if message["role"] == "developer" else message["role"]
+    content = prompt_text(message.get("content")) or message.get("refusal") or ""
+    message = {**message, "role": role, "content": content, "refusal": None}
+    if message.get("tool_calls"):
+        message["tool_calls"] = [_call_for_template(call, keeps_text) for call in message["tool_calls"]]
+    return {key: value for key, value in message.items() if value is not None}
+
+
+def _call_for_template(call: Json, keeps_text: bool) -> Json:
+    function = dict(call["function"])
+    arguments = function.get("arguments") or "{}"
+    try:
+        parsed = _read_arguments(arguments) if isinstance(arguments, str) else arguments
+    except (ValueError, RecursionError):
+        raise invalid(f"messages: arguments of a call to {function.get('name')!r} are not JSON", "messages") from None
+    function["arguments"] = arguments if keeps_text else parsed
+    return {**call, "function": function}
+
+
+def _read_arguments(arguments: str) -> Any:
+    check_size(arguments.encode(errors="replace"), "messages: a call's arguments", "messages")
+    return json.loads(arguments)

@@ -1,0 +1,159 @@
+"""Transcript: one row of a data file as a conversation in OpenAI's form, whichever of these forms the row has.
+
+    {"messages": [...], "tools": [...]}             OpenAI's fine-tuning files; TRL's have the tools as JSON text
+    {"prompt": ..., "completion": ...}              TRL; texts, or lists of messages. The completion alone is trained
+    {"conversations": [{"from", "value"}, ...]}     ShareGPT
+
+null is the same as absent. Of OpenAI's fields, `weight`, `functions`, `function_call` and `refusal` are followed,
+`parallel_tool_calls` changes no token, and pictures, files and sound are refused. Other keys of a row are ignored.
+"""
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from art_cli.formats.imported_attempt import plain_message, plain_tool
+from art_cli.runtime.errors import one_line
+
+Json = dict[str, Any]
+
+# https://llamafactory.readthedocs.io/en/latest/getting_started/data_preparation.html#sharegpt
+SHAREGPT = {
+    **{"human": "user", "user": "user", "system": "system", "gpt": "assistant", "assistant": "assistant"},
+    **{"model": "assistant", "chatgpt": "assistant", "function_call": "assistant", "observation": "tool"},
+    **{"tool": "tool", "function_response": "tool"},
+}
+FORMS = '"messages", "prompt" and "completion" (TRL), or "conversations" (ShareGPT)'
+PREFERENCES = ("chosen", "preferred_output")  # of TRL's and OpenAI's preference data
+
+
+class Transcript(msgspec.Struct, kw_only=True):
+    """A row, read. `messages` and `tools` are in OpenAI's form, also where the row had another one.
+
+    Raises ValueError, which msgspec reports with the line: the row is no conversation with a reply to learn from.
+
+    Example: Transcript(messages=[{"role": "user", "content": "2+2"}, {"role": "assistant", "content": "4"}])
+    """
+
+    messages: Any = None
+    tools: Any = None
+    functions: Any = None
+    prompt: Any = None
+    completion: Any = None
+    conversations: Any = None
+    system: Any = None  # ShareGPT's, besides the conversation
+    chosen: Any = None
+    preferred_output: Any = None
+    group_size: Any = None  # an attempt that art played has both; one of another tool may have no turns
+    turns: Any = None
+
+    def __post_init__(self) -> None:
+        if self.group_size is not None and self.turns:
+            raise ValueError(
+                "an attempt, not a transcript: the messages of good and bad attempts would be learned from alike; "
+                "--best-of (sft.best_of) learns from the best scored ones of each group"
+            )
+        if any(getattr(self, name) is not None for name in PREFERENCES) and self.messages is None:
+            raise ValueError(f"a preference, which art sft does not learn from; write the better answer as {FORMS}")
+        rows = self._rows()
+        self.messages = [_message(row, place) for place, row in enumerate(rows, 1)]
+        functions = [{"type": "function", "function": each} for each in _list(self.functions, "functions")]
+        self.tools = [plain_tool(each) for each in _list(self.tools, "tools")] or functions
+        if not any(message["role"] == "assistant" for message in self.messages):
+            raise ValueError("no assistant message to learn from")
+        if not any(is_learned(message) for message in self.messages):
+            raise ValueError("no assistant message to learn from, because each has weight 0")
+
+    def _rows(self) -> list[Any]:
+        if self.messages is not None:
+            return _list(self.messages, "messages")
+        if self.completion is not None:
+            shown = [_unlearned(row) for row in _as_messages(self.prompt or "", "prompt", "user")]
+            return [*shown, *_as_messages(self.completion, "completion", "assistant")]
+        if self.conversations is not None:
+            system = [{"role": "system", "content": self.system}] if self.system else []
+            return [*system, *map(_sharegpt, _list(self.conversations, "conversations"))]
+        raise ValueError(f"no conversation: a row needs {FORMS}; `art import` reads the logs of other tools")
+
+
+def is_learned(message: Json) -> bool:
+    """Returns True for an assistant message that is trained, False for one of weight 0."""
+    return message["role"] == "assistant" and message.get("weight") != 0
+
+
+def _message(row: Any, place: int) -> Json:
+    try:
+        if isinstance(row, dict) and row.get("role") == "function":
+            row = {**row, "role": "tool"}
+        if isinstance(row, dict) and row.get("function_call") is not None:
+            row = {**row, "function_call": None, "tool_calls": [{"function": row["function_call"]}]}
+        if isinstance(row, dict) and row.get("arguments") is not None:
+            raise ValueError("it has arguments, but they belong into its tool_calls")
+        message = plain_message(row)
+        if isinstance(message.get("content"), list):
+            _check_parts(message["content"])
+        for name in ("content", "refusal", "reasoning_content", "name"):
+            if name != "content" and not isinstance(message.get(name), str | None):
+                raise ValueError(f"{name!r} is a {type(message[name]).__name__}, not text")
+        if message.get("audio") is not None:
+            raise ValueError("it has sound, and only text is learned")
+        if message.get("weight") not in (None, 0, 1):
+            raise ValueError("its weight is neither 0 (not trained) nor 1")
+        for call in message.get("tool_calls") or ():
+            _check_arguments(call["function"])
+        return message
+    except ValueError as error:
+        raise ValueError(f"message {place}: {one_line(error)}") from None
+
+
+def _check_parts(parts: Sequence[Json]) -> None:
+    for part in parts:
+        kind = part.get("type", "text")
+        if kind not in ("text", "refusal"):
+            raise ValueError(f"a part of type {str(kind)[:40]!r}; only text is learned")
+        if not isinstance(part.get(kind), str | None):
+            raise ValueError(f"a part whose {kind} is a {type(part[kind]).__name__}")
+
+
+def _check_arguments(function: Json) -> None:
+    try:
+        is_object = isinstance(json.loads(function["arguments"] or "{}"), dict)
+    except (ValueError, RecursionError):
+        is_object = False
+    if not is_object:
+        raise ValueError(f"the arguments of its call to {function['name'][:80]!r} are no JSON object")
+
+
+def _as_messages(value: Any, name: str, role: str) -> list[Any]:
+    return [{"role": role, "content": value}] if isinstance(value, str) and value else _list(value or None, name)
+
+
+def _unlearned(row: Any) -> Any:
+    return {**row, "weight": 0} if isinstance(row, dict) and row.get("role") == "assistant" else row
+
+
+def _sharegpt(row: Any) -> Any:
+    """Returns one {"from", "value"} as a message. A row that has a role is one already."""
+    if not isinstance(row, dict) or row.get("role") is not None:
+        return row
+    sender, value = row.get("from"), row.get("value")
+    if sender not in SHAREGPT:
+        raise ValueError(f'conversations: "from" is {str(sender)[:40]!r}, not one of {", ".join(SHAREGPT)}')
+    if sender != "function_call":
+        return {"role": SHAREGPT[sender], "content": value, "weight": row.get("weight")}
+    calls = _list(value if str(value).lstrip().startswith("[") else f"[{value}]", "function_call")
+    return {"role": "assistant", "tool_calls": [{"function": call} for call in calls]}
+
+
+def _list(value: Any, name: str) -> list[Any]:
+    """Returns a list, also from JSON text, in which data sets keep rows of different shapes; none for null."""
+    if isinstance(value, str):
+        try:
+            value = json.loads(value)
+        except (ValueError, RecursionError):
+            raise ValueError(f"{name!r} is text that is not JSON; write a list") from None
+    if not isinstance(value, list | None):
+        raise ValueError(f"{name!r} is a {type(value).__name__}, not a list")
+    return value or []

@@ -1,0 +1,337 @@
+"""Replies as real servers write them: fields that are null, absent, empty or of the neighbouring type, whole and
+streamed. What they mean is known to the test. It must be read, and what means nothing must be a 502 that names it."""
+
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis import given, settings
+from starlette.datastructures import Headers
+
+from art_cli.chat.anthropic_client import AnthropicBackend
+from art_cli.chat.chat_errors import ChatError
+from art_cli.chat.client import HttpBackend
+from art_cli.chat.replies import Reply, ReplyBuilder
+from art_cli.chat.requests import Request, Sampling
+from art_cli.chat.wires import WIRES
+
+Json = dict[str, Any]
+TOOLS = [{"type": "function", "function": {"name": name}} for name in ("get_weather", "get_time")]
+CALLS = [("get_weather", {"city": "Oslo"}), ("get_time", {"tz": "CET"}), ("get_time", {}), ("get_weather", {"n": [1]})]
+TALK = {"model": "m", "max_tokens": 99, "messages": [{"role": "user", "content": "x"}]}
+ASKED: dict[str, Json] = {  # the same question in each protocol of a client
+    "/v1/chat/completions": {**TALK, "tools": TOOLS},
+    "/v1/messages": {**TALK, "tools": [{"name": tool["function"]["name"], "input_schema": {}} for tool in TOOLS]},
+    "/v1/responses": {
+        "model": "m",
+        "input": "x",
+        "tools": [{"type": "function", **tool["function"]} for tool in TOOLS],
+    },
+}
+
+
+class _Answer:
+    """An answer of the endpoint: its body comes in pieces of any size."""
+
+    def __init__(self, body: bytes) -> None:
+        self.headers: Json = {}
+        self.content = self
+        self._body = body
+
+    async def iter_any(self) -> AsyncIterator[bytes]:
+        for start in range(0, len(self._body), 1000):
+            yield self._body[start : start + 1000]
+
+
+def _canned(kind: type[HttpBackend], body: bytes) -> HttpBackend:
+    class Canned(kind):  # type: ignore[misc,valid-type]
+        @asynccontextmanager
+        async def _post(self, request: Request, *, is_stream: bool) -> AsyncIterator[Any]:
+            yield _Answer(body)
+
+    backend: HttpBackend = Canned("http://127.0.0.1:1", "key-of-the-test", "m")
+    return backend
+
+
+async def _ask(kind: type[HttpBackend], body: bytes, *, is_stream: bool) -> Reply:
+    """Returns the reply, which every wire can write."""
+    backend = _canned(kind, body)
+    wires = [WIRES.at(path, Headers({"anthropic-version": "1"})) for path in ASKED]
+    asked = [
+        wire.parse(json.dumps({**body, "stream": is_stream}).encode(), Sampling())
+        for wire, body in zip(wires, ASKED.values(), strict=True)
+    ]
+    if not is_stream:
+        reply = await backend.reply(asked[0])
+        for wire, request in zip(wires, asked, strict=True):
+            json.loads(wire.render(request, reply))
+        return reply
+    events = [wire.stream(request) for wire, request in zip(wires, asked, strict=True)]
+    builder = ReplyBuilder(asked[0])
+    async for chunk in backend.stream(asked[0]):
+        builder.add(chunk)
+        for each in events:
+            each.render(chunk)
+    for each in events:
+        each.finish()
+    return builder.reply()
+
+
+def _sse(pieces: list[Any]) -> bytes:
+    return b"".join(b"data: " + json.dumps(piece).encode() + b"\r\n\r\n" for piece in pieces)
+
+
+def _meaning(reply: Reply) -> tuple[str, str, list[tuple[str, Any]]]:
+    [choice] = reply.choices
+    message = choice.message or {}
+    calls = [call["function"] for call in message.get("tool_calls") or ()]
+    ids = [call["id"] for call in message.get("tool_calls") or ()]
+    assert all(ids) and len(set(ids)) == len(ids), ids
+    thoughts = message.get("reasoning_content") or message.get("reasoning") or ""
+    return message.get("content") or "", thoughts, [(c["name"], json.loads(c["arguments"] or "{}")) for c in calls]
+
+
+def _field(draw: st.DrawFn, name: str, *values: Any) -> Json:
+    """Returns {name: one of the values}, or nothing for the value that stands for absent."""
+    value = draw(st.sampled_from(values))
+    return {} if value is ... else {name: value}
+
+
+@st.composite
+def _heads(draw: st.DrawFn) -> Json:
+    return {
+        **_field(draw, "id", "chatcmpl-1", None, "", 7, ...),
+        **_field(draw, "created", 1700000000, None, "1700000000", 1.7e9, "today", ...),
+        **_field(draw, "model", "m", None, "", ...),
+        **_field(draw, "object", "chat.completion", None, ...),
+    }
+
+
+@st.composite
+def _usages(draw: st.DrawFn) -> Json:
+    counts = {
+        **_field(draw, "prompt_tokens", 9, None, "9", 9.0, ...),
+        **_field(draw, "completion_tokens", 5, None, "5", ...),
+        **_field(draw, "prompt_tokens_details", None, {"cached_tokens": None}, ...),
+    }
+    return _field(draw, "usage", counts, None, [], "none", ...)
+
+
+def _logprobs(draw: st.DrawFn) -> Json:
+    token = {
+        "token": "Hi",
+        **_field(draw, "logprob", -0.5, None, "-0.5", ...),
+        **_field(draw, "bytes", None, [72], [999]),
+    }
+    return _field(draw, "logprobs", {"content": [token]}, {"content": None}, {}, [], None, ...)
+
+
+@st.composite
+def _talks(draw: st.DrawFn) -> tuple[str, str, list[tuple[str, Json]]]:
+    text = draw(st.sampled_from(["", "Hi there", "é\u2028\U0001f600"]))
+    thoughts = draw(st.sampled_from(["", "I think"]))
+    calls = draw(st.lists(st.sampled_from(CALLS), max_size=3))
+    return text, thoughts, calls
+
+
+@st.composite
+def whole_replies(draw: st.DrawFn) -> tuple[Any, bytes]:
+    text, thoughts, calls = meaning = draw(_talks())
+    parts: list[Any] = [{"type": "text", "text": text}]
+    message = {
+        **_field(draw, "role", "assistant", None, "", ...),
+        "content": draw(st.sampled_from([text, parts, *([None] if not text else [])])),
+        **_field(draw, "refusal", None, ...),
+        **_field(draw, "annotations", [], None, ...),
+        **_field(draw, "audio", None, ...),
+    }
+    if thoughts:
+        message[draw(st.sampled_from(["reasoning_content", "reasoning"]))] = thoughts
+    else:
+        message |= _field(draw, "reasoning_content", None, "", [], ...)
+    written = []
+    for place, (name, arguments) in enumerate(calls):
+        given = draw(st.sampled_from([json.dumps(arguments), arguments, *([None, ""] if not arguments else [])]))
+        call = {
+            **_field(draw, "id", f"call_{place}", None, "", 100 + place, ...),
+            **_field(draw, "type", "function", None, ...),
+            **_field(draw, "index", place, 0, None, ...),
+        }
+        function = {"name": name, "arguments": given}
+        written.append(
+            {**call, **(function if draw(st.booleans()) and call.get("type") is None else {"function": function})}
+        )
+    if len(written) == 1 and draw(st.booleans()):
+        message["tool_calls"] = written[0]
+    elif written:
+        message["tool_calls"] = written
+    else:
+        message |= _field(draw, "tool_calls", None, [], ...)
+    choice = {
+        **_field(draw, "index", 0, None, "0", ...),
+        "message": message,
+        **_field(draw, "finish_reason", "stop", "tool_calls", None, "", ...),
+        **_logprobs(draw),
+    }
+    body = {**draw(_heads()), "choices": [choice], **draw(_usages())}
+    return meaning, json.dumps(body).encode()
+
+
+@st.composite
+def streamed_replies(draw: st.DrawFn) -> tuple[Any, bytes]:
+    text, thoughts, calls = meaning = draw(_talks())
+    way = draw(st.sampled_from(["openai", "no index", "index 0", "one chunk", "repeats id", "repeats name"]))
+    deltas: list[Json] = [_field(draw, "role", "assistant", None, ...) | _field(draw, "content", "", None, ...)]
+    if thoughts:
+        name = draw(st.sampled_from(["reasoning_content", "reasoning"]))
+        deltas += [{name: piece, "content": None} for piece in (thoughts[:3], thoughts[3:])]
+    deltas += [{"content": piece, "tool_calls": None} for piece in (text[:2], text[2:]) if piece]
+    pieces = []
+    for place, (name, arguments) in enumerate(calls):
+        written = json.dumps(arguments)
+        call: Json = {"id": f"call_{place}", "type": "function", "function": {"name": name, "arguments": ""}}
+        if way in ("no index", "one chunk", "index 0"):
+            call["function"]["arguments"] = written if draw(st.booleans()) else arguments
+            call |= {"index": 0} if way == "index 0" else _field(draw, "index", None, ...)
+            pieces.append(call)
+            continue
+        pieces.append({"index": place, **call})
+        for cut in (written[:3], written[3:]):
+            piece: Json = {"index": place, "function": {"arguments": cut}}
+            if way == "repeats id":
+                piece |= {"id": call["id"]}
+            elif way == "repeats name":
+                piece |= {"id": call["id"], "function": {"name": name, "arguments": cut}}
+            else:
+                piece |= _field(draw, "id", None, "", ...)
+            pieces.append(piece)
+    if way == "one chunk" and pieces:
+        deltas.append({"tool_calls": pieces})
+    else:
+        deltas += [{"tool_calls": [piece]} for piece in pieces]
+    unfinished = draw(st.sampled_from([{"finish_reason": None}, {"finish_reason": ""}, {}]))
+    chunks = []
+    for delta in deltas:
+        choice = {**_field(draw, "index", 0, None, ...), "delta": delta, **unfinished, **_logprobs(draw)}
+        chunks.append({**draw(_heads()), "choices": [choice]})
+    ending = draw(st.sampled_from(["finish", "done alone", "usage behind"]))
+    if ending != "done alone":
+        last = {"index": 0, **_field(draw, "delta", {}, None, ...), "finish_reason": "stop"}
+        chunks.append({**draw(_heads()), "choices": [last]})
+    if ending == "usage behind":
+        chunks.append({**draw(_heads()), **_field(draw, "choices", [], None, ...), **draw(_usages())})
+    return meaning, _sse(chunks) + b"data: [DONE]\n\n"
+
+
+@settings(max_examples=300)
+@given(whole_replies())
+async def test_an_odd_whole_reply_is_read_as_it_is_meant(drawn: tuple[Any, bytes]) -> None:
+    meaning, body = drawn
+    assert _meaning(await _ask(HttpBackend, body, is_stream=False)) == tuple(meaning)
+
+
+@settings(max_examples=300)
+@given(streamed_replies())
+async def test_an_odd_streamed_reply_is_read_as_it_is_meant(drawn: tuple[Any, bytes]) -> None:
+    meaning, body = drawn
+    assert _meaning(await _ask(HttpBackend, body, is_stream=True)) == tuple(meaning)
+
+
+@st.composite
+def anthropic_replies(draw: st.DrawFn) -> tuple[Any, bytes, bytes]:
+    """Returns (meaning, whole, streamed)."""
+    text, thoughts, calls = meaning = draw(_talks())
+    blocks: list[Json] = [{"type": "thinking", "thinking": thoughts}] if thoughts else []
+    blocks += [{"type": "text", "text": text, **_field(draw, "citations", None, ...)}] if text else []
+    for place, (name, arguments) in enumerate(calls):
+        given = draw(st.sampled_from([arguments, json.dumps(arguments), *([None] if not arguments else [])]))
+        id = _field(draw, "id", f"toolu_{place}", None, 200 + place, ...)
+        blocks.append({"type": "tool_use", **id, "name": name, "input": given})
+    usage = _field(draw, "usage", {"input_tokens": None, "output_tokens": 5}, {"input_tokens": "9"}, None, ...)
+    stop = _field(draw, "stop_reason", "end_turn", None, ...)
+    content = text if blocks == [{"type": "text", "text": text}] and draw(st.booleans()) else blocks
+    whole = {**_field(draw, "id", "msg_1", None, 7, ...), "type": "message", "content": content, **stop, **usage}
+    events: list[Json] = [{"type": "message_start", "message": {**whole, "content": _field(draw, "c", [], None)["c"]}}]
+    has_index = draw(st.booleans())
+    for place, block in enumerate(blocks):
+        at = {"index": place} if has_index else {}
+        kind, is_call = block["type"], block["type"] == "tool_use"
+        empty = {**block, "input": {}} if is_call else {"type": kind, **_field(draw, kind, "", None, ...)}
+        events.append({"type": "content_block_start", **at, "content_block": empty})
+        if is_call:
+            given = block["input"] if isinstance(block["input"], str) else json.dumps(block["input"] or {})
+            deltas = [{"type": "input_json_delta", "partial_json": cut} for cut in (given[:4], given[4:])]
+        else:
+            deltas = [{"type": f"{kind}_delta", kind: cut} for cut in (block[kind][:2], block[kind][2:])]
+        events += [{"type": "content_block_delta", **at, "delta": {**delta, "stop_reason": None}} for delta in deltas]
+        events.append({"type": "content_block_stop", **at})
+    events.append({"type": "message_delta", "delta": {**stop, "stop_sequence": None}, **usage})
+    events.append({"type": "message_stop"})
+    return meaning, json.dumps(whole).encode(), _sse(events)
+
+
+@settings(max_examples=200)
+@given(anthropic_replies())
+async def test_an_odd_reply_of_anthropics_protocol_is_read_as_it_is_meant(drawn: tuple[Any, bytes, bytes]) -> None:
+    meaning, whole, streamed = drawn
+    assert _meaning(await _ask(AnthropicBackend, whole, is_stream=False)) == tuple(meaning)
+    assert _meaning(await _ask(AnthropicBackend, streamed, is_stream=True)) == tuple(meaning)
+
+
+ODD = st.sampled_from([None, "", 0, -1, 1.5, True, [], {}, "text", [None], [{}], {"a": None}, 10**30, ["x"]])
+
+
+@settings(max_examples=400)
+@given(st.data())
+async def test_any_field_of_any_kind_is_read_or_refused_with_502(data: st.DataObject) -> None:
+    """One field, drawn from the whole body, is anything at all. No client sees an internal error for it."""
+    is_anthropic, is_stream = data.draw(st.booleans()), data.draw(st.booleans())
+    if is_anthropic:
+        _, whole, streamed = data.draw(anthropic_replies())
+        body = streamed if is_stream else whole
+    else:
+        _, body = data.draw(streamed_replies() if is_stream else whole_replies())
+    pieces = [json.loads(part[6:]) for part in body.split(b"\r\n\r\n") if part.startswith(b"data: {")]
+    pieces = pieces if is_stream else [json.loads(body)]
+    places = [place for piece in pieces for place in _places(piece)]
+    container, key = data.draw(st.sampled_from(places))
+    container[key] = data.draw(ODD)
+    body = _sse(pieces) + b"data: [DONE]\n\n" * (not is_anthropic) if is_stream else json.dumps(pieces[0]).encode()
+    try:
+        _meaning(await _ask(AnthropicBackend if is_anthropic else HttpBackend, body, is_stream=is_stream))
+    except ChatError as error:
+        assert error.status in (429, 502, 529) and error.message
+    except json.JSONDecodeError:
+        pass  # arguments that the endpoint wrote as text stay that text
+
+
+def _places(value: Any) -> list[tuple[Any, Any]]:
+    keys = list(value) if isinstance(value, dict) else range(len(value)) if isinstance(value, list) else []
+    return [place for key in keys for place in ((value, key), *_places(value[key]))]
+
+
+@pytest.mark.parametrize(
+    ("message", "named"),
+    [
+        ({"content": 7}, "content: a number in place of text"),
+        ({"content": [{"type": "image_url"}]}, "content: a part of type 'image_url'"),
+        ({"content": None, "tool_calls": [{"type": "custom", "custom": {}}]}, "a call of type 'custom'"),
+        ({"content": None, "tool_calls": [{"function": {"name": "f", "arguments": 3}}]}, "arguments of 'f' that are a"),
+        ({"content": None, "tool_calls": [{"function": {"arguments": "{}"}}]}, "a call without a name"),
+    ],
+)
+async def test_what_means_nothing_is_a_502_that_names_it(message: Json, named: str) -> None:
+    body = json.dumps({"choices": [{"index": 0, "message": message, "finish_reason": "stop"}]}).encode()
+    with pytest.raises(ChatError, match=named) as refused:
+        await _ask(HttpBackend, body, is_stream=False)
+    assert refused.value.status == 502
+
+
+async def test_a_huge_index_of_a_streamed_call_makes_no_list_of_that_length() -> None:
+    call = {"index": 10**9, "id": "c", "function": {"name": "get_time", "arguments": "{}"}}
+    chunks = [{"choices": [{"delta": {"tool_calls": [call]}, "finish_reason": "tool_calls"}]}]
+    reply = await _ask(HttpBackend, _sse(chunks) + b"data: [DONE]\n\n", is_stream=True)
+    assert _meaning(reply)[2] == [("get_time", {})]
