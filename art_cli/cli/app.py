@@ -6,6 +6,8 @@ too, with the traceback under --verbose.
 """
 
 import atexit
+import contextlib
+import errno
 import io
 import os
 import shutil
@@ -26,6 +28,7 @@ from art_cli import cli
 from art_cli.config.packaged import packaged, with_documents
 from art_cli.runtime import log
 from art_cli.runtime.errors import (
+    FILES_CURE,
     ArtError,
     ConfigError,
     EngineError,
@@ -39,6 +42,8 @@ from art_cli.runtime.errors import (
 )
 
 MAX_ERROR = 4_000  # largest number of characters in an error's line; a file name or a provider's words may be longer
+
+MAX_FILES = 65_536  # largest soft limit of open files that a command sets; programs that close all of them stay quick
 
 PLAIN: dict[str, Any] = {"rich_markup_mode": None, "pretty_exceptions_enable": False, "add_completion": False}
 
@@ -80,6 +85,7 @@ def main() -> NoReturn:
             setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115
     if isinstance(sys.stdout, io.TextIOWrapper):  # a letter that the output's encoding lacks becomes a question mark
         sys.stdout.reconfigure(errors="replace")
+    _raise_file_limit()
     code = run(sys.argv[1:])
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # all work is done, so Ctrl-C ends Python's clean-up at once
@@ -91,6 +97,17 @@ def main() -> NoReturn:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         code = 1
     _exit(code)
+
+
+def _raise_file_limit() -> None:
+    """Raises the soft limit of open files. macOS has 256, Debian 1,024, and each attempt may need several."""
+    with contextlib.suppress(ImportError, ValueError, OSError):  # Windows has no such limit
+        import resource
+
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        most = MAX_FILES if hard == resource.RLIM_INFINITY else min(hard, MAX_FILES)
+        if soft != resource.RLIM_INFINITY and soft < most:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
 
 
 def _exit(code: int) -> NoReturn:
@@ -160,6 +177,7 @@ def _lines(error: Exception) -> tuple[list[str], int]:
         case shutil.Error(args=[[(_, to, reason), *_]]):
             return [f"error: {to}: {reason}"], 1
         case OSError(strerror=str(reason)):
+            reason += FILES_CURE if error.errno == errno.EMFILE else ""
             return [f"error: {error.filename or 'operating system'}: {reason}"], 1
     text = " ".join(str(error).split())
     if "KeyboardInterrupt" in text or isinstance(error.__cause__, KeyboardInterrupt):

@@ -15,6 +15,7 @@ attack.
 
 import codecs
 import contextlib
+import logging
 import os
 import re
 import stat
@@ -45,9 +46,14 @@ from art_cli.config.packaged import packaged
 from art_cli.config.sections.base_config import OLD_NAMES
 from art_cli.runtime.errors import ConfigError, Problem, no_such_option
 
+log = logging.getLogger(__name__)
+
 MAX_BYTES = 256 * 1024  # largest size of a file; the largest recipe has 2 KiB
 MAX_DEPTH = 40  # levels of nesting; Hydra and OmegaConf take about ten Python frames for each level
 
+# Numbers that YAML 1.1 reads otherwise than people do: 010 is octal, 1:30 and 12:30:45 are in base 60.
+_OTHER_BASE = re.compile(r"[-+]?(0[0-7_]*[0-7][0-7_]*|[1-9][0-9_]*(:[0-5]?[0-9])+(\.[0-9_]*)?)")
+WORDS = ("yes", "no", "on", "off")  # YAML 1.1 reads these as true and false
 KINDS = {"null": "null", "bool": "true or false", "int": "a number", "float": "a number"}  # types of a bare key
 MARKS = ((codecs.BOM_UTF8, "utf-8-sig"), (codecs.BOM_UTF16_LE, "utf-16"), (codecs.BOM_UTF16_BE, "utf-16"))
 
@@ -160,6 +166,17 @@ def _problems_below(node: yaml.Node | None, key: str, shown: str) -> Iterator[Pr
     elif isinstance(node, yaml.SequenceNode):
         for index, value in enumerate(node.value):
             yield from _problems_below(value, join(key, str(index)), shown)
+    elif isinstance(node, yaml.ScalarNode) and node.style is None and _OTHER_BASE.fullmatch(node.value):
+        read = yaml.safe_load(node.value)
+        message = f"YAML reads {_short(node.value)} as the number {read}; write {read}, or put text in quotes"
+        yield Problem(key, f"{shown}:{node.start_mark.line + 1}", message)
+    elif isinstance(node, yaml.ScalarNode) and node.style is None and node.value.lower() in WORDS:
+        is_true = yaml.safe_load(node.value)
+        read = str(is_true).lower()
+        log.warning(
+            "%s:%d: %s: YAML reads %s as %s; write %s, or put text in quotes",
+            *(shown, node.start_mark.line + 1, key, node.value, read, read),
+        )
     elif isinstance(node, yaml.ScalarNode) and "${" in node.value:
         try:
             parse_interpolation(node.value)

@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from art_cli.rollouts.attempt_errors import MAX_ERROR_LENGTH, AttemptError, describe_exit
-from art_cli.rollouts.policy import Json, Policy, read_outcome
+from art_cli.rollouts.policy import Json, Policy, past_proxies, read_outcome
 from art_cli.runs.outcome import Outcome
 from art_cli.runtime.errors import RolloutError, message_of
 from art_cli.runtime.processes.child import Finished, run_program
@@ -139,6 +139,7 @@ class CommandRollout:
         passed, withheld = _split(self._env)
         environment = {
             **passed,
+            **past_proxies(policy.base_url),
             "OPENAI_BASE_URL": policy.base_url,
             "OPENAI_API_KEY": policy.api_key,
             "OPENAI_MODEL": policy.model,

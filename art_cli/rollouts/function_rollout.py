@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 from art_cli.rollouts.attempt_errors import AttemptError, from_exception
 from art_cli.rollouts.environments import Settings, open_environment
-from art_cli.rollouts.policy import Connections, Json, Policy, read_outcome
+from art_cli.rollouts.policy import Connections, Json, Policy, past_proxies, read_outcome
 from art_cli.runs.outcome import Outcome
 from art_cli.runtime.errors import RolloutError
 from art_cli.runtime.plugins import resolve
@@ -95,6 +95,7 @@ class FunctionRollout:
 
     async def play(self, policy: Policy, scenario: Json, *, is_alone: bool = False) -> Outcome:
         """Returns the function's outcome. Raises AttemptError for what it raised, RolloutError for a wrong type."""
+        os.environ.update(past_proxies(policy.base_url))
         ending = await self._run(policy, copy.deepcopy(scenario))  # the function may change its own
         if isinstance(ending, Outcome):
             return ending

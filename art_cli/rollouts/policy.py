@@ -5,12 +5,14 @@ Standard library only, because the Python that runs rollouts may have nothing el
 
 import contextlib
 import math
+import os
 import sys
 import threading
 from importlib import import_module
 from numbers import Real
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
 
 from art_cli.rollouts.attempt_errors import AttemptError
 from art_cli.runs.outcome import MAX_NUMBER, Outcome
@@ -24,6 +26,17 @@ if TYPE_CHECKING:
 Json = dict[str, Any]
 
 MAX_METADATA_BYTES = 16 * 2**20  # largest metadata of an outcome, as JSON
+
+
+def past_proxies(base_url: str) -> dict[str, str]:
+    """Returns the variables that keep calls to the gateway away from a company's proxy (HTTP_PROXY).
+
+    Clients read NO_PROXY in capitals or in small letters, and some read only the latter if both are set.
+    """
+    host = urlsplit(base_url).hostname or ""
+    hosts = [host for name in ("no_proxy", "NO_PROXY") for host in os.environ.get(name, "").split(",") if host.strip()]
+    direct = ",".join(dict.fromkeys([*hosts, host]))
+    return {"NO_PROXY": direct, "no_proxy": direct}
 
 
 class Connections:

@@ -196,6 +196,10 @@ def no_such_option(group: str, name: object, there_are: Sequence[str]) -> str:
     return f"no {group} {name!r}; {hint}{', '.join(there_are)}"
 
 
+FILES = "Too many open files"  # in the message of an OSError, and of what a library raises for it
+FILES_CURE = "; raise the limit (ulimit -n), or lower rollout.concurrency"
+
+
 def message_of(error: BaseException) -> str:
     """Returns the first MAX_MESSAGE characters of an exception's message, as text that can be written anywhere.
 
@@ -210,6 +214,8 @@ def message_of(error: BaseException) -> str:
         text = (words if isinstance(words, str) else str(error))[:MAX_MESSAGE]
     except BaseException as raised:  # the boundary to other people's code; also a SystemExit
         text = f"its text cannot be had: {type(raised).__name__} in __str__"
+    if FILES in text:
+        text += FILES_CURE
     return text.encode(errors="replace").decode()  # a lone surrogate cannot be written
 
 

@@ -1,6 +1,7 @@
 """Parquet files and datasets of Hugging Face (of the hub, of its cache here, or saved): Arrow rows as plain values."""
 
 import importlib
+import json
 import re
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from pathlib import Path
@@ -40,22 +41,30 @@ def plain_rows(batches: Iterator[Any], source: object) -> Generator[TableRow]:
     while True:
         try:
             batch = next(batches, None)
-            values = [] if batch is None else _values(batch)
+            values = iter(()) if batch is None else iter(_values(batch))
         except (OSError, ValueError) as error:  # Arrow's errors are ValueErrors, or OSErrors for damaged pages
             raise DataError(f"damaged after row {number}: {describe(error)}", source) from None
         if batch is None:
             return
-        for row in values:
+        while True:
+            try:
+                row = next(values, None)
+            except ValueError as error:  # text that is not JSON, in a column of JSON
+                raise DataError(f"row {number + 1}: {describe(error)}", source) from None
+            if row is None:
+                break
             number += 1
             yield TableRow(f"{source}, row {number}", row)
 
 
 def _values(batch: Any) -> Iterable[Json]:
     """Returns the rows of a batch; of one with large cells each as it is needed, because plain values are copies."""
-    if batch.nbytes < LARGE_BATCH:
-        rows: list[Json] = batch.to_pylist()
-        return rows
-    return (batch.slice(index, 1).to_pylist()[0] for index in range(batch.num_rows))
+    with_texts = {field.name: field.type for field in batch.schema if "arrow.json" in str(field.type)}
+    small = batch.nbytes < LARGE_BATCH
+    rows = batch.to_pylist() if small else (batch.slice(at, 1).to_pylist()[0] for at in range(batch.num_rows))
+    if not with_texts:
+        return rows  # type: ignore[no-any-return]
+    return ({name: _read_texts(value, with_texts.get(name)) for name, value in row.items()} for row in rows)
 
 
 def check_types(schema: Any, wanted: Sequence[str], source: object) -> None:
@@ -69,8 +78,29 @@ def check_types(schema: Any, wanted: Sequence[str], source: object) -> None:
             )
 
 
+def _is_text_of_json(kind: Any) -> bool:
+    """Returns True for a column of JSON texts, as `datasets.Json()` writes it."""
+    return getattr(kind, "extension_name", "") == "arrow.json"
+
+
+def _read_texts(value: Any, kind: Any) -> Any:
+    """Returns a plain value in which the JSON texts of `kind` are values."""
+    types = importlib.import_module("pyarrow.types")
+    if value is None or kind is None:
+        return value
+    if _is_text_of_json(kind):
+        return json.loads(value)
+    if types.is_struct(kind):
+        return {field.name: _read_texts(value[field.name], field.type) for field in kind}
+    if isinstance(value, list):
+        return [_read_texts(item, kind.value_type) for item in value]
+    return value
+
+
 def _is_json(kind: Any) -> bool:
     types = importlib.import_module("pyarrow.types")
+    if _is_text_of_json(kind):
+        return True
     if types.is_struct(kind):
         return all(_is_json(kind.field(index).type) for index in range(kind.num_fields))
     if types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind) or types.is_dictionary(kind):
