@@ -8,7 +8,7 @@ import contextlib
 import logging
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -21,11 +21,12 @@ from art_cli.loop.auto import decide_by_base, recorded_dtype
 from art_cli.models.base_files import base_digest
 from art_cli.models.loading import Weights, find_base, load_checkpoint, load_weights
 from art_cli.models.policy_spec import PolicySpec, origin_of, read_spec
-from art_cli.runs.manifest import MANIFEST, Manifest, is_built, new_checkpoint, verify_checkpoint
+from art_cli.runs.manifest import MANIFEST, Manifest, is_built, new_checkpoint, policy_digest, verify_checkpoint
 from art_cli.runs.run_checkpoints import Which, explain, fetched, is_base, run_config, run_of, wanted_steps
 from art_cli.runs.run_dir import RunDir
 from art_cli.runs.storage.fetch import NothingThere, fetch
 from art_cli.runs.system_prompt import is_prompt
+from art_cli.runs.trajectory import Turn
 from art_cli.runtime.errors import CheckpointError, ConfigError, Problem, UsageError
 from art_cli.runtime.scratch import scratch
 
@@ -62,6 +63,40 @@ def find_policy(loaded: LoadedConfig, wanted: Path | None, *, which: Which = "ne
         run = _run(loaded, wanted)
         log.info("%s: %s", run.root, explain(run, source.step))
     return source
+
+
+def find_sampler(loaded: LoadedConfig, wanted: Path | None, turns: Sequence[Turn]) -> PolicySource:
+    """Returns the policy that a step on these turns continues from, and logs it.
+
+    It is the checkpoint that the user names, else the checkpoint of the named run, or of the configuration's run, that
+    sampled the newest turn: by the turn's digest, and by its step where it has no digest. Raises UsageError if the run
+    has other checkpoints alone, and as `find_policy` does.
+    """
+    newest, run = max(turns, key=lambda turn: turn.step, default=None), _run(loaded, wanted)
+    source = find_policy(loaded, wanted)
+    if newest is not None and (wanted is None or source.checkpoint != wanted) and run.checkpoint_steps():
+        found = _sampler_in(run, newest)
+        if found is None and newest.policy:
+            raise UsageError(f"{sampler_of(newest)}, which {run.root} has no longer; name another with --checkpoint")
+        source = source if found is None else find_policy(loaded, found)
+    log.info("policy: %s", source.checkpoint or "the starting policy")
+    return source
+
+
+def sampler_of(turn: Turn) -> str:
+    """Example: "the attempts were sampled by step 1 (b29e3748)"."""
+    return f"the attempts were sampled by step {turn.step}" + (f" ({turn.policy[:8]})" if turn.policy else "")
+
+
+def _sampler_in(run: RunDir, turn: Turn) -> Path | None:
+    """Returns the run's checkpoint that sampled the turn, or None if the run does not have it."""
+    for step in sorted(run.checkpoint_steps(), key=lambda step: step != turn.step):
+        with contextlib.suppress(CheckpointError):
+            manifest = verify_checkpoint(run.checkpoint_path(step))
+            digest = "" if manifest.origin is None else policy_digest(manifest.origin, manifest.files)
+            if digest == turn.policy if digest and turn.policy else step == turn.step:
+                return run.checkpoint_path(step)
+    return None
 
 
 def _run(loaded: LoadedConfig, wanted: Path | None) -> RunDir:

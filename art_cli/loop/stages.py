@@ -22,10 +22,12 @@ from art_cli.loop.stage_policy import (
     as_trained,
     check_output,
     find_policy,
+    find_sampler,
     home_of,
     open_base,
     open_learner,
     open_policy,
+    sampler_of,
     save_learner,
 )
 from art_cli.models.loading import Weights
@@ -37,7 +39,7 @@ from art_cli.runs.history import count_failures, find_fault
 from art_cli.runs.run_dir import RunDir
 from art_cli.runs.trajectory import Json, ScoredTrajectory, Trajectory, as_saved
 from art_cli.runtime import threads
-from art_cli.runtime.errors import LearnerError, UsageError
+from art_cli.runtime.errors import DriftError, LearnerError, UsageError
 
 log = logging.getLogger(__name__)
 
@@ -164,10 +166,11 @@ def take_step(
     """
     check_output(output)
     check_ready(loaded, ("weights",))
-    source = find_policy(loaded, checkpoint)
-    check_ready(loaded, ("model", "algorithm"))
     groups = [members for _, members in sorted(group(scored).items())]  # as the plan has them; judges end in any order
     attempts = [each for members in groups for each in members]
+    turns = [turn for each in attempts for turn in each.turns]
+    source = find_sampler(loaded, checkpoint, turns)
+    check_ready(loaded, ("model", "algorithm"))
     failures = count_failures(attempts)
     if not attempts:
         raise LearnerError(f"no group is complete, of {len(scored)} attempts; art generate plays what is missing")
@@ -179,7 +182,11 @@ def take_step(
     with open_base(loaded, source) as base:
         loaded = as_trained(loaded, source, base)
         with open_learner(loaded, source, base=base) as learner:
-            numbers = learner.step(groups).known()
+            try:
+                numbers = learner.step(groups).known()
+            except DriftError as error:
+                newest = max(turns, key=lambda turn: turn.step)
+                raise DriftError(f"{error}; {sampler_of(newest)}, and this is step {source.step}") from error
             fault = find_fault(failures, is_called=True, num_without_signal=len(groups))
             if numbers["num_updates"] == 0 and fault is not None:
                 raise LearnerError(f"no checkpoint is written: {fault}")

@@ -57,6 +57,26 @@ def test_the_stages_by_hand_make_the_checkpoint_of_the_loop(art: Art, tmp_path: 
 
 
 @pytest.mark.slow
+def test_a_step_continues_from_the_checkpoint_that_sampled_its_attempts(
+    art: Art, trained: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Not from the newest one, whose ratios would be wrong. Another run's attempts are refused with their step."""
+    run, out = RunDir(trained), tmp_path / "next"
+    settings = [f"runs={trained.parent}", "train.learning_rate=0.1", "rollout.group_size=8", "eval=null"]
+    code, _, said = art("step", CONFIG, run.scored_path(3), *settings, "-o", out)
+    assert code == 0, said
+    assert f"policy: {run.checkpoint_path(3)}" in said
+    assert (out / ADAPTER).read_bytes() == (run.checkpoint_path(4) / ADAPTER).read_bytes()
+    named = ["--checkpoint", run.checkpoint_path(19), "train.max_logprob_gap=1e-4"]
+    code, _, said = art("step", CONFIG, run.scored_path(3), *settings, *named, "-o", out)
+    assert code == 1 and "the attempts were sampled by step 3 (" in said and "this is step 19" in said, said
+    scored = tmp_path / "of_another.jsonl"
+    scored.write_text(run.scored_path(3).read_text().replace('"policy":"', '"policy":"0'))
+    code, _, said = art("step", CONFIG, scored, *settings, "-o", out)
+    assert code == 2 and "sampled by step 3 (0" in said and "has no longer; name another with --checkpoint" in said
+
+
+@pytest.mark.slow
 def test_a_step_by_hand_has_the_learning_rate_of_its_run(art: Art, tmp_path: Path) -> None:
     """`auto` is what the run was started with, as after `art plan`, and not what the rule would choose now."""
     settings = [f"runs={tmp_path}", "train.steps=1", "train.learning_rate=auto", "eval=null"]
