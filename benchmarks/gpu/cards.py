@@ -3,6 +3,8 @@
 import time
 from typing import Any
 
+from benchmarks.gpu.order import Order
+
 # TFLOP/s with float32 sums and without sparsity, from NVIDIA's data sheets; the longest name that fits counts.
 PEAKS = {
     "A10": 125.0,
@@ -45,17 +47,10 @@ def _has(words: list[str], wanted: list[str]) -> bool:
     return any(words[i : i + len(wanted)] == wanted for i in range(len(words)))
 
 
-def card_name() -> str:
-    """What torch calls the first GPU; "CPU" where it sees none."""
-    import torch
-
-    return str(torch.cuda.get_device_name(0)) if torch.cuda.is_available() else "CPU"
-
-
-def peak(dtype: str, *, is_small: bool) -> float:
+def peak(order: Order) -> float:
     """TFLOP/s that a share of the peak is taken of."""
-    known = known_peak(card_name()) if dtype == "bfloat16" else None
-    return known or measured_peak(dtype, is_small=is_small)
+    known = known_peak(order.card) if order.dtype == "bfloat16" else None
+    return known or measured_peak(order.dtype, is_small=order.is_small)
 
 
 def measured_peak(dtype: str, *, is_small: bool) -> float:

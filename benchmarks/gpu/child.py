@@ -13,6 +13,7 @@ from typing import Any
 
 from benchmarks.gpu.order import NotHere, Order
 from benchmarks.gpu.rows import ROWS
+from benchmarks.gpu.shapes import weights_of
 
 MOST = 300  # characters of a reason
 
@@ -36,6 +37,8 @@ def main() -> None:
         say({"reason": _line(f"{type(error).__name__}: {error}"), "here": True})
     else:
         say({"done": True})
+    if (weights := weights_of(order)) is not None:
+        say({"figures": {"weights": weights}})
 
 
 def _line(text: str) -> str:

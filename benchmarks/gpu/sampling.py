@@ -1,4 +1,7 @@
-"""Rows of engines: vLLM and the embedded one sample the same prompts; then the learner scores what they sampled."""
+"""Rows of engines: vLLM and the embedded one sample the same prompts; then the learner scores what they sampled.
+
+One vLLM server does all that is asked of it: its start takes a minute or two.
+"""
 
 import asyncio
 import contextlib
@@ -9,13 +12,14 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.gpu import cards
-from benchmarks.gpu.memory import used_gb
-from benchmarks.gpu.order import NotHere, Order
-from benchmarks.gpu.shapes import SHAPES, adapter_of, base_of, config_of, load_of
+from benchmarks.gpu.memory import used_gb, watched
+from benchmarks.gpu.order import Order
+from benchmarks.gpu.shapes import adapter_of, base_of, config_of, load_of, num_multiplied
 
 Figures = dict[str, Any]
 NUM_SCORED = 8  # sampled sequences that the learner scores
 NUM_SWAPS = 4
+NUM_IDS = 1000  # token ids of prompts are drawn below this
 # Without a GPU: nothing to compile, and no threads that wait for each other where cores are shared.
 QUICK: dict[str, Any] = {
     "args": {"enforce-eager": True},
@@ -29,13 +33,13 @@ def base(order: Order) -> Iterator[Figures]:
     path = base_of(order)
     yield {"build_s": time.perf_counter() - begin}
     size = sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
-    yield {"disk_gb": size / 1e9, "parameters": _parameters(order)}
+    yield {"disk_gb": size / 1e9, "multiplied": _num_multiplied(order)}
 
 
 def matmul(order: Order) -> Iterator[Figures]:
     """What a large product reaches here, and what the card's data sheet says."""
     measured = cards.measured_peak(order.dtype, is_small=order.is_small)
-    known = cards.known_peak(cards.card_name())
+    known = cards.known_peak(order.card)
     yield {"tflops": measured, "sheet_tflops": known or "unknown", **({"mfu": measured / known} if known else {})}
 
 
@@ -46,11 +50,8 @@ def embedded(order: Order) -> Iterator[Figures]:
     """The embedded engine, adapter unmerged or merged as it does itself."""
     from art_cli.config.schema import EmbeddedEngineConfig
     from art_cli.engines.embedded.embedded_engine import EmbeddedEngine
-    from art_cli.models.loading import load_checkpoint, load_weights
 
-    path = base_of(order)
-    weights = load_weights(config_of(order, path), str(path))
-    load_checkpoint(weights, adapter_of(order, "a"))
+    weights = _weights(order)
     engine = EmbeddedEngine(weights, name="policy", config=EmbeddedEngineConfig())
 
     def forget() -> None:
@@ -62,52 +63,41 @@ def embedded(order: Order) -> Iterator[Figures]:
         try:
             yield from _sample(order, runner, engine, replies, forget)
             yield {"memory_gb": used_gb()}
+            probed = runner.run(_score(order, engine))
         finally:
             runner.run(engine.close())
-    yield _gap(order, weights, replies)
+    yield _gap(order, weights, replies, probed)
 
 
 def vllm(order: Order) -> Iterator[Figures]:
-    """A vLLM server of ours: start, tokens per second, adapter swap; the gap to the learner when it is gone."""
-    with asyncio.Runner() as runner:
-        engine, start_s = _start_vllm(order, runner, sleep=0)
-        replies: list[Any] = []
+    """A vLLM server of ours: start, tokens per second, adapter swap, sleep and wake where there is a GPU; when it is
+    gone, its gap to the learner in tokens that it sampled and in a probe of random ids."""
+    replies: list[Any] = []
+    with asyncio.Runner() as runner, watched() as memory:
+        engine, start_s = _start_vllm(order, runner)
         try:
             yield {"start_s": start_s}
             runner.run(engine.load(adapter_of(order, "a"), 1))
             yield from _sample(order, runner, engine, replies, lambda: None)
-            yield {"memory_gb": _server_gb(engine)}
+            yield {"memory_gb": memory.gb if order.has_gpu else sum(_resident_gb(pid) for pid in _family(engine.pid))}
             yield runner.run(_swaps(order, engine))
+            if order.has_gpu:
+                yield runner.run(_sleeps(order, engine))
+            probed = runner.run(_score(order, engine))
         finally:
             runner.run(engine.close())
-    yield _gap(order, _weights(order), replies)
-
-
-def vllm_sleep(order: Order) -> Iterator[Figures]:
-    """A vLLM server that sleeps while the learner works: seconds, and how much of the card it gives back."""
-    with asyncio.Runner() as runner:
-        try:
-            engine, start_s = _start_vllm(order, runner, sleep=1)
-        except _engine_error() as error:
-            if cards.card_name() == "CPU":
-                raise NotHere(str(error)) from error
-            raise
-        try:
-            yield {"start_s": start_s}
-            yield runner.run(_sleeps(order, engine))
-        finally:
-            runner.run(engine.close())
+    yield _gap(order, _weights(order), replies, probed)
 
 
 def _sample(order: Order, runner: asyncio.Runner, engine: Any, replies: list[Any], forget: Any) -> Iterator[Figures]:
     """Figures of sampling the batch again and again; `replies` are those of the last time."""
     from benchmarks.gpu.task import prompt_ids
 
-    load, vocabulary = load_of(order), SHAPES[order.shape].vocabulary
+    load = load_of(order)
     tokens: list[int] = []
     seconds: list[float] = []
     for repeat in range(load.repeats + 1):
-        prompts = prompt_ids(load.prompts, load.prompt_tokens, seed=repeat, vocabulary=min(vocabulary, 1000))
+        prompts = prompt_ids(load.prompts, load.prompt_tokens, seed=repeat, vocabulary=NUM_IDS)
         requests = [_request(ids, load.new_tokens) for ids in prompts for _ in range(load.attempts)]
         forget()
         begin = time.perf_counter()
@@ -117,13 +107,13 @@ def _sample(order: Order, runner: asyncio.Runner, engine: Any, replies: list[Any
             tokens.append(sum(len(reply.choices[0].token_ids) for reply in replies))
             seconds.append(wall)
     rate = statistics.median(tokens) / statistics.median(seconds)
-    operations = 2e-12 * _parameters(order) * (1 + load.prompt_tokens / load.attempts / load.new_tokens)
+    operations = 2e-12 * _num_multiplied(order) * (1 + load.prompt_tokens / load.attempts / load.new_tokens)
     yield {
         "requests": len(replies),
         "tokens": statistics.median(tokens),
         "seconds": statistics.median(seconds),
         "tokens_per_s": rate,
-        "mfu": operations * rate / cards.peak(order.dtype, is_small=order.is_small),
+        "mfu": operations * rate / cards.peak(order),
     }
 
 
@@ -140,16 +130,15 @@ async def _all(engine: Any, requests: list[Any]) -> list[Any]:
 # --- vLLM's server ----------------------------------------------------------------------------------------------------
 
 
-def _start_vllm(order: Order, runner: asyncio.Runner, *, sleep: int) -> tuple[Any, float]:
+def _start_vllm(order: Order, runner: asyncio.Runner) -> tuple[Any, float]:
     from art_cli.config.schema import VllmEngineConfig
     from art_cli.engines.vllm.vllm_engine import VllmEngine
     from art_cli.models.policy_spec import read_spec
 
     path = base_of(order)
-    settings: dict[str, Any] = {"name": "vllm", "python": order.vllm_python(), "sleep": sleep}
-    if cards.card_name() == "CPU":
-        settings |= QUICK
-    logs = order.directory / "logs" / f"{order.row}-{order.shape}"
+    settings: dict[str, Any] = {"name": "vllm", "python": order.vllm_python()}
+    settings |= {"sleep": 1} if order.has_gpu else QUICK
+    logs = order.directory / "logs" / order.name
     logs.mkdir(parents=True, exist_ok=True)
     spec = read_spec(config_of(order, path), str(path))
     begin = time.perf_counter()
@@ -165,7 +154,8 @@ def _start_vllm(order: Order, runner: asyncio.Runner, *, sleep: int) -> tuple[An
 async def _swaps(order: Order, engine: Any) -> Figures:
     """Seconds from the call that loads an adapter to the first token sampled with it."""
     probe = _probe(order)
-    seconds, scores = [], []
+    seconds: list[float] = []
+    scores: list[list[float]] = []
     for number in range(NUM_SWAPS):
         begin = time.perf_counter()
         await engine.load(adapter_of(order, "ba"[number % 2]), number + 2)
@@ -180,7 +170,6 @@ async def _swaps(order: Order, engine: Any) -> Figures:
 
 
 async def _sleeps(order: Order, engine: Any) -> Figures:
-    await engine.load(adapter_of(order, "a"), 1)
     probe = _probe(order)
     before, awake_gb = await engine.score(probe), used_gb()
     begin = time.perf_counter()
@@ -202,14 +191,13 @@ async def _sleeps(order: Order, engine: Any) -> Figures:
 def _probe(order: Order) -> list[int]:
     from benchmarks.gpu.task import prompt_ids
 
-    return prompt_ids(1, load_of(order).prompt_tokens, seed=99, vocabulary=1000)[0]
+    return prompt_ids(1, load_of(order).prompt_tokens, seed=99, vocabulary=NUM_IDS)[0]
 
 
-def _server_gb(engine: Any) -> float:
-    """The card's memory in use; without a GPU, what the server and its children hold."""
-    if cards.card_name() != "CPU":
-        return used_gb()
-    return sum(_resident_gb(pid) for pid in _family(engine.pid))
+async def _score(order: Order, engine: Any) -> list[float]:
+    """Returns the probe's logprobs under the adapter that was loaded last, which is "a"."""
+    scores: list[float] = await engine.score(_probe(order))
+    return scores
 
 
 def _family(pid: int) -> list[int]:
@@ -228,12 +216,6 @@ def _resident_gb(pid: int) -> float:
     return 0.0
 
 
-def _engine_error() -> type[Exception]:
-    from art_cli.runtime.errors import EngineError
-
-    return EngineError
-
-
 # --- engine against learner -------------------------------------------------------------------------------------------
 
 
@@ -246,8 +228,9 @@ def _weights(order: Order) -> Any:
     return weights
 
 
-def _gap(order: Order, weights: Any, replies: list[Any]) -> Figures:
-    """Mean and largest |engine - learner| in nats, over tokens that the engine sampled with adapter "a"."""
+def _gap(order: Order, weights: Any, replies: list[Any], probed: list[float]) -> Figures:
+    """Mean and largest |engine - learner| in nats, over tokens that the engine sampled with adapter "a"; the mean over
+    the probe as well."""
     from benchmarks.batches import make_learner
 
     learner = make_learner(weights)
@@ -256,7 +239,8 @@ def _gap(order: Order, weights: Any, replies: list[Any]) -> Figures:
         [choice] = reply.choices
         scored = learner.score(reply.prompt_ids + choice.token_ids)[-len(choice.token_ids) :]
         gaps += [abs(ours - theirs) for ours, theirs in zip(choice.logprobs, scored, strict=True)]
-    return {"gap": statistics.mean(gaps), "gap_max": max(gaps), "gap_tokens": len(gaps)}
+    probe_gap = _distance(probed, learner.score(_probe(order)))
+    return {"gap": statistics.mean(gaps), "gap_max": max(gaps), "gap_tokens": len(gaps), "probe_gap": probe_gap}
 
 
 def _distance(left: list[float], right: list[float]) -> float:
@@ -264,10 +248,8 @@ def _distance(left: list[float], right: list[float]) -> float:
     return statistics.mean(abs(a - b) for a, b in zip(left, right, strict=True))
 
 
-def _parameters(order: Order) -> int:
-    """Of the base, its head counted once: the embeddings are tied."""
-    shape = SHAPES[order.shape]
-    width, width_kv = shape.heads * shape.head_dim, shape.heads_kv * shape.head_dim
-    attention = 2 * shape.hidden * width + 2 * shape.hidden * width_kv + 2 * shape.head_dim
-    layer = attention + 3 * shape.hidden * shape.intermediate + 2 * shape.hidden
-    return shape.layers * layer + shape.vocabulary * shape.hidden + shape.hidden
+def _num_multiplied(order: Order) -> int:
+    import transformers
+
+    config: Any = transformers.AutoConfig.from_pretrained(base_of(order))
+    return num_multiplied(config)

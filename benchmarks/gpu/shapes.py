@@ -1,18 +1,31 @@
-"""The models that are measured: Qwen3 with seeded random weights, a tokenizer of as many tokens, and two adapters.
+"""The models that are measured, a tokenizer for those without one, two adapters of each, and how much work a row does.
 
-Everything is made by code and nothing is downloaded. A base is written once, as a transformers directory, and read by
-every row as a user's model is read.
+Qwen3 in four sizes: the published weights where the hub gives them in time, else random ones in the published shape.
+SmolLM2-135M has its own weights, from a package. A base is written once, as a transformers directory, and read by every
+row as a user's model is read; its weights.txt names where the weights are from.
 """
 
 import json
+import os
+import subprocess
+import sys
+import urllib.error
+import urllib.request
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from benchmarks.gpu.order import Order
+from benchmarks.gpu.order import NotHere, Order
 
 RANK = 16
 ADAPTERS = ("a", "b")  # on all linear layers; their B is random, so that each changes every logit
 CONTEXT = 4096  # tokens of prompt and reply together
+HUB_TIMEOUT_S = 5.0  # longest wait for the hub's first answer
+# Downloads a repository into the hub's cache and prints its directory there.
+DOWNLOAD = """
+import sys
+from huggingface_hub import snapshot_download
+print(snapshot_download(sys.argv[1], allow_patterns=["*.json", "*.safetensors", "*.txt", "*.jinja"]))
+"""
 
 
 class Shape(NamedTuple):
@@ -23,13 +36,21 @@ class Shape(NamedTuple):
     head_dim: int
     intermediate: int
     vocabulary: int
+    is_tied: bool = True
+    repo: str | None = None  # of the published weights
+    download_s: float = 0.0  # longest wait for them
 
 
+# From the config.json of each repository.
 SHAPES = {
-    "0.6b": Shape(1024, 28, 16, 8, 128, 3072, 151_936),  # config.json of Qwen/Qwen3-0.6B
-    "4b": Shape(2560, 36, 32, 8, 128, 9728, 151_936),  # of Qwen/Qwen3-4B
+    "0.6b": Shape(1024, 28, 16, 8, 128, 3072, 151_936, repo="Qwen/Qwen3-0.6B", download_s=60),
+    "1.7b": Shape(2048, 28, 16, 8, 128, 6144, 151_936, repo="Qwen/Qwen3-1.7B", download_s=90),
+    "4b": Shape(2560, 36, 32, 8, 128, 9728, 151_936, repo="Qwen/Qwen3-4B", download_s=120),
+    "8b": Shape(4096, 36, 32, 8, 128, 12288, 151_936, is_tied=False, repo="Qwen/Qwen3-8B", download_s=240),
     "small": Shape(64, 2, 4, 2, 32, 128, 2048),
 }
+SMOLLM2 = "smollm2"  # the one model that is no Qwen3, nor random anywhere
+MODELS = ("0.6b", "1.7b", "4b", "8b", SMOLLM2)
 
 
 class Load(NamedTuple):
@@ -46,24 +67,79 @@ class Load(NamedTuple):
         return self.prompts * self.attempts
 
 
+SMALL_LOAD, LOAD = Load(2, 4, 48, 8, 2), Load(16, 8, 400, 256, 3)
+
+
 def load_of(order: Order) -> Load:
-    return Load(2, 4, 48, 8, 2) if order.is_small else Load(16, 8, 400, 256, 3)
+    return SMALL_LOAD if order.is_small else LOAD
 
 
 def base_of(order: Order) -> Path:
-    """The directory of the base model, built if it is not there. It appears whole or not at all."""
+    """Returns the directory of the base model, built if it is not there. It appears whole or not at all."""
     from art_cli.runs.durable import new_directory
 
-    path = order.directory / f"base-{order.shape}-{order.dtype}"
+    path = _base_path(order)
     if not path.exists():
-        path.parent.mkdir(parents=True, exist_ok=True)
         with new_directory(path) as empty:
-            _build(SHAPES[order.shape], order.dtype, empty)
+            source = _write_base(order, empty)
+            (empty / "weights.txt").write_text(source)
     return path
+
+
+def built_base(order: Order) -> Path:
+    """Returns the same directory, for rows whose process cannot build it. Raises NotHere if it is not there."""
+    path = _base_path(order)
+    if not path.exists():
+        raise NotHere(f"no base model yet: run the row base for {order.shape} first")
+    return path
+
+
+def weights_of(order: Order) -> str | None:
+    """Returns where the weights are from, "random" or a repository's name, or None if there is no base yet."""
+    path = _base_path(order) / "weights.txt"
+    return path.read_text() if path.exists() else None
+
+
+def _base_path(order: Order) -> Path:
+    return order.directory / f"base-{order.shape}"
 
 
 def adapter_of(order: Order, name: str) -> Path:
     return base_of(order) / f"adapter-{name}"
+
+
+def make_qwen3(shape: Shape, **tokens: Any) -> Any:
+    """Returns the configuration of a Qwen3 in that shape."""
+    import transformers
+
+    make_config: Any = transformers.Qwen3Config
+    return make_config(
+        vocab_size=shape.vocabulary,
+        hidden_size=shape.hidden,
+        num_hidden_layers=shape.layers,
+        num_attention_heads=shape.heads,
+        num_key_value_heads=shape.heads_kv,
+        head_dim=shape.head_dim,
+        intermediate_size=shape.intermediate,
+        max_position_embeddings=CONTEXT,
+        rope_theta=1_000_000.0,
+        tie_word_embeddings=shape.is_tied,
+        **tokens,
+    )
+
+
+def num_multiplied(config: Any) -> int:
+    """Returns how many weights each token is multiplied with: all but the embeddings, which are looked up. Tied ones
+    count once, as the head."""
+    import torch
+    import transformers
+
+    with torch.device("meta"):
+        model: Any = transformers.AutoModelForCausalLM.from_config(config)
+    model.tie_weights()
+    num = sum(parameter.numel() for parameter in model.parameters())
+    is_tied = model.get_output_embeddings().weight is model.get_input_embeddings().weight
+    return num if is_tied else num - int(model.get_input_embeddings().weight.numel())
 
 
 def config_of(order: Order, base: Path) -> Any:
@@ -75,47 +151,96 @@ def config_of(order: Order, base: Path) -> Any:
     return ModelConfig(base=str(base), dtype=order.dtype, lora=lora, max_length=length)
 
 
-def _build(shape: Shape, dtype: str, directory: Path) -> None:
+def _write_base(order: Order, directory: Path) -> str:
+    """Writes base and adapters, and returns where the weights are from. Raises NotHere: SmolLM2 cannot be had."""
+    if order.shape == SMOLLM2:
+        source = _write_smollm2(directory)
+    else:
+        shape = SHAPES[order.shape]
+        source = shape.repo if shape.repo and _link_published(shape, directory) else _write_random(shape, directory)
+    _add_adapters(directory)
+    return source
+
+
+def _write_smollm2(directory: Path) -> str:
+    from art_cli.models.builtin_models import smollm2_135m
+    from art_cli.runtime.errors import UsageError
+
+    try:
+        smollm2_135m(directory)
+    except UsageError as error:
+        raise NotHere(str(error)) from error
+    return "SmolLM2-135M-Instruct"
+
+
+def _link_published(shape: Shape, directory: Path) -> bool:
+    """Returns whether the directory now has links to the published model, which is in the hub's cache."""
+    assert shape.repo is not None
+    if os.environ.get("HF_HUB_OFFLINE") == "1" or not _has_hub():
+        return False
+    command = [sys.executable, "-c", DOWNLOAD, shape.repo]
+    try:
+        done = subprocess.run(
+            command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True, timeout=shape.download_s
+        )
+    except subprocess.TimeoutExpired:
+        print(f"{shape.repo}: not here after {shape.download_s:.0f} s; random weights take its place", file=sys.stderr)
+        return False
+    if done.returncode:
+        return False
+    for file in Path(done.stdout.strip().splitlines()[-1]).iterdir():
+        if file.is_file():
+            (directory / file.name).symlink_to(file.resolve())
+    return True
+
+
+def _has_hub() -> bool:
+    try:
+        urllib.request.urlopen(os.environ.get("HF_ENDPOINT", "https://huggingface.co"), timeout=HUB_TIMEOUT_S).close()
+    except urllib.error.HTTPError:
+        return True  # it answers
+    except (OSError, ValueError):
+        return False
+    return True
+
+
+def _write_random(shape: Shape, directory: Path) -> str:
     import torch
     import transformers
 
     tokenizer = make_tokenizer(shape.vocabulary)
-    make_config: Any = transformers.Qwen3Config
-    config = make_config(
-        vocab_size=shape.vocabulary,
-        hidden_size=shape.hidden,
-        num_hidden_layers=shape.layers,
-        num_attention_heads=shape.heads,
-        num_key_value_heads=shape.heads_kv,
-        head_dim=shape.head_dim,
-        intermediate_size=shape.intermediate,
-        max_position_embeddings=CONTEXT,
-        rope_theta=1_000_000.0,
-        tie_word_embeddings=True,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-        bos_token_id=None,
+    config = make_qwen3(
+        shape, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id, bos_token_id=None
     )
-    device = "cuda" if torch.cuda.is_available() else "cpu"
     torch.manual_seed(0)
-    with torch.device(device):
-        model: Any = transformers.AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype))
+    with torch.device(_device()):
+        model: Any = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     model.save_pretrained(directory)
     tokenizer.save_pretrained(directory)
-    _add_adapters(model, directory)
+    return "random"
 
 
-def _add_adapters(model: Any, directory: Path) -> None:
+def _add_adapters(directory: Path) -> None:
     import peft
     import torch
+    import transformers
 
+    model: Any = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.bfloat16)
+    model = model.to(_device())
     config = peft.LoraConfig(r=RANK, lora_alpha=2 * RANK, target_modules="all-linear", task_type="CAUSAL_LM")
     adapted = peft.get_peft_model(model, config)
+    torch.manual_seed(0)
     for name in ADAPTERS:
         for key, parameter in adapted.named_parameters():
             if "lora_B" in key:
                 torch.nn.init.normal_(parameter, std=0.02)
         adapted.save_pretrained(directory / f"adapter-{name}")
+
+
+def _device() -> str:
+    import torch
+
+    return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def make_tokenizer(size: int) -> Any:

@@ -25,9 +25,10 @@ def prompt_ids(num: int, length: int, *, seed: int, vocabulary: int) -> list[lis
 
 
 def reward(text: str) -> float:
-    """In [0, 1]: the share of digits below 5 among the reply's digits; 0 without any."""
-    digits = [letter for letter in text if letter in "0123456789"]
-    return sum(digit < "5" for digit in digits) / len(digits) if digits else 0.0
+    """In [0, 1]: the share of a to m among the reply's letters; 0 without any. No two replies of a group share it, be
+    they text or random words, so that every group trains."""
+    letters = [letter for letter in text.lower() if "a" <= letter <= "z"]
+    return sum(letter < "n" for letter in letters) / len(letters) if letters else 0.0
 
 
 def scenarios(length: int) -> list[dict[str, Any]]:

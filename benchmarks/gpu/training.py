@@ -9,12 +9,11 @@ import logging
 import statistics
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 from benchmarks.gpu import cards
 from benchmarks.gpu.order import NotHere, Order
-from benchmarks.gpu.shapes import adapter_of, base_of, config_of, load_of
+from benchmarks.gpu.shapes import adapter_of, base_of, built_base, config_of, load_of
 
 Figures = dict[str, Any]
 
@@ -60,18 +59,10 @@ def _load(order: Order, load: Any = None) -> Any:
     """The policy as a run loads it, with adapter "a" in it."""
     from art_cli.models.loading import load_checkpoint, load_weights
 
-    base = base_of(order) if load is None else _built(order)
+    base = base_of(order) if load is None else built_base(order)
     weights = load_weights(config_of(order, base), str(base), load=load)
     load_checkpoint(weights, adapter_of(order, "a"))
     return weights
-
-
-def _built(order: Order) -> Path:
-    """The base, which another process has to build before Unsloth is imported: it comes before transformers."""
-    path = order.directory / f"base-{order.shape}-{order.dtype}"
-    if not path.exists():
-        raise NotHere(f"no base model yet: run the row base-{order.shape} first")
-    return path
 
 
 def _learner(weights: Any) -> Any:
@@ -89,12 +80,12 @@ def _measure(order: Order, weights: Any, learner: Any) -> Iterator[Figures]:
 
     load = load_of(order)
     groups = single_turn(load.prompts, load.attempts, prompt=load.prompt_tokens, completion=load.new_tokens)
-    before = used_gb()
+    model_gb = torch.cuda.memory_allocated() / 1e9 if order.has_gpu else used_gb()
     begin = time.perf_counter()
     metrics = learner.step(groups)
     cards.synchronize()
     yield {"first_step_s": time.perf_counter() - begin}
-    if torch.cuda.is_available():
+    if order.has_gpu:
         torch.cuda.reset_peak_memory_stats()
     walls = []
     for _ in range(load.repeats):
@@ -103,12 +94,13 @@ def _measure(order: Order, weights: Any, learner: Any) -> Iterator[Figures]:
         cards.synchronize()
         walls.append(time.perf_counter() - begin)
     step_s = statistics.median(walls)
-    most = torch.cuda.max_memory_allocated() / 1e9 if torch.cuda.is_available() else used_gb()
+    most = torch.cuda.max_memory_allocated() / 1e9 if order.has_gpu else used_gb()
+    kept = {"kept_gb": torch.cuda.memory_reserved() / 1e9} if order.has_gpu else {}
     is_packed = metrics.tokens_computed < metrics.tokens_flat
     tokens = tokens_of(groups, learner.algorithm, is_shared=is_packed)
     operations = step_operations(weights.model, tokens)
     rate = sum(operations) / 1e3 / step_s
-    peak = cards.peak(order.dtype, is_small=order.is_small)
+    peak = cards.peak(order)
     yield {
         "step_s": step_s,
         "tokens_trained": metrics.tokens_trained,
@@ -119,7 +111,8 @@ def _measure(order: Order, weights: Any, learner: Any) -> Iterator[Figures]:
         "peak_tflops": peak,
         "mfu": rate / peak,
         "memory_gb": most,
-        "model_gb": before,
+        "model_gb": model_gb,
+        **kept,
         "packed": metrics.packed,
         "grad_norm": metrics.grad_norm,
     }

@@ -1,7 +1,7 @@
-"""The loop as a TRL script: GRPOTrainer with vLLM colocated, where this Python has vLLM and torch sees a GPU.
+"""The loop as a TRL script: GRPOTrainer with vLLM colocated; on a CPU transformers samples.
 
-Run by benchmarks/gpu/loop.py with a JSON object; prints one. Exit code 3: no TRL here. It imports nothing of art, so
-that any Python with TRL can run it.
+Run by benchmarks/gpu/loop.py with a JSON object; prints one. Exit code 3: this Python has no TRL, or no vLLM that its
+TRL supports, and a line says which. It imports nothing of art, so that any Python with TRL can run it.
 """
 
 import importlib.util
@@ -22,23 +22,39 @@ def main() -> None:
     told = json.loads(sys.argv[1])
     answer = os.dup(1)  # TRL and vLLM print too
     os.dup2(2, 1)
-    if importlib.util.find_spec("trl") is None:
-        os.write(answer, b"no TRL in this Python: pip install trl, or name one in ART_TRL_PYTHON\n")
+    if (reason := missing(has_gpu=told["has_gpu"])) is not None:
+        os.write(answer, f"{reason}: make setup-trl, or name a Python in ART_TRL_PYTHON\n".encode())
         raise SystemExit(3)
     with watched() as memory:
         figures = train(told)
     os.write(answer, json.dumps(figures | {"memory_gb": memory.gb}).encode() + b"\n")
 
 
+def missing(*, has_gpu: bool) -> str | None:
+    """Returns what this Python lacks for the loop, in one line, or None. TRL itself only warns of another vLLM."""
+    if importlib.util.find_spec("trl") is None:
+        return "no TRL in this Python"
+    if not has_gpu:
+        return None
+    if importlib.util.find_spec("vllm") is None:
+        return "TRL's Python has no vLLM"
+    from trl.import_utils import is_vllm_available
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        is_vllm_available()
+    unsupported = [str(each.message) for each in caught if "supports vLLM versions" in str(each.message)]
+    return unsupported[0].partition("installed")[0].strip() if unsupported else None
+
+
 def train(told: dict[str, Any]) -> dict[str, Any]:
     import datasets
     import peft
-    import torch
     import transformers
     from trl.trainer.grpo_trainer import GRPOTrainer
 
     warnings.simplefilter("ignore")
-    has_vllm = torch.cuda.is_available() and importlib.util.find_spec("vllm") is not None
+    has_gpu = told["has_gpu"]
     times: list[float] = []
     tokens: list[int] = []
     rewards: list[float] = []
@@ -57,7 +73,7 @@ def train(told: dict[str, Any]) -> dict[str, Any]:
     trainer = GRPOTrainer(
         model=transformers.AutoModelForCausalLM.from_pretrained(told["base"], dtype=told["dtype"]),
         reward_funcs=score,
-        args=_arguments(told, has_gpu=torch.cuda.is_available(), has_vllm=has_vllm),
+        args=_arguments(told, has_gpu=has_gpu),
         train_dataset=datasets.Dataset.from_list([{"prompt": [{"role": "user", "content": text}]} for text in texts]),
         processing_class=transformers.AutoTokenizer.from_pretrained(told["base"]),
         peft_config=peft.LoraConfig(r=told["rank"], lora_alpha=2 * told["rank"], target_modules="all-linear"),
@@ -68,22 +84,24 @@ def train(told: dict[str, Any]) -> dict[str, Any]:
     walls = [after - before for before, after in zip(times, times[1:], strict=False)]
     num_calls = len(tokens) // told["steps"]  # of the reward function in a step: one for each micro-batch, or one
     per_step = [sum(tokens[i : i + num_calls]) for i in range(0, len(tokens), num_calls)]
+    step_s, num_tokens = statistics.median(walls), statistics.median(per_step[1:])
     return {
-        "step_s": statistics.median(walls),
+        "step_s": step_s,
         "step_s_range": [min(walls), max(walls)],
         "attempts": told["prompts"] * told["attempts"],
-        "tokens": statistics.median(per_step[1:]),
+        "tokens": num_tokens,
+        "tokens_per_s": num_tokens / step_s,
         "reward": statistics.mean(rewards),
         "batch": told["batch"],
-        "samples_by": "vLLM, colocated" if has_vllm else "transformers, as this Python has no vLLM or no GPU",
+        "samples_by": "vLLM, colocated" if has_gpu else "transformers, as there is no GPU",
     }
 
 
-def _arguments(told: dict[str, Any], *, has_gpu: bool, has_vllm: bool) -> Any:
+def _arguments(told: dict[str, Any], *, has_gpu: bool) -> Any:
     from trl.trainer.grpo_config import GRPOConfig
 
     colocated: dict[str, Any] = {}
-    if has_vllm:
+    if has_gpu:
         colocated = {
             "use_vllm": True,
             "vllm_mode": "colocate",
