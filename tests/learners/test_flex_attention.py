@@ -256,11 +256,12 @@ def test_a_failure_after_it_worked_is_raised() -> None:
 @COMPILES
 @pytest.mark.gpu
 @pytest.mark.parametrize("window", [None, 50])
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 2e-2)])
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-4), (torch.bfloat16, 2e-2)])
 def test_on_a_gpu_value_and_gradient_are_the_dense_masks(
     dtype: torch.dtype, tolerance: float, window: int | None
 ) -> None:
-    """Relative to the norm, against the dense mask in float32; compiled."""
+    """Relative to the norm, against the dense mask in float32; compiled. Kernels sum in other orders, and a pair too
+    many or too few is far above both tolerances."""
     flex = FlexAttention(1280)
     tree = tree_of(TREE, flex, "cuda")
     inputs = states(len(tree.depths), width=64, device="cuda", dtype=dtype)

@@ -13,9 +13,10 @@ from art_cli.runs.trajectory import ScoredTrajectory, Trajectory, Turn, score_tr
 
 def logprobs_of(weights: Weights, token_ids: Sequence[int], temperature: float = 1.0) -> Tensor:
     """[L - 1] the plain way: one sequence through the whole model, log-softmax over everything."""
-    logits = weights.model(torch.tensor([list(token_ids)])).logits[0, :-1]
+    ids = torch.tensor(list(token_ids), device=weights.device)
+    logits = weights.model(ids[None]).logits[0, :-1]
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperature
-    return logits.log_softmax(-1).gather(1, torch.tensor(token_ids)[1:, None])[:, 0]
+    return logits.log_softmax(-1).gather(1, ids[1:, None])[:, 0]
 
 
 @torch.no_grad()
@@ -28,7 +29,7 @@ def sampled(weights: Weights, turns: Sequence[Turn], *, noise: float = 0.0, seed
         count = len(turn.sampled_ids)
         fields = {name: getattr(turn, name) for name in Turn.__struct_fields__}
         for name, temperature in (("logprobs", turn.temperature or 1.0), ("raw_logprobs", 1.0)):
-            exact = logprobs_of(weights, ids, temperature)[len(ids) - 1 - count :]
+            exact = logprobs_of(weights, ids, temperature)[len(ids) - 1 - count :].cpu()
             fields[name] = (exact + noise * torch.randn(count, generator=generator)).tolist()
         done.append(Turn(**fields))
     return done
