@@ -38,9 +38,9 @@ TITLES = {
 HEAD = """# On a GPU
 
 Written by `make bench-gpu`. "tokens/s" of a loop are sampled tokens over the whole step; of a training step all its
-tokens. The learner's peak is what torch allocated in its process, the card's peak what the driver counted of both. MFU
-is the share of the card's peak in dense bfloat16 that the work needs at least: nothing computed twice counts. A gap is
-the mean difference of a token's logprob between engine and learner.
+tokens. The learner's peak is what torch allocated in its process, the card's peak what the driver counted of both, most
+of which vLLM reserves for keys and values. MFU is the share of the card's peak in dense bfloat16 that the work needs at
+least: nothing computed twice counts. A gap is the mean difference of a token's logprob between engine and learner.
 """
 SIZES = {"step_s": "step, s", "tokens_per_s": "tokens/s", "learner_gb": "learner's peak, GB", "memory_gb": "card's, GB"}
 TRL_SIZES = {"step_s": "TRL: step, s", "tokens_per_s": "tokens/s", "memory_gb": "card's, GB", "batch": "micro-batch"}
@@ -99,7 +99,7 @@ def page(measured: Iterable[Measured]) -> str:
     for card, lines in by_card.items():
         lines.sort(key=_rank)
         parts.append(f"## {card}\n\n{_versions(lines)}\n")
-        parts.append(f"### LoRA on one GPU\n\n{_work(card)}\n\n{_sizes(lines)}\n\n{_sources(lines)}\n")
+        parts.append(f"### LoRA on one GPU\n\n{_work(card)} {_sources(lines)}\n\n{_sizes(lines)}\n")
         for kind in COLUMNS:
             rows = [line for line in lines if ROWS[line.row].kind == kind and _has_figures(line)]
             if rows:
@@ -179,7 +179,7 @@ def _model(shape: str) -> str:
 
 
 def _sources(lines: Sequence[Measured]) -> str:
-    """Returns which models have published weights. Speed and memory do not depend on it, lengths of replies do."""
+    """Returns which models have published weights. Speed and memory depend on them only by the lengths of replies."""
     sources = {line.shape: str(line.figures["weights"]) for line in lines if "weights" in line.figures}
     drawn = [_model(shape) for shape, source in sources.items() if source == "random"]
     real = [_model(shape) for shape, source in sources.items() if source != "random"]

@@ -421,6 +421,22 @@ def test_the_drivers_count_of_the_first_visible_card_is_read(tmp_path: Path) -> 
         assert done.stdout.strip() == used, (visible, done)
 
 
+def test_what_holds_the_rest_of_a_card_ends_with_the_block(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A program that holds nothing stands for it. One that fails raises, because the row would measure a large card."""
+    path = tmp_path / "pid"
+    hold = (
+        f"import os, sys; open({str(path)!r}, 'w').write(str(os.getpid())); print('held', flush=True); sys.stdin.read()"
+    )
+    monkeypatch.setattr(memory, "HOLD", hold)
+    with memory.only_free(23.5):
+        os.kill(int(path.read_text()), 0)
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(path.read_text()), 0)
+    monkeypatch.setattr(memory, "HOLD", "raise MemoryError")
+    with pytest.raises(RuntimeError, match="could not be held"), memory.only_free(23.5):
+        pass
+
+
 def test_a_row_waits_until_the_one_before_has_left_the_card(monkeypatch: pytest.MonkeyPatch) -> None:
     used = iter([70.0, 30.0, 0.4])
     monkeypatch.setattr(memory, "card_gb", lambda: next(used))
