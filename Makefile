@@ -131,9 +131,8 @@ bench-gpu: $(GPU)/.ready  ## the whole loop, engines and learners on a GPU, in 2
 bench-gpu-small: $(DEV)  ## the same rows on a CPU, with a tiny model; vLLM's too after make setup-vllm
 	$(BIN)/python -m benchmarks.gpu --small --again $(ARGS)
 
-# Only files that have such tests are collected, because others import what $(GPU) does not have.
 test-gpu: $(GPU)/.ready  ## the tests that need a GPU
-	$(GPU)/bin/pytest -m gpu $$(grep -rl 'mark\.gpu' tests --include='test_*.py')
+	$(GPU)/bin/pytest -m gpu
 
 # Unsloth in its mode without a GPU. It takes no transformers past 5.17, and by its own requirements it would bring CUDA
 # builds: without them, what its import really needs is named here.

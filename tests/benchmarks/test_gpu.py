@@ -444,35 +444,3 @@ def test_a_row_waits_until_the_one_before_has_left_the_card(monkeypatch: pytest.
     assert memory.wait_for_card(1.0, timeout_s=5.0)
     monkeypatch.setattr(memory, "card_gb", lambda: 70.0)
     assert not memory.wait_for_card(1.0, timeout_s=0.0)
-
-
-# --- make test-gpu ----------------------------------------------------------------------------------------------------
-
-# What `make test` has and `make setup-gpu` does not install.
-ABSENT = "playwright pyte reasoning_gym textarena litellm mcp ray anthropic schemathesis gepa tinker duckdb xdist"
-COLLECT = """
-import sys
-absent = set(sys.argv.pop(1).split())
-class Absent:
-    def find_spec(self, name, path=None, target=None):
-        if name.partition(".")[0] in absent:
-            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
-sys.meta_path.insert(0, Absent())
-import pytest
-sys.exit(pytest.main(["-m", "gpu", "--collect-only", "-p", "no:xdist", *sys.argv[1:]]))
-"""
-
-
-@pytest.mark.slow
-def test_the_tests_that_need_a_gpu_are_collected_with_what_setup_gpu_installs() -> None:
-    """Those files that the target names, as the shell of make expands them."""
-    listed = subprocess.run(["make", "--dry-run", "--silent", "test-gpu"], cwd=ROOT, capture_output=True, text=True)
-    told = listed.stdout.strip().splitlines()[-1].partition(" -m gpu ")[2]
-    assert told.startswith("$(") and told.endswith(")")
-    files = subprocess.run(["sh", "-c", told[2:-1]], cwd=ROOT, capture_output=True, text=True).stdout.split()
-    assert "tests/learners/test_flex_attention.py" in files
-    done = subprocess.run(
-        [sys.executable, "-c", COLLECT, ABSENT, *files], cwd=ROOT, capture_output=True, text=True, timeout=200
-    )
-    assert done.returncode == 0, done.stdout
-    assert all(f"{file}::" in done.stdout for file in files)
