@@ -131,6 +131,10 @@ def run(arguments: Sequence[str]) -> int:
     code: Any
     try:
         log.set_up(verbose=is_verbose)
+        if sys.flags.optimize > 1:
+            raise UsageError(
+                "Python runs without docstrings, which transformers needs: unset PYTHONOPTIMIZE, or drop -OO"
+            )
         code = app(rest or ["--help"], prog_name="art", standalone_mode=False)
     except KeyboardInterrupt:  # Typer handles only the Ctrl-C that comes while a command runs
         code = 130

@@ -23,6 +23,7 @@ from urllib.parse import urlsplit
 
 from art_cli.chat.requests import text_of
 from art_cli.cli import Finding
+from art_cli.cli.doctor import check_gpu
 from art_cli.config.compose import LoadedConfig
 from art_cli.config.schema import BaseLearnerConfig, TinkerEngineConfig, VllmEngineConfig
 from art_cli.engines.vllm.arguments import check_gpus, find_vllm, has_gpu
@@ -90,6 +91,10 @@ class Preflight:
 
     def check(self) -> Iterator[Finding]:
         """Yields each finding as soon as it is known."""
+        for found in check_gpu(getattr(self.loaded.config.engine, "python", None)):
+            yield found
+            if not found.is_good:
+                return
         yield (engine := self.check_engine())
         if not engine.is_good:
             return

@@ -26,7 +26,8 @@ from art_cli.learners.packs.packing_check import PackingCheck
 from art_cli.learners.processes.ranks import Ranks
 from art_cli.learners.samples import Floats, Sample, bare_sample
 from art_cli.models.loading import Weights, clone_trainable, load_checkpoint, save_weights
-from art_cli.runtime.errors import LearnerError
+from art_cli.runtime.allocator import is_out_of_memory
+from art_cli.runtime.errors import LearnerError, OutOfMemory
 
 
 class Passed(NamedTuple):
@@ -242,10 +243,10 @@ class AdapterLearner:
                     self.packing.compare(samples)
                 with self.runner.running():
                     yield
-        except RuntimeError as error:
-            if not (isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)):
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error):
                 raise
-            raise LearnerError("out of memory: send fewer or shorter data at once") from error
+            raise OutOfMemory("out of memory: send fewer or shorter data at once") from error
 
     def _tensor(self, array: np.ndarray[Any, Any]) -> Tensor:
         return torch.from_numpy(array).to(self.weights.device)

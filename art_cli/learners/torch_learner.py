@@ -46,6 +46,7 @@ from art_cli.learners.training_record import StepRecord
 from art_cli.models.loading import Weights, load_checkpoint, save_weights
 from art_cli.runs.durable import write_lines
 from art_cli.runs.trajectory import LearnedTrajectory, ScoredTrajectory
+from art_cli.runtime.allocator import is_out_of_memory
 from art_cli.runtime.errors import LearnerError, OutOfMemory
 
 log = logging.getLogger(__name__)
@@ -346,8 +347,8 @@ class TorchLearner:
         """Turns running out of memory inside the block into an OutOfMemory with its cure."""
         try:
             yield
-        except RuntimeError as error:
-            if not _is_out_of_memory(error):
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error):
                 raise
             raise OutOfMemory(
                 f"out of memory; lower learner.micro_batch_tokens (now {self.runner.micro_batch_tokens}) or set "
@@ -365,10 +366,6 @@ class TorchLearner:
                 self.weights.version += 1
                 if self.weights.device.type == "cuda":
                     torch.cuda.empty_cache()  # torch keeps freed memory, and an engine that wakes on this GPU needs it
-
-
-def _is_out_of_memory(error: RuntimeError) -> bool:
-    return isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)
 
 
 def _rng_state() -> dict[str, Tensor]:

@@ -35,7 +35,7 @@ from art_cli.models.precision import (
 )
 from art_cli.runs.durable import new_directory
 from art_cli.runs.manifest import write_hashes
-from art_cli.runtime import plugins
+from art_cli.runtime import gpus, plugins
 from art_cli.runtime.allocator import keep_freed_memory
 from art_cli.runtime.errors import ArtError, CheckpointError, RunError, UsageError, one_line
 
@@ -386,7 +386,11 @@ def pick_device(device: str, named: str = "learner.device") -> str:
     import torch
 
     if device == "auto":
-        return "cuda" if torch.cuda.is_available() else "cpu"
+        if torch.cuda.is_available():
+            return "cuda"
+        if problem := idle_gpu():
+            raise UsageError(f"{problem}; or set {named}=cpu, or CUDA_VISIBLE_DEVICES= for the CPU")
+        return "cpu"
     kind, _, index = device.partition(":")
     try:
         if kind == "cuda":
@@ -400,6 +404,20 @@ def pick_device(device: str, named: str = "learner.device") -> str:
             f"{named}: torch {torch.__version__} finds no {device} on this machine; set it to auto, or cpu"
         )
     return device
+
+
+def idle_gpu() -> str:
+    """Returns why torch does not use the NVIDIA GPU of this machine, with the cure, or "" if it has none or uses it."""
+    import torch
+
+    if torch.cuda.is_available() or not gpus.has_nvidia(os.environ):
+        return ""
+    try:
+        torch.cuda.init()  # type: ignore[no-untyped-call]
+        reason = "it counts no device"
+    except (RuntimeError, AssertionError) as error:
+        reason = str(error)
+    return gpus.idle_gpu(torch.__version__, torch.version.cuda, reason, gpus.driver())
 
 
 def _load_model(config: ModelConfig, base: str, device: torch.device, dtype: torch.dtype, seed: int) -> Any:

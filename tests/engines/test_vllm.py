@@ -33,12 +33,14 @@ from art_cli.engines.embedded.reply_text import Vocabulary
 from art_cli.engines.vllm import arguments, vllm_engine
 from art_cli.engines.vllm import vllm_server as server
 from art_cli.engines.vllm.vllm_engine import VllmEngine
+from art_cli.learners import unsloth
 from art_cli.loop.owed_groups import plan_groups
 from art_cli.loop.policy_sampler import open_sampler
 from art_cli.models.policy_spec import PolicySpec
 from art_cli.runs.trajectory import Trajectory
-from art_cli.runtime.errors import CheckpointError, DriftError, EngineError
-from tests.support import fake_vllm
+from art_cli.runtime.errors import CheckpointError, DriftError, EngineError, UsageError
+from art_cli.runtime.processes import child
+from tests.support import fake_unsloth, fake_vllm
 from tests.support.ports import free_port
 from tests.support.process_table import is_alive
 from tests.support.tiny import CHAT_TEMPLATE, tiny_tokenizer, tiny_weights
@@ -413,6 +415,56 @@ async def test_a_server_that_does_not_start_shows_its_last_lines(fake: Fake) -> 
     with pytest.raises(EngineError, match=r"ended while it started \(exit status 3\)(?s:.)*no such model"):
         async with fake.running("no start"):
             pass
+
+
+async def test_a_failed_start_names_its_cause_and_not_the_last_lines(fake: Fake) -> None:
+    """A real log of 57 lines: model.quantize=4bit without vllm-bnb-plugin."""
+    real = Path(__file__).parent / "logs" / "vllm-0.32-4bit.log"
+    with pytest.raises(EngineError, match=r"exit status 1\); .*Unknown quantization method: bitsandbytes") as caught:
+        async with fake.running(f"log {real}"):
+            pass
+    assert "\n" not in str(caught.value) and f"(its log: {fake.logs}/vllm.log)" in str(caught.value)
+
+
+async def test_the_model_is_fetched_before_the_time_of_the_start_begins(
+    fake: Fake, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A download may take longer than engine.start_timeout_s; one that fails is left to the server to report."""
+    fetched: list[tuple[str, bool]] = []
+
+    def find_files(base: str) -> Path:
+        fetched.append((base, (fake.directory / "pid").exists()))
+        time.sleep(3.0)
+        raise UsageError("no network")
+
+    monkeypatch.setattr(server, "find_files", find_files)
+    began = time.monotonic()
+    with pytest.raises(EngineError, match=r"no answer within 2 s"):
+        async with fake.running("silent", start_timeout_s=2.0):
+            pass
+    assert fetched == [("org/model", False)] and time.monotonic() - began >= 5.0
+    async with fake.running(env={"HF_HOME": str(fake.directory)}):  # another cache than ours
+        assert len(fetched) == 1
+
+
+async def test_the_server_starts_without_what_unsloths_import_sets(
+    fake: Fake, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM's memory for sleep and its graphs do not go with PYTORCH_ALLOC_CONF=expandable_segments:True."""
+    monkeypatch.delenv("PYTORCH_ALLOC_CONF", raising=False)
+    monkeypatch.setenv("HF_HUB_DISABLE_XET", "0")
+    monkeypatch.setattr(child, "_before", {})
+    (tmp_path / "fake").mkdir()
+    body = 'import os\nos.environ |= {"PYTORCH_ALLOC_CONF": "expandable_segments:True", "HF_HUB_DISABLE_XET": "1"}\n'
+    fake_unsloth.install(tmp_path / "fake", monkeypatch, body=body)
+    unsloth._import()
+    assert os.environ["PYTORCH_ALLOC_CONF"] == "expandable_segments:True"
+    async with fake.running():
+        variables = fake.starts()[0]["environment"]
+    assert "PYTORCH_ALLOC_CONF" not in variables and variables["HF_HUB_DISABLE_XET"] == "0"
+    assert "UNSLOTH_COMPILE_LOCATION" not in variables
+    async with fake.running(env={"PYTORCH_ALLOC_CONF": "expandable_segments:True"}):  # the user's own
+        assert fake.starts()[1]["environment"]["PYTORCH_ALLOC_CONF"] == "expandable_segments:True"
 
 
 async def test_a_port_that_somebody_else_was_quicker_to_take_is_left_to_them(

@@ -20,6 +20,8 @@ from pydantic import JsonValue
 from art_cli.config.sections.engine_config import VllmEngineConfig
 from art_cli.models.policy_spec import PolicySpec
 from art_cli.runtime.errors import EngineError
+from art_cli.runtime.gpus import has_gpu as has_gpu
+from art_cli.runtime.processes.child import child_environment
 
 PROBE_DEADLINE_S = 120.0  # importing vLLM from a cold disk takes most of a minute
 
@@ -32,7 +34,7 @@ try:
     found["torch"] = torch.__version__
     found["gpus"] = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
     import vllm
-    import vllm.entrypoints.openai.api_server
+    import vllm.entrypoints.launchers.api_server.entry
     from vllm.model_executor.models import ModelRegistry
     found["architectures"] = sorted(ModelRegistry.get_supported_archs())
     found["version"] = vllm.__version__
@@ -58,7 +60,12 @@ def find_vllm(python: Path | None = None, *, timeout_s: float = PROBE_DEADLINE_S
     program = str(python or sys.executable)
     try:
         done = subprocess.run(
-            [program, "-c", PROGRAM], stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=timeout_s
+            [program, "-c", PROGRAM],
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=timeout_s,
+            env=child_environment(),
         )
         line = done.stdout.strip().rpartition("\n")[2]
         return msgspec.convert({"python": program, **msgspec.json.decode(line)}, VllmFacts)
@@ -71,7 +78,8 @@ def find_vllm(python: Path | None = None, *, timeout_s: float = PROBE_DEADLINE_S
         return VllmFacts(python=program, error=f"exit status {done.returncode}: {last}")
 
 
-MODULE = "vllm.entrypoints.openai.api_server"  # run by `python -m`, because community builds lack the `vllm` command
+# Run by `python -m`, because community builds lack the `vllm` command.
+MODULE = "vllm.entrypoints.launchers.api_server.entry"
 GUARD = "art_vllm_guard.KeyGuard"  # added to the user's own --middleware
 GUARD_DIRECTORY = Path(__file__).parent / "guard"
 LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # values that vLLM's --max-lora-rank takes
@@ -258,10 +266,3 @@ def _gpu_indices() -> list[str]:
     """Returns the indices of this machine's GPUs, by their device files; at least the one that `has_gpu` found."""
     number = len(list(Path("/dev").glob("nvidia[0-9]*"))) or len(list(Path("/dev/dri").glob("renderD*"))) or 1
     return [str(index) for index in range(number)]
-
-
-def has_gpu(inherited: Mapping[str, str]) -> bool:
-    """Returns whether this machine shows a GPU: an NVIDIA or AMD device file, not hidden by the environment."""
-    if inherited.get("CUDA_VISIBLE_DEVICES", "all").strip() in ("", "-1"):
-        return False
-    return any(Path(device).exists() for device in ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg"))

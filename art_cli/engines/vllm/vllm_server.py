@@ -33,10 +33,13 @@ from art_cli.chat.requests import Json, Request
 from art_cli.config.sections.engine_config import VllmEngineConfig
 from art_cli.engines.vllm import arguments
 from art_cli.engines.vllm.control import Control, Refused, Unreachable
+from art_cli.engines.vllm.log_cause import find_cause
+from art_cli.models.base_files import find_files
 from art_cli.models.policy_spec import PolicySpec
 from art_cli.runs.durable import write_file
-from art_cli.runtime.errors import EngineError
-from art_cli.runtime.processes.child import ChildProcess, describe_end, last_lines
+from art_cli.runtime import threads
+from art_cli.runtime.errors import EngineError, UsageError
+from art_cli.runtime.processes.child import ChildProcess, child_environment, describe_end, last_lines
 from art_cli.runtime.scratch import Scratch, make_directory, owner_only
 
 log = logging.getLogger(__name__)
@@ -121,6 +124,10 @@ PROMPT = [1, 2, 3, 4]  # any tokens do
 SAME = 1e-6  # nats; logprobs that differ by less are the same
 TERM_GRACE_S = 10.0  # time that vLLM has to free a GPU, which takes a few seconds
 TAIL_LINES = 15
+MAX_LOG_BYTES = 2**20  # largest part of the log, its end, in which the cause of a failure is looked for
+HUB_VARIABLES = frozenset(
+    {"HF_HOME", "HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE"}
+)  # with one, the server's cache is its own
 
 
 class OwnServer:
@@ -146,6 +153,8 @@ class OwnServer:
 
     async def start(self) -> None:
         """Returns when it answers. Raises EngineError with the log's last lines: it ended, or was silent too long."""
+        if not HUB_VARIABLES & self._config.env.keys():
+            await threads.call_in_thread(_fetch, self._model.base)  # engine.start_timeout_s includes no download
         log.info("vllm: starting %s for %s; its log: %s", self._python, self._model.base, self.log)
         for _ in range(MAX_PORTS):
             if await self._start_at(free_port()):
@@ -175,7 +184,7 @@ class OwnServer:
         environment = arguments.environment(
             self._config,
             self._model,
-            inherited=os.environ,
+            inherited=child_environment(),
             key=self.key,
             sockets=self._sockets.path,
             sleep=self.sleep_level,
@@ -219,12 +228,13 @@ class OwnServer:
             raise EngineError(f"vllm: no answer within {limit}; {self.last_lines()}") from error
         finally:
             ended.cancel()
-        lines = self.last_lines()
+        lines = self._tail()
         if os.strerror(errno.EADDRINUSE).lower() in lines.lower():
             return False
         if "No module named 'vllm'" in lines or "No module named vllm" in lines:
             raise EngineError(f"engine.python: {self._python} has no vLLM; `pip install vllm` there, or name another")
-        raise EngineError(f"vllm: the server ended while it started ({describe_end(ended.result())}); {lines}")
+        reason = describe_end(ended.result())
+        raise EngineError(f"vllm: the server ended while it started ({reason}); {self.last_lines()}")
 
     async def ended(self) -> str:
         assert self._child is not None, "not started"
@@ -238,8 +248,15 @@ class OwnServer:
             hung.cancel()
 
     def last_lines(self) -> str:
-        tail = last_lines(self.log, count=TAIL_LINES, start=self._log_start, secrets=[self.key])
-        return f"the last lines of {self.log}:\n{tail}"
+        """Returns the cause that the log names, or the log's last lines if it names none."""
+        with contextlib.suppress(OSError), self.log.open("rb") as file:
+            file.seek(max(self._log_start, file.seek(0, os.SEEK_END) - MAX_LOG_BYTES))
+            if cause := find_cause(file.read(MAX_LOG_BYTES).decode(errors="replace").replace(self.key, "***")):
+                return f"{cause} (its log: {self.log})"
+        return f"the last lines of {self.log}:\n{self._tail()}"
+
+    def _tail(self) -> str:
+        return last_lines(self.log, count=TAIL_LINES, start=self._log_start, secrets=[self.key])
 
     async def stop(self) -> None:
         if self._child is not None:
@@ -300,6 +317,14 @@ class RunningServer:
 
     async def stop(self) -> None:
         await self.control.close()
+
+
+def _fetch(base: str) -> None:
+    """Fetches a hub's model where it is not there yet. A failure is left to the server, which reports its own."""
+    try:
+        find_files(base)
+    except UsageError as error:
+        log.info("vllm: %s", error)
 
 
 async def _unhealthy(control: Control) -> str:

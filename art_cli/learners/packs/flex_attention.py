@@ -18,6 +18,8 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
+from art_cli.runtime.allocator import is_out_of_memory
+
 log = logging.getLogger(__name__)
 
 BLOCK = 128  # tokens on each side of a block, the default of create_block_mask; every kernel's tiles divide it
@@ -52,7 +54,7 @@ class FlexAttention:
         return create_block_mask(is_visible, None, None, length, length, device=depths.device, BLOCK_SIZE=BLOCK)
 
     def probe(self, query: Tensor, key: Tensor, value: Tensor, mask: BlockMask, scale: float) -> None:
-        """Sets `works` after a forward and a backward pass on copies of these. Raises only OutOfMemoryError."""
+        """Sets `works` after a forward and a backward pass on copies of these. Raises nothing but out of memory."""
         try:
             _check_widths(query, value)
             self.kernel = self.kernel or torch.compile(flex_attention, dynamic=False, fullgraph=True)
@@ -63,9 +65,9 @@ class FlexAttention:
             if out.is_cuda:
                 torch.cuda.synchronize()  # a kernel's failure is raised only after it has run
             self.works = True
-        except torch.OutOfMemoryError:
-            raise  # a dense mask would need more memory
         except Exception as error:  # the boundary to the compiler, its toolchain and the kernel
+            if is_out_of_memory(error):
+                raise  # a dense mask would need more memory
             self.works = False
             reason = " ".join(f"{type(error).__name__}: {error}".split())[:REASON]
             log.warning("no FlexAttention (%s); attending by a dense mask, slower", reason)
