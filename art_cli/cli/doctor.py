@@ -100,15 +100,12 @@ def _check_machine() -> Finding:
 
 
 def check_gpu(python: Path | None = None) -> Iterator[Finding]:
-    """Yields findings about the GPU if there is one: driver, free memory, and what compiles kernels here and in the
-    engine's `python`."""
-    if not gpus.has_gpu(os.environ):
+    """Yields findings about an NVIDIA GPU if there is one: driver, free memory, and what compiles kernels here and in
+    the engine's `python`."""
+    if not gpus.has_nvidia(os.environ):
         return
-    cards = gpus.cards()
-    known = [f"{card.name}, {card.free:.1f} of {card.total:.1f} GiB free" for card in cards]
-    is_used = any(card.free < card.total / 2 for card in cards)
-    message = "; ".join([f"driver {gpus.driver() or 'unknown'}", *(known or ["nvidia-smi lists no card"])])
-    yield Finding("gpu", True, message, "nvidia-smi lists the programs that hold the memory" if is_used else "")
+    memory = "; ".join(gpus.cards()) or "unknown, because nvidia-smi does not work"
+    yield Finding("gpu", True, f"driver {gpus.driver() or 'unknown'}; free and whole memory: {memory}")
     for each in dict.fromkeys([None, python]):
         problem = gpus.compiler_problem(each, os.environ)
         message = f"{each or 'this Python'}: {problem or 'a C compiler and Python.h are here'}"

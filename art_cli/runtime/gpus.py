@@ -1,35 +1,26 @@
 """The GPUs that the system shows, without torch: device files, driver, memory, and what compiles kernels for them.
 
 has_gpu, has_nvidia, driver     what /dev and /sys show
-cards                           what nvidia-smi reports
+cards                           the memory that nvidia-smi reports
 idle_gpu                        why torch does not use the GPU, with the cure
 compiler_problem                why Triton could not compile a kernel for a Python, with the cure
 """
 
+import contextlib
 import re
 import shutil
 import subprocess
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import NamedTuple
 
 PROBE_TIMEOUT_S = 20.0  # longest wait for nvidia-smi, or for another Python to answer
 NVIDIA = (Path("/dev/nvidiactl"), Path("/usr/lib/wsl/lib/libcuda.so.1"))  # of Linux; of Windows' Linux, from its driver
 OTHERS = (Path("/dev/kfd"), Path("/dev/dxg"))
 DRIVER = Path("/sys/module/nvidia/version")
 OLDEST_DRIVER = {"12": 525, "13": 580}  # by the major version of CUDA; NVIDIA, CUDA Compatibility
-QUERY = ("nvidia-smi", "--query-gpu=name,driver_version,memory.free,memory.total", "--format=csv,noheader,nounits")
+SMI = ("nvidia-smi", "--format=csv,noheader")
 INCLUDE = "import sysconfig; print(sysconfig.get_paths('posix_prefix')['include'])"  # where Triton looks for Python.h
-
-
-class Card(NamedTuple):
-    """Example: Card("NVIDIA H100 80GB HBM3", driver="580.95.05", free=79.1, total=79.6), memory in GiB."""
-
-    name: str
-    driver: str
-    free: float
-    total: float
 
 
 def has_gpu(environment: Mapping[str, str]) -> bool:
@@ -48,22 +39,14 @@ def _is_hidden(environment: Mapping[str, str]) -> bool:
 
 def driver() -> str:
     """Returns the version of NVIDIA's driver, or "" if the system does not show it."""
-    try:
+    with contextlib.suppress(OSError):
         return DRIVER.read_text(errors="replace").strip()[:20]
-    except OSError:
-        return next((card.driver for card in cards()), "")
+    return _output(*SMI, "--query-gpu=driver_version").partition("\n")[0][:20]
 
 
-def cards() -> list[Card]:
-    """Returns the cards that nvidia-smi lists; none if it does not work."""
-    found = []
-    for line in _output(*QUERY).splitlines():
-        name, *rest = (part.strip() for part in line.rsplit(",", 3))
-        try:
-            found.append(Card(name, rest[0], float(rest[1]) / 1024, float(rest[2]) / 1024))
-        except (IndexError, ValueError):  # "[N/A]" where the card has no memory of its own, or another program's words
-            continue
-    return found
+def cards() -> list[str]:
+    """Returns a line for each card of nvidia-smi, "NVIDIA H100 80GB HBM3, 20480 MiB, 81559 MiB", free memory first."""
+    return _output(*SMI, "--query-gpu=name,memory.free,memory.total").splitlines()
 
 
 def idle_gpu(torch: str, cuda: str | None, reason: str, driver: str) -> str:

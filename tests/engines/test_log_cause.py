@@ -9,6 +9,7 @@ from art_cli.engines.vllm.log_cause import MAX_CAUSE, find_cause
 LOGS = Path(__file__).parent / "logs"
 REAL = {
     "vllm-0.32-4bit.log": "Value error, Unknown quantization method: bitsandbytes.",
+    "vllm-0.32-max-model-len.log": "User-specified max_model_len (400000) is greater than the derived",
 }
 
 

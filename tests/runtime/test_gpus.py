@@ -3,16 +3,20 @@
 import os
 import sys
 import sysconfig
+from itertools import islice
 from pathlib import Path
 
 import pytest
 import torch
 
 from art_cli.cli import doctor
+from art_cli.cli.preflight import Preflight
+from art_cli.config.compose import load_config
 from art_cli.models import loading
 from art_cli.runtime import gpus
 from art_cli.runtime.allocator import is_out_of_memory
 from art_cli.runtime.errors import UsageError
+from tests.support.paths import LETTERS
 
 OLD = "The NVIDIA driver on your system is too old (found version 12080). Please update your GPU driver by downloading"
 
@@ -69,22 +73,22 @@ def test_doctor_calls_an_idle_gpu_broken(shown: Path) -> None:
 
 
 def test_doctor_shows_driver_and_free_memory(shown: Path) -> None:
-    program(
-        shown / "nvidia-smi", "echo 'NVIDIA H100, 80GB, 570.86.15, 20480, 81559'; echo 'NVIDIA GB10, 1, [N/A], [N/A]'"
-    )
+    program(shown / "nvidia-smi", "echo 'NVIDIA H100 80GB HBM3, 20480 MiB, 81559 MiB'; echo 'GB10, [N/A], [N/A]'")
     program(shown / "gcc", "")
     gpu, kernels = doctor.check_gpu()
-    assert gpu.message == "driver 570.86.15; NVIDIA H100, 80GB, 20.0 of 79.6 GiB free"
-    assert "hold the memory" in gpu.cure
+    listed = "NVIDIA H100 80GB HBM3, 20480 MiB, 81559 MiB; GB10, [N/A], [N/A]"
+    assert gpu.message == f"driver 570.86.15; free and whole memory: {listed}"
     has_header = (Path(sysconfig.get_paths("posix_prefix")["include"]) / "Python.h").is_file()
     assert kernels.is_good == has_header
 
 
-@pytest.mark.parametrize("answer", ["exit 9", "echo '\\377,,,,'", "echo NVIDIA-SMI has failed, a, b, c"])
-def test_words_of_nvidia_smi_that_are_no_card_are_passed_over(shown: Path, answer: str) -> None:
-    program(shown / "nvidia-smi", answer)
-    assert gpus.cards() == []
-    assert next(doctor.check_gpu()).message == "driver 570.86.15; nvidia-smi lists no card"
+def test_doctor_works_where_nvidia_smi_does_not(shown: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    program(shown / "nvidia-smi", "echo NVIDIA-SMI has failed; exit 9")
+    assert next(doctor.check_gpu()).message.endswith("memory: unknown, because nvidia-smi does not work")
+    monkeypatch.setattr(gpus, "DRIVER", shown / "no such file")
+    assert gpus.driver() == ""
+    program(shown / "nvidia-smi", "printf '580.95.05\\n580.95.05\\n'")
+    assert gpus.driver() == "580.95.05"
 
 
 def test_a_python_without_header_or_compiler_is_a_finding_with_its_cure(shown: Path, tmp_path: Path) -> None:
@@ -100,6 +104,21 @@ def test_a_python_without_header_or_compiler_is_a_finding_with_its_cure(shown: P
     assert gpus.compiler_problem(bare, os.environ) == f"{tmp_path}/include/Python.h missing"
     *_, kernels = doctor.check_gpu(bare)
     assert kernels.state == "broken" and kernels.cure == "apt install gcc python3-dev"
+
+
+def test_check_stops_at_an_engine_python_that_cannot_compile_kernels(shown: Path, tmp_path: Path) -> None:
+    """vLLM's server would end at its first LoRA kernel. The embedded engine and torch learner work without."""
+    bare = tmp_path / "bare"
+    program(bare, f"echo {tmp_path}/include")
+    program(shown / "gcc", "")
+    loaded = load_config(LETTERS / "config.yaml", ["engine=vllm", f"engine.python={bare}"])
+    *_, last = Preflight(loaded, tmp_path).check()
+    assert (last.name, last.is_good) == ("kernels", False) and f"{tmp_path}/include/Python.h missing" in last.message
+    loaded = load_config(LETTERS / "config.yaml", ["engine=embedded", "learner=torch"])
+    (shown / "gcc").unlink()
+    found = dict(enumerate(islice(Preflight(loaded, tmp_path).check(), 3)))
+    assert [each.name for each in found.values()] == ["gpu", "kernels", "auto"]
+    assert found[1].is_good and "a C compiler" in found[1].message and found[1].cure
 
 
 @pytest.mark.parametrize(
