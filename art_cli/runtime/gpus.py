@@ -57,7 +57,7 @@ def idle_gpu(torch: str, cuda: str | None, reason: str, driver: str) -> str:
     """
     here = f"this machine has an NVIDIA GPU (driver {driver or 'unknown'}), and torch {torch}"
     if cuda is None:
-        return f"{here} is built without CUDA: install a torch with CUDA (pip install -c constraints-gpu.txt)"
+        return f"{here} is built without CUDA: install a build of torch with CUDA"
     said = reason.strip().split(". ")[0].splitlines()[0][:200] if reason.strip() else "no reason given"
     oldest = OLDEST_DRIVER.get(cuda.partition(".")[0])
     major = re.match(r"\d+", driver)

@@ -28,7 +28,7 @@ from art_cli.engines.vllm.vllm_engine import VllmEngine
 from art_cli.loop.train import train
 from art_cli.models.policy_spec import spec_of
 from art_cli.runs.run_dir import RunDir
-from art_cli.runtime.errors import DriftError
+from art_cli.runtime.errors import DriftError, EngineError
 from tests.support.letters_policy import LettersPolicy
 from tests.support.paths import LETTERS
 from tests.support.real_vllm import MARKS, PYTHON, QUICK
@@ -100,6 +100,17 @@ def cut(logits: torch.Tensor, temperature: float = 1.0, top_k: int = 0, top_p: f
         outside = ordered.cumsum(-1) - ordered >= top_p
         logits = logits.masked_fill(outside.gather(1, places.argsort(-1)), float("-inf"))
     return logits.log_softmax(-1)
+
+
+async def test_a_failed_start_names_what_vllm_found(bench: Bench, tmp_path: Path) -> None:
+    """vLLM's log ends with a traceback of ten calls; the error is one line."""
+    settings = VllmEngineConfig.model_validate({"name": "vllm", "python": PYTHON, **QUICK})
+    model = msgspec.structs.replace(spec_of(bench.weights), max_length=400_000)
+    engine = VllmEngine(settings, model, name="policy", logs=tmp_path)
+    with pytest.raises(EngineError, match=r"exit status 1\); .*max_model_len \(400000\) is greater than") as caught:
+        await engine.start()
+    await engine.close()
+    assert "\n" not in str(caught.value) and "Traceback" in (tmp_path / "vllm.log").read_text()
 
 
 async def test_the_prompt_is_what_our_template_renders(bench: Bench) -> None:

@@ -29,7 +29,7 @@ OLD = "The NVIDIA driver on your system is too old (found version 12080). Please
         ("13.0", "", "install driver 580 or newer"),
         ("13.0", "580.95.05", "nvidia-smi must work here first"),
         ("19.0", "580.95.05", "nvidia-smi must work here first"),
-        (None, "580.95.05", "install a torch with CUDA"),
+        (None, "580.95.05", "install a build of torch with CUDA"),
     ],
 )
 def test_an_idle_gpu_has_a_cure_that_follows_from_driver_and_wheel(cuda: str | None, driver: str, cure: str) -> None:
