@@ -40,6 +40,8 @@ def test_the_worker_that_failed_comes_before_those_that_waited_for_it() -> None:
     assert find_cause(START + CORE + SERVER) == "Exception: WorkerProc initialization failed"
     assert find_cause(START + SERVER) == "RuntimeError: Engine core initialization failed. See root cause above."
     assert find_cause(START) == ""
+    assert find_cause(START + SERVER, has_server=False) == ""
+    assert find_cause(START + SERVER + CORE, has_server=False) == "Exception: WorkerProc initialization failed"
 
 
 def test_of_chained_exceptions_the_last_ended_the_process_and_a_second_failure_is_passed_over() -> None:

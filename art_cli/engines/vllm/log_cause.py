@@ -16,8 +16,9 @@ SERVER = "APIServer"  # the process that starts the others and reports that they
 MAX_CAUSE = 400  # characters; vLLM lists, for example, every quantization method that it has
 
 
-def find_cause(log: str) -> str:
-    """Returns the cause that a log names, in one line, or "" if it names none.
+def find_cause(log: str, *, has_server: bool = True) -> str:
+    """Returns the cause that a log names, in one line, or "" if it names none. `has_server` False leaves out the errors
+    of the API server.
 
     Example: "ValueError: To serve at least one request with the model's max seq len (40960), 5.6 GiB is needed".
     """
@@ -28,7 +29,7 @@ def find_cause(log: str) -> str:
         lines.setdefault(found["process"] or "", []).append((number, found["text"]))
     failures = {process: failure for process, each in lines.items() if (failure := _first_failure(each))}
     of_others = [failure for process, failure in failures.items() if process not in (SERVER, "")]
-    if failures:
+    if of_others or (failures and has_server):
         return min(of_others or failures.values())[1][:MAX_CAUSE]
     refused = (text for each in lines.values() for _, text in each if _ARGUMENTS.match(text))
     return next(refused, "")[:MAX_CAUSE]

@@ -125,9 +125,8 @@ SAME = 1e-6  # nats; logprobs that differ by less are the same
 TERM_GRACE_S = 10.0  # time that vLLM has to free a GPU, which takes a few seconds
 TAIL_LINES = 15
 MAX_LOG_BYTES = 2**20  # largest part of the log, its end, in which the cause of a failure is looked for
-HUB_VARIABLES = frozenset(
-    {"HF_HOME", "HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE"}
-)  # with one, the server's cache is its own
+# With one of these in engine.env the server has a cache of its own.
+HUB_VARIABLES = frozenset({"HF_HOME", "HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE"})
 
 
 class OwnServer:
@@ -148,6 +147,7 @@ class OwnServer:
         self.verbatim = Verbatim(model.chat_template)
         self._child: ChildProcess | None = None
         self._sockets: Scratch | None = None  # where the server's own processes talk to each other
+        self._is_up = False  # True once it has answered
         self._log_start = 0  # where this server's part of the log begins
         self.pid = 0  # process id of the server itself; 0: not started
 
@@ -163,6 +163,7 @@ class OwnServer:
 
     async def _start_at(self, port: int) -> bool:
         """Returns whether the server answers; False where another process has that port."""
+        self._is_up = False
         self.key = secrets.token_urlsafe(32)
         self.control = Control(f"http://127.0.0.1:{port}", self.key)
         try:
@@ -171,6 +172,7 @@ class OwnServer:
             if await self._until_healthy():
                 with contextlib.suppress(Refused):  # another process's server, which does not know our key
                     if self.base_name in await self.control.models():
+                        self._is_up = True
                         return True
         except BaseException:
             await self.stop()
@@ -248,10 +250,14 @@ class OwnServer:
             hung.cancel()
 
     def last_lines(self) -> str:
-        """Returns the cause that the log names, or the log's last lines if it names none."""
+        """Returns the cause that the log names, or the log's last lines if it names none.
+
+        Once the server is up, its API server's errors may be those of requests.
+        """
         with contextlib.suppress(OSError), self.log.open("rb") as file:
             file.seek(max(self._log_start, file.seek(0, os.SEEK_END) - MAX_LOG_BYTES))
-            if cause := find_cause(file.read(MAX_LOG_BYTES).decode(errors="replace").replace(self.key, "***")):
+            text = file.read(MAX_LOG_BYTES).decode(errors="replace").replace(self.key, "***")
+            if cause := find_cause(text, has_server=not self._is_up):
                 return f"{cause} (its log: {self.log})"
         return f"the last lines of {self.log}:\n{self._tail()}"
 
@@ -324,7 +330,7 @@ def _fetch(base: str) -> None:
     try:
         find_files(base)
     except UsageError as error:
-        log.info("vllm: %s", error)
+        log.debug("vllm: %s", error)
 
 
 async def _unhealthy(control: Control) -> str:
