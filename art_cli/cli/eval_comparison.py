@@ -127,7 +127,7 @@ def find_players(
     for endpoint in endpoints:
         model, separator, url = endpoint.partition("@")
         if not separator or not model or not url:
-            raise UsageError(f"--endpoint {endpoint!r}: expected MODEL@URL, for example gpt-5@https://host/v1")
+            raise UsageError(f"--endpoint {endpoint!r}: expected MODEL@URL, for example gpt-6.1-sol@https://host/v1")
         engine = OpenAIEngineConfig(name="openai", base_url=url, model=model)
         config = loaded.config.model_copy(update={"engine": engine})
         name = endpoint if model in players else model  # two addresses may have models of one name

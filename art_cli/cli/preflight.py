@@ -26,9 +26,11 @@ from art_cli.cli import Finding
 from art_cli.cli.doctor import check_gpu
 from art_cli.config.compose import LoadedConfig
 from art_cli.config.schema import BaseLearnerConfig, TinkerEngineConfig, VllmEngineConfig
+from art_cli.config.sections.judge_config import DEFAULT_JUDGE
 from art_cli.engines.vllm.arguments import check_gpus, find_vllm, has_gpu
 from art_cli.judges import Judge, judge_groups
 from art_cli.judges.costs import CostEstimate
+from art_cli.judges.retirement import find_retiring, hosted_models, retirement_day
 from art_cli.judges.shadow_judges import ShadowJudges
 from art_cli.learners import Learner, has_own_weights, load_policy, make_learner, trial_update
 from art_cli.learners.processes.nodes.node_address import Address, read_secret
@@ -105,6 +107,7 @@ class Preflight:
             ("nodes", Preflight.check_nodes),
             ("run", Preflight.check_run),
             ("trackers", Preflight.check_trackers),
+            ("retirement", Preflight.check_retirement),
             ("scenarios", Preflight.check_scenarios),
             ("cluster", Preflight.check_cluster),
             ("entries", Preflight.check_entries),
@@ -221,6 +224,16 @@ class Preflight:
                 return Finding("trackers", False, problem, cure)
         names = ", ".join(getattr(each, "entry", each.name) for each in chosen)
         return Finding("trackers", True, names) if chosen else None
+
+    def check_retirement(self) -> Finding | None:
+        """Looks up the days on which providers shut the run's models down. Returns None if no provider hosts any."""
+        models = list(dict.fromkeys(hosted_models(self.loaded.config)))
+        retiring = find_retiring(models)
+        if retiring:
+            cure = f"name another model (the default is {DEFAULT_JUDGE}), and measure it: art judge FILE --probe"
+            return Finding("retirement", not retiring[0].is_over, "; ".join(map(str, retiring)), cure)
+        known = [f"{model} {retirement_day(model) or 'has no day in the table of litellm'}" for model in models]
+        return Finding("retirement", True, ", ".join(known)) if models else None
 
     def check_scenarios(self) -> Finding:
         config = self.loaded.config

@@ -15,7 +15,9 @@ from art_cli.config.schema import (
 
 SHADOW = "shadow/"  # prefix of the metrics of shadow judges: shadow/NAME, shadow/NAME.gap
 EVAL = "eval."  # prefix by which a stop rule means an evaluation's metric
-FAMILIES = ("metrics.", "pool.", "failed.", EVAL)  # prefixes of names that rollouts, scenarios and failures give
+JUDGED_BY = "judged_by."  # prefix of the numbers of scores by the model that the judge's replies named
+# prefixes of names that rollouts, scenarios, failures and judges give
+FAMILIES = ("metrics.", "pool.", "failed.", JUDGED_BY, EVAL)
 OF_SOURCES = ("reward", "no_signal_share", "num_groups", "num_failed")  # numbers of each source: reward.NAME, ...
 SHADOW_KINDS = ("reward", "gap", "std", "reward_std", "correlation", "num")
 CLOSE = 0.8  # difflib ratio from which a name counts as a misspelling, as with gates

@@ -27,6 +27,7 @@ from typing import NamedTuple
 
 import msgspec
 
+from art_cli.config.metric_names import JUDGED_BY
 from art_cli.config.schema import RunConfig
 from art_cli.config.sections.rollout_config import RolloutConfig
 from art_cli.judges import Judge
@@ -285,7 +286,7 @@ class Batches:
         groups = wave.scored(scorer.scored)
         if self.judge.noise is not None and self.judge.noise.ask_again:
             numbers |= _asked_again(groups)
-        numbers |= shadow_numbers(groups, self.config)
+        numbers |= shadow_numbers(groups, self.config) | _models_returned(groups)
         await asyncio.to_thread(self.mix.note, step, groups)
         return Batch(groups + replayed, numbers | wave.numbers(scorer.scored) | self._judged())
 
@@ -338,6 +339,18 @@ def _numbers(
     numbers["num_limited"] = sum(trajectory.limit is not None for trajectory in trajectories)
     numbers |= {f"failed.{kind}": num for kind, num in _failures(trajectories).most_common(MAX_KINDS)}
     return numbers
+
+
+def _models_returned(groups: Sequence[Sequence[ScoredTrajectory]]) -> dict[str, float]:
+    """Counts the scores by the model that their replies named: judged_by.NAME, the commonest names."""
+    scores = (score for members in groups for each in members for score in (*each.scores, *each.shadow))
+    names = (name for score in scores if score.model_returned for name in score.model_returned.split(", "))
+    return {f"{JUDGED_BY}{name}": num for name, num in Counter(map(_as_key, names)).most_common(MAX_KINDS)}
+
+
+def _as_key(name: str) -> str:
+    """Returns a name that every tracker takes as part of a metric's."""
+    return re.sub(r"[^A-Za-z0-9_./:@-]", "_", name)
 
 
 def _num_tokens(trajectories: Sequence[Trajectory]) -> int:

@@ -228,12 +228,12 @@ def test_judge_without_a_key_is_red_before_any_call(art: Art, project: Path, mon
     monkeypatch.delenv("OPENAI_API_KEY")
     monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: pytest.fail("it went to the network"))
     path = write_scored(project / "s.jsonl", [0.0, 1.0])
-    code, _, err = art("judge", path, "-o", "out.jsonl", "--model", "openai/o3")
+    code, _, err = art("judge", path, "-o", "out.jsonl", "--model", "openai/gpt-6-luna")
     last = err.splitlines()[-1]
     SEEN.append(f"art judge: exit {code}: {last}")
     assert (code, last) == (
         2,
-        "error: judge: OPENAI_API_KEY is not set, and openai/o3 needs it; set it in the environment or in .env",
+        "error: judge: OPENAI_API_KEY is not set, and openai/gpt-6-luna needs it; set it in the environment or in .env",
     )
     with pytest.raises(UsageError, match="OPENAI_API_KEY is not set"):
         asyncio.run(ruler_score_group([{"messages": []}, {"messages": []}]))

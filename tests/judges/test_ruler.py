@@ -126,6 +126,20 @@ async def test_votes_are_kept_with_their_places_and_spread(server: JudgeServer) 
         assert given.spread == pytest.approx((2 * 0.1**2) ** 0.5)
 
 
+async def test_the_models_that_the_replies_name_are_in_each_score_and_in_the_cache(
+    server: JudgeServer, tmp_path: Path
+) -> None:
+    """Two votes, of which the second comes from another model, whose name has a newline."""
+    server.conduct = Conduct(models=["rule-1", "rule-2\n2026"])
+    for num_asked in (2, 2):  # the second time both votes are in the cache
+        judge = make(server, votes=2, cache=tmp_path / "votes.sqlite")
+        verdicts = await judge.judge(rated([0.4, 0.6]))
+        await judge.close()
+        [score] = verdicts["g-0"].scores
+        assert (score.model, score.model_returned) == ("rule", "rule-1, rule-2 2026")
+        assert len(server.asked) == num_asked
+
+
 async def test_the_median_of_votes_leaves_an_outlier_out(server: JudgeServer) -> None:
     """Three votes, the first of which is off by the judge's bias of 0.4 at one end: the median is the middle one."""
     server.conduct = Conduct(bias=0.4)
@@ -357,7 +371,7 @@ async def test_a_model_that_thinks_for_long_keeps_to_the_budget(server: JudgeSer
 
 async def test_verdicts_of_another_server_are_not_taken_for_those_of_openai(monkeypatch: pytest.MonkeyPatch) -> None:
     prompt: Any = SimpleNamespace(messages=[{"role": "user", "content": "which?"}])
-    member = RulerJudgeConfig(name="ruler", model="openai/o3")
+    member = RulerJudgeConfig(name="ruler", model="openai/gpt-6.1-sol")
     monkeypatch.delenv("OPENAI_BASE_URL", raising=False)
     monkeypatch.delenv("OPENAI_API_BASE", raising=False)
     keys = {vote_key(member, prompt)}

@@ -151,6 +151,7 @@ class Conduct:
     takes_schema: bool = True
     says: str = ""  # the explanation of every entry; "": the place it was shown at
     words: Words | None = None  # the explanations, in place of `says`
+    models: Sequence[str] = ()  # the models that its replies name, in turn; none: the one that was asked for
     key: str | None = None  # the key it wants; a wrong one is answered with 401 that quotes it
     log: Path | None = None  # a line per answered call: digest of its prompt
     headers: dict[str, str] = field(default_factory=dict)  # besides, of every answer
@@ -312,6 +313,8 @@ class JudgeServer:
         text = MISBEHAVIOURS[misbehaviour](entries) if misbehaviour else _dump(entries)
         if self.conduct.change_text is not None:
             text = self.conduct.change_text(text)
+        models = self.conduct.models or [body["model"]]
+        model = models[self.num_answered % len(models)]
         self.num_answered += 1
         if self.conduct.log is not None:
             with self.conduct.log.open("a") as file:
@@ -320,7 +323,7 @@ class JudgeServer:
         usage = self.conduct.usage or {"prompt_tokens": prompt_tokens, "completion_tokens": len(text) // 4}
         reason = "length" if misbehaviour == "cut_off" else "stop"
         choice = {"index": 0, "message": {"role": "assistant", "content": text}, "finish_reason": reason}
-        reply = {"id": "x", "object": "chat.completion", "created": 0, "model": body["model"]}
+        reply = {"id": "x", "object": "chat.completion", "created": 0, "model": model}
         body = {**reply, "choices": [choice], "usage": usage}
         return await _respond(writer, 200, body, self.conduct.headers, change=self.conduct.change_body)
 

@@ -35,6 +35,7 @@ FailureKind = Literal[
 ]
 
 MAX_MESSAGE = 300  # characters of a provider's error text that are shown
+MAX_MODEL = 100  # characters of a model's name in a reply
 MAX_ERROR = 64_000  # characters of a provider's error text that are read
 MAX_ANSWER = 1_000_000  # characters; a longer answer is no verdict
 MAX_BYTES = 4 << 20  # bytes of a response; a verdict on 64 attempts and 128k tokens of reasoning take a quarter of it
@@ -54,6 +55,7 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True):
     text: str
     finish_reason: str
     usage: Usage
+    model: str | None = None  # the model that the reply names, which may not be the one that was asked, or None
     pause_s: float = 0.0  # seconds without calls that the provider's rate-limit headers ask for
 
 
@@ -95,6 +97,10 @@ class Provider:
         if not isinstance(content, str | None):
             raise TypeError(f"content is a {type(content).__name__}")
         return self.secrets.redact(clean((content or "")[: MAX_ANSWER + 1]))
+
+    def read_model(self, name: Any) -> str | None:
+        """Returns the model that a reply names, as one short line without secrets, or None if it names none."""
+        return self.shown(name)[:MAX_MODEL] if isinstance(name, str) and name else None
 
     def read_tokens(self, said: Sequence[Any], messages: Sequence[Json], text: str) -> tuple[int, int, bool]:
         """Returns (prompt tokens, completion tokens, whether both can be believed).

@@ -153,6 +153,7 @@ class HttpProvider(Provider):
             text=text,
             finish_reason=reason if isinstance(reason, str) else "",
             usage=self._usage(body.get("usage"), messages, text, latency_s),
+            model=self.read_model(body.get("model")),
             pause_s=quiet_time(response.headers),
         )
 

@@ -168,6 +168,7 @@ class LitellmProvider(Provider):
             text=text,
             finish_reason=str(response.choices[0].finish_reason)[:20],
             usage=self._usage(litellm, response, messages, text, latency_s),
+            model=self.read_model(getattr(response, "model", None)),
             pause_s=quiet_time({str(k).removeprefix("llm_provider-"): str(v) for k, v in headers.items()}),
         )
 

@@ -96,6 +96,7 @@ KINDS = {
     "stuck": "nothing is learned",
     "failures": "failures",
     "parted": "reward and anchor parted",
+    "judge_changed": "another judge",
 }
 INDENT = 13
 
