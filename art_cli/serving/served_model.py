@@ -6,6 +6,7 @@ sources as well.
 """
 
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -76,10 +77,18 @@ def parse_name(text: str) -> tuple[str | None, str]:
     return name, target
 
 
-def find_source(text: str, *, which: Which = "offered", base: str | None = None, dtype: str | None = None) -> Source:
+def find_source(
+    text: str,
+    *,
+    which: Which = "offered",
+    base: str | None = None,
+    dtype: str | None = None,
+    find_base: Callable[[str], str] = str,
+) -> Source:
     """Returns the source that `[NAME=]CHECKPOINT` means. `base` and `dtype` override the files.
 
-    Raises CheckpointError: the directory holds nothing to serve; UsageError: neither a directory nor a hub id.
+    `find_base` returns the hub id or directory of a base, as model.base names it. Raises CheckpointError: the directory
+    holds nothing to serve; UsageError: neither a directory nor a base.
     """
     if dtype is not None and dtype not in DTYPES:
         raise UsageError(f"--dtype {dtype}: one of {', '.join(DTYPES)}")
@@ -90,10 +99,11 @@ def find_source(text: str, *, which: Which = "offered", base: str | None = None,
     found = run_checkpoints.find(Path(target), which=which) if target else None
     if found is not None:
         return of_checkpoint(found, name=name, base=base, dtype=dtype)
-    if not HUB_ID.fullmatch(target) or target.startswith("."):
+    if not (HUB_ID.fullmatch(target) or ":" in target or Path(target).is_file()) or target.startswith("."):
         raise UsageError(f"{target}: no such directory, and no hub id")
     _refuse(target, which)
-    return Source(name or target, target, None, 0, dtype or "auto", None, Sampling(), named=repr(target))
+    own = name or target.removeprefix("builtin:")
+    return Source(own, find_base(target), None, 0, dtype or "auto", None, Sampling(), named=repr(target))
 
 
 def _refuse(target: str, which: Which) -> None:

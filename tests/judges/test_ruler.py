@@ -2,6 +2,7 @@
 
 import asyncio
 import itertools
+import json
 import random
 import sqlite3
 import time
@@ -17,7 +18,7 @@ from art_cli.judges import agreement
 from art_cli.judges.costs import BudgetSpent, CostEstimate, Usage
 from art_cli.judges.providers.waits import quiet_time, retry_after
 from art_cli.judges.ruler.ruler_judge import RulerJudge, vote_key
-from art_cli.runs.trajectory import Trajectory
+from art_cli.runs.trajectory import Json, Trajectory
 from art_cli.runtime.errors import JudgeError, JudgeStopped, UsageError
 from tests.support.judge_server import HTTP_MISBEHAVIOURS, MISBEHAVIOURS, VALID, Conduct, JudgeServer, read_record
 from tests.support.ruler_cases import SYSTEM, TASK, attempt, rated
@@ -64,6 +65,34 @@ async def test_a_misbehaviour_that_stays_leaves_the_group_owed(server: JudgeServ
     with pytest.raises(JudgeError) as owed:
         await score(make(server, retries=2, timeout_s=timeout_s), rated(QUALITIES))
     assert "\n" not in str(owed.value) and str(owed.value).startswith("rule")
+
+
+async def test_a_judge_on_another_scale_is_told_so_at_its_third_answer(server: JudgeServer) -> None:
+    """Scores of 20, 90, 55 and 0: three answers, over two groups. One right answer between them is no such judge."""
+    server.conduct = Conduct(misbehaviour="percent")
+    with pytest.raises(JudgeStopped, match="last 3 answers are on another scale, with scores up to 90 and not 1"):
+        await score(make(server), rated(QUALITIES))
+    assert len(server.asked) == 3
+    server.conduct = Conduct(misbehaviour="percent", times=2)
+    assert await score(make(server), rated(QUALITIES)) == own_scores()
+
+
+@pytest.mark.parametrize(
+    ("message", "reason", "words"),
+    [
+        ({"content": None, "refusal": "I cannot\nrate this."}, "stop", "I cannot rate this."),
+        ({"content": None}, "content_filter", "content_filter"),
+    ],
+)
+async def test_a_refusal_is_named_as_one(server: JudgeServer, message: Json, reason: str, words: str) -> None:
+    """OpenAI's field for it, and a filter's finish reason."""
+
+    def refuse(body: bytes) -> bytes:
+        return json.dumps({**json.loads(body), "choices": [{"message": message, "finish_reason": reason}]}).encode()
+
+    server.conduct = Conduct(change_body=refuse)
+    with pytest.raises(JudgeError, match=f"the model refuses to answer: {words}$"):
+        await score(make(server, attempts=1), rated([0.2]))
 
 
 async def test_every_trajectory_gets_its_own_score_whatever_the_order_and_the_votes(server: JudgeServer) -> None:

@@ -172,7 +172,11 @@ MISBEHAVIOURS: dict[str, Callable[[list[Entry]], str]] = {
     "nan": lambda scores: _dump([{**scores[0], "score": float("nan")}, *scores[1:]]),
     "infinite": lambda scores: _dump([{**scores[0], "score": float("inf")}, *scores[1:]]),
     "true": lambda scores: _dump([{**scores[0], "score": True}, *scores[1:]]),
-    "text_score": lambda scores: _dump([{**scores[0], "score": "0.5"}, *scores[1:]]),
+    "text_score": lambda scores: _dump([{**entry, "score": f" {entry['score']:.6f}"} for entry in scores]),
+    "upper_case": lambda scores: _dump([{**entry, "id": entry["id"].upper()} for entry in scores]),
+    "long": lambda scores: _dump([{**scores[0], "explanation": "because " * 250_000}, *scores[1:]]),
+    "word_score": lambda scores: _dump([{**scores[0], "score": "0.5 of 1"}, *scores[1:]]),
+    "percent": lambda scores: _dump([{**entry, "score": 100 * entry["score"]} for entry in scores]),
     "null_score": lambda scores: _dump([{**scores[0], "score": None}, *scores[1:]]),
     "prose": lambda scores: f"Let me think. {{It is close.}}\n\n{_dump(scores)}\n\nI hope this helps! {{}}",
     "fenced": lambda scores: f"Here you are:\n```json\n{_dump(scores)}\n```\nDone.",
@@ -188,7 +192,9 @@ MISBEHAVIOURS: dict[str, Callable[[list[Entry]], str]] = {
     "key_twice": lambda scores: _dump(scores).replace('"score":', '"score": 0.123, "score":', 1),
     "wrong_ids": lambda scores: _dump([{**entry, "id": str(place)} for place, entry in enumerate(scores, 1)]),
 }
-VALID = frozenset({"out_of_order", "prose", "fenced", "thinking"})  # unusual answers that say what they must
+VALID = frozenset(
+    {"out_of_order", "prose", "fenced", "thinking", "text_score", "upper_case", "long"}
+)  # unusual answers that say what they must
 HTTP_MISBEHAVIOURS = ("429", "500", "503", "hang", "disconnect", "not_json", "no_choices", "null_content")
 
 

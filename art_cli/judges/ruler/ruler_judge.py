@@ -53,6 +53,7 @@ from art_cli.runtime.secrets import find_secrets, load_environment
 
 log = logging.getLogger(__name__)
 
+MAX_OFF_SCALE = 3  # answers on another scale, one after the other, after which the model is not asked again
 MAX_SENT_BACK = 20_000  # characters of an unusable answer that the judge is shown again
 
 T = TypeVar("T")
@@ -82,6 +83,7 @@ class Voter:
         self._config, self._cache, self._instructions, self._job = config, cache, instructions, job
         self.usage = Usage()
         self.num_cached = 0
+        self._num_off_scale = 0  # answers on another scale since the last answer that was not
         self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
 
     # --- scores -------------------------------------------------------------------------------------------------------
@@ -229,14 +231,26 @@ class Voter:
                 found = await _parse(answer.text, prompt.ids)
             except VerdictError as error:
                 problem = str(error) + (" (the answer was cut off)" if answer.finish_reason == "length" else "")
+                problem = f"the model refuses to answer: {answer.refusal}" if answer.refusal else problem
                 await self._record(answer, group_id, problem)
                 log.debug("%s: %s: %s", group_id, self.member.model, problem)
+                self._check_scale(error.top)
                 messages = [*prompt.messages, *_complaint(answer, error, prompt.ids)]
             else:
+                self._num_off_scale = 0
                 await self._record(answer, group_id, "verdict")
                 vote = StoredVote([found[name] for name in prompt.ids], prompt.positions, usage, answer.model)
                 return vote, usage, ""
         return None, usage, problem
+
+    def _check_scale(self, top: float | None) -> None:
+        """Counts answers on another scale, one after the other. Raises JudgeStopped at the third."""
+        self._num_off_scale = 0 if top is None else self._num_off_scale + 1
+        if top is not None and self._num_off_scale >= MAX_OFF_SCALE:
+            raise JudgeStopped(
+                f"{self.member.model}: its last {self._num_off_scale} answers are on another scale, with scores up to "
+                f"{top:g} and not 1; say in judge.rubric that scores are from 0 to 1, or name another model"
+            )
 
     async def _record(self, answer: Answer, group_id: str, outcome: str) -> None:
         self.usage += answer.usage
