@@ -76,6 +76,9 @@ class Judge:
     has_rounds: bool = False
     """Whether it can be asked for further rounds of votes (`judge_again`)."""
 
+    compares: bool = False
+    """Whether its rewards only compare the attempts of one group. Otherwise those of all groups are on one scale."""
+
     @property
     def settings(self) -> str:
         """A digest of all that decides the rewards: two files with the same digest can be compared. May read files."""

@@ -330,6 +330,7 @@ class RulerJudge(Judge):
 
     settings = ""  # the digest of the judge's instructions
     has_rounds = True
+    compares = True
 
     def __init__(
         self,
