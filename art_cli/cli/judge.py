@@ -21,9 +21,7 @@ def run(
     output: Annotated[
         Path | None, typer.Option("-o", "--output", metavar="FILE", help="T.scored.jsonl beside T.jsonl, if not given.")
     ] = None,
-    model: Annotated[
-        str | None, typer.Option("--model", metavar="NAME", help="Which model judges, as in judge.model.")
-    ] = None,
+    model: Annotated[str | None, typer.Option("--model", metavar="NAME", help="As judge.model.")] = None,
     rubric: Annotated[
         Path | None, typer.Option("--rubric", metavar="FILE", help="A text file with what the judge looks for.")
     ] = None,

@@ -21,9 +21,7 @@ def run(
         "scenarios.jsonl"
     ),
     num: Annotated[int, typer.Option("--num", min=1, max=5000, help="How many tasks the file has in the end.")] = 50,
-    model: Annotated[
-        str | None, typer.Option("--model", metavar="NAME", help="Who writes them, as in judge.model.")
-    ] = None,
+    model: Annotated[str | None, typer.Option("--model", metavar="NAME", help="Who writes: as judge.model.")] = None,
     config: Annotated[
         Path | None,
         typer.Option("--config", metavar="CONFIG", help="Use its judge's model and its environment's args."),

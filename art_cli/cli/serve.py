@@ -2,7 +2,6 @@
 
 import json
 import logging
-import re
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
@@ -139,12 +138,8 @@ def _find_sources(
 
     if base is not None:
         base = find_base(base, directory=Path.cwd(), built=directory / "base", named="--base")
-
-    def find(name: str) -> str:
-        built = directory / "bases" / re.sub(r"\W", "_", name)
-        return find_base(name, directory=Path.cwd(), built=built, named=repr(name))
-
-    sources = [find_source(named_policy(text), which=which, base=base, dtype=dtype, find_base=find) for text in texts]
+    bases = directory / "bases"
+    sources = [find_source(named_policy(text), which=which, base=base, dtype=dtype, built=bases) for text in texts]
     for source in (each for each in sources if not each.is_hosted):
         require_base(source.base, source.named)
     return sources

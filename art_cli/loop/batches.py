@@ -345,12 +345,7 @@ def _models_returned(groups: Sequence[Sequence[ScoredTrajectory]]) -> dict[str, 
     """Counts the scores by the model that their replies named: judged_by.NAME, the commonest names."""
     scores = (score for members in groups for each in members for score in (*each.scores, *each.shadow))
     names = (name for score in scores if score.model_returned for name in score.model_returned.split(", "))
-    return {f"{JUDGED_BY}{name}": num for name, num in Counter(map(_as_key, names)).most_common(MAX_KINDS)}
-
-
-def _as_key(name: str) -> str:
-    """Returns a name that every tracker takes as part of a metric's."""
-    return re.sub(r"[^A-Za-z0-9_./:@-]", "_", name)
+    return {f"{JUDGED_BY}{name}": num for name, num in Counter(names).most_common(MAX_KINDS)}
 
 
 def _num_tokens(trajectories: Sequence[Trajectory]) -> int:

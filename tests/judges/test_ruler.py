@@ -165,7 +165,7 @@ async def test_the_models_that_the_replies_name_are_in_each_score_and_in_the_cac
         verdicts = await judge.judge(rated([0.4, 0.6]))
         await judge.close()
         [score] = verdicts["g-0"].scores
-        assert (score.model, score.model_returned) == ("rule", "rule-1, rule-2 2026")
+        assert (score.model, score.model_returned) == ("rule", "rule-1, rule-2_2026")
         assert len(server.asked) == num_asked
 
 

@@ -10,6 +10,7 @@ A provider makes one call and does not try again.
 """
 
 import logging
+import re
 from collections.abc import Sequence
 from typing import Any, Literal
 
@@ -105,8 +106,9 @@ class Provider:
         return self.shown(words or ("content_filter" if reason == "content_filter" else ""))
 
     def read_model(self, name: Any) -> str | None:
-        """Returns the model that a reply names, as one short line without secrets, or None if it names none."""
-        return self.shown(name)[:MAX_MODEL] if isinstance(name, str) and name else None
+        """Returns the model that a reply names, or None; without secrets, and as a part of a metric's name may be."""
+        name = self.secrets.redact(name[:MAX_ERROR]) if isinstance(name, str) else ""
+        return re.sub(r"[^A-Za-z0-9_./:@-]", "_", name)[:MAX_MODEL] or None
 
     def read_tokens(self, said: Sequence[Any], messages: Sequence[Json], text: str) -> tuple[int, int, bool]:
         """Returns (prompt tokens, completion tokens, whether both can be believed).

@@ -79,7 +79,7 @@ def check_document(document: Any, ids: Sequence[str]) -> dict[str, Entry]:
     spelled = {each.casefold(): each for each in ids}
     for number, entry in enumerate(entries, 1):
         if len(problems) >= MAX_PROBLEMS:
-            raise VerdictError(problems)
+            raise VerdictError(problems, _top(given))
         name = entry.get("id") if isinstance(entry, dict) else None
         name = spelled.get(name.strip().casefold(), name) if isinstance(name, str) else None
         if not isinstance(name, str):
@@ -98,9 +98,14 @@ def check_document(document: Any, ids: Sequence[str]) -> dict[str, Entry]:
             found[name] = Entry(float(score), clean(explanation[:MAX_EXPLANATION]) if is_text else None)
     problems += [f"{name} is missing" for name in ids if name not in found]
     if problems:
-        is_other = len(given) == len(ids) and all(score == 0 or score >= 1 for score in given)
-        raise VerdictError(problems, max(given) if is_other and 1 < max(given) <= MAX_TOP else None)
+        raise VerdictError(problems, _top(given))
     return found
+
+
+def _top(scores: Sequence[float]) -> float | None:
+    """Returns the largest score if all are 0, or 1 and more, as on a scale to 10 or 100; None if they are not."""
+    top = max(scores, default=0.0)
+    return top if 1 < top <= MAX_TOP and all(score == 0 or score >= 1 for score in scores) else None
 
 
 def _read_score(score: Any) -> Any:
