@@ -1,7 +1,7 @@
 """Decisions that a configuration leaves open: engine, learner, dtype and learning rate, each with its reason.
 
     engine: auto         vLLM if it is installed, there is a GPU, and it can serve the model; else embedded
-    learner: auto        Unsloth if it is installed and there is a GPU; else torch
+    learner: auto        torch, which trains packs; Unsloth is used if it is named
     model.dtype: auto    the dtype that the run was trained in so far; else what the learner's device computes well
     train.learning_rate: auto   the rate that the run had so far; else by the model's width (learners/learning_rate.py)
 
@@ -15,7 +15,6 @@ import json
 import logging
 import os
 from dataclasses import replace
-from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -90,11 +89,6 @@ class Machine:
         """Returns True if this Python has the module; it is not imported."""
         return find_spec(module) is not None
 
-    def unsloth(self) -> str:
-        """Returns the reason why Unsloth cannot run here in one line, or "" if it can."""
-        reason: str | None = import_module("art_cli.learners.unsloth").obstacle()
-        return reason or ""
-
     def vllm(self, python: Path | None) -> VllmFacts:
         """Returns the facts about the vLLM of that Python, after seconds to a minute: it imports vLLM."""
         return find_vllm(python)
@@ -159,33 +153,12 @@ def _base_config(base: str) -> Any:
         return None
 
 
-def learner_facts(machine: Machine, *, obstacle: str = "") -> Facts:
-    """Returns the facts for and against Unsloth in this Python."""
-    if not machine.has_gpu() or obstacle:
-        return Facts(machine.has_gpu(), obstacle)
-    cure = "pip install 'art-cli[unsloth]'"
-    if not machine.has("unsloth"):
-        return Facts(True, problem="Unsloth is not installed", cure=cure)
-    if problem := machine.unsloth():
-        return Facts(True, problem=problem, is_installed=True, cure=cure)
-    return Facts(True, found="Unsloth")
+def learner_facts(machine: Machine) -> Facts:
+    """Returns the facts against Unsloth: on a GPU its attention takes no packs, so it trains one row at a time.
 
-
-def unsloth_obstacle(config: RunConfig, directory: Path, engine: str) -> str:
-    """Returns the reason why Unsloth could not train this run beside that engine, or "" if none is known."""
-    learner = config.learner
-    if engine == "embedded":
-        return "engine is embedded, which steers the attention that Unsloth replaces"
-    if not learner.device.startswith(("auto", "cuda")):
-        return f"learner.device is {learner.device}"
-    if learner.num_ranks > 1:
-        return f"learner.{'nodes' if learner.nodes > 1 else 'processes'} is above 1, and Unsloth trains in one process"
-    if config.model.lora is None:
-        return "model.lora is null, and the Unsloth learner trains LoRA adapters only"
-    if is_built(config.model.base, directory):
-        return "model.base is made by a function, and Unsloth knows published architectures only"
-    unused = learner.model_fields_set - set(_variant("learner", "unsloth").model_fields)
-    return f"it has no {', '.join(f'learner.{name}' for name in sorted(unused))}" if unused else ""
+    Remove the obstacle when `benchmarks/gpu` has measured that its kernels gain more than packs do.
+    """
+    return Facts(machine.has_gpu(), obstacle="it trains packs, and Unsloth one row at a time")
 
 
 # --- a configuration --------------------------------------------------------------------------------------------------
@@ -201,17 +174,11 @@ def resolve_auto(
     """
     config, machine = loaded.config, machine or Machine()
     choices: dict[str, AutoChoice] = {}
-    engine: str = config.engine.name
-    is_asked = "learner" in groups and config.learner.name == "auto"
-    if config.engine.name == "auto" and ("engine" in groups or is_asked):  # the learner depends on it
+    if "engine" in groups and config.engine.name == "auto":
         obstacle = vllm_obstacle(config.model, loaded.directory)
-        choice = choose("engine", engine_facts(machine, obstacle=obstacle, base=_base(loaded)))
-        engine = choice.name
-        if "engine" in groups:
-            choices["engine"] = choice
-    if is_asked:
-        obstacle = unsloth_obstacle(config, loaded.directory, engine)
-        choices["learner"] = choose("learner", learner_facts(machine, obstacle=obstacle))
+        choices["engine"] = choose("engine", engine_facts(machine, obstacle=obstacle, base=_base(loaded)))
+    if "learner" in groups and config.learner.name == "auto":
+        choices["learner"] = choose("learner", learner_facts(machine))
     if not choices:
         return loaded
     sections = {group: _section(group, choice.name, getattr(config, group)) for group, choice in choices.items()}

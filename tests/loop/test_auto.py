@@ -43,7 +43,6 @@ class MachineOf(Machine):
     gpu: bool = True
     modules: tuple[str, ...] = ("vllm", "unsloth")
     facts: VllmFacts = WORKS
-    unsloth_problem: str = ""
     gpus: int = 1
     asked: list[Path | None] = field(default_factory=list)
 
@@ -59,9 +58,6 @@ class MachineOf(Machine):
     def vllm(self, python: Path | None) -> VllmFacts:
         self.asked.append(python)
         return self.facts
-
-    def unsloth(self) -> str:
-        return self.unsloth_problem
 
 
 @pytest.fixture
@@ -151,21 +147,12 @@ def test_vllm_is_not_asked_where_something_else_decides(project: Path, machine: 
     assert machine.asked == []
 
 
-def test_a_learner_on_the_cpu_is_torch(project: Path) -> None:
-    resolved = resolve_auto(load(project, "learner.device=cpu"), "learner", machine=MachineOf())
+@pytest.mark.parametrize("gpu", [True, False])
+def test_the_learner_is_torch_also_where_unsloth_and_a_gpu_are_there(project: Path, gpu: bool) -> None:
+    """On a GPU Unsloth's attention takes no tree, so that it computes what rows share again for each of them."""
+    resolved = resolve_auto(load(project, "learner.device=cpu"), "learner", machine=MachineOf(gpu=gpu))
     assert resolved.config.learner == TorchLearnerConfig(device="cpu")
-    assert resolved.auto == {"learner": "learner.device is cpu"}
-
-
-def test_unsloth_is_the_learner_beside_vllm_only(project: Path) -> None:
-    """It replaces the attention that the embedded engine steers."""
-    resolved = resolve_auto(load(project), "learner", machine=MachineOf())
-    assert (resolved.config.learner.name, resolved.config.engine.name) == ("unsloth", "auto")
-    resolved = resolve_auto(load(project), "engine", "learner", machine=MachineOf(modules=("unsloth",)))
-    assert (resolved.config.engine.name, resolved.config.learner.name) == ("embedded", "torch")
-    assert resolved.auto["learner"].startswith("engine is embedded")
-    resolved = resolve_auto(load(project), "learner", machine=MachineOf(unsloth_problem="Unsloth 1 is too old"))
-    assert (resolved.config.learner.name, resolved.auto["learner"]) == ("torch", "Unsloth 1 is too old")
+    assert resolved.auto["learner"] == ("it trains packs, and Unsloth one row at a time" if gpu else "no GPU here")
 
 
 def test_the_knobs_that_all_learners_have_reach_the_one_chosen(project: Path) -> None:
@@ -378,9 +365,8 @@ def test_doctor_says_what_auto_is_and_what_would_change_it() -> None:
     assert engine == Finding("engine", True, "auto chooses embedded: vLLM is not installed", install)
     engine = found(MachineOf(facts=VllmFacts(python="/p", error="ImportError: x")))["engine"]
     assert engine.state == "broken" and "ImportError: x" in engine.message and engine.cure
-    learner = found(MachineOf(modules=()))["learner"]
-    assert learner.message == "auto chooses torch: Unsloth is not installed"
-    assert learner.cure == "pip install 'art-cli[unsloth]'"
+    learner = found(MachineOf())["learner"]
+    assert learner == Finding("learner", True, "auto chooses torch: it trains packs, and Unsloth one row at a time", "")
 
 
 @pytest.mark.slow

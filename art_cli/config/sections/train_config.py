@@ -84,7 +84,7 @@ class BaseLearnerConfig(Section):
 
 
 class AutoLearnerConfig(BaseLearnerConfig):
-    """Unsloth if Unsloth and a GPU are there, else torch. It has the keys that all learners share."""
+    """The torch learner. It has the keys that all learners share."""
 
     name: Literal["auto"] = "auto"
 

@@ -59,7 +59,7 @@ class FlexAttention:
             return (key <= query) & (query < reach[key]) & (depth[query] < horizon[key])
 
         some, all_of = [], []
-        for queries in index.split(QUERIES):
+        for queries in torch.split(index, QUERIES):
             pairs = is_visible(None, None, queries[:, None], index[None, :]).view(-1, BLOCK, length // BLOCK, BLOCK)
             some.append(pairs.any(3).any(1))
             all_of.append(pairs.all(3).all(1))
