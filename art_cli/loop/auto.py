@@ -121,6 +121,8 @@ def vllm_obstacle(model: ModelConfig, directory: Path) -> str:
         return "model.lora is null, and vLLM swaps LoRA adapters only"
     if model.lora.rank > LORA_RANKS[-1]:
         return f"model.lora.rank is {model.lora.rank}, and vLLM serves {LORA_RANKS[-1]} at most"
+    if model.dtype == "float32":
+        return "model.dtype is float32, and vLLM's LoRA kernels on a GPU take 16 bits only"
     if is_built(model.base, directory):
         return "model.base is made by a function, and vLLM knows published architectures only"
     return ""
@@ -270,7 +272,9 @@ def _decide_dtype(loaded: LoadedConfig, base: str, recorded: str) -> LoadedConfi
         return loaded  # the server decides
     if recorded:
         return _with_dtype(loaded, recorded, "as it was trained")
-    choice = resolve_dtype(loaded.config.model, base, device=loaded.config.learner.device)
+    model = loaded.config.model
+    is_exact = loaded.config.engine.name == "embedded" and model.quantize is None
+    choice = resolve_dtype(model, base, device=loaded.config.learner.device, may_be_exact=is_exact)
     log.info("model.dtype %s (auto: %s)", choice.name, choice.reason)
     return _with_dtype(loaded, choice.name, choice.reason)
 

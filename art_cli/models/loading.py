@@ -189,8 +189,10 @@ def templated_tokenizer(config: ModelConfig, base: str, *, named: str | None = N
     return tokenizer
 
 
-def resolve_dtype(config: ModelConfig, base: str, *, device: str = "auto", named: str | None = None) -> DtypeChoice:
-    """Returns the dtype that the configuration names, or that the device decides.
+def resolve_dtype(
+    config: ModelConfig, base: str, *, device: str = "auto", named: str | None = None, may_be_exact: bool = False
+) -> DtypeChoice:
+    """Returns the dtype that the configuration names, or that the device decides (`choose_dtype`).
 
     Raises UsageError as `load_weights` does.
     """
@@ -198,7 +200,7 @@ def resolve_dtype(config: ModelConfig, base: str, *, device: str = "auto", named
     if config.dtype != "auto":
         return DtypeChoice(config.dtype, "")
     with loading(base, named):
-        return choose_dtype(base, pick_device(device))
+        return choose_dtype(base, pick_device(device), may_be_exact=may_be_exact)
 
 
 def width_of(base: str, named: str | None = None) -> int:

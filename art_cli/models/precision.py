@@ -20,7 +20,8 @@ from typing import Any, NamedTuple
 from art_cli.runtime.errors import UsageError
 
 # Number of parameters. In bfloat16, engine and learner differ by 0.03 nats a token of SmolLM2-135M, which then learnt
-# less (0.75, 0.81, 0.97 against 0.88, 0.97, 0.97), for a run that took a seventh less time.
+# less (0.75, 0.81, 0.97 against 0.88, 0.97, 0.97), for a run that took a seventh less time. On a GPU float32 takes at
+# most 2 GB for the weights of so small a model, and its activations are twice as large.
 SMALL = 500_000_000
 
 
@@ -31,20 +32,18 @@ class DtypeChoice(NamedTuple):
     reason: str
 
 
-def choose_dtype(base: str, device: str) -> DtypeChoice:
+def choose_dtype(base: str, device: str, *, may_be_exact: bool = False) -> DtypeChoice:
     """Returns the dtype for the model at `base` (a hub id or directory) on the device ("cpu", "cuda:0").
 
-    Raises OSError, ValueError: transformers knows no model there.
+    `may_be_exact`: on a GPU a small model may have float32, because the engine samples in it. vLLM's LoRA kernels there
+    take 16 bits only (lora/ops/triton_ops/lora_shrink_op.py). Raises OSError, ValueError: transformers knows no model.
     """
-    if not device.startswith("cpu"):
-        if has_bfloat16_gpu():
-            return DtypeChoice("bfloat16", "the GPU has bfloat16")
-        return DtypeChoice("float32", "the GPU has no bfloat16")
-    if not has_amx():
-        return DtypeChoice("float32", "this CPU has no AMX")
-    if model_size(base).parameters < SMALL:
-        return DtypeChoice("float32", f"on a CPU bfloat16 pays from {SMALL / 1e6:.0f}M parameters on")
-    return DtypeChoice("bfloat16", "this CPU has AMX")
+    is_gpu = not device.startswith("cpu")
+    if not (has_bfloat16_gpu() if is_gpu else has_amx()):
+        return DtypeChoice("float32", "the GPU has no bfloat16" if is_gpu else "this CPU has no AMX")
+    if (may_be_exact or not is_gpu) and model_size(base).parameters < SMALL:
+        return DtypeChoice("float32", f"bfloat16 pays from {SMALL / 1e6:.0f}M parameters on")
+    return DtypeChoice("bfloat16", "the GPU has bfloat16" if is_gpu else "this CPU has AMX")
 
 
 def has_bfloat16_gpu() -> bool:

@@ -20,13 +20,14 @@ from art_cli.config.schema import EmbeddedEngineConfig, TorchLearnerConfig, Vllm
 from art_cli.engines import make_engine
 from art_cli.engines.vllm.arguments import VllmFacts, find_vllm
 from art_cli.learners import load_policy, make_learner
-from art_cli.loop.auto import AutoChoice, Facts, Machine, choose, describe, engine_facts, resolve_auto
+from art_cli.loop.auto import AutoChoice, Facts, Machine, choose, decide_by_base, describe, engine_facts, resolve_auto
 from art_cli.loop.record import claim_config
+from art_cli.models import loading, precision
 from art_cli.runs.run_dir import RunDir
 from art_cli.runtime.errors import ConfigError, EngineError, LearnerError, RunError, UsageError
 from tests.support.paths import LETTERS, ROOT
 from tests.support.served import make_run, scripted_source
-from tests.support.tiny import tiny_weights
+from tests.support.tiny import save_tiny_base, tiny_weights
 
 CONFIG = LETTERS / "config.yaml"
 PYTHON = Path(os.environ.get("ART_VLLM_PYTHON") or ROOT / ".venv-vllm" / "bin" / "python")
@@ -104,6 +105,7 @@ def test_vllm_is_the_engine_where_it_and_a_gpu_are_there(project: Path) -> None:
         ("model.lora=null", "model.lora is null, and vLLM swaps LoRA adapters only"),
         ("model.lora.rank=1024", "model.lora.rank is 1024, and vLLM serves 512 at most"),
         ("model.base=build.py:build", "model.base is made by a function, and vLLM knows published architectures only"),
+        ("model.dtype=float32", "model.dtype is float32, and vLLM's LoRA kernels on a GPU take 16 bits only"),
         ("model.base=odd", "vLLM 0.32.0 does not serve OddForCausalLM"),
     ],
 )
@@ -153,6 +155,25 @@ def test_the_learner_is_torch_also_where_unsloth_and_a_gpu_are_there(project: Pa
     resolved = resolve_auto(load(project, "learner.device=cpu"), "learner", machine=MachineOf(gpu=gpu))
     assert resolved.config.learner == TorchLearnerConfig(device="cpu")
     assert resolved.auto["learner"] == ("it trains packs, and Unsloth one row at a time" if gpu else "no GPU here")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "dtype"),
+    [
+        (["engine=embedded"], "float32"),
+        (["engine=vllm"], "bfloat16"),
+        (["engine=embedded", "model.quantize=4bit"], "bfloat16"),
+        ([], "bfloat16"),
+    ],
+)
+def test_a_small_model_has_float32_on_a_gpu_if_its_engine_is_embedded(
+    project: Path, monkeypatch: pytest.MonkeyPatch, overrides: list[str], dtype: str
+) -> None:
+    monkeypatch.setattr(loading, "pick_device", lambda device: "cuda")
+    monkeypatch.setattr(precision, "has_bfloat16_gpu", lambda: True)
+    loaded = load(project, *overrides, "train.learning_rate=1e-5")
+    base = save_tiny_base(project / "tiny")
+    assert decide_by_base(loaded, base).config.model.dtype == dtype
 
 
 def test_the_knobs_that_all_learners_have_reach_the_one_chosen(project: Path) -> None:
