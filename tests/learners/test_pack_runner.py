@@ -136,6 +136,15 @@ def test_packs_are_trees_where_that_saves_something(ranks: int) -> None:
         )
 
 
+def test_a_pass_of_plain_rows_has_one_row() -> None:
+    """Its logits are in memory whole, so a pack of many rows would hold the logits of all of them. A pack has no such
+    bound but its budget."""
+    runner = PackRunner(weights_of(transformers.LlamaConfig(**SHAPE)), TorchLearnerConfig(packing="rows"))
+    for can_pack, expected in ((True, [3]), (False, [1, 1, 1])):
+        runner.can_pack = can_pack
+        assert [len(pack.samples) for pack in runner.pack(samples()[:3])] == expected
+
+
 def test_plain_and_packed_give_the_same_gradient() -> None:
     """And a learner whose model cannot run packs trains all the same."""
     gradients = []

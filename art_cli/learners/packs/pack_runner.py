@@ -135,6 +135,8 @@ class PackRunner:
 
     def _budgets(self, samples: Sequence[Sample]) -> list[int]:
         """Sizes that a pack may have, in tokens, ascending."""
+        if self.can_pack is False:
+            return [1]  # one row, because the whole logits of every plain row of a pack are in memory at the same time
         budgets = [self.micro_batch_tokens]
         if self.config.micro_batch_tokens is None and self.weights.device.type == "cpu":
             longest = max((len(sample.token_ids) for sample in samples), default=0)
@@ -147,9 +149,8 @@ class PackRunner:
         if self.ranks.size == 1:
             return self.pack(samples)
         share = self._shares(samples)
-        # a plain pack takes a forward pass for each row, so packs of one row give all processes as many passes
-        budget = self.micro_batch_tokens if self.can_pack else 1
-        packs = pack_evenly(samples, self.ranks.size, budget=budget, share=share)
+        # packs of one plain row also give all processes as many passes
+        packs = pack_evenly(samples, self.ranks.size, budget=self._budgets(samples)[0], share=share)
         return deal(packs, self.ranks.rank, self.ranks.size)
 
     def is_side_by_side(self, packs: Sequence[Pack]) -> bool:
@@ -198,7 +199,7 @@ class PackRunner:
             self._run_row(pack.token_ids[start:end], positions - start)
             for start, end, positions in zip(starts, ends, _split(pack.edges.positions, starts[1:]), strict=True)
         ]
-        logits = torch.cat([logits for logits, _ in rows])
+        logits = rows[0][0] if len(rows) == 1 else torch.cat([logits for logits, _ in rows])
         # the logits are there, so the head only copies them
         scores = self._score(logits, torch.clone, pack, entropy_gradient)
         if self.value_head is None:
@@ -226,7 +227,7 @@ class PackRunner:
         return logits, hidden[0][0, chosen]
 
     def _score(self, hidden: Tensor, head: Any, pack: Pack, entropy_gradient: bool) -> TokenScores:
-        temperatures = self._tensor(pack.edges.temperatures).float()
+        temperatures = torch.from_numpy(pack.edges.temperatures).float()
         targets = self._tensor(pack.edges.targets)
         return token_scores(hidden, head, targets, temperatures, entropy_gradient=entropy_gradient)
 
