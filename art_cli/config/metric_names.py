@@ -28,7 +28,7 @@ ALWAYS = frozenset(
         *("reward_mean", "reward_std", "no_signal_share", "num_groups", "num_samples", "num_trajectories"),
         *("num_failed", "num_updates", "tokens_trained", "tokens_imitated", "tokens_flat", "tokens_computed"),
         *("packed", "loss", "entropy", "clip_fraction", "grad_norm", "grad_clip", "learning_rate"),
-        *("logprob_gap", "logprob_gap_max", "train_s"),
+        *("logprob_gap", "logprob_gap_max", "peak_gb", "train_s"),
         # the rollouts give these (loop.batches)
         *("sample_s", "judge_s", "num_unscored", "tokens_sampled", "turns", "sample_tokens_per_s"),
         *("num_without_turns", "num_limited", "truncated_share", "staleness", "staleness_max"),

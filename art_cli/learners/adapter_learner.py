@@ -90,6 +90,8 @@ class AdapterLearner:
         Raises LearnerError if a loss or a gradient is not finite, or memory runs out; then no gradient was added.
         """
         samples = datum_samples(data)
+        if backward:
+            self.optimizer.reserve()
         with self._running(samples, compares=backward):
             kept = {name: parameter.grad for name, parameter in self.parameters.items()}
             try:

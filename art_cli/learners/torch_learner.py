@@ -43,6 +43,7 @@ from art_cli.learners.sft.torch_sft import TorchSft
 from art_cli.learners.step_samples import PlannedStep
 from art_cli.learners.step_statistics import StepStatistics
 from art_cli.learners.training_record import StepRecord
+from art_cli.learners.trial_update import forget_peak, peak
 from art_cli.models.loading import Weights, load_checkpoint, save_weights
 from art_cli.runs.durable import write_lines
 from art_cli.runs.trajectory import LearnedTrajectory, ScoredTrajectory
@@ -92,6 +93,7 @@ def _is_within(kl: float, bound: float) -> bool:
 
 
 RNG_FILE = "rng.safetensors"
+SHORT = 128  # tokens of a rehearsal's row on which packs are compared with plain rows
 
 
 class TorchLearner:
@@ -148,7 +150,9 @@ class TorchLearner:
         Raises LearnerError if a loss is not finite or memory runs out; DriftError if engine and learner hold different
         weights (contract 2).
         """
-        bonus = self._entropy_bonus()
+        bonus, has_gpu = self._entropy_bonus(), self.weights.device.type == "cuda"
+        if has_gpu:
+            forget_peak(self.weights)
         with self.naming_memory():
             metrics, self._learned = take_step(
                 groups, self, algorithm=self.algorithm, loss=self.loss, train=self.train_config, progress=progress
@@ -162,7 +166,32 @@ class TorchLearner:
             numbers |= {"packed": float(self.runner.can_pack)}
         if metrics.num_updates and bonus is not None:
             numbers |= {"entropy_coefficient": bonus}
+        if has_gpu and metrics.num_updates and (gigabytes := peak(self.weights)) is not None:
+            numbers |= {"peak_gb": gigabytes}
         return msgspec.structs.replace(metrics, **numbers)
+
+    def rehearse(self, num_tokens: int) -> float | None:
+        ids = np.arange(num_tokens) * 7
+        num_rows = max(1, self.runner.micro_batch_tokens // num_tokens)  # as many as a pack holds
+        made_up = [(ids + number) % self.weights.vocabulary for number in range(num_rows)]
+        rows = [bare_sample(row, np.arange(1, num_tokens), "rehearsal") for row in made_up]
+        random_state = _rng_state()
+        try:
+            self._reserve()
+            with self._changing_weights(bare_sample(made_up[0][:SHORT], np.array([1]), "rehearsal")):
+                forget_peak(self.weights)
+                pack = self.runner.pack(rows, share=False)[0]
+                self.runner.run(pack).logprobs.sum().backward()
+                return peak(self.weights)
+        except OutOfMemory as error:
+            raise OutOfMemory(
+                f"{error}; or lower model.max_length (a row of {num_tokens:,} tokens, as long as the limits allow, "
+                "was tried before the first attempt)"
+            ) from error
+        finally:
+            _set_rng_state(random_state)
+            for optimizer in self.optimizers:
+                optimizer.set_tensors(optimizer.tensors())  # without the moments that only the rehearsal needed
 
     def write_learned(self, path: Path) -> None:
         learned, self._learned = self._learned, []
@@ -192,6 +221,7 @@ class TorchLearner:
     def take_sft(self, num_updates: int, *, progress: Progress | None = None) -> SftProgress:
         assert self.warm_up is not None, "begin_sft comes first"
         self.warm_up.progress = progress
+        self.warm_up.optimizer.reserve()
         with self._changing_weights(self.warm_up.batches.examples[0][0]):
             return self.warm_up.take(num_updates)
 
@@ -263,6 +293,7 @@ class TorchLearner:
         first, is_bounded = plan.parts[0], self.train_config.max_kl is not None
         is_undone = self.train_config.epochs_per_step * len(plan.parts) > 1 or is_bounded
         is_undone = is_undone or isinstance(self.algorithm, UserAlgorithm)  # its `after_step` may fail
+        self._reserve()
         with self._changing_weights(first[0], batch=first):
             snapshots = [optimizer.snapshot() for optimizer in self.optimizers if is_undone]
             try:
@@ -325,6 +356,10 @@ class TorchLearner:
         """Returns whether the update moves the policy. If all advantages are zero, only the critic may learn."""
         in_policy = any(update.counts[component].tokens for component in (POLICY, CROSS_ENTROPY, REFERENCE_KL))
         return in_policy or (self.critic is not None and self.critic.head.moves_trunk)
+
+    def _reserve(self) -> None:
+        for optimizer in self.optimizers:
+            optimizer.reserve()
 
     def _clear(self) -> None:
         for optimizer in self.optimizers:

@@ -70,9 +70,9 @@ def second_length(num_tokens: int, longest: int) -> int:
 
 def measure(learner: Learner, weights: Weights, num_tokens: int, parts: Collection[str] = ()) -> Cost:
     """Returns what a row of that length takes. The learner has taken its first step, which checks more, before."""
-    _forget_peak(weights)
+    forget_peak(weights)
     metrics = step(learner, num_tokens, vocabulary=weights.vocabulary, parts=parts)
-    return Cost(num_tokens, metrics.train_s, _peak(weights))
+    return Cost(num_tokens, metrics.train_s, peak(weights))
 
 
 def forecast(
@@ -138,7 +138,7 @@ def memory_there(weights: Weights) -> float:
     return memory_size() / 1e9
 
 
-def _forget_peak(weights: Weights) -> None:
+def forget_peak(weights: Weights) -> None:
     if weights.device.type == "cuda":
         import torch
 
@@ -148,7 +148,7 @@ def _forget_peak(weights: Weights) -> None:
             Path("/proc/self/clear_refs").write_text("5")
 
 
-def _peak(weights: Weights) -> float | None:
+def peak(weights: Weights) -> float | None:
     if weights.device.type == "cuda":
         import torch
 

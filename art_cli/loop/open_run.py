@@ -55,6 +55,7 @@ from art_cli.runtime.errors import ConfigError, Problem, first_of_group
 from art_cli.runtime.terminal import can_draw, drawn
 
 log = logging.getLogger(__name__)
+REHEARSING = ("cuda",)  # devices whose memory ends at a bound; a CPU would take minutes for the longest row
 WATCH_EVERY_S = 1.0  # interval between checks that the learner's processes live
 
 
@@ -173,6 +174,8 @@ async def open_run(claim: Claim, *, go_on: str | None = None) -> AsyncIterator[R
         await asyncio.sleep(0)  # an interrupt during loading ends the run here, before any thread starts
         await threads.call_in_thread(learner.start)  # an interrupt ends the wait for other nodes
         await stack.enter_async_context(_watched(learner))
+        if policy is not None and config.learner.trains_weights:
+            await _rehearse(learner, config, policy, interrupts)
         origin = None
         if policy is not None and config.learner.trains_weights:
             origin = origin_of(policy, await threads.call_in_thread(base_digest, policy.base))
@@ -286,6 +289,22 @@ def _describe(loaded: LoadedConfig, policy: PolicySpec | None, weights: Weights 
 
 
 # --- where to begin ---------------------------------------------------------------------------------------------------
+
+
+async def _rehearse(learner: Learner, config: RunConfig, policy: PolicySpec, interrupts: Interrupts) -> None:
+    """Tries the longest row that the limits allow on a GPU, so that its memory ends now and not after hours.
+
+    Raises OutOfMemory. Without `model.max_length`, the prompts of attempts are not counted.
+    """
+    if (policy.learner_device or "").partition(":")[0] not in REHEARSING:
+        return
+    longest = policy.max_length
+    if config.model.max_length is None:
+        longest = min(longest, config.rollout.longest_answer)
+    gigabytes = await interrupts.off_loop(learner.rehearse, longest)
+    interrupts.stop_if_any()
+    took = "" if gigabytes is None else f", {gigabytes:.1f} GB at its peak"
+    log.info("learner: a row of %d tokens fits, as long as the limits allow%s", longest, took)
 
 
 async def _find_start(writer: RunWriter, loaded: LoadedConfig, data: RunData) -> int:

@@ -166,6 +166,8 @@ def load_weights(
     target = torch.device(pick_device(device))
     if target.type == "cpu":
         keep_freed_memory()
+    else:
+        grow_segments()
     name = resolve_dtype(config, base, device=device, named=named).name
     with loading(base, named):
         dtype = getattr(torch, name)
@@ -420,6 +422,19 @@ def idle_gpu() -> str:
     except (RuntimeError, AssertionError) as error:
         reason = str(error)
     return gpus.idle_gpu(torch.__version__, torch.version.cuda, reason, gpus.driver())
+
+
+def grow_segments() -> None:
+    """Lets a GPU's blocks of memory grow, so that few are left between them when a step has freed its own.
+
+    It is set in this process and not by PYTORCH_ALLOC_CONF, because vLLM, a child that inherits the environment,
+    captures graphs that do not take such blocks. A user's own settings in the environment are left as they are.
+    """
+    import torch
+
+    if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys():
+        older: Any = torch.cuda.memory._set_allocator_settings  # in torch 2.9
+        getattr(torch._C, "_accelerator_setAllocatorSettings", older)("expandable_segments:True")
 
 
 def _load_model(config: ModelConfig, base: str, device: torch.device, dtype: torch.dtype, seed: int) -> Any:

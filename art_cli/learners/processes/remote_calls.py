@@ -79,6 +79,7 @@ class RemoteLearner:
     """The methods of a Learner that its processes answer."""
 
     step = RemoteMethod(Learner.step)
+    rehearse = RemoteMethod(Learner.rehearse)
     write_learned = RemoteMethod(Learner.write_learned, path="learned.jsonl")
     begin_sft = RemoteMethod(Learner.begin_sft)
     take_sft = RemoteMethod(Learner.take_sft)
