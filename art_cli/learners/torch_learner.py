@@ -181,7 +181,7 @@ class TorchLearner:
             with self._changing_weights(bare_sample(made_up[0][:SHORT], np.array([1]), "rehearsal")):
                 forget_peak(self.weights)
                 pack = self.runner.pack(rows, share=False)[0]
-                self.runner.run(pack).logprobs.sum().backward()
+                self.runner.run(pack).logprobs.sum().backward()  # type: ignore[no-untyped-call]
                 return peak(self.weights)
         except OutOfMemory as error:
             raise OutOfMemory(

@@ -10,13 +10,13 @@ import torch
 import transformers
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from art_cli.config.schema import TorchLearnerConfig
+from art_cli.config.schema import LoraConfig, TorchLearnerConfig
 from art_cli.learners.packs import pack_runner
 from art_cli.learners.packs.pack_runner import PackRunner
 from art_cli.learners.packs.packing import pack_samples
 from art_cli.learners.packs.packing_check import PackingCheck
 from art_cli.learners.samples import Sample, bare_sample
-from art_cli.models.loading import Weights
+from art_cli.models.loading import Weights, with_adapter
 from tests.support.gradients import Caught, learner, two_answers
 from tests.support.tiny import tiny_tokenizer, tiny_weights
 from tests.support.trees import logprobs_of
@@ -157,6 +157,24 @@ def test_plain_and_packed_give_the_same_gradient() -> None:
         gradients.append(caught.gradient)
     for name, gradient in gradients[0].items():
         torch.testing.assert_close(gradient, gradients[1][name], rtol=1e-4, atol=1e-7)
+
+
+@pytest.mark.filterwarnings("ignore:The following (rank|alpha)_pattern keys:RuntimeWarning")  # peft's, of experts
+def test_a_mixture_of_experts_takes_steps_in_packs() -> None:
+    """Its experts are not linear layers, so the adapter is on attention and routers alone. Packed and row by row, the
+    gradient is the same, and a step moves every B, whose fresh adapter is zero."""
+    gradients = []
+    for can_pack in (True, False):
+        weights = with_adapter(weights_of(PACKED["qwen3 moe"]), LoraConfig(rank=2, alpha=4), 0)
+        caught = Caught(learner(weights))
+        caught.learner.runner.can_pack = None if can_pack else False
+        caught.learner.step([two_answers(weights)])
+        assert caught.learner.runner.can_pack is can_pack  # decided by comparing, in the first case
+        gradients.append(caught.gradient)
+    assert gradients[0].keys() == gradients[1].keys()
+    for name, gradient in gradients[0].items():
+        torch.testing.assert_close(gradient, gradients[1][name], rtol=1e-4, atol=1e-7)
+        assert "lora_A" in name or gradient.abs().max() > 0
 
 
 def test_gradient_checkpointing_changes_no_gradient() -> None:

@@ -226,7 +226,8 @@ class Workers:
 
     async def _launch(self, address: Path) -> ChildProcess:
         threads, place = max(1, (os.cpu_count() or 1) // self._here), self._place
-        environment = {"OMP_NUM_THREADS": str(threads), **child_environment()}
+        # each process would start up to 32 more to compile the kernel of FlexAttention
+        environment = {"OMP_NUM_THREADS": str(threads), "TORCHINDUCTOR_COMPILE_THREADS": "1", **child_environment()}
         environment.pop(VARIABLE, None)
         if place.interface:
             for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
