@@ -17,6 +17,7 @@ torch and transformers are imported inside functions only, so that importing thi
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any, NamedTuple
 
+from art_cli.models.run_memory import model_size
 from art_cli.runtime.errors import UsageError
 
 # Number of parameters. In bfloat16, engine and learner differ by 0.03 nats a token of SmolLM2-135M, which then learnt
@@ -67,30 +68,14 @@ def gpu_name() -> str:
     return torch.cuda.get_device_name(0) if torch.cuda.is_available() else ""
 
 
-class ModelSize(NamedTuple):
-    """Example: ModelSize(parameters=4_022_468_096, cached_per_token=73_728)"""
-
-    parameters: int
-    cached_per_token: int  # keys and values that a token keeps in all layers
-
-
-def model_size(base: str) -> ModelSize:
-    """Returns the size of the model at `base` (a hub id or directory) without reading its weights.
-
-    Raises OSError, ValueError: transformers knows no model there.
-    """
+def gpu_bytes(device: str) -> float:
+    """Returns the memory of a GPU in bytes ("cuda:1"; "auto" and "cuda" are the first), or 0 if torch sees none."""
     import torch
-    import transformers
 
-    auto: Any = transformers.AutoModelForCausalLM  # untyped there
-    config = transformers.AutoConfig.from_pretrained(base, trust_remote_code=False)
-    with torch.device("meta"):
-        num: int = auto.from_config(config).num_parameters()
-    text: Any = config.get_text_config()
-    heads = text.num_attention_heads
-    width = getattr(text, "head_dim", None) or text.hidden_size // heads
-    kept = getattr(text, "num_key_value_heads", None) or heads
-    return ModelSize(num, 2 * text.num_hidden_layers * kept * width)
+    kind, _, index = device.partition(":")
+    if kind not in ("auto", "cuda") or not torch.cuda.is_available():
+        return 0.0
+    return float(torch.cuda.get_device_properties(int(index or 0)).total_memory)
 
 
 def require_bitsandbytes() -> None:
