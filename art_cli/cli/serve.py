@@ -172,7 +172,11 @@ def _choose_engine(
         of_trained = trained.get("python") if trained.get("name") == "vllm" else None
         python = settings.get("python", of_trained)
         facts = engine_facts(
-            machine, obstacle=obstacle, base=sources[0].base, python=Path(str(python)) if python else None
+            machine,
+            obstacle=obstacle,
+            base=sources[0].base,
+            python=Path(str(python)) if python else None,
+            quantize=sources[0].quantize,
         )
         choice = choose("engine", facts)
         log.info("engine %s (auto: %s)", choice.name, choice.reason)

@@ -251,6 +251,7 @@ class TorchLearner:
                 self.critic.save(directory)
             if self.warm_up is not None:
                 self.warm_up.save(directory)
+            self._free_cache()
 
     def load(self, directory: Path) -> None:
         """Continues from a checkpoint directory; one with weights alone starts a new optimizer.
@@ -270,6 +271,7 @@ class TorchLearner:
                 self.critic.load(directory)
             if self.warm_up is not None:
                 self.warm_up.load(directory)
+            self._free_cache()
 
     def start(self) -> None:
         """Does nothing, because there is no other process."""
@@ -399,8 +401,12 @@ class TorchLearner:
             finally:
                 self._clear()
                 self.weights.version += 1
-                if self.weights.device.type == "cuda":
-                    torch.cuda.empty_cache()  # torch keeps freed memory, and an engine that wakes on this GPU needs it
+                self._free_cache()
+
+    def _free_cache(self) -> None:
+        """Gives back what torch keeps of the GPU for later, because an engine starts or wakes there next."""
+        if self.weights.device.type == "cuda":
+            torch.cuda.empty_cache()
 
 
 def _rng_state() -> dict[str, Tensor]:

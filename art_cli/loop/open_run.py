@@ -16,6 +16,8 @@ from functools import partial
 from pathlib import Path
 from typing import NoReturn
 
+import msgspec
+
 from art_cli.config.compose import LoadedConfig
 from art_cli.config.config_identity import config_hash
 from art_cli.config.schema import RunConfig
@@ -247,7 +249,7 @@ def _load_policy(claim: Claim, traits: EngineTraits) -> tuple[LoadedConfig, Poli
         claim.startup.reached("torch and transformers")
     base = find_base(loaded.config.model.base, directory=loaded.directory, built=files.base)
     _check_targets(loaded, Path(base))
-    loaded = decide_by_base(loaded, base)
+    loaded = decide_by_base(loaded, base, is_begun=bool(files.checkpoint_steps()))
     claim_config(files, loaded)
     if is_here:
         weights = load_policy(loaded.config, base)
@@ -255,7 +257,8 @@ def _load_policy(claim: Claim, traits: EngineTraits) -> tuple[LoadedConfig, Poli
     learner = loaded.config.learner
     is_remote = learner.weights == "server"
     device = None if is_remote else learner.device
-    return loaded, read_spec(loaded.config.model, base, device=device, is_remote=is_remote), None
+    spec = read_spec(loaded.config.model, base, device=device, is_remote=is_remote)
+    return loaded, msgspec.structs.replace(spec, learner_gpus=learner.processes), None
 
 
 def _shares_weights(config: RunConfig) -> bool:

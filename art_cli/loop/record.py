@@ -17,7 +17,7 @@ from pydantic import ValidationError
 from art_cli.config.compose import LoadedConfig
 from art_cli.config.config_identity import MAY_CHANGE_FIRST, Change, config_changes, general
 from art_cli.config.schema import RunConfig
-from art_cli.loop.auto import with_rate
+from art_cli.loop.auto import follow_record, with_rate
 from art_cli.runs.durable import read_object, write_file
 from art_cli.runs.run_dir import RunDir
 from art_cli.runtime.errors import DataError, RunError
@@ -97,7 +97,8 @@ def find_clash(run: RunDir, loaded: LoadedConfig) -> str:
     """Returns the reason why another configuration made the existing run as a line, or "" if this one did."""
     if not os.path.lexists(run.config_path):
         return ""
-    return _refusal(run, _changes(read_record(run)[0], loaded.config.model_dump(mode="json")))
+    config = follow_record(loaded, run).config
+    return _refusal(run, _changes(read_record(run)[0], config.model_dump(mode="json")))
 
 
 def _changes(old: dict[str, Any], new: dict[str, Any]) -> list[Change]:

@@ -218,6 +218,14 @@ def width_of(base: str, named: str | None = None) -> int:
         return int(getattr(config.get_text_config(), "hidden_size", UNKNOWN_WIDTH))
 
 
+def context_at(base: str) -> int:
+    """Returns the number of tokens that the model of a hub id or directory was made for."""
+    import transformers
+
+    with loading(base, None):
+        return context_of(transformers.AutoConfig.from_pretrained(base, trust_remote_code=False))
+
+
 def load_checkpoint(
     weights: Weights, checkpoint: Path, *, part: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None = None
 ) -> None:

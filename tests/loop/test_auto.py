@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+from msgspec import structs
 
 from art_cli.cli import Finding, doctor
 from art_cli.cli import app as cli
@@ -33,8 +34,14 @@ CONFIG = LETTERS / "config.yaml"
 PYTHON = Path(os.environ.get("ART_VLLM_PYTHON") or ROOT / ".venv-vllm" / "bin" / "python")
 PLAIN = 'model: {base: base}\nrollout: {entry: "rollout.py:rollout", scenarios: scenarios.jsonl}\n'
 WORKS = VllmFacts(
-    python="/venv/python", version="0.32.0", torch="2.13.0", gpus=["H200"], architectures=["Qwen3ForCausalLM"]
+    python="/venv/python",
+    version="0.32.0",
+    torch="2.13.0",
+    gpus=["H200"],
+    architectures=["Qwen3ForCausalLM"],
+    quantizations=["bitsandbytes"],
 )
+UNQUANTIZED = structs.replace(WORKS, quantizations=["fp8"])
 
 
 @dataclass
@@ -47,8 +54,13 @@ class MachineOf(Machine):
     gpus: int = 1
     asked: list[Path | None] = field(default_factory=list)
 
+    bytes: float = 0.0
+
     def has_gpu(self) -> bool:
         return self.gpu
+
+    def gpu_bytes(self, device: str) -> float:
+        return 0.0 if device == "cpu" else self.bytes
 
     def num_gpus(self) -> int:
         return self.gpus
@@ -107,6 +119,10 @@ def test_vllm_is_the_engine_where_it_and_a_gpu_are_there(project: Path) -> None:
         ("model.base=build.py:build", "model.base is made by a function, and vLLM knows published architectures only"),
         ("model.dtype=float32", "model.dtype is float32, and vLLM's LoRA kernels on a GPU take 16 bits only"),
         ("model.base=odd", "vLLM 0.32.0 does not serve OddForCausalLM"),
+        (
+            "model={quantize: 4bit, dtype: float32}",
+            "model.dtype is float32, and in 4 bits vLLM computes in bfloat16 only",
+        ),
     ],
 )
 def test_what_vllm_cannot_serve_is_sampled_by_the_embedded_engine(project: Path, override: str, reason: str) -> None:
@@ -133,6 +149,27 @@ def test_a_base_that_does_not_say_what_it_is_is_no_obstacle(project: Path, base:
 )
 def test_what_the_machine_lacks_is_the_reason(project: Path, machine: MachineOf, reason: str) -> None:
     assert engine(project, machine=machine) == ("embedded", reason)
+
+
+def test_four_bits_need_the_plugin_and_its_absence_has_one_command_as_cure(project: Path) -> None:
+    """vLLM 0.32 has no bitsandbytes of its own; without the plug-in its server ends while it starts."""
+    without, four = MachineOf(facts=UNQUANTIZED), "model.quantize=4bit"
+    name, reason = engine(project, four, machine=without)
+    assert name == "embedded" and reason.endswith("cannot serve model.quantize=4bit: vllm-bnb-plugin is missing")
+    assert engine_facts(without, quantize="4bit").cure == "/venv/python -m pip install vllm-bnb-plugin"
+    assert engine(project, four, machine=MachineOf())[0] == engine(project, machine=without)[0] == "vllm"
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("engine={name: vllm, sleep: 2}", "cannot load the weights again when it wakes; set it to 1 or auto"),
+        ("model.dtype=float32", "in 4 bits vLLM computes in bfloat16 only; set it to auto, or engine=embedded"),
+    ],
+)
+def test_what_four_bits_exclude_is_refused_by_its_key(project: Path, override: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load(project, "engine=vllm", "model.quantize=4bit", override)
 
 
 @pytest.mark.parametrize(

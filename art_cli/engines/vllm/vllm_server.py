@@ -36,6 +36,7 @@ from art_cli.engines.vllm.control import Control, Refused, Unreachable
 from art_cli.engines.vllm.log_cause import find_cause
 from art_cli.models.base_files import find_files
 from art_cli.models.policy_spec import PolicySpec
+from art_cli.models.run_memory import BESIDE_SHARE, MAX_SHARE
 from art_cli.runs.durable import write_file
 from art_cli.runtime import threads
 from art_cli.runtime.errors import EngineError, UsageError
@@ -136,7 +137,7 @@ class OwnServer:
         """Raises EngineError for no such Python, or a setting that this machine cannot have."""
         self.base_name = f"{name}@base"
         self.log = log
-        self.has_gpu = arguments.has_gpu({**os.environ, **config.env})
+        self.has_gpu = arguments.has_gpu({**child_environment(), **config.env})
         if self.has_gpu:
             arguments.check_gpus(config)
         self.sleep_level = arguments.sleep_level(config, model, inherited=os.environ, has_gpu=self.has_gpu)
@@ -148,6 +149,7 @@ class OwnServer:
         self._child: ChildProcess | None = None
         self._sockets: Scratch | None = None  # where the server's own processes talk to each other
         self._is_up = False  # True once it has answered
+        self._share = MAX_SHARE  # of a GPU
         self._log_start = 0  # where this server's part of the log begins
         self.pid = 0  # process id of the server itself; 0: not started
 
@@ -155,11 +157,26 @@ class OwnServer:
         """Returns when it answers. Raises EngineError with the log's last lines: it ended, or was silent too long."""
         if not HUB_VARIABLES & self._config.env.keys():
             await threads.call_in_thread(_fetch, self._model.base)  # engine.start_timeout_s includes no download
+        if self.has_gpu and arguments.own_share(self._config) is None:
+            self._share = await asyncio.to_thread(self._free_share)
         log.info("vllm: starting %s for %s; its log: %s", self._python, self._model.base, self.log)
         for _ in range(MAX_PORTS):
             if await self._start_at(free_port()):
                 return
         raise EngineError(f"vllm: {MAX_PORTS} ports in a row were taken by others while it started; see {self.log}")
+
+    def _free_share(self) -> float:
+        """Returns the share of a GPU that vLLM may take: what the learner leaves, where both use it."""
+        config, model = self._config, self._model
+        if not arguments.shares_gpu(config, model.learner_device, model.learner_gpus, os.environ):
+            return MAX_SHARE
+        found = arguments.free_share(self._python, arguments.num_gpus(config), {**child_environment(), **config.env})
+        if found is None:
+            log.warning("vllm: the torch of %s does not report the memory of a GPU", self._python)
+            return MAX_SHARE
+        found = min(found, MAX_SHARE if self.sleep_level else BESIDE_SHARE)
+        log.info("vllm: gpu-memory-utilization %.3f, of what the learner leaves free", found)
+        return found
 
     async def _start_at(self, port: int) -> bool:
         """Returns whether the server answers; False where another process has that port."""
@@ -212,6 +229,7 @@ class OwnServer:
             template=template,
             sleep=self.sleep_level,
             has_gpu=self.has_gpu,
+            memory_share=self._share,
         )
 
     async def _until_healthy(self) -> bool:
@@ -235,8 +253,11 @@ class OwnServer:
             return False
         if "No module named 'vllm'" in lines or "No module named vllm" in lines:
             raise EngineError(f"engine.python: {self._python} has no vLLM; `pip install vllm` there, or name another")
-        reason = describe_end(ended.result())
-        raise EngineError(f"vllm: the server ended while it started ({reason}); {self.last_lines()}")
+        reason, cause = describe_end(ended.result()), self.last_lines()
+        if f"Unknown quantization method: {arguments.QUANTIZATION}" in cause:
+            cure = f"{self._python} -m pip install vllm-bnb-plugin"
+            raise EngineError(f"model.quantize: this vLLM has no {arguments.QUANTIZATION}: {cure}")
+        raise EngineError(f"vllm: the server ended while it started ({reason}); {cause}")
 
     async def ended(self) -> str:
         assert self._child is not None, "not started"

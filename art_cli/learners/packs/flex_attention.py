@@ -19,7 +19,6 @@ from torch.nn import functional as F
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from art_cli.learners.packs.packing import round_up
-
 from art_cli.runtime.allocator import is_out_of_memory
 
 log = logging.getLogger(__name__)

@@ -7,7 +7,6 @@ A policy that vLLM samples from is a directory, because the server is another pr
 
 import asyncio
 import itertools
-import os
 import shutil
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,7 +19,6 @@ from art_cli.chat.requests import Request
 from art_cli.config.schema import EmbeddedEngineConfig, EngineConfig, VllmEngineConfig
 from art_cli.engines import Engine, make_engine
 from art_cli.engines.proof import compare, make_probe, measure
-from art_cli.engines.vllm import arguments
 from art_cli.engines.vllm.vllm_policies import VllmPolicies
 from art_cli.models import loading
 from art_cli.models.loading import Weights
@@ -30,8 +28,6 @@ from art_cli.runtime.scratch import make_directory
 from art_cli.runtime.threads import call_in_thread
 from art_cli.tinker.server import BackendLimits
 from art_cli.tinker.server.base_model import Base, ClientLearner
-
-SHARED_GPU_MEMORY = 0.45  # share of a GPU for a vLLM beside the learner, which works at the same time
 
 
 class OpenPolicy(Protocol):
@@ -141,7 +137,7 @@ class VllmHost:
         """Raises EngineError if there is no such Python, or this machine cannot have a setting."""
         spec = _spec(base, limits)
         if config.base_url is None:
-            config = _with_room(config, spec, limits)
+            config = _with_room(config, limits)
         self.num_open = int(str(config.args.get("max-loras") or limits.samplers))
         self._base, self._copies, self._numbers = base, logs / "copies", itertools.count(1)
         self._server = VllmPolicies(config, spec, logs=logs)
@@ -188,16 +184,13 @@ def _measure(base: Base, learner: ClientLearner) -> Probe:
 
 def _spec(base: Base, limits: BackendLimits) -> PolicySpec:
     """Returns the served model: the base with adapters of any rank that clients may ask for."""
-    return msgspec.structs.replace(spec_of(base.weights), lora_rank=limits.rank)
+    processes = 1 if base.replicas is None else base.replicas.job.learner.processes
+    return msgspec.structs.replace(spec_of(base.weights), lora_rank=limits.rank, learner_gpus=processes)
 
 
-def _with_room(config: VllmEngineConfig, spec: PolicySpec, limits: BackendLimits) -> VllmEngineConfig:
-    """Returns the configuration with room for the samplers' adapters, and beside the learner on a GPU that both use."""
+def _with_room(config: VllmEngineConfig, limits: BackendLimits) -> VllmEngineConfig:
+    """Returns the configuration with room for the samplers' adapters. vLLM never sleeps."""
     args = {"max-loras": limits.samplers, **{name.replace("_", "-"): value for name, value in config.args.items()}}
-    if arguments.has_gpu({**os.environ, **config.env}) and arguments.shares_gpu(
-        config, spec.learner_device, os.environ
-    ):
-        args = {"gpu-memory-utilization": SHARED_GPU_MEMORY, **args}
     return config.model_copy(update={"args": args, "sleep": 0})
 
 
