@@ -96,7 +96,7 @@ class Preflight:
         """Yields each finding as soon as it is known."""
         named = self.loaded.config.engine
         vllm = named if isinstance(named, VllmEngineConfig) else None  # it ends without a compiler; others are slower
-        for found in check_gpu(vllm and vllm.python):
+        for found in check_gpu(vllm.python if vllm else None):
             yield found if vllm else found._replace(is_good=True)
             if vllm and not found.is_good:
                 return
