@@ -348,16 +348,16 @@ async def follow(policy: ServedPolicy, run: RunDir, meter: Meter, *, which: Whic
 
     Any other failure, as of a disk, is logged once and tried again.
     """
-    skipped: set[int] = set()
+    skipped: set[tuple[int, int]] = set()
     problem = ""
     while True:
         await asyncio.sleep(POLL_S)
         try:
-            step = await call_in_thread(_wanted, run, which)
-            if step is not None and step != policy.source.step and step not in skipped:
+            wanted = await call_in_thread(_wanted, run, which)
+            if wanted is not None and wanted[0] != policy.source.step and wanted not in skipped:
                 await _try_change(policy, run, meter, which)
-                if policy.source.step != step:
-                    skipped.add(step)
+                if policy.source.step != wanted[0]:
+                    skipped.add(wanted)
             problem = ""
         except Exception as error:  # the boundary to the run's files and to the engine
             if (message := describe(error)) != problem:
@@ -385,6 +385,7 @@ async def _change(policy: ServedPolicy, run: RunDir, which: Which) -> None:
         await policy.change(of_checkpoint(found, name=old.name, base=old.base if keeps_base else None, dtype=old.dtype))
 
 
-def _wanted(run: RunDir, which: Which) -> int | None:
-    """Returns the step that is meant, by directory names and metrics alone; no checkpoint is read."""
-    return next(iter(run_checkpoints.wanted_steps(run, which)), None)
+def _wanted(run: RunDir, which: Which) -> tuple[int, int] | None:
+    """Returns the step that is meant, by directory names and metrics alone, and the time when it was made."""
+    step = next(iter(run_checkpoints.wanted_steps(run, which)), None)
+    return None if step is None else (step, run.checkpoint_path(step).stat().st_mtime_ns)
