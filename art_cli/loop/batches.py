@@ -39,7 +39,6 @@ from art_cli.loop.owed_groups import GroupPlace, GroupScorer, group, owed, plan_
 from art_cli.loop.policy_sampler import Sampler
 from art_cli.loop.source_mix import SourceMix
 from art_cli.rollouts.rollout_runner import Progress, RolloutPlan, shown
-from art_cli.runs.chain import weights_by_policy
 from art_cli.runs.durable import LineWriter
 from art_cli.runs.reliability import is_left_out
 from art_cli.runs.run_dir import RunDir
@@ -240,12 +239,9 @@ class Batches:
             by_source = await asyncio.to_thread(self.mix.replays, step)
             own, spare = await asyncio.to_thread(self.mix.places, step, {s: len(g) for s, g in by_source.items()})
             replayed = [members for groups in by_source.values() for members in groups]
-            found, weights = self.run.trajectories(step), dict[str, str]()
-            if found:
-                weights = await asyncio.to_thread(weights_by_policy, self.run)
-            played_before = [each for each in found if not self.sampler.is_replaced(each, weights)]
+            played_before = [each for each in self.run.trajectories(step) if not self.sampler.is_replaced(each)]
             wave = StepGroups(self.config.rollout, step, own, spare, played_before)
-            scored = [each for each in self.run.scored(step) if not self.sampler.is_replaced(each, weights)]
+            scored = [each for each in self.run.scored(step) if not self.sampler.is_replaced(each)]
             scorer = GroupScorer(self.judge, out, self._shadows, group(scored))
             for trajectory in wave.done:
                 scorer.add(trajectory)

@@ -65,15 +65,12 @@ class Sampler:
         step, now = self.gateway.step, self.gateway.proven.newest
         return any(turn.step != step or (now and turn.policy not in ("", now)) for turn in trajectory.turns)
 
-    def is_replaced(self, trajectory: Trajectory, weights: Mapping[str, str]) -> bool:
-        """Returns True if the policy of one of its steps has other weights now, because the run did that step again.
-
-        `weights` names the weights of policies by their digests (`weights_by_policy`).
-        """
+    def is_replaced(self, trajectory: Trajectory) -> bool:
+        """Returns True if the policy of one of its steps is another one now, because the run did that step again."""
         if self.origin is None:
             return False
         return any(
-            turn.step > self.gateway.step or not is_same(turn.policy, self.gateway.proven.known(turn.step), weights)
+            turn.step > self.gateway.step or not is_same(turn.policy, self.gateway.proven.known(turn.step))
             for turn in trajectory.turns
         )
 

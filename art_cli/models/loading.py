@@ -301,14 +301,20 @@ def save_weights(weights: Weights, directory: Path, *, tensors: dict[str, torch.
         weights.tokenizer.save_pretrained(directory)
     (directory / "README.md").unlink(missing_ok=True)  # peft's empty model card
     if weights.has_adapter:
-        _sort_targets(directory / "adapter_config.json")
+        _settle(directory / "adapter_config.json")
 
 
-def _sort_targets(path: Path) -> None:
-    """Writes the targets in order, which peft keeps as a set, so that equal adapters are equal files."""
+def _settle(path: Path) -> None:
+    """Makes equal adapters equal files: the targets, a set in peft, get an order, and no directory of the base stays.
+
+    The manifest names the base.
+    """
     config = json.loads(path.read_text())
     if isinstance(targets := config.get("target_modules"), list):
-        path.write_text(json.dumps(config | {"target_modules": sorted(targets)}, indent=2, sort_keys=True))
+        config["target_modules"] = sorted(targets)
+    if Path(config.get("base_model_name_or_path") or "").is_dir():
+        config["base_model_name_or_path"] = None
+    path.write_text(json.dumps(config, indent=2, sort_keys=True))
 
 
 def merge(weights: Weights) -> Weights:

@@ -115,6 +115,12 @@ def hash_files(directory: Path) -> dict[str, str]:
         return dict(zip((str(path.relative_to(directory)) for path in files), pool.map(hash_file, files), strict=True))
 
 
+def odd_files(directory: Path) -> list[str]:
+    """Returns what no hash covers below `directory`: links, which lead to other bytes tomorrow, pipes and devices."""
+    odd = (path for path in directory.rglob("*") if path.is_symlink() or not (path.is_file() or path.is_dir()))
+    return sorted(str(path.relative_to(directory)) for path in odd)
+
+
 def hash_file(path: Path) -> str:
     """sha256 of the file in hexadecimal digits. Raises OSError, also if it is larger than its file system: holes."""
     with open_file(path) as file:
