@@ -18,7 +18,6 @@ from art_cli.rollouts.cluster.cluster_rollout import ClusterRollout, serve_clust
 from art_cli.rollouts.process import ProcessRollout
 from art_cli.rollouts.rollout_gateway import Gateway
 from art_cli.rollouts.rollout_runner import OnFinished, Progress, RolloutPlan, Runner, shown
-from art_cli.runs.chain import is_same
 from art_cli.runs.manifest import Origin, read_manifest
 from art_cli.runs.run_checkpoints import fetched
 from art_cli.runs.system_prompt import read_prompt
@@ -69,8 +68,9 @@ class Sampler:
         """Returns True if the policy of one of its steps is another one now, because the run did that step again."""
         if self.origin is None:
             return False
+        known = self.gateway.proven.known
         return any(
-            turn.step > self.gateway.step or not is_same(turn.policy, self.gateway.proven.known(turn.step))
+            turn.step > self.gateway.step or (turn.policy and known(turn.step) not in ("", turn.policy))
             for turn in trajectory.turns
         )
 

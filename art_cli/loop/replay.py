@@ -86,6 +86,8 @@ def _policies(
                 elsewhere = replace(loaded, config=loaded.config.model_copy(update={"runs": Path(home)}))
                 run_warm_up(WarmUp(learner, elsewhere, data.examples, base=base, start=None), lambda: False)
             for step in range(max(links, default=0) + 1):
+                if step > 0 and not run.scored_path(step - 1).is_file():
+                    raise RunError(f"{run.scored_path(step - 1)}: gone; step {step} was made from it")
                 if step > 0:
                     learner.step(_trained_on(run, mix, step - 1))
                 _save(learner, policy)
@@ -101,12 +103,7 @@ def _trained_on(run: RunDir, mix: SourceMix, step: int) -> list[list[ScoredTraje
     own, spare = mix.places(step, {source: len(groups) for source, groups in replayed.items()})
     planned = {plan.group_id for plan in plan_places([*own, *spare], step=step, group_size=1)}
     groups = [members for name, members in sorted(group(run.scored(step)).items()) if name in planned]
-    groups += [members for its in replayed.values() for members in its]
-    if not groups:
-        raise RunError(
-            f"{run.scored_path(step)}: no groups, so that nobody can make the policy of step {step + 1} again"
-        )
-    return groups
+    return groups + [members for its in replayed.values() for members in its]
 
 
 def _save(learner: Learner, directory: Path) -> None:

@@ -76,12 +76,7 @@ class Link(msgspec.Struct, frozen=True, kw_only=True):
 def is_evaluated(run: RunDir, step: int, digest: str) -> bool:
     """Returns whether the policy of a step has an evaluation; that of a lost policy, which was made again, is none."""
     done = [line.policy for line in run.metrics() if (line.split, line.step) == ("eval", step)]
-    return bool(done) and is_same(done[-1], digest)
-
-
-def is_same(policy: str, other: str) -> bool:
-    """Returns whether two digests name one policy. Nothing is known against an unknown one, ""."""
-    return not (policy and other) or policy == other
+    return bool(done) and (not done[-1] or digest in ("", done[-1]))
 
 
 class Flaw(NamedTuple):
