@@ -33,7 +33,7 @@ ALWAYS = frozenset(
         *("sample_s", "judge_s", "num_unscored", "tokens_sampled", "turns", "sample_tokens_per_s"),
         *("num_without_turns", "num_limited", "truncated_share", "staleness", "staleness_max"),
         # the run itself gives these
-        *("probe_gap", "run_s"),
+        *("probe_gap", "probe_undecided", "probe_share", "probe_share_error", "run_s"),
     }
 )
 

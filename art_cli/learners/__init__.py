@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
 
+from art_cli.runs.manifest import Probe
 from art_cli.runs.trajectory import ScoredTrajectory
 from art_cli.runtime.errors import LearnerError
 
@@ -142,6 +143,9 @@ class Learner(Protocol):
 
     def score(self, token_ids: Sequence[int], *, temperature: float = 1.0) -> list[float]:
         """Returns [L - 1] logprobs in nats of each token after the first."""
+
+    def measure(self, before: Probe | None = None) -> Probe:
+        """Returns a probe of the weights as they are now, on the text of `before`, an earlier one of the same base."""
 
     def save(self, directory: Path) -> None:
         """Writes adapter, tokenizer, optimizer and RNG into a checkpoint directory. The caller writes the manifest."""

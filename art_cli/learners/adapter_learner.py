@@ -23,9 +23,11 @@ from art_cli.learners.datums import SHARES, TOKEN_LOSSES, Datum, DatumPack, Toke
 from art_cli.learners.optimizer import Adam, Optimizer
 from art_cli.learners.packs.pack_runner import PackRunner
 from art_cli.learners.packs.packing_check import PackingCheck
+from art_cli.learners.probe import measure_probe
 from art_cli.learners.processes.ranks import Ranks
 from art_cli.learners.samples import Floats, Sample, bare_sample
 from art_cli.models.loading import Weights, clone_trainable, load_checkpoint, save_weights
+from art_cli.runs.manifest import Probe
 from art_cli.runtime.allocator import is_out_of_memory
 from art_cli.runtime.errors import LearnerError, OutOfMemory
 
@@ -137,6 +139,10 @@ class AdapterLearner:
             [pack] = self.runner.pack([sample])
             scores: list[float] = self.runner.run(pack).logprobs[pack.terms.edges].tolist()
         return scores
+
+    def measure(self, before: Probe | None = None) -> Probe:
+        """Returns a probe of the weights as they are now, on the text of `before`, an earlier one of the same base."""
+        return measure_probe(self.weights, self.score, before)
 
     def copy_weights(self) -> Weights:
         """Returns the policy as it is now; later updates do not reach it."""

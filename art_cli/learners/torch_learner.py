@@ -34,6 +34,7 @@ from art_cli.learners.packs.logprob_reader import Reader
 from art_cli.learners.packs.pack_runner import PackRunner
 from art_cli.learners.packs.packing_check import PackingCheck
 from art_cli.learners.policy_step import Pass, take_step
+from art_cli.learners.probe import measure_probe
 from art_cli.learners.processes.ranks import Ranks
 from art_cli.learners.samples import CROSS_ENTROPY, POLICY, REFERENCE_KL, Sample, bare_sample
 from art_cli.learners.schedule import warm_up_settings
@@ -46,6 +47,7 @@ from art_cli.learners.training_record import StepRecord
 from art_cli.learners.trial_update import forget_peak, peak
 from art_cli.models.loading import Weights, load_checkpoint, save_weights
 from art_cli.runs.durable import write_lines
+from art_cli.runs.manifest import Probe
 from art_cli.runs.trajectory import LearnedTrajectory, ScoredTrajectory
 from art_cli.runtime.allocator import is_out_of_memory
 from art_cli.runtime.errors import LearnerError, OutOfMemory
@@ -238,6 +240,10 @@ class TorchLearner:
             [pack] = self.runner.pack([sample])
             scores: list[float] = self.runner.run(pack).logprobs[pack.terms.edges].tolist()
         return scores
+
+    def measure(self, before: Probe | None = None) -> Probe:
+        """Returns a probe of the weights as they are now, on the text of `before`, an earlier one of the same base."""
+        return measure_probe(self.weights, self.score, before)
 
     def save(self, directory: Path) -> None:
         with self.weights.lock:

@@ -22,7 +22,6 @@ from art_cli.config.compose import LoadedConfig
 from art_cli.config.config_identity import config_hash
 from art_cli.config.schema import RunConfig
 from art_cli.engines import EngineTraits, engine_traits
-from art_cli.engines.proof import measure
 from art_cli.judges import Judge
 from art_cli.judges.shadow_judges import ShadowJudges
 from art_cli.judges.source_judges import make_judges
@@ -48,7 +47,7 @@ from art_cli.rollouts.rollout_runner import begin_rollouts
 from art_cli.rollouts.scenario_files import find_overlap
 from art_cli.runs.chain import add_link
 from art_cli.runs.history import is_comparable, read_history
-from art_cli.runs.manifest import Manifest, Origin, digest_of, new_checkpoint, read_manifest
+from art_cli.runs.manifest import Manifest, Origin, Probe, digest_of, new_checkpoint, read_manifest
 from art_cli.runs.run_dir import RunDir
 from art_cli.runs.storage.mirror import Mirror, NoMirror
 from art_cli.runtime import log as logs
@@ -92,7 +91,7 @@ class RunWriter:
 
         def write() -> None:
             if self.policy is not None and self.origin is not None:
-                manifest.probe = measure(self.learner, self.policy.vocabulary)
+                manifest.probe = self.learner.measure(self._probe_before())
             with new_checkpoint(path, manifest) as directory:
                 self.learner.save(directory)
             add_link(self.files, manifest)
@@ -101,6 +100,12 @@ class RunWriter:
         self.trackers.log_checkpoint(step, path)
         self.mirror.nudge()
         return path
+
+    def _probe_before(self) -> Probe | None:
+        """Returns the newest checkpoint's probe, whose text the run keeps, or None if it has none in this dtype."""
+        steps = self.files.checkpoint_steps()
+        manifest = read_manifest(self.files.checkpoint_path(steps[-1])) if steps else None
+        return None if manifest is None or manifest.origin != self.origin else manifest.probe
 
     def record(self, step: int, split: str, metrics: dict[str, float], policy: str = "") -> None:
         self.trackers.log(self.files.append_metrics(step, split, metrics, policy))

@@ -3,14 +3,14 @@
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from art_cli.chat.requests import Sampling
 from art_cli.config.compose import LoadedConfig
 from art_cli.config.schema import with_base_model
 from art_cli.engines import Engine, EngineTraits, engine_traits, make_engine
-from art_cli.engines.proof import ProvenPolicy, prove
+from art_cli.engines.proof import ProvenPolicy, WeightProof
 from art_cli.models.base_files import base_digest
 from art_cli.models.loading import Weights
 from art_cli.models.policy_spec import PolicySpec, origin_of, spec_of
@@ -34,6 +34,7 @@ class Sampler:
     gateway: Gateway
     runner: Runner
     origin: Origin | None  # that of its policies, or None if the engine brings its model
+    proof: WeightProof = field(default_factory=WeightProof)
 
     async def load(self, checkpoint: Path, step: int) -> ProvenPolicy | None:
         """Loads a checkpoint, and returns its proof, or None if it has none. Replies of the step wait for the proof.
@@ -50,7 +51,7 @@ class Sampler:
     async def prove(self, checkpoint: Path, step: int) -> ProvenPolicy | None:
         """As `load`, for a checkpoint that the engine has loaded."""
         assert self.origin is not None, "only an engine that trains loads checkpoints"
-        proven = await prove(self.engine, read_manifest(checkpoint), self.origin)
+        proven = await self.proof.prove(self.engine, read_manifest(checkpoint), self.origin)
         self.gateway.proven.add(step, proven.digest if proven is not None else "")
         return proven
 

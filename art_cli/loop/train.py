@@ -104,7 +104,7 @@ async def publish(run: Run, step: int, metrics: dict[str, float]) -> None:
     checkpoint = await run.writer.save(step, metrics)
     proven = await run.sampler.load(checkpoint, step)
     assert proven is not None or not run.config.learner.trains_weights, "it was just written, with its proof"
-    metrics = metrics if proven is None else metrics | {"probe_gap": proven.gap}
+    metrics = metrics if proven is None else metrics | proven.numbers
     run.writer.record(step - 1, "train", metrics, "" if proven is None else proven.digest)
     _announce(step, run.config.train.steps, metrics)
     _note(run, UpdateNumbers(step, metrics))

@@ -85,6 +85,7 @@ class RemoteLearner:
     take_sft = RemoteMethod(Learner.take_sft)
     end_sft = RemoteMethod(Learner.end_sft)
     score = RemoteMethod(Learner.score)
+    measure = RemoteMethod(Learner.measure)
     save = RemoteMethod(Learner.save, path="saved")
     load = RemoteMethod(Learner.load, path="loaded")
 

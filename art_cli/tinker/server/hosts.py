@@ -9,6 +9,7 @@ import asyncio
 import itertools
 import shutil
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import NoReturn, Protocol
 
@@ -18,8 +19,9 @@ from art_cli.chat.replies import Reply
 from art_cli.chat.requests import Request
 from art_cli.config.schema import EmbeddedEngineConfig, EngineConfig, VllmEngineConfig
 from art_cli.engines import Engine, make_engine
-from art_cli.engines.proof import compare, make_probe, measure
+from art_cli.engines.proof import WeightProof
 from art_cli.engines.vllm.vllm_policies import VllmPolicies
+from art_cli.learners.probe import measure_probe
 from art_cli.models import loading
 from art_cli.models.loading import Weights
 from art_cli.models.policy_spec import PolicySpec, spec_of
@@ -99,14 +101,14 @@ class EmbeddedHost:
         await engine.start()
         try:
             if (probe := policy.probe) is not None:
-                compare(await engine.score(probe.tokens), probe.logprobs, dtype=weights.dtype_name)
+                WeightProof().check([await engine.score(probe.tokens)], probe, dtype=weights.dtype_name)
         except BaseException:
             await engine.close()
             raise
         return _EmbeddedPolicy(engine)
 
     def copy(self, key: str, learner: ClientLearner) -> SampledPolicy:
-        return SampledPolicy(key, weights=learner.copy_weights(), probe=_measure(self._base, learner))
+        return SampledPolicy(key, weights=learner.copy_weights(), probe=learner.measure(self._base.probe()))
 
     async def watch(self) -> NoReturn:
         await asyncio.Event().wait()
@@ -155,14 +157,16 @@ class VllmHost:
 
     def _score(self, adapter: Path | None) -> Probe:
         """Returns a probe of the base with a saved adapter, or without one."""
-        tokens = make_probe(self._base.vocabulary)
-        return Probe(tokens=tokens, logprobs=loading.token_logprobs(_load(self._base, adapter), tokens))
+        if adapter is None:
+            return self._base.probe()
+        weights = _load(self._base, adapter)
+        return measure_probe(weights, partial(loading.token_logprobs, weights), self._base.probe())
 
     def copy(self, key: str, learner: ClientLearner) -> SampledPolicy:
         directory = self._copies / str(next(self._numbers))
         make_directory(directory)
         learner.save(directory, optimizer=False)
-        return SampledPolicy(key, adapter=directory, probe=_measure(self._base, learner), is_temporary=True)
+        return SampledPolicy(key, adapter=directory, probe=learner.measure(self._base.probe()), is_temporary=True)
 
     async def watch(self) -> NoReturn:
         await self._server.watch()
@@ -176,10 +180,6 @@ def _load(base: Base, adapter: Path | None) -> Weights:
     if adapter is not None:
         verify_checkpoint(adapter)
     return base.policy(adapter)
-
-
-def _measure(base: Base, learner: ClientLearner) -> Probe:
-    return measure(learner, base.vocabulary, seed=learner.num_updates)
 
 
 def _spec(base: Base, limits: BackendLimits) -> PolicySpec:
