@@ -98,6 +98,7 @@ def test_a_changed_byte_is_found_with_its_place(run: RunDir, name: str) -> None:
     data[len(data) // 2] ^= 1
     path.write_bytes(data)
     done = forked.run(["prove", str(run.root), "--json"], timeout=60)
+    assert done.stdout, done.stderr
     places = [flaw["place"] for flaw in json.loads(done.stdout)["flaws"]]
     assert done.returncode == 1 and all(name.startswith(place) for place in places) and places
 
