@@ -32,6 +32,8 @@ def rank_of_eight(rank: int, nodes: int, monkeypatch: pytest.MonkeyPatch) -> Ite
     numbers = {"RANK": rank, "LOCAL_RANK": rank % local, "WORLD_SIZE": SIZE, "LOCAL_WORLD_SIZE": local}
     for name, number in numbers.items():
         monkeypatch.setenv(name, str(number))
+    new_group = dist.new_group
+    monkeypatch.setattr(dist, "new_group", lambda *ranks, backend=None, **knobs: new_group(*ranks, **knobs))  # all fake
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=SIZE)
     try:
         yield
