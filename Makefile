@@ -82,7 +82,8 @@ test-rest: $(DEV)  ## every other test that this machine can run; those of vLLM 
 	$(PYTEST) -m '($(REST)) and not quantize'
 
 test-quantize: $(DEV)  ## the tests of a base in 4 bits
-	PYTHONPATH=$(QUANTIZE) $(BIN)/pytest -m quantize tests/models tests/learners/test_unsloth.py
+	PYTHONPATH=$(QUANTIZE) $(BIN)/pytest -m quantize tests/models tests/learners/test_unsloth.py \
+		tests/learners/test_fake_device.py
 
 test-all: test test-quantize test-rest
 
