@@ -41,10 +41,24 @@ aten = torch.ops.aten
 
 
 class _Module(_DummyBackendModule):
-    """torch.gpux"""
+    """torch.gpux, whose device is there only inside a FakeDevice: the rest of the process has none."""
+
+    num_devices = 0
+
+    def is_available(self) -> bool:
+        return self.num_devices > 0
+
+    def device_count(self) -> int:
+        return self.num_devices
 
     def get_amp_supported_dtype(self) -> list[torch.dtype]:
         return [torch.bfloat16]
+
+    def get_rng_state(self, *device: Any) -> Tensor:
+        return torch.zeros(0, dtype=torch.uint8)
+
+    def set_rng_state(self, *state: Any) -> None:
+        pass
 
 
 def _register() -> None:
@@ -67,6 +81,7 @@ class FakeDevice(TorchDispatchMode):
         self._living: dict[int, weakref.ref[Any]] = {}
 
     def __enter__(self) -> "FakeDevice":
+        _Module.num_devices = 1
         # torch.tensor(numbers, device=...) makes a tensor of the CPU then, and its move is seen here
         self._lifts = torch._C._only_lift_cpu_tensors()
         torch._C._set_only_lift_cpu_tensors(True)
@@ -81,6 +96,7 @@ class FakeDevice(TorchDispatchMode):
         self._tolist.stop()
         self._threads.__exit__(*failure)
         torch._C._set_only_lift_cpu_tensors(self._lifts)
+        _Module.num_devices = 0
 
     def forget(self) -> None:
         """Begins another measurement."""
