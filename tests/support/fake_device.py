@@ -26,7 +26,11 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.backend_registration import _DummyBackendModule, _setup_privateuseone_for_python_backend
+from torch.utils.backend_registration import (
+    _DummyBackendModule,
+    _DummyPrivateUse1Hook,
+    _setup_privateuseone_for_python_backend,
+)
 from transformers import AutoModelForCausalLM
 from transformers.integrations.bitsandbytes import replace_with_bnb_linear
 
@@ -61,10 +65,15 @@ class _Module(_DummyBackendModule):
         pass
 
 
+class _Hook(_DummyPrivateUse1Hook):
+    def is_available(self) -> bool:
+        return _Module.num_devices > 0
+
+
 def _register() -> None:
     """Makes torch know the device; once in a process, and for all of it."""
     if torch._C._get_privateuse1_backend_name() != NAME:
-        _setup_privateuseone_for_python_backend(NAME, backend_module=_Module())
+        _setup_privateuseone_for_python_backend(NAME, backend_module=_Module(), hook=_Hook())
 
 
 class FakeDevice(TorchDispatchMode):
