@@ -50,7 +50,7 @@ def base_of(model: str, home: Path) -> str:
 
     torch.manual_seed(0)
     config = tiny_config(layers=8, hidden=256)
-    config.initializer_range = 0.08
+    config.initializer_range, config.head_dim = 0.08, 64  # vLLM on a CPU has no smaller heads
     Qwen3ForCausalLM(config).save_pretrained(home / "base")
     tiny_tokenizer().save_pretrained(home / "base")
     return str(home / "base")
