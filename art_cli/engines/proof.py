@@ -97,20 +97,19 @@ class Change(NamedTuple):
 
 
 def change_between(before: Twice, now: Twice, engine: Sequence[float]) -> Change:
-    """Returns the part of the learner's change that the engine shows. Both measurements of the change take both roles,
-    and the mean counts."""
-    changes = [list(map(sub, *pair)) for pair in zip(now, before, strict=True)]
-    most = CLIP * median(abs(each) for change in changes for each in change)
-    weights = [[max(-most, min(each, most)) for each in change] for change in reversed(changes)]
-    known, missing = [], []  # by token: the change, and what the engine shows less of it, each times its weight
-    for scores, change, weight in zip(now, changes, weights, strict=True):
-        known.append([d * w for d, w in zip(change, weight, strict=True)])
-        missing.append([(score - own) * w for score, own, w in zip(engine, scores, weight, strict=True)])
-    known_T, missing_T = (list(map(sum, zip(*pair, strict=True))) for pair in (known, missing))
-    if (whole := sum(known_T)) <= 0:
+    """Returns the part of the learner's change that the engine shows.
+
+    The engine may round as the learner's plain scores do, as it does in the same process, but not as its other scores.
+    """
+    change, again = (list(map(sub, *pair)) for pair in zip(now, before, strict=True))
+    most = CLIP * median(map(abs, [*change, *again]))
+    weights = [max(-most, min(each, most)) for each in again]
+    known = [d * w for d, w in zip(change, weights, strict=True)]
+    missing = [(score - own) * w for score, own, w in zip(engine, now.plain, weights, strict=True)]
+    if (whole := sum(known)) <= 0:
         return Change()
-    error, resolution = (sqrt(sum(each**2 for each in terms)) / whole for terms in (missing_T, known_T))
-    return Change(1 + sum(missing_T) / whole, error, resolution)
+    error, resolution = (sqrt(sum(each**2 for each in terms)) / whole for terms in (missing, known))
+    return Change(1 + sum(missing) / whole, error, resolution)
 
 
 class Verdict(NamedTuple):

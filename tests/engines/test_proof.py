@@ -187,6 +187,14 @@ def test_rounding_alone_is_never_called_wrong(engine_rounds: float, size: float)
         assert not change_between(before, now, added(new, drawn(rng, 255, 0.05 * engine_rounds))).is_wrong
 
 
+def test_an_engine_that_rounds_as_the_learner_shows_the_whole_change() -> None:
+    """As the embedded engine: its scores are the learner's, also where the change is only rounding."""
+    rng = random.Random(2)
+    for _ in range(100):
+        before, now = (Twice(drawn(rng, 255, 1.0), drawn(rng, 255, 1.0)) for _ in range(2))
+        assert not change_between(before, now, now.plain).is_wrong
+
+
 def test_a_decided_proof_would_have_found_the_weights_before() -> None:
     """200 changes around the rounding: wherever the right load is decided, the stale one is wrong, or nearly."""
     rng, shares, decided = random.Random(1), [], 0
