@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 
     from art_cli.config.compose import LoadedGateway
     from art_cli.engines import Endpoint, Engine
+    from art_cli.models.loading import Weights
+    from art_cli.models.policy_spec import PolicySpec
     from art_cli.runs.run_checkpoints import Which
     from art_cli.runtime.secrets import Secrets
     from art_cli.serving.gateway.gateway_service import Totals
@@ -103,7 +105,7 @@ def run(
     with _journal(loaded) as journal, _policy_engine(loaded, checkpoint, which) as made:
 
         async def serve() -> "Totals":
-            async with _started(*made) as engine:
+            async with _started(made) as (engine, policy):
                 known = _known_secrets(keys, engine.endpoint)
                 traits = engine_traits(loaded.engine, loaded.directory)
                 service = GatewayService(
@@ -112,6 +114,7 @@ def run(
                     settings,
                     clients=clients,
                     secrets_known=known,
+                    policy=policy,
                     enforces_formats=traits.enforces_formats,
                     **limits,
                 )
@@ -141,6 +144,7 @@ class _Made(NamedTuple):
     engine: "Engine"
     checkpoint: Path | None
     step: int
+    policy: "Weights | PolicySpec | None"  # or None for an endpoint's own model
 
 
 @contextlib.contextmanager
@@ -157,7 +161,7 @@ def _policy_engine(loaded: "LoadedGateway", checkpoint: Path | None, which: "Whi
         if checkpoint is not None:
             name = loaded.engine.name
             raise UsageError(f"--checkpoint {checkpoint}: engine {name!r} answers with its own model; leave one out")
-        yield _Made(make_engine(loaded.engine, None, name=loaded.name, logs=logs, directory=directory), None, 0)
+        yield _Made(make_engine(loaded.engine, None, name=loaded.name, logs=logs, directory=directory), None, 0, None)
         return
     source = find_policy(run, checkpoint, which=which)
     if source.checkpoint is not None and is_prompt(source.checkpoint):
@@ -169,18 +173,26 @@ def _policy_engine(loaded: "LoadedGateway", checkpoint: Path | None, which: "Whi
         made = make_engine(
             run.config.engine, policy, name=run.config.name, step=source.step, logs=logs, directory=directory
         )
-        yield _Made(made, source.checkpoint, source.step)
+        yield _Made(made, source.checkpoint, source.step, policy)
 
 
 @contextlib.asynccontextmanager
-async def _started(engine: "Engine", checkpoint: Path | None, step: int) -> AsyncIterator["Engine"]:
-    await engine.start()
+async def _started(made: _Made) -> "AsyncIterator[tuple[Engine, str]]":
+    """Yields the engine and the digest of its policy, or "" if no learner left a proof."""
+    from art_cli.engines.proof import WeightProof
+    from art_cli.loop.policy_sampler import read_origin
+    from art_cli.runs.manifest import read_manifest
+
+    await made.engine.start()
     try:
-        if checkpoint is not None:
-            await engine.load(checkpoint, step)
-        yield engine
+        proven = None
+        if made.checkpoint is not None and made.policy is not None:
+            await made.engine.load(made.checkpoint, made.step)
+            origin = await read_origin(made.policy)
+            proven = await WeightProof().prove(made.engine, read_manifest(made.checkpoint), origin)
+        yield made.engine, "" if proven is None else proven.digest
     finally:
-        await engine.close()
+        await made.engine.close()
 
 
 def _greet(

@@ -97,6 +97,12 @@ class Sampler:
             await self.play(plans, on_finished, progress)
 
 
+async def read_origin(policy: Weights | PolicySpec) -> Origin:
+    """Returns what the policy consists of besides its checkpoint. Hashing the base model takes seconds."""
+    spec = spec_of(policy) if isinstance(policy, Weights) else policy
+    return origin_of(spec, await call_in_thread(base_digest, spec.base))
+
+
 @contextlib.asynccontextmanager
 async def open_sampler(
     loaded: LoadedConfig,
@@ -137,8 +143,7 @@ async def open_sampler(
         gateway = _gateway(loaded, engine, traits, on_first_reply)
         gateway.prompt = prompt
         if origin is None and policy is not None:
-            spec = spec_of(policy) if isinstance(policy, Weights) else policy
-            origin = origin_of(spec, await call_in_thread(base_digest, spec.base))
+            origin = await read_origin(policy)
         async with (
             _serving(loaded, gateway) as cluster,
             Runner(config.rollout, loaded.directory, gateway, cluster=cluster, begun=begun) as runner,

@@ -203,11 +203,13 @@ class GatewayService:
         *,
         clients: Clients,
         secrets_known: Secrets,
+        policy: str = "",
         enforces_formats: bool = True,
         drain_s: float = 30.0,
         max_body_bytes: int = BodyLimit().num_bytes,
     ) -> None:
-        """`secrets_known`: the keys of the clients and of the endpoint, which no file may hold."""
+        """`secrets_known` are the keys of the clients and of the endpoint, which no file may hold. `policy` is the
+        digest of the weights that the engine was proven to have."""
         self._engine, self._journal, self._config = engine, journal, config
         self.admission = Admission(concurrency=CONCURRENCY, queue=0)
         self.stopping = Stopping(drain_s, refuse=self.admission.drain, num_running=lambda: self.admission.num_in_flight)
@@ -219,6 +221,7 @@ class GatewayService:
             max_turns=NO_LIMIT,
             enforces_formats=enforces_formats,
         )
+        gateway.proven.add(engine.endpoint.step, policy)
         self.conversations = Conversations(gateway, journal, redactor, config)
         reader = RequestReader()
         self._backends = {
@@ -231,6 +234,7 @@ class GatewayService:
         app = build_app(
             lambda key: self._backends.get(clients.label(key) or ""),
             body_limit=lambda: BodyLimit(max_body_bytes, "art gateway --max-body sets this limit"),
+            policy_of=lambda name: gateway.proven.newest,
             more=[Route("/metrics", self._metrics, methods=["GET"])],
         )
         self.app = Middleware(NamedConversations(app, clients), clients, self.admission, self._meter)
