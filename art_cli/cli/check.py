@@ -31,12 +31,17 @@ def run(
     from art_cli.loop.references import check_ready
     from art_cli.runtime.scratch import scratch
 
-    loaded = load_config(config, overrides or [])
-    check_ready(loaded, is_training=True)
-    findings = [Finding("config", True, f"{loaded.path}: composes")]
-    if not as_json:
-        print_findings(findings)
-    loaded = resolve_auto(loaded, "engine", "learner")
+    try:
+        loaded = load_config(config, overrides or [])
+        check_ready(loaded, is_training=True)
+        findings = [Finding("config", True, f"{loaded.path}: composes")]
+        if not as_json:
+            print_findings(findings)
+        loaded = resolve_auto(loaded, "engine", "learner")
+    except ArtError as error:
+        if as_json:
+            print_findings([Finding("config", False, str(error))], as_json)
+        raise
     from art_cli.cli.preflight import Preflight  # seconds of imports, so the first finding comes before it
 
     with scratch("check") as directory:

@@ -24,13 +24,14 @@ policy that it made.
 import math
 from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate
-from statistics import NormalDist, fmean, median, stdev
+from statistics import fmean, median
 from typing import Any, NamedTuple
 
 import msgspec
 
 from art_cli.judges.files.run_labels import OrderedPair, describe_fall, find_fall
 from art_cli.runs.history import Evaluated, History, UpdateNumbers
+from art_cli.runs.intervals import LEVEL, mean_interval, student
 from art_cli.runs.parting import Parting, anchors, describe_parting, find_parting, read_beside
 
 NEAR = 2  # number of updates whose means stand for a policy; more would hide how fast a collapse goes
@@ -197,11 +198,9 @@ def mostly(updates: Sequence[UpdateNumbers]) -> str:
     return f", mostly {max(counts, key=lambda kind: counts[kind])}" if counts else ""
 
 
-LEVEL = 0.05  # share of runs without any change in which a fall is found by chance
 # What the number of compared pairs of evaluations, and of windows of training rewards, is multiplied by, because they
 # are compared again at each step. Simulated: runs of 24 to 300 steps then keep to LEVEL.
 EVALUATION_LOOKS, TRAINING_LOOKS = 5, 30
-MIN_SCENARIOS = 3  # number of scenarios below which an evaluation has no interval
 WINDOWS = (5, 20)  # numbers of steps whose mean training reward is compared with the best such mean before
 STREAK = 5  # number of neighbouring steps whose mean makes a lasting state, if it holds in most of them as well
 SURE = 3  # the same for a number that has next to no noise
@@ -217,14 +216,6 @@ STUCK_RISE = 0.2  # like STILL, of a run that is stuck
 FLAT = 0.1  # share of the first steps' entropy by which one that does not move may differ
 EXPLAINED = ("no_signal", "hardly_moves", "failures")  # findings that say why a run is stuck
 SPREAD = 0.5  # share of groups without signal from which the want of spread is to blame
-
-
-class Interval(msgspec.Struct, frozen=True):
-    """A mean with its interval. Example: Interval(-0.085, -0.15, -0.02)"""
-
-    mean: float
-    low: float
-    high: float
 
 
 class RunFinding(msgspec.Struct, frozen=True):
@@ -264,30 +255,6 @@ def find(history: History, *, is_comparable: bool = True) -> list[RunFinding]:
 
 
 # --- evaluations ------------------------------------------------------------------------------------------------------
-
-
-def mean_interval(values: Sequence[float], *, level: float = LEVEL) -> Interval | None:
-    """Returns the mean and its interval of confidence 1 - level, by Student's t, or None for too few values."""
-    if len(values) < MIN_SCENARIOS:
-        return None
-    mean = fmean(values)
-    half = student(1 - level / 2, len(values) - 1) * stdev(values, mean) / math.sqrt(len(values))
-    return Interval(mean, mean - half, mean + half)
-
-
-def student(probability: float, freedom: int) -> float:
-    """Returns the quantile of Student's t, expanded about the normal one (Abramowitz and Stegun 26.7.5).
-
-    Off by less than 3 % at the 0.975 quantile of 2 degrees of freedom, and by less than 0.1 % from 6 on.
-    """
-    z = NormalDist().inv_cdf(probability)
-    terms: tuple[float, ...] = (
-        (z**3 + z) / 4,
-        (5 * z**5 + 16 * z**3 + 3 * z) / 96,
-        (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384,
-        (79 * z**9 + 776 * z**7 + 1482 * z**5 - 1920 * z**3 - 945 * z) / 92160,
-    )
-    return z + sum(term / float(freedom) ** (power + 1) for power, term in enumerate(terms))
 
 
 def _evaluations_fell(history: History) -> Iterator[RunFinding]:

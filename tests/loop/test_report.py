@@ -19,11 +19,12 @@ from art_cli.config.overrides import all_keys
 from art_cli.config.schema import RunConfig
 from art_cli.reports import findings
 from art_cli.reports import findings as reasons
-from art_cli.reports.findings import RunFinding, find, mean_interval, student
+from art_cli.reports.findings import RunFinding, find
 from art_cli.reports.pages.curve import run_series
 from art_cli.reports.pages.report_text import KINDS, NAMES, evaluation_table
 from art_cli.reports.run_report import SERIES, read_report
 from art_cli.runs.history import FIND_SIGNAL, Evaluated, History, UpdateNumbers, is_comparable, read_history
+from art_cli.runs.intervals import mean_interval, student
 from art_cli.runs.run_dir import Evaluation
 from art_cli.view.page_answers import run_numbers
 from tests.support.paths import ROOT
