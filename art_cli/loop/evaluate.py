@@ -274,7 +274,8 @@ def estimate(values: Sequence[float]) -> Estimate:
     """Returns the mean over scenarios with its interval, as `art report` has it."""
     assert values, "no values to estimate from"
     found = mean_interval(values)
-    return Estimate(fmean(values), found and found.low, found and found.high, len(values))
+    low, high = (None, None) if found is None else (found.low, found.high)
+    return Estimate(fmean(values), low, high, len(values))
 
 
 def paired_difference(values: Mapping[str, float], baseline: Mapping[str, float]) -> Estimate | None:
@@ -417,13 +418,11 @@ def check_policy(gate: Gate, results: Mapping[str, Mapping[str, Mapping[str, flo
         if metric not in results[name]:
             there = ", ".join(sorted(results[name]))
             return Verdict(gate, None, UsageError(f"--gate: no metric {metric!r} of {name}; there are {there}"))
-    ours = results[policy][metric]
-    value = estimate(list(ours.values()))
-    if gate.baseline is not None:
-        value = paired_difference(ours, results[gate.baseline][metric])
-        if value is None:
-            text = f"gate missed: {policy} and {gate.baseline} share no scenario with {metric}"
-            return Verdict(gate, None, GateError(text))
+    ours, against = results[policy][metric], gate.baseline
+    value = estimate([*ours.values()]) if against is None else paired_difference(ours, results[against][metric])
+    if value is None:
+        text = f"gate missed: {policy} and {against} share no scenario with {metric}"
+        return Verdict(gate, None, GateError(text))
     for name in policies if metric == "reward" else ():
         if num := len(results[name]["failed"].keys() - results[name]["reward"].keys()):
             text = f"gate missed: {name}: {num} scenarios have no reward; they may be the hardest ones"

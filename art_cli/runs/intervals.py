@@ -1,4 +1,4 @@
-"""The interval of a mean, by Student's t: the one of `art eval`, `art report` and `art view`. Pure."""
+"""The interval of a mean, by Student's t, in `art eval`, `art report` and `art view`; and that of a share. Pure."""
 
 import math
 from collections.abc import Sequence
@@ -25,6 +25,13 @@ def mean_interval(values: Sequence[float], *, level: float = LEVEL) -> Interval 
     mean = fmean(values)
     half = student(1 - level / 2, len(values) - 1) * stdev(values, mean) / math.sqrt(len(values))
     return Interval(mean, mean - half, mean + half)
+
+
+def share_interval(share: float, num: int) -> tuple[float, float]:
+    """Returns the 95 % interval of a share that was seen in `num` draws (Wilson 1927); it holds for shares 0 and 1."""
+    z = NormalDist().inv_cdf(1 - LEVEL / 2)
+    middle, half = share + z**2 / (2 * num), z * math.sqrt(share * (1 - share) / num + z**2 / (4 * num**2))
+    return (middle - half) / (1 + z**2 / num), (middle + half) / (1 + z**2 / num)
 
 
 def student(probability: float, freedom: int) -> float:

@@ -54,7 +54,8 @@ def junit(suite: str, cases: Sequence[Case], digests: Mapping[str, str]) -> byte
             failure = ElementTree.SubElement(test, "failure", {"message": _xml(case.failure), "type": "failure"})
             failure.text = _xml(case.failure)
     ElementTree.indent(root)
-    return ElementTree.tostring(root, encoding="utf-8", xml_declaration=True) + b"\n"
+    written: bytes = ElementTree.tostring(root, encoding="utf-8", xml_declaration=True)
+    return written + b"\n"
 
 
 def _xml(text: str) -> str:
