@@ -5,6 +5,7 @@ training_fell     the training reward of the last steps lies below that of the b
 no_signal         most groups of several steps say nothing, because their attempts got equal rewards
 entropy_collapse  the policy became sure, and its reward stood still meanwhile
 hardly_moves      the updates of several steps change hardly any logprob, though there is signal
+frozen            no group of the newest steps says anything, the policy is sure, and its reward is not at the top
 stuck             reward and entropy stood still for long: for want of spread, or because the reward is noise
 failures          many rollouts of several steps fail
 parted            reward and a shadow judge's score part, by a test whose false alarms are bounded (runs/parting.py);
@@ -23,7 +24,7 @@ policy that it made.
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from itertools import accumulate
+from itertools import accumulate, takewhile
 from statistics import fmean, median
 from typing import Any, NamedTuple
 
@@ -36,6 +37,10 @@ from art_cli.runs.parting import Parting, anchors, describe_parting, find_partin
 
 NEAR = 2  # number of updates whose means stand for a policy; more would hide how fast a collapse goes
 
+THAW = (
+    "a fresh run (--fresh) with a smaller train.learning_rate or train.epochs_per_step=1; then loss.entropy_floor; "
+    "then a warm-up on the best attempts (art sft --best-of)"
+)
 MORE_GROUPS = "more groups (rollout.groups_per_step) for a less noisy step"
 SLOWER = f"a smaller train.learning_rate, or {MORE_GROUPS}"
 EXPLORE = (
@@ -63,6 +68,7 @@ CHECK_REWARD = (
 )
 LIMITS = "rollout.max_turns, rollout.sampling.max_tokens and model.max_length, or a lower rollout.limit_reward"
 CURES = (
+    THAW,
     SLOWER,
     FASTER,
     EXPLORE,
@@ -211,6 +217,9 @@ SOLVED = 0.95  # mean reward, where 1 is the usual largest one, from which nothi
 # Nats by which a step's updates change a trained token's logprob, of a policy that moves. Four epochs on 64 attempts of
 # SmolLM2-135M with an adapter: 0.009 to 0.013 at the learning rate 1e-5, which learned nothing.
 MOVES = 0.02
+FROZEN = 2  # number of newest steps without any signal after which a run is frozen
+NO_ENTROPY = 0.1  # nats per token, of a policy that has next to no second opinion
+MAX_POOLS = 3  # number of pools that a finding names
 STUCK = 10  # number of neighbouring steps in which neither reward nor entropy moves, of a run that is stuck
 STUCK_RISE = 0.2  # like STILL, of a run that is stuck
 FLAT = 0.1  # share of the first steps' entropy by which one that does not move may differ
@@ -250,7 +259,7 @@ def find(history: History, *, is_comparable: bool = True) -> list[RunFinding]:
     lasting = list(_lasting(history, is_comparable=is_comparable))
     found = [*_evaluations_fell(history), *lasting, *_parted(history)]
     if is_comparable:
-        found += [*_training_fell(history), *_stuck(history.updates, lasting)]
+        found += [*_training_fell(history), *_stuck(history.updates, lasting), *_frozen(history.updates, lasting)]
     return sorted(found, key=lambda finding: finding.step)
 
 
@@ -453,6 +462,26 @@ def _stuck(updates: Window, others: Sequence[RunFinding]) -> Iterator[RunFinding
         moved = "" if math.isnan(change) else f" and the updates change a logprob by {change:.2g} nats"
         text += f"{1 - share:.0%} of the groups have spread{moved}, so the reward pays for what no update reaches"
         yield RunFinding("stuck", begin, end, text, [], CHECK_REWARD)
+
+
+def _frozen(updates: Window, others: Sequence[RunFinding]) -> Iterator[RunFinding]:
+    """Yields the newest steps if none of their groups has signal and the entropy is nearly gone, as in a short run."""
+    silent = list(takewhile(lambda update: update.get("no_signal_share") == 1.0, reversed(updates)))[::-1]
+    entropies = [update.metrics["entropy"] for update in updates if "entropy" in update.metrics]
+    if not FROZEN <= len(silent) < len(updates) or not entropies or not _mean(silent, "reward_mean") < SOLVED:
+        return
+    if entropies[-1] > max(COLLAPSED * entropies[0], NO_ENTROPY):
+        return
+    begin, end = _ends(silent)
+    if any(finding.kind == "entropy_collapse" and finding.until >= begin for finding in others):
+        return
+    pools = {name: value for name, value in silent[-1].metrics.items() if name.startswith("pool.") and value < SOLVED}
+    lowest = ", ".join(f"{name} {pools[name]:.2f}" for name in sorted(pools, key=lambda name: pools[name])[:MAX_POOLS])
+    text = (
+        f"the policy has one answer left: no group of steps {_span(silent)} had signal, because all its attempts got "
+        f"the same reward, and the entropy is {entropies[-1]:.2g} nats{_reward(silent)}"
+    )
+    yield RunFinding("frozen", begin, end, text + (f"; stuck: {lowest}" if lowest else ""), [], THAW)
 
 
 def _is_flat(first: Window, window: Window) -> list[bool]:
