@@ -14,17 +14,18 @@ RUN apt-get update \
     && install --directory --owner art --group art /checkpoints
 
 WORKDIR /opt/art
-COPY pyproject.toml constraints.txt README.md LICENSE ./
+COPY pyproject.toml constraints.txt constraints-gpu.txt README.md LICENSE ./
 COPY art_cli art_cli
 COPY configs configs
 COPY docs docs
 COPY recipes recipes
 
-# vLLM pins torch and transformers itself; without it they are the versions that everything was tested with.
+# vLLM takes older transformers than constraints.txt has, so that a GPU has a file of its own.
 ARG DEVICE=gpu
 # hadolint ignore=DL3013
 RUN case "$DEVICE" in \
-        gpu) pip install --no-cache-dir '.[train,vllm,tinker]' vllm==0.32.0 ;; \
+        gpu) pip install --no-cache-dir --constraint constraints-gpu.txt \
+                 '.[train,vllm,tinker,quantize]' vllm-bnb-plugin ;; \
         cpu) pip install --no-cache-dir --extra-index-url https://download.pytorch.org/whl/cpu \
                  --constraint constraints.txt '.[train,tinker]' ;; \
         *) echo "DEVICE=$DEVICE: gpu or cpu" >&2; exit 1 ;; \

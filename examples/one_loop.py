@@ -103,7 +103,7 @@ def judge(group: list[Trajectory]) -> list[ScoredTrajectory]:
     """Returns the attempts with their rewards: the share of ASCII letters in the reply; 0 for an empty one.
 
     Where no rule gives the reward, a language model compares the attempts of the group. That is RULER, and the whole
-    body would be `return asyncio.run(art_cli.ruler_score_group(group, "openai/o3"))`.
+    body would be `return asyncio.run(art_cli.ruler_score_group(group))`.
     """
     replies = [trajectory.messages[-1]["content"] for trajectory in group]
     letters = [sum(letter.isascii() and letter.isalpha() for letter in reply) for reply in replies]

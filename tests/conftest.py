@@ -12,6 +12,7 @@ import uvloop
 from hypothesis import Phase
 
 from art_cli.cli import app as cli
+from art_cli.runtime.gpus import has_nvidia
 
 # Test models are far too small for a second thread, and threads that wait for a busy core cost twenty times the work.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -67,3 +68,8 @@ def _has_gpu() -> bool:
     import torch
 
     return torch.cuda.is_available()
+
+
+# A GPU that the system shows and torch does not use is an error of a run; the tests are then those of a CPU.
+if has_nvidia(os.environ) and not _has_gpu():
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""

@@ -434,6 +434,8 @@ class _Refusals:
             except ChatError as refusal:
                 return await self.refuse(http, refusal)
         message = f"{http.method} {http.scope['path']}: {error.detail.lower()}"
+        if http.scope["path"] == "/v1/embeddings":
+            message += "; the models here write text and give no embeddings"
         response = await self.refuse(http, ChatError(error.status_code, message))
         response.headers.update(error.headers or {})
         return response

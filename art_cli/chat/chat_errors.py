@@ -12,7 +12,7 @@ MAX_MESSAGE = 4096  # characters of a message, which may quote what a client or 
 class ChatError(Exception):
     """One refused or failed request.
 
-    Example: ChatError(404, "the model 'gpt-5' does not exist", param="model", code="model_not_found")
+    Example: ChatError(404, "the model 'mine' does not exist", param="model", code="model_not_found")
     """
 
     def __init__(

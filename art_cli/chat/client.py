@@ -20,7 +20,6 @@ from yarl import URL
 
 from art_cli.chat.chat_errors import ChatError
 from art_cli.chat.openai_reply import ChoiceJson, ReplyJson, ReplyReader
-from art_cli.chat.proven_steps import POLICY_HEADER, read_policy
 from art_cli.chat.replies import Chunk, Reply
 from art_cli.chat.requests import RESHAPING, Json, Request, Sampling, needs_echo
 from art_cli.runtime.secrets import find_secrets
@@ -80,7 +79,10 @@ MAX_MESSAGE = 10_000  # characters of an endpoint's error that reach the client
 
 
 class HttpBackend:
-    """Sends requests to `base_url` (`http://127.0.0.1:8000/v1`). It asks for `model`, whatever the client asked for."""
+    """Sends requests to `base_url` (`http://127.0.0.1:8000/v1`). It asks for `model`, whatever the client asked for.
+
+    A digest that the endpoint names is its own word, which nothing here proves; it is left out.
+    """
 
     def __init__(self, base_url: str, api_key: str, model: str, *, step: int = 0, timeout_s: float = 300.0) -> None:
         self.model = model
@@ -98,7 +100,7 @@ class HttpBackend:
     async def reply(self, request: Request) -> Reply:
         """Raises ChatError: the endpoint's refusal, 502 when it cannot be reached, 504 when it is too slow."""
         async with self._post(request, is_stream=False) as response:
-            body, policy = await read_answer(response), read_policy(response.headers.get(POLICY_HEADER))
+            body = await read_answer(response)
         reader = ReplyReader(request)
         with self._unreadable():
             parsed = reader.read(body)
@@ -112,7 +114,6 @@ class HttpBackend:
             choices=choices,
             prompt_ids=parsed.prompt_ids or [],
             step=self.step if parsed.step is None else parsed.step,
-            policy=policy,
             sampling=request.sampling,
             usage=parsed.counts,
         )
@@ -122,7 +123,6 @@ class HttpBackend:
         open_choices = set(range(request.sampling.n))
         begun, reader = set[int](), ReplyReader(request)
         async with self._post(request, is_stream=True) as response:
-            policy = read_policy(response.headers.get(POLICY_HEADER))
             async for data in read_events(response):
                 if data == b"[DONE]":  # also the end of choices for which the endpoint named no finish_reason
                     ends = [ChoiceJson(index=index, finish_reason="stop") for index in sorted(open_choices & begun)]
@@ -133,7 +133,6 @@ class HttpBackend:
                 if parsed.error is not None:
                     raise self._refusal(502, data)
                 for chunk in self._chunks(request, parsed, reader):
-                    chunk.policy = policy
                     begun.add(chunk.choice.index)
                     if chunk.is_last:
                         open_choices.discard(chunk.choice.index)

@@ -5,18 +5,12 @@ engines/proof.py has the proof, and runs/manifest.py the digest.
 
 import asyncio
 import contextlib
-import re
 from collections.abc import AsyncIterator
 
 from art_cli.chat.chat_errors import ChatError
 
 POLICY_HEADER = "x-art-policy"  # the reply's header with the digest of the weights that sampled it
 PROOF_TIMEOUT_S = 600.0  # longest wait of a reply for the proof of its weights
-
-
-def read_policy(header: str | None) -> str:
-    """Returns the digest in another server's header; "" for anything else."""
-    return header if header is not None and re.fullmatch("[0-9a-f]{64}", header) else ""
 
 
 class ProvenSteps:

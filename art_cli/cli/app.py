@@ -84,7 +84,8 @@ def main() -> NoReturn:
         if getattr(sys, name) is None:
             setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115
     if isinstance(sys.stdout, io.TextIOWrapper):  # a letter that the output's encoding lacks becomes a question mark
-        sys.stdout.reconfigure(errors="replace")
+        with contextlib.suppress(OSError):  # a stream that was handed on may refuse
+            sys.stdout.reconfigure(errors="replace")
     _raise_file_limit()
     code = run(sys.argv[1:])
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
@@ -131,6 +132,10 @@ def run(arguments: Sequence[str]) -> int:
     code: Any
     try:
         log.set_up(verbose=is_verbose)
+        if sys.flags.optimize > 1:
+            raise UsageError(
+                "Python runs without docstrings, which transformers needs: unset PYTHONOPTIMIZE, or drop -OO"
+            )
         code = app(rest or ["--help"], prog_name="art", standalone_mode=False)
     except KeyboardInterrupt:  # Typer handles only the Ctrl-C that comes while a command runs
         code = 130

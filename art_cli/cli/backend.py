@@ -96,7 +96,7 @@ def run(
         quota_bytes=None if quota_gib is None else int(quota_gib * 2**30),
         drain_s=drain_s,
     )
-    made = _load_base(loaded, root, base)
+    made = _load_base(loaded, root, base, rank)
 
     key = how_to_get_key(bool(keys), api_key_file)
 
@@ -154,9 +154,12 @@ def _choose_engine(loaded: "LoadedBackend") -> "EngineConfig":
     return engine
 
 
-def _load_base(loaded: "LoadedBackend", root: Path, named: str | None) -> "Base":
+def _load_base(loaded: "LoadedBackend", root: Path, named: str | None, rank: int) -> "Base":
     """Returns the base model without an adapter. Raises UsageError if it cannot be loaded."""
+    from art_cli.config.schema import BaseLearnerConfig
     from art_cli.models import loading
+    from art_cli.models.precision import gpu_bytes
+    from art_cli.models.run_memory import GPU_TOKENS, checkpoint_from, model_size, run_memory
     from art_cli.tinker.server.base_model import Base
 
     given = named or loaded.model.base
@@ -170,6 +173,17 @@ def _load_base(loaded: "LoadedBackend", root: Path, named: str | None) -> "Base"
         unsloth.check_adapters(weights)
     else:
         weights = loading.load_weights(bare, path, device=loaded.learner.device)
+    learner, total = loaded.learner, gpu_bytes(loaded.learner.device)
+    if total and isinstance(learner, BaseLearnerConfig) and learner.gradient_checkpointing == "auto":
+        run = run_memory(
+            model_size(path),
+            element=weights.dtype.itemsize,
+            is_4bit=bare.quantize is not None,
+            rank=rank,
+            tokens=GPU_TOKENS,
+            is_beside=loaded.engine.name == "vllm",
+        )
+        learner = learner.model_copy(update={"gradient_checkpointing": checkpoint_from(total, run)})
     lora = loaded.model.lora if "lora" in loaded.model.model_fields_set else None
     is_whole = loaded.model.lora is None
     if is_whole:
@@ -178,7 +192,7 @@ def _load_base(loaded: "LoadedBackend", root: Path, named: str | None) -> "Base"
         weights,
         name=given,
         lora=lora,
-        learner=loaded.learner,
+        learner=learner,
         is_whole=is_whole,
         chat_template=loaded.model.chat_template,
     )

@@ -2,6 +2,7 @@
 
 A part that is not installed is no fault; its line has its purpose and its command. A part that is installed and does
 not work is a fault, and the exit code is 1. API keys are looked up by name, and their values are never shown.
+--bundle writes what a bug report needs into one file: these lines, the packages, and how a run's logs begin.
 """
 
 import os
@@ -10,13 +11,16 @@ import shutil
 import sys
 from collections.abc import Callable, Iterator
 from importlib import import_module
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import PackageNotFoundError, distributions, version
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
+
+import typer
 
 from art_cli.cli import Finding, Json, print_findings
+from art_cli.runtime import gpus
 from art_cli.runtime.allocator import memory_size
-from art_cli.runtime.errors import ArtError
+from art_cli.runtime.errors import ArtError, UsageError
 from art_cli.runtime.openmp import num_cores
 
 if TYPE_CHECKING:
@@ -47,12 +51,23 @@ EXTRAS = {  # extra -> (the packages that it installs, what it is for)
 }
 KEYS = ("OPENAI_API_KEY", "ANTHROPIC_API_KEY", "GEMINI_API_KEY", "HF_TOKEN", "WANDB_API_KEY", "LANGFUSE_SECRET_KEY")
 GIB = 1024**3
+LOG_HEAD = 2**16  # bytes at the beginning of a log that a bug report gets
 
 
-def run(as_json: Json = False) -> None:
+def run(
+    as_json: Json = False,
+    bundle: Annotated[
+        Path | None, typer.Option("--bundle", metavar="FILE", help="Write what a bug report needs, without secrets.")
+    ] = None,
+    run_directory: Annotated[
+        Path | None, typer.Option("--run", metavar="DIR", help="The run whose logs --bundle takes; else the newest.")
+    ] = None,
+) -> None:
     """Show what works here, and what to install."""
     findings = list(examine())
     print_findings(findings, as_json)
+    if bundle is not None:
+        _write_bundle(bundle, findings, run_directory)
     if broken := [finding.name for finding in findings if not finding.is_good]:
         raise ArtError(f"does not work: {', '.join(broken)}; each line above says what to do")
 
@@ -60,6 +75,7 @@ def run(as_json: Json = False) -> None:
 def examine() -> Iterator[Finding]:
     yield _check_python()
     yield _check_machine()
+    yield from check_gpu()
     yield _check_base()
     for extra, (modules, purpose) in EXTRAS.items():
         yield _check_extra(extra, modules, purpose)
@@ -81,6 +97,19 @@ def _check_machine() -> Finding:
         f"{free:.0f} GiB disk free"
     )
     return Finding("machine", True, message, "free some: a base model takes gigabytes" if free < 2 else "")
+
+
+def check_gpu(python: Path | None = None) -> Iterator[Finding]:
+    """Yields findings about an NVIDIA GPU if there is one: driver, free memory, and what compiles kernels here and in
+    the engine's `python`."""
+    if not gpus.has_nvidia(os.environ):
+        return
+    memory = "; ".join(gpus.cards()) or "unknown, because nvidia-smi does not work"
+    yield Finding("gpu", True, f"driver {gpus.driver() or 'unknown'}; free and whole memory: {memory}")
+    for each in dict.fromkeys([None, python]):
+        problem = gpus.compiler_problem(each, os.environ)
+        message = f"{each or 'this Python'}: {problem or 'a C compiler and Python.h are here'}"
+        yield Finding("kernels", not problem, message, "apt install gcc python3-dev" if problem else "")
 
 
 def _check_base() -> Finding:
@@ -112,6 +141,8 @@ def _prove_train() -> str:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     ones = torch.ones(4, 4, device=device)
     assert float((ones @ ones).sum()) == 64.0, "4 x 4 ones times 4 x 4 ones is not 64 in sum"
+    if problem := import_module("art_cli.models.loading").idle_gpu():
+        raise RuntimeError(problem)
     if device == "cpu":
         return f"; no GPU, {torch.get_num_threads()} threads"
     gpus = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
@@ -145,6 +176,26 @@ def _check_configs() -> Finding:
 def _check_keys() -> Finding:
     names = [name for name in KEYS if os.environ.get(name)]
     return Finding("keys", True, ", ".join(names) if names else f"none of {', '.join(KEYS)} is set")
+
+
+def _write_bundle(path: Path, findings: list[Finding], run: Path | None) -> None:
+    """Writes the findings, the packages and the heads of a run's logs, with every secret as ***."""
+    from art_cli.runs.durable import write_file
+    from art_cli.runtime.secrets import find_secrets, load_environment
+
+    load_environment(Path.cwd())
+    root = (run or Path.cwd()).resolve()
+    if not root.is_dir():
+        raise UsageError(f"--run {run}: not a directory")
+    lines = [f"{each.state} {each.name}: {each.message}" for each in findings]
+    lines += ["", *sorted({f"{each.metadata['Name']}=={each.version}" for each in distributions()}, key=str.lower)]
+    found = root.glob("logs/*.log" if run else "runs/*/logs/*.log")
+    logs = [log for log in found if log.is_file() and log.resolve() == log]  # a link may lead to any file
+    newest = max(logs, key=lambda log: log.stat().st_mtime).parent if logs else None
+    for log in sorted(log for log in logs if log.parent == newest):
+        with log.open("rb") as file:
+            lines += ["", f"--- {log}", file.read(LOG_HEAD).decode(errors="replace")]
+    write_file(path, find_secrets(os.environ).redact("\n".join(lines)).encode())
 
 
 def _version(package: str) -> str | None:

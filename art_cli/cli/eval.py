@@ -63,7 +63,7 @@ def run(
 
     \b
     art eval config.yaml --checkpoint runs/mine --gate 'reward>=0.8'
-    art eval config.yaml --checkpoint runs/a --checkpoint runs/b --endpoint gpt-5@https://api.openai.com/v1
+    art eval config.yaml --checkpoint runs/a --checkpoint runs/b --endpoint gpt-6.1-sol@https://api.openai.com/v1
     art eval config.yaml --checkpoint base --checkpoint runs/mine --gate 'reward>=baseline-0.02'
     art eval config.yaml --checkpoint base --checkpoint runs/mine --gate 'reward.low>=baseline' --markdown eval.md
     art eval config.yaml --checkpoint runs/weights --checkpoint runs/prompt      what was trained, and a prompt

@@ -17,6 +17,7 @@ from urllib.parse import quote
 
 import msgspec
 
+from art_cli.config.checks import ranks
 from art_cli.config.compose import LoadedConfig
 from art_cli.config.schema import JudgeModelConfig, ModelConfig, OpenAIEngineConfig
 from art_cli.config.sections.engine_config import HOSTED
@@ -32,9 +33,10 @@ from art_cli.loop.evaluate import (
     NameWatch,
     Verdict,
     code_of,
-    contest_rewards,
+    contests,
     estimate,
     is_contest,
+    judged_rewards,
     paired_difference,
     play_evaluation,
     split_end,
@@ -130,7 +132,7 @@ def find_players(
     for endpoint in endpoints:
         model, separator, url = endpoint.partition("@")
         if not separator or not model or not url:
-            raise UsageError(f"--endpoint {endpoint!r}: expected MODEL@URL, for example gpt-5@https://host/v1")
+            raise UsageError(f"--endpoint {endpoint!r}: expected MODEL@URL, for example gpt-6.1-sol@https://host/v1")
         engine = OpenAIEngineConfig(name="openai", base_url=url, model=model)
         config = loaded.config.model_copy(update={"engine": engine})
         name = endpoint if model in players else model  # two addresses may have models of one name
@@ -259,12 +261,14 @@ def play(
 
 
 def judge(loaded: LoadedConfig, played: dict[str, list[Trajectory]], results: dict[str, Values]) -> None:
-    """Adds the share of comparisons won against the first policy as reward if rollouts returned none."""
+    """Adds the judge's rewards if rollouts returned none; of a judge that compares, the share of wins against the first
+    policy."""
     silent = [name for name, done in played.items() if is_contest(loaded.config, done)]
     first, names = next(iter(played)), ", ".join(sorted({part.judge.name for part in loaded.config.by_source.values()}))
     if first not in silent:
         return
-    if len(played) == 1:
+    judges = [loaded.config.by_source[name].judge for name in contests(loaded.config, played[first])]
+    if len(played) == 1 and all(map(ranks, judges)):
         log.warning(
             "no reward: the rollout returns none, and judge=%s compares attempts; name what to compare with first, "
             "for example --checkpoint base --checkpoint %s",
@@ -277,11 +281,14 @@ def judge(loaded: LoadedConfig, played: dict[str, list[Trajectory]], results: di
         judge = make_judges(loaded.config, loaded.directory)
         try:
             for name in silent:
-                won = await contest_rewards(loaded.config, judge, played[name], lambda: played[first])
-                results[name]["reward"] = results[name].get("reward", {}) | won
+                found = await judged_rewards(
+                    loaded.config, judge, played[name], lambda: played[first] if len(played) > 1 else []
+                )
+                results[name]["reward"] = results[name].get("reward", {}) | found.by_scenario
         finally:
             await judge.close()
-        log.info("reward: the share of comparisons won against %s, by judge=%s", first, names)
+        won = f"the share of comparisons won against {first}" if found.is_contest else "the mean"
+        log.info("reward: %s, by judge=%s", won, names)
         if (usage := judge.usage).calls:
             cost = "price unknown" if usage.cost_usd is None else f"${usage.cost_usd:.4f}"
             log.info("judge: %d calls, %s tokens, %s", usage.calls, f"{usage.tokens:,}", cost)

@@ -74,7 +74,7 @@ def run(
     art gateway config.yaml --checkpoint runs/mine
                                                   in front of a checkpoint, with the configuration it was trained by
     ART_API_KEY=... art gateway gateway.yaml --host 0.0.0.0
-    cat runs/NAME/gateway/trajectories-*.jsonl > seen.jsonl && art judge seen.jsonl --model openai/o3
+    cat runs/NAME/gateway/trajectories-*.jsonl > seen.jsonl && art judge seen.jsonl
 
     Calls that continue from earlier replies form a conversation. A key KEY:NAME makes all its calls one conversation.
     Every reply is on the disk before it is sent, so a kill loses nothing. Ctrl-C and SIGTERM let calls end, and write

@@ -21,7 +21,7 @@ def run(
     output: Annotated[
         Path | None, typer.Option("-o", "--output", metavar="FILE", help="T.scored.jsonl beside T.jsonl, if not given.")
     ] = None,
-    model: Annotated[str | None, typer.Option("--model", metavar="NAME", help="Which model judges: openai/o3.")] = None,
+    model: Annotated[str | None, typer.Option("--model", metavar="NAME", help="As judge.model.")] = None,
     rubric: Annotated[
         Path | None, typer.Option("--rubric", metavar="FILE", help="A text file with what the judge looks for.")
     ] = None,
@@ -54,10 +54,10 @@ def run(
     that attempt moves, and whether that is a bias. It writes no scores, and takes 11 or 12 judgements of each group.
 
     \b
-    art judge trajectories.jsonl -o scored.jsonl --model openai/o3
+    art judge trajectories.jsonl -o scored.jsonl --rubric rubric.txt
     art judge trajectories.jsonl judge=function judge.entry=judge.py:judge -o scored.jsonl
     art judge scored.jsonl --gold metrics.win --gate 'pairwise_accuracy>=0.8'
-    art judge trajectories.jsonl --model openai/o3 --probe --gate 'num_biases<=0'
+    art judge trajectories.jsonl --probe --gate 'num_biases<=0'
     """
     import msgspec
 

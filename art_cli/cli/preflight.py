@@ -23,16 +23,20 @@ from urllib.parse import urlsplit
 
 from art_cli.chat.requests import text_of
 from art_cli.cli import Finding
+from art_cli.cli.doctor import check_gpu
 from art_cli.config.compose import LoadedConfig
 from art_cli.config.schema import BaseLearnerConfig, TinkerEngineConfig, VllmEngineConfig
+from art_cli.config.sections.judge_config import DEFAULT_JUDGE
 from art_cli.engines.vllm.arguments import check_gpus, find_vllm, has_gpu
 from art_cli.judges import Judge, judge_groups
 from art_cli.judges.costs import CostEstimate
+from art_cli.judges.retirement import find_retiring, hosted_models, retirement_day
 from art_cli.judges.shadow_judges import ShadowJudges
 from art_cli.learners import Learner, has_own_weights, load_policy, make_learner, trial_update
 from art_cli.learners.processes.nodes.node_address import Address, read_secret
 from art_cli.learners.sft.examples import load_examples
-from art_cli.loop.auto import decide_by_base, describe
+from art_cli.loop.auto import Machine, decide_by_base, describe, read_sizes
+from art_cli.loop.gpu_fit import describe_use, find_misfit, gpu_use
 from art_cli.loop.owed_groups import plan_groups
 from art_cli.loop.policy_sampler import open_sampler
 from art_cli.loop.record import find_clash
@@ -93,6 +97,12 @@ class Preflight:
 
     def check(self) -> Iterator[Finding]:
         """Yields each finding as soon as it is known."""
+        named = self.loaded.config.engine
+        vllm = named if isinstance(named, VllmEngineConfig) else None  # it ends without a compiler; others are slower
+        for found in check_gpu(vllm.python if vllm else None):
+            yield found if vllm else found._replace(is_good=True)
+            if vllm and not found.is_good:
+                return
         yield (engine := self.check_engine())
         if not engine.is_good:
             return
@@ -101,6 +111,7 @@ class Preflight:
             ("nodes", Preflight.check_nodes),
             ("run", Preflight.check_run),
             ("trackers", Preflight.check_trackers),
+            ("retirement", Preflight.check_retirement),
             ("scenarios", Preflight.check_scenarios),
             ("cluster", Preflight.check_cluster),
             ("entries", Preflight.check_entries),
@@ -152,9 +163,10 @@ class Preflight:
     def check_engine(self) -> Finding:
         """Returns the engine and learner of the run. A vLLM that the configuration names must work."""
         engine = self.loaded.config.engine
-        if isinstance(engine, VllmEngineConfig) and (problem := _vllm_problem(engine)):
-            cure = "pip install 'art-cli[vllm]', name a Python that has it in engine.python, or engine=embedded"
-            return Finding("engine", False, problem, "start it, or mend engine.base_url" if engine.base_url else cure)
+        if isinstance(engine, VllmEngineConfig):
+            problem, cure = _vllm_problem(engine, self.loaded.config.model.quantize)
+            if problem:
+                return Finding("engine", False, problem, cure)
         return Finding("auto", True, describe(self.loaded, "engine", "learner"))
 
     def check_nodes(self) -> Finding | None:
@@ -217,6 +229,16 @@ class Preflight:
                 return Finding("trackers", False, problem, cure)
         names = ", ".join(getattr(each, "entry", each.name) for each in chosen)
         return Finding("trackers", True, names) if chosen else None
+
+    def check_retirement(self) -> Finding | None:
+        """Looks up the days on which providers shut the run's models down. Returns None if no provider hosts any."""
+        models = list(dict.fromkeys(hosted_models(self.loaded.config)))
+        retiring = find_retiring(models)
+        if retiring:
+            cure = f"name another model (the default is {DEFAULT_JUDGE}), and measure it: art judge FILE --probe"
+            return Finding("retirement", not retiring[0].is_over, "; ".join(map(str, retiring)), cure)
+        known = [f"{model} {retirement_day(model) or 'has no day in the table of litellm'}" for model in models]
+        return Finding("retirement", True, ", ".join(known)) if models else None
 
     def check_scenarios(self) -> Finding:
         config = self.loaded.config
@@ -298,6 +320,11 @@ class Preflight:
         config = self.loaded.config
         if isinstance(config.engine, TinkerEngineConfig):
             return self._check_remote_model(config.engine, base)
+        note = ""
+        if (sized := read_sizes(config, base, Machine())) is not None:
+            if (misfit := find_misfit(config, *sized, os.environ)) is not None:
+                return Finding("model", False, misfit.problem, misfit.cure or "take a smaller model, or more GPUs")
+            note = describe_use(gpu_use(config, *sized, os.environ), sized[0])
         log.info("model: importing torch and transformers, about 10 s, then loading %s%s", base, _size(base))
         self.weights = load_policy(config, base)
         self.policy, self.tokenizer = spec_of(self.weights), self.weights.tokenizer
@@ -312,7 +339,7 @@ class Preflight:
             "model",
             True,
             f"{config.model.base}: {size.whole / 1e6:.1f}M parameters, {size.trained / 1e6:.2f}M trained, "
-            f"{self.weights.max_length} tokens of context, on {self.weights.device}",
+            f"{self.weights.max_length} tokens of context, on {self.weights.device}{note}",
         )
 
     def _check_remote_model(self, engine: TinkerEngineConfig, base: str) -> Finding:
@@ -561,24 +588,30 @@ def _size(base: str) -> str:
     return f" ({size / 1e9:.1f} GB)" if size else ""
 
 
-def _vllm_problem(engine: VllmEngineConfig) -> str:
-    """Returns the reason why the configuration's vLLM cannot be used, or "" if none is known."""
+def _vllm_problem(engine: VllmEngineConfig, quantize: str | None) -> tuple[str, str]:
+    """Returns the reason why the configuration's vLLM cannot be used, or "" if none is known, and the cure."""
+    cure = "pip install 'art-cli[vllm]', name a Python that has it in engine.python, or engine=embedded"
     if engine.base_url is not None:
         address = urlsplit(engine.base_url)
         try:
             socket.create_connection((address.hostname or "", address.port or 80), CONNECT_TIMEOUT_S).close()
         except (OSError, ValueError) as error:
-            return f"engine.base_url: nothing answers at {engine.base_url}: {error}"
-        return ""
+            return (
+                f"engine.base_url: nothing answers at {engine.base_url}: {error}",
+                "start it, or mend engine.base_url",
+            )
+        return "", ""
     try:
         if has_gpu({**os.environ, **engine.env}):
             check_gpus(engine)
     except EngineError as error:
-        return str(error)
+        return str(error), ""
     if engine.python is None and find_spec("vllm") is None:
-        return "engine is vllm, and vLLM is not installed"
+        return "engine is vllm, and vLLM is not installed", cure
     vllm = find_vllm(engine.python)
-    return "" if vllm.version else f"engine is vllm, and vLLM does not work in {vllm.python}: {vllm.error}"
+    if not vllm.version:
+        return f"engine is vllm, and vLLM does not work in {vllm.python}: {vllm.error}", cure
+    return vllm.lacks(quantize), vllm.plugin_cure
 
 
 def _is_unrewarded(played: Sequence[Trajectory]) -> bool:

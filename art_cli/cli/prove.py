@@ -1,15 +1,17 @@
 """`art prove`: whether a run's weights came from its trajectories, by its chain of hashes, or by training it again."""
 
 import json
+import math
 import re
 import sys
+from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from art_cli.cli import Json, everything
+from art_cli.cli import Json, Overrides, everything
 from art_cli.runtime.errors import RunError, UsageError, printable_lines
 
 if TYPE_CHECKING:
@@ -22,6 +24,7 @@ def run(
     what: Annotated[
         str, typer.Argument(metavar="RUN|DIGEST|EXPORT", help="A run, a policy's digest, or an exported model.")
     ],
+    overrides: Overrides = None,
     config: Annotated[
         Path | None,
         typer.Option(
@@ -35,9 +38,9 @@ def run(
 
     \b
     A run names by hashes, checkpoint by checkpoint, what each was made from: base model, configuration, trajectories,
-    verdicts. This reads all of it and says which byte is not what it was. With --replay it takes every update again
-    from the saved groups, and says at which step the weights differ. An exported model carries the chain as
-    certificate.json. Exit code 1 if anything differs.
+    verdicts. This reads all of it and says which byte is not what it was. With --replay it computes every policy again
+    from the base model, the seed and the saved groups, and says at which step the weights differ. All code that runs
+    is that of CONFIG. An exported model carries the chain as certificate.json. Exit code 1 if anything differs.
 
     \b
     art prove runs/mine
@@ -45,76 +48,88 @@ def run(
     art prove runs/mine --replay config.yaml        as long as the training itself, without the sampling
     art prove mine-merged                           a directory that art export wrote
     """
+    from art_cli.config.compose import load_config
     from art_cli.models.base_files import base_digest
     from art_cli.runs import chain
     from art_cli.runs.run_checkpoints import find_digest
     from art_cli.runs.run_dir import RunDir
 
+    if overrides and config is None:
+        raise UsageError(f"{overrides[0]}: settings are for --replay CONFIG")
+    loaded = None if config is None else load_config(config, overrides or [])
     place, step = everything(what), None
     if not place.exists() and re.fullmatch("[0-9a-f]{8,64}", what):
-        found = find_digest(runs, what) if runs.is_dir() else []
-        if not found:
-            raise RunError(f"{what}: no run in {runs} has a policy of this digest")
-        place, step = found[0]
+        homes = dict.fromkeys(home for home, _ in find_digest(runs, what)) if runs.is_dir() else {}
+        every = [(home, link) for home in homes for link in chain.read_chain(RunDir(home))]
+        if not (found := [(home, link.step) for home, link in every if link.policy.startswith(what)]):
+            raise RunError(f"{what}: no run in {runs} has a link of a policy of this digest")
+        place, step = found[-1]
     if not place.is_dir():
         raise UsageError(f"{what}: no such directory, and no digest of 8 to 64 digits from 0 to f")
-    updates: Iterable[Replayed] = ()
+    files = RunDir(place)
     if (place / chain.CERTIFICATE).exists():
-        if config is not None:
+        if loaded is not None:
             raise UsageError(f"{place}: an exported model has no trajectories to replay; name its run")
-        links, flaws = chain.check_certificate(place)
+        certificate, flaws = chain.check_certificate(place)
+        links, policy, kind, digest = certificate.links, certificate.policy, "certificate", certificate.digest
     else:
-        files = RunDir(place)
         links = chain.read_chain(files)
-        if config is not None and links:
-            from art_cli.loop.replay import replay
-
-            updates = replay(files, config, links)
         flaws = list(chain.find_flaws(files, links)) if links else []
         if links and files.base.is_dir() and base_digest(str(files.base)) != links[0].origin.base:
             flaws.append(chain.Flaw("base", "is another base model than that of the first link"))
+        policy, kind = next((link.policy for link in reversed(links) if link.files), ""), "chain"
+        digest = links[-1].digest if links else ""
     if not links:
         raise RunError(
             f"{place}: no {chain.NAME}: an older version made the run, its policy is a prompt, or it has no checkpoint"
         )
     if step is not None:
         _say(f"{what}: step {step} of {place}", as_json)
+    made = Counter(link.step for link in links if link.files)
     facts: dict[str, Any] = {
         "path": str(place),
         "base": links[0].origin.base,
         "first": links[0].step,
         "step": links[-1].step,
-        "policy": next((link.policy for link in reversed(links) if link.files), ""),
-        "chain": links[-1].digest,
+        "policy": policy,
+        kind: digest,
+        "again": sorted(step for step, count in made.items() if count > 1),
         "flaws": [flaw._asdict() for flaw in flaws],
     }
-    whole = f"{place}: {len(links)} links, from base {facts['base'][:12]} to step {facts['step']}, {facts['policy']}"
-    _say(f"{whole}\n  the digest of the whole chain: {facts['chain']}", as_json)
+    whole = f"{place}: {len(links)} links, from base {facts['base'][:12]} to step {facts['step']}, {policy}"
+    _say(f"{whole}\n  the digest of the whole {kind}: {digest}", as_json)
+    for again in facts["again"]:
+        _say(f"  step {again} was made again, after a loss of which there is no proof", as_json)
     for flaw in flaws[:MAX_FLAWS]:
         _say(f"  {flaw.place}: {flaw.what}", as_json)
-    differs = None if flaws else _replay(updates, facts, as_json)
+    problem = f"its chain does not prove {', '.join(flaw.place for flaw in flaws[:3])}" if flaws else ""
+    if loaded is not None and not flaws:
+        from art_cli.loop.replay import replay
+
+        problem = _replay(replay(files, loaded, links), max(chain.made_by(links)), facts, as_json)
     if as_json:
         sys.stdout.write(json.dumps(facts) + "\n")
-    if flaws:
-        raise RunError(f"{place}: its chain does not prove {', '.join(flaw.place for flaw in flaws[:3])}")
-    if differs is not None:
-        raise RunError(f"{place}: the update that made step {differs} gives other weights")
+    if problem:
+        raise RunError(f"{place}: {problem}")
 
 
-def _replay(updates: "Iterable[Replayed]", facts: dict[str, Any], as_json: bool) -> int | None:
-    """Takes the updates again. Returns the first step that differs, or None."""
-    facts["replayed"] = []
-    for each in updates:
+def _replay(policies: "Iterable[Replayed]", last: int, facts: dict[str, Any], as_json: bool) -> str:
+    """Computes the policies again. Returns what is not as the run has it, or ""."""
+    facts["replayed"], problem = [], ""
+    for each in policies:
         facts["replayed"].append({**each._asdict(), "is_same": each.is_same})
-        if not each.changed:
-            _say(f"  step {each.step}: same bytes", as_json)
-        else:
-            names = ", ".join(each.changed[:3])
-            scores = f"scores differ by {each.gap:.2e} nats, bound {each.bound:.0e}"
-            _say(f"  step {each.step}: other bytes ({names}); {scores}", as_json)
-        if not each.is_same:
-            return each.step
-    return None
+        names, gap = ", ".join(each.changed[:3]), f"gap of all tensors {each.gap:.1e}, bound {each.bound:g}"
+        what = f"other bytes ({names}); {gap if each.gap < math.inf else 'another policy'}" if names else "same bytes"
+        if math.isnan(each.gap):
+            what = f"other bytes ({names}), and its checkpoint was removed" if names else "no link to compare with"
+        _say(f"  step {each.step}: {what}", as_json)
+        if not each.is_same and (each.step == last or not math.isnan(each.gap)):
+            made = f"the update that made step {each.step} gives" if each.step else "base model, seed and demos give"
+            problem = f"{made} other weights"
+            break
+    num = len(facts["replayed"]) - 1 - bool(problem)
+    _say(f"  replayed {max(0, num)} of {last} updates", as_json)
+    return problem
 
 
 def _say(text: str, as_json: bool) -> None:

@@ -21,7 +21,7 @@ def run(
         "scenarios.jsonl"
     ),
     num: Annotated[int, typer.Option("--num", min=1, max=5000, help="How many tasks the file has in the end.")] = 50,
-    model: Annotated[str | None, typer.Option("--model", metavar="NAME", help="Who writes them: openai/o3.")] = None,
+    model: Annotated[str | None, typer.Option("--model", metavar="NAME", help="Who writes: as judge.model.")] = None,
     config: Annotated[
         Path | None,
         typer.Option("--config", metavar="CONFIG", help="Use its judge's model and its environment's args."),
@@ -37,7 +37,7 @@ def run(
     sets its address, its budget and its patience.
 
     \b
-    art scenarios mcp "python server.py" -o tasks.jsonl --num 100 --model openai/o3 judge.budget_usd=2
+    art scenarios mcp "python server.py" -o tasks.jsonl --num 100 judge.budget_usd=2
     art scenarios mcp https://host/mcp -o tasks.jsonl --num 200 --append
     """
     from art_cli.cli.scenario_writing import as_text, write

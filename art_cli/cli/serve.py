@@ -138,7 +138,8 @@ def _find_sources(
 
     if base is not None:
         base = find_base(base, directory=Path.cwd(), built=directory / "base", named="--base")
-    sources = [find_source(named_policy(text), which=which, base=base, dtype=dtype) for text in texts]
+    bases = directory / "bases"
+    sources = [find_source(named_policy(text), which=which, base=base, dtype=dtype, built=bases) for text in texts]
     for source in (each for each in sources if not each.is_hosted):
         require_base(source.base, source.named)
     return sources
@@ -171,7 +172,11 @@ def _choose_engine(
         of_trained = trained.get("python") if trained.get("name") == "vllm" else None
         python = settings.get("python", of_trained)
         facts = engine_facts(
-            machine, obstacle=obstacle, base=sources[0].base, python=Path(str(python)) if python else None
+            machine,
+            obstacle=obstacle,
+            base=sources[0].base,
+            python=Path(str(python)) if python else None,
+            quantize=sources[0].quantize,
         )
         choice = choose("engine", facts)
         log.info("engine %s (auto: %s)", choice.name, choice.reason)

@@ -91,7 +91,7 @@ def run(
         with open_learner(loaded, source, base=base) as learner:
             warm_up = WarmUp(learner, loaded, examples, base=base, start=source.checkpoint)
             metrics = threads.run(_make(warm_up))
-            save_learner(learner, output, loaded, base=base, step=source.step, metrics=metrics)
+            save_learner(learner, output, loaded, base=base, step=source.step, metrics=metrics, source=source)
     sys.stdout.write(_as_json(output, examples, metrics) if as_json else _as_text(output, examples, metrics))
 
 

@@ -25,6 +25,7 @@ from art_cli.config.schema import (
     UnslothLearnerConfig,
     VllmEngineConfig,
 )
+from art_cli.config.sections.engine_config import ONLY_BFLOAT16
 from art_cli.config.sections.rollout_config import cluster_conflicts
 from art_cli.config.sections.train_config import ONE_OF_BOTH
 
@@ -110,6 +111,11 @@ def _conflicts(config: RunConfig) -> Iterator[tuple[str, str]]:
         for name in (name for name, source in config.rollout.sources.items() if source.max_tokens is not None):
             cure = "leave it out, or set overlong to mask"
             yield f"rollout.sources.{name}.max_tokens", f"{section}.overlong=penalty knows one limit for all: {cure}"
+    if isinstance(config.engine, VllmEngineConfig) and config.model.quantize is not None:
+        if config.model.dtype == "float32":
+            yield "model.dtype", f"{ONLY_BFLOAT16}; set it to auto, or engine=embedded"
+        if config.engine.sleep == 2:
+            yield "engine.sleep", "in 4 bits vLLM cannot load the weights again when it wakes; set it to 1 or auto"
     yield from _update_conflicts(config, section)
 
 
@@ -285,8 +291,8 @@ def _process_conflicts(config: RunConfig, learner: BaseLearnerConfig) -> Iterato
         )
     if learner.offload_optimizer:
         yield "learner.offload_optimizer", "with several processes the optimizer is divided between the GPUs already"
-    if learner.device not in ("auto", "cpu", "cuda"):
-        yield "learner.device", "with several processes each takes a GPU of its own: auto, cuda or cpu"
+    if learner.device not in ("auto", "cpu") and learner.device.partition(":")[0] != "cuda":
+        yield "learner.device", "with several processes each takes a GPU of its own: auto, cuda, cuda:N or cpu"
 
 
 def _remote_conflicts(config: RunConfig, section: str) -> Iterator[tuple[str, str]]:

@@ -15,7 +15,9 @@ from art_cli.config.schema import (
 
 SHADOW = "shadow/"  # prefix of the metrics of shadow judges: shadow/NAME, shadow/NAME.gap
 EVAL = "eval."  # prefix by which a stop rule means an evaluation's metric
-FAMILIES = ("metrics.", "pool.", "failed.", EVAL)  # prefixes of names that rollouts, scenarios and failures give
+JUDGED_BY = "judged_by."  # prefix of the numbers of scores by the model that the judge's replies named
+# prefixes of names that rollouts, scenarios, failures and judges give
+FAMILIES = ("metrics.", "pool.", "failed.", JUDGED_BY, EVAL)
 OF_SOURCES = ("reward", "no_signal_share", "num_groups", "num_failed")  # numbers of each source: reward.NAME, ...
 SHADOW_KINDS = ("reward", "gap", "std", "reward_std", "correlation", "num")
 CLOSE = 0.8  # difflib ratio from which a name counts as a misspelling, as with gates
@@ -26,12 +28,12 @@ ALWAYS = frozenset(
         *("reward_mean", "reward_std", "no_signal_share", "num_groups", "num_samples", "num_trajectories"),
         *("num_failed", "num_updates", "tokens_trained", "tokens_imitated", "tokens_flat", "tokens_computed"),
         *("packed", "loss", "entropy", "clip_fraction", "grad_norm", "grad_clip", "learning_rate"),
-        *("logprob_gap", "logprob_gap_max", "train_s"),
+        *("logprob_gap", "logprob_gap_max", "peak_gb", "train_s"),
         # the rollouts give these (loop.batches)
         *("sample_s", "judge_s", "num_unscored", "tokens_sampled", "turns", "sample_tokens_per_s"),
         *("num_without_turns", "num_limited", "truncated_share", "staleness", "staleness_max"),
         # the run itself gives these
-        *("probe_gap", "run_s"),
+        *("probe_gap", "probe_undecided", "probe_share", "probe_share_error", "run_s"),
     }
 )
 

@@ -53,8 +53,8 @@ class Endpoint(msgspec.Struct, frozen=True, kw_only=True):
 class Engine(Protocol):
     """Samples from one policy at one step at a time. Every wait inside has a deadline; failures raise EngineError.
 
-    It may have a further method, `async def occupancy(self) -> EngineLoad | None`, that `rollout.concurrency: auto`
-    follows.
+    It may have further methods: `async def occupancy(self) -> EngineLoad | None`, that `rollout.concurrency: auto`
+    follows, and `async def score_replicas(self, token_ids) -> list[list[float]]`, the scores of each of its replicas.
     """
 
     endpoint: Endpoint

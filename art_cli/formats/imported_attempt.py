@@ -71,6 +71,11 @@ class TracedAttempt:
             request = Request(model="", sampling=call.sampling, prompt=prompt)
             self._tokens.record(request, Reply(id="", created=0, model="", choices=[choice], prompt_ids=prompt))
 
+    @property
+    def length(self) -> int:
+        """The length of all its conversations. Branches repeat what they have in common."""
+        return length_of([self._messages.messages, self._messages.branches])
+
     def trajectory(self) -> ScoredTrajectory:
         """Returns the trajectory, in a group that is not counted yet: index 0 of 1. Its reward is the one that it came
         with."""
@@ -179,6 +184,12 @@ def plain_tool(tool: Any) -> Json:
         raise ValueError("a tool without a name")
     kept = {key: tool[key] for key in ("name", "description", "parameters", "strict") if tool.get(key) is not None}
     return {"type": "function", "function": kept}
+
+
+def length_of(value: Any) -> int:
+    """Returns the number of characters in a value's texts, and one for each part of it."""
+    parts = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return len(value) if isinstance(value, str) else 1 + sum(map(length_of, parts))
 
 
 def as_list(value: Any, name: str) -> list[Any]:

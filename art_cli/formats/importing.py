@@ -21,7 +21,7 @@ from typing import IO, Any, NamedTuple
 import msgspec
 
 from art_cli.formats import READ, READERS, TraceReader
-from art_cli.formats.imported_attempt import TracedAttempt
+from art_cli.formats.imported_attempt import TracedAttempt, length_of
 from art_cli.runs import json_lines
 from art_cli.runs.json_lines import MAX_LINE_BYTES
 from art_cli.runs.trajectory import Json, ScoredTrajectory
@@ -30,6 +30,7 @@ from art_cli.runtime.processes.plain_json import is_deep
 from art_cli.runtime.scratch import make_directory, owner_only
 
 MAX_DEPTH = 100  # levels of a record
+MIN_ROOM, MAX_GROWTH = 2**16, 32  # characters of an attempt, and how often its branches may repeat its record
 MAX_ENTRIES = 1_000_000  # most entries of an archive
 MAX_ARCHIVE_BYTES = 64 * 2**30  # size of all its entries unpacked
 CHUNK = 2**20
@@ -333,6 +334,8 @@ def _attempts(
                 attempt = reader.read(record, _group_of(record, group_by, is_part=reader.joins))
                 if attempt is not None and reader.joins:
                     _check_grouped(attempt, group_by)
+                if attempt is not None and attempt.length > MIN_ROOM + MAX_GROWTH * length_of(record):
+                    raise ValueError(f"its conversations are more than {MAX_GROWTH} times as long as the record")
             except WRONG as error:
                 done.unread.add(origin, _why(error))
                 continue

@@ -7,6 +7,7 @@ a score: when it cannot score a group, it raises JudgeError and the group stays 
     ruler/           RULER: a language model scores the attempts of a group against each other
     providers/       the models that judge: one call to one of them, and when to make it again
     costs.py         usage, prices, estimates, budget
+    retirement.py    the days on which providers shut models down
     judge_groups.py  judges one group, or many at once; further rounds of votes; asks a judge once, for `art check`
     shadow_judges.py scores beside the trained reward
     files/           judges a file into another, and goes on where it stopped
@@ -74,6 +75,9 @@ class Judge:
     """Whether the price of each of its calls is known."""
     has_rounds: bool = False
     """Whether it can be asked for further rounds of votes (`judge_again`)."""
+
+    compares: bool = False
+    """Whether its rewards only compare the attempts of one group. Otherwise those of all groups are on one scale."""
 
     @property
     def settings(self) -> str:

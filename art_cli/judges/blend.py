@@ -38,6 +38,7 @@ class BlendJudge(Judge):
         self.needs_reward = any(judge.needs_reward for judge in self.judges.values())
         self.spent_usd = sum(judge.spent_usd for judge in self.judges.values())
         self.is_priced = all(judge.is_priced for judge in self.judges.values())
+        self.compares = any(judge.compares for judge in self.judges.values())
         self.has_rounds = any(judge.has_rounds for judge in self.judges.values())
 
     @property

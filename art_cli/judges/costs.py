@@ -14,7 +14,8 @@ from typing import Any, NamedTuple, Self
 
 import msgspec
 
-from art_cli.config.schema import JudgeModelConfig
+from art_cli.config.schema import JudgeModelConfig, PriceConfig
+from art_cli.config.sections.judge_config import DEFAULT_JUDGE, DEFAULT_PRICE
 from art_cli.runtime.errors import JudgeStopped
 
 _TABLE = "model_prices_and_context_window_backup.json"
@@ -59,7 +60,7 @@ class CostEstimate(_Sum, frozen=True):
 
 
 class Price(NamedTuple):
-    """US dollars per token. Example, openai/o3: Price(prompt=2e-06, completion=8e-06, cached=5e-07)"""
+    """US dollars per token. Example: Price(prompt=2e-06, completion=1e-05, cached=2e-07)"""
 
     prompt: float
     completion: float
@@ -75,26 +76,29 @@ def find_price(member: JudgeModelConfig) -> Price | None:
     if member.is_rule:
         return Price(0.0, 0.0, 0.0)
     if member.price is not None:
-        prompt, completion = member.price.input / 1e6, member.price.output / 1e6
-        return Price(prompt, completion, prompt)
+        return _as_price(member.price)
     for name in (member.model, member.model.partition("/")[2]):
-        row = _table().get(name)
+        row = model_table().get(name)
         if row and row.get("input_cost_per_token") is not None and row.get("output_cost_per_token") is not None:
             prompt = float(row["input_cost_per_token"])
             cached = row.get("cache_read_input_token_cost")
             return Price(prompt, float(row["output_cost_per_token"]), prompt if cached is None else float(cached))
-    return None
+    return _as_price(DEFAULT_PRICE) if member.model == DEFAULT_JUDGE and member.base_url is None else None
+
+
+def _as_price(price: PriceConfig) -> Price:
+    return Price(price.input / 1e6, price.output / 1e6, price.input / 1e6)
 
 
 def takes_schema(model: str) -> bool | None:
     """Returns whether the model can hold its answer to a JSON schema, or None if the table has no entry."""
-    row = _table().get(model) or _table().get(model.partition("/")[2]) or {}
+    row = model_table().get(model) or model_table().get(model.partition("/")[2]) or {}
     known = row.get("supports_response_schema")
     return None if known is None else bool(known)
 
 
 @functools.cache
-def _table() -> dict[str, dict[str, Any]]:
+def model_table() -> dict[str, dict[str, Any]]:
     """litellm's price table; empty where litellm is not installed."""
     spec = importlib.util.find_spec("litellm")  # finds the package without running it
     for folder in (spec.submodule_search_locations or []) if spec else []:

@@ -28,6 +28,7 @@ from typing import NamedTuple, Protocol, TypeVar
 from art_cli.config.schema import JudgeConfig
 from art_cli.judges import Judge, Verdict, judge_class
 from art_cli.judges.costs import Usage
+from art_cli.judges.retirement import find_retiring, hosted_models
 from art_cli.runs.outcome import MAX_NUMBER
 from art_cli.runs.reliability import share_of_scores
 from art_cli.runs.trajectory import (
@@ -63,7 +64,12 @@ def missing_keys(config: JudgeConfig, directory: Path) -> dict[str, str]:
 
 
 def require_keys(config: JudgeConfig, directory: Path, *, key: str = "judge") -> None:
-    """Raises UsageError when a variable that the judge needs is not set. `key` is the judge's in the configuration."""
+    """Raises UsageError when a variable that the judge needs is not set. `key` is the judge's in the configuration.
+
+    Logs the models that their provider shuts down soon.
+    """
+    for retiring in find_retiring(hosted_models(config)):
+        log.warning("%s: %s; name another model", key, retiring)
     for name, model in missing_keys(config, directory).items():
         raise UsageError(f"{key}: {name} is not set, and {model} needs it; set it in the environment or in .env")
 

@@ -19,7 +19,7 @@ from collections.abc import Iterator, Sequence
 from itertools import chain, combinations, permutations
 from pathlib import Path
 from random import Random
-from statistics import fmean
+from statistics import fmean, stdev
 from typing import NamedTuple
 
 import msgspec
@@ -67,6 +67,7 @@ class Shift(msgspec.Struct, frozen=True):
     p: float  # probability of a shift of this size if the change does not matter
     verdict: str
     is_bias: bool = False
+    is_unmoved: bool = False  # True: the score should fall, and did not
 
 
 class ProbeReport(msgspec.Struct, frozen=True):
@@ -83,8 +84,11 @@ class ProbeReport(msgspec.Struct, frozen=True):
     def values(self) -> dict[str, float]:
         """Returns the values that a gate can bound."""
         found = self.measures | {name: each.shift for name, each in self.shifts.items()}
-        num_biases = float(sum(each.is_bias for each in self.shifts.values()))
-        return {name: each.value for name, each in found.items() if each is not None} | {"num_biases": num_biases}
+        counts = {
+            "num_biases": float(sum(each.is_bias for each in self.shifts.values())),
+            "num_unmoved": float(sum(each.is_unmoved for each in self.shifts.values())),
+        }
+        return {name: each.value for name, each in found.items() if each is not None} | counts
 
 
 # --- asking -----------------------------------------------------------------------------------------------------------
@@ -194,10 +198,10 @@ def _shift(probe: JudgeProbe, rows: Sequence[Sequence[float]], num_probes: int) 
         return Shift(None, 1.0, "no attempt has any")
     if (p := p_value(rows)) * num_probes > LEVEL:
         good = f"a bias if it {' or '.join(probe.bias)}" if probe.wanted == "stays" else "it should fall"
-        return Shift(shift, p, f"stays ({good})")
+        return Shift(shift, p, f"stays ({good})", is_unmoved=probe.wanted == "falls")
     moves = "rises" if shift.value > 0 else "falls"
     if moves in probe.bias:
-        return Shift(shift, p, f"{moves}: a bias", is_bias=True)
+        return Shift(shift, p, f"{moves}: a bias", is_bias=True, is_unmoved=probe.wanted == "falls")
     return Shift(shift, p, f"{moves}: {'as it should' if moves == probe.wanted else 'no bias that pays'}")
 
 
@@ -219,6 +223,7 @@ def _measures(groups: Sequence[Repeats]) -> tuple[dict[str, Measure | None], lis
     panel, cheapest = _panel(groups)
     return {
         "reliability": reliability.one_vote if reliability else None,
+        "spread": agreement.measure([Ratio(stdev(each), 1.0) for each in means if len(each) > 1]),
         "cycles_per_group": agreement.measure([cycles(group) for group in votes if min(len(group), len(group[0])) > 2]),
         "score_per_1000_characters": agreement.measure([*map(agreement.slope, lengths, means)]),
         "score_per_turn": agreement.measure([*map(agreement.slope, turns, means)]),
@@ -279,6 +284,8 @@ def probe_lines(report: ProbeReport) -> Lines:
         number = f"{signed(each.shift)} of {each.shift.num} groups  " if each.shift else ""
         lines.append((f"  {name}", f"{number}{each.verdict}"))
     if not any(each.shift and abs(each.shift.value) > EQUAL_REWARDS for each in report.shifts.values()):
-        lines.append(("  nothing moved", "this judge does not read what the attempts say"))
+        spread = report.measures["spread"]
+        apart = f", though it tells attempts apart (spread {spread.value:.2g})" if spread and spread.value else ""
+        lines.append(("  nothing moved", f"no change moved a score{apart}: this judge reads none of what was changed"))
     lines += [(name.replace("_", " "), interval(each)) for name, each in report.measures.items()]
     return [*lines, ("cheapest part", ", ".join(report.cheapest))] if report.cheapest else lines

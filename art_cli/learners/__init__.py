@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
 
+from art_cli.runs.manifest import Probe
 from art_cli.runs.trajectory import ScoredTrajectory
 from art_cli.runtime.errors import LearnerError
 
@@ -83,6 +84,7 @@ class StepMetrics(msgspec.Struct, kw_only=True):
     value_loss: float = float("nan")  # mean clipped squared error of the critic's values; NaN: there is no critic
     value_mean: float = float("nan")  # mean of the critic's values before the step
     explained_variance: float = float("nan")  # 1 - Var(return - value) / Var(return), before the step
+    peak_gb: float = float("nan")  # largest memory of the learner's GPU during the step; NaN: it has none
     train_s: float = 0.0
 
     def known(self) -> dict[str, float]:
@@ -107,6 +109,13 @@ class Learner(Protocol):
 
     def step(self, groups: Sequence[Sequence[ScoredTrajectory]], *, progress: Progress | None = None) -> StepMetrics:
         """Takes one policy step on the scored trajectories of whole groups. Groups without signal change no weight."""
+
+    def rehearse(self, num_tokens: int) -> float | None:
+        """Runs a forward and a backward pass over made-up rows of that length, as many as a pack holds.
+
+        Weights, optimizer and random state are the same afterwards. Returns the peak of memory in GB, or None if the
+        system does not report it. Only a learner whose weights are on this machine has it. Raises OutOfMemory.
+        """
 
     def write_learned(self, path: Path) -> None:
         """Writes a LearnedTrajectory for each trajectory of the last step, as a whole file of JSON lines.
@@ -134,6 +143,9 @@ class Learner(Protocol):
 
     def score(self, token_ids: Sequence[int], *, temperature: float = 1.0) -> list[float]:
         """Returns [L - 1] logprobs in nats of each token after the first."""
+
+    def measure(self, before: Probe | None = None) -> Probe:
+        """Returns a probe of the weights as they are now, on the text of `before`, an earlier one of the same base."""
 
     def save(self, directory: Path) -> None:
         """Writes adapter, tokenizer, optimizer and RNG into a checkpoint directory. The caller writes the manifest."""

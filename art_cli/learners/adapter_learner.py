@@ -23,10 +23,13 @@ from art_cli.learners.datums import SHARES, TOKEN_LOSSES, Datum, DatumPack, Toke
 from art_cli.learners.optimizer import Adam, Optimizer
 from art_cli.learners.packs.pack_runner import PackRunner
 from art_cli.learners.packs.packing_check import PackingCheck
+from art_cli.learners.probe import measure_probe
 from art_cli.learners.processes.ranks import Ranks
 from art_cli.learners.samples import Floats, Sample, bare_sample
 from art_cli.models.loading import Weights, clone_trainable, load_checkpoint, save_weights
-from art_cli.runtime.errors import LearnerError
+from art_cli.runs.manifest import Probe
+from art_cli.runtime.allocator import is_out_of_memory
+from art_cli.runtime.errors import LearnerError, OutOfMemory
 
 
 class Passed(NamedTuple):
@@ -89,6 +92,8 @@ class AdapterLearner:
         Raises LearnerError if a loss or a gradient is not finite, or memory runs out; then no gradient was added.
         """
         samples = datum_samples(data)
+        if backward:
+            self.optimizer.reserve()
         with self._running(samples, compares=backward):
             kept = {name: parameter.grad for name, parameter in self.parameters.items()}
             try:
@@ -134,6 +139,10 @@ class AdapterLearner:
             [pack] = self.runner.pack([sample])
             scores: list[float] = self.runner.run(pack).logprobs[pack.terms.edges].tolist()
         return scores
+
+    def measure(self, before: Probe | None = None) -> Probe:
+        """Returns a probe of the weights as they are now, on the text of `before`, an earlier one of the same base."""
+        return measure_probe(self.weights, self.score, before)
 
     def copy_weights(self) -> Weights:
         """Returns the policy as it is now; later updates do not reach it."""
@@ -242,10 +251,10 @@ class AdapterLearner:
                     self.packing.compare(samples)
                 with self.runner.running():
                     yield
-        except RuntimeError as error:
-            if not (isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)):
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error):
                 raise
-            raise LearnerError("out of memory: send fewer or shorter data at once") from error
+            raise OutOfMemory("out of memory: send fewer or shorter data at once") from error
 
     def _tensor(self, array: np.ndarray[Any, Any]) -> Tensor:
         return torch.from_numpy(array).to(self.weights.device)

@@ -50,6 +50,7 @@ class EntropyState(msgspec.Struct, frozen=True):
         return EntropyState(max(0.0, grown), entropy <= floor)
 
 
+MOMENTS = ("exp_avg", "exp_avg_sq")  # torch's names of a parameter's moments
 STATE_FILE = "optimizer.safetensors"
 COUNTS_FILE = "optimizer.json"
 
@@ -105,6 +106,16 @@ class Optimizer:
             eps=EPS,
             weight_decay=self.config.weight_decay,
         )
+
+    def reserve(self) -> None:
+        """Makes all moments that do not exist yet. Call it before a step's passes.
+
+        AdamW would make them in its first update, out of memory that a pass has just freed. There they would keep large
+        blocks from being given back to a GPU, and the engine that wakes next needs them.
+        """
+        for updated in self._updated.values():
+            if not (state := self._adamw.state[updated]):
+                state |= {name: torch.zeros_like(updated.detach()) for name in MOMENTS} | {"step": torch.tensor(0.0)}
 
     def current_rate(self) -> float:
         """Returns the learning rate of the current step."""
@@ -170,7 +181,8 @@ class Optimizer:
         tensors = {
             f"{name}:{which}": tensor
             for name, updated in self._updated.items()
-            for which, tensor in self._adamw.state.get(updated, {}).items()
+            if (state := self._adamw.state.get(updated, {})) and state["step"] > 0
+            for which, tensor in state.items()
         }
         if tensors:
             tensors |= {f"{n}:copy": copy.detach() for n, copy in self._copies.items() if _is_low(self.parameters[n])}

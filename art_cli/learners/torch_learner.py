@@ -34,6 +34,7 @@ from art_cli.learners.packs.logprob_reader import Reader
 from art_cli.learners.packs.pack_runner import PackRunner
 from art_cli.learners.packs.packing_check import PackingCheck
 from art_cli.learners.policy_step import Pass, take_step
+from art_cli.learners.probe import measure_probe
 from art_cli.learners.processes.ranks import Ranks
 from art_cli.learners.samples import CROSS_ENTROPY, POLICY, REFERENCE_KL, Sample, bare_sample
 from art_cli.learners.schedule import warm_up_settings
@@ -43,9 +44,12 @@ from art_cli.learners.sft.torch_sft import TorchSft
 from art_cli.learners.step_samples import PlannedStep
 from art_cli.learners.step_statistics import StepStatistics
 from art_cli.learners.training_record import StepRecord
+from art_cli.learners.trial_update import forget_peak, peak
 from art_cli.models.loading import Weights, load_checkpoint, save_weights
 from art_cli.runs.durable import write_lines
+from art_cli.runs.manifest import Probe
 from art_cli.runs.trajectory import LearnedTrajectory, ScoredTrajectory
+from art_cli.runtime.allocator import is_out_of_memory
 from art_cli.runtime.errors import LearnerError, OutOfMemory
 
 log = logging.getLogger(__name__)
@@ -91,6 +95,7 @@ def _is_within(kl: float, bound: float) -> bool:
 
 
 RNG_FILE = "rng.safetensors"
+SHORT = 128  # tokens of a rehearsal's row on which packs are compared with plain rows
 
 
 class TorchLearner:
@@ -147,7 +152,9 @@ class TorchLearner:
         Raises LearnerError if a loss is not finite or memory runs out; DriftError if engine and learner hold different
         weights (contract 2).
         """
-        bonus = self._entropy_bonus()
+        bonus, has_gpu = self._entropy_bonus(), self.weights.device.type == "cuda"
+        if has_gpu:
+            forget_peak(self.weights)
         with self.naming_memory():
             metrics, self._learned = take_step(
                 groups, self, algorithm=self.algorithm, loss=self.loss, train=self.train_config, progress=progress
@@ -161,7 +168,32 @@ class TorchLearner:
             numbers |= {"packed": float(self.runner.can_pack)}
         if metrics.num_updates and bonus is not None:
             numbers |= {"entropy_coefficient": bonus}
+        if has_gpu and metrics.num_updates and (gigabytes := peak(self.weights)) is not None:
+            numbers |= {"peak_gb": gigabytes}
         return msgspec.structs.replace(metrics, **numbers)
+
+    def rehearse(self, num_tokens: int) -> float | None:
+        ids = np.arange(num_tokens) * 7
+        num_rows = max(1, self.runner.micro_batch_tokens // num_tokens)  # as many as a pack holds
+        made_up = [(ids + number) % self.weights.vocabulary for number in range(num_rows)]
+        rows = [bare_sample(row, np.arange(1, num_tokens), "rehearsal") for row in made_up]
+        random_state = _rng_state()
+        try:
+            self._reserve()
+            with self._changing_weights(bare_sample(made_up[0][:SHORT], np.array([1]), "rehearsal")):
+                forget_peak(self.weights)
+                pack = self.runner.pack(rows, share=False)[0]
+                self.runner.run(pack).logprobs.sum().backward()  # type: ignore[no-untyped-call]
+                return peak(self.weights)
+        except OutOfMemory as error:
+            raise OutOfMemory(
+                f"{error}; or lower model.max_length (a row of {num_tokens:,} tokens, as long as the limits allow, "
+                "was tried before the first attempt)"
+            ) from error
+        finally:
+            _set_rng_state(random_state)
+            for optimizer in self.optimizers:
+                optimizer.set_tensors(optimizer.tensors())  # without the moments that only the rehearsal needed
 
     def write_learned(self, path: Path) -> None:
         learned, self._learned = self._learned, []
@@ -191,6 +223,7 @@ class TorchLearner:
     def take_sft(self, num_updates: int, *, progress: Progress | None = None) -> SftProgress:
         assert self.warm_up is not None, "begin_sft comes first"
         self.warm_up.progress = progress
+        self.warm_up.optimizer.reserve()
         with self._changing_weights(self.warm_up.batches.examples[0][0]):
             return self.warm_up.take(num_updates)
 
@@ -208,6 +241,10 @@ class TorchLearner:
             scores: list[float] = self.runner.run(pack).logprobs[pack.terms.edges].tolist()
         return scores
 
+    def measure(self, before: Probe | None = None) -> Probe:
+        """Returns a probe of the weights as they are now, on the text of `before`, an earlier one of the same base."""
+        return measure_probe(self.weights, self.score, before)
+
     def save(self, directory: Path) -> None:
         with self.weights.lock:
             tensors = self.ranks.collect(self.parameters)
@@ -220,6 +257,7 @@ class TorchLearner:
                 self.critic.save(directory)
             if self.warm_up is not None:
                 self.warm_up.save(directory)
+            self._free_cache()
 
     def load(self, directory: Path) -> None:
         """Continues from a checkpoint directory; one with weights alone starts a new optimizer.
@@ -239,6 +277,7 @@ class TorchLearner:
                 self.critic.load(directory)
             if self.warm_up is not None:
                 self.warm_up.load(directory)
+            self._free_cache()
 
     def start(self) -> None:
         """Does nothing, because there is no other process."""
@@ -262,6 +301,7 @@ class TorchLearner:
         first, is_bounded = plan.parts[0], self.train_config.max_kl is not None
         is_undone = self.train_config.epochs_per_step * len(plan.parts) > 1 or is_bounded
         is_undone = is_undone or isinstance(self.algorithm, UserAlgorithm)  # its `after_step` may fail
+        self._reserve()
         with self._changing_weights(first[0], batch=first):
             snapshots = [optimizer.snapshot() for optimizer in self.optimizers if is_undone]
             try:
@@ -325,6 +365,10 @@ class TorchLearner:
         in_policy = any(update.counts[component].tokens for component in (POLICY, CROSS_ENTROPY, REFERENCE_KL))
         return in_policy or (self.critic is not None and self.critic.head.moves_trunk)
 
+    def _reserve(self) -> None:
+        for optimizer in self.optimizers:
+            optimizer.reserve()
+
     def _clear(self) -> None:
         for optimizer in self.optimizers:
             optimizer.clear()
@@ -346,8 +390,8 @@ class TorchLearner:
         """Turns running out of memory inside the block into an OutOfMemory with its cure."""
         try:
             yield
-        except RuntimeError as error:
-            if not _is_out_of_memory(error):
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error):
                 raise
             raise OutOfMemory(
                 f"out of memory; lower learner.micro_batch_tokens (now {self.runner.micro_batch_tokens}) or set "
@@ -363,12 +407,12 @@ class TorchLearner:
             finally:
                 self._clear()
                 self.weights.version += 1
-                if self.weights.device.type == "cuda":
-                    torch.cuda.empty_cache()  # torch keeps freed memory, and an engine that wakes on this GPU needs it
+                self._free_cache()
 
-
-def _is_out_of_memory(error: RuntimeError) -> bool:
-    return isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)
+    def _free_cache(self) -> None:
+        """Gives back what torch keeps of the GPU for later, because an engine starts or wakes there next."""
+        if self.weights.device.type == "cuda":
+            torch.cuda.empty_cache()
 
 
 def _rng_state() -> dict[str, Tensor]:

@@ -16,6 +16,9 @@ from art_cli.runtime.allocator import memory_size
 
 MAX_TOKENS = 1024  # longest row that is tried; a longer one is estimated
 MIN_SECOND = 256  # tokens of the second row at least, so that it differs from the first by more than noise
+# Tokens of the first row at least that a longer row is estimated from, by device. On a GPU a chunk of logits has 883 rows
+# of a vocabulary of 152k (packs/logprobs.py). The head takes no more memory for a row of two chunks than for a longer one.
+SHORTEST = {"cuda": 2048}
 GROWTH = 2  # length of the second row in lengths of the first
 
 
@@ -70,9 +73,9 @@ def second_length(num_tokens: int, longest: int) -> int:
 
 def measure(learner: Learner, weights: Weights, num_tokens: int, parts: Collection[str] = ()) -> Cost:
     """Returns what a row of that length takes. The learner has taken its first step, which checks more, before."""
-    _forget_peak(weights)
+    forget_peak(weights)
     metrics = step(learner, num_tokens, vocabulary=weights.vocabulary, parts=parts)
-    return Cost(num_tokens, metrics.train_s, _peak(weights))
+    return Cost(num_tokens, metrics.train_s, peak(weights))
 
 
 def forecast(
@@ -91,6 +94,7 @@ def forecast(
     as well, up to the longest itself. The peak on short rows may be that of another part of a step, which does not
     grow with them: from 256 and 512 tokens, 4,096 were estimated at 0.43 of what they took.
     """
+    num_tokens = min(longest, max(num_tokens, SHORTEST.get(weights.device.type, 0)))
     rows, knee = [measure(learner, weights, num_tokens, parts)], knee_of(weights)
     while rows[-1].tokens < longest:
         length = second_length(rows[-1].tokens, longest)
@@ -138,7 +142,7 @@ def memory_there(weights: Weights) -> float:
     return memory_size() / 1e9
 
 
-def _forget_peak(weights: Weights) -> None:
+def forget_peak(weights: Weights) -> None:
     if weights.device.type == "cuda":
         import torch
 
@@ -148,7 +152,7 @@ def _forget_peak(weights: Weights) -> None:
             Path("/proc/self/clear_refs").write_text("5")
 
 
-def _peak(weights: Weights) -> float | None:
+def peak(weights: Weights) -> float | None:
     if weights.device.type == "cuda":
         import torch
 

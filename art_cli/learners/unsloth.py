@@ -23,6 +23,7 @@ from art_cli.config.schema import LoraConfig, ModelConfig
 from art_cli.models import precision
 from art_cli.models.loading import Weights, token_logprobs, with_adapter
 from art_cli.runtime.errors import LearnerError, UsageError
+from art_cli.runtime.processes.child import kept_from_children
 
 FLOOR = "2026.10"  # the oldest version that pyproject.toml allows
 CPU_FLOOR = "2026.10.9"  # the first version that runs without a GPU; older ones raise NotImplementedError at import
@@ -161,12 +162,12 @@ def _check(model: Any, config: ModelConfig, place: torch.device) -> None:
 
 def _import() -> ModuleType:
     """Returns Unsloth's module. Raises LearnerError if its import fails."""
-    # Unsloth counts its users by a download at each load, and writes compiled code to the working directory
-    os.environ.setdefault("UNSLOTH_DISABLE_STATISTICS", "1")
     cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
-    os.environ.setdefault("UNSLOTH_COMPILE_LOCATION", str(cache / "art" / "unsloth"))
     try:
         with _kept_apart():
+            # Unsloth counts its users by a download at each load, and writes compiled code to the working directory
+            os.environ.setdefault("UNSLOTH_DISABLE_STATISTICS", "1")
+            os.environ.setdefault("UNSLOTH_COMPILE_LOCATION", str(cache / "art" / "unsloth"))
             import unsloth
     except Exception as error:  # the boundary to its import, which checks and patches half a dozen packages
         summary = " ".join(str(error).split())[:200]
@@ -180,8 +181,9 @@ def _import() -> ModuleType:
 
 @contextlib.contextmanager
 def _kept_apart() -> Iterator[None]:
-    """Keeps what Unsloth prints out of stdout, which holds results, and restores torch's generator, which it seeds."""
-    with contextlib.redirect_stdout(sys.stderr), torch.random.fork_rng():
+    """Keeps what Unsloth prints out of stdout, which holds results, and its variables (settings of the allocator and of
+    compilers) out of child processes. Restores torch's generator, which it seeds."""
+    with contextlib.redirect_stdout(sys.stderr), torch.random.fork_rng(), kept_from_children():
         yield
 
 

@@ -1,9 +1,10 @@
-"""Decisions that a configuration leaves open: engine, learner, dtype and learning rate, each with its reason.
+"""Decisions that a configuration leaves open, each with its reason.
 
     engine: auto         vLLM if it is installed, there is a GPU, and it can serve the model; else embedded
-    learner: auto        Unsloth if it is installed and there is a GPU; else torch
+    learner: auto        torch, which trains packs; Unsloth is used if it is named
     model.dtype: auto    the dtype that the run was trained in so far; else what the learner's device computes well
     train.learning_rate: auto   the rate that the run had so far; else by the model's width (learners/learning_rate.py)
+    learner.gradient_checkpointing: auto, model.max_length: null   by the memory of the GPU (gpu_fit.py)
 
     Machine -> engine_facts, learner_facts -> choose -> AutoChoice
 
@@ -15,7 +16,6 @@ import json
 import logging
 import os
 from dataclasses import replace
-from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -23,13 +23,18 @@ from typing import Any, NamedTuple
 from art_cli.config.compose import LoadedConfig
 from art_cli.config.overrides import variants
 from art_cli.config.schema import (
+    BaseLearnerConfig,
     ModelConfig,
     RunConfig,
     Section,
+    VllmEngineConfig,
 )
-from art_cli.engines.vllm.arguments import LORA_RANKS, VllmFacts, find_vllm, has_gpu, visible_gpus
+from art_cli.engines.vllm.arguments import LORA_RANKS, VllmFacts, find_vllm, has_gpu, own_share, visible_gpus
 from art_cli.learners.learning_rate import choose_rate
-from art_cli.models.loading import resolve_dtype, width_of
+from art_cli.loop.gpu_fit import context, gpu_use, own_vllm
+from art_cli.models.loading import context_at, resolve_dtype, width_of
+from art_cli.models.precision import gpu_bytes
+from art_cli.models.run_memory import GIB, ModelSize, checkpoint_from, model_size
 from art_cli.runs.run_checkpoints import run_config
 from art_cli.runs.run_dir import RunDir
 from art_cli.runtime.errors import DataError
@@ -90,18 +95,24 @@ class Machine:
         """Returns True if this Python has the module; it is not imported."""
         return find_spec(module) is not None
 
-    def unsloth(self) -> str:
-        """Returns the reason why Unsloth cannot run here in one line, or "" if it can."""
-        reason: str | None = import_module("art_cli.learners.unsloth").obstacle()
-        return reason or ""
+    def gpu_bytes(self, device: str) -> float:
+        """Returns the whole memory of a GPU, whatever is free of it, or 0 without one."""
+        return gpu_bytes(device)
 
     def vllm(self, python: Path | None) -> VllmFacts:
         """Returns the facts about the vLLM of that Python, after seconds to a minute: it imports vLLM."""
         return find_vllm(python)
 
 
-def engine_facts(machine: Machine, *, obstacle: str = "", base: str | None = None, python: Path | None = None) -> Facts:
-    """Returns the facts for and against vLLM in `python`, or in this Python, as the server of `base`.
+def engine_facts(
+    machine: Machine,
+    *,
+    obstacle: str = "",
+    base: str | None = None,
+    python: Path | None = None,
+    quantize: str | None = None,
+) -> Facts:
+    """Returns the facts for and against vLLM in `python`, or in this Python, as the server of `base` so quantized.
 
     vLLM is imported only if nothing else decides.
     """
@@ -116,6 +127,8 @@ def engine_facts(machine: Machine, *, obstacle: str = "", base: str | None = Non
     if not vllm.gpus:
         problem = f"torch {vllm.torch} of {vllm.python} sees no GPU"
         return Facts(True, problem=problem, is_installed=True, cure="install a build of torch for this GPU")
+    if problem := vllm.lacks(quantize):
+        return Facts(True, problem=problem, is_installed=True, cure=vllm.plugin_cure)
     if unknown := [name for name in _architectures(base) if name not in vllm.architectures]:
         return Facts(True, f"vLLM {vllm.version} does not serve {unknown[0]}")
     return Facts(True, found=f"vLLM {vllm.version}")
@@ -127,6 +140,8 @@ def vllm_obstacle(model: ModelConfig, directory: Path) -> str:
         return "model.lora is null, and vLLM swaps LoRA adapters only"
     if model.lora.rank > LORA_RANKS[-1]:
         return f"model.lora.rank is {model.lora.rank}, and vLLM serves {LORA_RANKS[-1]} at most"
+    if model.dtype == "float32":
+        return "model.dtype is float32, and vLLM's LoRA kernels on a GPU take 16 bits only"
     if is_built(model.base, directory):
         return "model.base is made by a function, and vLLM knows published architectures only"
     return ""
@@ -159,33 +174,12 @@ def _base_config(base: str) -> Any:
         return None
 
 
-def learner_facts(machine: Machine, *, obstacle: str = "") -> Facts:
-    """Returns the facts for and against Unsloth in this Python."""
-    if not machine.has_gpu() or obstacle:
-        return Facts(machine.has_gpu(), obstacle)
-    cure = "pip install 'art-cli[unsloth]'"
-    if not machine.has("unsloth"):
-        return Facts(True, problem="Unsloth is not installed", cure=cure)
-    if problem := machine.unsloth():
-        return Facts(True, problem=problem, is_installed=True, cure=cure)
-    return Facts(True, found="Unsloth")
+def learner_facts(machine: Machine) -> Facts:
+    """Returns the facts against Unsloth: on a GPU its attention takes no packs, so it trains one row at a time.
 
-
-def unsloth_obstacle(config: RunConfig, directory: Path, engine: str) -> str:
-    """Returns the reason why Unsloth could not train this run beside that engine, or "" if none is known."""
-    learner = config.learner
-    if engine == "embedded":
-        return "engine is embedded, which steers the attention that Unsloth replaces"
-    if not learner.device.startswith(("auto", "cuda")):
-        return f"learner.device is {learner.device}"
-    if learner.num_ranks > 1:
-        return f"learner.{'nodes' if learner.nodes > 1 else 'processes'} is above 1, and Unsloth trains in one process"
-    if config.model.lora is None:
-        return "model.lora is null, and the Unsloth learner trains LoRA adapters only"
-    if is_built(config.model.base, directory):
-        return "model.base is made by a function, and Unsloth knows published architectures only"
-    unused = learner.model_fields_set - set(_variant("learner", "unsloth").model_fields)
-    return f"it has no {', '.join(f'learner.{name}' for name in sorted(unused))}" if unused else ""
+    Remove the obstacle when `benchmarks/gpu` has measured that its kernels gain more than packs do.
+    """
+    return Facts(machine.has_gpu(), obstacle="it trains packs, and Unsloth one row at a time")
 
 
 # --- a configuration --------------------------------------------------------------------------------------------------
@@ -201,17 +195,13 @@ def resolve_auto(
     """
     config, machine = loaded.config, machine or Machine()
     choices: dict[str, AutoChoice] = {}
-    engine: str = config.engine.name
-    is_asked = "learner" in groups and config.learner.name == "auto"
-    if config.engine.name == "auto" and ("engine" in groups or is_asked):  # the learner depends on it
+    if "engine" in groups and config.engine.name == "auto":
         obstacle = vllm_obstacle(config.model, loaded.directory)
-        choice = choose("engine", engine_facts(machine, obstacle=obstacle, base=_base(loaded)))
-        engine = choice.name
-        if "engine" in groups:
-            choices["engine"] = choice
-    if is_asked:
-        obstacle = unsloth_obstacle(config, loaded.directory, engine)
-        choices["learner"] = choose("learner", learner_facts(machine, obstacle=obstacle))
+        choices["engine"] = choose(
+            "engine", engine_facts(machine, obstacle=obstacle, base=_base(loaded), quantize=config.model.quantize)
+        )
+    if "learner" in groups and config.learner.name == "auto":
+        choices["learner"] = choose("learner", learner_facts(machine))
     if not choices:
         return loaded
     sections = {group: _section(group, choice.name, getattr(config, group)) for group, choice in choices.items()}
@@ -259,8 +249,29 @@ def _base(loaded: LoadedConfig) -> str:
 
 
 def follow_record(loaded: LoadedConfig, run: RunDir) -> LoadedConfig:
-    """Returns the configuration with the dtype that the run was trained in so far, if it has auto and a record."""
-    if loaded.config.model.dtype != "auto" or not run.checkpoint_steps():
+    """Returns the configuration with the dtype and the context that the run was trained in so far, where it leaves them
+    open and the run has a record of them."""
+    if not run.checkpoint_steps():
+        return loaded
+    return _follow_length(_follow_dtype(loaded, run), run)
+
+
+def _follow_length(loaded: LoadedConfig, run: RunDir) -> LoadedConfig:
+    """A number is followed only if art chose it, because a user's own is a part of the configuration."""
+    try:
+        record = run_config(run)
+    except DataError:
+        return loaded  # check_record refuses the damaged config.json
+    model, reasons = record.get("model"), record.get("auto")
+    length = model.get("max_length") if isinstance(model, dict) else None
+    reason = reasons.get("max_length") if isinstance(reasons, dict) else None
+    if loaded.config.model.max_length is not None or not isinstance(length, int) or reason is None:
+        return loaded
+    return _with_length(loaded, length, str(reason))
+
+
+def _follow_dtype(loaded: LoadedConfig, run: RunDir) -> LoadedConfig:
+    if loaded.config.model.dtype != "auto":
         return loaded
     newest = run.newest_checkpoint()
     try:
@@ -278,23 +289,77 @@ def recorded_dtype(run: RunDir | None) -> str:
     return "" if dtype == "auto" else str(dtype)
 
 
-def decide_by_base(loaded: LoadedConfig, base: str, *, recorded: str = "") -> LoadedConfig:
-    """Returns the configuration with a dtype and a learning rate in place of auto; `recorded` is a dtype.
+def decide_by_base(
+    loaded: LoadedConfig, base: str, *, recorded: str = "", is_begun: bool = False, machine: Machine | None = None
+) -> LoadedConfig:
+    """Returns the configuration with everything decided that it leaves open; `recorded` is a dtype.
 
+    A run that `is_begun` keeps the context that it has so far, also where that is null.
     Raises UsageError if nothing loadable is at `base`.
     """
     loaded = _decide_dtype(loaded, base, recorded)
-    if loaded.config.train.learning_rate != "auto":
+    if loaded.config.train.learning_rate == "auto":
+        loaded = with_rate(loaded, *choose_rate(width_of(base), loaded.config.model.lora))
+    return _decide_memory(loaded, base, machine or Machine(), is_begun=is_begun)
+
+
+def _decide_memory(loaded: LoadedConfig, base: str, machine: Machine, *, is_begun: bool) -> LoadedConfig:
+    """Returns the configuration with what follows from the memory of a GPU: checkpointing, the context, and the share
+    of a vLLM that samples while the learner works on the same GPU. All of the GPU's memory counts, not what is free."""
+    if (sized := read_sizes(loaded.config, base, machine)) is None:
+        return _with_checkpointing(loaded, False, "")
+    use = gpu_use(loaded.config, *sized, os.environ)
+    gpu = f"a GPU of {use.total / GIB:.1f} GiB"
+    loaded = _with_checkpointing(
+        loaded, checkpoint_from(use.total, use.learner), f"what a token keeps there, and {gpu}"
+    )
+    engine = loaded.config.engine
+    if use.learner.is_beside and isinstance(engine, VllmEngineConfig) and own_share(engine) is None:
+        args = {**engine.args, "gpu-memory-utilization": use.share}
+        log.info("vLLM gets %.3f of %s (auto: the learner works at the same time)", use.share, gpu)
+        loaded = _with(loaded, engine=engine.model_copy(update={"args": args}))
+    if is_begun or loaded.config.model.max_length is not None:
         return loaded
-    rate, reason = choose_rate(width_of(base), loaded.config.model.lora)
-    return with_rate(loaded, rate, reason)
+    if (length := context(use, context_at(base))) is None:
+        return loaded
+    reason = f"what vLLM's cache holds on {gpu}"
+    log.info("model.max_length %d (auto: %s)", length, reason)
+    return _with_length(loaded, length, reason)
+
+
+def read_sizes(config: RunConfig, base: str, machine: Machine) -> tuple[ModelSize, float] | None:
+    """Returns the sizes of the model at `base` and of a GPU of the run, or None if it has none, or they are unknown."""
+    device = "cuda" if own_vllm(config) is not None else config.learner.device
+    if not (total := machine.gpu_bytes(device)):
+        return None
+    try:
+        return model_size(base), total
+    except (AttributeError, OSError, TypeError, ValueError) as error:  # the boundary to transformers' configurations
+        log.debug("%s: its sizes are not known: %s", base, error)
+        return None
+
+
+def _with_checkpointing(loaded: LoadedConfig, value: int, reason: str) -> LoadedConfig:
+    learner = loaded.config.learner
+    if not isinstance(learner, BaseLearnerConfig) or learner.gradient_checkpointing != "auto":
+        return loaded
+    loaded = _with(loaded, learner=learner.model_copy(update={"gradient_checkpointing": value}))
+    return replace(loaded, auto={**loaded.auto, "gradient_checkpointing": reason}) if reason else loaded
+
+
+def _with_length(loaded: LoadedConfig, length: int | None, reason: str) -> LoadedConfig:
+    model = loaded.config.model.model_copy(update={"max_length": length})
+    return replace(_with(loaded, model=model), auto={**loaded.auto, "max_length": reason})
+
+
+def _with(loaded: LoadedConfig, **sections: Section) -> LoadedConfig:
+    return replace(loaded, config=loaded.config.model_copy(update=sections))
 
 
 def with_rate(loaded: LoadedConfig, rate: float, reason: str) -> LoadedConfig:
     """Returns the configuration with a learning rate in place of auto, and the reason for it."""
     train = loaded.config.train.model_copy(update={"learning_rate": rate})
-    config = loaded.config.model_copy(update={"train": train})
-    return replace(loaded, config=config, auto={**loaded.auto, "learning_rate": reason})
+    return replace(_with(loaded, train=train), auto={**loaded.auto, "learning_rate": reason})
 
 
 def _decide_dtype(loaded: LoadedConfig, base: str, recorded: str) -> LoadedConfig:
@@ -303,12 +368,13 @@ def _decide_dtype(loaded: LoadedConfig, base: str, recorded: str) -> LoadedConfi
         return loaded  # the server decides
     if recorded:
         return _with_dtype(loaded, recorded, "as it was trained")
-    choice = resolve_dtype(loaded.config.model, base, device=loaded.config.learner.device)
+    model = loaded.config.model
+    is_exact = loaded.config.engine.name == "embedded" and model.quantize is None
+    choice = resolve_dtype(model, base, device=loaded.config.learner.device, may_be_exact=is_exact)
     log.info("model.dtype %s (auto: %s)", choice.name, choice.reason)
     return _with_dtype(loaded, choice.name, choice.reason)
 
 
 def _with_dtype(loaded: LoadedConfig, dtype: str, reason: str) -> LoadedConfig:
     model = loaded.config.model.model_copy(update={"dtype": dtype})
-    config = loaded.config.model_copy(update={"model": model})
-    return replace(loaded, config=config, auto={**loaded.auto, "dtype": reason})
+    return replace(_with(loaded, model=model), auto={**loaded.auto, "dtype": reason})

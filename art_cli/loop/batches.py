@@ -27,6 +27,7 @@ from typing import NamedTuple
 
 import msgspec
 
+from art_cli.config.metric_names import JUDGED_BY
 from art_cli.config.schema import RunConfig
 from art_cli.config.sections.rollout_config import RolloutConfig
 from art_cli.judges import Judge
@@ -38,7 +39,6 @@ from art_cli.loop.owed_groups import GroupPlace, GroupScorer, group, owed, plan_
 from art_cli.loop.policy_sampler import Sampler
 from art_cli.loop.source_mix import SourceMix
 from art_cli.rollouts.rollout_runner import Progress, RolloutPlan, shown
-from art_cli.runs.chain import weights_by_policy
 from art_cli.runs.durable import LineWriter
 from art_cli.runs.reliability import is_left_out
 from art_cli.runs.run_dir import RunDir
@@ -239,12 +239,9 @@ class Batches:
             by_source = await asyncio.to_thread(self.mix.replays, step)
             own, spare = await asyncio.to_thread(self.mix.places, step, {s: len(g) for s, g in by_source.items()})
             replayed = [members for groups in by_source.values() for members in groups]
-            found, weights = self.run.trajectories(step), dict[str, str]()
-            if found:
-                weights = await asyncio.to_thread(weights_by_policy, self.run)
-            played_before = [each for each in found if not self.sampler.is_replaced(each, weights)]
+            played_before = [each for each in self.run.trajectories(step) if not self.sampler.is_replaced(each)]
             wave = StepGroups(self.config.rollout, step, own, spare, played_before)
-            scored = [each for each in self.run.scored(step) if not self.sampler.is_replaced(each, weights)]
+            scored = [each for each in self.run.scored(step) if not self.sampler.is_replaced(each)]
             scorer = GroupScorer(self.judge, out, self._shadows, group(scored))
             for trajectory in wave.done:
                 scorer.add(trajectory)
@@ -285,7 +282,7 @@ class Batches:
         groups = wave.scored(scorer.scored)
         if self.judge.noise is not None and self.judge.noise.ask_again:
             numbers |= _asked_again(groups)
-        numbers |= shadow_numbers(groups, self.config)
+        numbers |= shadow_numbers(groups, self.config) | _models_returned(groups)
         await asyncio.to_thread(self.mix.note, step, groups)
         return Batch(groups + replayed, numbers | wave.numbers(scorer.scored) | self._judged())
 
@@ -338,6 +335,13 @@ def _numbers(
     numbers["num_limited"] = sum(trajectory.limit is not None for trajectory in trajectories)
     numbers |= {f"failed.{kind}": num for kind, num in _failures(trajectories).most_common(MAX_KINDS)}
     return numbers
+
+
+def _models_returned(groups: Sequence[Sequence[ScoredTrajectory]]) -> dict[str, float]:
+    """Counts the scores by the model that their replies named: judged_by.NAME, the commonest names."""
+    scores = (score for members in groups for each in members for score in (*each.scores, *each.shadow))
+    names = (name for score in scores if score.model_returned for name in score.model_returned.split(", "))
+    return {f"{JUDGED_BY}{name}": num for name, num in Counter(names).most_common(MAX_KINDS)}
 
 
 def _num_tokens(trajectories: Sequence[Trajectory]) -> int:

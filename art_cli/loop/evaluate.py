@@ -3,8 +3,11 @@
 Every attempt at a scenario counts. A failed attempt has reward 0 in the comparison, because an agent that crashes has
 not done its job, and is counted separately.
 
+Where rollouts return no reward, a judge gives it. One whose rewards are on one scale, such as a function or a reward
+model, scores each scenario's attempts, and the reward is their mean.
+
 A judge such as RULER compares the attempts of one group, so its scores of two checkpoints are comparable only if both
-met the same opponents. Here each scenario's attempts are judged in one group with the reference attempts, which are
+met the same opponents. There each scenario's attempts are judged in one group with the reference attempts, which are
 those of the first policy that was evaluated. The reward is the share of comparisons won. Only the order of scores
 within a group counts, so a judge that is harsher in one call than in another changes nothing.
 
@@ -52,22 +55,34 @@ IN_FLIGHT = 32  # number of scenarios judged at once; a judge that makes calls b
 REFERENCE = "reference-"  # prefix of the ids of reference attempts while they are judged
 
 
-async def contest_rewards(
+class JudgedRewards(NamedTuple):
+    """Example: JudgedRewards({"game-1": 0.75}, is_contest=True)"""
+
+    by_scenario: dict[str, float]  # {} if the rollouts returned rewards
+    is_contest: bool  # True: in a source at least these are shares of comparisons won
+
+
+async def judged_rewards(
     config: RunConfig,
     judge: Judge,
     trajectories: Sequence[Trajectory],
     references: Callable[[], Sequence[Trajectory]],
-) -> dict[str, float]:
-    """Returns as `judge_contest` the rewards in the sources whose judge gives them; {} if there are none.
+) -> JudgedRewards:
+    """Returns the rewards in the sources whose judge gives them.
 
     `references` reads the attempts to compare with, once a source needs them.
     """
-    rewards: dict[str, float] = {}
+    found = JudgedRewards({}, False)
     for name, part in config.by_source.items():
         ours = of_source(trajectories, name)
-        if is_judged(part, ours):
-            rewards |= await judge_contest(judge, ours, of_source(references(), name))
-    return rewards
+        if not is_judged(part, ours):
+            continue
+        if judge.of(ours).compares:
+            rewards = await judge_contest(judge, ours, of_source(references(), name))
+        else:
+            rewards = await judge_scenarios(judge, _by_scenario(ours), _mean_reward)
+        found = JudgedRewards(found.by_scenario | rewards, found.is_contest or judge.of(ours).compares)
+    return found
 
 
 def code_of(loaded: LoadedConfig, parts: Sequence[Any]) -> list[bytes]:
@@ -123,17 +138,28 @@ async def judge_contest(
     ours = {name: members for name, members in _by_scenario(attempts).items() if name in theirs}
     if {trajectory.id for trajectory in attempts} == {t.id for t in references} and attempts == references:
         return dict.fromkeys(ours, 0.5)
-    won: dict[str, float] = {}
+    return await judge_scenarios(judge, ours, _share_won, theirs)
+
+
+async def judge_scenarios(
+    judge: Judge,
+    ours: Mapping[str, Sequence[Trajectory]],
+    measure: Callable[[Sequence[ScoredTrajectory]], float],
+    theirs: Mapping[str, Sequence[Trajectory]] | None = None,
+) -> dict[str, float]:
+    """Returns by scenario id what `measure` makes of its attempts, judged in one group with `theirs`. Raises
+    JudgeError: most scenarios could not be scored, or no further one can be."""
+    found: dict[str, float] = {}
 
     def keep(scored: list[ScoredTrajectory]) -> None:
-        won[scored[0].group_id] = _share_won(scored)
+        found[scored[0].group_id] = measure(scored)
 
-    groups = ((name, partial(_mix, name, members, theirs[name])) for name, members in ours.items())
+    groups = ((name, partial(_mix, name, members, (theirs or {}).get(name, ()))) for name, members in ours.items())
     tally = await judge_groups(judge, groups, keep, in_flight=IN_FLIGHT)
     if tally.stopped or len(tally.owed) > tally.num_scored:
         reason = tally.stopped or next(iter(tally.owed.values()))
-        raise JudgeError(f"evaluation: {len(ours) - len(won)} of {len(ours)} scenarios were not judged ({reason})")
-    return won
+        raise JudgeError(f"evaluation: {len(ours) - len(found)} of {len(ours)} scenarios were not judged ({reason})")
+    return found
 
 
 def _by_scenario(trajectories: Sequence[Trajectory]) -> dict[str, list[Trajectory]]:
@@ -151,6 +177,10 @@ def _mix(name: str, attempts: Sequence[Trajectory], references: Sequence[Traject
         msgspec.structs.replace(trajectory, id=id, group_id=name, group_size=len(named), index=index)
         for index, (id, trajectory) in enumerate(named)
     ]
+
+
+def _mean_reward(scored: Sequence[ScoredTrajectory]) -> float:
+    return fmean(each.reward or 0.0 for each in scored)  # a failed attempt has no reward, and counts as 0
 
 
 def _share_won(scored: Sequence[ScoredTrajectory]) -> float:

@@ -21,7 +21,8 @@ from art_cli.config.schema import RunConfig
 from art_cli.loop.calibration import MAX_SLOTS, Calibration, calibrate, finished_steps
 from art_cli.loop.simulation import Rates, RunLayout, StepTimes, longest_alone, simulate
 from art_cli.models.loading import ADAPTER_FILE, MODEL_FILE, find_base
-from art_cli.models.precision import gpu_name, model_size
+from art_cli.models.precision import gpu_name
+from art_cli.models.run_memory import model_size
 from art_cli.reports.pages.elsewhere_text import Elsewhere, ScalingRow
 from art_cli.runs.promise import Promise
 from art_cli.runs.run_dir import RunDir
@@ -32,6 +33,7 @@ MAX_GPUS = 1000
 NODE = 8  # GPUs that NVLink joins
 ROOM = 0.6  # share of a GPU's memory that weights may take; keys and values, and activations, have the rest
 PASS_FLOOR_S = 0.004  # of a pass on a GPU, however small the model: launches and sampling (an assumption)
+OTHER_CARDS = {"ti", "d", "super", "laptop", "nvl", "pcie", "mig"}  # words by which a GPU is not the one of its number
 WORTH = 0.9  # more GPUs add little where they leave more than this share of a step's seconds
 # Shares of the peak that are reached where nothing was measured on that kind of machine. Training: Llama 3 reached 0.38
 # to 0.43 on H100s, with larger models (arXiv:2407.21783, table 4). Prompts and decoding: guesses.
@@ -45,11 +47,16 @@ class MachineSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     flops: float
     bandwidth: float
     memory: float = math.inf
-    usd_per_hour: float = 0.0
+    usd_per_hour: float | None = None  # None: unknown
     link: float = math.inf
     network: float = math.inf
     cores: int = 0
-    named: str = ""  # part of the name that CUDA gives to such a GPU
+    named: str = ""  # words of the name that CUDA gives to such a GPU
+
+    def is_called(self, name: str) -> bool:
+        """Returns whether CUDA's name is of this GPU. Example: "NVIDIA L40S" is no L4, "NVIDIA H100 PCIe" no SXM."""
+        words, named = set(re.split(r"[\s-]+", name.lower())), set(self.named.lower().split())
+        return bool(named) and named <= words and not (words - named) & OTHER_CARDS
 
 
 class PolicySize(NamedTuple):
@@ -130,7 +137,7 @@ def _here(config: RunConfig) -> MachineSpec | None:
     """Returns this machine, or None if its GPU is not in the table. Its CPU has the cores of the table's laptop."""
     machines = read_machines()
     if name := "" if getattr(config.learner, "device", "") == "cpu" else gpu_name():
-        return next((each for each in machines.values() if each.named and each.named in name), None)
+        return next((each for each in machines.values() if each.is_called(name)), None)
     laptop, cores = machines["laptop"], os.cpu_count() or 1
     share = cores / laptop.cores
     return MachineSpec("cpu", share * laptop.flops, share * laptop.bandwidth, cores=cores)
@@ -189,8 +196,10 @@ def scale(
         times = StepTimes(*(fmean(part) for part in zip(*simulated, strict=True)))
         evaluating_s = promise.expected["evaluating"].value * times.sampling_s / max(sampled_s, 1e-9)
         run_s = found.start_s + found.first_call_s + promise.steps * sum(times) + evaluating_s
-        rent = num * machine.usd_per_hour * run_s / 3600
-        usd = None if found.judge_usd is None else (promise.steps + promise.contested) * found.judge_usd + rent
+        usd = None
+        if found.judge_usd is not None and machine.usd_per_hour is not None:
+            rent = num * machine.usd_per_hour * run_s / 3600
+            usd = (promise.steps + promise.contested) * found.judge_usd + rent
         first_s = rows[0].num * rows[0].step_s if rows else num * sum(times)
         share = first_s / max(num * sum(times), 1e-9)
         rows.append(ScalingRow(num, sum(times), run_s, usd, share, _limit(known, rates, layout, times)))

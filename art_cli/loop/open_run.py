@@ -16,11 +16,12 @@ from functools import partial
 from pathlib import Path
 from typing import NoReturn
 
+import msgspec
+
 from art_cli.config.compose import LoadedConfig
 from art_cli.config.config_identity import config_hash
 from art_cli.config.schema import RunConfig
 from art_cli.engines import EngineTraits, engine_traits
-from art_cli.engines.proof import measure
 from art_cli.judges import Judge
 from art_cli.judges.shadow_judges import ShadowJudges
 from art_cli.judges.source_judges import make_judges
@@ -46,7 +47,7 @@ from art_cli.rollouts.rollout_runner import begin_rollouts
 from art_cli.rollouts.scenario_files import find_overlap
 from art_cli.runs.chain import add_link
 from art_cli.runs.history import is_comparable, read_history
-from art_cli.runs.manifest import Manifest, Origin, digest_of, new_checkpoint, read_manifest
+from art_cli.runs.manifest import Manifest, Origin, Probe, digest_of, new_checkpoint, read_manifest
 from art_cli.runs.run_dir import RunDir
 from art_cli.runs.storage.mirror import Mirror, NoMirror
 from art_cli.runtime import log as logs
@@ -55,6 +56,7 @@ from art_cli.runtime.errors import ConfigError, Problem, first_of_group
 from art_cli.runtime.terminal import can_draw, drawn
 
 log = logging.getLogger(__name__)
+REHEARSING = ("cuda",)  # devices whose memory ends at a bound; a CPU would take minutes for the longest row
 WATCH_EVERY_S = 1.0  # interval between checks that the learner's processes live
 
 
@@ -89,7 +91,7 @@ class RunWriter:
 
         def write() -> None:
             if self.policy is not None and self.origin is not None:
-                manifest.probe = measure(self.learner, self.policy.vocabulary)
+                manifest.probe = self.learner.measure(self._probe_before())
             with new_checkpoint(path, manifest) as directory:
                 self.learner.save(directory)
             add_link(self.files, manifest)
@@ -98,6 +100,12 @@ class RunWriter:
         self.trackers.log_checkpoint(step, path)
         self.mirror.nudge()
         return path
+
+    def _probe_before(self) -> Probe | None:
+        """Returns the newest checkpoint's probe, whose text the run keeps, or None if it has none in this dtype."""
+        steps = self.files.checkpoint_steps()
+        manifest = read_manifest(self.files.checkpoint_path(steps[-1])) if steps else None
+        return None if manifest is None or manifest.origin != self.origin else manifest.probe
 
     def record(self, step: int, split: str, metrics: dict[str, float], policy: str = "") -> None:
         self.trackers.log(self.files.append_metrics(step, split, metrics, policy))
@@ -173,6 +181,8 @@ async def open_run(claim: Claim, *, go_on: str | None = None) -> AsyncIterator[R
         await asyncio.sleep(0)  # an interrupt during loading ends the run here, before any thread starts
         await threads.call_in_thread(learner.start)  # an interrupt ends the wait for other nodes
         await stack.enter_async_context(_watched(learner))
+        if policy is not None and config.learner.trains_weights:
+            await _rehearse(learner, config, policy, interrupts)
         origin = None
         if policy is not None and config.learner.trains_weights:
             origin = origin_of(policy, await threads.call_in_thread(base_digest, policy.base))
@@ -244,7 +254,7 @@ def _load_policy(claim: Claim, traits: EngineTraits) -> tuple[LoadedConfig, Poli
         claim.startup.reached("torch and transformers")
     base = find_base(loaded.config.model.base, directory=loaded.directory, built=files.base)
     _check_targets(loaded, Path(base))
-    loaded = decide_by_base(loaded, base)
+    loaded = decide_by_base(loaded, base, is_begun=bool(files.checkpoint_steps()))
     claim_config(files, loaded)
     if is_here:
         weights = load_policy(loaded.config, base)
@@ -252,7 +262,8 @@ def _load_policy(claim: Claim, traits: EngineTraits) -> tuple[LoadedConfig, Poli
     learner = loaded.config.learner
     is_remote = learner.weights == "server"
     device = None if is_remote else learner.device
-    return loaded, read_spec(loaded.config.model, base, device=device, is_remote=is_remote), None
+    spec = read_spec(loaded.config.model, base, device=device, is_remote=is_remote)
+    return loaded, msgspec.structs.replace(spec, learner_gpus=learner.processes), None
 
 
 def _shares_weights(config: RunConfig) -> bool:
@@ -286,6 +297,22 @@ def _describe(loaded: LoadedConfig, policy: PolicySpec | None, weights: Weights 
 
 
 # --- where to begin ---------------------------------------------------------------------------------------------------
+
+
+async def _rehearse(learner: Learner, config: RunConfig, policy: PolicySpec, interrupts: Interrupts) -> None:
+    """Tries the longest row that the limits allow on a GPU, so that its memory ends now and not after hours.
+
+    Raises OutOfMemory. Without `model.max_length`, the prompts of attempts are not counted.
+    """
+    if (policy.learner_device or "").partition(":")[0] not in REHEARSING:
+        return
+    longest = policy.max_length
+    if config.model.max_length is None:
+        longest = min(longest, config.rollout.longest_answer)
+    gigabytes = await interrupts.off_loop(learner.rehearse, longest)
+    interrupts.stop_if_any()
+    took = "" if gigabytes is None else f", {gigabytes:.1f} GB at its peak"
+    log.info("learner: a row of %d tokens fits, as long as the limits allow%s", longest, took)
 
 
 async def _find_start(writer: RunWriter, loaded: LoadedConfig, data: RunData) -> int:

@@ -3,14 +3,14 @@
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from art_cli.chat.requests import Sampling
 from art_cli.config.compose import LoadedConfig
 from art_cli.config.schema import with_base_model
 from art_cli.engines import Engine, EngineTraits, engine_traits, make_engine
-from art_cli.engines.proof import ProvenPolicy, prove
+from art_cli.engines.proof import ProvenPolicy, WeightProof
 from art_cli.models.base_files import base_digest
 from art_cli.models.loading import Weights
 from art_cli.models.policy_spec import PolicySpec, origin_of, spec_of
@@ -18,7 +18,6 @@ from art_cli.rollouts.cluster.cluster_rollout import ClusterRollout, serve_clust
 from art_cli.rollouts.process import ProcessRollout
 from art_cli.rollouts.rollout_gateway import Gateway
 from art_cli.rollouts.rollout_runner import OnFinished, Progress, RolloutPlan, Runner, shown
-from art_cli.runs.chain import is_same
 from art_cli.runs.manifest import Origin, read_manifest
 from art_cli.runs.run_checkpoints import fetched
 from art_cli.runs.system_prompt import read_prompt
@@ -35,6 +34,7 @@ class Sampler:
     gateway: Gateway
     runner: Runner
     origin: Origin | None  # that of its policies, or None if the engine brings its model
+    proof: WeightProof = field(default_factory=WeightProof)
 
     async def load(self, checkpoint: Path, step: int) -> ProvenPolicy | None:
         """Loads a checkpoint, and returns its proof, or None if it has none. Replies of the step wait for the proof.
@@ -51,7 +51,7 @@ class Sampler:
     async def prove(self, checkpoint: Path, step: int) -> ProvenPolicy | None:
         """As `load`, for a checkpoint that the engine has loaded."""
         assert self.origin is not None, "only an engine that trains loads checkpoints"
-        proven = await prove(self.engine, read_manifest(checkpoint), self.origin)
+        proven = await self.proof.prove(self.engine, read_manifest(checkpoint), self.origin)
         self.gateway.proven.add(step, proven.digest if proven is not None else "")
         return proven
 
@@ -65,15 +65,13 @@ class Sampler:
         step, now = self.gateway.step, self.gateway.proven.newest
         return any(turn.step != step or (now and turn.policy not in ("", now)) for turn in trajectory.turns)
 
-    def is_replaced(self, trajectory: Trajectory, weights: Mapping[str, str]) -> bool:
-        """Returns True if the policy of one of its steps has other weights now, because the run did that step again.
-
-        `weights` names the weights of policies by their digests (`weights_by_policy`).
-        """
+    def is_replaced(self, trajectory: Trajectory) -> bool:
+        """Returns True if the policy of one of its steps is another one now, because the run did that step again."""
         if self.origin is None:
             return False
+        known = self.gateway.proven.known
         return any(
-            turn.step > self.gateway.step or not is_same(turn.policy, self.gateway.proven.known(turn.step), weights)
+            turn.step > self.gateway.step or (turn.policy and known(turn.step) not in ("", turn.policy))
             for turn in trajectory.turns
         )
 

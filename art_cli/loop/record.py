@@ -17,7 +17,7 @@ from pydantic import ValidationError
 from art_cli.config.compose import LoadedConfig
 from art_cli.config.config_identity import MAY_CHANGE_FIRST, Change, config_changes, general
 from art_cli.config.schema import RunConfig
-from art_cli.loop.auto import with_rate
+from art_cli.loop.auto import follow_record, with_rate
 from art_cli.runs.durable import read_object, write_file
 from art_cli.runs.run_dir import RunDir
 from art_cli.runtime.errors import DataError, RunError
@@ -56,12 +56,11 @@ def check_record(run: RunDir, loaded: LoadedConfig) -> None:
     A run without a checkpoint takes any configuration; a base model that another one built there is removed. Other runs
     accept other values only of the keys in identity.MAY_CHANGE.
     """
-    is_recorded = os.path.lexists(run.config_path)
-    differences = _changes(read_record(run)[0], loaded.config.model_dump(mode="json")) if is_recorded else []
+    changes = differences(run, loaded)
     if run.checkpoint_steps():
-        if refusal := _refusal(run, differences):
+        if refusal := _refusal(run, changes):
             raise RunError(refusal)
-    elif differences or not is_recorded:
+    elif changes or not os.path.lexists(run.config_path):
         shutil.rmtree(run.base, ignore_errors=True)
 
 
@@ -95,9 +94,15 @@ def _copy_drawing(run: RunDir, source: Path) -> None:
 
 def find_clash(run: RunDir, loaded: LoadedConfig) -> str:
     """Returns the reason why another configuration made the existing run as a line, or "" if this one did."""
+    return _refusal(run, differences(run, loaded))
+
+
+def differences(run: RunDir, loaded: LoadedConfig) -> list[Change]:
+    """Returns the keys in which a run's record trains differently; none without a record."""
     if not os.path.lexists(run.config_path):
-        return ""
-    return _refusal(run, _changes(read_record(run)[0], loaded.config.model_dump(mode="json")))
+        return []
+    config = follow_record(loaded, run).config
+    return _changes(read_record(run)[0], config.model_dump(mode="json"))
 
 
 def _changes(old: dict[str, Any], new: dict[str, Any]) -> list[Change]:

@@ -1,77 +1,97 @@
-"""Computes the updates of a run again, from its first checkpoint and its saved groups, and compares each with its link.
+"""Computes the updates of a run again, from its base model, its seed and its saved groups, and compares each policy.
 
-    checkpoint 0 -> learner.step(the groups of step 0) -> its files, hashed -> Link.files of step 1, and so on
+    base, seed (and demos) -> checkpoint 0 -> learner.step(the groups of step 0) -> checkpoint 1 -> ... -> the last
 
-On the build of torch and the processor that trained the run, with as many threads, every byte is the same. Elsewhere
-sums are rounded in another order; then the learner's scores of the link's probe have to agree within the bound of the
-dtype (engines/proof.py).
+No weights of the run are loaded. On the build of torch and the processor that trained the run, with as many threads,
+every byte is the same. Elsewhere sums are rounded in another order; then all tensors of the checkpoint have to be
+within the bound, and its other files the same.
+
+The configuration and all code are the reader's own. The run's record is data, and has to agree with them.
 """
 
+import json
+import math
+import shutil
 import tempfile
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
-import msgspec
-
 from art_cli.config.compose import LoadedConfig
-from art_cli.config.schema import RunConfig
-from art_cli.engines.proof import bound_of, mean_gap
 from art_cli.learners import Learner
+from art_cli.loop.auto import follow_record, resolve_auto
 from art_cli.loop.claim_run import RunData
 from art_cli.loop.owed_groups import group, plan_places
-from art_cli.loop.record import read_record
+from art_cli.loop.record import differences, follow_rate, read_record
 from art_cli.loop.source_mix import SourceMix
 from art_cli.loop.stage_policy import PolicySource, as_trained, open_base, open_learner
 from art_cli.loop.warm_up import WarmUp, run_warm_up
-from art_cli.runs.chain import Link
+from art_cli.models.tensor_gap import tensor_gap
+from art_cli.runs.chain import Link, made_by
 from art_cli.runs.manifest import hash_files
 from art_cli.runs.run_dir import RunDir
 from art_cli.runs.trajectory import ScoredTrajectory
-from art_cli.runtime.errors import CheckpointError, RunError, UsageError, one_line
+from art_cli.runtime.errors import RunError, UsageError
+
+# Largest gap of one policy on two machines; other micro-batches give up to 2e-5 in float32, 7e-2 in bfloat16
+BOUNDS = {"float32": 1e-2, "bfloat16": 0.2}
+
+UNDECIDING = ("README", "base/", "rng", "optimizer.json")  # beginnings of files without part in a policy or an update
 
 
 class Replayed(NamedTuple):
-    """One update, computed again. Example: Replayed(step=3, changed=[], gap=0.0)"""
+    """One policy, computed again. Example: Replayed(step=3, changed=[], gap=0.0, bound=0.01)"""
 
-    step: int  # the step of the policy that it made
-    changed: list[str]  # files of the checkpoint whose bytes are not those of the link
-    gap: float  # mean absolute difference in nats between the learner's scores of the probe and the link's
-    bound: float  # the largest gap of the same weights in that dtype
+    step: int
+    changed: list[str]  # files of its link with other bytes
+    gap: float  # the largest `tensor_gap` of its files; NaN: its checkpoint was pruned; infinity: others differ
+    bound: float  # the largest gap of the same policy
 
     @property
     def is_same(self) -> bool:
-        """Whether it is the policy of the link: every byte, or the scores within the bound."""
-        return not self.changed or self.gap <= self.bound
+        """Whether it is the policy of the link."""
+        return self.gap <= self.bound
 
 
-def replay(run: RunDir, config: Path, links: list[Link]) -> Iterator[Replayed]:
-    """Returns each update of the run, computed again as it is asked for; before them the warm-up, if the run has one.
+def replay(run: RunDir, loaded: LoadedConfig, links: list[Link]) -> Iterator[Replayed]:
+    """Returns each policy of the run, computed again as it is asked for, the first one included.
 
-    It begins where the run's configuration last changed. `config` is the file that trained the run, beside which its
-    code is. Raises at once, before anything is computed: UsageError if there is no such file, RunError if the run's
-    record is damaged, CheckpointError if the first checkpoint is gone.
+    `loaded` is the configuration that trained the run. Raises at once, before anything is computed: UsageError if it
+    is another one, or the run had several; RunError if the run's record is damaged.
     """
-    loaded, changes = _recorded(run, config)
-    steps = {link.step: link for link in links if link.files}
-    first = max([min(steps, default=0), *changes])
-    if not run.checkpoint_path(first).is_dir():
-        raise CheckpointError(f"{run.checkpoint_path(first)}: gone; the replay of the run has to begin there")
+    loaded = resolve_auto(follow_rate(follow_record(loaded, run), run), "engine", "learner", is_logged=False)
+    if changes := differences(run, loaded):
+        said = "; ".join(map(str, changes))
+        raise UsageError(f"{run.config_path}: has other settings than {loaded.path}: {said}; give those of the run")
+    if '"train.' in json.dumps(read_record(run)[1]):
+        raise UsageError(f"{run.config_path}: the run went on with other settings of train, and --replay has one set")
+    if loaded.config.learner.weights == "server":
+        raise UsageError(f"{run.root}: its weights are on a server, which --replay cannot compare")
     data = RunData(loaded.config, loaded.directory)
     mix = SourceMix(loaded.config, run, data.training_by_source)
-    return _updates(run, loaded, data, mix, steps, first)
+    return _policies(run, loaded, data, mix, made_by(links))
 
 
-def _updates(
-    run: RunDir, loaded: LoadedConfig, data: RunData, mix: SourceMix, steps: dict[int, Link], first: int
+def _policies(
+    run: RunDir, loaded: LoadedConfig, data: RunData, mix: SourceMix, links: dict[int, Link]
 ) -> Iterator[Replayed]:
-    if first == 0 and loaded.config.sft is not None and 0 in steps:
-        yield _warm_up(loaded, data, steps[0])
-    source = PolicySource(run.checkpoint_path(first), first, run.root, dtype=loaded.config.model.dtype)
-    with open_learner(loaded, source) as learner:
-        for step in sorted(step for step in steps if step > first):
-            learner.step(_trained_on(run, mix, step - 1))
-            yield _compare(learner, steps[step])
+    source = PolicySource(None, 0, run.root)
+    with tempfile.TemporaryDirectory() as home, open_base(loaded, source) as base:
+        loaded = as_trained(loaded, source, base)
+        start, policy = Path(home, "start"), Path(home, "policy")
+        with open_learner(loaded, source, base=base) as learner:
+            _save(learner, start)
+            if loaded.config.sft is not None:  # made again, in a directory where no earlier one's result lies
+                elsewhere = replace(loaded, config=loaded.config.model_copy(update={"runs": Path(home)}))
+                run_warm_up(WarmUp(learner, elsewhere, data.examples, base=base, start=None), lambda: False)
+            for step in range(max(links, default=0) + 1):
+                if step > 0 and not run.scored_path(step - 1).is_file():
+                    raise RunError(f"{run.scored_path(step - 1)}: gone; step {step} was made from it")
+                if step > 0:
+                    learner.step(_trained_on(run, mix, step - 1))
+                _save(learner, policy)
+                yield _compare(run, loaded, links.get(step), start, policy, step=step)
 
 
 def _trained_on(run: RunDir, mix: SourceMix, step: int) -> list[list[ScoredTrajectory]]:
@@ -86,40 +106,21 @@ def _trained_on(run: RunDir, mix: SourceMix, step: int) -> list[list[ScoredTraje
     return groups + [members for its in replayed.values() for members in its]
 
 
-def _recorded(run: RunDir, config: Path) -> tuple[LoadedConfig, list[int]]:
-    """Returns the configuration that a run recorded, and the steps at which it changed."""
-    if not config.is_file():
-        raise UsageError(f"{config}: no such file; name the one that trained {run.root}")
-    record, changes = read_record(run)
-    try:
-        recorded = RunConfig.model_validate(record | {"name": run.root.name, "runs": run.root.parent.resolve()})
-        steps = [each.step for each in msgspec.convert(changes, list[_ChangedAt])]
-    except ValueError as error:  # pydantic's and msgspec's errors
-        raise RunError(f"{run.config_path}: not a configuration of art: {one_line(error)}") from error
-    return LoadedConfig(recorded, config.resolve().parent, config), steps
+def _save(learner: Learner, directory: Path) -> None:
+    shutil.rmtree(directory, ignore_errors=True)
+    directory.mkdir()
+    learner.save(directory)
 
 
-class _ChangedAt(msgspec.Struct):
-    step: int = 0
-
-
-def _warm_up(loaded: LoadedConfig, data: RunData, link: Link) -> Replayed:
-    """Returns the warm-up, made again from the base model."""
-    source = PolicySource(None, 0, loaded.config.runs / loaded.config.name)
-    with tempfile.TemporaryDirectory() as home, open_base(loaded, source) as base:
-        elsewhere = loaded.config.model_copy(update={"runs": Path(home)})
-        loaded = as_trained(LoadedConfig(elsewhere, loaded.directory, loaded.path), source, base)
-        with open_learner(loaded, source, base=base) as learner:
-            run_warm_up(WarmUp(learner, loaded, data.examples, base=base, start=None), lambda: False)
-            return _compare(learner, link)
-
-
-def _compare(learner: Learner, link: Link) -> Replayed:
-    with tempfile.TemporaryDirectory() as directory:
-        learner.save(Path(directory))
-        files = hash_files(Path(directory))
+def _compare(run: RunDir, loaded: LoadedConfig, link: Link | None, start: Path, policy: Path, *, step: int) -> Replayed:
+    compared = Replayed(step, [], math.nan, BOUNDS.get(loaded.config.model.dtype, max(BOUNDS.values())))
+    if link is None:
+        return compared
+    files, found = hash_files(policy), run.checkpoint_path(step)
     changed = sorted(name for name in files.keys() | link.files if files.get(name) != link.files.get(name))
-    gap = float("inf")
-    if link.probe is not None:
-        gap = mean_gap(learner.score(link.probe.tokens), link.probe.logprobs)
-    return Replayed(link.step, changed, gap, bound_of(link.origin.dtype))
+    decisive = [name for name in changed if not name.startswith(UNDECIDING)]
+    if decisive and not found.is_dir():
+        return compared._replace(changed=changed)
+    gaps = [tensor_gap(found / name, policy / name, start / name) for name in decisive if name.endswith(".safetensors")]
+    gap = max(gaps, default=0.0) if len(gaps) == len(decisive) else math.inf
+    return compared._replace(changed=changed, gap=gap)

@@ -15,13 +15,20 @@ from typing import NamedTuple
 from art_cli.config.compose import LoadedConfig
 from art_cli.config.config_identity import config_changes, config_hash
 from art_cli.engines import engine_traits
-from art_cli.engines.proof import measure
 from art_cli.learners import Learner, load_policy, make_learner
 from art_cli.loop.auto import decide_by_base, recorded_dtype
 from art_cli.models.base_files import base_digest
 from art_cli.models.loading import Weights, find_base, load_checkpoint, load_weights
 from art_cli.models.policy_spec import PolicySpec, origin_of, read_spec
-from art_cli.runs.manifest import MANIFEST, Manifest, is_built, new_checkpoint, policy_digest, verify_checkpoint
+from art_cli.runs.manifest import (
+    MANIFEST,
+    Manifest,
+    is_built,
+    new_checkpoint,
+    policy_digest,
+    read_manifest,
+    verify_checkpoint,
+)
 from art_cli.runs.run_checkpoints import Which, explain, fetched, is_base, run_config, run_of, wanted_steps
 from art_cli.runs.run_dir import RunDir
 from art_cli.runs.storage.fetch import NothingThere, fetch
@@ -266,22 +273,33 @@ def check_output(output: Path) -> None:
 
 
 def save_learner(
-    learner: Learner, output: Path, loaded: LoadedConfig, *, base: str, step: int, metrics: dict[str, float]
+    learner: Learner,
+    output: Path,
+    loaded: LoadedConfig,
+    *,
+    base: str,
+    step: int,
+    metrics: dict[str, float],
+    source: PolicySource | None = None,
 ) -> None:
     """Writes the learner's state as a checkpoint outside of any run; `loaded` names the dtype that it was trained in.
 
     `base` is the opened base. One that was built is kept inside the checkpoint, and any other directory is recorded
-    with its full path, so that the checkpoint can be used from anywhere.
+    with its full path, so that the checkpoint can be used from anywhere. The text of the probe of `source`, which the
+    learner went on from, is kept.
     """
     keeps = is_built(Path(base))
     policy = read_spec(loaded.config.model, base, is_remote=loaded.config.learner.weights == "server")
+    origin = origin_of(policy, base_digest(base))
+    checkpoint = None if source is None or source.checkpoint is None else read_manifest(fetched(source.checkpoint))
+    before = checkpoint.probe if checkpoint is not None and checkpoint.origin == origin else None
     manifest = Manifest(
         step=step,
         base=BASE if keeps else base,
         config_hash=config_hash(loaded.config),
         dtype=loaded.config.model.dtype,
-        origin=origin_of(policy, base_digest(base)),
-        probe=measure(learner, policy.vocabulary),
+        origin=origin,
+        probe=learner.measure(before),
         metrics=metrics,
     )
     with new_checkpoint(output, manifest) as directory:

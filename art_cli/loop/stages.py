@@ -190,5 +190,5 @@ def take_step(
             fault = find_fault(failures, is_called=True, num_without_signal=len(groups))
             if numbers["num_updates"] == 0 and fault is not None:
                 raise LearnerError(f"no checkpoint is written: {fault}")
-            save_learner(learner, output, loaded, base=base, step=source.step + 1, metrics=numbers)
+            save_learner(learner, output, loaded, base=base, step=source.step + 1, metrics=numbers, source=source)
     return StepTaken(output, source.step + 1, numbers)

@@ -9,7 +9,7 @@ from pathlib import Path
 from art_cli.config.compose import LoadedConfig
 from art_cli.loop.batches import Batch
 from art_cli.loop.claim_run import claim_run
-from art_cli.loop.evaluate import contest_rewards, play_evaluation, values_by_scenario, values_of_sources
+from art_cli.loop.evaluate import judged_rewards, play_evaluation, values_by_scenario, values_of_sources
 from art_cli.loop.open_run import Run, open_run, resume_command
 from art_cli.loop.owed_groups import group
 from art_cli.loop.startup import Startup
@@ -105,7 +105,7 @@ async def publish(run: Run, step: int, metrics: dict[str, float]) -> None:
     checkpoint = await run.writer.save(step, metrics)
     proven = await run.sampler.load(checkpoint, step)
     assert proven is not None or not run.config.learner.trains_weights, "it was just written, with its proof"
-    metrics = metrics if proven is None else metrics | {"probe_gap": proven.gap}
+    metrics = metrics if proven is None else metrics | proven.numbers
     run.writer.record(step - 1, "train", metrics, "" if proven is None else proven.digest)
     _announce(step, run.config.train.steps, metrics)
     _note(run, UpdateNumbers(step, metrics))
@@ -126,12 +126,13 @@ async def evaluate_if_due(run: Run, step: int) -> None:
     trajectories = await play_evaluation(run.sampler, config, scenarios, step=step, path=path, title=title)
     run.trackers.log_evaluation(step, [*group(trajectories).values()])
     values = values_by_scenario(trajectories)
-    won = await contest_rewards(run.config, run.judge, trajectories, lambda: _references(run, step, trajectories))
-    if won:
-        values["reward"] = values.get("reward", {}) | won
+    judged = await judged_rewards(run.config, run.judge, trajectories, lambda: _references(run, step, trajectories))
+    if judged.by_scenario:
+        values["reward"] = values.get("reward", {}) | judged.by_scenario
     values = values_of_sources(values, run.config) | values
     means = {name: sum(v.values()) / len(v) for name, v in values.items() if v}
-    seconds, reward_is = time.perf_counter() - begin, "wins" if won else "own"
+    seconds = time.perf_counter() - begin
+    reward_is = "wins" if judged.is_contest else "judge" if judged.by_scenario else "own"
     evaluation = Evaluation(seconds=seconds, values=values, reward_is=reward_is, attempts=len(trajectories))
     files.write_evaluation(step, evaluation)
     run.writer.record(step, "eval", means, digest)

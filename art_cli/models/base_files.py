@@ -13,12 +13,13 @@ from typing import Any
 
 from art_cli.runs.durable import read_object
 from art_cli.runs.manifest import HASHES, hash_files, verify_built
-from art_cli.runtime.errors import ArtError, CheckpointError, DataError, UsageError, one_line
+from art_cli.runtime.errors import ArtError, CheckpointError, DataError, UsageError, one_line, printable
 
 JSON_FILES = ("config.json", "generation_config.json", "tokenizer_config.json", "special_tokens_map.json")
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 TEMPLATE = "chat_template.jinja"
+BASE_FILES = ("config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "tokenizer.model")
 USED_SUFFIXES = (".json", ".jinja", ".model", ".safetensors")
 
 
@@ -137,6 +138,26 @@ def _check_depth(directory: Path, config: dict[str, Any], tensors: list[str]) ->
         raise DataError(
             f"num_hidden_layers is {shown}; the weights have {len(tensors)} tensors", directory / "config.json"
         )
+
+
+def find_files(base: str) -> Path:
+    """Returns the directory of the base's files; those of a hub id are fetched if they are not there yet."""
+    if Path(base).is_dir():
+        return Path(base)
+    import huggingface_hub
+
+    cached = huggingface_hub.try_to_load_from_cache(base, "config.json")
+    if isinstance(cached, str) and _has_weights(Path(cached).parent):
+        return Path(cached).parent
+    try:
+        wanted = [*BASE_FILES, TEMPLATE, "*.safetensors", INDEX, "generation_config.json", "vocab.json", "merges.txt"]
+        return Path(huggingface_hub.snapshot_download(base, allow_patterns=wanted))
+    except Exception as error:  # the boundary to the hub's client
+        raise UsageError(f"model.base: {base}: {printable(error, limit=300)}") from error
+
+
+def _has_weights(directory: Path) -> bool:
+    return (directory / SINGLE).exists() or (directory / INDEX).exists()
 
 
 def base_digest(base: str) -> str:

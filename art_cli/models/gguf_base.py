@@ -24,9 +24,11 @@ from art_cli.runtime.errors import UsageError, one_line
 HUB_FILE = re.compile(r"(?P<repo>[\w-][\w.-]*/[\w.-]+):(?P<file>[\w][\w./+-]*\.gguf)", re.ASCII)
 HUB_TIMEOUT_S = 10.0
 MAGIC, VERSIONS = b"GGUF", (2, 3)
-WIDTHS = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}  # bytes of a value, by its type
+FORMS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}  # by the type
+WIDTHS = {kind: struct.calcsize(f"<{form}") for kind, form in FORMS.items()}  # bytes of a value
 STRING, ARRAY = 8, 9  # the types of values that have no fixed width
 MAX_DIMENSIONS = 4  # ggml has no tensor of more
+MIN_TENSORS = 4  # of a layer; the library makes all layers that a header names before it looks for their tensors
 
 
 def builder_of(base: str, directory: Path) -> Callable[[Path], None] | None:
@@ -159,7 +161,9 @@ class _Header:
                 self.at = at
             value = self._value(kind)
             if key == b"general.alignment":
-                alignment = value
+                alignment = int(value)
+            if key.endswith(b"block_count") and not 0 <= value * MIN_TENSORS <= num_tensors:
+                raise ValueError(f"{value} layers, and {num_tensors} tensors")
         if not 0 < alignment <= len(self.data):
             raise ValueError(f"an alignment of {alignment}")
         tensors = [self._tensor() for _ in range(num_tensors)]
@@ -185,8 +189,8 @@ class _Header:
         of_block, bytes_of_block = GGML_QUANT_SIZES[GGMLQuantizationType(kind)]
         return _Tensor(num_elements, -(-num_elements // of_block) * bytes_of_block, start)
 
-    def _value(self, kind: int) -> int:
-        """Passes over a value. Returns an integer of 32 bits, 0 for all other kinds."""
+    def _value(self, kind: int) -> float:
+        """Passes over a value. Returns a number, 0 for a text, infinity for an array."""
         if kind == STRING:
             self._string()
         elif kind == ARRAY:
@@ -197,10 +201,9 @@ class _Header:
                     self._string()
             else:
                 self.at += num * WIDTHS[element]
-        elif kind == 4:
-            return int(self._unpack("I")[0])
+            return math.inf
         else:
-            self._unpack(f"{WIDTHS[kind]}s")
+            return float(self._unpack(FORMS[kind])[0])
         return 0
 
     def _string(self) -> bytes:

@@ -35,7 +35,7 @@ from art_cli.models.precision import (
 )
 from art_cli.runs.durable import new_directory
 from art_cli.runs.manifest import write_hashes
-from art_cli.runtime import plugins
+from art_cli.runtime import gpus, plugins
 from art_cli.runtime.allocator import keep_freed_memory
 from art_cli.runtime.errors import ArtError, CheckpointError, RunError, UsageError, one_line
 
@@ -166,6 +166,8 @@ def load_weights(
     target = torch.device(pick_device(device))
     if target.type == "cpu":
         keep_freed_memory()
+    else:
+        grow_segments()
     name = resolve_dtype(config, base, device=device, named=named).name
     with loading(base, named):
         dtype = getattr(torch, name)
@@ -189,8 +191,10 @@ def templated_tokenizer(config: ModelConfig, base: str, *, named: str | None = N
     return tokenizer
 
 
-def resolve_dtype(config: ModelConfig, base: str, *, device: str = "auto", named: str | None = None) -> DtypeChoice:
-    """Returns the dtype that the configuration names, or that the device decides.
+def resolve_dtype(
+    config: ModelConfig, base: str, *, device: str = "auto", named: str | None = None, may_be_exact: bool = False
+) -> DtypeChoice:
+    """Returns the dtype that the configuration names, or that the device decides (`choose_dtype`).
 
     Raises UsageError as `load_weights` does.
     """
@@ -198,7 +202,7 @@ def resolve_dtype(config: ModelConfig, base: str, *, device: str = "auto", named
     if config.dtype != "auto":
         return DtypeChoice(config.dtype, "")
     with loading(base, named):
-        return choose_dtype(base, pick_device(device))
+        return choose_dtype(base, pick_device(device), may_be_exact=may_be_exact)
 
 
 def width_of(base: str, named: str | None = None) -> int:
@@ -212,6 +216,14 @@ def width_of(base: str, named: str | None = None) -> int:
     with loading(base, named):
         config: Any = transformers.AutoConfig.from_pretrained(base, trust_remote_code=False)
         return int(getattr(config.get_text_config(), "hidden_size", UNKNOWN_WIDTH))
+
+
+def context_at(base: str) -> int:
+    """Returns the number of tokens that the model of a hub id or directory was made for."""
+    import transformers
+
+    with loading(base, None):
+        return context_of(transformers.AutoConfig.from_pretrained(base, trust_remote_code=False))
 
 
 def load_checkpoint(
@@ -289,14 +301,20 @@ def save_weights(weights: Weights, directory: Path, *, tensors: dict[str, torch.
         weights.tokenizer.save_pretrained(directory)
     (directory / "README.md").unlink(missing_ok=True)  # peft's empty model card
     if weights.has_adapter:
-        _sort_targets(directory / "adapter_config.json")
+        _settle(directory / "adapter_config.json")
 
 
-def _sort_targets(path: Path) -> None:
-    """Writes the targets in order, which peft keeps as a set, so that equal adapters are equal files."""
+def _settle(path: Path) -> None:
+    """Makes equal adapters equal files: the targets, a set in peft, get an order, and no directory of the base stays.
+
+    The manifest names the base.
+    """
     config = json.loads(path.read_text())
     if isinstance(targets := config.get("target_modules"), list):
-        path.write_text(json.dumps(config | {"target_modules": sorted(targets)}, indent=2, sort_keys=True))
+        config["target_modules"] = sorted(targets)
+    if Path(config.get("base_model_name_or_path") or "").is_dir():
+        config["base_model_name_or_path"] = None
+    path.write_text(json.dumps(config, indent=2, sort_keys=True))
 
 
 def merge(weights: Weights) -> Weights:
@@ -386,7 +404,11 @@ def pick_device(device: str, named: str = "learner.device") -> str:
     import torch
 
     if device == "auto":
-        return "cuda" if torch.cuda.is_available() else "cpu"
+        if torch.cuda.is_available():
+            return "cuda"
+        if problem := idle_gpu():
+            raise UsageError(f"{problem}; or set {named}=cpu, or CUDA_VISIBLE_DEVICES= for the CPU")
+        return "cpu"
     kind, _, index = device.partition(":")
     try:
         if kind == "cuda":
@@ -400,6 +422,33 @@ def pick_device(device: str, named: str = "learner.device") -> str:
             f"{named}: torch {torch.__version__} finds no {device} on this machine; set it to auto, or cpu"
         )
     return device
+
+
+def idle_gpu() -> str:
+    """Returns why torch does not use the NVIDIA GPU of this machine, with the cure, or "" if it has none or uses it."""
+    import torch
+
+    if torch.cuda.is_available() or not gpus.has_nvidia(os.environ):
+        return ""
+    try:
+        torch.cuda.init()  # type: ignore[no-untyped-call]
+        reason = "it counts no device"
+    except (RuntimeError, AssertionError) as error:
+        reason = str(error)
+    return gpus.idle_gpu(torch.__version__, torch.version.cuda, reason, gpus.driver())
+
+
+def grow_segments() -> None:
+    """Lets a GPU's blocks of memory grow, so that few are left between them when a step has freed its own.
+
+    It is set in this process and not by PYTORCH_ALLOC_CONF, because vLLM, a child that inherits the environment,
+    captures graphs that do not take such blocks. A user's own settings in the environment are left as they are.
+    """
+    import torch
+
+    if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys():
+        older: Any = torch.cuda.memory._set_allocator_settings  # in torch 2.9
+        getattr(torch._C, "_accelerator_setAllocatorSettings", older)("expandable_segments:True")
 
 
 def _load_model(config: ModelConfig, base: str, device: torch.device, dtype: torch.dtype, seed: int) -> Any:

@@ -30,13 +30,17 @@ class PolicySpec(msgspec.Struct, frozen=True, kw_only=True):
     lora_rank: int | None  # largest rank of its adapter, or None without one
     chat_template: str | None  # Jinja, or None for the tokenizer's
     learner_device: str | None  # device of a learner's weights, "cpu" or "cuda:0", or None without a learner
+    learner_gpus: int = 1  # GPUs of the learner's processes here, from `learner_device` on
+    lora_targets: tuple[str, ...] = ()  # of a mixture of experts, the names of the modules with an adapter, if known
     quantize: str | None = None  # "4bit" if the base is kept in 4 bits, or None
 
 
 def spec_of(weights: loading.Weights) -> PolicySpec:
     """Returns the spec of a policy whose weights are in this process."""
     ranks = [max([lora.r, *lora.rank_pattern.values()]) for lora in _adapters(weights)]
-    template = weights.tokenizer.chat_template
+    template, text = weights.tokenizer.chat_template, weights.model.config.get_text_config()
+    has_experts = bool(getattr(text, "num_experts", None) or getattr(text, "num_local_experts", None))
+    targets = {name.rpartition(".")[2] for lora in _adapters(weights) for name in lora.target_modules}
     return PolicySpec(
         base=weights.base,
         dtype=weights.dtype_name,
@@ -45,6 +49,7 @@ def spec_of(weights: loading.Weights) -> PolicySpec:
         lora_rank=max(ranks, default=None),
         chat_template=template if isinstance(template, str) else None,
         learner_device=str(weights.device),
+        lora_targets=tuple(sorted(targets)) if has_experts else (),
         quantize=weights.quantize,
     )
 

@@ -17,10 +17,12 @@ torch and transformers are imported inside functions only, so that importing thi
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any, NamedTuple
 
+from art_cli.models.run_memory import model_size
 from art_cli.runtime.errors import UsageError
 
 # Number of parameters. In bfloat16, engine and learner differ by 0.03 nats a token of SmolLM2-135M, which then learnt
-# less (0.75, 0.81, 0.97 against 0.88, 0.97, 0.97), for a run that took a seventh less time.
+# less (0.75, 0.81, 0.97 against 0.88, 0.97, 0.97), for a run that took a seventh less time. On a GPU float32 takes at
+# most 2 GB for the weights of so small a model, and its activations are twice as large.
 SMALL = 500_000_000
 
 
@@ -31,20 +33,18 @@ class DtypeChoice(NamedTuple):
     reason: str
 
 
-def choose_dtype(base: str, device: str) -> DtypeChoice:
+def choose_dtype(base: str, device: str, *, may_be_exact: bool = False) -> DtypeChoice:
     """Returns the dtype for the model at `base` (a hub id or directory) on the device ("cpu", "cuda:0").
 
-    Raises OSError, ValueError: transformers knows no model there.
+    `may_be_exact`: on a GPU a small model may have float32, because the engine samples in it. vLLM's LoRA kernels there
+    take 16 bits only (lora/ops/triton_ops/lora_shrink_op.py). Raises OSError, ValueError: transformers knows no model.
     """
-    if not device.startswith("cpu"):
-        if has_bfloat16_gpu():
-            return DtypeChoice("bfloat16", "the GPU has bfloat16")
-        return DtypeChoice("float32", "the GPU has no bfloat16")
-    if not has_amx():
-        return DtypeChoice("float32", "this CPU has no AMX")
-    if model_size(base).parameters < SMALL:
-        return DtypeChoice("float32", f"on a CPU bfloat16 pays from {SMALL / 1e6:.0f}M parameters on")
-    return DtypeChoice("bfloat16", "this CPU has AMX")
+    is_gpu = not device.startswith("cpu")
+    if not (has_bfloat16_gpu() if is_gpu else has_amx()):
+        return DtypeChoice("float32", "the GPU has no bfloat16" if is_gpu else "this CPU has no AMX")
+    if (may_be_exact or not is_gpu) and model_size(base).parameters < SMALL:
+        return DtypeChoice("float32", f"bfloat16 pays from {SMALL / 1e6:.0f}M parameters on")
+    return DtypeChoice("bfloat16", "the GPU has bfloat16" if is_gpu else "this CPU has AMX")
 
 
 def has_bfloat16_gpu() -> bool:
@@ -68,30 +68,14 @@ def gpu_name() -> str:
     return torch.cuda.get_device_name(0) if torch.cuda.is_available() else ""
 
 
-class ModelSize(NamedTuple):
-    """Example: ModelSize(parameters=4_022_468_096, cached_per_token=73_728)"""
-
-    parameters: int
-    cached_per_token: int  # keys and values that a token keeps in all layers
-
-
-def model_size(base: str) -> ModelSize:
-    """Returns the size of the model at `base` (a hub id or directory) without reading its weights.
-
-    Raises OSError, ValueError: transformers knows no model there.
-    """
+def gpu_bytes(device: str) -> float:
+    """Returns the memory of a GPU in bytes ("cuda:1"; "auto" and "cuda" are the first), or 0 if torch sees none."""
     import torch
-    import transformers
 
-    auto: Any = transformers.AutoModelForCausalLM  # untyped there
-    config = transformers.AutoConfig.from_pretrained(base, trust_remote_code=False)
-    with torch.device("meta"):
-        num: int = auto.from_config(config).num_parameters()
-    text: Any = config.get_text_config()
-    heads = text.num_attention_heads
-    width = getattr(text, "head_dim", None) or text.hidden_size // heads
-    kept = getattr(text, "num_key_value_heads", None) or heads
-    return ModelSize(num, 2 * text.num_hidden_layers * kept * width)
+    kind, _, index = device.partition(":")
+    if kind not in ("auto", "cuda") or not torch.cuda.is_available():
+        return 0.0
+    return float(torch.cuda.get_device_properties(int(index or 0)).total_memory)
 
 
 def require_bitsandbytes() -> None:

@@ -10,6 +10,7 @@ stuck             reward and entropy stood still for long: for want of spread, o
 failures          many rollouts of several steps fail
 parted            reward and a shadow judge's score part, by a test whose false alarms are bounded (runs/parting.py);
                   or the judge comes to agree less with a person's labels (judges/files/run_labels.py)
+judge_changed     the replies of a judge name another model than before
 
 A reason is a number that changed between the best policy and the policy that fell (entropy, signal, gap, clipping,
 length, failures, gradient), with what to try. The cures of all findings stand here.
@@ -30,6 +31,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from art_cli.config.metric_names import JUDGED_BY
 from art_cli.judges.files.run_labels import OrderedPair, describe_fall, find_fall
 from art_cli.runs.history import Evaluated, History, UpdateNumbers
 from art_cli.runs.intervals import LEVEL, mean_interval, student
@@ -66,6 +68,10 @@ CHECK_REWARD = (
     "read the best and the worst attempt of a group (art view): what they differ in must be what the reward pays for, "
     "and the same attempt must get the same reward again; then more groups (rollout.groups_per_step)"
 )
+MEASURE_JUDGE = (
+    "art judge step_*/trajectories.jsonl --probe measures what judges now, and --gold its agreement; name a dated "
+    "snapshot in judge.model, which the provider does not replace"
+)
 LIMITS = "rollout.max_turns, rollout.sampling.max_tokens and model.max_length, or a lower rollout.limit_reward"
 CURES = (
     THAW,
@@ -80,6 +86,7 @@ CURES = (
     LIMITS,
     MEND_REWARD,
     CHECK_REWARD,
+    MEASURE_JUDGE,
 )
 
 
@@ -257,7 +264,7 @@ def find(history: History, *, is_comparable: bool = True) -> list[RunFinding]:
     the attempts of a group cannot.
     """
     lasting = list(_lasting(history, is_comparable=is_comparable))
-    found = [*_evaluations_fell(history), *lasting, *_parted(history)]
+    found = [*_evaluations_fell(history), *lasting, *_parted(history), *_judge_changed(history.updates)]
     if is_comparable:
         found += [*_training_fell(history), *_stuck(history.updates, lasting), *_frozen(history.updates, lasting)]
     return sorted(found, key=lambda finding: finding.step)
@@ -403,6 +410,20 @@ def judge_fell(labels: Sequence[OrderedPair]) -> list[RunFinding]:
 
 def _parting(alarm: Parting, text: str) -> RunFinding:
     return RunFinding("parted", alarm.onset, alarm.alarm, text, [], MEND_REWARD)
+
+
+def _judge_changed(updates: Sequence[UpdateNumbers]) -> Iterator[RunFinding]:
+    """Yields a finding for each step in which a judge's replies name a model that they did not name before."""
+    seen: set[str] = set()
+    for update in updates:
+        names = {name.removeprefix(JUDGED_BY) for name in update.metrics if name.startswith(JUDGED_BY)}
+        if seen and (new := names - seen):
+            text = f"the judge's replies name {', '.join(sorted(new))} at step {update.number}"
+            before = (
+                f"before they named {', '.join(sorted(seen))}, so that rewards before and after differ in their judge"
+            )
+            yield RunFinding("judge_changed", update.number, update.number, f"{text}; {before}", [], MEASURE_JUDGE)
+        seen |= names
 
 
 # --- lasting states ---------------------------------------------------------------------------------------------------

@@ -158,6 +158,7 @@ class RunReport(msgspec.Struct, frozen=True, kw_only=True):
     reward_names: dict[str, str]  # name of the rewards of steps ("train") and of evaluations ("eval")
     series: dict[str, list[tuple[int, float]]]
     rollouts: Rollouts
+    proofs: dict[str, int] = {}  # number of steps whose weights the engine was proven to have, and of undecided proofs
     seconds: Seconds
     judge: JudgeCost | None  # or None if it made no calls, or an older version wrote the run
     promised: list[Promised]  # the promises of `art plan` beside what happened; empty until the run is finished
@@ -195,6 +196,7 @@ def read_report(run: RunDir) -> RunReport:
         series={name: _series(history.updates, of) for name, of in (SERIES | _named_getters(history)).items()}
         | ({"labels/alike": shares(labels)} if labels else {}),
         rollouts=_rollouts(history.updates),
+        proofs=_proofs(history.updates),
         seconds=_seconds(history),
         judge=_judge(history.updates),
         promised=_promised(run, history),
@@ -347,6 +349,11 @@ def _series(updates: Sequence[UpdateNumbers], of: Getter) -> list[tuple[int, flo
 
 def _sum(updates: Sequence[UpdateNumbers], name: str) -> float:
     return sum(update.metrics.get(name, 0.0) for update in updates)
+
+
+def _proofs(updates: Sequence[UpdateNumbers]) -> dict[str, int]:
+    undecided = [update.metrics["probe_undecided"] for update in updates if "probe_undecided" in update.metrics]
+    return {"proven": undecided.count(0.0), "undecided": undecided.count(1.0)} if undecided else {}
 
 
 def _rollouts(updates: Sequence[UpdateNumbers]) -> Rollouts:

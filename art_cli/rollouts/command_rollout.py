@@ -30,7 +30,7 @@ from art_cli.rollouts.attempt_errors import MAX_ERROR_LENGTH, AttemptError, desc
 from art_cli.rollouts.policy import Json, Policy, past_proxies, read_outcome
 from art_cli.runs.outcome import Outcome
 from art_cli.runtime.errors import RolloutError, message_of
-from art_cli.runtime.processes.child import Finished, run_program
+from art_cli.runtime.processes.child import Finished, child_environment, run_program
 from art_cli.runtime.processes.plain_json import dump
 
 Address = tuple[str, int]  # host and port
@@ -212,7 +212,7 @@ def _finite(digits: str) -> float:
 
 def _split(env: Collection[str]) -> tuple[dict[str, str], list[str]]:
     """Returns the variables that a program gets, and the names of those that it does not."""
-    passed = {name: value for name, value in os.environ.items() if is_passed(name, env)}
+    passed = {name: value for name, value in child_environment().items() if is_passed(name, env)}
     return passed, sorted(os.environ.keys() - passed.keys())
 
 

@@ -25,7 +25,7 @@ from art_cli.rollouts.attempt_errors import AttemptError, describe_exit, read_re
 from art_cli.rollouts.policy import Json, Policy
 from art_cli.runs.outcome import Outcome
 from art_cli.runtime.errors import RolloutError, UsageError, describe
-from art_cli.runtime.processes.child import ChildProcess
+from art_cli.runtime.processes.child import ChildProcess, child_environment
 from art_cli.runtime.processes.process_calls import CallingEnd, ConnectionEnded
 from art_cli.runtime.threads import end
 
@@ -284,7 +284,7 @@ async def _pass_on(output: asyncio.StreamReader, printed: Callable[[str], None])
 
 def _environment(python: Path) -> dict[str, str]:
     """Returns the variables for another Python: ours, as if its environment had been activated instead of this one."""
-    environment = {name: value for name, value in os.environ.items() if name not in OWN_VARIABLES}
+    environment = {name: value for name, value in child_environment().items() if name not in OWN_VARIABLES}
     home = python.parent.parent
     if (home / "pyvenv.cfg").is_file():
         environment["VIRTUAL_ENV"] = str(home)

@@ -129,7 +129,7 @@ class Gateway:
 
         Raises ChatError if the proof of its weights failed.
         """
-        part.policy = await self.proven.digest(part.step) or part.policy
+        part.policy = await self.proven.digest(part.step)
 
     @property
     def step(self) -> int:

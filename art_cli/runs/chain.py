@@ -6,15 +6,15 @@
     Link(step=9, files={}, inputs={all that came after the last checkpoint})          when a training begins or ends
 
 A link is written when its checkpoint is whole; a start that finds the newest checkpoint without one adds it, also where
-a kill has torn the line. Until then nothing proves that checkpoint, and the chain ends before it. The files
-of a step are named once they are complete, and metrics.jsonl as far as it goes then. So whoever changes a byte of a run
-has to write all links from there on anew, and the digest of the newest one, which one can write down elsewhere, is
-another.
+a kill has torn the line. Until then nothing proves that checkpoint, and the chain ends before it. The files of a step
+are named once they are complete, and metrics.jsonl as far as it goes then; later bytes replace none that a link named.
+Two things differ: config.json is written anew, and a step that is done again after a loss has new files. So whoever
+changes a byte of a run has to write all links from there on anew or once more. The digest of the newest link, which one
+can write down elsewhere, is another then.
 """
 
 import hashlib
-from collections.abc import Iterable, Iterator, Mapping
-from itertools import pairwise
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -24,12 +24,14 @@ from art_cli.runs import json_lines
 from art_cli.runs.durable import LineWriter, write_file
 from art_cli.runs.json_lines import open_file, read_file
 from art_cli.runs.manifest import (
-    NOT_WEIGHTS,
+    MANIFEST,
+    STEP_NAME,
     Manifest,
     Origin,
     Probe,
     hash_file,
     hash_files,
+    odd_files,
     policy_digest,
     verify_built,
     verify_checkpoint,
@@ -40,7 +42,7 @@ from art_cli.runtime.errors import CheckpointError, DataError, one_line
 
 NAME, CERTIFICATE = "chain.jsonl", "certificate.json"
 GO_ON = "art train writes the link when it goes on with the run"
-METRICS = "metrics.jsonl"  # grows while the run goes on
+CONFIG, METRICS = "config.json", "metrics.jsonl"  # grows while the run goes on
 LABELS = "labels.jsonl"  # a person's, who may go on labelling
 READ_BYTES = 2**20
 MAX_CERTIFICATE = 256 * 2**20  # bytes; a thousand links have 4 MB
@@ -71,30 +73,10 @@ class Link(msgspec.Struct, frozen=True, kw_only=True):
         return policy_digest(self.origin, self.files) if self.files else ""
 
 
-def weights_by_policy(run: RunDir) -> dict[str, str]:
-    """Returns for the digest of each policy of the chain the hashes of its weights alone, or {} for a damaged chain.
-
-    A policy's own digest has all files, and with them the path of its base.
-    """
-    try:
-        links = [link for link in read_chain(run) if link.files]
-    except DataError:
-        return {}
-    hashes = [{name: each for name, each in link.files.items() if name.endswith(".safetensors")} for link in links]
-    known = [sorted(each for name, each in its.items() if not name.startswith(NOT_WEIGHTS)) for its in hashes]
-    return {link.policy: " ".join(its) or link.policy for link, its in zip(links, known, strict=True)}
-
-
-def is_same(policy: str, other: str, weights: Mapping[str, str]) -> bool:
-    """Returns whether two digests name policies of the same weights, which another place of the project leaves as they
-    are. Nothing is known against an unknown one. `weights`: `weights_by_policy`."""
-    return not (policy and other) or weights.get(policy, policy) == weights.get(other, other)
-
-
 def is_evaluated(run: RunDir, step: int, digest: str) -> bool:
     """Returns whether the policy of a step has an evaluation; that of a lost policy, which was made again, is none."""
     done = [line.policy for line in run.metrics() if (line.split, line.step) == ("eval", step)]
-    return bool(done) and is_same(done[-1], digest, weights_by_policy(run))
+    return bool(done) and (not done[-1] or digest in ("", done[-1]))
 
 
 class Flaw(NamedTuple):
@@ -155,15 +137,19 @@ def find_flaws(run: RunDir, links: list[Link]) -> Iterator[Flaw]:
             yield Flaw(f"{NAME}:{number}", f"is torn, so that nothing proves what it named; {GO_ON}")
         elif link is not None and line.rstrip(b"\n") != msgspec.json.encode(link):  # also a field that no version knows
             yield Flaw(f"{NAME}:{number}", "is not written as it was")
-    newest = {name: part for link in links for name, part in link.inputs.items()}  # config.json may be written anew
-    for name, part in newest.items():
-        if flaw := _flaw(run.root / name, part, within=run.root):
-            yield Flaw(name, flaw)
+    parts = _named(links)[0]
+    for name, its in parts.items():  # earlier ones are the beginnings of the last
+        if found := [flaw for part in its if (flaw := _flaw(run.root / name, part, run.root, part is its[-1]))]:
+            yield Flaw(name, found[0])
+    of_step, there = made_by(links), sorted(_step_of(path.name) for path in run.root.glob("step_*"))
+    for name in _written(run, (step for step in there if 0 <= step < max(of_step, default=0))):
+        if name not in parts and name.endswith((".json", ".jsonl")):
+            yield Flaw(name, "no link names it")
+    yield from (Flaw(f"base/{name}", "is a link, or no file") for name in odd_files(run.base))
     try:
         verify_built(run.base)
     except CheckpointError as error:
         yield Flaw("base", str(error).removeprefix(f"{run.base}: "))
-    of_step = {link.step: link for link in links if link.files}
     for step in run.checkpoint_steps():
         path = run.checkpoint_path(step)
         place = str(path.relative_to(run.root))
@@ -174,23 +160,61 @@ def find_flaws(run: RunDir, links: list[Link]) -> Iterator[Flaw]:
                 yield Flaw(place, str(error).removeprefix(f"{path}: "))
             continue
         if step not in of_step:  # a run that trains may have added it meanwhile
-            of_step |= {link.step: link for link in read_chain(run) if link.files}
+            of_step |= made_by(read_chain(run))
         if step not in of_step:
             if manifest.origin is not None:  # an imported one has none
                 yield Flaw(place, f"has no link, so that nothing proves it; {GO_ON}")
         elif manifest.files != of_step[step].files:
             names = dict(manifest.files.items() ^ of_step[step].files.items())
             yield Flaw(f"{place}/{min(names)}", "is not the one that the step made")
+        elif (manifest.origin, manifest.probe) != (of_step[step].origin, of_step[step].probe):
+            yield Flaw(f"{place}/{MANIFEST}", "has another origin or probe than its link")
 
 
-def broken_links(links: list[Link]) -> Iterator[Flaw]:
-    """Yields each link that was changed, or does not follow the one before it."""
+def broken_links(links: list[Link]) -> list[Flaw]:
+    """Returns each link that was changed, does not follow the one before it, or replaces what an earlier one named."""
+    changed = [number for number, link in enumerate(links, 1) if link.digest != _digest(link)]
+    digests = ["", *(link.digest for link in links)]
+    torn = [number for number, link in enumerate(links, 1) if link.before != digests[number - 1]]
+    flaws = [Flaw(f"{NAME}:{number}", "was changed") for number in changed]
+    flaws += [Flaw(f"{NAME}:{number}", "does not follow the link before it") for number in torn]
+    return flaws + _named(links)[1]
+
+
+def _named(links: list[Link]) -> tuple[dict[str, list[FilePart]], list[Flaw]]:
+    """Returns for each file the parts that links name, oldest first, and each link that names one once too often.
+
+    A file of a step is fixed once a checkpoint was made from it, unless the step was done again. Until then it may
+    grow, as the metrics may always.
+    """
+    parts, flaws, free, made = dict[str, list[FilePart]](), list[Flaw](), set[str](), -1
     for number, link in enumerate(links, 1):
-        if link.digest != _digest(link):
-            yield Flaw(f"{NAME}:{number}", "was changed")
-    for number, (before, link) in enumerate(pairwise(links), 2):
-        if link.before != before.digest:
-            yield Flaw(f"{NAME}:{number}", "does not follow the link before it")
+        if link.files and link.step <= made:  # its first checkpoint was lost
+            free |= {name for name in parts if _step_of(name) >= link.step - 1}
+        for name, part in link.inputs.items():
+            if name in free or name == CONFIG:
+                parts[name] = []
+            elif name in parts and name != METRICS and _step_of(name) < made:
+                flaws.append(Flaw(f"{NAME}:{number}", f"names {name} again, from which step {made} was made"))
+            free.discard(name)
+            parts.setdefault(name, []).append(part)
+        made = link.step if link.files else made
+    return parts, flaws
+
+
+def _step_of(name: str) -> int:
+    found = STEP_NAME.fullmatch(name.partition("/")[0])
+    return int(found[1]) if found else -1
+
+
+def made_by(links: Iterable[Link]) -> dict[int, Link]:
+    """Returns the link of each step that has a policy now. A step that is done again takes the later ones with it."""
+    made = dict[int, Link]()
+    for link in links:
+        if link.files and made and link.step <= next(reversed(made)):
+            made = {step: each for step, each in made.items() if step < link.step}
+        made |= {link.step: link} if link.files else {}
+    return made
 
 
 def _digest(record: "Link | Certificate") -> str:
@@ -213,15 +237,15 @@ def _part(path: Path) -> FilePart:
     return FilePart(len(lines), hashlib.sha256(lines).hexdigest())
 
 
-def _flaw(path: Path, part: FilePart, *, within: Path) -> str:
-    """Returns what is wrong with the first bytes of a file, or "" if they are those of the part."""
+def _flaw(path: Path, part: FilePart, within: Path, is_last: bool) -> str:
+    """Returns what is wrong with the first bytes of a file, or "" if they are those of the part, its last or not."""
     hashed, left = hashlib.sha256(), part.size
     try:
         with open_file(path, within=within) as file:
             while left > 0 and (data := file.read(min(left, READ_BYTES))):
                 hashed.update(data)
                 left -= len(data)
-            if left == 0 and path.name != METRICS and file.read(1):
+            if left == 0 and is_last and path.name != METRICS and file.read(1):
                 return f"has more than {part.size} bytes"
     except (OSError, ValueError) as error:  # a chain may name anything
         return f"cannot be read: {getattr(error, 'strerror', None) or error}"
@@ -256,15 +280,15 @@ def write_certificate(export: Path, run: RunDir, step: int) -> None:
         write_file(export / CERTIFICATE, msgspec.json.format(msgspec.json.encode(certificate)))
 
 
-def check_certificate(export: Path) -> tuple[list[Link], list[Flaw]]:
-    """Returns the chain of an exported model, and what is not as its certificate says. Raises DataError: damaged."""
+def check_certificate(export: Path) -> tuple[Certificate, list[Flaw]]:
+    """Returns the certificate of an exported model, and what is not as it says. Raises DataError: damaged."""
     path = export / CERTIFICATE
     try:
         data = read_file(path, max_bytes=MAX_CERTIFICATE)
         certificate = msgspec.json.decode(data, type=Certificate)
     except (ValueError, OSError, RecursionError) as error:
         raise DataError(f"not a certificate: {one_line(error)}", path) from error
-    flaws = list(broken_links(certificate.links))
+    flaws = broken_links(certificate.links)
     if certificate.digest != _digest(certificate) or data != msgspec.json.format(msgspec.json.encode(certificate)):
         flaws.append(Flaw(CERTIFICATE, "was changed"))
     if certificate.policy not in [link.policy for link in certificate.links]:
@@ -272,5 +296,7 @@ def check_certificate(export: Path) -> tuple[list[Link], list[Flaw]]:
     found = hash_files(export)
     names = sorted(name for name in certificate.files if found.get(name) != certificate.files[name])
     flaws += [Flaw(name, "is not the exported file") for name in names]
-    added = sorted(name for name in found.keys() - certificate.files.keys() - {CERTIFICATE} if not name.startswith("."))
-    return certificate.links, [*flaws, *(Flaw(name, "was added to the export") for name in added)]
+    flaws += [Flaw(name, "is a link, or no file") for name in odd_files(export)]
+    there = {str(path.relative_to(export)) for path in export.rglob("*") if path.is_file()}
+    added = sorted(name for name in there - certificate.files.keys() - {CERTIFICATE} if not name.startswith("."))
+    return certificate, [*flaws, *(Flaw(name, "was added to the export") for name in added)]

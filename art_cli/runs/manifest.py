@@ -42,11 +42,17 @@ class Origin(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Probe(msgspec.Struct, frozen=True, kw_only=True):
-    """A probe of L tokens, and its scores by the learner of a checkpoint. Example: Probe(tokens=[7, 3, 41],
-    logprobs=[-3.6, -5.8])"""
+    """A probe of L tokens, and its scores by the learner of a checkpoint: [L - 1] nats, at temperature 1. Example:
+    Probe(tokens=[7, 3, 41], logprobs=[-3.6, -5.8], rounded=[-3.6, -5.81], base=[-3.7, -6.1], base_rounded=[-3.7, -6.0])
 
-    tokens: list[int]
-    logprobs: list[float]  # [L - 1] nats, at temperature 1
+    Probes of older versions, and of servers, have logprobs alone.
+    """
+
+    tokens: list[int]  # text of the model's own, the same for all checkpoints of a run
+    logprobs: list[float]
+    rounded: list[float] = []  # the same with each embedding moved by one rounding
+    base: list[float] = []  # `logprobs` without the adapter; [] if there is none
+    base_rounded: list[float] = []
 
 
 class Manifest(msgspec.Struct, kw_only=True):
@@ -113,6 +119,12 @@ def hash_files(directory: Path) -> dict[str, str]:
     files = sorted(path for path in directory.rglob("*") if path.is_file() and path.name not in (MANIFEST, HASHES))
     with ThreadPoolExecutor(HASHING_THREADS) as pool:
         return dict(zip((str(path.relative_to(directory)) for path in files), pool.map(hash_file, files), strict=True))
+
+
+def odd_files(directory: Path) -> list[str]:
+    """Returns what no hash covers below `directory`: links, which lead to other bytes tomorrow, pipes and devices."""
+    odd = (path for path in directory.rglob("*") if path.is_symlink() or not (path.is_file() or path.is_dir()))
+    return sorted(str(path.relative_to(directory)) for path in odd)
 
 
 def hash_file(path: Path) -> str:

@@ -65,7 +65,7 @@ class MemoryNeed(msgspec.Struct, frozen=True):
 
 
 class Reflected(msgspec.Struct, frozen=True):
-    """The questions to a model that writes a prompt, after one step. Example: Reflected("o3", 1, 8.2, 4100, 0.013)"""
+    """The questions to a model that writes a prompt, after one step. Example: Reflected("NAME", 1, 8.2, 4100, 0.013)"""
 
     model: str
     calls: int  # more than one if an answer could not be used

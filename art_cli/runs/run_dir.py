@@ -73,8 +73,8 @@ class Evaluation(msgspec.Struct, kw_only=True):
     schema_version: int = SCHEMA_VERSION
     seconds: float  # how long playing and judging took
     values: dict[str, dict[str, float]]  # metric -> scenario id -> mean over its attempts
-    # "wins": the reward is the share of comparisons won against the first evaluation, by the judge; "own": the rollouts
-    # returned it; "": an older version wrote the file
+    # "wins": the reward is the share of comparisons won against the first evaluation, by the judge; "judge": the judge
+    # gave it; "own": the rollouts returned it; "": an older version wrote the file
     reward_is: str = ""
     attempts: int = 0  # number of attempts that it has in eval.jsonl; 0 in evaluations of versions that had none
 

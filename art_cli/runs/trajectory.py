@@ -127,12 +127,13 @@ class Trajectory(msgspec.Struct, kw_only=True):
 class Score(msgspec.Struct, frozen=True, kw_only=True):
     """One judge's score of one trajectory.
 
-    Example: Score(judge="ruler", model="openai/o3", score=0.8, explanation="one detour", votes=[0.75, 0.85])
+    Example: Score(judge="ruler", model="openai/gpt-6.1-sol", score=0.8, explanation="one detour", votes=[0.75, 0.85])
     """
 
     judge: str
     score: float
-    model: str | None = None
+    model: str | None = None  # the model that was asked
+    model_returned: str | None = None  # the model that the replies named; several are joined by ", "
     explanation: str | None = None
     votes: list[float] = []  # each single vote, in the order of asking; empty: the score is the only vote
     spread: float | None = None  # standard deviation of the votes; None below two votes
@@ -147,7 +148,7 @@ class Score(msgspec.Struct, frozen=True, kw_only=True):
 def score_names(scores: Sequence[Score]) -> list[str]:
     """Returns the judges' names, each once: of a panel with the models, and numbered where these are equal too.
 
-    Example: ["ruler openai/o3", "ruler openai/o3 (2)", "exact"]
+    Example: ["ruler openai/gpt-6.1-sol", "ruler openai/gpt-6.1-sol (2)", "exact"]
     """
     judges, seen, found = [score.judge for score in scores], Counter[tuple[str, str | None]](), list[str]()
     for score in scores:

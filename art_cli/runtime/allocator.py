@@ -11,6 +11,7 @@ parameters took 3 GB more every few steps. Other C libraries are left alone.
 import contextlib
 import ctypes
 import os
+import re
 from pathlib import Path
 
 LARGEST = 32 * 2**20  # bytes of the largest block that is taken from the heap, the most that glibc allows
@@ -26,6 +27,9 @@ _CGROUP = "/sys/fs/cgroup"
 _LIMITS = (f"{_CGROUP}/memory.max", f"{_CGROUP}/memory/memory.limit_in_bytes")  # files of versions 2 and 1
 UNKNOWN = 8 * 2**30  # bytes that a machine is taken to have where the system has no number for it
 
+# The words of torch, CUDA, HIP, NCCL ("Cuda failure 2 'out of memory'"), cuBLAS, cuDNN and torch's allocator for a CPU.
+_OUT_OF_MEMORY = re.compile(r"out of memory|can't allocate memory|_STATUS_ALLOC_FAILED", re.IGNORECASE)
+
 
 class _Numbers(ctypes.Structure):
     """glibc's struct mallinfo2."""
@@ -33,6 +37,12 @@ class _Numbers(ctypes.Structure):
     _fields_ = [(name, ctypes.c_size_t) for name in (
         "arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks", "uordblks", "fordblks", "keepcost"
     )]  # fmt: skip
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Returns True if a computation ended because memory ran out, on a GPU or here, whichever library says so."""
+    is_known = isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"
+    return is_known or (isinstance(error, RuntimeError) and _OUT_OF_MEMORY.search(str(error)) is not None)
 
 
 def memory_size() -> int:

@@ -94,9 +94,13 @@ class Admission:
             self.num_answering -= 1
             self._answer_s += SMOOTHING * (time.perf_counter() - begin - self._answer_s)
 
-    def _check(self) -> None:
+    def check_loaded(self) -> None:
+        """Raises ChatError 503 while the model is being loaded."""
         if self.state == "loading":
             raise ChatError(503, "the model is being loaded", code="loading", retry_after=str(LOADING_RETRY_S))
+
+    def _check(self) -> None:
+        self.check_loaded()
         if self.state == "draining":
             raise _shutting_down()
         if self.num_in_flight >= self.concurrency + self.queue:
@@ -138,7 +142,8 @@ class Meter:
         return generate_latest(self._registry)
 
 
-WATCHED = ("/ready", "/metrics", HEALTH)  # machines ask these every few seconds, so they are logged at debug level
+READY = ("/ready", "/health/ready")  # paths that answer 200 when calls are answered
+WATCHED = (*READY, "/metrics", HEALTH)  # machines ask these every few seconds, so they are logged at debug level
 KNOWN = (*(wire.path for wire in WIRES), *WATCHED, "/v1/models")
 WORD = re.compile(r"v\d|[a-z_]{1,24}")  # a part of a path such as /v1/embeddings; keys have digits, capitals, or more
 MAX_WORDS = 8

@@ -40,7 +40,7 @@ from art_cli.chat.wires import WIRES
 from art_cli.runs.run_checkpoints import Which
 from art_cli.runtime import threads
 from art_cli.runtime.threads import end
-from art_cli.serving.middleware import CONTENT_TYPE, Admission, Meter, Middleware
+from art_cli.serving.middleware import CONTENT_TYPE, READY, Admission, Meter, Middleware
 from art_cli.serving.served_policies import Policies, ServedPolicy, follow
 
 log = logging.getLogger(__name__)
@@ -153,6 +153,8 @@ class Dispatch:
         self._logs_content = logs_content
 
     def models(self) -> list[str]:
+        """Returns the models' names. Raises ChatError 503 until calls are answered."""
+        self._admission.check_loaded()
         return list(self._policies.served)
 
     async def reply(self, request: Request) -> Reply:
@@ -264,7 +266,7 @@ class Service:
             is_processed=is_processed,
             policy_of=lambda name: policies.served[name].proven.newest,
             more=[
-                Route("/ready", self._ready, methods=["GET"]),
+                *(Route(path, self._ready, methods=["GET"]) for path in READY),
                 Route("/metrics", self._metrics, methods=["GET"]),
             ],
         )
@@ -291,6 +293,7 @@ class Service:
                     if await self._stopping.ends_before(self.policies.start()) and not self._stopping.is_stopped:
                         self.admission.open()
                         on_ready(root)
+                        log.info("ready: calls are answered at %s/v1", root)
                         async with self._followers():
                             await self._stopping.ends_before(self.policies.watch())
                     await self._stopping.drain(self.admission.emptied())

@@ -76,10 +76,18 @@ def parse_name(text: str) -> tuple[str | None, str]:
     return name, target
 
 
-def find_source(text: str, *, which: Which = "offered", base: str | None = None, dtype: str | None = None) -> Source:
+def find_source(
+    text: str,
+    *,
+    which: Which = "offered",
+    base: str | None = None,
+    dtype: str | None = None,
+    built: Path | None = None,
+) -> Source:
     """Returns the source that `[NAME=]CHECKPOINT` means. `base` and `dtype` override the files.
 
-    Raises CheckpointError: the directory holds nothing to serve; UsageError: neither a directory nor a hub id.
+    With a directory `built` it may also be any base that model.base names, which is built there if need be. Raises
+    CheckpointError: the directory holds nothing to serve; UsageError: neither a directory nor a base.
     """
     if dtype is not None and dtype not in DTYPES:
         raise UsageError(f"--dtype {dtype}: one of {', '.join(DTYPES)}")
@@ -90,10 +98,16 @@ def find_source(text: str, *, which: Which = "offered", base: str | None = None,
     found = run_checkpoints.find(Path(target), which=which) if target else None
     if found is not None:
         return of_checkpoint(found, name=name, base=base, dtype=dtype)
-    if not HUB_ID.fullmatch(target) or target.startswith("."):
+    is_built = built is not None and (":" in target or Path(target).is_file())
+    if not (HUB_ID.fullmatch(target) or is_built) or (target.startswith(".") and not is_built):
         raise UsageError(f"{target}: no such directory, and no hub id")
     _refuse(target, which)
-    return Source(name or target, target, None, 0, dtype or "auto", None, Sampling(), named=repr(target))
+    path, own = target, name or target.removeprefix("builtin:")
+    if built is not None and is_built:
+        from art_cli.models.loading import find_base  # its import takes seconds
+
+        path = find_base(target, directory=Path.cwd(), built=built / re.sub(r"\W", "_", target), named=repr(target))
+    return Source(own, path, None, 0, dtype or "auto", None, Sampling(), named=repr(target))
 
 
 def _refuse(target: str, which: Which) -> None:

@@ -37,7 +37,7 @@ from art_cli.config.schema import (
 )
 from art_cli.config.sections.engine_config import HOSTED
 from art_cli.engines import Engine, make_engine
-from art_cli.engines.proof import prove
+from art_cli.engines.proof import WeightProof
 from art_cli.models import loading
 from art_cli.models.base_files import base_digest
 from art_cli.models.policy_spec import PolicySpec, origin_of, read_spec
@@ -179,7 +179,7 @@ class _Generation:
     """One engine of a policy, and the number of requests that it is answering."""
 
     def __init__(self, engine: Engine) -> None:
-        self.engine = engine
+        self.engine, self.proof = engine, WeightProof()
         self.num_requests = 0
         self.is_idle = asyncio.Event()
         self.is_idle.set()
@@ -231,7 +231,7 @@ class ServedPolicy:
         if self._loader.swaps_adapters:
             if source.adapter is None:
                 raise UsageError(f"{source}: vLLM changes adapters; weights as a whole need --engine embedded")
-            await self._swap(old.engine, source)
+            await self._swap(old, source)
         else:
             self._generation = await self._make(source)
             retiring = asyncio.create_task(old.retire())
@@ -240,15 +240,15 @@ class ServedPolicy:
         self.source = source
 
     async def _make(self, source: Source) -> _Generation:
-        engine = await self._loader.make(source)
+        made = _Generation(await self._loader.make(source))
         try:
-            self.proven.add(source.step, await self._prove(engine, source))
+            self.proven.add(source.step, await self._prove(made, source))
         except BaseException:
-            await engine.close()
+            await made.engine.close()
             raise
-        return _Generation(engine)
+        return made
 
-    async def _prove(self, engine: Engine, source: Source) -> str:
+    async def _prove(self, of: _Generation, source: Source) -> str:
         """Returns the digest of the source, which the engine is proven to sample from, or "" if it has no proof.
 
         Raises DriftError if the engine samples from other weights; CheckpointError if the chat template was changed.
@@ -262,16 +262,18 @@ class ServedPolicy:
             if source.base not in self._digests:
                 self._digests[source.base] = await call_in_thread(base_digest, source.base)
             base = self._digests[source.base]
-        proven = await prove(engine, manifest, origin_of(await call_in_thread(_spec, source), base))
+        origin = origin_of(await call_in_thread(_spec, source), base)
+        proven = await of.proof.prove(of.engine, manifest, origin)
         return proven.digest if proven is not None else ""
 
-    async def _swap(self, engine: Engine, source: Source) -> None:
+    async def _swap(self, of: _Generation, source: Source) -> None:
         """Loads and proves another adapter. If either fails, the engine gets the old one back."""
         assert source.adapter is not None, source
+        engine = of.engine
         try:
             async with self.proven.proving(source.step):
                 await engine.load(source.adapter.resolve(), source.step)
-                self.proven.add(source.step, await self._prove(engine, source))
+                self.proven.add(source.step, await self._prove(of, source))
         except ArtError:
             if engine.endpoint.step == source.step and self.source.adapter is not None:
                 await engine.load(self.source.adapter.resolve(), self.source.step)
@@ -348,16 +350,16 @@ async def follow(policy: ServedPolicy, run: RunDir, meter: Meter, *, which: Whic
 
     Any other failure, as of a disk, is logged once and tried again.
     """
-    skipped: set[int] = set()
+    skipped: set[tuple[int, int]] = set()
     problem = ""
     while True:
         await asyncio.sleep(POLL_S)
         try:
-            step = await call_in_thread(_wanted, run, which)
-            if step is not None and step != policy.source.step and step not in skipped:
+            wanted = await call_in_thread(_wanted, run, which)
+            if wanted is not None and wanted[0] != policy.source.step and wanted not in skipped:
                 await _try_change(policy, run, meter, which)
-                if policy.source.step != step:
-                    skipped.add(step)
+                if policy.source.step != wanted[0]:
+                    skipped.add(wanted)
             problem = ""
         except Exception as error:  # the boundary to the run's files and to the engine
             if (message := describe(error)) != problem:
@@ -385,6 +387,7 @@ async def _change(policy: ServedPolicy, run: RunDir, which: Which) -> None:
         await policy.change(of_checkpoint(found, name=old.name, base=old.base if keeps_base else None, dtype=old.dtype))
 
 
-def _wanted(run: RunDir, which: Which) -> int | None:
-    """Returns the step that is meant, by directory names and metrics alone; no checkpoint is read."""
-    return next(iter(run_checkpoints.wanted_steps(run, which)), None)
+def _wanted(run: RunDir, which: Which) -> tuple[int, int] | None:
+    """Returns the step that is meant, by directory names and metrics alone, and the time when it was made."""
+    step = next(iter(run_checkpoints.wanted_steps(run, which)), None)
+    return None if step is None else (step, run.checkpoint_path(step).stat().st_mtime_ns)

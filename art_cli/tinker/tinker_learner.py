@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from art_cli.config.schema import LoraConfig, LossConfig, SftConfig, TinkerEngineConfig, TrainConfig
+from art_cli.engines.proof import make_probe
 from art_cli.learners import SFT_DIRECTORY, Progress, SftProgress, StepMetrics
 from art_cli.learners.algorithms import Algorithm
 from art_cli.learners.algorithms.normalization import FinishedCounts
@@ -38,6 +39,7 @@ from art_cli.learners.training_record import StepRecord
 from art_cli.models.loading import configs_of, load_tokenizer, stop_ids
 from art_cli.models.policy_spec import PolicySpec
 from art_cli.runs.durable import is_locked_here, write_lines
+from art_cli.runs.manifest import Probe
 from art_cli.runs.trajectory import LearnedTrajectory, ScoredTrajectory
 from art_cli.runtime.errors import LearnerError
 from art_cli.tinker.client.remote_checkpoint import TEMPLATE_FILE, read_remote, write_remote
@@ -380,6 +382,11 @@ class TinkerLearner:
             return []
         [found] = self.trainer.forward([bare_sample(ids, np.arange(1, len(ids)), "probe")])
         return [float(value) for value in found]
+
+    def measure(self, before: Probe | None = None) -> Probe:
+        """Returns a probe of random tokens, without a measured rounding: the protocol only scores."""
+        tokens = make_probe(self.policy.vocabulary) if before is None else before.tokens
+        return Probe(tokens=tokens, logprobs=self.score(tokens))
 
     def save(self, directory: Path) -> None:
         """Has the server save state and sampler weights, and writes their paths."""

@@ -214,7 +214,7 @@ class _Routes:
         if http.method == "POST" and not self._is_private:
             raise HTTPException(403, "labels are only taken where art view listens on this machine alone")
         try:
-            answer = await read_body(http, BodyLimit(MAX_LABEL), LABEL_S)
+            answer = await read_body(http, BodyLimit(MAX_LABEL), LABEL_S) if http.method == "POST" else b""
         except ChatError as error:
             raise HTTPException(error.status, str(error)) from error
         asked = http.path_params

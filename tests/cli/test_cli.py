@@ -422,6 +422,46 @@ def test_doctor_is_content_where_nothing_is_broken(art: Art, monkeypatch: pytest
     assert {line.split()[0] for line in out.splitlines()} <= {"ok", "missing", "->"}
 
 
+def test_a_bug_report_has_the_newest_runs_logs_and_no_secret(
+    art: Art, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A log that is a link could be any file; a long log is cut; the .env file's keys count too."""
+    monkeypatch.delitem(doctor.PROOFS, "train")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("WANDB_API_KEY", "sk-of-the-environment")
+    (tmp_path / ".env").write_text("OTHER_TOKEN=sk-of-the-file\n")
+    monkeypatch.setenv("OTHER_TOKEN", "")
+    monkeypatch.delenv("OTHER_TOKEN")
+    for name in ("old", "new"):
+        (tmp_path / "runs" / name / "logs").mkdir(parents=True)
+    old, new = (tmp_path / "runs" / name / "logs" / "train.log" for name in ("old", "new"))
+    old.write_text("the old run")
+    os.utime(old, (1, 1))
+    new.write_bytes(b"key sk-of-the-environment, token sk-of-the-file\n\xff" + b"x" * 2 * doctor.LOG_HEAD + b"the end")
+    (tmp_path / "elsewhere").write_text("another file of the machine")
+    new.with_name("vllm.log").symlink_to(tmp_path / "elsewhere")
+    assert art("doctor", "--bundle", "report.txt").code == 0
+    text = (tmp_path / "report.txt").read_text()
+    assert "key ***, token ***" in text and "sk-of" not in text
+    assert "ok python: " in text and "\ntyper==" in text and f"--- {new}" in text
+    assert not any(part in text for part in ("the old run", "another file", "the end"))
+    assert art("doctor", "--bundle", "report.txt", "--run", "runs/old").code == 0
+    assert "the old run" in (tmp_path / "report.txt").read_text()
+    assert art("doctor", "--bundle", "report.txt", "--run", "nowhere").err == "error: --run nowhere: not a directory\n"
+    assert not list(tmp_path.glob(".report*"))
+
+
+def test_a_python_without_docstrings_is_refused_in_one_line(tmp_path: Path) -> None:
+    """transformers reads docstrings when it is imported: it was "a bug in art: ValueError: No `Args`"."""
+    command = [sys.executable, "-m", "art_cli", "--help"]
+    environment = os.environ | {"PYTHONOPTIMIZE": "2"}
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=240)
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1) and "unset PYTHONOPTIMIZE" in done.stderr
+    environment |= {"PYTHONOPTIMIZE": "1"}
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0 and "Usage: art" in done.stdout
+
+
 # --- the package ------------------------------------------------------------------------------------------------------
 
 

@@ -85,7 +85,7 @@ def test_the_first_day_of_a_new_user(project: Path) -> None:
     assert not (project / "runs").exists()
 
     # Check knows without a call that the judge has no key.
-    done = art(project, "check", "config.yaml", "judge=ruler", "judge.model=openai/o3")
+    done = art(project, "check", "config.yaml", "judge=ruler", "judge.model=openai/gpt-6.1-sol")
     assert done.code != 0 and "OPENAI_API_KEY" in done.out + done.err
     assert art(project, "check", "config.yaml").code == 0
 

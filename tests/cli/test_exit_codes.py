@@ -15,6 +15,7 @@ import msgspec
 import pytest
 
 from art_cli import ruler_score_group
+from art_cli.reports.run_report import read_report
 from art_cli.runs.durable import write_lines
 from art_cli.runs.history import Failures, find_fault
 from art_cli.runs.run_dir import RunDir
@@ -228,12 +229,12 @@ def test_judge_without_a_key_is_red_before_any_call(art: Art, project: Path, mon
     monkeypatch.delenv("OPENAI_API_KEY")
     monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: pytest.fail("it went to the network"))
     path = write_scored(project / "s.jsonl", [0.0, 1.0])
-    code, _, err = art("judge", path, "-o", "out.jsonl", "--model", "openai/o3")
+    code, _, err = art("judge", path, "-o", "out.jsonl", "--model", "openai/gpt-6-luna")
     last = err.splitlines()[-1]
     SEEN.append(f"art judge: exit {code}: {last}")
     assert (code, last) == (
         2,
-        "error: judge: OPENAI_API_KEY is not set, and openai/o3 needs it; set it in the environment or in .env",
+        "error: judge: OPENAI_API_KEY is not set, and openai/gpt-6-luna needs it; set it in the environment or in .env",
     )
     with pytest.raises(UsageError, match="OPENAI_API_KEY is not set"):
         asyncio.run(ruler_score_group([{"messages": []}, {"messages": []}]))
@@ -255,6 +256,24 @@ def test_a_judge_that_compares_is_not_paid_for_single_attempts(art: Art, project
         code, _, err = art("judge", "alone.jsonl", *judge)
         expect(code, err, "no group has two attempts to compare, of 2; play several at each scenario", "art judge")
         assert server.num_answered == 1
+
+
+@pytest.mark.slow
+def test_a_function_judge_gives_evaluations_a_reward_that_gates_can_bound(art: Art, project: Path) -> None:
+    """The rollouts return none. The function gives 0.25 to each attempt, also where one policy is evaluated alone."""
+    (project / "rollout.py").write_text(VARIED.replace("return 0.5 if", "return None if"))
+    Path("equal").touch()
+    (project / "judge.py").write_text("def judge(group):\n    return [0.25 for _ in group]\n")
+    judge = ["judge=function", "judge.entry=judge.py:judge"]
+    code, _, err = art("train", "config.yaml", *SMALL[:1], *judge, "train.steps=1", "eval.every=1")
+    run = RunDir(project / "runs/letters")
+    found = [run.evaluation(step) for step in (0, 1)]
+    assert [each and each.reward_is for each in found] == ["judge", "judge"], err
+    assert all(each and set(each.values["reward"].values()) == {0.25} for each in found)
+    assert read_report(run).reward_names == {"train": "function score", "eval": "reward"}
+    for bound, wanted in (("reward>=0.25", 0), ("reward>=0.3", 1)):
+        code, _, err = art("eval", "config.yaml", *judge, "--checkpoint", run.root, "--gate", bound)
+        assert code == wanted, err
 
 
 @pytest.mark.slow

@@ -133,9 +133,11 @@ def test_check_and_train_find_a_missing_key_before_anything_is_played(
     for name in ("OPENAI_API_KEY", "MY_KEY"):
         monkeypatch.setenv(name, "")  # put back afterwards, whatever a .env file has set
         monkeypatch.delenv(name)
-    code, out, _ = art("check", "config.yaml", "judge=ruler", "judge.model=openai/o3", "--json")
+    code, out, _ = art("check", "config.yaml", "judge=ruler", "judge.model=openai/gpt-6.1-sol", "--json")
     assert code == 1
-    assert str(findings(out)["judge"]["message"]).startswith("OPENAI_API_KEY is not set, and openai/o3 needs it")
+    assert str(findings(out)["judge"]["message"]).startswith(
+        "OPENAI_API_KEY is not set, and openai/gpt-6.1-sol needs it"
+    )
     assert "rollout" not in findings(out)
     code, _, err = art("train", "config.yaml", *judged_at("http://127.0.0.1:1/v1"), "judge.api_key_env=MY_KEY")
     assert (code, err.splitlines()[-1]) == (
@@ -144,7 +146,7 @@ def test_check_and_train_find_a_missing_key_before_anything_is_played(
     )
     assert not (project / "runs").exists()
     Path(".env").write_text("OPENAI_API_KEY=sk-not-a-real-one\n")
-    code, out, _ = art("check", "config.yaml", "judge=ruler", "judge.model=openai/o3", "--no-judge", "--json")
+    code, out, _ = art("check", "config.yaml", "judge=ruler", "judge.model=openai/gpt-6.1-sol", "--no-judge", "--json")
     assert (code, findings(out)["judge"]["is_good"]) == (0, True)
 
 

@@ -76,7 +76,7 @@ def test_tasks_are_spread_and_the_file_trains_as_it_is(tmp_path: Path, capsys: p
     config = tmp_path / "config.yaml"
     rollout = json.dumps({"environment": SERVER, "scenarios": "tasks.jsonl"})
     config.write_text(
-        f'model: {{base: "builtin:tiny"}}\nrollout: {rollout}\njudge: {{name: ruler, model: openai/o3}}\n'
+        f'model: {{base: "builtin:tiny"}}\nrollout: {rollout}\njudge: {{name: ruler, model: openai/gpt-6.1-sol}}\n'
     )
     assert len(training_scenarios(load_config(config).config, tmp_path)) == 40
 
@@ -194,7 +194,7 @@ def test_an_interrupt_keeps_what_is_written(
         (["mcp", "no-such-program-at-all"], "no-such-program-at-all"),
         (["mcp", PLACE, "judge=rollout"], "a judge that is a language model"),
         (["mcp", PLACE, "--num", "0"], "--num"),
-        (["mcp", PLACE, "judge=ruler", "judge.panel=[{model: openai/o3}]"], "one model writes the tasks"),
+        (["mcp", PLACE, "judge=ruler", "judge.panel=[{model: openai/gpt-6.1-sol}]"], "one model writes the tasks"),
     ],
 )
 def test_a_mistake_is_refused_in_words(

@@ -167,7 +167,7 @@ def test_anchors_and_merge_keys_are_yaml_as_usual() -> None:
 
 # --- what wins --------------------------------------------------------------------------------------------------------
 
-JUDGED = PLAIN + "judge: {name: ruler, model: openai/o3, votes: 3}\n"
+JUDGED = PLAIN + "judge: {name: ruler, model: openai/gpt-6.1-sol, votes: 3}\n"
 
 
 @pytest.mark.slow
@@ -658,10 +658,10 @@ def test_what_trains_changes_the_hash_and_is_named(override: str, lines: list[st
 
 
 def test_a_price_of_a_panels_member_makes_no_other_run() -> None:
-    panel = "judge={{name: ruler, panel: [{{model: openai/o3, price: {{input: {}, output: 8}}}}]}}"
+    panel = "judge={{name: ruler, panel: [{{model: openai/gpt-6.1-sol, price: {{input: {}, output: 8}}}}]}}"
     one, other = load(PLAIN, panel.format(2)), load(PLAIN, panel.format(3))
     assert config_changes(dumped(one), dumped(other)) == []
-    assert config_changes(dumped(one), dumped(load(PLAIN, panel.format(2).replace("o3", "o4")))) != []
+    assert config_changes(dumped(one), dumped(load(PLAIN, panel.format(2).replace("sol", "luna")))) != []
 
 
 def test_the_length_of_a_run_trains_where_the_rate_decays_over_it() -> None:

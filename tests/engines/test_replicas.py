@@ -10,7 +10,9 @@ import pytest
 from pydantic import ValidationError
 
 from art_cli.config.schema import VllmEngineConfig
+from art_cli.engines.proof import WeightProof
 from art_cli.engines.vllm import arguments
+from art_cli.runs.manifest import Probe
 from art_cli.runtime.errors import DriftError, EngineError
 from tests.engines.test_vllm import PROBE, Fake, flags
 from tests.support import fake_vllm
@@ -67,5 +69,7 @@ async def test_every_replica_scores_the_probe(fake: Fake) -> None:
 async def test_a_replica_with_other_weights_stops_the_run(fake: Fake) -> None:
     async with fake.running("ranks differ", replicas=2) as engine:
         await engine.load(fake.adapter("a"), 3)
-        with pytest.raises(DriftError, match=r"step 3: vLLM's replica 2 has other weights than replica 1"):
-            await engine.score(PROBE)
+        found = await engine.score_replicas(PROBE)
+        assert found[0] == await engine.score(PROBE)
+        with pytest.raises(DriftError, match=r"step 3: vLLM's replica 2 does not sample from the learner's weights"):
+            WeightProof().check(found, Probe(tokens=PROBE, logprobs=found[0]), dtype="float32", name="step 3")

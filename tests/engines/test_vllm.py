@@ -21,7 +21,7 @@ import aiohttp
 import msgspec
 import pytest
 from msgspec import structs
-from pydantic import ValidationError
+from pydantic import JsonValue, ValidationError
 
 from art_cli.chat.chat_errors import ChatError
 from art_cli.chat.replies import Choice, Reply, ReplyBuilder
@@ -33,12 +33,14 @@ from art_cli.engines.embedded.reply_text import Vocabulary
 from art_cli.engines.vllm import arguments, vllm_engine
 from art_cli.engines.vllm import vllm_server as server
 from art_cli.engines.vllm.vllm_engine import VllmEngine
+from art_cli.learners import unsloth
 from art_cli.loop.owed_groups import plan_groups
 from art_cli.loop.policy_sampler import open_sampler
 from art_cli.models.policy_spec import PolicySpec
 from art_cli.runs.trajectory import Trajectory
-from art_cli.runtime.errors import CheckpointError, DriftError, EngineError
-from tests.support import fake_vllm
+from art_cli.runtime.errors import CheckpointError, DriftError, EngineError, UsageError
+from art_cli.runtime.processes import child
+from tests.support import fake_unsloth, fake_vllm
 from tests.support.ports import free_port
 from tests.support.process_table import is_alive
 from tests.support.tiny import CHAT_TEMPLATE, tiny_tokenizer, tiny_weights
@@ -216,26 +218,91 @@ def test_the_environment_leaves_out_ours_and_says_the_cpus_defaults() -> None:
 
 
 @pytest.mark.parametrize(
-    ("device", "visible", "server_visible", "gpus", "level"),
+    ("device", "processes", "visible", "server_visible", "gpus", "level"),
     [
-        ("cuda:0", None, None, 1, 1),
-        ("cuda:1", None, None, 1, 0),
-        ("cuda:1", None, None, 2, 1),
-        ("cuda:0", "3,4", None, 1, 1),
-        ("cuda:0", "3,4", "4", 1, 0),
-        ("cuda:1", "3,4", "4", 1, 1),
-        ("cpu", None, None, 1, 0),
+        ("cuda:0", 1, None, None, 1, 1),
+        ("cuda:1", 1, None, None, 1, 0),
+        ("cuda:1", 1, None, None, 2, 1),
+        ("cuda:0", 1, "3,4", None, 1, 1),
+        ("cuda:0", 1, "3,4", "4", 1, 0),
+        ("cuda:1", 1, "3,4", "4", 1, 1),
+        ("cpu", 1, None, None, 1, 0),
+        ("cuda", 4, None, "2,3", 2, 1),
+        ("cuda", 2, None, "2,3", 2, 0),
+        ("cuda:4", 4, None, None, 4, 0),
+        ("cuda:2", 4, None, None, 4, 1),
+        ("cuda", 2, "5,6,7", "7", 1, 0),
     ],
 )
 def test_it_sleeps_where_the_learner_has_the_same_gpu(
-    device: str, visible: str | None, server_visible: str | None, gpus: int, level: int
+    device: str, processes: int, visible: str | None, server_visible: str | None, gpus: int, level: int
 ) -> None:
-    """The learner's "cuda:1" under CUDA_VISIBLE_DEVICES=3,4 is the system's GPU 4."""
+    """The learner's "cuda:1" under CUDA_VISIBLE_DEVICES=3,4 is the system's GPU 4; processes have the GPUs after it."""
     env = {} if server_visible is None else {"CUDA_VISIBLE_DEVICES": server_visible}
     inherited = {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
     config = VllmEngineConfig(name="vllm", env=env, args={"tensor-parallel-size": gpus})
-    model = msgspec.structs.replace(MODEL, learner_device=device)
+    model = msgspec.structs.replace(MODEL, learner_device=device, learner_gpus=processes)
     assert arguments.sleep_level(config, model, inherited=inherited, has_gpu=True) == level
+
+
+PRINTS_MEMORY = """#!{python}
+import sys, types
+sys.modules["torch"] = types.SimpleNamespace(cuda=types.SimpleNamespace(
+    device_count=lambda: 4, mem_get_info=lambda i: [(70 << 30, 80 << 30), (44 << 30, 80 << 30), (0, 80 << 30)][i]))
+exec(sys.argv.pop(1) if sys.argv.pop(1) == "-c" else "")
+"""
+
+
+def test_the_share_is_what_the_fullest_of_its_gpus_has_free(tmp_path: Path) -> None:
+    """Less a GiB, as vLLM refuses to start with more than is free: 43 of 80 where 70 and 44 are free."""
+    python = tmp_path / "python"
+    python.write_text(PRINTS_MEMORY.format(python=sys.executable))
+    python.chmod(0o755)
+    assert arguments.free_share(python, 1, {}) == pytest.approx(69 / 80, abs=1e-3)
+    assert arguments.free_share(python, 2, {}) == pytest.approx(43 / 80, abs=1e-3)
+    assert arguments.free_share(python, 3, {}) == 0.0
+    python.write_text("#!/bin/sh\nexit 1\n")
+    assert arguments.free_share(python, 1, {}) is None
+    assert arguments.free_share(tmp_path / "nowhere", 1, {}) is None
+
+
+def test_the_users_share_wins_and_a_cpu_has_none() -> None:
+    def given(has_gpu: bool, **args: JsonValue) -> list[str]:
+        config = VllmEngineConfig(name="vllm", args=args)
+        argv = arguments.command(
+            config,
+            MODEL,
+            python=Path("/p"),
+            port=1,
+            name="n",
+            template=None,
+            sleep=0,
+            has_gpu=has_gpu,
+            memory_share=0.61,
+        )
+        return argv[argv.index("--gpu-memory-utilization") + 1 :][:1] if "--gpu-memory-utilization" in argv else []
+
+    assert given(True) == ["0.61"] and given(False) == []
+    assert given(True, gpu_memory_utilization=0.5) == ["0.5"]
+    assert arguments.own_share(VllmEngineConfig(name="vllm", args={"gpu_memory_utilization": 0.5})) == 0.5
+    assert arguments.own_share(VllmEngineConfig(name="vllm")) is None
+
+
+def test_four_bits_in_float32_are_refused_and_only_adapted_modules_of_experts_get_room() -> None:
+    def argv(**changes: Any) -> list[str]:
+        model = msgspec.structs.replace(MODEL, **changes)
+        config = VllmEngineConfig(name="vllm")
+        return arguments.command(
+            config, model, python=Path("/p"), port=1, name="n", template=None, sleep=0, has_gpu=True
+        )
+
+    with pytest.raises(EngineError, match="in 4 bits vLLM computes in bfloat16 only"):
+        argv(quantize="4bit", dtype="float32")
+    quantized = argv(quantize="4bit", dtype="bfloat16")
+    assert quantized[quantized.index("--quantization") + 1] == "bitsandbytes"
+    assert "--lora-target-modules" not in quantized
+    found = argv(lora_targets=("k_proj", "q_proj"))
+    assert found[found.index("--lora-target-modules") :][1:3] == ["k_proj", "q_proj"]
 
 
 def test_sleep_without_a_gpu_is_refused() -> None:
@@ -413,6 +480,56 @@ async def test_a_server_that_does_not_start_shows_its_last_lines(fake: Fake) -> 
     with pytest.raises(EngineError, match=r"ended while it started \(exit status 3\)(?s:.)*no such model"):
         async with fake.running("no start"):
             pass
+
+
+async def test_a_failed_start_names_its_cause_and_not_the_last_lines(fake: Fake) -> None:
+    """A real log of 57 lines: model.quantize=4bit without vllm-bnb-plugin."""
+    real = Path(__file__).parent / "logs" / "vllm-0.32-4bit.log"
+    with pytest.raises(EngineError, match=r"exit status 1\); .*Unknown quantization method: bitsandbytes") as caught:
+        async with fake.running(f"log {real}"):
+            pass
+    assert "\n" not in str(caught.value) and f"(its log: {fake.logs}/vllm.log)" in str(caught.value)
+
+
+async def test_the_model_is_fetched_before_the_time_of_the_start_begins(
+    fake: Fake, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A download may take longer than engine.start_timeout_s; one that fails is left to the server to report."""
+    fetched: list[tuple[str, bool]] = []
+
+    def find_files(base: str) -> Path:
+        fetched.append((base, (fake.directory / "pid").exists()))
+        time.sleep(3.0)
+        raise UsageError("no network")
+
+    monkeypatch.setattr(server, "find_files", find_files)
+    began = time.monotonic()
+    with pytest.raises(EngineError, match=r"no answer within 2 s"):
+        async with fake.running("silent", start_timeout_s=2.0):
+            pass
+    assert fetched == [("org/model", False)] and time.monotonic() - began >= 5.0
+    async with fake.running(env={"HF_HOME": str(fake.directory)}):  # another cache than ours
+        assert len(fetched) == 1
+
+
+async def test_the_server_starts_without_what_unsloths_import_sets(
+    fake: Fake, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM's memory for sleep and its graphs do not go with PYTORCH_ALLOC_CONF=expandable_segments:True."""
+    monkeypatch.delenv("PYTORCH_ALLOC_CONF", raising=False)
+    monkeypatch.setenv("HF_HUB_DISABLE_XET", "0")
+    monkeypatch.setattr(child, "_before", {})
+    (tmp_path / "fake").mkdir()
+    body = 'import os\nos.environ |= {"PYTORCH_ALLOC_CONF": "expandable_segments:True", "HF_HUB_DISABLE_XET": "1"}\n'
+    fake_unsloth.install(tmp_path / "fake", monkeypatch, body=body)
+    unsloth._import()
+    assert os.environ["PYTORCH_ALLOC_CONF"] == "expandable_segments:True"
+    async with fake.running():
+        variables = fake.starts()[0]["environment"]
+    assert "PYTORCH_ALLOC_CONF" not in variables and variables["HF_HUB_DISABLE_XET"] == "0"
+    assert "UNSLOTH_COMPILE_LOCATION" not in variables
+    async with fake.running(env={"PYTORCH_ALLOC_CONF": "expandable_segments:True"}):  # the user's own
+        assert fake.starts()[1]["environment"]["PYTORCH_ALLOC_CONF"] == "expandable_segments:True"
 
 
 async def test_a_port_that_somebody_else_was_quicker_to_take_is_left_to_them(

@@ -25,10 +25,12 @@ from art_cli.engines import proof
 from art_cli.engines.embedded.chat_prompts import render
 from art_cli.engines.embedded.reply_text import Vocabulary
 from art_cli.engines.vllm.vllm_engine import VllmEngine
+from art_cli.learners.probe import measure_probe
 from art_cli.loop.train import train
 from art_cli.models.policy_spec import spec_of
 from art_cli.runs.run_dir import RunDir
-from art_cli.runtime.errors import DriftError
+from art_cli.runtime.errors import DriftError, EngineError
+from benchmarks.weight_proof import measure
 from tests.support.letters_policy import LettersPolicy
 from tests.support.paths import LETTERS
 from tests.support.real_vllm import MARKS, PYTHON, QUICK
@@ -102,6 +104,17 @@ def cut(logits: torch.Tensor, temperature: float = 1.0, top_k: int = 0, top_p: f
     return logits.log_softmax(-1)
 
 
+async def test_a_failed_start_names_what_vllm_found(bench: Bench, tmp_path: Path) -> None:
+    """vLLM's log ends with a traceback of ten calls; the error is one line."""
+    settings = VllmEngineConfig.model_validate({"name": "vllm", "python": PYTHON, **QUICK})
+    model = msgspec.structs.replace(spec_of(bench.weights), max_length=400_000)
+    engine = VllmEngine(settings, model, name="policy", logs=tmp_path)
+    with pytest.raises(EngineError, match=r"exit status 1\); .*max_model_len \(400000\) is greater than") as caught:
+        await engine.start()
+    await engine.close()
+    assert "\n" not in str(caught.value) and "Traceback" in (tmp_path / "vllm.log").read_text()
+
+
 async def test_the_prompt_is_what_our_template_renders(bench: Bench) -> None:
     function = {"name": "look", "description": "look", "parameters": {"type": "object", "properties": {}}}
     tool = {"type": "function", "function": function}
@@ -161,17 +174,17 @@ async def test_each_adapter_scores_as_peft_does_and_they_differ(bench: Bench) ->
         await bench.load(name, step)
         scores[name] = await bench.engine.score(probe)
         assert scores[name] == pytest.approx(bench.score(probe), abs=1e-4)
-        assert proof.compare(scores[name], bench.score(probe), dtype="float32", step=step) < 1e-4
+        assert proof.mean_gap(scores[name], bench.score(probe)) < 1e-4
     gap = sum(abs(a - b) for a, b in zip(scores["a"], scores["b"], strict=True)) / len(probe)
     assert gap > 0.01
 
 
 async def test_the_proof_of_weights_fails_on_the_wrong_adapter(bench: Bench) -> None:
-    probe = proof.make_probe(265)
     await bench.engine.load(bench.checkpoints["a"], 4)
     bench.take("b")
+    probe = measure_probe(bench.weights, bench.score)
     with pytest.raises(DriftError, match="step 4: the engine does not sample from the learner's weights"):
-        proof.compare(await bench.engine.score(probe), bench.score(probe), dtype="float32", step=4)
+        proof.WeightProof().check([await bench.engine.score(probe.tokens)], probe, dtype="float32", name="step 4")
 
 
 async def test_a_name_used_twice_leaves_a_stale_cache_and_is_found_out(bench: Bench, tmp_path: Path) -> None:
@@ -213,6 +226,17 @@ async def test_its_load_is_read_from_its_metrics(bench: Bench) -> None:
     assert max(load.memory for load in seen) > 0
     after = await bench.engine.occupancy()
     assert after is not None and (after.running, after.waiting, after.room) == (0, 0, None)
+
+
+async def test_the_proof_holds_and_detects_in_bfloat16() -> None:
+    """SmolLM2-135M, two steps: no right load fails, and no wrong adapter is taken for a right one but where one layer
+    of thirty is missing."""
+    table = await measure("smollm2", "bfloat16", "vllm", 2)
+    assert table.counts.pop("right")["fails"] == 0
+    table.counts.pop("one layer zeroed")
+    assert len(table.counts) == 5
+    for kind, counts in table.counts.items():
+        assert counts["passes"] == 0, kind
 
 
 # --- a whole run ------------------------------------------------------------------------------------------------------
@@ -267,3 +291,12 @@ async def test_a_run_whose_server_is_killed_finishes_and_loses_nothing(
     assert not sockets() - before
     text = (run.logs / "vllm.log").read_text()
     assert all(f"Loaded new LoRA adapter: name 'letters@{step:04d}'" in text for step in range(6))
+
+
+async def test_a_run_in_bfloat16_takes_its_steps(tmp_path: Path) -> None:
+    """No step ends for rounding, and each has the numbers of its proof."""
+    run = RunDir(tmp_path / "letters")
+    result = await train(letters(tmp_path, "model.dtype=bfloat16", "train.steps=2"))
+    assert result.step == 2
+    lines = [line.metrics for line in run.metrics() if line.split == "train"]
+    assert all(0 < line["probe_gap"] < 0.3 and line["probe_undecided"] in (0, 1) for line in lines) and len(lines) == 2

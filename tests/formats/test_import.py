@@ -112,6 +112,29 @@ def test_verifiers(tmp_path: Path) -> None:
     assert found[0].messages == first.messages and not found[0].turns
 
 
+@pytest.mark.parametrize("num", [400, 1600, 6400])
+def test_replies_to_one_long_prompt_do_not_grow_with_the_square(num: int, tmp_path: Path) -> None:
+    """M5: the attempt would repeat the prompt with each reply. One of few replies is imported."""
+    root = {"message": {"role": "user", "content": "long " * num}}
+    reply = {"message": {"role": "assistant", "content": "ok"}, "parent": 0, "sampled": True}
+    trace = {"task": {"data": {"id": "a"}}, "rewards": {"x": 1.0}, "agent": {}}
+    few = write(tmp_path / "few.jsonl", trace | {"nodes": [root, *[reply] * 8]})
+    assert imported(tmp_path, few)[0].num_attempts == 1
+    good, many = trace | {"nodes": [root, reply]}, trace | {"nodes": [root, *[reply] * num]}
+    done, _ = imported(tmp_path, path := write(tmp_path / "many.jsonl", good, many))
+    assert (tmp_path / "imported.jsonl").stat().st_size < 2**18 + 64 * path.stat().st_size
+    assert num == 400 or any("more than 32 times as long" in reason for reason in done.unread.counts)
+
+
+def test_an_attachment_that_is_named_again_and_again_does_not_grow_with_the_square(tmp_path: Path) -> None:
+    """M5: 200 kB, 200 times."""
+    asked, reply = {"role": "user", "content": "attachment://a"}, {"role": "assistant", "content": "ok"}
+    sample = {"id": "a", "epoch": 1, "target": "", "scores": {"m": {"value": 1}}, "attachments": {"a": "x" * 200_000}}
+    good = sample | {"messages": [asked, reply]}
+    done, found = imported(tmp_path, write(tmp_path / "i.jsonl", good, good | {"messages": [*[asked] * 200, reply]}))
+    assert len(found) == 1 and any("times as long as the record" in reason for reason in done.unread.counts)
+
+
 def test_inspect(tmp_path: Path) -> None:
     """Of two scores, `match` and `includes`, the user chooses the reward; sum is right twice but for epoch 2."""
     pytest.importorskip("pyarrow")

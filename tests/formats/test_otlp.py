@@ -75,7 +75,8 @@ def test_an_attempt_is_one_trace_of_turns_tools_judge_and_scores() -> None:
     assert (tool["gen_ai.tool.name"], tool["gen_ai.tool.call.id"]) == ("search", "c1")
     assert tool["gen_ai.tool.call.arguments"] == '{"query": "cheese"}'
     assert tool["gen_ai.tool.call.result"] == "1 mail of Ann"
-    assert (judge["gen_ai.request.model"], json.loads(judge["art.votes"])) == ("openai/o3", [0.5, 1.0])
+    assert (judge["gen_ai.request.model"], json.loads(judge["art.votes"])) == ("openai/gpt-6-luna", [0.5, 1.0])
+    assert judge["gen_ai.response.model"] == "gpt-6-luna-1"
     assert judge["end"] - judge["begin"] == 1_500_000_000
 
 

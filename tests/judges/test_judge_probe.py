@@ -191,6 +191,9 @@ OWN = """
 def blind(group):
     return [len(group) / 10 for _ in group]
 
+def returned(group):
+    return [each.index / 10 for each in group]
+
 def first(group):
     return [float(place == 0) for place in range(len(group))]
 
@@ -212,7 +215,18 @@ def test_a_judge_that_does_not_read_is_said_not_to(art: Art) -> None:
     for settings in (["judge=rollout"], ["judge=function", "judge.entry=own.py:blind"]):
         report = own(art, *settings)
         assert moved(report) == {} and report["measures"]["reliability"] is None
-        assert "this judge does not read what the attempts say" in art("judge", "t.jsonl", *settings, "--probe")[1]
+        code, out, err = art("judge", "t.jsonl", *settings, "--probe", "--gate", "num_unmoved<=0")
+        assert "no change moved a score: this judge reads none of what was changed" in out
+        assert code == 1 and "gate missed: num_unmoved is 1.0000, not <= 0" in err
+
+
+def test_a_judge_that_no_change_moves_may_tell_attempts_apart(art: Art) -> None:
+    """It scores by an attempt's place in its group, which no edit of a text changes."""
+    write()
+    report = own(art, "judge=function", "judge.entry=own.py:returned")
+    assert moved(report) == {} and report["measures"]["spread"]["value"] > 0
+    out = art("judge", "t.jsonl", "judge=function", "judge.entry=own.py:returned", "--probe")[1]
+    assert "no change moved a score, though it tells attempts apart (spread " in out
 
 
 def test_the_order_of_the_list_matters_to_a_function_that_counts_on_it(art: Art) -> None:

@@ -94,7 +94,7 @@ def test_any_group_is_read_as_the_instructions_describe_its_record(seed: int) ->
             for message in main
             if message.role.split(" ")[0] != "cut"
         ]
-    assert set(parse_verdict(answer(prompt.messages), prompt.ids)) == set(prompt.ids)
+    assert set(parse_verdict(answer(prompt.messages)[0], prompt.ids)) == set(prompt.ids)
 
 
 @pytest.mark.parametrize(
@@ -158,10 +158,29 @@ def test_a_condition(condition: str, is_met: bool) -> None:
     assert holds(rule, [("user", "a b c"), ("user", "a b a"), ("tool", "b")]) is is_met
 
 
+@pytest.mark.parametrize("word", ["14:30", "3.5", "ann@b.org", "2026-11-27", "1,200", "O'Hare", "a", "x" * 100])
+def test_a_word_may_hold_punctuation_and_ends_before_it(word: str) -> None:
+    """It is found in a sentence, at its end, in quotes, and before the text that a condition goes on with."""
+    [rule] = read_rules('rule: 1 if user 1 has "at {time}" and assistant -1 is "{time}"')
+    for text in (f"booked at {word} today", f"booked at {word}.", f'booked "at {word}"', f"at {word}: ok"):
+        assert holds(rule, [("user", text), ("assistant", word)]), text
+        assert not holds(rule, [("user", text), ("assistant", f"{word}0")])
+    [before] = read_rules('rule: 1 if user 1 has "at {time}: ok" and assistant -1 has "{time}!"')
+    assert holds(before, [("user", f"at {word}: ok"), ("assistant", f"{word}!")])
+
+
+@pytest.mark.parametrize(("num", "is_warned"), [(2, False), (5, True)])
+def test_a_rule_that_never_held_is_logged(num: int, is_warned: bool, caplog: pytest.LogCaptureFixture) -> None:
+    """Rules 1 and 2 hold of some attempts; `art check`, with two attempts, says nothing."""
+    judge(flights(*[("flight 12", f"Booked 12, {number}.") for number in range(num)]))
+    assert ("builtin:rule: rule 3 of 3 never held in 5 attempts" in caplog.text) == is_warned
+
+
 def test_no_text_makes_a_rule_slow() -> None:
     [rule] = read_rules('rule: 1 if user 1 has "{a} {b} {c}: {a}."')
     assert isinstance(rule, Rule)
     assert not holds(rule, [("user", "a" * 50_000)]) and not holds(rule, [("user", "a " * 20_000)])
+    assert not holds(rule, [("user", "a:" * 25_000)]) and not holds(rule, [("user", "a: " * 15_000)])
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 import asyncio
 import itertools
+import json
 import random
 import sqlite3
 import time
@@ -17,7 +18,7 @@ from art_cli.judges import agreement
 from art_cli.judges.costs import BudgetSpent, CostEstimate, Usage
 from art_cli.judges.providers.waits import quiet_time, retry_after
 from art_cli.judges.ruler.ruler_judge import RulerJudge, vote_key
-from art_cli.runs.trajectory import Trajectory
+from art_cli.runs.trajectory import Json, Trajectory
 from art_cli.runtime.errors import JudgeError, JudgeStopped, UsageError
 from tests.support.judge_server import HTTP_MISBEHAVIOURS, MISBEHAVIOURS, VALID, Conduct, JudgeServer, read_record
 from tests.support.ruler_cases import SYSTEM, TASK, attempt, rated
@@ -64,6 +65,34 @@ async def test_a_misbehaviour_that_stays_leaves_the_group_owed(server: JudgeServ
     with pytest.raises(JudgeError) as owed:
         await score(make(server, retries=2, timeout_s=timeout_s), rated(QUALITIES))
     assert "\n" not in str(owed.value) and str(owed.value).startswith("rule")
+
+
+async def test_a_judge_on_another_scale_is_told_so_at_its_third_answer(server: JudgeServer) -> None:
+    """Scores of 20, 90, 55 and 0: three answers, over two groups. One right answer between them is no such judge."""
+    server.conduct = Conduct(misbehaviour="percent")
+    with pytest.raises(JudgeStopped, match="last 3 answers are on another scale, with scores up to 90 and not 1"):
+        await score(make(server), rated(QUALITIES))
+    assert len(server.asked) == 3
+    server.conduct = Conduct(misbehaviour="percent", times=2)
+    assert await score(make(server), rated(QUALITIES)) == own_scores()
+
+
+@pytest.mark.parametrize(
+    ("message", "reason", "words"),
+    [
+        ({"content": None, "refusal": "I cannot\nrate this."}, "stop", "I cannot rate this."),
+        ({"content": None}, "content_filter", "content_filter"),
+    ],
+)
+async def test_a_refusal_is_named_as_one(server: JudgeServer, message: Json, reason: str, words: str) -> None:
+    """OpenAI's field for it, and a filter's finish reason."""
+
+    def refuse(body: bytes) -> bytes:
+        return json.dumps({**json.loads(body), "choices": [{"message": message, "finish_reason": reason}]}).encode()
+
+    server.conduct = Conduct(change_body=refuse)
+    with pytest.raises(JudgeError, match=f"the model refuses to answer: {words}$"):
+        await score(make(server, attempts=1), rated([0.2]))
 
 
 async def test_every_trajectory_gets_its_own_score_whatever_the_order_and_the_votes(server: JudgeServer) -> None:
@@ -124,6 +153,20 @@ async def test_votes_are_kept_with_their_places_and_spread(server: JudgeServer) 
         by_place = [vote for _, vote in sorted(zip(given.positions, given.votes, strict=True))]
         assert by_place == pytest.approx([quality + 0.1, quality - 0.1])
         assert given.spread == pytest.approx((2 * 0.1**2) ** 0.5)
+
+
+async def test_the_models_that_the_replies_name_are_in_each_score_and_in_the_cache(
+    server: JudgeServer, tmp_path: Path
+) -> None:
+    """Two votes, of which the second comes from another model, whose name has a newline."""
+    server.conduct = Conduct(models=["rule-1", "rule-2\n2026"])
+    for num_asked in (2, 2):  # the second time both votes are in the cache
+        judge = make(server, votes=2, cache=tmp_path / "votes.sqlite")
+        verdicts = await judge.judge(rated([0.4, 0.6]))
+        await judge.close()
+        [score] = verdicts["g-0"].scores
+        assert (score.model, score.model_returned) == ("rule", "rule-1, rule-2_2026")
+        assert len(server.asked) == num_asked
 
 
 async def test_the_median_of_votes_leaves_an_outlier_out(server: JudgeServer) -> None:
@@ -357,7 +400,7 @@ async def test_a_model_that_thinks_for_long_keeps_to_the_budget(server: JudgeSer
 
 async def test_verdicts_of_another_server_are_not_taken_for_those_of_openai(monkeypatch: pytest.MonkeyPatch) -> None:
     prompt: Any = SimpleNamespace(messages=[{"role": "user", "content": "which?"}])
-    member = RulerJudgeConfig(name="ruler", model="openai/o3")
+    member = RulerJudgeConfig(name="ruler", model="openai/gpt-6.1-sol")
     monkeypatch.delenv("OPENAI_BASE_URL", raising=False)
     monkeypatch.delenv("OPENAI_API_BASE", raising=False)
     keys = {vote_key(member, prompt)}

@@ -21,6 +21,7 @@ from transformers import Qwen3Config, Qwen3ForSequenceClassification
 import art_cli
 from art_cli.cli import app as cli
 from art_cli.config.schema import BlendJudgeConfig, RewardModelJudgeConfig, RulerJudgeConfig
+from art_cli.config.sections.judge_config import DEFAULT_JUDGE
 from art_cli.judges import costs, make_judge
 from art_cli.judges import judge_groups as trial
 from art_cli.judges.costs import find_price
@@ -234,9 +235,9 @@ def test_prices_come_from_litellms_table_without_importing_it() -> None:
 def no_litellm(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """As where it is not installed."""
     monkeypatch.setitem(sys.modules, "litellm", None)
-    costs._table.cache_clear()
+    costs.model_table.cache_clear()
     yield
-    costs._table.cache_clear()
+    costs.model_table.cache_clear()
 
 
 @pytest.mark.parametrize("variable", ["OPENAI_BASE_URL", "OPENAI_API_BASE"])
@@ -261,12 +262,12 @@ def test_a_key_of_openai_that_is_not_set_is_told_without_litellm(
 ) -> None:
     monkeypatch.delenv("OPENAI_API_KEY", raising=False)
     monkeypatch.chdir(tmp_path)
-    config = RulerJudgeConfig(name="ruler", model="openai/o3")
-    assert trial.missing_keys(config, tmp_path) == {"OPENAI_API_KEY": "openai/o3"}
+    config = RulerJudgeConfig(name="ruler")
+    assert trial.missing_keys(config, tmp_path) == {"OPENAI_API_KEY": DEFAULT_JUDGE}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("model", ["anthropic/claude-sonnet-4-5", "gpt-4.1", "openai/responses/o1-pro"])
+@pytest.mark.parametrize("model", ["anthropic/claude-sonnet-5", "gpt-6-luna", "openai/responses/o1-pro"])
 def test_a_judge_that_needs_litellm_says_so_before_anything_runs(
     no_litellm: None, tmp_path: Path, capsys: pytest.CaptureFixture[str], model: str
 ) -> None:

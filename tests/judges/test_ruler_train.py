@@ -7,6 +7,7 @@ import pytest
 
 from art_cli.config.compose import load_config
 from art_cli.loop.train import train
+from art_cli.reports.run_report import read_report
 from art_cli.runs.run_dir import RunDir
 from art_cli.runtime.errors import RunError
 from tests.support.judge_server import Conduct, serving
@@ -54,3 +55,21 @@ def test_a_judge_that_gives_no_usable_answer_stops_the_run_and_a_mended_one_goes
         files = run(tmp_path, *ruler)
     assert [len(files.scored(step)) for step in range(2)] == [12, 12]
     assert len({row.id for row in files.trajectories(0)}) == 12  # none was played again
+
+
+@pytest.mark.slow
+def test_a_judge_that_is_replaced_inside_a_run_is_found_when_it_begins(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Three calls a step: those of the second step are answered by another model."""
+    models = [*["rule-1"] * 3, *["rule-2"] * 3]
+    with serving(Conduct(rule=share_of_letters, models=models)) as server:
+        files = run(
+            tmp_path, "judge=ruler", f"judge.api_base={server.api_base}", "judge.model=rule", "judge.cache=null"
+        )
+    named = [{name for name in line.metrics if name.startswith("judged_by.")} for line in files.metrics()]
+    assert named == [{"judged_by.rule-1"}, {"judged_by.rule-2"}]
+    assert [line.metrics["judged_by.rule-2"] for line in files.metrics()[1:]] == [12]
+    assert {row.scores[0].model_returned for row in files.scored(1)} == {"rule-2"}
+    [found] = [each for each in read_report(files).findings if each.kind == "judge_changed"]
+    assert found.step == 2 and "the judge's replies name rule-2 at step 2" in caplog.text

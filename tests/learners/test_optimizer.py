@@ -244,3 +244,21 @@ def test_weights_put_in_place_meanwhile_count(dtype: torch.dtype) -> None:
         made.parameters["w"].fill_(4.0)
     update(made, 1.0, 1.0)
     assert made.parameters["w"].tolist() == pytest.approx([3.75, 3.75], abs=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_moments_made_before_the_first_update_are_those_that_it_makes(dtype: torch.dtype, tmp_path: Path) -> None:
+    """Made so that a GPU's memory has them before a pass. Until an update uses them, nothing of them is saved."""
+    plain, reserved = optimizer(dtype=dtype), optimizer(dtype=dtype)
+    reserved.reserve()
+    first = {id(tensor) for state in reserved._adamw.state.values() for tensor in state.values()}
+    assert len(first) == 3 and reserved.tensors() == {}
+    for value in (1.0, 2.0):
+        reserved.reserve()
+        for made in (plain, reserved):
+            update(made, *[value] * 2)
+    assert first == {id(tensor) for state in reserved._adamw.state.values() for tensor in state.values()}
+    assert reserved.tensors().keys() == plain.tensors().keys()
+    for name, tensor in plain.tensors().items():
+        assert torch.equal(tensor, reserved.tensors()[name])
+    assert torch.equal(plain.parameters["w"], reserved.parameters["w"])

@@ -10,13 +10,13 @@ import torch
 import transformers
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from art_cli.config.schema import TorchLearnerConfig
+from art_cli.config.schema import LoraConfig, TorchLearnerConfig
 from art_cli.learners.packs import pack_runner
 from art_cli.learners.packs.pack_runner import PackRunner
 from art_cli.learners.packs.packing import pack_samples
 from art_cli.learners.packs.packing_check import PackingCheck
 from art_cli.learners.samples import Sample, bare_sample
-from art_cli.models.loading import Weights
+from art_cli.models.loading import Weights, with_adapter
 from tests.support.gradients import Caught, learner, two_answers
 from tests.support.tiny import tiny_tokenizer, tiny_weights
 from tests.support.trees import logprobs_of
@@ -136,6 +136,15 @@ def test_packs_are_trees_where_that_saves_something(ranks: int) -> None:
         )
 
 
+def test_a_pass_of_plain_rows_has_one_row() -> None:
+    """Its logits are in memory whole, so a pack of many rows would hold the logits of all of them. A pack has no such
+    bound but its budget."""
+    runner = PackRunner(weights_of(transformers.LlamaConfig(**SHAPE)), TorchLearnerConfig(packing="rows"))
+    for can_pack, expected in ((True, [3]), (False, [1, 1, 1])):
+        runner.can_pack = can_pack
+        assert [len(pack.samples) for pack in runner.pack(samples()[:3])] == expected
+
+
 def test_plain_and_packed_give_the_same_gradient() -> None:
     """And a learner whose model cannot run packs trains all the same."""
     gradients = []
@@ -148,6 +157,24 @@ def test_plain_and_packed_give_the_same_gradient() -> None:
         gradients.append(caught.gradient)
     for name, gradient in gradients[0].items():
         torch.testing.assert_close(gradient, gradients[1][name], rtol=1e-4, atol=1e-7)
+
+
+@pytest.mark.filterwarnings("ignore:The following (rank|alpha)_pattern keys:RuntimeWarning")  # peft's, of experts
+def test_a_mixture_of_experts_takes_steps_in_packs() -> None:
+    """Its experts are not linear layers, so the adapter is on attention and routers alone. Packed and row by row, the
+    gradient is the same, and a step moves every B, whose fresh adapter is zero."""
+    gradients = []
+    for can_pack in (True, False):
+        weights = with_adapter(weights_of(PACKED["qwen3 moe"]), LoraConfig(rank=2, alpha=4), 0)
+        caught = Caught(learner(weights))
+        caught.learner.runner.can_pack = None if can_pack else False
+        caught.learner.step([two_answers(weights)])
+        assert caught.learner.runner.can_pack is can_pack  # decided by comparing, in the first case
+        gradients.append(caught.gradient)
+    assert gradients[0].keys() == gradients[1].keys()
+    for name, gradient in gradients[0].items():
+        torch.testing.assert_close(gradient, gradients[1][name], rtol=1e-4, atol=1e-7)
+        assert "lora_A" in name or gradient.abs().max() > 0
 
 
 def test_gradient_checkpointing_changes_no_gradient() -> None:

@@ -2,8 +2,8 @@
 
 import numpy as np
 
-from art_cli.learners.packs.packing import pack_samples
-from art_cli.learners.packs.tree_attention import padded, padded_rows, round_up
+from art_cli.learners.packs.packing import pack_samples, round_up
+from art_cli.learners.packs.tree_attention import padded, padded_rows
 from art_cli.learners.samples import Sample, bare_sample
 
 

@@ -313,6 +313,22 @@ async def test_a_first_node_that_goes_without_a_word_is_told_as_gone(
             await asyncio.wait_for(joining, 30)
 
 
+async def test_a_message_that_a_third_party_changed_ends_the_node_in_words(
+    tmp_path: Path, base: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """M6: it is no defect of ours."""
+    monkeypatch.setenv("ART_NODES_SECRET", SECRET.decode())
+    monkeypatch.setattr(node_module, "identity_of", lambda job: IDENTITY)
+    async with meeting() as (rendezvous, waiting, come):
+        job = job_of(tmp_path, base, f"learner.rendezvous={rendezvous.meeting.address}")
+        joining = asyncio.ensure_future(join(job, files=tmp_path, logs=tmp_path, wait_s=30.0))
+        [end] = await waiting
+        end._end._writer._writer.write(bytes(7) + b"\x01" + bytes(32) + b"x")
+        with pytest.raises(LearnerError, match="cannot be trusted: the seal of a message is wrong"):
+            await asyncio.wait_for(joining, 30)
+        await end.close()
+
+
 @pytest.mark.slow
 async def test_nodes_that_wait_for_the_others_in_vain_are_told(tmp_path: Path, base: Path) -> None:
     async with meeting(nodes=3, deadline_s=5.0) as (rendezvous, waiting, come):

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+from msgspec import structs
 
 from art_cli.cli import Finding, doctor
 from art_cli.cli import app as cli
@@ -20,20 +21,27 @@ from art_cli.config.schema import EmbeddedEngineConfig, TorchLearnerConfig, Vllm
 from art_cli.engines import make_engine
 from art_cli.engines.vllm.arguments import VllmFacts, find_vllm
 from art_cli.learners import load_policy, make_learner
-from art_cli.loop.auto import AutoChoice, Facts, Machine, choose, describe, engine_facts, resolve_auto
+from art_cli.loop.auto import AutoChoice, Facts, Machine, choose, decide_by_base, describe, engine_facts, resolve_auto
 from art_cli.loop.record import claim_config
+from art_cli.models import loading, precision
 from art_cli.runs.run_dir import RunDir
 from art_cli.runtime.errors import ConfigError, EngineError, LearnerError, RunError, UsageError
 from tests.support.paths import LETTERS, ROOT
 from tests.support.served import make_run, scripted_source
-from tests.support.tiny import tiny_weights
+from tests.support.tiny import save_tiny_base, tiny_weights
 
 CONFIG = LETTERS / "config.yaml"
 PYTHON = Path(os.environ.get("ART_VLLM_PYTHON") or ROOT / ".venv-vllm" / "bin" / "python")
 PLAIN = 'model: {base: base}\nrollout: {entry: "rollout.py:rollout", scenarios: scenarios.jsonl}\n'
 WORKS = VllmFacts(
-    python="/venv/python", version="0.32.0", torch="2.13.0", gpus=["H200"], architectures=["Qwen3ForCausalLM"]
+    python="/venv/python",
+    version="0.32.0",
+    torch="2.13.0",
+    gpus=["H200"],
+    architectures=["Qwen3ForCausalLM"],
+    quantizations=["bitsandbytes"],
 )
+UNQUANTIZED = structs.replace(WORKS, quantizations=["fp8"])
 
 
 @dataclass
@@ -43,12 +51,16 @@ class MachineOf(Machine):
     gpu: bool = True
     modules: tuple[str, ...] = ("vllm", "unsloth")
     facts: VllmFacts = WORKS
-    unsloth_problem: str = ""
     gpus: int = 1
     asked: list[Path | None] = field(default_factory=list)
 
+    bytes: float = 0.0
+
     def has_gpu(self) -> bool:
         return self.gpu
+
+    def gpu_bytes(self, device: str) -> float:
+        return 0.0 if device == "cpu" else self.bytes
 
     def num_gpus(self) -> int:
         return self.gpus
@@ -59,9 +71,6 @@ class MachineOf(Machine):
     def vllm(self, python: Path | None) -> VllmFacts:
         self.asked.append(python)
         return self.facts
-
-    def unsloth(self) -> str:
-        return self.unsloth_problem
 
 
 @pytest.fixture
@@ -108,7 +117,12 @@ def test_vllm_is_the_engine_where_it_and_a_gpu_are_there(project: Path) -> None:
         ("model.lora=null", "model.lora is null, and vLLM swaps LoRA adapters only"),
         ("model.lora.rank=1024", "model.lora.rank is 1024, and vLLM serves 512 at most"),
         ("model.base=build.py:build", "model.base is made by a function, and vLLM knows published architectures only"),
+        ("model.dtype=float32", "model.dtype is float32, and vLLM's LoRA kernels on a GPU take 16 bits only"),
         ("model.base=odd", "vLLM 0.32.0 does not serve OddForCausalLM"),
+        (
+            "model={quantize: 4bit, dtype: float32}",
+            "model.dtype is float32, and in 4 bits vLLM computes in bfloat16 only",
+        ),
     ],
 )
 def test_what_vllm_cannot_serve_is_sampled_by_the_embedded_engine(project: Path, override: str, reason: str) -> None:
@@ -137,6 +151,27 @@ def test_what_the_machine_lacks_is_the_reason(project: Path, machine: MachineOf,
     assert engine(project, machine=machine) == ("embedded", reason)
 
 
+def test_four_bits_need_the_plugin_and_its_absence_has_one_command_as_cure(project: Path) -> None:
+    """vLLM 0.32 has no bitsandbytes of its own; without the plug-in its server ends while it starts."""
+    without, four = MachineOf(facts=UNQUANTIZED), "model.quantize=4bit"
+    name, reason = engine(project, four, machine=without)
+    assert name == "embedded" and reason.endswith("cannot serve model.quantize=4bit: vllm-bnb-plugin is missing")
+    assert engine_facts(without, quantize="4bit").cure == "/venv/python -m pip install vllm-bnb-plugin"
+    assert engine(project, four, machine=MachineOf())[0] == engine(project, machine=without)[0] == "vllm"
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("engine={name: vllm, sleep: 2}", "cannot load the weights again when it wakes; set it to 1 or auto"),
+        ("model.dtype=float32", "in 4 bits vLLM computes in bfloat16 only; set it to auto, or engine=embedded"),
+    ],
+)
+def test_what_four_bits_exclude_is_refused_by_its_key(project: Path, override: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load(project, "engine=vllm", "model.quantize=4bit", override)
+
+
 @pytest.mark.parametrize(
     ("machine", "override"),
     [
@@ -151,21 +186,31 @@ def test_vllm_is_not_asked_where_something_else_decides(project: Path, machine: 
     assert machine.asked == []
 
 
-def test_a_learner_on_the_cpu_is_torch(project: Path) -> None:
-    resolved = resolve_auto(load(project, "learner.device=cpu"), "learner", machine=MachineOf())
+@pytest.mark.parametrize("gpu", [True, False])
+def test_the_learner_is_torch_also_where_unsloth_and_a_gpu_are_there(project: Path, gpu: bool) -> None:
+    """On a GPU Unsloth's attention takes no tree, so that it computes what rows share again for each of them."""
+    resolved = resolve_auto(load(project, "learner.device=cpu"), "learner", machine=MachineOf(gpu=gpu))
     assert resolved.config.learner == TorchLearnerConfig(device="cpu")
-    assert resolved.auto == {"learner": "learner.device is cpu"}
+    assert resolved.auto["learner"] == ("it trains packs, and Unsloth one row at a time" if gpu else "no GPU here")
 
 
-def test_unsloth_is_the_learner_beside_vllm_only(project: Path) -> None:
-    """It replaces the attention that the embedded engine steers."""
-    resolved = resolve_auto(load(project), "learner", machine=MachineOf())
-    assert (resolved.config.learner.name, resolved.config.engine.name) == ("unsloth", "auto")
-    resolved = resolve_auto(load(project), "engine", "learner", machine=MachineOf(modules=("unsloth",)))
-    assert (resolved.config.engine.name, resolved.config.learner.name) == ("embedded", "torch")
-    assert resolved.auto["learner"].startswith("engine is embedded")
-    resolved = resolve_auto(load(project), "learner", machine=MachineOf(unsloth_problem="Unsloth 1 is too old"))
-    assert (resolved.config.learner.name, resolved.auto["learner"]) == ("torch", "Unsloth 1 is too old")
+@pytest.mark.parametrize(
+    ("overrides", "dtype"),
+    [
+        (["engine=embedded"], "float32"),
+        (["engine=vllm"], "bfloat16"),
+        (["engine=embedded", "model.quantize=4bit"], "bfloat16"),
+        ([], "bfloat16"),
+    ],
+)
+def test_a_small_model_has_float32_on_a_gpu_if_its_engine_is_embedded(
+    project: Path, monkeypatch: pytest.MonkeyPatch, overrides: list[str], dtype: str
+) -> None:
+    monkeypatch.setattr(loading, "pick_device", lambda device: "cuda")
+    monkeypatch.setattr(precision, "has_bfloat16_gpu", lambda: True)
+    loaded = load(project, *overrides, "train.learning_rate=1e-5")
+    base = save_tiny_base(project / "tiny")
+    assert decide_by_base(loaded, base).config.model.dtype == dtype
 
 
 def test_the_knobs_that_all_learners_have_reach_the_one_chosen(project: Path) -> None:
@@ -378,9 +423,8 @@ def test_doctor_says_what_auto_is_and_what_would_change_it() -> None:
     assert engine == Finding("engine", True, "auto chooses embedded: vLLM is not installed", install)
     engine = found(MachineOf(facts=VllmFacts(python="/p", error="ImportError: x")))["engine"]
     assert engine.state == "broken" and "ImportError: x" in engine.message and engine.cure
-    learner = found(MachineOf(modules=()))["learner"]
-    assert learner.message == "auto chooses torch: Unsloth is not installed"
-    assert learner.cure == "pip install 'art-cli[unsloth]'"
+    learner = found(MachineOf())["learner"]
+    assert learner == Finding("learner", True, "auto chooses torch: it trains packs, and Unsloth one row at a time", "")
 
 
 @pytest.mark.slow

@@ -5,7 +5,7 @@ import math
 import random
 import re
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -17,11 +17,13 @@ from art_cli.chat.proven_steps import ProvenSteps
 from art_cli.cli.eval_comparison import DETAILS, as_text, compare, file_names, find_players
 from art_cli.config.compose import load_config
 from art_cli.config.schema import EvalConfig
+from art_cli.judges import Judge, Verdict
 from art_cli.loop.evaluate import (
     Gate,
     check_policy,
     estimate,
     is_contest,
+    judged_rewards,
     paired_difference,
     parse_gate,
     play_evaluation,
@@ -212,6 +214,33 @@ def test_a_limit_gives_no_reward_where_the_rollouts_return_none() -> None:
     own = [limited, played("a", 1.0), played("b", 1.0)]
     assert values_by_scenario(own)["reward"] == {"a": 0.5, "b": 1.0} and not is_contest(config, own)
     assert values_by_scenario([limited])["reward"] == {"a": 0.0}
+
+
+class Scoring(Judge):
+    """Returns the metric `score`, on one scale, or compares by it."""
+
+    def __init__(self, *, compares: bool) -> None:
+        self.compares = compares
+
+    async def judge(self, group: Sequence[Trajectory]) -> dict[str, Verdict]:
+        return {each.id: Verdict(reward=each.metrics["score"]) for each in group}
+
+
+@pytest.mark.parametrize(
+    ("compares", "rewards"), [(False, {"a": 0.5, "b": 0.8}), (True, {"a": 0.5, "b": 1.0})], ids=["one_scale", "ranks"]
+)
+async def test_a_judge_on_one_scale_gives_rewards_and_one_that_compares_shares_of_wins(
+    compares: bool, rewards: dict[str, float]
+) -> None:
+    """Scenario a: scores 1 and a failure, which counts 0: the mean 0.5. Against 0.3, one win and one loss: 0.5.
+    Scenario b: 0.8, which wins against 0.2."""
+    config = load_config(LETTERS / "config.yaml", ["judge={name: function, entry: judging.py:judge}"]).config
+    ours = [played("a", None, score=1.0), played("a", None, error="x: y"), played("b", None, score=0.8)]
+    references = [played("a", None, score=0.3), played("b", None, score=0.2)]
+    found = await judged_rewards(config, Scoring(compares=compares), ours, lambda: references)
+    assert found == (rewards, compares)
+    own = [played("a", 1.0, score=0.3)]
+    assert await judged_rewards(config, Scoring(compares=compares), own, lambda: own) == ({}, False)
 
 
 def test_policies_are_compared_in_the_order_of_the_options() -> None:

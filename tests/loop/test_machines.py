@@ -9,7 +9,16 @@ import pytest
 
 from art_cli.config.packaged import packaged_options
 from art_cli.loop.calibration import Calibration
-from art_cli.loop.machines import DECODE, Chosen, PolicySize, carry, find_machine, on_machine
+from art_cli.loop.machines import (
+    DECODE,
+    Chosen,
+    MachineSpec,
+    PolicySize,
+    carry,
+    find_machine,
+    on_machine,
+    read_machines,
+)
 from art_cli.loop.simulation import Play, PlayedCall, PlayedGroup, PlayedStep, Rates, RunLayout, simulate
 from art_cli.reports.pages.elsewhere_text import Elsewhere, elsewhere_text
 from art_cli.runs.promise import Measured, Promise, forecast
@@ -32,6 +41,7 @@ def run_on(
     wait_s: float = 0.0,
     judge_s: float = 0.0,
     contested: float = 0.0,
+    there: MachineSpec = H100,
 ) -> Elsewhere:
     """A run of 8 groups of 16 attempts that was measured on H100s, with these rates; verdicts of a step cost $2."""
     play = Play((PlayedCall(wait_s, 0, 500, sampled),), 0.0, 500 + sampled)
@@ -41,7 +51,7 @@ def run_on(
     expected = forecast(found, steps=10, evaluations=0, eval_attempts=0, usd_per_hour=0)
     promise = Promise(config_hash="", measured=found, doubts=[], settings={}, reasons={}, steps=10, evaluations=0,
                       contested=contested, expected=expected)  # fmt: skip
-    return on_machine(promise, known, H100, Chosen("h100", H100, 1000), size)
+    return on_machine(promise, known, H100, Chosen("h100", there, 1000), size)
 
 
 def test_every_packaged_hardware_is_a_machine_and_others_are_named() -> None:
@@ -56,6 +66,37 @@ def test_every_packaged_hardware_is_a_machine_and_others_are_named() -> None:
     for name in ("h100x0", "h100x1001", "laptopx2", "", "x8", "h100x99999999999999999999"):
         with pytest.raises(UsageError, match="no such machine"):
             find_machine(name)
+
+
+@pytest.mark.parametrize(
+    ("name", "machine"),
+    [
+        ("NVIDIA L4", "gpu-24gb"),
+        ("NVIDIA L40S", "l40s"),
+        ("NVIDIA L40", None),
+        ("NVIDIA H100 80GB HBM3", "h100"),
+        ("NVIDIA H100 PCIe", None),
+        ("NVIDIA H100 NVL", None),
+        ("NVIDIA H200", "h200"),
+        ("NVIDIA H200 NVL", None),
+        ("NVIDIA A100-SXM4-40GB", "a100-40gb"),
+        ("NVIDIA A100-SXM4-80GB", "a100-80gb"),
+        ("NVIDIA GeForce RTX 4090", "geforce-4090"),
+        ("NVIDIA GeForce RTX 4090 Laptop GPU", None),
+        ("NVIDIA GeForce RTX 3090 Ti", None),
+        ("", None),
+    ],
+)
+def test_a_card_is_known_by_whole_words_of_its_name(name: str, machine: str | None) -> None:
+    """An L40S has three times an L4's speed, and an H100 PCIe 0.76 of an SXM's."""
+    found = [each for each, spec in read_machines().items() if spec.is_called(name)]
+    assert found == ([] if machine is None else [machine])
+
+
+def test_without_a_price_no_cost_is_shown() -> None:
+    unpriced = run_on(there=find_machine("h200")[0])
+    assert all(row.usd is None for row in unpriced.rows) and "unknown" in elsewhere_text([unpriced])
+    assert all(row.usd for row in run_on().rows)
 
 
 def test_the_same_kind_of_machine_keeps_the_measured_efficiency() -> None:

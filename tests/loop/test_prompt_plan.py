@@ -102,7 +102,7 @@ def test_a_search_has_the_settings_of_the_run_but_those_of_weights(tmp_path: Pat
 
 
 def test_the_judge_reflects_where_it_is_a_model() -> None:
-    found = as_prompt(load_config(CONFIG, ["judge=ruler", "judge.model=openai/o3"]), "prompt")
+    found = as_prompt(load_config(CONFIG, ["judge=ruler", "judge.model=openai/gpt-6.1-sol"]), "prompt")
     assert isinstance(found.config.learner, PromptLearnerConfig) and found.config.learner.model is None
     with pytest.raises(UsageError, match="no model that could reflect"):
         as_prompt(load_config(CONFIG, ["judge=ruler", "judge.model=builtin:rule"]), "prompt")

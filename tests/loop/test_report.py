@@ -55,6 +55,18 @@ def test_a_collapse_is_found_at_its_step_with_its_reasons(tmp_path: Path) -> Non
     assert "rollout.refill" in str(fell) and "train.clip_to_history" in str(fell)
 
 
+def test_a_judge_whose_replies_name_a_new_model_is_found_at_each_such_step() -> None:
+    """A panel of two; its second model is replaced at step 4, is there again at step 5, and replaced at step 6."""
+    named = [[], ["a", "b-1"], ["a", "b-1"], ["a", "b-2"], ["b-1"], ["a", "b-3"]]
+    updates = [
+        UpdateNumbers(number, {f"judged_by.{name}": 8.0 for name in names}) for number, names in enumerate(named, 1)
+    ]
+    found = find(History(updates, []))
+    assert [(each.kind, each.step) for each in found] == [("judge_changed", 4), ("judge_changed", 6)]
+    assert found[0].text.startswith("the judge's replies name b-2 at step 4; before they named a, b-1, so")
+    assert "art judge" in str(found[0]) and "--probe" in str(found[0])
+
+
 def test_a_collapse_is_found_without_any_evaluation(tmp_path: Path) -> None:
     found = find(read_history(write_run(tmp_path / "mine", collapses_at=17, every=None)))
     assert kinds(found) == ["training_fell"]

@@ -168,7 +168,7 @@ def test_a_section_that_cannot_work_is_refused_before_the_run(project: Path, set
 def test_check_and_train_say_that_a_key_is_missing(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("OPENAI_API_KEY", raising=False)
     monkeypatch.delenv("OPENAI_BASE_URL", raising=False)
-    paid = "+shadow.panel={judge: {name: ruler, model: openai/o3}, share: 0.1}"
+    paid = "+shadow.panel={judge: {name: ruler, model: openai/gpt-6.1-sol}, share: 0.1}"
     found = Preflight(load_config(project / "config.yaml", [paid]), project).check_shadow()
     assert found is not None and not found.is_good and "panel: OPENAI_API_KEY is not set" in found.message
     with pytest.raises(UsageError, match="OPENAI_API_KEY is not set"):
@@ -207,7 +207,7 @@ def test_ruler_has_no_gap_because_its_scores_of_two_groups_cannot_be_compared(pr
     from art_cli.judges.shadow_judges import shadow_numbers
     from art_cli.runs.trajectory import Score, Trajectory, score_trajectory
 
-    loaded = load_config(project / "plain.yaml", ["+shadow.panel.judge={name: ruler, model: openai/o3}"])
+    loaded = load_config(project / "plain.yaml", ["+shadow.panel.judge={name: ruler, model: openai/gpt-6.1-sol}"])
     rows = [score_trajectory(Trajectory(id=str(n), group_id="g", group_size=2, index=n), float(n)) for n in range(2)]
     for row in rows:
         row.shadow = [Score(judge="panel", score=row.index / 2)]

@@ -401,7 +401,7 @@ def test_a_run_in_the_place_of_a_removed_one_is_another(tmp_path: Path) -> None:
 
 def test_a_key_in_the_judges_params_makes_no_other_run_and_is_shown_to_nobody(tmp_path: Path) -> None:
     def given(key: str, top_p: float) -> LoadedConfig:
-        judge = f"judge={{name: ruler, model: openai/o3, params: {{api_key: {key}, top_p: {top_p}}}}}"
+        judge = f"judge={{name: ruler, model: openai/gpt-6.1-sol, params: {{api_key: {key}, top_p: {top_p}}}}}"
         return load_config(LETTERS / "config.yaml", [f"runs={tmp_path}", judge])
 
     files = RunDir(tmp_path / "letters")

@@ -245,6 +245,23 @@ def test_no_number_of_the_header_makes_memory(tmp_path: Path, number: int) -> No
         assert found is None or found <= 64 * 32
 
 
+@pytest.mark.parametrize("count", [2, 2_000, 8_000, 2**31 - 1])
+@pytest.mark.parametrize("kind", ["add_uint32", "add_uint64", "add_float32", "add_array"])
+def test_more_layers_than_the_tensors_can_be_are_refused_before_anything_is_built(
+    kind: str, count: int, tmp_path: Path
+) -> None:
+    """S7: transformers makes each layer, with kilobytes of its own, before it looks for its tensors."""
+    writer = gguf.GGUFWriter(str(path := tmp_path / "deep.gguf"), "qwen2")
+    getattr(writer, kind)("qwen2.block_count", [count] if kind == "add_array" else count)
+    for number in range(7):
+        writer.add_tensor(f"blk.{number}.weight", np.ones((2, 32), np.float16))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    assert checked(path.read_bytes(), path) is None
+
+
 @settings(deadline=None, max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.integers(4, len(HEADER) - 1), st.binary(min_size=1, max_size=24))
 def test_no_damage_does_more_than_a_refusal(tmp_path: Path, at: int, noise: bytes) -> None:

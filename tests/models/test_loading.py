@@ -1,11 +1,13 @@
 """Checkpoints put into a model: those that do not fit change nothing."""
 
+import os
 from pathlib import Path
 
 import pytest
 import torch
 
 from art_cli.config.schema import LoraConfig
+from art_cli.models import loading
 from art_cli.models.loading import Weights, load_checkpoint, save_weights, with_adapter
 from art_cli.runtime.errors import CheckpointError
 from tests.support.tiny import tiny_weights
@@ -40,3 +42,20 @@ def test_whole_weights_are_one_file_whatever_their_size(tmp_path: Path) -> None:
     load_checkpoint(changed, tmp_path)
     expected = numbers(weights)
     assert all(torch.equal(value, expected[name]) for name, value in numbers(changed).items())
+
+
+@pytest.mark.parametrize("name", [None, "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])
+def test_a_gpus_blocks_grow_in_this_process_only_and_a_users_own_setting_wins(
+    name: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The environment, which vLLM's processes inherit, stays as it is."""
+    asked: list[str] = []
+    monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", asked.append)
+    for each in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+        monkeypatch.delenv(each, raising=False)
+    if name is not None:
+        monkeypatch.setenv(name, "max_split_size_mb:512")
+    before = dict(os.environ)
+    loading.grow_segments()
+    assert asked == (["expandable_segments:True"] if name is None else [])
+    assert dict(os.environ) == before

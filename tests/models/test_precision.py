@@ -79,14 +79,26 @@ def test_what_the_device_has_decides(base: str, monkeypatch: pytest.MonkeyPatch)
             assert precision.choose_dtype(base, device).name == ("bfloat16" if has else "float32")
 
 
-def test_a_small_model_stays_exact_on_a_cpu(base: str, amx: None, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("device", "may_be_exact", "is_small", "dtype"),
+    [
+        ("cpu", False, True, "float32"),
+        ("cpu", True, True, "float32"),
+        ("cpu", False, False, "bfloat16"),
+        ("cuda", True, True, "float32"),
+        ("cuda:1", True, True, "float32"),
+        ("cuda", False, True, "bfloat16"),
+        ("cuda", True, False, "bfloat16"),
+    ],
+)
+def test_a_small_model_stays_exact_where_the_engine_samples_so(
+    base: str, amx: None, monkeypatch: pytest.MonkeyPatch, device: str, may_be_exact: bool, is_small: bool, dtype: str
+) -> None:
+    """The device has bfloat16. The size is counted without loading the model."""
     size = count_parameters(load_weights(ModelConfig(base=base, lora=None, dtype="float32"), base).model).whole
-    monkeypatch.setattr(precision, "SMALL", size)  # counted without loading it
-    assert precision.choose_dtype(base, "cpu").name == "bfloat16"
-    monkeypatch.setattr(precision, "SMALL", size + 1)
-    assert precision.choose_dtype(base, "cpu").name == "float32"
+    monkeypatch.setattr(precision, "SMALL", size + is_small)
     monkeypatch.setattr(precision, "has_bfloat16_gpu", lambda: True)
-    assert precision.choose_dtype(base, "cuda").name == "bfloat16"
+    assert precision.choose_dtype(base, device, may_be_exact=may_be_exact).name == dtype
 
 
 def test_weights_are_loaded_as_chosen_and_a_name_is_a_name(base: str, amx: None) -> None:

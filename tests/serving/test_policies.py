@@ -318,6 +318,25 @@ async def test_following_goes_on_after_any_failure(
     assert caplog.text.count("not a regular file") == caplog.text.count("MemoryError: no room") == 1
 
 
+async def test_a_step_that_failed_is_served_once_it_is_made_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """M3: a step is another one when its checkpoint is, as after a loss."""
+    monkeypatch.setattr(served_policies, "POLL_S", 0.02)
+    run = make_run(tmp_path / "mine", (1,))
+    source = find_source(str(run.root), which="newest")
+    async with serving(source, loader=ScriptedLoader(), follows="newest") as (service, _):
+        add_checkpoint(run, 2).rename(aside := tmp_path / "aside")
+        (aside / "adapter_model.safetensors").write_bytes(b"damaged")
+        aside.rename(run.checkpoint_path(2))
+        await until(lambda: "passed over a checkpoint" in caplog.text)
+        await asyncio.sleep(0.2)
+        assert service.policies.served["mine"].source.step == 1 and caplog.text.count("passed over") < 5
+        run.checkpoint_path(2).rename(tmp_path / "lost")
+        add_checkpoint(run, 2)
+        await until(lambda: service.policies.served["mine"].source.step == 2)
+
+
 def test_only_a_run_can_be_followed(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.run(["serve", str(run.base), "--follow"]) == 2
     assert "--follow: name a run" in capsys.readouterr().err

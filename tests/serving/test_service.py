@@ -25,10 +25,11 @@ from art_cli.chat.requests import Request
 from art_cli.cli import serve as serve_command
 from art_cli.runs.run_dir import RunDir
 from art_cli.runs.system_prompt import SystemPrompt
-from art_cli.runtime.errors import EngineError
+from art_cli.runtime.errors import EngineError, UsageError
 from art_cli.serving.serve_service import Limits, Service
 from art_cli.serving.served_model import Source
 from art_cli.serving.served_policies import Policies, ServedPolicy
+from tests.support.paths import LETTERS
 from tests.support.ports import free_port
 from tests.support.served import ScriptedEngine, ScriptedLoader, scripted_source
 from tests.support.serving import (
@@ -47,8 +48,9 @@ from tests.support.serving import (
 from tests.support.waiting import until
 
 
-async def test_it_listens_before_it_has_loaded() -> None:
-    """/health answers, /ready and completions say 503, until the model is there."""
+async def test_it_listens_before_it_has_loaded(caplog: pytest.LogCaptureFixture) -> None:
+    """/health answers, the others say 503, until the model is there. The last line of the log says that it is."""
+    caplog.set_level(logging.INFO, logger="art_cli")
     loading = asyncio.Event()
 
     class Slow(ScriptedLoader):
@@ -64,18 +66,20 @@ async def test_it_listens_before_it_has_loaded() -> None:
 
         async def statuses() -> list[int]:
             body = {"model": "policy", "messages": [USER]}
-            calls = [http.get("/health"), http.get("/ready"), http.post("/v1/chat/completions", json=body)]
-            return [(await call).status_code for call in calls]
+            paths = ("/health", "/ready", "/health/ready", "/v1/models", "/v1/models/policy")
+            gets = [(await http.get(path)).status_code for path in paths]
+            return [*gets, (await http.post("/v1/chat/completions", json=body)).status_code]
 
         while True:
             with contextlib.suppress(httpx.ConnectError):
                 await http.get("/health")
                 break
             await asyncio.sleep(0.01)
-        assert await statuses() == [200, 503, 503]
+        assert await statuses() == [200, 503, 503, 503, 503, 503]
         loading.set()
         await asyncio.wait_for(ready.wait(), 10)
-        assert await statuses() == [200, 200, 200]
+        await until(lambda: caplog.messages[-1] == f"ready: calls are answered at http://127.0.0.1:{port}/v1")
+        assert await statuses() == [200, 200, 200, 200, 200, 200]
     service.stop()
     await asyncio.wait_for(task, 10)
 
@@ -263,6 +267,12 @@ async def test_content_is_logged_only_when_asked(caplog: pytest.LogCaptureFixtur
         assert sum("secret" in line for line in own) == (2 if logs_content else 0)
 
 
+async def test_embeddings_are_refused_in_words() -> None:
+    async with serving(loader=ScriptedLoader()) as (_, root), client(root) as ai:
+        with pytest.raises(openai.NotFoundError, match="the models here write text and give no embeddings"):
+            await ai.embeddings.create(model="policy", input="x")
+
+
 async def test_a_path_cannot_write_log_lines_of_its_own(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     async with serving(loader=ScriptedLoader()) as (_, root), httpx.AsyncClient(base_url=root) as http:
@@ -368,3 +378,15 @@ async def test_tokens_of_an_endpoint_count_and_replies_name_the_step_of_their_pr
     assert steps == [1, 1, 2, 2]
     assert number(reply.text, "art_prompt_tokens_total", model="policy") == 36
     assert number(reply.text, "art_sampled_tokens_total", model="policy") == 12
+
+
+def test_any_base_that_model_base_takes_can_be_served(tmp_path: Path) -> None:
+    """A model that is built in, one that a function builds, under a name and without one; an unknown one is named."""
+    builder = f"{LETTERS / 'build.py'}:build"
+    texts = ["builtin:tiny", "mine=builtin:tiny", f"own={builder}"]
+    tiny, mine, own = serve_command._find_sources(texts, which="offered", base=None, dtype=None, directory=tmp_path)
+    assert [source.name for source in (tiny, mine, own)] == ["tiny", "mine", "own"]
+    assert tiny.base == mine.base != own.base and tiny.adapter is None
+    assert all((Path(source.base) / "model.safetensors").is_file() for source in (tiny, own))
+    with pytest.raises(UsageError, match="'builtin:huge': .*there are: tiny"):
+        serve_command._find_sources(["builtin:huge"], which="offered", base=None, dtype=None, directory=tmp_path)

@@ -54,8 +54,9 @@ def attempt(group: str = "s0000-g0000", index: int = 0, **changed: Any) -> Traje
 
 def scored(group: str = "s0000-g0000", index: int = 0, reward: float = 0.75, **changed: Any) -> ScoredTrajectory:
     score = Score(
-        judge="ruler", score=reward, model="openai/o3", explanation="found at once", votes=[0.5, 1.0], spread=0.25,
-        cost_usd=0.01, prompt_tokens=100.0, completion_tokens=20.0, latency_s=1.5,
+        judge="ruler", score=reward, model="openai/gpt-6-luna", model_returned="gpt-6-luna-1", votes=[0.5, 1.0],
+        explanation="found at once", spread=0.25, cost_usd=0.01, latency_s=1.5,
+        prompt_tokens=100.0, completion_tokens=20.0,
     )  # fmt: skip
     return score_trajectory(attempt(group, index, **changed), reward, [score])
 

@@ -215,6 +215,10 @@ def main() -> None:
         sys.stderr.write("ValueError: no such model\n")
         helper.kill()
         sys.exit(3)
+    if MANNER.startswith("log "):  # as the server that wrote this log ended
+        sys.stderr.write(Path(MANNER.removeprefix("log ")).read_text())
+        helper.kill()
+        sys.exit(1)
     methods = ["GET", "POST"]
     app = Starlette(routes=[Route("/{path:path}", fake.handle, methods=methods)])
     for middleware in known.middleware:

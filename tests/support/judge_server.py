@@ -151,6 +151,7 @@ class Conduct:
     takes_schema: bool = True
     says: str = ""  # the explanation of every entry; "": the place it was shown at
     words: Words | None = None  # the explanations, in place of `says`
+    models: Sequence[str] = ()  # the models that its replies name, in turn; none: the one that was asked for
     key: str | None = None  # the key it wants; a wrong one is answered with 401 that quotes it
     log: Path | None = None  # a line per answered call: digest of its prompt
     headers: dict[str, str] = field(default_factory=dict)  # besides, of every answer
@@ -171,7 +172,11 @@ MISBEHAVIOURS: dict[str, Callable[[list[Entry]], str]] = {
     "nan": lambda scores: _dump([{**scores[0], "score": float("nan")}, *scores[1:]]),
     "infinite": lambda scores: _dump([{**scores[0], "score": float("inf")}, *scores[1:]]),
     "true": lambda scores: _dump([{**scores[0], "score": True}, *scores[1:]]),
-    "text_score": lambda scores: _dump([{**scores[0], "score": "0.5"}, *scores[1:]]),
+    "text_score": lambda scores: _dump([{**entry, "score": f" {entry['score']:.6f}"} for entry in scores]),
+    "upper_case": lambda scores: _dump([{**entry, "id": entry["id"].upper()} for entry in scores]),
+    "long": lambda scores: _dump([{**scores[0], "explanation": "because " * 250_000}, *scores[1:]]),
+    "word_score": lambda scores: _dump([{**scores[0], "score": "0.5 of 1"}, *scores[1:]]),
+    "percent": lambda scores: _dump([{**entry, "score": 100 * entry["score"]} for entry in scores]),
     "null_score": lambda scores: _dump([{**scores[0], "score": None}, *scores[1:]]),
     "prose": lambda scores: f"Let me think. {{It is close.}}\n\n{_dump(scores)}\n\nI hope this helps! {{}}",
     "fenced": lambda scores: f"Here you are:\n```json\n{_dump(scores)}\n```\nDone.",
@@ -187,7 +192,9 @@ MISBEHAVIOURS: dict[str, Callable[[list[Entry]], str]] = {
     "key_twice": lambda scores: _dump(scores).replace('"score":', '"score": 0.123, "score":', 1),
     "wrong_ids": lambda scores: _dump([{**entry, "id": str(place)} for place, entry in enumerate(scores, 1)]),
 }
-VALID = frozenset({"out_of_order", "prose", "fenced", "thinking"})  # unusual answers that say what they must
+VALID = frozenset(
+    {"out_of_order", "prose", "fenced", "thinking", "text_score", "upper_case", "long"}
+)  # unusual answers that say what they must
 HTTP_MISBEHAVIOURS = ("429", "500", "503", "hang", "disconnect", "not_json", "no_choices", "null_content")
 
 
@@ -312,6 +319,8 @@ class JudgeServer:
         text = MISBEHAVIOURS[misbehaviour](entries) if misbehaviour else _dump(entries)
         if self.conduct.change_text is not None:
             text = self.conduct.change_text(text)
+        models = self.conduct.models or [body["model"]]
+        model = models[self.num_answered % len(models)]
         self.num_answered += 1
         if self.conduct.log is not None:
             with self.conduct.log.open("a") as file:
@@ -320,7 +329,7 @@ class JudgeServer:
         usage = self.conduct.usage or {"prompt_tokens": prompt_tokens, "completion_tokens": len(text) // 4}
         reason = "length" if misbehaviour == "cut_off" else "stop"
         choice = {"index": 0, "message": {"role": "assistant", "content": text}, "finish_reason": reason}
-        reply = {"id": "x", "object": "chat.completion", "created": 0, "model": body["model"]}
+        reply = {"id": "x", "object": "chat.completion", "created": 0, "model": model}
         body = {**reply, "choices": [choice], "usage": usage}
         return await _respond(writer, 200, body, self.conduct.headers, change=self.conduct.change_body)
 

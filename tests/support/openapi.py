@@ -86,9 +86,10 @@ def describe(models: Sequence[str]) -> Json:
             "/v1/models": {"get": _get("The models served.", {"$ref": "#/components/schemas/models"}, WRONG_KEY)},
             "/v1/models/{name}": {"get": _model()},
             "/health": {"get": {**_get("The process lives.", {"type": "object"}, {}), "security": []}},
-            "/ready": {
-                "get": _get("Requests are answered.", {"type": "object"}, {**WRONG_KEY, "503": REFUSALS["503"]})
-            },
+            **dict.fromkeys(
+                ("/ready", "/health/ready"),
+                {"get": _get("Requests are answered.", {"type": "object"}, {**WRONG_KEY, "503": REFUSALS["503"]})},
+            ),
             "/metrics": {"get": _get("Numbers for Prometheus.", {"type": "string"}, WRONG_KEY, "text/plain")},
         },
         "components": {

@@ -76,8 +76,13 @@ async def test_other_sites_and_other_machines_cannot_answer(tmp_path: Path) -> N
         plain = await ask.client.post(URL, content=json.dumps(pair), headers={"content-type": "text/plain"})
         assert plain.status_code == 415
     transport = httpx.ASGITransport(build_app(Answers(Sources([run.root])), host="0.0.0.0"))
-    async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as client:
+    async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1:8000") as client:
         assert (await client.post(URL, json=pair)).status_code == 403
+        for method in ("GET", "HEAD"):  # S6: a body with them is not read
+            for kind in ("application/json", "text/plain", ""):
+                body = json.dumps(pair).encode()
+                answer = await client.request(method, URL, content=body, headers={"content-type": kind})
+                assert answer.status_code == 200
     assert not run.scored_path(1).with_name("labels.jsonl").exists()
 
 

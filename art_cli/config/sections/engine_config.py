@@ -162,6 +162,8 @@ VLLM_OWN_ARGS = {
     **dict.fromkeys(("host", "port", "uds", "root-path", "ssl-keyfile", "ssl-certfile", "api-key", "config")),
     **dict.fromkeys(("enable-lora", "served-model-name", "logprobs-mode", "generation-config", "headless")),
 }
+# vllm-bnb-plugin 0.0.3 asserts it (quantization/params.py)
+ONLY_BFLOAT16 = "in 4 bits vLLM computes in bfloat16 only"
 VLLM_OWN_ENV = ("VLLM_API_KEY", "VLLM_ALLOW_RUNTIME_LORA_UPDATING", "VLLM_SERVER_DEV_MODE")
 
 

@@ -110,6 +110,10 @@ class PriceConfig(Section):
     """The price of a million completion tokens."""
 
 
+# The judge of a run that names none, and its price. OpenAI names it as the successor of o3, at o3's price to within a
+# quarter. Its agreement with people is not measured here: `art judge --gold` does that on attempts of one's own.
+DEFAULT_JUDGE = "openai/gpt-6.1-sol"
+DEFAULT_PRICE = PriceConfig(input=2, output=10)
 RULE = "builtin:rule"  # the model that is no model: it follows rules that the rubric holds
 
 # The names in `judge.params` that litellm uses itself, and does not send as fields of the request.
@@ -124,10 +128,10 @@ LITELLM_PARAMS = frozenset(
 class JudgeModelConfig(Section):
     """A model that judges, and how it is reached."""
 
-    model: str = "openai/o3"
-    """The model, as litellm names it (openai/o3, anthropic/claude-sonnet-4-5), or with `base_url` as that server names
-    it. Other providers than OpenAI need litellm: pip install 'art-cli[litellm]'. builtin:rule is no model: it follows
-    the rules that `rubric` holds."""
+    model: str = DEFAULT_JUDGE
+    """The model, as litellm names it (PROVIDER/MODEL), or with `base_url` as that server names it. Other providers than
+    OpenAI need litellm: pip install 'art-cli[litellm]'. builtin:rule is no model: it follows the rules that `rubric`
+    holds."""
     base_url: str | None = None
     """An OpenAI-compatible endpoint: http://127.0.0.1:8000/v1. null: the provider that `model` names (for OpenAI, the
     address in OPENAI_BASE_URL if it is set)."""
@@ -289,7 +293,7 @@ class ShadowConfig(Section):
     """One shadow judge."""
 
     judge: NamedJudgeConfig
-    """The judge, written like a `judge` section: {entry: "judge.py:short"}, {name: ruler, model: openai/o3}, or
+    """The judge, written like a `judge` section: {entry: "judge.py:short"}, {name: ruler, rubric: strict.txt}, or
     {name: rollout} for the reward that the rollout returned, or {name: metric, metric: win} for one of its metrics."""
     share: Annotated[Float, Field(gt=0, le=1)] = 1.0
     """The share of groups that it scores, selected by a hash of the group's id."""

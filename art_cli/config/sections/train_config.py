@@ -38,9 +38,10 @@ class BaseLearnerConfig(Section):
     micro_batch_tokens: PositiveInt | None = None
     """The number of tokens in one forward pass. More tokens take more memory; the gradient is the same. null: 8192 on a
     GPU, and 1024 on a CPU, where more is slower (but as many as a tree needs)."""
-    gradient_checkpointing: bool | PositiveInt = False
+    gradient_checkpointing: bool | PositiveInt | Literal["auto"] = "auto"
     """true: activations are recomputed in the backward pass, which takes far less memory and a third more time. A
-    number: only in forward passes of at least that many tokens. The gradient is the same."""
+    number: only in forward passes of at least that many tokens. auto: on a GPU the number of tokens whose activations
+    fill half of what weights and engine leave of it; on a CPU false. The gradient is the same."""
     offload_optimizer: bool = False
     """true: AdamW's state is in the host's memory, and updates are computed on the CPU. This saves 8 bytes of GPU
     memory per trained weight. The update is the same."""
@@ -84,7 +85,7 @@ class BaseLearnerConfig(Section):
 
 
 class AutoLearnerConfig(BaseLearnerConfig):
-    """Unsloth if Unsloth and a GPU are there, else torch. It has the keys that all learners share."""
+    """The torch learner. It has the keys that all learners share."""
 
     name: Literal["auto"] = "auto"
 

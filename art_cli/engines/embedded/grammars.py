@@ -128,7 +128,8 @@ def _answer_rule(response_format: Json) -> str:
 
 def _json_rule(schema: Json, param: str, is_strict: bool) -> str:
     """Returns the schema as a rule. One that is not strict is advice: keywords unknown to llguidance are ignored."""
-    text = json.dumps({**schema, "x-guidance": {"lenient": not is_strict}})
+    # Without white space, which a weak model writes until its reply is cut.
+    text = json.dumps({**schema, "x-guidance": {"lenient": not is_strict, "whitespace_flexible": False}})
     if len(text) > MAX_SCHEMA:
         raise invalid(f"{param}: a schema of {len(text)} characters; at most {MAX_SCHEMA}", param)
     return f"%json {text}"

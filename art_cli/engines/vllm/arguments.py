@@ -4,7 +4,7 @@ The user's own settings, under vLLM's names (`engine.args`, `engine.env`), come 
 what the engine depends on (VLLM_OWN_ARGS and VLLM_OWN_ENV).
 
 `find_vllm` runs a Python and returns which vLLM and GPUs it has, for `art doctor` and the choice of an engine.
-Nothing else here runs a process.
+`free_share` runs one and returns the share of the GPUs that vLLM may take. Nothing else here runs a process.
 """
 
 import json
@@ -17,24 +17,31 @@ from pathlib import Path
 import msgspec
 from pydantic import JsonValue
 
-from art_cli.config.sections.engine_config import VllmEngineConfig
+from art_cli.config.sections.engine_config import ONLY_BFLOAT16, VllmEngineConfig
 from art_cli.models.policy_spec import PolicySpec
+from art_cli.models.run_memory import ADAPTERS, MAX_SHARE, share
 from art_cli.runtime.errors import EngineError
+from art_cli.runtime.gpus import has_gpu as has_gpu
+from art_cli.runtime.processes.child import child_environment
 
 PROBE_DEADLINE_S = 120.0  # importing vLLM from a cold disk takes most of a minute
 
 # A program for the other Python. It prints one JSON line, whatever is missing there.
 PROGRAM = """
 import json, sys
-found = {"version": None, "torch": None, "gpus": [], "architectures": [], "error": None}
+found = {"version": None, "torch": None, "gpus": [], "architectures": [], "quantizations": [], "error": None}
 try:
     import torch
     found["torch"] = torch.__version__
     found["gpus"] = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
     import vllm
-    import vllm.entrypoints.openai.api_server
+    import vllm.entrypoints.launchers.api_server.entry
     from vllm.model_executor.models import ModelRegistry
+    from vllm.plugins import load_general_plugins
+    load_general_plugins()  # takes 0.03 s; vllm-bnb-plugin adds a method
+    from vllm.model_executor.layers.quantization import QUANTIZATION_METHODS
     found["architectures"] = sorted(ModelRegistry.get_supported_archs())
+    found["quantizations"] = list(QUANTIZATION_METHODS)
     found["version"] = vllm.__version__
 except Exception as error:
     found["error"] = f"{type(error).__name__}: {error}".splitlines()[0]
@@ -50,7 +57,20 @@ class VllmFacts(msgspec.Struct, kw_only=True, frozen=True):
     torch: str | None = None
     gpus: list[str] = []  # names of the GPUs that torch sees there
     architectures: list[str] = []  # the transformers architectures that it serves: "Qwen3ForCausalLM"
+    quantizations: list[str] = []  # methods that it and its plugins have: "bitsandbytes"
     error: str | None = None  # why something is missing, one line
+
+    def lacks(self, quantize: str | None) -> str:
+        """Returns the reason why it cannot serve a base with that `model.quantize`, or "" if it can."""
+        if quantize is None or QUANTIZATION in self.quantizations:
+            return ""
+        return (
+            f"vLLM {self.version} of {self.python} cannot serve model.quantize={quantize}: vllm-bnb-plugin is missing"
+        )
+
+    @property
+    def plugin_cure(self) -> str:
+        return f"{self.python} -m pip install vllm-bnb-plugin"
 
 
 def find_vllm(python: Path | None = None, *, timeout_s: float = PROBE_DEADLINE_S) -> VllmFacts:
@@ -58,7 +78,12 @@ def find_vllm(python: Path | None = None, *, timeout_s: float = PROBE_DEADLINE_S
     program = str(python or sys.executable)
     try:
         done = subprocess.run(
-            [program, "-c", PROGRAM], stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=timeout_s
+            [program, "-c", PROGRAM],
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=timeout_s,
+            env=child_environment(),
         )
         line = done.stdout.strip().rpartition("\n")[2]
         return msgspec.convert({"python": program, **msgspec.json.decode(line)}, VllmFacts)
@@ -71,12 +96,39 @@ def find_vllm(python: Path | None = None, *, timeout_s: float = PROBE_DEADLINE_S
         return VllmFacts(python=program, error=f"exit status {done.returncode}: {last}")
 
 
-MODULE = "vllm.entrypoints.openai.api_server"  # run by `python -m`, because community builds lack the `vllm` command
+# Another program for it. It prints the free and the total bytes of each of the first GPUs, as vLLM will see them: with
+# the context of one more process on each.
+MEMORY_PROGRAM = """
+import json, sys, torch
+memory = [torch.cuda.mem_get_info(i) for i in range(min(int(sys.argv[1]), torch.cuda.device_count()))]
+sys.stdout.write("\\n" + json.dumps(memory) + "\\n")
+"""
+
+
+def free_share(
+    python: Path, num: int, environment: Mapping[str, str], *, timeout_s: float = PROBE_DEADLINE_S
+) -> float | None:
+    """Returns the share of each of the first `num` GPUs that vLLM may take of what is free there now, or None if the
+    torch of that Python cannot tell, so that vLLM cannot start either.
+
+    A process of its own asks, so that no context stays on the GPUs, also where the learner is in other processes.
+    """
+    own = {name: value for name, value in environment.items() if name not in NOT_INHERITED}
+    command = [str(python), "-c", MEMORY_PROGRAM, str(num)]
+    try:
+        done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, env=own, timeout=timeout_s)
+        memory = msgspec.json.decode(done.stdout.strip().rpartition(b"\n")[2], type=list[tuple[int, int]])
+    except (subprocess.TimeoutExpired, OSError, msgspec.MsgspecError):
+        return None
+    return min((share(total, free) for free, total in memory), default=None)
+
+
+# Run by `python -m`, because community builds lack the `vllm` command.
+MODULE = "vllm.entrypoints.launchers.api_server.entry"
 GUARD = "art_vllm_guard.KeyGuard"  # added to the user's own --middleware
 GUARD_DIRECTORY = Path(__file__).parent / "guard"
 LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # values that vLLM's --max-lora-rank takes
-MAX_LORAS = 2  # the present step's adapter, and the one before while its last requests end
-SHARED_GPU_MEMORY = 0.7  # share of a GPU for a server that takes turns with the learner, whose weights stay on it
+QUANTIZATION = "bitsandbytes"  # of the plug-in vllm-bnb-plugin since vLLM 0.32
 
 # Variables of this environment, and of torchrun, which would make the server take itself for one of its workers.
 NOT_INHERITED = frozenset(
@@ -101,6 +153,7 @@ def command(
     template: Path | None,
     sleep: int,
     has_gpu: bool,
+    memory_share: float = MAX_SHARE,
 ) -> list[str]:
     """Returns the server's argv, without any secret. `name` is the base model's name there."""
     arguments: dict[str, JsonValue] = {
@@ -111,7 +164,7 @@ def command(
         "dtype": model.dtype,
         "max-model-len": model.max_length,
         "enable-lora": True,
-        "max-loras": MAX_LORAS,
+        "max-loras": ADAPTERS,
         "max-lora-rank": _lora_rank(model.lora_rank or 1),
         "logprobs-mode": "processed_logprobs",  # logprobs after temperature, top_p and top_k
         "generation-config": "vllm",  # ignores the sampling defaults in the model's generation_config.json
@@ -125,10 +178,16 @@ def command(
         # vLLM 0.32 sets back the generator of a request with a seed whose prompt is computed in parts, and torch's
         # generators for the CPU cannot be set back: the engine core ends. Every request of a rollout has a seed.
         arguments["enable-chunked-prefill"] = False
+    else:
+        arguments["gpu-memory-utilization"] = memory_share
     if model.quantize is not None:
-        arguments["quantization"] = "bitsandbytes"
+        if model.dtype == "float32":
+            raise EngineError(f"model.quantize: {ONLY_BFLOAT16}; set engine=embedded")
+        arguments["quantization"] = QUANTIZATION
+    if model.lora_targets:  # without it vLLM keeps room for an adapter of each expert, 1.7 GB of Qwen3-30B-A3B
+        arguments["lora-target-modules"] = list(model.lora_targets)
     if sleep:
-        arguments |= {"enable-sleep-mode": True, "gpu-memory-utilization": SHARED_GPU_MEMORY}
+        arguments["enable-sleep-mode"] = True
     arguments |= {name.replace("_", "-"): value for name, value in config.args.items()}
     if (replicas := num_replicas(config)) > 1:
         arguments["data-parallel-size"] = replicas
@@ -200,19 +259,32 @@ def sleep_level(config: VllmEngineConfig, model: PolicySpec, *, inherited: Mappi
         return 0
     if config.sleep != "auto":
         return config.sleep
-    return 1 if shares_gpu(config, model.learner_device, inherited) else 0
+    return 1 if shares_gpu(config, model.learner_device, model.learner_gpus, inherited) else 0
 
 
-def shares_gpu(config: VllmEngineConfig, learner_device: str | None, inherited: Mapping[str, str]) -> bool:
-    """Returns whether the server's first GPUs include the learner's, both named as the system names them."""
+def shares_gpu(
+    config: VllmEngineConfig, learner_device: str | None, learner_gpus: int, inherited: Mapping[str, str]
+) -> bool:
+    """Returns whether a GPU of the server is one of the learner's, which are `learner_gpus` from `learner_device` on.
+
+    Both are named as the system names them.
+    """
     if learner_device is None or not learner_device.startswith("cuda"):
         return False
-    ours = _visible(inherited)
-    theirs = _visible({**inherited, **config.env})
-    index = int(learner_device.partition(":")[2] or 0)
-    own = ours[index] if ours and index < len(ours) else str(index)
-    num = num_gpus(config)
-    return own in (theirs[:num] if theirs else [str(number) for number in range(num)])
+    first = int(learner_device.partition(":")[2] or 0)
+    ours = _named(_visible(inherited), range(first, first + learner_gpus))
+    return not ours.isdisjoint(_named(_visible({**inherited, **config.env}), range(num_gpus(config))))
+
+
+def _named(visible: Sequence[str], indices: Sequence[int]) -> set[str]:
+    """Returns the system's names of the GPUs with these indices among the visible ones."""
+    return {visible[i] if visible else str(i) for i in indices if not visible or i < len(visible)}
+
+
+def own_share(config: VllmEngineConfig) -> float | None:
+    """Returns the share of a GPU that the user gives to vLLM, or None if art decides it."""
+    own = {name.replace("_", "-"): value for name, value in config.args.items()}.get("gpu-memory-utilization")
+    return None if own is None else float(str(own))
 
 
 def _visible(variables: Mapping[str, str]) -> Sequence[str]:
@@ -258,10 +330,3 @@ def _gpu_indices() -> list[str]:
     """Returns the indices of this machine's GPUs, by their device files; at least the one that `has_gpu` found."""
     number = len(list(Path("/dev").glob("nvidia[0-9]*"))) or len(list(Path("/dev/dri").glob("renderD*"))) or 1
     return [str(index) for index in range(number)]
-
-
-def has_gpu(inherited: Mapping[str, str]) -> bool:
-    """Returns whether this machine shows a GPU: an NVIDIA or AMD device file, not hidden by the environment."""
-    if inherited.get("CUDA_VISIBLE_DEVICES", "all").strip() in ("", "-1"):
-        return False
-    return any(Path(device).exists() for device in ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg"))

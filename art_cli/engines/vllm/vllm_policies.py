@@ -22,7 +22,7 @@ from art_cli.chat.client import HttpBackend
 from art_cli.chat.replies import Choice, Reply
 from art_cli.chat.requests import Request
 from art_cli.config.sections.engine_config import VllmEngineConfig
-from art_cli.engines.proof import compare
+from art_cli.engines.proof import WeightProof
 from art_cli.engines.vllm.control import FILES, LoadedAdapters, Unreachable
 from art_cli.engines.vllm.vllm_engine import MAX_RESTARTS, VllmEngine, complete_logprobs, until
 from art_cli.engines.vllm.vllm_server import OwnServer
@@ -46,6 +46,7 @@ class VllmPolicies(VllmEngine):
         # Clients sample and score at once all the time, and a server at an address may have no GPU.
         self._scores_alone = not (isinstance(self._server, OwnServer) and self._server.has_gpu)
         self.policies: set[VllmPolicy] = set()  # those that are open
+        self.proof = WeightProof()
         self._own = secrets.token_hex(4)  # keeps apart what others, or an earlier run, left in a running server
 
     async def open(self, adapter: Path | None, probe: Probe) -> "VllmPolicy":
@@ -155,7 +156,7 @@ class VllmPolicy:
                 self._client, self._there = self._server.make_backend(await self._load(adapters), 0), adapters
                 try:
                     found = await self._score(self._client, adapters, self._probe.tokens)
-                    compare(found, self._probe.logprobs, dtype=self._server.dtype)
+                    self._server.proof.check([found], self._probe, dtype=self._server.dtype)
                 except BaseException:
                     await self.close()
                     raise

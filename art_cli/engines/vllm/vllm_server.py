@@ -33,10 +33,14 @@ from art_cli.chat.requests import Json, Request
 from art_cli.config.sections.engine_config import VllmEngineConfig
 from art_cli.engines.vllm import arguments
 from art_cli.engines.vllm.control import Control, Refused, Unreachable
+from art_cli.engines.vllm.log_cause import find_cause
+from art_cli.models.base_files import find_files
 from art_cli.models.policy_spec import PolicySpec
+from art_cli.models.run_memory import BESIDE_SHARE, MAX_SHARE
 from art_cli.runs.durable import write_file
-from art_cli.runtime.errors import EngineError
-from art_cli.runtime.processes.child import ChildProcess, describe_end, last_lines
+from art_cli.runtime import threads
+from art_cli.runtime.errors import EngineError, UsageError
+from art_cli.runtime.processes.child import ChildProcess, child_environment, describe_end, last_lines
 from art_cli.runtime.scratch import Scratch, make_directory, owner_only
 
 log = logging.getLogger(__name__)
@@ -121,6 +125,9 @@ PROMPT = [1, 2, 3, 4]  # any tokens do
 SAME = 1e-6  # nats; logprobs that differ by less are the same
 TERM_GRACE_S = 10.0  # time that vLLM has to free a GPU, which takes a few seconds
 TAIL_LINES = 15
+MAX_LOG_BYTES = 2**20  # largest part of the log, its end, in which the cause of a failure is looked for
+# With one of these in engine.env the server has a cache of its own.
+HUB_VARIABLES = frozenset({"HF_HOME", "HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE"})
 
 
 class OwnServer:
@@ -130,7 +137,7 @@ class OwnServer:
         """Raises EngineError for no such Python, or a setting that this machine cannot have."""
         self.base_name = f"{name}@base"
         self.log = log
-        self.has_gpu = arguments.has_gpu({**os.environ, **config.env})
+        self.has_gpu = arguments.has_gpu({**child_environment(), **config.env})
         if self.has_gpu:
             arguments.check_gpus(config)
         self.sleep_level = arguments.sleep_level(config, model, inherited=os.environ, has_gpu=self.has_gpu)
@@ -141,19 +148,39 @@ class OwnServer:
         self.verbatim = Verbatim(model.chat_template)
         self._child: ChildProcess | None = None
         self._sockets: Scratch | None = None  # where the server's own processes talk to each other
+        self._is_up = False  # True once it has answered
+        self._share = MAX_SHARE  # of a GPU
         self._log_start = 0  # where this server's part of the log begins
         self.pid = 0  # process id of the server itself; 0: not started
 
     async def start(self) -> None:
         """Returns when it answers. Raises EngineError with the log's last lines: it ended, or was silent too long."""
+        if not HUB_VARIABLES & self._config.env.keys():
+            await threads.call_in_thread(_fetch, self._model.base)  # engine.start_timeout_s includes no download
+        if self.has_gpu and arguments.own_share(self._config) is None:
+            self._share = await asyncio.to_thread(self._free_share)
         log.info("vllm: starting %s for %s; its log: %s", self._python, self._model.base, self.log)
         for _ in range(MAX_PORTS):
             if await self._start_at(free_port()):
                 return
         raise EngineError(f"vllm: {MAX_PORTS} ports in a row were taken by others while it started; see {self.log}")
 
+    def _free_share(self) -> float:
+        """Returns the share of a GPU that vLLM may take: what the learner leaves, where both use it."""
+        config, model = self._config, self._model
+        if not arguments.shares_gpu(config, model.learner_device, model.learner_gpus, os.environ):
+            return MAX_SHARE
+        found = arguments.free_share(self._python, arguments.num_gpus(config), {**child_environment(), **config.env})
+        if found is None:
+            log.warning("vllm: the torch of %s does not report the memory of a GPU", self._python)
+            return MAX_SHARE
+        found = min(found, MAX_SHARE if self.sleep_level else BESIDE_SHARE)
+        log.info("vllm: gpu-memory-utilization %.3f, of what the learner leaves free", found)
+        return found
+
     async def _start_at(self, port: int) -> bool:
         """Returns whether the server answers; False where another process has that port."""
+        self._is_up = False
         self.key = secrets.token_urlsafe(32)
         self.control = Control(f"http://127.0.0.1:{port}", self.key)
         try:
@@ -162,6 +189,7 @@ class OwnServer:
             if await self._until_healthy():
                 with contextlib.suppress(Refused):  # another process's server, which does not know our key
                     if self.base_name in await self.control.models():
+                        self._is_up = True
                         return True
         except BaseException:
             await self.stop()
@@ -175,7 +203,7 @@ class OwnServer:
         environment = arguments.environment(
             self._config,
             self._model,
-            inherited=os.environ,
+            inherited=child_environment(),
             key=self.key,
             sockets=self._sockets.path,
             sleep=self.sleep_level,
@@ -201,6 +229,7 @@ class OwnServer:
             template=template,
             sleep=self.sleep_level,
             has_gpu=self.has_gpu,
+            memory_share=self._share,
         )
 
     async def _until_healthy(self) -> bool:
@@ -219,12 +248,16 @@ class OwnServer:
             raise EngineError(f"vllm: no answer within {limit}; {self.last_lines()}") from error
         finally:
             ended.cancel()
-        lines = self.last_lines()
+        lines = self._tail()
         if os.strerror(errno.EADDRINUSE).lower() in lines.lower():
             return False
         if "No module named 'vllm'" in lines or "No module named vllm" in lines:
             raise EngineError(f"engine.python: {self._python} has no vLLM; `pip install vllm` there, or name another")
-        raise EngineError(f"vllm: the server ended while it started ({describe_end(ended.result())}); {lines}")
+        reason, cause = describe_end(ended.result()), self.last_lines()
+        if f"Unknown quantization method: {arguments.QUANTIZATION}" in cause:
+            cure = f"{self._python} -m pip install vllm-bnb-plugin"
+            raise EngineError(f"model.quantize: this vLLM has no {arguments.QUANTIZATION}: {cure}")
+        raise EngineError(f"vllm: the server ended while it started ({reason}); {cause}")
 
     async def ended(self) -> str:
         assert self._child is not None, "not started"
@@ -238,8 +271,19 @@ class OwnServer:
             hung.cancel()
 
     def last_lines(self) -> str:
-        tail = last_lines(self.log, count=TAIL_LINES, start=self._log_start, secrets=[self.key])
-        return f"the last lines of {self.log}:\n{tail}"
+        """Returns the cause that the log names, or the log's last lines if it names none.
+
+        Once the server is up, its API server's errors may be those of requests.
+        """
+        with contextlib.suppress(OSError), self.log.open("rb") as file:
+            file.seek(max(self._log_start, file.seek(0, os.SEEK_END) - MAX_LOG_BYTES))
+            text = file.read(MAX_LOG_BYTES).decode(errors="replace").replace(self.key, "***")
+            if cause := find_cause(text, has_server=not self._is_up):
+                return f"{cause} (its log: {self.log})"
+        return f"the last lines of {self.log}:\n{self._tail()}"
+
+    def _tail(self) -> str:
+        return last_lines(self.log, count=TAIL_LINES, start=self._log_start, secrets=[self.key])
 
     async def stop(self) -> None:
         if self._child is not None:
@@ -300,6 +344,14 @@ class RunningServer:
 
     async def stop(self) -> None:
         await self.control.close()
+
+
+def _fetch(base: str) -> None:
+    """Fetches a hub's model where it is not there yet. A failure is left to the server, which reports its own."""
+    try:
+        find_files(base)
+    except UsageError as error:
+        log.debug("vllm: %s", error)
 
 
 async def _unhealthy(control: Control) -> str:

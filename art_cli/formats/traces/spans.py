@@ -311,6 +311,7 @@ class _Maker:
         attributes: dict[str, Value | None] = {
             **_evaluation(score),
             "gen_ai.request.model": score.model,
+            "gen_ai.response.model": score.model_returned,
             "gen_ai.usage.input_tokens": None if score.prompt_tokens is None else round(score.prompt_tokens),
             "gen_ai.usage.output_tokens": None if score.completion_tokens is None else round(score.completion_tokens),
             "art.votes": json.dumps(score.votes) if score.votes else None,

@@ -10,6 +10,7 @@ A provider makes one call and does not try again.
 """
 
 import logging
+import re
 from collections.abc import Sequence
 from typing import Any, Literal
 
@@ -35,8 +36,9 @@ FailureKind = Literal[
 ]
 
 MAX_MESSAGE = 300  # characters of a provider's error text that are shown
+MAX_MODEL = 100  # characters of a model's name in a reply
 MAX_ERROR = 64_000  # characters of a provider's error text that are read
-MAX_ANSWER = 1_000_000  # characters; a longer answer is no verdict
+MAX_ANSWER = 3_000_000  # characters; a longer answer is no verdict
 MAX_BYTES = 4 << 20  # bytes of a response; a verdict on 64 attempts and 128k tokens of reasoning take a quarter of it
 # Brackets and commas of a response. Each may become a Python object; json takes 0.1 s for so many and holds the loop.
 MAX_MARKS = 200_000
@@ -54,6 +56,8 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True):
     text: str
     finish_reason: str
     usage: Usage
+    model: str | None = None  # the model that the reply names, which may not be the one that was asked, or None
+    refusal: str = ""  # the words in which the model refuses to answer, or "" if it does not
     pause_s: float = 0.0  # seconds without calls that the provider's rate-limit headers ask for
 
 
@@ -95,6 +99,16 @@ class Provider:
         if not isinstance(content, str | None):
             raise TypeError(f"content is a {type(content).__name__}")
         return self.secrets.redact(clean((content or "")[: MAX_ANSWER + 1]))
+
+    def read_refusal(self, refusal: Any, reason: Any) -> str:
+        """Returns a reply's refusal as one short line, or the filter that stopped the reply, or ""."""
+        words = refusal if isinstance(refusal, str) else ""
+        return self.shown(words or ("content_filter" if reason == "content_filter" else ""))
+
+    def read_model(self, name: Any) -> str | None:
+        """Returns the model that a reply names, or None; without secrets, and as a part of a metric's name may be."""
+        name = self.secrets.redact(name[:MAX_ERROR]) if isinstance(name, str) else ""
+        return re.sub(r"[^A-Za-z0-9_./:@-]", "_", name)[:MAX_MODEL] or None
 
     def read_tokens(self, said: Sequence[Any], messages: Sequence[Json], text: str) -> tuple[int, int, bool]:
         """Returns (prompt tokens, completion tokens, whether both can be believed).

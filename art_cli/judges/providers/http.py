@@ -153,6 +153,8 @@ class HttpProvider(Provider):
             text=text,
             finish_reason=reason if isinstance(reason, str) else "",
             usage=self._usage(body.get("usage"), messages, text, latency_s),
+            model=self.read_model(body.get("model")),
+            refusal=self.read_refusal(choice["message"].get("refusal"), reason),
             pause_s=quiet_time(response.headers),
         )
 

@@ -164,10 +164,14 @@ class LitellmProvider(Provider):
         except TypeError as error:
             raise CallFailed(f"{self.name} answered with something else than a completion", "retry") from error
         headers = (getattr(response, "_hidden_params", None) or {}).get("additional_headers") or {}
+        choice = response.choices[0]
+        fields, reason = getattr(choice.message, "provider_specific_fields", None) or {}, str(choice.finish_reason)[:20]
         return Answer(
             text=text,
-            finish_reason=str(response.choices[0].finish_reason)[:20],
+            finish_reason=reason,
             usage=self._usage(litellm, response, messages, text, latency_s),
+            model=self.read_model(getattr(response, "model", None)),
+            refusal=self.read_refusal(getattr(choice.message, "refusal", None) or fields.get("refusal"), reason),
             pause_s=quiet_time({str(k).removeprefix("llm_provider-"): str(v) for k, v in headers.items()}),
         )
 

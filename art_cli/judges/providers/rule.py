@@ -8,24 +8,33 @@ the sum of the points whose conditions hold, kept within 0 and 1:
     rule: +0.6 if user 1 has "arrive" and user -1 has "arrives on {day}" and assistant -1 has "{day}"
 
 A condition names a message of the attempt's main conversation by its role and number, from 1, or from -1 backwards, and
-the text that it has, lacks, or is but for space around it, in double or single quotes. "{day}" is a word: in the first
-condition that names it any word at that place (the first that fits), in later ones that same word. A message that does
-not exist has nothing.
+the text that it has, lacks, or is but for space around it, in double or single quotes. A missing message has nothing.
+"{day}" is a word: in the first condition that names it any word at that place (the first that fits), in later
+ones that same word. A word begins and ends with a letter, digit or _, and may have one of .,:/@+'- between: 14:30, 3.5.
+
+docs/judges.md has the grammar. A rule that never held is logged when the judge is closed.
 """
 
 import asyncio
 import json
+import logging
 import re
 import time
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
+from art_cli.config.schema import JudgeModelConfig
 from art_cli.judges.costs import Usage
 from art_cli.judges.providers import Answer, CallFailed, Provider
 from art_cli.runs.trajectory import Json
+from art_cli.runtime.secrets import Secrets
+
+log = logging.getLogger(__name__)
 
 SAYS = "a rule, no model"  # stands in each explanation
 ROLES = ("system", "developer", "user", "assistant", "tool", "message")
+MIN_ATTEMPTS = 4  # attempts from which a rule that never held is reported; `art check` asks about 2
 MAX_WORD = 100  # characters of a word in braces; a bound, so that no text of an attempt makes a search slow
 _PREFIX = "rule:"
 _RULE = re.compile(r"\s*([+-]?\d{1,3}(?:\.\d{1,6})?) if (.+)")
@@ -59,27 +68,42 @@ class RuleError(ValueError):
 
 
 class RuleProvider(Provider):
+    def __init__(self, member: JudgeModelConfig, secrets: Secrets, name: str) -> None:
+        super().__init__(member, secrets, name)
+        self._held = Counter[int]()  # attempts by the number of each rule that held; 0: all attempts
+        self._num_rules = 0
+
+    async def close(self) -> None:
+        never = [str(number) for number in range(1, self._num_rules + 1) if not self._held[number]]
+        if never and self._held[0] >= MIN_ATTEMPTS:
+            which = f"{'rule' if len(never) == 1 else 'rules'} {', '.join(never)} of {self._num_rules}"
+            log.warning("%s: %s never held in %d attempts", self.name, which, self._held[0])
+
     async def ask(self, messages: Sequence[Json], schema: Json | None, *, timeout_s: float) -> Answer:
         started = time.monotonic()
         try:
-            text = await asyncio.to_thread(answer, messages)
+            text, met = await asyncio.to_thread(answer, messages)
         except RuleError as error:
             raise CallFailed(f"{self.name}: {error}", "stopped") from error
+        self._held.update(met)
+        self._num_rules = len(read_rules(messages[0]["content"]))
         prompt, completion, _ = self.read_tokens((None, None), messages, text)
         usage = Usage(1, prompt, completion, 0.0, time.monotonic() - started)
         return Answer(text=self.read_text(text), finish_reason="stop", usage=usage)
 
 
-def answer(messages: Sequence[Json]) -> str:
-    """Returns the verdict on RULER's prompt, as the JSON text that it asks for. Raises RuleError."""
+def answer(messages: Sequence[Json]) -> tuple[str, list[int]]:
+    """Returns the verdict on RULER's prompt, as the JSON text that it asks for; for each attempt a 0 and the numbers of
+    the rules that hold. Raises RuleError."""
     rules = read_rules(messages[0]["content"])
-    scores = []
+    scores, held = [], list[int]()
     for name, conversation in read_attempts(messages[1]["content"]).items():
         met = [number for number, rule in enumerate(rules, 1) if holds(rule, conversation)]
+        held += [0, *met]
         score = round(min(1.0, max(0.0, sum(rules[number - 1].points for number in met))), 6)
         which = f"rules {', '.join(map(str, met))} of {len(rules)} hold" if met else f"none of {len(rules)} rules holds"
         scores.append({"id": name, "explanation": f"{SAYS}: {which}", "score": score})
-    return json.dumps({"scores": scores})
+    return json.dumps({"scores": scores}), held
 
 
 def read_rules(text: str) -> list[Rule]:
@@ -124,7 +148,7 @@ def _pattern(text: str, words: Mapping[str, str]) -> str:
     pattern, end, named = "", 0, set[str]()
     for word in _WORD.finditer(text):
         pattern += re.escape(text[end : word.start()])
-        value = rf"(?P={word[1]})" if word[1] in named else rf"(?P<{word[1]}>[\w-]{{1,{MAX_WORD}}})"
+        value = rf"(?P={word[1]})" if word[1] in named else rf"(?P<{word[1]}>\w(?:[\w.,:/@+'-]{{0,{MAX_WORD - 2}}}\w)?)"
         named.add(word[1])
         pattern += rf"(?<!\w){re.escape(words[word[1]]) if word[1] in words else value}(?!\w)"
         end = word.end()

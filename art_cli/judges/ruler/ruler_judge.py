@@ -10,7 +10,7 @@ that cannot be scored stays owed (JudgeError).
 
 `ruler_score_group` is RULER as one Python call, for programs that have groups already.
 
-    judged = await ruler_score_group(group, "openai/o3")
+    judged = await ruler_score_group(group)
 
 A group is a list of our trajectories or of {"messages": [...]} dicts, and comes back as scored trajectories; or it is
 an object with `trajectories` (as OpenPipe ART has them), and comes back as a copy of itself with the rewards set.
@@ -28,10 +28,11 @@ from pathlib import Path
 from typing import Any, TypeVar
 from weakref import WeakValueDictionary
 
+import msgspec
 from pydantic import ValidationError
 
 from art_cli.config.schema import JudgeModelConfig, PanelMemberConfig, RulerJudgeConfig
-from art_cli.config.sections.judge_config import RULE
+from art_cli.config.sections.judge_config import DEFAULT_JUDGE, RULE
 from art_cli.judges import Judge, Verdict, make_key
 from art_cli.judges.costs import Budget, CostEstimate, Spent, Usage, find_price
 from art_cli.judges.judge_groups import judge_group, require_keys
@@ -52,6 +53,7 @@ from art_cli.runtime.secrets import find_secrets, load_environment
 
 log = logging.getLogger(__name__)
 
+MAX_OFF_SCALE = 3  # answers on another scale, one after the other, after which the model is not asked again
 MAX_SENT_BACK = 20_000  # characters of an unusable answer that the judge is shown again
 
 T = TypeVar("T")
@@ -64,6 +66,7 @@ class AttemptVotes:
     votes: list[float]  # [k]
     positions: list[int]  # [k]
     explanations: list[str | None]  # [k]
+    model: str | None  # the model that the replies named; several are joined by ", "
     latency_s: float
 
     def rescaled(self, scale: AffineMap) -> "AttemptVotes":
@@ -80,6 +83,7 @@ class Voter:
         self._config, self._cache, self._instructions, self._job = config, cache, instructions, job
         self.usage = Usage()
         self.num_cached = 0
+        self._num_off_scale = 0  # answers on another scale since the last answer that was not
         self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
 
     # --- scores -------------------------------------------------------------------------------------------------------
@@ -136,11 +140,13 @@ class Voter:
             ]
         )
         usage = sum((vote.usage for vote in cast), Usage())
+        model = ", ".join(sorted({vote.model for vote in cast if vote.model})) or None
         return [
             AttemptVotes(
                 votes=[vote.entries[at].score for vote in cast],
                 positions=[vote.positions[at] for vote in cast],
                 explanations=[vote.entries[at].explanation for vote in cast],
+                model=model,
                 latency_s=usage.latency_s / len(cast),
             )
             for at in range(len(indices))
@@ -155,6 +161,7 @@ class Voter:
         return Score(
             judge="ruler",
             model=self.member.model,
+            model_returned=attempt.model,
             score=score,
             explanation=attempt.explanations[nearest],
             votes=attempt.votes,
@@ -204,17 +211,16 @@ class Voter:
         problem = ""
         for ask in range(self._config.attempts):
             prompt = self._prompt(group, indices, vote, ask=ask) if ask else first
-            entries, took, problem = await self._ask(prompt, group.group_id)
+            found, took, problem = await self._ask(prompt, group.group_id)
             usage += took
-            if entries is not None:
-                return StoredVote(entries, prompt.positions, usage)
+            if found is not None:
+                return msgspec.structs.replace(found, usage=usage)
         raise JudgeError(
             f"{self.member.model}: no usable verdict, asked {self._config.attempts} times; the last: {problem}"
         )
 
-    async def _ask(self, prompt: JudgePrompt, group_id: str) -> tuple[list[Entry] | None, Usage, str]:
-        """Returns the attempts' entries in order (None if unusable), what was paid, and what is wrong with the
-        answer."""
+    async def _ask(self, prompt: JudgePrompt, group_id: str) -> tuple[StoredVote | None, Usage, str]:
+        """Returns the vote (None if unusable), what was paid, and what is wrong with the answer."""
         messages = prompt.messages
         usage = Usage()
         problem = ""
@@ -225,13 +231,26 @@ class Voter:
                 found = await _parse(answer.text, prompt.ids)
             except VerdictError as error:
                 problem = str(error) + (" (the answer was cut off)" if answer.finish_reason == "length" else "")
+                problem = f"the model refuses to answer: {answer.refusal}" if answer.refusal else problem
                 await self._record(answer, group_id, problem)
                 log.debug("%s: %s: %s", group_id, self.member.model, problem)
+                self._check_scale(error.top)
                 messages = [*prompt.messages, *_complaint(answer, error, prompt.ids)]
             else:
+                self._num_off_scale = 0
                 await self._record(answer, group_id, "verdict")
-                return [found[name] for name in prompt.ids], usage, ""
+                vote = StoredVote([found[name] for name in prompt.ids], prompt.positions, usage, answer.model)
+                return vote, usage, ""
         return None, usage, problem
+
+    def _check_scale(self, top: float | None) -> None:
+        """Counts answers on another scale, one after the other. Raises JudgeStopped at the third."""
+        self._num_off_scale = 0 if top is None else self._num_off_scale + 1
+        if top is not None and self._num_off_scale >= MAX_OFF_SCALE:
+            raise JudgeStopped(
+                f"{self.member.model}: its last {self._num_off_scale} answers are on another scale, with scores up to "
+                f"{top:g} and not 1; say in judge.rubric that scores are from 0 to 1, or name another model"
+            )
 
     async def _record(self, answer: Answer, group_id: str, outcome: str) -> None:
         self.usage += answer.usage
@@ -311,6 +330,7 @@ class RulerJudge(Judge):
 
     settings = ""  # the digest of the judge's instructions
     has_rounds = True
+    compares = True
 
     def __init__(
         self,
@@ -468,7 +488,7 @@ def _settings(config: RulerJudgeConfig, panel: Sequence[JudgeModelConfig], instr
 
 async def ruler_score_group(
     group: Any,
-    judge_model: str = "openai/o3",
+    judge_model: str = DEFAULT_JUDGE,
     extra_litellm_params: Mapping[str, Any] | None = None,
     rubric: str | None = None,
     *,

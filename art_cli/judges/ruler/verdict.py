@@ -1,6 +1,7 @@
 """Reads a judge's answer: every attempt exactly once, by id, a finite number in [0, 1]. Anything else is refused.
 
-Pure. A refused answer is never repaired: a missing score is not a zero, a 7 is not a 1, and order means nothing.
+Pure. A number written as text and an id in another case are read, because they mean one thing. Nothing else is
+repaired: a missing score is not a zero, a 7 is not a 1, and order means nothing.
 """
 
 import json
@@ -14,6 +15,8 @@ from art_cli.judges.providers import MAX_ANSWER
 
 _FENCE = "```"
 _THINKING = re.compile(r"\A\s*<think>.*?</think>", re.DOTALL)  # reasoning that some servers leave in the answer
+_NUMBER = re.compile(r"\s*\d{1,9}(\.\d{1,20})?\s*", re.ASCII)
+MAX_TOP = 1000  # largest score of a scale that is not from 0 to 1
 MAX_STARTS = 500  # number of opening braces in prose at which a JSON object is looked for
 MAX_READ = 4  # longest text read from all braces together, in lengths of the answer, plus 10,000 characters
 MAX_PROBLEMS = 20  # most faults of an answer that are reported
@@ -28,11 +31,14 @@ class Entry(NamedTuple):
 
 
 class VerdictError(Exception):
-    """The answer cannot be used. Each of `problems` is a reason in words that can be sent back to the judge."""
+    """The answer cannot be used. Each of `problems` is a reason in words that can be sent back to the judge.
 
-    def __init__(self, problems: Sequence[str]) -> None:
+    `top` is the largest score of an answer on another scale, such as 0 to 100, or None if it is on no such scale.
+    """
+
+    def __init__(self, problems: Sequence[str], top: float | None = None) -> None:
         assert problems
-        self.problems = list(problems)
+        self.problems, self.top = list(problems), top
         super().__init__("; ".join(problems))
 
 
@@ -69,10 +75,13 @@ def check_document(document: Any, ids: Sequence[str]) -> dict[str, Entry]:
         raise VerdictError(['"scores" is not a list'])
     problems: list[str] = []
     found: dict[str, Entry] = {}
+    given: list[float] = []
+    spelled = {each.casefold(): each for each in ids}
     for number, entry in enumerate(entries, 1):
         if len(problems) >= MAX_PROBLEMS:
-            raise VerdictError(problems)
+            raise VerdictError(problems, _top(given))
         name = entry.get("id") if isinstance(entry, dict) else None
+        name = spelled.get(name.strip().casefold(), name) if isinstance(name, str) else None
         if not isinstance(name, str):
             problems.append(f"entry {number} has no id")
         elif name not in ids:
@@ -80,7 +89,8 @@ def check_document(document: Any, ids: Sequence[str]) -> dict[str, Entry]:
         elif name in found:
             problems.append(f"{name} is scored twice")
         else:
-            score, explanation = entry.get("score"), entry.get("explanation")
+            score, explanation = _read_score(entry.get("score")), entry.get("explanation")
+            given += [score] if isinstance(score, int | float) else []
             if problem := _check_score(score):
                 problems.append(f"the score of {name} {problem}")
                 score = math.nan
@@ -88,8 +98,19 @@ def check_document(document: Any, ids: Sequence[str]) -> dict[str, Entry]:
             found[name] = Entry(float(score), clean(explanation[:MAX_EXPLANATION]) if is_text else None)
     problems += [f"{name} is missing" for name in ids if name not in found]
     if problems:
-        raise VerdictError(problems)
+        raise VerdictError(problems, _top(given))
     return found
+
+
+def _top(scores: Sequence[float]) -> float | None:
+    """Returns the largest score if all are 0, or 1 and more, as on a scale to 10 or 100; None if they are not."""
+    top = max(scores, default=0.0)
+    return top if 1 < top <= MAX_TOP and all(score == 0 or score >= 1 for score in scores) else None
+
+
+def _read_score(score: Any) -> Any:
+    """Returns the number that a text is, such as "0.8", or the value as it is."""
+    return float(score) if isinstance(score, str) and _NUMBER.fullmatch(score) else score
 
 
 def _check_score(score: Any) -> str | None:

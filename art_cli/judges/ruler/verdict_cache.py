@@ -59,6 +59,7 @@ class StoredVote(msgspec.Struct, frozen=True):
     entries: list[Entry]  # [G]
     positions: list[int]  # [G] position of each attempt in the prompt, 0 first
     usage: Usage  # usage of all calls that led to it, including those whose answer was refused
+    model: str | None = None  # the model that the reply named, or None if it named none, or an older art wrote the row
 
 
 class CacheBusy(JudgeStopped):

@@ -2,8 +2,8 @@
 
 The kernel (Dong et al. 2024, arXiv:2412.05496) skips every block of 128 x 128 pairs in which no pair is visible. It
 checks single pairs only in blocks that are partly visible. It is compiled once for each shape and serves every tree of
-that shape, because trees differ only in the values of tensors. Packs are padded to the length of the budget; a longer
-one is padded to that length doubled until it fits. A padding token sees itself, and no other token sees it.
+that shape, because trees differ only in the values of tensors. Packs are padded to the length of the budget, longer
+ones to a few lengths above it. A padding token sees itself, and no other token sees it.
 
 The first pack shows whether compiler and kernel work on this machine, forward and backward. If they fail, a warning
 says so once and the dense mask is used from then on. A wrong mask is caught elsewhere: packing_check.py compares the
@@ -16,11 +16,18 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
+from torch.nn.attention.flex_attention import BlockMask, flex_attention
+
+from art_cli.learners.packs.packing import round_up
+from art_cli.runtime.allocator import is_out_of_memory
 
 log = logging.getLogger(__name__)
 
-BLOCK = 128  # tokens on each side of a block, the default of create_block_mask; every kernel's tiles divide it
+BLOCK = 128  # tokens on each side of a block, torch's default; every kernel's tiles divide it
+# Queries whose blocks are counted at a time. create_block_mask counts all pairs at once, in 10 bytes a pair: 10.7 GB
+# for 32,768 tokens. This many queries take 4 bytes a pair, 134 MB.
+QUERIES = 1024
+MOST_LENGTHS = 3  # lengths that fit closely; others are doublings, because torch compiles for eight shapes at most
 REASON = 300  # characters of a compiler's error to show; the rest is a traceback
 ENDLESS = torch.iinfo(torch.int32).max  # horizon of a token that no window hides
 
@@ -34,25 +41,42 @@ class FlexAttention:
         """`budget` is the length of common packs in tokens. Without `kernel` it is torch's, compiled."""
         self.budget, self.kernel = budget, kernel
         self.works: bool | None = None  # None before the probe
+        self._lengths: set[int] = set()  # lengths of the masks so far
 
     def mask(self, reaches: Tensor, depths: Tensor, window: int | None = None) -> BlockMask:
         """Returns the padded pack's mask.
 
         `reaches` [T] are the positions where the descendants of each token's segment end, `depths` [T] its depth.
         """
-        length = padded_length(len(depths), self.budget)
+        length = self._length_for(len(depths))
         index = torch.arange(length, dtype=torch.int32, device=depths.device)
         reach, depth = index + 1, torch.zeros_like(index)
         reach[: len(reaches)], depth[: len(depths)] = reaches, depths
         horizon = torch.full_like(depth, ENDLESS) if window is None else depth + window
 
-        def is_visible(_batch: Tensor, _head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        def is_visible(_batch: Tensor | None, _head: Tensor | None, query: Tensor, key: Tensor) -> Tensor:
             return (key <= query) & (query < reach[key]) & (depth[query] < horizon[key])
 
-        return create_block_mask(is_visible, None, None, length, length, device=depths.device, BLOCK_SIZE=BLOCK)
+        some, all_of = [], []
+        for queries in torch.split(index, QUERIES):
+            pairs = is_visible(None, None, queries[:, None], index[None, :]).view(-1, BLOCK, length // BLOCK, BLOCK)
+            some.append(pairs.any(3).any(1))
+            all_of.append(pairs.all(3).all(1))
+        is_full = torch.cat(all_of)
+        blocks = (*_ordered(torch.cat(some) & ~is_full), *_ordered(is_full))
+        return BlockMask.from_kv_blocks(*blocks, BLOCK_SIZE=BLOCK, mask_mod=is_visible, seq_lengths=(length, length))
+
+    def _length_for(self, num_tokens: int) -> int:
+        """Returns a length that the tokens fit in. There are few of them, because each one is compiled."""
+        length = padded_length(num_tokens, self.budget)
+        if length not in self._lengths and len(self._lengths) >= MOST_LENGTHS:
+            doubled = BLOCK * 2 ** (length // BLOCK - 1).bit_length()
+            length = min(each for each in (*self._lengths, doubled) if each >= num_tokens)
+        self._lengths.add(length)
+        return length
 
     def probe(self, query: Tensor, key: Tensor, value: Tensor, mask: BlockMask, scale: float) -> None:
-        """Sets `works` after a forward and a backward pass on copies of these. Raises only OutOfMemoryError."""
+        """Sets `works` after a forward and a backward pass on copies of these. Raises nothing but out of memory."""
         try:
             _check_widths(query, value)
             self.kernel = self.kernel or torch.compile(flex_attention, dynamic=False, fullgraph=True)
@@ -63,9 +87,9 @@ class FlexAttention:
             if out.is_cuda:
                 torch.cuda.synchronize()  # a kernel's failure is raised only after it has run
             self.works = True
-        except torch.OutOfMemoryError:
-            raise  # a dense mask would need more memory
         except Exception as error:  # the boundary to the compiler, its toolchain and the kernel
+            if is_out_of_memory(error):
+                raise  # a dense mask would need more memory
             self.works = False
             reason = " ".join(f"{type(error).__name__}: {error}".split())[:REASON]
             log.warning("no FlexAttention (%s); attending by a dense mask, slower", reason)
@@ -84,11 +108,15 @@ class FlexAttention:
 
 
 def padded_length(num_tokens: int, budget: int) -> int:
-    """Returns the budget in whole blocks, doubled until the tokens fit: few lengths, as each is compiled once."""
-    length = -(-budget // BLOCK) * BLOCK
-    while length < num_tokens:
-        length *= 2
-    return length
+    """Returns the budget in whole blocks, or if the tokens do not fit, the next of eight lengths per doubling."""
+    blocks = -(-budget // BLOCK)
+    return BLOCK * (blocks if num_tokens <= blocks * BLOCK else round_up(-(-num_tokens // BLOCK)))
+
+
+def _ordered(blocks: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns [1, 1, Q] the number of blocks in each row of [Q, K], and [1, 1, Q, K] their columns, then the others."""
+    columns = blocks.int().argsort(dim=-1, descending=True, stable=True)
+    return blocks.sum(-1).int()[None, None], columns.int()[None, None]
 
 
 def _pad(states: Tensor, length: int) -> Tensor:

@@ -28,6 +28,7 @@ from art_cli.learners.samples import Ints, Sample
 from art_cli.models.decoder.layers import known_layers
 from art_cli.models.decoder.maths import is_shape_costly
 from art_cli.models.loading import Weights, count_parameters
+from art_cli.models.run_memory import GPU_TOKENS
 from art_cli.runtime import openmp
 from art_cli.runtime.errors import LearnerError
 
@@ -65,7 +66,7 @@ class ValueHead(torch.nn.Module):
 # longest sample, are made where trees would be cut and their stems computed again. Measured with a 24M-parameter Qwen3
 # and 9,728 tokens a step: 8192 takes 17.4 s of CPU time, 2048 12.4 s, 1024 11.7 s, because larger packs do not fit into
 # the caches.
-MICRO_BATCH_TOKENS = {"cpu": 1024, "cuda": 8192}
+MICRO_BATCH_TOKENS = {"cpu": 1024, "cuda": GPU_TOKENS}
 # Least ratio of the tokens in rows to the tokens in trees at which trees pay, because each shared span costs a second
 # attention. Measured with 1M and 24M parameters: trees are 3 to 12 % slower at 1.01, equal at 1.03, 7 % faster at 1.13.
 WORTH = 1.04
@@ -89,7 +90,7 @@ class PackRunner:
         self.can_pack: bool | None = None  # None before packing_check.py has decided
         self.value_head: ValueHead | None = None  # set by a critic; then scores have values
         self.flex = FlexAttention(self.micro_batch_tokens) if weights.device.type == "cuda" else None
-        if config.gradient_checkpointing is not False:
+        if config.gradient_checkpointing not in (False, "auto"):
             _enable_checkpointing(self.model)
 
     @contextlib.contextmanager
@@ -135,6 +136,8 @@ class PackRunner:
 
     def _budgets(self, samples: Sequence[Sample]) -> list[int]:
         """Sizes that a pack may have, in tokens, ascending."""
+        if self.can_pack is False:
+            return [1]  # one row, because the whole logits of every plain row of a pack are in memory at the same time
         budgets = [self.micro_batch_tokens]
         if self.config.micro_batch_tokens is None and self.weights.device.type == "cpu":
             longest = max((len(sample.token_ids) for sample in samples), default=0)
@@ -147,9 +150,8 @@ class PackRunner:
         if self.ranks.size == 1:
             return self.pack(samples)
         share = self._shares(samples)
-        # a plain pack takes a forward pass for each row, so packs of one row give all processes as many passes
-        budget = self.micro_batch_tokens if self.can_pack else 1
-        packs = pack_evenly(samples, self.ranks.size, budget=budget, share=share)
+        # packs of one plain row also give all processes as many passes
+        packs = pack_evenly(samples, self.ranks.size, budget=self._budgets(samples)[0], share=share)
         return deal(packs, self.ranks.rank, self.ranks.size)
 
     def is_side_by_side(self, packs: Sequence[Pack]) -> bool:
@@ -170,7 +172,7 @@ class PackRunner:
     def _checkpoints(self, pack: Pack) -> bool:
         """Returns whether the backward pass computes the pack's activations again instead of keeping them."""
         setting = self.config.gradient_checkpointing
-        return setting is not False and len(pack.token_ids) >= setting and torch.is_grad_enabled()
+        return isinstance(setting, int) and bool(setting) and len(pack.token_ids) >= setting and torch.is_grad_enabled()
 
     def _run_packed(self, pack: Pack, entropy_gradient: bool) -> TokenScores:
         backbone = self.model.base_model
@@ -198,7 +200,7 @@ class PackRunner:
             self._run_row(pack.token_ids[start:end], positions - start)
             for start, end, positions in zip(starts, ends, _split(pack.edges.positions, starts[1:]), strict=True)
         ]
-        logits = torch.cat([logits for logits, _ in rows])
+        logits = rows[0][0] if len(rows) == 1 else torch.cat([logits for logits, _ in rows])
         # the logits are there, so the head only copies them
         scores = self._score(logits, torch.clone, pack, entropy_gradient)
         if self.value_head is None:
@@ -226,7 +228,7 @@ class PackRunner:
         return logits, hidden[0][0, chosen]
 
     def _score(self, hidden: Tensor, head: Any, pack: Pack, entropy_gradient: bool) -> TokenScores:
-        temperatures = self._tensor(pack.edges.temperatures).float()
+        temperatures = torch.from_numpy(pack.edges.temperatures).float()
         targets = self._tensor(pack.edges.targets)
         return token_scores(hidden, head, targets, temperatures, entropy_gradient=entropy_gradient)
 

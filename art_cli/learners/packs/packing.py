@@ -25,7 +25,14 @@ from art_cli.learners.samples import Floats, Ints, Sample
 
 PACK_COST = 256  # time of one more forward and backward pass besides its tokens, counted in tokens
 
+SMALLEST = 8  # every padded size of a pack is a multiple of it
 SLACK = 1.1  # largest ratio of computed tokens to the fewest possible that smaller packs may cost
+
+
+def round_up(num: int) -> int:
+    """Returns the next of eight sizes per doubling: 8, 16, ... 128, 144, ... 256, 288, ... 512, 576, ..."""
+    step = max(SMALLEST, 2 ** ((num - 1).bit_length() - 4)) if num > 1 else SMALLEST
+    return -(-num // step) * step
 
 
 class Segments(NamedTuple):

@@ -44,17 +44,9 @@ from torch.nn import functional as F
 from torch.nn.attention.flex_attention import BlockMask
 
 from art_cli.learners.packs.flex_attention import FlexAttention
-from art_cli.learners.packs.packing import Pack, Segments
+from art_cli.learners.packs.packing import Pack, Segments, round_up
 from art_cli.learners.samples import Ints
 from art_cli.models.decoder.maths import inner_product, join_calls, product
-
-SMALLEST = 8  # every size is a multiple of it
-
-
-def round_up(num: int) -> int:
-    """Returns the next of eight sizes per doubling: 8, 16, ... 128, 144, ... 256, 288, ... 512, 576, ..."""
-    step = max(SMALLEST, 2 ** ((num - 1).bit_length() - 4)) if num > 1 else SMALLEST
-    return -(-num // step) * step
 
 
 def padded(pack: Pack) -> Pack:
@@ -370,10 +362,9 @@ class Tree:
 
     def _reaches(self) -> Tensor:
         """Returns [T] where the last descendant of each token's segment ends."""
-        starts, ends, reaches, _ = (
-            torch.tensor(of_segments, device=self.depths.device) for of_segments in self.segments
-        )
-        return reaches.repeat_interleave(ends - starts)
+        starts, ends, reaches, _ = self.segments
+        whole = np.repeat(reaches, np.subtract(ends, starts))  # torch's repeat_interleave would wait for the GPU
+        return torch.from_numpy(whole).to(self.depths.device)
 
     def _make_mask(self, window: int | None) -> Tensor:
         index = torch.arange(len(self.depths), device=self.depths.device)

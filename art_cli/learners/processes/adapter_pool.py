@@ -78,6 +78,7 @@ class ReplicatedAdapter:
     run = RemoteMethod(AdapterLearner.run)
     clear = RemoteMethod(AdapterLearner.clear)
     score = RemoteMethod(AdapterLearner.score)
+    measure = RemoteMethod(AdapterLearner.measure)
     save = RemoteMethod(AdapterLearner.save)
     _update = RemoteMethod(AdapterLearner.update)
     _load = RemoteMethod(AdapterLearner.load)

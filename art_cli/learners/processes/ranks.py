@@ -206,8 +206,12 @@ def device_of(name: str) -> torch.device:
     if name == "cpu" or (name == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
     size, gpus = int(os.environ["LOCAL_WORLD_SIZE"]), torch.cuda.device_count()
-    if gpus < size:
-        raise LearnerError(f"learner.processes is {size}, and there are {gpus} GPUs: each process needs one of its own")
-    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+    first = int(name.partition(":")[2] or 0)
+    if gpus < first + size:
+        start = f" from {name} on" if first else ""
+        raise LearnerError(
+            f"learner.processes is {size}, and there are {gpus - first} GPUs{start}: each process needs one of its own"
+        )
+    device = torch.device("cuda", first + int(os.environ["LOCAL_RANK"]))
     torch.cuda.set_device(device)
     return device

@@ -79,11 +79,13 @@ class RemoteLearner:
     """The methods of a Learner that its processes answer."""
 
     step = RemoteMethod(Learner.step)
+    rehearse = RemoteMethod(Learner.rehearse)
     write_learned = RemoteMethod(Learner.write_learned, path="learned.jsonl")
     begin_sft = RemoteMethod(Learner.begin_sft)
     take_sft = RemoteMethod(Learner.take_sft)
     end_sft = RemoteMethod(Learner.end_sft)
     score = RemoteMethod(Learner.score)
+    measure = RemoteMethod(Learner.measure)
     save = RemoteMethod(Learner.save, path="saved")
     load = RemoteMethod(Learner.load, path="loaded")
 

@@ -43,7 +43,7 @@ from art_cli.learners.processes.nodes.node_identity import identity_of
 from art_cli.learners.processes.nodes.rendezvous import Meeting, NodeEnd, Rendezvous
 from art_cli.learners.processes.remote_calls import LOST, RemoteLearner
 from art_cli.runtime.errors import LearnerError, PeersLost, ProcessDied
-from art_cli.runtime.processes.child import ChildProcess, describe_end, last_lines
+from art_cli.runtime.processes.child import ChildProcess, child_environment, describe_end, last_lines
 from art_cli.runtime.processes.process_calls import (
     MAX_LINE_BYTES,
     Advance,
@@ -226,7 +226,8 @@ class Workers:
 
     async def _launch(self, address: Path) -> ChildProcess:
         threads, place = max(1, (os.cpu_count() or 1) // self._here), self._place
-        environment = {"OMP_NUM_THREADS": str(threads), **os.environ}
+        # each process would start up to 32 more to compile the kernel of FlexAttention
+        environment = {"OMP_NUM_THREADS": str(threads), "TORCHINDUCTOR_COMPILE_THREADS": "1", **child_environment()}
         environment.pop(VARIABLE, None)
         if place.interface:
             for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):

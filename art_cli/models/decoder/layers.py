@@ -116,7 +116,7 @@ def _run(
     heads = (states.transpose(0, 1)[None] for states in (query, key, value))
     out, _ = attend(module.self_attn, *heads, None, tree=tree, scaling=layer.scaling, sliding_window=layer.window)
     result: Tensor = _Outputs.apply(out[0].flatten(1), hidden[0], rows, layer, *layer.output_tensors)  # type: ignore[no-untyped-call]
-    return result[None]
+    return result
 
 
 def _projection(module: Any) -> Forward | None:
@@ -205,9 +205,9 @@ class _Inputs(torch.autograd.Function):
 
 
 class _Outputs(torch.autograd.Function):
-    """[T, hidden] of a layer whose attention gave `out` [T, heads * D] for x [T, hidden]; with `rows` of those only.
+    """[1, T, hidden] of a layer whose attention gave `out` [T, heads * D] for x [T, hidden]; with `rows` of those only.
 
-    `tensors`: `layer.output_tensors`.
+    `tensors`: `layer.output_tensors`. The result is no view, because FSDP2 sets hooks on it, which a view may lose.
     """
 
     @staticmethod
@@ -217,11 +217,12 @@ class _Outputs(torch.autograd.Function):
             out, x = out[rows], x[rows]
         found = layer_outputs(layer, out, x)
         ctx.save_for_backward(out, rows, found.middle, found.gates, found.up, *found.inners)
-        return found.result
+        return found.result.unsqueeze_(0)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         layer: Layer = ctx.layer
+        grad = grad[0]
         out, rows, middle, gates, up, inner_out, inner_gate, inner_up, inner_down = ctx.saved_tensors  # once, as above
         active = F.silu(gates)
         grad_hidden, *of_down = layer.down.backward(grad, active * up, inner_down)

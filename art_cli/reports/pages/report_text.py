@@ -99,6 +99,7 @@ KINDS = {
     "frozen": "one answer is left",
     "failures": "failures",
     "parted": "reward and anchor parted",
+    "judge_changed": "another judge",
 }
 INDENT = 13
 
@@ -176,6 +177,7 @@ def facts(report: Report) -> list[tuple[str, str]]:
         ("offers", report["offered"]),
         ("gained", _gain(report["gain"], names)),
         ("rollouts", _rollouts(report["rollouts"])),
+        ("weights", _proofs(report["proofs"])),
     ]
     lines += [("time", _time(report["seconds"])), ("judge", _judge(report["judge"]))]
     return [(name, value) for name, value in lines if value]
@@ -197,6 +199,13 @@ def _rollouts(rollouts: Mapping[str, Any]) -> str:
     return (
         f"{num:,} in training, {failed}, {rollouts['num_limited']:,} at a limit ({rollouts['num_limited'] / num:.1%})"
     )
+
+
+def _proofs(proofs: Mapping[str, int]) -> str:
+    if not (undecided := proofs.get("undecided", 0)):
+        return ""
+    steps = f"{undecided} of {proofs['proven'] + undecided} steps"
+    return f"the engine's were not told from those before in {steps}, whose change was too small against rounding"
 
 
 def _time(seconds: Mapping[str, float]) -> str:

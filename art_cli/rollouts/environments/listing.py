@@ -14,6 +14,7 @@ from pathlib import Path
 
 from art_cli.rollouts.environments import Json, Library, Listing, cure, library_named, library_names, not_installed
 from art_cli.runtime.errors import UsageError, describe
+from art_cli.runtime.processes.child import child_environment
 
 TIMEOUT_S = 300.0  # longest wait for another Python, which imports what it lists
 PROGRAM = """
@@ -57,7 +58,7 @@ def look_with(python: Path, name: str | None) -> list[Json]:
     program = python / "bin" / "python" if python.is_dir() else python
     command = [str(program.absolute()), "-c", PROGRAM, str(Path(__file__).parent.parent), json.dumps(name)]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, env=child_environment())
         lines: Sequence[str] = done.stdout.splitlines()
         found: list[Json] = json.loads(lines[-1] if lines else "")
     except (OSError, ValueError, subprocess.TimeoutExpired) as error:

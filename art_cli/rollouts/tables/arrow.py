@@ -63,7 +63,7 @@ def _values(batch: Any) -> Iterable[Json]:
     small = batch.nbytes < LARGE_BATCH
     rows = batch.to_pylist() if small else (batch.slice(at, 1).to_pylist()[0] for at in range(batch.num_rows))
     if not with_texts:
-        return rows  # type: ignore[no-any-return]
+        return rows
     return ({name: _read_texts(value, with_texts.get(name)) for name, value in row.items()} for row in rows)
 
 

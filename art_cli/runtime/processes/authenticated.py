@@ -24,6 +24,10 @@ class SecretRefused(Exception):
     """The other end does not have our secret."""
 
 
+class Tampered(ValueError):
+    """A message is not as the other end wrote it."""
+
+
 class SealedReader:
     """Messages that come from the other end, each as it was written. `max_bytes` is the longest that is read."""
 
@@ -32,17 +36,17 @@ class SealedReader:
         self._reader, self._key, self._number = reader, key, 0
 
     async def readline(self) -> bytes:
-        """Returns the next message; b"" when there are no more. Raises ValueError: too long, or its seal is wrong."""
+        """Returns the next message; b"" when there are no more. Raises Tampered: too long, or its seal is wrong."""
         try:
             head = await self._reader.readexactly(LENGTH + SEAL)
             size = int.from_bytes(head[:LENGTH])
             if size > self.max_bytes:
-                raise ValueError(f"a message of {size} bytes")
+                raise Tampered(f"a message of {size} bytes")
             message = await self._reader.readexactly(size)
         except (asyncio.IncompleteReadError, OSError):  # the other end is gone, or the network to it
             return b""
         if not hmac.compare_digest(_seal(self._key, self._number, message), head[LENGTH:]):
-            raise ValueError("the seal of a message is wrong, so that another party wrote or changed it")
+            raise Tampered("the seal of a message is wrong, so that another party wrote or changed it")
         self._number += 1
         return message
 

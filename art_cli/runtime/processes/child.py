@@ -13,7 +13,7 @@ import signal
 import socket
 import sys
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, NamedTuple
 
@@ -27,6 +27,25 @@ MAX_OUTPUT_BYTES = 2**20  # largest part that is read of a program's output, its
 MAX_WRITTEN_BYTES = 2**28  # largest output that a program may write, which lies on a disk until it ends
 
 Stream = int | IO[bytes] | None
+
+_before: dict[str, str | None] = {}  # variables that an import changed, with their values before, None if not set
+
+
+@contextlib.contextmanager
+def kept_from_children() -> Iterator[None]:
+    """Keeps changes of os.environ inside the block, as Unsloth's import makes, to this process: no child gets them."""
+    before = dict(os.environ)
+    try:
+        yield
+    finally:
+        for name in os.environ.keys() | before.keys():
+            if os.environ.get(name) != before.get(name):
+                _before.setdefault(name, before.get(name))
+
+
+def child_environment() -> dict[str, str]:
+    """Returns os.environ for a child process, without the changes in `kept_from_children`."""
+    return {name: value for name, value in {**os.environ, **_before}.items() if value is not None}
 
 
 class ChildProcess:
@@ -55,6 +74,7 @@ class ChildProcess:
     ) -> "ChildProcess":
         """Returns the child; its supervisor runs, the program soon will. Raises OSError if no process can be started.
 
+        `environment` None is `child_environment()`, which a caller that adds to it begins with as well.
         `keep` is one more descriptor for the program, which has its number in an argument. `grace_s` is the time that
         the program has between SIGTERM and SIGKILL; 0 is SIGKILL at once. A program that does not exist ends with
         status 127 and a line on standard error.
@@ -69,7 +89,7 @@ class ChildProcess:
                     stdout=stdout,
                     stderr=stderr,
                     cwd=cwd,
-                    env=environment,
+                    env=child_environment() if environment is None else environment,
                     pass_fds=[theirs.fileno(), *([keep] if keep >= 0 else [])],
                     start_new_session=True,
                 )

@@ -2,17 +2,22 @@
 
 import json
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
+
+import msgspec
 
 from art_cli.chat.chat_errors import invalid
 from art_cli.config.schema import LoraConfig
 from art_cli.learners.adapter_learner import AdapterLearner, Passed
 from art_cli.learners.datums import Datum
 from art_cli.learners.optimizer import Adam
+from art_cli.learners.probe import measure_probe
 from art_cli.learners.processes.adapter_pool import AdapterReplicas
 from art_cli.models import loading
 from art_cli.models.loading import Weights
+from art_cli.runs.manifest import Probe
 
 ALPHA = 32  # the adapters' scale where no configuration names one; it does not grow with the rank
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj", "qkv_proj")
@@ -43,6 +48,8 @@ class ClientLearner(Protocol):
     def clear(self) -> None: ...
 
     def score(self, token_ids: Sequence[int]) -> list[float]: ...
+
+    def measure(self, before: Probe | None = None) -> Probe: ...
 
     def copy_weights(self) -> Weights: ...
 
@@ -77,6 +84,14 @@ class Base:
         self.vocabulary = weights.vocabulary
         self.max_length = weights.max_length
         self.replicas: AdapterReplicas | None = None  # the processes that train, or None if this one does
+        self._probe: Probe | None = None
+
+    def probe(self) -> Probe:
+        """Returns the probe of the base alone, whose text all policies are proven on. The first call computes."""
+        if self._probe is None:
+            own = measure_probe(self.weights, partial(loading.token_logprobs, self.weights))
+            self._probe = msgspec.structs.replace(own, base=own.logprobs, base_rounded=own.rounded)
+        return self._probe
 
     def start(self, logs: Path) -> None:
         """Starts the processes of a learner that has several. Raises LearnerError if they do not start."""

@@ -7,9 +7,9 @@ A policy that vLLM samples from is a directory, because the server is another pr
 
 import asyncio
 import itertools
-import os
 import shutil
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import NoReturn, Protocol
 
@@ -19,9 +19,9 @@ from art_cli.chat.replies import Reply
 from art_cli.chat.requests import Request
 from art_cli.config.schema import EmbeddedEngineConfig, EngineConfig, VllmEngineConfig
 from art_cli.engines import Engine, make_engine
-from art_cli.engines.proof import compare, make_probe, measure
-from art_cli.engines.vllm import arguments
+from art_cli.engines.proof import WeightProof
 from art_cli.engines.vllm.vllm_policies import VllmPolicies
+from art_cli.learners.probe import measure_probe
 from art_cli.models import loading
 from art_cli.models.loading import Weights
 from art_cli.models.policy_spec import PolicySpec, spec_of
@@ -30,8 +30,6 @@ from art_cli.runtime.scratch import make_directory
 from art_cli.runtime.threads import call_in_thread
 from art_cli.tinker.server import BackendLimits
 from art_cli.tinker.server.base_model import Base, ClientLearner
-
-SHARED_GPU_MEMORY = 0.45  # share of a GPU for a vLLM beside the learner, which works at the same time
 
 
 class OpenPolicy(Protocol):
@@ -103,14 +101,14 @@ class EmbeddedHost:
         await engine.start()
         try:
             if (probe := policy.probe) is not None:
-                compare(await engine.score(probe.tokens), probe.logprobs, dtype=weights.dtype_name)
+                WeightProof().check([await engine.score(probe.tokens)], probe, dtype=weights.dtype_name)
         except BaseException:
             await engine.close()
             raise
         return _EmbeddedPolicy(engine)
 
     def copy(self, key: str, learner: ClientLearner) -> SampledPolicy:
-        return SampledPolicy(key, weights=learner.copy_weights(), probe=_measure(self._base, learner))
+        return SampledPolicy(key, weights=learner.copy_weights(), probe=learner.measure(self._base.probe()))
 
     async def watch(self) -> NoReturn:
         await asyncio.Event().wait()
@@ -141,7 +139,7 @@ class VllmHost:
         """Raises EngineError if there is no such Python, or this machine cannot have a setting."""
         spec = _spec(base, limits)
         if config.base_url is None:
-            config = _with_room(config, spec, limits)
+            config = _with_room(config, limits)
         self.num_open = int(str(config.args.get("max-loras") or limits.samplers))
         self._base, self._copies, self._numbers = base, logs / "copies", itertools.count(1)
         self._server = VllmPolicies(config, spec, logs=logs)
@@ -159,14 +157,16 @@ class VllmHost:
 
     def _score(self, adapter: Path | None) -> Probe:
         """Returns a probe of the base with a saved adapter, or without one."""
-        tokens = make_probe(self._base.vocabulary)
-        return Probe(tokens=tokens, logprobs=loading.token_logprobs(_load(self._base, adapter), tokens))
+        if adapter is None:
+            return self._base.probe()
+        weights = _load(self._base, adapter)
+        return measure_probe(weights, partial(loading.token_logprobs, weights), self._base.probe())
 
     def copy(self, key: str, learner: ClientLearner) -> SampledPolicy:
         directory = self._copies / str(next(self._numbers))
         make_directory(directory)
         learner.save(directory, optimizer=False)
-        return SampledPolicy(key, adapter=directory, probe=_measure(self._base, learner), is_temporary=True)
+        return SampledPolicy(key, adapter=directory, probe=learner.measure(self._base.probe()), is_temporary=True)
 
     async def watch(self) -> NoReturn:
         await self._server.watch()
@@ -182,22 +182,15 @@ def _load(base: Base, adapter: Path | None) -> Weights:
     return base.policy(adapter)
 
 
-def _measure(base: Base, learner: ClientLearner) -> Probe:
-    return measure(learner, base.vocabulary, seed=learner.num_updates)
-
-
 def _spec(base: Base, limits: BackendLimits) -> PolicySpec:
     """Returns the served model: the base with adapters of any rank that clients may ask for."""
-    return msgspec.structs.replace(spec_of(base.weights), lora_rank=limits.rank)
+    processes = 1 if base.replicas is None else base.replicas.job.learner.processes
+    return msgspec.structs.replace(spec_of(base.weights), lora_rank=limits.rank, learner_gpus=processes)
 
 
-def _with_room(config: VllmEngineConfig, spec: PolicySpec, limits: BackendLimits) -> VllmEngineConfig:
-    """Returns the configuration with room for the samplers' adapters, and beside the learner on a GPU that both use."""
+def _with_room(config: VllmEngineConfig, limits: BackendLimits) -> VllmEngineConfig:
+    """Returns the configuration with room for the samplers' adapters. vLLM never sleeps."""
     args = {"max-loras": limits.samplers, **{name.replace("_", "-"): value for name, value in config.args.items()}}
-    if arguments.has_gpu({**os.environ, **config.env}) and arguments.shares_gpu(
-        config, spec.learner_device, os.environ
-    ):
-        args = {"gpu-memory-utilization": SHARED_GPU_MEMORY, **args}
     return config.model_copy(update={"args": args, "sleep": 0})
 
 

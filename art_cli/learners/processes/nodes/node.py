@@ -68,6 +68,8 @@ async def join(job: Job, *, files: Path, logs: Path, wait_s: float) -> None:
         node = JoinedNode(job, place, files=files, logs=logs)
         try:
             await answer(*first.connection, node, heartbeat_s=HEARTBEAT_S, watch=lambda: node.watch(interrupted))
+        except authenticated.Tampered as error:
+            raise LearnerError(f"the connection to the run at {address} cannot be trusted: {error}") from error
         finally:
             first.connection.writer.close()
             await asyncio.to_thread(node.close)

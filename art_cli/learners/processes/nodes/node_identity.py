@@ -14,13 +14,12 @@ from typing import Any
 
 from art_cli.config.schema import AlgorithmConfig, DistillConfig
 from art_cli.learners.processes.job import Job
-from art_cli.models.base_files import INDEX, SINGLE, TEMPLATE
+from art_cli.models.base_files import BASE_FILES, TEMPLATE, find_files
 from art_cli.runs.manifest import hash_file
 from art_cli.runtime.errors import UsageError, printable
 
 Identity = dict[str, str]  # name of a part -> its version or digest
 
-BASE_FILES = ("config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "tokenizer.model")
 # Settings that may differ between nodes: where things are, how they are reached, and what only the first one does.
 FREE = frozenset(
     {
@@ -90,26 +89,6 @@ def _files(job: Job) -> Iterator[tuple[str, Path]]:
     if isinstance(job.loss, DistillConfig) and job.loss.teacher.base_url is None:
         teacher = job.directory / job.loss.teacher.model
         yield from ((f"teacher {name}", path) for name, path in _model_files(teacher) if teacher.is_dir())
-
-
-def find_files(base: str) -> Path:
-    """Returns the directory of the base's files; those of a hub id are fetched if they are not there yet."""
-    if Path(base).is_dir():
-        return Path(base)
-    import huggingface_hub
-
-    cached = huggingface_hub.try_to_load_from_cache(base, "config.json")
-    if isinstance(cached, str) and _has_weights(Path(cached).parent):
-        return Path(cached).parent
-    try:
-        wanted = [*BASE_FILES, TEMPLATE, "*.safetensors", INDEX, "generation_config.json"]
-        return Path(huggingface_hub.snapshot_download(base, allow_patterns=wanted))
-    except Exception as error:  # the boundary to the hub's client
-        raise UsageError(f"model.base: {base}: {printable(error, limit=300)}") from error
-
-
-def _has_weights(directory: Path) -> bool:
-    return (directory / SINGLE).exists() or (directory / INDEX).exists()
 
 
 def _model_files(directory: Path) -> list[tuple[str, Path]]:

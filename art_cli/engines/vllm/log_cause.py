@@ -1,0 +1,51 @@
+"""The cause of a server's end, from its log: the first error of the process that failed, not of one that waited for it.
+
+vLLM logs a worker's traceback, then the engine core's, then the API server's, which ends "See root cause above".
+Each line begins with its process: "(Worker_TP0 pid=7) ERROR 11-27 18:11:31 [core.py:9] ValueError: too long".
+"""
+
+import re
+from itertools import pairwise
+
+_LINE = re.compile(r"(?:\((?P<process>\w+)[^()]*\) )?(?:ERROR [\d-]+ [\d:]+ \[[^\]]*\] ?)?(?P<text>.*)")
+_EXCEPTION = re.compile(r"(?:\w+\.)*[A-Z]\w*(?:: .*)?$")  # the last line of a traceback, such as "ValueError: too long"
+_ARGUMENTS = re.compile(r"[\w.]+: error: .+")  # argparse's, such as "entry.py: error: unrecognized arguments: --x"
+_CHAIN = ("During handling of", "The above exception was")  # between two tracebacks of one failure
+_COLOR = re.compile(r"\x1b\[[\d;]*m")  # where FORCE_COLOR is set
+SERVER = "APIServer"  # the process that starts the others and reports that they failed
+MAX_CAUSE = 400  # characters; vLLM lists, for example, every quantization method that it has
+
+
+def find_cause(log: str, *, has_server: bool = True) -> str:
+    """Returns the cause that a log names, in one line, or "" if it names none. `has_server` False leaves out the errors
+    of the API server.
+
+    Example: "ValueError: To serve at least one request with the model's max seq len (40960), 5.6 GiB is needed".
+    """
+    lines: dict[str, list[tuple[int, str]]] = {}  # by process: (number, text without the prefix)
+    for number, line in enumerate(_COLOR.sub("", log).splitlines()):
+        found = _LINE.match(line)
+        assert found is not None, "every part of the pattern is optional"
+        lines.setdefault(found["process"] or "", []).append((number, found["text"]))
+    failures = {process: failure for process, each in lines.items() if (failure := _first_failure(each))}
+    of_others = [failure for process, failure in failures.items() if process not in (SERVER, "")]
+    if of_others or (failures and has_server):
+        return min(of_others or failures.values())[1][:MAX_CAUSE]
+    refused = (text for each in lines.values() for _, text in each if _ARGUMENTS.match(text))
+    return next(refused, "")[:MAX_CAUSE]
+
+
+def _first_failure(lines: list[tuple[int, str]]) -> tuple[int, str] | None:
+    """Returns the number and text of the exception of a process's first traceback, or of the last one chained to it."""
+    failure, is_inside, is_chained = None, False, False
+    for (number, text), (_, after) in pairwise([*lines, (0, "")]):
+        if text.startswith("Traceback (most recent call last)"):
+            if failure and not is_chained:
+                break
+            is_inside, is_chained = True, False
+        elif is_inside and _EXCEPTION.match(text):
+            more = after.strip() if after.startswith("  ") else ""  # pydantic explains itself in the next line
+            failure, is_inside = (number, f"{text} {more}".strip()), False
+        elif text.startswith(_CHAIN):
+            is_chained = True
+    return failure

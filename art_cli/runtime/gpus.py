@@ -1,0 +1,93 @@
+"""The GPUs that the system shows, without torch: device files, driver, memory, and what compiles kernels for them.
+
+has_gpu, has_nvidia, driver     what /dev and /sys show
+cards                           the memory that nvidia-smi reports
+idle_gpu                        why torch does not use the GPU, with the cure
+compiler_problem                why Triton could not compile a kernel for a Python, with the cure
+"""
+
+import contextlib
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+PROBE_TIMEOUT_S = 20.0  # longest wait for nvidia-smi, or for another Python to answer
+NVIDIA = (Path("/dev/nvidiactl"), Path("/usr/lib/wsl/lib/libcuda.so.1"))  # of Linux; of Windows' Linux, from its driver
+OTHERS = (Path("/dev/kfd"), Path("/dev/dxg"))
+DRIVER = Path("/sys/module/nvidia/version")
+OLDEST_DRIVER = {"12": 525, "13": 580}  # by the major version of CUDA; NVIDIA, CUDA Compatibility
+SMI = ("nvidia-smi", "--format=csv,noheader")
+INCLUDE = "import sysconfig; print(sysconfig.get_paths('posix_prefix')['include'])"  # where Triton looks for Python.h
+
+
+def has_gpu(environment: Mapping[str, str]) -> bool:
+    """Returns True if this machine shows a GPU: an NVIDIA or AMD device file, not hidden by the environment."""
+    return not _is_hidden(environment) and any(path.exists() for path in (*NVIDIA, *OTHERS))
+
+
+def has_nvidia(environment: Mapping[str, str]) -> bool:
+    """Returns True for an NVIDIA GPU. The other device files are also there for a laptop's own graphics."""
+    return not _is_hidden(environment) and any(path.exists() for path in NVIDIA)
+
+
+def _is_hidden(environment: Mapping[str, str]) -> bool:
+    return environment.get("CUDA_VISIBLE_DEVICES", "all").strip() in ("", "-1")
+
+
+def driver() -> str:
+    """Returns the version of NVIDIA's driver, or "" if the system does not show it."""
+    with contextlib.suppress(OSError):
+        return DRIVER.read_text(errors="replace").strip()[:20]
+    return _output(*SMI, "--query-gpu=driver_version").partition("\n")[0][:20]
+
+
+def cards() -> list[str]:
+    """Returns a line for each card of nvidia-smi, "NVIDIA H100 80GB HBM3, 20480 MiB, 81559 MiB", free memory first."""
+    return _output(*SMI, "--query-gpu=name,memory.free,memory.total").splitlines()
+
+
+def idle_gpu(torch: str, cuda: str | None, reason: str, driver: str) -> str:
+    """Returns why a torch without a usable GPU does not use the one that is here, with the cure.
+
+    `torch` and `cuda` are the versions of the wheel, and `reason` is what torch says of it.
+    Example: idle_gpu("2.13.0", "13.0", "The NVIDIA driver on your system is too old", "570.86.15")
+    """
+    here = f"this machine has an NVIDIA GPU (driver {driver or 'unknown'}), and torch {torch}"
+    if cuda is None:
+        return f"{here} is built without CUDA: install a build of torch with CUDA"
+    said = reason.strip().split(". ")[0].splitlines()[0][:200] if reason.strip() else "no reason given"
+    oldest = OLDEST_DRIVER.get(cuda.partition(".")[0])
+    major = re.match(r"\d+", driver)
+    if oldest is None or (major and int(major[0]) >= oldest):
+        cure = "nvidia-smi must work here first; in a container, pass the GPU on (docker run --gpus all)"
+    else:
+        cure = (
+            f"install driver {oldest} or newer, or cuda-compat with VLLM_ENABLE_CUDA_COMPATIBILITY=1, "
+            "or a torch for an older CUDA"
+        )
+    return f"{here} with CUDA {cuda} does not use it: {said}; {cure}"
+
+
+def compiler_problem(python: Path | None, environment: Mapping[str, str]) -> str:
+    """Returns why Triton could not compile its launcher for `python` (None is this one), or ""."""
+    missing = []
+    path = environment.get("PATH")
+    compilers = [environment["CC"]] if "CC" in environment else ["gcc", "clang"]
+    if not any(shutil.which(each, path=path) for each in compilers):
+        missing.append(f"a C compiler ({' or '.join(compilers)})")
+    include = _output(str(python or sys.executable), "-c", INCLUDE).strip()
+    if include and not (Path(include) / "Python.h").is_file():
+        missing.append(f"{include}/Python.h")
+    return f"{' and '.join(missing)} missing" if missing else ""
+
+
+def _output(*command: str) -> str:
+    """Returns what a short program prints, or "" if it fails."""
+    try:
+        done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, timeout=PROBE_TIMEOUT_S)
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return done.stdout.decode(errors="replace") if done.returncode == 0 else ""
