@@ -12,10 +12,9 @@ from art_cli.chat.replies import Choice, Reply
 from art_cli.chat.requests import Request, Sampling
 from art_cli.rollouts.recorder import Recorder
 from art_cli.runs.outcome import MAX_NUMBER
-from art_cli.runs.trajectory import Json, ScoredTrajectory, Trajectory, score_trajectory
+from art_cli.runs.trajectory import MAX_TOKEN_ID, Json, ScoredTrajectory, Trajectory, score_trajectory
 
 ROLES = {"system", "developer", "user", "assistant", "tool", "function"}
-MAX_TOKEN_ID = 2**31 - 1
 MAX_ID = 1000  # characters of the id of an attempt or of a scenario
 
 

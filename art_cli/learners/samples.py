@@ -22,14 +22,15 @@ step. M tokens of a trajectory: of each turn the prompt tokens that it adds, the
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from art_cli.runs.trajectory import Trajectory, Turn
+from art_cli.runs.outcome import MAX_NUMBER
+from art_cli.runs.trajectory import MAX_TOKEN_ID, Trajectory, Turn
 from art_cli.runtime.errors import LearnerError, one_line
 
 Ints = npt.NDArray[np.int64]
@@ -206,7 +207,21 @@ def bare_sample(token_ids: Ints, targets: Ints, name: str, *, temperature: float
     )
 
 
+def check_fits(samples: Iterable[Sample], *, max_length: int, vocabulary: int) -> None:
+    """Raises LearnerError if a sample has a token that the model does not have, or more tokens than its context."""
+    for sample in samples:
+        where = f"trajectory {sample.trajectory_id}, turn {sample.turn}"
+        if len(sample.token_ids) > max_length:
+            raise LearnerError(f"{where}: {len(sample.token_ids)} tokens, over the model's {max_length}; leave it out")
+        if not 0 <= int(np.min(sample.token_ids)) <= int(np.max(sample.token_ids)) < vocabulary:
+            raise LearnerError(f"{where}: a token that the model does not have; it was sampled from another model")
+
+
 def _check(turn: Turn, where: str) -> None:
+    if not all(0 <= id <= MAX_TOKEN_ID for id in (*turn.prompt_ids, *turn.sampled_ids)):
+        raise LearnerError(f"{where}: a token id below 0 or above {MAX_TOKEN_ID}; no model has it")
+    if not 0 <= turn.temperature <= MAX_NUMBER:
+        raise LearnerError(f"{where}: its temperature is {turn.temperature}")
     for name, values in (("logprobs", turn.logprobs), ("raw_logprobs", turn.raw_logprobs)):
         if values is None:
             continue

@@ -36,7 +36,7 @@ from art_cli.learners.packs.packing_check import PackingCheck
 from art_cli.learners.policy_step import Pass, take_step
 from art_cli.learners.probe import measure_probe
 from art_cli.learners.processes.ranks import Ranks
-from art_cli.learners.samples import CROSS_ENTROPY, POLICY, REFERENCE_KL, Sample, bare_sample
+from art_cli.learners.samples import CROSS_ENTROPY, POLICY, REFERENCE_KL, Sample, bare_sample, check_fits
 from art_cli.learners.schedule import warm_up_settings
 from art_cli.learners.sft.examples import example_samples
 from art_cli.learners.sft.sft_batches import plan_batches
@@ -299,6 +299,8 @@ class TorchLearner:
     @contextlib.contextmanager
     def taking(self, plan: PlannedStep) -> Iterator[float]:
         first, is_bounded = plan.parts[0], self.train_config.max_kl is not None
+        for part in plan.parts:  # an id past the vocabulary would end the process on a GPU
+            check_fits(part, max_length=self.weights.max_length, vocabulary=self.weights.vocabulary)
         is_undone = self.train_config.epochs_per_step * len(plan.parts) > 1 or is_bounded
         is_undone = is_undone or isinstance(self.algorithm, UserAlgorithm)  # its `after_step` may fail
         self._reserve()

@@ -16,8 +16,8 @@ from art_cli.runtime.allocator import memory_size
 
 MAX_TOKENS = 1024  # longest row that is tried; a longer one is estimated
 MIN_SECOND = 256  # tokens of the second row at least, so that it differs from the first by more than noise
-# Tokens of the first row at least that a longer row is estimated from, by device. On a GPU a chunk of logits has 883 rows
-# of a vocabulary of 152k (packs/logprobs.py). The head takes no more memory for a row of two chunks than for a longer one.
+# Smallest length of the first row that a longer row is estimated from, by device. On a GPU a chunk of logits has 883
+# rows of a vocabulary of 152k (packs/logprobs.py), so the head takes as much memory for this row as for a longer one.
 SHORTEST = {"cuda": 2048}
 GROWTH = 2  # length of the second row in lengths of the first
 

@@ -1,14 +1,21 @@
 """Samples: the leaves of a trajectory's tree of turns, each sampled token trained once."""
 
+from typing import Any
+
+import msgspec
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from art_cli.config.schema import GrpoConfig, TorchLearnerConfig, TrainConfig
 from art_cli.learners.samples import Sample
-from art_cli.runs.trajectory import Turn, sequence
+from art_cli.learners.torch_learner import TorchLearner
+from art_cli.runs.trajectory import Trajectory, Turn, sequence
 from art_cli.runtime.errors import LearnerError
 from tests.support import trees
+from tests.support.tiny import tiny_weights
 from tests.support.trees import scored, turn, turn_trees
 
 
@@ -106,3 +113,39 @@ def test_every_sampled_token_is_trained_exactly_once(turns: list[Turn]) -> None:
 def test_refuses_logprobs_that_cannot_be_the_engines(fields: dict[str, object], message: str) -> None:
     with pytest.raises(LearnerError, match=f"trajectory g/0, turn 0: {message}"):
         samples_of(turn([1], [2, 3], **fields))
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("prompt_ids", [-1]),
+        ("sampled_ids", [10**20]),
+        ("sampled_ids", [5000]),
+        ("sampled_ids", [7] * 3000),
+        ("temperature", -1.0),
+        ("temperature", 1e300),
+    ],
+)
+def test_a_step_from_another_tools_file_names_the_turn_that_the_model_cannot_have(field: str, value: Any) -> None:
+    """The model has a vocabulary below 5,000 and a context below 3,000 tokens. No weight is changed."""
+    weights = tiny_weights()
+    learner = TorchLearner(
+        weights, train=TrainConfig(learning_rate=1e-3), loss=GrpoConfig(), learner=TorchLearnerConfig()
+    )
+    before = {name: tensor.clone() for name, tensor in learner.parameters.items()}
+    good = turn([1, 2], [3, 4])
+    fields = {field: value} | (
+        {"logprobs": [-1.0] * len(value), "raw_logprobs": None} if field == "sampled_ids" else {}
+    )
+    odd = msgspec.structs.replace(good, **fields)
+    groups = [[scored([good], 0.0, index=0), scored([odd], 1.0, index=1)]]
+    with pytest.raises(LearnerError, match=r"trajectory .*, turn 0: "):
+        learner.step(groups)
+    assert all(torch.equal(before[name], tensor) for name, tensor in learner.parameters.items())
+
+
+@pytest.mark.parametrize("kept", [-1, 5])
+def test_a_turn_keeps_no_more_tokens_than_are_before_it(kept: int) -> None:
+    turns = [turn([1, 2], [3, 4]), msgspec.structs.replace(turn([5], [6]), parent=0, kept=kept)]
+    with pytest.raises(ValueError, match="turn 1 keeps"):
+        Trajectory(id="a", group_id="g", group_size=1, index=0, turns=turns)

@@ -24,7 +24,16 @@ from art_cli.chat.chat_errors import ChatError
 from art_cli.chat.control_tokens import ControlTokens, Guard, controls_of
 from art_cli.chat.template_messages import for_template
 from art_cli.config.schema import SftConfig
-from art_cli.learners.samples import Credit, Ints, Sample, bare_sample, count_sampled, token_weights, trajectory_samples
+from art_cli.learners.samples import (
+    Credit,
+    Ints,
+    Sample,
+    bare_sample,
+    check_fits,
+    count_sampled,
+    token_weights,
+    trajectory_samples,
+)
 from art_cli.learners.sft.transcripts import Transcript, is_learned
 from art_cli.models.loading import stop_ids
 from art_cli.rollouts.scenario_files import is_held_out
@@ -302,12 +311,7 @@ def example_samples(
     attempt = msgspec.convert(example, ScoredAttempt)
     record = Trajectory(id=attempt.id, group_id="", group_size=1, index=0, turns=attempt.turns)
     samples = trajectory_samples(record, token_weights(record, Credit(cross_entropy=1.0)))
-    for sample in samples:
-        where = f"trajectory {attempt.id}, turn {sample.turn}"
-        if len(sample.token_ids) > max_length:
-            raise LearnerError(f"{where}: {len(sample.token_ids)} tokens, over the model's {max_length}; leave it out")
-        if not 0 <= int(np.min(sample.token_ids)) <= int(np.max(sample.token_ids)) < vocabulary:
-            raise LearnerError(f"{where}: a token that the model does not have; it was sampled from another model")
+    check_fits(samples, max_length=max_length, vocabulary=vocabulary)
     if not samples:
         raise LearnerError(f"trajectory {attempt.id}: no sampled token to learn from")
     return samples
