@@ -102,7 +102,7 @@ def evaluate(models: Sequence[Trained], runs: Path, settings: Sequence[str]) -> 
     named = [word for path in ("base", *newest) for word in ("--checkpoint", path)]
     given = [str(CONFIG), *settings, f"runs={runs}", *named, "--json"]
     found: dict[str, Values] = {}
-    for row in json.loads(_python(["-m", "art_cli", "eval", *given])):
+    for row in json.loads(_python(["-m", "art_cli", "eval", *given]))["metrics"]:
         found.setdefault(row["policy"], {})[row["metric"]] = row
     return list(found.values())
 

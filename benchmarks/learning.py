@@ -197,7 +197,7 @@ class Place:
         policies = {str(out / "checkpoints" / f"step_{step:04d}"): step for step in steps}
         named = [word for path in policies for word in ("--checkpoint", path)]
         common = self._common(base, job.seed)
-        rows = json.loads(self.art(ROOT, "eval", config, *common, "rollout.processes=1", *named, "--json"))
+        rows = json.loads(self.art(ROOT, "eval", config, *common, "rollout.processes=1", *named, "--json"))["metrics"]
         size = step_size(job)
         found = [
             (policies[row["policy"]] * size, row["mean"], row["num"])

@@ -97,7 +97,7 @@ def evaluate_afresh(row: dict[str, Any], metric: str) -> str:
     *given, best, last = row["again"]
     named = [word for path in dict.fromkeys((best, last)) for word in ("--checkpoint", path)]
     said = subprocess.run([*ART, "eval", *given, *named, "--json"], check=True, capture_output=True, text=True).stdout
-    found = {result["policy"]: result["mean"] for result in json.loads(said) if result["metric"] == metric}
+    found = {result["policy"]: result["mean"] for result in json.loads(said)["metrics"] if result["metric"] == metric}
     return f"      afresh: best {found[best]:.3f}, last {found[last]:.3f}"
 
 

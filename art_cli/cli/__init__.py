@@ -84,6 +84,11 @@ Overrides = Annotated[
     list[str] | None, typer.Argument(metavar="KEY=VALUE", help="Wins over the file: train.steps=10, loss=dapo.")
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
+Junit = Annotated[Path | None, typer.Option("--junit", metavar="FILE", help="Write the verdicts as JUnit XML, too.")]
+Markdown = Annotated[
+    Path | None, typer.Option("--markdown", metavar="FILE", help="Write a summary for a pull request, too.")
+]
+Link = Annotated[str | None, typer.Option("--link", metavar="URL", help="A link in the summary.")]
 Checkpoint = Annotated[
     Path | None,
     typer.Option("--checkpoint", metavar="DIR", parser=policy, help="A checkpoint, a run, or base."),

@@ -1,11 +1,12 @@
 """`art check`: a preflight that changes nothing and prints its findings, each with its cure."""
 
+import sys
 from typing import Annotated
 
 import typer
 
 from art_cli.cli import Config, Finding, Json, Overrides, print_findings
-from art_cli.runtime.errors import ArtError
+from art_cli.runtime.errors import ArtError, UsageError, printable_lines
 
 
 def run(
@@ -14,6 +15,9 @@ def run(
     asks_judge: Annotated[
         bool, typer.Option("--judge/--no-judge", help="Ask a judge that costs money once, for cents.")
     ] = True,
+    has_conversations: Annotated[
+        bool, typer.Option("--show", help="Print what was said in the two attempts, whole, at the end.")
+    ] = False,
     as_json: Json = False,
 ) -> None:
     """Try everything a run needs, once.
@@ -24,19 +28,28 @@ def run(
     \b
     art check config.yaml
     art check config.yaml hardware=h100     with a packaged starting point (docs/configs.md)
+    art check config.yaml --show            what the model said, where the reward is 0 (docs/zero.md)
     art check config.yaml --no-judge        only estimates the cost of asking the judge
     """
     from art_cli.config.compose import load_config
     from art_cli.loop.auto import resolve_auto
     from art_cli.loop.references import check_ready
+    from art_cli.reports.pages.conversation_text import whole_text
     from art_cli.runtime.scratch import scratch
 
-    loaded = load_config(config, overrides or [])
-    check_ready(loaded, is_training=True)
-    findings = [Finding("config", True, f"{loaded.path}: composes")]
-    if not as_json:
-        print_findings(findings)
-    loaded = resolve_auto(loaded, "engine", "learner")
+    if as_json and has_conversations:
+        raise UsageError("--json and --show: one at a time")
+    try:
+        loaded = load_config(config, overrides or [])
+        check_ready(loaded, is_training=True)
+        findings = [Finding("config", True, f"{loaded.path}: composes")]
+        if not as_json:
+            print_findings(findings)
+        loaded = resolve_auto(loaded, "engine", "learner")
+    except ArtError as error:
+        if as_json:
+            print_findings([Finding("config", False, str(error))], as_json)
+        raise
     from art_cli.cli.preflight import Preflight  # seconds of imports, so the first finding comes before it
 
     with scratch("check") as directory:
@@ -50,6 +63,9 @@ def run(
             if as_json:  # one list, also of an interrupted check
                 print_findings(findings, as_json)
             preflight.close()
+        if has_conversations:
+            played = [each for part in preflight.sources.values() for each in part.played]
+            sys.stdout.write(printable_lines("".join(f"\n{whole_text(each)}" for each in played)))
         bad = [finding.name for finding in findings if not finding.is_good]
         if bad:  # raised inside the block, so that a log file which a finding names is kept
             raise ArtError(f"{config}: not ready: {', '.join(bad)}")

@@ -9,8 +9,8 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperCommand
 
-from art_cli.cli import Config, Json, Last, Overrides, policy, which_checkpoint
-from art_cli.runtime.errors import UsageError, printable_lines
+from art_cli.cli import Config, Json, Junit, Last, Link, Markdown, Overrides, policy, which_checkpoint
+from art_cli.runtime.errors import GateError, RolloutError, UsageError, printable_lines
 
 ORDER = "art.eval.order"  # key of the options in their order
 
@@ -46,9 +46,14 @@ def run(
     ] = None,
     gates: Annotated[
         list[str] | None,
-        typer.Option("--gate", metavar="METRIC>=X", help="Exit 1 where the last policy misses it; X: baseline-0.02."),
+        typer.Option(
+            "--gate", metavar="METRIC>=X", help="Exit 1 if the last policy misses it; METRIC.low; X: baseline-0.02."
+        ),
     ] = None,
     output: Annotated[Path | None, typer.Option("-o", "--output", metavar="DIR", help="Keep the trajectories.")] = None,
+    junit: Junit = None,
+    markdown: Markdown = None,
+    link: Link = None,
     as_json: Json = False,
 ) -> None:
     """Compare policies; gate on the result.
@@ -60,6 +65,7 @@ def run(
     art eval config.yaml --checkpoint runs/mine --gate 'reward>=0.8'
     art eval config.yaml --checkpoint runs/a --checkpoint runs/b --endpoint gpt-6.1-sol@https://api.openai.com/v1
     art eval config.yaml --checkpoint base --checkpoint runs/mine --gate 'reward>=baseline-0.02'
+    art eval config.yaml --checkpoint base --checkpoint runs/mine --gate 'reward.low>=baseline' --markdown eval.md
     art eval config.yaml --checkpoint runs/weights --checkpoint runs/prompt      what was trained, and a prompt
     art eval config.yaml --checkpoint 'runs/sweep-*'          a table over a sweep, the best run on top
     """
@@ -74,7 +80,9 @@ def run(
         values_of_sources,
     )
     from art_cli.loop.references import check_ready
+    from art_cli.reports.pages import ci_files
     from art_cli.rollouts.scenario_files import RunScenarios
+    from art_cli.runs.durable import write_file
     from art_cli.runtime.scratch import scratch
 
     loaded = load_config(config, overrides or [])
@@ -106,12 +114,22 @@ def run(
     eval_comparison.judge(loaded, played, results)
     results = {name: values | values_of_sources(values, loaded.config) for name, values in results.items()}
     rows = eval_comparison.compare(results)
-    text = (
-        json.dumps([row.as_json() for row in rows]) + "\n"
-        if as_json
-        else printable_lines(eval_comparison.as_text(rows, gates=parsed))
+    faults, digests = eval_comparison.find_failures(played), eval_comparison.digests(played)
+    verdicts = [check_policy(gate, results, last) for gate in parsed]
+    whole = eval_comparison.as_object(rows, verdicts, digests=digests, faults=faults)
+    sys.stdout.write(
+        json.dumps(whole) + "\n" if as_json else printable_lines(eval_comparison.as_text(rows, gates=parsed))
     )
-    sys.stdout.write(text)
-    eval_comparison.report_failures(played)
-    for gate in parsed:
-        check_policy(gate, results, last)
+    if junit is not None:
+        write_file(junit, ci_files.junit("art eval", ci_files.eval_cases(whole), digests))
+    if markdown is not None:
+        hidden = eval_comparison.hidden(parsed)
+        write_file(markdown, ci_files.eval_markdown(whole, hidden=hidden, link=link).encode())
+    if faults:
+        raise RolloutError(" | ".join(f"{name}: {fault}" for name, fault in faults.items()))
+    missed = [verdict.error for verdict in verdicts if verdict.error is not None]
+    for error in missed:
+        if len(missed) == 1 or isinstance(error, UsageError):
+            raise error
+    if missed:
+        raise GateError("; ".join(map(str, missed)))

@@ -8,11 +8,11 @@ same scenarios, so differences are paired. The others are compared with the firs
 import logging
 import os
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from hashlib import sha256
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 from urllib.parse import quote
 
 import msgspec
@@ -31,6 +31,7 @@ from art_cli.loop.evaluate import (
     Estimate,
     Gate,
     NameWatch,
+    Verdict,
     code_of,
     contests,
     estimate,
@@ -38,6 +39,7 @@ from art_cli.loop.evaluate import (
     judged_rewards,
     paired_difference,
     play_evaluation,
+    split_end,
 )
 from art_cli.loop.policy_sampler import open_sampler
 from art_cli.loop.stage_policy import PolicySource, find_policy, open_policy
@@ -47,13 +49,14 @@ from art_cli.runs.run_checkpoints import Which, run_config, run_of
 from art_cli.runs.run_dir import RunDir
 from art_cli.runs.trajectory import Json, Trajectory
 from art_cli.runtime import threads
-from art_cli.runtime.errors import DataError, RolloutError, UsageError, printable
+from art_cli.runtime.errors import DataError, UsageError, printable
 from art_cli.runtime.log import is_verbose
 from art_cli.runtime.scratch import make_directory
 from art_cli.serving.served_policies import engine_config
 
 log = logging.getLogger(__name__)
 
+SCHEMA = 1  # version of the JSON that `art eval --json` prints
 SETTINGS = "settings.json"
 DECIDING = {"entry", "command", "environment", "max_turns", "limit_reward", "sampling"}  # keys of `rollout`
 CHECKPOINT, ENDPOINT = "--checkpoint", "--endpoint"
@@ -293,17 +296,22 @@ def judge(loaded: LoadedConfig, played: dict[str, list[Trajectory]], results: di
     threads.run(judge())
 
 
-def report_failures(played: dict[str, list[Trajectory]]) -> None:
-    """Warns of failed attempts. Raises RolloutError if all attempts of a policy failed, or none called it."""
-    faults = []
+def find_failures(played: dict[str, list[Trajectory]]) -> dict[str, str]:
+    """Returns a fault for each policy whose attempts all failed, or never called it. Warns of other failures."""
+    faults = {}
     for name, done in played.items():
         failures = count_failures(done)
         if (fault := find_fault(failures, is_called=not all(each.is_silent for each in done))) is not None:
-            faults.append(f"{name}: {fault}")
+            faults[name] = str(fault)
         elif failures.num:
             log.warning("%s: %s", name, failures)
-    if faults:
-        raise RolloutError(" | ".join(faults))
+    return faults
+
+
+def digests(played: Mapping[str, Sequence[Trajectory]]) -> dict[str, str]:
+    """Returns the digest of the weights that sampled each policy's attempts, or "" where no one proved them."""
+    sampled = {name: {turn.policy for each in done for turn in each.turns} for name, done in played.items()}
+    return {name: digest.pop() if len(digest) == 1 else "" for name, digest in sampled.items()}
 
 
 # --- comparing --------------------------------------------------------------------------------------------------------
@@ -328,15 +336,35 @@ def _place(metric: str) -> tuple[int, str]:
     return len(FIRST) + (metric in SPENT), metric
 
 
+def as_object(
+    rows: Sequence[Row], verdicts: Sequence[Verdict], *, digests: Mapping[str, str], faults: Mapping[str, str]
+) -> dict[str, Any]:
+    """Returns what `art eval --json` prints. `digests` and `faults` are by policy."""
+    gates = [
+        {"gate": str(gate), "holds": error is None, "value": value and value._asdict(), "error": str(error or "")}
+        for gate, value, error in verdicts
+    ]
+    return {
+        "schema_version": SCHEMA,
+        "policies": [{"name": name, "digest": each, "fault": faults.get(name, "")} for name, each in digests.items()],
+        "metrics": [row.as_json() for row in rows],
+        "gates": gates,
+    }
+
+
 def as_text(rows: Sequence[Row], *, gates: Sequence[Gate] = ()) -> str:
     """Returns a line per metric of each policy; for many policies a summary comes first, the best policy on top.
 
     Counts of every rollout are left out, except those of `gates` and with --verbose.
     """
     is_many = len({row.policy for row in rows}) >= SUMMARY_FROM
-    hidden = set() if is_verbose() else DETAILS - {gate.metric for gate in gates}
-    table = _as_table([row for row in rows if row.metric not in hidden])
+    table = _as_table([row for row in rows if row.metric not in hidden(gates)])
     return (_as_summary(rows) + "\n" if is_many else "") + table
+
+
+def hidden(gates: Sequence[Gate]) -> Collection[str]:
+    """Returns the metrics that are left out of a table."""
+    return set() if is_verbose() else DETAILS - {split_end(gate.metric, ())[0] for gate in gates}
 
 
 def _as_summary(rows: Sequence[Row]) -> str:
@@ -360,10 +388,11 @@ def _as_table(rows: Sequence[Row]) -> str:
     lines = [f"{head}  difference to the first"]
     for row in rows:
         value, other = row.value, row.difference
-        paired = f"{other.mean:+.3f} [{other.low:+.3f}, {other.high:+.3f}]" if other else ""
-        interval = f"[{value.low:.3f}, {value.high:.3f}]"
+        paired = f"{other.mean:+.3f} {other.interval}" if other else ""
         name = f"{_short(row.policy):{NAME_WIDTH}s}"
-        lines.append(f"{name} {row.metric:16s} {value.mean:8.3f}  {interval:17s} {value.num:5d}  {paired}".rstrip())
+        lines.append(
+            f"{name} {row.metric:16s} {value.mean:8.3f}  {value.interval:17s} {value.num:5d}  {paired}".rstrip()
+        )
     return "\n".join(lines) + "\n"
 
 

@@ -42,12 +42,14 @@ from art_cli.loop.policy_sampler import open_sampler
 from art_cli.loop.record import find_clash
 from art_cli.models.loading import Weights, count_parameters, find_base, load_tokenizer, template_cure
 from art_cli.models.policy_spec import PolicySpec, read_spec, spec_of
+from art_cli.reports.pages.conversation_text import last_reply
 from art_cli.reports.trackers import check_tracker, trackers_of
 from art_cli.rollouts.cluster.cluster_rollout import cluster_rollout
 from art_cli.rollouts.cluster.ray_driver import ClusterFacts
 from art_cli.rollouts.rollout_gateway import OWN_CLIENT
 from art_cli.rollouts.rollout_runner import process_rollout
 from art_cli.rollouts.scenario_files import evaluation_scenarios, find_overlap, pools_of, training_scenarios
+from art_cli.runs.intervals import share_interval
 from art_cli.runs.run_dir import RunDir
 from art_cli.runs.storage.object_store import ObjectStore, holder
 from art_cli.runs.trajectory import Json, Trajectory, Turn, prompt, sequence
@@ -61,6 +63,7 @@ MAX_SHOWN = 200  # characters of the scenario that is shown
 CONNECT_TIMEOUT_S = 10.0  # longest wait for a connection to the vLLM server at engine.base_url
 SURE, UNLIKELY = 0.5, 1e-3  # probabilities of equal attempts: the model is sure of them; another cause made them equal
 OF_WEIGHTS = ("tokens", "update", "disk")  # checks that a search for a prompt has no need of
+NO_REWARD = "see what the model said with --show, and docs/zero.md; art plan measures the base over many scenarios"
 LONG_ROW_S = 60.0  # an estimate above this comes with its cure
 FIRST_STEP = 10  # time of the first step in forward passes: its own 3, and the check of packs in both directions
 
@@ -379,7 +382,9 @@ class Preflight:
         )
         num_tokens = first.num_sampled or first.metrics.get("num_completion", 0)
         message = f"{first.metrics['num_turns']:.0f} turns, {num_tokens:.0f} sampled tokens, {reward}"
-        return Finding("rollout", True, message, _sampling_note(self.played))
+        message += f'; the last reply is "{last_reply(first)}"{_base_success(self.played)}'
+        cures = [_sampling_note(self.played), NO_REWARD if _is_unrewarded(self.played) else ""]
+        return Finding("rollout", True, message, "; ".join(filter(None, cures)))
 
     def _rollout_problem(self, trajectory: Trajectory) -> Finding | None:
         if trajectory.error:
@@ -607,6 +612,20 @@ def _vllm_problem(engine: VllmEngineConfig, quantize: str | None) -> tuple[str, 
     if not vllm.version:
         return f"engine is vllm, and vLLM does not work in {vllm.python}: {vllm.error}", cure
     return vllm.lacks(quantize), vllm.plugin_cure
+
+
+def _is_unrewarded(played: Sequence[Trajectory]) -> bool:
+    return all(each.returned_reward is not None and each.returned_reward <= 0 for each in played)
+
+
+def _base_success(played: Sequence[Trajectory]) -> str:
+    """Returns the share of attempts with a reward above 0 and its interval, or "" where a judge gives the rewards."""
+    rewards = [each.returned_reward for each in played if each.returned_reward is not None]
+    if len(rewards) < len(played):
+        return ""
+    num = sum(reward > 0 for reward in rewards)
+    low, high = share_interval(num / len(rewards), len(rewards))
+    return f"; {num} of {len(rewards)} attempts got more than 0 (95 % interval {low:.0%} to {high:.0%})"
 
 
 def _sampling_note(played: Sequence[Trajectory]) -> str:

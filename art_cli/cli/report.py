@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from art_cli.cli import Json, records
+from art_cli.cli import Json, Junit, Link, Markdown, records
 from art_cli.runtime.errors import RunError, UsageError, printable_lines
 
 
@@ -17,6 +17,9 @@ def run(
     has_conversation: Annotated[
         bool, typer.Option("--conversation", help="Show one held-out conversation before and after, instead.")
     ] = False,
+    junit: Junit = None,
+    markdown: Markdown = None,
+    link: Link = None,
     as_json: Json = False,
 ) -> None:
     """Show what happened in a run, and what to try next.
@@ -31,12 +34,15 @@ def run(
     art report runs/mine
     art report runs/mine --html report.html
     art report runs/mine --conversation
+    art report runs/mine --junit report.xml --markdown report.md      for a CI job (docs/ci.md)
     art report s3://bucket/prefix/mine
     art report runs/mine --json | jq '.findings[] | {step, text}'
     """
     import msgspec
 
+    from art_cli.reports.pages import ci_files
     from art_cli.reports.run_report import read_report
+    from art_cli.runs.durable import write_file
     from art_cli.runs.run_dir import RunDir
 
     if as_json and has_conversation:
@@ -48,9 +54,14 @@ def run(
         plain = json.loads(json.dumps(plain).replace(here, there))
     if html is not None:
         from art_cli.reports.pages.report_page import report_page
-        from art_cli.runs.durable import write_file
 
         write_file(html, report_page(plain).encode(errors="replace"))
+    if junit is not None:
+        kept = [each for each in (plain["best"], plain["last"]) if each is not None]
+        digests = {f"{run}, step {each['step']}": each["digest"] for each in kept}
+        write_file(junit, ci_files.junit("art report", ci_files.report_cases(plain), digests))
+    if markdown is not None:
+        write_file(markdown, ci_files.report_markdown(plain, link=link).encode())
     if as_json:
         sys.stdout.write(json.dumps(plain) + "\n")
     elif has_conversation:

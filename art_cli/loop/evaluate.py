@@ -1,4 +1,4 @@
-"""Evaluation: the attempts at its scenarios, means, bootstrap intervals, paired differences, a judge's contests, gates.
+"""Evaluation: the attempts at its scenarios, means, intervals, paired differences, a judge's contests, gates.
 
 Every attempt at a scenario counts. A failed attempt has reward 0 in the comparison, because an agent that crashes has
 not done its job, and is counted separately.
@@ -14,7 +14,9 @@ within a group counts, so a judge that is harsher in one call than in another ch
 Gates are bounds that an evaluation must keep, on means or on differences from another policy:
 
     reward>=0.8               the mean
+    reward.low>=0.3           the lower end of the mean's 95 % interval
     reward>=baseline-0.02     the paired difference from the first policy
+    reward.low>=baseline      the lower end of the interval of that difference
     reward>=runs/a+0.1        the paired difference from the policy of that name
 
 A name that no metric can have is refused before anything is played. A name that no attempt reports is refused after
@@ -22,7 +24,6 @@ the first attempts.
 """
 
 import logging
-import random
 import re
 from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -31,7 +32,7 @@ from functools import partial
 from itertools import product
 from pathlib import Path
 from statistics import fmean
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import msgspec
 
@@ -44,8 +45,9 @@ from art_cli.judges.judge_groups import judge_groups
 from art_cli.loop.owed_groups import GroupPlace, owed, plan_places
 from art_cli.loop.policy_sampler import Sampler
 from art_cli.runs.durable import LineWriter, read_lines
+from art_cli.runs.intervals import mean_interval
 from art_cli.runs.trajectory import Json, ScoredTrajectory, Trajectory, as_saved
-from art_cli.runtime.errors import GateError, JudgeError, UsageError
+from art_cli.runtime.errors import ArtError, GateError, JudgeError, UsageError
 
 log = logging.getLogger(__name__)
 
@@ -188,16 +190,18 @@ def _share_won(scored: Sequence[ScoredTrajectory]) -> float:
     return fmean((ours > theirs) + (ours == theirs) / 2 for ours, theirs in product(*rewards))
 
 
-RESAMPLES = 2000  # bootstrap: the ends of a 95 % interval move by about 1 % of its width between seeds
-
-
 class Estimate(NamedTuple):
-    """A mean over scenarios with its 95 % bootstrap interval."""
+    """A mean over scenarios with its 95 % interval. The ends are None for fewer than three scenarios."""
 
     mean: float
-    low: float
-    high: float
+    low: float | None
+    high: float | None
     num: int  # scenarios
+
+    @property
+    def interval(self) -> str:
+        """Example: "[-0.020, 0.130]", or "" if there is none."""
+        return "" if self.low is None or self.high is None else f"[{self.low:.3f}, {self.high:.3f}]"
 
 
 async def play_evaluation(
@@ -296,23 +300,18 @@ def spent_by_scenario(trajectories: Sequence[Trajectory], price: Price | None) -
     return _means(seen)
 
 
-def estimate(values: Sequence[float], *, seed: int = 0) -> Estimate:
-    """Returns the mean and percentile bootstrap interval (Efron 1979) over scenarios.
-
-    A single value is its own interval.
-    """
+def estimate(values: Sequence[float]) -> Estimate:
+    """Returns the mean over scenarios with its interval, as `art report` has it."""
     assert values, "no values to estimate from"
-    draw = random.Random(seed)
-    size = len(values)
-    means = sorted(sum(draw.choices(values, k=size)) / size for _ in range(RESAMPLES))
-    low, high = means[int(0.025 * RESAMPLES)], means[int(0.975 * RESAMPLES) - 1]
-    return Estimate(sum(values) / size, low, high, size)
+    found = mean_interval(values)
+    low, high = (None, None) if found is None else (found.low, found.high)
+    return Estimate(fmean(values), low, high, len(values))
 
 
-def paired_difference(values: Mapping[str, float], baseline: Mapping[str, float], *, seed: int = 0) -> Estimate | None:
+def paired_difference(values: Mapping[str, float], baseline: Mapping[str, float]) -> Estimate | None:
     """Returns the mean of value - baseline over the scenarios that both have; None if they share none."""
     common = sorted(values.keys() & baseline.keys())
-    return estimate([values[name] - baseline[name] for name in common], seed=seed) if common else None
+    return estimate([values[name] - baseline[name] for name in common]) if common else None
 
 
 BASELINE = "baseline"  # the first policy
@@ -329,21 +328,27 @@ _NUMBER = r"\d+(?:\.\d+)?(?:e-?\d+)?"
 
 
 class Gate(NamedTuple):
-    """A bound that a mean must keep, or a difference of means. Example: Gate("reward", ">=", -0.02, "runs/a")"""
+    """A bound that a mean must keep, or a difference of means, or an end of the interval of either.
+
+    Example: Gate("reward.low", ">=", -0.02, "runs/a")
+    """
 
     metric: str
     operator: str
     bound: float
     baseline: str | None = None  # policy that the difference is taken from, or None if the bound is on the mean
 
+    def __str__(self) -> str:
+        offset = "" if self.baseline and not self.bound else f"{self.bound:{'+' if self.baseline else ''}g}"
+        return f"{self.metric}{self.operator}{self.baseline or ''}{offset}"
+
     def holds(self, value: float) -> bool:
         return value >= self.bound if self.operator == ">=" else value <= self.bound
 
-    def check(self, value: float, *, of: str = "") -> None:
-        """Raises GateError: the value misses the bound. `of` names the policy or file that has the value."""
+    def check(self, value: float) -> None:
+        """Raises GateError: the value misses the bound."""
         if not self.holds(value):
-            name = f"{of}: {self.metric}" if of else self.metric
-            raise GateError(f"gate missed: {name} is {value:.4f}, not {self.operator} {self.bound:g}")
+            raise GateError(f"gate missed: {self.metric} is {value:.4f}, not {self.operator} {self.bound:g}")
 
 
 def parse_gate(text: str, policies: Sequence[str] = ()) -> Gate:
@@ -383,10 +388,19 @@ def check_gates(gates: Sequence[Gate], last: str, sources: Collection[str] = ())
                 f"--gate {gate.metric}: {last} is compared with itself; name the policy to compare with before it, "
                 f"for example --checkpoint base"
             )
-        if sources and (reason := why_no_source(gate.metric, sources)):
-            raise UsageError(f"--gate {gate.metric}: {reason}")
-        if not _is_known(gate.metric) and (near := get_close_matches(gate.metric, KNOWN, 1, CLOSE)):
-            raise UsageError(f"--gate: no metric {gate.metric!r}; did you mean {near[0]!r}?")
+        metric, _ = split_end(gate.metric, [f"{name}.{source}" for name in OF_SOURCE for source in sources])
+        if sources and (reason := why_no_source(metric, sources)):
+            raise UsageError(f"--gate {metric}: {reason}")
+        if not _is_known(metric) and (near := get_close_matches(metric, KNOWN, 1, CLOSE)):
+            raise UsageError(f"--gate: no metric {metric!r}; did you mean {near[0]!r}?")
+
+
+def split_end(metric: str, names: Collection[str]) -> tuple[str, Literal["mean", "low", "high"]]:
+    """Returns ("reward", "low") for "reward.low", unless that is one of the metrics' names."""
+    name, _, end = metric.rpartition(".")
+    if not name or metric in names or end not in ("low", "high"):
+        return metric, "mean"
+    return name, "low" if end == "low" else "high"
 
 
 def _is_known(metric: str) -> bool:
@@ -398,7 +412,7 @@ class NameWatch:
     """Checks the first finished attempts for the metrics that the gates name."""
 
     def __init__(self, gates: Sequence[Gate]) -> None:
-        self._wanted = sorted({gate.metric for gate in gates if not _is_known(gate.metric)})
+        self._wanted = sorted({gate.metric for gate in gates if not _is_known(split_end(gate.metric, ())[0])})
         self._seen: set[str] = set()
         self._num = 0
 
@@ -410,7 +424,7 @@ class NameWatch:
         self._seen |= set(trajectory.metrics)
         if self._num != NUM_EARLY:
             return
-        for name in self._wanted:
+        for name in (split_end(wanted, self._seen)[0] for wanted in self._wanted):
             if name not in self._seen:
                 there = ", ".join(sorted(self._seen | {"reward", "failed", *SPENT}))
                 if near := get_close_matches(name, sorted(self._seen), 1, CLOSE):
@@ -418,27 +432,42 @@ class NameWatch:
                 log.warning("--gate: none of the first %d attempts reports %r; there are %s", self._num, name, there)
 
 
-def check_policy(gate: Gate, results: Mapping[str, Mapping[str, Mapping[str, float]]], policy: str) -> None:
-    """Checks the gate for a policy; `results` is policy -> metric -> scenario id -> value.
+class Verdict(NamedTuple):
+    """A gate and what it found. Example: Verdict(Gate("reward", ">=", 0.8), Estimate(0.9, 0.8, 1.0, 24), None)"""
 
-    Raises GateError: the policy misses the gate; UsageError: there is no such metric.
-    """
-    for name in (policy, gate.baseline or policy):
-        if gate.metric not in results[name]:
+    gate: Gate
+    value: Estimate | None  # of the policy, or its difference from the gate's baseline; None if there is none
+    error: ArtError | None  # GateError, or UsageError for a metric that no attempt has; None if the gate holds
+
+
+def check_policy(gate: Gate, results: Mapping[str, Mapping[str, Mapping[str, float]]], policy: str) -> Verdict:
+    """Checks the gate for a policy; `results` is policy -> metric -> scenario id -> value."""
+    metric, end = split_end(gate.metric, results[policy])
+    policies = (policy, gate.baseline or policy)
+    for name in policies:
+        if metric not in results[name]:
             there = ", ".join(sorted(results[name]))
-            raise UsageError(f"--gate: no metric {gate.metric!r} of {name}; there are {there}")
-    ours = results[policy][gate.metric]
-    for name in (policy, gate.baseline or policy) if gate.metric == "reward" else ():
+            return Verdict(gate, None, UsageError(f"--gate: no metric {metric!r} of {name}; there are {there}"))
+    ours, against = results[policy][metric], gate.baseline
+    value = estimate([*ours.values()]) if against is None else paired_difference(ours, results[against][metric])
+    if value is None:
+        text = f"gate missed: {policy} and {against} share no scenario with {metric}"
+        return Verdict(gate, None, GateError(text))
+    for name in policies if metric == "reward" else ():
         if num := len(results[name]["failed"].keys() - results[name]["reward"].keys()):
-            raise GateError(f"gate missed: {name}: {num} scenarios have no reward; they may be the hardest ones")
-    if gate.baseline is None:
-        gate.check(estimate(list(ours.values())).mean, of=policy)
-        return
-    difference = paired_difference(ours, results[gate.baseline][gate.metric])
-    if difference is None:
-        raise GateError(f"gate missed: {policy} and {gate.baseline} share no scenario with {gate.metric}")
-    if not gate.holds(difference.mean):
-        raise GateError(
-            f"gate missed: {policy}: {gate.metric} differs from {gate.baseline} by {difference.mean:+.4f} "
-            f"[{difference.low:+.4f}, {difference.high:+.4f}], not {gate.operator} {gate.bound:+g}"
+            text = f"gate missed: {name}: {num} scenarios have no reward; they may be the hardest ones"
+            return Verdict(gate, value, GateError(text))
+    measured = getattr(value, end)
+    if measured is None:
+        text = f"gate missed: {policy}: {metric} has no interval, because it has fewer than 3 scenarios"
+    elif gate.holds(measured):
+        return Verdict(gate, value, None)
+    elif gate.baseline is None:
+        text = f"gate missed: {policy}: {gate.metric} is {measured:.4f}, not {gate.operator} {gate.bound:g}"
+    else:
+        which = "" if end == "mean" else f"its {end} end "
+        text = (
+            f"gate missed: {policy}: {metric} differs from {gate.baseline} by {value.mean:+.4f} {value.interval}, "
+            f"{which}not {gate.operator} {gate.bound:+g}"
         )
+    return Verdict(gate, value, GateError(text))

@@ -45,6 +45,7 @@ from art_cli.loop.startup import Startup
 from art_cli.reports.doubts import Groups, by_length, compared, find_doubts, limit_of, spread_share
 from art_cli.reports.findings import MOVES
 from art_cli.runs.history import count_failures
+from art_cli.runs.intervals import share_interval
 from art_cli.runs.promise import Doubt, Expected, Measured, Pilot, Promise, forecast
 from art_cli.runs.trajectory import Score, ScoredTrajectory, Trajectory, prompt
 from art_cli.runtime.errors import JudgeError, LearnerError, UsageError, one_line
@@ -193,7 +194,7 @@ def _sampled(run: Run, batch: Batch, repeated: VoteReliability | None, judging_s
         tokens[each.group_id] += each.num_sampled
     first_call_s = before_calls(played)
     share = f"rewards differ within {spread_share(batch.groups):.0%} of the groups that are compared ({len(values)})"
-    facts = {"spread": share} if values else {}
+    facts = ({"spread": share} if values else {}) | _base_success(played)
     if repeated is not None:
         facts["judge"] = f"repeats {max(repeated.one_vote.value, 0.0):.0%} of the differences when it is asked again"
     contested = contests(run.config, played) if run.config.eval is not None else []
@@ -210,6 +211,19 @@ def _sampled(run: Run, batch: Batch, repeated: VoteReliability | None, judging_s
         reward_best=fmean(map(max, values)) if values else None,
         facts=facts | _facts(batch.groups, played),
     )
+
+
+def _base_success(played: Sequence[Trajectory]) -> dict[str, str]:
+    """Returns the share of attempts that got more than 0. A group is one draw, because its attempts are alike."""
+    groups: dict[str, list[bool]] = {}
+    for each in played:
+        if each.error is not None or each.returned_reward is not None:
+            groups.setdefault(each.group_id, []).append((each.returned_reward or 0.0) > 0)
+    if all(each.returned_reward is None for each in played):
+        return {}
+    low, high = share_interval(fmean(map(fmean, groups.values())), len(groups))
+    won, num = (sum(map(count, groups.values())) for count in (sum, len))
+    return {"base": f"{won} of {num} attempts got more than 0, 95 % interval over the groups {low:.0%} to {high:.0%}"}
 
 
 def _judge_usd(config: RunConfig, attempts: Sequence[ScoredTrajectory]) -> float | None:

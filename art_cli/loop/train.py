@@ -14,6 +14,7 @@ from art_cli.loop.open_run import Run, open_run, resume_command
 from art_cli.loop.owed_groups import group
 from art_cli.loop.startup import Startup
 from art_cli.loop.stop_rules import Firing
+from art_cli.reports.pages.conversation_text import last_reply
 from art_cli.reports.pages.curve import curve, run_series
 from art_cli.reports.run_report import read_report, reward_names
 from art_cli.runs.chain import add_link, is_evaluated
@@ -24,7 +25,7 @@ from art_cli.runs.run_checkpoints import prune_trained
 from art_cli.runs.run_dir import PAUSE, Evaluation
 from art_cli.runs.trajectory import Trajectory
 from art_cli.runtime import log as logs
-from art_cli.runtime.errors import Paused
+from art_cli.runtime.errors import Paused, printable
 
 log = logging.getLogger(__name__)
 
@@ -138,6 +139,8 @@ async def evaluate_if_due(run: Run, step: int) -> None:
     shown = sorted(name for name in means if not name.startswith("num_"))
     titles = {"reward": reward_names(run.config.model_dump(mode="json"), reward_is)["eval"]}
     log.info("%s: %s", title, "  ".join(f"{titles.get(name, name)} {means[name]:.3f}" for name in shown))
+    if path == files.first_eval_path():
+        _show_worst(title, trajectories)
     _note(run, Evaluated(step, means, values.get("reward", {})))
 
 
@@ -147,6 +150,14 @@ def _references(run: Run, step: int, trajectories: list[Trajectory]) -> list[Tra
     if path is None or path == run.files.eval_path(step):
         return trajectories
     return list(run.files.lines(path, Trajectory))
+
+
+def _show_worst(title: str, trajectories: list[Trajectory]) -> None:
+    """Logs the last reply of the attempt with the lowest reward, so that a 0 has an example."""
+    rewarded = [each for each in trajectories if each.error is None and each.returned_reward is not None]
+    if worst := min(rewarded, key=lambda each: each.returned_reward or 0.0, default=None):
+        lowest, name = f"reward {worst.returned_reward:g}", printable(worst.scenario_id, limit=80)
+        log.info('%s: the lowest is %s, of %s, with the last reply "%s"', title, lowest, name, last_reply(worst))
 
 
 def prune(run: Run) -> None:

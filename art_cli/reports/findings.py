@@ -5,6 +5,7 @@ training_fell     the training reward of the last steps lies below that of the b
 no_signal         most groups of several steps say nothing, because their attempts got equal rewards
 entropy_collapse  the policy became sure, and its reward stood still meanwhile
 hardly_moves      the updates of several steps change hardly any logprob, though there is signal
+frozen            no group of the newest steps says anything, the policy is sure, and its reward is not at the top
 stuck             reward and entropy stood still for long: for want of spread, or because the reward is noise
 failures          many rollouts of several steps fail
 parted            reward and a shadow judge's score part, by a test whose false alarms are bounded (runs/parting.py);
@@ -24,8 +25,8 @@ policy that it made.
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from itertools import accumulate
-from statistics import NormalDist, fmean, median, stdev
+from itertools import accumulate, takewhile
+from statistics import fmean, median
 from typing import Any, NamedTuple
 
 import msgspec
@@ -33,10 +34,15 @@ import msgspec
 from art_cli.config.metric_names import JUDGED_BY
 from art_cli.judges.files.run_labels import OrderedPair, describe_fall, find_fall
 from art_cli.runs.history import Evaluated, History, UpdateNumbers
+from art_cli.runs.intervals import LEVEL, mean_interval, student
 from art_cli.runs.parting import Parting, anchors, describe_parting, find_parting, read_beside
 
 NEAR = 2  # number of updates whose means stand for a policy; more would hide how fast a collapse goes
 
+THAW = (
+    "a fresh run (--fresh) with a smaller train.learning_rate or train.epochs_per_step=1; then loss.entropy_floor; "
+    "then a warm-up on the best attempts (art sft --best-of)"
+)
 MORE_GROUPS = "more groups (rollout.groups_per_step) for a less noisy step"
 SLOWER = f"a smaller train.learning_rate, or {MORE_GROUPS}"
 EXPLORE = (
@@ -68,6 +74,7 @@ MEASURE_JUDGE = (
 )
 LIMITS = "rollout.max_turns, rollout.sampling.max_tokens and model.max_length, or a lower rollout.limit_reward"
 CURES = (
+    THAW,
     SLOWER,
     FASTER,
     EXPLORE,
@@ -204,11 +211,9 @@ def mostly(updates: Sequence[UpdateNumbers]) -> str:
     return f", mostly {max(counts, key=lambda kind: counts[kind])}" if counts else ""
 
 
-LEVEL = 0.05  # share of runs without any change in which a fall is found by chance
 # What the number of compared pairs of evaluations, and of windows of training rewards, is multiplied by, because they
 # are compared again at each step. Simulated: runs of 24 to 300 steps then keep to LEVEL.
 EVALUATION_LOOKS, TRAINING_LOOKS = 5, 30
-MIN_SCENARIOS = 3  # number of scenarios below which an evaluation has no interval
 WINDOWS = (5, 20)  # numbers of steps whose mean training reward is compared with the best such mean before
 STREAK = 5  # number of neighbouring steps whose mean makes a lasting state, if it holds in most of them as well
 SURE = 3  # the same for a number that has next to no noise
@@ -219,19 +224,14 @@ SOLVED = 0.95  # mean reward, where 1 is the usual largest one, from which nothi
 # Nats by which a step's updates change a trained token's logprob, of a policy that moves. Four epochs on 64 attempts of
 # SmolLM2-135M with an adapter: 0.009 to 0.013 at the learning rate 1e-5, which learned nothing.
 MOVES = 0.02
+FROZEN = 2  # number of newest steps without any signal after which a run is frozen
+NO_ENTROPY = 0.1  # nats per token, of a policy that has next to no second opinion
+MAX_POOLS = 3  # number of pools that a finding names
 STUCK = 10  # number of neighbouring steps in which neither reward nor entropy moves, of a run that is stuck
 STUCK_RISE = 0.2  # like STILL, of a run that is stuck
 FLAT = 0.1  # share of the first steps' entropy by which one that does not move may differ
 EXPLAINED = ("no_signal", "hardly_moves", "failures")  # findings that say why a run is stuck
 SPREAD = 0.5  # share of groups without signal from which the want of spread is to blame
-
-
-class Interval(msgspec.Struct, frozen=True):
-    """A mean with its interval. Example: Interval(-0.085, -0.15, -0.02)"""
-
-    mean: float
-    low: float
-    high: float
 
 
 class RunFinding(msgspec.Struct, frozen=True):
@@ -266,35 +266,11 @@ def find(history: History, *, is_comparable: bool = True) -> list[RunFinding]:
     lasting = list(_lasting(history, is_comparable=is_comparable))
     found = [*_evaluations_fell(history), *lasting, *_parted(history), *_judge_changed(history.updates)]
     if is_comparable:
-        found += [*_training_fell(history), *_stuck(history.updates, lasting)]
+        found += [*_training_fell(history), *_stuck(history.updates, lasting), *_frozen(history.updates, lasting)]
     return sorted(found, key=lambda finding: finding.step)
 
 
 # --- evaluations ------------------------------------------------------------------------------------------------------
-
-
-def mean_interval(values: Sequence[float], *, level: float = LEVEL) -> Interval | None:
-    """Returns the mean and its interval of confidence 1 - level, by Student's t, or None for too few values."""
-    if len(values) < MIN_SCENARIOS:
-        return None
-    mean = fmean(values)
-    half = student(1 - level / 2, len(values) - 1) * stdev(values, mean) / math.sqrt(len(values))
-    return Interval(mean, mean - half, mean + half)
-
-
-def student(probability: float, freedom: int) -> float:
-    """Returns the quantile of Student's t, expanded about the normal one (Abramowitz and Stegun 26.7.5).
-
-    Off by less than 3 % at the 0.975 quantile of 2 degrees of freedom, and by less than 0.1 % from 6 on.
-    """
-    z = NormalDist().inv_cdf(probability)
-    terms: tuple[float, ...] = (
-        (z**3 + z) / 4,
-        (5 * z**5 + 16 * z**3 + 3 * z) / 96,
-        (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384,
-        (79 * z**9 + 776 * z**7 + 1482 * z**5 - 1920 * z**3 - 945 * z) / 92160,
-    )
-    return z + sum(term / float(freedom) ** (power + 1) for power, term in enumerate(terms))
 
 
 def _evaluations_fell(history: History) -> Iterator[RunFinding]:
@@ -507,6 +483,26 @@ def _stuck(updates: Window, others: Sequence[RunFinding]) -> Iterator[RunFinding
         moved = "" if math.isnan(change) else f" and the updates change a logprob by {change:.2g} nats"
         text += f"{1 - share:.0%} of the groups have spread{moved}, so the reward pays for what no update reaches"
         yield RunFinding("stuck", begin, end, text, [], CHECK_REWARD)
+
+
+def _frozen(updates: Window, others: Sequence[RunFinding]) -> Iterator[RunFinding]:
+    """Yields the newest steps if none of their groups has signal and the entropy is nearly gone, as in a short run."""
+    silent = list(takewhile(lambda update: update.get("no_signal_share") == 1.0, reversed(updates)))[::-1]
+    entropies = [update.metrics["entropy"] for update in updates if "entropy" in update.metrics]
+    if not FROZEN <= len(silent) < len(updates) or not entropies or not _mean(silent, "reward_mean") < SOLVED:
+        return
+    if entropies[-1] > max(COLLAPSED * entropies[0], NO_ENTROPY):
+        return
+    begin, end = _ends(silent)
+    if any(finding.kind == "entropy_collapse" and finding.until >= begin for finding in others):
+        return
+    pools = {name: value for name, value in silent[-1].metrics.items() if name.startswith("pool.") and value < SOLVED}
+    lowest = ", ".join(f"{name} {pools[name]:.2f}" for name in sorted(pools, key=lambda name: pools[name])[:MAX_POOLS])
+    text = (
+        f"the policy has one answer left: no group of steps {_span(silent)} had signal, because all its attempts got "
+        f"the same reward, and the entropy is {entropies[-1]:.2g} nats{_reward(silent)}"
+    )
+    yield RunFinding("frozen", begin, end, text + (f"; stuck: {lowest}" if lowest else ""), [], THAW)
 
 
 def _is_flat(first: Window, window: Window) -> list[bool]:

@@ -7,6 +7,7 @@ scored files of a judge that makes calls, and trajectories only where no attempt
 for a run of a thousand steps. It may be made while the run goes on.
 """
 
+import contextlib
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from operator import methodcaller
@@ -18,7 +19,7 @@ import msgspec
 from art_cli.config.metric_names import OF_SOURCES, SHADOW
 from art_cli.judges.files.run_labels import RunLabels, shares
 from art_cli.judges.judge_report import JudgeWindow, judge_windows
-from art_cli.reports.findings import RunFinding, find, judge_fell, mean_interval
+from art_cli.reports.findings import RunFinding, find, judge_fell
 from art_cli.runs.durable import read_lines
 from art_cli.runs.history import (
     Evaluated,
@@ -32,11 +33,13 @@ from art_cli.runs.history import (
     judge_sections,
     read_history,
 )
+from art_cli.runs.intervals import mean_interval
+from art_cli.runs.manifest import digest_of, read_manifest
 from art_cli.runs.promise import Promised, compare
 from art_cli.runs.run_checkpoints import explain, run_config, wanted_steps
 from art_cli.runs.run_dir import RunDir
 from art_cli.runs.trajectory import Trajectory
-from art_cli.runtime.errors import DataError, RunError, printable
+from art_cli.runtime.errors import CheckpointError, DataError, RunError, printable
 
 log = logging.getLogger(__name__)
 SCHEMA = 1  # version of the JSON that `art report --json` prints
@@ -77,6 +80,9 @@ class ReportedEvaluation(msgspec.Struct, frozen=True):
     reward: Point | None
     num_scenarios: int | None  # or None if unknown
     metrics: dict[str, float]
+    difference: Point | None = (
+        None  # of the reward to the first evaluation's, paired over scenarios; None for the first
+    )
 
 
 class Rollouts(msgspec.Struct, frozen=True):
@@ -134,6 +140,7 @@ class Kept(msgspec.Struct, frozen=True):
     step: int
     reward: float | None  # or None if it was not evaluated
     checkpoint: str | None
+    digest: str = ""  # of the policy, or "" if no learner left a proof
 
 
 class RunReport(msgspec.Struct, frozen=True, kw_only=True):
@@ -183,7 +190,7 @@ def read_report(run: RunDir) -> RunReport:
         wanted_steps=_whole(_inner(config, "train", "steps")),
         updated=max([*(u.time for u in history.updates), *(e.time for e in history.evaluations)], default=0.0) or None,
         warm_up=history.warm_up,
-        evaluations=[_evaluation(each) for each in history.evaluations],
+        evaluations=[_evaluation(each, history.evaluations[0]) for each in history.evaluations],
         training_reward=smoothed,
         reward_names=reward_names(config, _reward_is(run, rewarded)),
         series={name: _series(history.updates, of) for name, of in (SERIES | _named_getters(history)).items()}
@@ -291,13 +298,16 @@ def _reward_is(run: RunDir, rewarded: Sequence[Evaluated]) -> str:
     return "" if last is None else last.reward_is
 
 
-def _evaluation(each: Evaluated) -> ReportedEvaluation:
+def _evaluation(each: Evaluated, first: Evaluated | None = None) -> ReportedEvaluation:
     reward = each.metrics.get("reward")
     metrics = {name: value for name, value in each.metrics.items() if name != "reward"}
     if reward is None:
         return ReportedEvaluation(each.step, None, None, metrics)
+    point, known = _point(each.step, reward, list(each.rewards.values())), len(each.rewards) or None
+    common = sorted(each.rewards.keys() & first.rewards.keys()) if first is not None and first.step != each.step else []
+    rises = [each.rewards[name] - first.rewards[name] for name in common] if first is not None else []
     return ReportedEvaluation(
-        each.step, _point(each.step, reward, list(each.rewards.values())), len(each.rewards) or None, metrics
+        each.step, point, known, metrics, _point(each.step, fmean(rises), rises) if rises else None
     )
 
 
@@ -433,4 +443,9 @@ def _gain(history: History, smoothed: Sequence[Point]) -> Gain | None:
 
 def _kept(run: RunDir, steps: Sequence[int], history: History, step: int) -> Kept:
     reward = next((each.metrics.get("reward") for each in history.evaluations if each.step == step), None)
-    return Kept(step, reward, str(run.checkpoint_path(step)) if step in steps else None)
+    if step not in steps:
+        return Kept(step, reward, None)
+    path, digest = run.checkpoint_path(step), ""
+    with contextlib.suppress(CheckpointError):
+        digest = digest_of(read_manifest(path))
+    return Kept(step, reward, str(path), digest)

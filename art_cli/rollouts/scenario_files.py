@@ -10,6 +10,7 @@ import inspect
 import json
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property, lru_cache
+from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -58,7 +59,7 @@ def _read(path: Path, columns: Columns) -> list[Json]:
     if not path.is_file():
         hint = "a dataset of the hub needs `split`"
         raise DataError(f"no such file; `rollout.scenarios` names a file of them or 'file.py:function'; {hint}", path)
-    if columns.is_chosen:
+    if columns.is_chosen or not any("id" in scenario for _, scenario in _lines(path)):
         return columns.scenarios((TableRow(f"{path}:{number}", item) for number, item in _lines(path)), path)
     scenarios: list[Json] = []
     lines: dict[str, int] = {}  # id -> line
@@ -87,7 +88,8 @@ def _call(spec: str, directory: Path, columns: Columns) -> list[Json]:
         items = made() if callable(made) else made
         if inspect.isawaitable(items) or isinstance(items, str | bytes | dict) or not isinstance(items, Iterable):
             raise DataError(f"expected an iterable of objects with an id, not {type(items).__name__}", spec)
-        if columns.is_chosen:
+        items = list(islice(items, MAX_SCENARIOS + 1))
+        if columns.is_chosen or not any(isinstance(item, dict) and "id" in item for item in items):
             rows = (TableRow(place := f"{spec}, item {n}", _an_object(item, place)) for n, item in enumerate(items, 1))
             return columns.scenarios(rows, spec)
         return _collect(items, spec)
@@ -116,7 +118,7 @@ def _collect(items: Iterable[Any], spec: str) -> list[Json]:
 def _check(value: Any, source: object, line: int | None = None) -> Json:
     scenario = _an_object(value, source, line)
     if "id" not in scenario:
-        raise DataError('the scenario has no "id"', source, line)
+        raise DataError('the scenario has no "id", and others have one; give it one, or remove theirs', source, line)
     check_id(scenario["id"], source, line)
     return scenario
 

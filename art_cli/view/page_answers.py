@@ -17,12 +17,13 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from art_cli.reports.findings import RunFinding, mean_interval
+from art_cli.reports.findings import RunFinding
 from art_cli.reports.pages.plan_text import plan_sections
 from art_cli.reports.pages.report_text import KINDS, promised_cells, promised_rows
 from art_cli.reports.run_report import RunReport, read_report
 from art_cli.runs.durable import read_object
 from art_cli.runs.history import sound
+from art_cli.runs.intervals import mean_interval
 from art_cli.runs.json_lines import is_inside
 from art_cli.runs.promise import Promise
 from art_cli.runs.run_dir import MetricsLine, RunDir

@@ -12,6 +12,8 @@ from art_cli.cli.preflight import Preflight, _sampling_note
 from art_cli.config.compose import load_config
 from art_cli.learners import trial_update
 from art_cli.learners.trial_update import Cost, estimate, second_length
+from art_cli.reports.pages.conversation_text import last_reply
+from art_cli.runs.intervals import share_interval
 from art_cli.runs.trajectory import Trajectory, Turn
 from tests.support.paths import LETTERS, TICTACTOE
 from tests.support.tiny import tiny_tokenizer, tiny_weights
@@ -170,3 +172,45 @@ def test_the_engines_tokens_are_held_to_the_mean_that_training_is(tmp_path: Path
     preflight.played = [Trajectory(id="t", group_id="g", group_size=1, index=0, turns=[sampled])]
     found = preflight.check_tokens()
     assert found.is_good == passes and "2.0e-01 at most" in found.message
+
+
+ZERO = """
+async def rollout(policy, scenario):
+    messages = [{"role": "user", "content": f"{scenario['ask']} <b>now</b>"}]
+    await policy.client.chat.completions.create(model=policy.model, messages=messages)
+    return 0.0
+"""
+
+
+@pytest.mark.slow
+def test_a_reward_of_0_is_shown_with_what_the_model_said_and_what_to_do(art: Art, tmp_path: Path) -> None:
+    """Two failures bound the base's success by 66 % (Wilson); --show prints whole conversations, the question too."""
+    (tmp_path / "zero.py").write_text(ZERO)
+    code, out, _ = art("check", CONFIG, f"rollout.entry={tmp_path}/zero.py:rollout", "--show")
+    lines = out.splitlines()
+    [(line, cure)] = [pair for pair in zip(lines, lines[1:], strict=False) if pair[0].startswith("ok   rollout")]
+    assert code == 0 and re.search(r'reward 0; the last reply is ".*"; 0 of 2 attempts got more than 0', line)
+    assert "(95 % interval 0% to 66%)" in line and "docs/zero.md" in cure and "--show" in cure
+    whole = out.split("\n\n")
+    assert [part.splitlines()[0] for part in whole[1:]] == ["letters-1: reward 0"] * 2
+    assert all("say 1 letters <b>now</b>" in part and "\n  assistant " in part for part in whole[1:])
+    assert art("check", CONFIG, "--show", "--json")[0] == 2
+
+
+def test_a_last_reply_is_cut_at_80_characters_and_has_no_control_characters() -> None:
+    def replied(*said: Any) -> Trajectory:
+        messages = [{"role": "assistant", "content": text} for text in said]
+        return Trajectory(id="a", index=0, group_id="g", group_size=1, scenario={"id": "s"}, messages=messages)
+
+    assert last_reply(replied("first", "x" * 81)) == "x" * 80 + "..."
+    assert last_reply(replied("x" * 80)) == "x" * 80
+    assert last_reply(replied("a\n\n b\x1b[2J")).isprintable()
+    assert last_reply(replied(None)) == last_reply(replied()) == ""
+
+
+@pytest.mark.parametrize(
+    ("num_won", "num", "low", "high"), [(0, 2, 0.0, 0.658), (1, 10, 0.018, 0.404), (10, 10, 0.722, 1.0)]
+)
+def test_the_interval_of_a_share_is_that_of_wilson(num_won: int, num: int, low: float, high: float) -> None:
+    """As in tables of Wilson's interval (Brown, Cai and DasGupta 2001); a share of 0 has a width."""
+    assert share_interval(num_won / num, num) == pytest.approx((low, high), abs=1e-3)

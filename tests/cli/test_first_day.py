@@ -314,7 +314,7 @@ def test_a_judge_that_only_compares_finds_the_best_checkpoint(art: Art, project:
         assert checkpoints.wanted_steps(run, "offered")[0] == 6
         compared = [str(run.checkpoint_path(6)), "--checkpoint", str(run.checkpoint_path(0))]
         code, out, _ = art("eval", config, *settings, *judged, "--checkpoint", *compared, "--json")
-    reward = {row["policy"]: row for row in json.loads(out) if row["metric"] == "reward"}
+    reward = {row["policy"]: row for row in json.loads(out)["metrics"] if row["metric"] == "reward"}
     assert code == 0
     assert reward[str(run.checkpoint_path(6))]["mean"] == 0.5
     assert reward[str(run.checkpoint_path(0))]["mean"] < 0.4
@@ -385,7 +385,7 @@ EVAL = ("eval", LETTERS / "config.yaml", "eval.attempts=3")
 
 
 def means(out: str, metric: str) -> dict[str, float]:
-    return {row["policy"]: row["mean"] for row in json.loads(out) if row["metric"] == metric}
+    return {row["policy"]: row["mean"] for row in json.loads(out)["metrics"] if row["metric"] == metric}
 
 
 @pytest.mark.slow

@@ -3,6 +3,7 @@
 import logging
 import math
 import random
+import re
 import statistics
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -29,6 +30,7 @@ from art_cli.loop.evaluate import (
     values_by_scenario,
 )
 from art_cli.loop.policy_sampler import Sampler
+from art_cli.runs.intervals import mean_interval
 from art_cli.runs.manifest import Origin
 from art_cli.runs.trajectory import Json, Trajectory, Turn
 from art_cli.runtime.errors import GateError, UsageError
@@ -127,16 +129,52 @@ def test_policies_whose_names_look_alike_in_a_file_name_have_a_file_each() -> No
     ]
 
 
-def test_the_interval_is_that_of_the_normal_approximation() -> None:
-    """For n = 400 coin flips the bootstrap's ends are mean +- 1.96 * s / sqrt(n), here to a tenth of that width."""
-    draw = random.Random(1)
-    values = [float(draw.random() < 0.4) for _ in range(400)]
-    half = 1.96 * statistics.pstdev(values) / math.sqrt(400)
-    found = estimate(values)
-    mean = statistics.fmean(values)
-    assert found.mean == pytest.approx(mean)
-    assert found.low == pytest.approx(mean - half, abs=0.1 * half)
-    assert found.high == pytest.approx(mean + half, abs=0.1 * half)
+def test_the_interval_is_that_of_the_report() -> None:
+    """`art eval`, `art report` and `art view` have one function; 2.571 is Student's quantile of 5 degrees."""
+    values = [0.0, 1.0, 1.0, 0.0, 0.5, 1.0]
+    found, shown = estimate(values), mean_interval(values)
+    assert shown is not None and (found.mean, found.low, found.high) == (shown.mean, shown.low, shown.high)
+    half = 2.5706 * statistics.stdev(values) / math.sqrt(6)
+    assert found.low == pytest.approx(statistics.fmean(values) - half, abs=1e-3)
+
+
+def test_an_interval_of_t_holds_the_mean_as_often_as_it_claims() -> None:
+    """95 % of 2,000 evaluations of 8 scenarios; the bootstrap's held it in about 89 %."""
+    draw = random.Random(3)
+    found = [estimate([draw.gauss(0.5, 0.2) for _ in range(8)]) for _ in range(2000)]
+    held = sum(each.low <= 0.5 <= each.high for each in found if each.low is not None and each.high is not None)
+    assert 0.93 < held / 2000 < 0.97
+
+
+def test_two_scenarios_have_no_interval_and_miss_a_gate_on_its_end() -> None:
+    assert estimate([0.0, 1.0]) == (0.5, None, None, 2)
+    results = {"mine": {"reward": {"a": 1.0, "b": 1.0}, "failed": {"a": 0.0, "b": 0.0}}}
+    assert check_policy(Gate("reward", ">=", 0.9), results, "mine").error is None
+    assert "has no interval" in str(check_policy(Gate("reward.low", ">=", 0.9), results, "mine").error)
+
+
+def test_a_gate_on_an_end_holds_the_end_of_the_mean_or_of_the_paired_difference() -> None:
+    old = {str(i): float(i % 2) for i in range(20)}
+    new = {name: value + 0.1 + 0.02 * (int(name) % 3) for name, value in old.items()}
+    results = {name: {"reward": its, "failed": dict.fromkeys(its, 0.0), "x.low": its} for name, its in
+               (("old", old), ("new", new))}  # fmt: skip
+
+    def holds(text: str) -> bool:
+        return check_policy(parse_gate(text, ["old", "new"]), results, "new").error is None
+
+    assert estimate(list(new.values())).low == pytest.approx(0.379, abs=1e-3)
+    assert holds("reward.low>=0.37") and not holds("reward.low>=0.39") and holds("reward>=0.6")
+    assert holds("reward.low>=baseline") and holds("reward.low>=old+0.1") and not holds("reward.low>=old+0.12")
+    assert holds("reward.high<=old+0.13") and not holds("reward.high<=old+0.12")
+    assert holds("x.low>=0.6"), "a metric of that name is not an end"
+    text = "new: reward differs from old by .* its low end not >= .0.12"
+    assert re.search(text, str(check_policy(parse_gate("reward.low>=old+0.12", ["old"]), results, "new").error))
+
+
+@pytest.mark.parametrize("text", ["reward>=0.8", "reward.low>=runs/a", "failed<=runs/a+0.1", "reward>=runs/a-0.02"])
+def test_a_gate_is_printed_as_it_is_read(text: str) -> None:
+    gate = parse_gate(text, ["runs/a"])
+    assert str(gate) == text and parse_gate(str(gate), ["runs/a"]) == gate
 
 
 def test_a_constant_has_no_width() -> None:
@@ -227,11 +265,10 @@ def test_a_gate_on_the_reward_is_missed_where_scenarios_were_not_judged() -> Non
     failed = dict.fromkeys(("a", "b", "c"), 0.0)
     results = {"whole": {"failed": failed, "reward": dict.fromkeys(failed, 1.0)},
                "part": {"failed": failed, "reward": {"a": 1.0}}}  # fmt: skip
-    check_policy(Gate("reward", ">=", 0.9), results, "whole")
-    with pytest.raises(GateError, match="part: 2 scenarios have no reward"):
-        check_policy(Gate("reward", ">=", 0.9), results, "part")
-    with pytest.raises(GateError, match="part: 2 scenarios have no reward"):
-        check_policy(Gate("reward", ">=", -0.1, baseline="part"), results, "whole")
+    assert check_policy(Gate("reward", ">=", 0.9), results, "whole").error is None
+    for gate, policy in ((Gate("reward", ">=", 0.9), "part"), (Gate("reward", ">=", -0.1, baseline="part"), "whole")):
+        error = check_policy(gate, results, policy).error
+        assert isinstance(error, GateError) and "part: 2 scenarios have no reward" in str(error)
 
 
 @pytest.mark.parametrize(

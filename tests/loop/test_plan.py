@@ -3,6 +3,7 @@
 import asyncio
 import json
 import math
+import re
 import shlex
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -107,6 +108,9 @@ def test_a_plan_whose_pilots_all_fail_is_written_and_says_so(
 def test_a_healthy_reward_raises_no_doubt(tmp_path: Path) -> None:
     found = planned(tmp_path, RATE)
     assert found.doubts == []
+    assert re.fullmatch(
+        r"\d+ of \d+ attempts got more than 0, 95 % interval over the groups \d+% to \d+%", found.measured.facts["base"]
+    )
     assert [round(pilot.rate, 6) for pilot in found.measured.pilots] == [0.0025, 0.005, 0.01, 0.02, 0.04]
     moves = [pilot.kl or 0.0 for pilot in found.measured.pilots]
     assert moves == sorted(moves) and moves[0] > 0, "a larger rate moves the policy further"

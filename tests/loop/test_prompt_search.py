@@ -186,7 +186,7 @@ def searched(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[ChatSer
 def test_a_prompt_is_evaluated_beside_the_model_without_one(searched: tuple[ChatServer, Path]) -> None:
     server, run = searched
     words = ["--checkpoint", "base", "--checkpoint", run, "--json"]
-    rows = json.loads(art("eval", CONFIG, *of_followers(server), f"runs={run.parent}", *words))
+    rows = json.loads(art("eval", CONFIG, *of_followers(server), f"runs={run.parent}", *words))["metrics"]
     means = {row["policy"]: row["mean"] for row in rows if row["metric"] == "reward"}
     assert means == {"base": 0.0, str(run): RunDir(run).evaluations()[3]["reward"]} and means[str(run)] > 0
 
@@ -203,7 +203,7 @@ def test_a_prompt_for_an_endpoint_plays_there_beside_weights_of_this_machine(
     said = art(*words, wants=2)
     assert f"{run}: its prompt is for {server.api_base}" in said and "--trust" in said and said.count("\n") == 1
     assert len(server.asked) == num
-    rows = json.loads(art(*words, "--trust"))
+    rows = json.loads(art(*words, "--trust"))["metrics"]
     means = {row["policy"]: row["mean"] for row in rows if row["metric"] == "reward"}
     assert means == {"base": 0.0, str(run): RunDir(run).evaluations()[3]["reward"]} and means[str(run)] > 0
     assert len(server.asked) > num

@@ -19,11 +19,12 @@ from art_cli.config.overrides import all_keys
 from art_cli.config.schema import RunConfig
 from art_cli.reports import findings
 from art_cli.reports import findings as reasons
-from art_cli.reports.findings import RunFinding, find, mean_interval, student
+from art_cli.reports.findings import RunFinding, find
 from art_cli.reports.pages.curve import run_series
-from art_cli.reports.pages.report_text import KINDS, NAMES, evaluation_table
+from art_cli.reports.pages.report_text import KINDS, NAMES, closing_text, evaluation_table
 from art_cli.reports.run_report import SERIES, read_report
 from art_cli.runs.history import FIND_SIGNAL, Evaluated, History, UpdateNumbers, is_comparable, read_history
+from art_cli.runs.intervals import mean_interval, student
 from art_cli.runs.run_dir import Evaluation
 from art_cli.view.page_answers import run_numbers
 from tests.support.paths import ROOT
@@ -260,6 +261,41 @@ def test_a_run_that_is_stuck_blames_the_rate_the_spread_or_the_reward_with_the_n
         assert kinds(find(History(_updates(**plain | others), []))) == [], others
     short = {name: values[:9] for name, values in plain.items()}
     assert find(History(_updates(**short), [])) == []
+
+
+def test_a_short_run_with_one_answer_left_is_frozen_and_told_once_while_it_lasts() -> None:
+    """The numbers are those of a first run at the default settings, which stopped to learn at its sixth step."""
+    num = 8
+    plain = {"reward_mean": [0.31, 0.23, 0.4, 0.45, 0.44, 0.46, 0.46, 0.46],
+             "no_signal_share": [0.25, 0.3, 0.5, 0.75, 0.75, 0.75, 1.0, 1.0],
+             "entropy": [0.59, 0.4, 0.2, 0.05, 0.08, 0.11, 0.1, 0.1], "reward_std": [0.3] * num,
+             "pool.booking": [0.25] * num, "pool.asking": [0.5] * 6 + [1.0] * 2}  # fmt: skip
+    [found] = find(History(_updates(**plain), []))
+    assert (found.kind, found.step, found.until) == ("frozen", 7, 8)
+    assert "the entropy is 0.1 nats, reward 0.460; stuck: pool.booking 0.25" in found.text
+    places = [
+        found.cure.index(word) for word in ("train.learning_rate", "epochs_per_step=1", "entropy_floor", "best-of")
+    ]
+    assert places == sorted(places)
+    for others in (
+        {"no_signal_share": [0.5] * 7 + [1.0]},  # one step may be chance
+        {"entropy": [0.59] * num},  # it still has other answers
+        {"reward_mean": [0.3, 0.5, *[0.97] * 6]},  # solved
+        {"no_signal_share": [1.0] * num},  # never had signal, which is another finding
+    ):
+        assert "frozen" not in kinds(find(History(_updates(**plain | others), []))), others
+    watch = findings.RunWatch(History([], []), is_comparable=True)
+    longer = {name: [*values, values[-1]] for name, values in plain.items()}
+    assert [found.kind for update in _updates(**longer) for found in watch.add(update)] == ["frozen", "no_signal"]
+
+
+def test_a_fault_stands_in_place_of_what_to_serve() -> None:
+    """In a CI job the two streams are apart; standard output alone must not offer such a policy."""
+    report: dict[str, object] = {"run": "runs/a", "evaluations": [], "offered": "step 1, the newest", "fault": "",
+              "best": None, "last": None, "made_with": {}}  # fmt: skip
+    assert "art serve runs/a" in closing_text(report)
+    text = closing_text(report | {"fault": "every attempt failed"})
+    assert "nothing to serve: every attempt failed" in text and "art serve" not in text
 
 
 def test_the_watch_tells_each_finding_once_when_it_begins(tmp_path: Path) -> None:

@@ -280,7 +280,7 @@ def test_the_other_commands_work_with_sources(tmp_path: Path, art: Callable[...,
     assert Counter(each.source for each in played) == {"letters": 8, "other": 4}
     code, out, err = art("eval", config, "--checkpoint", "base", "--gate", "reward.letters>=0", "--json")
     assert code == 0, err
-    assert {"reward.letters", "failed.other"} <= {row["metric"] for row in json.loads(out)}
+    assert {"reward.letters", "failed.other"} <= {row["metric"] for row in json.loads(out)["metrics"]}
     code, _, err = art("eval", config, "--checkpoint", "base", "--gate", "reward.letters>=2")
     assert code == 1 and "reward.letters is" in err
     code, _, err = art("eval", config, "--checkpoint", "base", "--gate", "reward.leters>=0")

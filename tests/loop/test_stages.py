@@ -135,7 +135,7 @@ def test_a_trained_policy_beats_its_start_and_the_gate_knows(art: Art, trained: 
     arguments = ["eval", CONFIG, "eval.attempts=4", "--checkpoint", first, "--checkpoint", last, "--json"]
     code, out, _ = art(*arguments, "--gate", "reward>=0.5")
     assert code == 0
-    reward = {row["policy"]: row for row in json.loads(out) if row["metric"] == "reward"}
+    reward = {row["policy"]: row for row in json.loads(out)["metrics"] if row["metric"] == "reward"}
     assert reward[str(first)]["difference"] is None
     assert reward[str(last)]["difference"]["low"] > 0.1
     assert reward[str(last)]["low"] <= reward[str(last)]["mean"] <= reward[str(last)]["high"]

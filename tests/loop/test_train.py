@@ -22,6 +22,7 @@ from art_cli.loop.open_run import resume_command
 from art_cli.loop.record import claim_config, find_clash
 from art_cli.loop.stages import take_step
 from art_cli.loop.train import TrainResult, train
+from art_cli.reports.pages.conversation_text import last_reply
 from art_cli.runs.manifest import verify_checkpoint
 from art_cli.runs.run_dir import RunDir
 from art_cli.runs.trajectory import Trajectory, prompt
@@ -70,6 +71,15 @@ def test_the_log_says_how_long_the_start_took_and_what_it_consisted_of(finished:
     seconds = {part.rsplit(" ", 1)[0]: float(part.rsplit(" ", 1)[1]) for part in parts.split(", ")}
     assert float(whole) == pytest.approx(sum(seconds.values()), abs=0.05) and float(whole) > 0
     assert {"torch and transformers", "model", "learner", "engine and agent", "first reply"} <= set(seconds)
+
+
+def test_the_log_has_the_last_reply_of_the_first_evaluations_worst_attempt(finished: Path) -> None:
+    lines = [line for line in RunDir(finished).log_path.read_text().splitlines() if "with the last reply" in line]
+    played = RunDir(finished).lines(RunDir(finished).eval_path(0), Trajectory)
+    worst = min(played, key=lambda each: each.returned_reward or 0.0)
+    [line] = lines
+    assert f"eval at step 0: the lowest is reward {worst.returned_reward:g}, of {worst.scenario_id}" in line
+    assert line.endswith(f'with the last reply "{last_reply(worst)}"')
 
 
 def test_the_second_turn_continues_the_first_ones_prompt(finished: Path) -> None:

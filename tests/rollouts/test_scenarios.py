@@ -1,5 +1,6 @@
 """Scenarios: read strictly, ordered as a pure function of ids, seed and step."""
 
+import json
 from collections import Counter
 from pathlib import Path
 from random import Random
@@ -37,6 +38,17 @@ def test_a_bad_file_is_one_line_with_its_place(tmp_path: Path, text: str, messag
     with pytest.raises(DataError, match=message) as caught:
         load_scenarios("s.jsonl", tmp_path)
     assert "\n" not in str(caught.value)
+
+
+def test_lines_and_items_without_any_id_get_hashes_of_their_content_whatever_their_order(tmp_path: Path) -> None:
+    rows = [{"prompt": "2+2", "answer": 4}, {"prompt": "3+3", "answer": [6]}, {"prompt": "2+2", "answer": 4}]
+    (tmp_path / "s.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "back.jsonl").write_text("".join(json.dumps(row) + "\n" for row in reversed(rows)))
+    (tmp_path / "make.py").write_text(f"made = {rows}\n")
+    found = load_scenarios("s.jsonl", tmp_path)
+    assert [{key: value for key, value in each.items() if key != "id"} for each in found] == rows[:2]
+    assert load_scenarios("make.py:made", tmp_path) == found
+    assert sorted(each["id"] for each in load_scenarios("back.jsonl", tmp_path)) == sorted(each["id"] for each in found)
 
 
 def test_a_missing_file_says_what_is_expected(tmp_path: Path) -> None:

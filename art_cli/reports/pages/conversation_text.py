@@ -1,13 +1,16 @@
-"""One held-out conversation before and after, the curve of the evaluations, and what comes next, as text."""
+"""Conversations as text: one before and after a training with what comes next, whole ones, and a last reply."""
 
 import shlex
 from collections.abc import Iterator
 
-from art_cli.judges.ruler.attempt_tree import Conversation
+from art_cli.judges.ruler.attempt_tree import Conversation, Message, read_conversation
 from art_cli.reports.before_after import BeforeAfter, PlayedAttempt
 from art_cli.reports.pages.report_text import Report, evaluation_rows
+from art_cli.runs.trajectory import Trajectory
+from art_cli.runtime.errors import printable
 
 MAX_TEXT = 300  # characters of a message that are shown
+MAX_REPLY = 80  # characters of a last reply that are shown
 WIDTH = 40  # characters of a bar of the curve
 
 
@@ -30,11 +33,30 @@ def _title(title: str, attempt: PlayedAttempt) -> str:
     return f"{title} (step {attempt.step}{reward})"
 
 
-def _said(messages: Conversation) -> Iterator[str]:
+def _said(messages: Conversation, limit: int | None = MAX_TEXT) -> Iterator[str]:
     for message in messages:
-        text = " ".join(" ".join(segment.text for segment in message.segments).split())
-        cut = f"{text[:MAX_TEXT]}..." if len(text) > MAX_TEXT else text
-        yield f"  {message.role:10s} {cut or '(nothing)'}"
+        yield f"  {message.role:10s} {_cut(_text(message), limit) or '(nothing)'}"
+
+
+def _text(message: Message) -> str:
+    return " ".join(" ".join(segment.text for segment in message.segments).split())
+
+
+def _cut(text: str, limit: int | None) -> str:
+    return text if limit is None or len(text) <= limit else f"{text[:limit]}..."
+
+
+def whole_text(attempt: Trajectory) -> str:
+    """Returns an attempt's whole conversation, a line for each message."""
+    reward = "no reward" if attempt.returned_reward is None else f"reward {attempt.returned_reward:g}"
+    lines = _said(read_conversation(attempt.messages), None)
+    return "\n".join([f"{attempt.scenario_id}: {attempt.error or reward}", *lines]) + "\n"
+
+
+def last_reply(attempt: Trajectory) -> str:
+    """Returns the last thing the model said, cut to MAX_REPLY characters, or "" if it said nothing."""
+    said = [_text(message) for message in read_conversation(attempt.messages) if message.role == "assistant"]
+    return printable(_cut(said[-1], MAX_REPLY)) if said else ""
 
 
 def _curve(report: Report) -> Iterator[str]:

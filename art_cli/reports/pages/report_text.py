@@ -20,7 +20,9 @@ def closing_text(report: Report) -> str:
     """Returns the whole text. What stands in the run's files is in it as it is, so print it with `printable_lines`."""
     run = shlex.quote(str(report["run"]))
     lines = [f"  {line}" for line in evaluation_table(report)]
-    if report["offered"]:
+    if report["fault"]:
+        lines += [f"nothing to serve: {report['fault']}"]
+    elif report["offered"]:
         lines += [f"to serve:   {path}" for path in _offered_path(report)]
         is_hosted = report["made_with"].get("engine") in HOSTED  # art serve asks before it uses a key
         lines += [f"            {report['offered']}", f"serve it:   art serve {run}{' --trust' if is_hosted else ''}"]
@@ -94,6 +96,7 @@ KINDS = {
     "entropy_collapse": "entropy collapsed",
     "hardly_moves": "the policy hardly moves",
     "stuck": "nothing is learned",
+    "frozen": "one answer is left",
     "failures": "failures",
     "parted": "reward and anchor parted",
     "judge_changed": "another judge",

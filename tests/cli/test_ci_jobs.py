@@ -1,0 +1,135 @@
+"""docs/ci.md is true: the shell lines of its two files run, one by one, in a temporary project.
+
+Only `pip`, `gh` and the time limits are stood in for; actions (`uses`) are not run.
+"""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+import yaml
+
+from tests.support.paths import LETTERS, ROOT
+
+PAGE = ROOT / "docs/ci.md"
+GITHUB = ["bash", "--noprofile", "--norc", "-e", "-o", "pipefail", "-c"]  # as its runner starts `run`
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+
+
+def files() -> dict[str, Any]:
+    """The YAML files of the page by the name in their first line."""
+    found = re.findall(r"^```yaml\n# (\S+)\n(.*?)^```", PAGE.read_text(), flags=re.M | re.S)
+    return {name: yaml.safe_load(text) for name, text in found}
+
+
+@pytest.fixture
+def project(tmp_path: Path) -> Path:
+    """The letters task as a project, with the words that the jobs run on the path."""
+    root = tmp_path / "project"
+    shutil.copytree(LETTERS, root, ignore=shutil.ignore_patterns("__pycache__", "runs"))
+    (root / "requirements.txt").write_text("art-cli[train]\n")
+    words = {
+        "art": f'exec "{sys.executable}" -m art_cli "$@"',
+        "pip": 'test "$*" = "install -r requirements.txt" && test -f requirements.txt',
+        "gh": 'test "$1 $2" = "pr comment" && test "$4" = "--body-file" && cp "$5" comment.md',
+    }
+    (tmp_path / "bin").mkdir()
+    for name, line in words.items():
+        path = tmp_path / "bin" / name
+        path.write_text(f"#!/bin/sh\n{line}\n")
+        path.chmod(0o755)
+    return root
+
+
+def shell(project: Path, words: list[str], **variables: str) -> int:
+    own = {"PATH": f"{project.parent / 'bin'}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        words, cwd=project, env=os.environ | own | variables, capture_output=True, text=True, timeout=300
+    )
+    assert "Traceback" not in done.stderr, done.stderr
+    print(words[-1], done.stdout[-2000:], done.stderr[-2000:])
+    return done.returncode
+
+
+def on_github(project: Path, job: str) -> dict[str, int]:
+    """Runs a job as GitHub does: after a failure only steps with `if: always()`. Returns the codes by step."""
+    whole = files()[".github/workflows/agent.yml"]
+    codes = dict[str, int]()
+    for step in whole["jobs"][job]["steps"]:
+        if "run" not in step or (any(codes.values()) and step.get("if") != "always()"):
+            continue
+        assert "${{" not in step["run"], "a shell line with an expression runs what a pull request writes there"
+        variables = {
+            "GITHUB_STEP_SUMMARY": str(project / "summary"),
+            "PAGES": "https://host/runs/7",
+            "PULL_REQUEST": "7",
+        }
+        codes[step.get("name", step["run"].split("\n")[0])] = shell(project, [*GITHUB, step["run"]], **variables)
+    return codes
+
+
+def verdicts(path: Path) -> dict[str | None, bool]:
+    return {
+        test.get("name"): test.find("failure") is None for test in ElementTree.parse(path).getroot().iter("testcase")
+    }
+
+
+def test_the_jobs_of_github_gate_a_pull_request_train_at_night_and_comment(project: Path) -> None:
+    codes = on_github(project, "gate")
+    assert len(codes) == 6 and set(codes.values()) == {0}, codes
+    comment = (project / "comment.md").read_text()
+    assert comment == (project / "eval.md").read_text() == (project / "summary").read_text()
+    assert comment.startswith("### art eval: every gate holds\n")
+    assert comment.endswith("[The whole page](https://host/runs/7)\n")
+    assert set(verdicts(project / "eval.xml").values()) == {True}
+    assert "view.html" in {path.name for path in project.iterdir()}
+
+    (project / "rollout.py").write_text("def rollout(policy, scenario):\n    raise KeyError('board')\n")
+    shutil.rmtree(project / "played")
+    codes = on_github(project, "gate")
+    failed = [name for name, code in codes.items() if code]
+    assert failed[0] == "art check config.yaml --json > check.json" and "gates" not in codes
+
+    shutil.copy(LETTERS / "rollout.py", project)
+    codes = on_github(project, "nightly")
+    assert len(codes) == 5 and set(codes.values()) == {0}, codes
+    assert "### art report: step 4 of 4, finished" in (project / "summary").read_text()
+    assert verdicts(project / "report.xml") == {"learned": True}
+
+
+def test_a_missed_gate_fails_the_job_and_is_in_its_comment(project: Path) -> None:
+    """A pull request that breaks the agent for half of the scenarios: the page and the comment are still made."""
+    assert on_github(project, "gate")["gates"] == 0
+    shutil.rmtree(project / "played")
+    code = (project / "rollout.py").read_text()
+    late = "    if scenario['id'] in ('letters-2', 'letters-3'):\n        raise KeyError('board')\n    messages = ["
+    (project / "rollout.py").write_text(code.replace("    messages = [", late, 1))
+    codes = on_github(project, "gate")
+    assert (codes.pop("gates"), set(codes.values())) == (1, {0}), codes
+    comment = (project / "comment.md").read_text()
+    assert "of 2 gates missed" in comment and "| `failed<=0.05` | 0.400" in comment
+    assert verdicts(project / "eval.xml")["failed<=0.05"] is False
+
+
+def test_the_lines_of_gitlab_run(project: Path) -> None:
+    jobs = {name: job for name, job in files()[".gitlab-ci.yml"].items() if "script" in job}
+    assert jobs.keys() == {"nightly", "gate"}
+    for job in jobs.values():
+        for line in [*job["script"], *job.get("after_script", [])]:
+            assert shell(project, ["bash", "-e", "-o", "pipefail", "-c", line], CI_JOB_URL="https://host/7") == 0, line
+        for kept in job["artifacts"]["paths"] + [job["artifacts"]["reports"]["junit"]]:
+            assert list(project.glob(kept)), kept
+    assert set(verdicts(project / "eval.xml").values()) == {True}
+
+
+def test_the_page_shows_a_comment_as_it_is_written() -> None:
+    """The block was written by `art eval`; its head, rows and link are what the code writes."""
+    [block] = re.findall(r"^```markdown\n(.*?)^```", PAGE.read_text(), flags=re.M | re.S)
+    assert re.match(r"### art eval: (every gate holds|\d of \d gates missed)\n\n\| gate \|", block)
+    assert "| policy | metric | mean [95 %] | scenarios | difference to the first [95 %] |" in block
