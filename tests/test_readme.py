@@ -1,6 +1,7 @@
 """The README and docs/tree.md are true: modules, commands and links exist."""
 
 import re
+from pathlib import Path
 
 from typer.main import get_command
 
@@ -39,7 +40,18 @@ def test_every_command_is_in_the_table_and_every_one_there_exists() -> None:
     assert named == set(get_command(app).commands)  # type: ignore[attr-defined]
 
 
+def _anchors(page: Path) -> list[str]:
+    """Returns the anchors of a page's headings, as GitHub makes them."""
+    headings = re.findall(r"^#+ (.+)$", page.read_text(), re.MULTILINE)
+    return [re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings]
+
+
 def test_every_file_that_a_page_links_to_is_there() -> None:
     for page in [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")]:
         for link in re.findall(r"\]\(([^)]+)\)", page.read_text()):
-            assert link.startswith("https://") or (page.parent / link).exists(), f"{page.name}: {link}"
+            if link.startswith("https://"):
+                continue
+            name, _, heading = link.partition("#")
+            there = page.parent / name if name else page
+            assert there.exists(), f"{page.name}: {link}"
+            assert not heading or heading in _anchors(there), f"{page.name}: {link}"

@@ -4,6 +4,7 @@ import json
 import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -127,14 +128,15 @@ def test_the_shipped_demo_is_not_blamed_for_a_seed(art: Art) -> None:
     assert code == 0 and "seed" not in findings["rollout"]["cure"], findings["rollout"]
 
 
-@pytest.mark.parametrize(("most_tokens", "most_gb", "lengths", "forecast"), [
-    (0, 4.0, [100, 256], 1.2),  # both rows on the flat part: check takes no others
-    (2000, 1.3, [100, 256, 512, 1024], 3.66),  # a line through 1.2 and 2.05
-    (1024, 4.0, [100, 256, 512, 1024], 3.66),
-    (2000, 4.0, [100, 256, 512, 1024, 2000], 4.0),  # all of it is measured
+@pytest.mark.parametrize(("device", "most_tokens", "most_gb", "lengths", "forecast"), [
+    ("cpu", 0, 4.0, [100, 256], 1.2),  # both rows on the flat part: check takes no others
+    ("cpu", 2000, 1.3, [100, 256, 512, 1024], 3.66),  # a line through 1.2 and 2.05
+    ("cpu", 1024, 4.0, [100, 256, 512, 1024], 3.66),
+    ("cpu", 2000, 4.0, [100, 256, 512, 1024, 2000], 4.0),  # all of it is measured
+    ("cuda", 0, 4.0, [2000], 4.0),  # a row of two chunks of logits is the first, or the longest if it is shorter
 ])  # fmt: skip
 def test_rows_are_tried_up_to_the_longest_that_is_expected_to_fit(
-    monkeypatch: pytest.MonkeyPatch, most_tokens: int, most_gb: float, lengths: list[int], forecast: float
+    monkeypatch: pytest.MonkeyPatch, device: str, most_tokens: int, most_gb: float, lengths: list[int], forecast: float
 ) -> None:
     """A peak of 1.2 GB from another part of the step, up to a length; from there on 2 GB for 1,000 tokens."""
     tried = list[int]()
@@ -146,7 +148,8 @@ def test_rows_are_tried_up_to_the_longest_that_is_expected_to_fit(
     monkeypatch.setattr(trial_update, "measure", measure)
     monkeypatch.setattr(trial_update, "knee_of", lambda weights: 4096.0)
     learner: Any = None
-    found = trial_update.forecast(learner, learner, 100, 2000, most_tokens=most_tokens, most_gb=most_gb)
+    weights: Any = SimpleNamespace(device=SimpleNamespace(type=device))
+    found = trial_update.forecast(learner, weights, 100, 2000, most_tokens=most_tokens, most_gb=most_gb)
     assert tried == lengths and found.tokens == 2000
     assert found.gigabytes == pytest.approx(forecast, rel=0.01)
 

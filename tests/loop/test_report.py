@@ -434,8 +434,8 @@ def test_the_json_has_one_shape(art: Art, tmp_path: Path) -> None:
 
 
 KEYS = ["schema_version", "run", "made_with", "num_steps", "wanted_steps", "updated", "warm_up", "evaluations",
-        "training_reward", "reward_names", "series", "rollouts", "seconds", "judge", "promised", "judge_windows",
-        "gain", "best", "last", "offered", "fault", "findings"]  # fmt: skip
+        "training_reward", "reward_names", "series", "rollouts", "proofs", "seconds", "judge", "promised",
+        "judge_windows", "gain", "best", "last", "offered", "fault", "findings"]  # fmt: skip
 
 
 def test_the_text_names_the_fall_and_what_to_try(art: Art, tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from art_cli.runs.manifest import policy_digest, read_manifest
 from art_cli.runs.run_dir import RunDir
 from art_cli.runs.trajectory import Trajectory
 from tests.support import forked
-from tests.support.judge_server import Conduct, Shown, serving
+from tests.support.judge_server import Conduct, serving
 from tests.support.paths import LETTERS, ROOT
 
 PAGE = (ROOT / "docs" / "gateway.md").read_text()
@@ -30,8 +30,8 @@ def shell_lines(beginning: str) -> list[str]:
     return [line.partition("   #")[0].strip() for line in block.splitlines() if line.strip()]
 
 
-def share_of_vowels(conversations: Sequence[tuple[str, list[Shown]]]) -> float:
-    text = "".join(message.text for _, messages in conversations for message in messages)
+def share_of_vowels(conversations: Sequence[Sequence[tuple[str, str]]]) -> float:
+    text = "".join(text for conversation in conversations for role, text in conversation if role == "assistant")
     return sum(letter in "aeiou" for letter in text) / max(len(text), 1)
 
 
@@ -67,6 +67,7 @@ def started(command: str, project: Path) -> Iterator[dict[str, str]]:
         if process.poll() is None:
             process.kill()
             process.wait(timeout=30)
+        process.stdout.close()
 
 
 @pytest.mark.slow
