@@ -23,15 +23,22 @@ from typing import Any, NamedTuple
 from art_cli.config.compose import LoadedConfig
 from art_cli.config.overrides import variants
 from art_cli.config.schema import (
-    BaseLearnerConfig,
     ModelConfig,
     RunConfig,
     Section,
-    VllmEngineConfig,
 )
-from art_cli.engines.vllm.arguments import LORA_RANKS, VllmFacts, find_vllm, has_gpu, own_share, visible_gpus
+from art_cli.engines import engine_traits
+from art_cli.engines.vllm.arguments import (
+    LORA_RANKS,
+    VllmFacts,
+    find_vllm,
+    has_gpu,
+    own_server,
+    own_share,
+    visible_gpus,
+)
 from art_cli.learners.learning_rate import choose_rate
-from art_cli.loop.gpu_fit import context, gpu_use, own_vllm
+from art_cli.loop.gpu_fit import context, gpu_use
 from art_cli.models.loading import context_at, resolve_dtype, width_of
 from art_cli.models.precision import gpu_bytes
 from art_cli.models.run_memory import GIB, ModelSize, checkpoint_from, model_size
@@ -313,8 +320,8 @@ def _decide_memory(loaded: LoadedConfig, base: str, machine: Machine, *, is_begu
     loaded = _with_checkpointing(
         loaded, checkpoint_from(use.total, use.learner), f"what a token keeps there, and {gpu}"
     )
-    engine = loaded.config.engine
-    if use.learner.is_beside and isinstance(engine, VllmEngineConfig) and own_share(engine) is None:
+    engine = own_server(loaded.config.engine)
+    if use.learner.is_beside and engine is not None and own_share(engine) is None:
         args = {**engine.args, "gpu-memory-utilization": use.share}
         log.info("vLLM gets %.3f of %s (auto: the learner works at the same time)", use.share, gpu)
         loaded = _with(loaded, engine=engine.model_copy(update={"args": args}))
@@ -329,7 +336,7 @@ def _decide_memory(loaded: LoadedConfig, base: str, machine: Machine, *, is_begu
 
 def read_sizes(config: RunConfig, base: str, machine: Machine) -> tuple[ModelSize, float] | None:
     """Returns the sizes of the model at `base` and of a GPU of the run, or None if it has none, or they are unknown."""
-    device = "cuda" if own_vllm(config) is not None else config.learner.device
+    device = "cuda" if own_server(config.engine) is not None else config.learner.device
     if not (total := machine.gpu_bytes(device)):
         return None
     try:
@@ -341,7 +348,7 @@ def read_sizes(config: RunConfig, base: str, machine: Machine) -> tuple[ModelSiz
 
 def _with_checkpointing(loaded: LoadedConfig, value: int, reason: str) -> LoadedConfig:
     learner = loaded.config.learner
-    if not isinstance(learner, BaseLearnerConfig) or learner.gradient_checkpointing != "auto":
+    if getattr(learner, "gradient_checkpointing", None) != "auto":
         return loaded
     loaded = _with(loaded, learner=learner.model_copy(update={"gradient_checkpointing": value}))
     return replace(loaded, auto={**loaded.auto, "gradient_checkpointing": reason}) if reason else loaded
@@ -369,7 +376,7 @@ def _decide_dtype(loaded: LoadedConfig, base: str, recorded: str) -> LoadedConfi
     if recorded:
         return _with_dtype(loaded, recorded, "as it was trained")
     model = loaded.config.model
-    is_exact = loaded.config.engine.name == "embedded" and model.quantize is None
+    is_exact = engine_traits(loaded.config.engine, loaded.directory).weights == "here" and model.quantize is None
     choice = resolve_dtype(model, base, device=loaded.config.learner.device, may_be_exact=is_exact)
     log.info("model.dtype %s (auto: %s)", choice.name, choice.reason)
     return _with_dtype(loaded, choice.name, choice.reason)

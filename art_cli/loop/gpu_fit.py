@@ -10,8 +10,8 @@ from typing import NamedTuple
 
 from pydantic import JsonValue
 
-from art_cli.config.schema import BaseLearnerConfig, RunConfig, VllmEngineConfig
-from art_cli.engines.vllm.arguments import num_gpus, num_replicas, own_share, shares_gpu
+from art_cli.config.schema import RunConfig
+from art_cli.engines.vllm.arguments import num_gpus, num_replicas, own_server, own_share, shares_gpu
 from art_cli.models.run_memory import (
     GPU_TOKENS,
     ModelSize,
@@ -53,17 +53,11 @@ class Misfit(NamedTuple):
     cure: str  # the override that makes it fit, or "" if none does
 
 
-def own_vllm(config: RunConfig) -> VllmEngineConfig | None:
-    """Returns the section of a vLLM that art starts, or None if the run has no such engine."""
-    engine = config.engine
-    return engine if isinstance(engine, VllmEngineConfig) and engine.base_url is None else None
-
-
 def gpu_use(config: RunConfig, size: ModelSize, total: float, inherited: Mapping[str, str]) -> GpuUse:
     """Returns how the run uses GPUs of `total` bytes. `config` is decided but for what follows from this."""
-    engine, learner = own_vllm(config), config.learner
+    engine, learner = own_server(config.engine), config.learner
     device = "cuda" if learner.device == "auto" else learner.device
-    is_trained = isinstance(learner, BaseLearnerConfig) and device.startswith("cuda")
+    is_trained = learner.trains_weights and learner.weights != "server" and device.startswith("cuda")
     is_shared = engine is not None and is_trained and shares_gpu(engine, device, learner.processes, inherited)
     is_beside = is_shared and (config.train.max_staleness > 0 or (engine is not None and engine.sleep == 0))
     budget = getattr(learner, "micro_batch_tokens", None) or GPU_TOKENS

@@ -485,7 +485,15 @@ async def test_a_server_that_does_not_start_shows_its_last_lines(fake: Fake) -> 
 async def test_a_failed_start_names_its_cause_and_not_the_last_lines(fake: Fake) -> None:
     """A real log of 57 lines: model.quantize=4bit without vllm-bnb-plugin."""
     real = Path(__file__).parent / "logs" / "vllm-0.32-4bit.log"
-    with pytest.raises(EngineError, match=r"exit status 1\); .*Unknown quantization method: bitsandbytes") as caught:
+    with pytest.raises(EngineError, match="this vLLM has no bitsandbytes: .*python -m pip install vllm-bnb-plugin"):
+        async with fake.running(f"log {real}"):
+            pass
+
+
+async def test_a_failed_start_names_the_first_error_of_the_process_that_failed(fake: Fake) -> None:
+    """A real log: a context that the cache does not hold."""
+    [real] = [each for each in (Path(__file__).parent / "logs").glob("*.log") if "4bit" not in each.name]
+    with pytest.raises(EngineError, match=r"exit status 1\); .*max_model_len \(400000\) is greater") as caught:
         async with fake.running(f"log {real}"):
             pass
     assert "\n" not in str(caught.value) and f"(its log: {fake.logs}/vllm.log)" in str(caught.value)

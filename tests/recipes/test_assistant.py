@@ -68,7 +68,7 @@ def test_an_attempt_earns_by_how_far_it_comes_and_the_rubric_s_rules_give_the_sa
     attempts = [Attempt(read_conversation(messages)) for _, messages in played.values()]
     instructions = read_instructions(config, DIRECTORY)
     prompt = write_prompt(attempts, order=range(len(attempts)), tools=[], instructions=instructions, seed="0")
-    scores = {entry["id"]: entry["score"] for entry in json.loads(answer(prompt.messages))["scores"]}
+    scores = {entry["id"]: entry["score"] for entry in json.loads(answer(prompt.messages)[0])["scores"]}
     assert [scores[name] for name in prompt.ids] == pytest.approx(list(rewards.values()))
 
 

@@ -36,7 +36,8 @@ FIELDS = re.compile(
 LITERALS = ("LogprobsMode", "MaxLoRARanks", "ModelDType", "PauseMode", "QuantizationMethods")
 METHODS = re.compile(r"Worker\.[a-z]|FastLanguageModel\.from_pretrained|Fast(Llama|Base)Model\.get_peft_model")
 MODULES = re.compile(
-    r"quantization.__init__$|models.__init__$|plugins.__init__$|^unsloth.__init__|openai.api_server$|envs$"
+    r"quantization.__init__$|models.__init__$|plugins.__init__$|^unsloth.__init__|openai.api_server$|"
+    r"launchers.api_server.entry$|envs$"
 )
 CALLS = re.compile(r"headers\.get(list)?$|register_quantization_config$")  # their strings are kept
 

@@ -96,6 +96,11 @@ def find_vllm(python: Path | None = None, *, timeout_s: float = PROBE_DEADLINE_S
         return VllmFacts(python=program, error=f"exit status {done.returncode}: {last}")
 
 
+def own_server(engine: object) -> VllmEngineConfig | None:
+    """Returns the section of a vLLM that art starts, or None for any other engine."""
+    return engine if isinstance(engine, VllmEngineConfig) and engine.base_url is None else None
+
+
 # Another program for it. It prints the free and the total bytes of each of the first GPUs, as vLLM will see them: with
 # the context of one more process on each.
 MEMORY_PROGRAM = """
