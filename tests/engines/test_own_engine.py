@@ -16,11 +16,12 @@ from art_cli.chat.requests import Sampling
 from art_cli.config.compose import LoadedConfig, load_config
 from art_cli.config.schema import ModelConfig
 from art_cli.engines import EngineTraits, engine_traits, make_engine, proof
+from art_cli.loop.open_run import RunWriter
 from art_cli.loop.train import train
 from art_cli.models import loading as model
 from art_cli.models.policy_spec import PolicySpec, read_spec, spec_of
 from art_cli.rollouts.rollout_gateway import Gateway
-from art_cli.runs.manifest import verify_checkpoint
+from art_cli.runs.manifest import Probe, verify_checkpoint
 from art_cli.runs.run_dir import RunDir
 from art_cli.runtime.errors import ConfigError, EngineError, UsageError
 from tests.support import fake_vllm, plain_engine
@@ -171,8 +172,9 @@ def test_no_model_is_loaded_here_where_engine_and_learner_have_processes_of_thei
     loaded_here: list[object] = []
     monkeypatch.setattr(model, "load_weights", lambda *args, **knobs: loaded_here.append(args))
     monkeypatch.setattr("transformers.PreTrainedModel.from_pretrained", lambda *args, **knobs: loaded_here.append(args))
-    monkeypatch.setattr(proof, "make_probe", lambda vocabulary, **knobs: list(range(fake_vllm.VOCAB)))
-    monkeypatch.setattr(proof, "compare", lambda *scores, **knobs: 0.0)
+    probe = Probe(tokens=list(range(fake_vllm.VOCAB)), logprobs=[])
+    monkeypatch.setattr(RunWriter, "_probe_before", lambda writer: probe)
+    monkeypatch.setattr(proof, "judge", lambda *scores, **knobs: proof.Verdict(0.0, proof.Change(), "", ""))
     calls = project / "calls.jsonl"
     engine = f"engine={{name: vllm, python: {python}, env: {{FAKE_VLLM_CALLS: {calls}}}}}"
     settings = ["train.steps=1", "eval=null", "train.max_logprob_gap=99", "learner.processes=2", "learner=torch"]

@@ -398,7 +398,6 @@ def test_every_sample_is_dealt_once_and_every_process_runs_as_many_packs(
     [
         ("model.quantize=4bit", "learner.processes"),
         ("learner.offload_optimizer=true", "learner.offload_optimizer"),
-        ("learner.device=cuda:1", "learner.device"),
     ],
 )
 def test_what_cannot_be_divided_is_refused(override: str, key: str) -> None:
