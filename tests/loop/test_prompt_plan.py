@@ -63,7 +63,7 @@ def test_both_are_planned_trained_and_compared_by_the_commands_that_a_plan_print
     assert promise.expected["usd"].high == 0 and promise.prompt["tokens"] == promise.expected["tokens"]
 
     code, out, err = art(*commands[2], "--last", "--json")
-    rows = {(row["policy"], row["metric"]): row for row in json.loads(out)}
+    rows = {(row["policy"], row["metric"]): row for row in json.loads(out)["metrics"]}
     assert code == 0 and {policy for policy, _ in rows} == {str(files.root), str(search.root)}, err
     ours, theirs = (rows[str(run.root), "reward"] for run in (files, search))
     assert (ours["mean"], theirs["mean"]) == tuple(run.evaluations()[4]["reward"] for run in (files, search))

@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import cast
@@ -175,7 +175,7 @@ class DyingSampler:
         self.left, self.played = left, list[str]()
         self.runner = SimpleNamespace(concurrency=None)
 
-    def is_replaced(self, trajectory: Trajectory, weights: Mapping[str, str]) -> bool:
+    def is_replaced(self, trajectory: Trajectory) -> bool:
         return False
 
     async def play(self, plans: Sequence[RolloutPlan], on_finished: OnFinished, progress: Progress) -> None:

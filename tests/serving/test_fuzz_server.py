@@ -144,5 +144,5 @@ async def test_schemathesis_finds_nothing_in_the_servers_description(tmp_path: P
         st = await create_subprocess_exec(*command, stdout=PIPE, stderr=asyncio.subprocess.STDOUT, cwd=tmp_path)
         out, _ = await asyncio.wait_for(st.communicate(), 240)
     assert st.returncode == 0, out.decode()[-6000:]
-    assert "7 selected / 7 total" in out.decode()
+    assert "8 selected / 8 total" in out.decode()
     assert process.returncode == 0
