@@ -162,8 +162,11 @@ def trajectory_samples(trajectory: Trajectory, weights: Floats) -> list[Sample]:
     turns = trajectory.turns
     if not turns:
         return []
+    lengths: list[int] = []  # tokens of each turn's sequence
     for index, turn in enumerate(turns):
-        _check(turn, f"trajectory {trajectory.id}, turn {index}")
+        there = 0 if turn.parent is None else lengths[turn.parent]
+        _check(turn, there, f"trajectory {trajectory.id}, turn {index}")
+        lengths.append(turn.kept + len(turn.prompt_ids) + len(turn.sampled_ids))
     tokens = _Tokens(turns)
     is_owed: npt.NDArray[np.bool_] = np.any(~np.isnan(weights), axis=0)  # [M]
     return [
@@ -217,7 +220,10 @@ def check_fits(samples: Iterable[Sample], *, max_length: int, vocabulary: int) -
             raise LearnerError(f"{where}: a token that the model does not have; it was sampled from another model")
 
 
-def _check(turn: Turn, where: str) -> None:
+def _check(turn: Turn, there: int, where: str) -> None:
+    """Raises LearnerError if the turn's numbers cannot be. `there` is the number of tokens before it."""
+    if not 0 <= turn.kept <= there:
+        raise LearnerError(f"{where}: it keeps {turn.kept} tokens of the {there} before it")
     if not all(0 <= id <= MAX_TOKEN_ID for id in (*turn.prompt_ids, *turn.sampled_ids)):
         raise LearnerError(f"{where}: a token id below 0 or above {MAX_TOKEN_ID}; no model has it")
     if not 0 <= turn.temperature <= MAX_NUMBER:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from art_cli.config.schema import GrpoConfig, TorchLearnerConfig, TrainConfig
 from art_cli.learners.samples import Sample
 from art_cli.learners.torch_learner import TorchLearner
-from art_cli.runs.trajectory import Trajectory, Turn, sequence
+from art_cli.runs.trajectory import Turn, sequence
 from art_cli.runtime.errors import LearnerError
 from tests.support import trees
 from tests.support.tiny import tiny_weights
@@ -147,5 +147,5 @@ def test_a_step_from_another_tools_file_names_the_turn_that_the_model_cannot_hav
 @pytest.mark.parametrize("kept", [-1, 5])
 def test_a_turn_keeps_no_more_tokens_than_are_before_it(kept: int) -> None:
     turns = [turn([1, 2], [3, 4]), msgspec.structs.replace(turn([5], [6]), parent=0, kept=kept)]
-    with pytest.raises(ValueError, match="turn 1 keeps"):
-        Trajectory(id="a", group_id="g", group_size=1, index=0, turns=turns)
+    with pytest.raises(LearnerError, match=f"turn 1: it keeps {kept} tokens of the 4 before it"):
+        samples_of(*turns)
