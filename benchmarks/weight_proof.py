@@ -26,7 +26,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from art_cli.config.schema import LoraConfig, ModelConfig, VllmEngineConfig
-from art_cli.engines.proof import Verdict, WeightProof, bound_of, mean_gap
+from art_cli.engines.proof import WeightProof, WeightVerdict, bound_of, mean_gap
 from art_cli.engines.vllm.vllm_engine import VllmEngine
 from art_cli.learners.probe import LENGTH, measure_probe, own_text
 from art_cli.models.loading import Weights, find_base, load_checkpoint, load_weights, save_weights, token_logprobs
@@ -160,7 +160,7 @@ class Table:
         proof = WeightProof()
         proof.check([before.logprobs], before, dtype=dtype, name="the step before")
         try:
-            verdict: Verdict | None = proof.check([scores], probe, dtype=dtype)
+            verdict: WeightVerdict | None = proof.check([scores], probe, dtype=dtype)
             what = "passes" if verdict is not None and not verdict.undecided else "undecided"
             self._add(kind, what, verdict.undecided if verdict else "")
         except DriftError as error:

@@ -76,8 +76,11 @@ class Twice(NamedTuple):
     rounded: list[float]
 
 
-class Change(NamedTuple):
-    """The part of a learner's change that an engine shows. Example: Change(share=0.98, error=0.03, resolution=0.1)"""
+class ShownChange(NamedTuple):
+    """The part of a learner's change that an engine shows.
+
+    Example: ShownChange(share=0.98, error=0.03, resolution=0.1)
+    """
 
     share: float = nan
     error: float = inf  # standard error of the share
@@ -96,7 +99,7 @@ class Change(NamedTuple):
         return f"{100 * self.share:.0f} % (+- {100 * max(self.error, self.resolution):.0f} %)"
 
 
-def change_between(before: Twice, now: Twice, engine: Sequence[float]) -> Change:
+def change_between(before: Twice, now: Twice, engine: Sequence[float]) -> ShownChange:
     """Returns the part of the learner's change that the engine shows.
 
     The engine may round as the learner's plain scores do, as it does in the same process, but not as its other scores.
@@ -107,27 +110,27 @@ def change_between(before: Twice, now: Twice, engine: Sequence[float]) -> Change
     known = [d * w for d, w in zip(change, weights, strict=True)]
     missing = [(score - own) * w for score, own, w in zip(engine, now.plain, weights, strict=True)]
     if (whole := sum(known)) <= 0:
-        return Change()
+        return ShownChange()
     error, resolution = (sqrt(sum(each**2 for each in terms)) / whole for terms in (missing, known))
-    return Change(1 + sum(missing) / whole, error, resolution)
+    return ShownChange(1 + sum(missing) / whole, error, resolution)
 
 
-class Verdict(NamedTuple):
+class WeightVerdict(NamedTuple):
     """What the scores of a probe tell of an engine's weights, which are right if both reasons are empty."""
 
     gap: float  # mean |engine - learner| in nats
-    change: Change  # since the newest reference; of NaN without one
+    change: ShownChange  # since the newest reference; of NaN without one
     wrong: str  # reason why the weights are others, or ""
     undecided: str  # reason why they could be others by less than rounding shows, or ""
 
 
-def judge(engine: Sequence[float], probe: Probe, references: Mapping[str, Twice], *, dtype: str) -> Verdict:
+def judge(engine: Sequence[float], probe: Probe, references: Mapping[str, Twice], *, dtype: str) -> WeightVerdict:
     """Returns the verdict on an engine by its scores of the probe.
 
     `references` are other policies by what they are called, the newest last. One that the learner scores as the present
     one tells nothing, and is left out.
     """
-    gap, bound, change = mean_gap(engine, probe.logprobs), bound_of(dtype, probe), Change()
+    gap, bound, change = mean_gap(engine, probe.logprobs), bound_of(dtype, probe), ShownChange()
     wrong, undecided = [], []
     if not gap <= bound.most:
         means = (sum(scores) / len(scores) for scores in (engine, probe.logprobs))
@@ -145,7 +148,7 @@ def judge(engine: Sequence[float], probe: Probe, references: Mapping[str, Twice]
             wrong.append(text)
         elif not change.is_decided:
             undecided.append(f"{text}, too little against rounding to tell the two apart")
-    return Verdict(gap, change, ", ".join(wrong), "; ".join(undecided))
+    return WeightVerdict(gap, change, ", ".join(wrong), "; ".join(undecided))
 
 
 class _Engine(Protocol):
@@ -189,7 +192,7 @@ class WeightProof:
             numbers |= {"probe_share": verdict.change.share, "probe_share_error": verdict.change.error}
         return ProvenPolicy(policy_digest(origin, manifest.files), numbers)
 
-    def check(self, found: Sequence[Sequence[float]], probe: Probe, *, dtype: str, name: str = "") -> Verdict:
+    def check(self, found: Sequence[Sequence[float]], probe: Probe, *, dtype: str, name: str = "") -> WeightVerdict:
         """Returns the verdict on weights that may be the right ones, by the scores of each replica of the engine.
 
         Raises DriftError if they are others. The first undecided proof is logged.

@@ -174,7 +174,7 @@ def test_no_model_is_loaded_here_where_engine_and_learner_have_processes_of_thei
     monkeypatch.setattr("transformers.PreTrainedModel.from_pretrained", lambda *args, **knobs: loaded_here.append(args))
     probe = Probe(tokens=list(range(fake_vllm.VOCAB)), logprobs=[])
     monkeypatch.setattr(RunWriter, "_probe_before", lambda writer: probe)
-    monkeypatch.setattr(proof, "judge", lambda *scores, **knobs: proof.Verdict(0.0, proof.Change(), "", ""))
+    monkeypatch.setattr(proof, "judge", lambda *scores, **knobs: proof.WeightVerdict(0.0, proof.ShownChange(), "", ""))
     calls = project / "calls.jsonl"
     engine = f"engine={{name: vllm, python: {python}, env: {{FAKE_VLLM_CALLS: {calls}}}}}"
     settings = ["train.steps=1", "eval=null", "train.max_logprob_gap=99", "learner.processes=2", "learner=torch"]

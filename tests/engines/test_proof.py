@@ -15,7 +15,7 @@ import msgspec
 import pytest
 import torch
 
-from art_cli.engines.proof import Bound, Twice, Verdict, WeightProof, bound_of, change_between, judge, mean_gap
+from art_cli.engines.proof import Bound, Twice, WeightProof, WeightVerdict, bound_of, change_between, judge, mean_gap
 from art_cli.learners.probe import LENGTH, NUM_TOKENS, NUM_TOKENS_FLOAT32, measure_probe
 from art_cli.models.loading import Weights, clone_trainable, token_logprobs
 from art_cli.runs.manifest import Manifest, Origin, Probe
@@ -61,7 +61,7 @@ def measured(weights: Weights, before: Probe | None = None) -> Probe:
     return measure_probe(weights, partial(token_logprobs, weights), before)
 
 
-def check(proof: WeightProof, engine: Weights, probe: Probe, *, dtype: str, name: str = "") -> Verdict:
+def check(proof: WeightProof, engine: Weights, probe: Probe, *, dtype: str, name: str = "") -> WeightVerdict:
     return proof.check([fused_scores(engine, probe.tokens)], probe, dtype=dtype, name=name)
 
 
