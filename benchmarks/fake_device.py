@@ -26,7 +26,6 @@ from unittest import mock
 
 import numpy as np
 import torch
-import transformers
 
 from art_cli.config.schema import GrpoConfig, TorchLearnerConfig, TrainConfig
 from art_cli.learners import trial_update
@@ -35,86 +34,23 @@ from art_cli.learners.packs.pack_runner import MICRO_BATCH_TOKENS
 from art_cli.learners.samples import bare_sample
 from art_cli.learners.torch_learner import TorchLearner
 from art_cli.models.loading import Weights
+from benchmarks.published import published
 from tests.support.fake_device import NAME, FakeDevice, fake_weights, fused
 
 BUDGET = MICRO_BATCH_TOKENS["cuda"]
 
 
-def _qwen3(layers: int, hidden: int, inner: int, heads: int, vocab: int, *, tied: bool) -> Any:
-    return transformers.Qwen3Config(
-        num_hidden_layers=layers,
-        hidden_size=hidden,
-        intermediate_size=inner,
-        num_attention_heads=heads,
-        num_key_value_heads=8,
-        head_dim=128,
-        vocab_size=vocab,
-        tie_word_embeddings=tied,
-        max_position_embeddings=40_960,
-    )
-
-
-def _qwen2(layers: int) -> Any:
-    return transformers.Qwen2Config(
-        num_hidden_layers=layers,
-        hidden_size=1536,
-        intermediate_size=8960,
-        num_attention_heads=12,
-        num_key_value_heads=2,
-        vocab_size=151_936,
-        tie_word_embeddings=True,
-        max_position_embeddings=32_768,
-    )
-
-
-def _llama3(layers: int) -> Any:
-    return transformers.LlamaConfig(
-        num_hidden_layers=layers,
-        hidden_size=4096,
-        intermediate_size=14_336,
-        num_attention_heads=32,
-        num_key_value_heads=8,
-        vocab_size=128_256,
-        max_position_embeddings=131_072,
-        rope_parameters={
-            "rope_type": "llama3",
-            "rope_theta": 500_000.0,
-            "factor": 8.0,
-            "low_freq_factor": 1.0,
-            "high_freq_factor": 4.0,
-            "original_max_position_embeddings": 8192,
-        },
-    )
-
-
-def _gemma3(layers: int) -> Any:
-    return transformers.Gemma3TextConfig(
-        num_hidden_layers=layers,
-        hidden_size=2560,
-        intermediate_size=10_240,
-        num_attention_heads=8,
-        num_key_value_heads=4,
-        head_dim=256,
-        vocab_size=262_208,
-        sliding_window=1024,
-        max_position_embeddings=131_072,
-    )
-
-
 class Case(NamedTuple):
-    layers: int
-    config: Callable[[int], Any]  # by its number of layers, a transformers configuration
+    base: str
     is_4bit: bool = False
 
 
 CASES = {
-    "Qwen3-0.6B": Case(28, lambda layers: _qwen3(layers, 1024, 3072, 16, 151_936, tied=True)),
-    "Qwen3-4B": Case(36, lambda layers: _qwen3(layers, 2560, 9728, 32, 151_936, tied=True)),
-    "Qwen3-8B": Case(36, lambda layers: _qwen3(layers, 4096, 12_288, 32, 151_936, tied=False)),
-    "Qwen3-8B-4bit": Case(36, lambda layers: _qwen3(layers, 4096, 12_288, 32, 151_936, tied=False), is_4bit=True),
-    "Qwen2.5-1.5B": Case(28, _qwen2),
-    "Llama-3.1-8B": Case(32, _llama3),
-    "Gemma-3-4B": Case(34, _gemma3),
+    **{
+        name: Case(name)
+        for name in ("Qwen3-0.6B", "Qwen3-4B", "Qwen3-8B", "Qwen2.5-1.5B", "Llama-3.1-8B", "Gemma-3-4B")
+    },
+    "Qwen3-8B-4bit": Case("Qwen3-8B", is_4bit=True),
 }
 
 
@@ -194,7 +130,7 @@ def opened(name: str, *, layers: int | None = None, **knobs: Any) -> Iterator[Be
     """Opens a learner as on a GPU, for that model or its first layers. `knobs` are the learner's settings."""
     case = CASES[name]
     with FakeDevice() as device, as_on_a_gpu():
-        config = case.config(layers or case.layers)
+        config = published(case.base, layers=layers)
         weights = fake_weights(config, device, is_4bit=case.is_4bit)
         settings = TorchLearnerConfig(**{"micro_batch_tokens": BUDGET, **knobs})
         learner = TorchLearner(

@@ -1,77 +1,21 @@
 """Which model fits on which GPU: `python -m benchmarks.fits` prints the table of docs/running.md.
 
 Each cell composes configs/model/NAME.yaml with vLLM and the torch learner on one GPU, and asks the functions by which
-`art check` refuses a run before vLLM starts. Nothing is loaded or downloaded: the models' sizes are the numbers of
-their published config.json below. The memory of the GPUs is that of configs/machines.yaml. Estimates, not measurements.
+`art check` refuses a run before vLLM starts. Nothing is loaded or downloaded: the models' sizes follow from published.py.
+The memory of the GPUs is that of configs/machines.yaml. Estimates, not measurements.
 """
 
 import contextlib
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from art_cli.config.compose import load_config
 from art_cli.config.schema import RunConfig
 from art_cli.loop.gpu_fit import find_misfit
 from art_cli.loop.machines import read_machines
 from art_cli.models.run_memory import ModelSize, size_of
-
-QWEN3 = {"vocab_size": 151936, "num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 40960}
-
-
-def qwen3(hidden: int, layers: int, heads: int, intermediate: int, *, tied: bool) -> Any:
-    import transformers
-
-    return transformers.Qwen3Config(
-        hidden_size=hidden,
-        num_hidden_layers=layers,
-        num_attention_heads=heads,
-        intermediate_size=intermediate,
-        tie_word_embeddings=tied,
-        **QWEN3,
-    )
-
-
-def published(base: str) -> Any:
-    """Returns the configuration that the model's config.json has on the hub."""
-    import transformers
-
-    match base.rpartition("/")[2]:
-        case "Qwen3-0.6B":
-            return qwen3(1024, 28, 16, 3072, tied=True)
-        case "Qwen3-1.7B":
-            return qwen3(2048, 28, 16, 6144, tied=True)
-        case "Qwen3-4B":
-            return qwen3(2560, 36, 32, 9728, tied=True)
-        case "Qwen3-8B":
-            return qwen3(4096, 36, 32, 12288, tied=False)
-        case "Qwen3-14B":
-            return qwen3(5120, 40, 40, 17408, tied=False)
-        case "Llama-3.2-1B-Instruct":
-            return transformers.LlamaConfig(
-                vocab_size=128256,
-                hidden_size=2048,
-                num_hidden_layers=16,
-                num_attention_heads=32,
-                num_key_value_heads=8,
-                intermediate_size=8192,
-                max_position_embeddings=131072,
-                tie_word_embeddings=True,
-            )
-        case "builtin_models:smollm2-135m" | "art_cli.builtin_models:smollm2-135m":
-            return transformers.LlamaConfig(
-                vocab_size=49152,
-                hidden_size=576,
-                num_hidden_layers=30,
-                num_attention_heads=9,
-                num_key_value_heads=3,
-                intermediate_size=1536,
-                max_position_embeddings=8192,
-                tie_word_embeddings=True,
-            )
-    raise KeyError(f"{base}: write the numbers of its config.json here")
-
+from benchmarks.published import published
 
 MODELS = ("smollm2-135m", "qwen3-0.6b", "llama-3.2-1b", "qwen3-1.7b", "qwen3-4b", "qwen3-8b", "qwen3-14b")
 LARGER = {"qwen3-14b": "Qwen/Qwen3-14B"}  # models without a file of their own; the settings are those of qwen3-8b

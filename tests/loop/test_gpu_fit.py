@@ -16,7 +16,8 @@ from art_cli.loop.record import check_record, claim_config, find_clash
 from art_cli.models.run_memory import GIB, ModelSize, size_of
 from art_cli.runs.run_dir import RunDir
 from art_cli.runtime.errors import RunError
-from benchmarks.fits import LARGER, MODELS, cards, cell, published, run_of, table
+from benchmarks.fits import LARGER, MODELS, cards, cell, run_of, table
+from benchmarks.published import published
 from tests.loop.test_auto import PLAIN, MachineOf
 from tests.support.paths import ROOT
 from tests.support.tiny import save_tiny_base
