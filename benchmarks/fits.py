@@ -1,7 +1,7 @@
 """Which model fits on which GPU: `python -m benchmarks.fits` prints the table of docs/running.md.
 
 Each cell composes configs/model/NAME.yaml with vLLM and the torch learner on one GPU, and asks the functions by which
-`art check` refuses a run before vLLM starts. Nothing is loaded or downloaded: the models' sizes follow from published.py.
+`art check` refuses a run before vLLM starts. Nothing is loaded or downloaded: their sizes follow from published.py.
 The memory of the GPUs is that of configs/machines.yaml. Estimates, not measurements.
 """
 
