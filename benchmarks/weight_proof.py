@@ -3,17 +3,19 @@
     python -m benchmarks.weight_proof          # all of it; a real vLLM needs make setup-vllm
     python -m benchmarks.weight_proof --engine fused --dtype bfloat16 --loads 8
 
-A chain of policy gradient steps is made as the demo takes them: rows that the policy samples, advantages of random
-sign, AdamW with a rate of 4e-4. The engine loads each step's adapter, which is right, and it is proven as in a run, by
-the base model and the step before. Then each wrong one is proven as if it were the step's: the step before,
-none, the adapter of another chain at that step, the step's with twice the scale, the step's with one layer zeroed, and
-the step's under another chat template. `fused` rounds as vLLM's kernels do (tests/support/fused_rounding.py).
+A chain of policy gradient steps is made as the demo takes them: rows that the policy has sampled at most four steps
+before, advantages of random sign, AdamW with a rate of 4e-4. The engine loads each step's adapter, which is right, and
+it is proven as in a run, by the base model and the step before. Then each wrong one is proven as if it were the step's:
+the step before, none, the adapter of another chain at that step, the step's with twice the scale, the step's with one
+layer zeroed, and the step's under another chat template. `fused` rounds as vLLM's kernels do
+(tests/support/fused_rounding.py).
 """
 
 import argparse
 import asyncio
 import json
 import logging
+import sys
 import tempfile
 import time
 from collections import Counter
@@ -71,12 +73,15 @@ class Chain:
         self._optimizer = torch.optim.AdamW(parameters, lr=RATE, weight_decay=0.0)
         self.adapters: list[Path] = []
 
-    def step(self) -> Path:
-        """Takes a step and returns the directory of its adapter."""
+    def sample(self) -> torch.Tensor:
+        """Returns [rows, LENGTH] token ids that the policy samples."""
+        text = own_text(self.weights, seed=1000 * self._seed + len(self.adapters))
+        return torch.tensor(text[len(text) % LENGTH :]).view(-1, LENGTH)
+
+    def step(self, rows: torch.Tensor) -> Path:
+        """Takes a step on the rows and returns the directory of its adapter."""
         number, model = len(self.adapters), self.weights.model
         draw = torch.Generator().manual_seed(1000 * self._seed + number)
-        text = own_text(self.weights, seed=1000 * self._seed + number)
-        rows = torch.tensor(text[len(text) % LENGTH :]).view(-1, LENGTH)
         advantages = 2.0 * torch.randint(0, 2, (len(rows),), generator=draw) - 1
         logprobs = model(rows, use_cache=False).logits[:, :-1].float().log_softmax(-1)
         taken = logprobs.gather(2, rows[:, 1:, None])[..., 0]
@@ -192,7 +197,9 @@ async def measure(model: str, dtype: str, engine: str, loads: int) -> "Table":
         async with scoring(engine, weights, home) as score_engine:
             bare = stale = await score_engine(None, before.tokens)
             for number in range(loads):
-                adapter, foreign = chain.step(), other.step()
+                if number % 4 == 0:
+                    rows = chain.sample()
+                adapter, foreign = chain.step(rows), other.step(rows)
                 probe = measure_probe(weights, score, before)
                 right = await score_engine(adapter, probe.tokens)
                 table.add("right", before, probe, right, dtype)
@@ -214,6 +221,7 @@ async def measure(model: str, dtype: str, engine: str, loads: int) -> "Table":
         print(f"{what} {min(values):.2e} to {max(values):.2e} nats")
     print("\n| adapter | passes | fails | undecided |\n|---|---|---|---|")
     table.print()
+    sys.stdout.flush()
     return table
 
 
