@@ -13,7 +13,7 @@ the engine shows is sum(c w) / sum(d w), where w is e without its largest values
 1941), which makes the share 1 for the right weights however far learner and engine round. It is 0 for the weights
 before, and about 2 for an adapter of twice the scale. Its error is White's (1980), of right weights, so that a share is
 many errors away from 1 by rounding as seldom as a sum of random signs is. Where the error is large, because the change
-is small against rounding, the proof is undecided.
+is small against rounding, the proof is undecided, unless the change is above twice the level's bound.
 """
 
 import logging
@@ -146,7 +146,7 @@ def judge(engine: Sequence[float], probe: Probe, references: Mapping[str, Twice]
         text = f"it shows {change} of the learner's change since {name}"
         if change.is_wrong:
             wrong.append(text)
-        elif not change.is_decided:
+        elif not change.is_decided and mean_gap(before.plain, now.plain) <= 2 * bound.most:  # else the level decides
             undecided.append(f"{text}, too little against rounding to tell the two apart")
     return WeightVerdict(gap, change, ", ".join(wrong), "; ".join(undecided))
 

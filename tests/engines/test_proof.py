@@ -126,6 +126,17 @@ def test_a_change_below_rounding_is_undecided_and_said_once(caplog: pytest.LogCa
     assert len(said) == 2 and all(text.startswith("step 2: the proof of the engine's weights is und") for text in said)
 
 
+def test_a_change_above_twice_the_bound_is_decided_by_the_level_however_few_tokens_show_it() -> None:
+    """One token of twenty moves by 0.1 nats: the share has an error of 1, and the mean change is 5 bounds."""
+    still = [-1.0] * 19
+    before, now = Twice([-2.0, *still], [-2.0, *still]), Twice([-1.9, *still], [-1.9, *still])
+    probe = Probe(tokens=list(range(21)), logprobs=now.plain, rounded=now.rounded)
+    assert not change_between(before, now, now.plain).is_decided
+    right, stale = (judge(scores, probe, {"step 1": before}, dtype="float32") for scores in (now.plain, before.plain))
+    assert not right.wrong and not right.undecided
+    assert "gap 5.00e-03 nats, bound 1e-03" in stale.wrong
+
+
 def test_the_smallest_step_is_proven_in_float32() -> None:
     """A thousandth of a step moves logprobs by less than the level's bound, and the change shows it."""
     before = moved(policy("float32"), seed=1)
