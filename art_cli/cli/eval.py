@@ -3,6 +3,7 @@
 import contextlib
 import json
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -127,7 +128,11 @@ def run(
         write_file(markdown, ci_files.eval_markdown(whole, hidden=hidden, link=link).encode())
     if faults:
         raise RolloutError(" | ".join(f"{name}: {fault}" for name, fault in faults.items()))
-    missed = [verdict.error for verdict in verdicts if verdict.error is not None]
+    _refuse_missed([verdict.error for verdict in verdicts if verdict.error is not None])
+
+
+def _refuse_missed(missed: Sequence[Exception]) -> None:
+    """Raises GateError with all missed gates, or the first gate that cannot be meant; nothing if none was missed."""
     for error in missed:
         if len(missed) == 1 or isinstance(error, UsageError):
             raise error
