@@ -1,4 +1,4 @@
-"""`make bench-gpu` on a CPU: every row runs in the small mode, and its numbers can be true.
+"""`make bench-gpu` on a CPU: every row runs with the tiny model, and its numbers can be true.
 
 They are checked against the work: 2 prompts of 48 tokens, 4 attempts at each, 8 new tokens. The order, the deadline,
 the end of the time, Ctrl-C and the next start are tried with rows that take no time.
@@ -32,7 +32,6 @@ from tests.support.real_vllm import IS_THERE
 PROMPTS, ATTEMPTS, PROMPT, NEW = 2, 4, 48, 8
 SAMPLED = PROMPTS * ATTEMPTS * NEW
 GAP = 0.05  # nats of the tiny model; bfloat16 has 8 bits of mantissa, and engine and learner round differently
-REAL_GAPS = {"bfloat16": 0.3, "float32": 1e-3}  # nats of SmolLM2; in bfloat16 it is 0.04 to 0.09
 Small = dict[Key, dict[str, Any]]
 
 
@@ -40,8 +39,9 @@ Small = dict[Key, dict[str, Any]]
 def small(tmp_path_factory: pytest.TempPathFactory) -> Small:
     """The last line of each row."""
     work = tmp_path_factory.mktemp("gpu")
-    told = [sys.executable, "-m", "benchmarks.gpu", "--small", "--work", str(work), "--minutes", "25"]
-    done = subprocess.run(told, cwd=ROOT, capture_output=True, text=True, timeout=1600)
+    told = [sys.executable, "-m", "benchmarks.gpu", "--small", "--work", str(work), "--minutes", "13"]
+    told += ["--shape", *(name for name in SHAPES if name != "small")]
+    done = subprocess.run(told, cwd=ROOT, capture_output=True, text=True, timeout=850)
     assert done.returncode == 0, done.stdout + done.stderr
     lines = [json.loads(line) for line in (work / "gpu.jsonl").read_text().splitlines()]
     page = (work / "GPU.md").read_text()
@@ -59,9 +59,9 @@ def tiny(small: Small, row: str) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1700)
+@pytest.mark.timeout(900)
 def test_every_row_has_numbers_or_says_what_is_missing(small: Small) -> None:
-    assert list(small) != [] and small.keys() == set(plan(is_small=True))
+    assert small.keys() == {key for key in plan(is_small=True) if key.shape == "small"}
     assert {key.row for key in small} == ROWS.keys()
     missing = {key: line["reason"] for key, line in small.items() if line["reason"] is not None}
     assert "only a GPU" in missing.pop(Key("loop-24gb", "small"))
@@ -73,7 +73,7 @@ def test_every_row_has_numbers_or_says_what_is_missing(small: Small) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1700)
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("row", ["sample-embedded", "server-vllm"])
 def test_an_engine_samples_what_it_was_asked_for_with_the_learners_logprobs(small: Small, row: str) -> None:
     found = tiny(small, row)
@@ -89,18 +89,7 @@ def test_an_engine_samples_what_it_was_asked_for_with_the_learners_logprobs(smal
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1700)
-@pytest.mark.skipif(not IS_THERE, reason="no .venv-vllm and no ART_VLLM_PYTHON: make test-vllm")
-@pytest.mark.parametrize("dtype", REAL_GAPS)
-def test_a_real_models_gap_is_rounding(small: Small, dtype: str) -> None:
-    found = small[Key("server-vllm", "smollm2", dtype)]["figures"]
-    assert found["weights"] == "SmolLM2-135M-Instruct"
-    assert 0 < found["probe_gap"] < REAL_GAPS[dtype] and 0 < found["gap"] < REAL_GAPS[dtype]
-    assert found["swap_moves"] > 2 * found["probe_gap"]  # measured 0.22 and 0.089 in bfloat16
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(1700)
+@pytest.mark.timeout(900)
 def test_a_training_step_counts_its_tokens_and_flex_attention_says_why_it_is_off(small: Small) -> None:
     for row in ("train-torch", "train-dense", "train-unsloth"):
         if small[Key(row, "small")]["reason"]:
@@ -115,7 +104,7 @@ def test_a_training_step_counts_its_tokens_and_flex_attention_says_why_it_is_off
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1700)
+@pytest.mark.timeout(900)
 def test_all_loops_play_the_same_number_of_attempts_and_tokens(small: Small) -> None:
     for row in [row for row in ROWS if row.startswith("loop-") and not small[Key(row, "small")]["reason"]]:
         found = tiny(small, row)
@@ -198,7 +187,7 @@ def test_what_is_worth_most_comes_first() -> None:
     ]  # fmt: skip
     assert first == sorted(first)
     assert {key.row for key in PLAN} == ROWS.keys() and len(set(PLAN)) == len(PLAN)
-    assert {key.dtype for key in PLAN if key.row == "server-vllm" and key.shape == "smollm2"} == set(REAL_GAPS)
+    assert {key.dtype for key in PLAN if key.row == "server-vllm" and key.shape == "smollm2"} == {"bfloat16", "float32"}
 
 
 def test_a_models_base_comes_before_its_rows_also_where_only_some_are_wanted() -> None:

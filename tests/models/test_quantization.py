@@ -243,7 +243,7 @@ def test_an_export_is_merged_into_the_whole_base_and_says_so(
 
 def test_vllm_is_told_to_quantise_as_the_learner_does(load: Callable[..., Weights]) -> None:
     for quantize, expected in (("4bit", ["bitsandbytes"]), (None, [])):
-        served = spec_of(load(quantize=quantize))
+        served = spec_of(load(quantize=quantize, dtype="bfloat16"))
         argv = command(
             VllmEngineConfig(name="vllm"),
             served,
