@@ -1,27 +1,40 @@
-"""Exceptions of the package, as a tree.
+"""The package's exceptions as a tree, with exit codes and the rooms that raise them.
 
-* ArtError ................ anything that a user can mend; the command line prints its line and exits with `exit_code`
-  - UsageError ............ the command line or the configuration is wrong (exit code 2)
-    . ConfigError ......... one or more mistakes in a configuration, each with its line
-  - DataError ............. a file's content is not what it must be; names `file:line`
-  - RolloutError .......... the user's rollout cannot be loaded or run at all
-  - EngineError ........... the engine did not start, died, or did not answer in time
-  - JudgeError ............ a group could not be scored; it stays owed
-    . JudgeStopped ........ no group can be scored until the user acts: a refused key, a spent budget
-  - LearnerError .......... a step cannot be computed (out of memory, a loss that is not finite)
-    . ProcessDied ......... one of its processes ended by itself
-    . PeersLost ........... its processes here lost those on another machine
-  - RemoteError ........... a server that trains and samples for us is gone, refuses, or does not answer in time
-  - DriftError ............ engine and learner do not hold the same weights (contracts 2 and 5 of the design)
-  - CheckpointError ....... no checkpoint that verifies, or one that does not fit the model
-  - RunError .............. the run directory refuses: locked, finished, made by another configuration
-  - GateError ............. a measured value is below its gate
-  - DeliveryError ......... a receiver of traces does not take them
-  - StorageError .......... an object store cannot be reached, refuses, or does not answer in time
-  - Paused ................ a stop rule of the configuration paused the run after everything complete was written
-  - Interrupted ........... Ctrl-C or SIGTERM after everything complete was written (exit code 130)
+ArtError                      1    a failure that the user can act on, as one line
+  UsageError                  2    everywhere: a mistake in the command line, or a file that it names is missing
+    ConfigError               2    config, loop, cli: all mistakes of a configuration, each with its line
+  DataError                   1    everywhere: the content of a file is wrong; names file:line
+  RolloutError                1    rollouts, loop, cli: every attempt fails, as the agent cannot be loaded
+  EngineError                 1    engines, tinker, chat, loop: an engine or port cannot start, died, or does not answer
+  JudgeError                  1    judges, loop, cli: a group could not be scored; it stays owed
+    JudgeStopped              1    judges: no group can be scored until the user acts: a refused key, a spent budget
+  LearnerError                1    learners, tinker, loop: a step cannot be computed
+    OutOfMemory               1    learners: it takes more memory than there is
+    ProcessDied               1    learners: one of the learner's processes ended by itself
+    PeersLost                 1    learners: the processes on this machine lost the processes on another
+  RemoteError                 1    tinker: the server of the Tinker protocol is gone, refuses, or is late
+  DriftError                  1    engines, learners, loop, serving: engine and learner have different weights
+  CheckpointError             1    runs, models, learners, tinker, engines, loop: no checkpoint is whole, or none fits
+    UncertainCheckpoint       1    runs: a checkpoint that may be whole, such as one of a newer art
+  RunError                    1    runs, loop, cli, judges, models, reports, serving: a run or output refuses, as it is
+                                   locked, or made by another configuration
+  GateError                   1    cli, loop: a measured value misses its gate
+  DeliveryError               1    formats: a receiver of traces does not take them
+  StorageError                1    runs: an object store cannot be reached, refuses, or is late
+  Paused                      1    loop: a stop rule paused the run; everything complete is written
+  Interrupted               130    loop, learners, cli: Ctrl-C or SIGTERM; everything complete is written
 
-A programmer's mistake is an assertion, not one of these. Each message is one line: what, where, what to do.
+How an error reaches the user:
+
+    an attempt at a rollout fails     rollouts/attempt_errors.AttemptError; recorded, counted, and the run continues
+    a request to a server is wrong    chat/chat_errors.ChatError; an answer with status 4xx or 5xx
+    an ArtError                       cli/app.report prints "error: ..." and exits with its code
+    an OSError, a missing package     cli/app.report explains it; exit code 1
+    anything else                     a bug: one line that says so, and the traceback with --verbose; exit code 1
+
+A message is one line: what, where, what to do. An engine or a learner may add the last lines of a log. A programmer's
+mistake is an assertion, not an ArtError. Code that calls a user's or another package's code names the boundary in its
+`except`, and keeps the cause (`raise ... from`).
 """
 
 import contextlib
