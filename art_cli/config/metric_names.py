@@ -128,7 +128,7 @@ def why_unknown(name: str, config: RunConfig) -> str:
     if name.partition(".")[0] in OF_SOURCES and "." in name:
         return why_no_source(name, config.rollout.sources)
     near = get_close_matches(name, [*ALWAYS, *NEEDS, *FAMILIES], 3, 0.6)
-    hint = f"did you mean {' or '.join(map(repr, near))}?" if near else "docs/stop.md names them"
+    hint = f"did you mean {' or '.join(map(repr, near))}?" if near else "docs/metrics.md has all"
     if name in ("reward", "failed"):
         hint = f"of a step: {'reward_mean' if name == 'reward' else 'num_failed'}; of an evaluation: {EVAL}{name}"
     return f"no such metric; {hint} (one that rollouts report is metrics.NAME)"
