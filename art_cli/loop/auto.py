@@ -30,6 +30,7 @@ from art_cli.config.schema import (
 from art_cli.engines import engine_traits
 from art_cli.engines.vllm.arguments import (
     LORA_RANKS,
+    ONLY_16_BITS,
     VllmFacts,
     find_vllm,
     has_gpu,
@@ -134,6 +135,8 @@ def engine_facts(
     if not vllm.gpus:
         problem = f"torch {vllm.torch} of {vllm.python} sees no GPU"
         return Facts(True, problem=problem, is_installed=True, cure="install a build of torch for this GPU")
+    if not vllm.has_bfloat16:
+        return Facts(True, f"the GPU has no bfloat16, and {ONLY_16_BITS}")
     if problem := vllm.lacks(quantize):
         return Facts(True, problem=problem, is_installed=True, cure=vllm.plugin_cure)
     if unknown := [name for name in _architectures(base) if name not in vllm.architectures]:
@@ -148,7 +151,7 @@ def vllm_obstacle(model: ModelConfig, directory: Path) -> str:
     if model.lora.rank > LORA_RANKS[-1]:
         return f"model.lora.rank is {model.lora.rank}, and vLLM serves {LORA_RANKS[-1]} at most"
     if model.dtype == "float32":
-        return "model.dtype is float32, and vLLM's LoRA kernels on a GPU take 16 bits only"
+        return f"model.dtype is float32, and {ONLY_16_BITS}"
     if is_built(model.base, directory):
         return "model.base is made by a function, and vLLM knows published architectures only"
     return ""

@@ -50,7 +50,7 @@ Json = dict[str, Any]
 
 MODEL = PolicySpec(
     base="org/model",
-    dtype="float32",
+    dtype="bfloat16",
     vocabulary=64,
     max_length=64,
     lora_rank=4,
@@ -163,7 +163,7 @@ def test_the_model_decides_what_the_server_can_hold() -> None:
     text = " ".join(flags())
     for there in (
         "--model org/model",
-        "--dtype float32",
+        "--dtype bfloat16",
         "--max-model-len 64",
         "--max-lora-rank 8",
         "--logprobs-mode processed_logprobs",
@@ -288,7 +288,7 @@ def test_the_users_share_wins_and_a_cpu_has_none() -> None:
     assert arguments.own_share(VllmEngineConfig(name="vllm")) is None
 
 
-def test_four_bits_in_float32_are_refused_and_only_adapted_modules_of_experts_get_room() -> None:
+def test_float32_is_refused_on_a_gpu_and_only_adapted_modules_of_experts_get_room() -> None:
     def argv(**changes: Any) -> list[str]:
         model = msgspec.structs.replace(MODEL, **changes)
         config = VllmEngineConfig(name="vllm")
@@ -298,10 +298,12 @@ def test_four_bits_in_float32_are_refused_and_only_adapted_modules_of_experts_ge
 
     with pytest.raises(EngineError, match="in 4 bits vLLM computes in bfloat16 only"):
         argv(quantize="4bit", dtype="float32")
+    with pytest.raises(EngineError, match="16 bits only, and this run has float32; set engine=embedded"):
+        argv(dtype="float32")
     quantized = argv(quantize="4bit", dtype="bfloat16")
     assert quantized[quantized.index("--quantization") + 1] == "bitsandbytes"
     assert "--lora-target-modules" not in quantized
-    found = argv(lora_targets=("k_proj", "q_proj"))
+    found = argv(lora_targets=("k_proj", "q_proj"), dtype="bfloat16")
     assert found[found.index("--lora-target-modules") :][1:3] == ["k_proj", "q_proj"]
 
 

@@ -105,6 +105,15 @@ def test_the_faster_one_is_chosen_where_nothing_speaks_against_it(group: str, fa
     assert choose(group, Facts(True, "", "X 1.0", "broken", cure="c")) == AutoChoice(plain, "broken", "c")
 
 
+def test_a_gpu_without_bfloat16_gets_the_embedded_engine(project: Path) -> None:
+    """There `model.dtype: auto` is float32, which vLLM's LoRA kernels do not take."""
+    machine = MachineOf(facts=structs.replace(WORKS, has_bfloat16=False))
+    assert engine(project, machine=machine) == (
+        "embedded",
+        "the GPU has no bfloat16, and vLLM's LoRA kernels on a GPU take 16 bits only",
+    )
+
+
 def test_vllm_is_the_engine_where_it_and_a_gpu_are_there(project: Path) -> None:
     assert engine(project, machine=MachineOf()) == ("vllm", "vLLM 0.32.0 and a GPU are here")
     resolved = resolve_auto(load(project), "engine", machine=MachineOf())

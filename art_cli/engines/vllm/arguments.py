@@ -24,16 +24,19 @@ from art_cli.runtime.errors import EngineError
 from art_cli.runtime.gpus import has_gpu as has_gpu
 from art_cli.runtime.processes.child import child_environment
 
+ONLY_16_BITS = "vLLM's LoRA kernels on a GPU take 16 bits only"
 PROBE_DEADLINE_S = 120.0  # importing vLLM from a cold disk takes most of a minute
 
 # A program for the other Python. It prints one JSON line, whatever is missing there.
 PROGRAM = """
 import json, sys
-found = {"version": None, "torch": None, "gpus": [], "architectures": [], "quantizations": [], "error": None}
+found = {"version": None, "torch": None, "gpus": [], "has_bfloat16": True}
+found |= {"architectures": [], "quantizations": [], "error": None}
 try:
     import torch
     found["torch"] = torch.__version__
     found["gpus"] = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+    found["has_bfloat16"] = not found["gpus"] or torch.cuda.is_bf16_supported(including_emulation=False)
     import vllm
     import vllm.entrypoints.launchers.api_server.entry
     from vllm.model_executor.models import ModelRegistry
@@ -56,6 +59,7 @@ class VllmFacts(msgspec.Struct, kw_only=True, frozen=True):
     version: str | None = None  # vLLM's; None where it cannot be imported
     torch: str | None = None
     gpus: list[str] = []  # names of the GPUs that torch sees there
+    has_bfloat16: bool = True  # False: the first GPU computes no bfloat16
     architectures: list[str] = []  # the transformers architectures that it serves: "Qwen3ForCausalLM"
     quantizations: list[str] = []  # methods that it and its plugins have: "bitsandbytes"
     error: str | None = None  # why something is missing, one line
@@ -189,6 +193,8 @@ def command(
         if model.dtype == "float32":
             raise EngineError(f"model.quantize: {ONLY_BFLOAT16}; set engine=embedded")
         arguments["quantization"] = QUANTIZATION
+    if has_gpu and model.dtype == "float32":
+        raise EngineError(f"model.dtype: {ONLY_16_BITS}, and this run has float32; set engine=embedded")
     if model.lora_targets:  # without it vLLM keeps room for an adapter of each expert, 1.7 GB of Qwen3-30B-A3B
         arguments["lora-target-modules"] = list(model.lora_targets)
     if sleep:
