@@ -28,11 +28,11 @@ import numpy as np
 import torch
 
 from art_cli.config.schema import GrpoConfig, TorchLearnerConfig, TrainConfig
-from art_cli.learners import trial_update
 from art_cli.learners.packs.flex_attention import FlexAttention
 from art_cli.learners.packs.pack_runner import MICRO_BATCH_TOKENS
 from art_cli.learners.samples import bare_sample
 from art_cli.learners.torch_learner import TorchLearner
+from art_cli.loop import trial_update
 from art_cli.models.loading import Weights
 from benchmarks.published import published
 from tests.support.fake_device import NAME, FakeDevice, fake_weights, fused

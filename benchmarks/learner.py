@@ -96,7 +96,7 @@ def recorded(groups: Groups) -> dict[str, Any]:
 
     from art_cli.config.schema import GrpoConfig
     from art_cli.learners.algorithms.presets import build_algorithm
-    from art_cli.learners.step_samples import make_step_samples
+    from art_cli.learners.step.step_samples import make_step_samples
 
     turns = [trajectory.turns[0] for group in groups for trajectory in group]
     prompts = torch.tensor([turn.prompt_ids for turn in turns])

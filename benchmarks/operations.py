@@ -21,7 +21,7 @@ import numpy as np
 
 from art_cli.learners.algorithms import Algorithm
 from art_cli.learners.packs.packing import pack_samples
-from art_cli.learners.step_samples import make_step_samples
+from art_cli.learners.step.step_samples import make_step_samples
 from benchmarks.batches import Groups
 
 

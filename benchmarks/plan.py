@@ -94,8 +94,8 @@ def memory_of(model: str, length: int) -> Iterator[dict[str, Any]]:
 def peak(model: str, length: int, *, is_forecast: bool) -> float | None:
     """Returns the peak of this process in a step on rows of that length, or the forecast by shorter ones."""
     from art_cli.config.schema import GrpoConfig, ModelConfig, TorchLearnerConfig, TrainConfig
-    from art_cli.learners import trial_update
     from art_cli.learners.torch_learner import TorchLearner
+    from art_cli.loop import trial_update
     from art_cli.models.loading import load_weights
     from art_cli.runtime.allocator import keep_freed_memory
     from benchmarks.models import build

@@ -82,7 +82,7 @@ class Batch:
         if self.played is None:
             return recorded(self.groups)
         from art_cli.learners.algorithms.presets import build_algorithm
-        from art_cli.learners.step_samples import make_step_samples
+        from art_cli.learners.step.step_samples import make_step_samples
 
         algorithm = build_algorithm(self.config.loss, max_tokens=self.config.rollout.sampling.max_tokens)
         samples = [sample for group in make_step_samples(self.groups, algorithm).groups for sample in group]

@@ -51,7 +51,7 @@ def run(
     import msgspec
 
     from art_cli.config.compose import load_config
-    from art_cli.learners.prompt_learner import PromptLearner
+    from art_cli.learners.prompt.prompt_learner import PromptLearner
     from art_cli.loop.machines import choose_machines, elsewhere
     from art_cli.loop.prompt_plan import as_prompt
     from art_cli.loop.references import check_ready

@@ -32,14 +32,16 @@ from art_cli.judges import Judge, judge_groups
 from art_cli.judges.costs import CostEstimate
 from art_cli.judges.retirement import find_retiring, hosted_models, retirement_day
 from art_cli.judges.shadow_judges import ShadowJudges
-from art_cli.learners import Learner, has_own_weights, load_policy, make_learner, trial_update
+from art_cli.learners import Learner, has_own_weights, load_policy, make_learner
 from art_cli.learners.processes.nodes.node_address import Address, read_secret
 from art_cli.learners.sft.examples import load_examples
+from art_cli.loop import trial_update
 from art_cli.loop.auto import Machine, decide_by_base, describe, read_sizes
 from art_cli.loop.gpu_fit import describe_use, find_misfit, gpu_use
 from art_cli.loop.owed_groups import plan_groups
 from art_cli.loop.policy_sampler import open_sampler
 from art_cli.loop.record import find_clash
+from art_cli.models.device_memory import memory_there
 from art_cli.models.loading import Weights, count_parameters, find_base, load_tokenizer, template_cure
 from art_cli.models.policy_spec import PolicySpec, read_spec, spec_of
 from art_cli.reports.pages.conversation_text import last_reply
@@ -502,7 +504,7 @@ class Preflight:
         log.info("update: rows of %d and %d tokens, to estimate longer ones: %.0f s at most", length, second, most_s)
         whole = trial_update.forecast(self.learner, self.weights, length, longest, parts=learns_by.parts)
         message += f"; the longest row that the limits allow has {longest:,} tokens and would take {whole}"
-        is_large = whole.seconds > LONG_ROW_S or (whole.gigabytes or 0.0) > trial_update.memory_there(self.weights)
+        is_large = whole.seconds > LONG_ROW_S or (whole.gigabytes or 0.0) > memory_there(self.weights)
         cure = f"model.max_length makes it shorter: the longest attempt here had {played:,} tokens" if is_large else ""
         return Finding("update", True, message, cure)
 

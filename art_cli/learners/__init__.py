@@ -3,6 +3,11 @@
     scored groups -> credit (algorithms/) -> samples.py -> packs/packing.py -> objective, share (algorithms/) -> a
     gradient
 
+    torch_learner.py     weights in this process; step/ takes the policy step, optimizer.py applies it
+    processes/           the same learner in several processes, on one machine or more
+    sft/, teachers/      the warm-up; models that give their logprobs of what the policy sampled
+    prompt/              the learner whose policy is a prompt
+
 A learner speaks in plain data (records, paths, numbers). Its methods block; the loop calls them in a thread.
 """
 
@@ -26,7 +31,7 @@ if TYPE_CHECKING:
 # `unsloth` takes the same step on weights that Unsloth loads (unsloth.py)
 BUILT_INS = {
     **dict.fromkeys(("torch", "unsloth"), "art_cli.learners.torch_learner:TorchLearner"),
-    "prompt": "art_cli.learners.prompt_learner:PromptLearner",
+    "prompt": "art_cli.learners.prompt.prompt_learner:PromptLearner",
     "tinker": "art_cli.tinker.tinker_learner:TinkerLearner",
 }
 

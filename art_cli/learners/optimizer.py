@@ -20,7 +20,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from art_cli.config.schema import TrainConfig
-from art_cli.learners.processes.ranks import Ranks
+from art_cli.learners.packs.ranks import Ranks
 from art_cli.learners.schedule import EPS, WINDOW, clip_limit, rate_of_step
 from art_cli.runtime.errors import CheckpointError
 

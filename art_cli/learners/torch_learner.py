@@ -28,23 +28,23 @@ from art_cli.learners.algorithms.off_policy import build_correction
 from art_cli.learners.algorithms.ppo import Ppo
 from art_cli.learners.algorithms.presets import UserAlgorithm, build_algorithm
 from art_cli.learners.critic import Critic
-from art_cli.learners.gradient import LossGradient, Update
 from art_cli.learners.optimizer import Optimizer
 from art_cli.learners.packs.logprob_reader import Reader
 from art_cli.learners.packs.pack_runner import PackRunner
 from art_cli.learners.packs.packing_check import PackingCheck
-from art_cli.learners.policy_step import Pass, take_step
+from art_cli.learners.packs.ranks import Ranks
 from art_cli.learners.probe import measure_probe
-from art_cli.learners.processes.ranks import Ranks
 from art_cli.learners.samples import CROSS_ENTROPY, POLICY, REFERENCE_KL, Sample, bare_sample, check_fits
 from art_cli.learners.schedule import warm_up_settings
 from art_cli.learners.sft.examples import example_samples
 from art_cli.learners.sft.sft_batches import plan_batches
 from art_cli.learners.sft.torch_sft import TorchSft
-from art_cli.learners.step_samples import PlannedStep
-from art_cli.learners.step_statistics import StepStatistics
-from art_cli.learners.training_record import StepRecord
-from art_cli.learners.trial_update import forget_peak, peak
+from art_cli.learners.step.gradient import LossGradient, Update
+from art_cli.learners.step.policy_step import Pass, take_step
+from art_cli.learners.step.step_samples import PlannedStep
+from art_cli.learners.step.step_statistics import StepStatistics
+from art_cli.learners.step.training_record import StepRecord
+from art_cli.models.device_memory import forget_peak, peak
 from art_cli.models.loading import Weights, load_checkpoint, save_weights
 from art_cli.runs.durable import write_lines
 from art_cli.runs.manifest import Probe

@@ -13,6 +13,7 @@
     evaluate.py          evaluations: means and intervals, a judge's comparisons, gates
     stop_rules.py, startup.py, interrupts.py    rules that pause, hours and dollars, start, Ctrl-C
     stages.py, stage_policy.py    the stages of the loop, each run alone
+    run_plan.py          the plan of a run: its first step, then pilot steps (pilot.py, trial_update.py)
 
 It has no mathematics and no file format: those are the learner's and run_dir's. The policy is plain data here
 (PolicySpec). Everything follows from the run directory, so that resuming is reading that directory.

@@ -6,7 +6,7 @@ done once, by the real learner on the groups of the plan's step.
 
 from art_cli.config.checks import keys_of_weights
 from art_cli.config.compose import LoadedConfig, load_config
-from art_cli.learners.prompt_learner import PromptLearner
+from art_cli.learners.prompt.prompt_learner import PromptLearner
 from art_cli.loop.owed_groups import first_groups, group
 from art_cli.runs.promise import Reflected
 from art_cli.runs.run_dir import RunDir

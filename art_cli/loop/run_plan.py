@@ -30,7 +30,7 @@ from art_cli.judges.blend import named_judges
 from art_cli.judges.costs import find_price
 from art_cli.judges.judge_groups import score as ask
 from art_cli.judges.judge_report import judge_windows
-from art_cli.learners.prompt_learner import PromptLearner
+from art_cli.learners.prompt.prompt_learner import PromptLearner
 from art_cli.loop.auto import with_rate
 from art_cli.loop.batches import Batch
 from art_cli.loop.calibration import shared_prompt
@@ -38,6 +38,7 @@ from art_cli.loop.claim_run import Claim, claim_run
 from art_cli.loop.evaluate import contests
 from art_cli.loop.open_run import Run, open_run
 from art_cli.loop.owed_groups import first_groups
+from art_cli.loop.pilot import Pilots
 from art_cli.loop.prompt_plan import reflect
 from art_cli.loop.record import claim_config
 from art_cli.loop.references import check_ready
@@ -317,8 +318,6 @@ def _pilot(run: Run, groups: Groups, measured: Measured) -> Measured:
                 pilots.append(Pilot(rate, None, None, time.perf_counter() - begin))
             run.learner.load(start)
         else:
-            from art_cli.learners.pilot import Pilots  # torch
-
             piloting, begin = Pilots(run.learner, groups, start), time.monotonic()
             for factor in RATES:
                 if not pilots or (time.monotonic() - begin < MAX_PILOTS_S and not run.interrupts.num):

@@ -27,15 +27,15 @@ from art_cli.learners import SFT_DIRECTORY, Progress, SftProgress, StepMetrics
 from art_cli.learners.algorithms import Algorithm
 from art_cli.learners.algorithms.normalization import FinishedCounts
 from art_cli.learners.algorithms.presets import build_algorithm
-from art_cli.learners.policy_step import Pass, take_step
 from art_cli.learners.samples import Floats, Sample, bare_sample
 from art_cli.learners.schedule import WINDOW, clip_limit, rate_of_step, warm_up_settings
 from art_cli.learners.sft.examples import example_samples
 from art_cli.learners.sft.sft_batches import plan_batches
 from art_cli.learners.sft.sft_trainer import Sft, Taken
-from art_cli.learners.step_samples import PlannedStep
-from art_cli.learners.step_statistics import StepStatistics
-from art_cli.learners.training_record import StepRecord
+from art_cli.learners.step.policy_step import Pass, take_step
+from art_cli.learners.step.step_samples import PlannedStep
+from art_cli.learners.step.step_statistics import StepStatistics
+from art_cli.learners.step.training_record import StepRecord
 from art_cli.models.loading import configs_of, load_tokenizer, stop_ids
 from art_cli.models.policy_spec import PolicySpec
 from art_cli.runs.durable import is_locked_here, write_lines

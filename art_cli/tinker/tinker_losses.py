@@ -16,7 +16,7 @@ from art_cli.config.sections import loss_config
 from art_cli.learners.algorithms import Algorithm
 from art_cli.learners.algorithms.normalization import FinishedCounts, UpdateCounts
 from art_cli.learners.samples import CROSS_ENTROPY, POLICY, Floats, Sample
-from art_cli.learners.step_samples import count
+from art_cli.learners.step.step_samples import count
 
 
 class TokenValues(NamedTuple):

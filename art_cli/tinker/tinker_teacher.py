@@ -14,7 +14,7 @@ import numpy as np
 
 from art_cli.config.sections.loss_config import TeacherConfig
 from art_cli.learners.packs.logprob_reader import divided
-from art_cli.learners.processes.ranks import Ranks
+from art_cli.learners.packs.ranks import Ranks
 from art_cli.learners.samples import Floats, Sample
 from art_cli.learners.teachers.teacher_server import check_temperatures
 from art_cli.runtime.errors import LearnerError, RemoteError

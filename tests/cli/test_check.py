@@ -11,8 +11,8 @@ import pytest
 
 from art_cli.cli.preflight import Preflight, _sampling_note
 from art_cli.config.compose import load_config
-from art_cli.learners import trial_update
-from art_cli.learners.trial_update import Cost, estimate, second_length
+from art_cli.loop import trial_update
+from art_cli.loop.trial_update import Cost, estimate, second_length
 from art_cli.reports.pages.conversation_text import last_reply
 from art_cli.runs.intervals import share_interval
 from art_cli.runs.trajectory import Trajectory, Turn

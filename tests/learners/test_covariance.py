@@ -12,7 +12,7 @@ import torch
 from art_cli.config.schema import GrpoConfig
 from art_cli.learners.algorithms.credit import advantages, rewards_of
 from art_cli.learners.samples import NEAR_OLD, POLICY, Sample
-from art_cli.learners.step_samples import near_covariant, without_covariant
+from art_cli.learners.step.step_samples import near_covariant, without_covariant
 from tests.learners.test_presets import GROUPS, WEIGHTS
 from tests.support.gradients import Caught, chosen_logprobs, distance, learner, leaves, two_answers
 from tests.support.tiny import tiny_weights

@@ -15,7 +15,7 @@ from art_cli.learners.algorithms import Algorithm
 from art_cli.learners.algorithms.objectives import ValueTerms, clipped_value_error
 from art_cli.learners.algorithms.ppo import credit_by_values, discounted_returns, explained_variance, turn_advantages
 from art_cli.learners.samples import VALUE, Credit
-from art_cli.learners.step_samples import count, make_step_samples
+from art_cli.learners.step.step_samples import count, make_step_samples
 from art_cli.learners.torch_learner import TorchLearner
 from art_cli.models.loading import Weights
 from art_cli.runs.manifest import hash_files

@@ -12,7 +12,7 @@ from art_cli.learners.algorithms.gagpo import GagpoConfig
 from art_cli.learners.algorithms.gigpo import GigpoConfig
 from art_cli.learners.algorithms.presets import build_algorithm
 from art_cli.learners.samples import CROSS_ENTROPY, Credit, observed_tokens
-from art_cli.learners.step_samples import count, make_step_samples
+from art_cli.learners.step.step_samples import count, make_step_samples
 from art_cli.models.loading import Weights
 from art_cli.runs.trajectory import ScoredTrajectory, has_signal, sequence
 from tests.support.gradients import (

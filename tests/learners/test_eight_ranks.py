@@ -17,10 +17,10 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from art_cli.config.schema import GrpoConfig, LoraConfig, ModelConfig, TorchLearnerConfig, TrainConfig
-from art_cli.learners import trial_update
 from art_cli.learners.processes.job import Job
 from art_cli.learners.processes.worker import make_learner
 from art_cli.learners.torch_learner import TorchLearner
+from art_cli.loop import trial_update
 from tests.support.tiny import save_tiny_base
 
 SIZE = 8

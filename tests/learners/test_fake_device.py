@@ -19,13 +19,13 @@ pytestmark = pytest.mark.filterwarnings("ignore:Accessing the data pointer of Fa
 WAITS = {
     "algorithms/pack_loss.py:<genexpr> nonzero",  # the tokens of a component of the loss
     "algorithms/pack_loss.py:pack_loss nonzero",
-    "learners/gradient.py:accumulate item",  # whether the loss is finite
+    "step/gradient.py:accumulate item",  # whether the loss is finite
     "learners/optimizer.py:clip item",  # whether the gradient is
-    "learners/step_statistics.py:add item",  # sums for metrics
-    "learners/step_statistics.py:add_pack item",
-    "learners/step_statistics.py:logprob_gaps index by a mask",
+    "step/step_statistics.py:add item",  # sums for metrics
+    "step/step_statistics.py:add_pack item",
+    "step/step_statistics.py:logprob_gaps index by a mask",
     "learners/torch_learner.py:score to the host",  # its result
-    "learners/training_record.py:_array to the host",
+    "step/training_record.py:_array to the host",
     "packs/logprobs.py:__init__ item",  # whether a temperature is not 1
 }
 MOST_WAITS = 12  # times that a place may wait for one pack

@@ -34,9 +34,9 @@ from art_cli.config.schema import (
 )
 from art_cli.learners.optimizer import EntropyState
 from art_cli.learners.packs.packing import PACK_COST, pack_samples
+from art_cli.learners.packs.ranks import deal, pack_evenly
 from art_cli.learners.processes import workers as workers_module
 from art_cli.learners.processes.job import Job
-from art_cli.learners.processes.ranks import deal, pack_evenly
 from art_cli.learners.processes.workers import ParallelLearner, Watchdog, Workers
 from art_cli.learners.torch_learner import TorchLearner
 from art_cli.models.loading import load_weights

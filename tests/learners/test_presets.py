@@ -9,7 +9,7 @@ import torch
 
 from art_cli.config.sections.loss_config import EXPERIMENTS
 from art_cli.learners.algorithms.presets import PRESETS, build_algorithm
-from art_cli.learners.step_samples import make_step_samples
+from art_cli.learners.step.step_samples import make_step_samples
 from art_cli.runs.trajectory import ScoredTrajectory
 from art_cli.runtime.errors import LearnerError
 from tests.support.gradients import Caught, distance, learner

@@ -14,7 +14,7 @@ from art_cli.judges import Judge, Verdict
 from art_cli.judges.judge_groups import noise
 from art_cli.learners.algorithms.credit import advantages
 from art_cli.learners.algorithms.presets import build_algorithm
-from art_cli.learners.step_samples import StepSamples, make_step_samples
+from art_cli.learners.step.step_samples import StepSamples, make_step_samples
 from art_cli.runs.reliability import (
     GRID,
     VerdictCounts,

@@ -12,7 +12,7 @@ import pytest
 
 from art_cli.cli.preflight import Preflight
 from art_cli.config.compose import load_config
-from art_cli.learners.processes import ranks as exchange
+from art_cli.learners.packs import ranks as exchange
 from art_cli.learners.processes.job import Job, make_job
 from art_cli.learners.processes.nodes import node as node_module
 from art_cli.learners.processes.nodes.node import JoinedNode, join
@@ -21,8 +21,8 @@ from art_cli.learners.processes.nodes.node_identity import difference, identity_
 from art_cli.learners.processes.nodes.rendezvous import Meeting, NodeEnd, Rendezvous
 from art_cli.learners.processes.remote_calls import LEARNER
 from art_cli.learners.samples import Floats
-from art_cli.learners.step_statistics import StepStatistics
-from art_cli.learners.training_record import StepRecord
+from art_cli.learners.step.step_statistics import StepStatistics
+from art_cli.learners.step.training_record import StepRecord
 from art_cli.runtime.errors import ConfigError, LearnerError, UsageError
 from art_cli.runtime.processes import authenticated as sealed
 from art_cli.runtime.processes.process_server import answer

@@ -73,7 +73,7 @@ def test_the_gradient_has_the_same_bits_on_any_number_of_cores(
         num_packs.add(len(packs))
         return side_by_side(compute, packs, **given)
 
-    monkeypatch.setattr("art_cli.learners.gradient.side_by_side", watched)
+    monkeypatch.setattr("art_cli.learners.step.gradient.side_by_side", watched)
     for cores in (1, 2, 5):
         weights = tiny_weights(seed=1, **policy)
         trained = learner(weights, PpoConfig(name="ppo", value_trunk=True), micro_batch_tokens=16, epochs_per_step=2)

@@ -12,7 +12,7 @@ from art_cli.learners.algorithms.credit import rewards_of
 from art_cli.learners.algorithms.gigpo import GigpoConfig
 from art_cli.learners.algorithms.presets import build_algorithm
 from art_cli.learners.samples import count_sampled
-from art_cli.learners.step_samples import count, make_step_samples, split_by_update
+from art_cli.learners.step.step_samples import count, make_step_samples, split_by_update
 from art_cli.runs.trajectory import ScoredTrajectory, Turn
 from tests.support.trees import samples_of, scored, turn, turn_trees
 

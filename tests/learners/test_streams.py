@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from art_cli.config.schema import AlgorithmConfig
 from art_cli.learners.algorithms import Algorithm
 from art_cli.learners.samples import CROSS_ENTROPY, POLICY, REFERENCE_KL, Credit, token_weights
-from art_cli.learners.step_samples import count, make_step_samples
+from art_cli.learners.step.step_samples import count, make_step_samples
 from art_cli.models.loading import Weights
 from art_cli.runs.trajectory import ScoredTrajectory, sequence
 from art_cli.runtime.errors import LearnerError

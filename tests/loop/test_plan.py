@@ -17,7 +17,7 @@ from art_cli.chat.chat_errors import ChatError
 from art_cli.chat.requests import Request
 from art_cli.config.compose import load_config
 from art_cli.engines import Endpoint
-from art_cli.learners.pilot import Pilots, noise_scale
+from art_cli.loop.pilot import Pilots, noise_scale
 from art_cli.loop.run_plan import (
     LEAST_KL,
     MOST_KL,

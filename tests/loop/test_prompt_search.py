@@ -17,7 +17,7 @@ import pytest
 
 from art_cli.chat.requests import Request, Sampling
 from art_cli.config.compose import load_config
-from art_cli.learners.prompt_learner import PromptSearch
+from art_cli.learners.prompt.prompt_learner import PromptSearch
 from art_cli.loop.references import check_ready
 from art_cli.rollouts.rollout_gateway import call_seed
 from art_cli.runs.manifest import verify_checkpoint

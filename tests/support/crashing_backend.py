@@ -4,8 +4,8 @@ import os
 import runpy
 import signal
 
-from art_cli.learners.adapter_learner import AdapterLearner
 from art_cli.learners.optimizer import Adam
+from art_cli.tinker.server.adapter_learner import AdapterLearner
 
 
 class Crashing(AdapterLearner):

@@ -51,8 +51,8 @@ def _pass(learner: Any, *, seed: int, rate: float) -> list[Any]:
     """The logprobs before the update."""
     import numpy as np
 
-    from art_cli.learners.datums import Datum
     from art_cli.learners.optimizer import Adam
+    from art_cli.tinker.server.datums import Datum
 
     draw = np.random.default_rng(seed)
     data = []

@@ -14,15 +14,15 @@ import pytest
 import torch
 from safetensors.torch import load
 
-from art_cli.learners.adapter_learner import AdapterLearner
-from art_cli.learners.datums import Datum
 from art_cli.learners.optimizer import Adam
 from art_cli.models.loading import on_base, token_logprobs
 from art_cli.runs.manifest import verify_checkpoint
 from art_cli.runs.run_checkpoints import find
 from art_cli.tinker.client.remote_checkpoint import reachable
 from art_cli.tinker.server import BackendLimits
+from art_cli.tinker.server.adapter_learner import AdapterLearner
 from art_cli.tinker.server.base_model import Base, Parts
+from art_cli.tinker.server.datums import Datum
 from tests.support.backend_server import Client, datum, passing, serving, tiny_base
 
 IDS = [list(range(10 + number, 40 + number)) for number in range(4)]

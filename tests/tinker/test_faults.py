@@ -16,7 +16,6 @@ import pytest
 
 from art_cli.cli import app as cli
 from art_cli.config.schema import GrpoConfig, LoraConfig, TinkerEngineConfig, TrainConfig
-from art_cli.learners.adapter_learner import AdapterLearner
 from art_cli.models.loading import with_adapter
 from art_cli.models.policy_spec import PolicySpec, spec_of
 from art_cli.runs.manifest import Manifest, new_checkpoint
@@ -24,6 +23,7 @@ from art_cli.runtime.errors import RemoteError
 from art_cli.tinker.client import remote_server as connection
 from art_cli.tinker.client.remote_server import server_at
 from art_cli.tinker.server import BackendLimits, routes
+from art_cli.tinker.server.adapter_learner import AdapterLearner
 from art_cli.tinker.tinker_learner import TinkerLearner
 from tests.support.backend_server import serving, tiny_base
 from tests.support.lossy_proxy import Asked, LossyProxy, Rates

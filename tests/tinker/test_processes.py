@@ -14,12 +14,12 @@ import torch
 from safetensors.torch import load_file
 
 from art_cli.config.schema import TorchLearnerConfig
-from art_cli.learners.datums import Datum
 from art_cli.learners.optimizer import Adam
-from art_cli.learners.processes.adapter_pool import Adapters
 from art_cli.learners.samples import Floats
 from art_cli.runtime.errors import LearnerError
+from art_cli.tinker.server.adapter_pool import AdapterLearners
 from art_cli.tinker.server.base_model import Base, ClientLearner, Parts
+from art_cli.tinker.server.datums import Datum
 from tests.support import forked
 from tests.support.backend_server import Client, datum, passing, tiny_base
 from tests.support.tiny import save_tiny_base
@@ -130,7 +130,7 @@ def test_a_loss_that_is_not_finite_in_one_process_fails_in_all_and_they_go_on(se
 
 def test_data_are_the_same_after_they_were_sent() -> None:
     data = make_data(3)
-    run = Adapters.methods["run"]
+    run = AdapterLearners.methods["run"]
     given = run.encode({"data": data, "loss": "ppo", "settings": {}, "backward": True})
     for found, sent in zip(run.decode(given)["data"], data, strict=True):
         assert (found.inputs == sent.inputs).all() and (found.targets == sent.targets).all()

@@ -19,7 +19,7 @@ from art_cli.learners.packs.logprobs import TokenScores
 from art_cli.learners.packs.pack_runner import PackRunner
 from art_cli.learners.packs.packing import Pack
 from art_cli.learners.packs.packing_check import PackingCheck
-from art_cli.learners.processes.ranks import Ranks
+from art_cli.learners.packs.ranks import Ranks
 from art_cli.learners.samples import Floats, Sample
 from art_cli.runtime.errors import ArtError, LearnerError
 from art_cli.runtime.openmp import compute_alone, num_cores

@@ -22,8 +22,8 @@ from art_cli.config.schema import BaseLearnerConfig
 from art_cli.learners.packs.flex_attention import FlexAttention
 from art_cli.learners.packs.logprobs import TokenScores, token_scores
 from art_cli.learners.packs.packing import Pack, pack_small, reuse
+from art_cli.learners.packs.ranks import Ranks, deal, pack_evenly
 from art_cli.learners.packs.tree_attention import Tree, attend, padded, tree_attention
-from art_cli.learners.processes.ranks import Ranks, deal, pack_evenly
 from art_cli.learners.samples import Ints, Sample
 from art_cli.models.decoder.layers import known_layers
 from art_cli.models.decoder.maths import is_shape_costly

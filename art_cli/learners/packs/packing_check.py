@@ -15,7 +15,7 @@ from torch import Tensor
 
 from art_cli.learners.packs.pack_runner import PackRunner
 from art_cli.learners.packs.packing import Pack, pack_samples
-from art_cli.learners.processes.ranks import Ranks
+from art_cli.learners.packs.ranks import Ranks
 from art_cli.learners.samples import Ints, Sample, bare_sample
 from art_cli.models.decoder.forward import Gap, bound_of, rounded_otherwise
 

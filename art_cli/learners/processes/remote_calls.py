@@ -15,7 +15,7 @@ from typing import Any, Concatenate, Generic, ParamSpec, Protocol, TypeVar, cast
 import msgspec
 
 from art_cli.learners import Learner, Progress
-from art_cli.learners.processes import ranks
+from art_cli.learners.packs import ranks
 from art_cli.runtime.errors import LearnerError
 
 LOST = 71  # exit status of a process that ended because it lost another one

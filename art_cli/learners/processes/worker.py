@@ -15,7 +15,8 @@ import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from pkgutil import resolve_name
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -26,18 +27,22 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from art_cli.learners.packs.logprobs import TokenScores
 from art_cli.learners.packs.packing import Pack
-from art_cli.learners.processes.ranks import GroupRanks
+from art_cli.learners.packs.ranks import GroupRanks
 from art_cli.learners.processes.remote_calls import LEARNER, LOST
 from art_cli.runtime import log, scratch
 from art_cli.runtime.processes.process_server import run_and_exit, serve
 
 if TYPE_CHECKING:
     from art_cli.learners import Progress
-    from art_cli.learners.processes.adapter_pool import Adapters
     from art_cli.learners.processes.job import Job
     from art_cli.learners.torch_learner import TorchLearner
 
 Json = dict[str, Any]
+
+ADAPTERS = "art_cli.tinker.server.adapter_pool:AdapterLearners"  # what holds the adapters behind `art backend`
+COLLECTIVE_DEADLINE_S = 300.0  # longest wait in a collective; ranks drift apart most while each reads the model
+HEARTBEAT_S = 1.0
+CLOSED = ("Connection closed by peer", "Connection reset by peer", "Broken pipe")  # gloo's words for it
 
 
 class FsdpRanks(GroupRanks):
@@ -90,11 +95,6 @@ def make_mesh(device: torch.device, *, nodes: int = 1) -> DeviceMesh:
     return init_device_mesh(device.type, (nodes, dist.get_world_size() // nodes), mesh_dim_names=("node", "process"))
 
 
-COLLECTIVE_DEADLINE_S = 300.0  # longest wait in a collective; ranks drift apart most while each reads the model
-HEARTBEAT_S = 1.0
-CLOSED = ("Connection closed by peer", "Connection reset by peer", "Broken pipe")  # gloo's words for it
-
-
 def main() -> None:
     address, logs = sys.argv[1:]
     rank = int(os.environ["RANK"])
@@ -118,11 +118,24 @@ def _write_to(path: Path) -> None:
         os.dup2(file, number)
 
 
+class Adapters(Protocol):
+    """The adapters of several clients, all on one base, by the ids that their caller gives them."""
+
+    def add(self, id: str, lora: Json | None, seed: int) -> None:
+        """Adds a fresh adapter; without `lora` a copy of all weights."""
+
+    def drop(self, id: str) -> None:
+        """Removes an adapter."""
+
+    def answer(self, id: str, method: str, given: str, progress: "Progress") -> str:
+        """Calls a method of an adapter's learner. Returns its encoded result."""
+
+
 class ServedLearner:
     """This process's part of the learner. Its methods are those of a Learner (remote_calls.py), and those below."""
 
     _learner: "TorchLearner"
-    _adapters: "Adapters"
+    _adapters: Adapters
 
     def __init__(self, rank: int) -> None:
         self._rank = rank
@@ -139,9 +152,7 @@ class ServedLearner:
     def open(self, adapters: Json | None = None, **job: Any) -> None:
         """Makes the learner of a job, or with `adapters` a holder of several clients' adapters."""
         if adapters is not None:
-            from art_cli.learners.processes.adapter_pool import AdapterJob, Adapters
-
-            self._adapters = Adapters(AdapterJob.model_validate(adapters), COLLECTIVE_DEADLINE_S)
+            self._adapters = resolve_name(ADAPTERS)(adapters, COLLECTIVE_DEADLINE_S)
             return
         from art_cli.learners.processes.job import Job
 
@@ -151,16 +162,15 @@ class ServedLearner:
         self._adapters.add(id, lora, seed)
 
     def drop_adapter(self, id: str) -> None:
-        del self._adapters.learners[id]
+        self._adapters.drop(id)
 
     def on_adapter(self, id: str, method: str, given: str, progress: "Progress") -> str:
-        """Calls a method of an adapter's learner."""
-        return self._adapters.methods[method].answer(self._adapters.learners[id], given, progress)
+        return self._adapters.answer(id, method, given, progress)
 
 
 def make_learner(job: "Job") -> "TorchLearner":
     """Returns this process's part of the learner. Raises LearnerError if there are fewer GPUs than processes."""
-    from art_cli.learners.processes import ranks
+    from art_cli.learners.packs import ranks
     from art_cli.learners.torch_learner import TorchLearner
     from art_cli.models.loading import load_weights
 

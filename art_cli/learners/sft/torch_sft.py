@@ -11,14 +11,14 @@ from torch import Tensor
 
 from art_cli.config.schema import SftConfig
 from art_cli.learners import Progress
-from art_cli.learners.gradient import LossGradient
 from art_cli.learners.optimizer import Optimizer
 from art_cli.learners.packs.pack_runner import PackRunner
-from art_cli.learners.policy_step import Pass
 from art_cli.learners.samples import Floats, Sample
 from art_cli.learners.sft.sft_batches import SftBatches
 from art_cli.learners.sft.sft_trainer import Sft, Taken
-from art_cli.learners.step_statistics import StepStatistics
+from art_cli.learners.step.gradient import LossGradient
+from art_cli.learners.step.policy_step import Pass
+from art_cli.learners.step.step_statistics import StepStatistics
 from art_cli.runtime.errors import LearnerError
 
 BEST_FILE = "best.safetensors"

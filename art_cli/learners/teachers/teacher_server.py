@@ -25,7 +25,7 @@ import numpy as np
 from art_cli.chat.client import MAX_ERROR, AnswerTooLarge, open_session, read_answer, read_error
 from art_cli.config.sections.loss_config import TeacherConfig
 from art_cli.learners.packs.logprob_reader import divided
-from art_cli.learners.processes.ranks import Ranks
+from art_cli.learners.packs.ranks import Ranks
 from art_cli.learners.samples import Floats, Sample
 from art_cli.runtime import threads
 from art_cli.runtime.errors import LearnerError, UsageError, first_of_group, printable

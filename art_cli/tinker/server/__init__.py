@@ -4,7 +4,8 @@
                               -> samplers (all at once)                                       -> an engine
                               -> futures, which the client asks for each result
 
-A client's model is an adapter on a base that all clients share. Nothing here imports torch before it serves.
+A client's model is an adapter on a base that all clients share. adapter_learner.py trains it, adapter_pool.py trains it
+in several processes, and datums.py has the losses that a client names. These three files import torch.
 """
 
 import sys

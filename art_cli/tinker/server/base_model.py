@@ -10,14 +10,14 @@ import msgspec
 
 from art_cli.chat.chat_errors import invalid
 from art_cli.config.schema import LoraConfig
-from art_cli.learners.adapter_learner import AdapterLearner, Passed
-from art_cli.learners.datums import Datum
 from art_cli.learners.optimizer import Adam
 from art_cli.learners.probe import measure_probe
-from art_cli.learners.processes.adapter_pool import AdapterReplicas
 from art_cli.models import loading
 from art_cli.models.loading import Weights
 from art_cli.runs.manifest import Probe
+from art_cli.tinker.server.adapter_learner import AdapterLearner, Passed
+from art_cli.tinker.server.adapter_pool import AdapterReplicas
+from art_cli.tinker.server.datums import Datum
 
 ALPHA = 32  # the adapters' scale where no configuration names one; it does not grow with the rank
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj", "qkv_proj")

@@ -16,11 +16,11 @@ import msgspec
 from msgspec import Meta
 
 from art_cli.chat.chat_errors import ChatError, invalid
-from art_cli.learners.adapter_learner import Passed
 from art_cli.learners.optimizer import Adam
 from art_cli.runtime import threads
 from art_cli.runtime.errors import LearnerError
 from art_cli.tinker.server import BackendLimits, Decay, Setting, passes
+from art_cli.tinker.server.adapter_learner import Passed
 from art_cli.tinker.server.base_model import Base, ClientLearner, Parts, lora_of, parts_of
 from art_cli.tinker.server.checkpoint_store import Notes, Place, RunNotes, Store, check_metadata, place
 from art_cli.tinker.server.futures import SMALL, Failure, Future, FutureAnswer, Futures, plain_answer

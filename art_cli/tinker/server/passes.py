@@ -13,9 +13,9 @@ import numpy.typing as npt
 
 from art_cli.chat.chat_errors import ChatError, invalid
 from art_cli.chat.reading import convert, decode_object
-from art_cli.learners.adapter_learner import Passed
-from art_cli.learners.datums import SHARES, TOKEN_LOSSES, Datum
 from art_cli.tinker.server import Count, Finite, SequenceNumber, protobuf
+from art_cli.tinker.server.adapter_learner import Passed
+from art_cli.tinker.server.datums import SHARES, TOKEN_LOSSES, Datum
 from art_cli.tinker.server.protobuf import FLOAT32, Array, TensorData, messages, read_message
 
 REFUSED = {

@@ -19,17 +19,25 @@ from torch import Tensor
 
 from art_cli.config.schema import BaseLearnerConfig, TrainConfig
 from art_cli.learners import Progress
-from art_cli.learners.datums import SHARES, TOKEN_LOSSES, Datum, DatumPack, TokenLoss, ask_for_targets, datum_samples
 from art_cli.learners.optimizer import Adam, Optimizer
 from art_cli.learners.packs.pack_runner import PackRunner
 from art_cli.learners.packs.packing_check import PackingCheck
+from art_cli.learners.packs.ranks import Ranks
 from art_cli.learners.probe import measure_probe
-from art_cli.learners.processes.ranks import Ranks
 from art_cli.learners.samples import Floats, Sample, bare_sample
 from art_cli.models.loading import Weights, clone_trainable, load_checkpoint, save_weights
 from art_cli.runs.manifest import Probe
 from art_cli.runtime.allocator import is_out_of_memory
 from art_cli.runtime.errors import LearnerError, OutOfMemory
+from art_cli.tinker.server.datums import (
+    SHARES,
+    TOKEN_LOSSES,
+    Datum,
+    DatumPack,
+    TokenLoss,
+    ask_for_targets,
+    datum_samples,
+)
 
 
 class Passed(NamedTuple):

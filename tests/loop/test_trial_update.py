@@ -3,9 +3,9 @@
 import pytest
 
 from art_cli.config.schema import GrpoConfig, LossConfig
-from art_cli.learners import trial_update
 from art_cli.learners.algorithms.gdpo import GdpoConfig
 from art_cli.learners.algorithms.sdpo import SdpoConfig
+from art_cli.loop import trial_update
 from tests.support.gradients import learner
 from tests.support.tiny import tiny_weights
 

@@ -31,7 +31,7 @@ from art_cli.learners.samples import (
     token_weights,
     trajectory_samples,
 )
-from art_cli.learners.training_record import StepRecord
+from art_cli.learners.step.training_record import StepRecord
 from art_cli.runs.outcome import MAX_NUMBER
 from art_cli.runs.reliability import corrected_mean, reliabilities
 from art_cli.runs.trajectory import ScoredTrajectory

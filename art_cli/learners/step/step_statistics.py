@@ -9,7 +9,7 @@ import numpy as np
 
 from art_cli.learners import StepMetrics
 from art_cli.learners.samples import CROSS_ENTROPY, POLICY, Floats, Sample
-from art_cli.learners.step_samples import StepSamples
+from art_cli.learners.step.step_samples import StepSamples
 
 if TYPE_CHECKING:
     from torch import Tensor

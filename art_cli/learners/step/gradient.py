@@ -20,10 +20,10 @@ from art_cli.learners.packs.logprob_reader import side_by_side
 from art_cli.learners.packs.logprobs import TokenScores
 from art_cli.learners.packs.pack_runner import PackRunner
 from art_cli.learners.packs.packing import Pack
-from art_cli.learners.policy_step import Pass
 from art_cli.learners.samples import NUM_COMPONENTS, POLICY, REFERENCE_KL, VALUE, Floats, Sample
-from art_cli.learners.step_samples import count
-from art_cli.learners.step_statistics import StepStatistics
+from art_cli.learners.step.policy_step import Pass
+from art_cli.learners.step.step_samples import count
+from art_cli.learners.step.step_statistics import StepStatistics
 from art_cli.runtime.errors import LearnerError
 
 

@@ -9,22 +9,27 @@ import math
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from art_cli.config.schema import TrainConfig
-from art_cli.learners import Learner, trial_update
-from art_cli.learners.policy_step import Pass
+from art_cli.learners import Learner
 from art_cli.learners.samples import Sample
-from art_cli.learners.step_samples import plan_step
-from art_cli.learners.step_statistics import StepStatistics
-from art_cli.learners.torch_learner import TorchLearner
+from art_cli.learners.step.policy_step import Pass
+from art_cli.learners.step.step_samples import plan_step
+from art_cli.learners.step.step_statistics import StepStatistics
+from art_cli.loop import trial_update
+from art_cli.models.device_memory import memory_there
 from art_cli.runs.promise import NORMAL_80, MemoryNeed, NoiseScale, Pilot
 from art_cli.runs.trajectory import ScoredTrajectory
 from art_cli.runtime.errors import LearnerError, OutOfMemory
 
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from art_cli.learners.torch_learner import TorchLearner
+
 log = logging.getLogger(__name__)
+
 SAFE = 0.5  # a row that is expected to take less of the memory that is there is tried
 MAX_ENTRIES = 30_000_000  # numbers of all groups' gradients that are kept; of larger ones every k-th entry
 
@@ -34,6 +39,8 @@ class Pilots:
 
     def __init__(self, learner: Learner, groups: Sequence[Sequence[ScoredTrajectory]], start: Path) -> None:
         """Raises LearnerError if there is nothing to train on."""
+        from art_cli.learners.torch_learner import TorchLearner
+
         assert isinstance(learner, TorchLearner), f"{learner} has its weights elsewhere"
         self.learner, self.groups, self.start = learner, groups, start
         learner.load(start)
@@ -69,6 +76,8 @@ class Pilots:
         """Returns the noise scale over the step's groups, or None for a single one, or if they take too much memory."""
         if len(self.groups) == 1:
             return None
+        import torch
+
         try:
             gradients = torch.stack([*self._gradients()]).double()
         except LearnerError as error:
@@ -76,8 +85,10 @@ class Pilots:
             return None
         return noise_scale(gradients @ gradients.T, len(self.groups))
 
-    def _gradients(self) -> Iterator[Tensor]:
+    def _gradients(self) -> "Iterator[Tensor]":
         """Yields what each group with signal adds to the step's gradient, or every k-th entry of it."""
+        import torch
+
         learner, parameters = self.learner, list(self.learner.parameters.values())
         stride = math.ceil(sum(each.numel() for each in parameters) * len(self.groups) / MAX_ENTRIES)
         for members in self.groups:
@@ -105,7 +116,7 @@ class Pilots:
         `longest` is the longest row. A micro-batch has as many tokens as the learner packs, but no more than the step.
         """
         learner, weights = self.learner, self.learner.weights
-        there, num_tokens = trial_update.memory_there(weights), sum(len(each.token_ids) for each in self._samples)
+        there, num_tokens = memory_there(weights), sum(len(each.token_ids) for each in self._samples)
         tokens = max(longest, min(learner.runner.micro_batch_tokens, num_tokens), 4)
         short, own = min(tokens // 2, trial_update.MIN_SECOND), learner.train_config
         parts = learner.loss.parts
@@ -128,7 +139,7 @@ class Pilots:
         return None if peak is None else MemoryNeed(tokens, peak, there, tokens > longest)
 
 
-def noise_scale(products: Tensor, num: int) -> NoiseScale:
+def noise_scale(products: "Tensor", num: int) -> NoiseScale:
     """Returns tr(Sigma) / |G|^2 in groups, by [n, n] products: McCandlish et al. 2018 (arXiv:1812.06162), section 2.2.
 
     n of `num` groups add c_i to the step's gradient, and the others nothing. With x_i = num c_i: G = mean x_i,
@@ -155,5 +166,5 @@ def _groups(signal: float, num: int) -> float | None:
     return None if signal <= 0 else num * (1 - min(signal, 1.0)) / min(signal, 1.0)
 
 
-def _set(learner: TorchLearner, train: TrainConfig) -> None:
+def _set(learner: "TorchLearner", train: TrainConfig) -> None:
     learner.train_config = learner.optimizer.config = train

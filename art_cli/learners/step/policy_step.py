@@ -16,9 +16,9 @@ from art_cli.learners import Progress, StepMetrics
 from art_cli.learners.algorithms import Algorithm
 from art_cli.learners.algorithms.normalization import FinishedCounts
 from art_cli.learners.samples import Sample
-from art_cli.learners.step_samples import PlannedStep, plan_step
-from art_cli.learners.step_statistics import StepStatistics
-from art_cli.learners.training_record import StepRecord
+from art_cli.learners.step.step_samples import PlannedStep, plan_step
+from art_cli.learners.step.step_statistics import StepStatistics
+from art_cli.learners.step.training_record import StepRecord
 from art_cli.runs.trajectory import LearnedTrajectory, ScoredTrajectory
 from art_cli.runtime.errors import DriftError
 

@@ -10,11 +10,11 @@ import torch
 from peft import get_peft_model_state_dict
 
 from art_cli.config.schema import TorchLearnerConfig
-from art_cli.learners.adapter_learner import AdapterLearner
-from art_cli.learners.datums import Datum
 from art_cli.learners.optimizer import Adam
 from art_cli.models.loading import Weights, clone_trainable
 from art_cli.runtime.errors import LearnerError
+from art_cli.tinker.server.adapter_learner import AdapterLearner
+from art_cli.tinker.server.datums import Datum
 from tests.support.tiny import tiny_weights
 
 ADAM = Adam(learning_rate=1e-3, betas=(0.9, 0.95), eps=1e-12, weight_decay=0.01)

@@ -30,7 +30,7 @@ import msgspec
 from art_cli.config.checks import reflecting_model
 from art_cli.config.schema import PromptLearnerConfig, RunConfig
 from art_cli.learners import Progress, StepMetrics
-from art_cli.learners.reflection import Example, Reflection, choose_parent, read_example
+from art_cli.learners.prompt.reflection import Example, Reflection, choose_parent, read_example
 from art_cli.rollouts.rollout_runner import RolloutPlan
 from art_cli.runs.durable import read_object
 from art_cli.runs.system_prompt import MAX_PART, PROMPT_FILE, SystemPrompt

@@ -5,14 +5,12 @@ grows with the square of the length. Its share follows from the model's shape; s
 """
 
 from collections.abc import Collection
-from contextlib import suppress
-from pathlib import Path
 from typing import NamedTuple
 
 from art_cli.learners import Learner, StepMetrics
+from art_cli.models.device_memory import forget_peak, peak
 from art_cli.models.loading import Weights, count_parameters
 from art_cli.runs.trajectory import Trajectory, Turn, score_trajectory
-from art_cli.runtime.allocator import memory_size
 
 MAX_TOKENS = 1024  # longest row that is tried; a longer one is estimated
 MIN_SECOND = 256  # tokens of the second row at least, so that it differs from the first by more than noise
@@ -131,34 +129,3 @@ def knee_of(weights: Weights) -> float:
     config = weights.model.config.get_text_config()
     width, layers = getattr(config, "hidden_size", None), getattr(config, "num_hidden_layers", None)
     return count_parameters(weights.model).whole / (2 * width * layers) if width and layers else float("inf")
-
-
-def memory_there(weights: Weights) -> float:
-    """Returns the gigabytes of the GPU that holds the weights, or those that this process may use."""
-    if weights.device.type == "cuda":
-        import torch
-
-        return torch.cuda.get_device_properties(weights.device).total_memory / 1e9
-    return memory_size() / 1e9
-
-
-def forget_peak(weights: Weights) -> None:
-    if weights.device.type == "cuda":
-        import torch
-
-        torch.cuda.reset_peak_memory_stats(weights.device)
-    else:
-        with suppress(OSError):  # only Linux has it
-            Path("/proc/self/clear_refs").write_text("5")
-
-
-def peak(weights: Weights) -> float | None:
-    if weights.device.type == "cuda":
-        import torch
-
-        return torch.cuda.max_memory_allocated(weights.device) / 1e9
-    try:
-        status = Path("/proc/self/status").read_text()
-    except OSError:
-        return None
-    return int(status.partition("VmHWM:")[2].split()[0]) / 1e6

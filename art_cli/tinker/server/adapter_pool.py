@@ -2,9 +2,9 @@
 
     a pass: all data go to every process -> each runs its packs -> gradients are added up, logprobs collected
 
-The processes are Workers (workers.py), and each has Adapters. All make the same calls in the same order and hold the
-same adapters; the first one writes checkpoints. The weights here are the base's, from which engines sample, and never
-change.
+The processes are Workers (learners/processes/workers.py), and each has AdapterLearners. All make the same calls in the
+same order and hold the same adapters; the first one writes checkpoints. The weights here are the base's, from which
+engines sample, and never change.
 """
 
 import threading
@@ -14,13 +14,13 @@ from typing import Any
 
 from art_cli.config.schema import LoraConfig, ModelConfig, Section, TorchLearnerConfig
 from art_cli.learners import Progress
-from art_cli.learners.adapter_learner import AdapterLearner
 from art_cli.learners.optimizer import Adam
-from art_cli.learners.processes import ranks
+from art_cli.learners.packs import ranks
 from art_cli.learners.processes.remote_calls import RemoteMethod, remote_methods
 from art_cli.learners.processes.workers import Workers
 from art_cli.models.loading import Weights, clone_trainable, load_weights, with_adapter
 from art_cli.runtime.scratch import scratch
+from art_cli.tinker.server.adapter_learner import AdapterLearner
 
 LoadPolicy = Callable[[Path], Weights]  # the base with the adapter of a directory
 
@@ -109,13 +109,17 @@ class ReplicatedAdapter:
         self._replicas.call("drop_adapter", id=self._id)
 
 
-class Adapters:
-    """The adapters in one of the processes, by the ids that their caller gives them."""
+class AdapterLearners:
+    """The adapters in one of the processes: what its worker calls (`Adapters` in learners/processes/worker.py)."""
 
     methods = remote_methods(ReplicatedAdapter)
 
-    def __init__(self, job: AdapterJob, deadline_s: float) -> None:
-        """Loads the base. `deadline_s` is the longest wait in a collective. Raises LearnerError if GPUs are missing."""
+    def __init__(self, settings: dict[str, Any], deadline_s: float) -> None:
+        """Loads the base of an AdapterJob. `deadline_s` is the longest wait in a collective.
+
+        Raises LearnerError if GPUs are missing.
+        """
+        job = AdapterJob.model_validate(settings)
         device = ranks.device_of(job.learner.device)
         ranks.join(device, deadline_s)
         self.learners: dict[str, AdapterLearner] = {}
@@ -129,3 +133,9 @@ class Adapters:
         else:
             weights = with_adapter(self._weights, LoraConfig.model_validate(lora), seed)
         self.learners[id] = AdapterLearner(weights, self._config, ranks=self._ranks)
+
+    def drop(self, id: str) -> None:
+        del self.learners[id]
+
+    def answer(self, id: str, method: str, given: str, progress: Progress) -> str:
+        return self.methods[method].answer(self.learners[id], given, progress)
