@@ -4,7 +4,7 @@ Every measure is a ratio of two sums over groups. A group with more to compare a
 more. Intervals come from resampling whole groups, because pairs within one group are not independent.
 
 A judge's errors have the form that `judge.noise` takes. Flip rates compare a judge that gives 0 or 1 with a gold of 0
-and 1. Reliability compares a judge that votes several times with itself. `art_cli/runs/reliability.py` has what
+and 1. Reliability compares a judge that votes several times with itself. `art_cli/judges/reliability.py` has what
 training makes of either.
 """
 
@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from art_cli.runs.reliability import error_variance
+from art_cli.judges.reliability import error_variance
 from art_cli.runs.trajectory import EQUAL_REWARDS
 
 MAX_DRAWS = 300_000  # number of groups drawn over all resamples; they take a few tenths of a second

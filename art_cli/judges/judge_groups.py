@@ -28,9 +28,9 @@ from typing import NamedTuple, Protocol, TypeVar
 from art_cli.config.schema import JudgeConfig
 from art_cli.judges import Judge, Verdict, judge_class
 from art_cli.judges.costs import Usage
+from art_cli.judges.reliability import share_of_scores
 from art_cli.judges.retirement import find_retiring, hosted_models
 from art_cli.runs.outcome import MAX_NUMBER
-from art_cli.runs.reliability import share_of_scores
 from art_cli.runs.trajectory import (
     EQUAL_REWARDS,
     AskedAgain,

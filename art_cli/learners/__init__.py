@@ -61,10 +61,6 @@ class StepMetrics(msgspec.Struct, kw_only=True):
     tokens_imitated: int = 0  # trained tokens in cross_entropy: with loss.echo, the environment's answers
     # share of replies whose state another reply of their group answered too; NaN: the algorithm compares no states
     shared_states: float = float("nan")
-    # mean over groups of the share of reward differences that is true; NaN: judge.noise is not set, or nothing differs
-    reliability: float = float("nan")
-    num_unreliable: float = float("nan")  # groups left out because their reliability is not above the bound
-    reward_corrected: float = float("nan")  # reward_mean without the expected flips; NaN: no flip rates are set
     packed: float = float("nan")  # 1: samples ran as packs; 0: packs did not hold, so one sample ran at a time
     loss: float = float("nan")
     cross_entropy: float = float("nan")  # mean -log p of the tokens imitated; NaN: there are none

@@ -32,6 +32,7 @@ from art_cli.config.schema import RunConfig
 from art_cli.config.sections.rollout_config import RolloutConfig
 from art_cli.judges import Judge
 from art_cli.judges.costs import Usage
+from art_cli.judges.reliability import is_left_out, reliability_numbers, with_reliability
 from art_cli.judges.shadow_judges import ShadowJudges, shadow_numbers
 from art_cli.learners.algorithms.credit import rewards_of
 from art_cli.loop.evaluate import values_by_scenario
@@ -40,7 +41,6 @@ from art_cli.loop.policy_sampler import Sampler
 from art_cli.loop.source_mix import SourceMix
 from art_cli.rollouts.rollout_runner import Progress, RolloutPlan, shown
 from art_cli.runs.durable import LineWriter
-from art_cli.runs.reliability import is_left_out
 from art_cli.runs.run_dir import RunDir
 from art_cli.runs.trajectory import ScoredTrajectory, Trajectory, has_signal
 from art_cli.runtime.errors import RunError
@@ -284,7 +284,10 @@ class Batches:
             numbers |= _asked_again(groups)
         numbers |= shadow_numbers(groups, self.config) | _models_returned(groups)
         await asyncio.to_thread(self.mix.note, step, groups)
-        return Batch(groups + replayed, numbers | wave.numbers(scorer.scored) | self._judged())
+        trained = await asyncio.to_thread(with_reliability, groups + replayed)
+        if self.config.learner.trains_weights:  # a prompt learner compares rewards as they are
+            numbers |= reliability_numbers(trained)
+        return Batch(trained, numbers | wave.numbers(scorer.scored) | self._judged())
 
     def _judged(self) -> dict[str, float]:
         """Returns the cost of the judge's calls since the batch before; no "judge_usd" if a price is unknown."""

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from art_cli.config.compose import LoadedConfig
+from art_cli.judges.reliability import with_reliability
 from art_cli.learners import Learner
 from art_cli.loop.auto import follow_record, resolve_auto
 from art_cli.loop.claim_run import RunData
@@ -89,7 +90,7 @@ def _policies(
                 if step > 0 and not run.scored_path(step - 1).is_file():
                     raise RunError(f"{run.scored_path(step - 1)}: gone; step {step} was made from it")
                 if step > 0:
-                    learner.step(_trained_on(run, mix, step - 1))
+                    learner.step(with_reliability(_trained_on(run, mix, step - 1)))
                 _save(learner, policy)
                 yield _compare(run, loaded, links.get(step), start, policy, step=step)
 

@@ -9,6 +9,7 @@ from typing import NamedTuple
 from art_cli.config.compose import LoadedConfig
 from art_cli.engines import engine_traits, own_model
 from art_cli.judges.judge_groups import judge_group
+from art_cli.judges.reliability import reliability_numbers, with_reliability
 from art_cli.judges.source_judges import make_judges, require_all_keys
 from art_cli.loop.auto import resolve_auto
 from art_cli.loop.owed_groups import group, owed, plan_places
@@ -183,7 +184,8 @@ def take_step(
         loaded = as_trained(loaded, source, base)
         with open_learner(loaded, source, base=base) as learner:
             try:
-                numbers = learner.step(groups).known()
+                groups = with_reliability(groups)
+                numbers = learner.step(groups).known() | reliability_numbers(groups)
             except DriftError as error:
                 newest = max(turns, key=lambda turn: turn.step)
                 raise DriftError(f"{error}; {sampler_of(newest)}, and this is step {source.step}") from error

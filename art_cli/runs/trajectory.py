@@ -165,7 +165,8 @@ def score_names(scores: Sequence[Score]) -> list[str]:
 class RewardNoise(msgspec.Struct, frozen=True, kw_only=True):
     """The known errors in a judge's rewards: the flip rates of verdicts 0 and 1, or the variance of a score.
 
-    Example: RewardNoise(false_positive=0.1, false_negative=0.2). `reliability.py` computes what follows for a group.
+    Example: RewardNoise(false_positive=0.1, false_negative=0.2). What follows for a group is in
+    `judges/reliability.py`.
     """
 
     false_positive: float | None = None  # P(verdict 1 | truth 0)
@@ -185,6 +186,21 @@ class RewardNoise(msgspec.Struct, frozen=True, kw_only=True):
             raise ValueError("noise is a pair of flip rates, or a finite variance of at least 0")
         if not 0 <= self.min_reliability <= 1:
             raise ValueError("min_reliability is from 0 to 1")
+
+
+class Reliability(msgspec.Struct, frozen=True, kw_only=True):
+    """The true part of a group's reward differences, by the known errors of its judge; the factor of its advantages.
+
+    Example: Reliability(share=0.36, scaled=0.6)
+    """
+
+    share: float  # share of a difference between two rewards that is true, in [0, 1]; factor of a plain difference
+    scaled: float  # factor of advantages that are divided by the group's standard deviation
+    is_left_out: bool = False  # whether the share is not above the bound of the judge
+
+    def factor(self, *, is_scaled: bool) -> float:
+        """Returns the factor of the group's advantages; 0 leaves the group out."""
+        return 0.0 if self.is_left_out else self.scaled if is_scaled else self.share
 
 
 class AskedAgain(msgspec.Struct, frozen=True, kw_only=True):
@@ -210,6 +226,9 @@ class ScoredTrajectory(Trajectory, kw_only=True):
     noise: RewardNoise | None = None  # or None if the judge's errors are unknown
     again: AskedAgain | None = None  # or None if its group was judged in one round
     shadow: list[Score] = []  # scores of shadow judges, by their names; never trained on
+    # Reliability of its group among the groups of its step. No file has it, because it needs the whole step:
+    # judges/reliability.py computes it. UNSET if the judge's errors are unknown, or the group's rewards are equal.
+    reliability: Reliability | msgspec.UnsetType = msgspec.UNSET
     # Digest of the judge behind the reward: model, rubric, function, weights. `art judge` writes it, and continues a
     # file only under the same digest. It is None if a run or an older art wrote the line.
     judge_settings: str | None = None

@@ -20,10 +20,10 @@ from art_cli.config.schema import (
 from art_cli.judges import Judge, Verdict, make_judge, settings_of
 from art_cli.judges.blend import BlendJudge
 from art_cli.judges.judge_groups import ask_again, is_hidden, judge_group
+from art_cli.judges.reliability import error_variance, is_left_out
 from art_cli.judges.rollout_judge import RolloutJudge
 from art_cli.judges.ruler.ruler_judge import RulerJudge
 from art_cli.loop.train import train
-from art_cli.runs.reliability import error_variance, is_left_out
 from art_cli.runs.run_dir import RunDir
 from art_cli.runs.trajectory import AskedAgain, Trajectory
 from art_cli.runtime.errors import JudgeStopped, UsageError

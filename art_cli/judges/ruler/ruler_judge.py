@@ -40,13 +40,13 @@ from art_cli.judges.providers import LONG_ANSWER, Answer
 from art_cli.judges.providers.caller import FIRST_DELAY_S, Caller, make_provider
 from art_cli.judges.providers.http import OPENAI, missing_key, openai_base
 from art_cli.judges.providers.rule import SAYS, RuleError, read_rules
+from art_cli.judges.reliability import error_variance
 from art_cli.judges.ruler import votes
 from art_cli.judges.ruler.group import JudgedGroup, read_group
 from art_cli.judges.ruler.prompt import JudgePrompt, read_instructions, schema, write_prompt
 from art_cli.judges.ruler.verdict import Entry, VerdictError, parse_verdict
 from art_cli.judges.ruler.verdict_cache import StoredVote, VerdictCache, patiently, user_cache_path
 from art_cli.judges.ruler.votes import AffineMap
-from art_cli.runs.reliability import error_variance
 from art_cli.runs.trajectory import Json, Score, ScoredTrajectory, Trajectory
 from art_cli.runtime.errors import JudgeError, JudgeStopped, UsageError
 from art_cli.runtime.secrets import find_secrets, load_environment

@@ -10,11 +10,13 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
 from art_cli.config.schema import AlgorithmConfig, LossConfig, TrainConfig
 from art_cli.learners.algorithms import Algorithm
+from art_cli.learners.algorithms.credit import rewards_of
 from art_cli.learners.algorithms.normalization import FinishedCounts, UpdateCounts
 from art_cli.learners.algorithms.step_credit import count_shared
 from art_cli.learners.samples import (
@@ -33,8 +35,7 @@ from art_cli.learners.samples import (
 )
 from art_cli.learners.step.training_record import StepRecord
 from art_cli.runs.outcome import MAX_NUMBER
-from art_cli.runs.reliability import corrected_mean, reliabilities
-from art_cli.runs.trajectory import ScoredTrajectory
+from art_cli.runs.trajectory import ScoredTrajectory, has_signal
 from art_cli.runtime.errors import LearnerError
 
 
@@ -99,9 +100,6 @@ class StepSamples(NamedTuple):
     num_failed: int
     finished: FinishedCounts  # counts over the trajectories without an error
     shared_states: float  # share of replies whose state another reply of the group answered; NaN: not compared
-    reliability: float  # mean over the groups whose rewards differ and whose judge knows its errors; NaN: none
-    num_unreliable: float  # groups left out of these; NaN: no judge knows its errors
-    reward_corrected: float  # mean of the rewards without the flips that are expected; NaN: no flip rates are known
 
     @property
     def no_signal_share(self) -> float:
@@ -110,8 +108,7 @@ class StepSamples(NamedTuple):
     def reported(self) -> dict[str, Any]:
         """Returns the rewards' part of StepMetrics, by name."""
         names = ("reward_mean", "reward_std", "no_signal_share", "num_groups", "num_trajectories", "num_failed")
-        judged = ("shared_states", "reliability", "num_unreliable", "reward_corrected")
-        return {name: getattr(self, name) for name in (*names, *judged)}
+        return {name: getattr(self, name) for name in (*names, "shared_states")}
 
 
 def make_step_samples(
@@ -128,12 +125,10 @@ def make_step_samples(
     rewards = [_reward(trajectory) for group in finished for trajectory in group]
     mean = math.fsum(rewards) / len(rewards) if rewards else math.nan
     credited = [group for group in finished if group]
-    believed = reliabilities(credited, is_scaled=algorithm.is_scaled)
     samples = [
-        _group_samples(group, credits, 1.0 if found is None else found.factor, kl=kl, echo=echo)
-        for group, credits, found in zip(credited, algorithm.credit_step(credited), believed, strict=True)
+        _group_samples(group, credits, _factor(group, is_scaled=algorithm.is_scaled), kl=kl, echo=echo)
+        for group, credits in zip(credited, algorithm.credit_step(credited), strict=True)
     ]
-    known = [found for found in believed if found is not None]
     return StepSamples(
         groups=[group for group in samples if group],
         num_with_signal=sum(any(sample.num_in(POLICY) for sample in group) for group in samples),
@@ -144,9 +139,6 @@ def make_step_samples(
         num_failed=sum(map(len, groups)) - len(rewards),
         finished=_count_finished([trajectory for group in finished for trajectory in group]),
         shared_states=_shared_states(finished) if algorithm.compares_states else math.nan,
-        reliability=math.fsum(found.share for found in known) / len(known) if known else math.nan,
-        num_unreliable=sum(found.is_left_out for found in known) if known else math.nan,
-        reward_corrected=corrected_mean(credited),
     )
 
 
@@ -195,6 +187,16 @@ def _shared_states(groups: Sequence[Sequence[ScoredTrajectory]]) -> float:
     counts = [count_shared(group) for group in groups]
     num_replies = sum(total for total, _ in counts)
     return sum(shared for _, shared in counts) / num_replies if num_replies else math.nan
+
+
+def _factor(group: Sequence[ScoredTrajectory], *, is_scaled: bool) -> float:
+    """Returns the factor of a group's advantages that the errors of its judge give; 1 if they are unknown."""
+    first = group[0]
+    if first.reliability is not msgspec.UNSET:
+        return first.reliability.factor(is_scaled=is_scaled)
+    has_errors = first.noise is not None and has_signal(rewards_of(group))
+    assert not has_errors, f"{first.group_id}: its judge has known errors; call judges.reliability.with_reliability"
+    return 1.0
 
 
 def _group_samples(

@@ -13,7 +13,6 @@ import msgspec
 import numpy as np
 
 from art_cli.learners.samples import Floats, Ints, Sample, sampled_tokens
-from art_cli.runs.reliability import is_left_out
 from art_cli.runs.trajectory import LearnedTrajectory, LeftOut, PerToken, ScoredTrajectory, Trajectory, has_signal
 
 if TYPE_CHECKING:
@@ -149,7 +148,8 @@ def _left_out(trajectory: ScoredTrajectory, group: Sequence[ScoredTrajectory]) -
     finished = [each for each in group if each.error is None]
     if not has_signal([each.reward for each in finished if each.reward is not None]):
         return "no_signal"
-    return "unreliable" if is_left_out(finished) else "algorithm"
+    reliability = finished[0].reliability
+    return "unreliable" if reliability is not msgspec.UNSET and reliability.is_left_out else "algorithm"
 
 
 def _spread(trajectory: Trajectory, parts: Sequence[tuple[Ints, Floats]]) -> Floats:

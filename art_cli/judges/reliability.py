@@ -38,23 +38,17 @@ from collections.abc import Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from art_cli.runs.trajectory import RewardNoise, ScoredTrajectory, has_signal
+from art_cli.runs.outcome import MAX_NUMBER
+from art_cli.runs.trajectory import Reliability, RewardNoise, ScoredTrajectory, has_signal
 
 Floats = npt.NDArray[np.float64]
 
 GRID = np.linspace(0.0, 1.0, 41)  # success rates that a group may have
 NUM_ROUNDS = 100  # rounds of expectation maximization for their distribution
-
-
-class Reliability(NamedTuple):
-    """The weight of a group's advantages. Example: Reliability(share=0.36, factor=0.6)"""
-
-    share: float  # share of a difference between two rewards that is true, in [0, 1]
-    factor: float  # factor of the advantages; 0: the group is left out
-    is_left_out: bool  # whether the share is not above the bound of its judge
 
 
 class VerdictCounts(NamedTuple):
@@ -75,18 +69,30 @@ class VerdictCounts(NamedTuple):
         return self.false_positive + self.informedness * GRID
 
 
-def reliabilities(groups: Sequence[Sequence[ScoredTrajectory]], *, is_scaled: bool) -> list[Reliability | None]:
+def with_reliability(groups: Sequence[Sequence[ScoredTrajectory]]) -> list[list[ScoredTrajectory]]:
+    """Returns the groups of a step, each trajectory with its group's reliability, as a learner needs them.
+
+    Rewards that a learner refuses (none, or too large) give their group no reliability.
+    """
+    finished = [[each for each in group if each.error is None] for group in groups]
+    return [
+        [msgspec.structs.replace(each, reliability=found or msgspec.UNSET) for each in group]
+        for group, found in zip(groups, reliabilities(finished), strict=True)
+    ]
+
+
+def reliabilities(groups: Sequence[Sequence[ScoredTrajectory]]) -> list[Reliability | None]:
     """Returns the reliability of each group of a step, or None if its judge's errors are unknown or it has no signal.
 
-    `groups` hold finished trajectories with rewards. `is_scaled`: advantages are divided by the group's deviation.
+    `groups` hold finished trajectories.
     """
     verdicts = [_verdict_counts(group) for group in groups]
     prior = success_rates([counts for counts in verdicts if counts is not None])
     found: list[Reliability | None] = []
     for group, counts in zip(groups, verdicts, strict=True):
         noise = noise_of(group)
-        rewards = [each.reward for each in group if each.reward is not None]
-        if noise is None or not has_signal(rewards):
+        rewards = [each.reward for each in group if each.reward is not None and abs(each.reward) <= MAX_NUMBER]
+        if noise is None or len(rewards) < len(group) or not has_signal(rewards):
             found.append(None)
             continue
         if counts is not None:
@@ -94,8 +100,7 @@ def reliabilities(groups: Sequence[Sequence[ScoredTrajectory]], *, is_scaled: bo
         else:
             share = share_of_scores(rewards, noise.variance or 0.0)
             scaled = math.sqrt(share)
-        is_left_out = share <= noise.min_reliability
-        found.append(Reliability(share, 0.0 if is_left_out else scaled if is_scaled else share, is_left_out))
+        found.append(Reliability(share=share, scaled=scaled, is_left_out=share <= noise.min_reliability))
     return found
 
 
@@ -104,9 +109,27 @@ def is_left_out(group: Sequence[ScoredTrajectory]) -> bool:
 
     With flip rates a step knows more, because it compares the group with the others.
     """
-    finished = [each for each in group if each.reward is not None]
-    [found] = reliabilities([finished], is_scaled=False)
+    [found] = reliabilities([[each for each in group if each.reward is not None]])
     return found is not None and found.is_left_out
+
+
+def reliability_numbers(groups: Sequence[Sequence[ScoredTrajectory]]) -> dict[str, float]:
+    """Returns the metrics of a step that the judge's errors give, of groups `with_reliability`.
+
+    reliability       mean share over the groups whose rewards differ and whose judge knows its errors
+    num_unreliable    number of these groups that are left out
+    reward_corrected  mean reward without the expected flips, if flip rates are set
+    """
+    finished = [[each for each in group if each.error is None] for group in groups]
+    found = [group[0].reliability for group in finished if group]
+    known = [each for each in found if each is not msgspec.UNSET]
+    numbers: dict[str, float] = {}
+    if known:
+        numbers["reliability"] = math.fsum(each.share for each in known) / len(known)
+        numbers["num_unreliable"] = sum(each.is_left_out for each in known)
+    if not math.isnan(corrected := corrected_mean(finished)):
+        numbers["reward_corrected"] = corrected
+    return numbers
 
 
 def noise_of(group: Sequence[ScoredTrajectory]) -> RewardNoise | None:

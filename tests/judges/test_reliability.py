@@ -2,8 +2,10 @@
 
 import math
 from itertools import product
+from pathlib import Path
 from typing import NamedTuple
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 import pytest
@@ -11,21 +13,23 @@ from numpy.random import Generator, default_rng
 
 from art_cli.config.schema import DrGrpoConfig, GrpoConfig, NoiseConfig
 from art_cli.judges import Judge, Verdict
-from art_cli.judges.judge_groups import noise
-from art_cli.learners.algorithms.credit import advantages
-from art_cli.learners.algorithms.presets import build_algorithm
-from art_cli.learners.step.step_samples import StepSamples, make_step_samples
-from art_cli.runs.reliability import (
+from art_cli.judges.judge_groups import by_group, noise
+from art_cli.judges.reliability import (
     GRID,
     VerdictCounts,
     corrected_mean,
     error_variance,
     factor_of_verdicts,
     reliabilities,
+    reliability_numbers,
     share_of_scores,
     share_of_verdicts,
     success_rates,
+    with_reliability,
 )
+from art_cli.learners.algorithms.credit import advantages
+from art_cli.learners.algorithms.presets import build_algorithm
+from art_cli.learners.step.step_samples import StepSamples, make_step_samples
 from art_cli.runs.trajectory import RewardNoise, ScoredTrajectory
 from art_cli.runtime.errors import JudgeError
 from tests.support.trees import scored, turn
@@ -44,7 +48,7 @@ def group_of(*rewards: float, known: RewardNoise | None = FLIPS, group: str = "g
 
 
 def batch_of(groups: list[list[ScoredTrajectory]], loss: GrpoConfig | DrGrpoConfig | None = None) -> StepSamples:
-    return make_step_samples(groups, build_algorithm(loss or GrpoConfig(), max_tokens=10))
+    return make_step_samples(with_reliability(groups), build_algorithm(loss or GrpoConfig(), max_tokens=10))
 
 
 # --- flip rates -------------------------------------------------------------------------------------------------------
@@ -128,9 +132,8 @@ def test_corrected_advantages_are_nearer_to_the_true_ones(
 
 def test_a_judge_without_errors_changes_nothing() -> None:
     exact = RewardNoise(false_positive=0.0, false_negative=0.0)
-    for is_scaled in (False, True):
-        [found] = reliabilities([group_of(1.0, 0.0, 0.0, known=exact)], is_scaled=is_scaled)
-        assert found is not None and found == pytest.approx((1.0, 1.0, False))
+    [found] = reliabilities([group_of(1.0, 0.0, 0.0, known=exact)])
+    assert found is not None and (found.share, found.scaled) == pytest.approx((1.0, 1.0)) and not found.is_left_out
     assert corrected_mean([group_of(1.0, 0.0, 0.0, known=exact)]) == pytest.approx(1 / 3)
 
 
@@ -172,7 +175,8 @@ def test_a_group_that_its_votes_do_not_tell_apart_is_left_out() -> None:
     groups = [group_of(0.0, 1.0, 2.0, known=sure, group="a"), group_of(0.0, 1.0, 2.0, known=unsure, group="b")]
     batch = batch_of(groups)
     assert [sample.trajectory_id for group in batch.groups for sample in group] == ["a/0", "a/1", "a/2"]
-    assert (batch.num_unreliable, batch.num_with_signal, batch.reliability) == (1, 1, 0.375)
+    assert batch.num_with_signal == 1
+    assert reliability_numbers(with_reliability(groups)) == {"reliability": 0.375, "num_unreliable": 1}
     assert batch.groups[0][2].advantages.tolist() == pytest.approx([math.sqrt(0.75)])  # (2 - 1) / 1, by sqrt(0.75)
     assert batch_of(groups, DrGrpoConfig(name="dr_grpo")).groups[0][2].advantages.tolist() == pytest.approx([0.75])
     bound = RewardNoise(variance=0.25, min_reliability=0.8)
@@ -180,9 +184,37 @@ def test_a_group_that_its_votes_do_not_tell_apart_is_left_out() -> None:
 
 
 def test_without_known_noise_a_step_is_what_it_was() -> None:
-    batch = batch_of([group_of(0.0, 1.0, known=None)])
-    assert math.isnan(batch.reliability) and math.isnan(batch.num_unreliable) and math.isnan(batch.reward_corrected)
+    groups = [group_of(0.0, 1.0, known=None)]
+    assert with_reliability(groups) == groups and reliability_numbers(groups) == {}
+    batch = batch_of(groups)
     assert batch.groups[0][1].advantages.tolist() == pytest.approx([0.5**0.5])
+
+
+def test_the_groups_of_an_older_file_give_the_advantages_and_metrics_that_they_gave() -> None:
+    """scored_step.json: lines of a step, and the numbers of a version whose learner computed the factors itself.
+
+    Three groups with flip rates and a signal, one of which is left out; one without signal; two with votes, one of
+    which is left out; one without known errors. An attempt failed.
+    """
+    stored = msgspec.json.decode((Path(__file__).parent / "scored_step.json").read_bytes())
+    lines = [msgspec.convert(line, ScoredTrajectory) for line in stored["lines"]]
+    groups = with_reliability(list(by_group(lines).values()))
+    for loss in (GrpoConfig(), DrGrpoConfig(name="dr_grpo")):
+        samples = [sample for group in batch_of(groups, loss).groups for sample in group]
+        assert {each.trajectory_id: each.advantages.item() for each in samples} == stored["advantages"][loss.name]
+    assert reliability_numbers(groups) == pytest.approx(stored["numbers"], rel=1e-12)
+
+
+def test_no_file_has_the_reliability_of_a_step() -> None:
+    """A group's reliability needs the other groups of its step, so that it is none of the group's line."""
+    [[first, *_]] = groups = [group_of(1.0, 0.0)]
+    assert "reliability" not in msgspec.to_builtins(first)
+    assert with_reliability(groups)[0][0].reliability is not msgspec.UNSET and first.reliability is msgspec.UNSET
+
+
+def test_a_learner_refuses_groups_with_known_errors_and_without_their_reliability() -> None:
+    with pytest.raises(AssertionError, match="with_reliability"):
+        make_step_samples([group_of(1.0, 0.0)], build_algorithm(GrpoConfig(), max_tokens=10))
 
 
 def test_a_judge_writes_what_it_knows_into_the_scored_group() -> None:
