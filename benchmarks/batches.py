@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from art_cli.config.schema import GrpoConfig, TorchLearnerConfig, TrainConfig
+from art_cli.learners import LearnerSetup
 from art_cli.learners.torch_learner import TorchLearner
 from art_cli.models.loading import Weights
 from art_cli.runs.trajectory import ScoredTrajectory, Turn
@@ -21,9 +22,11 @@ SETTINGS = {"learning_rate": 1e-9, "max_grad_norm": 1.0}  # hardly moves the wei
 def make_learner(weights: Weights, **settings: object) -> TorchLearner:
     return TorchLearner(
         weights,
-        train=TrainConfig.model_validate(SETTINGS),
-        loss=GrpoConfig(),
-        learner=TorchLearnerConfig.model_validate(settings),
+        LearnerSetup(
+            train=TrainConfig.model_validate(SETTINGS),
+            loss=GrpoConfig(),
+            learner=TorchLearnerConfig.model_validate(settings),
+        ),
     )
 
 

@@ -28,6 +28,7 @@ import numpy as np
 import torch
 
 from art_cli.config.schema import GrpoConfig, TorchLearnerConfig, TrainConfig
+from art_cli.learners import LearnerSetup
 from art_cli.learners.packs.flex_attention import FlexAttention
 from art_cli.learners.packs.pack_runner import MICRO_BATCH_TOKENS
 from art_cli.learners.samples import bare_sample
@@ -134,7 +135,8 @@ def opened(name: str, *, layers: int | None = None, **knobs: Any) -> Iterator[Be
         weights = fake_weights(config, device, is_4bit=case.is_4bit)
         settings = TorchLearnerConfig(**{"micro_batch_tokens": BUDGET, **knobs})
         learner = TorchLearner(
-            weights, train=TrainConfig(learning_rate=1e-5, epochs_per_step=1), loss=GrpoConfig(), learner=settings
+            weights,
+            LearnerSetup(train=TrainConfig(learning_rate=1e-5, epochs_per_step=1), loss=GrpoConfig(), learner=settings),
         )
         learner.runner.flex = FlexAttention(BUDGET, fused)
         yield Bench(device, weights, learner)

@@ -48,6 +48,7 @@ class Point(NamedTuple):
 
 async def curve(steps: int, *, is_small: bool) -> AsyncIterator[Point]:
     from art_cli.config.schema import GrpoConfig, ModelConfig, TorchLearnerConfig, TrainConfig
+    from art_cli.learners import LearnerSetup
     from art_cli.learners.torch_learner import TorchLearner
     from art_cli.models.loading import load_weights
     from art_cli.runtime import threads
@@ -64,7 +65,7 @@ async def curve(steps: int, *, is_small: bool) -> AsyncIterator[Point]:
             raise SystemExit("SmolLM2-135M is not here: see benchmarks/real_model.py, or give --small")
         weights = load_weights(ModelConfig(base=str(directory), dtype="float32"), str(directory))
     train = TrainConfig(learning_rate=1e-5, epochs_per_step=1, max_logprob_gap=1000)
-    learner = TorchLearner(weights, train=train, loss=GrpoConfig(), learner=TorchLearnerConfig())
+    learner = TorchLearner(weights, LearnerSetup(train=train, loss=GrpoConfig(), learner=TorchLearnerConfig()))
     random = np.random.default_rng(0)
     for number in range(1, steps + 1):
         groups = _groups(random, is_largest=number == AT)

@@ -94,6 +94,7 @@ def memory_of(model: str, length: int) -> Iterator[dict[str, Any]]:
 def peak(model: str, length: int, *, is_forecast: bool) -> float | None:
     """Returns the peak of this process in a step on rows of that length, or the forecast by shorter ones."""
     from art_cli.config.schema import GrpoConfig, ModelConfig, TorchLearnerConfig, TrainConfig
+    from art_cli.learners import LearnerSetup
     from art_cli.learners.torch_learner import TorchLearner
     from art_cli.loop import trial_update
     from art_cli.models.loading import load_weights
@@ -105,7 +106,7 @@ def peak(model: str, length: int, *, is_forecast: bool) -> float | None:
     base = str(smollm2() if model == "smollm2" else "")
     weights = load_weights(ModelConfig(base=base, dtype="float32"), base) if base else build(model, has_adapter=True)
     train = TrainConfig(learning_rate=1e-5, max_logprob_gap=1000)
-    learner = TorchLearner(weights, train=train, loss=GrpoConfig(), learner=TorchLearnerConfig())
+    learner = TorchLearner(weights, LearnerSetup(train=train, loss=GrpoConfig(), learner=TorchLearnerConfig()))
     short = min(length // 2, trial_update.MIN_SECOND)
     trial_update.step(learner, short, vocabulary=int(weights.model.config.vocab_size))
     if is_forecast:

@@ -92,12 +92,15 @@ class Batch:
 
 class Ours:
     def __init__(self, asked: Asked) -> None:
+        from art_cli.learners import LearnerSetup
         from art_cli.learners.torch_learner import TorchLearner
 
         self.batch = Batch(asked)
         config = self.batch.config
         train = config.train.model_copy(update=SETTINGS)
-        self.learner = TorchLearner(self.batch.weights, train=train, loss=config.loss, learner=config.learner)
+        self.learner = TorchLearner(
+            self.batch.weights, LearnerSetup(train=train, loss=config.loss, learner=config.learner)
+        )
         self.memory = Memory()
         self.metrics: Any = None
 

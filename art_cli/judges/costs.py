@@ -10,7 +10,7 @@ import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple, Protocol, Self
 
 import msgspec
 
@@ -41,6 +41,17 @@ class Usage(_Sum, frozen=True):
     @property
     def tokens(self) -> int:
         return self.prompt_tokens + self.completion_tokens
+
+
+class Payer(Protocol):
+    """A part of a run that makes paid calls: a judge, or a learner that asks a model for prompts."""
+
+    title: str
+    spent_usd: float
+    is_priced: bool
+
+    @property
+    def usage(self) -> Usage: ...
 
 
 class CostEstimate(_Sum, frozen=True):

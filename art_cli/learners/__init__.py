@@ -13,9 +13,10 @@ A learner speaks in plain data (records, paths, numbers). Its methods block; the
 
 import math
 from collections.abc import Callable, Sequence
-from importlib import import_module
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from pkgutil import resolve_name
+from typing import TYPE_CHECKING, Any, Protocol, Self
 
 import msgspec
 
@@ -24,9 +25,11 @@ from art_cli.runs.trajectory import ScoredTrajectory
 from art_cli.runtime.errors import LearnerError
 
 if TYPE_CHECKING:
-    from art_cli.config.schema import RunConfig
+    from art_cli.config.schema import AlgorithmConfig, LearnerConfig, LossConfig, RunConfig, SftConfig, TrainConfig
+    from art_cli.judges.costs import Payer
     from art_cli.models.loading import Weights
     from art_cli.models.policy_spec import PolicySpec
+    from art_cli.rollouts.rollout_runner import RolloutPlan
 
 # `unsloth` takes the same step on weights that Unsloth loads (unsloth.py)
 BUILT_INS = {
@@ -101,12 +104,41 @@ class SftProgress(msgspec.Struct, frozen=True, kw_only=True):
     numbers: dict[str, float]  # means over all optimizer steps so far; `loss` is that of the last epoch
 
 
+@dataclass(frozen=True)
+class LearnerSetup:
+    """The settings of a learner that trains weights, which is made as `Class(policy, setup)`."""
+
+    train: "TrainConfig"
+    loss: "LossConfig | AlgorithmConfig"
+    learner: "LearnerConfig"  # the learner's own section of the configuration
+    sft: "SftConfig | None" = None  # or None if there is no warm-up
+    sampling_max_tokens: int = 1024  # length limit of one reply
+    directory: Path = Path()  # the path of a user's algorithm is relative to it
+
+    @classmethod
+    def of(cls, config: "RunConfig", directory: Path) -> Self:
+        return cls(
+            train=config.train,
+            loss=config.learns_by,
+            learner=config.learner,
+            sft=config.sft,
+            sampling_max_tokens=config.rollout.sampling.max_tokens,
+            directory=directory.resolve(),
+        )
+
+
 class Learner(Protocol):
     """Updates the policy. Failures raise LearnerError, CheckpointError or DriftError.
 
-    One that searches for a prompt has two further members: `arrange`, which gives a step's rollouts their prompts, and
-    `payer`, which counts the cost of its calls.
+    The built-in learners are subclasses, so that each has the members with a default.
     """
+
+    payer: "Payer | None" = None
+    """Counts the cost of the calls that the learner makes, or None if it makes none."""
+
+    def arrange(self, plans: list["RolloutPlan"]) -> list["RolloutPlan"]:
+        """Returns a step's rollouts, each with the prompt that the learner gives it. By default they have none."""
+        return plans
 
     def step(self, groups: Sequence[Sequence[ScoredTrajectory]], *, progress: Progress | None = None) -> StepMetrics:
         """Takes one policy step on the scored trajectories of whole groups. Groups without signal change no weight."""
@@ -174,7 +206,7 @@ def load_policy(config: "RunConfig", base: str) -> "Weights":
     _check_resolved(config)
     load = None
     if config.learner.name == "unsloth":
-        load = import_module("art_cli.learners.unsloth").load_model
+        load = resolve_name("art_cli.learners.unsloth:load_model")
     return loading.load_weights(config.model, base, device=config.learner.device, seed=config.train.seed, load=load)
 
 
@@ -192,31 +224,23 @@ def make_learner(
     from art_cli.models.policy_spec import PolicySpec, spec_of
 
     _check_resolved(config)
-    module, _, name = BUILT_INS[config.learner.name].partition(":")
-    make = getattr(import_module(module), name)
+    make = resolve_name(BUILT_INS[config.learner.name])
     if not config.learner.trains_weights:
         searching: Learner = make(config, directory)
         return searching
     assert policy is not None, "weights can be trained only if they are here"
-    knobs: dict[str, Any] = {
-        "train": config.train,
-        "loss": config.learns_by,
-        "directory": directory.resolve(),
-        "learner": config.learner,
-        "sft": config.sft,
-        "sampling_max_tokens": config.rollout.sampling.max_tokens,
-    }
+    setup = LearnerSetup.of(config, directory)
     if config.learner.weights == "server":
         spec = policy if isinstance(policy, PolicySpec) else spec_of(policy)
-        remote: Learner = make(spec, engine=with_base_model(config), lora=config.model.lora, **knobs)
+        remote: Learner = make(spec, setup, engine=with_base_model(config), lora=config.model.lora)
         return remote
     if has_own_weights(config):
-        make_job = import_module("art_cli.learners.processes.job").make_job
-        parallel = import_module("art_cli.learners.processes.workers").parallel_learner
+        make_job = resolve_name("art_cli.learners.processes.job:make_job")
+        parallel = resolve_name("art_cli.learners.processes.workers:parallel_learner")
         spec = policy if isinstance(policy, PolicySpec) else spec_of(policy)
         learner: Learner = parallel(make_job(config, spec.base, directory=directory, dtype=spec.dtype), logs=logs)
         return learner
-    learner = make(policy, **knobs)
+    learner = make(policy, setup)
     return learner
 
 

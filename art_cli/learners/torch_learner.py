@@ -20,8 +20,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from art_cli.config.schema import AlgorithmConfig, BaseLearnerConfig, LossConfig, SftConfig, TrainConfig
-from art_cli.learners import Progress, SftProgress, StepMetrics
+from art_cli.config.schema import BaseLearnerConfig
+from art_cli.learners import Learner, LearnerSetup, Progress, SftProgress, StepMetrics
 from art_cli.learners.algorithms import Algorithm
 from art_cli.learners.algorithms.normalization import FinishedCounts
 from art_cli.learners.algorithms.off_policy import build_correction
@@ -98,32 +98,23 @@ RNG_FILE = "rng.safetensors"
 SHORT = 128  # tokens of a rehearsal's row on which packs are compared with plain rows
 
 
-class TorchLearner:
+class TorchLearner(Learner):
     """The Learner of `learner: torch` and `learner: unsloth`. The protocol has the promises of its methods."""
 
-    def __init__(
-        self,
-        weights: Weights,
-        *,
-        train: TrainConfig,
-        loss: LossConfig | AlgorithmConfig,
-        learner: BaseLearnerConfig,
-        sft: SftConfig | None = None,
-        sampling_max_tokens: int = 1024,
-        directory: Path = Path(),
-        ranks: Ranks | None = None,
-    ) -> None:
-        """`sampling_max_tokens` is the length limit of one reply; a user's algorithm is relative to `directory`.
+    def __init__(self, weights: Weights, setup: LearnerSetup, *, ranks: Ranks | None = None) -> None:
+        """`ranks` are the processes that share the work, or None if this one is alone.
 
-        `ranks` are the processes that share the work, or None if this one is alone. Raises LearnerError for a KL term
-        without an adapter to switch off; UsageError if a user's algorithm cannot be loaded.
+        Raises LearnerError for a KL term without an adapter to switch off; UsageError if a user's algorithm cannot be
+        loaded.
         """
+        train, loss, learner = setup.train, setup.loss, setup.learner
+        assert isinstance(learner, BaseLearnerConfig), f"a learner with weights here, not {learner.name}"
         if loss.kl > 0 and not weights.has_adapter:
             raise LearnerError("loss.kl needs a reference policy, the model without its adapter: set model.lora")
         self.weights, self.loss = weights, loss
-        self.train_config, self.sft_config = train, sft
+        self.train_config, self.sft_config = train, setup.sft
         self.kl, self.echo = loss.kl, loss.echo
-        self.algorithm = build_algorithm(loss, max_tokens=sampling_max_tokens, directory=directory)
+        self.algorithm = build_algorithm(loss, max_tokens=setup.sampling_max_tokens, directory=setup.directory)
         self.ranks = ranks or Ranks()
         self.runner = PackRunner(weights, learner, self.ranks)
         self.gradient = LossGradient(
@@ -132,7 +123,7 @@ class TorchLearner:
         self.warm_up: TorchSft | None = None  # set between begin_sft and end_sft
         self._learned: list[LearnedTrajectory] = []  # lines of the last step, until they are written
         self.packing = PackingCheck(self.runner)
-        self.algorithm.bind(Reader(self.runner, self.packing), directory)
+        self.algorithm.bind(Reader(self.runner, self.packing), setup.directory)
         self.parameters = {name: p for name, p in weights.model.named_parameters() if p.requires_grad}
         self.optimizer_device = torch.device("cpu") if learner.offload_optimizer else None
         self.optimizer = Optimizer(self.parameters, train, device=self.optimizer_device, ranks=self.ranks)

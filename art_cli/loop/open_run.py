@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import logging
 import shlex
+import time
 from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -23,6 +24,7 @@ from art_cli.config.config_identity import config_hash
 from art_cli.config.schema import RunConfig
 from art_cli.engines import EngineTraits, engine_traits
 from art_cli.judges import Judge
+from art_cli.judges.costs import Payer
 from art_cli.judges.shadow_judges import ShadowJudges
 from art_cli.judges.source_judges import make_judges
 from art_cli.learners import Learner, describe_processes, has_own_weights, load_policy, make_learner
@@ -35,7 +37,7 @@ from art_cli.loop.record import claim_config
 from art_cli.loop.references import missing_targets
 from art_cli.loop.source_mix import SourceMix
 from art_cli.loop.startup import import_libraries
-from art_cli.loop.stop_rules import Payer, RunMeter, StopRules
+from art_cli.loop.stop_rules import RunMeter, StopRules
 from art_cli.loop.warm_up import WarmUp, make_warm_up
 from art_cli.models.base_files import base_digest
 from art_cli.models.loading import Weights, clone_trainable, count_parameters, find_base
@@ -155,8 +157,7 @@ async def open_run(claim: Claim, *, go_on: str | None = None) -> AsyncIterator[R
         _warn_of_overlap(claim.loaded, data)
         judge = make_judges(claim.loaded.config, directory, job=claim.job)
         shadows = ShadowJudges(claim.loaded.config.shadow, directory, job=claim.job)
-        payers: list[Payer] = [judge, *shadows.judges.values()]
-        meter = RunMeter(payers)
+        begin, payers = time.monotonic(), [judge, *shadows.judges.values()]
         _check_prices(claim.loaded, payers)
         panel = RunPanel(claim.loaded.config.name, num_steps=claim.loaded.config.train.steps)
         startup.reached("data")
@@ -165,9 +166,9 @@ async def open_run(claim: Claim, *, go_on: str | None = None) -> AsyncIterator[R
         config = loaded.config
         startup.reached("model")
         learner = make_learner(config, weights or policy, directory=directory, logs=files.logs)
-        if (reflecting := getattr(learner, "payer", None)) is not None:
-            payers.append(reflecting)  # the meter counts it too
-            _check_prices(claim.loaded, payers)
+        if learner.payer is not None:
+            _check_prices(claim.loaded, [learner.payer])
+        meter = RunMeter([*payers, *filter(None, [learner.payer])], begin=begin)
         startup.reached("learner")
         trackers = open_trackers(config, files.root, directory)
         go_on = go_on or f"go on with: {resume_command(loaded, files)}"
@@ -210,9 +211,8 @@ async def open_run(claim: Claim, *, go_on: str | None = None) -> AsyncIterator[R
         known = [each for each in history.updates if each.number <= first]
         history = history._replace(updates=known, evaluations=[e for e in history.evaluations if e.step <= first])
         panel.follow(history)
-        arrange = getattr(learner, "arrange", list)
         mix = SourceMix(config, files, data.training_by_source)
-        batches = Batches(config, files, sampler, judge, mix, shadows=shadows, arrange=arrange)
+        batches = Batches(config, files, sampler, judge, mix, shadows=shadows, arrange=learner.arrange)
         stack.push_async_callback(batches.close)
         yield Run(
             loaded=loaded,

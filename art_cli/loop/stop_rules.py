@@ -15,34 +15,23 @@ counts when the step is done again. The rules themselves are pure: a history in.
 import time
 from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from art_cli.config.metric_names import CLOSE, EVAL
 from art_cli.config.sections.train_config import StopRule
-from art_cli.judges.costs import Usage
+from art_cli.judges.costs import Payer
 from art_cli.runs.history import History
 from art_cli.runs.parting import describe_parting, find_parting, read_beside
 
 STAGES = ("sample_s", "judge_s", "train_s")  # seconds that are added up for a run of an older version
 
 
-class Payer(Protocol):
-    """A part of a run that makes paid calls: a judge, or a learner that asks a model for prompts."""
-
-    title: str
-    spent_usd: float
-    is_priced: bool
-
-    @property
-    def usage(self) -> Usage: ...
-
-
 class RunMeter:
-    """Counts from its making on; `follow` adds what earlier starts took. The caller may add to `payers` later."""
+    """Counts this start of a run; `follow` adds what earlier starts took."""
 
-    def __init__(self, payers: Sequence[Payer]) -> None:
-        self._payers = payers
-        self._begin = time.monotonic()
+    def __init__(self, payers: Sequence[Payer], *, begin: float) -> None:
+        """`begin` is the time of `time.monotonic` at which the run began."""
+        self._payers, self._begin = payers, begin
         self._seconds_before, self._usd_before = 0.0, 0.0
 
     def follow(self, history: History) -> None:

@@ -21,9 +21,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from art_cli.config.schema import LoraConfig, LossConfig, SftConfig, TinkerEngineConfig, TrainConfig
+from art_cli.config.schema import AlgorithmConfig, LoraConfig, SftConfig, TinkerEngineConfig
 from art_cli.engines.proof import make_probe
-from art_cli.learners import SFT_DIRECTORY, Progress, SftProgress, StepMetrics
+from art_cli.learners import SFT_DIRECTORY, Learner, LearnerSetup, Progress, SftProgress, StepMetrics
 from art_cli.learners.algorithms import Algorithm
 from art_cli.learners.algorithms.normalization import FinishedCounts
 from art_cli.learners.algorithms.presets import build_algorithm
@@ -153,25 +153,19 @@ def _samples(example: dict[str, Any], tokenizer: Any, name: str, limits: Mapping
     return samples
 
 
-class TinkerLearner:
+class TinkerLearner(Learner):
     """The Learner of `learner: tinker`. Failures raise RemoteError too."""
 
     def __init__(
-        self,
-        policy: PolicySpec,
-        *,
-        train: TrainConfig,
-        loss: LossConfig,
-        engine: TinkerEngineConfig,
-        lora: LoraConfig | None,
-        learner: object = None,
-        sft: SftConfig | None = None,
-        sampling_max_tokens: int = 1024,
-        directory: Path = Path(),
+        self, policy: PolicySpec, setup: LearnerSetup, *, engine: TinkerEngineConfig, lora: LoraConfig | None
     ) -> None:
         """Raises RemoteError if the key of the server is missing."""
-        self.policy, self.train_config, self.loss, self.sft_config = policy, train, loss, sft
-        self.algorithm = build_algorithm(loss, max_tokens=sampling_max_tokens, directory=directory)
+        train, loss = setup.train, setup.loss
+        assert not isinstance(loss, AlgorithmConfig), (
+            "a server computes no loss of a user; the configuration was checked"
+        )
+        self.policy, self.train_config, self.loss, self.sft_config = policy, train, loss, setup.sft
+        self.algorithm = build_algorithm(loss, max_tokens=setup.sampling_max_tokens, directory=setup.directory)
         self.server_loss = server_loss(loss)
         self.trainer = RemoteTrainer(engine, lora, base=policy.base, seed=train.seed)
         self.warm_up: RemoteSft | None = None  # set between begin_sft and end_sft

@@ -33,6 +33,7 @@ from art_cli.engines.embedded import token_sampling as sampling
 from art_cli.engines.embedded.chat_prompts import MessageParser
 from art_cli.engines.embedded.embedded_engine import EmbeddedEngine
 from art_cli.engines.embedded.token_sampling import Allowed, Knobs
+from art_cli.learners import LearnerSetup
 from art_cli.learners.torch_learner import TorchLearner
 from art_cli.models.loading import Weights
 from tests.support.tiny import CHAT_TEMPLATE, tiny_tokenizer, tiny_weights
@@ -330,10 +331,12 @@ async def test_the_learner_computes_the_logprobs_that_were_reported(temperature:
         forced = await engine.reply(ask(tools=[LOOK], tool_choice="required", n=2, temperature=temperature))
     learner = TorchLearner(
         weights,
-        train=TrainConfig(learning_rate=1e-5),
-        loss=GrpoConfig(),
-        learner=TorchLearnerConfig(),
-        sampling_max_tokens=400,
+        LearnerSetup(
+            train=TrainConfig(learning_rate=1e-5),
+            loss=GrpoConfig(),
+            learner=TorchLearnerConfig(),
+            sampling_max_tokens=400,
+        ),
     )
     for answer in (reply, forced):
         for choice in answer.choices:

@@ -32,6 +32,7 @@ from art_cli.config.schema import (
     TorchLearnerConfig,
     TrainConfig,
 )
+from art_cli.learners import LearnerSetup
 from art_cli.learners.optimizer import EntropyState
 from art_cli.learners.packs.packing import PACK_COST, pack_samples
 from art_cli.learners.packs.ranks import deal, pack_evenly
@@ -97,12 +98,14 @@ def alone(job: Job) -> TorchLearner:
     weights = load_weights(job.model, job.base, device="cpu", seed=job.train.seed)
     return TorchLearner(
         weights,
-        train=job.train,
-        loss=job.loss,
-        learner=job.learner,
-        sft=job.sft,
-        sampling_max_tokens=job.sampling_max_tokens,
-        directory=job.directory,
+        LearnerSetup(
+            train=job.train,
+            loss=job.loss,
+            learner=job.learner,
+            sft=job.sft,
+            sampling_max_tokens=job.sampling_max_tokens,
+            directory=job.directory,
+        ),
     )
 
 

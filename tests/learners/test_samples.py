@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from art_cli.config.schema import GrpoConfig, TorchLearnerConfig, TrainConfig
+from art_cli.learners import LearnerSetup
 from art_cli.learners.samples import Sample
 from art_cli.learners.torch_learner import TorchLearner
 from art_cli.runs.trajectory import Turn, sequence
@@ -130,7 +131,7 @@ def test_a_step_from_another_tools_file_names_the_turn_that_the_model_cannot_hav
     """The model has a vocabulary below 5,000 and a context below 3,000 tokens. No weight is changed."""
     weights = tiny_weights()
     learner = TorchLearner(
-        weights, train=TrainConfig(learning_rate=1e-3), loss=GrpoConfig(), learner=TorchLearnerConfig()
+        weights, LearnerSetup(train=TrainConfig(learning_rate=1e-3), loss=GrpoConfig(), learner=TorchLearnerConfig())
     )
     before = {name: tensor.clone() for name, tensor in learner.parameters.items()}
     good = turn([1, 2], [3, 4])

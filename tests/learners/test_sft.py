@@ -12,7 +12,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from art_cli.config.schema import EmbeddedEngineConfig, GrpoConfig, SftConfig, TorchLearnerConfig, TrainConfig
 from art_cli.engines.embedded.embedded_engine import EmbeddedEngine
-from art_cli.learners import SftProgress
+from art_cli.learners import LearnerSetup, SftProgress
 from art_cli.learners.samples import bare_sample
 from art_cli.learners.sft.examples import best_attempts, demo_samples, load_demos
 from art_cli.learners.sft.sft_batches import SftBatches, even_bounds
@@ -42,10 +42,12 @@ def learner(weights: Weights, **knobs: object) -> TorchLearner:
     section = {"demos": "demos.jsonl", "learning_rate": 1e-3, "batch_size": 2, **knobs}
     return TorchLearner(
         weights,
-        train=TrainConfig.model_validate({"learning_rate": 1e-5, "seed": seed}),
-        loss=GrpoConfig(),
-        learner=TorchLearnerConfig.model_validate({"micro_batch_tokens": 40, **shape}),
-        sft=SftConfig.model_validate(section),
+        LearnerSetup(
+            train=TrainConfig.model_validate({"learning_rate": 1e-5, "seed": seed}),
+            loss=GrpoConfig(),
+            learner=TorchLearnerConfig.model_validate({"micro_batch_tokens": 40, **shape}),
+            sft=SftConfig.model_validate(section),
+        ),
     )
 
 

@@ -16,7 +16,15 @@ import torch
 from safetensors.torch import load_file
 
 from art_cli.config.compose import load_config
-from art_cli.config.schema import LoraConfig, LossConfig, TinkerEngineConfig, TorchLearnerConfig, TrainConfig
+from art_cli.config.schema import (
+    LoraConfig,
+    LossConfig,
+    TinkerEngineConfig,
+    TinkerLearnerConfig,
+    TorchLearnerConfig,
+    TrainConfig,
+)
+from art_cli.learners import LearnerSetup
 from art_cli.learners.torch_learner import TorchLearner
 from art_cli.models.loading import Weights, with_adapter
 from art_cli.models.policy_spec import spec_of
@@ -72,13 +80,19 @@ def settings(**knobs: Any) -> TrainConfig:
 def remote(base: Base, address: str, loss: LossConfig, **knobs: Any) -> TinkerLearner:
     engine = TinkerEngineConfig(name="tinker", url=address, base_model="tiny", timeout_s=30)
     return TinkerLearner(
-        spec_of(policy(base)), train=settings(**knobs), loss=loss, engine=engine, lora=LORA, sampling_max_tokens=16
+        spec_of(policy(base)),
+        LearnerSetup(
+            train=settings(**knobs), loss=loss, learner=TinkerLearnerConfig(name="tinker"), sampling_max_tokens=16
+        ),
+        engine=engine,
+        lora=LORA,
     )
 
 
 def local(base: Base, loss: LossConfig, **knobs: Any) -> TorchLearner:
     return TorchLearner(
-        policy(base), train=settings(**knobs), loss=loss, learner=TorchLearnerConfig(), sampling_max_tokens=16
+        policy(base),
+        LearnerSetup(train=settings(**knobs), loss=loss, learner=TorchLearnerConfig(), sampling_max_tokens=16),
     )
 
 
@@ -258,7 +272,10 @@ def test_faults_are_one_line_each_and_show_no_key(
         engine = TinkerEngineConfig(name="tinker", url=address, **{"base_model": "tiny", "timeout_s": 2.0, **knobs})
         with pytest.raises(RemoteError) as caught:
             TinkerLearner(
-                spec_of(policy(base)), train=settings(), loss=config_of("grpo"), engine=engine, lora=LORA
+                spec_of(policy(base)),
+                LearnerSetup(train=settings(), loss=config_of("grpo"), learner=TinkerLearnerConfig(name="tinker")),
+                engine=engine,
+                lora=LORA,
             ).score([1, 2, 3])
         assert "\n" not in str(caught.value) and "tml-wrong" not in str(caught.value)
         return str(caught.value)

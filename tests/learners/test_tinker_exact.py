@@ -16,9 +16,11 @@ from art_cli.config.schema import (
     ModelConfig,
     SftConfig,
     TinkerEngineConfig,
+    TinkerLearnerConfig,
     TorchLearnerConfig,
     TrainConfig,
 )
+from art_cli.learners import LearnerSetup
 from art_cli.learners.torch_learner import TorchLearner
 from art_cli.models.loading import Weights, load_weights, with_adapter
 from art_cli.models.policy_spec import spec_of
@@ -55,19 +57,23 @@ class Side:
 
     def local(self, loss: LossConfig, *, sft: SftConfig | None = None, **knobs: Any) -> TorchLearner:
         return TorchLearner(
-            self.weights(), train=train(knobs), loss=loss, learner=TorchLearnerConfig(), sft=sft, sampling_max_tokens=16
+            self.weights(),
+            LearnerSetup(train=train(knobs), loss=loss, learner=TorchLearnerConfig(), sft=sft, sampling_max_tokens=16),
         )
 
     def remote(self, loss: LossConfig, *, sft: SftConfig | None = None, **knobs: Any) -> TinkerLearner:
         engine = TinkerEngineConfig(name="tinker", url=self.address, base_model="tiny", timeout_s=30)
         return TinkerLearner(
             spec_of(self.weights()),
-            train=train(knobs),
-            loss=loss,
+            LearnerSetup(
+                train=train(knobs),
+                loss=loss,
+                learner=TinkerLearnerConfig(name="tinker"),
+                sft=sft,
+                sampling_max_tokens=16,
+            ),
             engine=engine,
             lora=self.lora,
-            sft=sft,
-            sampling_max_tokens=16,
         )
 
 

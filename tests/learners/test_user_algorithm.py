@@ -12,6 +12,7 @@ import torch
 
 from art_cli.config.compose import load_config
 from art_cli.config.schema import AlgorithmConfig, TorchLearnerConfig, TrainConfig
+from art_cli.learners import LearnerSetup
 from art_cli.learners.torch_learner import TorchLearner
 from art_cli.loop.references import check_ready
 from art_cli.loop.train import train
@@ -43,10 +44,12 @@ def learner(directory: Path, source: str, weights: Weights | None = None, **sect
     (directory / "mine.py").write_text(source)
     return TorchLearner(
         weights or tiny_weights(),
-        train=TrainConfig(learning_rate=1e-5, max_grad_norm=1e9, epochs_per_step=1),
-        loss=AlgorithmConfig(**{"entry": "mine.py:Mine", **section}),
-        learner=TorchLearnerConfig(),
-        directory=directory,
+        LearnerSetup(
+            train=TrainConfig(learning_rate=1e-5, max_grad_norm=1e9, epochs_per_step=1),
+            loss=AlgorithmConfig(**{"entry": "mine.py:Mine", **section}),
+            learner=TorchLearnerConfig(),
+            directory=directory,
+        ),
     )
 
 

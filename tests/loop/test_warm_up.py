@@ -17,6 +17,7 @@ import pytest
 
 from art_cli.config.compose import load_config
 from art_cli.config.schema import GrpoConfig, SftConfig, TorchLearnerConfig, TrainConfig
+from art_cli.learners import LearnerSetup
 from art_cli.learners.torch_learner import TorchLearner
 from art_cli.loop import warm_up
 from art_cli.loop.train import train
@@ -45,10 +46,9 @@ def new_learner() -> TorchLearner:
     section = SftConfig(demos="", learning_rate=1e-2, batch_size=3, epochs=3, warmup_steps=4)
     return TorchLearner(
         tiny_weights(),
-        train=TrainConfig(learning_rate=1e-5),
-        loss=GrpoConfig(),
-        learner=TorchLearnerConfig(),
-        sft=section,
+        LearnerSetup(
+            train=TrainConfig(learning_rate=1e-5), loss=GrpoConfig(), learner=TorchLearnerConfig(), sft=section
+        ),
     )
 
 

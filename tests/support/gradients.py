@@ -20,6 +20,7 @@ from art_cli.config.schema import (
     TrainConfig,
     TruncateConfig,
 )
+from art_cli.learners import LearnerSetup
 from art_cli.learners.torch_learner import TorchLearner
 from art_cli.models.loading import Weights
 from art_cli.runs.trajectory import ScoredTrajectory, Turn, sequence
@@ -36,10 +37,12 @@ def learner(weights: Weights, loss: LossConfig | AlgorithmConfig | None = None, 
     shape = {name: knobs.pop(name) for name in list(knobs) if name in TorchLearnerConfig.model_fields}
     return TorchLearner(
         weights,
-        train=TrainConfig(**{"learning_rate": 1e-3, "epochs_per_step": 1, "max_logprob_gap": 10.0, **knobs}),
-        loss=loss or GrpoConfig(),
-        learner=TorchLearnerConfig(**shape),
-        sampling_max_tokens=MAX_TOKENS,
+        LearnerSetup(
+            train=TrainConfig(**{"learning_rate": 1e-3, "epochs_per_step": 1, "max_logprob_gap": 10.0, **knobs}),
+            loss=loss or GrpoConfig(),
+            learner=TorchLearnerConfig(**shape),
+            sampling_max_tokens=MAX_TOKENS,
+        ),
     )
 
 

@@ -12,7 +12,15 @@ from pathlib import Path
 import tinker
 
 from art_cli.chat.requests import Request, Sampling
-from art_cli.config.schema import GrpoConfig, LoraConfig, ModelConfig, TinkerEngineConfig, TrainConfig
+from art_cli.config.schema import (
+    GrpoConfig,
+    LoraConfig,
+    ModelConfig,
+    TinkerEngineConfig,
+    TinkerLearnerConfig,
+    TrainConfig,
+)
+from art_cli.learners import LearnerSetup
 from art_cli.models.policy_spec import read_spec
 from art_cli.runs.durable import read_lines
 from art_cli.runs.manifest import Manifest, new_checkpoint
@@ -39,7 +47,12 @@ def walk(address: str, base: str, directory: Path) -> None:
     groups = [[each for each in scored if each.group_id == name] for name in dict.fromkeys(s.group_id for s in scored)]
     place = directory / "checkpoints"
     for step in (1, 2):
-        learner = TinkerLearner(spec, train=train, loss=GrpoConfig(), engine=config, lora=LoraConfig(rank=4))
+        learner = TinkerLearner(
+            spec,
+            LearnerSetup(train=train, loss=GrpoConfig(), learner=TinkerLearnerConfig(name="tinker")),
+            engine=config,
+            lora=LoraConfig(rank=4),
+        )
         if step > 1:
             learner.load(place / f"step_{step - 1:04d}")
         learner.step(groups)

@@ -17,7 +17,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 def main(base: str, dtype: str, quantize: str | None) -> dict[str, Any]:
     from art_cli.config.schema import GrpoConfig, ModelConfig, TrainConfig, UnslothLearnerConfig
-    from art_cli.learners import unsloth
+    from art_cli.learners import LearnerSetup, unsloth
     from art_cli.models.loading import load_weights, token_logprobs
 
     settings = {"base": base, "dtype": dtype, "quantize": quantize, "lora": {"rank": 4, "alpha": 8}}
@@ -40,9 +40,11 @@ def main(base: str, dtype: str, quantize: str | None) -> dict[str, Any]:
     learners = [
         TorchLearner(
             w,
-            train=TrainConfig(learning_rate=1e-5, epochs_per_step=1),
-            loss=GrpoConfig(),
-            learner=UnslothLearnerConfig(name="unsloth"),
+            LearnerSetup(
+                train=TrainConfig(learning_rate=1e-5, epochs_per_step=1),
+                loss=GrpoConfig(),
+                learner=UnslothLearnerConfig(name="unsloth"),
+            ),
         )
         for w in (weights, plain)
     ]

@@ -15,7 +15,8 @@ import httpx
 import pytest
 
 from art_cli.cli import app as cli
-from art_cli.config.schema import GrpoConfig, LoraConfig, TinkerEngineConfig, TrainConfig
+from art_cli.config.schema import GrpoConfig, LoraConfig, TinkerEngineConfig, TinkerLearnerConfig, TrainConfig
+from art_cli.learners import LearnerSetup
 from art_cli.models.loading import with_adapter
 from art_cli.models.policy_spec import PolicySpec, spec_of
 from art_cli.runs.manifest import Manifest, new_checkpoint
@@ -47,7 +48,10 @@ class Setting:
         engine = TinkerEngineConfig(name="tinker", url=self.address, base_model="tiny", timeout_s=timeout_s)
         loss = GrpoConfig(name="grpo")
         made = TinkerLearner(
-            self.policy, train=TrainConfig(learning_rate=1e-5), loss=loss, engine=engine, lora=LoraConfig(rank=4)
+            self.policy,
+            LearnerSetup(train=TrainConfig(learning_rate=1e-5), loss=loss, learner=TinkerLearnerConfig(name="tinker")),
+            engine=engine,
+            lora=LoraConfig(rank=4),
         )
         self._made.append(made)
         return made

@@ -14,10 +14,12 @@ from art_cli.config.schema import (
     LoraConfig,
     ModelConfig,
     TinkerEngineConfig,
+    TinkerLearnerConfig,
     TorchLearnerConfig,
     TrainConfig,
 )
 from art_cli.engines import make_engine
+from art_cli.learners import LearnerSetup
 from art_cli.models.loading import load_weights, on_base, token_logprobs
 from art_cli.models.policy_spec import spec_of
 from art_cli.runs.manifest import Manifest, new_checkpoint
@@ -46,7 +48,12 @@ class Trained:
         policy = on_base(base.weights, None)
         engine = TinkerEngineConfig(name="tinker", url=address, base_model="tiny", timeout_s=30)
         train = TrainConfig(learning_rate=1e-2, max_logprob_gap=10.0)
-        learner = TinkerLearner(spec_of(policy), train=train, loss=config_of("grpo"), engine=engine, lora=lora)
+        learner = TinkerLearner(
+            spec_of(policy),
+            LearnerSetup(train=train, loss=config_of("grpo"), learner=TinkerLearnerConfig(name="tinker")),
+            engine=engine,
+            lora=lora,
+        )
         before = learner.score(IDS)
         learner.step(made_groups(policy))
         self.scores = learner.score(IDS)
@@ -118,8 +125,11 @@ def test_a_small_adapter_goes_on_at_a_server_that_takes_no_larger_ones(tmp_path:
         policy = spec_of(on_base(base.weights, None))
         learner = TinkerLearner(
             policy,
-            train=TrainConfig(learning_rate=1e-2),
-            loss=config_of("grpo"),
+            LearnerSetup(
+                train=TrainConfig(learning_rate=1e-2),
+                loss=config_of("grpo"),
+                learner=TinkerLearnerConfig(name="tinker"),
+            ),
             engine=engine,
             lora=LoraConfig(rank=4),
         )

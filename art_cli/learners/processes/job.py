@@ -1,5 +1,6 @@
 """Job: what a process needs to make its part of a learner, as plain data."""
 
+from dataclasses import fields
 from pathlib import Path
 
 from art_cli.config.schema import (
@@ -12,6 +13,7 @@ from art_cli.config.schema import (
     TorchLearnerConfig,
     TrainConfig,
 )
+from art_cli.learners import LearnerSetup
 
 
 class Job(Section):
@@ -28,17 +30,13 @@ class Job(Section):
     sft: SftConfig | None
     sampling_max_tokens: int
 
+    @property
+    def setup(self) -> LearnerSetup:
+        return LearnerSetup(**{each.name: getattr(self, each.name) for each in fields(LearnerSetup)})
+
 
 def make_job(config: RunConfig, base: str, *, directory: Path, dtype: str) -> Job:
     """Returns the job of a configuration whose learner is torch, on the base at hand there."""
     assert isinstance(config.learner, TorchLearnerConfig), f"a learner with processes of its own, not {config.learner}"
-    return Job(
-        base=base,
-        model=config.model.model_copy(update={"dtype": dtype}),  # the same in all processes
-        train=config.train,
-        loss=config.learns_by,
-        directory=directory.resolve(),
-        learner=config.learner,
-        sft=config.sft,
-        sampling_max_tokens=config.rollout.sampling.max_tokens,
-    )
+    model = config.model.model_copy(update={"dtype": dtype})  # the same in all processes
+    return Job(base=base, model=model, **vars(LearnerSetup.of(config, directory)))

@@ -181,16 +181,7 @@ def make_learner(job: "Job") -> "TorchLearner":
     mesh = make_mesh(device, nodes=job.learner.nodes if job.learner.shard == "node" else 1)
     shard(weights.model.get_base_model() if weights.has_adapter else weights.model, mesh)
     weights.device = device
-    return TorchLearner(
-        weights,
-        train=job.train,
-        loss=job.loss,
-        directory=job.directory,
-        learner=job.learner,
-        sft=job.sft,
-        sampling_max_tokens=job.sampling_max_tokens,
-        ranks=FsdpRanks(),
-    )
+    return TorchLearner(weights, job.setup, ranks=FsdpRanks())
 
 
 if __name__ == "__main__":

@@ -28,7 +28,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
-from art_cli.learners import Progress
+from art_cli.learners import Learner, Progress
 from art_cli.learners.processes.job import Job
 from art_cli.learners.processes.nodes.node_address import (
     VARIABLE,
@@ -446,7 +446,7 @@ class _ProcessEnd(CallingEnd):
         self.heard = heard
 
 
-class ParallelLearner(RemoteLearner):
+class ParallelLearner(RemoteLearner, Learner):
     """The Learner protocol over Workers, which are started by the first call that needs them."""
 
     def __init__(self, job: Job, workers: Workers) -> None:

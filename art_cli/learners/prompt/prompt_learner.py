@@ -29,7 +29,7 @@ import msgspec
 
 from art_cli.config.checks import reflecting_model
 from art_cli.config.schema import PromptLearnerConfig, RunConfig
-from art_cli.learners import Progress, StepMetrics
+from art_cli.learners import Learner, Progress, StepMetrics
 from art_cli.learners.prompt.reflection import Example, Reflection, choose_parent, read_example
 from art_cli.rollouts.rollout_runner import RolloutPlan
 from art_cli.runs.durable import read_object
@@ -88,8 +88,10 @@ class PromptMetrics(StepMetrics, kw_only=True):
     reflection_usd: float
 
 
-class PromptLearner:
+class PromptLearner(Learner):
     """A Learner without weights. `arrange` gives each rollout of a step its prompt."""
+
+    payer: Reflection
 
     def __init__(self, config: RunConfig, directory: Path) -> None:
         """Raises UsageError: a part's text is too long, or what the reflecting model needs is missing."""
@@ -194,10 +196,10 @@ class PromptLearner:
     def _refuse(self, *arguments: Any, **settings: Any) -> Any:
         raise LearnerError("learner 'prompt' changes no weight")
 
-    def _do_nothing(self, *arguments: Any) -> None:
+    def _do_nothing(self, *arguments: Any, **settings: Any) -> None:
         """Trains no token that could be written down, and has no process."""
 
-    begin_sft = take_sft = end_sft = score = _refuse
+    begin_sft = take_sft = end_sft = score = measure = rehearse = _refuse
     write_learned = start = check = close = _do_nothing
 
 
