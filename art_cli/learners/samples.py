@@ -24,6 +24,7 @@ step. M tokens of a trajectory: of each turn the prompt tokens that it adds, the
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from enum import IntEnum
 from typing import NamedTuple
 
 import numpy as np
@@ -35,14 +36,32 @@ from art_cli.runtime.errors import LearnerError, one_line
 
 Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
-
-POLICY, CROSS_ENTROPY, REFERENCE_KL, VALUE = range(4)
-NUM_COMPONENTS = 4
-OLD_VALUE = 4  # the row behind the components: the critic's value before the step, where the token is in VALUE
-NEAR_OLD = 5  # and the weight of KL(old || new) of tokens in POLICY, which loss.kl_cov sets; NaN: none
-NUM_ROWS = 6
+Mask = npt.NDArray[np.bool_]
 
 Weights = float | Sequence[Sequence[float] | Floats]
+
+
+class Row(IntEnum):
+    """The rows of a weights array [6, N]: a number for each token, or NaN if the token is not in the row.
+
+    The first four rows are the components of the loss, each with separate counts.
+    """
+
+    POLICY = 0  # the advantage
+    CROSS_ENTROPY = 1  # the factor of -log p
+    REFERENCE_KL = 2  # the factor of KL(policy || reference)
+    VALUE = 3  # the target of the critic's value
+    OLD_VALUE = 4  # the critic's value before the step, of tokens in VALUE
+    NEAR_OLD = 5  # the factor of KL(old || new), of tokens in POLICY that loss.kl_cov holds
+
+
+COMPONENTS = (Row.POLICY, Row.CROSS_ENTROPY, Row.REFERENCE_KL, Row.VALUE)
+
+
+def mask_of(weights: Floats, row: Row) -> Mask:
+    """Returns [N] whether each token is in that row of [6, N] weights. A weight of 0 is in it, NaN is not."""
+    mask: Mask = ~np.isnan(weights[row])
+    return mask
 
 
 class Credit(NamedTuple):
@@ -69,10 +88,12 @@ def token_weights(trajectory: Trajectory, credit: Credit | float) -> Floats:
     """
     credit = credit if isinstance(credit, Credit) else Credit(policy=credit)
     is_sampled = sampled_tokens(trajectory)
-    rows = [_row(name, weights, trajectory, is_sampled) for name, weights in credit._asdict().items()]
-    if not np.isnan(rows[POLICY][~is_sampled]).all():
+    rows = np.full((len(Row), len(is_sampled)), np.nan)
+    for name, weights in credit._asdict().items():
+        rows[Row[name.upper()]] = _row(name, weights, trajectory, is_sampled)
+    if mask_of(rows, Row.POLICY)[~is_sampled].any():
         raise LearnerError(f"trajectory {trajectory.id}: policy weights for tokens of a prompt, which were not sampled")
-    return np.stack([*rows, np.full(len(is_sampled), np.nan)])
+    return rows
 
 
 def turn_row(turn: Turn, first: float, rest: float) -> list[float]:
@@ -81,13 +102,13 @@ def turn_row(turn: Turn, first: float, rest: float) -> list[float]:
     return [*[math.nan] * len(turn.prompt_ids), *sampled]
 
 
-def sampled_tokens(trajectory: Trajectory) -> npt.NDArray[np.bool_]:
+def sampled_tokens(trajectory: Trajectory) -> Mask:
     """Returns [M] whether each token was sampled."""
     lengths = [(len(turn.prompt_ids), len(turn.sampled_ids)) for turn in trajectory.turns]
     return np.repeat(np.tile([False, True], len(lengths)), np.array(lengths, dtype=np.int64).ravel())
 
 
-def observed_tokens(trajectory: Trajectory) -> npt.NDArray[np.bool_]:
+def observed_tokens(trajectory: Trajectory) -> Mask:
     """Returns [M] whether a token is of the environment's answer to a reply: a tool's output, a further user message.
 
     These are the prompt tokens that a turn adds right after the end of an earlier reply, with what the chat template
@@ -103,7 +124,7 @@ def observed_tokens(trajectory: Trajectory) -> npt.NDArray[np.bool_]:
     return np.concatenate(parts)
 
 
-def _row(name: str, weights: Weights | None, trajectory: Trajectory, is_sampled: npt.NDArray[np.bool_]) -> Floats:
+def _row(name: str, weights: Weights | None, trajectory: Trajectory, is_sampled: Mask) -> Floats:
     """Returns [M] the weights of one component."""
     row = np.full(len(is_sampled), np.nan)
     if isinstance(weights, float | int | np.number):
@@ -137,19 +158,19 @@ class Sample:
     logprobs: Floats  # [N] the engine's under softmax(logits / temperature); NaN: from a cut distribution, or a prompt
     raw_logprobs: Floats  # [N] the engine's under softmax(logits); NaN: the engine did not report them
     temperatures: Floats  # [N] divisors of the logits
-    weights: Floats  # [6, N] in each component of the loss; NaN: not in it
+    weights: Floats  # [6, N] by Row; NaN: the token is not in the row
     trajectory_id: str
     turn: int  # index of the leaf
 
     @property
     def advantages(self) -> Floats:
         """[N] the weights in the policy component."""
-        advantages: Floats = self.weights[POLICY]
+        advantages: Floats = self.weights[Row.POLICY]
         return advantages
 
-    def num_in(self, component: int) -> int:
-        """Returns the number of tokens that are in that component of the loss."""
-        return int(np.count_nonzero(~np.isnan(self.weights[component])))
+    def num_in(self, row: Row) -> int:
+        """Returns the number of tokens in that row of the weights."""
+        return int(np.count_nonzero(mask_of(self.weights, row)))
 
 
 def trajectory_samples(trajectory: Trajectory, weights: Floats) -> list[Sample]:
@@ -168,7 +189,7 @@ def trajectory_samples(trajectory: Trajectory, weights: Floats) -> list[Sample]:
         _check(turn, there, f"trajectory {trajectory.id}, turn {index}")
         lengths.append(turn.kept + len(turn.prompt_ids) + len(turn.sampled_ids))
     tokens = _Tokens(turns)
-    is_owed: npt.NDArray[np.bool_] = np.any(~np.isnan(weights), axis=0)  # [M]
+    is_owed: Mask = np.any(~np.isnan(weights), axis=0)  # [M]
     return [
         Sample(
             token_ids=token_ids,
@@ -195,8 +216,8 @@ def count_sampled(trajectory: Trajectory) -> tuple[int, int]:
 def bare_sample(token_ids: Ints, targets: Ints, name: str, *, temperature: float = 1.0, turn: int = 0) -> Sample:
     """Returns a sample that no engine sampled, to imitate: its targets have weight 1 in the cross entropy."""
     unknown = np.full(len(targets), np.nan)
-    weights = np.full((NUM_ROWS, len(targets)), np.nan)
-    weights[CROSS_ENTROPY] = 1.0
+    weights = np.full((len(Row), len(targets)), np.nan)
+    weights[Row.CROSS_ENTROPY] = 1.0
     return Sample(
         token_ids=token_ids,
         targets=targets,
@@ -253,7 +274,7 @@ class _Tokens:
         self.temperatures: Floats = np.concatenate(temperatures)
 
 
-def _trained_leaves(turns: Sequence[Turn], is_owed: npt.NDArray[np.bool_]) -> Iterator[tuple[int, Ints, Ints, Ints]]:
+def _trained_leaves(turns: Sequence[Turn], is_owed: Mask) -> Iterator[tuple[int, Ints, Ints, Ints]]:
     """Yields for each leaf with trained tokens: its turn, its token ids [L], and its N trained tokens' places and the
     indexes among the trajectory's M tokens. `is_owed` [M] marks those to be trained; it is consumed.
     """

@@ -34,7 +34,7 @@ from art_cli.learners.packs.pack_runner import PackRunner
 from art_cli.learners.packs.packing_check import PackingCheck
 from art_cli.learners.packs.ranks import Ranks
 from art_cli.learners.probe import measure_probe
-from art_cli.learners.samples import CROSS_ENTROPY, POLICY, REFERENCE_KL, Sample, bare_sample, check_fits
+from art_cli.learners.samples import Row, Sample, bare_sample, check_fits
 from art_cli.learners.schedule import warm_up_settings
 from art_cli.learners.sft.examples import example_samples
 from art_cli.learners.sft.sft_batches import plan_batches
@@ -55,6 +55,8 @@ from art_cli.runtime.errors import LearnerError, OutOfMemory
 log = logging.getLogger(__name__)
 
 MAX_HALVINGS = 5  # KL grows with the square of a small step, so that five halvings leave about a thousandth of it
+RNG_FILE = "rng.safetensors"
+SHORT = 128  # tokens of a rehearsal's row on which packs are compared with plain rows
 
 
 class Held(NamedTuple):
@@ -71,7 +73,7 @@ def hold(
     before: dict[str, Tensor],
     *,
     max_kl: float,
-    again: Callable[[], None] = lambda: None,
+    heartbeat: Callable[[], None] = lambda: None,
 ) -> Held:
     """Halves the distance to the weights `before` the update until the policy is within `max_kl` of the step's start.
 
@@ -80,7 +82,7 @@ def hold(
     (arXiv:1502.05477), equation 12, and so is the search back along the step; here the step is AdamW's.
     """
     share = 1.0
-    while not _is_within(kl := gradient.divergence(update, again=again), max_kl):
+    while not _is_within(kl := gradient.divergence(update, heartbeat=heartbeat), max_kl):
         if share == 0:
             break
         halves = share > 0.5**MAX_HALVINGS
@@ -90,12 +92,8 @@ def hold(
 
 
 def _is_within(kl: float, bound: float) -> bool:
-    """Returns whether the KL is within the bound, as NaN is, which is one over no tokens."""
+    """Returns whether the KL is within the bound. NaN, the KL over no tokens, is."""
     return math.isnan(kl) or kl <= bound
-
-
-RNG_FILE = "rng.safetensors"
-SHORT = 128  # tokens of a rehearsal's row on which packs are compared with plain rows
 
 
 class TorchLearner(Learner):
@@ -330,7 +328,9 @@ class TorchLearner(Learner):
         self._apply(sent, at.statistics)
         if self.train_config.max_kl is None or not self._moves_policy(sent):
             return True
-        held = hold(self.gradient, self.optimizer, sent, before, max_kl=self.train_config.max_kl, again=at.again)
+        held = hold(
+            self.gradient, self.optimizer, sent, before, max_kl=self.train_config.max_kl, heartbeat=at.heartbeat
+        )
         at.statistics.update_kl, at.statistics.update_share = held
         return held.share == 1
 
@@ -355,8 +355,9 @@ class TorchLearner(Learner):
 
     def _moves_policy(self, update: Update) -> bool:
         """Returns whether the update moves the policy. If all advantages are zero, only the critic may learn."""
-        in_policy = any(update.counts[component].tokens for component in (POLICY, CROSS_ENTROPY, REFERENCE_KL))
-        return in_policy or (self.critic is not None and self.critic.head.moves_trunk)
+        moving = (Row.POLICY, Row.CROSS_ENTROPY, Row.REFERENCE_KL)
+        is_moved_by_critic = self.critic is not None and self.critic.head.moves_trunk
+        return is_moved_by_critic or any(update.counts[row].tokens for row in moving)
 
     def _reserve(self) -> None:
         for optimizer in self.optimizers:

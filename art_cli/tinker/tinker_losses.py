@@ -15,7 +15,7 @@ import numpy as np
 from art_cli.config.sections import loss_config
 from art_cli.learners.algorithms import Algorithm
 from art_cli.learners.algorithms.normalization import FinishedCounts, UpdateCounts
-from art_cli.learners.samples import CROSS_ENTROPY, POLICY, Floats, Sample
+from art_cli.learners.samples import Floats, Row, Sample
 from art_cli.learners.step.step_samples import count
 
 
@@ -109,9 +109,9 @@ def weigh(
     counts = count(samples, finished)
     found = []
     for sample in samples:
-        share = _share(sample, POLICY, counts, algorithm, mean_over)
-        imitated = _share(sample, CROSS_ENTROPY, counts, algorithm, mean_over)
-        advantages, imitation = sample.weights[POLICY], sample.weights[CROSS_ENTROPY]
+        share = _share(sample, Row.POLICY, counts, algorithm, mean_over)
+        imitated = _share(sample, Row.CROSS_ENTROPY, counts, algorithm, mean_over)
+        advantages, imitation = sample.weights[Row.POLICY], sample.weights[Row.CROSS_ENTROPY]
         found.append(
             WeightedSample(sample, _product(advantages, share), _product(imitation, imitated), sample.logprobs, share)
         )
@@ -125,7 +125,7 @@ def _product(weights: Floats, share: float) -> Floats:
 
 def _share(
     sample: Sample,
-    component: int,
+    component: Row,
     counts: Sequence[UpdateCounts],
     algorithm: Algorithm,
     mean_over: loss_config.MeanOver,

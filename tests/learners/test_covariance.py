@@ -11,7 +11,7 @@ import torch
 
 from art_cli.config.schema import GrpoConfig
 from art_cli.learners.algorithms.credit import advantages, rewards_of
-from art_cli.learners.samples import NEAR_OLD, POLICY, Sample
+from art_cli.learners.samples import Row, Sample
 from art_cli.learners.step.step_samples import near_covariant, without_covariant
 from tests.learners.test_presets import GROUPS, WEIGHTS
 from tests.support.gradients import Caught, chosen_logprobs, distance, learner, leaves, two_answers
@@ -23,7 +23,7 @@ def sample(logprobs: list[float], advantages: list[float]) -> Sample:
     tokens = list(range(len(logprobs)))
     [made] = samples_of(scored([turn([1, 2], tokens, logprobs=logprobs, raw_logprobs=logprobs)], 1.0))
     weights = made.weights.copy()
-    weights[POLICY] = advantages
+    weights[Row.POLICY] = advantages
     return replace(made, weights=weights)
 
 
@@ -53,7 +53,7 @@ def test_the_same_tokens_are_held_near_their_old_probability_with_that_weight() 
     """The products of the test above: 2 -2, -1 3. Half of four tokens: those of 2 and 3 get the weight 0.5."""
     samples = [sample([-1.0, -3.0], [2.0, 2.0]), sample([-1.0, -3.0], [-1.0, -3.0])]
     found = near_covariant(samples, 0.5, 0.5)
-    np.testing.assert_equal([each.weights[NEAR_OLD].tolist() for each in found], [[0.5, math.nan], [math.nan, 0.5]])
+    np.testing.assert_equal([each.weights[Row.NEAR_OLD].tolist() for each in found], [[0.5, math.nan], [math.nan, 0.5]])
     assert [each.advantages.tolist() for each in found] == [[2.0, 2.0], [-1.0, -3.0]]
 
 

@@ -14,7 +14,7 @@ from art_cli.config.schema import PpoConfig
 from art_cli.learners.algorithms import Algorithm
 from art_cli.learners.algorithms.objectives import ValueTerms, clipped_value_error
 from art_cli.learners.algorithms.ppo import credit_by_values, discounted_returns, explained_variance, turn_advantages
-from art_cli.learners.samples import VALUE, Credit
+from art_cli.learners.samples import Credit, Row
 from art_cli.learners.step.step_samples import count, make_step_samples
 from art_cli.learners.torch_learner import TorchLearner
 from art_cli.models.loading import Weights
@@ -143,14 +143,14 @@ def test_advantages_that_differ_by_the_rounding_of_values_train_no_token() -> No
         Fixed({"g/0": [0.5], "g/1": [0.5000001]}),
     )
     assert all(np.isnan(sample.advantages).all() for sample in batch.groups[0])
-    assert count(batch.groups[0])[VALUE].tokens == 2
+    assert count(batch.groups[0])[Row.VALUE].tokens == 2
 
 
 def test_a_prompt_that_trajectories_share_is_a_state_of_each() -> None:
     talk = [turn([1, 2], [3]), turn([], [4], parent=0, kept=2)]  # one prompt, two replies
     groups = [[scored(talk, reward, index=index) for index, reward in enumerate((0.0, 1.0))]]
     batch = make_step_samples(groups, Fixed({"g/0": [0.5, 0.5], "g/1": [0.5, 0.5]}))
-    assert count(batch.groups[0])[VALUE].tokens == 4
+    assert count(batch.groups[0])[Row.VALUE].tokens == 4
 
 
 # --- contract 1 -------------------------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ from art_cli.config.schema import GrpoConfig, LossConfig
 from art_cli.learners.algorithms.gagpo import GagpoConfig
 from art_cli.learners.algorithms.gigpo import GigpoConfig
 from art_cli.learners.algorithms.presets import build_algorithm
-from art_cli.learners.samples import CROSS_ENTROPY, Credit, observed_tokens
+from art_cli.learners.samples import Credit, Row, observed_tokens
 from art_cli.learners.step.step_samples import count, make_step_samples
 from art_cli.models.loading import Weights
 from art_cli.runs.trajectory import ScoredTrajectory, has_signal, sequence
@@ -67,7 +67,7 @@ def test_they_are_counted_apart_and_in_groups_without_signal_too() -> None:
     assert [counts[:3] for counts in count(signal)] == [(6, 2, 2), (4, 2, 2), (6, 2, 2), (0, 0, 0)]
     assert [counts[:3] for counts in count(silent)] == [(0, 0, 0), (4, 2, 2), (0, 0, 0), (0, 0, 0)]
     assert batch.no_signal_share == 0.5
-    assert {float(weight) for sample in silent for weight in sample.weights[CROSS_ENTROPY]} == {0.5}
+    assert {float(weight) for sample in silent for weight in sample.weights[Row.CROSS_ENTROPY]} == {0.5}
 
 
 def test_what_an_algorithm_says_of_a_token_stays() -> None:
@@ -77,7 +77,7 @@ def test_what_an_algorithm_says_of_a_token_stays() -> None:
             return [Credit(policy=1.0, cross_entropy=[[nan] * 4, [9.0, nan, nan]])]
 
     [[sample]] = make_step_samples([[talk(1.0)]], Own(GrpoConfig(), 1), echo=0.5).groups
-    imitated = sample.weights[CROSS_ENTROPY]
+    imitated = sample.weights[Row.CROSS_ENTROPY]
     assert imitated[~torch.tensor(imitated).isnan().numpy()].tolist() == [9.0, 0.5]
 
 

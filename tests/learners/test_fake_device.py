@@ -17,8 +17,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:Accessing the data pointer of Fa
 
 # Where a step may wait for the device, each at most a few times for a pack. None is inside a layer.
 WAITS = {
-    "algorithms/pack_loss.py:<genexpr> nonzero",  # the tokens of a component of the loss
-    "algorithms/pack_loss.py:pack_loss nonzero",
+    "algorithms/pack_loss.py:terms_in nonzero",  # the tokens of a component of the loss
     "step/gradient.py:accumulate item",  # whether the loss is finite
     "learners/optimizer.py:clip item",  # whether the gradient is
     "step/step_statistics.py:add item",  # sums for metrics

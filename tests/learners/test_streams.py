@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from art_cli.config.schema import AlgorithmConfig
 from art_cli.learners.algorithms import Algorithm
-from art_cli.learners.samples import CROSS_ENTROPY, POLICY, REFERENCE_KL, Credit, token_weights
+from art_cli.learners.samples import Credit, Row, token_weights
 from art_cli.learners.step.step_samples import count, make_step_samples
 from art_cli.models.loading import Weights
 from art_cli.runs.trajectory import ScoredTrajectory, sequence
@@ -111,8 +111,8 @@ def test_tokens_of_a_tools_answer_are_trained_beside_those_that_were_sampled() -
     credit = Credit(policy=1.0, cross_entropy=[[9.0, nan, nan, nan], [0.1, nan]])
     [sample] = samples_of(TALK, credit)
     assert sample.targets.tolist() == [2, 3, 4, 5]
-    np.testing.assert_equal(sample.weights[POLICY], [1, 1, nan, 1])
-    np.testing.assert_equal(sample.weights[CROSS_ENTROPY], [nan, nan, 0.1, nan])
+    np.testing.assert_equal(sample.weights[Row.POLICY], [1, 1, nan, 1])
+    np.testing.assert_equal(sample.weights[Row.CROSS_ENTROPY], [nan, nan, 0.1, nan])
     assert [counts[:3] for counts in count([sample])] == [(3, 1, 1), (1, 1, 1), (0, 0, 0), (0, 0, 0)]
 
 
@@ -152,7 +152,7 @@ def test_a_component_without_signal_in_a_group_is_left_out_there() -> None:
 def test_the_weight_of_the_kl_is_that_of_the_section_where_the_credit_says_none() -> None:
     group = [scored([turn([1, 2], [3])], 1.0, index=index) for index in range(3)]
     batch = make_step_samples([group], Fixed(Credit(policy=1.0), Credit(policy=-1.0, reference_kl=0.7), None), kl=0.1)
-    assert [sample.weights[REFERENCE_KL].tolist() for sample in batch.groups[0]] == [[0.1], [0.7]]
+    assert [sample.weights[Row.REFERENCE_KL].tolist() for sample in batch.groups[0]] == [[0.1], [0.7]]
 
 
 def test_a_step_that_only_imitates_changes_weights_and_reports_no_clip() -> None:

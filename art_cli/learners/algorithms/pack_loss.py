@@ -11,15 +11,7 @@ from torch import Tensor
 
 from art_cli.learners.algorithms import Algorithm
 from art_cli.learners.algorithms.objectives import PolicyTerms, ValueTerms
-from art_cli.learners.samples import (
-    CROSS_ENTROPY,
-    NEAR_OLD,
-    NUM_COMPONENTS,
-    OLD_VALUE,
-    POLICY,
-    REFERENCE_KL,
-    VALUE,
-)
+from art_cli.learners.samples import COMPONENTS, Row
 
 
 class LossTerms(NamedTuple):
@@ -28,13 +20,17 @@ class LossTerms(NamedTuple):
     new: Tensor  # [N] logprobs under the current weights; carries the gradient
     old: Tensor  # [N] logprobs under the weights that sampled
     samples: Tensor  # [N] int64: index of the term's sample in the pack
-    weights: Tensor  # [6, N] in each component; NaN: not in it
+    weights: Tensor  # [6, N] by Row; NaN: the term is not in the row
     shares: Tensor  # [4, N] the factor of each term in the mean of each component
     importance: Tensor | None = None  # [N] weights of the objective (off_policy.py); 0: the term is left out
     reference: Tensor | None = None  # [N] logprobs under the reference policy, if a term is in reference_kl
     entropies: Tensor | None = None  # [N] entropy in nats where the term was sampled, with gradient, for a bonus
     entropy_bonus: float = 0.0  # reward of a nat of entropy
     values: Tensor | None = None  # [N] the critic's value before each token, if there is one; carries the gradient
+
+    def terms_in(self, row: Row) -> Tensor:
+        """Returns the indexes of the terms that are in that row of the weights."""
+        return (~self.weights[row].isnan()).nonzero()[:, 0]
 
 
 class PackLoss(NamedTuple):
@@ -58,37 +54,37 @@ def pack_loss(algorithm: Algorithm, terms: LossTerms) -> PackLoss:
 
     A pack without terms adds zero.
     """
-    policy, imitated, near, valued = ((~row.isnan()).nonzero()[:, 0] for row in terms.weights[:NUM_COMPONENTS])
+    policy, imitated, near, valued = map(terms.terms_in, COMPONENTS)
     parts, is_clipped, divergence, errors = torch.zeros_like(terms.new), None, None, None
     old_kl: Tensor | None = None
     if len(policy):
         objective = algorithm.objective(
-            PolicyTerms(terms.new[policy], terms.old[policy], terms.weights[POLICY, policy], terms.samples[policy])
+            PolicyTerms(terms.new[policy], terms.old[policy], terms.weights[Row.POLICY, policy], terms.samples[policy])
         )
         values = objective.values if terms.importance is None else objective.values * terms.importance[policy]
-        parts = parts.index_add(0, policy, values * terms.shares[POLICY, policy])
+        parts = parts.index_add(0, policy, values * terms.shares[Row.POLICY, policy])
         is_clipped = objective.is_clipped
-    held = (~terms.weights[NEAR_OLD].isnan()).nonzero()[:, 0]
+    held = terms.terms_in(Row.NEAR_OLD)
     if len(held):
         old_kl = k3(terms.old[held], terms.new[held])  # KL(old || new): the old policy sampled the tokens
-        factors = terms.weights[NEAR_OLD, held] * terms.shares[POLICY, held]
+        factors = terms.weights[Row.NEAR_OLD, held] * terms.shares[Row.POLICY, held]
         factors = factors if terms.importance is None else factors * terms.importance[held]
         parts = parts.index_add(0, held, old_kl * factors)
     if terms.entropies is not None:
         parts = parts.index_add(
-            0, policy, -terms.entropy_bonus * terms.entropies[policy] * terms.shares[POLICY, policy]
+            0, policy, -terms.entropy_bonus * terms.entropies[policy] * terms.shares[Row.POLICY, policy]
         )
     if terms.reference is not None:
         divergence = k3(terms.new[near], terms.reference[near])
-        factors = terms.weights[REFERENCE_KL, near] * terms.shares[REFERENCE_KL, near]
+        factors = terms.weights[Row.REFERENCE_KL, near] * terms.shares[Row.REFERENCE_KL, near]
         parts = parts.index_add(0, near, divergence * factors)
     # these two are computed without terms as well, because a process of several runs a backward pass even for an idle
     # pack
     if terms.values is not None:
-        targets, old = terms.weights[VALUE, valued], terms.weights[OLD_VALUE, valued]
+        targets, old = terms.weights[Row.VALUE, valued], terms.weights[Row.OLD_VALUE, valued]
         errors = algorithm.value_error(ValueTerms(terms.values[valued], old, targets))
-        parts = parts.index_add(0, valued, errors * terms.shares[VALUE, valued])
-    factors = terms.weights[CROSS_ENTROPY, imitated] * terms.shares[CROSS_ENTROPY, imitated]
+        parts = parts.index_add(0, valued, errors * terms.shares[Row.VALUE, valued])
+    factors = terms.weights[Row.CROSS_ENTROPY, imitated] * terms.shares[Row.CROSS_ENTROPY, imitated]
     parts = parts.index_add(0, imitated, -terms.new[imitated] * factors)
     return PackLoss(
         parts.sum(), parts.detach(), is_clipped, _detached(divergence), _detached(errors), _detached(old_kl)

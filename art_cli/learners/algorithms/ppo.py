@@ -14,7 +14,7 @@ from art_cli.learners.algorithms.credit import advantages, rewards_of
 from art_cli.learners.algorithms.normalization import UpdateCounts
 from art_cli.learners.algorithms.objectives import ValueTerms, clipped_value_error
 from art_cli.learners.algorithms.preset import ClippedPreset
-from art_cli.learners.samples import VALUE, Credit, Floats, Sample, token_weights, trajectory_samples, turn_row
+from art_cli.learners.samples import Credit, Floats, Row, Sample, token_weights, trajectory_samples, turn_row
 from art_cli.runs.trajectory import ScoredTrajectory, Trajectory, Turn
 
 if TYPE_CHECKING:
@@ -98,7 +98,7 @@ def turn_values(trajectories: Sequence[Trajectory], read: Read) -> TurnValues:
     found = {trajectory.id: [math.nan] * len(trajectory.turns) for trajectory in trajectories}
     samples = [sample for trajectory in trajectories for sample in _states(trajectory)]
     for sample, values in zip(samples, read(samples), strict=True):
-        for turn, value in zip(sample.weights[VALUE], values, strict=True):
+        for turn, value in zip(sample.weights[Row.VALUE], values, strict=True):
             found[sample.trajectory_id][int(turn)] = float(value)
     return found
 

@@ -57,7 +57,7 @@ class Terms(NamedTuple):
 
     edges: Ints  # [N] index of the term's edge
     samples: Ints  # [N] index of the term's sample in the pack
-    weights: Floats  # [6, N] in each component of the loss (../samples.py); NaN: not in it
+    weights: Floats  # [6, N] by Row (../samples.py); NaN: the term is not in the row
     logprobs: Floats  # [N] the engine's; NaN: it sampled from a cut distribution, or not at all
     raw_logprobs: Floats  # [N] the engine's under softmax(logits); NaN: it did not report them
 

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from art_cli.learners.packs.logprobs import TokenScores
 from art_cli.learners.packs.packing import PACK_COST, Pack, Terms, pack_samples
-from art_cli.learners.samples import NUM_ROWS, Sample, bare_sample
+from art_cli.learners.samples import Row, Sample, bare_sample
 from art_cli.runtime.errors import LearnerError
 
 Value = TypeVar("Value")
@@ -104,7 +104,7 @@ def _longest_first(packs: Sequence[Pack]) -> list[Pack]:
 def _idle(pack: Pack) -> Pack:
     """Returns a pack of two tokens with nothing to train, so that its loss and gradient are zero."""
     [short] = pack_samples([bare_sample(pack.token_ids[:2], np.array([1]), "idle")], budget=2)
-    floats, ints, weights = np.empty(0), np.empty(0, dtype=np.int64), np.empty((NUM_ROWS, 0))
+    floats, ints, weights = np.empty(0), np.empty(0, dtype=np.int64), np.empty((len(Row), 0))
     nothing = Terms(edges=ints, samples=ints, weights=weights, logprobs=floats, raw_logprobs=floats)
     return replace(short, terms=nothing, samples=[])
 

@@ -62,7 +62,7 @@ class TorchSft(Sft):
         return sent
 
     def _mean_loss(self, samples: Sequence[Sample]) -> float:
-        return mean_loss(self.gradient.runner, samples, again=self._report)
+        return mean_loss(self.gradient.runner, samples, heartbeat=self._report)
 
     def _report(self) -> None:
         if self.progress is not None:
@@ -89,13 +89,13 @@ class TorchSft(Sft):
 
 
 @torch.no_grad()
-def mean_loss(runner: PackRunner, samples: Sequence[Sample], *, again: Callable[[], None] = lambda: None) -> float:
+def mean_loss(runner: PackRunner, samples: Sequence[Sample], *, heartbeat: Callable[[], None] = lambda: None) -> float:
     """Returns -log p of the samples' targets in nats, the mean over all of them. `again` is called after each pack."""
     sums = np.zeros(2)
     for pack in runner.deal(samples):
         edges = torch.from_numpy(pack.terms.edges).to(runner.weights.device)
         logprobs = runner.run(pack).logprobs[edges].double()
         sums += -float(logprobs.sum()), len(logprobs)
-        again()
+        heartbeat()
     total, num_tokens = np.sum(runner.ranks.gather(sums, Floats), axis=0)
     return float(total / num_tokens)

@@ -20,7 +20,7 @@ from art_cli.learners.packs.logprob_reader import side_by_side
 from art_cli.learners.packs.logprobs import TokenScores
 from art_cli.learners.packs.pack_runner import PackRunner
 from art_cli.learners.packs.packing import Pack
-from art_cli.learners.samples import NUM_COMPONENTS, POLICY, REFERENCE_KL, VALUE, Floats, Sample
+from art_cli.learners.samples import COMPONENTS, Floats, Row, Sample, mask_of
 from art_cli.learners.step.policy_step import Pass
 from art_cli.learners.step.step_samples import count
 from art_cli.learners.step.step_statistics import StepStatistics
@@ -32,9 +32,8 @@ class Update(NamedTuple):
 
     packs: list[Pack]  # packs that this process runs
     counts: list[UpdateCounts]  # counts of each component of the loss
-    before: Sequence[
-        Tensor | None
-    ]  # [N] logprobs of each pack's terms at the weights that sampled, or None if these are the present ones
+    # [N] logprobs of each pack's terms at the weights that sampled, or None if the present weights sampled them
+    before: Sequence[Tensor | None]
     has_unknown: bool  # whether the engine's logprobs of some policy tokens are not comparable
     entropy_bonus: float = 0.0  # reward of a nat of entropy, per token of the policy's component
 
@@ -73,9 +72,9 @@ class LossGradient:
         `entropy_bonus` is the reward of a nat of entropy.
         """
         packs, counts = self.runner.deal(samples), count(samples, finished)
-        if counts[VALUE].tokens and self.runner.value_head is None:
+        if counts[Row.VALUE].tokens and self.runner.value_head is None:
             raise LearnerError("credit: targets for a critic's values, and only loss=ppo has a critic")
-        if counts[REFERENCE_KL].tokens and not self.runner.weights.has_adapter:
+        if counts[Row.REFERENCE_KL].tokens and not self.runner.weights.has_adapter:
             raise LearnerError(
                 "credit: reference_kl, and the reference is the model without its adapter: set model.lora"
             )
@@ -95,7 +94,7 @@ class LossGradient:
                 scores = self.runner.run(pack)
                 at.statistics.add_gap(scores, pack)
                 before.append(scores.logprobs[self._tensor(pack.terms.edges)])
-                at.again()
+                at.heartbeat()
         return update._replace(before=before)
 
     def accumulate(self, update: Update, at: Pass) -> list[Tensor]:
@@ -115,7 +114,7 @@ class LossGradient:
             if is_bad.any():
                 faults.append(_not_finite("loss", pack.samples[int(terms.samples[is_bad][0])]))
             if not is_first:
-                statistics.change.add((terms.new.detach() - terms.old).abs()[~terms.weights[POLICY].isnan()])
+                statistics.change.add((terms.new.detach() - terms.old).abs()[terms.terms_in(Row.POLICY)])
             statistics.add_pack(pack, scores, loss, importance=terms.importance)
             if at.record is not None:
                 at.record.add(pack, terms, loss, update=at.number)
@@ -131,10 +130,11 @@ class LossGradient:
     def _compute(self, update: Update) -> Iterator["_Computed"]:
         """Yields each pack's numbers, in order, once its gradient is in `.grad`.
 
-        Packs that are computed side by side are added in the order of the packs all the same, so that the sum is the
-        same on any number of cores.
+        Packs that are computed side by side are still added in the order of the packs: the sum is the same on any
+        number of cores.
         """
-        has_reference = update.counts[REFERENCE_KL].tokens > 0  # computed without the adapter, which all threads share
+        # the reference policy is computed without the adapter, which all threads share
+        has_reference = update.counts[Row.REFERENCE_KL].tokens > 0
         packs = list(zip(update.packs, update.before, strict=True))
         if has_reference or not (self.algorithm.is_pure and self.runner.is_side_by_side(update.packs)):
             for pack, before in packs:
@@ -156,7 +156,7 @@ class LossGradient:
 
     def _lose(self, update: Update, pack: Pack, before: Tensor | None) -> "_Computed":
         """Returns the pack's loss, with its graph."""
-        reference = self._reference(pack) if update.counts[REFERENCE_KL].tokens else None
+        reference = self._reference(pack) if update.counts[Row.REFERENCE_KL].tokens else None
         scores = self.runner.run(pack, entropy_gradient=update.entropy_bonus > 0)
         terms = self._terms(pack, scores, update, before, reference)
         return _Computed(scores, terms, pack_loss(self.algorithm, terms))
@@ -169,22 +169,22 @@ class LossGradient:
         return trained
 
     @torch.no_grad()
-    def divergence(self, update: Update, *, again: Callable[[], None] = lambda: None) -> float:
+    def divergence(self, update: Update, *, heartbeat: Callable[[], None] = lambda: None) -> float:
         """Returns KL(before || now) in nats per token, estimator k3, over the update's tokens in policy; NaN over none.
 
-        Before is `update.before`, which must be there. Infinite, if a logprob is not finite now. `again` is called
-        after each pack.
+        Before is `update.before`, which must be there. The KL is infinite if a logprob is not finite now. `heartbeat`
+        is called after each pack.
         """
         sums: Floats = np.zeros(2)
         for pack, of_pack in zip(update.packs, update.before, strict=True):
             assert of_pack is not None
             scores = self.runner.run(pack)
-            is_policy = ~self._tensor(pack.terms.weights[POLICY]).isnan()
+            is_policy = self._tensor(mask_of(pack.terms.weights, Row.POLICY))
             now = scores.logprobs[self._tensor(pack.terms.edges)]
             # float64, because in float32 a KL below 1e-7 would be rounding
             values = k3(of_pack.double(), now.double())[is_policy]
             sums += float(values.nan_to_num(nan=math.inf).sum()), len(values)
-            again()
+            heartbeat()
         total, num_tokens = np.sum(self.runner.ranks.gather(sums, Floats), axis=0)
         return float(total / num_tokens) if num_tokens else math.nan
 
@@ -221,7 +221,7 @@ class LossGradient:
         before = new.detach() if before is None else before
         engine = self._tensor(pack.terms.logprobs).float()
         samples, weights = self._tensor(pack.terms.samples), self._tensor(pack.terms.weights).float()
-        sampled = SampledTerms(new.detach(), before, engine, weights[POLICY], samples)
+        sampled = SampledTerms(new.detach(), before, engine, weights[Row.POLICY], samples)
         return LossTerms(
             new=new,
             # the engine's logprobs of what it sampled. The learner's own, where the engine's are not comparable or
@@ -239,14 +239,15 @@ class LossGradient:
 
     def _shares(self, samples: Sequence[Sample], counts: Sequence[UpdateCounts]) -> Floats:
         """Returns [4, samples] the factor of a sample's tokens in each component's mean; 0 if it has none there."""
-        shares = np.zeros((NUM_COMPONENTS, len(samples)))
-        for component, index in np.ndindex(shares.shape):
-            if num_tokens := samples[index].num_in(component):
-                shares[component, index] = self._share(component, num_tokens, counts[component])
+        shares = np.zeros((len(COMPONENTS), len(samples)))
+        for component in COMPONENTS:
+            for index, sample in enumerate(samples):
+                if num_tokens := sample.num_in(component):
+                    shares[component, index] = self._share(component, num_tokens, counts[component])
         return shares
 
-    def _share(self, component: int, num_tokens: int, update: UpdateCounts) -> float:
-        if component == VALUE:
+    def _share(self, component: Row, num_tokens: int, update: UpdateCounts) -> float:
+        if component is Row.VALUE:
             return self.algorithm.value_share(update)
         return self.algorithm.share(num_tokens, update.over(self.mean_over))
 

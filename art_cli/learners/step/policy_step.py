@@ -22,19 +22,19 @@ from art_cli.learners.step.training_record import StepRecord
 from art_cli.runs.trajectory import LearnedTrajectory, ScoredTrajectory
 from art_cli.runtime.errors import DriftError
 
-Update = TypeVar("Update")  # one optimizer step to come
-Sent = TypeVar("Sent")  # one whose gradient is computed or on its way
-Applied = TypeVar("Applied")  # one that is applied or on its way
+Update = TypeVar("Update")  # an optimizer step to come
+Sent = TypeVar("Sent")  # an optimizer step whose gradient is computed or on its way
+Applied = TypeVar("Applied")  # an optimizer step that is applied or on its way
 
 
 class Pass(NamedTuple):
     """The numbers of a step, to which each optimizer step adds."""
 
-    number: int  # index of the optimizer step among those of all epochs
+    number: int  # index of the optimizer step over all epochs
     statistics: StepStatistics
     record: StepRecord | None = None  # None if the optimizer step is not recorded
     done: Callable[[], None] = lambda: None  # called once for each of its passes
-    again: Callable[[], None] = lambda: None  # called for every other pack, so that the owner hears that work goes on
+    heartbeat: Callable[[], None] = lambda: None  # called for every other pack, because a silent learner counts as dead
 
 
 class Gradients(Protocol[Update, Sent, Applied]):
@@ -51,7 +51,7 @@ class Gradients(Protocol[Update, Sent, Applied]):
         """Returns the optimizer step on the samples; `finished` is its part of the step's finished trajectories."""
 
     def count(self, update: Update, statistics: StepStatistics) -> int:
-        """Counts the samples and tokens. Returns the number of passes, of which each is reported as progress."""
+        """Counts the samples and tokens. Returns the number of passes; each pass is reported as progress."""
 
     def forward(self, update: Update, at: Pass, *, is_first: bool) -> Update:
         """Returns the update with logprobs at the weights before the step, if its loss will need them.
@@ -105,18 +105,18 @@ def _take_updates(
     record: StepRecord | None,
     progress: Progress | None,
 ) -> None:
-    """Takes the optimizer steps of all epochs, or those up to the first that none may follow."""
+    """Takes the optimizer steps of all epochs, and stops early after a step that no other may follow."""
     updates, epochs = [gradients.plan(part, plan.finished) for part in plan.parts], train.epochs_per_step
     done = _Counter(progress, total=epochs * sum(gradients.count(each, StepStatistics()) for each in updates))
     updates = [
         gradients.forward(
-            update, Pass(index, statistics, done=done, again=done.again), is_first=index == 0 and epochs == 1
+            update, Pass(index, statistics, done=done, heartbeat=done.heartbeat), is_first=index == 0 and epochs == 1
         )
         for index, update in enumerate(updates)
     ]
     waiting: deque[tuple[Applied, Pass]] = deque()
     for index, update in enumerate(updates * epochs):
-        at = Pass(index, statistics, record if index < len(updates) else None, done, done.again)
+        at = Pass(index, statistics, record if index < len(updates) else None, done, done.heartbeat)
         if index < len(updates):
             gradients.count(update, statistics)
         sent = gradients.backward(update, at)
@@ -154,8 +154,8 @@ class _Counter:
 
     def __call__(self) -> None:
         self.num_done += 1
-        self.again()
+        self.heartbeat()
 
-    def again(self) -> None:
+    def heartbeat(self) -> None:
         if self.progress is not None:
             self.progress(self.num_done, self.total)

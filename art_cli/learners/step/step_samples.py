@@ -1,8 +1,8 @@
 """Scored groups made into samples, as an algorithm credits them, with the statistics of their rewards. Numpy only.
 
-PlannedStep divides the samples of a policy step into its optimizer steps, without what is held back. Clip-Cov and
-KL-Cov hold back the tokens that would take most of the policy's entropy away: Cui et al. 2025 (arXiv:2505.22617),
-section 4, where the entropy falls by about the covariance of log p and advantage.
+PlannedStep divides the samples of a policy step into optimizer steps. Clip-Cov and KL-Cov hold the tokens back that
+would reduce the policy's entropy most: Cui et al. 2025 (arXiv:2505.22617), section 4, shows that the entropy falls by
+about the covariance of log p and advantage.
 """
 
 import math
@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
-import numpy.typing as npt
 
 from art_cli.config.schema import AlgorithmConfig, LossConfig, TrainConfig
 from art_cli.learners.algorithms import Algorithm
@@ -20,15 +19,13 @@ from art_cli.learners.algorithms.credit import rewards_of
 from art_cli.learners.algorithms.normalization import FinishedCounts, UpdateCounts
 from art_cli.learners.algorithms.step_credit import count_shared
 from art_cli.learners.samples import (
-    CROSS_ENTROPY,
-    NEAR_OLD,
-    NUM_COMPONENTS,
-    POLICY,
-    REFERENCE_KL,
-    VALUE,
+    COMPONENTS,
     Credit,
+    Mask,
+    Row,
     Sample,
     count_sampled,
+    mask_of,
     observed_tokens,
     token_weights,
     trajectory_samples,
@@ -42,10 +39,10 @@ from art_cli.runtime.errors import LearnerError
 def without_covariant(samples: Sequence[Sample], share: float) -> list[Sample]:
     """Returns the samples of an optimizer step, with advantage 0 for its covariant tokens. They count in the mean.
 
-    Clip-Cov, section 4.2, which takes the gradient of tokens of high covariance away. It draws them at random between
-    two bounds; the largest ones are what its KL-Cov takes.
+    Clip-Cov, section 4.2, drops the gradient of tokens with a high covariance. The paper draws these tokens at random
+    between two bounds; here the tokens with the largest covariance are chosen, as in KL-Cov.
     """
-    return _with_row(samples, covariant(samples, share), POLICY, 0.0)
+    return _with_row(samples, covariant(samples, share), Row.POLICY, 0.0)
 
 
 def near_covariant(samples: Sequence[Sample], share: float, weight: float) -> list[Sample]:
@@ -55,15 +52,15 @@ def near_covariant(samples: Sequence[Sample], share: float, weight: float) -> li
     vanishes smoothly where no probability has moved; the code has |log r|, whose gradient there is the sign of
     rounding. The loss keeps its own clip, which the code leaves out. And log p is the engine's, not the present one.
     """
-    return _with_row(samples, covariant(samples, share), NEAR_OLD, weight)
+    return _with_row(samples, covariant(samples, share), Row.NEAR_OLD, weight)
 
 
-def covariant(samples: Sequence[Sample], share: float) -> list[npt.NDArray[np.bool_]]:
+def covariant(samples: Sequence[Sample], share: float) -> list[Mask]:
     """Returns [N] of each sample, whether each token is in that share of the optimizer step's tokens (rounded down).
 
-    They are those with the largest (log p - mean log p) * (A - mean A) above 0, means over the step's tokens in policy.
-    log p is the engine's, so that the choice is made before the first forward pass and is the same for every packing.
-    A token without one is not chosen.
+    The chosen tokens have the largest (log p - mean log p) * (A - mean A) above 0, with means over the step's tokens in
+    policy. log p is the engine's: the choice comes before the first forward pass and is the same for every packing. A
+    token without an engine's logprob is not chosen.
     """
     logprobs = np.concatenate([np.where(np.isnan(s.logprobs), s.raw_logprobs, s.logprobs) for s in samples])
     advantages = np.concatenate([sample.advantages for sample in samples])
@@ -76,9 +73,7 @@ def covariant(samples: Sequence[Sample], share: float) -> list[npt.NDArray[np.bo
     return np.split(is_chosen, np.cumsum([len(sample.targets) for sample in samples])[:-1])
 
 
-def _with_row(
-    samples: Sequence[Sample], chosen: Sequence[npt.NDArray[np.bool_]], row: int, value: float
-) -> list[Sample]:
+def _with_row(samples: Sequence[Sample], chosen: Sequence[Mask], row: Row, value: float) -> list[Sample]:
     """Returns the samples with `value` in that row of their chosen tokens' weights."""
     changed = []
     for sample, is_chosen in zip(samples, chosen, strict=True):
@@ -116,9 +111,9 @@ def make_step_samples(
 ) -> StepSamples:
     """Returns the samples of all groups with signal, in an order that does not depend on the order of finishing.
 
-    `kl` is the weight in reference_kl of every token in the policy component, and `echo` that in cross_entropy of every
-    token of the environment's answers, where the algorithm gives none. A trajectory with an error is counted and left
-    out. Raises LearnerError for a finished trajectory without a reward.
+    `kl` is the weight in reference_kl of every token in the policy component, and `echo` the weight in cross_entropy of
+    every token of the environment's answers, unless the algorithm gives a weight. A trajectory with an error is counted
+    and not trained on. Raises LearnerError for a finished trajectory without a reward.
     """
     ordered = [sorted(group, key=lambda trajectory: trajectory.index) for group in groups]
     finished = [[trajectory for trajectory in group if trajectory.error is None] for group in ordered]
@@ -131,7 +126,7 @@ def make_step_samples(
     ]
     return StepSamples(
         groups=[group for group in samples if group],
-        num_with_signal=sum(any(sample.num_in(POLICY) for sample in group) for group in samples),
+        num_with_signal=sum(any(sample.num_in(Row.POLICY) for sample in group) for group in samples),
         reward_mean=mean,
         reward_std=math.sqrt(math.fsum((reward - mean) ** 2 for reward in rewards) / len(rewards)) if rewards else mean,
         num_groups=len(groups),
@@ -155,14 +150,15 @@ def split_by_update(groups: Sequence[list[Sample]], parts: int) -> list[list[Sam
 def count(samples: Sequence[Sample], finished: FinishedCounts | None = None) -> list[UpdateCounts]:
     """Returns the counts of each component of the loss over the samples of an optimizer step.
 
-    `finished` is its part of what the step's finished trajectories hold. If None, the samples are all.
+    `finished` is the optimizer step's part of the counts over the step's finished trajectories; by default the samples
+    are counted.
     """
     counts = []
-    for component in range(NUM_COMPONENTS):
+    for component in COMPONENTS:
         inside = [sample for sample in samples if sample.num_in(component)]
         tokens, trajectories = sum(sample.num_in(component) for sample in inside), {s.trajectory_id for s in inside}
         trained = FinishedCounts(tokens, len(inside), len(trajectories))
-        is_of_policy = component in (POLICY, REFERENCE_KL)
+        is_of_policy = component in (Row.POLICY, Row.REFERENCE_KL)
         counts.append(UpdateCounts(*trained, all=finished if finished is not None and is_of_policy else trained))
     return counts
 
@@ -209,8 +205,8 @@ def _group_samples(
 ) -> list[Sample]:
     """Returns the group's samples. A component whose weights are all zero in the group is left out (contract 4).
 
-    `factor` is what the group's advantages are multiplied by, because of its judge's errors.
-    `echo` is for all groups, because the environment's answers are worth learning whatever the rewards are.
+    `factor` multiplies the group's advantages, because of its judge's errors. `echo` applies to every group, because
+    the environment's answers are worth learning whatever the rewards are.
     """
     chosen = [
         (trajectory, token_weights(trajectory, credit))
@@ -218,15 +214,20 @@ def _group_samples(
         if credit is not None
     ]
     for _, weights in chosen:
-        weights[POLICY] *= factor
-    for component in range(VALUE):  # a target of 0 is one for the critic to learn
+        weights[Row.POLICY] *= factor
+    # not the critic's: it learns targets of 0, too
+    for component in (Row.POLICY, Row.CROSS_ENTROPY, Row.REFERENCE_KL):
         if not any(np.nan_to_num(weights[component]).any() for _, weights in chosen):
             for _, weights in chosen:
                 weights[component] = np.nan
-    for trajectory, weights in chosen if echo > 0 else []:
-        weights[CROSS_ENTROPY, np.isnan(weights[CROSS_ENTROPY]) & observed_tokens(trajectory)] = echo
-    for _, weights in chosen if kl > 0 else []:
-        weights[REFERENCE_KL, np.isnan(weights[REFERENCE_KL]) & ~np.isnan(weights[POLICY])] = kl
+    if echo > 0:
+        for trajectory, weights in chosen:
+            is_free = ~mask_of(weights, Row.CROSS_ENTROPY)
+            weights[Row.CROSS_ENTROPY, is_free & observed_tokens(trajectory)] = echo
+    if kl > 0:
+        for _, weights in chosen:
+            is_free = ~mask_of(weights, Row.REFERENCE_KL)
+            weights[Row.REFERENCE_KL, is_free & mask_of(weights, Row.POLICY)] = kl
     return [sample for trajectory, weights in chosen for sample in trajectory_samples(trajectory, weights)]
 
 
@@ -235,7 +236,7 @@ class PlannedStep(NamedTuple):
 
     batch: StepSamples
     parts: list[list[Sample]]  # the samples of each optimizer step
-    finished: FinishedCounts  # one optimizer step's part of what the step's finished trajectories hold
+    finished: FinishedCounts  # one optimizer step's part of the counts over the step's finished trajectories
 
 
 def plan_step(

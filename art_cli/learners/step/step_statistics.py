@@ -8,7 +8,7 @@ import msgspec
 import numpy as np
 
 from art_cli.learners import StepMetrics
-from art_cli.learners.samples import CROSS_ENTROPY, POLICY, Floats, Sample
+from art_cli.learners.samples import Floats, Row, Sample, mask_of
 from art_cli.learners.step.step_samples import StepSamples
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ class _Mean(msgspec.Struct):
 class StepStatistics(msgspec.Struct):
     """The counts and means of one step, over its packs and optimizer steps."""
 
-    # ids of trajectories that older policies sampled, whose gap is no sign of drift
+    # ids of trajectories that older policies sampled; their gap does not show drift
     replayed: frozenset[str] = frozenset()
     num_samples: int = 0
     tokens_flat: int = 0
@@ -89,7 +89,7 @@ class StepStatistics(msgspec.Struct):
         """Counts samples and their tokens, once for all epochs; `num_computed` tokens run."""
         self.num_samples += len(samples)
         self.tokens_trained += sum(len(sample.targets) for sample in samples)
-        self.tokens_imitated += sum(sample.num_in(CROSS_ENTROPY) for sample in samples)
+        self.tokens_imitated += sum(sample.num_in(Row.CROSS_ENTROPY) for sample in samples)
         self.tokens_flat += sum(len(sample.token_ids) for sample in samples)
         self.tokens_computed += num_computed
 
@@ -104,14 +104,14 @@ class StepStatistics(msgspec.Struct):
     def add_pack(
         self, pack: "Pack", scores: "TokenScores", loss: "PackLoss", *, importance: "Tensor | None" = None
     ) -> None:
-        """Adds the numbers of a pack. `importance` is [N] weights of its terms, or None if there are none."""
+        """Adds the numbers of a pack. `importance` is [N] the weights of its terms, if there are any."""
         import torch
 
-        in_policy = ~np.isnan(pack.terms.weights[POLICY])
+        in_policy = mask_of(pack.terms.weights, Row.POLICY)
         sampled = pack.terms.edges[in_policy]
         self.losses[-1] += float(loss.loss.detach())
         self.entropy.add(scores.entropies.detach()[torch.from_numpy(sampled).to(scores.entropies.device)])
-        imitated = pack.terms.edges[~np.isnan(pack.terms.weights[CROSS_ENTROPY])]
+        imitated = pack.terms.edges[mask_of(pack.terms.weights, Row.CROSS_ENTROPY)]
         self.imitated.add(-scores.logprobs.detach()[torch.from_numpy(imitated).to(scores.logprobs.device)])
         if loss.is_clipped is not None:
             self.clipped.add(loss.is_clipped)

@@ -1,6 +1,6 @@
 """StepRecord: what a step computes of each trained token, collected pack by pack; and the lines of learned.jsonl.
 
-It only copies numbers that the step computes anyway, so that a step trains the same with it and without. Numbers of
+It only copies numbers that the step computes anyway: a step trains the same with and without a record. Numbers of
 tokens are float32, as the loss computes with them, each written with the fewest digits that give it back.
 """
 
