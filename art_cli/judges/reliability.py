@@ -184,7 +184,7 @@ def factor_of_verdicts(counts: VerdictCounts, prior: Floats) -> float:
     """Equation 4. The verdicts must differ. A truth without differences has advantages 0.
 
     With a of the k positive and b of the m negative verdicts true, the mean advantage of a positive one is
-    (a / k - b / m) m / n / std; that of the verdicts themselves has a = k, b = 0.
+    (a / k - b / m) m / n / std; for the verdicts themselves a = k and b = 0.
     """
     k, m = counts.num_positive, counts.num - counts.num_positive
     true_a, true_b = np.arange(k + 1.0), np.arange(m + 1.0)
@@ -246,9 +246,9 @@ def share_of_scores(scores: Sequence[float], variance: float) -> float:
 def error_variance(votes: Sequence[Sequence[float]]) -> float | None:
     """Returns the error variance of the mean of each attempt's votes, for [A][V] votes, or None if A or V is below 2.
 
-    What all attempts got more in one vote than in another is in no difference between them and is no error: the
-    residuals of votes and attempts together, divided by V (Shrout and Fleiss 1979, EMS / k). Votes (0, 1), (1, 2) give
-    0, and (0, 1), (1, 0) give 0.5.
+    A vote that gives all attempts more than another vote changes no difference between them, so this is not an error.
+    The error is in the residuals of votes and attempts together, divided by V (Shrout and Fleiss 1979, EMS / k). Votes
+    (0, 1), (1, 2) give 0, and (0, 1), (1, 0) give 0.5.
     """
     if len(votes) < 2 or len(votes[0]) < 2:
         return None

@@ -68,7 +68,7 @@ class StepMetrics(msgspec.Struct, kw_only=True):
     loss: float = float("nan")
     cross_entropy: float = float("nan")  # mean -log p of the tokens imitated; NaN: there are none
     teacher_kl: float = float("nan")  # log student - log teacher, mean over sampled tokens: KL(student || teacher)
-    taught_share: float = float("nan")  # share of finished trajectories that the teacher said something of
+    taught_share: float = float("nan")  # share of finished trajectories that the teacher scored
     kl: float = float("nan")  # k3 estimate against the reference policy; NaN: not computed
     # KL(before the step || now) by k3 of the tokens that loss.kl_cov holds, mean over updates; NaN: there are none
     kl_cov: float = float("nan")
@@ -101,7 +101,7 @@ class SftProgress(msgspec.Struct, frozen=True, kw_only=True):
 
     num_updates: int  # optimizer steps taken so far
     is_done: bool  # all are taken, or the evaluation loss stopped it
-    numbers: dict[str, float]  # means over all optimizer steps so far; `loss` is that of the last epoch
+    numbers: dict[str, float]  # means over all optimizer steps so far; `loss` covers the last epoch alone
 
 
 @dataclass(frozen=True)
@@ -130,7 +130,7 @@ class LearnerSetup:
 class Learner(Protocol):
     """Updates the policy. Failures raise LearnerError, CheckpointError or DriftError.
 
-    The built-in learners are subclasses, so that each has the members with a default.
+    The built-in learners are subclasses and inherit the members with a default.
     """
 
     payer: "Payer | None" = None
@@ -146,8 +146,8 @@ class Learner(Protocol):
     def rehearse(self, num_tokens: int) -> float | None:
         """Runs a forward and a backward pass over made-up rows of that length, as many as a pack holds.
 
-        Weights, optimizer and random state are the same afterwards. Returns the peak of memory in GB, or None if the
-        system does not report it. Only a learner whose weights are on this machine has it. Raises OutOfMemory.
+        Weights, optimizer and random state do not change. Returns the peak of memory in GB, or None if the system does
+        not report it. The weights must be on this machine. Raises OutOfMemory.
         """
 
     def write_learned(self, path: Path) -> None:
@@ -159,9 +159,9 @@ class Learner(Protocol):
     def begin_sft(self, examples: Sequence[dict[str, Any]], evaluated: Sequence[dict[str, Any]] = ()) -> int:
         """Returns the number of optimizer steps of a supervised warm-up, which this call prepares.
 
-        Examples are chat transcripts `{"messages": [...], "tools": [...]}`, of which the assistant's tokens are trained
-        on, or attempts `{"id": ..., "scenario": ..., "turns": [...]}`, of which the sampled ones are. The loss is
-        measured on `evaluated`. The warm-up has a separate optimizer; `save` and `load` include its state until
+        Examples are chat transcripts `{"messages": [...], "tools": [...]}`, trained on the assistant's tokens, or
+        attempts `{"id": ..., "scenario": ..., "turns": [...]}`, trained on the sampled tokens. The loss is measured on
+        `evaluated`. The warm-up has a separate optimizer; `save` and `load` include its state until
         `end_sft`.
         """
 
@@ -213,12 +213,12 @@ def load_policy(config: "RunConfig", base: str) -> "Weights":
 def make_learner(
     config: "RunConfig", policy: "Weights | PolicySpec | None", *, directory: Path = Path(), logs: Path | None = None
 ) -> Learner:
-    """Returns the configured learner on the policy's weights. One with worker processes loads the base in them.
+    """Returns the configured learner on the policy's weights. Worker processes load the base themselves.
 
-    The policy is None where the engine brings its model, so that there is a prompt alone to learn.
+    The policy is None if the engine brings its model: then a prompt is learned.
 
-    A user's algorithm is relative to `directory`. Own processes write their logs to `logs`, or if it is None to a
-    directory that is removed. Raises LearnerError if `learner: auto` is not resolved.
+    A user's algorithm is relative to `directory`. Worker processes write their logs to `logs`, or to a temporary
+    directory if `logs` is None. Raises LearnerError if `learner: auto` is not resolved.
     """
     from art_cli.config.schema import with_base_model
     from art_cli.models.policy_spec import PolicySpec, spec_of
@@ -251,7 +251,7 @@ def _check_resolved(config: "RunConfig") -> None:
 
 
 def has_own_weights(config: "RunConfig") -> bool:
-    """Returns True if the learner keeps its weights elsewhere, so that weights in this process never change."""
+    """Returns True if the learner keeps its weights elsewhere: weights in this process never change."""
     return config.learner.weights != "here"
 
 

@@ -24,6 +24,10 @@ from art_cli.learners.packs.ranks import Ranks
 from art_cli.learners.schedule import EPS, WINDOW, clip_limit, rate_of_step
 from art_cli.runtime.errors import CheckpointError
 
+MOMENTS = ("exp_avg", "exp_avg_sq")  # torch's names of a parameter's moments
+STATE_FILE = "optimizer.safetensors"
+COUNTS_FILE = "optimizer.json"
+
 
 class EntropyState(msgspec.Struct, frozen=True):
     """The state that one step leaves for the next. Example: EntropyState(coefficient=0.01, is_below=True)"""
@@ -48,11 +52,6 @@ class EntropyState(msgspec.Struct, frozen=True):
             return self
         grown = self.coefficient + (step if entropy < floor else -step)
         return EntropyState(max(0.0, grown), entropy <= floor)
-
-
-MOMENTS = ("exp_avg", "exp_avg_sq")  # torch's names of a parameter's moments
-STATE_FILE = "optimizer.safetensors"
-COUNTS_FILE = "optimizer.json"
 
 
 class Counts(msgspec.Struct, kw_only=True):

@@ -51,6 +51,8 @@ log = logging.getLogger(__name__)
 MAX_POOLS = 16  # number of commonest pools whose mean reward is a metric of the step
 
 Scored = Mapping[str, Sequence[ScoredTrajectory]]  # group id -> the group, for every group that has been scored
+MAX_KINDS = 5  # number of commonest kinds of failure that a step's metrics count one by one
+CLOSE_TIMEOUT_S = 60.0  # longest wait for cancelled rollouts and verdicts to finish
 
 
 class StepGroups:
@@ -177,10 +179,6 @@ def _reward_numbers(groups: Sequence[Sequence[ScoredTrajectory]]) -> dict[str, f
         "reward_std": math.sqrt(math.fsum((reward - mean) ** 2 for reward in rewards) / len(rewards)),
         "no_signal_share": 1 - sum(map(_tells, groups)) / len(groups),
     }
-
-
-MAX_KINDS = 5  # number of commonest kinds of failure that a step's metrics count one by one
-CLOSE_TIMEOUT_S = 60.0  # longest wait for cancelled rollouts and verdicts to finish
 
 
 class Batch(NamedTuple):

@@ -157,7 +157,7 @@ def noise_scale(products: "Tensor", num: int) -> NoiseScale:
 
 
 def _signal(squares: float, whole: float, num: int) -> float:
-    """Returns the share of |G|^2 that is no noise, from sum |c_i|^2 and |sum c_i|^2; by chance it may be below 0."""
+    """Returns the share of |G|^2 that is signal, from sum |c_i|^2 and |sum c_i|^2; by chance it may be below 0."""
     return 1 - (num * squares - whole) / (num - 1) / whole if whole > 0 and num > 1 else 0.0
 
 

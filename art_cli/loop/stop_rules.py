@@ -24,6 +24,7 @@ from art_cli.runs.history import History
 from art_cli.runs.parting import describe_parting, find_parting, read_beside
 
 STAGES = ("sample_s", "judge_s", "train_s")  # seconds that are added up for a run of an older version
+Series = Sequence[tuple[int, float]]  # (number of updates done, value), ascending
 
 
 class RunMeter:
@@ -55,9 +56,6 @@ class RunMeter:
         if len(costs) == len(usages) and (usd or any(usage.calls for usage in usages)):
             numbers["run_usd"] = usd
         return numbers
-
-
-Series = Sequence[tuple[int, float]]  # (number of updates done, value), ascending
 
 
 class Firing(NamedTuple):

@@ -1,7 +1,7 @@
 """A trial update: steps on made-up rows, and an estimate of what a longer row would take.
 
-Two rows are measured, because what a row takes has a part that grows with its tokens and one that does not. Attention
-grows with the square of the length. Its share follows from the model's shape; short rows are too noisy to show it.
+Two rows are measured, because one part of the cost grows with the tokens and another does not. Attention grows with the
+square of the length. Its share follows from the model's shape; short rows are too noisy to show it.
 """
 
 from collections.abc import Collection
@@ -33,7 +33,7 @@ class Cost(NamedTuple):
 
 
 def step(learner: Learner, num_tokens: int, *, vocabulary: int, parts: Collection[str] = ()) -> StepMetrics:
-    """Takes a step on two equal attempts of that many tokens, of which all but the first count as sampled.
+    """Takes a step on two equal attempts of that many tokens. All tokens but the first count as sampled.
 
     `parts` are the metrics that the loss takes rewards from. A loss that learns from more than these and rewards makes
     no update.
@@ -70,7 +70,7 @@ def second_length(num_tokens: int, longest: int) -> int:
 
 
 def measure(learner: Learner, weights: Weights, num_tokens: int, parts: Collection[str] = ()) -> Cost:
-    """Returns what a row of that length takes. The learner has taken its first step, which checks more, before."""
+    """Returns the cost of a row of that length. The learner must have taken a step: the first one checks more."""
     forget_peak(weights)
     metrics = step(learner, num_tokens, vocabulary=weights.vocabulary, parts=parts)
     return Cost(num_tokens, metrics.train_s, peak(weights))
@@ -89,8 +89,8 @@ def forecast(
     """Returns what a row of `longest` tokens would take, by a row of `num_tokens` and one about twice as long.
 
     While the next row of twice the length has at most `most_tokens` and would take less than `most_gb`, it is measured
-    as well, up to the longest itself. The peak on short rows may be that of another part of a step, which does not
-    grow with them: from 256 and 512 tokens, 4,096 were estimated at 0.43 of what they took.
+    as well, up to the longest itself. On short rows the peak may come from another part of a step, which does not grow
+    with them: from 256 and 512 tokens, 4,096 were estimated at 0.43 of what they took.
     """
     num_tokens = min(longest, max(num_tokens, SHORTEST.get(weights.device.type, 0)))
     rows, knee = [measure(learner, weights, num_tokens, parts)], knee_of(weights)

@@ -25,15 +25,17 @@ SCHEMA_VERSION = 1
 EQUAL_REWARDS = 1e-8  # rewards this close carry no signal: what is left between them is rounding, not preference
 
 Json = dict[str, Any]
+MAX_TOKEN_ID = 2**31 - 1  # largest token id that any model has
+# The values of the sampled tokens of one turn: one number for all of them; or one for each, None where the token has
+# none; or None, if no token of the turn has one.
+PerToken = float | list[float | None] | None
+LeftOut = Literal["failed", "no_tokens", "no_signal", "unreliable", "algorithm", "max_kl"]
 
 
 def as_saved(scenario: Json) -> Json:
     """Returns a scenario as it is read from a file, whatever tuples and numbers a function made it of."""
     saved: Json = msgspec.json.decode(msgspec.json.encode(scenario))
     return saved
-
-
-MAX_TOKEN_ID = 2**31 - 1  # largest token id that any model has
 
 
 class Turn(msgspec.Struct, frozen=True, kw_only=True):
@@ -171,9 +173,8 @@ class RewardNoise(msgspec.Struct, frozen=True, kw_only=True):
 
     false_positive: float | None = None  # P(verdict 1 | truth 0)
     false_negative: float | None = None  # P(verdict 0 | truth 1)
-    variance: float | None = (
-        None  # squared error of a score, against that of many more votes; the same in a whole group
-    )
+    # squared error of a score, against the mean of many more votes; the same in a whole group
+    variance: float | None = None
     min_reliability: float = 0.0  # a group whose reliability is not above it is left out
 
     def __post_init__(self) -> None:
@@ -232,13 +233,6 @@ class ScoredTrajectory(Trajectory, kw_only=True):
     # Digest of the judge behind the reward: model, rubric, function, weights. `art judge` writes it, and continues a
     # file only under the same digest. It is None if a run or an older art wrote the line.
     judge_settings: str | None = None
-
-
-# The values of the sampled tokens of one turn: one number for all of them; or one for each, None where the token has
-# none; or None, if no token of the turn has one.
-PerToken = float | list[float | None] | None
-
-LeftOut = Literal["failed", "no_tokens", "no_signal", "unreliable", "algorithm", "max_kl"]
 
 
 class LearnedTrajectory(msgspec.Struct, frozen=True, kw_only=True):

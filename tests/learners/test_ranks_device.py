@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from art_cli.learners.packs.ranks import device_of
+from art_cli.learners.processes.group_ranks import device_of
 from art_cli.runtime.errors import LearnerError
 
 

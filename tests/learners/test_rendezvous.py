@@ -12,7 +12,7 @@ import pytest
 
 from art_cli.cli.preflight import Preflight
 from art_cli.config.compose import load_config
-from art_cli.learners.packs import ranks as exchange
+from art_cli.learners.processes import records as exchange
 from art_cli.learners.processes.job import Job, make_job
 from art_cli.learners.processes.nodes import node as node_module
 from art_cli.learners.processes.nodes.node import JoinedNode, join

@@ -28,6 +28,7 @@ log = logging.getLogger(__name__)
 
 
 Read = Callable[[Sequence[Sample]], Sequence[Floats]]  # samples -> [N] a model's logprobs of the targets of each
+TaughtKnobs = TypeVar("TaughtKnobs", bound=loss_config.TaughtLossConfig)
 
 
 def sampled_tokens(trajectory: Trajectory) -> list[Sample]:
@@ -127,9 +128,6 @@ def lesson_numbers(lessons: Collection[Lesson], num_trajectories: int) -> dict[s
     if len(values):
         numbers["teacher_kl"] = -float(values.mean())
     return numbers
-
-
-TaughtKnobs = TypeVar("TaughtKnobs", bound=loss_config.TaughtLossConfig)
 
 
 class TaughtPreset(ClippedPreset[TaughtKnobs]):

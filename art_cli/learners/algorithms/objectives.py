@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, NamedTuple
 if TYPE_CHECKING:
     from torch import Tensor
 
+LARGEST = 20.0  # nats that a sample's logprob may move; e^20 is far beyond every clip
+
 
 class PolicyTerms(NamedTuple):
     """N terms, one per trained token of each sample of a pack, as float32 tensors of [N].
@@ -26,9 +28,6 @@ class ValueTerms(NamedTuple):
     new: Tensor  # under the current weights; carries the gradient
     old: Tensor  # before the step
     targets: Tensor
-
-
-LARGEST = 20.0  # nats that a sample's logprob may move; e^20 is far beyond every clip
 
 
 class Objective(NamedTuple):

@@ -33,6 +33,19 @@ from art_cli.runtime import openmp
 from art_cli.runtime.errors import LearnerError
 
 log = logging.getLogger(__name__)
+# Tokens of a pack where the config gives none. On a CPU this is the smallest budget: larger packs, up to twice the
+# longest sample, are made where trees would be cut and their stems computed again. Measured with a 24M-parameter Qwen3
+# and 9,728 tokens a step: 8192 takes 17.4 s of CPU time, 2048 12.4 s, 1024 11.7 s, because larger packs do not fit into
+# the caches.
+MICRO_BATCH_TOKENS = {"cpu": 1024, "cuda": GPU_TOKENS}
+# Least ratio of the tokens in rows to the tokens in trees at which trees pay, because each shared span costs a second
+# attention. Measured with 1M and 24M parameters: trees are 3 to 12 % slower at 1.01, equal at 1.03, 7 % faster at 1.13.
+WORTH = 1.04
+# Number of parameters below which a CPU trains with one thread for each pack, and with several packs side by side: the
+# products are too small to be divided. The demo's warm-up (1.2M, two cores) divided takes 0.9 times as long on an idle
+# machine as with one thread, and 1.5 times as long beside three busy processes (python benchmarks/busy.py); the updates
+# of the demo take 2.9 s with one thread, 3.2 s divided, and 1.7 to 2.3 s with two packs side by side.
+SMALL = 2_000_000
 
 
 class ValueHead(torch.nn.Module):
@@ -60,21 +73,6 @@ class ValueHead(torch.nn.Module):
         """Sets it back to zero."""
         for parameter in self.parameters():
             parameter.zero_()
-
-
-# Tokens of a pack where the config gives none. On a CPU this is the smallest budget: larger packs, up to twice the
-# longest sample, are made where trees would be cut and their stems computed again. Measured with a 24M-parameter Qwen3
-# and 9,728 tokens a step: 8192 takes 17.4 s of CPU time, 2048 12.4 s, 1024 11.7 s, because larger packs do not fit into
-# the caches.
-MICRO_BATCH_TOKENS = {"cpu": 1024, "cuda": GPU_TOKENS}
-# Least ratio of the tokens in rows to the tokens in trees at which trees pay, because each shared span costs a second
-# attention. Measured with 1M and 24M parameters: trees are 3 to 12 % slower at 1.01, equal at 1.03, 7 % faster at 1.13.
-WORTH = 1.04
-# Number of parameters below which a CPU trains with one thread for each pack, and with several packs side by side: the
-# products are too small to be divided. The demo's warm-up (1.2M, two cores) divided takes 0.9 times as long on an idle
-# machine as with one thread, and 1.5 times as long beside three busy processes (python benchmarks/busy.py); the updates
-# of the demo take 2.9 s with one thread, 3.2 s divided, and 1.7 to 2.3 s with two packs side by side.
-SMALL = 2_000_000
 
 
 class PackRunner:

@@ -1,39 +1,27 @@
-"""Ranks: the processes that share a learner's work; GroupRanks: several of them, as one group of torch.distributed.
+"""Ranks: the processes that share a learner's work; here one process alone.
 
 Every process of a learner holds the whole batch and makes the same plan for it. Each runs its own packs. Every layer of
-every pass is a collective, so all processes must run as many passes: one that has no pack left runs an idle pack.
+every pass is a collective, so all processes must run as many passes. A process without a pack left runs an idle pack.
 
-A process that holds the whole model is one of GroupRanks: each runs its own packs, and the gradients are added up over
-all of them once, after the last pack. That costs more memory than a model that is divided (FsdpRanks in worker.py), and
-any number of adapters can stand on it.
-
-Processes send each other records as MessagePack, which is read as the type that the reader expects. torch's own way to
-send objects (all_gather_object) pickles them, and reading a pickle runs any program that the sender put into it.
+processes/group_ranks.py has the ranks of several processes.
 """
 
-import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from datetime import timedelta
-from pathlib import Path
-from typing import Annotated, Any, TypeVar, get_args, get_origin
+from typing import Any, TypeVar
 
-import msgspec
 import numpy as np
-import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from art_cli.learners.packs.logprobs import TokenScores
 from art_cli.learners.packs.packing import PACK_COST, Pack, Terms, pack_samples
 from art_cli.learners.samples import Row, Sample, bare_sample
-from art_cli.runtime.errors import LearnerError
 
 Value = TypeVar("Value")
 
 
 class Ranks:
-    """This process among those of its learner: here the only one.
+    """The rank of this process among the processes of its learner; here the learner has one process.
 
     All processes call `gather`, `forward`, `add_up` and `whole`, in the same order.
     """
@@ -52,20 +40,20 @@ class Ranks:
         """Replaces a tensor that every process holds by the sum over all processes."""
 
     def whole(self, tensor: Tensor) -> Tensor:
-        """Returns the whole tensor of which this process holds a part."""
+        """Returns the whole tensor; this process holds a part of it."""
         return tensor
 
     def collect(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Returns the whole tensors in the first process's memory, one gathered after the other; {} in all others."""
-        found: dict[str, Tensor] = {}
+        collected: dict[str, Tensor] = {}
         for name, tensor in tensors.items():
             whole = self.whole(tensor.detach())
             if self.rank == 0:
-                found[name] = whole.cpu().contiguous()
-        return found
+                collected[name] = whole.cpu().contiguous()
+        return collected
 
     def part(self, tensor: Tensor, like: Tensor) -> Tensor:
-        """This process's part of a whole tensor, on the device of `like` and divided as `like` is."""
+        """Returns this process's part of a whole tensor, on the device of `like` and divided like it."""
         return tensor.to(like.device)
 
 
@@ -107,111 +95,3 @@ def _idle(pack: Pack) -> Pack:
     floats, ints, weights = np.empty(0), np.empty(0, dtype=np.int64), np.empty((len(Row), 0))
     nothing = Terms(edges=ints, samples=ints, weights=weights, logprobs=floats, raw_logprobs=floats)
     return replace(short, terms=nothing, samples=[])
-
-
-# The dtypes that an array may have whose annotation names the type. An array is its dtype's code, shape and bytes.
-NUMBERS: dict[type, dict[bytes, np.dtype[Any]]] = {
-    np.float64: {b"d": np.dtype(np.float64), b"f": np.dtype(np.float32)},
-    np.int64: {b"q": np.dtype(np.int64)},
-}
-
-
-def encode(value: object) -> bytes:
-    """Returns the record's bytes. Its arrays have numbers of NUMBERS."""
-    return msgspec.msgpack.encode(value, enc_hook=_as_plain)
-
-
-def decode(data: bytes, kind: type[Value]) -> Value:
-    """Returns the record of that type. Raises ValueError if the bytes are no such record."""
-    value: Value = msgspec.msgpack.decode(data, type=kind, dec_hook=_from_plain)
-    return value
-
-
-def _as_plain(value: object) -> object:
-    if isinstance(value, np.generic):
-        return value.item()
-    if isinstance(value, np.ndarray):
-        code = next((code for codes in NUMBERS.values() for code in codes if codes[code] == value.dtype), None)
-        if code is not None:
-            return [code, value.shape, value.tobytes()]
-    if isinstance(value, Path):
-        return str(value.resolve())
-    if isinstance(value, Sequence):
-        return list(value)
-    raise NotImplementedError(f"no form for a {type(value).__name__}")
-
-
-def _from_plain(kind: Any, given: object) -> object:
-    """Returns the value. `kind` is Path, or an array's type with that of its numbers, as NDArray[np.int64]."""
-    if kind is Path and isinstance(given, str):
-        return Path(given)
-    if get_origin(kind) is not np.ndarray:
-        raise ValueError(f"no form for {kind}")
-    code, shape, numbers = msgspec.convert(given, tuple[bytes, tuple[Annotated[int, msgspec.Meta(ge=0)], ...], bytes])
-    [wanted] = get_args(get_args(kind)[1])
-    if (dtype := NUMBERS[wanted].get(code)) is None:
-        raise ValueError(f"an array of {wanted.__name__} with the code {code!r:.20}")
-    return np.frombuffer(numbers, dtype).reshape(shape).copy()
-
-
-MAX_BYTES = 2**31  # largest record
-
-
-class GroupRanks(Ranks):
-    """One process of a process group, which exists already."""
-
-    def __init__(self) -> None:
-        self.rank, self.size = dist.get_rank(), dist.get_world_size()
-
-    def gather(self, value: Value, kind: type[Value]) -> list[Value]:
-        return gather(value, kind, self.size)
-
-    def add_up(self, tensor: Tensor) -> None:
-        dist.all_reduce(tensor)
-
-
-def gather(value: Value, kind: type[Value], size: int) -> list[Value]:
-    """Returns the record of each of the `size` processes, which all call this, in the order of their ranks.
-
-    Raises LearnerError if what another process sent is no such record.
-    """
-    written = torch.frombuffer(bytearray(encode(value)), dtype=torch.uint8)
-    sizes = [int(each) for each in _gather(torch.tensor([len(written)]), size)]
-    if not all(0 < each <= MAX_BYTES for each in sizes):
-        raise LearnerError(f"the learner's processes sent records of impossible sizes: {sizes}")
-    padded = torch.nn.functional.pad(written, (0, max(sizes) - len(written)))
-    parts = zip(_gather(padded, size), sizes, strict=True)
-    try:
-        return [decode(part[:length].numpy().tobytes(), kind) for part, length in parts]
-    except ValueError as error:
-        raise LearnerError(f"a process of the learner sent what is no such record: {error}") from error
-
-
-def _gather(tensor: Tensor, size: int) -> list[Tensor]:
-    """Returns every process's tensor on the CPU. All have the same shape."""
-    tensors = [torch.empty_like(tensor) for _ in range(size)]
-    dist.all_gather(tensors, tensor)
-    return tensors
-
-
-def join(device: torch.device, deadline_s: float) -> None:
-    """Makes this process one of the group that torchrun started. `deadline_s` is the longest wait in a collective."""
-    if not dist.is_initialized():
-        backends = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
-        dist.init_process_group(backends, timeout=timedelta(seconds=deadline_s))
-
-
-def device_of(name: str) -> torch.device:
-    """Returns the CPU, which all processes share, or this process's GPU. Raises LearnerError if there are too few."""
-    if name == "cpu" or (name == "auto" and not torch.cuda.is_available()):
-        return torch.device("cpu")
-    size, gpus = int(os.environ["LOCAL_WORLD_SIZE"]), torch.cuda.device_count()
-    first = int(name.partition(":")[2] or 0)
-    if gpus < first + size:
-        start = f" from {name} on" if first else ""
-        raise LearnerError(
-            f"learner.processes is {size}, and there are {gpus - first} GPUs{start}: each process needs one of its own"
-        )
-    device = torch.device("cuda", first + int(os.environ["LOCAL_RANK"]))
-    torch.cuda.set_device(device)
-    return device

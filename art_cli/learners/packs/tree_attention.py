@@ -48,6 +48,13 @@ from art_cli.learners.packs.packing import Pack, Segments, round_up
 from art_cli.learners.samples import Ints
 from art_cli.models.decoder.maths import inner_product, join_calls, product
 
+LONG = 128  # smallest number of tokens of a segment that fills a call alone
+PIECE = 384  # largest number of queries of a row that is computed by products; 256 and 512 take 5 % longer
+LARGE = 1 << 16  # pairs from which a row is computed alone, head by head
+NAME = "art_tree"
+_flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+_flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+
 
 def padded(pack: Pack) -> Pack:
     """Returns the pack with its last token repeated behind it as one more segment, up to the next size."""
@@ -70,11 +77,6 @@ def padded_rows(positions: Ints, length: int) -> Ints:
     num = min(round_up(len(positions)), length) - len(positions)
     others = np.setdiff1d(np.arange(length), positions, assume_unique=True)[:num]
     return np.sort(np.concatenate([positions, others]))
-
-
-LONG = 128  # smallest number of tokens of a segment that fills a call alone
-PIECE = 384  # largest number of queries of a row that is computed by products; 256 and 512 take 5 % longer
-LARGE = 1 << 16  # pairs from which a row is computed alone, head by head
 
 
 class SegmentBatch(NamedTuple):
@@ -311,11 +313,6 @@ def _products(left: Tensor, right: Tensor) -> Tensor:
 def _inner_products(left: Tensor, right: Tensor) -> Tensor:
     """Returns [b, x, y] of [b, c, x] and [b, c, y]."""
     return inner_product(left[0], right[0])[None] if len(left) == 1 else torch.bmm(left.mT, right)
-
-
-NAME = "art_tree"
-_flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-_flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
 
 @dataclass(frozen=True, eq=False)

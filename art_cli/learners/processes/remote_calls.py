@@ -2,7 +2,7 @@
 
 The proxy that calls, the process that answers and the node that passes a call on are all made from one table. What is
 sent and returned has the types of the method's annotations, and is read as nothing else. It is MessagePack in base64
-(`encode` in ranks.py), inside a message of runtime/processes/process_calls.py.
+(records.py), inside a message of runtime/processes/process_calls.py.
 """
 
 import base64
@@ -15,7 +15,7 @@ from typing import Any, Concatenate, Generic, ParamSpec, Protocol, TypeVar, cast
 import msgspec
 
 from art_cli.learners import Learner, Progress
-from art_cli.learners.packs import ranks
+from art_cli.learners.processes.records import decode, encode
 from art_cli.runtime.errors import LearnerError
 
 LOST = 71  # exit status of a process that ended because it lost another one
@@ -94,12 +94,12 @@ LEARNER = remote_methods(RemoteLearner)
 
 
 def _encode(value: object) -> str:
-    return base64.b64encode(ranks.encode(value)).decode()
+    return base64.b64encode(encode(value)).decode()
 
 
 def _decode(text: str, kind: Any, method: str) -> object:
     try:
-        value: object = ranks.decode(base64.b64decode(text, validate=True), kind)
+        value: object = decode(base64.b64decode(text, validate=True), kind)
     except (TypeError, ValueError) as error:  # TypeError: not a text
         raise LearnerError(f"the learner's processes sent what does not belong to {method}: {error}") from error
     return value

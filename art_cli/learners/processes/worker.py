@@ -27,7 +27,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from art_cli.learners.packs.logprobs import TokenScores
 from art_cli.learners.packs.packing import Pack
-from art_cli.learners.packs.ranks import GroupRanks
+from art_cli.learners.processes.group_ranks import GroupRanks, device_of, join
 from art_cli.learners.processes.remote_calls import LEARNER, LOST
 from art_cli.runtime import log, scratch
 from art_cli.runtime.processes.process_server import run_and_exit, serve
@@ -170,12 +170,11 @@ class ServedLearner:
 
 def make_learner(job: "Job") -> "TorchLearner":
     """Returns this process's part of the learner. Raises LearnerError if there are fewer GPUs than processes."""
-    from art_cli.learners.packs import ranks
     from art_cli.learners.torch_learner import TorchLearner
     from art_cli.models.loading import load_weights
 
-    device = ranks.device_of(job.learner.device)
-    ranks.join(device, COLLECTIVE_DEADLINE_S)
+    device = device_of(job.learner.device)
+    join(device, COLLECTIVE_DEADLINE_S)
     # loaded on the CPU, so that a GPU holds no more of the model than one layer and its own share
     weights = load_weights(job.model, job.base, device="cpu", seed=job.train.seed)
     mesh = make_mesh(device, nodes=job.learner.nodes if job.learner.shard == "node" else 1)

@@ -63,6 +63,20 @@ PACK_DEADLINE_S = 900.0  # longest wait for the first pack, which has all prepar
 FROM_DISK, DISK_S = ("open", "save", "load"), 7200.0  # calls that read or write, also a hub's model, and report no pack
 PACK_FLOOR_S, TIMES_LONGEST = 60.0, 10.0  # later packs may take 10 times as long as the longest so far, at least 60 s
 AGREE_DEADLINE_S = 10.0  # longest time from the first error to the last; all make the same checks on the same data
+MOST_GIVEN = MAX_LINE_BYTES - 2**16  # characters of a call's parameters
+LAUNCHER, WORKER = (f"art_cli.learners.processes.{name}" for name in ("launcher", "worker"))
+DEATHS_FILE = ".deaths.json"  # in the directory of the logs
+START_DEADLINE_S = 300.0  # longest wait for every process to connect: Python has started, torch is not imported yet
+# Longest silence of a process that works. A heartbeat comes every second, so this is long enough for a machine that
+# swaps. The first call has START_DEADLINE_S, because it imports torch, during which nothing else runs, from a disk that
+# may be slow.
+HUNG_S = 60.0
+STOP_DEADLINE_S = 10.0
+SETTLE_S = 8.0  # longest wait for the word of a node, after processes here have lost others
+AGAIN = "nothing is lost: run the same command again to go on"
+AGAIN_ON_NODES = "nothing is lost: run the same commands again, here and on the other nodes, to go on"
+TAIL_LINES = 8
+Calls = Mapping[str, "asyncio.Future[Any]"]  # the name of a process or node -> its answer
 
 
 class Watchdog:
@@ -120,23 +134,6 @@ class Watchdog:
         now = self._clock()
         self._now += min(now - self._last, 2 * POLL_S)
         self._last = now
-
-
-MOST_GIVEN = MAX_LINE_BYTES - 2**16  # characters of a call's parameters
-LAUNCHER, WORKER = (f"art_cli.learners.processes.{name}" for name in ("launcher", "worker"))
-DEATHS_FILE = ".deaths.json"  # in the directory of the logs
-START_DEADLINE_S = 300.0  # longest wait for every process to connect: Python has started, torch is not imported yet
-# Longest silence of a process that works. A heartbeat comes every second, so this is long enough for a machine that
-# swaps. The first call has START_DEADLINE_S, because it imports torch, during which nothing else runs, from a disk that
-# may be slow.
-HUNG_S = 60.0
-STOP_DEADLINE_S = 10.0
-SETTLE_S = 8.0  # longest wait for the word of a node, after processes here have lost others
-AGAIN = "nothing is lost: run the same command again to go on"
-AGAIN_ON_NODES = "nothing is lost: run the same commands again, here and on the other nodes, to go on"
-TAIL_LINES = 8
-
-Calls = Mapping[str, "asyncio.Future[Any]"]  # the name of a process or node -> its answer
 
 
 class Workers:

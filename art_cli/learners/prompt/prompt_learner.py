@@ -54,7 +54,7 @@ class KeptPrompt(msgspec.Struct, kw_only=True):
     examples: list[Example] = []  # from its latest attempts: the worst of each group, then others
 
     def note(self, groups: Sequence[Rewarded]) -> None:
-        """Adds what its attempts in each group got. A group without any is left out."""
+        """Adds the rewards of its attempts in each group. Empty groups do not count."""
         for attempts in filter(None, groups):
             first = attempts[0][1]
             name = f"{first.source}/{first.scenario.get('id')}" if first.source else str(first.scenario.get("id"))
@@ -94,7 +94,7 @@ class PromptLearner(Learner):
     payer: Reflection
 
     def __init__(self, config: RunConfig, directory: Path) -> None:
-        """Raises UsageError: a part's text is too long, or what the reflecting model needs is missing."""
+        """Raises UsageError if a part's text is too long, or the reflecting model needs something that is missing."""
         learner, group_size = config.learner, config.rollout.group_size
         assert isinstance(learner, PromptLearnerConfig)
         member = reflecting_model(config, learner)
@@ -114,7 +114,7 @@ class PromptLearner(Learner):
         return [msgspec.structs.replace(plan, prompt=sides[plan.index >= self._num_parents]) for plan in plans]
 
     def step(self, groups: Sequence[Sequence[ScoredTrajectory]], *, progress: Progress | None = None) -> PromptMetrics:
-        """Decides on the proposal, and makes the next one. Raises LearnerError: no call can reach the model."""
+        """Decides on the proposal, and makes the next one. Raises LearnerError if no call can reach the model."""
         begin, before, search = time.perf_counter(), self.payer.usage, self._search
         sides = [self._split(members) for members in groups]
         search.kept[search.parent].note([ours for ours, _ in sides])
@@ -182,7 +182,7 @@ class PromptLearner(Learner):
             (directory / name).write_bytes(msgspec.json.format(msgspec.json.encode(record)) + b"\n")
 
     def load(self, directory: Path) -> None:
-        """Continues from what `save` wrote. Raises CheckpointError: it is no search."""
+        """Continues from what `save` wrote. Raises CheckpointError if it holds no search."""
         try:
             self._search = msgspec.convert(read_object(directory / STATE_FILE, within=directory), PromptSearch)
         except (DataError, ValueError) as error:  # msgspec's errors are ValueErrors

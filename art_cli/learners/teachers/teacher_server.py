@@ -36,6 +36,9 @@ log = logging.getLogger(__name__)
 CURE = "a teacher must have the policy's tokenizer"
 # A text that two tokenizers of different models cut differently: words, numbers, code, spaces, other scripts.
 PROBE = "The unbelievable 1234567 def f(x):\n\treturn   x**2  # naïve Straße 你好 мир 🙂 https://a.b/c?d=e\r\n\n\n"
+Answer = TypeVar("Answer")
+FIRST_DELAY_S, MAX_DELAY_S = 0.5, 30.0  # before a request is made again; it doubles each time
+PASSING = frozenset({408, 409, 425, 429, 500, 502, 503, 504})  # statuses that may pass
 
 
 def check_vocabulary(teacher: Any, own: Any, name: str) -> None:
@@ -74,12 +77,6 @@ def check_probe(token_ids: list[int], own: Any, name: str) -> None:
 
 def _show(token: str | None) -> str:
     return "none" if token is None else repr(printable(token, limit=40))
-
-
-Answer = TypeVar("Answer")
-
-FIRST_DELAY_S, MAX_DELAY_S = 0.5, 30.0  # before a request is made again; it doubles each time
-PASSING = frozenset({408, 409, 425, 429, 500, 502, 503, 504})  # statuses that may pass
 
 
 class _Logprob(msgspec.Struct):

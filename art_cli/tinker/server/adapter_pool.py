@@ -1,4 +1,4 @@
-"""AdapterReplicas: adapters of clients that several processes train, each of which holds the whole base.
+"""AdapterReplicas: adapters of clients that several processes train. Each process holds the whole base.
 
     a pass: all data go to every process -> each runs its packs -> gradients are added up, logprobs collected
 
@@ -15,7 +15,7 @@ from typing import Any
 from art_cli.config.schema import LoraConfig, ModelConfig, Section, TorchLearnerConfig
 from art_cli.learners import Progress
 from art_cli.learners.optimizer import Adam
-from art_cli.learners.packs import ranks
+from art_cli.learners.processes.group_ranks import GroupRanks, device_of, join
 from art_cli.learners.processes.remote_calls import RemoteMethod, remote_methods
 from art_cli.learners.processes.workers import Workers
 from art_cli.models.loading import Weights, clone_trainable, load_weights, with_adapter
@@ -73,7 +73,7 @@ class AdapterReplicas:
 
 
 class ReplicatedAdapter:
-    """One of them, with the methods of an AdapterLearner."""
+    """One adapter of AdapterReplicas, with the methods of an AdapterLearner."""
 
     run = RemoteMethod(AdapterLearner.run)
     clear = RemoteMethod(AdapterLearner.clear)
@@ -110,7 +110,7 @@ class ReplicatedAdapter:
 
 
 class AdapterLearners:
-    """The adapters in one of the processes: what its worker calls (`Adapters` in learners/processes/worker.py)."""
+    """The adapters in one of the processes. Its worker calls them as `Adapters` (learners/processes/worker.py)."""
 
     methods = remote_methods(ReplicatedAdapter)
 
@@ -120,10 +120,10 @@ class AdapterLearners:
         Raises LearnerError if GPUs are missing.
         """
         job = AdapterJob.model_validate(settings)
-        device = ranks.device_of(job.learner.device)
-        ranks.join(device, deadline_s)
+        device = device_of(job.learner.device)
+        join(device, deadline_s)
         self.learners: dict[str, AdapterLearner] = {}
-        self._ranks, self._config = ranks.GroupRanks(), job.learner
+        self._ranks, self._config = GroupRanks(), job.learner
         self._weights = load_weights(job.model, job.base, device=str(device))
 
     def add(self, id: str, lora: dict[str, Any] | None, seed: int) -> None:

@@ -34,6 +34,8 @@ from art_cli.learners.samples import Floats, Ints, Sample, bare_sample
 
 SHARES = "shares"  # name of numbers that any datum may bring: factors of each token's value; 1 where there are none
 Numbers = Mapping[str, Tensor]  # [N] by name, or a scalar for the whole request
+_SAMPLED = ("logprobs", "advantages")
+_CLIP = {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2}
 
 
 class TokenLoss(NamedTuple):
@@ -41,9 +43,8 @@ class TokenLoss(NamedTuple):
 
     values: Callable[[Tensor, Numbers, Tensor], Objective]  # (log p [N], numbers, datum of each term [N])
     needs: tuple[str, ...]  # numbers that every datum brings
-    takes: Mapping[
-        str, float | None
-    ]  # settings with their default, or None if it must be given. A datum may bring them too
+    # settings with their default, or None if it must be given. A datum may bring them too
+    takes: Mapping[str, float | None]
     may_bring: tuple[str, ...] = ()  # further numbers that a datum may bring
 
 
@@ -97,8 +98,6 @@ def _bounds(like: Tensor, numbers: Numbers) -> tuple[Tensor, Tensor]:
     return low.to(like.device), high.to(like.device)
 
 
-_SAMPLED = ("logprobs", "advantages")
-_CLIP = {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2}
 TOKEN_LOSSES: Mapping[str, TokenLoss] = {
     "cross_entropy": TokenLoss(_cross_entropy, (), {"weights": 1.0}),
     "importance_sampling": TokenLoss(_importance_sampling, _SAMPLED, {}),

@@ -148,9 +148,8 @@ class JoinedNode:
     """Answers the first node. Its public methods are called with what comes from the network."""
 
     def __init__(self, job: Job, place: NodePlace, *, files: Path, logs: Path) -> None:
-        self.end: str | None = (
-            None  # why the learner ended; "" if it was closed, None if the first node has sent nothing
-        )
+        # why the learner ended; "" if it was closed, None if the first node has sent nothing
+        self.end: str | None = None
         self._job, self._place, self._files, self._logs = job, place, files, logs
         self._workers: Workers | None = None
         self._is_busy = False  # a call is running, which notices deaths itself

@@ -16,6 +16,9 @@ from art_cli.runtime.errors import UsageError
 
 SIOCGIFADDR = 0x8915  # the request for an interface's IPv4 address, linux/sockios.h
 LISTENS = "0A"  # TCP_LISTEN in /proc/net/tcp
+VARIABLE = "ART_NODES_SECRET"
+MIN_LENGTH = 16  # characters; who listens on the network could guess a shorter one
+CURE = f"set {VARIABLE} to the same value on every node, such as that of `openssl rand -hex 32`"
 
 
 class NodePlace(NamedTuple):
@@ -98,11 +101,6 @@ def keep_alive(connection: socket.socket) -> None:
     for option, value in (("TCP_KEEPIDLE", 10), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 4), ("TCP_USER_TIMEOUT", 60_000)):
         if hasattr(socket, option):  # macOS has other names
             connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
-
-
-VARIABLE = "ART_NODES_SECRET"
-MIN_LENGTH = 16  # characters; who listens on the network could guess a shorter one
-CURE = f"set {VARIABLE} to the same value on every node, such as that of `openssl rand -hex 32`"
 
 
 def read_secret(address: Address) -> bytes:

@@ -38,6 +38,8 @@ CHUNK_BYTES = 4 * 2**20  # largest part of a file in one message
 CHUNK_DEADLINE_S = 60.0  # longest wait until the node has written one
 FINISH_DEADLINE_S = 5.0
 SENT = ("*.safetensors", "*.json")  # the files of a checkpoint that a learner reads
+MAX_STRANGERS = 16
+REMIND_S = 30.0  # interval of the line that nodes are still missing
 
 
 class NodeEnd:
@@ -109,10 +111,6 @@ def _chunks(directory: Path) -> Iterator[tuple[str, int, bytes]]:
             while (data := file.read(CHUNK_BYTES)) or not offset:
                 yield str(path.relative_to(directory)), offset, data
                 offset += max(1, len(data))
-
-
-MAX_STRANGERS = 16
-REMIND_S = 30.0  # interval of the line that nodes are still missing
 
 
 class Introduction(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -1,0 +1,82 @@
+"""GroupRanks: the processes that share a learner's work, as one group of torch.distributed.
+
+A process that holds the whole model is one of GroupRanks: each runs its own packs, and the gradients are added up over
+all of them once, after the last pack. A divided model (FsdpRanks in worker.py) takes less memory, but cannot carry
+several adapters.
+"""
+
+import os
+from datetime import timedelta
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from art_cli.learners.packs.ranks import Ranks
+from art_cli.learners.processes.records import decode, encode
+from art_cli.runtime.errors import LearnerError
+
+Value = TypeVar("Value")
+
+MAX_BYTES = 2**31  # largest record
+
+
+class GroupRanks(Ranks):
+    """One process of a process group, which exists already."""
+
+    def __init__(self) -> None:
+        self.rank, self.size = dist.get_rank(), dist.get_world_size()
+
+    def gather(self, value: Value, kind: type[Value]) -> list[Value]:
+        return gather(value, kind, self.size)
+
+    def add_up(self, tensor: Tensor) -> None:
+        dist.all_reduce(tensor)
+
+
+def gather(value: Value, kind: type[Value], size: int) -> list[Value]:
+    """Returns the record of each of the `size` processes, which all call this, in the order of their ranks.
+
+    Raises LearnerError if another process sent an invalid record.
+    """
+    written = torch.frombuffer(bytearray(encode(value)), dtype=torch.uint8)
+    sizes = [int(each) for each in _gather(torch.tensor([len(written)]), size)]
+    if not all(0 < each <= MAX_BYTES for each in sizes):
+        raise LearnerError(f"the learner's processes sent records of impossible sizes: {sizes}")
+    padded = torch.nn.functional.pad(written, (0, max(sizes) - len(written)))
+    parts = zip(_gather(padded, size), sizes, strict=True)
+    try:
+        return [decode(part[:length].numpy().tobytes(), kind) for part, length in parts]
+    except ValueError as error:
+        raise LearnerError(f"a process of the learner sent an invalid record: {error}") from error
+
+
+def _gather(tensor: Tensor, size: int) -> list[Tensor]:
+    """Returns every process's tensor on the CPU. All have the same shape."""
+    tensors = [torch.empty_like(tensor) for _ in range(size)]
+    dist.all_gather(tensors, tensor)
+    return tensors
+
+
+def join(device: torch.device, deadline_s: float) -> None:
+    """Makes this process one of the group that torchrun started. `deadline_s` is the longest wait in a collective."""
+    if not dist.is_initialized():
+        backends = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
+        dist.init_process_group(backends, timeout=timedelta(seconds=deadline_s))
+
+
+def device_of(name: str) -> torch.device:
+    """Returns the CPU, which all processes share, or this process's GPU. Raises LearnerError if there are too few."""
+    if name == "cpu" or (name == "auto" and not torch.cuda.is_available()):
+        return torch.device("cpu")
+    size, gpus = int(os.environ["LOCAL_WORLD_SIZE"]), torch.cuda.device_count()
+    first = int(name.partition(":")[2] or 0)
+    if gpus < first + size:
+        start = f" from {name} on" if first else ""
+        raise LearnerError(
+            f"learner.processes is {size}, and there are {gpus - first} GPUs{start}: each process needs one of its own"
+        )
+    device = torch.device("cuda", first + int(os.environ["LOCAL_RANK"]))
+    torch.cuda.set_device(device)
+    return device
