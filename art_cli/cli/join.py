@@ -30,7 +30,7 @@ def run(
 
     from art_cli.config.compose import load_config
     from art_cli.learners.processes.job import make_job
-    from art_cli.learners.processes.nodes.node import join
+    from art_cli.learners.processes.joined_node import join
     from art_cli.loop.auto import resolve_auto
     from art_cli.models.loading import find_base
     from art_cli.runtime import threads

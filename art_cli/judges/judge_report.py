@@ -18,10 +18,9 @@ import msgspec
 
 from art_cli.judges import agreement
 from art_cli.judges.agreement import FlipRates, Measure, Ratio, VoteReliability, flip_rates, vote_reliability
-from art_cli.judges.files.judged_files import MAX_GROUP_SIZE
 from art_cli.judges.judge_groups import MAX_REWARD, by_group
 from art_cli.runs.durable import read_lines
-from art_cli.runs.trajectory import EQUAL_REWARDS, Score
+from art_cli.runs.trajectory import EQUAL_REWARDS, MAX_GROUP_SIZE, Score
 from art_cli.runtime.errors import DataError, UsageError, printable
 
 # the fields of Agreement

@@ -25,6 +25,7 @@ SCHEMA_VERSION = 1
 EQUAL_REWARDS = 1e-8  # rewards this close carry no signal: what is left between them is rounding, not preference
 
 Json = dict[str, Any]
+MAX_GROUP_SIZE = 1_000_000  # most attempts of one group; a larger number in a file is a mistake
 MAX_TOKEN_ID = 2**31 - 1  # largest token id that any model has
 # The values of the sampled tokens of one turn: one number for all of them; or one for each, None where the token has
 # none; or None, if no token of the turn has one.

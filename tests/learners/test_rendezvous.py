@@ -12,10 +12,10 @@ import pytest
 
 from art_cli.cli.preflight import Preflight
 from art_cli.config.compose import load_config
+from art_cli.learners.processes import joined_node as node_module
 from art_cli.learners.processes import records as exchange
 from art_cli.learners.processes.job import Job, make_job
-from art_cli.learners.processes.nodes import node as node_module
-from art_cli.learners.processes.nodes.node import JoinedNode, join
+from art_cli.learners.processes.joined_node import JoinedNode, join
 from art_cli.learners.processes.nodes.node_address import Address, NodePlace, interface_of, read_secret, reserved_port
 from art_cli.learners.processes.nodes.node_identity import difference, identity_of
 from art_cli.learners.processes.nodes.rendezvous import Meeting, NodeEnd, Rendezvous

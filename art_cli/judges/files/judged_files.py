@@ -21,12 +21,10 @@ import msgspec
 
 from art_cli.runs.durable import newer_schema
 from art_cli.runs.json_lines import Line, decode, is_torn, lines
-from art_cli.runs.trajectory import SCHEMA_VERSION, Json, Trajectory
+from art_cli.runs.trajectory import MAX_GROUP_SIZE, SCHEMA_VERSION, Json, Trajectory
 from art_cli.runtime.errors import DataError, UsageError, printable
 
 log = logging.getLogger(__name__)
-
-MAX_GROUP_SIZE = 1_000_000  # most attempts of one group; a larger number in a file is a mistake
 
 
 class _Head(msgspec.Struct):

@@ -4,7 +4,7 @@ node_address.py   NodePlace: one machine's place among the nodes; addresses and 
 node_identity.py  what must be the same on all nodes, and how two of them differ
 rendezvous.py     the first node, which runs `art train`: waits for the others and admits them;
                   NodeEnd: one other node, as the first one calls it
-node.py           another node: `art join`
+../joined_node.py another node: `art join`
 
     first node                                other node
     art train -> ParallelLearner -> Workers   art join -> Workers
