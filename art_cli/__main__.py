@@ -11,7 +11,7 @@ import signal
 
 # How often an idle OpenMP thread looks for work before it sleeps. GNU's default of 300,000 takes about 14 ms, for which
 # a thread that waits for another one holds its core; beside busy processes that made a small model's step 4 times as
-# slow. A thousand looks cost nothing on an idle machine (python benchmarks/busy.py, benchmarks/LOG.md).
+# slow. A thousand looks cost nothing on an idle machine (python -m benchmarks.speed.busy, benchmarks/results/LOG.md).
 SPIN_COUNT = "1000"
 
 

@@ -1,4 +1,4 @@
-"""Every speed that is claimed, measured in one go: writes benchmarks/RESULTS.md.
+"""Every speed that is claimed, measured in one go: writes benchmarks/results/RESULTS.md.
 
     make bench                                   # all of it, about two hours on two cores
     python -m benchmarks.run --only gateway      # a part; its section alone is written anew
@@ -21,8 +21,9 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import NamedTuple
 
-ROOT = Path(__file__).parent.parent
-RESULTS = ROOT / "benchmarks" / "RESULTS.md"
+from benchmarks.shared.paths import ROOT
+
+RESULTS = ROOT / "benchmarks" / "results" / "RESULTS.md"
 DEADLINE_S = 900.0  # longest time for one part
 PACKAGES = ("torch", "transformers", "peft", "trl")
 
@@ -36,35 +37,35 @@ class Part(NamedTuple):
 
 
 PARTS = {
-    "learner": Part("Training step against TRL; trees against rows", ("benchmarks.learner",)),
-    "training": Part("Training alone at the shapes of the loop", ("benchmarks.training",)),
-    "loss": Part("The loss with a large vocabulary", ("benchmarks.loss_memory",)),
-    "memory": Part("Memory of a process that trains", ("benchmarks.memory",)),
-    "sampling": Part("Sampling against transformers", ("benchmarks.sampling",)),
-    "loop": Part("The whole loop against TRL", ("benchmarks.loop",)),
-    "gateway": Part("The capturing gateway", ("benchmarks.gateway",)),
-    "calls": Part("A rollout's call, by who spends its time", ("benchmarks.calls",)),
-    "ray_rollouts": Part("Rollouts on a Ray cluster against local processes", ("benchmarks.ray_rollouts",)),
-    "gateway_days": Part("A day of the gateway alone", ("benchmarks.gateway_days",)),
-    "view": Part("Opening 100,000 attempts", ("benchmarks.view",)),
-    "startup": Part("From the start of art train to the first reply", ("benchmarks.startup",)),
-    "install": Part("What make demo installs", ("benchmarks.install",)),
-    "overlap": Part("Sampling beside training", ("benchmarks.overlap",)),
-    "trackers": Part("What trackers cost", ("benchmarks.trackers",)),
-    "storage": Part("A run in an object store", ("benchmarks.storage",)),
-    "remote": Part("Training through a server against local", ("benchmarks.remote",)),
+    "learner": Part("Training step against TRL; trees against rows", ("benchmarks.step.learner",)),
+    "training": Part("Training alone at the shapes of the loop", ("benchmarks.step.training",)),
+    "loss": Part("The loss with a large vocabulary", ("benchmarks.step.loss_memory",)),
+    "memory": Part("Memory of a process that trains", ("benchmarks.step.memory",)),
+    "sampling": Part("Sampling against transformers", ("benchmarks.speed.sampling",)),
+    "loop": Part("The whole loop against TRL", ("benchmarks.speed.loop",)),
+    "gateway": Part("The capturing gateway", ("benchmarks.serving.gateway",)),
+    "calls": Part("A rollout's call, by who spends its time", ("benchmarks.speed.calls",)),
+    "ray_rollouts": Part("Rollouts on a Ray cluster against local processes", ("benchmarks.speed.ray_rollouts",)),
+    "gateway_days": Part("A day of the gateway alone", ("benchmarks.serving.gateway_days",)),
+    "view": Part("Opening 100,000 attempts", ("benchmarks.speed.view",)),
+    "startup": Part("From the start of art train to the first reply", ("benchmarks.speed.startup",)),
+    "install": Part("What make demo installs", ("benchmarks.speed.install",)),
+    "overlap": Part("Sampling beside training", ("benchmarks.speed.overlap",)),
+    "trackers": Part("What trackers cost", ("benchmarks.speed.trackers",)),
+    "storage": Part("A run in an object store", ("benchmarks.speed.storage",)),
+    "remote": Part("Training through a server against local", ("benchmarks.speed.remote",)),
     "lossy": Part(
         "A network that loses and repeats, and thirty kills of client and server",
-        ("benchmarks.lossy", "--kills", "30"),
+        ("benchmarks.attacks.lossy", "--kills", "30"),
     ),
-    "demo": Part("The demo", ("benchmarks.recipes", "assistant", "--judge", "--seeds", "0")),
-    "forged_turns": Part("Texts that forge turns", ("benchmarks.forged_turns",)),
-    "gguf": Part("The round trip through a GGUF file", ("benchmarks.gguf",)),
-    "templates": Part("Which turns branch in each chat template", ("benchmarks.templates",)),
-    "utilisation": Part("Share of the machine", ("benchmarks.utilisation",)),
+    "demo": Part("The demo", ("benchmarks.learning.recipes", "assistant", "--judge", "--seeds", "0")),
+    "forged_turns": Part("Texts that forge turns", ("benchmarks.attacks.forged_turns",)),
+    "gguf": Part("The round trip through a GGUF file", ("benchmarks.serving.gguf",)),
+    "templates": Part("Which turns branch in each chat template", ("benchmarks.others.templates",)),
+    "utilisation": Part("Share of the machine", ("benchmarks.step.utilisation",)),
     "scaling": Part(
         "How a step grows",
-        ("benchmarks.scaling", "--plots", "benchmarks"),
+        ("benchmarks.step.scaling", "--plots", "benchmarks/results"),
         ("learner_attempts.svg", "learner_tokens.svg", "learner_turns.svg"),
     ),
 }

@@ -23,11 +23,11 @@ ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
 from art_cli.runs.run_dir import RunDir  # noqa: E402
-from tests.support.browser import chromium, viewing  # noqa: E402
+from tests.support.others.browser import chromium, viewing  # noqa: E402
 
 IMAGES = ROOT / "docs/images"
 STEPS, EVERY = 40, 8
-RULE = "tests/support/email_search_rule.py"
+RULE = "tests/support/judges/email_search_rule.py"
 SIZE = {"width": 1280, "height": 800}
 SCALE, COLOURS = 1.5, 256  # pixels per CSS pixel; colours of a picture, so that none has more than 150 kB
 
@@ -69,7 +69,7 @@ def train(runs: Path) -> None:
 def judging() -> Iterator[list[str]]:
     """The settings of RULER with a judge that follows a rule, is never sure, and leans to the first attempt."""
     options = ["--noise", "0.05", "--bias", "0.04", "--group-rule", f"{RULE}:scores", "--words", f"{RULE}:words"]
-    command = [sys.executable, "-m", "tests.support.judge_server", *options]
+    command = [sys.executable, "-m", "tests.support.judges.judge_server", *options]
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as server:
         assert server.stdout is not None
         api_base = server.stdout.readline().strip()

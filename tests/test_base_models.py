@@ -18,7 +18,7 @@ from art_cli.loop.references import check_ready
 from art_cli.models.builtin_models import TEMPLATE
 from art_cli.models.loading import require_base, template_cure
 from art_cli.runtime.errors import ConfigError, UsageError
-from benchmarks.real_model import smollm2_tokenizer
+from benchmarks.shared.real_model import smollm2_tokenizer
 from tests.support.paths import LETTERS
 
 TOOL = {"type": "function", "function": {"name": "get_order", "parameters": {"type": "object", "properties": {}}}}

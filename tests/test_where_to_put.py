@@ -36,13 +36,13 @@ def insert(path: Path, before: str, text: str) -> None:
 
 @pytest.fixture(scope="module")
 def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A copy of the package with the engine of tests/support/plain_engine.py in it, under the name `plain`."""
+    """A copy of the package with the engine of tests/support/standins/plain_engine.py in it, under the name `plain`."""
     root = tmp_path_factory.mktemp("copy")
     package = root / "art_cli"
     shutil.copytree(ROOT / "art_cli", package, ignore=shutil.ignore_patterns("__pycache__", "app_src"))
     for name in ("docs", "configs", "pyproject.toml"):
         (root / name).symlink_to(ROOT / name)
-    engine = (ROOT / "tests" / "support" / "plain_engine.py").read_text()
+    engine = (ROOT / "tests" / "support" / "standins" / "plain_engine.py").read_text()
     (package / "engines" / "plain_engine.py").write_text(engine)
     make = "    @classmethod\n    def of(cls, config, setup):\n        return cls(setup)\n\n"
     insert(package / "engines" / "plain_engine.py", "    async def start(self)", make)

@@ -22,7 +22,8 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 # How long a thread that reads a hostile request may keep the interpreter from the event loop. With Python's 5 ms a
-# request of the loop, which takes several turns, waited 38 ms in the median under attack (benchmarks/serve_attack.py).
+# request of the loop, which takes several turns, waited 38 ms in the median under attack
+# (benchmarks/attacks/serve_attack.py).
 SWITCH_S = 0.0005
 
 KEY_VARIABLE = "ART_API_KEY"

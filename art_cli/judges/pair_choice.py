@@ -12,7 +12,7 @@ drawn at random, so that the stratified mean has no bias by the choice (Neyman 1
 m_h is the mean credit of stratum h, drawn by PULL pseudo-labels toward a logistic curve in margin and side, so that a
 few labels that are right by luck show no certainty. A part of the labels (FLOOR) is drawn by the strata's sizes alone.
 The interval is Wilson's (1927) at the number of random labels that would have the same variance. The choice
-follows the answers, and it ends at the first narrow interval; that adds less than a point (benchmarks/label.py).
+follows the answers, and it ends at the first narrow interval; that adds less than a point (benchmarks/judges/label.py).
 """
 
 import math

@@ -13,8 +13,8 @@ ADAPTER_RATE lies within 1e-4 to 1e-3, where SmolLM2-135M learns to choose betwe
 nothing. At width 128 an adapter learns best at 2e-4 to 5e-4, and at 1e-3, which the fit would give, it is behind by 0.1
 of tic-tac-toe's reward: narrower models get what WIDTH gets. RATE comes to 1.8e-4 there; all weights learn best at
 1e-4 to 2e-4. At 576, 4e-5 ends 0.1 of a rise of 0.9 below 2e-4 after six steps; it stands, because longer runs and
-wider models take less. All with steps of 64 attempts and four epochs. No wider model was measured. benchmarks/rates.py
-sets the rule beside seven rates.
+wider models take less. All with steps of 64 attempts and four epochs. No wider model was measured.
+benchmarks/learning/rates.py sets the rule beside seven rates.
 """
 
 from art_cli.config.schema import LoraConfig

@@ -12,7 +12,7 @@ from art_cli.models.loading import Weights
 from art_cli.runs.manifest import Probe
 
 # Tokens of a probe. Below float32, adapters one step apart differ by less than rounding at each token, and some
-# hundred tokens tell them apart (benchmarks/weight_proof.py).
+# hundred tokens tell them apart (benchmarks/attacks/weight_proof.py).
 NUM_TOKENS, NUM_TOKENS_FLOAT32 = 512, 96
 LENGTH = 32  # tokens of each text that is sampled
 MARK = "@@probe@@"  # takes a user's place in the chat template; the model writes what follows what comes before it

@@ -10,7 +10,8 @@ import msgspec
 SCHEMA_VERSION = 1
 DRAWS = 1000  # resamples; the ends of an 80 % interval move by about 2 % of its width between seeds
 # Replies get longer or shorter while a policy learns, which no first step shows. Assumed: their mean over the run is
-# within 1 / 1.5 and 1.5 of the first step's in 80 % of runs. benchmarks/plan.py counts how often the intervals hold.
+# within 1 / 1.5 and 1.5 of the first step's in 80 % of runs. benchmarks/forecasts/plan.py counts how often the
+# intervals hold.
 DRIFT = 1.5
 PACE = 0.1  # least standard deviation of the logarithm of equal work's seconds in two starts on one machine (assumed)
 MOST = 1e15  # larger seconds, tokens and dollars are damage

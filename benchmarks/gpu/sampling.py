@@ -231,7 +231,7 @@ def _weights(order: Order) -> Any:
 def _gap(order: Order, weights: Any, replies: list[Any], probed: list[float]) -> Figures:
     """Mean and largest |engine - learner| in nats, over tokens that the engine sampled with adapter "a"; the mean over
     the probe as well."""
-    from benchmarks.batches import make_learner
+    from benchmarks.step.batches import make_learner
 
     learner = make_learner(weights)
     gaps = []

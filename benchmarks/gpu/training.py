@@ -1,7 +1,7 @@
 """A learner's step on a GPU: torch with FlexAttention and without, and Unsloth.
 
 The batch is a training step's: prompts with several completions at each, tokens drawn at random. Its operations are
-counted as benchmarks/operations.py says, so that the share of the peak counts no work twice.
+counted as benchmarks/step/operations.py says, so that the share of the peak counts no work twice.
 """
 
 import contextlib
@@ -66,7 +66,7 @@ def _load(order: Order, load: Any = None) -> Any:
 
 
 def _learner(weights: Any) -> Any:
-    from benchmarks.batches import make_learner
+    from benchmarks.step.batches import make_learner
 
     return make_learner(weights)
 
@@ -74,9 +74,9 @@ def _learner(weights: Any) -> Any:
 def _measure(order: Order, weights: Any, learner: Any) -> Iterator[Figures]:
     import torch
 
-    from benchmarks.batches import single_turn
     from benchmarks.gpu.memory import used_gb
-    from benchmarks.operations import step_operations, tokens_of
+    from benchmarks.step.batches import single_turn
+    from benchmarks.step.operations import step_operations, tokens_of
 
     load = load_of(order)
     groups = single_turn(load.prompts, load.attempts, prompt=load.prompt_tokens, completion=load.new_tokens)

@@ -26,10 +26,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-ROOT = Path(__file__).parent.parent.parent
-sys.path.insert(0, str(ROOT))
-
-from tests.support.tool_clients import MODEL, art_serve, build  # noqa: E402
+from benchmarks.shared.paths import ROOT
+from tests.support.models.tool_clients import MODEL, art_serve, build
 
 PACKAGES = {
     "lm-eval": ["lm_eval[api,hf]==0.4.13", "transformers==5.24.0", "torch==2.13.0"],

@@ -1,10 +1,10 @@
-"""The judge of benchmarks/distill.py: the words it says, and the demos from which they are learned."""
+"""The judge of benchmarks/learning/distill.py: the words it says, and the demos from which they are learned."""
 
 import sys
 
 import pytest
 
-from benchmarks.distill_words import better_moves, games
+from benchmarks.learning.distill_words import better_moves, games
 from tests.support.paths import TICTACTOE
 
 sys.path.insert(0, str(TICTACTOE))

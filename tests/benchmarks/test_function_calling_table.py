@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from art_cli.runs.run_dir import RunDir
-from benchmarks import function_calling
-from benchmarks.function_calling import METRICS, Trained, Values, table, train_trl
+from benchmarks.learning import function_calling
+from benchmarks.learning.function_calling import METRICS, Trained, Values, table, train_trl
 
 
 def values(mean: float, rise: float | None = None) -> Values:

@@ -26,8 +26,8 @@ from benchmarks.gpu.results import Measured, Results
 from benchmarks.gpu.rows import PLAN, ROWS, Key, plan
 from benchmarks.gpu.shapes import SHAPES, make_qwen3, make_tokenizer, num_multiplied
 from benchmarks.gpu.task import prompts, reward
+from tests.support.others.real_vllm import IS_THERE
 from tests.support.paths import ROOT
-from tests.support.real_vllm import IS_THERE
 
 PROMPTS, ATTEMPTS, PROMPT, NEW = 2, 4, 48, 8
 SAMPLED = PROMPTS * ATTEMPTS * NEW

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from art_cli.config.checks import untrainable
 from art_cli.config.compose import load_config
-from benchmarks.learning import (
+from benchmarks.learning.curves import (
     OLD,
     RECIPE,
     ROOT,
@@ -26,8 +26,8 @@ from benchmarks.learning import (
     learning_settings,
     presets,
 )
-from benchmarks.learning_table import Goal, best_search, falls, isotonic, mean, reach, success_at, table
-from benchmarks.learning_trl import Player
+from benchmarks.learning.table import Goal, best_search, falls, isotonic, mean, reach, success_at, table
+from benchmarks.learning.trl_side import Player
 from tests.support.paths import TICTACTOE
 
 sys.path.insert(0, str(TICTACTOE))

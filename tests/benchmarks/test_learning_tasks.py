@@ -5,12 +5,13 @@ import sys
 
 import pytest
 
-from benchmarks.learning import ROOT, TASKS
-from benchmarks.learning_table import Goal
+from benchmarks.learning.curves import TASKS
+from benchmarks.learning.table import Goal
+from benchmarks.shared.paths import ROOT
 
 pytest.importorskip("reasoning_gym")
 pytest.importorskip("textarena")
-sys.path.insert(0, str(ROOT / "benchmarks" / "learning_tasks"))
+sys.path.insert(0, str(ROOT / "benchmarks" / "learning" / "tasks"))
 
 import guessing  # noqa: E402
 import reasoning  # noqa: E402

@@ -12,7 +12,7 @@ from art_cli.chat.client import MAX_ANSWER, HttpBackend
 from art_cli.chat.requests import Request, Sampling
 from art_cli.engines.vllm.control import Control, Refused, Unreachable
 from art_cli.runtime.errors import EngineError
-from tests.support.hostile import MemoryBound
+from tests.support.attacks.hostile import MemoryBound
 
 SPACES_MIB = 1000
 

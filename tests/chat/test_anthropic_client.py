@@ -17,7 +17,7 @@ from art_cli.chat.chat_errors import ChatError
 from art_cli.chat.http_server import serve
 from art_cli.chat.replies import Reply, ReplyBuilder
 from art_cli.chat.requests import Request, Sampling
-from tests.support.scripted import ScriptedBackend, tool_call
+from tests.support.standins.scripted import ScriptedBackend, tool_call
 
 Json = dict[str, Any]
 TOOL = {"type": "function", "function": {"name": "add", "description": "adds", "parameters": {"type": "object"}}}

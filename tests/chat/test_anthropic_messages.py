@@ -14,7 +14,7 @@ from art_cli.chat.reading import BodyLimit
 from art_cli.chat.replies import Choice, Chunk, ReplyBuilder, are_same, input_of
 from art_cli.chat.requests import Request, Sampling
 from art_cli.chat.wires.anthropic_messages import AnthropicCountTokens, AnthropicMessages, message_of, signature_of
-from tests.support.scripted import ScriptedBackend
+from tests.support.standins.scripted import ScriptedBackend
 
 Json = dict[str, Any]
 WIRE = AnthropicMessages()

@@ -29,7 +29,7 @@ from art_cli.chat.wires.openai_chat import ChatBody
 from art_cli.chat.wires.openai_completions import CompletionBody
 from art_cli.chat.wires.openai_shared import NEUTRAL
 from art_cli.runtime.errors import EngineError
-from tests.support.scripted import BreakingBackend, ScriptedBackend, encode, logprob, tool_call
+from tests.support.standins.scripted import BreakingBackend, ScriptedBackend, encode, logprob, tool_call
 
 KEY = "key-of-the-test"
 USER = {"role": "user", "content": "hi"}

@@ -37,10 +37,10 @@ from art_cli.models.loading import save_weights
 from art_cli.runtime.worker_pool import Crowded, Overran, WorkerPool
 from tests.engines.test_embedded_engine import running
 from tests.serving.test_fuzz_server import art_serve
-from tests.support import forked
-from tests.support.hostile import NUM_MUTATIONS, Heartbeat, MemoryBound, mutations
+from tests.support.attacks.hostile import NUM_MUTATIONS, Heartbeat, MemoryBound, mutations
+from tests.support.models.tiny import CHAT_TEMPLATE, tiny_tokenizer, tiny_weights
 from tests.support.paths import LETTERS
-from tests.support.tiny import CHAT_TEMPLATE, tiny_tokenizer, tiny_weights
+from tests.support.processes import forked
 
 WIRE: dict[str, Wire] = {
     "chat": OpenAIChat(),
@@ -555,7 +555,7 @@ def test_a_rollout_that_attacks_its_engine_ends_alone(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 async def test_a_server_under_attack_answers_and_ends_when_it_is_told(tmp_path: Path) -> None:
-    """A small version of benchmarks/serve_attack.py: no 5xx, /health answers, SIGTERM in the middle ends it."""
+    """A small version of benchmarks/attacks/serve_attack.py: no 5xx, /health answers, SIGTERM in the middle ends it."""
     model = tmp_path / "tiny"
     save_weights(tiny_weights(lora_rank=None), model)
     async with art_serve(model) as (_, calm), art_serve(model, "--drain", "2") as (process, root):

@@ -1,4 +1,4 @@
-"""Which turns branch in the chat template of each model family, and that no other does (benchmarks/templates.py)."""
+"""Turns that branch in the chat template of each model family; no other turn does (benchmarks/others/templates.py)."""
 
 import json
 from typing import Any
@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from art_cli.engines.embedded.chat_prompts import StandIns
-from tests.support.template_talks import FAMILIES, LOOSE, TIDY, talk
+from tests.support.models.template_talks import FAMILIES, LOOSE, TIDY, talk
 
 pytest.importorskip("trl")
 BRANCHING = {

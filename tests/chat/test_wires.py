@@ -23,7 +23,7 @@ from art_cli.chat.requests import Request, Sampling
 from art_cli.chat.wires import WIRES, Events, Wire, Wires
 from art_cli.rollouts.rollout_gateway import Gateway
 from art_cli.runs.trajectory import prompt, sequence
-from tests.support.scripted import BreakingBackend, Engine, ScriptedBackend, encode
+from tests.support.standins.scripted import BreakingBackend, Engine, ScriptedBackend, encode
 
 Json = dict[str, Any]
 KEY = "key-of-the-test"

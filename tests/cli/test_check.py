@@ -16,8 +16,8 @@ from art_cli.loop.trial_update import Cost, estimate, second_length
 from art_cli.reports.pages.conversation_text import last_reply
 from art_cli.runs.intervals import share_interval
 from art_cli.runs.trajectory import Trajectory, Turn
+from tests.support.models.tiny import tiny_tokenizer, tiny_weights
 from tests.support.paths import LETTERS, TICTACTOE
-from tests.support.tiny import tiny_tokenizer, tiny_weights
 
 Art = Callable[..., tuple[int, str, str]]
 CONFIG = LETTERS / "config.yaml"

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import pytest
 
-from tests.support import forked
+from tests.support.processes import forked
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 

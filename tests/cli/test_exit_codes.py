@@ -21,9 +21,9 @@ from art_cli.runs.history import Failures, find_fault
 from art_cli.runs.run_dir import RunDir
 from art_cli.runs.trajectory import Trajectory
 from art_cli.runtime.errors import UsageError
-from tests.support.attempts import scored
-from tests.support.judge_server import Conduct, serving
+from tests.support.judges.judge_server import Conduct, serving
 from tests.support.paths import LETTERS
+from tests.support.records.attempts import scored
 
 Art = Callable[..., tuple[int, str, str]]
 

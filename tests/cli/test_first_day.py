@@ -22,9 +22,9 @@ from art_cli.runs.manifest import Manifest, manifest_digest
 from art_cli.runs.run_dir import RunDir
 from art_cli.runs.trajectory import Trajectory, Turn
 from art_cli.serving.served_model import find_source
-from tests.support.judge_server import Conduct, serving
+from tests.support.judges.judge_server import Conduct, serving
 from tests.support.paths import LETTERS
-from tests.support.served import make_run
+from tests.support.servers.served import make_run
 
 SMALL = ["rollout.groups_per_step=1", "rollout.group_size=4", "rollout.concurrency=1"]
 

@@ -13,7 +13,7 @@ from art_cli.cli.app import run
 from art_cli.runs.durable import LineWriter
 from art_cli.runs.trajectory import ScoredTrajectory
 from tests.cli.test_terminal import STEERING, is_quiet
-from tests.support.terminal import Terminal
+from tests.support.processes.terminal import Terminal
 
 LONG = "a long answer " * 400
 

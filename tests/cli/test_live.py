@@ -16,7 +16,7 @@ from art_cli.reports.pages.panel import RunPanel
 from art_cli.runs.history import Evaluated, Failures, History, UpdateNumbers
 from art_cli.runtime.terminal import _Relay, can_draw
 from tests.support.paths import LETTERS, ROOT
-from tests.support.terminal import Terminal
+from tests.support.processes.terminal import Terminal
 
 TOP, BOTTOM = re.compile(r"^╭─ letters ─+╮$"), re.compile(r"^╰─+╯$")
 ROLLOUT = r"""

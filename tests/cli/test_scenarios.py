@@ -14,7 +14,7 @@ from art_cli.cli import app as cli
 from art_cli.config.compose import load_config
 from art_cli.rollouts.scenario_files import training_scenarios
 from tests.rollouts.environments.test_mcp import SERVER
-from tests.support.chat_server import ChatServer, chatting
+from tests.support.servers.chat_server import ChatServer, chatting
 
 PLACE = SERVER.removeprefix("mcp/")
 WORDS = [f"w{number}" for number in range(2000)]

@@ -21,9 +21,9 @@ from art_cli.runs.durable import write_lines
 from art_cli.runtime.errors import ConfigError, DataError, EngineError, JudgeError, Problem, printable, printable_lines
 from art_cli.runtime.log import kept, set_up
 from art_cli.runtime.secrets import Secrets, find_secrets
-from tests.support.judge_server import Conduct, serving
+from tests.support.judges.judge_server import Conduct, serving
+from tests.support.judges.ruler_cases import rated
 from tests.support.paths import ROOT
-from tests.support.ruler_cases import rated
 
 CANARY = "sk-proj/Can+ary_9Z0=123"
 STEERING = (

@@ -16,8 +16,9 @@ import pytest
 from art_cli.cli import app as cli
 from art_cli.runs.manifest import hash_files
 from art_cli.runs.run_dir import RunDir
-from tests.support import fake_vllm, forked
-from tests.support.served import make_run
+from tests.support.processes import forked
+from tests.support.servers.served import make_run
+from tests.support.standins import fake_vllm
 
 Json = dict[str, Any]
 

@@ -21,7 +21,7 @@ from art_cli.runs.manifest import Manifest, new_checkpoint
 from art_cli.runs.run_dir import RunDir
 from art_cli.runs.trajectory import ScoredTrajectory, Trajectory, score_trajectory
 from art_cli.runtime.errors import ConfigError
-from tests.support.hostile import NUM_MUTATIONS, MemoryBound, assert_in_words, mutations
+from tests.support.attacks.hostile import NUM_MUTATIONS, MemoryBound, assert_in_words, mutations
 
 Art = Callable[..., tuple[int, str, str]]
 
@@ -301,7 +301,7 @@ def test_unknown_lora_targets_of_a_base_directory_are_known_from_its_weights(
 
 
 def test_unknown_lora_targets_of_a_built_base_leave_no_run_directory(art: Art, project: Path) -> None:
-    (project / "build.py").write_text("from tests.support.tiny import save_tiny_base as build\n")
+    (project / "build.py").write_text("from tests.support.models.tiny import save_tiny_base as build\n")
     code, _, err = art("train", "config.yaml", "model.lora.targets=[q_proj,qq_proj]")
     assert_in_words(code, err)
     assert code == 2 and "command line: model.lora.targets: the model has no module 'qq_proj'; did you mean" in err

@@ -12,7 +12,7 @@ from art_cli.chat.requests import Request, Sampling
 from art_cli.engines.embedded.call_syntax import GLM, HERMES, LLAMA, MISTRAL, PHI, XML, find_syntax
 from art_cli.engines.embedded.chat_prompts import MessageParser, render
 from art_cli.engines.embedded.reply_text import Vocabulary
-from tests.support.tiny import tiny_tokenizer
+from tests.support.models.tiny import tiny_tokenizer
 
 Json = dict[str, Any]
 

@@ -19,7 +19,7 @@ from art_cli.config.schema import EmbeddedEngineConfig
 from art_cli.engines.embedded.embedded_engine import EmbeddedEngine
 from art_cli.models.loading import Weights, save_weights
 from art_cli.runtime.errors import CheckpointError, EngineError
-from tests.support.tiny import tiny_tokenizer, tiny_weights
+from tests.support.models.tiny import tiny_tokenizer, tiny_weights
 
 WORDS = ["red", "one two three", "a longer line that says nothing of note", "x", "Straße — 日本", "seven"]
 

@@ -13,7 +13,7 @@ from art_cli.chat.requests import Request, Sampling
 from art_cli.engines.embedded import chat_prompts as messages
 from art_cli.engines.embedded import reply_text
 from art_cli.engines.embedded.reply_text import TextEncoder
-from tests.support.tiny import tiny_tokenizer
+from tests.support.models.tiny import tiny_tokenizer
 
 MARKS = ["<|im_start|>", "<|im_end|>", "<|endoftext|>", "<tool_call>"]
 PIECES = st.sampled_from([*MARKS, "<|im_", "start|>", "user\n", " a", "a ", "\n", " ", "é", "1", "ab"]) | st.text(

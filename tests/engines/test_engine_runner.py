@@ -16,7 +16,7 @@ from art_cli.engines.embedded.model_runner import ForwardRunner
 from art_cli.engines.embedded.scheduler import PromptChunk, Scheduler, TokenSequence
 from art_cli.models.decoder.forward import BLOCK, SHARE, Decoder, MergedDecoder
 from art_cli.models.loading import Weights
-from tests.support.tiny import tiny_config, tiny_weights
+from tests.support.models.tiny import tiny_config, tiny_weights
 
 CPU = torch.device("cpu")
 COSTS = Costs(call=2000, shared=2000)

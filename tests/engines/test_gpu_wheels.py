@@ -1,7 +1,7 @@
 """All that we send to vLLM and call of Unsloth is defined in their wheels for GPUs, of which the CPU's may differ.
 
-The names of the wheels are in gpu_wheels/*.json, as tests/support/gpu_wheels.py reads them. What we send is not listed
-here: the argument builder and the engine run, against a server that writes down each call.
+The names of the wheels are in gpu_wheels/*.json, as tests/support/others/gpu_wheels.py reads them. What we send is not
+listed here: the argument builder and the engine run, against a server that writes down each call.
 """
 
 import ast
@@ -21,8 +21,8 @@ from art_cli.engines.vllm import arguments, control
 from art_cli.engines.vllm.arguments import MODULE, PROGRAM
 from art_cli.learners import unsloth
 from tests.engines.test_vllm import MODEL, Fake
-from tests.support.fake_vllm import Fake as Server
 from tests.support.paths import ROOT
+from tests.support.standins.fake_vllm import Fake as Server
 
 Json = dict[str, Any]
 
@@ -123,7 +123,7 @@ def test_every_name_that_is_imported_there_is_defined(name: str) -> None:
     assert "main" in modules[MODULE] or MODULE in modules
     for node in ast.walk(ast.parse(PROGRAM)):
         if isinstance(node, ast.ImportFrom):
-            assert node.module in modules, f"{node.module}: add it to tests/support/gpu_wheels.py MODULES"
+            assert node.module in modules, f"{node.module}: add it to tests/support/others/gpu_wheels.py MODULES"
             assert {alias.name for alias in node.names} <= {*modules[node.module]}
         elif isinstance(node, ast.Import):
             ours = {alias.name for alias in node.names if alias.name.startswith("vllm.")}

@@ -12,8 +12,8 @@ from art_cli.engines import make_engine
 from art_cli.engines.embedded.embedded_engine import EmbeddedEngine
 from art_cli.engines.openai_endpoint import OpenAIEngine
 from art_cli.runtime.errors import EngineError
-from tests.support.ports import free_port
-from tests.support.tiny import tiny_weights
+from tests.support.models.tiny import tiny_weights
+from tests.support.servers.ports import free_port
 
 
 def settings(url: str, model: str = "policy", key: str = "TEST_KEY") -> OpenAIEngineConfig:

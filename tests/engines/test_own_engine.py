@@ -24,10 +24,10 @@ from art_cli.rollouts.rollout_gateway import Gateway
 from art_cli.runs.manifest import Probe, verify_checkpoint
 from art_cli.runs.run_dir import RunDir
 from art_cli.runtime.errors import ConfigError, EngineError, UsageError
-from tests.support import fake_vllm, plain_engine
+from tests.support.models.tiny import save_tiny_base, tiny_weights
 from tests.support.paths import LETTERS
-from tests.support.scripted import Engine, ScriptedBackend
-from tests.support.tiny import save_tiny_base, tiny_weights
+from tests.support.standins import fake_vllm, plain_engine
+from tests.support.standins.scripted import Engine, ScriptedBackend
 
 OTHERS = """
 class Elsewhere:

@@ -1,7 +1,7 @@
 """The proof of weights: right adapters pass in every dtype, wrong ones fail, and what rounding hides is undecided.
 
-The engine is a stand-in that rounds as vLLM's fused kernels do (tests/support/fused_rounding.py).
-benchmarks/weight_proof.py has the same with a real vLLM and a real model.
+The engine is a stand-in that rounds as vLLM's fused kernels do (tests/support/standins/fused_rounding.py).
+benchmarks/attacks/weight_proof.py has the same with a real vLLM and a real model.
 """
 
 import copy
@@ -20,8 +20,8 @@ from art_cli.learners.probe import LENGTH, NUM_TOKENS, NUM_TOKENS_FLOAT32, measu
 from art_cli.models.loading import Weights, clone_trainable, token_logprobs
 from art_cli.runs.manifest import Manifest, Origin, Probe
 from art_cli.runtime.errors import CheckpointError, DriftError
-from tests.support.fused_rounding import fused_scores
-from tests.support.tiny import tiny_weights
+from tests.support.models.tiny import tiny_weights
+from tests.support.standins.fused_rounding import fused_scores
 
 DTYPES = ("float32", "bfloat16")
 ORIGIN = Origin(base="b", template="t", dtype="bfloat16")

@@ -15,7 +15,7 @@ from art_cli.engines.vllm import arguments
 from art_cli.runs.manifest import Probe
 from art_cli.runtime.errors import DriftError, EngineError
 from tests.engines.test_vllm import PROBE, Fake, flags
-from tests.support import fake_vllm
+from tests.support.standins import fake_vllm
 
 
 @pytest.fixture

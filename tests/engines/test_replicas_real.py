@@ -10,8 +10,8 @@ from art_cli.config.schema import VllmEngineConfig
 from art_cli.engines import proof
 from art_cli.engines.vllm.vllm_engine import VllmEngine
 from art_cli.models.policy_spec import spec_of
-from tests.support.letters_policy import LettersPolicy
-from tests.support.real_vllm import MARKS, PYTHON, QUICK
+from tests.support.models.letters_policy import LettersPolicy
+from tests.support.others.real_vllm import MARKS, PYTHON, QUICK
 
 pytestmark = MARKS
 

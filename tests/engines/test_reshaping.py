@@ -13,7 +13,7 @@ from art_cli.chat.requests import Request, Sampling
 from art_cli.engines.embedded.token_sampling import Reshaping
 from art_cli.models.loading import Weights
 from tests.engines.test_embedded_engine import chat, full_logprobs, running, text_request
-from tests.support.tiny import tiny_weights
+from tests.support.models.tiny import tiny_weights
 
 SETTINGS: list[dict[str, Any]] = [
     {},

@@ -16,7 +16,7 @@ from art_cli.models.policy_spec import spec_of
 from art_cli.runtime.errors import CheckpointError, EngineError
 from art_cli.tinker.server.base_model import Base
 from art_cli.tinker.tinker_engine import TinkerEngine
-from tests.support.backend_server import serving, tiny_base
+from tests.support.servers.backend_server import serving, tiny_base
 
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}]

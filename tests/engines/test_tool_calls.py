@@ -12,7 +12,7 @@ from art_cli.chat.replies import token_bytes, token_text
 from art_cli.chat.requests import Request, Sampling
 from art_cli.engines.embedded.chat_prompts import MessageParser, render
 from art_cli.engines.embedded.reply_text import Detokenizer, StopWatch, Vocabulary
-from tests.support.tiny import CHAT_TEMPLATE, tiny_tokenizer
+from tests.support.models.tiny import CHAT_TEMPLATE, tiny_tokenizer
 
 Json = dict[str, Any]
 

@@ -10,7 +10,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 from art_cli.chat.replies import Choice
 from art_cli.chat.requests import Request, Sampling
 from art_cli.engines.vllm.vllm_server import Verbatim, restore_arguments
-from tests.support.template_talks import FAMILIES, LOOSE, TIDY, TOOLS, template_of
+from tests.support.models.template_talks import FAMILIES, LOOSE, TIDY, TOOLS, template_of
 
 WRITES_ANEW = ["Qwen 2.5", "Qwen3", "Qwen3 2507", "Llama 3.1", "Llama 3.2"]
 

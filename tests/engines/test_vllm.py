@@ -40,11 +40,11 @@ from art_cli.models.policy_spec import PolicySpec
 from art_cli.runs.trajectory import Trajectory
 from art_cli.runtime.errors import CheckpointError, DriftError, EngineError, UsageError
 from art_cli.runtime.processes import child
-from tests.support import fake_unsloth, fake_vllm
-from tests.support.ports import free_port
-from tests.support.process_table import is_alive
-from tests.support.tiny import CHAT_TEMPLATE, tiny_tokenizer, tiny_weights
-from tests.support.waiting import until
+from tests.support.models.tiny import CHAT_TEMPLATE, tiny_tokenizer, tiny_weights
+from tests.support.processes.process_table import is_alive
+from tests.support.processes.waiting import until
+from tests.support.servers.ports import free_port
+from tests.support.standins import fake_unsloth, fake_vllm
 
 Json = dict[str, Any]
 

@@ -14,7 +14,7 @@ from art_cli.engines.vllm.vllm_policies import VllmPolicies
 from art_cli.runs.manifest import Probe
 from art_cli.runtime.errors import CheckpointError, DriftError, EngineError
 from tests.engines.test_vllm import MODEL, PROBE, Fake
-from tests.support import fake_vllm
+from tests.support.standins import fake_vllm
 
 
 def probe(adapter: Path | None) -> Probe:

@@ -30,10 +30,10 @@ from art_cli.loop.train import train
 from art_cli.models.policy_spec import spec_of
 from art_cli.runs.run_dir import RunDir
 from art_cli.runtime.errors import DriftError, EngineError
-from benchmarks.weight_proof import measure
-from tests.support.letters_policy import LettersPolicy
+from benchmarks.attacks.weight_proof import measure
+from tests.support.models.letters_policy import LettersPolicy
+from tests.support.others.real_vllm import MARKS, PYTHON, QUICK
 from tests.support.paths import LETTERS
-from tests.support.real_vllm import MARKS, PYTHON, QUICK
 
 LONG_PROBE = 300  # tokens; vLLM caches whole blocks, of 128 on a CPU
 

@@ -4,7 +4,7 @@ import msgspec
 
 from art_cli.formats.traces.spans import calls_of
 from art_cli.runs.trajectory import Json, Turn
-from tests.support.attempts import attempt
+from tests.support.records.attempts import attempt
 
 
 def said(*texts: str) -> list[Json]:

@@ -10,7 +10,7 @@ from art_cli.runs.durable import read_lines
 from art_cli.runs.run_dir import RunDir
 from art_cli.runs.trajectory import ScoredTrajectory
 from tests.cli.test_cli import Art, art
-from tests.support.attempts import attempt, write_attempts
+from tests.support.records.attempts import attempt, write_attempts
 
 __all__ = ["art"]
 

@@ -13,10 +13,10 @@ from starlette.routing import Mount
 from starlette.staticfiles import StaticFiles
 
 from art_cli.cli import app as cli
-from tests.support.attempts import write_attempts
-from tests.support.browser import chromium
-from tests.support.real_readers import MARKS, answer, run
-from tests.support.waiting import wait_until
+from tests.support.others.browser import chromium
+from tests.support.others.real_readers import MARKS, answer, run
+from tests.support.processes.waiting import wait_until
+from tests.support.records.attempts import write_attempts
 
 pytestmark = MARKS
 

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from tests.support.real_readers import MARKS, answer
+from tests.support.others.real_readers import MARKS, answer
 
 pytestmark = MARKS
 
@@ -13,7 +13,7 @@ from mlflow.entities.span import Span
 from mlflow.tracing.otel.translation import translate_span_when_storing
 from art_cli.formats.traces.otlp import fill
 from art_cli.formats.traces.spans import TracedRun, spans_of
-from tests.support.attempts import scored
+from tests.support.records.attempts import scored
 seen = []
 for span in spans_of(scored(), TracedRun("mail", "id", "qwen")):
     message = Message()

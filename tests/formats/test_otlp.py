@@ -13,8 +13,8 @@ from art_cli.formats.traces.spans import MAX_INPUT, MAX_SPANS, Span, TracedRun, 
 from art_cli.runs.trajectory import Json
 from art_cli.runtime.errors import DeliveryError, UsageError
 from tests.cli.test_cli import Art, art
-from tests.support.attempts import attempt, scored, write_attempts
-from tests.support.receiver import receiving, values
+from tests.support.records.attempts import attempt, scored, write_attempts
+from tests.support.servers.receiver import receiving, values
 
 __all__ = ["art"]
 SOURCE = TracedRun("mail", "0123456789abcdef", "Qwen/Qwen3-0.6B")

@@ -27,10 +27,10 @@ from art_cli.loop.train import train
 from art_cli.runs.run_dir import RunDir
 from art_cli.runs.trajectory import AskedAgain, Trajectory
 from art_cli.runtime.errors import JudgeStopped, UsageError
-from tests.support.judge_server import Conduct, JudgeServer, serving
+from tests.support.judges.judge_server import Conduct, JudgeServer, serving
+from tests.support.judges.ruler_cases import rated
 from tests.support.paths import LETTERS
-from tests.support.ruler_cases import rated
-from tests.support.waiting import until
+from tests.support.processes.waiting import until
 
 HIDDEN = rated([0.5, 0.51, 0.52, 0.53])  # with a bound of 1 every difference is hidden, unless the votes agree
 

@@ -27,8 +27,8 @@ from art_cli.rollouts.scenario_files import load_scenarios
 from art_cli.runs.durable import LineWriter, read_lines
 from art_cli.runs.trajectory import ScoredTrajectory, Trajectory
 from art_cli.runtime.errors import ArtError, printable
-from tests.support.hostile import NUM_MUTATIONS, MemoryBound, assert_in_words, mutations
-from tests.support.tiny import tiny_tokenizer
+from tests.support.attacks.hostile import NUM_MUTATIONS, MemoryBound, assert_in_words, mutations
+from tests.support.models.tiny import tiny_tokenizer
 
 Art = Callable[..., tuple[int, str, str]]
 NUM_COMMANDS = max(8, NUM_MUTATIONS // 50)  # mutations that the whole command reads, a tenth of a second each

@@ -22,10 +22,10 @@ from art_cli.rollouts.scenario_files import load_scenarios
 from art_cli.runs.durable import LineWriter, read_lines, write_lines
 from art_cli.runs.trajectory import Json, ScoredTrajectory, Trajectory, score_trajectory
 from art_cli.runtime.errors import DataError, RunError
-from tests.support.hostile import assert_in_words
+from tests.support.attacks.hostile import assert_in_words
+from tests.support.judges.ruler_cases import rated
 from tests.support.paths import ROOT
-from tests.support.ruler_cases import rated
-from tests.support.waiting import wait_until
+from tests.support.processes.waiting import wait_until
 
 Art = Callable[..., tuple[int, str, str]]
 

@@ -12,7 +12,7 @@ from art_cli.judges.providers import CallFailed
 from art_cli.judges.providers.http import HttpProvider
 from art_cli.runtime.errors import UsageError
 from art_cli.runtime.secrets import Secrets, load_environment
-from tests.support.judge_server import JudgeServer
+from tests.support.judges.judge_server import JudgeServer
 
 NAMES = ("ART_A", "ART_B", "ART_C", "ART_D", "ART_E", "ART_F")
 

@@ -18,9 +18,9 @@ from art_cli.judges.judge_probe import REPEATS, cycles, p_value, plan
 from art_cli.judges.probe_edits import PROBES
 from art_cli.runs.durable import write_lines
 from art_cli.runs.trajectory import Trajectory
-from tests.support.forked import PIPE, Forked
-from tests.support.judge_server import Attempt, Conduct, read_record, serving, stated_quality
-from tests.support.ruler_cases import TASK, attempt, hostile_group, rated
+from tests.support.judges.judge_server import Attempt, Conduct, read_record, serving, stated_quality
+from tests.support.judges.ruler_cases import TASK, attempt, hostile_group, rated
+from tests.support.processes.forked import PIPE, Forked
 
 Art = Callable[..., tuple[int, str, str]]
 

@@ -20,7 +20,7 @@ from art_cli.runs.run_dir import RunDir
 from art_cli.runs.trajectory import Score, ScoredTrajectory, Trajectory, score_trajectory
 from art_cli.runtime.errors import ConfigError, JudgeError
 from tests.support.paths import LETTERS
-from tests.support.runs import write_run
+from tests.support.records.runs import write_run
 
 STEPS = 24
 

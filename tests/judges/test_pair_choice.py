@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from art_cli.judges.pair_choice import PILOT, Strata, credit
-from benchmarks.label import label, simulate, strata_of
+from benchmarks.judges.label import label, simulate, strata_of
 
 
 @pytest.mark.parametrize(
@@ -20,7 +20,7 @@ def test_a_credit_is_one_for_the_same_order_and_a_half_where_one_side_finds_no_d
 @pytest.mark.slow
 @pytest.mark.parametrize("judge", ["steep", "verdict", "flat"])
 def test_the_interval_holds_the_accuracy_of_all_pairs_at_the_moment_that_it_is_enough(judge: str) -> None:
-    """Of 30 seeded files at least 26; benchmarks/label.py measures the share over 300."""
+    """Of 30 seeded files at least 26; benchmarks/judges/label.py measures the share over 300."""
     found = []
     for seed in range(30):
         file = simulate(judge, np.random.default_rng(seed))

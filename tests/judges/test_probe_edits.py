@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from art_cli.judges.probe_edits import FILLER, NAMES, PROBES, each_text, mark_up, rename, without_thoughts
 from art_cli.runs.trajectory import Json, Trajectory
-from tests.support.ruler_cases import SYSTEM, TASK, attempt, hostile_group
+from tests.support.judges.ruler_cases import SYSTEM, TASK, attempt, hostile_group
 
 CALL: Json = {
     "id": "c1",

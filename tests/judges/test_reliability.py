@@ -32,7 +32,7 @@ from art_cli.learners.algorithms.presets import build_algorithm
 from art_cli.learners.step.step_samples import StepSamples, make_step_samples
 from art_cli.runs.trajectory import RewardNoise, ScoredTrajectory
 from art_cli.runtime.errors import JudgeError
-from tests.support.trees import scored, turn
+from tests.support.records.trees import scored, turn
 
 Floats = npt.NDArray[np.float64]
 FLIPS = RewardNoise(false_positive=0.2, false_negative=0.3)

@@ -15,8 +15,8 @@ from art_cli.judges.ruler.ruler_judge import RulerJudge
 from art_cli.judges.ruler.verdict import parse_verdict
 from art_cli.runs.trajectory import Json, Trajectory
 from art_cli.runtime.errors import UsageError
-from tests.support import judge_server
-from tests.support.ruler_cases import SYSTEM, TASK, attempt, hostile_group
+from tests.support.judges import judge_server
+from tests.support.judges.ruler_cases import SYSTEM, TASK, attempt, hostile_group
 
 RUBRIC = """\
 Good attempts book a flight and say which.

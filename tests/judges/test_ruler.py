@@ -20,8 +20,15 @@ from art_cli.judges.providers.waits import quiet_time, retry_after
 from art_cli.judges.ruler.ruler_judge import RulerJudge, vote_key
 from art_cli.runs.trajectory import Json, Trajectory
 from art_cli.runtime.errors import JudgeError, JudgeStopped, UsageError
-from tests.support.judge_server import HTTP_MISBEHAVIOURS, MISBEHAVIOURS, VALID, Conduct, JudgeServer, read_record
-from tests.support.ruler_cases import SYSTEM, TASK, attempt, rated
+from tests.support.judges.judge_server import (
+    HTTP_MISBEHAVIOURS,
+    MISBEHAVIOURS,
+    VALID,
+    Conduct,
+    JudgeServer,
+    read_record,
+)
+from tests.support.judges.ruler_cases import SYSTEM, TASK, attempt, rated
 
 QUALITIES = [0.2, 0.9, 0.55, 0.0]
 

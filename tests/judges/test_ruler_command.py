@@ -17,10 +17,10 @@ import pytest
 from art_cli.cli import app as cli
 from art_cli.runs.durable import read_lines, write_lines
 from art_cli.runs.trajectory import ScoredTrajectory, Trajectory
-from tests.support.judge_server import Conduct, JudgeServer, read_record, serving
+from tests.support.judges.judge_server import Conduct, JudgeServer, read_record, serving
+from tests.support.judges.ruler_cases import attempt, rated
 from tests.support.paths import ROOT
-from tests.support.ruler_cases import attempt, rated
-from tests.support.waiting import wait_until
+from tests.support.processes.waiting import wait_until
 
 CANARY = "sk-canary-4f6b1d9c0e7a"
 

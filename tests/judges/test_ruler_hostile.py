@@ -34,10 +34,10 @@ from art_cli.judges.ruler.verdict import VerdictError, parse_verdict
 from art_cli.runs.durable import write_lines
 from art_cli.runs.trajectory import Trajectory
 from art_cli.runtime.errors import JudgeError, JudgeStopped, UsageError
-from tests.support.hostile import ATOMS, NUM_MUTATIONS, Heartbeat, MemoryBound, mutations
-from tests.support.judge_server import Conduct, JudgeServer, serving
+from tests.support.attacks.hostile import ATOMS, NUM_MUTATIONS, Heartbeat, MemoryBound, mutations
+from tests.support.judges.judge_server import Conduct, JudgeServer, serving
+from tests.support.judges.ruler_cases import rated
 from tests.support.paths import ROOT
-from tests.support.ruler_cases import rated
 
 QUALITIES = [0.25, 0.875, 0.5]
 WANTED = {f"g-{index}": quality for index, quality in enumerate(QUALITIES)}

@@ -27,10 +27,10 @@ from art_cli.judges import judge_groups as trial
 from art_cli.judges.costs import find_price
 from art_cli.judges.ruler.ruler_judge import RulerJudge
 from art_cli.runtime.errors import JudgeError, JudgeStopped, UsageError
-from tests.support.judge_server import Conduct, JudgeServer
+from tests.support.judges.judge_server import Conduct, JudgeServer
+from tests.support.judges.ruler_cases import SYSTEM, attempt, rated
+from tests.support.models.tiny import tiny_tokenizer
 from tests.support.paths import ROOT
-from tests.support.ruler_cases import SYSTEM, attempt, rated
-from tests.support.tiny import tiny_tokenizer
 
 
 @pytest.fixture
@@ -287,8 +287,8 @@ def test_a_judge_that_needs_litellm_says_so_before_anything_runs(
 LITELLM = """
 import asyncio, gzip, os, resource, sys
 from pathlib import Path
-from tests.support.judge_server import Conduct, JudgeServer
-from tests.support.ruler_cases import rated
+from tests.support.judges.judge_server import Conduct, JudgeServer
+from tests.support.judges.ruler_cases import rated
 from art_cli.config.schema import RulerJudgeConfig
 from art_cli.runtime.errors import JudgeError, JudgeStopped
 from art_cli.judges.costs import find_price

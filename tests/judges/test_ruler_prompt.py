@@ -15,8 +15,8 @@ from art_cli.judges.ruler.attempt_tree import Attempt, Conversation, digest, rea
 from art_cli.judges.ruler.group import MARK_TOKENS, _level, read_group, shorten
 from art_cli.judges.ruler.prompt import PASSAGE_LENGTH, JudgePrompt, choose_code, choose_ids, write_prompt
 from art_cli.runs.trajectory import Json, Trajectory
-from tests.support.judge_server import Record, read_record
-from tests.support.ruler_cases import SYSTEM, TASK, attempt, hostile_group
+from tests.support.judges.judge_server import Record, read_record
+from tests.support.judges.ruler_cases import SYSTEM, TASK, attempt, hostile_group
 
 BIG = 10**6
 

@@ -30,7 +30,7 @@ from art_cli.reports.pages.judge_page import judge_page
 from art_cli.runs.durable import write_lines
 from art_cli.runs.trajectory import Score, ScoredTrajectory, score_names, score_trajectory
 from art_cli.runtime.errors import DataError, UsageError
-from tests.support.ruler_cases import attempt
+from tests.support.judges.ruler_cases import attempt
 
 
 def test_pairwise_accuracy_by_hand() -> None:

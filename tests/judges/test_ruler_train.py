@@ -10,7 +10,7 @@ from art_cli.loop.train import train
 from art_cli.reports.run_report import read_report
 from art_cli.runs.run_dir import RunDir
 from art_cli.runtime.errors import RunError
-from tests.support.judge_server import Conduct, serving
+from tests.support.judges.judge_server import Conduct, serving
 from tests.support.paths import LETTERS
 
 CONFIG = LETTERS / "config.yaml"

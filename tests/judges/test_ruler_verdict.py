@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from art_cli.judges.providers import MAX_ANSWER
 from art_cli.judges.ruler.verdict import VerdictError, check_document, parse_verdict
-from tests.support.judge_server import MISBEHAVIOURS, VALID
+from tests.support.judges.judge_server import MISBEHAVIOURS, VALID
 
 IDS = ["k4b", "w9c", "t3x"]
 SCORES = [0.25, 1.0, 0.0]

@@ -16,7 +16,7 @@ from art_cli.runs.parting import LEVEL
 from art_cli.runs.run_dir import RunDir
 from art_cli.runtime.errors import UsageError
 from tests.judges.test_person_labels import write_scored
-from tests.support.forked import run as forked
+from tests.support.processes.forked import run as forked
 
 STEPS, ONSET = 60, 31
 

@@ -12,7 +12,7 @@ from art_cli.learners.sft.examples import best_attempts, example_samples, load_e
 from art_cli.runs.durable import write_lines
 from art_cli.runs.trajectory import ScoredTrajectory
 from art_cli.runtime.errors import DataError, LearnerError
-from tests.support.trees import scored, turn
+from tests.support.records.trees import scored, turn
 
 
 def attempts(rewards: Sequence[float | None], group: str = "g") -> list[ScoredTrajectory]:

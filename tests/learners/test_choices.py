@@ -17,7 +17,7 @@ from art_cli.learners.algorithms.presets import build_algorithm
 from art_cli.learners.algorithms.reinforce_plus_plus import ReinforcePlusPlusConfig
 from art_cli.learners.samples import Credit
 from tests.support.paths import ROOT
-from tests.support.trees import scored, turn
+from tests.support.records.trees import scored, turn
 
 LENGTHS, REWARDS = (3, 1), (1.0, 0.0)
 TOKENS = [reward for reward, length in zip(REWARDS, LENGTHS, strict=True) for _ in range(length)]  # 1, 1, 1, 0

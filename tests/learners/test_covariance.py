@@ -14,9 +14,9 @@ from art_cli.learners.algorithms.credit import advantages, rewards_of
 from art_cli.learners.samples import Row, Sample
 from art_cli.learners.step.step_samples import near_covariant, without_covariant
 from tests.learners.test_presets import GROUPS, WEIGHTS
-from tests.support.gradients import Caught, chosen_logprobs, distance, learner, leaves, two_answers
-from tests.support.tiny import tiny_weights
-from tests.support.trees import samples_of, scored, turn
+from tests.support.models.gradients import Caught, chosen_logprobs, distance, learner, leaves, two_answers
+from tests.support.models.tiny import tiny_weights
+from tests.support.records.trees import samples_of, scored, turn
 
 
 def sample(logprobs: list[float], advantages: list[float]) -> Sample:

@@ -21,7 +21,7 @@ from art_cli.models.loading import Weights
 from art_cli.runs.manifest import hash_files
 from art_cli.runs.trajectory import ScoredTrajectory
 from art_cli.runtime.errors import CheckpointError, LearnerError
-from tests.support.gradients import (
+from tests.support.models.gradients import (
     Caught,
     chosen_logprobs,
     distance,
@@ -31,8 +31,8 @@ from tests.support.gradients import (
     leaves,
     two_answers,
 )
-from tests.support.tiny import tiny_weights
-from tests.support.trees import sampled, scored, turn
+from tests.support.models.tiny import tiny_weights
+from tests.support.records.trees import sampled, scored, turn
 
 PPO = PpoConfig(name="ppo")
 WEIGHTS = tiny_weights(seed=3)

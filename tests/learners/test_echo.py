@@ -15,7 +15,7 @@ from art_cli.learners.samples import Credit, Row, observed_tokens
 from art_cli.learners.step.step_samples import count, make_step_samples
 from art_cli.models.loading import Weights
 from art_cli.runs.trajectory import ScoredTrajectory, has_signal, sequence
-from tests.support.gradients import (
+from tests.support.models.gradients import (
     MAX_TOKENS,
     Caught,
     chosen_logprobs,
@@ -25,8 +25,8 @@ from tests.support.gradients import (
     learner,
     leaves,
 )
-from tests.support.tiny import tiny_weights
-from tests.support.trees import logprobs_of, sampled, scored, turn
+from tests.support.models.tiny import tiny_weights
+from tests.support.records.trees import logprobs_of, sampled, scored, turn
 
 WEIGHTS = tiny_weights(seed=3)
 

@@ -21,7 +21,7 @@ from art_cli.learners.processes.job import Job
 from art_cli.learners.processes.worker import make_learner
 from art_cli.learners.torch_learner import TorchLearner
 from art_cli.loop import trial_update
-from tests.support.tiny import save_tiny_base
+from tests.support.models.tiny import save_tiny_base
 
 SIZE = 8
 

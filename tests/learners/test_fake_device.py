@@ -1,7 +1,7 @@
 """A learner's step on a GPU that is not there: no mix-up of devices, known waits, the memory that was estimated.
 
-The device is tests/support/fake_device.py, which raises on mixed devices. Here are a few layers of real widths; the
-whole models are in benchmarks/fake_device.py.
+The device is tests/support/standins/fake_device.py, which raises on mixed devices. Here are a few layers of real
+widths; the whole models are in benchmarks/forecasts/fake_device.py.
 """
 
 from pathlib import Path
@@ -10,8 +10,8 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from benchmarks.fake_device import ESTIMATES, opened
-from tests.support.fake_device import FakeDevice
+from benchmarks.forecasts.fake_device import ESTIMATES, opened
+from tests.support.standins.fake_device import FakeDevice
 
 pytestmark = pytest.mark.filterwarnings("ignore:Accessing the data pointer of FakeTensor")
 

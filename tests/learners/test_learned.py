@@ -16,9 +16,9 @@ from art_cli.learners.torch_learner import TorchLearner
 from art_cli.models.loading import Weights
 from art_cli.runs.durable import read_lines
 from art_cli.runs.trajectory import LearnedTrajectory, PerToken, ScoredTrajectory
-from tests.support.gradients import chosen_logprobs, groups_of, learner, leaves, two_answers
-from tests.support.tiny import tiny_weights
-from tests.support.trees import sampled, scored, turn
+from tests.support.models.gradients import chosen_logprobs, groups_of, learner, leaves, two_answers
+from tests.support.models.tiny import tiny_weights
+from tests.support.records.trees import sampled, scored, turn
 
 WEIGHTS = tiny_weights(seed=3)
 

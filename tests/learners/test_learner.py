@@ -18,7 +18,7 @@ from art_cli.learners.optimizer import EntropyState
 from art_cli.learners.torch_learner import TorchLearner
 from art_cli.runs.trajectory import ScoredTrajectory, sequence
 from art_cli.runtime.errors import DriftError, LearnerError
-from tests.support.gradients import (
+from tests.support.models.gradients import (
     BONUS,
     Caught,
     chosen_logprobs,
@@ -29,8 +29,8 @@ from tests.support.gradients import (
     reference_gradient,
     two_answers,
 )
-from tests.support.tiny import tiny_weights
-from tests.support.trees import logprobs_of, sampled, scored, turn
+from tests.support.models.tiny import tiny_weights
+from tests.support.records.trees import logprobs_of, sampled, scored, turn
 
 LOSSES: dict[str, LossConfig] = {
     "grpo": GrpoConfig(),

@@ -1,4 +1,4 @@
-"""The rule behind `train.learning_rate: auto`, as properties; benchmarks/rates.py measures what it is worth."""
+"""The rule behind `train.learning_rate: auto`, as properties; benchmarks/learning/rates.py measures its worth."""
 
 import pytest
 from hypothesis import given

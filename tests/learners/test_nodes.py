@@ -37,12 +37,12 @@ from tests.learners.test_parallel_learner import (
     saved,
 )
 from tests.letters.build import build
-from tests.support import forked
+from tests.support.models.warm_up import warm_up
 from tests.support.paths import LETTERS, ROOT
-from tests.support.ports import free_port
-from tests.support.process_table import descendants, is_alive
-from tests.support.waiting import wait_until
-from tests.support.warm_up import warm_up
+from tests.support.processes import forked
+from tests.support.processes.process_table import descendants, is_alive
+from tests.support.processes.waiting import wait_until
+from tests.support.servers.ports import free_port
 
 SECRET = "0123456789abcdef0123456789abcdef"
 CONFIG = """

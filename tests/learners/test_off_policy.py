@@ -11,7 +11,7 @@ from torch import Tensor
 from art_cli.config.schema import GrpoConfig
 from art_cli.learners.algorithms.off_policy import SampledTerms, build_correction
 from tests.learners.test_presets import GROUPS, WEIGHTS
-from tests.support.gradients import Caught, distance, learner
+from tests.support.models.gradients import Caught, distance, learner
 
 nan = math.nan
 

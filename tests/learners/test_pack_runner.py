@@ -17,9 +17,9 @@ from art_cli.learners.packs.packing import pack_samples
 from art_cli.learners.packs.packing_check import PackingCheck
 from art_cli.learners.samples import Sample, bare_sample
 from art_cli.models.loading import Weights, with_adapter
-from tests.support.gradients import Caught, learner, two_answers
-from tests.support.tiny import tiny_tokenizer, tiny_weights
-from tests.support.trees import logprobs_of
+from tests.support.models.gradients import Caught, learner, two_answers
+from tests.support.models.tiny import tiny_tokenizer, tiny_weights
+from tests.support.records.trees import logprobs_of
 
 SHAPE = {
     "vocab_size": 265,

@@ -15,8 +15,8 @@ from art_cli.learners.samples import bare_sample
 from art_cli.models.decoder import layers, maths
 from art_cli.models.decoder.forward import BOUNDS, LIMIT, Gap, bound_of
 from tests.learners.test_pack_runner import samples, weights_of
-from tests.support.gradients import Caught, learner, reference_gradient, two_answers
-from tests.support.tiny import tiny_config, tiny_weights
+from tests.support.models.gradients import Caught, learner, reference_gradient, two_answers
+from tests.support.models.tiny import tiny_config, tiny_weights
 
 
 def runner_of(weights: Any) -> PackRunner:

@@ -47,15 +47,15 @@ from art_cli.runs.run_dir import RunDir
 from art_cli.runs.trajectory import LearnedTrajectory, ScoredTrajectory
 from art_cli.runtime.errors import ConfigError, DriftError, LearnerError
 from art_cli.runtime.processes.process_calls import Advance, Heartbeat, Returned
-from tests.learners.test_streams import NAMES
+from tests.learners.test_streams import NAMES, STREAMS
 from tests.learners.test_user_algorithm import MINE
 from tests.letters.build import build
-from tests.support import forked
+from tests.support.models.warm_up import warm_up
 from tests.support.paths import LETTERS, ROOT
-from tests.support.process_table import is_alive
-from tests.support.trees import sampled, samples_of, scored, turn, turn_trees
-from tests.support.waiting import wait_until
-from tests.support.warm_up import warm_up
+from tests.support.processes import forked
+from tests.support.processes.process_table import is_alive
+from tests.support.processes.waiting import wait_until
+from tests.support.records.trees import sampled, samples_of, scored, turn, turn_trees
 
 ADAPTER, MODEL, MOMENTS = "adapter_model.safetensors", "model.safetensors", "optimizer.safetensors"
 DEMOS = [
@@ -194,7 +194,7 @@ CASES: dict[str, dict[str, object]] = {
     "checkpointed layers": {"gradient_checkpointing": True, "loss": DrGrpoConfig(name="dr_grpo")},
     "all weights": {"lora": False},
     "trust region": {"updates_per_step": 2, "max_kl": 3e-5, "loss": GrpoConfig(mean_over="all", entropy_floor=9.0)},
-    "every component": {"loss": AlgorithmConfig(entry="tests.support.streams:Streams", options={"components": NAMES})},
+    "every component": {"loss": AlgorithmConfig(entry=STREAMS, options={"components": NAMES})},
     "a teacher": {"loss": DistillConfig(name="distill", teacher=TeacherConfig(model="."), reward_weight=0.5)},
     "a critic that moves the trunk": {
         "loss": PpoConfig(name="ppo", value_trunk=True),

@@ -12,10 +12,10 @@ from art_cli.learners.algorithms.presets import PRESETS, build_algorithm
 from art_cli.learners.step.step_samples import make_step_samples
 from art_cli.runs.trajectory import ScoredTrajectory
 from art_cli.runtime.errors import LearnerError
-from tests.support.gradients import Caught, distance, learner
-from tests.support.preset_groups import config_of, made_groups
-from tests.support.tiny import tiny_weights
-from tests.support.trees import scored, turn
+from tests.support.models.gradients import Caught, distance, learner
+from tests.support.models.preset_groups import config_of, made_groups
+from tests.support.models.tiny import tiny_weights
+from tests.support.records.trees import scored, turn
 
 NAMES = sorted({*PRESETS, *EXPERIMENTS} - {"distill"})  # test_teachers.py holds the same of it, with a teacher
 PACKINGS = [(24, "tree"), (4096, "tree"), (4096, "rows")]  # micro_batch_tokens, packing

@@ -16,9 +16,9 @@ from art_cli.loop import open_run
 from art_cli.loop.train import train
 from art_cli.runs.run_dir import RunDir
 from art_cli.runtime.errors import LearnerError, OutOfMemory
-from tests.support.gradients import learner, two_answers
+from tests.support.models.gradients import learner, two_answers
+from tests.support.models.tiny import tiny_weights
 from tests.support.paths import LETTERS
-from tests.support.tiny import tiny_weights
 
 
 def saved(trained: TorchLearner, directory: Path) -> dict[str, bytes]:

@@ -27,8 +27,8 @@ from art_cli.runtime.errors import ConfigError, LearnerError, UsageError
 from art_cli.runtime.processes import authenticated as sealed
 from art_cli.runtime.processes.process_server import answer
 from tests.support.paths import LETTERS
-from tests.support.ports import free_port
-from tests.support.waiting import until
+from tests.support.processes.waiting import until
+from tests.support.servers.ports import free_port
 
 SECRET = b"0123456789abcdef"
 IDENTITY = {"package torch": "2.13.0", "device": "cpu", "setting loss.kl": "ab", "setting train.learning_rate": "cd"}

@@ -15,9 +15,9 @@ from art_cli.learners.samples import Sample
 from art_cli.learners.torch_learner import TorchLearner
 from art_cli.runs.trajectory import Turn, sequence
 from art_cli.runtime.errors import LearnerError
-from tests.support import trees
-from tests.support.tiny import tiny_weights
-from tests.support.trees import scored, turn, turn_trees
+from tests.support.models.tiny import tiny_weights
+from tests.support.records import trees
+from tests.support.records.trees import scored, turn, turn_trees
 
 
 def samples_of(*turns: Turn) -> list[Sample]:

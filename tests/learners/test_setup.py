@@ -12,8 +12,8 @@ from art_cli.learners.processes.workers import ParallelLearner, Workers
 from art_cli.learners.samples import COMPONENTS, Credit, Row
 from art_cli.learners.torch_learner import TorchLearner
 from art_cli.rollouts.rollout_runner import RolloutPlan
+from tests.support.models.tiny import tiny_weights
 from tests.support.paths import LETTERS
-from tests.support.tiny import tiny_weights
 
 SETTINGS = ("learner=torch", "train.learning_rate=3e-4", "rollout.sampling.max_tokens=77", "loss.kl=0.25")
 

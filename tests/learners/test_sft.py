@@ -20,9 +20,9 @@ from art_cli.learners.torch_learner import TorchLearner
 from art_cli.models.loading import Weights, stop_ids
 from art_cli.runs.durable import write_lines
 from art_cli.runtime.errors import DataError, LearnerError
-from tests.support.tiny import tiny_tokenizer, tiny_weights
-from tests.support.trees import scored, turn
-from tests.support.warm_up import warm_up
+from tests.support.models.tiny import tiny_tokenizer, tiny_weights
+from tests.support.models.warm_up import warm_up
+from tests.support.records.trees import scored, turn
 
 SUM = {
     "messages": [

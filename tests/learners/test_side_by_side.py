@@ -15,9 +15,9 @@ from art_cli.learners.algorithms.presets import UserAlgorithm
 from art_cli.learners.packs import logprob_reader as module
 from art_cli.learners.packs.logprob_reader import side_by_side
 from art_cli.runtime.plugins import resolve
-from tests.support.gradients import learner
-from tests.support.tiny import tiny_weights
-from tests.support.trees import sampled, scored, turn
+from tests.support.models.gradients import learner
+from tests.support.models.tiny import tiny_weights
+from tests.support.records.trees import sampled, scored, turn
 
 
 def test_results_come_in_the_order_of_the_items_from_as_many_threads_as_are_allowed() -> None:

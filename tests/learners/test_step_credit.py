@@ -32,7 +32,7 @@ from art_cli.loop.train import train
 from art_cli.runs.run_dir import RunDir
 from art_cli.runs.trajectory import ScoredTrajectory, Turn, prompt
 from tests.support.paths import LETTERS
-from tests.support.trees import scored, turn, turn_trees
+from tests.support.records.trees import scored, turn, turn_trees
 
 
 def played(states: str, reward: float, *, index: int = 0) -> ScoredTrajectory:

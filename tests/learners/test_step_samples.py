@@ -14,7 +14,7 @@ from art_cli.learners.algorithms.presets import build_algorithm
 from art_cli.learners.samples import count_sampled
 from art_cli.learners.step.step_samples import count, make_step_samples, split_by_update
 from art_cli.runs.trajectory import ScoredTrajectory, Turn
-from tests.support.trees import samples_of, scored, turn, turn_trees
+from tests.support.records.trees import samples_of, scored, turn, turn_trees
 
 
 def answers(*rewards: float, lengths: list[int] | None = None, group: str = "g") -> list[ScoredTrajectory]:

@@ -15,12 +15,13 @@ from art_cli.learners.step.step_samples import count, make_step_samples
 from art_cli.models.loading import Weights
 from art_cli.runs.trajectory import ScoredTrajectory, sequence
 from art_cli.runtime.errors import LearnerError
-from tests.support.gradients import Caught, distance, groups_of, in_float64, learner
-from tests.support.streams import weight
-from tests.support.tiny import tiny_weights
-from tests.support.trees import logprobs_of, sampled, samples_of, scored, turn
+from tests.support.models.gradients import Caught, distance, groups_of, in_float64, learner
+from tests.support.models.streams import weight
+from tests.support.models.tiny import tiny_weights
+from tests.support.records.trees import logprobs_of, sampled, samples_of, scored, turn
 
 WEIGHTS = tiny_weights(seed=3)
+STREAMS = "tests.support.models.streams:Streams"
 NAMES = ["policy", "cross_entropy", "reference_kl"]
 Token = tuple[int, int]  # turn, and place among the tokens that it adds
 
@@ -86,9 +87,7 @@ def test_gradient_is_that_of_one_token_at_a_time(
     for trajectory in (trajectory for group in groups for trajectory in group):
         trajectory.turns = sampled(WEIGHTS, trajectory.turns, noise=0.1, seed=trajectory.index)
     expected = reference_gradient(WEIGHTS, groups, components)
-    loss = AlgorithmConfig(
-        entry="tests.support.streams:Streams", options={"components": components}, mean_over="trained"
-    )
+    loss = AlgorithmConfig(entry=STREAMS, options={"components": components}, mean_over="trained")
     caught = Caught(learner(WEIGHTS, loss, micro_batch_tokens=budget, packing=packing, max_grad_norm=1e9))
     caught.learner.step(groups)
     assert distance(caught.gradient, expected, floor=1e-3) <= 1e-5
@@ -157,7 +156,7 @@ def test_the_weight_of_the_kl_is_that_of_the_section_where_the_credit_says_none(
 
 def test_a_step_that_only_imitates_changes_weights_and_reports_no_clip() -> None:
     weights = tiny_weights()
-    loss = AlgorithmConfig(entry="tests.support.streams:Streams", options={"components": ["cross_entropy"]})
+    loss = AlgorithmConfig(entry=STREAMS, options={"components": ["cross_entropy"]})
     group = [scored([turn([1, 2, 3, 4], [5])], reward, index=index) for index, reward in enumerate((0.0, 1.0))]
     before = logprobs_of(weights, [1, 2, 3, 4])[1]
     metrics = learner(weights, loss, learning_rate=1e-2).step([group])

@@ -25,12 +25,12 @@ from art_cli.models.loading import Weights, save_merged, with_adapter
 from art_cli.runs.run_dir import RunDir
 from art_cli.runs.trajectory import Score, ScoredTrajectory, Turn
 from art_cli.runtime.errors import ConfigError, LearnerError, RunError, UsageError
-from tests.support.backend_server import serving, tiny_base
-from tests.support.gradients import Caught, distance, learner, leaves, two_answers
+from tests.support.models.gradients import Caught, distance, learner, leaves, two_answers
+from tests.support.models.tiny import tiny_weights
 from tests.support.paths import LETTERS
-from tests.support.teacher_server import TeacherServer, teaching
-from tests.support.tiny import tiny_weights
-from tests.support.trees import logprobs_of, sampled, scored, turn
+from tests.support.records.trees import logprobs_of, sampled, scored, turn
+from tests.support.servers.backend_server import serving, tiny_base
+from tests.support.servers.teacher_server import TeacherServer, teaching
 
 BIG = {"layers": 3, "hidden": 48}  # the shape of the teacher, which is another than the student's
 

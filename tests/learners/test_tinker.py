@@ -36,9 +36,9 @@ from art_cli.runtime.errors import CheckpointError, ConfigError, DriftError, Lea
 from art_cli.tinker.client.remote_checkpoint import read_remote
 from art_cli.tinker.server.base_model import Base
 from art_cli.tinker.tinker_learner import TinkerLearner
-from tests.support.backend_server import serving, tiny_base
+from tests.support.models.preset_groups import config_of, made_groups
 from tests.support.paths import ROOT
-from tests.support.preset_groups import config_of, made_groups
+from tests.support.servers.backend_server import serving, tiny_base
 
 LORA = LoraConfig(rank=4)
 # the SDK leaves the connections of its first request open
@@ -216,7 +216,7 @@ def test_sdk_0_24_1_takes_the_same_steps(
         pytest.skip("the SDK 0.24.1 is not installed: make setup-tinker")
     write_lines(tmp_path / "scored.jsonl", [each for group in groups for each in group])
     done = subprocess.run(
-        [sys.executable, "-m", "tests.support.tinker_walk", address, base.weights.base, str(tmp_path)],
+        [sys.executable, "-m", "tests.support.servers.tinker_walk", address, base.weights.base, str(tmp_path)],
         env={**os.environ, "PYTHONPATH": f"{packages}:{ROOT}", "HF_HUB_OFFLINE": "1"},
         cwd=ROOT,
         capture_output=True,

@@ -31,8 +31,8 @@ from art_cli.runtime.errors import LearnerError, RemoteError
 from art_cli.tinker.client.remote_checkpoint import LEASE_FILE
 from art_cli.tinker.server.base_model import Base
 from art_cli.tinker.tinker_learner import TinkerLearner
-from tests.support.backend_server import serving, tiny_base
-from tests.support.preset_groups import config_of, made_groups
+from tests.support.models.preset_groups import config_of, made_groups
+from tests.support.servers.backend_server import serving, tiny_base
 
 # the SDK leaves the connections of its first request open
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")

@@ -12,7 +12,7 @@ from art_cli.engines.embedded.reply_text import Vocabulary
 from art_cli.learners.sft.examples import demo_samples, load_demos
 from art_cli.models.loading import load_tokenizer, one_template
 from art_cli.runtime.errors import DataError
-from tests.support.tiny import tiny_tokenizer
+from tests.support.models.tiny import tiny_tokenizer
 
 Json = dict[str, Any]
 USER, REPLY = {"role": "user", "content": "2 + 2"}, {"role": "assistant", "content": "4"}

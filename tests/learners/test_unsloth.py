@@ -21,15 +21,16 @@ from art_cli.learners.torch_learner import TorchLearner
 from art_cli.models import loading as model
 from art_cli.models.loading import Weights
 from art_cli.runtime.errors import EngineError, LearnerError
-from tests.support import fake_unsloth
-from tests.support.fake_unsloth import install
-from tests.support.gradients import Caught, distance, reference_gradient, two_answers
+from tests.support.models.gradients import Caught, distance, reference_gradient, two_answers
+from tests.support.models.tiny import save_tiny_base
+from tests.support.others.unsloth_backend import compare
 from tests.support.paths import ROOT
-from tests.support.tiny import save_tiny_base
-from tests.support.unsloth_backend import compare
+from tests.support.standins import fake_unsloth
+from tests.support.standins.fake_unsloth import install
 
 PYTHON = Path(os.environ.get("ART_UNSLOTH_PYTHON", ROOT / ".venv-unsloth/bin/python"))
-IGNORES_MASKS = "from tests.support.fake_unsloth import IgnoresMasks as FastLanguageModel\n"
+IMPORT = "from tests.support.standins.fake_unsloth import"
+IGNORES_MASKS = f"{IMPORT} IgnoresMasks as FastLanguageModel\n"
 
 
 @pytest.fixture(scope="module")
@@ -151,7 +152,7 @@ def test_it_loads_what_the_configuration_says(
 def test_a_base_that_it_did_not_quantise_is_refused(
     config: Callable[..., RunConfig], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    install(tmp_path, monkeypatch, body="from tests.support.fake_unsloth import QuantizesNothing as FastLanguageModel")
+    install(tmp_path, monkeypatch, body=f"{IMPORT} QuantizesNothing as FastLanguageModel")
     run = config(quantize="4bit")
     with pytest.raises(LearnerError, match="did not load .* in 4bit: set model.quantize=null"):
         load_policy(run, run.model.base)
@@ -239,7 +240,7 @@ def test_a_base_that_holds_on_to_its_own_layers_is_refused(
     base: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An adapter stands on a copy of the modules, which such a pass goes around."""
-    install(tmp_path, monkeypatch, body="from tests.support.fake_unsloth import HoldsOn as FastLanguageModel\n")
+    install(tmp_path, monkeypatch, body=f"{IMPORT} HoldsOn as FastLanguageModel\n")
     config = ModelConfig(base=base, lora=None, dtype="float32")
     loaded = model.load_weights(config, base, load=unsloth.load_bare)
     with pytest.raises(LearnerError, match="runs this model past the adapters of clients: set learner=torch"):
@@ -262,7 +263,7 @@ def test_a_backend_says_what_goes_with_it(
 
 
 def run_child(python: Path, base: str, *arguments: str, child: str = "unsloth_child.py") -> dict[str, Any]:
-    command = [str(python), str(ROOT / "tests/support" / child), base, *arguments]
+    command = [str(python), str(ROOT / "tests/support/others" / child), base, *arguments]
     done = subprocess.run(command, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr[-2000:]
     result: dict[str, Any] = json.loads(done.stdout)

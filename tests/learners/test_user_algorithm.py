@@ -19,10 +19,10 @@ from art_cli.loop.train import train
 from art_cli.models.loading import Weights
 from art_cli.runs.run_dir import RunDir
 from art_cli.runtime.errors import ConfigError, LearnerError, RunError, UsageError
-from tests.support.gradients import Caught, two_answers
+from tests.support.models.gradients import Caught, two_answers
+from tests.support.models.tiny import tiny_weights
 from tests.support.paths import LETTERS, ROOT
-from tests.support.tiny import tiny_weights
-from tests.support.trees import logprobs_of, sequence
+from tests.support.records.trees import logprobs_of, sequence
 
 PAGE = (ROOT / "docs/algorithms.md").read_text()
 [MINE] = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)

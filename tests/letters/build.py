@@ -1,11 +1,11 @@
-"""Writes the tiny random model of tests/support/tiny.py as a transformers directory."""
+"""Writes the tiny random model of tests/support/models/tiny.py as a transformers directory."""
 
 from pathlib import Path
 
 import torch
 from transformers import Qwen3ForCausalLM
 
-from tests.support.tiny import tiny_config, tiny_tokenizer
+from tests.support.models.tiny import tiny_config, tiny_tokenizer
 
 
 def build(directory: Path) -> None:

@@ -26,9 +26,9 @@ from art_cli.loop.record import claim_config
 from art_cli.models import loading, precision
 from art_cli.runs.run_dir import RunDir
 from art_cli.runtime.errors import ConfigError, EngineError, LearnerError, RunError, UsageError
+from tests.support.models.tiny import save_tiny_base, tiny_weights
 from tests.support.paths import LETTERS, ROOT
-from tests.support.served import make_run, scripted_source
-from tests.support.tiny import save_tiny_base, tiny_weights
+from tests.support.servers.served import make_run, scripted_source
 
 CONFIG = LETTERS / "config.yaml"
 PYTHON = Path(os.environ.get("ART_VLLM_PYTHON") or ROOT / ".venv-vllm" / "bin" / "python")

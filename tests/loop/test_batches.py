@@ -24,8 +24,8 @@ from art_cli.rollouts.scenario_files import load_scenarios
 from art_cli.runs.run_dir import RunDir
 from art_cli.runs.trajectory import ScoredTrajectory, Trajectory
 from art_cli.runtime.errors import LearnerError, UsageError
+from tests.support.models.tiny import tiny_weights
 from tests.support.paths import LETTERS
-from tests.support.tiny import tiny_weights
 
 STALE = ("loss.off_policy.name=truncate", "train.learning_rate=1e-2", "eval=null", "train.keep_checkpoints=9")
 DEADLINE_S = 60.0

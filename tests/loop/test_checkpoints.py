@@ -20,9 +20,9 @@ from art_cli.runs.manifest import verify_checkpoint
 from art_cli.runs.run_dir import RunDir
 from art_cli.runtime.errors import CheckpointError, RunError, UncertainCheckpoint, UsageError
 from art_cli.serving.served_model import find_source
+from tests.support.models.tiny import tiny_weights
 from tests.support.paths import LETTERS
-from tests.support.served import add_checkpoint, make_run
-from tests.support.tiny import tiny_weights
+from tests.support.servers.served import add_checkpoint, make_run
 
 CONFIG = LETTERS / "config.yaml"
 ADAPTER = "adapter_model.safetensors"

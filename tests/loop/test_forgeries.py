@@ -1,4 +1,4 @@
-"""Each forgery of benchmarks/forgeries.py is found by `art prove`, or docs/prove.md does not promise that it is."""
+"""Each forgery of benchmarks/attacks/forgeries.py is found by `art prove`, or docs/prove.md does not promise it."""
 
 import asyncio
 from pathlib import Path
@@ -9,7 +9,7 @@ from art_cli.cli import app as cli
 from art_cli.config.compose import load_config
 from art_cli.loop.train import train
 from art_cli.runs.run_dir import RunDir
-from benchmarks.forgeries import FORGERIES, Forgery, is_found
+from benchmarks.attacks.forgeries import FORGERIES, Forgery, is_found
 from tests.support.paths import LETTERS
 
 CONFIG = LETTERS / "config.yaml"

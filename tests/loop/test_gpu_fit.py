@@ -16,11 +16,11 @@ from art_cli.loop.record import check_record, claim_config, find_clash
 from art_cli.models.run_memory import GIB, ModelSize, size_of
 from art_cli.runs.run_dir import RunDir
 from art_cli.runtime.errors import RunError
-from benchmarks.fits import LARGER, MODELS, cards, cell, run_of, table
-from benchmarks.published import published
+from benchmarks.forecasts.fits import LARGER, MODELS, cards, cell, run_of, table
+from benchmarks.forecasts.published import published
 from tests.loop.test_auto import PLAIN, MachineOf
+from tests.support.models.tiny import save_tiny_base
 from tests.support.paths import ROOT
-from tests.support.tiny import save_tiny_base
 
 GPU = MachineOf(bytes=22.0 * GIB)
 SERVED = ("engine=vllm", "learner=torch", "model.dtype=bfloat16")
@@ -152,7 +152,7 @@ def test_check_names_the_share_and_the_experts_without_an_adapter() -> None:
 
 
 def test_the_documented_table_is_the_one_that_the_estimates_give() -> None:
-    """`python -m benchmarks.fits` prints it."""
+    """`python -m benchmarks.forecasts.fits` prints it."""
     assert table() in (ROOT / "docs" / "running.md").read_text()
 
 

@@ -13,8 +13,8 @@ from art_cli.loop.reward_hunt import HuntLine, Tried, open_hunt
 from art_cli.rollouts.attacks import FAILS, LATE, Attack, Seen, first_attacks, forms_in
 from art_cli.runs.durable import read_lines
 from art_cli.runtime.errors import DataError, RunError
-from tests.support import forked
 from tests.support.paths import TESTS
+from tests.support.processes import forked
 
 Art = Callable[..., tuple[int, str, str]]
 CONFIG = str(TESTS / "hunted" / "config.yaml")
@@ -34,7 +34,7 @@ def test_a_fair_reward_has_no_exploit(art: Art, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["tag", "lenient", "finished", "late"])  # all of them: benchmarks/hunt.py
+@pytest.mark.parametrize("name", ["tag", "lenient", "finished", "late"])  # all of them: benchmarks/judges/hunt.py
 def test_a_planted_exploit_is_found(name: str, art: Art, tmp_path: Path) -> None:
     code, found = hunted(art, tmp_path, f"rollout.entry=rollout.py:{name}")
     assert code == 1 and found["exploits"][0]["score_mean"] >= 0.5

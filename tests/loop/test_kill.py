@@ -26,8 +26,8 @@ from art_cli.runs.history import read_history
 from art_cli.runs.manifest import digest_of, read_manifest, verify_checkpoint
 from art_cli.runs.run_dir import RunDir
 from art_cli.runs.trajectory import ScoredTrajectory, Trajectory
-from tests.support import forked
 from tests.support.paths import LETTERS
+from tests.support.processes import forked
 
 ADAPTER = "adapter_model.safetensors"
 STEPS = 8

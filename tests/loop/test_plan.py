@@ -37,9 +37,9 @@ from art_cli.runs.run_dir import RunDir
 from art_cli.runs.trajectory import ScoredTrajectory, Trajectory
 from art_cli.runtime.errors import Interrupted, RunError, UsageError
 from tests.judges.test_ruler_train import share_of_letters
-from tests.support.attempts import attempt, scored
-from tests.support.judge_server import Conduct, serving
+from tests.support.judges.judge_server import Conduct, serving
 from tests.support.paths import LETTERS, TESTS
+from tests.support.records.attempts import attempt, scored
 
 Art = Callable[..., tuple[int, str, str]]
 PLANNED = TESTS / "planned"

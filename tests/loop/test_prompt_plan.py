@@ -12,8 +12,8 @@ from art_cli.config.schema import PromptLearnerConfig
 from art_cli.loop.prompt_plan import as_prompt
 from art_cli.runs.run_dir import RunDir
 from art_cli.runtime.errors import UsageError
-from tests.support.chat_server import ChatServer, Json, chatting
 from tests.support.paths import TESTS
+from tests.support.servers.chat_server import ChatServer, Json, chatting
 
 Art = Callable[..., tuple[int, str, str]]
 CONFIG = TESTS / "planned" / "config.yaml"

@@ -25,13 +25,13 @@ from art_cli.runs.run_dir import RunDir
 from art_cli.runs.system_prompt import SystemPrompt, read_prompt
 from art_cli.runs.trajectory import Trajectory
 from art_cli.runtime.errors import ConfigError
-from tests.support import forked
-from tests.support.chat_server import ChatServer, Json, chatting
-from tests.support.judge_server import Attempt, Conduct, serving
+from tests.support.judges.judge_server import Attempt, Conduct, serving
+from tests.support.judges.rule_followers import HOUSE, RULE, of_followers, rule_followers
 from tests.support.paths import LETTERS, ROOT
-from tests.support.rule_followers import HOUSE, RULE, of_followers, rule_followers
-from tests.support.scripted import ScriptedBackend
-from tests.support.stage import Stage
+from tests.support.processes import forked
+from tests.support.processes.stage import Stage
+from tests.support.servers.chat_server import ChatServer, Json, chatting
+from tests.support.standins.scripted import ScriptedBackend
 
 CONFIG = ROOT / "tests" / "prompted" / "config.yaml"
 STEPS, GROUPS, SIZE = 8, 6, 4  # of tests/prompted/config.yaml

@@ -31,8 +31,8 @@ from art_cli.runs.durable import write_lines
 from art_cli.runs.manifest import new_checkpoint, read_manifest
 from art_cli.runs.run_dir import RunDir
 from art_cli.runtime.errors import DataError, UsageError
-from tests.support import forked
 from tests.support.paths import LETTERS
+from tests.support.processes import forked
 
 CONFIG = LETTERS / "config.yaml"
 SETTINGS = ["eval.every=1"]

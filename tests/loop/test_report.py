@@ -28,8 +28,8 @@ from art_cli.runs.intervals import mean_interval, student
 from art_cli.runs.run_dir import Evaluation
 from art_cli.view.page_answers import run_numbers
 from tests.support.paths import ROOT
-from tests.support.runs import GAMES, write_run
-from tests.support.viewed import write_promise
+from tests.support.records.runs import GAMES, write_run
+from tests.support.records.viewed import write_promise
 
 SLOW, FAST = 0.013, 0.05  # nats by which a step's updates change a trained token's logprob
 

@@ -32,9 +32,9 @@ from art_cli.runs.durable import read_lines
 from art_cli.runs.run_dir import RunDir
 from art_cli.runs.trajectory import Json, Trajectory, score_trajectory
 from art_cli.runtime.errors import ConfigError, DataError, UsageError
-from tests.support.judge_server import Conduct, serving
+from tests.support.judges.judge_server import Conduct, serving
 from tests.support.paths import LETTERS
-from tests.support.stage import Engine, ScriptedBackend
+from tests.support.processes.stage import Engine, ScriptedBackend
 
 WEIGHTS = st.dictionaries(st.sampled_from("abcde"), st.integers(1, 9), min_size=1)
 

@@ -22,7 +22,7 @@ from art_cli.runs.history import Evaluated, History, UpdateNumbers
 from art_cli.runs.run_dir import RunDir
 from art_cli.runtime.errors import ConfigError, Paused
 from tests.judges.test_ruler_train import share_of_letters
-from tests.support.judge_server import Conduct, serving
+from tests.support.judges.judge_server import Conduct, serving
 from tests.support.paths import LETTERS
 
 ROLLOUT = """

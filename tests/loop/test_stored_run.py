@@ -13,7 +13,7 @@ import pytest
 from art_cli.runs.run_dir import RunDir
 from art_cli.serving.served_model import find_source
 from tests.support.paths import LETTERS
-from tests.support.serving import client, say, serving
+from tests.support.servers.serving import client, say, serving
 
 Art = Callable[..., tuple[int, str, str]]
 

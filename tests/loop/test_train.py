@@ -27,8 +27,8 @@ from art_cli.runs.manifest import verify_checkpoint
 from art_cli.runs.run_dir import RunDir
 from art_cli.runs.trajectory import Trajectory, prompt
 from art_cli.runtime.errors import ArtError, DriftError, Interrupted, RunError
-from tests.support import forked
 from tests.support.paths import LETTERS
+from tests.support.processes import forked
 
 ADAPTER = "adapter_model.safetensors"
 

@@ -6,8 +6,8 @@ from art_cli.config.schema import GrpoConfig, LossConfig
 from art_cli.learners.algorithms.gdpo import GdpoConfig
 from art_cli.learners.algorithms.sdpo import SdpoConfig
 from art_cli.loop import trial_update
-from tests.support.gradients import learner
-from tests.support.tiny import tiny_weights
+from tests.support.models.gradients import learner
+from tests.support.models.tiny import tiny_weights
 
 
 @pytest.mark.parametrize(

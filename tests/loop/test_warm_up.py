@@ -22,8 +22,8 @@ from art_cli.learners.torch_learner import TorchLearner
 from art_cli.loop import warm_up
 from art_cli.loop.train import train
 from art_cli.runs.run_dir import RunDir
+from tests.support.models.tiny import tiny_weights
 from tests.support.paths import LETTERS
-from tests.support.tiny import tiny_weights
 
 CONFIG = LETTERS / "config.yaml"
 ADAPTER, MOMENTS = "adapter_model.safetensors", "sft/optimizer.safetensors"

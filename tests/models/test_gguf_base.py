@@ -25,7 +25,7 @@ from art_cli.models.gguf_file import write_model
 from art_cli.models.loading import find_base, load_weights
 from art_cli.runs.manifest import is_built, verify_built
 from art_cli.runtime.errors import ConfigError, UsageError
-from benchmarks.gguf import random_model
+from benchmarks.serving.gguf import random_model
 from tests.support.paths import LETTERS
 
 SMOLLM2 = "builtin:smollm2-135m"

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from art_cli.learners.packs.tree_attention import attend
 from art_cli.models.decoder.layers import known_layers
-from tests.support.tiny import tiny_weights
+from tests.support.models.tiny import tiny_weights
 
 IDS = torch.arange(40)[None] * 5 % 250
 

@@ -10,7 +10,7 @@ from art_cli.config.schema import LoraConfig
 from art_cli.models import loading
 from art_cli.models.loading import Weights, load_checkpoint, save_weights, with_adapter
 from art_cli.runtime.errors import CheckpointError
-from tests.support.tiny import tiny_weights
+from tests.support.models.tiny import tiny_weights
 
 
 def numbers(weights: Weights) -> dict[str, torch.Tensor]:

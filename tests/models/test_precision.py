@@ -23,8 +23,8 @@ from art_cli.runs.manifest import Manifest, manifest_digest, verify_checkpoint
 from art_cli.runs.run_dir import RunDir
 from art_cli.serving.served_model import find_source
 from art_cli.serving.served_policies import Loader, engine_config
+from tests.support.models.tiny import save_tiny_base, tiny_weights
 from tests.support.paths import LETTERS
-from tests.support.tiny import save_tiny_base, tiny_weights
 
 # Three processes decide beside four that compute until this one ends. What they need is imported before, once.
 DECIDE = """

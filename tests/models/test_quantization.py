@@ -24,9 +24,9 @@ from art_cli.runtime.errors import UsageError
 from art_cli.serving.merged_export import export
 from art_cli.serving.served_model import find_source
 from art_cli.serving.served_policies import Loader
-from tests.support.gradients import Caught, distance, learner, reference_gradient, two_answers
-from tests.support.tiny import save_tiny_base
-from tests.support.trees import sampled, scored, turn
+from tests.support.models.gradients import Caught, distance, learner, reference_gradient, two_answers
+from tests.support.models.tiny import save_tiny_base
+from tests.support.records.trees import sampled, scored, turn
 
 pytestmark = pytest.mark.quantize
 IDS = list(range(2, 42))

@@ -27,7 +27,7 @@ from art_cli.models.run_memory import (
     share,
     size_of,
 )
-from benchmarks.published import published
+from benchmarks.forecasts.published import published
 from tests.learners.test_pack_runner import SHAPE, samples
 from tests.models.test_known_layers import adapted
 from tests.support.paths import ROOT

@@ -3,7 +3,7 @@
 from typing import Any
 
 from art_cli import Outcome, Policy
-from tests.support.rule_followers import HOUSE, STYLES
+from tests.support.judges.rule_followers import HOUSE, STYLES
 
 WORDS = (
     *("parcel", "ticket", "window", "garden", "socket", "marble", "lantern", "copper"),

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from art_cli.config.compose import load_config
+from tests.support.models.recipes import Message, ScriptedPolicy, load
 from tests.support.paths import ROOT
-from tests.support.recipes import Message, ScriptedPolicy, load
 
 recipe = load("2048")
 game, rollout, demos, scenarios = recipe.game, recipe.rollout, recipe.demos, recipe.scenarios

@@ -14,8 +14,8 @@ from art_cli.judges.ruler.attempt_tree import Attempt, read_conversation
 from art_cli.judges.ruler.prompt import read_instructions, write_prompt
 from art_cli.loop.train import train
 from art_cli.runs.run_dir import RunDir
+from tests.support.models.recipes import Message, ScriptedPolicy, load
 from tests.support.paths import ROOT
-from tests.support.recipes import Message, ScriptedPolicy, load
 
 RECIPE = load("assistant")
 DIRECTORY = ROOT / "recipes" / "assistant"

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from art_cli.config.compose import load_config
+from tests.support.models.recipes import Message, ScriptedPolicy, load
 from tests.support.paths import ROOT
-from tests.support.recipes import Message, ScriptedPolicy, load
 
 recipe = load("codenames")
 game, rollout, demos, scenarios = recipe.game, recipe.rollout, recipe.demos, recipe.scenarios

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.support.email_search_rule import scores
-from tests.support.recipes import load
+from tests.support.judges.email_search_rule import scores
+from tests.support.models.recipes import load
 
 RECIPE = load("email-search")
 Size, make_mailbox, Mailbox = RECIPE.inbox.Size, RECIPE.inbox.make_mailbox, RECIPE.inbox.Mailbox

@@ -21,8 +21,8 @@ from art_cli.config.compose import load_config
 from art_cli.loop.train import train
 from art_cli.rollouts.scenario_files import load_scenarios
 from art_cli.runs.run_dir import RunDir
+from tests.support.models.recipes import ScriptedPolicy, load
 from tests.support.paths import ROOT
-from tests.support.recipes import ScriptedPolicy, load
 
 RECIPE = load("function-calling")
 DIRECTORY = ROOT / "recipes" / "function-calling"

@@ -11,10 +11,10 @@ import pytest
 from art_cli.config.compose import load_config
 from art_cli.rollouts.environments import Settings, open_environment
 from art_cli.rollouts.rollout_runner import RolloutPlan
+from tests.support.models.recipes import load
 from tests.support.paths import ROOT
-from tests.support.recipes import load
-from tests.support.scripted import Answer, ScriptedBackend, tool_call
-from tests.support.stage import Stage
+from tests.support.processes.stage import Stage
+from tests.support.standins.scripted import Answer, ScriptedBackend, tool_call
 
 RECIPE = ROOT / "recipes" / "mcp-tools"
 recipe = load("mcp-tools")

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.recipes import load
+from tests.support.models.recipes import load
 
 RECIPE = load("temporal-clue")
 Clue, Size = RECIPE.puzzle.Clue, RECIPE.puzzle.Size

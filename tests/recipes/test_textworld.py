@@ -11,8 +11,8 @@ from art_cli import Outcome
 from art_cli.config.compose import load_config
 from art_cli.loop.train import train
 from art_cli.runs.run_dir import RunDir
+from tests.support.models.recipes import Message, ScriptedPolicy, load
 from tests.support.paths import ROOT
-from tests.support.recipes import Message, ScriptedPolicy, load
 
 textworld = pytest.importorskip("textworld", reason="needs textworld")
 pytestmark = pytest.mark.filterwarnings("ignore")  # of textworld and of what it imports

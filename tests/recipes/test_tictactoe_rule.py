@@ -5,8 +5,8 @@ from types import SimpleNamespace
 from typing import Any
 
 from art_cli.runtime.plugins import resolve
+from tests.support.judges.tictactoe_rule import rule
 from tests.support.paths import TICTACTOE
-from tests.support.tictactoe_rule import rule
 
 
 class Player:

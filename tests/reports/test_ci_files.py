@@ -14,7 +14,7 @@ from markdown_it import MarkdownIt
 
 from art_cli.reports.pages.ci_files import MAX_ROWS, Case, eval_cases, eval_markdown, junit, report_cases
 from tests.support.paths import LETTERS
-from tests.support.runs import write_run
+from tests.support.records.runs import write_run
 
 Art = Callable[..., tuple[int, str, str]]
 HOSTILE = ["<img src=x onerror=a()>", "a|b\\|c`d``e", "@everyone #1 [x](http://a)", "\x00\x1b[2J\ud800\ufffe", "]]>",

@@ -15,7 +15,7 @@ from art_cli.reports.trackers.tracker_dispatch import Trackers, TrackerThread
 from art_cli.runs.run_dir import MetricsLine
 from art_cli.runs.trajectory import ScoredTrajectory, Trajectory
 from art_cli.runtime.errors import UsageError
-from tests.support.waiting import wait_until
+from tests.support.processes.waiting import wait_until
 
 
 class Recorder:

@@ -14,8 +14,8 @@ from art_cli.config.schema import LangfuseTrackerConfig, OtelTrackerConfig
 from art_cli.reports.trackers import TrackedRun, make_tracker
 from art_cli.reports.trackers.otel import MAX_BATCH, _batches
 from art_cli.runtime.errors import UsageError
-from tests.support.attempts import attempt, scored
-from tests.support.receiver import Receiver, receiving, values
+from tests.support.records.attempts import attempt, scored
+from tests.support.servers.receiver import Receiver, receiving, values
 
 CONFIG: dict[str, Any] = {"name": "mail", "model": {"base": "builtin:tiny"}}
 

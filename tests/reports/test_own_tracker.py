@@ -16,7 +16,7 @@ from art_cli.runs.run_dir import MetricsLine, RunDir
 from art_cli.runs.trajectory import ScoredTrajectory, Trajectory
 from art_cli.runtime.errors import ConfigError, UsageError
 from tests.support.paths import LETTERS, ROOT
-from tests.support.receiver import receiving, values
+from tests.support.servers.receiver import receiving, values
 
 MINE = """
 import json

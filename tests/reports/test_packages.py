@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
+from tests.support.others.real_readers import MARKS, PYTHON, answer, run
+from tests.support.others.tracked import HOST, USER
 from tests.support.paths import ROOT
-from tests.support.real_readers import MARKS, PYTHON, answer, run
-from tests.support.tracked import HOST, USER
 
 pytestmark = MARKS
 
@@ -32,7 +32,7 @@ def seen(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     """(tracker, what its package sees in the end, the directory of everything that it wrote)"""
     name, home = request.param, tmp_path_factory.mktemp(request.param)
     root, section = home / "runs/mail", json.dumps(SECTIONS[request.param])
-    child = ("-m", "tests.support.tracked", name, str(root))
+    child = ("-m", "tests.support.others.tracked", name, str(root))
     killed = run(*child, section, "0", "kill", home=home)
     assert killed.returncode == -signal.SIGKILL, killed.stderr[-2000:]
     ended = run(*child, json.dumps({**SECTIONS[name], **ONLINE.get(name, {})}), "2", home=home)
@@ -44,7 +44,8 @@ def seen(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 def test_no_package_is_told_of_the_machine_the_code_or_the_user(seen: tuple[str, Any, Path]) -> None:
     """In names and bytes of all files but W&B's logs, which stay. Paths are there only where files have to be found."""
     name, found, home = seen
-    secret = [HOST, USER, str(ROOT), str(PYTHON.parent), "tests.support.tracked", "opentelemetry-proto", str(home)]
+    child = "tests.support.others.tracked"
+    secret = [HOST, USER, str(ROOT), str(PYTHON.parent), child, "opentelemetry-proto", str(home)]
     stays = re.compile(re.escape(str(home).encode()) + rb"/(artifacts/staging|runs/mlflow|mlruns)")
     files = [path for path in home.rglob("*") if path.is_file() and not path.name.startswith("debug")]
     assert files
@@ -141,7 +142,7 @@ from langfuse.api.scores.types.create_score_request import CreateScoreRequest
 from langfuse._client.attributes import LangfuseOtelSpanAttributes as known
 from art_cli.formats.traces.spans import TracedRun
 from art_cli.reports.trackers.otel import observations, scores_of
-from tests.support.attempts import scored
+from tests.support.records.attempts import scored
 source, one = TracedRun("mail", "id", "model"), scored(error="timeout: x")
 taken = [parse_obj_as(CreateScoreRequest, each) for each in scores_of(one, source, "train")]
 extra = [each.model_extra for each in taken]

@@ -24,8 +24,8 @@ from art_cli.reports.trackers import (
 )
 from art_cli.runs.trajectory import ScoredTrajectory
 from art_cli.runtime.errors import UsageError
-from tests.support.attempts import attempt, scored
 from tests.support.paths import LETTERS
+from tests.support.records.attempts import attempt, scored
 
 
 def scored_with(group: int, index: int, reward: float | None) -> ScoredTrajectory:

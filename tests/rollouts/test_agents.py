@@ -19,15 +19,15 @@ from art_cli.chat.requests import Request
 from art_cli.runs.run_checkpoints import import_start
 from art_cli.runs.run_dir import RunDir
 from art_cli.runs.trajectory import Trajectory, Turn, sequence
-from tests.support import forked
-from tests.support.lossy import Swallowing
-from tests.support.node import clients as install_node_clients
+from tests.support.attacks.lossy import Swallowing
+from tests.support.models.tool_clients import teach
+from tests.support.others.node import clients as install_node_clients
+from tests.support.others.real_agents import MARKS, PYTHON, has
 from tests.support.paths import CLIENTS, ROOT
-from tests.support.real_agents import MARKS, PYTHON, has
-from tests.support.stage import Stage
-from tests.support.template_backend import THINKS, TemplateBackend
-from tests.support.tool_clients import teach
-from tests.support.trees import samples_of
+from tests.support.processes import forked
+from tests.support.processes.stage import Stage
+from tests.support.records.trees import samples_of
+from tests.support.standins.template_backend import THINKS, TemplateBackend
 
 PLACE = CLIENTS / "agents"
 # File -> the package that it needs.

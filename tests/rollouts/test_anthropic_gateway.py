@@ -19,11 +19,11 @@ from art_cli.chat.requests import Request, Sampling
 from art_cli.rollouts.recorder import Recorder
 from art_cli.rollouts.rollout_gateway import Gateway
 from art_cli.runs.trajectory import prompt, sequence
-from tests.support.node import clients
-from tests.support.scripted import Engine, ScriptedBackend
-from tests.support.stage import Stage
-from tests.support.template_backend import THINKS, TemplateBackend, scripted
-from tests.support.tiny import CHAT_TEMPLATE
+from tests.support.models.tiny import CHAT_TEMPLATE
+from tests.support.others.node import clients
+from tests.support.processes.stage import Stage
+from tests.support.standins.scripted import Engine, ScriptedBackend
+from tests.support.standins.template_backend import THINKS, TemplateBackend, scripted
 
 Json = dict[str, Any]
 USER = {"role": "user", "content": "hi"}

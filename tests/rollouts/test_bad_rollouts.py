@@ -9,11 +9,11 @@ import pytest
 
 from art_cli.runs.run_dir import RunDir
 from art_cli.runs.trajectory import Trajectory
-from tests.support import forked
-from tests.support.hostile import assert_in_words
+from tests.support.attacks.hostile import assert_in_words
 from tests.support.paths import LETTERS
-from tests.support.scripted import ScriptedBackend
-from tests.support.stage import Stage
+from tests.support.processes import forked
+from tests.support.processes.stage import Stage
+from tests.support.standins.scripted import ScriptedBackend
 
 TIMEOUT_S = 120.0  # of an attempt: none of these may wait for it
 SOON_S = 45.0  # the machine may be busy

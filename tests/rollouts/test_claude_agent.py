@@ -8,11 +8,11 @@ import pytest
 
 from art_cli.runs.run_dir import RunDir
 from art_cli.runs.trajectory import prompt, sequence
-from tests.support import forked
+from tests.support.others.real_agents import MARKS, PYTHON
 from tests.support.paths import CLIENTS
-from tests.support.real_agents import MARKS, PYTHON
-from tests.support.stage import Stage
-from tests.support.template_backend import THINKS, TemplateBackend, scripted
+from tests.support.processes import forked
+from tests.support.processes.stage import Stage
+from tests.support.standins.template_backend import THINKS, TemplateBackend, scripted
 
 PLACE = CLIENTS / "agents"
 IS_THERE = any(PYTHON.parent.parent.glob("lib/*/site-packages/claude_agent_sdk"))

@@ -22,7 +22,7 @@ from art_cli.rollouts.rollout_gateway import Gateway
 from art_cli.runs.outcome import Outcome
 from art_cli.runtime.errors import ArtError, ConfigError, RolloutError, UsageError
 from art_cli.runtime.processes.process_calls import FROM_PROCESS, Call, Raised, decode, encode, error_named
-from tests.support.scripted import Engine, ScriptedBackend
+from tests.support.standins.scripted import Engine, ScriptedBackend
 
 
 def write(directory: Path, *names: str, size: int = 10) -> None:

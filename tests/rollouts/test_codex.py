@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from tests.rollouts.test_responses import assert_one_sequence, thinking
+from tests.support.others.real_agents import CODEX, MARKS
 from tests.support.paths import CLIENTS
-from tests.support.real_agents import CODEX, MARKS
-from tests.support.stage import Stage
-from tests.support.template_backend import THINKS, TemplateBackend, scripted
+from tests.support.processes.stage import Stage
+from tests.support.standins.template_backend import THINKS, TemplateBackend, scripted
 
 pytestmark = [*MARKS, pytest.mark.skipif(not CODEX.exists(), reason="no Codex in .venv-agents: make test-agents")]
 

@@ -23,8 +23,8 @@ from art_cli.loop.train import train
 from art_cli.rollouts.concurrency import FIRST, SAMPLE_S, CallCounts, Concurrency, Openings
 from art_cli.runs.run_dir import RunDir
 from tests.support.paths import LETTERS
-from tests.support.scripted import ScriptedBackend
-from tests.support.stage import ASK, Stage
+from tests.support.processes.stage import ASK, Stage
+from tests.support.standins.scripted import ScriptedBackend
 
 # --- a simulated engine and its agents --------------------------------------------------------------------------------
 

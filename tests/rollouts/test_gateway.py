@@ -21,8 +21,8 @@ from art_cli.rollouts import rollout_gateway
 from art_cli.rollouts.policy import UNRECORDED
 from art_cli.rollouts.rollout_gateway import Gateway, call_seed
 from art_cli.runs.trajectory import Turn, prompt, sequence
-from tests.support.node import clients
-from tests.support.scripted import Engine, ScriptedBackend, encode, logprob, tool_call
+from tests.support.others.node import clients
+from tests.support.standins.scripted import Engine, ScriptedBackend, encode, logprob, tool_call
 
 USER = {"role": "user", "content": "hi"}
 TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]

@@ -9,7 +9,7 @@ import pytest
 
 from art_cli.rollouts.function_rollout import SHARED_KEY, reading_own
 from art_cli.rollouts.rollout_gateway import OWN_CLIENT
-from tests.support.stage import Stage
+from tests.support.processes.stage import Stage
 
 SET = """
 import asyncio, os, threading, time

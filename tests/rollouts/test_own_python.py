@@ -15,9 +15,9 @@ from art_cli.rollouts.attempt_errors import AttemptError, from_exception, is_tra
 from art_cli.runs.outcome import Outcome
 from art_cli.runtime.errors import ArtError, RolloutError, UsageError
 from art_cli.runtime.processes.plain_json import MAX_DEPTH, dump, load
-from tests.support.hostile import NUM_MUTATIONS, mutations
+from tests.support.attacks.hostile import NUM_MUTATIONS, mutations
 from tests.support.paths import LETTERS, TESTS
-from tests.support.stage import Stage
+from tests.support.processes.stage import Stage
 
 PYENV = Path.home() / ".pyenv" / "versions"
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.stage import Stage
+from tests.support.processes.stage import Stage
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="only Linux says whose a connection is")
 

@@ -18,8 +18,8 @@ from art_cli.rollouts.rollout_gateway import Gateway
 from art_cli.rollouts.rollout_runner import RolloutPlan, Runner
 from art_cli.runs.trajectory import Trajectory
 from art_cli.runtime.errors import RolloutError
-from tests.support.ray_cluster import LocalCluster
-from tests.support.scripted import Engine, ScriptedBackend
+from tests.support.others.ray_cluster import LocalCluster
+from tests.support.standins.scripted import Engine, ScriptedBackend
 
 pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]
 

@@ -13,7 +13,7 @@ from art_cli.chat.replies import Choice, Reply
 from art_cli.chat.requests import Request, Sampling
 from art_cli.rollouts.recorder import Recorder, common_prefix
 from art_cli.runs.trajectory import prompt, sequence
-from tests.support.scripted import ScriptedBackend, encode, render, tool_call
+from tests.support.standins.scripted import ScriptedBackend, encode, render, tool_call
 
 Json = dict[str, Any]
 

@@ -22,8 +22,8 @@ from art_cli.chat.wires.openai_responses import Memory
 from art_cli.rollouts.recorder import Recorder
 from art_cli.rollouts.rollout_gateway import Gateway
 from art_cli.runs.trajectory import Turn, prompt, sequence
-from tests.support.scripted import BreakingBackend, Engine, ScriptedBackend
-from tests.support.template_backend import THINKS, TemplateBackend, scripted
+from tests.support.standins.scripted import BreakingBackend, Engine, ScriptedBackend
+from tests.support.standins.template_backend import THINKS, TemplateBackend, scripted
 
 Json = dict[str, Any]
 Rewrite = Callable[[Json], Json | None]

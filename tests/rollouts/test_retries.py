@@ -17,9 +17,9 @@ from art_cli.chat.requests import Request, Sampling
 from art_cli.rollouts.recorder import Recorder, Retries
 from art_cli.rollouts.rollout_gateway import Gateway
 from art_cli.runs.trajectory import Trajectory
-from tests.support.lossy import Swallowing
-from tests.support.scripted import Engine, ScriptedBackend, encode
-from tests.support.trees import samples_of, scored, turn
+from tests.support.attacks.lossy import Swallowing
+from tests.support.records.trees import samples_of, scored, turn
+from tests.support.standins.scripted import Engine, ScriptedBackend, encode
 
 USER = {"role": "user", "content": "hi"}
 BODY = Request(model="policy", messages=[USER], sampling=Sampling(), digest=b"one body")

@@ -12,8 +12,8 @@ import pytest
 
 from art_cli.rollouts import process
 from art_cli.runtime.errors import RolloutError, UsageError
-from tests.support.process_table import is_alive
-from tests.support.stage import ASK, Stage
+from tests.support.processes.process_table import is_alive
+from tests.support.processes.stage import ASK, Stage
 
 
 @pytest.fixture

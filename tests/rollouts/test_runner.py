@@ -21,11 +21,11 @@ from art_cli.rollouts.command_rollout import is_passed
 from art_cli.rollouts.rollout_runner import Progress, RolloutPlan
 from art_cli.runs.trajectory import Trajectory, prompt
 from art_cli.runtime.errors import RolloutError, UsageError
-from tests.support.node import clients
-from tests.support.process_table import is_alive
-from tests.support.scripted import ScriptedBackend, encode, tool_call
-from tests.support.stage import ASK, Stage
-from tests.support.waiting import until
+from tests.support.others.node import clients
+from tests.support.processes.process_table import is_alive
+from tests.support.processes.stage import ASK, Stage
+from tests.support.processes.waiting import until
+from tests.support.standins.scripted import ScriptedBackend, encode, tool_call
 
 
 @pytest.fixture

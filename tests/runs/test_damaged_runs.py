@@ -40,7 +40,7 @@ from art_cli.view.drawing import drawing_page
 from art_cli.view.page_answers import Answers
 from art_cli.view.page_file import write_page
 from art_cli.view.sources import Sources, ViewSource
-from tests.support.hostile import NUM_MUTATIONS, MemoryBound, assert_in_words, mutations
+from tests.support.attacks.hostile import NUM_MUTATIONS, MemoryBound, assert_in_words, mutations
 from tests.support.paths import LETTERS
 
 CONFIG = LETTERS / "config.yaml"

@@ -23,7 +23,7 @@ from art_cli.runs.parting import (
 )
 from art_cli.runs.run_checkpoints import superseded
 from art_cli.runs.run_dir import MetricsLine, RunDir
-from tests.support.parting_series import APART, TOGETHER, series
+from tests.support.records.parting_series import APART, TOGETHER, series
 
 ONSET = 25
 

@@ -30,8 +30,8 @@ from art_cli.runtime.processes.process_calls import (
     encode,
     error_named,
 )
-from tests.support.hostile import NUM_MUTATIONS, mutations
-from tests.support.waiting import until
+from tests.support.attacks.hostile import NUM_MUTATIONS, mutations
+from tests.support.processes.waiting import until
 
 MESSAGES = [
     Call(3, "play", {"id": "é", "deep": [{"a": [1, 2.5, None, True]}]}),

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from art_cli.runtime.processes.child import TAIL_WIDTH, ChildProcess, describe_end, last_lines, run_program
-from tests.support.process_table import is_alive
-from tests.support.waiting import until, wait_until
+from tests.support.processes.process_table import is_alive
+from tests.support.processes.waiting import until, wait_until
 
 
 @pytest.mark.parametrize(

@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 
 from art_cli.runtime.scratch import OWNER, Scratch, scratch
-from tests.support import fake_vllm, forked
-from tests.support.served import make_run
+from tests.support.processes import forked
+from tests.support.servers.served import make_run
+from tests.support.standins import fake_vllm
 
 HOLD = """
 import sys

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from art_cli.runtime.processes.child import ChildProcess
-from tests.support.stage import Stage
+from tests.support.processes.stage import Stage
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="only Linux has subreapers")
 

@@ -3,7 +3,7 @@
 import pytest
 
 from art_cli.runs.run_dir import RunDir
-from tests.support.served import make_run
+from tests.support.servers.served import make_run
 
 
 @pytest.fixture(scope="module")

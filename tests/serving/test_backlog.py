@@ -14,7 +14,7 @@ from art_cli.chat.chat_errors import ChatError
 from art_cli.chat.replies import Choice, Chunk, ReplyBuilder
 from art_cli.chat.requests import Request, Sampling
 from art_cli.serving.serve_service import Backlog, join, read_ahead
-from tests.support.scripted import ScriptedBackend, tool_call
+from tests.support.standins.scripted import ScriptedBackend, tool_call
 
 USER = {"role": "user", "content": "hi"}
 CALLS = {"role": "assistant", "content": None, "tool_calls": [tool_call(n, a=1)["tool_calls"][0] for n in ("f", "g")]}

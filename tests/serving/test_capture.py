@@ -27,8 +27,8 @@ from art_cli.serving.gateway import conversations, journal
 from art_cli.serving.gateway.gateway_service import Clients, GatewayService
 from art_cli.serving.gateway.journal import Journal
 from art_cli.serving.gateway.redaction import Redactor
-from benchmarks.gateway_days import Plan, examine, play
-from tests.support.scripted import ScriptedBackend, encode, tool_call
+from benchmarks.serving.gateway_days import Plan, examine, play
+from tests.support.standins.scripted import ScriptedBackend, encode, tool_call
 
 Json = dict[str, Any]
 ANN, BOB, UPSTREAM = "sk-ann-0123456789", "sk-bob-9876543210", "sk-upstream-00112233"

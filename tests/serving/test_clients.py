@@ -1,6 +1,6 @@
 """Clients as their users use them hold a tool conversation with `art serve` on the embedded engine.
 
-`benchmarks/clients.py` has more of them, and vLLM; tests/serving/test_vllm_serve.py has these on vLLM.
+`benchmarks/others/clients.py` has more of them, and vLLM; tests/serving/test_vllm_serve.py has these on vLLM.
 """
 
 import asyncio
@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 
-from tests.support.node import clients as install_node_client
-from tests.support.real_agents import PYTHON, has
-from tests.support.tool_clients import MODEL, PLACE, TOOLS, art_serve, converse, demo, is_right, teach
+from tests.support.models.tool_clients import MODEL, PLACE, TOOLS, art_serve, converse, demo, is_right, teach
+from tests.support.others.node import clients as install_node_client
+from tests.support.others.real_agents import PYTHON, has
 
 KEY = "the-key-of-this-test"
 

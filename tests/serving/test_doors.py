@@ -1,6 +1,7 @@
 """Whom `art serve`, the rollouts' gateway and `art gateway` let in, by every route, method and form of a key.
 
-The routes are those of each server's router (tests/support/doors.py), so that a new one is tried as soon as it exists.
+The routes are those of each server's router (tests/support/attacks/doors.py), so that a new one is tried as soon as it
+exists.
 """
 
 import asyncio
@@ -17,7 +18,7 @@ import pytest
 from art_cli.chat.api_keys import Keys
 from art_cli.chat.requests import Request, Sampling
 from art_cli.rollouts.rollout_gateway import Gateway
-from tests.support.doors import (
+from tests.support.attacks.doors import (
     METHODS,
     WEBSOCKET,
     Knock,
@@ -29,10 +30,10 @@ from tests.support.doors import (
     send,
     tells_nothing,
 )
-from tests.support.scripted import Engine, ScriptedBackend
-from tests.support.served import ScriptedLoader
-from tests.support.serving import USER, Gate, serving
-from tests.support.waiting import until
+from tests.support.processes.waiting import until
+from tests.support.servers.served import ScriptedLoader
+from tests.support.servers.serving import USER, Gate, serving
+from tests.support.standins.scripted import Engine, ScriptedBackend
 
 KEY = "right-key-of-a-server-0123456789-abcdefghij"
 OTHER = KEY[:32] + "-of-another-client"  # the same first 32 characters

@@ -23,7 +23,7 @@ from art_cli.runtime.errors import DriftError, RunError, UsageError
 from art_cli.serving import merged_export as module
 from art_cli.serving.merged_export import export, saved_prompts
 from art_cli.serving.served_model import Source, find_source
-from tests.support.served import add_trajectories, make_run
+from tests.support.servers.served import add_trajectories, make_run
 
 PROMPTS = [list(range(40, 90)), list(range(200, 100, -1)), [7, 7, 7, 250, 9]]
 

@@ -19,11 +19,11 @@ import pytest
 
 from art_cli.chat.requests import Sampling
 from art_cli.rollouts.rollout_gateway import Gateway
-from tests.support.malformed import PATHS, RICH, Malformed, malformed, post
-from tests.support.openapi import describe
-from tests.support.scripted import Engine
-from tests.support.served import make_run
-from tests.support.template_backend import TemplateBackend
+from tests.support.attacks.malformed import PATHS, RICH, Malformed, malformed, post
+from tests.support.servers.openapi import describe
+from tests.support.servers.served import make_run
+from tests.support.standins.scripted import Engine
+from tests.support.standins.template_backend import TemplateBackend
 
 NUM_REQUESTS = int(os.environ.get("ART_FUZZ", "1500"))
 NUM_CONNECTIONS = 16

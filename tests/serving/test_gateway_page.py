@@ -16,9 +16,9 @@ from art_cli.runs.durable import read_lines
 from art_cli.runs.manifest import policy_digest, read_manifest
 from art_cli.runs.run_dir import RunDir
 from art_cli.runs.trajectory import Trajectory
-from tests.support import forked
-from tests.support.judge_server import Conduct, serving
+from tests.support.judges.judge_server import Conduct, serving
 from tests.support.paths import LETTERS, ROOT
+from tests.support.processes import forked
 
 PAGE = (ROOT / "docs" / "gateway.md").read_text()
 

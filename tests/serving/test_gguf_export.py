@@ -19,9 +19,9 @@ from art_cli.models.gguf_file import architecture_of
 from art_cli.runtime.errors import DriftError, RunError, UsageError
 from art_cli.serving.gguf_export import BOUNDS, export, export_adapter, file_name, modelfile
 from art_cli.serving.served_model import Source
-from benchmarks.gguf import WORDS, random_model
-from benchmarks.real_model import smollm2
-from tests.support.llama_cpp import ask, needs_llama_cpp
+from benchmarks.serving.gguf import WORDS, random_model
+from benchmarks.shared.real_model import smollm2
+from tests.support.others.llama_cpp import ask, needs_llama_cpp
 
 FAMILIES = ("llama", "qwen2", "qwen3", "gemma3")
 

@@ -22,9 +22,11 @@ from art_cli.serving.middleware import Admission, Meter
 from art_cli.serving.serve_service import Dispatch
 from art_cli.serving.served_model import find_source
 from art_cli.serving.served_policies import Loader, Policies, ServedPolicy
-from tests.support.hostile import NUM_MUTATIONS, MemoryBound
-from tests.support.served import ScriptedLoader
-from tests.support.serving import (
+from tests.support.attacks.hostile import NUM_MUTATIONS, MemoryBound
+from tests.support.models.tiny import tiny_tokenizer
+from tests.support.processes.waiting import until
+from tests.support.servers.served import ScriptedLoader
+from tests.support.servers.serving import (
     JSON,
     USER,
     Gate,
@@ -39,8 +41,6 @@ from tests.support.serving import (
     send_raw,
     serving,
 )
-from tests.support.tiny import tiny_tokenizer
-from tests.support.waiting import until
 
 
 async def test_more_requests_than_fit_get_429_and_when_to_come_again() -> None:

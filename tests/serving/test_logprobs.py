@@ -12,8 +12,8 @@ from art_cli.chat.requests import Sampling
 from art_cli.rollouts.rollout_gateway import Gateway
 from art_cli.runs.run_dir import RunDir
 from art_cli.serving.served_model import find_source
-from tests.support.scripted import Engine
-from tests.support.serving import USER, client, own_logprobs, serving
+from tests.support.servers.serving import USER, client, own_logprobs, serving
+from tests.support.standins.scripted import Engine
 
 IDS = {"return_token_ids": True}
 CUTS: list[dict[str, Any]] = [

@@ -22,8 +22,8 @@ from art_cli.runs.run_dir import RunDir
 from art_cli.runtime.errors import UsageError
 from art_cli.serving.serve_service import Limits, Service
 from art_cli.serving.served_policies import Policies
-from tests.support.served import ScriptedLoader
-from tests.support.serving import (
+from tests.support.servers.served import ScriptedLoader
+from tests.support.servers.serving import (
     JSON,
     USER,
     client,

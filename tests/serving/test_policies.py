@@ -21,8 +21,10 @@ from art_cli.serving.middleware import Admission, Meter
 from art_cli.serving.serve_service import Dispatch
 from art_cli.serving.served_model import Source, find_source
 from art_cli.serving.served_policies import Loader, Policies, ServedPolicy, engine_config, read_knobs
-from tests.support.served import ScriptedEngine, ScriptedLoader, add_checkpoint, make_run, scripted_source
-from tests.support.serving import (
+from tests.support.models.tiny import tiny_weights
+from tests.support.processes.waiting import until
+from tests.support.servers.served import ScriptedEngine, ScriptedLoader, add_checkpoint, make_run, scripted_source
+from tests.support.servers.serving import (
     TOOLS,
     USER,
     Gate,
@@ -33,8 +35,6 @@ from tests.support.serving import (
     say,
     serving,
 )
-from tests.support.tiny import tiny_weights
-from tests.support.waiting import until
 
 
 async def test_each_name_answers_with_its_own_weights_on_one_base(tmp_path: Path) -> None:

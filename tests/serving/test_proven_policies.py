@@ -22,10 +22,10 @@ from art_cli.runs.run_dir import RunDir
 from art_cli.runtime.errors import ArtError, CheckpointError, DriftError
 from art_cli.serving.served_model import Source, find_source
 from art_cli.serving.served_policies import ServedPolicy
-from tests.support import forked
 from tests.support.paths import LETTERS
-from tests.support.served import ScriptedEngine, ScriptedLoader
-from tests.support.serving import serving
+from tests.support.processes import forked
+from tests.support.servers.served import ScriptedEngine, ScriptedLoader
+from tests.support.servers.serving import serving
 
 BODY = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 4, "temperature": 0}
 

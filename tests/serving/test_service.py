@@ -30,9 +30,10 @@ from art_cli.serving.serve_service import Limits, Service
 from art_cli.serving.served_model import Source
 from art_cli.serving.served_policies import Policies, ServedPolicy
 from tests.support.paths import LETTERS
-from tests.support.ports import free_port
-from tests.support.served import ScriptedEngine, ScriptedLoader, scripted_source
-from tests.support.serving import (
+from tests.support.processes.waiting import until
+from tests.support.servers.ports import free_port
+from tests.support.servers.served import ScriptedEngine, ScriptedLoader, scripted_source
+from tests.support.servers.serving import (
     JSON,
     USER,
     Gate,
@@ -45,7 +46,6 @@ from tests.support.serving import (
     say,
     serving,
 )
-from tests.support.waiting import until
 
 
 async def test_it_listens_before_it_has_loaded(caplog: pytest.LogCaptureFixture) -> None:

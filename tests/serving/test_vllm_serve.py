@@ -28,10 +28,7 @@ from art_cli.runs.run_dir import RunDir
 from art_cli.serving.merged_export import export
 from art_cli.serving.served_model import Source, find_source
 from art_cli.serving.served_policies import Loader
-from tests.support.node import clients as install_node_client
-from tests.support.real_vllm import MARKS, OPTIONS, PYTHON, QUICK
-from tests.support.serving import number
-from tests.support.tool_clients import (
+from tests.support.models.tool_clients import (
     ANSWER,
     CALL,
     MODEL,
@@ -44,7 +41,10 @@ from tests.support.tool_clients import (
     is_right,
     teach,
 )
-from tests.support.waiting import until
+from tests.support.others.node import clients as install_node_client
+from tests.support.others.real_vllm import MARKS, OPTIONS, PYTHON, QUICK
+from tests.support.processes.waiting import until
+from tests.support.servers.serving import number
 
 pytestmark = MARKS
 

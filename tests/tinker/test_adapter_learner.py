@@ -15,7 +15,7 @@ from art_cli.models.loading import Weights, clone_trainable
 from art_cli.runtime.errors import LearnerError
 from art_cli.tinker.server.adapter_learner import AdapterLearner
 from art_cli.tinker.server.datums import Datum
-from tests.support.tiny import tiny_weights
+from tests.support.models.tiny import tiny_weights
 
 ADAM = Adam(learning_rate=1e-3, betas=(0.9, 0.95), eps=1e-12, weight_decay=0.01)
 Terms = dict[str, torch.Tensor]

@@ -22,7 +22,7 @@ from art_cli.tinker.server import BackendLimits, checkpoint_store, futures, host
 from art_cli.tinker.server import checkpoint_store as store
 from art_cli.tinker.server.base_model import Base
 from art_cli.tinker.server.futures import Future, FutureAnswer, Futures
-from tests.support.backend_server import Client, datum, passing, serving, tiny_base
+from tests.support.servers.backend_server import Client, datum, passing, serving, tiny_base
 from tests.tinker.test_backend import ADAM, IDS, are_equal, saved, steps_of, trained
 
 

@@ -23,7 +23,7 @@ from art_cli.tinker.server import BackendLimits
 from art_cli.tinker.server.adapter_learner import AdapterLearner
 from art_cli.tinker.server.base_model import Base, Parts
 from art_cli.tinker.server.datums import Datum
-from tests.support.backend_server import Client, datum, passing, serving, tiny_base
+from tests.support.servers.backend_server import Client, datum, passing, serving, tiny_base
 
 IDS = [list(range(10 + number, 40 + number)) for number in range(4)]
 ADAM = {"learning_rate": 1e-2, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.0, "grad_clip_norm": 1.0}

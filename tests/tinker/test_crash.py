@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from art_cli.tinker.server.checkpoint_store import UNFINISHED_S, Notes, Place, RunNotes, Store
-from tests.support import forked
-from tests.support.backend_server import Client, serving, tiny_base
-from tests.support.tiny import save_tiny_base
+from tests.support.models.tiny import save_tiny_base
+from tests.support.processes import forked
+from tests.support.servers.backend_server import Client, serving, tiny_base
 from tests.tinker.test_backend import ADAM, IDS, adapter, are_equal, saved, steps_of, trained
 
 CHANGES = ("os.mkdir", "os.rename", "os.remove", "os.rmdir", "shutil.rmtree")
@@ -24,7 +24,7 @@ def test_a_step_whose_reply_was_lost_by_a_crash_is_there_once(tmp_path: Path) ->
     of the same steps without a crash, bit for bit."""
     path, root = save_tiny_base(tmp_path / "base", hidden=32), tmp_path / "root"
     command = ["backend", "--base", path, "--port", "0", "--json", "--checkpoints", root, "learner=torch"]
-    module = "tests.support.crashing_backend"
+    module = "tests.support.servers.crashing_backend"
     server = forked.Forked(command, module=module, stdout=forked.PIPE, stderr=forked.PIPE)
     first, second = steps_of("", [IDS[:1]]), steps_of("", [IDS[1:2]])
     try:

@@ -26,9 +26,9 @@ from art_cli.tinker.client.remote_server import server_at
 from art_cli.tinker.server import BackendLimits, routes
 from art_cli.tinker.server.adapter_learner import AdapterLearner
 from art_cli.tinker.tinker_learner import TinkerLearner
-from tests.support.backend_server import serving, tiny_base
-from tests.support.lossy_proxy import Asked, LossyProxy, Rates
+from tests.support.attacks.lossy_proxy import Asked, LossyProxy, Rates
 from tests.support.paths import ROOT
+from tests.support.servers.backend_server import serving, tiny_base
 
 # the SDK leaves the connections of its first request open
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")

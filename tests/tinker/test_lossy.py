@@ -1,6 +1,6 @@
 """The official SDK on the server through a proxy that loses, cuts, delays and repeats.
 
-`python -m benchmarks.lossy` is the long form of it, which kills both sides thirty times.
+`python -m benchmarks.attacks.lossy` is the long form of it, which kills both sides thirty times.
 """
 
 import asyncio
@@ -12,13 +12,13 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load
 
-from tests.support.backend_server import serving, tiny_base
-from tests.support.lossy_proxy import LossyProxy, Rates
+from tests.support.attacks.lossy_proxy import LossyProxy, Rates
 from tests.support.paths import ROOT
-from tests.support.waiting import until
+from tests.support.processes.waiting import until
+from tests.support.servers.backend_server import serving, tiny_base
 from tests.tinker.test_backend import are_equal, saved, trained
 
-CLIENT = ROOT / "tests" / "support" / "lossy_client.py"
+CLIENT = ROOT / "tests" / "support" / "attacks" / "lossy_client.py"
 RATES = Rates(lost=0.03, unanswered=0.1, cut=0.03, repeated=0.25, replayed=0.25, late=0.1, refused=0.0)
 BATCHES = [[list(range(start, start + 20)), list(range(start + 3, start + 23))] for start in (10, 20, 30)]
 

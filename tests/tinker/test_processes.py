@@ -20,9 +20,9 @@ from art_cli.runtime.errors import LearnerError
 from art_cli.tinker.server.adapter_pool import AdapterLearners
 from art_cli.tinker.server.base_model import Base, ClientLearner, Parts
 from art_cli.tinker.server.datums import Datum
-from tests.support import forked
-from tests.support.backend_server import Client, datum, passing, tiny_base
-from tests.support.tiny import save_tiny_base
+from tests.support.models.tiny import save_tiny_base
+from tests.support.processes import forked
+from tests.support.servers.backend_server import Client, datum, passing, tiny_base
 
 ADAM = Adam(learning_rate=1e-3, betas=(0.9, 0.95), eps=1e-12, weight_decay=0.01)
 

@@ -24,7 +24,7 @@ from art_cli.tinker.server.base_model import Base
 from art_cli.tinker.server.passes import _Request
 from art_cli.tinker.server.samplers import SampleRequest
 from art_cli.tinker.server.wire import PROTO, CreateModel, Load, NewSampler, OptimStep, Page, Save, Search, Ttl
-from tests.support.backend_server import Client, Json, datum, passing, serving, tiny_base
+from tests.support.servers.backend_server import Client, Json, datum, passing, serving, tiny_base
 
 JSON = {"content-type": "application/json"}
 NumberPath = tuple[str | int, ...]

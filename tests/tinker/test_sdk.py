@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from art_cli.tinker.server import BackendLimits
-from tests.support.backend_server import serving, tiny_base
 from tests.support.paths import ROOT
+from tests.support.servers.backend_server import serving, tiny_base
 
 OLD = Path(os.environ.get("ART_TINKER_OLD", ROOT / ".sdk-tinker"))  # the files of 0.24.1, from `make setup-tinker`
 

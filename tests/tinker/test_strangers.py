@@ -12,7 +12,7 @@ from starlette.routing import Route
 
 from art_cli.chat.api_keys import Keys
 from art_cli.tinker.server.tinker_service import REFUSED, build_app
-from tests.support.backend_server import Client, datum, passing, serving, tiny_base
+from tests.support.servers.backend_server import Client, datum, passing, serving, tiny_base
 
 KEY = "tml-right"
 METHODS = ("GET", "POST", "PUT", "PATCH", "DELETE", "HEAD", "OPTIONS", "TRACE", "BREW")

@@ -28,9 +28,9 @@ from art_cli.serving.served_model import find_source
 from art_cli.tinker.server import BackendLimits
 from art_cli.tinker.server.base_model import Base
 from art_cli.tinker.tinker_learner import TinkerLearner
-from tests.support.backend_server import serving, tiny_base
+from tests.support.models.preset_groups import config_of, made_groups
 from tests.support.paths import ROOT
-from tests.support.preset_groups import config_of, made_groups
+from tests.support.servers.backend_server import serving, tiny_base
 
 # the SDK leaves the connections of its first request open
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")

@@ -13,9 +13,9 @@ from art_cli.config.schema import ModelConfig, TorchLearnerConfig, VllmEngineCon
 from art_cli.models.loading import load_weights, on_base, token_logprobs
 from art_cli.tinker.server import BackendLimits
 from art_cli.tinker.server.base_model import Base
-from tests.support.backend_server import Client, datum, passing, serving
+from tests.support.others.real_vllm import IS_THERE, PYTHON, QUICK
 from tests.support.paths import LETTERS
-from tests.support.real_vllm import IS_THERE, PYTHON, QUICK
+from tests.support.servers.backend_server import Client, datum, passing, serving
 
 pytestmark = [
     pytest.mark.vllm,

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from playwright.sync_api import expect
 
-from tests.support.browser import chromium, viewing
-from tests.support.viewed import write_viewed_run
+from tests.support.others.browser import chromium, viewing
+from tests.support.records.viewed import write_viewed_run
 
 ATTEMPT = "#/s/0/t/s0001-g0002-a03"
 SENDER = """

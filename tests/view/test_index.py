@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from art_cli.runs.run_dir import RunDir
 from art_cli.view.index import Index
-from tests.support.attempts import attempt, scored, write_attempts
+from tests.support.records.attempts import attempt, scored, write_attempts
 
 
 def read(index: Index) -> dict[tuple[int, str], dict[str, list[tuple[str, float | None]]]]:

@@ -13,8 +13,8 @@ from art_cli.runs.run_dir import RunDir
 from art_cli.view.page_answers import Answers
 from art_cli.view.sources import Sources
 from art_cli.view.view_app import build_app
-from tests.support.browser import chromium, faults, viewing
-from tests.support.viewed import write_viewed_run
+from tests.support.others.browser import chromium, faults, viewing
+from tests.support.records.viewed import write_viewed_run
 from tests.view.serving import asking
 
 URL = "/api/source/0/step/1/train/label"

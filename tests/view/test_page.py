@@ -12,10 +12,10 @@ import pytest
 from playwright.sync_api import Browser, BrowserContext, Locator, Page, expect
 
 from art_cli.runs.run_dir import RunDir
-from tests.support.browser import chromium, faults, viewing
-from tests.support.chat_server import ChatServer, chatting
+from tests.support.others.browser import chromium, faults, viewing
 from tests.support.paths import ROOT
-from tests.support.viewed import (
+from tests.support.processes.waiting import wait_until
+from tests.support.records.viewed import (
     ATTEMPTS,
     BIDI,
     GROUPS,
@@ -26,7 +26,7 @@ from tests.support.viewed import (
     write_promise,
     write_viewed_run,
 )
-from tests.support.waiting import wait_until
+from tests.support.servers.chat_server import ChatServer, chatting
 
 PLACES = {
     "curves": "#/curves",

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.node import page_sources
+from tests.support.others.node import page_sources
 from tests.support.paths import ROOT
 
 APP = ROOT / "art_cli/view/app"

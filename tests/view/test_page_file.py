@@ -21,7 +21,7 @@ from art_cli.runs.run_dir import RunDir
 from art_cli.view.page_answers import Answers
 from art_cli.view.page_file import write_page
 from art_cli.view.sources import Sources
-from tests.support.attempts import scored, write_attempts
+from tests.support.records.attempts import scored, write_attempts
 from tests.view.serving import asking
 
 

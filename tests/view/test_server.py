@@ -25,12 +25,12 @@ from art_cli.view.chat import ChatRelay
 from art_cli.view.page_answers import Answers
 from art_cli.view.sources import Sources
 from art_cli.view.view_app import NUM_THREADS, PageGuard, build_app, is_own_name
-from tests.support.attempts import scored, write_attempts
-from tests.support.chat_server import ChatServer, chatting
-from tests.support.hostile import NUM_MUTATIONS, Heartbeat, mutations
-from tests.support.runs import write_run
-from tests.support.serving import send_raw
-from tests.support.viewed import write_promise
+from tests.support.attacks.hostile import NUM_MUTATIONS, Heartbeat, mutations
+from tests.support.records.attempts import scored, write_attempts
+from tests.support.records.runs import write_run
+from tests.support.records.viewed import write_promise
+from tests.support.servers.chat_server import ChatServer, chatting
+from tests.support.servers.serving import send_raw
 from tests.view.serving import Asking, asking
 
 

@@ -291,7 +291,8 @@ class TrainConfig(Section):
     """The number of optimizer steps on each batch of groups, which are divided between them."""
     epochs_per_step: PositiveInt = 4
     """The number of times that each trajectory of a step is trained on. Every epoch makes `updates_per_step` optimizer
-    steps. With 4 a policy needs a fraction of the rollouts (benchmarks/LEARNING.md); 1 is for runs that are limited by
+    steps. With 4 a policy needs a fraction of the rollouts (benchmarks/results/LEARNING.md); 1 is for runs that are
+    limited by
     training."""
     max_kl: PositiveFloat | None = None
     """The largest movement of the policy in a step: KL(before || after) in nats per token, estimated by k3 on the

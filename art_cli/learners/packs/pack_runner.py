@@ -43,8 +43,8 @@ MICRO_BATCH_TOKENS = {"cpu": 1024, "cuda": GPU_TOKENS}
 WORTH = 1.04
 # Number of parameters below which a CPU trains with one thread for each pack, and with several packs side by side: the
 # products are too small to be divided. The demo's warm-up (1.2M, two cores) divided takes 0.9 times as long on an idle
-# machine as with one thread, and 1.5 times as long beside three busy processes (python benchmarks/busy.py); the updates
-# of the demo take 2.9 s with one thread, 3.2 s divided, and 1.7 to 2.3 s with two packs side by side.
+# machine as with one thread, and 1.5 times as long beside three busy processes (python -m benchmarks.speed.busy); the
+# updates of the demo take 2.9 s with one thread, 3.2 s divided, and 1.7 to 2.3 s with two packs side by side.
 SMALL = 2_000_000
 
 

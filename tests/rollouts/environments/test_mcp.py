@@ -13,8 +13,8 @@ from art_cli.rollouts.environments.mcp import has_answer
 from art_cli.rollouts.rollout_runner import RolloutPlan
 from art_cli.runs.trajectory import Trajectory
 from art_cli.runtime.errors import UsageError
-from tests.support.scripted import Answer, ScriptedBackend, tool_call
-from tests.support.stage import Stage
+from tests.support.processes.stage import Stage
+from tests.support.standins.scripted import Answer, ScriptedBackend, tool_call
 
 UNSEEN = "[image, which is not shown]"
 SERVER = f"mcp/{sys.executable} {Path(__file__).with_name('mcp_server.py')}"

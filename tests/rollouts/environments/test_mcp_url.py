@@ -20,8 +20,8 @@ from art_cli.rollouts.environments import Settings, mcp_connection, open_environ
 from art_cli.runs.trajectory import Trajectory
 from art_cli.runtime.errors import UsageError
 from tests.rollouts.environments.test_mcp import played, scripted
-from tests.support.scripted import tool_call
-from tests.support.stage import Stage
+from tests.support.processes.stage import Stage
+from tests.support.standins.scripted import tool_call
 
 TASK = {"task": "Go.", "answer": "42"}
 KEY = "Bearer k-123"

@@ -18,7 +18,7 @@ from art_cli.rollouts.function_rollout import FunctionRollout
 from art_cli.rollouts.policy import Policy
 from art_cli.rollouts.rollout_gateway import Gateway
 from art_cli.runs.outcome import Outcome
-from tests.support.scripted import Engine, ScriptedBackend
+from tests.support.standins.scripted import Engine, ScriptedBackend
 
 TEXT = {"properties": {"guess": {"type": "string"}, "metadata": {"type": "object"}}, "required": ["guess"]}
 NUMBERS = {"properties": {"guess": {"type": "integer"}}, "required": ["guess"]}

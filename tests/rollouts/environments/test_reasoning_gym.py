@@ -10,8 +10,8 @@ from art_cli.rollouts.environments import Settings, open_environment
 from art_cli.rollouts.environments.reasoning_gym import ReasoningGym, read_answer
 from art_cli.rollouts.rollout_runner import RolloutPlan
 from art_cli.runs.trajectory import Trajectory
-from tests.support.scripted import ScriptedBackend
-from tests.support.stage import Stage
+from tests.support.processes.stage import Stage
+from tests.support.standins.scripted import ScriptedBackend
 
 
 async def played(stage: Stage, environment: Any, *seeds: int, **options: Any) -> list[Trajectory]:

@@ -13,8 +13,8 @@ from art_cli.rollouts.environments.textarena import TextGame, _Match
 from art_cli.runs.trajectory import prompt, sequence
 from art_cli.runtime.worker_pool import WorkerPool
 from tests.rollouts.environments.test_reasoning_gym import played
-from tests.support.scripted import ScriptedBackend
-from tests.support.stage import Stage
+from tests.support.processes.stage import Stage
+from tests.support.standins.scripted import ScriptedBackend
 
 
 def last_said(request: Request) -> str:

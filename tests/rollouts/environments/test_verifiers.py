@@ -12,10 +12,10 @@ from typing import Any
 from art_cli.rollouts import bootstrap as start
 from art_cli.rollouts.rollout_runner import RolloutPlan
 from art_cli.runs.trajectory import Trajectory
+from tests.support.others.real_verifiers import MARKS, PYTHON
 from tests.support.paths import CLIENTS
-from tests.support.real_verifiers import MARKS, PYTHON
-from tests.support.scripted import Answer, ScriptedBackend, tool_call
-from tests.support.stage import Stage
+from tests.support.processes.stage import Stage
+from tests.support.standins.scripted import Answer, ScriptedBackend, tool_call
 
 pytestmark = MARKS
 

@@ -3,7 +3,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.support.fragile_store import FragileFileSystem
+from tests.support.standins.fragile_store import FragileFileSystem
 
 
 @pytest.fixture

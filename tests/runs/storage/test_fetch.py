@@ -15,8 +15,8 @@ from art_cli.runs.storage.fetch import INDEX, NothingThere, Objects, _bring_labe
 from art_cli.runs.storage.object_store import ObjectStore, is_safe
 from art_cli.runtime.errors import CheckpointError, StorageError, UsageError
 from tests.runs.storage.test_lease import opened, upload
-from tests.support.fragile_store import FragileFileSystem
-from tests.support.kept_runs import add_step, content, made
+from tests.support.records.kept_runs import add_step, content, made
+from tests.support.standins.fragile_store import FragileFileSystem
 
 Art = Callable[..., tuple[int, str, str]]
 

@@ -11,8 +11,8 @@ from art_cli.runs.run_dir import RunDir
 from art_cli.runs.storage.mirror import Mirror, open_mirror
 from art_cli.runs.storage.object_store import LEASE_S, SKEW_S, LeaseRecord, ObjectStore, holder, read_marker, take
 from art_cli.runtime.errors import RunError
-from tests.support.fragile_store import FragileFileSystem, Killed
-from tests.support.kept_runs import add_step, content, made
+from tests.support.records.kept_runs import add_step, content, made
+from tests.support.standins.fragile_store import FragileFileSystem, Killed
 
 
 def opened(run: RunDir, address: str) -> Mirror:

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.real_s3 import MARKS, answer, s3_server
+from tests.support.others.real_s3 import MARKS, answer, s3_server
 
 pytestmark = [*MARKS, pytest.mark.slow]
 

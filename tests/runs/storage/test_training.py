@@ -19,8 +19,8 @@ from art_cli.runs.storage import mirror
 from art_cli.runs.storage.object_store import LeaseRecord, ObjectStore, take
 from art_cli.runs.storage.uploads import steps_of
 from art_cli.runtime.errors import RunError, StorageError
-from tests.support.fragile_store import FragileFileSystem, hangs, refuses
 from tests.support.paths import LETTERS
+from tests.support.standins.fragile_store import FragileFileSystem, hangs, refuses
 
 ADAPTER = "adapter_model.safetensors"
 # One rollout at a time, so that what is sampled does not depend on which others happened to share a forward pass.

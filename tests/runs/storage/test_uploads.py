@@ -15,8 +15,8 @@ from art_cli.runs.run_dir import RunDir
 from art_cli.runs.storage.fetch import restore
 from art_cli.runs.storage.object_store import ObjectStore
 from art_cli.runs.storage.uploads import Uploads, steps_of
-from tests.support.fragile_store import FragileFileSystem, Killed, dies_at
-from tests.support.kept_runs import add_step, content, made
+from tests.support.records.kept_runs import add_step, content, made
+from tests.support.standins.fragile_store import FragileFileSystem, Killed, dies_at
 
 
 def uploads_of(run: RunDir, store: ObjectStore, *, keep: int = 2) -> Uploads:
