@@ -36,7 +36,7 @@ from art_cli import Policy, ScoredTrajectory, Trajectory
 from art_cli.chat.requests import Sampling
 from art_cli.config.schema import EmbeddedEngineConfig, LoraConfig, ModelConfig, RulerJudgeConfig, TorchLearnerConfig
 from art_cli.engines.embedded.embedded_engine import EmbeddedEngine
-from art_cli.judges.judge_groups import judge_group
+from art_cli.judges.judge_groups import judge_group, require_keys
 from art_cli.judges.ruler.ruler_judge import RulerJudge
 from art_cli.learners.algorithms import advantages, clip_tokens
 from art_cli.learners.algorithms.objectives import PolicyTerms
@@ -128,8 +128,13 @@ async def generate(gateway: Gateway, batch: list[Scenario]) -> list[list[Traject
 
 
 def make_judge(model: str, rubric: str) -> RulerJudge:
-    """Returns RULER with that model. Every verdict is asked for again; `art train` keeps them in a cache."""
-    return RulerJudge(RulerJudgeConfig(name="ruler", model=model, cache=None), RECIPE, rubric=rubric)
+    """Returns RULER with that model. It asks for every verdict; `art train` keeps verdicts in a cache.
+
+    Raises UsageError if the model's key is not in the environment.
+    """
+    config = RulerJudgeConfig(name="ruler", model=model, cache=None)
+    require_keys(config, RECIPE)
+    return RulerJudge(config, RECIPE, rubric=rubric)
 
 
 async def judge(ruler: RulerJudge, group: list[Trajectory]) -> Group:

@@ -14,7 +14,6 @@ import argparse
 import contextlib
 import os
 import statistics
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
@@ -27,6 +26,7 @@ from art_cli.models.loading import Weights, load_checkpoint, load_weights, token
 from art_cli.runs import run_checkpoints
 from art_cli.runs.run_dir import RunDir
 from art_cli.runs.trajectory import sequence
+from benchmarks.shared.commands import art
 from benchmarks.shared.paths import ROOT
 from benchmarks.speed.remote import TASKS, serving
 
@@ -59,10 +59,7 @@ class Checked(NamedTuple):
 def train(name: str, settings: tuple[str, ...], steps: int, runs: Path) -> RunDir:
     words = [f"name={name}", f"runs={runs}", f"train.steps={steps}", "train.keep_checkpoints=99", "~eval"]
     words += ["rollout.groups_per_step=7", "model.dtype=float32", "train.learning_rate=2e-2"]
-    command = [sys.executable, "-m", "art_cli", "train", str(LETTERS.config), *words, *settings]
-    done = subprocess.run(
-        command, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=3600
-    )
+    done = art("train", LETTERS.config, *words, *settings)
     if done.returncode:
         sys.exit(f"{name}: {done.stderr}")
     return RunDir(runs / name)

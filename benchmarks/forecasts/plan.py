@@ -14,15 +14,15 @@ again.
 
 import argparse
 import json
-import os
-import subprocess
 import sys
 import tempfile
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
+from benchmarks.shared import commands
 from benchmarks.shared.paths import ROOT
+from benchmarks.shared.rows import append_row, read_rows
 
 IMPORT = "from benchmarks.forecasts.plan import peak"
 ROWS = ROOT / "benchmarks" / "results" / "plan.jsonl"
@@ -120,11 +120,9 @@ def art(*arguments: str) -> str:
 
 
 def python(*arguments: str) -> str:
-    command = [sys.executable, *arguments]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=DEADLINE_S)
+    done = commands.python(*arguments, timeout_s=DEADLINE_S)
     if done.returncode:
-        print("\n".join(done.stderr.strip().splitlines()[-8:]), file=sys.stderr)
+        print(commands.last_lines(done), file=sys.stderr)
     done.check_returncode()
     return done.stdout
 
@@ -156,7 +154,7 @@ def main() -> None:
     parser.add_argument("--memory", action="store_true")
     parser.add_argument("--table", action="store_true")
     asked = parser.parse_args()
-    rows = [json.loads(line) for line in ROWS.read_text().splitlines()] if ROWS.exists() else []
+    rows = read_rows(ROWS)
     done = {(row.get("task", row.get("planted", row.get("model"))), row["seed"]) for row in rows}
     make, names = (
         (doubts_of, PLANTED) if asked.planted else (memory_of, MODELS) if asked.memory else (measure, asked.only)
@@ -166,8 +164,8 @@ def main() -> None:
         if job not in done:
             new = list(make(*job))
             rows += new
-            with ROWS.open("a") as file:
-                file.write("".join(f"{json.dumps(row)}\n" for row in new))
+            for row in new:
+                append_row(ROWS, row)
     print(table(rows))
 
 

@@ -11,9 +11,6 @@ answers. A run ends at its alarm. Runs that are in the cache are not done again.
 """
 
 import argparse
-import os
-import subprocess
-import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import quantiles
@@ -22,6 +19,7 @@ from typing import NamedTuple
 from art_cli.runs.history import read_updates
 from art_cli.runs.parting import Beside, Parting, find_parting, read_beside
 from art_cli.runs.run_dir import RunDir
+from benchmarks.shared import commands
 from benchmarks.shared.paths import ROOT
 from tests.support.records.parting_series import APART, TOGETHER, series
 
@@ -118,10 +116,9 @@ def train(task: Task, root: Path, start: Path, seed: int, onset: int | None) -> 
 
 def art(*arguments: object) -> None:
     """Runs a command, which may end with a pause."""
-    command = [sys.executable, "-m", "art_cli", *map(str, arguments)]
-    done = subprocess.run(command, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True)
+    done = commands.art(*arguments)
     if done.returncode and "paused at step" not in done.stderr:
-        raise SystemExit("\n".join(done.stderr.strip().splitlines()[-8:]))
+        raise SystemExit(commands.last_lines(done))
 
 
 def main() -> None:

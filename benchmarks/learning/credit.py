@@ -9,7 +9,6 @@ of benchmarks/results/credit.jsonl, and a run that is there is not run again.
 """
 
 import argparse
-import json
 import statistics
 import subprocess
 import sys
@@ -19,6 +18,7 @@ from typing import Any
 
 from art_cli.runs.run_dir import RunDir
 from benchmarks.shared.paths import ROOT
+from benchmarks.shared.rows import append_row, read_rows
 
 ROWS = ROOT / "benchmarks" / "results" / "credit.jsonl"
 CONFIG = ROOT / "benchmarks" / "learning" / "doors" / "config.yaml"
@@ -39,15 +39,10 @@ def main() -> None:
     for seed in [] if args.table else args.seeds:
         for loss in args.losses:
             key = {"loss": loss, "seed": seed, "steps": args.steps, "set": args.set}
-            if not any(row.items() >= key.items() for row in rows()):
+            if not any(row.items() >= key.items() for row in read_rows(ROWS)):
                 row = {**key, **run(loss, seed, args.steps, args.set)}
-                with ROWS.open("a") as file:
-                    file.write(json.dumps(row) + "\n")
+                append_row(ROWS, row)
     print_table()
-
-
-def rows() -> list[dict[str, Any]]:
-    return [json.loads(line) for line in ROWS.read_text().splitlines()] if ROWS.is_file() else []
 
 
 def run(loss: str, seed: int, steps: int, settings: list[str]) -> dict[str, Any]:
@@ -74,7 +69,7 @@ def run(loss: str, seed: int, steps: int, settings: list[str]) -> dict[str, Any]
 def print_table() -> None:
     print("| loss | seed | steps | settings | rollouts to 0.9 | success at the end | explained variance | s per step |")
     print("|---|---|---|---|---|---|---|---|")
-    for row in sorted(rows(), key=lambda row: (row["loss"], row["set"], row["seed"])):
+    for row in sorted(read_rows(ROWS), key=lambda row: (row["loss"], row["set"], row["seed"])):
         first, last = row["explained_first"], row["explained_last"]
         explained = "" if first is None else f"{first:.2f} to {last:.2f}"
         settings = " ".join(row["set"])

@@ -33,6 +33,7 @@ import yaml
 
 from benchmarks.learning.table import Goal, best_search, table
 from benchmarks.shared.paths import ROOT
+from benchmarks.shared.rows import append_row, read_rows
 
 ROWS = ROOT / "benchmarks" / "results" / "learning.jsonl"
 RECIPE = Path("recipes/tictactoe/config.yaml")
@@ -298,10 +299,6 @@ def default() -> Contestant:
     return Contestant("default", (*settings, *sizes), is_whole=True)
 
 
-def read_rows(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-
-
 def search(task: str, rows: Path) -> Iterator[Contestant]:
     """TRL's settings to try on one seed; those of the second round are made from the best learning rate so far."""
     for rate in SEARCH_RATES:
@@ -365,7 +362,7 @@ class Runner:
         rows = [row for row in read_rows(self.given.rows) if (row["task"], row["seed"]) == (name, 0)]
         won = [r for r in rows if r["contestant"].startswith("trl:") and tuple(r["settings"]) == best.settings][-1]
         if [row["curve"] for row in rows if row["contestant"] == "trl"][-1:] != [won["curve"]]:
-            append(self.given.rows, {**won, "contestant": "trl"})
+            append_row(self.given.rows, {**won, "contestant": "trl"})
 
     def measure(self, name: str, contestant: Contestant, seed: int) -> None:
         """Runs one contestant on one seed, unless it has a row; adds the row."""
@@ -397,7 +394,7 @@ class Runner:
             "threads": self.given.threads,
             "version": self.version,
         }
-        append(self.given.rows, row)
+        append_row(self.given.rows, row)
         print(
             f"{name}  {contestant.name}  seed {seed}  {row['seconds']} s  " + " ".join(f"{r:.3f}" for r in rates),
             flush=True,
@@ -419,11 +416,6 @@ def is_done(job: Job, path: Path) -> bool:
         (row["task"], row["contestant"], row["seed"], row["settings"]) == key and row["rollouts"] >= job.rollouts
         for row in read_rows(path)
     )
-
-
-def append(path: Path, row: dict[str, Any]) -> None:
-    with path.open("a") as file:
-        file.write(json.dumps(row) + "\n")
 
 
 HEAD = """\

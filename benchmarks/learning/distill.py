@@ -26,9 +26,10 @@ from pathlib import Path
 from typing import Any
 
 from art_cli.models import builtin_models
-from benchmarks.learning.curves import Failed, Place, append, count_lines, read_rows
+from benchmarks.learning.curves import Failed, Place, count_lines
 from benchmarks.learning.table import mean, reach
 from benchmarks.shared.paths import ROOT
+from benchmarks.shared.rows import append_row, read_rows
 
 RECIPE = ROOT / "recipes" / "tictactoe"
 CONFIG = RECIPE / "config-groups.yaml"
@@ -98,7 +99,7 @@ class Bench:
         steps = -(-self.given.rollouts // SIZE)
         self._train(run, self.given.student, seed, steps, settings)
         row |= {"curve": wins(run), "seconds": round(time.perf_counter() - begin, 1)}
-        append(self.given.rows, row)
+        append_row(self.given.rows, row)
         print(f"{part}  {name}  seed {seed}  {row['seconds']} s  " + " ".join(f"{w:.3f}" for _, w, _ in row["curve"]))
 
     def _teacher(self) -> Path:

@@ -16,7 +16,6 @@ from the base in all categories; minutes of training on the clock, and of proces
 import argparse
 import json
 import os
-import resource
 import subprocess
 import sys
 import tempfile
@@ -28,6 +27,7 @@ from typing import Any, NamedTuple
 from art_cli.config.compose import load_config
 from art_cli.models.loading import find_base
 from art_cli.runs.run_dir import RunDir
+from benchmarks.shared.commands import processor_seconds
 from benchmarks.shared.paths import ROOT
 
 CONFIG = ROOT / "recipes" / "function-calling" / "config.yaml"
@@ -78,9 +78,9 @@ def find_settings(given: Sequence[str], runs: Path) -> list[str]:
 
 
 def _timed(name: str, run: Path, arguments: Sequence[str]) -> Trained:
-    begin, used = time.perf_counter(), _processor_seconds()
+    begin, used = time.perf_counter(), processor_seconds()
     _python(arguments)
-    return Trained(name, RunDir(run), (time.perf_counter() - begin) / 60, (_processor_seconds() - used) / 60)
+    return Trained(name, RunDir(run), (time.perf_counter() - begin) / 60, (processor_seconds() - used) / 60)
 
 
 def _python(arguments: Sequence[str]) -> str:
@@ -88,12 +88,6 @@ def _python(arguments: Sequence[str]) -> str:
     environment = {**os.environ, "TRL_EXPERIMENTAL_SILENCE": "1"}
     command = [sys.executable, *arguments]
     return subprocess.run(command, cwd=ROOT, env=environment, check=True, stdout=subprocess.PIPE, text=True).stdout
-
-
-def _processor_seconds() -> float:
-    """Returns those of all processes that this one has started and that have ended."""
-    used = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return used.ru_utime + used.ru_stime
 
 
 def evaluate(models: Sequence[Trained], runs: Path, settings: Sequence[str]) -> list[Values]:

@@ -12,7 +12,6 @@ is one line of benchmarks/results/mixture.jsonl, and a run that is there is not 
 """
 
 import argparse
-import json
 import subprocess
 import sys
 import tempfile
@@ -24,6 +23,7 @@ from art_cli.config.compose import load_config
 from art_cli.loop.evaluate import Estimate, estimate
 from art_cli.runs.run_dir import RunDir
 from benchmarks.shared.paths import ROOT
+from benchmarks.shared.rows import append_row, read_rows
 
 ROWS = ROOT / "benchmarks" / "results" / "mixture.jsonl"
 CONFIG = ROOT / "benchmarks" / "learning" / "two_tasks" / "config.yaml"
@@ -40,17 +40,12 @@ def main() -> None:
     parser.add_argument("--table", action="store_true")
     args = parser.parse_args()
     for seed in [] if args.table else args.seeds:
-        missing = [arm for arm in args.arms if not any(is_row(row, arm, seed, args.steps) for row in rows())]
+        missing = [arm for arm in args.arms if not any(is_row(row, arm, seed, args.steps) for row in read_rows(ROWS))]
         with tempfile.TemporaryDirectory(prefix="mixture-") as scratch:
             for arm in missing:
                 row = {"arm": arm, "seed": seed, "steps": args.steps, **run(arm, seed, args.steps, Path(scratch))}
-                with ROWS.open("a") as file:
-                    file.write(json.dumps(row) + "\n")
+                append_row(ROWS, row)
     print_table()
-
-
-def rows() -> list[dict[str, Any]]:
-    return [json.loads(line) for line in ROWS.read_text().splitlines()] if ROWS.is_file() else []
 
 
 def is_row(row: dict[str, Any], arm: str, seed: int, steps: int) -> bool:
@@ -85,7 +80,7 @@ def art(*arguments: object) -> None:
 
 def print_table() -> None:
     """Prints each task and seed, then each task over its seeds; a difference is that of both together and alone."""
-    known = {(row["arm"], row["seed"], row["steps"]): row for row in rows()}
+    known = {(row["arm"], row["seed"], row["steps"]): row for row in read_rows(ROWS)}
     print("| task | seed | steps alone | rollouts | before | alone | together | difference |")
     print("|---|---|---|---|---|---|---|---|")
     for task in TASKS:

@@ -13,9 +13,10 @@ evaluation counts won games. Rows that are in noise.jsonl are not run again.
 import argparse
 from pathlib import Path
 
-from benchmarks.learning.curves import TASKS, Runner, read_rows
+from benchmarks.learning.curves import TASKS, Runner
 from benchmarks.learning.table import table
 from benchmarks.shared.paths import ROOT
+from benchmarks.shared.rows import read_rows
 
 ROWS = ROOT / "benchmarks" / "results" / "noise.jsonl"
 JUDGE = ROOT / "benchmarks" / "learning" / "noise_judge.py"

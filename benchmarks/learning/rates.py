@@ -16,10 +16,8 @@ its rise is less than a tenth of the best one's.
 import argparse
 import json
 import math
-import os
 import shutil
 import statistics
-import subprocess
 import sys
 import time
 from collections import defaultdict
@@ -29,7 +27,9 @@ from typing import Any, NamedTuple
 
 from art_cli.runs.run_dir import RunDir
 from benchmarks.learning.table import T_95
+from benchmarks.shared import commands
 from benchmarks.shared.paths import ROOT
+from benchmarks.shared.rows import append_row, read_rows
 
 ROWS = ROOT / "benchmarks" / "results" / "rates.jsonl"
 RATES = ("auto", "1e-5", "5e-5", "1e-4", "2e-4", "5e-4", "1e-3", "2e-3")
@@ -107,10 +107,9 @@ def train(run: Path, task: Task, seed: int, *settings: str) -> bool:
 
 def art(*arguments: str) -> bool:
     """Runs the command. Returns False if it ended with an error; a mistake or a full disk ends this program."""
-    command, environment = [sys.executable, "-m", "art_cli", *arguments], {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=DEADLINE_S)
+    done = commands.art(*arguments, timeout_s=DEADLINE_S)
     if done.returncode:
-        print("\n".join(done.stderr.strip().splitlines()[-8:]), file=sys.stderr)
+        print(commands.last_lines(done), file=sys.stderr)
     if done.returncode == USAGE or "no space left on the disk" in done.stderr:
         raise SystemExit(USAGE)
     return done.returncode == 0
@@ -162,15 +161,14 @@ def main() -> None:
     parser.add_argument("--runs", type=Path, default=ROOT / ".scratch" / "rates", help="the runs are kept here")
     parser.add_argument("--table", action="store_true")
     options = parser.parse_args()
-    rows = [json.loads(line) for line in ROWS.read_text().splitlines()] if ROWS.exists() else []
+    rows = read_rows(ROWS)
     known = {(row["task"], row["rate"], row["seed"]) for row in rows}
     wanted = [(name, rate, seed) for name in options.only for seed in options.seeds for rate in options.rates]
     for job in wanted if not options.table else []:
         if job not in known:
             rows.append(run(*job, options.runs.resolve()))
             print(json.dumps(rows[-1]), file=sys.stderr)
-            with ROWS.open("a") as file:
-                file.write(json.dumps(rows[-1]) + "\n")
+            append_row(ROWS, rows[-1])
     print(table(rows))
 
 

@@ -24,6 +24,7 @@ from art_cli.config.compose import load_config
 from art_cli.loop.auto import decide_by_base
 from art_cli.runs.run_dir import RunDir
 from benchmarks.shared.paths import ROOT
+from benchmarks.shared.rows import append_row, read_rows
 from benchmarks.speed.loop import make_base
 from benchmarks.speed.loop_shapes import SHAPES
 
@@ -89,7 +90,7 @@ def main() -> None:
     parser.add_argument("--table", action="store_true")
     parser.add_argument("--broken-off", action="store_true", help="the steps of runs that were broken off become rows")
     given = parser.parse_args()
-    rows = [json.loads(line) for line in ROWS.read_text().splitlines()] if ROWS.exists() else []
+    rows = read_rows(ROWS)
     known = {(row["side"], row["seed"]) for row in rows}
     given.runs.mkdir(parents=True, exist_ok=True)
     config = load_config(SHAPE.config, []).config
@@ -105,8 +106,7 @@ def main() -> None:
                 found = train_trl(make_base(SHAPE, given.runs), given.runs, seed, 2 * config.train.steps)
             attempts = config.rollout.group_size * config.rollout.groups_per_step
             rows.append({"side": side, "seed": seed, "attempts": attempts, "rewards": found})
-            with ROWS.open("a") as file:
-                file.write(json.dumps(rows[-1]) + "\n")
+            append_row(ROWS, rows[-1])
     print(table(rows))
 
 

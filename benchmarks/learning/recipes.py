@@ -18,7 +18,6 @@ no groups has a config-groups.yaml for the judge.
 import argparse
 import contextlib
 import json
-import resource
 import subprocess
 import sys
 import tempfile
@@ -33,6 +32,7 @@ from art_cli.runs.durable import read_lines
 from art_cli.runs.run_checkpoints import wanted_steps
 from art_cli.runs.run_dir import RunDir
 from art_cli.runs.trajectory import Trajectory
+from benchmarks.shared.commands import processor_seconds
 from benchmarks.shared.paths import ROOT
 
 ART = [sys.executable, "-m", "art_cli"]
@@ -57,9 +57,9 @@ HEAD = (
 def measure(config: Path, metric: str, seed: int, reward: str, runs: Path, settings: Sequence[str]) -> dict[str, Any]:
     """Trains one seed in a process of its own and reads what it left. `reward` names the run."""
     given = [f"train.seed={seed}", f"name={reward}-{seed}", f"runs={runs}", *settings]
-    begin, used = time.perf_counter(), _processor_seconds()
+    begin, used = time.perf_counter(), processor_seconds()
     subprocess.run([*ART, "train", str(config), *given], check=True, stdout=subprocess.DEVNULL)
-    seconds, used = time.perf_counter() - begin, _processor_seconds() - used
+    seconds, used = time.perf_counter() - begin, processor_seconds() - used
     run = RunDir(runs / f"{reward}-{seed}")
     values = {step: _values(run, step, metric) for step in sorted(run.evaluations())}
     first, best, last = min(values), wanted_steps(run, "best")[0], max(values)
@@ -79,12 +79,6 @@ def measure(config: Path, metric: str, seed: int, reward: str, runs: Path, setti
         "gap": max(line.get("logprob_gap", 0.0) for line in train),
         "again": [str(config), *given, *(str(run.checkpoint_path(step)) for step in (best, last))],
     }
-
-
-def _processor_seconds() -> float:
-    """Used by all processes that this one has started and that have ended, theirs included."""
-    used = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return used.ru_utime + used.ru_stime
 
 
 def _values(run: RunDir, step: int, metric: str) -> dict[str, float]:

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from art_cli.runs.run_dir import RunDir
+from benchmarks.shared.commands import processor_seconds_of
 from benchmarks.shared.paths import ROOT
 
 DEADLINE_S = 420.0
@@ -85,12 +86,6 @@ def environment() -> dict[str, str]:
     return {**os.environ, "OMP_NUM_THREADS": "1"}
 
 
-def processor_s(pid: int) -> float:
-    """Processor seconds of a process that lives."""
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
-
-
 def largest_gap(left: Path, right: Path) -> tuple[float, int, int]:
     """The largest difference of a weight in two checkpoints, how many differ, and how many there are."""
     from safetensors.numpy import load_file
@@ -112,9 +107,9 @@ def measure(name: str, sides: Sides, server: int) -> None:
     spent = dict.fromkeys(sides.chosen, 0.0)
     for number in range(ROUNDS):
         for side in sides.chosen:
-            before = processor_s(server)
+            before = processor_seconds_of(server)
             spent[side] += sides.art(side, "train", f"name=round{number}", f"runs={sides.home / side}")
-            spent[side] += processor_s(server) - before
+            spent[side] += processor_seconds_of(server) - before
             times[side] += sides.times(side, number)
     local, remote = (statistics.median(times[side]) for side in ("local", "remote"))
     print(f"{name}: {len(times['local'])} steps of 64 attempts on each side, load {os.getloadavg()[0]:.1f}")

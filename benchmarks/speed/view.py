@@ -27,6 +27,7 @@ import msgspec
 
 from art_cli.runs.run_dir import MetricsLine, RunDir
 from art_cli.runs.trajectory import Score, ScoredTrajectory, Turn
+from benchmarks.shared.commands import processor_seconds_of
 
 GROUP, GROUPS = 8, 125  # attempts of a group, groups of a step
 ASKED = 200  # groups and trajectories that are opened
@@ -130,7 +131,7 @@ def measure(path: Path) -> str:
         groups = time.monotonic() - began
         while get("/api/sources")["sources"][0]["indexing"]:
             time.sleep(0.05)
-        whole, worked = time.monotonic() - began, processor_s(process)
+        whole, worked = time.monotonic() - began, processor_seconds_of(process.pid)
         rows = get(f"{place}/groups?limit=1000")["rows"]
         group_ms = [timed(get, f"{place}/group/{quote(row['group_id'])}") for row in rows[:ASKED]]
         page_ms = [timed(get, f"/api/source/0/trajectory/{quote(row['ids'][0])}") for row in rows[:ASKED]]
@@ -169,12 +170,6 @@ def server(path: Path) -> Iterator[tuple[subprocess.Popen, Callable[[str], dict]
     finally:
         process.terminate()
         process.wait()
-
-
-def processor_s(process: subprocess.Popen) -> float:
-    """The processor seconds of the process so far, which a busy machine does not change as much as its wall seconds."""
-    fields = Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def peak(process: subprocess.Popen) -> float:
