@@ -1,10 +1,10 @@
 """What `art plan` promises, beside what the run then takes; and its doubts, beside what was planted.
 
-    python -m benchmarks.forecasts.plan  # all that is missing; hours
+    python -m benchmarks.forecasts.plan                           # all that is missing; hours
     python -m benchmarks.forecasts.plan --only letters --seeds 0  # the smallest case, about a minute
-    python -m benchmarks.forecasts.plan --planted  # the doubts of tests/planned, and of a healthy reward
-    python -m benchmarks.forecasts.plan --memory  # the forecast of memory; 10 minutes
-    python -m benchmarks.forecasts.plan --table  # runs nothing; prints the table
+    python -m benchmarks.forecasts.plan --planted                 # the doubts of tests/planned, and of a healthy reward
+    python -m benchmarks.forecasts.plan --memory                  # the forecast of memory; 10 minutes
+    python -m benchmarks.forecasts.plan --table                   # runs nothing; prints the table
 
 A row of benchmarks/results/plan.jsonl is one promised number of one run: task, seed, name, the promised median and 80 %
 interval, what happened, and whether it is inside; or the doubts about a reward; or the peak of a process that takes a

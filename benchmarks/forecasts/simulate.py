@@ -1,9 +1,9 @@
 """The simulation behind `art plan --on` against the loop: seconds per step, measured and simulated, in layouts that the
 calibration has not seen.
 
-    python -m benchmarks.forecasts.simulate  # all cases twice; hours on two quiet cores
+    python -m benchmarks.forecasts.simulate                          # all cases twice; hours on two quiet cores
     python -m benchmarks.forecasts.simulate --only tiny --steps 4 --times 1  # the smallest
-    python -m benchmarks.forecasts.simulate --times 1 --runs DIR  # keeps the runs; again, it calibrates anew by them
+    python -m benchmarks.forecasts.simulate --times 1 --runs DIR     # keeps the runs; again, it calibrates anew by them
 
 Each case is a run of `art train`. Its first half of steps calibrates the simulation, which then predicts the mean of
 the other half, and of runs of the same task in other layouts. Before each other layout the case's own is run again and

@@ -1,10 +1,10 @@
 """The recipes, measured: trains one from nothing for several seeds and says how far each seed came.
 
-    python -m benchmarks.learning.recipes tictactoe  # seeds 0 1 2, about 15 minutes on 2 cores
+    python -m benchmarks.learning.recipes tictactoe                  # seeds 0 1 2, about 15 minutes on 2 cores
     python -m benchmarks.learning.recipes tictactoe --seeds 0 --out x  # one seed, run directory kept under x
-    python -m benchmarks.learning.recipes tictactoe --judge  # each seed also with RULER, by a judge with a rule
+    python -m benchmarks.learning.recipes tictactoe --judge          # each seed also with RULER, by a judge with a rule
     python -m benchmarks.learning.recipes tictactoe --curve curve.svg  # draws the evaluations of all seeds
-    python -m benchmarks.learning.recipes tictactoe train.steps=72  # with other settings
+    python -m benchmarks.learning.recipes tictactoe train.steps=72   # with other settings
 
 For each run: the mean of one metric over the fixed evaluation scenarios (the recipe's own rate, else the reward) at the
 start, at the best checkpoint (that with the highest reward) and at the last one; the rise from the start to the last,

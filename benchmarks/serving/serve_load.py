@@ -1,7 +1,7 @@
 """`art serve` under load on the embedded engine: is a request lost or crossed with another, does memory grow?
 
-    python -m benchmarks.serving.serve_load  # 200 clients for 3 minutes, then SIGTERM in the middle of it
-    python -m benchmarks.serving.serve_load --seconds 20  # a quick look
+    python -m benchmarks.serving.serve_load                # 200 clients for 3 minutes, then SIGTERM in the middle of it
+    python -m benchmarks.serving.serve_load --seconds 20   # a quick look
     python -m benchmarks.serving.serve_load --clients 100 --seconds 300 --fresh  # a soak: no message comes twice
     python -m benchmarks.serving.serve_load --clients 100 --seconds 300 --inside  # what the server's memory is made of
 

@@ -1,7 +1,7 @@
 """How much longer the demo takes on a busy machine than on an idle one.
 
-    python -m benchmarks.speed.busy  # idle, then beside three busy processes, in turn
-    python -m benchmarks.speed.busy --steps 24 --repeats 1  # the whole demo
+    python -m benchmarks.speed.busy                                    # idle, then beside three busy processes, in turn
+    python -m benchmarks.speed.busy --steps 24 --repeats 1             # the whole demo
     python -m benchmarks.speed.busy --variant OMP_WAIT_POLICY=PASSIVE  # the same with another environment beside it
 
 Each run is `art train` of the tic-tac-toe recipe in a directory of its own: model, warm-up, and a few steps. It prints

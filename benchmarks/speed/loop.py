@@ -1,10 +1,10 @@
 """The whole loop: seconds of a step against a TRL script that plays the same episodes; where ours go.
 
-    python -m benchmarks.speed.loop  # the shape `tiny`: about 4 minutes on 2 quiet cores
-    python -m benchmarks.speed.loop --shape game agent  # others: benchmarks/speed/loop_shapes.py
+    python -m benchmarks.speed.loop                         # the shape `tiny`: about 4 minutes on 2 quiet cores
+    python -m benchmarks.speed.loop --shape game agent      # others: benchmarks/speed/loop_shapes.py
     python -m benchmarks.speed.loop --bases DIR --threads 1  # DIR keeps the policies that both start from
-    python -m benchmarks.speed.loop --tune  # TRL at each of its settings first, and then at the fastest
-    python -m benchmarks.speed.loop --before DIR  # against art as it is in the checkout DIR, instead of TRL
+    python -m benchmarks.speed.loop --tune                  # TRL at each of its settings first, and then at the fastest
+    python -m benchmarks.speed.loop --before DIR            # against art as it is in the checkout DIR, instead of TRL
 
 Ours is `art train`, TRL's is benchmarks/speed/loop_trl.py; each in a process of its own, in turn, from the same policy,
 with the same scenarios in the same order, the same adapter, sampling and learning rate. A step is from the end of the

@@ -1,10 +1,10 @@
 """Training alone, at the shapes of the whole loop and with a real model: time, share of the machine and memory.
 
-    python -m benchmarks.step.training  # the three shapes of the loop, median of 5
+    python -m benchmarks.step.training                           # the three shapes of the loop, median of 5
     python -m benchmarks.step.training --shape real --repeats 2  # SmolLM2-135M-Instruct; the others' steps take minutes
-    python -m benchmarks.step.training --shape real --groups 1  # the same with an eighth of the groups
-    python -m benchmarks.step.training --shape game --against  # ours alone
-    python -m benchmarks.step.training --threads 1  # for a machine that does other things as well
+    python -m benchmarks.step.training --shape real --groups 1   # the same with an eighth of the groups
+    python -m benchmarks.step.training --shape game --against    # ours alone
+    python -m benchmarks.step.training --threads 1               # for a machine that does other things as well
 
 A step of each shape in benchmarks/speed/loop_shapes.py: the same episodes (benchmarks/step/episodes.py), model, adapter
 and loss on all sides, each in a process of its own, in turn. `real` is SmolLM2-135M-Instruct and 8 groups of 8
