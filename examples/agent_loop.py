@@ -43,7 +43,7 @@ from art_cli.learners.algorithms import advantages, clip_tokens
 from art_cli.learners.algorithms.objectives import PolicyTerms
 from art_cli.learners.packs.pack_runner import PackRunner
 from art_cli.learners.packs.packing import Pack, pack_samples
-from art_cli.learners.samples import POLICY, token_weights, trajectory_samples
+from art_cli.learners.samples import Row, token_weights, trajectory_samples
 from art_cli.models.loading import Weights, find_base, load_weights, save_weights
 from art_cli.rollouts.rollout_gateway import Gateway
 from art_cli.runtime.plugins import resolve
@@ -177,7 +177,7 @@ def update(packs: list[Pack], runner: PackRunner, optimizer: torch.optim.Optimiz
             for pack in packs:  # the loss is a sum over packs, so only one pack is in memory at a time
                 new = runner.run(pack).logprobs[torch.from_numpy(pack.terms.edges)]  # [N]
                 old = torch.from_numpy(pack.terms.logprobs).float()  # [N] the engine's
-                weights = torch.from_numpy(pack.terms.weights[POLICY]).float()  # [N] advantages
+                weights = torch.from_numpy(pack.terms.weights[Row.POLICY]).float()  # [N] advantages
                 terms = PolicyTerms(new, old, weights, torch.from_numpy(pack.terms.samples))
                 (clip_tokens(terms, CLIP, CLIP).values.sum() / num_tokens).backward()
                 gap += (new.detach() - old).abs().sum().item() / num_tokens if epoch == 0 else 0.0

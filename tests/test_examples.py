@@ -76,6 +76,6 @@ async def test_a_group_of_the_agents_loop_is_played_with_tools_judged_and_packed
     assert [[turn.parent for turn in attempt.turns] for attempt in group] == [[None, 0]] * 8
     assert {(attempt.metrics["right"], round(attempt.reward, 6)) for attempt in group} == {(1.0, 1.0), (0.0, 0.1)}
     packs = loop.make_packs([group])
-    weights = [weight for pack in packs for weight in pack.terms.weights[loop.POLICY].tolist()]
+    weights = [weight for pack in packs for weight in pack.terms.weights[loop.Row.POLICY].tolist()]
     assert len(weights) == sum(attempt.num_sampled for attempt in group)
     assert sorted(set(weights)) == pytest.approx([-math.sqrt(7 / 8), math.sqrt(7 / 8)])
