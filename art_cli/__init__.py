@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from art_cli.config.schema import RunConfig
     from art_cli.judges import Judge, Verdict
     from art_cli.judges.ruler.ruler_judge import ruler_score_group
+    from art_cli.judges.trl_rewards import trl_judge
     from art_cli.loop.stages import StepTaken
     from art_cli.loop.train import TrainResult
     from art_cli.rollouts.policy import Policy
@@ -30,6 +31,7 @@ _HOMES = {
         "runtime.errors": ("ArtError",),
         "judges": ("Judge", "Verdict"),
         "judges.ruler.ruler_judge": ("ruler_score_group",),
+        "judges.trl_rewards": ("trl_judge",),
         "loop.stages": ("StepTaken",),
         "loop.train": ("TrainResult",),
         "api": ("generate", "judge", "load", "step", "train"),
@@ -61,6 +63,7 @@ __all__ = [
     "ruler_score_group",
     "step",
     "train",
+    "trl_judge",
 ]
 
 

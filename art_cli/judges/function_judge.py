@@ -65,6 +65,8 @@ class FunctionJudge(Judge):
             raise UsageError(f"{self._entry}: the class is no subclass of art_cli.Judge")
         try:
             return found(**options)
+        except UsageError:
+            raise
         except Exception as error:  # the boundary to the user's class
             raise UsageError(f"{self._entry}: {describe(error)}{self._where(error)}") from error
 
