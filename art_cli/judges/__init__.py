@@ -4,6 +4,7 @@ A judge sees the trajectories of one group that finished without error, and answ
 a score: when it cannot score a group, it raises JudgeError and the group stays owed.
 
     rollout_judge.py, function_judge.py, reward_model.py and blend.py are a judge each
+    trl_rewards.py, openai_grader.py   judges of other tools, which a user's `judge.entry` names
     ruler/           RULER: a language model scores the attempts of a group against each other
     providers/       the models that judge: one call to one of them, and when to make it again
     costs.py         usage, prices, estimates, budget

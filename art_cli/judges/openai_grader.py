@@ -1,4 +1,4 @@
-"""OpenAIGrader: a grader of OpenAI's reinforcement fine-tuning as a judge, by the JSON that the fine-tuning job had.
+"""OpenAIGrader: a judge made from the grader JSON of a job of OpenAI's reinforcement fine-tuning.
 
     judge: {entry: "art_cli.judges.openai_grader:OpenAIGrader", options: {grader: {type: string_check, ...}}}
 
@@ -22,7 +22,7 @@ from art_cli.runtime.errors import JudgeError, UsageError
 from art_cli.runtime.threads import call_in_thread
 
 KINDS = "string_check (eq, ne, like, ilike), text_similarity (rouge_1 to rouge_5, rouge_l), python, multi of these"
-Grade = Callable[[Json, Json], Any]  # of sample and item, as OpenAI's python graders are
+Grade = Callable[[Json, Json], Any]  # grade(sample, item), the signature of OpenAI's python graders
 
 
 class NotInSample(Exception):
@@ -36,7 +36,7 @@ class OpenAIGrader(Judge):
         parts = grader["graders"] if is_multi else {"grade": grader}
         self._formula = grader["calculate_output"] if is_multi else "grade"
         self._graders = {name: read_grader(name, part) for name, part in parts.items()}
-        with suppress(ArithmeticError, ValueError):  # which depend on the grades
+        with suppress(ArithmeticError, ValueError):  # these depend on the grades
             calculate(self._formula, dict.fromkeys(parts, 1.0))
 
     async def judge(self, group: Sequence[Trajectory]) -> Mapping[str, Verdict]:
@@ -45,7 +45,7 @@ class OpenAIGrader(Judge):
     def _verdict(self, trajectory: Trajectory) -> Verdict:
         sample, grades = sample_of(trajectory), dict.fromkeys(self._graders, 0.0)
         for name, grade in self._graders.items():
-            with suppress(NotInSample):  # the policy's failure, and a grade of 0
+            with suppress(NotInSample):  # the policy failed, so the grade is 0
                 grades[name] = float(grade(sample, trajectory.scenario))
         scores = [Score(judge=name, score=grade) for name, grade in grades.items()]
         return Verdict(reward=calculate(self._formula, grades), scores=scores)
@@ -59,7 +59,7 @@ def read_grader(name: str, grader: Json) -> Grade:
         return lambda sample, item: compare(fill(text, sample, item), fill(reference, sample, item))
     if kind == "python":
         names: Json = {}
-        exec(compile(grader["source"], f"{name}.source", "exec"), names)  # the user's own code, by the configuration
+        exec(compile(grader["source"], f"{name}.source", "exec"), names)  # the user's own code, from the configuration
         grade: Grade = names["grade"]
         return grade
     cure = "use RULER with the prompt as its rubric" if kind in ("score_model", "label_model") else f"there is {KINDS}"
@@ -67,7 +67,7 @@ def read_grader(name: str, grader: Json) -> Grade:
 
 
 def sample_of(trajectory: Trajectory) -> Json:
-    """Returns the last reply by the names that OpenAI's graders have for its parts."""
+    """Returns the last reply, its parts under the names that OpenAI's graders use."""
     last: Json = next((each for each in reversed(trajectory.messages) if each.get("role") == "assistant"), {})
     text, parsed = last.get("content") or "", None
     with suppress(ValueError, RecursionError):
@@ -77,7 +77,7 @@ def sample_of(trajectory: Trajectory) -> Json:
 
 
 def fill(template: str, sample: Json, item: Json) -> str:
-    """Returns the template with the value of each {{item.path}} and {{sample.path}}, as JSON unless it is a text."""
+    """Returns the template with the values of {{item.path}} and {{sample.path}}. A value that is no text is JSON."""
 
     def value(match: re.Match[str]) -> str:
         here: Any = {"sample": sample, "item": item}
@@ -94,13 +94,13 @@ def fill(template: str, sample: Json, item: Json) -> str:
 
 
 def rouge(order: int, text: str, reference: str) -> float:
-    """Returns the F1 of the common n-grams of this order (Lin 2004); of order 0 that of the longest subsequence."""
+    """Returns the F1 of the n-grams that two texts share (Lin 2004). Order 0 counts the longest common subsequence."""
     ours, theirs = (re.findall(r"[a-z0-9]+", each.lower()) for each in (text, reference))
     if order:
         grams = [Counter(zip(*(each[start:] for start in range(order)), strict=False)) for each in (ours, theirs)]
         common, total = (grams[0] & grams[1]).total(), grams[0].total() + grams[1].total()
         return 2 * common / total if common else 0.0
-    lengths = [0] * (len(theirs) + 1)  # of the subsequences of the words so far and of each beginning of `theirs`
+    lengths = [0] * (len(theirs) + 1)  # entry i: longest subsequence of the words so far and theirs[:i]
     for word in ours:
         before = 0
         for i, other in enumerate(theirs, 1):
@@ -108,7 +108,7 @@ def rouge(order: int, text: str, reference: str) -> float:
     return 2 * lengths[-1] / (len(ours) + len(theirs)) if lengths[-1] else 0.0
 
 
-COMPARISONS: dict[Any, Callable[[str, str], float]] = {  # of input and reference
+COMPARISONS: dict[Any, Callable[[str, str], float]] = {  # (type, metric) -> function of input and reference
     ("string_check", "eq"): operator.eq,
     ("string_check", "ne"): operator.ne,
     ("string_check", "like"): operator.contains,
@@ -126,7 +126,7 @@ FUNCTIONS = {each.__name__: each for each in (min, max, abs, math.floor, math.ce
 
 
 def calculate(formula: str, grades: Mapping[str, float]) -> float:
-    """Returns a formula's value. Raises UsageError for what is no number, grader, + - * / ^ or function of OpenAI's."""
+    """Returns the formula's value. Raises UsageError if it has more than numbers, graders, + - * / ^ and FUNCTIONS."""
 
     def value(node: ast.AST) -> float:
         match node:

@@ -2,7 +2,8 @@
 
     judge = trl_judge(accuracy, brevity, weights=[1.0, 0.2])      # in rewards.py; judge: {entry: "rewards.py:judge"}
 
-A function is called once for each group, with what TRL's trainer passes but for `trainer_state` and its two loggers.
+Each group is one call of each function. The arguments are those of TRL's trainer without `trainer_state`, `log_extra`
+and `log_metric`.
 """
 
 import asyncio
@@ -20,9 +21,9 @@ from art_cli.runtime.threads import call_in_thread
 def trl_judge(
     *functions: Callable[..., Any], weights: Sequence[float] | None = None
 ) -> Callable[[list[Trajectory]], Coroutine[Any, Any, Mapping[str, Verdict]]]:
-    """Returns a judge whose reward is the weighted sum of the functions' rewards, in which None adds nothing.
+    """Returns a judge that adds up the functions' rewards, each times its weight. A reward of None adds nothing.
 
-    The weights are 1 by default. Raises UsageError if there is not one weight for each function.
+    The default weight is 1. Raises UsageError if there is not one weight for each function.
     """
     names = [getattr(function, "__name__", "reward") for function in functions]
     factors = [1.0] * len(functions) if weights is None else weights
@@ -65,19 +66,16 @@ def _split(trajectory: Trajectory) -> tuple[Any, Any]:
 
     The completion begins with the first assistant message that is not part of the scenario's `prompt`.
     """
-    messages, given = [_with_thoughts(each) for each in trajectory.messages], trajectory.scenario.get("prompt")
+    messages, given = list(trajectory.messages), trajectory.scenario.get("prompt")
+    for i, each in enumerate(messages):
+        if thoughts := each.get("reasoning_content"):  # TRL's completions have thoughts in the content
+            messages[i] = each | {"content": f"<think>\n{thoughts}\n</think>\n\n{each.get('content') or ''}"}
     start = len(given) if isinstance(given, list) else 0
     while start < len(messages) and messages[start].get("role") != "assistant":
         start += 1
     if isinstance(given, str):
         return given, (messages[start:] or [{}])[-1].get("content") or ""
     return messages[:start], messages[start:]
-
-
-def _with_thoughts(message: Json) -> Json:
-    """Returns the message with its thoughts in its `content`, where TRL leaves them."""
-    said, thoughts = message.get("content") or "", message.get("reasoning_content")
-    return message | {"content": f"<think>\n{thoughts}\n</think>\n\n{said}"} if thoughts else message
 
 
 def _completion_ids(trajectory: Trajectory) -> list[int]:
