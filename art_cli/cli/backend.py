@@ -3,7 +3,6 @@
 import json
 import logging
 import sys
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -111,7 +110,6 @@ def run(
 def _load(arguments: list[str], base: str | None) -> "LoadedBackend":
     """Returns the model, engine and learner of the file and overrides. Raises UsageError if no model is named."""
     from art_cli.config.compose import load_backend
-    from art_cli.config.schema import TorchLearnerConfig
 
     has_file = bool(arguments) and "=" not in arguments[0]
     path, overrides = (Path(arguments[0]), arguments[1:]) if has_file else (None, arguments)
@@ -128,9 +126,6 @@ def _load(arguments: list[str], base: str | None) -> "LoadedBackend":
         raise UsageError("learner.nodes: adapters of several clients are trained on one machine; set learner.processes")
     if loaded.learner.name == "unsloth" and loaded.model.lora is None:
         raise UsageError("model.lora: null trains all weights, and Unsloth adapters only: learner=torch, or set it")
-    if loaded.learner.name == "auto":
-        shared = loaded.learner.model_dump(exclude={"name"}, exclude_unset=True)
-        loaded = replace(loaded, learner=TorchLearnerConfig.model_validate(shared))
     return loaded
 
 

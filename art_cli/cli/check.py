@@ -32,7 +32,7 @@ def run(
     art check config.yaml --no-judge        only estimates the cost of asking the judge
     """
     from art_cli.config.compose import load_config
-    from art_cli.loop.auto import resolve_auto
+    from art_cli.loop.decide import decide_engine
     from art_cli.loop.references import check_ready
     from art_cli.reports.pages.conversation_text import whole_text
     from art_cli.runtime.scratch import scratch
@@ -45,7 +45,7 @@ def run(
         findings = [Finding("config", True, f"{loaded.path}: composes")]
         if not as_json:
             print_findings(findings)
-        loaded = resolve_auto(loaded, "engine", "learner")
+        loaded = decide_engine(loaded)
     except ArtError as error:
         if as_json:
             print_findings([Finding("config", False, str(error))], as_json)

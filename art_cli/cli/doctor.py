@@ -24,7 +24,7 @@ from art_cli.runtime.errors import ArtError, UsageError
 from art_cli.runtime.openmp import num_cores
 
 if TYPE_CHECKING:
-    from art_cli.loop.auto import Machine
+    from art_cli.loop.engine_choice import Machine
 
 BASE = ("typer", "pydantic", "hydra-core", "omegaconf", "openai", "aiohttp", "msgspec", "starlette", "uvicorn")
 EXTRAS = {  # extra -> (the packages that it installs, what it is for)
@@ -154,15 +154,16 @@ PROOFS: dict[str, Callable[[], str]] = {"train": _prove_train}
 
 def check_auto(machine: "Machine | None" = None) -> Iterator[Finding]:
     """Returns the engine and learner that `auto` chooses here for a LoRA on a published model, with the reasons."""
-    from art_cli.loop.auto import Machine, choose, engine_facts, learner_facts
+    from art_cli.loop.engine_choice import Machine, choose, engine_facts
 
     machine = machine or Machine()
-    for group, facts in (("engine", engine_facts(machine)), ("learner", learner_facts(machine))):
-        choice = choose(group, facts)
-        message = f"auto chooses {choice.name}: {choice.reason}"
-        if choice.name == "vllm" and (num := machine.num_gpus()) > 1:
-            message += f"; 1 server, engine.replicas starts up to {num} on the {num} GPUs"
-        yield Finding(group, not facts.is_installed, message, choice.cure)
+    facts = engine_facts(machine)
+    choice = choose(facts)
+    message = f"auto chooses {choice.name}: {choice.reason}"
+    if choice.name == "vllm" and (num := machine.num_gpus()) > 1:
+        message += f"; 1 server, engine.replicas starts up to {num} on the {num} GPUs"
+    yield Finding("engine", not facts.is_installed, message, choice.cure)
+    yield Finding("learner", True, "auto chooses torch: it trains packs, and Unsloth one row at a time")
 
 
 def _check_configs() -> Finding:

@@ -24,7 +24,7 @@ from art_cli.config.sections.engine_config import HOSTED
 from art_cli.engines import engine_traits, own_model
 from art_cli.judges.costs import Price, find_price
 from art_cli.judges.source_judges import make_judges, require_all_keys
-from art_cli.loop.auto import resolve_auto
+from art_cli.loop.decide import decide_engine
 from art_cli.loop.evaluate import (
     COUNTS,
     SPENT,
@@ -122,7 +122,7 @@ def find_players(
         return loaded if path is None or is_foreign else _as_searched(loaded, path, is_trusted=is_trusted)
 
     sources = [find_policy(trained(loaded, path), path, which=which) for path in wanted]
-    loaded = resolve_auto(loaded, "engine") if wanted else loaded
+    loaded = decide_engine(loaded) if wanted else loaded
     players = dict[str, Player]()
     for path, source in zip(wanted, sources, strict=True):
         name = str(path or source.checkpoint or ("endpoint" if is_foreign else "start"))

@@ -151,7 +151,7 @@ class _Made(NamedTuple):
 def _policy_engine(loaded: "LoadedGateway", checkpoint: Path | None, which: "Which") -> Iterator[_Made]:
     """Yields the engine of the file: that of an endpoint, or one that samples from a checkpoint of the run."""
     from art_cli.engines import engine_traits, make_engine
-    from art_cli.loop.auto import resolve_auto
+    from art_cli.loop.decide import decide_engine
     from art_cli.loop.references import check_ready
     from art_cli.loop.stage_policy import find_policy, open_policy
     from art_cli.runs.system_prompt import is_prompt
@@ -167,7 +167,7 @@ def _policy_engine(loaded: "LoadedGateway", checkpoint: Path | None, which: "Whi
     if source.checkpoint is not None and is_prompt(source.checkpoint):
         raise UsageError(f"{source.checkpoint}: a prompt, which art gateway cannot add to calls; art serve can")
     check_ready(run, ("model", "engine"))
-    run = resolve_auto(run, "engine")
+    run = decide_engine(run)
     log.info("policy: %s", source.checkpoint or "the starting policy")
     with open_policy(run, source) as policy:
         made = make_engine(

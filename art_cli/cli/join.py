@@ -31,12 +31,11 @@ def run(
     from art_cli.config.compose import load_config
     from art_cli.learners.processes.job import make_job
     from art_cli.learners.processes.joined_node import join
-    from art_cli.loop.auto import resolve_auto
     from art_cli.models.loading import find_base
     from art_cli.runtime import threads
     from art_cli.runtime.scratch import scratch
 
-    loaded = resolve_auto(load_config(config, overrides or []), "learner")
+    loaded = load_config(config, overrides or [])
     learner = loaded.config.learner
     if learner.nodes == 1:
         raise UsageError(f"{config}: learner.nodes is 1, so that nothing can be joined; set it and learner.rendezvous")

@@ -36,13 +36,14 @@ from art_cli.learners import Learner, has_own_weights, load_policy, make_learner
 from art_cli.learners.processes.nodes.node_address import Address, read_secret
 from art_cli.learners.sft.examples import load_examples
 from art_cli.loop import trial_update
-from art_cli.loop.auto import Machine, decide_by_base, describe, read_sizes
+from art_cli.loop.decide import decide_by_base, describe, read_sizes
+from art_cli.loop.engine_choice import Machine
 from art_cli.loop.gpu_fit import describe_use, find_misfit, gpu_use
 from art_cli.loop.owed_groups import plan_groups
 from art_cli.loop.policy_sampler import open_sampler
 from art_cli.loop.record import find_clash
 from art_cli.models.device_memory import memory_there
-from art_cli.models.loading import Weights, count_parameters, find_base, load_tokenizer, template_cure
+from art_cli.models.loading import Weights, count_parameters, find_base, load_tokenizer, read_shape, template_cure
 from art_cli.models.policy_spec import PolicySpec, read_spec, spec_of
 from art_cli.reports.pages.conversation_text import last_reply
 from art_cli.reports.trackers import check_tracker, trackers_of
@@ -169,7 +170,7 @@ class Preflight:
             problem, cure = _vllm_problem(engine, self.loaded.config.model.quantize)
             if problem:
                 return Finding("engine", False, problem, cure)
-        return Finding("auto", True, describe(self.loaded, "engine", "learner"))
+        return Finding("auto", True, describe(self.loaded))
 
     def check_nodes(self) -> Finding | None:
         """Checks that the learner's other nodes could reach this machine. Returns None if there are no others."""
@@ -323,7 +324,7 @@ class Preflight:
         if isinstance(config.engine, TinkerEngineConfig):
             return self._check_remote_model(config.engine, base)
         note = ""
-        if (sized := read_sizes(config, base, Machine())) is not None:
+        if (sized := read_sizes(config, read_shape(base), Machine())) is not None:
             if (misfit := find_misfit(config, *sized, os.environ)) is not None:
                 return Finding("model", False, misfit.problem, misfit.cure or "take a smaller model, or more GPUs")
             note = describe_use(gpu_use(config, *sized, os.environ), sized[0])

@@ -15,7 +15,7 @@ from art_cli.runtime.errors import UsageError, printable
 
 if TYPE_CHECKING:
     from art_cli.config.schema import EngineConfig
-    from art_cli.loop.auto import Machine
+    from art_cli.loop.engine_choice import Machine
     from art_cli.runs.run_checkpoints import Which
     from art_cli.serving.served_model import Source
 
@@ -158,7 +158,7 @@ def _choose_engine(
 
     Raises UsageError, before anything runs, if an untrusted run names the program that is vLLM.
     """
-    from art_cli.loop.auto import Machine, choose, engine_facts
+    from art_cli.loop.engine_choice import Machine, choose, engine_facts
     from art_cli.serving.served_policies import check_trust, engine_config, read_knobs
 
     settings, trained, machine = read_knobs(knobs), _trained_engine(sources), machine or Machine()
@@ -179,7 +179,7 @@ def _choose_engine(
             python=Path(str(python)) if python else None,
             quantize=sources[0].quantize,
         )
-        choice = choose("engine", facts)
+        choice = choose(facts)
         log.info("engine %s (auto: %s)", choice.name, choice.reason)
         name = choice.name
     endpoints = [_endpoint_key(source) for source in sources]

@@ -63,7 +63,6 @@ def run(
     """
     from art_cli.config.compose import load_config
     from art_cli.learners.sft.examples import load_examples
-    from art_cli.loop.auto import resolve_auto
     from art_cli.loop.references import check_ready
     from art_cli.loop.stage_policy import (
         PolicySource,
@@ -85,7 +84,6 @@ def run(
     assert loaded.config.sft is not None
     examples = load_examples(loaded.config.sft, loaded.directory, [str(file.resolve()) for file in files])
     source = find_policy(loaded, checkpoint) if checkpoint else PolicySource(None, 0)
-    loaded = resolve_auto(loaded, "learner")
     with open_base(loaded, source) as base:
         loaded = as_trained(loaded, source, base)
         with open_learner(loaded, source, base=base) as learner:

@@ -24,7 +24,6 @@ from art_cli.config.problems import explain
 from art_cli.config.schema import (
     MAX_NAME,
     AutoEngineConfig,
-    AutoLearnerConfig,
     EmbeddedEngineConfig,
     EngineConfig,
     GatewayConfig,
@@ -34,6 +33,7 @@ from art_cli.config.schema import (
     RolloutJudgeConfig,
     RunConfig,
     Section,
+    TorchLearnerConfig,
     VllmEngineConfig,
 )
 from art_cli.config.sections.base_config import RunName
@@ -59,9 +59,7 @@ class LoadedConfig:
     directory: Path  # absolute directory of the file; relative paths in the file are relative to it
     path: Path  # the file as the user named it
     places: Places = field(default_factory=Places, repr=False, compare=False)
-    auto: Mapping[str, str] = field(
-        default_factory=dict
-    )  # reason for each choice of a group that was `auto`: loop/auto.py
+    auto: Mapping[str, str] = field(default_factory=dict)  # reason for each value that art chose (loop/decide.py)
     overrides: tuple[str, ...] = ()  # the command line's `key=value` arguments
     sweep: tuple[str, ...] = ()  # the arguments of the whole sweep, if this is a run of one
 
@@ -69,6 +67,13 @@ class LoadedConfig:
     def by_source(self) -> "dict[str, LoadedConfig]":
         """As `RunConfig.by_source`."""
         return {name: replace(self, config=part) for name, part in self.config.by_source.items()}
+
+    def with_value(self, key: str, value: Any, reason: str = "") -> "LoadedConfig":
+        """Returns the configuration with another value at `section` or `section.name`, and the reason in `auto`."""
+        section, _, name = key.partition(".")
+        value = getattr(self.config, section).model_copy(update={name: value}) if name else value
+        auto = {**self.auto} | ({name or section: reason} if reason else {})
+        return replace(self, config=self.config.model_copy(update={section: value}), auto=auto)
 
 
 @dataclass(frozen=True)
@@ -108,7 +113,7 @@ class LoadedBackend:
 class _BackendOnly(Section):
     model: ModelConfig
     engine: EngineConfig = AutoEngineConfig()
-    learner: LearnerConfig = AutoLearnerConfig()
+    learner: LearnerConfig = TorchLearnerConfig()
 
 
 class _GatewayOnly(Section):

@@ -73,7 +73,6 @@ from art_cli.config.sections.tracker_config import (
     TrackerConfig,
 )
 from art_cli.config.sections.train_config import (
-    AutoLearnerConfig,
     BaseLearnerConfig,
     EvalConfig,
     LearnerConfig,
@@ -91,7 +90,6 @@ __all__ = [
     "AlgorithmConfig",
     "AnthropicEngineConfig",
     "AutoEngineConfig",
-    "AutoLearnerConfig",
     "BaseLearnerConfig",
     "BlendJudgeConfig",
     "CispoConfig",
@@ -177,7 +175,7 @@ class RunConfig(Section):
     loss: LossConfig = GrpoConfig()
     algorithm: AlgorithmConfig | None = None
     """A user's algorithm. null: the one that `loss` names."""
-    learner: LearnerConfig = AutoLearnerConfig()
+    learner: LearnerConfig = TorchLearnerConfig()
     train: TrainConfig = TrainConfig()
     sft: SftConfig | None = None
     eval: EvalConfig | None = None

@@ -146,7 +146,7 @@ def make_engine(
     its model. A user's own engine is looked up in `directory`.
     """
     if config.name not in BUILT_INS and not isinstance(config, OwnEngineConfig):
-        raise EngineError(f"engine {config.name} is not resolved; call loop.auto.resolve_auto first")
+        raise EngineError(f"engine {config.name} is not resolved; call loop.decide.decide_engine first")
     weights = policy if isinstance(policy, Weights) else None
     traits = engine_traits(config, directory)
     assert weights is not None or traits.weights != "here", f"engine {config.name} needs weights in this process"

@@ -22,7 +22,6 @@ import msgspec
 
 from art_cli.runs.manifest import Probe
 from art_cli.runs.trajectory import ScoredTrajectory
-from art_cli.runtime.errors import LearnerError
 
 if TYPE_CHECKING:
     from art_cli.config.schema import AlgorithmConfig, LearnerConfig, LossConfig, RunConfig, SftConfig, TrainConfig
@@ -197,13 +196,9 @@ class Learner(Protocol):
 
 
 def load_policy(config: "RunConfig", base: str) -> "Weights":
-    """Returns the starting policy, loaded as the configured learner needs it. `base` is a hub id or a directory.
-
-    Raises LearnerError if `learner: auto` is not resolved.
-    """
+    """Returns the starting policy, loaded as the configured learner needs it. `base` is a hub id or a directory."""
     from art_cli.models import loading
 
-    _check_resolved(config)
     load = None
     if config.learner.name == "unsloth":
         load = resolve_name("art_cli.learners.unsloth:load_model")
@@ -218,12 +213,11 @@ def make_learner(
     The policy is None if the engine brings its model: then a prompt is learned.
 
     A user's algorithm is relative to `directory`. Worker processes write their logs to `logs`, or to a temporary
-    directory if `logs` is None. Raises LearnerError if `learner: auto` is not resolved.
+    directory if `logs` is None.
     """
     from art_cli.config.schema import with_base_model
     from art_cli.models.policy_spec import PolicySpec, spec_of
 
-    _check_resolved(config)
     make = resolve_name(BUILT_INS[config.learner.name])
     if not config.learner.trains_weights:
         searching: Learner = make(config, directory)
@@ -242,12 +236,6 @@ def make_learner(
         return learner
     learner = make(policy, setup)
     return learner
-
-
-def _check_resolved(config: "RunConfig") -> None:
-    if config.learner.name not in BUILT_INS:
-        name = config.learner.name
-        raise LearnerError(f"learner {name} is not resolved; call loop.auto.resolve_auto first")
 
 
 def has_own_weights(config: "RunConfig") -> bool:

@@ -1,9 +1,10 @@
 """The training loop: generate -> judge -> step -> checkpoint -> eval, and the same stages alone.
 
     train.py             the loop, which reads in one screen
-      claim_run.py       decides and checks: engine and learner, data, the lock of the run's directory
-      open_run.py        opens the parts: model, learner, first policy, engine, agent -> Run
-    auto.py              engine, learner and dtype that a configuration leaves to the machine
+      claim_run.py       checks: configuration, data, the lock of the run's directory, the run's record
+      open_run.py        opens the parts: judges, model, learner, first policy, engine, agent -> Run
+        decide.py        decides what the configuration leaves open, once, and writes config.json
+    engine_choice.py     the choice of `engine: auto`, by the facts of this machine
     references.py        files, functions and hosts that a configuration names, looked up before anything runs
     record.py            config.json: what a run was made with, compared with a configuration
     warm_up.py           the supervised phase before the first step

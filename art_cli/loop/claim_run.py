@@ -1,9 +1,8 @@
-"""Claims a run for this process: everything about it that can be decided and checked before a model is loaded.
+"""Claims a run for this process: everything that can be checked before anything is decided or loaded.
 
-    configuration -> checks -> engine and learner -> lock of the run's directory -> mirror -> Claim
+    configuration -> checks -> lock of the run's directory -> mirror -> comparison with the run's record -> Claim
 
-The dtype alone is decided later, by open_run, because it needs the base model. A run directory that a mistake left
-empty is removed.
+A run directory that a mistake left empty is removed.
 """
 
 import asyncio
@@ -21,8 +20,7 @@ from art_cli.engines import engine_traits
 from art_cli.judges.judge_groups import require_keys
 from art_cli.judges.source_judges import require_all_keys
 from art_cli.learners.sft.examples import Examples, load_examples
-from art_cli.loop.auto import describe, follow_record, resolve_auto
-from art_cli.loop.record import check_record, claim_config, follow_rate
+from art_cli.loop.record import check_record, follow
 from art_cli.loop.references import check_ready
 from art_cli.loop.startup import Startup
 from art_cli.rollouts.scenario_files import RunScenarios, is_function, pools_of
@@ -69,7 +67,7 @@ class RunData(RunScenarios):
 
 @dataclass(frozen=True)
 class Claim:
-    """A run that this process alone works on, with everything decided but the dtype."""
+    """A run that this process alone works on. Its configuration has what earlier starts decided (record.follow)."""
 
     loaded: LoadedConfig
     files: RunDir
@@ -99,7 +97,6 @@ async def claim_run(loaded: LoadedConfig, *, is_fresh: bool, startup: Startup) -
     check_ready(loaded, is_training=True)
     data = RunData(loaded.config, loaded.directory)
     data.check()
-    loaded = resolve_auto(loaded, "engine", "learner", is_logged=False)  # below, in the run's log too
     _check_engine(loaded)
     await asyncio.to_thread(require_all_keys, loaded.config, loaded.directory)
     for shadow in loaded.config.shadow.values():
@@ -107,17 +104,14 @@ async def claim_run(loaded: LoadedConfig, *, is_fresh: bool, startup: Startup) -
     root = loaded.config.runs / loaded.config.name
     files = RunDir(_beside(root, await _kept_names(loaded)) if is_fresh else root)
     with _unless_wrong(files), files.lock(), logs.kept(files.log_path, find_secrets(os.environ).redact):
-        log.info("art train %s: %s", loaded.path, describe(loaded, "engine", "learner"))
+        log.info("art train %s", loaded.path)
         files.clean()  # before the mirror has files of its own there
         keep, keeps_best = loaded.config.train.keep_checkpoints, loaded.config.train.keep_best
         async with mirrored(files, loaded.config.store, keep=keep, keeps_best=keeps_best) as mirror:
-            loaded = follow_rate(follow_record(loaded, files), files)
+            loaded = follow(loaded, files)
             check_record(files, loaded)
             startup.reached("data")
-            claim = Claim(loaded, files, data, mirror, startup, job=f"{files.root}{files.claim_id()}")
-            if claim.finished_step is not None:
-                claim_config(files, loaded)
-            yield claim
+            yield Claim(loaded, files, data, mirror, startup, job=f"{files.root}{files.claim_id()}")
 
 
 async def _kept_names(loaded: LoadedConfig) -> Sequence[str]:

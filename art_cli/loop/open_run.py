@@ -1,6 +1,6 @@
-"""Opens a claimed run: model, learner, first policy, engine and agent, all of them parts of one frozen Run.
+"""Opens a claimed run: judges, model, learner, first policy, engine and agent, all of them parts of one frozen Run.
 
-    Claim -> dtype -> weights -> learner -> newest checkpoint, or step 0 after the warm-up -> sampler -> Run
+    Claim -> judges -> decide -> weights -> learner -> newest checkpoint, or step 0 after the warm-up -> sampler -> Run
 
 The newest checkpoint that verifies decides which step is next, and the step's own files what it still owes. There is
 no other state.
@@ -11,40 +11,38 @@ import contextlib
 import logging
 import shlex
 import time
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import NoReturn
+from typing import NamedTuple, NoReturn
 
 import msgspec
 
 from art_cli.config.compose import LoadedConfig
 from art_cli.config.config_identity import config_hash
 from art_cli.config.schema import RunConfig
-from art_cli.engines import EngineTraits, engine_traits
+from art_cli.engines import EngineTraits
 from art_cli.judges import Judge
 from art_cli.judges.costs import Payer
 from art_cli.judges.shadow_judges import ShadowJudges
 from art_cli.judges.source_judges import make_judges
 from art_cli.learners import Learner, describe_processes, has_own_weights, load_policy, make_learner
-from art_cli.loop.auto import decide_by_base, describe
 from art_cli.loop.batches import Batches
 from art_cli.loop.claim_run import Claim, RunData
+from art_cli.loop.decide import Decided, computes_here, decide, describe
 from art_cli.loop.interrupts import Interrupts
-from art_cli.loop.policy_sampler import Sampler, open_sampler
-from art_cli.loop.record import claim_config
-from art_cli.loop.references import missing_targets
+from art_cli.loop.policy_sampler import Sampler, open_sampler, read_origin
 from art_cli.loop.source_mix import SourceMix
-from art_cli.loop.startup import import_libraries
+from art_cli.loop.startup import Startup
 from art_cli.loop.stop_rules import RunMeter, StopRules
 from art_cli.loop.warm_up import WarmUp, make_warm_up
-from art_cli.models.base_files import base_digest
-from art_cli.models.loading import Weights, clone_trainable, count_parameters, find_base
-from art_cli.models.policy_spec import PolicySpec, origin_of, read_spec, spec_of
+from art_cli.models.loading import Weights, clone_trainable, count_parameters
+from art_cli.models.policy_spec import PolicySpec, read_spec, spec_of
 from art_cli.reports.findings import RunWatch
 from art_cli.reports.pages.panel import RunPanel
 from art_cli.reports.trackers.tracker_dispatch import Trackers, open_trackers
+from art_cli.rollouts.process import ProcessRollout
 from art_cli.rollouts.rollout_runner import begin_rollouts
 from art_cli.rollouts.scenario_files import find_overlap
 from art_cli.runs.chain import add_link
@@ -145,84 +143,56 @@ class Run:
 
 @contextlib.asynccontextmanager
 async def open_run(claim: Claim, *, go_on: str | None = None) -> AsyncIterator[Run]:
-    """Yields the run, ready for its first step; everything is closed on the way out.
+    """Yields the run, ready for its first step, and closes everything at the end. Raises the errors of all parts.
 
-    `go_on` is what an interrupt says of how to go on, instead of the command of `art train`.
-
-    config.json is written here, once everything in it is decided. Raises the errors of all parts.
+    `go_on` is the hint in the message of an interrupt, by default the command of `art train`.
     """
-    files, data, directory, startup = claim.files, claim.data, claim.loaded.directory, claim.startup
+    files, startup = claim.files, claim.startup
     async with contextlib.AsyncExitStack() as stack:
-        begun = await stack.enter_async_context(begin_rollouts(claim.loaded.config.rollout, directory))
-        _warn_of_overlap(claim.loaded, data)
-        judge = make_judges(claim.loaded.config, directory, job=claim.job)
-        shadows = ShadowJudges(claim.loaded.config.shadow, directory, job=claim.job)
-        begin, payers = time.monotonic(), [judge, *shadows.judges.values()]
-        _check_prices(claim.loaded, payers)
-        panel = RunPanel(claim.loaded.config.name, num_steps=claim.loaded.config.train.steps)
+        begun = await stack.enter_async_context(begin_rollouts(claim.loaded.config.rollout, claim.loaded.directory))
+        _warn_of_overlap(claim.loaded, claim.data)
+        judges = _make_judges(claim)
+        begin = time.monotonic()
         startup.reached("data")
-        traits = engine_traits(claim.loaded.config.engine, directory)
-        loaded, policy, weights = _load_policy(claim, traits)
-        config = loaded.config
+        decided = decide(claim.loaded, files, startup)
+        loaded, config = decided.loaded, decided.loaded.config
+        policy, weights = _load_policy(decided)
         startup.reached("model")
-        learner = make_learner(config, weights or policy, directory=directory, logs=files.logs)
-        if learner.payer is not None:
-            _check_prices(claim.loaded, [learner.payer])
-        meter = RunMeter([*payers, *filter(None, [learner.payer])], begin=begin)
+        learner = make_learner(config, weights or policy, directory=loaded.directory, logs=files.logs)
+        payers = [*judges.payers, *filter(None, [learner.payer])]
+        _check_prices(loaded, payers)
+        meter = RunMeter(payers, begin=begin)
         startup.reached("learner")
-        trackers = open_trackers(config, files.root, directory)
-        go_on = go_on or f"go on with: {resume_command(loaded, files)}"
-        interrupts = Interrupts(f"interrupted; what is complete is in {files.root}; {go_on}")
         log.info("%s", _describe(loaded, policy, weights))
+        trackers = open_trackers(config, files.root, loaded.directory)
+        panel, interrupts = RunPanel(config.name, num_steps=config.train.steps), _interrupts(loaded, files, go_on)
         stack.enter_context(_shown(panel))
         stack.enter_context(interrupts.handled())
-        for part in (trackers, shadows, judge):
+        for part in (trackers, judges.shadows, judges.judge):
             stack.push_async_callback(part.close)
-        stack.callback(learner.close)
-        await asyncio.sleep(0)  # an interrupt during loading ends the run here, before any thread starts
-        await threads.call_in_thread(learner.start)  # an interrupt ends the wait for other nodes
-        await stack.enter_async_context(_watched(learner))
-        if policy is not None and config.learner.trains_weights:
-            await _rehearse(learner, config, policy, interrupts)
-        origin = None
-        if policy is not None and config.learner.trains_weights:
-            origin = origin_of(policy, await threads.call_in_thread(base_digest, policy.base))
+        await stack.enter_async_context(_started(learner, config, policy, interrupts))
+        origin = await _find_origin(config, policy)
         writer = RunWriter(config, files, policy, origin, learner, trackers, claim.mirror, interrupts)
-        first = await _find_start(writer, loaded, data)
+        first = await _find_start(writer, loaded, claim.data)
         interrupts.stop_if_any()
         startup.reached("first checkpoint and warm-up")
-        sampler = await stack.enter_async_context(
-            open_sampler(
-                loaded,
-                _engine_weights(config, traits, weights) or policy,
-                checkpoint=files.checkpoint_path(first),
-                step=first,
-                origin=origin,
-                logs=files.logs,
-                shares_weights=_shares_weights(config),
-                begun=begun,
-                on_first_reply=partial(startup.end, "first reply"),
-            )
-        )
+        sampler = await stack.enter_async_context(_sampler(decided, writer, weights, first, begun, startup))
         startup.reached("engine and agent")
+        batches = _make_batches(writer, sampler, judges, claim.data)
+        stack.push_async_callback(batches.close)
         history = read_history(files)
         meter.follow(history)
-        # A run whose newest checkpoint is lost does its steps again.
-        known = [each for each in history.updates if each.number <= first]
-        history = history._replace(updates=known, evaluations=[e for e in history.evaluations if e.step <= first])
+        history = history.until(first)  # a run whose newest checkpoint is lost does its steps again
         panel.follow(history)
-        mix = SourceMix(config, files, data.training_by_source)
-        batches = Batches(config, files, sampler, judge, mix, shadows=shadows, arrange=learner.arrange)
-        stack.push_async_callback(batches.close)
         yield Run(
             loaded=loaded,
             files=files,
-            data=data,
+            data=claim.data,
             first=first,
             policy=policy,
             learner=learner,
             sampler=sampler,
-            judge=judge,
+            judge=judges.judge,
             batches=batches,
             writer=writer,
             trackers=trackers,
@@ -235,35 +205,50 @@ async def open_run(claim: Claim, *, go_on: str | None = None) -> AsyncIterator[R
         )
 
 
+# --- the judges -------------------------------------------------------------------------------------------------------
+
+
+class _Judges(NamedTuple):
+    """The judge whose scores are trained on, and the shadow judges."""
+
+    judge: Judge
+    shadows: ShadowJudges
+
+    @property
+    def payers(self) -> list[Payer]:
+        return [self.judge, *self.shadows.judges.values()]
+
+
+def _make_judges(claim: Claim) -> _Judges:
+    """Raises ConfigError if a stop rule counts dollars and a judge's price is unknown."""
+    config, directory = claim.loaded.config, claim.loaded.directory
+    shadows = ShadowJudges(config.shadow, directory, job=claim.job)
+    judges = _Judges(make_judges(config, directory, job=claim.job), shadows)
+    _check_prices(claim.loaded, judges.payers)
+    return judges
+
+
 # --- the model --------------------------------------------------------------------------------------------------------
 
 
-def _load_policy(claim: Claim, traits: EngineTraits) -> tuple[LoadedConfig, PolicySpec | None, Weights | None]:
-    """Returns the configuration with its dtype, which config.json now has, and the policy, or None if the engine brings
-    its model.
+def _load_policy(decided: Decided) -> tuple[PolicySpec | None, Weights | None]:
+    """Returns the policy, and its weights if this process computes with them; None if the engine brings its model."""
+    config, base = decided.loaded.config, decided.base
+    if base is None:
+        return None, None
+    if computes_here(config, decided.traits):
+        weights = load_policy(config, base)
+        return spec_of(weights), weights
+    learner, is_remote = config.learner, config.learner.weights == "server"
+    spec = read_spec(config.model, base, device=None if is_remote else learner.device, is_remote=is_remote)
+    return msgspec.structs.replace(spec, learner_gpus=learner.processes), None
 
-    The weights are None if neither engine nor learner computes with them in this process.
-    """
-    loaded, files = claim.loaded, claim.files
-    if not traits.can_train:
-        claim_config(files, loaded)
-        return loaded, None, None
-    is_here = "here" in (traits.weights, loaded.config.learner.weights)
-    if is_here and not loaded.config.learner.imports_first:
-        import_libraries(has_adapter=loaded.config.model.lora is not None)
-        claim.startup.reached("torch and transformers")
-    base = find_base(loaded.config.model.base, directory=loaded.directory, built=files.base)
-    _check_targets(loaded, Path(base))
-    loaded = decide_by_base(loaded, base, is_begun=bool(files.checkpoint_steps()))
-    claim_config(files, loaded)
-    if is_here:
-        weights = load_policy(loaded.config, base)
-        return loaded, spec_of(weights), weights
-    learner = loaded.config.learner
-    is_remote = learner.weights == "server"
-    device = None if is_remote else learner.device
-    spec = read_spec(loaded.config.model, base, device=device, is_remote=is_remote)
-    return loaded, msgspec.structs.replace(spec, learner_gpus=learner.processes), None
+
+async def _find_origin(config: RunConfig, policy: PolicySpec | None) -> Origin | None:
+    """Returns the origin of every policy of the run, or None if the policy is a prompt."""
+    if policy is None or not config.learner.trains_weights:
+        return None
+    return await read_origin(policy)
 
 
 def _shares_weights(config: RunConfig) -> bool:
@@ -281,7 +266,7 @@ def _engine_weights(config: RunConfig, traits: EngineTraits, weights: Weights | 
 def _describe(loaded: LoadedConfig, policy: PolicySpec | None, weights: Weights | None) -> str:
     config, reason = loaded.config, loaded.auto.get("learning_rate")
     if policy is None or not config.learner.trains_weights:
-        return f"{config.name}: {config.model.base} with a prompt; {describe(loaded, 'engine', 'learner')}"
+        return f"{config.name}: {config.model.base} with a prompt; {describe(loaded)}"
     rate = f"learning rate {config.train.rate:g}" + (f" (auto: {reason})" if reason else "")
     what = config.model.base
     if weights is not None:
@@ -296,7 +281,37 @@ def _describe(loaded: LoadedConfig, policy: PolicySpec | None, weights: Weights 
     return f"{config.name}: {what}; {names}; {rate}"
 
 
-# --- where to begin ---------------------------------------------------------------------------------------------------
+# --- the learner ------------------------------------------------------------------------------------------------------
+
+
+@contextlib.asynccontextmanager
+async def _started(
+    learner: Learner, config: RunConfig, policy: PolicySpec | None, interrupts: Interrupts
+) -> AsyncIterator[None]:
+    """Starts the learner for the block, and ends the block if one of the learner's processes is dead."""
+    with contextlib.closing(learner):
+        await asyncio.sleep(0)  # an interrupt during loading ends the run here, before any thread starts
+        await threads.call_in_thread(learner.start)  # an interrupt ends the wait for other nodes
+        async with _watched(learner):
+            if policy is not None and config.learner.trains_weights:
+                await _rehearse(learner, config, policy, interrupts)
+            yield
+
+
+@contextlib.asynccontextmanager
+async def _watched(learner: Learner) -> AsyncIterator[None]:
+    """Ends the block with a LearnerError as soon as one of the learner's processes is dead."""
+
+    async def watch() -> NoReturn:
+        while True:
+            await asyncio.to_thread(learner.check)
+            await asyncio.sleep(WATCH_EVERY_S)
+
+    with first_of_group():
+        async with asyncio.TaskGroup() as group:
+            task = group.create_task(watch())
+            yield
+            task.cancel()
 
 
 async def _rehearse(learner: Learner, config: RunConfig, policy: PolicySpec, interrupts: Interrupts) -> None:
@@ -313,6 +328,9 @@ async def _rehearse(learner: Learner, config: RunConfig, policy: PolicySpec, int
     interrupts.stop_if_any()
     took = "" if gigabytes is None else f", {gigabytes:.1f} GB at its peak"
     log.info("learner: a row of %d tokens fits, as long as the limits allow%s", longest, took)
+
+
+# --- where to begin ---------------------------------------------------------------------------------------------------
 
 
 async def _find_start(writer: RunWriter, loaded: LoadedConfig, data: RunData) -> int:
@@ -349,6 +367,40 @@ def _backfill(writer: RunWriter, manifest: Manifest) -> None:
         writer.record(step, split, manifest.metrics, digest_of(manifest))
 
 
+def _sampler(
+    decided: Decided,
+    writer: RunWriter,
+    weights: Weights | None,
+    first: int,
+    begun: Mapping[str, ProcessRollout],
+    startup: Startup,
+) -> contextlib.AbstractAsyncContextManager[Sampler]:
+    """Returns the sampler of the policy at step `first`, not opened yet."""
+    config, files = writer.config, writer.files
+    return open_sampler(
+        decided.loaded,
+        _engine_weights(config, decided.traits, weights) or writer.policy,
+        checkpoint=files.checkpoint_path(first),
+        step=first,
+        origin=writer.origin,
+        logs=files.logs,
+        shares_weights=_shares_weights(config),
+        begun=begun,
+        on_first_reply=partial(startup.end, "first reply"),
+    )
+
+
+def _make_batches(writer: RunWriter, sampler: Sampler, judges: _Judges, data: RunData) -> Batches:
+    config, files = writer.config, writer.files
+    mix, arrange = SourceMix(config, files, data.training_by_source), writer.learner.arrange
+    return Batches(config, files, sampler, judges.judge, mix, shadows=judges.shadows, arrange=arrange)
+
+
+def _interrupts(loaded: LoadedConfig, files: RunDir, go_on: str | None) -> Interrupts:
+    hint = go_on or f"go on with: {resume_command(loaded, files)}"
+    return Interrupts(f"interrupted; what is complete is in {files.root}; {hint}")
+
+
 def resume_command(loaded: LoadedConfig, files: RunDir) -> str:
     """Returns the shell command that continues the run, or the sweep that it belongs to."""
     words = ["-m", *loaded.sweep] if loaded.sweep else [*loaded.overrides]
@@ -370,22 +422,6 @@ def _shown(panel: RunPanel) -> Iterator[None]:
         yield
 
 
-@contextlib.asynccontextmanager
-async def _watched(learner: Learner) -> AsyncIterator[None]:
-    """Ends the block with a LearnerError as soon as one of the learner's processes is dead."""
-
-    async def watch() -> NoReturn:
-        while True:
-            await asyncio.to_thread(learner.check)
-            await asyncio.sleep(WATCH_EVERY_S)
-
-    with first_of_group():
-        async with asyncio.TaskGroup() as group:
-            task = group.create_task(watch())
-            yield
-            task.cancel()
-
-
 # --- checks of the opened parts ---------------------------------------------------------------------------------------
 
 
@@ -405,9 +441,3 @@ def _check_prices(loaded: LoadedConfig, payers: Sequence[Payer]) -> None:
         if rule.usd is not None and unpriced:
             key, cure = f"stop.{number}.usd", "set its price, or take the rule out"
             raise ConfigError([Problem(key, loaded.places.of(key), f"no price is known for {unpriced[0]}; {cure}")])
-
-
-def _check_targets(loaded: LoadedConfig, base: Path) -> None:
-    """Raises ConfigError if a LoRA target matches no module of the base, which shows only once the base is built."""
-    if wrong := list(missing_targets(loaded.config.model, base)):
-        raise ConfigError([Problem(key, loaded.places.of(key), message) for key, message in wrong])

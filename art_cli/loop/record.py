@@ -17,8 +17,8 @@ from pydantic import ValidationError
 from art_cli.config.compose import LoadedConfig
 from art_cli.config.config_identity import MAY_CHANGE_FIRST, Change, config_changes, general
 from art_cli.config.schema import RunConfig
-from art_cli.loop.auto import follow_record, with_rate
 from art_cli.runs.durable import read_object, write_file
+from art_cli.runs.run_checkpoints import run_config
 from art_cli.runs.run_dir import RunDir
 from art_cli.runtime.errors import DataError, RunError
 from art_cli.runtime.secrets import without_secrets
@@ -31,17 +31,39 @@ OPEN = ("model.dtype", "train.learning_rate")  # keys that may be auto until the
 MEND_RECORD = "restore it, or remove it to go on with the configuration as it is now"
 
 
-def follow_rate(loaded: LoadedConfig, run: RunDir) -> LoadedConfig:
-    """Returns the configuration with the learning rate that the run has so far, if it leaves the rate open."""
-    if loaded.config.train.learning_rate != "auto" or not run.checkpoint_steps():
+def follow(loaded: LoadedConfig, run: RunDir) -> LoadedConfig:
+    """Returns the configuration with the dtype, context and learning rate of the run so far, if it leaves them open.
+
+    A run without a checkpoint has none of them. A context is followed only if art chose it, because a user's number
+    belongs to the configuration.
+    """
+    if not run.checkpoint_steps():
         return loaded
-    with contextlib.suppress(DataError):  # claim_config refuses the damaged file
-        record = read_object(run.config_path)
-        rate, auto = _rate(record), record.get("auto")
-        reason = auto.get("learning_rate") if isinstance(auto, dict) else None
-        if isinstance(rate, float):
-            return with_rate(loaded, rate, str(reason or f"as in {run.root}"))
+    try:
+        record, recorded = run_config(run), recorded_dtype(run)
+    except DataError:
+        return loaded  # check_record refuses the damaged config.json
+    model, length = loaded.config.model, record.get("model", {}).get("max_length")
+    reasons = auto if isinstance(auto := record.get("auto"), dict) else {}
+    past: dict[str, Any] = {}
+    if model.dtype == "auto":
+        newest = run.newest_checkpoint()
+        past["model.dtype"] = (newest[1].dtype if newest is not None else "") or recorded
+    if model.max_length is None and reasons.get("max_length") is not None and isinstance(length, int):
+        past["model.max_length"] = length
+    if loaded.config.train.learning_rate == "auto" and record and isinstance(rate := _rate(record), float):
+        past["train.learning_rate"] = rate
+    for key, value in past.items():
+        if value:
+            reason = reasons.get(key.partition(".")[2]) or f"as in {run.root}"
+            loaded = loaded.with_value(key, value, str(reason))
     return loaded
+
+
+def recorded_dtype(run: RunDir | None) -> str:
+    """Returns the dtype in the run's config.json, or "" if it has none or an older version left it open."""
+    dtype = run_config(run).get("model", {}).get("dtype", "auto")
+    return "" if dtype == "auto" else str(dtype)
 
 
 def _rate(record: Mapping[str, Any]) -> Any:
@@ -94,15 +116,14 @@ def _copy_drawing(run: RunDir, source: Path) -> None:
 
 def find_clash(run: RunDir, loaded: LoadedConfig) -> str:
     """Returns the reason why another configuration made the existing run as a line, or "" if this one did."""
-    return _refusal(run, differences(run, loaded))
+    return _refusal(run, differences(run, follow(loaded, run)))
 
 
 def differences(run: RunDir, loaded: LoadedConfig) -> list[Change]:
     """Returns the keys in which a run's record trains differently; none without a record."""
     if not os.path.lexists(run.config_path):
         return []
-    config = follow_record(loaded, run).config
-    return _changes(read_record(run)[0], config.model_dump(mode="json"))
+    return _changes(read_record(run)[0], loaded.config.model_dump(mode="json"))
 
 
 def _changes(old: dict[str, Any], new: dict[str, Any]) -> list[Change]:

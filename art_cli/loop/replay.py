@@ -21,10 +21,9 @@ from typing import NamedTuple
 from art_cli.config.compose import LoadedConfig
 from art_cli.judges.reliability import with_reliability
 from art_cli.learners import Learner
-from art_cli.loop.auto import follow_record, resolve_auto
 from art_cli.loop.claim_run import RunData
 from art_cli.loop.owed_groups import group, plan_places
-from art_cli.loop.record import differences, follow_rate, read_record
+from art_cli.loop.record import differences, follow, read_record
 from art_cli.loop.source_mix import SourceMix
 from art_cli.loop.stage_policy import PolicySource, as_trained, open_base, open_learner
 from art_cli.loop.warm_up import WarmUp, run_warm_up
@@ -61,7 +60,7 @@ def replay(run: RunDir, loaded: LoadedConfig, links: list[Link]) -> Iterator[Rep
     `loaded` is the configuration that trained the run. Raises at once, before anything is computed: UsageError if it
     is another one, or the run had several; RunError if the run's record is damaged.
     """
-    loaded = resolve_auto(follow_rate(follow_record(loaded, run), run), "engine", "learner", is_logged=False)
+    loaded = follow(loaded, run)
     if changes := differences(run, loaded):
         said = "; ".join(map(str, changes))
         raise UsageError(f"{run.config_path}: has other settings than {loaded.path}: {said}; give those of the run")

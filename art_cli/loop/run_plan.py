@@ -31,7 +31,6 @@ from art_cli.judges.costs import find_price
 from art_cli.judges.judge_groups import score as ask
 from art_cli.judges.judge_report import judge_windows
 from art_cli.learners.prompt.prompt_learner import PromptLearner
-from art_cli.loop.auto import with_rate
 from art_cli.loop.batches import Batch
 from art_cli.loop.calibration import shared_prompt
 from art_cli.loop.claim_run import Claim, claim_run
@@ -101,7 +100,7 @@ async def plan(loaded: LoadedConfig, *, repeats: int | None = None, beside: Prom
             measured = msgspec.structs.replace(measured, start_s=started, verdicts=repeats or 1)
             made = _promise(measured, doubts, dataclasses.replace(claim, loaded=run.loaded), speed)
             if loaded.config.train.learning_rate == "auto" and RATE in made.settings:
-                chosen = with_rate(run.loaded, float(made.settings[RATE]), f"art plan: {made.reasons[RATE]}")
+                chosen = run.loaded.with_value(RATE, float(made.settings[RATE]), f"art plan: {made.reasons[RATE]}")
                 claim_config(run.files, chosen)
                 made = msgspec.structs.replace(made, config_hash=config_hash(chosen.config))
             run.files.write_promise(made)

@@ -16,7 +16,8 @@ from art_cli.config.compose import LoadedConfig
 from art_cli.config.config_identity import config_changes, config_hash
 from art_cli.engines import engine_traits
 from art_cli.learners import Learner, load_policy, make_learner
-from art_cli.loop.auto import decide_by_base, recorded_dtype
+from art_cli.loop.decide import decide_by_base
+from art_cli.loop.record import recorded_dtype
 from art_cli.models.base_files import base_digest
 from art_cli.models.loading import Weights, find_base, load_checkpoint, load_weights
 from art_cli.models.policy_spec import PolicySpec, origin_of, read_spec

@@ -11,10 +11,10 @@ from art_cli.engines import engine_traits, own_model
 from art_cli.judges.judge_groups import judge_group
 from art_cli.judges.reliability import reliability_numbers, with_reliability
 from art_cli.judges.source_judges import make_judges, require_all_keys
-from art_cli.loop.auto import resolve_auto
+from art_cli.loop.decide import decide_engine
 from art_cli.loop.owed_groups import group, owed, plan_places
 from art_cli.loop.policy_sampler import Sampler, open_sampler
-from art_cli.loop.record import follow_rate
+from art_cli.loop.record import follow
 from art_cli.loop.references import check_ready
 from art_cli.loop.scenario_choice import ScenarioChoice
 from art_cli.loop.source_mix import SourceMix
@@ -81,7 +81,7 @@ def choose_policy(loaded: LoadedConfig, checkpoint: Path | None) -> tuple[Loaded
     is_foreign = not engine_traits(loaded.config.engine, loaded.directory).can_train
     source = find_policy(loaded, checkpoint)
     check_ready(loaded, ("model", "rollout", "gateway", "engine"))
-    loaded = resolve_auto(loaded, "engine")
+    loaded = decide_engine(loaded)
     log.info("policy: %s", source.checkpoint or ("the endpoint's own" if is_foreign else "the starting policy"))
     return loaded, source
 
@@ -177,9 +177,8 @@ def take_step(
         raise LearnerError(f"no group is complete, of {len(scored)} attempts; art generate plays what is missing")
     if not failures.is_all and not any(each.num_sampled for each in attempts):
         raise LearnerError("no attempt has tokens, so that no step can be taken: art sft can learn from them")
-    loaded = resolve_auto(loaded, "learner")
     if (home := home_of(loaded, source)) is not None:
-        loaded = follow_rate(loaded, home)
+        loaded = follow(loaded, home)
     with open_base(loaded, source) as base:
         loaded = as_trained(loaded, source, base)
         with open_learner(loaded, source, base=base) as learner:

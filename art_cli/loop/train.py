@@ -9,9 +9,11 @@ from pathlib import Path
 from art_cli.config.compose import LoadedConfig
 from art_cli.loop.batches import Batch
 from art_cli.loop.claim_run import claim_run
+from art_cli.loop.decide import decide_engine
 from art_cli.loop.evaluate import judged_rewards, play_evaluation, values_by_scenario, values_of_sources
 from art_cli.loop.open_run import Run, open_run, resume_command
 from art_cli.loop.owed_groups import group
+from art_cli.loop.record import claim_config
 from art_cli.loop.startup import Startup
 from art_cli.loop.stop_rules import Firing
 from art_cli.reports.pages.conversation_text import last_reply
@@ -49,6 +51,7 @@ async def train(loaded: LoadedConfig, *, is_fresh: bool = False, startup: Startu
     async with claim_run(loaded, is_fresh=is_fresh, startup=startup or Startup()) as claim:
         files, finished = claim.files, claim.finished_step
         if finished is not None:
+            claim_config(files, decide_engine(claim.loaded))
             add_link(files, read_manifest(files.checkpoint_path(finished)), rest=finished + 1)
             return TrainResult(files.root, finished, True, files.evaluations())
         async with open_run(claim) as run:

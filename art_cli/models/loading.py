@@ -205,25 +205,18 @@ def resolve_dtype(
         return choose_dtype(base, pick_device(device), may_be_exact=may_be_exact)
 
 
-def width_of(base: str, named: str | None = None) -> int:
-    """Returns the size of the hidden states of a hub id or directory; UNKNOWN_WIDTH if its configuration names none.
-
-    Raises UsageError as `load_weights` does.
-    """
+def read_shape(base: str) -> Any:
+    """Returns transformers' configuration of a hub id or directory. Raises UsageError as `load_weights`."""
     import transformers
 
-    require_base(base, named)
-    with loading(base, named):
-        config: Any = transformers.AutoConfig.from_pretrained(base, trust_remote_code=False)
-        return int(getattr(config.get_text_config(), "hidden_size", UNKNOWN_WIDTH))
-
-
-def context_at(base: str) -> int:
-    """Returns the number of tokens that the model of a hub id or directory was made for."""
-    import transformers
-
+    require_base(base, None)
     with loading(base, None):
-        return context_of(transformers.AutoConfig.from_pretrained(base, trust_remote_code=False))
+        return transformers.AutoConfig.from_pretrained(base, trust_remote_code=False)
+
+
+def width_of(shape: Any) -> int:
+    """Returns the size of the hidden states, or UNKNOWN_WIDTH if the configuration has none."""
+    return int(getattr(shape.get_text_config(), "hidden_size", UNKNOWN_WIDTH))
 
 
 def load_checkpoint(

@@ -141,6 +141,11 @@ class History(NamedTuple):
     evaluations: list[Evaluated]
     warm_up: dict[str, float] | None = None  # numbers of the sft before the first step, or None without one
 
+    def until(self, step: int) -> "History":
+        """Returns the history up to a policy."""
+        updates = [each for each in self.updates if each.number <= step]
+        return self._replace(updates=updates, evaluations=[each for each in self.evaluations if each.step <= step])
+
 
 def read_updates(lines: Iterable[MetricsLine]) -> list[UpdateNumbers]:
     """Returns the updates among the lines of a run's metrics, in order."""

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from art_cli.config.compose import load_config
-from art_cli.loop.auto import decide_by_base
+from art_cli.loop.decide import decide_by_base
 from art_cli.runs.run_dir import RunDir
 from benchmarks.shared.paths import ROOT
 from benchmarks.shared.rows import append_row, read_rows

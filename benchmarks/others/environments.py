@@ -23,7 +23,7 @@ from typing import NamedTuple
 from art_cli.config.compose import load_config
 from art_cli.config.schema import EnvironmentConfig, RolloutConfig
 from art_cli.learners import load_policy
-from art_cli.loop.auto import resolve_auto
+from art_cli.loop.decide import decide_engine
 from art_cli.loop.policy_sampler import Sampler, open_sampler
 from art_cli.models.builtin_models import tiny
 from art_cli.rollouts.environments import library_named, library_names
@@ -75,7 +75,7 @@ async def measure(only_library: str | None, only: str | None) -> list[Row]:
         build(base)
         path = directory / "config.yaml"
         path.write_text(CONFIG.format(base=base, context=CONTEXT, turns=MAX_TURNS, tokens=MAX_TOKENS))
-        loaded = resolve_auto(load_config(path), "engine", "learner")
+        loaded = decide_engine(load_config(path))
         weights = load_policy(loaded.config, str(base))
         async with open_sampler(loaded, weights, checkpoint=None, step=0, logs=directory) as sampler:
             for name in library_names():

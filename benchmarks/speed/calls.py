@@ -22,7 +22,7 @@ from typing import NamedTuple
 
 from art_cli.config.compose import LoadedConfig, load_config
 from art_cli.learners import load_policy
-from art_cli.loop.auto import resolve_auto
+from art_cli.loop.decide import decide_engine
 from art_cli.loop.owed_groups import plan_groups
 from art_cli.loop.policy_sampler import Sampler, open_sampler
 from art_cli.rollouts.rollout_runner import Progress
@@ -51,7 +51,7 @@ class Cost(NamedTuple):
 
 def measure(base: Path, *, rounds: int, games: int, is_profiled: bool = False) -> list[Cost]:
     settings = [f"model.base={base}", "sft=null", f"rollout.groups_per_step={games // 8}"]
-    loaded = resolve_auto(load_config(SHAPES["tiny"].config, settings), "engine", "learner")
+    loaded = decide_engine(load_config(SHAPES["tiny"].config, settings))
     return threads.run(_measure(loaded, rounds, is_profiled))
 
 

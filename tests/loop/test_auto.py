@@ -1,4 +1,4 @@
-"""What `auto` is: the engine and the learner that facts speak for, where the choice stands, and what resumes."""
+"""The engine that facts speak for, the learner that `auto` names, where the choice stands, and what resumes."""
 
 import json
 import logging
@@ -17,15 +17,15 @@ from art_cli.cli import Finding, doctor
 from art_cli.cli import app as cli
 from art_cli.cli import serve as serve_command
 from art_cli.config.compose import LoadedConfig, load_config
-from art_cli.config.schema import EmbeddedEngineConfig, TorchLearnerConfig, VllmEngineConfig
+from art_cli.config.schema import EmbeddedEngineConfig, RunConfig, TorchLearnerConfig, VllmEngineConfig
 from art_cli.engines import make_engine
 from art_cli.engines.vllm.arguments import VllmFacts, find_vllm
-from art_cli.learners import load_policy, make_learner
-from art_cli.loop.auto import AutoChoice, Facts, Machine, choose, decide_by_base, describe, engine_facts, resolve_auto
+from art_cli.loop.decide import decide_by_base, decide_engine, describe
+from art_cli.loop.engine_choice import AutoChoice, Facts, Machine, choose, engine_facts
 from art_cli.loop.record import claim_config
 from art_cli.models import loading, precision
 from art_cli.runs.run_dir import RunDir
-from art_cli.runtime.errors import ConfigError, EngineError, LearnerError, RunError, UsageError
+from art_cli.runtime.errors import ConfigError, EngineError, RunError, UsageError
 from tests.support.models.tiny import save_tiny_base, tiny_weights
 from tests.support.paths import LETTERS, ROOT
 from tests.support.servers.served import make_run, scripted_source
@@ -89,20 +89,19 @@ def load(project: Path, *overrides: str) -> LoadedConfig:
 
 def engine(project: Path, *overrides: str, machine: Machine) -> tuple[str, str]:
     """The engine that auto is, and the reason."""
-    resolved = resolve_auto(load(project, *overrides), "engine", machine=machine)
+    resolved = decide_engine(load(project, *overrides), machine)
     return resolved.config.engine.name, resolved.auto["engine"]
 
 
 # --- the choice -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("group", "fast", "plain"), [("engine", "vllm", "embedded"), ("learner", "unsloth", "torch")])
-def test_the_faster_one_is_chosen_where_nothing_speaks_against_it(group: str, fast: str, plain: str) -> None:
+def test_vllm_is_chosen_if_nothing_speaks_against_it() -> None:
     """A GPU comes first, then whether it fits the run, then whether it works here; only the last can be mended."""
-    assert choose(group, Facts(True, found="X 1.0")) == AutoChoice(fast, "X 1.0 and a GPU are here")
-    assert choose(group, Facts(False, "odd", "X 1.0", "broken", cure="c")) == AutoChoice(plain, "no GPU here")
-    assert choose(group, Facts(True, "it is odd", "X 1.0", "broken", cure="c")) == AutoChoice(plain, "it is odd")
-    assert choose(group, Facts(True, "", "X 1.0", "broken", cure="c")) == AutoChoice(plain, "broken", "c")
+    assert choose(Facts(True, found="X 1.0")) == AutoChoice("vllm", "X 1.0 and a GPU are here")
+    assert choose(Facts(False, "odd", "X 1.0", "broken", cure="c")) == AutoChoice("embedded", "no GPU here")
+    assert choose(Facts(True, "it is odd", "X 1.0", "broken", cure="c")) == AutoChoice("embedded", "it is odd")
+    assert choose(Facts(True, "", "X 1.0", "broken", cure="c")) == AutoChoice("embedded", "broken", "c")
 
 
 def test_a_gpu_without_bfloat16_gets_the_embedded_engine(project: Path) -> None:
@@ -116,7 +115,7 @@ def test_a_gpu_without_bfloat16_gets_the_embedded_engine(project: Path) -> None:
 
 def test_vllm_is_the_engine_where_it_and_a_gpu_are_there(project: Path) -> None:
     assert engine(project, machine=MachineOf()) == ("vllm", "vLLM 0.32.0 and a GPU are here")
-    resolved = resolve_auto(load(project), "engine", machine=MachineOf())
+    resolved = decide_engine(load(project), MachineOf())
     assert resolved.config.engine == VllmEngineConfig(name="vllm")
 
 
@@ -195,12 +194,12 @@ def test_vllm_is_not_asked_where_something_else_decides(project: Path, machine: 
     assert machine.asked == []
 
 
-@pytest.mark.parametrize("gpu", [True, False])
-def test_the_learner_is_torch_also_where_unsloth_and_a_gpu_are_there(project: Path, gpu: bool) -> None:
-    """On a GPU Unsloth's attention takes no tree, so that it computes what rows share again for each of them."""
-    resolved = resolve_auto(load(project, "learner.device=cpu"), "learner", machine=MachineOf(gpu=gpu))
-    assert resolved.config.learner == TorchLearnerConfig(device="cpu")
-    assert resolved.auto["learner"] == ("it trains packs, and Unsloth one row at a time" if gpu else "no GPU here")
+@pytest.mark.parametrize("overrides", [(), ("learner=auto",), ("learner.name=auto",), ("learner=torch",)])
+def test_auto_is_another_name_of_the_torch_learner(project: Path, overrides: tuple[str, ...]) -> None:
+    """Unsloth's attention takes no tree, so it computes shared tokens again for each row."""
+    assert load(project, *overrides, "learner.device=cpu").config.learner == TorchLearnerConfig(device="cpu")
+    record = load(project).config.model_dump(mode="json") | {"learner": {"name": "auto", "packing": "rows"}}
+    assert RunConfig.model_validate(record).learner == TorchLearnerConfig(packing="rows")
 
 
 @pytest.mark.parametrize(
@@ -223,37 +222,25 @@ def test_a_small_model_has_float32_on_a_gpu_if_its_engine_is_embedded(
 
 
 def test_the_knobs_that_all_learners_have_reach_the_one_chosen(project: Path) -> None:
-    loaded = load(project, "learner={micro_batch_tokens: 64, gradient_checkpointing: true}", "learner.packing=rows")
-    resolved = resolve_auto(loaded, "learner", machine=MachineOf(gpu=False))
+    knobs = "{name: auto, micro_batch_tokens: 64, gradient_checkpointing: true}"
+    loaded = load(project, f"learner={knobs}", "learner.packing=rows")
     expected = TorchLearnerConfig(micro_batch_tokens=64, gradient_checkpointing=True, packing="rows")
-    assert resolved.config.learner == expected
+    assert loaded.config.learner == expected
+    assert loaded.config.learner.model_fields_set == {"micro_batch_tokens", "gradient_checkpointing", "packing"}
 
 
 def test_what_has_a_name_keeps_it_and_has_no_reason(project: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     loaded = load(project, "engine=embedded", "engine.max_batch=3", "learner=torch")
     machine = MachineOf()
-    assert resolve_auto(loaded, "engine", "learner", machine=machine) is loaded
+    assert decide_engine(loaded, machine) is loaded
     assert loaded.config.engine == EmbeddedEngineConfig(max_batch=3)
     assert (loaded.auto, machine.asked, caplog.messages) == ({}, [], [])
 
 
 def test_what_was_not_settled_is_told_and_not_made(project: Path) -> None:
-    config, weights = load(project).config, tiny_weights()
     with pytest.raises(EngineError, match="engine auto is not resolved"):
-        make_engine(config.engine, weights, name="x", logs=project)
-    for make in (lambda: make_learner(config, weights), lambda: load_policy(config, "base")):
-        with pytest.raises(LearnerError, match="learner auto is not resolved"):
-            make()
-
-
-def test_only_what_a_command_uses_is_chosen(project: Path) -> None:
-    """`art generate` has no learner, `art step` no engine."""
-    machine = MachineOf()
-    resolved = resolve_auto(load(project), "learner", machine=machine)
-    assert (resolved.config.engine.name, list(resolved.auto)) == ("auto", ["learner"])
-    resolved = resolve_auto(load(project), "engine", machine=machine)
-    assert (resolved.config.learner.name, list(resolved.auto)) == ("auto", ["engine"])
+        make_engine(load(project).config.engine, tiny_weights(), name="x", logs=project)
 
 
 # --- where it stands --------------------------------------------------------------------------------------------------
@@ -261,9 +248,9 @@ def test_only_what_a_command_uses_is_chosen(project: Path) -> None:
 
 def test_the_choice_and_its_reason_are_one_line(project: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
-    resolved = resolve_auto(load(project, "learner=torch"), "engine", "learner", machine=MachineOf(gpu=False))
-    assert caplog.messages == ["engine embedded (auto: no GPU here), learner torch"]
-    assert describe(resolved, "engine", "learner") == caplog.messages[0]
+    decided = decide_engine(load(project), MachineOf(gpu=False))
+    assert caplog.messages == ["engine embedded (auto: no GPU here)"]
+    assert describe(decided) == "engine embedded (auto: no GPU here), learner torch"
 
 
 class Result(NamedTuple):
@@ -292,20 +279,17 @@ def art(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.mark.slow
 def test_a_run_says_what_it_is_first_and_in_its_configuration_and_resumes(art: Art, tmp_path: Path) -> None:
     settings = [CONFIG, f"runs={tmp_path}", "rollout.groups_per_step=1", "eval=null"]
-    line = f"art train {CONFIG}: engine embedded (auto: no GPU here), learner torch (auto: no GPU here)"
+    lines = [f"art train {CONFIG}", "engine embedded (auto: no GPU here)"]
     done = art("train", *settings, "train.steps=1")
-    assert (done.code, done.err[0], sum("(auto: no GPU" in each for each in done.err)) == (0, line, 1)
+    assert (done.code, done.err[:2], sum("(auto: no GPU" in each for each in done.err)) == (0, lines, 1)
     assert not [said for said in done.err if "packs hold" in said or "is not used" in said]  # --verbose has them
     config = tmp_path / "letters" / "config.json"
     found = json.loads(config.read_text())
-    assert {group: found["auto"][group] for group in ("engine", "learner")} == dict.fromkeys(
-        ("engine", "learner"), "no GPU here"
-    )
-    assert set(found["auto"]) == {"engine", "learner", "dtype"}
+    assert found["auto"]["engine"] == "no GPU here" and set(found["auto"]) == {"engine", "dtype"}
     assert found["engine"] == {"name": "embedded", "max_batch": 128, "prefill_tokens": 8192}
     assert found["learner"]["name"] == "torch"
     again = art("train", *settings, "train.steps=2")
-    assert (again.code, again.err[0]) == (0, line)
+    assert (again.code, again.err[:2]) == (0, lines)
     found["train"]["steps"] = 2
     assert json.loads(config.read_text()) == found
     assert sorted(RunDir(tmp_path / "letters").checkpoint_steps()) == [0, 1, 2]
@@ -316,17 +300,17 @@ def test_the_same_machine_gives_the_same_file_and_another_one_goes_on(project: P
     """Moved from a machine with vLLM to one without, the run samples with another engine; what is trained is the same.
     A change of what is trained is still refused."""
     run = RunDir(project / "runs")
-    claim_config(run, resolve_auto(load(project), "engine", "learner", machine=MachineOf(modules=("vllm",))))
+    claim_config(run, decide_engine(load(project), MachineOf(modules=("vllm",))))
     before = run.config_path.read_text()
     assert json.loads(before)["auto"]["engine"] == "vLLM 0.32.0 and a GPU are here"
     assert json.loads(before)["engine"]["name"] == "vllm"
-    claim_config(run, resolve_auto(load(project), "engine", "learner", machine=MachineOf(modules=("vllm",))))
+    claim_config(run, decide_engine(load(project), MachineOf(modules=("vllm",))))
     assert run.config_path.read_text() == before
-    claim_config(run, resolve_auto(load(project), "engine", "learner", machine=MachineOf(gpu=False)))
+    claim_config(run, decide_engine(load(project), MachineOf(gpu=False)))
     found = json.loads(run.config_path.read_text())
     assert (found["engine"]["name"], found["auto"]["engine"]) == ("embedded", "no GPU here")
     run.checkpoint_path(0).mkdir(parents=True)
-    changed = resolve_auto(load(project, "train.seed=1"), "engine", "learner", machine=MachineOf())
+    changed = decide_engine(load(project, "train.seed=1"), MachineOf())
     with pytest.raises(RunError, match=r"another configuration: train\.seed: 0 -> 1; change"):
         claim_config(run, changed)
 
@@ -338,7 +322,7 @@ def test_generate_and_check_say_it_too(art: Art, tmp_path: Path) -> None:
     assert (done.code, done.err[0]) == (0, "engine embedded (auto: no GPU here)")
     done = art("check", *settings, "engine=embedded")
     assert done.code == 0, done.err
-    assert done.out[1] == "ok   auto       engine embedded, learner torch (auto: no GPU here)"
+    assert done.out[1] == "ok   auto       engine embedded, learner torch"
 
 
 # --- knobs ------------------------------------------------------------------------------------------------------------
@@ -443,7 +427,7 @@ def test_doctor_in_a_process_of_its_own(tmp_path: Path) -> None:
     done = subprocess.run(program, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=240)
     found = {finding["name"]: finding for finding in json.loads(done.stdout)}
     assert found["engine"]["message"] == "auto chooses embedded: no GPU here"
-    assert found["learner"]["message"] == "auto chooses torch: no GPU here"
+    assert found["learner"]["message"].startswith("auto chooses torch: it trains packs")
     assert "auto, embedded, entry, openai, tinker, vllm" in found["configs"]["message"]
 
 

@@ -11,7 +11,6 @@ import torch
 from safetensors.torch import load_file
 
 from art_cli.config.compose import load_config
-from art_cli.loop.auto import resolve_auto
 from art_cli.loop.stage_policy import PolicySource, find_policy, open_policy
 from art_cli.loop.train import train
 from art_cli.models.loading import save_weights
@@ -370,7 +369,7 @@ def test_a_runs_base_is_a_policy_by_its_path(tmp_path: Path) -> None:
     """`--checkpoint runs/letters/base` is the policy before any training: no adapter, the run's own base."""
     asyncio.run(train(load_config(CONFIG, [f"runs={tmp_path}", "train.steps=1", "eval=null"])))
     run = RunDir(tmp_path / "letters")
-    loaded = resolve_auto(load_config(CONFIG, ["runs=nowhere"]), "learner")
+    loaded = load_config(CONFIG, ["runs=nowhere"])
     source = find_policy(loaded, run.base)
     assert source == PolicySource(None, 0, run=run.root)
     with open_policy(loaded, source) as weights:

@@ -10,9 +10,9 @@ from art_cli.cli import Finding
 from art_cli.cli.preflight import Preflight
 from art_cli.config.compose import LoadedConfig, load_config
 from art_cli.config.schema import BaseLearnerConfig, RunConfig, VllmEngineConfig
-from art_cli.loop.auto import decide_by_base, follow_record
+from art_cli.loop.decide import decide_by_base
 from art_cli.loop.gpu_fit import context, describe_use, find_misfit, gpu_use
-from art_cli.loop.record import check_record, claim_config, find_clash
+from art_cli.loop.record import check_record, claim_config, find_clash, follow
 from art_cli.models.run_memory import GIB, ModelSize, size_of
 from art_cli.runs.run_dir import RunDir
 from art_cli.runtime.errors import RunError
@@ -89,7 +89,7 @@ def test_an_open_context_is_what_the_cache_holds_where_that_is_less_than_the_mod
 def test_a_context_that_art_chose_is_recorded_and_kept_on_a_larger_gpu(
     project: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("art_cli.loop.auto.context", lambda use, own: int(use.total // GIB) * 1024)
+    monkeypatch.setattr("art_cli.loop.decide.context", lambda use, own: int(use.total // GIB) * 1024)
     first = decided(project, *SERVED)
     assert first.config.model.max_length == 22 * 1024 and "22.0 GiB" in first.auto["max_length"]
     run = RunDir(project / "runs" / "r")
@@ -97,13 +97,13 @@ def test_a_context_that_art_chose_is_recorded_and_kept_on_a_larger_gpu(
     run.checkpoint_path(2).mkdir(parents=True)  # before its first update a run takes another context
     opened = load_config(project / "config.yaml", SERVED)
     assert not find_clash(run, opened), "what is open is no difference"
-    followed = follow_record(opened, run)
+    followed = follow(opened, run)
     check_record(run, followed)
     larger = decide_by_base(followed, str(project / "base"), is_begun=True, machine=MachineOf(bytes=80 * GIB))
     assert larger.config.model.max_length == 22 * 1024 and larger.auto["max_length"] == first.auto["max_length"]
     own = load_config(project / "config.yaml", (*SERVED, "model.max_length=4096"))
     with pytest.raises(RunError, match="model.max_length: 22528 -> 4096"):
-        check_record(run, follow_record(own, run))
+        check_record(run, follow(own, run))
 
 
 def test_a_context_that_the_user_wrote_or_that_was_open_before_is_not_taken_from_the_record(project: Path) -> None:
@@ -111,13 +111,13 @@ def test_a_context_that_the_user_wrote_or_that_was_open_before_is_not_taken_from
     claim_config(run, decided(project, *SERVED, "model.max_length=512"))
     run.checkpoint_path(2).mkdir(parents=True)  # before its first update a run takes another context
     opened = load_config(project / "config.yaml", SERVED)
-    assert follow_record(opened, run).config.model.max_length is None
+    assert follow(opened, run).config.model.max_length is None
     assert "model.max_length: 512 -> null" in find_clash(run, opened)
     record = json.loads(run.config_path.read_text())
     for damaged in ("7", -1.5, [8], None):
         record["model"]["max_length"], record["auto"]["max_length"] = damaged, "x"
         run.config_path.write_text(json.dumps(record))
-        assert follow_record(opened, run).config.model.max_length is None
+        assert follow(opened, run).config.model.max_length is None
     begun = decided(project, *SERVED, is_begun=True, machine=MachineOf(bytes=3.0 * GIB))
     assert begun.config.model.max_length is None
 
@@ -185,7 +185,7 @@ def test_check_refuses_before_anything_is_loaded(project: Path, monkeypatch: pyt
     (project / "rollout.py").write_text("def rollout(scenario): ...\n")
     (project / "scenarios.jsonl").write_text('{"id": "a"}\n')
     memory = {"bytes": 1.0 * GIB}
-    monkeypatch.setattr("art_cli.loop.auto.gpu_bytes", lambda device: memory["bytes"])
+    monkeypatch.setattr("art_cli.loop.engine_choice.gpu_bytes", lambda device: memory["bytes"])
 
     def check() -> tuple[Finding, bool]:
         loaded = load_config(project / "config.yaml", ("engine=embedded", "learner=torch", "model.dtype=float32"))

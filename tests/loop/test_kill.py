@@ -16,7 +16,6 @@ from pathlib import Path
 import pytest
 
 from art_cli.config.compose import load_config
-from art_cli.loop.auto import resolve_auto
 from art_cli.loop.owed_groups import group
 from art_cli.loop.scenario_choice import ScenarioChoice
 from art_cli.loop.stage_policy import PolicySource, open_learner
@@ -80,7 +79,7 @@ def wait_for_work(child: forked.Forked, root: Path) -> None:
 def retrain(root: Path, step: int) -> bytes:
     """The adapter that step gives, computed again from the checkpoint before it and the step's scored groups."""
     files = RunDir(root)
-    loaded = resolve_auto(load_config(LETTERS / "config.yaml", [f"runs={root.parent}", *SETTINGS]), "learner")
+    loaded = load_config(LETTERS / "config.yaml", [f"runs={root.parent}", *SETTINGS])
     with open_learner(loaded, PolicySource(files.checkpoint_path(step), step)) as learner:
         groups = group(files.scored(step))
         learner.step([groups[name] for name in sorted(groups)])
@@ -201,7 +200,7 @@ def test_a_run_that_refills_replays_and_adapts_makes_the_same_choices_after_kill
     else:
         assert status_of(trainer.start(settings), 300) == 0, trainer.log_path.read_text()[-2000:]
     assert seen and seen <= finished_lines(files.root)
-    loaded = resolve_auto(load_config(LETTERS / "config.yaml", settings), "learner")
+    loaded = load_config(LETTERS / "config.yaml", settings)
     choice = ScenarioChoice(loaded.config, files, load_scenarios("scenarios.jsonl", LETTERS))
     refilled = 0
     for step in range(STEPS):

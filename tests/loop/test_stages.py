@@ -14,7 +14,7 @@ from art_cli.chat.http_server import serve
 from art_cli.cli import app as cli
 from art_cli.config.compose import load_config
 from art_cli.engines import make_engine
-from art_cli.loop.auto import resolve_auto
+from art_cli.loop.decide import decide_engine
 from art_cli.loop.stage_policy import PolicySource, open_policy
 from art_cli.loop.train import train
 from art_cli.runs.durable import read_lines
@@ -148,7 +148,7 @@ def test_a_trained_policy_beats_its_start_and_the_gate_knows(art: Art, trained: 
 async def test_an_endpoint_stands_in_for_a_checkpoint(trained: Path, tmp_path: Path) -> None:
     """The last checkpoint, served over HTTP as somebody else's model, plays like the last checkpoint."""
     last = RunDir(trained).checkpoint_path(20)
-    loaded = resolve_auto(load_config(Path(CONFIG), []), "engine")
+    loaded = decide_engine(load_config(Path(CONFIG), []))
     with open_policy(loaded, PolicySource(last, 20)) as weights:
         engine = make_engine(loaded.config.engine, weights, name="other", step=20, logs=tmp_path)
         await engine.start()

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import Field, JsonValue, field_validator, model_validator
+from pydantic import AfterValidator, Field, JsonValue, field_validator, model_validator
 
 from art_cli.config.sections.base_config import (
     MAX_PROCESSES,
@@ -85,7 +85,7 @@ class BaseLearnerConfig(Section):
 
 
 class AutoLearnerConfig(BaseLearnerConfig):
-    """The torch learner. It has the keys that all learners share."""
+    """The torch learner: auto is another name for torch, which trains packs."""
 
     name: Literal["auto"] = "auto"
 
@@ -182,9 +182,16 @@ class PromptLearnerConfig(Section):
         return self
 
 
+def _named(learner: Section) -> Section:
+    if not isinstance(learner, AutoLearnerConfig):
+        return learner
+    return TorchLearnerConfig.model_validate(learner.model_dump(exclude={"name"}, exclude_unset=True))
+
+
 LearnerConfig = Annotated[
     AutoLearnerConfig | TorchLearnerConfig | UnslothLearnerConfig | TinkerLearnerConfig | PromptLearnerConfig,
     Field(discriminator="name"),
+    AfterValidator(_named),
 ]
 
 
@@ -319,7 +326,7 @@ class TrainConfig(Section):
 
     @property
     def rate(self) -> float:
-        """The learning rate once it is decided (loop/auto.py)."""
+        """The learning rate once it is decided (loop/decide.py)."""
         assert self.learning_rate != "auto", "train.learning_rate is decided when the base model is known"
         return self.learning_rate
 

@@ -1,0 +1,172 @@
+"""Decides what a configuration leaves open, each value with its reason.
+
+    engine: auto                vLLM or embedded, by what this machine has (engine_choice.py)
+    model.dtype: auto           the dtype of the run so far; else what the learner's device computes well
+    train.learning_rate: auto   the rate of the run so far; else by the model's width (learners/learning_rate.py)
+    learner.gradient_checkpointing: auto, model.max_length: null   by the memory of the GPU (gpu_fit.py)
+
+    decide:   engine -> base model -> dtype, rate, memory -> config.json
+
+Training calls `decide` once. A stage that runs alone calls the parts that it needs.
+"""
+
+import logging
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from art_cli.config.compose import LoadedConfig
+from art_cli.config.schema import EmbeddedEngineConfig, RunConfig, VllmEngineConfig
+from art_cli.engines import EngineTraits, engine_traits
+from art_cli.engines.vllm.arguments import own_server, own_share
+from art_cli.learners.learning_rate import choose_rate
+from art_cli.loop.engine_choice import Machine, choose, engine_facts, vllm_obstacle
+from art_cli.loop.gpu_fit import context, gpu_use
+from art_cli.loop.record import claim_config
+from art_cli.loop.references import missing_targets
+from art_cli.loop.startup import Startup, import_libraries
+from art_cli.models.loading import context_of, find_base, read_shape, resolve_dtype, width_of
+from art_cli.models.run_memory import GIB, ModelSize, checkpoint_from, size_of
+from art_cli.runs.run_dir import RunDir
+from art_cli.runtime.errors import ConfigError, Problem
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Decided:
+    """A run's configuration without anything open, and what follows from it."""
+
+    loaded: LoadedConfig
+    traits: EngineTraits
+    base: str | None  # hub id or directory, or None if the engine brings its model
+
+
+def decide(loaded: LoadedConfig, files: RunDir, startup: Startup) -> Decided:
+    """Decides everything that the configuration of a run leaves open, and writes config.json.
+
+    A model that a function builds is built here. Raises UsageError if nothing loadable is at `model.base`, ConfigError
+    if a LoRA target matches no module, and RunError as `claim_config`.
+    """
+    loaded = decide_engine(loaded)
+    config = loaded.config
+    traits, base = engine_traits(config.engine, loaded.directory), None
+    if traits.can_train:
+        if computes_here(config, traits) and not config.learner.imports_first:
+            import_libraries(has_adapter=config.model.lora is not None)
+            startup.reached("torch and transformers")
+        base = find_base(config.model.base, directory=loaded.directory, built=files.base)
+        _check_targets(loaded, Path(base))
+        loaded = decide_by_base(loaded, base, is_begun=bool(files.checkpoint_steps()))
+    claim_config(files, loaded)
+    return Decided(loaded, traits, base)
+
+
+def computes_here(config: RunConfig, traits: EngineTraits) -> bool:
+    """Returns True if the engine or the learner computes with weights in this process."""
+    return "here" in (traits.weights, config.learner.weights)
+
+
+def describe(loaded: LoadedConfig) -> str:
+    """Example: "engine embedded (auto: no GPU here), learner torch"."""
+    reason = loaded.auto.get("engine")
+    because = f" (auto: {reason})" if reason else ""
+    return f"engine {loaded.config.engine.title}{because}, learner {loaded.config.learner.name}"
+
+
+def _check_targets(loaded: LoadedConfig, base: Path) -> None:
+    """Raises ConfigError if a LoRA target matches no module of the base."""
+    if wrong := list(missing_targets(loaded.config.model, base)):
+        raise ConfigError([Problem(key, loaded.places.of(key), message) for key, message in wrong])
+
+
+# --- the engine -------------------------------------------------------------------------------------------------------
+
+
+def decide_engine(loaded: LoadedConfig, machine: Machine | None = None) -> LoadedConfig:
+    """Returns the configuration with an engine in place of `auto`, and logs the reason."""
+    config = loaded.config
+    if config.engine.name != "auto":
+        return loaded
+    local, obstacle = loaded.directory / config.model.base, vllm_obstacle(config.model, loaded.directory)
+    base = str(local) if local.is_dir() else config.model.base
+    facts = engine_facts(machine or Machine(), obstacle=obstacle, base=base, quantize=config.model.quantize)
+    choice = choose(facts)
+    log.info("engine %s (auto: %s)", choice.name, choice.reason)
+    engine = VllmEngineConfig(name="vllm") if choice.name == "vllm" else EmbeddedEngineConfig()
+    return loaded.with_value("engine", engine, choice.reason)
+
+
+# --- what the base model decides --------------------------------------------------------------------------------------
+
+
+def decide_by_base(
+    loaded: LoadedConfig, base: str, *, recorded: str = "", is_begun: bool = False, machine: Machine | None = None
+) -> LoadedConfig:
+    """Returns the configuration with dtype, learning rate, checkpointing and context; `recorded` is a dtype.
+
+    A run that `is_begun` keeps its context, also if that is null. Raises UsageError if nothing loadable is at `base`.
+    """
+    shape, loaded = read_shape(base), _decide_dtype(loaded, base, recorded)
+    if loaded.config.train.learning_rate == "auto":
+        rate, reason = choose_rate(width_of(shape), loaded.config.model.lora)
+        loaded = loaded.with_value("train.learning_rate", rate, reason)
+    return _decide_memory(loaded, shape, machine or Machine(), is_begun=is_begun)
+
+
+def _decide_dtype(loaded: LoadedConfig, base: str, recorded: str) -> LoadedConfig:
+    """Returns the configuration with the recorded dtype, else what the learner's device computes well."""
+    model = loaded.config.model
+    if model.dtype != "auto" or loaded.config.learner.weights == "server":
+        return loaded  # the server decides
+    if recorded:
+        return loaded.with_value("model.dtype", recorded, "as it was trained")
+    is_exact = engine_traits(loaded.config.engine, loaded.directory).weights == "here" and model.quantize is None
+    choice = resolve_dtype(model, base, device=loaded.config.learner.device, may_be_exact=is_exact)
+    log.info("model.dtype %s (auto: %s)", choice.name, choice.reason)
+    return loaded.with_value("model.dtype", choice.name, choice.reason)
+
+
+def _decide_memory(loaded: LoadedConfig, shape: Any, machine: Machine, *, is_begun: bool) -> LoadedConfig:
+    """Returns the configuration with what follows from the memory of a GPU: checkpointing, the context, and the share
+    of a vLLM that samples while the learner works on the same GPU. The memory counts in all, used or free."""
+    if (sized := read_sizes(loaded.config, shape, machine)) is None:
+        return _with_checkpointing(loaded, False, "")
+    use = gpu_use(loaded.config, *sized, os.environ)
+    gpu = f"a GPU of {use.total / GIB:.1f} GiB"
+    loaded = _with_checkpointing(
+        loaded, checkpoint_from(use.total, use.learner), f"what a token keeps there, and {gpu}"
+    )
+    engine = own_server(loaded.config.engine)
+    if use.learner.is_beside and engine is not None and own_share(engine) is None:
+        log.info("vLLM gets %.3f of %s (auto: the learner works at the same time)", use.share, gpu)
+        loaded = loaded.with_value("engine.args", {**engine.args, "gpu-memory-utilization": use.share})
+    if is_begun or loaded.config.model.max_length is not None:
+        return loaded
+    if (length := context(use, context_of(shape))) is None:
+        return loaded
+    reason = f"what vLLM's cache holds on {gpu}"
+    log.info("model.max_length %d (auto: %s)", length, reason)
+    return loaded.with_value("model.max_length", length, reason)
+
+
+def _with_checkpointing(loaded: LoadedConfig, value: int, reason: str) -> LoadedConfig:
+    key = "learner.gradient_checkpointing"
+    is_open = getattr(loaded.config.learner, "gradient_checkpointing", None) == "auto"
+    return loaded.with_value(key, value, reason) if is_open else loaded
+
+
+def read_sizes(config: RunConfig, shape: Any, machine: Machine) -> tuple[ModelSize, float] | None:
+    """Returns the sizes of the model and of a GPU of the run, or None without a GPU or for an unknown model.
+
+    `shape` is transformers' configuration of the model.
+    """
+    device = "cuda" if own_server(config.engine) is not None else config.learner.device
+    if not (total := machine.gpu_bytes(device)):
+        return None
+    try:
+        return size_of(shape), total
+    except (AttributeError, OSError, TypeError, ValueError) as error:  # the boundary to transformers' configurations
+        log.debug("%s: its sizes are not known: %s", config.model.base, error)
+        return None

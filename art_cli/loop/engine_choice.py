@@ -1,0 +1,149 @@
+"""The choice of `engine: auto`: vLLM if it is installed, a GPU is here, and it can serve the model; else embedded.
+
+    Machine -> engine_facts -> choose -> AutoChoice
+
+`choose` is a pure function of facts, so a run that is resumed on the same machine continues as it was. Nothing heavy is
+imported here; vLLM is tried in another process.
+"""
+
+import json
+import logging
+import os
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from art_cli.config.schema import ModelConfig
+from art_cli.engines.vllm.arguments import LORA_RANKS, ONLY_16_BITS, VllmFacts, find_vllm, has_gpu, visible_gpus
+from art_cli.models.precision import gpu_bytes
+
+log = logging.getLogger(__name__)
+
+HUB_TIMEOUT_S = 10.0  # longest wait for the architecture of a model on the hub
+
+
+class Facts(NamedTuple):
+    """The facts behind a choice. Example: Facts(True, found="vLLM 0.32.0"), or Facts(True, problem="no vLLM here")."""
+
+    has_gpu: bool
+    obstacle: str = ""  # why vLLM does not fit this run, or "" if nothing is known against it
+    found: str = ""  # name and version of vLLM, if it works here
+    problem: str = ""  # why vLLM does not work here
+    is_installed: bool = False  # True: vLLM is installed and has the problem
+    cure: str = ""  # command or advice that solves the problem
+
+
+class AutoChoice(NamedTuple):
+    """Example: AutoChoice("embedded", "vLLM is not installed", "pip install 'art-cli[vllm]'")."""
+
+    name: str
+    reason: str
+    cure: str = ""  # advice for getting vLLM, or "" if nothing helps or nothing is needed
+
+
+def choose(facts: Facts) -> AutoChoice:
+    """Returns the engine that follows from the facts."""
+    if not facts.has_gpu:
+        return AutoChoice("embedded", "no GPU here")
+    if facts.obstacle:
+        return AutoChoice("embedded", facts.obstacle)
+    if facts.problem:
+        return AutoChoice("embedded", facts.problem, facts.cure)
+    return AutoChoice("vllm", f"{facts.found} and a GPU are here")
+
+
+# --- the facts --------------------------------------------------------------------------------------------------------
+
+
+class Machine:
+    """Hardware and packages of this machine; each method looks when it is called."""
+
+    def has_gpu(self) -> bool:
+        return has_gpu(os.environ)
+
+    def num_gpus(self) -> int:
+        return len(visible_gpus(os.environ)) if self.has_gpu() else 0
+
+    def has(self, module: str) -> bool:
+        """Returns True if this Python has the module; it is not imported."""
+        return find_spec(module) is not None
+
+    def gpu_bytes(self, device: str) -> float:
+        """Returns the memory of a GPU in all, used or free; 0 without a GPU."""
+        return gpu_bytes(device)
+
+    def vllm(self, python: Path | None) -> VllmFacts:
+        """Returns the facts about the vLLM of that Python, after seconds to a minute: it imports vLLM."""
+        return find_vllm(python)
+
+
+def engine_facts(
+    machine: Machine,
+    *,
+    obstacle: str = "",
+    base: str | None = None,
+    python: Path | None = None,
+    quantize: str | None = None,
+) -> Facts:
+    """Returns the facts for and against a vLLM in `python`, by default this Python, that serves `base`.
+
+    vLLM is imported only if nothing else decides.
+    """
+    if not machine.has_gpu() or obstacle:
+        return Facts(machine.has_gpu(), obstacle)
+    cure = "pip install 'art-cli[vllm]'"
+    if python is None and not machine.has("vllm"):
+        return Facts(True, problem="vLLM is not installed", cure=cure)
+    vllm = machine.vllm(python)
+    if vllm.version is None:
+        return Facts(True, problem=f"vLLM does not work in {vllm.python}: {vllm.error}", is_installed=True, cure=cure)
+    if not vllm.gpus:
+        problem = f"torch {vllm.torch} of {vllm.python} sees no GPU"
+        return Facts(True, problem=problem, is_installed=True, cure="install a build of torch for this GPU")
+    if not vllm.has_bfloat16:
+        return Facts(True, f"the GPU has no bfloat16, and {ONLY_16_BITS}")
+    if problem := vllm.lacks(quantize):
+        return Facts(True, problem=problem, is_installed=True, cure=vllm.plugin_cure)
+    if unknown := [name for name in _architectures(base) if name not in vllm.architectures]:
+        return Facts(True, f"vLLM {vllm.version} does not serve {unknown[0]}")
+    return Facts(True, found=f"vLLM {vllm.version}")
+
+
+def vllm_obstacle(model: ModelConfig, directory: Path) -> str:
+    """Returns the reason why vLLM could not follow the training of this model, or "" if none is known."""
+    if model.lora is None:
+        return "model.lora is null, and vLLM swaps LoRA adapters only"
+    if model.lora.rank > LORA_RANKS[-1]:
+        return f"model.lora.rank is {model.lora.rank}, and vLLM serves {LORA_RANKS[-1]} at most"
+    if model.dtype == "float32":
+        return f"model.dtype is float32, and {ONLY_16_BITS}"
+    if is_built(model.base, directory):
+        return "model.base is made by a function, and vLLM knows published architectures only"
+    return ""
+
+
+def is_built(base: str, directory: Path) -> bool:
+    """Returns True if `model.base` is "file.py:function"."""
+    return ":" in base and not (directory / base).is_dir()
+
+
+def _architectures(base: str | None) -> list[str]:
+    """Returns the architectures in the base's config.json, such as ["Qwen3ForCausalLM"]; [] if it cannot be read."""
+    found = None if base is None else _base_config(base)
+    names = found.get("architectures") if isinstance(found, dict) else None
+    return [str(name) for name in names] if isinstance(names, list) else []
+
+
+def _base_config(base: str) -> Any:
+    """Returns config.json of a directory or a hub id, from the hub's cache or by one short request."""
+    import huggingface_hub
+
+    file = Path(base) / "config.json"
+    try:
+        cached = file if Path(base).is_dir() else huggingface_hub.try_to_load_from_cache(base, "config.json")
+        if isinstance(cached, str | Path):
+            return json.loads(Path(cached).read_text())
+        return huggingface_hub.HfApi().model_info(base, timeout=HUB_TIMEOUT_S).config
+    except Exception as error:  # the boundary to the hub's client; loading the model will raise what is wrong with it
+        log.debug("%s: its architecture is not known: %s", base, error)
+        return None
