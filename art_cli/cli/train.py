@@ -12,7 +12,6 @@ from art_cli.runtime.errors import Paused, RunError, printable_lines
 
 if TYPE_CHECKING:
     from art_cli.loop.train import TrainResult
-    from art_cli.reports.run_report import RunReport
 
 
 def run(
@@ -37,8 +36,6 @@ def run(
     from art_cli.loop.references import check_ready
     from art_cli.loop.startup import Startup, process_begin
     from art_cli.loop.train import train
-    from art_cli.reports.run_report import read_report
-    from art_cli.runs.run_dir import RunDir
     from art_cli.runtime import threads
 
     runs = load_sweep(config, overrides or []) if is_multirun else [load_config(config, overrides or [])]
@@ -55,24 +52,22 @@ def run(
                 raise
             faults.append(str(error))  # the other runs of a sweep go on
             continue
-        report = read_report(RunDir(result.root))
-        sys.stdout.write(_as_json(result, report) if as_json else printable_lines(_as_text(result, report)))
-        faults += [f"{result.root}: {report.fault}"] if report.fault else []
+        sys.stdout.write(_as_json(result) if as_json else printable_lines(_as_text(result)))
+        faults += [f"{result.root}: {fault}"] if (fault := result.closing["fault"]) else []
     if faults:
         raise RunError(" | ".join(faults))
 
 
-def _as_json(result: "TrainResult", report: "RunReport") -> str:
-    return json.dumps({**asdict(result), "root": str(result.root), "fault": report.fault or None}) + "\n"
+def _as_json(result: "TrainResult") -> str:
+    fields = {**asdict(result), "root": str(result.root)}
+    return json.dumps(fields | {"fault": fields.pop("closing")["fault"] or None}) + "\n"
 
 
-def _as_text(result: "TrainResult", report: "RunReport") -> str:
+def _as_text(result: "TrainResult") -> str:
     """Returns the end of the run, its first, best and last evaluation, and the checkpoint to serve."""
-    import msgspec
-
     from art_cli.reports.pages.report_text import closing_text
 
     line = f"{result.root}: finished, {result.step} steps"
     if result.was_finished:
         line += "; nothing left to do (more train.steps go on from here, --fresh starts anew beside it)"
-    return f"{line}\n{closing_text(msgspec.to_builtins(report))}"
+    return f"{line}\n{closing_text(result.closing)}"

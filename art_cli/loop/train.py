@@ -2,9 +2,12 @@
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+
+import msgspec
 
 from art_cli.config.compose import LoadedConfig
 from art_cli.loop.batches import Batch
@@ -18,13 +21,13 @@ from art_cli.loop.startup import Startup
 from art_cli.loop.stop_rules import Firing
 from art_cli.reports.pages.conversation_text import last_reply
 from art_cli.reports.pages.curve import curve, run_series
-from art_cli.reports.run_report import read_report, reward_names
+from art_cli.reports.run_report import closing, find_run_fault, reward_names
 from art_cli.runs.chain import add_link, is_evaluated
 from art_cli.runs.durable import write_file
-from art_cli.runs.history import Evaluated, UpdateNumbers, count_failures, find_fault
+from art_cli.runs.history import Evaluated, History, UpdateNumbers, count_failures, find_fault, read_history, sound
 from art_cli.runs.manifest import read_manifest
-from art_cli.runs.run_checkpoints import prune_trained
-from art_cli.runs.run_dir import PAUSE, Evaluation
+from art_cli.runs.run_checkpoints import prune_trained, run_config
+from art_cli.runs.run_dir import PAUSE, Evaluation, RunDir
 from art_cli.runs.trajectory import Trajectory
 from art_cli.runtime import log as logs
 from art_cli.runtime.errors import Paused, printable
@@ -40,6 +43,7 @@ class TrainResult:
     step: int
     was_finished: bool  # True: nothing was left to do
     evaluations: dict[int, dict[str, float]]  # step -> metrics
+    closing: dict[str, Any]  # the part of the report that `art train` prints at the end, as plain data
 
 
 async def train(loaded: LoadedConfig, *, is_fresh: bool = False, startup: Startup | None = None) -> TrainResult:
@@ -53,7 +57,7 @@ async def train(loaded: LoadedConfig, *, is_fresh: bool = False, startup: Startu
         if finished is not None:
             claim_config(files, decide_engine(claim.loaded))
             add_link(files, read_manifest(files.checkpoint_path(finished)), rest=finished + 1)
-            return TrainResult(files.root, finished, True, files.evaluations())
+            return _result(files, finished, run_config(files), read_history(files), was_finished=True)
         async with open_run(claim) as run:
             await evaluate_if_due(run, run.first)
             for step in run.steps_left():
@@ -65,8 +69,17 @@ async def train(loaded: LoadedConfig, *, is_fresh: bool = False, startup: Startu
                 prune(run)
         last = max(run.first, run.config.train.steps)
         add_link(files, read_manifest(files.checkpoint_path(last)), rest=last + 1)
-        _draw_curve(run)
-        return TrainResult(files.root, last, False, files.evaluations())
+        result = _result(files, last, run.config.model_dump(mode="json"), run.watch.history, was_finished=False)
+        _draw_curve(run, result.closing["reward_names"])
+        return result
+
+
+def _result(
+    files: RunDir, step: int, config: Mapping[str, Any], history: History, *, was_finished: bool
+) -> TrainResult:
+    means = {each.step: each.metrics for each in history.evaluations}
+    last_words = msgspec.to_builtins(closing(files, config, history, find_run_fault(files, history)))
+    return TrainResult(files.root, step, was_finished, means, last_words)
 
 
 # --- a step -----------------------------------------------------------------------------------------------------------
@@ -111,7 +124,7 @@ async def publish(run: Run, step: int, metrics: dict[str, float]) -> None:
     metrics = metrics if proven is None else metrics | proven.numbers
     run.writer.record(step - 1, "train", metrics, "" if proven is None else proven.digest)
     _announce(step, run.config.train.steps, metrics)
-    _note(run, UpdateNumbers(step, metrics))
+    _note(run, UpdateNumbers(step, sound(metrics)))
     run.interrupts.stop_if_any()
 
 
@@ -144,7 +157,7 @@ async def evaluate_if_due(run: Run, step: int) -> None:
     log.info("%s: %s", title, "  ".join(f"{titles.get(name, name)} {means[name]:.3f}" for name in shown))
     if path == files.first_eval_path():
         _show_worst(title, trajectories)
-    _note(run, Evaluated(step, means, values.get("reward", {})))
+    _note(run, Evaluated(step, sound(means), sound(values.get("reward", {}))))
 
 
 def _references(run: Run, step: int, trajectories: list[Trajectory]) -> list[Trajectory]:
@@ -242,12 +255,11 @@ def _describe_failures(metrics: dict[str, float]) -> str:
     return f"failed {metrics['num_failed']:.0f}{mostly}  limited {metrics['num_limited']:.0f}"
 
 
-def _draw_curve(run: Run) -> None:
+def _draw_curve(run: Run, rewards: Mapping[str, str]) -> None:
     """Draws the learning curve: the reward, and the rollouts' own metrics in evaluations."""
-    lines = run.files.metrics()
-    names = {name for line in lines if line.split == "eval" for name in line.metrics}
-    own = sorted(name for name in names if name not in ("reward", "failed") and not name.startswith("num_"))
-    shares = [n for n in own if all(0 <= line.metrics.get(n, 0) <= 1 for line in lines if line.split == "eval")]
-    rewards = read_report(run.files).reward_names
-    picture = curve(run.config.name, run_series(lines, metrics=["reward", *shares][:4], rewards=rewards))
+    history = run.watch.history
+    done = [each.metrics for each in history.evaluations]
+    own = sorted({n for each in done for n in each if n not in ("reward", "failed") and not n.startswith("num_")})
+    shares = [name for name in own if all(0 <= each.get(name, 0) <= 1 for each in done)]
+    picture = curve(run.config.name, run_series(history, metrics=["reward", *shares][:4], rewards=rewards))
     write_file(run.files.curve_path, picture.encode())

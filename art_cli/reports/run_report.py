@@ -176,23 +176,15 @@ def read_report(run: RunDir) -> RunReport:
     if not any(path.exists() for path in (run.metrics_path, run.checkpoints, run.config_path)):
         raise RunError(f"{run.root}: not a run (no metrics.jsonl, config.json or checkpoints/)")
     config, history = run_config(run), read_history(run)
-    smoothed = smooth(history.updates)
-    rewarded = [each for each in history.evaluations if "reward" in each.metrics]
-    best = max(rewarded, key=lambda each: (each.metrics["reward"], each.step), default=None)
-    steps = run.checkpoint_steps()
-    last = steps[-1] if steps else max((update.number for update in history.updates), default=None)
-    offered = next(iter(wanted_steps(run, "offered")), None)
+    smoothed, steps = smooth(history.updates), run.checkpoint_steps()
     fault, labels = find_run_fault(run, history), RunLabels(run).answers()
     return RunReport(
-        run=str(run.root),
-        made_with=_made_with(config),
+        **closing(run, config, history, fault),
         num_steps=max([update.number for update in history.updates] + steps, default=0),
         wanted_steps=_whole(_inner(config, "train", "steps")),
         updated=max([*(u.time for u in history.updates), *(e.time for e in history.evaluations)], default=0.0) or None,
         warm_up=history.warm_up,
-        evaluations=[_evaluation(each, history.evaluations[0]) for each in history.evaluations],
         training_reward=smoothed,
-        reward_names=reward_names(config, _reward_is(run, rewarded)),
         series={name: _series(history.updates, of) for name, of in (SERIES | _named_getters(history)).items()}
         | ({"labels/alike": shares(labels)} if labels else {}),
         rollouts=_rollouts(history.updates),
@@ -202,12 +194,27 @@ def read_report(run: RunDir) -> RunReport:
         promised=_promised(run, history),
         judge_windows=_judge_windows(run, history.updates),
         gain=_gain(history, smoothed),
-        best=None if best is None else _kept(run, steps, history, best.step),
-        last=None if last is None else _kept(run, steps, history, last),
-        offered="" if offered is None else explain(run, offered),
-        fault="" if fault is None else str(fault),
         findings=_of_fault(fault, history) + judge_fell(labels) + find(history, is_comparable=is_comparable(config)),
     )
+
+
+def closing(run: RunDir, config: Mapping[str, Any], history: History, fault: Fault | None) -> dict[str, Any]:
+    """Returns the fields of a report with which `art train` ends."""
+    rewarded = [each for each in history.evaluations if "reward" in each.metrics]
+    best = max(rewarded, key=lambda each: (each.metrics["reward"], each.step), default=None)
+    steps = run.checkpoint_steps()
+    last = steps[-1] if steps else max((update.number for update in history.updates), default=None)
+    offered = next(iter(wanted_steps(run, "offered")), None)
+    return {
+        "run": str(run.root),
+        "made_with": _made_with(config),
+        "evaluations": [_evaluation(each, history.evaluations[0]) for each in history.evaluations],
+        "reward_names": reward_names(config, _reward_is(run, rewarded)),
+        "best": None if best is None else _kept(run, steps, history, best.step),
+        "last": None if last is None else _kept(run, steps, history, last),
+        "offered": "" if offered is None else explain(run, offered),
+        "fault": "" if fault is None else str(fault),
+    }
 
 
 # --- whether it learned -----------------------------------------------------------------------------------------------

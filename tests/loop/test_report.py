@@ -602,7 +602,7 @@ def test_rewards_on_two_scales_have_two_names(
     assert f"training, smoothed{escape(says)}<" in html.read_text()
     assert f"<th>{escape(evaluated)}, 95 % interval" in html.read_text()
     rewards = {"train": train, "eval": evaluated}
-    series = [one.name for one in run_series(run.metrics(), metrics=["reward"], rewards=rewards)]
+    series = [one.name for one in run_series(read_history(run), metrics=["reward"], rewards=rewards)]
     assert series[0] == ("training reward" if train == "reward" else f"training: {train}")
     assert series[1] == ("evaluation: reward" if evaluated == "reward" else f"eval: {evaluated}")
     assert run_numbers(run)["reward_names"] == rewards

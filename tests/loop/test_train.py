@@ -11,6 +11,7 @@ import sys
 import threading
 from pathlib import Path
 
+import msgspec
 import pytest
 from safetensors.torch import load_file
 
@@ -23,6 +24,8 @@ from art_cli.loop.record import claim_config, find_clash
 from art_cli.loop.stages import take_step
 from art_cli.loop.train import TrainResult, train
 from art_cli.reports.pages.conversation_text import last_reply
+from art_cli.reports.pages.report_text import closing_text
+from art_cli.reports.run_report import read_report
 from art_cli.runs.manifest import verify_checkpoint
 from art_cli.runs.run_dir import RunDir
 from art_cli.runs.trajectory import Trajectory, prompt
@@ -151,6 +154,18 @@ def test_the_event_loop_turns_while_a_checkpoint_is_written(tmp_path: Path, monk
     monkeypatch.setattr(TorchLearner, "save", save_and_look)
     asyncio.run(whole())
     assert turned == [True, True, True]
+
+
+def test_a_run_ends_with_the_text_that_its_report_gives(tmp_path: Path) -> None:
+    """New, resumed and finished: the closing lines come from the loop's numbers, the report's from the files."""
+    for steps in (1, 2, 2):
+        result = run(tmp_path, "rollout.groups_per_step=1", "eval.every=1", f"train.steps={steps}")
+        files = RunDir(result.root)
+        report = msgspec.to_builtins(read_report(files))
+        assert result.closing == {name: report[name] for name in result.closing}
+        assert closing_text(result.closing) == closing_text(report) and "art serve" in closing_text(report)
+        assert result.evaluations == files.evaluations() and len(result.evaluations) == steps + 1
+    assert result.was_finished
 
 
 @pytest.mark.slow

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from html import escape
 from typing import NamedTuple
 
-from art_cli.runs.run_dir import MetricsLine
+from art_cli.runs.history import History
 
 WIDTH, HEIGHT = 760, 320
 LEFT, RIGHT, TOP, BOTTOM = 48, 150, 34, 40
@@ -27,17 +27,17 @@ class Series(NamedTuple):
     band: Sequence[tuple[float, float, float]] = ()  # (x, low, high): the interval around the line
 
 
-def run_series(lines: Sequence[MetricsLine], *, metrics: Sequence[str], rewards: Mapping[str, str]) -> list[Series]:
+def run_series(history: History, *, metrics: Sequence[str], rewards: Mapping[str, str]) -> list[Series]:
     """Returns the training reward, and each of the named evaluation metrics; a series without points is left out.
 
     `rewards` has the names of the rewards that `reward_names` gives.
     """
     name = "reward_mean"  # missing for a step in which every attempt failed
-    train = [(float(s.step), s.metrics[name]) for s in lines if s.split == "train" and name in s.metrics]
+    train = [(float(u.number - 1), u.metrics[name]) for u in history.updates if name in u.metrics]
     said = rewards["train"]
     series = [Series("training reward" if said == "reward" else f"training: {said}", train, has_dots=False)]
     for name in metrics:
-        points = [(float(s.step), s.metrics[name]) for s in lines if s.split == "eval" and name in s.metrics]
+        points = [(float(e.step), e.metrics[name]) for e in history.evaluations if name in e.metrics]
         said = rewards["eval"] if name == "reward" else name
         title = f"evaluation: {said}" if said == name else f"eval: {said}"  # short, as the legend is narrow
         series.append(Series(title, points, has_dots=True))
