@@ -2,7 +2,7 @@
 
     configuration -> checks -> lock of the run's directory -> mirror -> comparison with the run's record -> Claim
 
-A run directory that a mistake left empty is removed.
+If a mistake leaves the run directory empty, it is removed.
 """
 
 import asyncio

@@ -1,13 +1,13 @@
-"""Decides what a configuration leaves open, each value with its reason.
+"""Decides every open value in a configuration, each with a reason.
 
     engine: auto                vLLM or embedded, by what this machine has (engine_choice.py)
-    model.dtype: auto           the dtype of the run so far; else what the learner's device computes well
-    train.learning_rate: auto   the rate of the run so far; else by the model's width (learners/learning_rate.py)
+    model.dtype: auto           the run's dtype so far; else a dtype that suits the learner's device
+    train.learning_rate: auto   the run's rate so far; else by the model's width (learners/learning_rate.py)
     learner.gradient_checkpointing: auto, model.max_length: null   by the memory of the GPU (gpu_fit.py)
 
     decide:   engine -> base model -> dtype, rate, memory -> config.json
 
-Training calls `decide` once. A stage that runs alone calls the parts that it needs.
+Training calls `decide` once. Other commands call the functions below that they need.
 """
 
 import logging
@@ -36,18 +36,18 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Decided:
-    """A run's configuration without anything open, and what follows from it."""
+    """A run's configuration with nothing left open."""
 
     loaded: LoadedConfig
     traits: EngineTraits
-    base: str | None  # hub id or directory, or None if the engine brings its model
+    base: str | None  # hub id or directory; None for an engine that brings its model
 
 
 def decide(loaded: LoadedConfig, files: RunDir, startup: Startup) -> Decided:
-    """Decides everything that the configuration of a run leaves open, and writes config.json.
+    """Decides every open value in a run's configuration, and writes config.json.
 
-    A model that a function builds is built here. Raises UsageError if nothing loadable is at `model.base`, ConfigError
-    if a LoRA target matches no module, and RunError as `claim_config`.
+    If `model.base` is a function, this builds the model. Raises UsageError if the base cannot be loaded, ConfigError if
+    a LoRA target matches no module, and RunError as `claim_config`.
     """
     loaded = decide_engine(loaded)
     config = loaded.config
@@ -98,7 +98,7 @@ def decide_engine(loaded: LoadedConfig, machine: Machine | None = None) -> Loade
     return loaded.with_value("engine", engine, choice.reason)
 
 
-# --- what the base model decides --------------------------------------------------------------------------------------
+# --- values by the base model -----------------------------------------------------------------------------------------
 
 
 def decide_by_base(
@@ -106,7 +106,7 @@ def decide_by_base(
 ) -> LoadedConfig:
     """Returns the configuration with dtype, learning rate, checkpointing and context; `recorded` is a dtype.
 
-    A run that `is_begun` keeps its context, also if that is null. Raises UsageError if nothing loadable is at `base`.
+    A run that `is_begun` keeps its context, even null. Raises UsageError if the base cannot be loaded.
     """
     shape, loaded = read_shape(base), _decide_dtype(loaded, base, recorded)
     if loaded.config.train.learning_rate == "auto":
@@ -116,7 +116,7 @@ def decide_by_base(
 
 
 def _decide_dtype(loaded: LoadedConfig, base: str, recorded: str) -> LoadedConfig:
-    """Returns the configuration with the recorded dtype, else what the learner's device computes well."""
+    """Returns the configuration with the recorded dtype, else with a dtype that suits the learner's device."""
     model = loaded.config.model
     if model.dtype != "auto" or loaded.config.learner.weights == "server":
         return loaded  # the server decides
@@ -129,8 +129,11 @@ def _decide_dtype(loaded: LoadedConfig, base: str, recorded: str) -> LoadedConfi
 
 
 def _decide_memory(loaded: LoadedConfig, shape: Any, machine: Machine, *, is_begun: bool) -> LoadedConfig:
-    """Returns the configuration with what follows from the memory of a GPU: checkpointing, the context, and the share
-    of a vLLM that samples while the learner works on the same GPU. The memory counts in all, used or free."""
+    """Returns the configuration with checkpointing, the context and vLLM's share, all by the GPU's memory.
+
+    vLLM gets a share only if it samples on the learner's GPU while the learner works. Used memory counts like free
+    memory.
+    """
     if (sized := read_sizes(loaded.config, shape, machine)) is None:
         return _with_checkpointing(loaded, False, "")
     use = gpu_use(loaded.config, *sized, os.environ)
@@ -158,9 +161,9 @@ def _with_checkpointing(loaded: LoadedConfig, value: int, reason: str) -> Loaded
 
 
 def read_sizes(config: RunConfig, shape: Any, machine: Machine) -> tuple[ModelSize, float] | None:
-    """Returns the sizes of the model and of a GPU of the run, or None without a GPU or for an unknown model.
+    """Returns the model's sizes and the GPU's bytes, or None if there is no GPU or the sizes are unknown.
 
-    `shape` is transformers' configuration of the model.
+    `shape` is the model's transformers configuration.
     """
     device = "cuda" if own_server(config.engine) is not None else config.learner.device
     if not (total := machine.gpu_bytes(device)):

@@ -1,9 +1,9 @@
-"""The choice of `engine: auto`: vLLM if it is installed, a GPU is here, and it can serve the model; else embedded.
+"""Chooses for `engine: auto`: vLLM if a GPU and vLLM are here and vLLM can serve the model; else embedded.
 
     Machine -> engine_facts -> choose -> AutoChoice
 
-`choose` is a pure function of facts, so a run that is resumed on the same machine continues as it was. Nothing heavy is
-imported here; vLLM is tried in another process.
+`choose` is a pure function of facts, so a run resumed on the same machine gets the same engine. Importing this module
+is cheap; vLLM is tried in another process.
 """
 
 import json
@@ -19,14 +19,14 @@ from art_cli.models.precision import gpu_bytes
 
 log = logging.getLogger(__name__)
 
-HUB_TIMEOUT_S = 10.0  # longest wait for the architecture of a model on the hub
+HUB_TIMEOUT_S = 10.0  # longest wait for a model's architecture from the hub
 
 
 class Facts(NamedTuple):
     """The facts behind a choice. Example: Facts(True, found="vLLM 0.32.0"), or Facts(True, problem="no vLLM here")."""
 
     has_gpu: bool
-    obstacle: str = ""  # why vLLM does not fit this run, or "" if nothing is known against it
+    obstacle: str = ""  # why vLLM does not fit this run, or ""
     found: str = ""  # name and version of vLLM, if it works here
     problem: str = ""  # why vLLM does not work here
     is_installed: bool = False  # True: vLLM is installed and has the problem
@@ -38,7 +38,7 @@ class AutoChoice(NamedTuple):
 
     name: str
     reason: str
-    cure: str = ""  # advice for getting vLLM, or "" if nothing helps or nothing is needed
+    cure: str = ""  # advice for getting vLLM, or "" if there is none
 
 
 def choose(facts: Facts) -> AutoChoice:
@@ -69,7 +69,7 @@ class Machine:
         return find_spec(module) is not None
 
     def gpu_bytes(self, device: str) -> float:
-        """Returns the memory of a GPU in all, used or free; 0 without a GPU."""
+        """Returns a GPU's bytes, used and free; 0 if there is no GPU."""
         return gpu_bytes(device)
 
     def vllm(self, python: Path | None) -> VllmFacts:

@@ -1,4 +1,4 @@
-"""Opens a claimed run: judges, model, learner, first policy, engine and agent, all of them parts of one frozen Run.
+"""Opens a claimed run: judges, model, learner, first policy, engine and agent become a frozen Run.
 
     Claim -> judges -> decide -> weights -> learner -> newest checkpoint, or step 0 after the warm-up -> sampler -> Run
 
@@ -145,7 +145,7 @@ class Run:
 async def open_run(claim: Claim, *, go_on: str | None = None) -> AsyncIterator[Run]:
     """Yields the run, ready for its first step, and closes everything at the end. Raises the errors of all parts.
 
-    `go_on` is the hint in the message of an interrupt, by default the command of `art train`.
+    `go_on` is the hint that an interrupt prints, by default the `art train` command.
     """
     files, startup = claim.files, claim.startup
     async with contextlib.AsyncExitStack() as stack:
@@ -232,7 +232,7 @@ def _make_judges(claim: Claim) -> _Judges:
 
 
 def _load_policy(decided: Decided) -> tuple[PolicySpec | None, Weights | None]:
-    """Returns the policy, and its weights if this process computes with them; None if the engine brings its model."""
+    """Returns the policy, and the weights if this process computes with them. An engine with its model has neither."""
     config, base = decided.loaded.config, decided.base
     if base is None:
         return None, None
@@ -245,7 +245,7 @@ def _load_policy(decided: Decided) -> tuple[PolicySpec | None, Weights | None]:
 
 
 async def _find_origin(config: RunConfig, policy: PolicySpec | None) -> Origin | None:
-    """Returns the origin of every policy of the run, or None if the policy is a prompt."""
+    """Returns the origin for all policies of the run; a prompt has none."""
     if policy is None or not config.learner.trains_weights:
         return None
     return await read_origin(policy)

@@ -32,9 +32,9 @@ MEND_RECORD = "restore it, or remove it to go on with the configuration as it is
 
 
 def follow(loaded: LoadedConfig, run: RunDir) -> LoadedConfig:
-    """Returns the configuration with the dtype, context and learning rate of the run so far, if it leaves them open.
+    """Returns the configuration with the run's dtype, context and learning rate so far, each only where it is open.
 
-    A run without a checkpoint has none of them. A context is followed only if art chose it, because a user's number
+    Before the first checkpoint nothing is followed. A context is followed only if art chose it, because a user's number
     belongs to the configuration.
     """
     if not run.checkpoint_steps():

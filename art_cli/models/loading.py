@@ -206,7 +206,7 @@ def resolve_dtype(
 
 
 def read_shape(base: str) -> Any:
-    """Returns transformers' configuration of a hub id or directory. Raises UsageError as `load_weights`."""
+    """Returns the transformers configuration for a hub id or directory. Raises UsageError as `load_weights`."""
     import transformers
 
     require_base(base, None)
@@ -215,7 +215,7 @@ def read_shape(base: str) -> Any:
 
 
 def width_of(shape: Any) -> int:
-    """Returns the size of the hidden states, or UNKNOWN_WIDTH if the configuration has none."""
+    """Returns the size of the hidden states, by default UNKNOWN_WIDTH."""
     return int(getattr(shape.get_text_config(), "hidden_size", UNKNOWN_WIDTH))
 
 

@@ -199,7 +199,7 @@ def read_report(run: RunDir) -> RunReport:
 
 
 def closing(run: RunDir, config: Mapping[str, Any], history: History, fault: Fault | None) -> dict[str, Any]:
-    """Returns the fields of a report with which `art train` ends."""
+    """Returns the report's fields that `art train` prints at the end."""
     rewarded = [each for each in history.evaluations if "reward" in each.metrics]
     best = max(rewarded, key=lambda each: (each.metrics["reward"], each.step), default=None)
     steps = run.checkpoint_steps()
