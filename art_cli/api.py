@@ -48,8 +48,8 @@ def generate(
 ) -> list[Trajectory]:
     """Returns the trajectories of one step's scenarios, played with a checkpoint, a run, or "base".
 
-    `checkpoint` None is the newest one of the configuration's run. The file `output` keeps the trajectories; those in
-    it already are not played again.
+    `checkpoint` None is the best evaluated one of the configuration's run, else its newest. The file `output` keeps the
+    trajectories; those in it already are not played again.
     """
     wanted = None if checkpoint is None else Path(checkpoint)
     with tempfile.TemporaryDirectory(prefix="art-generate-") as scratch:

@@ -91,7 +91,9 @@ Markdown = Annotated[
 Link = Annotated[str | None, typer.Option("--link", metavar="URL", help="A link in the summary.")]
 Checkpoint = Annotated[
     Path | None,
-    typer.Option("--checkpoint", metavar="DIR", parser=policy, help="A checkpoint, a run, or base."),
+    typer.Option(
+        "--checkpoint", metavar="DIR", parser=policy, help="A checkpoint, RUN/step_4, a run (its best), or base."
+    ),
 ]
 NewCheckpoint = Annotated[
     Path, typer.Option("-o", "--output", metavar="DIR", help="Where to write the checkpoint.", show_default=False)

@@ -90,10 +90,6 @@ def run(
 
     warn_of_open_key(context)
     which = which_checkpoint(is_best, is_last)
-    if checkpoint is None and (is_best or is_last):
-        raise UsageError(
-            f"{'--best' if is_best else '--last'} chooses among a run's checkpoints; name --checkpoint RUN"
-        )
     loaded = load_gateway(config, overrides or [])
     keys = read_key_texts(api_key, api_key_file)
     clients = Clients(keys)
@@ -154,13 +150,15 @@ def _policy_engine(loaded: "LoadedGateway", checkpoint: Path | None, which: "Whi
     from art_cli.loop.decide import decide_engine
     from art_cli.loop.references import check_ready
     from art_cli.loop.stage_policy import find_policy, open_policy
+    from art_cli.runs.run_checkpoints import log_policy, option
     from art_cli.runs.system_prompt import is_prompt
 
     logs, directory, run = loaded.trajectories / "logs", loaded.directory, loaded.run
     if run is None or not engine_traits(loaded.engine, directory).can_train:
-        if checkpoint is not None:
-            name = loaded.engine.name
-            raise UsageError(f"--checkpoint {checkpoint}: engine {name!r} answers with its own model; leave one out")
+        if checkpoint is not None or which != "offered":
+            named = f"--checkpoint {checkpoint}" if checkpoint is not None else option(which)
+            raise UsageError(f"{named}: engine {loaded.engine.name!r} answers with its own model; leave one out")
+        log_policy(loaded.name, "the engine's own model")
         yield _Made(make_engine(loaded.engine, None, name=loaded.name, logs=logs, directory=directory), None, 0, None)
         return
     source = find_policy(run, checkpoint, which=which)
@@ -168,7 +166,6 @@ def _policy_engine(loaded: "LoadedGateway", checkpoint: Path | None, which: "Whi
         raise UsageError(f"{source.checkpoint}: a prompt, which art gateway cannot add to calls; art serve can")
     check_ready(run, ("model", "engine"))
     run = decide_engine(run)
-    log.info("policy: %s", source.checkpoint or "the starting policy")
     with open_policy(run, source) as policy:
         made = make_engine(
             run.config.engine, policy, name=run.config.name, step=source.step, logs=logs, directory=directory

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import typer
 
-from art_cli.cli import Checkpoint, Config, Json, Overrides
+from art_cli.cli import Checkpoint, Config, Json, Last, Overrides, which_checkpoint
 from art_cli.runtime.errors import RolloutError, UsageError, no_such_option
 
 if TYPE_CHECKING:
@@ -29,6 +29,7 @@ def run(
     ],
     overrides: Overrides = None,
     checkpoint: Checkpoint = None,
+    is_last: Last = False,
     step: Annotated[
         int | None, typer.Option("--step", min=0, help="Play this step's scenarios, not the checkpoint's own.")
     ] = None,
@@ -63,7 +64,7 @@ def run(
     if form is not None and os.path.lexists(output) and not own.exists():
         raise UsageError(f"{output}: there is a file already that --format did not write; name another one with -o")
     loaded = load_config(config, overrides or [])
-    played = generate(loaded, own, checkpoint=checkpoint, step=step)
+    played = generate(loaded, own, checkpoint=checkpoint, step=step, which=which_checkpoint(False, is_last))
     if form is not None:
         write_traces(played, output, form)
     failures, rewards = count_failures(played), _rewards(played)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from art_cli.cli import Checkpoint, Config, Json, Overrides
+from art_cli.cli import Checkpoint, Config, Json, Last, Overrides, which_checkpoint
 from art_cli.runtime.errors import RolloutError, printable
 
 if TYPE_CHECKING:
@@ -22,6 +22,7 @@ def run(
     config: Config,
     overrides: Overrides = None,
     checkpoint: Checkpoint = None,
+    is_last: Last = False,
     num_scenarios: Annotated[int, typer.Option("--scenarios", min=1, help="Scenarios that are attacked.")] = 8,
     minutes: Annotated[float, typer.Option("--minutes", min=0, help="Time for the search; 0: known attacks only.")] = 5,
     output: Annotated[
@@ -49,7 +50,14 @@ def run(
     from art_cli.loop.reward_hunt import hunt
 
     loaded = load_config(config, overrides or [])
-    found = hunt(loaded, checkpoint=checkpoint, num_scenarios=num_scenarios, minutes=minutes, output=output)
+    found = hunt(
+        loaded,
+        checkpoint=checkpoint,
+        which=which_checkpoint(False, is_last),
+        num_scenarios=num_scenarios,
+        minutes=minutes,
+        output=output,
+    )
     exploits = found.exploits()
     sys.stdout.write(_as_json(found, exploits) if as_json else _as_text(found, exploits))
     if html is not None:

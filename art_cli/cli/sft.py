@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer.core import TyperCommand
 
-from art_cli.cli import Checkpoint, Config, Json, NewCheckpoint, Overrides
+from art_cli.cli import Checkpoint, Config, Json, Last, NewCheckpoint, Overrides, which_checkpoint
 from art_cli.runtime.errors import ConfigError, Problem, UsageError, printable
 
 if TYPE_CHECKING:
@@ -39,6 +39,7 @@ def run(
     output: NewCheckpoint,
     overrides: Overrides = None,
     checkpoint: Checkpoint = None,
+    is_last: Last = False,
     best_of: Annotated[
         int | None,
         typer.Option("--best-of", metavar="[N]", min=1, help="DEMOS are scored: the best N of each group, 1 if bare."),
@@ -51,6 +52,7 @@ def run(
     """Warm-start from chat transcripts, or from the best scored attempts.
 
     Trains on the assistant's tokens only, with the config's `sft` section or its defaults, and writes a checkpoint.
+    It begins at the base model, or at --checkpoint.
     With --best-of it learns from scored trajectories, a file or a run: the best attempts of each group, with the tokens
     that were sampled. An attempt must be better than the worst of its group, or have --min-reward.
 
@@ -74,6 +76,7 @@ def run(
         save_learner,
     )
     from art_cli.loop.warm_up import WarmUp
+    from art_cli.runs.run_checkpoints import log_policy
     from art_cli.runtime import threads
 
     check_output(output)
@@ -83,7 +86,13 @@ def run(
     check_ready(loaded, ("model", "algorithm"))
     assert loaded.config.sft is not None
     examples = load_examples(loaded.config.sft, loaded.directory, [str(file.resolve()) for file in files])
-    source = find_policy(loaded, checkpoint) if checkpoint else PolicySource(None, 0)
+    if checkpoint is None and is_last:
+        raise UsageError("--last picks among a run's checkpoints; name --checkpoint RUN")
+    if checkpoint is None:
+        source = PolicySource(None, 0)
+        log_policy(loaded.config.model.base, "the base model, because no --checkpoint is named")
+    else:
+        source = find_policy(loaded, checkpoint, which=which_checkpoint(False, is_last))
     with open_base(loaded, source) as base:
         loaded = as_trained(loaded, source, base)
         with open_learner(loaded, source, base=base) as learner:

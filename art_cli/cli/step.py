@@ -24,8 +24,9 @@ def run(
 ) -> None:
     """Take one policy update from a file.
 
-    Writes the checkpoint that `art train` would have written after the same trajectories. Exit code 1, and no
-    checkpoint, if nothing can be learned from them: no attempt has tokens, all failed, or no group has signal.
+    Of a run it takes the checkpoint that sampled the attempts, where one did. Writes the checkpoint that `art train`
+    would have written after the same trajectories. Exit code 1, and no checkpoint, if nothing can be learned from them:
+    no attempt has tokens, all failed, or no group has signal.
 
     \b
     art step config.yaml scored.jsonl -o step_0001

@@ -48,6 +48,7 @@ from art_cli.rollouts.scenario_files import find_overlap
 from art_cli.runs.chain import add_link
 from art_cli.runs.history import is_comparable, read_history
 from art_cli.runs.manifest import Manifest, Origin, Probe, digest_of, new_checkpoint, read_manifest
+from art_cli.runs.run_checkpoints import log_policy
 from art_cli.runs.run_dir import RunDir
 from art_cli.runs.storage.mirror import Mirror, NoMirror
 from art_cli.runtime import log as logs
@@ -342,7 +343,7 @@ async def _find_start(writer: RunWriter, loaded: LoadedConfig, data: RunData) ->
         writer.learner.load(path)
         _backfill(writer, manifest)
         add_link(files, manifest, rest=manifest.step)
-        log.info("%s: goes on from step %d of %d", files.root, manifest.step, loaded.config.train.steps)
+        log_policy(path, f"step {manifest.step}, the newest; training goes on from it to {loaded.config.train.steps}")
         return manifest.step
     metrics = await _warm_up(writer, loaded, data) if loaded.config.sft is not None else {}
     await writer.save(0, metrics)

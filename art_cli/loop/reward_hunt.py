@@ -46,6 +46,7 @@ from art_cli.rollouts.attacks import FAILS, LATE, PIECES, UNVARIED, Attack, Seen
 from art_cli.rollouts.rollout_runner import LINE_S, Progress, RolloutPlan
 from art_cli.runs.durable import LineWriter, read_lines
 from art_cli.runs.manifest import MANIFEST
+from art_cli.runs.run_checkpoints import Which
 from art_cli.runs.trajectory import Trajectory
 from art_cli.runtime import threads
 from art_cli.runtime.errors import ArtError, RolloutError, RunError, UsageError
@@ -153,7 +154,13 @@ def open_hunt(path: Path | None, digest: str) -> Iterator[Hunt]:
 
 
 def hunt(
-    loaded: LoadedConfig, *, checkpoint: Path | None, num_scenarios: int, minutes: float, output: Path | None = None
+    loaded: LoadedConfig,
+    *,
+    checkpoint: Path | None,
+    num_scenarios: int,
+    minutes: float,
+    output: Path | None = None,
+    which: Which = "offered",
 ) -> Hunt:
     """Plays honest attempts, then attacks for `minutes`. What `output` holds is not played again.
 
@@ -166,7 +173,7 @@ def hunt(
     if loaded.config.judge.name == "none":
         raise UsageError("judge: nothing scores the attempts, so that there is no reward to hunt for")
     require_keys(loaded.config.judge, loaded.directory)
-    loaded, source = choose_policy(loaded, checkpoint)
+    loaded, source = choose_policy(loaded, checkpoint, which)
     scenarios = next_scenarios(loaded, source.step, num_scenarios)
     interrupts = Interrupts("interrupted: the hunt is broken off; with -o FILE the same command goes on from FILE")
 

@@ -5,7 +5,6 @@ goes to a temporary directory.
 """
 
 import contextlib
-import logging
 import os
 import shutil
 from collections.abc import Iterator, Sequence
@@ -30,7 +29,7 @@ from art_cli.runs.manifest import (
     read_manifest,
     verify_checkpoint,
 )
-from art_cli.runs.run_checkpoints import Which, explain, fetched, is_base, run_config, run_of, wanted_steps
+from art_cli.runs.run_checkpoints import Which, choose, fetched, find, in_run, log_policy, run_config, run_of
 from art_cli.runs.run_dir import RunDir
 from art_cli.runs.storage.fetch import NothingThere, fetch
 from art_cli.runs.system_prompt import is_prompt
@@ -38,7 +37,6 @@ from art_cli.runs.trajectory import Turn
 from art_cli.runtime.errors import CheckpointError, ConfigError, Problem, UsageError
 from art_cli.runtime.scratch import scratch
 
-log = logging.getLogger(__name__)
 BASE = "base"  # word by which a user means the base model instead of a checkpoint
 
 
@@ -50,27 +48,37 @@ class PolicySource(NamedTuple):
     run: Path | None = None  # run that has the base, by default the run of the checkpoint, or that of the configuration
     base: str | None = None  # directory of a base model that the user named, by default the base of the run
     dtype: str = ""  # dtype of the base weights in its manifest, or ""
+    why: str = ""  # the reason for this policy, for the log
 
 
-def find_policy(loaded: LoadedConfig, wanted: Path | None, *, which: Which = "newest") -> PolicySource:
+def find_policy(loaded: LoadedConfig, wanted: Path | None, *, which: Which = "offered") -> PolicySource:
     """Returns the policy that a user names: a checkpoint directory, a run directory, a base, or nothing (this run).
 
-    `which` is the checkpoint of a run; training goes on from its newest. One log line explains an offered one, once
-    the configuration is accepted. "base" is the configuration's base model without an adapter, and RUN/base that of a
-    run; so is the directory of any base model. Raises UsageError if it is not there, ConfigError
-    if it was trained on another model than the configuration's, CheckpointError if it is not whole.
+    `which` is the checkpoint of a run. "base" is the configuration's base model without an adapter, and RUN/base that
+    of a run; so is the directory of any base model. A log line names the policy and the reason, once the configuration
+    is accepted. Raises UsageError if it is not there, ConfigError if it was trained on another model than the
+    configuration's, CheckpointError if it is not whole.
 
     An engine that brings its model can have a prompt in front of it.
     """
-    if engine_traits(loaded.config.engine, loaded.directory).can_train:
-        source = _find_base(wanted) or _find_trained(loaded, wanted, which)
-        _check_model(loaded, source)
-    else:
-        source = _find_prompt(loaded, wanted, which)
-    if which == "offered" and source.checkpoint is not None and source.checkpoint != wanted:
-        run = _run(loaded, wanted)
-        log.info("%s: %s", run.root, explain(run, source.step))
+    source = _find_policy(loaded, wanted, which)
+    _log(loaded, source, wanted)
     return source
+
+
+def _find_policy(loaded: LoadedConfig, wanted: Path | None, which: Which = "offered") -> PolicySource:
+    """Returns what `find_policy` does, without a log line."""
+    if not engine_traits(loaded.config.engine, loaded.directory).can_train:
+        return _find_prompt(loaded, wanted, which)
+    source = _find_base(wanted) or _find_trained(loaded, wanted, which)
+    _check_model(loaded, source)
+    return source
+
+
+def _log(loaded: LoadedConfig, source: PolicySource, wanted: Path | None) -> None:
+    home = RunDir(loaded.config.runs / loaded.config.name).root
+    place = source.checkpoint or source.base or (wanted if source.run is not None else None)
+    log_policy(place or (home if wanted is None else loaded.config.model.base), source.why)
 
 
 def find_sampler(loaded: LoadedConfig, wanted: Path | None, turns: Sequence[Turn]) -> PolicySource:
@@ -81,13 +89,15 @@ def find_sampler(loaded: LoadedConfig, wanted: Path | None, turns: Sequence[Turn
     has other checkpoints alone, and as `find_policy` does.
     """
     newest, run = max(turns, key=lambda turn: turn.step, default=None), _run(loaded, wanted)
-    source = find_policy(loaded, wanted)
+    source = _find_policy(loaded, wanted)
     if newest is not None and (wanted is None or source.checkpoint != wanted) and run.checkpoint_steps():
         found = _sampler_in(run, newest)
         if found is None and newest.policy:
             raise UsageError(f"{sampler_of(newest)}, which {run.root} has no longer; name another with --checkpoint")
-        source = source if found is None else find_policy(loaded, found)
-    log.info("policy: %s", source.checkpoint or "the starting policy")
+        if found is not None:
+            source = _find_policy(loaded, found)
+            source = source._replace(why=f"step {source.step}, which sampled the attempts")
+    _log(loaded, source, wanted)
     return source
 
 
@@ -128,33 +138,30 @@ def _find_base(wanted: Path | None) -> PolicySource | None:
     ):
         return None
     if wanted == Path(BASE):
-        return PolicySource(None, 0)
+        return PolicySource(None, 0, why="the base model, as named")
     is_run = RunDir(wanted.parent).config_path.exists() or bool(RunDir(wanted.parent).checkpoint_steps())
-    return PolicySource(None, 0, wanted.parent) if is_run else None
+    return PolicySource(None, 0, wanted.parent, why="the base model, as named") if is_run else None
 
 
 def _find_trained(loaded: LoadedConfig, wanted: Path | None, which: Which) -> PolicySource:
-    if wanted is not None and not wanted.is_dir():
-        raise UsageError(f"{wanted}: no such directory")
-    if wanted is not None and (wanted / "manifest.json").exists():
-        manifest = verify_checkpoint(wanted)
-        return PolicySource(wanted, manifest.step, dtype=manifest.dtype)
-    if wanted is not None and is_base(wanted):
-        return PolicySource(None, 0, base=str(wanted.resolve()))
     run = _run(loaded, wanted)
-    newest = run.newest_checkpoint(wanted_steps(run, which))
-    if newest is not None:
-        return PolicySource(newest[0], newest[1].step, dtype=newest[1].dtype)
-    if wanted is not None:
-        raise CheckpointError(f"{wanted}: neither a checkpoint (no manifest.json) nor a run with a valid one")
-    return PolicySource(None, 0)
+    if wanted is None and not run.checkpoint_steps():
+        return PolicySource(None, 0, why="the starting policy, because the run has no checkpoint")
+    found = choose(run, which) if run.checkpoints.is_dir() else find(run.root)
+    if found is None:
+        raise UsageError(f"{in_run(run.root)}: no such directory")
+    if found.manifest is None and found.is_adapter:
+        raise CheckpointError(f"{found.path}: an adapter without a manifest; art checkpoints RUN --import takes it")
+    if found.manifest is None:
+        return PolicySource(None, 0, base=str(found.path.resolve()), why=found.why)
+    return PolicySource(found.path, found.step, dtype=found.manifest.dtype, why=found.why)
 
 
 def _find_prompt(loaded: LoadedConfig, wanted: Path | None, which: Which) -> PolicySource:
     """Returns the prompt for an engine that brings its model. "base" is that model without one."""
     if wanted == Path(BASE) or (wanted is None and loaded.config.learner.trains_weights):
-        return PolicySource(None, 0)
-    is_there = wanted is None or wanted.is_dir()
+        return PolicySource(None, 0, why="the engine's own model")
+    is_there = wanted is None or in_run(wanted).is_dir()
     source = _find_trained(loaded, wanted, which) if is_there else PolicySource(wanted, 0)
     if source.base is not None or (source.checkpoint is not None and not is_prompt(source.checkpoint)):
         name = loaded.config.engine.name

@@ -1,13 +1,12 @@
 """The stages of the loop, each run alone on files, for `art generate`, `art step` and notebooks."""
 
 import asyncio
-import logging
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 from art_cli.config.compose import LoadedConfig
-from art_cli.engines import engine_traits, own_model
+from art_cli.engines import own_model
 from art_cli.judges.judge_groups import judge_group
 from art_cli.judges.reliability import reliability_numbers, with_reliability
 from art_cli.judges.source_judges import make_judges, require_all_keys
@@ -37,12 +36,11 @@ from art_cli.rollouts.rollout_runner import RolloutPlan
 from art_cli.rollouts.scenario_files import RunScenarios, training_scenarios
 from art_cli.runs.durable import LineWriter, read_lines
 from art_cli.runs.history import count_failures, find_fault
+from art_cli.runs.run_checkpoints import Which
 from art_cli.runs.run_dir import RunDir
 from art_cli.runs.trajectory import Json, ScoredTrajectory, Trajectory, as_saved
 from art_cli.runtime import threads
 from art_cli.runtime.errors import DriftError, LearnerError, UsageError
-
-log = logging.getLogger(__name__)
 
 OWN_MODEL = "own_model"  # key in an attempt's metadata: the digest of the endpoint's model that played it
 
@@ -55,14 +53,16 @@ class StepTaken(NamedTuple):
     metrics: dict[str, float]
 
 
-def generate(loaded: LoadedConfig, output: Path, *, checkpoint: Path | None, step: int | None) -> list[Trajectory]:
+def generate(
+    loaded: LoadedConfig, output: Path, *, checkpoint: Path | None, step: int | None, which: Which = "offered"
+) -> list[Trajectory]:
     """Plays one step's scenarios with a checkpoint. Returns all trajectories of `output`, those played before included.
 
     `step` chooses the scenarios, by default those that come next for the checkpoint. Trajectories in `output` are not
     played again; missing ones are appended as they finish. Raises UsageError if `output` has an attempt of the same id
     at another scenario, in a group of another size, or of another policy.
     """
-    loaded, source = choose_policy(loaded, checkpoint)
+    loaded, source = choose_policy(loaded, checkpoint, which)
     data, run = RunScenarios(loaded.config, loaded.directory), RunDir(loaded.config.runs / loaded.config.name)
     mix = SourceMix(loaded.config, run, data.training_by_source)
     step = source.step if step is None else step
@@ -72,18 +72,15 @@ def generate(loaded: LoadedConfig, output: Path, *, checkpoint: Path | None, ste
         return threads.run(_play(loaded, policy, source, output, plans))
 
 
-def choose_policy(loaded: LoadedConfig, checkpoint: Path | None) -> tuple[LoadedConfig, PolicySource]:
+def choose_policy(loaded: LoadedConfig, checkpoint: Path | None, which: Which) -> tuple[LoadedConfig, PolicySource]:
     """Returns the configuration with an engine in place of auto, and the policy to play with, and logs the choice.
 
     Raises UsageError if weights are named for an engine that samples from its own model, or what the rollouts need is
     missing.
     """
-    is_foreign = not engine_traits(loaded.config.engine, loaded.directory).can_train
-    source = find_policy(loaded, checkpoint)
+    source = find_policy(loaded, checkpoint, which=which)
     check_ready(loaded, ("model", "rollout", "gateway", "engine"))
-    loaded = decide_engine(loaded)
-    log.info("policy: %s", source.checkpoint or ("the endpoint's own" if is_foreign else "the starting policy"))
-    return loaded, source
+    return decide_engine(loaded), source
 
 
 def next_scenarios(loaded: LoadedConfig, step: int, num: int) -> list[Json]:

@@ -2,6 +2,7 @@
 
 find              resolves a user's path: a checkpoint, one of a run, a plain adapter, a base model
 choose            the checkpoint of a run that is meant: the one it offers (train.keep_best), the best, the newest
+log_policy        logs which policy a command takes, and why, in the same words for all commands
 listed, prune     lists a run's checkpoints with their metrics; removes those that training would not keep
 fork              makes a new run that begins at one checkpoint
 import_start      makes a new run that begins with a foreign PEFT adapter, or with any checkpoint
@@ -13,6 +14,7 @@ a manifest. Importing makes it step 0 of a run; serving uses it as it is.
 import contextlib
 import logging
 import os
+import re
 import shutil
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -21,6 +23,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 
 import msgspec
 
+from art_cli.config.key_locations import show
 from art_cli.runs.durable import new_directory, read_object, remove, write_lines
 from art_cli.runs.history import read_updates
 from art_cli.runs.json_lines import is_inside
@@ -47,6 +50,7 @@ class Found(NamedTuple):
     manifest: Manifest | None  # or None for a plain adapter or a base model
     run: RunDir | None  # the run it lies in
     is_adapter: bool
+    why: str = ""  # the reason for this one, for the log. Example: "step 40, the newest (--last)"
 
     @property
     def step(self) -> int:
@@ -110,9 +114,10 @@ class Listed(NamedTuple):
 def find(path: Path, *, which: Which = "offered") -> Found | None:
     """Returns the checkpoint or base at `path`, or None if there is no such directory (it may be a hub id).
 
-    `which` is the checkpoint of a run that is meant. Raises CheckpointError: nothing usable there, or a checkpoint that
-    does not verify; UsageError: `which` is not the default, and the path is no run.
+    RUN/step_4 is a run's checkpoint. `which` is the checkpoint of a run that is meant. Raises CheckpointError: nothing
+    usable there, or a checkpoint that does not verify; UsageError: `which` is not the default, and the path is no run.
     """
+    path = in_run(path)
     if not path.is_dir():
         return None
     run = RunDir(path)
@@ -123,13 +128,24 @@ def find(path: Path, *, which: Which = "offered") -> Found | None:
     if (path / "manifest.json").exists():
         return _found(path, run_of(path))
     if (path / ADAPTER_CONFIG).exists():
-        return Found(path, None, None, True)
+        return Found(path, None, None, True, "a PEFT adapter, as named")
     if is_base(path):
-        return Found(path, None, None, False)
+        return Found(path, None, None, False, "a base model, as named")
     raise CheckpointError(
         f"{path}: no checkpoint (manifest.json), run (checkpoints/), PEFT adapter ({ADAPTER_CONFIG}) or model "
         "(config.json) there"
     )
+
+
+def in_run(path: Path) -> Path:
+    """Returns RUN/checkpoints/step_0004 for RUN/step_4, and any other path as it is."""
+    named, run = re.fullmatch("step_([0-9]{1,18})", path.name, re.ASCII), RunDir(path.parent)
+    return run.checkpoint_path(int(named[1])) if named is not None and run.checkpoints.is_dir() else path
+
+
+def log_policy(place: Path | str, why: str) -> None:
+    """Logs the policy that a command takes, and why. All commands use the same words."""
+    log.info("policy: %s: %s", show(Path(place)), why)
 
 
 def run_of(checkpoint: Path) -> RunDir | None:
@@ -144,15 +160,15 @@ def option(which: Which) -> str:
 
 
 def choose(run: RunDir, which: Which) -> Found:
-    """The checkpoint of a run that is meant; those that do not verify are skipped. A log line explains an offered one.
+    """Returns the checkpoint of a run that is meant; those that do not verify are skipped.
 
     Raises CheckpointError: there is none; UsageError: no evaluation has a reward, so that none is the best.
     """
     found = run.newest_checkpoint(wanted_steps(run, which))
     if found is not None:
-        if which == "offered":
-            log.info("%s: %s", run.root, explain(run, found[1].step))
-        return Found(*found, run, (found[0] / ADAPTER_CONFIG).exists())
+        step = found[1].step
+        why = f"step {step}, the newest (--last)" if which == "newest" else explain(run, step)
+        return Found(*found, run, (found[0] / ADAPTER_CONFIG).exists(), why)
     best = which == "best"
     if best and run.evaluations() and not _rewards(run.metrics()):
         raise UsageError(
@@ -204,7 +220,8 @@ def _keeps_best(run: RunDir) -> bool:
 
 def _found(path: Path, run: RunDir | None) -> Found:
     """Returns the verified checkpoint at `path`. Raises CheckpointError: it does not verify."""
-    return Found(path, verify_checkpoint(path), run, (path / ADAPTER_CONFIG).exists())
+    manifest = verify_checkpoint(path)
+    return Found(path, manifest, run, (path / ADAPTER_CONFIG).exists(), f"step {manifest.step}, as named")
 
 
 def base_of(found: Found) -> str:
@@ -371,6 +388,7 @@ def fork(run: RunDir, root: Path, *, step: int | None) -> Found:
         there = ", ".join(map(str, run.checkpoint_steps())) or "none"
         raise RunError(f"{run.root}: no checkpoint of step {step}; there are: {there}")
     found = choose(run, "newest") if step is None else _found(run.checkpoint_path(step), run)
+    log_policy(found.path, found.why if step is not None else f"step {found.step}, the newest (--step takes another)")
     lines = [line for line in run.metrics() if line.step < found.step + (line.split != "train")]
     with new_directory(root) as directory:
         new = RunDir(directory)
@@ -397,18 +415,18 @@ def _copy_inside(source: Path, target: Path, within: Path) -> None:
 
 
 def import_start(source: Path, root: Path, *, base: Callable[[Path], str] | None = None) -> Found:
-    """Makes a run at `root` whose step 0 is a plain PEFT adapter, or the weights of a checkpoint.
+    """Makes a run at `root` whose step 0 is a plain PEFT adapter, or the weights of a checkpoint or of a run.
 
     Training continues it with a new optimizer. `base` makes or finds the base model that the caller names, given where
     in the run one would be built; by default it is the source's base, which is copied if it was built. Raises RunError
     if there are checkpoints at `root`, CheckpointError if the source is neither a LoRA adapter with safetensors nor a
     checkpoint that verifies.
     """
-    found = Found(source, None, None, True)
-    if (source / "manifest.json").exists():
-        found = _found(source, None)
-    else:
+    found = find(source)
+    if found is None or found.manifest is None:
         check_adapter(source)
+    assert found is not None, source
+    log_policy(found.path, found.why)
     with RunDir(root).lock():
         return _import_found(found, RunDir(root), base)
 

@@ -160,7 +160,7 @@ class RunDir:
             try:
                 return self.checkpoint_path(step), verify_checkpoint(self.checkpoint_path(step))
             except CheckpointError as error:
-                log.warning("passed over a checkpoint: %s", error)
+                _warn_of_passed(str(error))
         return None
 
     def set_aside(self, *, above: int) -> None:
@@ -266,6 +266,12 @@ class RunDir:
         """Removes unfinished files and directories of a killed writer."""
         for path in [*self.root.glob(".*.tmp"), *self.root.glob("*/.*.tmp")]:
             remove(path)
+
+
+@functools.lru_cache(maxsize=1000)
+def _warn_of_passed(problem: str) -> None:
+    """Warns once of each checkpoint, however often a command looks for the newest."""
+    log.warning("passed over a checkpoint: %s", problem)
 
 
 @functools.lru_cache(maxsize=1000)

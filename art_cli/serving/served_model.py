@@ -94,14 +94,17 @@ def find_source(
     name, target = parse_name(text)
     if (run := _run_of_base(target)) is not None:
         _refuse(target, which)
+        run_checkpoints.log_policy(target, "the base model, as named")
         return of_base(run, name=name, base=base, dtype=dtype)
     found = run_checkpoints.find(Path(target), which=which) if target else None
     if found is not None:
+        run_checkpoints.log_policy(found.path, found.why)
         return of_checkpoint(found, name=name, base=base, dtype=dtype)
     is_built = built is not None and (":" in target or Path(target).is_file())
     if not (HUB_ID.fullmatch(target) or is_built) or (target.startswith(".") and not is_built):
         raise UsageError(f"{target}: no such directory, and no hub id")
     _refuse(target, which)
+    run_checkpoints.log_policy(target, "the base model, as named")
     path, own = target, name or target.removeprefix("builtin:")
     if built is not None and is_built:
         from art_cli.models.loading import find_base  # its import takes seconds

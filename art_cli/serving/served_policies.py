@@ -382,6 +382,7 @@ async def _change(policy: ServedPolicy, run: RunDir, which: Which) -> None:
     """Changes to the checkpoint that is meant and verifies, unless the policy has it already."""
     found = await call_in_thread(lambda: run_checkpoints.choose(run, which))
     if found.step != policy.source.step:
+        run_checkpoints.log_policy(found.path, found.why)
         old = policy.source
         keeps_base = old.adapter is not None or (old.prompt is not None and not old.is_hosted)
         await policy.change(of_checkpoint(found, name=old.name, base=old.base if keeps_base else None, dtype=old.dtype))

@@ -216,5 +216,6 @@ def test_attempts_of_other_settings_are_not_counted_again(
 
 
 def test_a_choice_of_checkpoints_needs_a_run(art: Callable[..., tuple[int, str]], project: Path) -> None:
-    code, line = art("gateway", str(project / "config.yaml"), "--last")
-    assert code == 2 and line.endswith("--last chooses among a run's checkpoints; name --checkpoint RUN")
+    (project / "gateway.yaml").write_text("engine: {name: openai, base_url: 'http://127.0.0.1:9/v1', model: m}")
+    code, line = art("gateway", str(project / "gateway.yaml"), "--last")
+    assert code == 2 and line.endswith("--last: engine 'openai' answers with its own model; leave one out")

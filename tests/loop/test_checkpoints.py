@@ -152,7 +152,7 @@ def test_a_checkpoint_of_whole_weights_is_imported(tmp_path: Path) -> None:
 
 
 def test_what_is_no_lora_adapter_is_not_imported(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="no PEFT adapter there"):
+    with pytest.raises(CheckpointError, match="no checkpoint .*, PEFT adapter"):
         checkpoints.import_start(tmp_path, tmp_path / "run")
     (tmp_path / "adapter_config.json").write_text('{"peft_type": "IA3"}')
     with pytest.raises(CheckpointError, match="a IA3 adapter; only LoRA"):
@@ -223,23 +223,23 @@ def test_a_path_means_a_checkpoint_a_run_an_adapter_or_a_model(tmp_path: Path) -
          "step 0, the best evaluated: reward 0.900; the newest, step 3, has 0.100 (--last takes it)"),
         ({0: 0.9}, "offered", 3, "step 3, the newest; no policy after step 0 was evaluated"),
         ({}, "offered", 3, "step 3, the newest; no policy after step 0 was evaluated"),
-        ({1: 0.9, 3: 0.1}, "newest", 3, ""),
+        ({1: 0.9, 3: 0.1}, "newest", 3, "step 3, the newest (--last)"),
     ],
 )  # fmt: skip
 def test_a_run_offers_its_best_evaluated_checkpoint_and_says_why(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, rewards: dict[int, float], which: checkpoints.Which, step: int,
     why: str
 ) -> None:  # fmt: skip
-    """`art serve` and `art export` find it so, and `art eval` by find_policy; training goes on from the newest."""
+    """`art serve` and `art export` find it by find_source, and all others by find_policy."""
     caplog.set_level("INFO")
     run = make_run(tmp_path / "mine", (0, 1, 2, 3), rewards=rewards)
     assert find_source(str(run.root), which=which).step == step
-    if why:
-        assert caplog.messages == [f"{run.root}: {why}"]
+    said = [f"policy: {run.checkpoint_path(step)}: {why}"]
+    assert caplog.messages == said
     run.config_path.unlink()  # a config of another model would be refused
     loaded = load_config(CONFIG, ["runs=nowhere"])
     assert find_policy(loaded, run.root, which=which).step == step
-    assert find_policy(loaded, run.root).step == 3
+    assert caplog.messages == said + said
 
 
 def test_a_run_without_keep_best_offers_its_newest_and_prunes_the_best(tmp_path: Path) -> None:
@@ -371,6 +371,6 @@ def test_a_runs_base_is_a_policy_by_its_path(tmp_path: Path) -> None:
     run = RunDir(tmp_path / "letters")
     loaded = load_config(CONFIG, ["runs=nowhere"])
     source = find_policy(loaded, run.base)
-    assert source == PolicySource(None, 0, run=run.root)
+    assert source == PolicySource(None, 0, run=run.root, why="the base model, as named")
     with open_policy(loaded, source) as weights:
         assert weights.base == str(run.base)

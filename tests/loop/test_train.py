@@ -341,7 +341,7 @@ def test_ctrl_c_says_how_to_go_on_and_what_it_says_finishes(tmp_path: Path) -> N
     assert program == "art"
     done = forked.run(hint, timeout=240)
     assert done.returncode == 0, done.stderr
-    assert "goes on from step" in done.stderr
+    assert "training goes on from it" in done.stderr
     assert [line.step for line in RunDir(runs / "letters").metrics() if line.split == "train"] == list(range(6))
 
 

@@ -316,8 +316,7 @@ class TrainConfig(Section):
     """The number of newest checkpoints that are kept, in addition to that of step 0."""
     keep_best: bool = True
     """Whether the checkpoint with the highest evaluated `reward` (the latest of equals) is kept too, and is the one
-    that `art serve RUN`, `art export RUN` and `art eval --checkpoint RUN` take. false: they take the newest. A run
-    is always resumed from its newest checkpoint."""
+    that commands take of a run. false: they take the newest. Training always goes on from the newest checkpoint."""
     record_learned: bool = True
     """Whether each step writes `learned.jsonl`, which `art view` reads: the advantages, the learner's
     logprobs and the share of the loss of every trained trajectory. It changes no weight."""

@@ -1,5 +1,6 @@
 """LocalTeacher: a teacher's weights in this process, on the learner's device. It trains nothing and saves nothing."""
 
+import logging
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -11,6 +12,8 @@ from art_cli.learners.teachers.teacher_server import check_vocabulary
 from art_cli.models.loading import Weights, load_weights, on_base
 from art_cli.runs import run_checkpoints
 from art_cli.runtime.errors import LearnerError, UsageError
+
+log = logging.getLogger(__name__)
 
 
 class LocalTeacher:
@@ -46,6 +49,7 @@ def load_teacher(model: str, directory: Path, *, device: str, name: str) -> Weig
         if model.startswith((".", "/", "~")):
             raise UsageError(f"{name}: no such directory")
         return load_weights(ModelConfig(base=model, lora=None), model, device=device, named=name)
+    log.info("%s: %s: %s", name, found.path, found.why)
     trained = run_checkpoints.run_config(found.run).get("model", {})
     base = run_checkpoints.base_of(found) if found.is_adapter else str(found.path.resolve())
     template = found.path / run_checkpoints.TEMPLATE_FILE
