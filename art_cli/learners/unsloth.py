@@ -13,7 +13,6 @@ import os
 import sys
 from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, requires, version
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -24,6 +23,7 @@ from art_cli.models import precision
 from art_cli.models.loading import Weights, token_logprobs, with_adapter
 from art_cli.runtime.errors import LearnerError, UsageError
 from art_cli.runtime.processes.child import kept_from_children
+from art_cli.runtime.scratch import user_cache
 
 FLOOR = "2026.10"  # the oldest version that pyproject.toml allows
 CPU_FLOOR = "2026.10.9"  # the first version that runs without a GPU; older ones raise NotImplementedError at import
@@ -162,12 +162,11 @@ def _check(model: Any, config: ModelConfig, place: torch.device) -> None:
 
 def _import() -> ModuleType:
     """Returns Unsloth's module. Raises LearnerError if its import fails."""
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
     try:
         with _kept_apart():
             # Unsloth counts its users by a download at each load, and writes compiled code to the working directory
             os.environ.setdefault("UNSLOTH_DISABLE_STATISTICS", "1")
-            os.environ.setdefault("UNSLOTH_COMPILE_LOCATION", str(cache / "art" / "unsloth"))
+            os.environ.setdefault("UNSLOTH_COMPILE_LOCATION", str(user_cache() / "unsloth"))
             import unsloth
     except Exception as error:  # the boundary to its import, which checks and patches half a dozen packages
         summary = " ".join(str(error).split())[:200]

@@ -8,18 +8,27 @@ transformers reads the file and dequantizes it. The weights are written in float
 that no number in it makes a library allocate more than the file can fill.
 """
 
+import contextlib
+import hashlib
+import io
+import logging
 import math
 import mmap
 import re
 import struct
 from collections.abc import Callable
 from functools import partial
+from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from art_cli.models.base_cache import take_or_make
 from art_cli.models.base_files import gguf_files
+from art_cli.runs.manifest import hash_file
 from art_cli.runtime.errors import UsageError, one_line
+
+log = logging.getLogger(__name__)
 
 HUB_FILE = re.compile(r"(?P<repo>[\w-][\w.-]*/[\w.-]+):(?P<file>[\w][\w./+-]*\.gguf)", re.ASCII)
 HUB_TIMEOUT_S = 10.0
@@ -69,11 +78,17 @@ def convert(file: Path, directory: Path) -> None:
     """
     num_elements = check_header(file)
     try:
-        _convert(file, directory, num_elements)
+        take_or_make(_key(file), directory, lambda empty: _convert(file, empty, num_elements))
     except UsageError:
         raise
     except Exception as error:  # the boundary to transformers and gguf, which raise any error at a damaged file
         raise UsageError(f"{file}: transformers cannot read this GGUF file: {one_line(error)}") from error
+
+
+def _key(file: Path) -> str:
+    """Returns a digest of all that the converted files depend on: the GGUF file, this module, the library."""
+    parts = [hash_file(file), hash_file(Path(__file__)), version("transformers"), version("gguf")]
+    return hashlib.sha256(" ".join(parts).encode()).hexdigest()[:32]
 
 
 def _convert(file: Path, directory: Path, num_elements: int) -> None:
@@ -82,6 +97,7 @@ def _convert(file: Path, directory: Path, num_elements: int) -> None:
     import transformers
 
     transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    log.info("converting %s to safetensors", file)
     source: dict[str, Any] = {"gguf_file": file.name, "trust_remote_code": False}
     auto: Any = transformers.AutoModelForCausalLM  # untyped there
     config = transformers.AutoConfig.from_pretrained(file.parent, **source)
@@ -96,7 +112,8 @@ def _convert(file: Path, directory: Path, num_elements: int) -> None:
         )
     tokenizer = transformers.AutoTokenizer.from_pretrained(file.parent, **source)
     loading: dict[str, Any] = {"config": config, "dtype": torch.float32, "output_loading_info": True}
-    loaded, found = auto.from_pretrained(file.parent, **loading, **source)
+    with contextlib.redirect_stderr(io.StringIO()):  # its progress bar writes a line for each tensor into a log
+        loaded, found = auto.from_pretrained(file.parent, **loading, **source)
     if missing := sorted(found.get("missing_keys") or ()):
         raise UsageError(f"{file}: {len(missing)} of the model's tensors are missing, first {missing[0]}")
     model.load_state_dict(loaded.state_dict(), assign=True)

@@ -320,7 +320,7 @@ def new_directory(path: Path, *, is_private: bool = True) -> Iterator[Path]:
                 with file.open("rb") as handle:
                     os.fsync(handle.fileno())
             if is_private and not file.is_symlink():
-                file.chmod(0o700 if file.is_dir() else 0o600)
+                file.chmod(0o700 if file.is_dir() else file.stat().st_mode & 0o600)  # a read-only one stays so
         sync_directory(beside)
         _replace(path, beside)
     finally:

@@ -40,6 +40,11 @@ def make_directory(path: Path) -> None:
             place.mkdir(mode=DIRECTORY, exist_ok=True)
 
 
+def user_cache() -> Path:
+    """Returns the directory of `art` in the user's cache directory (XDG)."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "art"
+
+
 PREFIX = "art-"
 OWNER = ".art-scratch-owner"
 

@@ -20,15 +20,23 @@ from art_cli.config.compose import load_config
 from art_cli.config.schema import ModelConfig
 from art_cli.loop.references import check_ready
 from art_cli.models import builtin_models
+from art_cli.models.base_files import base_digest
 from art_cli.models.gguf_base import check_header
 from art_cli.models.gguf_file import write_model
 from art_cli.models.loading import find_base, load_weights
 from art_cli.runs.manifest import is_built, verify_built
-from art_cli.runtime.errors import ConfigError, UsageError
+from art_cli.runtime.errors import CheckpointError, ConfigError, UsageError
 from benchmarks.serving.gguf import random_model
 from tests.support.paths import LETTERS
 
 SMOLLM2 = "builtin:smollm2-135m"
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The cache of converted bases, empty at the start of each test."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
+    return tmp_path / "xdg" / "art" / "bases"
 
 
 @pytest.mark.slow
@@ -130,6 +138,46 @@ def test_a_file_and_a_directory_with_one_are_converted_once(file: Path, source: 
     weights = (tmp_path / "a" / "model.safetensors").stat().st_mtime_ns
     find_base(file.name, directory=file.parent, built=tmp_path / "a")
     assert (tmp_path / "a" / "model.safetensors").stat().st_mtime_ns == weights
+
+
+def test_runs_share_one_conversion_of_a_file_and_a_log_has_no_progress_bar(
+    file: Path, source: Path, tmp_path: Path, cache: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The file may lie elsewhere by then. Another file of the same name is another base."""
+    first = Path(find_base(str(file), directory=Path("/"), built=tmp_path / "a"))
+    (tmp_path / "elsewhere").mkdir()
+    shutil.copy(file, tmp_path / "elsewhere" / file.name)
+    second = Path(find_base(file.name, directory=tmp_path / "elsewhere", built=tmp_path / "b"))
+    assert (first / "model.safetensors").samefile(second / "model.safetensors") and same_model(second, source)
+    verify_built(second)
+    assert base_digest(str(first)) == base_digest(str(second)) and len(list(cache.iterdir())) == 1
+    model = AutoModelForCausalLM.from_pretrained(source)
+    with torch.no_grad():
+        model.model.embed_tokens.weight.mul_(2)
+    write_model(tmp_path / "elsewhere" / file.name, model, AutoTokenizer.from_pretrained(source), kind="f16", name="x")
+    third = Path(find_base(file.name, directory=tmp_path / "elsewhere", built=tmp_path / "c"))
+    assert not same_model(third, source) and len(list(cache.iterdir())) == 2
+    assert "Converting" not in (printed := capfd.readouterr().err) and "it/s" not in printed
+
+
+def test_a_base_whose_cached_bytes_were_changed_in_place_is_refused_and_built_again(
+    file: Path, source: Path, tmp_path: Path, cache: Path
+) -> None:
+    """A hard link shares them. The hashes of the run find it when the base is loaded, and the named cure works."""
+    config = ModelConfig(base=str(file), lora=None, dtype="float32")
+    built = find_base(str(file), directory=Path("/"), built=tmp_path / "run" / "base")
+    load_weights(config, built)
+    (weights,) = cache.glob("*/model.safetensors")
+    assert not weights.stat().st_mode & 0o222  # an editor is refused; root is not
+    weights.chmod(0o600)
+    data = bytearray(weights.read_bytes())
+    data[-1] ^= 1
+    weights.write_bytes(data)
+    with pytest.raises(CheckpointError, match=r"does not match its hash; remove .*run/base: the next `art train` buil"):
+        load_weights(config, built)
+    shutil.rmtree(built)
+    assert same_model(Path(find_base(str(file), directory=Path("/"), built=tmp_path / "run" / "base")), source)
+    load_weights(config, built)
 
 
 def test_a_file_without_a_chat_template_is_refused_by_its_own_name(source: Path, tmp_path: Path) -> None:

@@ -9,7 +9,6 @@ death of the process at any instant (write-ahead log).
 import asyncio
 import contextlib
 import hashlib
-import os
 import sqlite3
 import time
 from collections.abc import Callable, Iterator
@@ -21,7 +20,7 @@ import msgspec
 from art_cli.judges.costs import Spent, Usage
 from art_cli.judges.ruler.verdict import Entry
 from art_cli.runtime.errors import JudgeStopped, UsageError
-from art_cli.runtime.scratch import make_directory, owner_only
+from art_cli.runtime.scratch import make_directory, owner_only, user_cache
 
 _SCHEMA = """
 create table if not exists verdicts (key text primary key, value blob not null, at real not null);
@@ -187,4 +186,4 @@ def _storable(text: str) -> str:
 
 def user_cache_path() -> Path:
     """`art/verdicts.sqlite` in the user's cache directory (XDG)."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "art" / "verdicts.sqlite"
+    return user_cache() / "verdicts.sqlite"

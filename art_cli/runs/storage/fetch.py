@@ -10,7 +10,6 @@ taken only when every file matches the hashes in its manifest.
 import contextlib
 import json
 import logging
-import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Literal, NamedTuple
@@ -25,7 +24,7 @@ from art_cli.runs.run_dir import RunDir
 from art_cli.runs.storage.object_store import HOME, Marker, ObjectStore, Stored, is_safe, write_marker
 from art_cli.runs.storage.uploads import CHECKPOINTS, MAX_MANIFEST_BYTES, NOT_KEPT, checkpoint_home, steps_of
 from art_cli.runtime.errors import CheckpointError, DataError, RunError, StorageError, UsageError, one_line, printable
-from art_cli.runtime.scratch import make_directory, scratch
+from art_cli.runtime.scratch import make_directory, scratch, user_cache
 
 log = logging.getLogger(__name__)
 
@@ -182,10 +181,9 @@ def fetch(address: str, wants: Wants) -> Path:
 
 def cache_path(address: str) -> Path:
     """Returns the directory of a run or of runs in the user's cache directory (XDG)."""
-    home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     protocol, _, rest = address.partition("://")
     parts = [part if is_safe(part) else f"_{part.encode().hex()}" for part in rest.strip("/").split("/")]
-    return home.joinpath("art", "runs", protocol, *parts)
+    return user_cache().joinpath("runs", protocol, *parts)
 
 
 def _locked(path: Path) -> contextlib.AbstractContextManager[None]:
