@@ -85,6 +85,7 @@ class Preflight:
     learner: Learner | None = None
     judge: Judge | None = None
     played: list[Trajectory] = field(default_factory=list)  # two attempts at the first scenario of each source
+    slowness: str = ""  # why these attempts took longer than they need
     asked: set[str] = field(default_factory=set)  # judges that were asked, because sources may share one
     sources: dict[str, "Preflight"] = field(default_factory=dict)  # by source; "" is this one
 
@@ -386,7 +387,7 @@ class Preflight:
         num_tokens = first.num_sampled or first.metrics.get("num_completion", 0)
         message = f"{first.metrics['num_turns']:.0f} turns, {num_tokens:.0f} sampled tokens, {reward}"
         message += f'; the last reply is "{last_reply(first)}"{_base_success(self.played)}'
-        cures = [_sampling_note(self.played), NO_REWARD if _is_unrewarded(self.played) else ""]
+        cures = [self.slowness, _sampling_note(self.played), NO_REWARD if _is_unrewarded(self.played) else ""]
         return Finding("rollout", True, message, "; ".join(filter(None, cures)))
 
     def _rollout_problem(self, trajectory: Trajectory) -> Finding | None:
@@ -433,6 +434,7 @@ class Preflight:
         policy = self.weights or self.policy
         async with open_sampler(self.loaded, policy, checkpoint=None, step=0, logs=self.scratch) as sampler:
             await sampler.play_shown(plans, played.append, title="check")
+            self.slowness = await sampler.runner.explain_slowness()
         return sorted(played, key=lambda trajectory: trajectory.index)
 
     def check_tools(self) -> Finding | None:

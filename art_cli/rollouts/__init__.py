@@ -33,6 +33,6 @@ class Rollout(Protocol):
         """
 
     async def explain_timeout(self) -> str:
-        """Returns the probable cause of a timeout, as the end of its message; empty if unknown."""
+        """Returns why attempts time out, or take longer than they need, as the end of a message; empty if unknown."""
 
     async def close(self) -> None: ...

@@ -19,6 +19,7 @@ import contextvars
 import copy
 import inspect
 import os
+import time
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -73,10 +74,14 @@ def reading_own(key: str) -> Iterator[None]:
         _playing.discard(key)
 
 
+CURE = "await what waits, or make it a plain `def`"
 CLOSE_TIMEOUT_S = 5.0  # longest wait for cancelled rollouts to end
 Ending = Outcome | AttemptError | RolloutError  # how a rollout ends
 
 PING_TIMEOUT_S = 2.0  # an event loop that runs nothing for this long is blocked
+TICK_S = 0.05  # time between two looks at the event loop
+MIN_STILL_S = 0.1  # shorter pauses of the loop are those of any program
+MIN_PLAYED_S = 1.0  # shorter attempts show nothing
 
 
 class FunctionRollout:
@@ -91,6 +96,9 @@ class FunctionRollout:
             getattr(function, "__call__", None)  # noqa: B004  (an object whose call is async)
         )
         self._loop = LoopThread("rollouts")
+        self._num_playing = 0
+        self._played_s = self._still_s = 0.0  # time of all attempts; part of it in which the loop stood still
+        self._watching: asyncio.Task[None] | None = None
         self._connections = Connections(has_one_loop=self._is_async)
 
     async def play(self, policy: Policy, scenario: Json, *, is_alone: bool = False) -> Outcome:
@@ -114,10 +122,11 @@ class FunctionRollout:
             raise from_exception(error.__cause__ or error, self._root) from error
 
     async def explain_timeout(self) -> str:
-        """Returns the probable cause of a timeout, as the end of its message."""
         if self._is_async and await self._loop.is_blocked(PING_TIMEOUT_S):
-            return "; it blocks the event loop: await what waits, or make it a plain `def`"
-        return ""
+            return f"; it blocks the event loop: {CURE}"
+        if self._played_s < MIN_PLAYED_S or self._still_s < self._played_s / 2:
+            return ""
+        return f"; its event loop stood still for {self._still_s:.1f} of {self._played_s:.1f} s: {CURE}"
 
     async def close(self) -> None:
         if self._is_async:
@@ -129,14 +138,33 @@ class FunctionRollout:
 
     async def _call_async(self, policy: Policy, scenario: Json) -> Ending:
         policy.share(self._connections)
+        self._num_playing += 1
         try:
+            if self._watching is None or self._watching.done():
+                self._watching = asyncio.create_task(self._watch())
+                await asyncio.sleep(0)  # it looks at the loop before the user's code may block it
             with reading_own(policy.api_key):
                 value = await self._function(policy, scenario)
         except asyncio.CancelledError:
             raise
         except BaseException as error:  # the boundary to the user's code; also SystemExit and GeneratorExit
             return from_exception(error, self._root)
+        finally:
+            self._num_playing -= 1
         return self._read(value)
+
+    async def _watch(self) -> None:
+        """Counts the time in which attempts are played, and the part of it in which the loop stood still and waited.
+
+        An agent that computes is no mistake, and neither is a machine that is busy.
+        """
+        while self._num_playing:
+            begin, worked = time.monotonic(), _worked_s()
+            await asyncio.sleep(TICK_S)
+            took = time.monotonic() - begin
+            still = took - TICK_S - (_worked_s() - worked)
+            self._played_s += took
+            self._still_s += still if still > MIN_STILL_S else 0.0
 
     def _call(self, policy: Policy, scenario: Json) -> Ending:
         policy.share(self._connections)
@@ -155,6 +183,15 @@ class FunctionRollout:
             return error
         except BaseException as error:  # the boundary to the user's code: a `__float__` or `__repr__` of its own
             return from_exception(error, self._root)
+
+
+def _worked_s() -> float:
+    """Returns the seconds in which this thread computed. On Linux those are added in which it waited for a core."""
+    try:
+        computed, waited = Path("/proc/thread-self/schedstat").read_bytes().split()[:2]
+        return (int(computed) + int(waited)) / 1e9
+    except (OSError, ValueError):
+        return time.thread_time()
 
 
 async def _await(value: Awaitable[Any]) -> Any:

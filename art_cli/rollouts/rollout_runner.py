@@ -268,6 +268,10 @@ class Runner:
         for agent in self._agents.values():
             await agent.rollout.close()
 
+    async def explain_slowness(self) -> str:
+        """Returns why attempts took longer than they need, or "" if there is no known cause."""
+        return "".join([await agent.rollout.explain_timeout() for agent in self._agents.values()]).removeprefix("; ")
+
     async def run(
         self, plans: Sequence[RolloutPlan], on_finished: OnFinished, progress: Progress | None = None
     ) -> Progress:
