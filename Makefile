@@ -62,6 +62,7 @@ demo: $(READY)  ## train SmolLM2-135M to use tools, then show a conversation bef
 	exec $(BIN)/art train recipes/tictactoe/config.yaml; }; \
 	$(BIN)/art train recipes/assistant/config.yaml && \
 	$(BIN)/art report recipes/assistant/runs/assistant --conversation
+	@echo '  art init mine --recipe blank'
 
 demo-tiny: $(READY)  ## train a random model to play tic-tac-toe, then show how far it came
 	$(BIN)/art train recipes/tictactoe/config.yaml

@@ -136,11 +136,11 @@ def which_checkpoint(is_best: bool, is_last: bool) -> "Which":
 
 
 def print_findings(findings: Sequence[Finding], as_json: bool = False) -> None:
-    """Prints one line for each finding and a second one for its cure, or all findings as one JSON list."""
+    """Prints a line for each finding and another for its cure ("!": a doubt), or all findings as one JSON list."""
     if as_json:
         sys.stdout.write(json.dumps([finding._asdict() | {"state": finding.state} for finding in findings]) + "\n")
         return
-    words = ["missing" if finding.is_missing else "ok" if finding.is_good else "FAIL" for finding in findings]
+    words = ["missing" if f.is_missing else "FAIL" if not f.is_good else "!" if f.cure else "ok" for f in findings]
     width = max(map(len, [*words, "FAIL"]))
     for finding, word in zip(findings, words, strict=True):
         cure = f"\n{'':{width}s} {'':10s} -> {finding.cure}" if finding.cure else ""

@@ -53,7 +53,7 @@ def run(
     ] = 30.0,
     as_json: Json = False,
 ) -> None:
-    """Train and sample for clients on other machines, by the Tinker protocol.
+    """Train and sample by the Tinker protocol.
 
     \b
     art backend --base Qwen/Qwen3-8B              on the machine with the GPU

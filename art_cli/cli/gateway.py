@@ -65,7 +65,7 @@ def run(
     ] = 30.0,
     as_json: Json = False,
 ) -> None:
-    """Record what agents in production do: their model calls become trajectories.
+    """Record the model calls of agents in production.
 
     It stands in front of an endpoint that the file names, or of a checkpoint. Clients change their base URL and key.
     Files of trajectories appear in runs/NAME/gateway, for art judge and art step.

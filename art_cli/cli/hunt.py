@@ -50,14 +50,8 @@ def run(
     from art_cli.loop.reward_hunt import hunt
 
     loaded = load_config(config, overrides or [])
-    found = hunt(
-        loaded,
-        checkpoint=checkpoint,
-        which=which_checkpoint(False, is_last),
-        num_scenarios=num_scenarios,
-        minutes=minutes,
-        output=output,
-    )
+    which = which_checkpoint(False, is_last)
+    found = hunt(loaded, checkpoint, which, num_scenarios=num_scenarios, minutes=minutes, output=output)
     exploits = found.exploits()
     sys.stdout.write(_as_json(found, exploits) if as_json else _as_text(found, exploits))
     if html is not None:

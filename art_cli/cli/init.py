@@ -63,7 +63,7 @@ def run(
         bool, typer.Option("--config", help="Print the YAML that hardware=NAME, judge=NAME, ... come to.")
     ] = False,
 ) -> None:
-    """Begin a project in a new directory, or print a configuration.
+    """Begin a project, or print a configuration.
 
     A recipe holds config.yaml, the rollout and the files that the rollout needs; its run gets the directory's name. An
     environment needs no code, and has a config.yaml alone, with the environment's settings and their defaults. Each

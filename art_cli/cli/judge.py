@@ -48,7 +48,7 @@ def run(
     html: Annotated[Path | None, typer.Option("--html", metavar="FILE", help="Write the report as a page.")] = None,
     as_json: Json = False,
 ) -> None:
-    """Score trajectories, group by group, with RULER or another judge; measure the judge.
+    """Score trajectories, or measure a judge.
 
     --probe judges groups as they are and with one attempt padded, praised, emptied, ... It prints how far the score of
     that attempt moves, and whether that is a bias. It writes no scores, and takes 11 or 12 judgements of each group.

@@ -31,7 +31,7 @@ def run(
     is_report: Annotated[bool, typer.Option("--report", help="Ask nothing; say what the labels say.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Say which of two attempts is better, and learn how often the judge agrees with you.
+    """Compare attempts yourself, to measure the judge.
 
     Shows two attempts of one group side by side and waits for one key. The pairs are chosen so that few answers tell
     much. Each answer goes to labels.jsonl beside the file at once; run again, it goes on. At the end it prints the

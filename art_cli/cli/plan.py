@@ -32,7 +32,7 @@ def run(
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Ask before a run: can it learn, with which settings, does it fit, what will it take?
+    """Ask before a run: can it learn, what will it take?
 
     Plays the run's first step and judges it, takes pilot steps at five learning rates and takes them back. What it
     played is the run's first step: `art train` goes on from there, and nothing is paid twice. With train.learning_rate:

@@ -9,6 +9,7 @@ import json
 import logging
 import math
 import os
+import re
 import shutil
 import socket
 import time
@@ -68,6 +69,7 @@ SURE, UNLIKELY = 0.5, 1e-3  # probabilities of equal attempts: the model is sure
 OF_WEIGHTS = ("tokens", "update", "disk")  # checks that a search for a prompt has no need of
 NO_REWARD = "see what the model said with --show, and docs/zero.md; art plan measures the base over many scenarios"
 LONG_ROW_S = 60.0  # an estimate above this comes with its cure
+JSON_TYPES = ("string", "number", "integer", "boolean", "array", "object", "null")
 FIRST_STEP = 10  # time of the first step in forward passes: its own 3, and the check of packs in both directions
 
 
@@ -422,9 +424,10 @@ class Preflight:
             message = "the game was over before the policy's seat had a move"
             return Finding("rollout", False, message, "begin with another seed: rollout.environment.seed=1")
         if all(map(self._made_no_call, self.played)):
-            return Finding(
-                "rollout", False, "it made no model call", "use policy.client, or policy.base_url and api_key"
+            cure = (
+                "use policy.client, or policy.base_url and api_key; or a `try` of the agent hides why its call failed"
             )
+            return Finding("rollout", False, "it made no model call", cure)
         message = "of two attempts at once one made no model call: they may have gone into the other's trajectory"
         return Finding("rollout", False, message, OWN_CLIENT)
 
@@ -445,9 +448,11 @@ class Preflight:
         with_tools = next((trajectory for trajectory in self.played if trajectory.tools), None)
         if with_tools is None:
             return None
-        names = ", ".join(str(tool.get("function", {}).get("name")) for tool in with_tools.tools[:5])
+        names = ", ".join(str(_name(tool)) for tool in with_tools.tools[:5])
         if _shows_tools(self.tokenizer, with_tools):
-            return Finding("tools", True, f"the chat template shows {names}")
+            odd = ", ".join(printable(str(_name(tool)), limit=64) for tool in with_tools.tools if _is_odd(tool))
+            cure = f"OpenAI's API would refuse {odd}: mend its name or the types of its parameters" if odd else ""
+            return Finding("tools", True, f"the chat template shows {names}", cure)
         cure = f"{template_cure(self.tokenizer)} in model.chat_template, or choose a model whose template shows tools"
         return Finding("tools", False, f"the chat template leaves out the tools: the model never sees {names}", cure)
 
@@ -559,7 +564,7 @@ class Preflight:
         cost = "price unknown" if asked.usage.cost_usd is None else f"${asked.usage.cost_usd:.4f}"
         took = f"{asked.usage.calls} calls, {asked.usage.tokens:,} tokens, {cost}"
         is_sound = asked.right > asked.wrong
-        cure = "" if is_sound else "it prefers a wrong answer to two plus two; look at judge.model and judge.rubric"
+        cure = "" if is_sound else "it prefers no right answer to two plus two; look at judge.model and judge.rubric"
         return f"{models} gave a right answer {asked.right:g} and a wrong one {asked.wrong:g}: {took}", cure
 
     def check_disk(self) -> Finding:
@@ -663,6 +668,20 @@ def _sampling_note(played: Sequence[Trajectory]) -> str:
             "leaves one answer? rollout.sampling.force=true"
         )
     return ""
+
+
+def _name(tool: Json) -> object:
+    return tool.get("function", {}).get("name")
+
+
+def _is_odd(tool: Json) -> bool:
+    """Returns True if OpenAI's API would refuse the tool's name, or the types of its parameters."""
+    schema = tool.get("function", {}).get("parameters") or {}
+    properties = schema.get("properties", {}) if isinstance(schema, dict) else None
+    if not isinstance(properties, dict) or not re.fullmatch(r"[\w-]{1,64}", str(_name(tool) or ""), re.ASCII):
+        return True
+    kinds = [each.get("type") if isinstance(each, dict) else "" for each in properties.values()]
+    return any(isinstance(kind, str) and kind not in JSON_TYPES for kind in kinds)
 
 
 def _shows_tools(tokenizer: Any, trajectory: Trajectory) -> bool:

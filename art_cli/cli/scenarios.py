@@ -29,7 +29,7 @@ def run(
     is_more: Annotated[bool, typer.Option("--append", help="Keep the tasks of the file, and add to them.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Have a language model write tasks for the tools of an MCP server.
+    """Have a model write tasks for an MCP server.
 
     Each task has an id, the tools that it needs and a difficulty from 1 to 5. They are spread over the tools and the
     difficulties, and a task that nearly repeats another is left out. The file is what rollout.scenarios

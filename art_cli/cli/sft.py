@@ -49,7 +49,7 @@ def run(
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Warm-start from chat transcripts, or from the best scored attempts.
+    """Warm-start from chats, or from the best attempts.
 
     Trains on the assistant's tokens only, with the config's `sft` section or its defaults, and writes a checkpoint.
     It begins at the base model, or at --checkpoint.

@@ -43,7 +43,7 @@ def run(
     ] = None,
     is_open: Annotated[bool, typer.Option("--open/--no-open", help="Open the browser, where there is one.")] = True,
 ) -> None:
-    """See what the agent does: a local page of curves, groups, attempts and conversations.
+    """See curves, attempts and conversations in a page.
 
     \b
     art view runs/mine                      follows the run while it trains; Ctrl-C ends

@@ -218,5 +218,5 @@ def _yaml_hint(detail: ErrorDetails) -> str:
 
 
 def _shown(value: object) -> str:
-    text = json.dumps(value, default=str)
+    text = json.dumps(value, default=str, ensure_ascii=False)
     return text if len(text) <= 60 else f"{text[:57]}..."

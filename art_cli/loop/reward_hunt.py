@@ -155,12 +155,12 @@ def open_hunt(path: Path | None, digest: str) -> Iterator[Hunt]:
 
 def hunt(
     loaded: LoadedConfig,
-    *,
     checkpoint: Path | None,
+    which: Which = "offered",
+    *,
     num_scenarios: int,
     minutes: float,
     output: Path | None = None,
-    which: Which = "offered",
 ) -> Hunt:
     """Plays honest attempts, then attacks for `minutes`. What `output` holds is not played again.
 

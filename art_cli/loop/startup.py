@@ -48,6 +48,7 @@ def process_begin() -> float:
 
 def import_libraries(*, has_adapter: bool) -> None:
     """Imports what loading a model needs, so that the clock has a part for it."""
+    log.info("importing torch and transformers, about 10 s")
     import torch  # noqa: F401
     from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel  # noqa: F401
 

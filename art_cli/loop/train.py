@@ -62,7 +62,7 @@ async def train(loaded: LoadedConfig, *, is_fresh: bool = False, startup: Startu
             await evaluate_if_due(run, run.first)
             for step in run.steps_left():
                 batch = await take_groups(run, step)
-                claim.startup.end("groups of an earlier start")  # unless a reply came before
+                claim.startup.end("first groups")  # unless a reply came before
                 metrics = await update(run, batch, step)
                 await publish(run, step + 1, metrics)
                 await evaluate_if_due(run, step + 1)

@@ -1,6 +1,4 @@
-"""The user's cache of converted base models: one directory for each source file, whose files runs share by hard links.
-
-    ~/.cache/art/bases/9f3c.../     model.safetensors, config.json, tokenizer files; hashes.json: their sizes and hashes
+"""The user's cache of converted base models: ~/.cache/art/bases/9f3c..., whose files runs share by hard links.
 
 Every file is hashed when a run takes it, and again each time the run's base is loaded. A damaged entry is converted
 again. The files are read-only, because a change of their bytes would change the base of every run that has a link. An

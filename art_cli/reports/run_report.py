@@ -39,7 +39,7 @@ from art_cli.runs.promise import Promised, compare
 from art_cli.runs.run_checkpoints import explain, run_config, wanted_steps
 from art_cli.runs.run_dir import RunDir
 from art_cli.runs.trajectory import Trajectory
-from art_cli.runtime.errors import CheckpointError, DataError, RunError, printable
+from art_cli.runtime.errors import CheckpointError, DataError, RunError, UsageError, printable
 
 log = logging.getLogger(__name__)
 SCHEMA = 1  # version of the JSON that `art report --json` prints
@@ -172,7 +172,9 @@ class RunReport(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def read_report(run: RunDir) -> RunReport:
-    """Raises RunError: no run there; DataError: its config.json or metrics.jsonl is damaged."""
+    """Raises UsageError: nothing there; RunError: no run there; DataError: config.json or metrics.jsonl is damaged."""
+    if not run.root.exists():
+        raise UsageError(f"{run.root}: no such file or directory")
     if not any(path.exists() for path in (run.metrics_path, run.checkpoints, run.config_path)):
         raise RunError(f"{run.root}: not a run (no metrics.jsonl, config.json or checkpoints/)")
     config, history = run_config(run), read_history(run)

@@ -85,8 +85,9 @@ class Progress:
         return self.sampled() / max(time.monotonic() - self.started, 1e-9)
 
     def facts(self) -> str:
-        """Example: "reward 0.412  2 failed  1,280 tok/s"."""
-        reward = [] if self.mean_reward is None else [f"reward {self.mean_reward:.3f}"]
+        """Example: "reward 0.412 so far  2 failed  1,280 tok/s". Attempts that give up early end first."""
+        so_far = " so far" if self.done < self.total else ""
+        reward = [] if self.mean_reward is None else [f"reward {self.mean_reward:.3f}{so_far}"]
         failed = [f"{self.failed} failed"] if self.failed else []
         return "  ".join([*reward, *failed, f"{self.tokens_per_s:,.0f} tok/s"])
 

@@ -81,7 +81,7 @@ def _explain(error: Exception, line: bytes) -> str:
         version = json_lines.decode(line, msgspec.json.Decoder(_Version)).schema_version
         if version > SCHEMA_VERSION:
             return newer_schema(version)
-    return str(error)
+    return f"{error}; mend the line, or remove it"
 
 
 def newer_schema(version: int) -> str:

@@ -101,7 +101,8 @@ def find_fault(failures: Failures, *, is_called: bool, num_without_signal: int =
     if num_without_signal:
         groups = "the one group" if num_without_signal == 1 else f"each of {num_without_signal} groups"
         text = f"no signal: rewards within {groups} are equal, so that nothing can be learned{also}"
-        return Fault("nothing_learned", text, FIND_SIGNAL)
+        cure = f"first mend what failed ({MEND_AGENT}), then {FIND_SIGNAL}" if failures.num else FIND_SIGNAL
+        return Fault("nothing_learned", text, cure)
     return None
 
 

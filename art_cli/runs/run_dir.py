@@ -47,6 +47,7 @@ from art_cli.runs.trajectory import SCHEMA_VERSION, GroupRewards, LearnedTraject
 from art_cli.runtime.errors import CheckpointError, DataError, RunError, UncertainCheckpoint, one_line
 
 log = logging.getLogger(__name__)
+_warn_once = functools.lru_cache(maxsize=1000)(log.warning)  # a command may look for the newest several times
 Record = TypeVar("Record")
 
 
@@ -160,7 +161,7 @@ class RunDir:
             try:
                 return self.checkpoint_path(step), verify_checkpoint(self.checkpoint_path(step))
             except CheckpointError as error:
-                _warn_of_passed(str(error))
+                _warn_once("passed over a checkpoint: %s", str(error))
         return None
 
     def set_aside(self, *, above: int) -> None:
@@ -266,12 +267,6 @@ class RunDir:
         """Removes unfinished files and directories of a killed writer."""
         for path in [*self.root.glob(".*.tmp"), *self.root.glob("*/.*.tmp")]:
             remove(path)
-
-
-@functools.lru_cache(maxsize=1000)
-def _warn_of_passed(problem: str) -> None:
-    """Warns once of each checkpoint, however often a command looks for the newest."""
-    log.warning("passed over a checkpoint: %s", problem)
 
 
 @functools.lru_cache(maxsize=1000)

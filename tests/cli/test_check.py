@@ -25,7 +25,7 @@ CHEAP = ["config", "auto", "scenarios", "entries"]  # findings that need no mode
 
 
 def names(out: str) -> list[str]:
-    return [line.split()[1] for line in out.splitlines() if line.startswith("ok ")]
+    return [line.split()[1] for line in out.splitlines() if line.startswith(("ok ", "! "))]
 
 
 def interrupt(preflight: Preflight) -> None:
@@ -191,7 +191,7 @@ def test_a_reward_of_0_is_shown_with_what_the_model_said_and_what_to_do(art: Art
     (tmp_path / "zero.py").write_text(ZERO)
     code, out, _ = art("check", CONFIG, f"rollout.entry={tmp_path}/zero.py:rollout", "--show")
     lines = out.splitlines()
-    [(line, cure)] = [pair for pair in zip(lines, lines[1:], strict=False) if pair[0].startswith("ok   rollout")]
+    [(line, cure)] = [pair for pair in zip(lines, lines[1:], strict=False) if pair[0].startswith("!    rollout")]
     assert code == 0 and re.search(r'reward 0; the last reply is ".*"; 0 of 2 attempts got more than 0', line)
     assert "(95 % interval 0% to 66%)" in line and "docs/zero.md" in cure and "--show" in cure
     whole = out.split("\n\n")

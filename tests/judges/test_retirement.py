@@ -163,7 +163,7 @@ def test_a_judge_that_ends_soon_is_logged_before_it_is_asked(
     ("model", "today", "code", "line"),
     [
         ("openai/dated", date(2027, 3, 1), 1, "FAIL    retirement openai/dated was shut down on 2027-03-01"),
-        ("openai/dated", date(2027, 2, 1), 130, "ok   retirement openai/dated is shut down on 2027-03-01"),
+        ("openai/dated", date(2027, 2, 1), 130, "!    retirement openai/dated is shut down on 2027-03-01"),
         ("openai/dated", date(2026, 2, 1), 130, "ok   retirement openai/dated 2027-03-01"),
         ("openai/unknown", date(2027, 3, 1), 130, "ok   retirement openai/unknown has no day in the table of litellm"),
     ],

@@ -479,8 +479,13 @@ def test_a_run_with_a_warm_up_alone_and_one_with_nothing(art: Art, tmp_path: Pat
 
 def test_what_is_no_run_is_one_line(art: Art, tmp_path: Path) -> None:
     code, out, err = art("report", tmp_path / "nothing")
-    assert (code, out) == (1, "")
-    assert err == f"error: {tmp_path}/nothing: not a run (no metrics.jsonl, config.json or checkpoints/)\n"
+    assert (code, out, err) == (2, "", f"error: {tmp_path}/nothing: no such file or directory\n")
+    code, out, err = art("report", tmp_path)
+    assert (code, out, err) == (
+        1,
+        "",
+        f"error: {tmp_path}: not a run (no metrics.jsonl, config.json or checkpoints/)\n",
+    )
     run = write_run(tmp_path / "mine", until=3)
     run.metrics_path.write_bytes(b"garbage\n" + run.metrics_path.read_bytes())
     code, _, err = art("report", run.root)

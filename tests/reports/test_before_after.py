@@ -61,7 +61,7 @@ def test_the_command_shows_both_conversations_the_curve_and_what_comes_next(tmp_
     assert "\x1b" not in out and "o" * 300 not in out and "..." in out and "assistant (nothing)" in lines
     bars = [line.count("█") for line in lines if line.startswith("step")]
     assert bars == [10, 40]
-    assert lines[-3:] == [f"art view {run.root}", f"art serve {run.root}", "art init mine --recipe blank"]
+    assert lines[-2:] == [f"art view {run.root}", f"art serve {run.root}"]
 
 
 def test_equal_conversations_are_shown_as_such(tmp_path: Path, art: Art) -> None:

@@ -24,7 +24,7 @@ def conversation_text(found: BeforeAfter, report: Report) -> str:
         lines += ["", _title(title, attempt), *_said(attempt.messages)]
     run = shlex.quote(str(report["run"]))
     lines += ["", f"{report['reward_names']['eval']} on held-out scenarios", *_curve(report)]
-    lines += ["", "What comes next", f"  art view {run}", f"  art serve {run}", "  art init mine --recipe blank"]
+    lines += ["", "What comes next", f"  art view {run}", f"  art serve {run}"]
     return "".join(f"{line}\n" for line in lines)
 
 
