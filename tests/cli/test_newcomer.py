@@ -15,7 +15,7 @@ from art_cli.rollouts.rollout_runner import Progress
 from art_cli.runs.history import Failures, find_fault
 from art_cli.runs.run_dir import RunDir
 from tests.support.paths import LETTERS, ROOT
-from tests.support.served import make_run
+from tests.support.servers.served import make_run
 
 Art = Callable[..., tuple[int, str, str]]
 

@@ -19,8 +19,8 @@ from art_cli.runs.durable import read_lines
 from art_cli.runs.manifest import digest_of, read_manifest
 from art_cli.runs.run_dir import RunDir
 from art_cli.runs.trajectory import Trajectory
-from tests.support import forked
 from tests.support.paths import LETTERS
+from tests.support.processes import forked
 
 Art = Callable[..., tuple[int, str, str]]
 

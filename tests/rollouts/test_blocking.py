@@ -16,7 +16,7 @@ import pytest
 
 from art_cli.rollouts.function_rollout import FunctionRollout
 from art_cli.rollouts.policy import Policy
-from tests.support.chat_server import ChatServer, chatting
+from tests.support.servers.chat_server import ChatServer, chatting
 
 Art = Callable[..., tuple[int, str, str]]
 REPLY_S, CALLS = 0.3, 4
