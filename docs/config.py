@@ -1,4 +1,4 @@
-"""Writes docs/config.md, the reference of every configuration key, from the schema.
+"""Writes the keys in docs/config.md from the schema, below the part of the page that is written by hand.
 
 python docs/config.py
 """
@@ -16,23 +16,13 @@ from art_cli.config.overrides import Schema, sections, variant_name, variants
 from art_cli.config.schema import MAX_COUNT, YEAR_S, RunConfig
 
 REFERENCE = Path(__file__).with_name("config.md")
-HEAD = """\
-# Every configuration key
-
-Made from `art_cli/config/schema.py` by `python docs/config.py`; a test holds the two together.
-
-A key is set in the YAML file, or on the command line as `train.steps=10`, which wins. `engine=NAME`, `judge=NAME`,
-`loss=NAME`, `learner=NAME` and `tracker=NAME` choose a variant; its keys are then `engine.KEY` and so on. A key that
-the chosen variant does not have is an error. `hardware=NAME`, `judge=NAME`, `algorithm=NAME` and `model=NAME` choose
-whole starting points ([configs.md](configs.md)). Paths are relative to the file. The address of a server is `base_url`
-(`url` for trackers); `api_base` (of judges) and `url` (of engines) are its names in older files, and still taken.
-"""
+MARK = "\n## Top level\n"  # the part above is written by hand
 PLAIN = {bool: "true or false", int: "whole number", float: "number", str: "text", Path: "path", NoneType: "null"}
 
 
 def reference() -> str:
-    """The whole page."""
-    parts = [HEAD]
+    """Returns the whole page: its written part as it is, and the keys."""
+    parts = [REFERENCE.read_text(encoding="utf-8").partition(MARK)[0]]
     plain = {name: field for name, field in RunConfig.model_fields.items() if not sections(field)}
     parts.append("## Top level\n\n" + _table("", plain))
     for name, field in RunConfig.model_fields.items():

@@ -167,7 +167,7 @@ class RunConfig(Section):
     `store` instead."""
     store: StoreAddress | None = None
     """The object store to which a run is copied as it goes: s3://bucket/prefix, gs://... or az://... Another machine
-    can resume from there (docs/storage.md)."""
+    can resume from there (docs/scale.md)."""
     model: ModelConfig
     rollout: RolloutConfig
     gateway: GatewayConfig = GatewayConfig()
@@ -186,7 +186,7 @@ class RunConfig(Section):
     {short: {judge: {entry: "judge.py:short"}, share: 0.5}} (docs/judges.md)."""
     stop: list[StopRule] = []
     """Rules that pause the run, or warn: [{metric: no_signal_share, above: 0.9, for_steps: 5}, {hours: 2}, {usd: 5}].
-    docs/stop.md has one for each common failure."""
+    docs/report.md has one for each common failure."""
     tracker: TrackerConfig = NoTrackerConfig()
     trackers: list[TrackerConfig] = []
     """Further trackers besides `tracker`: [wandb, {name: wandb, project: mine}, {entry: "mine.py:MyTracker"}]."""

@@ -343,7 +343,7 @@ class RolloutConfig(Section):
     function runs in art's process, for a debugger. With `cluster` the processes are spread over its nodes; if the
     key is not set, there are as many as processors are free when the run begins."""
     cluster: RayClusterConfig | None = None
-    """The cluster on whose nodes rollouts are played (docs/cluster.md). A name alone stands for {name: ...}. null: this
+    """The cluster on whose nodes rollouts are played (docs/scale.md). A name alone stands for {name: ...}. null: this
     machine."""
     timeout_s: Seconds = 600.0
     """The longest time in seconds for one rollout, including its retries."""

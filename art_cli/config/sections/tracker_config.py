@@ -89,7 +89,7 @@ class OwnTrackerConfig(Section):
     name: Literal["entry"]
     """The name may be left out beside `entry`."""
     entry: str
-    """ "file.py:Class", which is called as Class(run, **options) (docs/trackers.md)."""
+    """ "file.py:Class", which is called as Class(run, **options) (docs/other-tools.md)."""
     options: dict[str, JsonValue] = {}
     """Keyword arguments that the class is made with."""
 
