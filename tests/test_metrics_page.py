@@ -10,7 +10,7 @@ import pytest
 from art_cli.config.compose import load_config
 from art_cli.config.metric_names import ALWAYS, FAMILIES, NEEDS, OF_SOURCES, SHADOW, SHADOW_KINDS
 from art_cli.learners import StepMetrics
-from art_cli.learners.prompt_learner import PromptMetrics
+from art_cli.learners.prompt.prompt_learner import PromptMetrics
 from art_cli.learners.sft.sft_batches import Sums
 from art_cli.loop.evaluate import COUNTS, KNOWN
 from art_cli.loop.train import train

@@ -288,7 +288,7 @@ class TrainConfig(Section):
     """The optimizer steps per batch of groups, which they divide."""
     epochs_per_step: PositiveInt = 4
     """How often a step trains on each trajectory. Every epoch makes `updates_per_step` optimizer steps. With 4 a policy
-    needs a fraction of the rollouts (benchmarks/LEARNING.md); 1 is for runs that training limits."""
+    needs a fraction of the rollouts (benchmarks/results/LEARNING.md); 1 is for runs that training limits."""
     max_kl: PositiveFloat | None = None
     """The policy's largest movement in a step: KL(before || after) in nats per token, estimated by k3 on trained
     tokens. A larger update is halved until it fits, and is the step's last. It costs a forward pass. null: neither
