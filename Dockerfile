@@ -18,6 +18,7 @@ COPY pyproject.toml constraints.txt constraints-gpu.txt README.md LICENSE ./
 COPY art_cli art_cli
 COPY configs configs
 COPY docs docs
+COPY examples examples
 COPY recipes recipes
 
 # vLLM takes older transformers than constraints.txt has, so that a GPU has a file of its own.

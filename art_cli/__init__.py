@@ -3,7 +3,7 @@
 What a rollout's author or a notebook needs is here by name, and imported when it is first used:
 
     from art_cli import Outcome                                        # in rollout.py
-    art_cli.train(art_cli.load("config.yaml", "train.steps=3"))        # in a notebook, see docs/python.md
+    art_cli.train(art_cli.load("config.yaml", "train.steps=3"))        # in a notebook, see docs/how-it-works.md
 """
 
 from importlib import import_module

@@ -1,10 +1,11 @@
-"""Writes docs/config.md, the reference of every configuration key, from the schema.
+"""Writes the keys in docs/config.md from the schema, below the part of the page that is written by hand.
 
 python docs/config.py
 """
 
 import json
-from collections.abc import Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
@@ -16,23 +17,15 @@ from art_cli.config.overrides import Schema, sections, variant_name, variants
 from art_cli.config.schema import MAX_COUNT, YEAR_S, RunConfig
 
 REFERENCE = Path(__file__).with_name("config.md")
-HEAD = """\
-# Every configuration key
-
-Made from `art_cli/config/schema.py` by `python docs/config.py`; a test holds the two together.
-
-A key is set in the YAML file, or on the command line as `train.steps=10`, which wins. `engine=NAME`, `judge=NAME`,
-`loss=NAME`, `learner=NAME` and `tracker=NAME` choose a variant; its keys are then `engine.KEY` and so on. A key that
-the chosen variant does not have is an error. `hardware=NAME`, `judge=NAME`, `algorithm=NAME` and `model=NAME` choose
-whole starting points ([configs.md](configs.md)). Paths are relative to the file. The address of a server is `base_url`
-(`url` for trackers); `api_base` (of judges) and `url` (of engines) are its names in older files, and still taken.
-"""
+MARK = "\n## Top level\n"  # the part above is written by hand
+TABLE = ["| key | value | default | meaning |", "|---|---|---|---|"]
+FIRST = dict[tuple[str, ...], str]()  # a key's last word and its cells -> the first such key
 PLAIN = {bool: "true or false", int: "whole number", float: "number", str: "text", Path: "path", NoneType: "null"}
 
 
 def reference() -> str:
-    """The whole page."""
-    parts = [HEAD]
+    """Returns the whole page: its written part as it is, and the keys."""
+    parts = [REFERENCE.read_text(encoding="utf-8").partition(MARK)[0]]
     plain = {name: field for name, field in RunConfig.model_fields.items() if not sections(field)}
     parts.append("## Top level\n\n" + _table("", plain))
     for name, field in RunConfig.model_fields.items():
@@ -48,8 +41,7 @@ def reference() -> str:
                 for found in sections(field)[:1]
                 for key, each in found.model_fields.items()
             ]
-            head = ["| key | value | default | meaning |", "|---|---|---|---|"]
-            parts.append(f"## {name}\n\n{_text(field)}\n\n" + "\n".join([*head, *rows]) + "\n")
+            parts.append(f"## {name}\n\n{_text(field)}\n\n" + "\n".join([*TABLE, *rows]) + "\n")
         elif found := sections(field):
             note = "" if field.is_required() or field.default is not None else " The section may be left out."
             parts.append(f"## {name}\n\n{_about(found[0])}{note}\n\n{_table(name, found[0].model_fields)}")
@@ -57,28 +49,34 @@ def reference() -> str:
 
 
 def _of_variants(group: str, chosen: dict[str, Schema]) -> str:
-    """A group: the keys that all variants have, then each variant with its own."""
-    every = list(chosen.values())
-    shared = {
-        name: field
-        for name, field in every[0].model_fields.items()
-        if name != "name"
-        and all(_row(group, name, each.model_fields.get(name)) == _row(group, name, field) for each in every)
-    }
-    default = next(iter(chosen))
-    names = ", ".join(f"`{name}`" for name in chosen)
-    text = f"## {group}\n\n`{group}.name` is one of {names}; `{default}` if not given.\n"
-    if shared:
-        text += f"\nEvery variant has these keys:\n\n{_table(group, shared)}"
+    """Returns a group: keys that several variants have in common, then each variant with its own keys."""
+    owners = defaultdict[tuple[str, str], list[str]](list)  # (key, rows) -> variants
+    for variant, schema in chosen.items():
+        for key, field in schema.model_fields.items():
+            if key != "name":
+                owners[key, "\n".join(_rows(group, key, field))].append(variant)
+    tables = defaultdict[tuple[str, ...], list[str]](list)  # variants -> rows
+    for (_, rows), variants_ in owners.items():
+        tables[tuple(variants_)].append(rows)
+    text = f"## {group}\n\n`{group}.name` is one of {_names(chosen)}; default `{next(iter(chosen))}`.\n"
+    for variants_, rows in sorted(tables.items(), key=lambda table: -len(table[0])):
+        if len(variants_) > 1:
+            whose = "Every variant has" if len(variants_) == len(chosen) else f"{_names(variants_)} have"
+            text += f"\n{whose} these keys:\n\n" + "\n".join([*TABLE, *rows]) + "\n"
     for name, schema in chosen.items():
-        own = {key: field for key, field in schema.model_fields.items() if key != "name" and key not in shared}
-        text += f"\n### {group}: {name}\n\n{_about(schema)}\n" + (f"\n{_table(group, own)}" if own else "")
+        text += f"\n### {group}: {name}\n\n{_about(schema)}\n"
+        if own := tables.get((name,)):
+            text += "\n" + "\n".join([*TABLE, *own]) + "\n"
     return text
+
+
+def _names(variants_: Iterable[str]) -> str:
+    return ", ".join(f"`{name}`" for name in variants_)
 
 
 def _table(prefix: str, fields: dict[str, FieldInfo]) -> str:
     rows = [row for name, field in fields.items() for row in _rows(prefix, name, field)]
-    return "\n".join(["| key | value | default | meaning |", "|---|---|---|---|", *rows]) + "\n"
+    return "\n".join([*TABLE, *rows]) + "\n"
 
 
 def _rows(prefix: str, name: str, field: FieldInfo) -> Iterator[str]:
@@ -91,7 +89,8 @@ def _rows(prefix: str, name: str, field: FieldInfo) -> Iterator[str]:
         return
     for section in found:
         if len(found) > 1:
-            yield _line(f"`{key}.name`", f"`{variant_name(section)}`", "", _about(section))
+            cells = (f"`{variant_name(section)}`", "", _about(section))
+            yield _line(f"`{key}.name`", *cells[:2], _meaning(f"{key}.name", cells))
         for below, each in section.model_fields.items():
             if len(found) == 1 or below != "name":
                 yield from _rows(key, below, each)
@@ -102,7 +101,14 @@ def _row(prefix: str, name: str, field: FieldInfo | None) -> str:
         return ""
     key = f"{prefix}.{name}" if prefix else name
     default = "the file's name" if key == "name" else _default(field)
-    return _line(f"`{key}`", kind(field.annotation, field.metadata), default, _text(field) or _about_section(field))
+    cells = (kind(field.annotation, field.metadata), default, _text(field) or _about_section(field))
+    return _line(f"`{key}`", *cells[:2], _meaning(key, cells))
+
+
+def _meaning(key: str, cells: tuple[str, str, str]) -> str:
+    """Returns the text of a key, or where it stands if another key of the same name has the same cells."""
+    first = FIRST.setdefault((key.rpartition(".")[2], *cells), key)
+    return cells[2] if first == key or len(cells[2].split()) < 12 else f"As `{first}`."
 
 
 def _line(*cells: str) -> str:
@@ -128,12 +134,19 @@ def kind(annotation: Any, metadata: Sequence[Any] = ()) -> str:
 
 
 def _bounds(metadata: Sequence[Any]) -> Iterator[str]:
+    """Yields the bounds in words. Examples: "above 0", "from 0 to 1", "1 or more"."""
+    found = dict[str, float]()
     for each in metadata:
         for inner in getattr(each, "metadata", [each]):
-            for name, word in (("gt", "above"), ("ge", "at least"), ("le", "at most"), ("lt", "below")):
+            for name in ("gt", "ge", "le", "lt"):
                 bound = getattr(inner, name, None)
                 if bound is not None and bound != YEAR_S and abs(bound) < MAX_COUNT:
-                    yield f"{word} {bound:g}"
+                    found[name] = bound
+    if "ge" in found and "le" in found:
+        yield f"from {found.pop('ge'):g} to {found.pop('le'):g}"
+    for name, words in (("gt", "above {:g}"), ("ge", "{:g} or more"), ("le", "up to {:g}"), ("lt", "below {:g}")):
+        if name in found:
+            yield words.format(found[name])
 
 
 def _default(field: FieldInfo) -> str:

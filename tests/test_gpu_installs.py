@@ -55,7 +55,7 @@ def resolve(tmp_path: Path, python: str, extras: list[str], packages: list[str],
     return f"error {said}"
 
 
-# Extras, packages, constraints. The first is all that the Makefile, README, docs/machines.md and the Dockerfile install
+# Extras, packages, constraints. The first is all that Makefile, README, examples/machines and Dockerfile install
 # together: what resolves together resolves in parts.
 WAYS = {
     "constraints-gpu.txt": (["train", "vllm", "unsloth", "tinker", "quantize"], variable("GPU_PACKAGES"), GPU_FILE),
@@ -89,7 +89,7 @@ def test_the_files_name_what_the_makefile_and_the_image_install() -> None:
     image = (ROOT / "Dockerfile").read_text()
     assert "--constraint constraints-gpu.txt" in image and "vllm-bnb-plugin" in image
     assert "!constraints-gpu.txt" in (ROOT / ".dockerignore").read_text().splitlines()
-    for page in ("README.md", "docs/machines.md"):
+    for page in ("README.md", "examples/machines/art.sky.yaml"):
         lines = [line for line in (ROOT / page).read_text().splitlines() if "pip install" in line and "vllm" in line]
         assert lines and all("-c constraints-gpu.txt" in line for line in lines), page
 

@@ -179,7 +179,7 @@ def test_an_installed_wheel_gives_a_new_project_the_skill_for_coding_agents(inst
 @pytest.mark.slow
 def test_a_document_that_help_or_an_error_names_is_in_the_wheel(installed: Path, tmp_path: Path) -> None:
     """Help ends with the place of docs/, and an error has the whole path."""
-    for command, document in (("view", "view.md"), ("gateway", "gateway.md"), ("backend", "machines.md")):
+    for command, document in (("view", "view.md"), ("gateway", "gateway.md"), ("backend", "backend.md")):
         text = python(installed, tmp_path, "-m", "art_cli", command, "--help")
         assert f"docs/{document}" in text and text.endswith(f"docs/ is {installed / 'art_cli/docs'}\n")
         assert (installed / "art_cli/docs" / document).is_file()

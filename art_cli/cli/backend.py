@@ -67,9 +67,8 @@ def run(
 
     All clients share one base model, and each trains its own adapters. Checkpoints are written to
     DIR/RUN/weights/NAME, which art serve and art export take, and are still there after a restart. SIGTERM and
-    Ctrl-C let running work end. docs/backend.md has the rest.
-
-    docs/machines.md has the files that start it by SkyPilot, Kubernetes, Slurm and Modal.
+    Ctrl-C let running work end. docs/backend.md has the rest, and files that start
+    it by SkyPilot, Kubernetes, Slurm and Modal.
     """
     from art_cli.tinker.client.remote_server import load_sdk
 

@@ -27,7 +27,7 @@ def run(
 
     \b
     art check config.yaml
-    art check config.yaml hardware=h100     with a packaged starting point (docs/configs.md)
+    art check config.yaml hardware=h100     with a packaged starting point (docs/config.md)
     art check config.yaml --show            what the model said, where the reward is 0 (docs/zero.md)
     art check config.yaml --no-judge        only estimates the cost of asking the judge
     """

@@ -68,7 +68,7 @@ def run(
     A recipe holds config.yaml, the rollout and the files that the rollout needs; its run gets the directory's name. An
     environment needs no code, and has a config.yaml alone, with the environment's settings and their defaults. Each
     gets .agents/skills/art/SKILL.md, from which a coding agent learns these commands. --config composes the packaged
-    starting points hardware, model, judge and algorithm (docs/configs.md).
+    starting points hardware, model, judge and algorithm (docs/config.md).
 
     \b
     art init mine                     a random model that learns tic-tac-toe in minutes

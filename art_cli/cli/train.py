@@ -29,7 +29,7 @@ def run(
     \b
     art train config.yaml
     art train config.yaml train.learning_rate=1e-4 judge=rollout
-    art train config.yaml hardware=h100 algorithm=gspo    (all of them: docs/configs.md)
+    art train config.yaml hardware=h100 algorithm=gspo    (all of them: docs/config.md)
     art train config.yaml -m train.learning_rate=1e-4,5e-4 loss=grpo,dapo
     """
     from art_cli.config.compose import load_config, load_sweep

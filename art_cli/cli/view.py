@@ -55,7 +55,7 @@ def run(
     ART_API_KEY=... art view runs/mine --endpoint http://127.0.0.1:8000/v1
                                             with a chat beside each trajectory; art serve runs/mine is such an endpoint
 
-    Nothing is uploaded, and nothing is written but the file of --html and your own labels (docs/label.md).
+    Nothing is uploaded, and nothing is written but the file of --html and your own labels (docs/trust.md).
     """
     from art_cli.chat.api_keys import is_loopback
     from art_cli.view.page_answers import Answers

@@ -158,14 +158,12 @@ __all__ = [
 
 class RunConfig(Section):
     name: RunName
-    """The run's name, after which its directory `runs/<name>` is called. The default is the file's name, or for
-    config.yaml that of its directory."""
+    """The run's name; its directory is `runs/<name>`. Default: the file's name, or for config.yaml its directory's."""
     runs: Directory = Path("runs")
-    """The directory of run directories, relative to the config file. An address, such as s3://bucket/prefix, sets
-    `store` instead."""
+    """The directory for runs, relative to the file. An address, such as s3://bucket/prefix, sets `store` instead."""
     store: StoreAddress | None = None
-    """The object store to which a run is copied as it goes: s3://bucket/prefix, gs://... or az://... Another machine
-    can resume from there (docs/storage.md)."""
+    """The object store that gets a copy of the run: s3://bucket/prefix, gs://... or az://... Another machine can resume
+    from it (docs/scale.md)."""
     model: ModelConfig
     rollout: RolloutConfig
     gateway: GatewayConfig = GatewayConfig()
@@ -180,14 +178,14 @@ class RunConfig(Section):
     sft: SftConfig | None = None
     eval: EvalConfig | None = None
     shadow: dict[ShadowName, ShadowConfig] = {}
-    """Judges by name whose scores are recorded beside the reward and never trained on, such as
-    {short: {judge: {entry: "judge.py:short"}, share: 0.5}} (docs/judges.md)."""
+    """Judges by name whose scores are recorded and never trained on, such as {short: {judge: {entry: "judge.py:short"},
+    share: 0.5}} (docs/judges.md)."""
     stop: list[StopRule] = []
     """Rules that pause the run, or warn: [{metric: no_signal_share, above: 0.9, for_steps: 5}, {hours: 2}, {usd: 5}].
-    docs/stop.md has one for each common failure."""
+    docs/report.md has a rule for each common failure."""
     tracker: TrackerConfig = NoTrackerConfig()
     trackers: list[TrackerConfig] = []
-    """Further trackers besides `tracker`: [wandb, {name: wandb, project: mine}, {entry: "mine.py:MyTracker"}]."""
+    """More trackers: [wandb, {name: wandb, project: mine}, {entry: "mine.py:MyTracker"}]."""
 
     @model_validator(mode="before")
     @classmethod

@@ -9,7 +9,7 @@
 The weights of tiny are set by hand, so it varies from attempt to attempt, ends its turns, and in some of them calls a
 tool that the prompt offers, without arguments. It understands nothing until `art sft` or training has taught it.
 `build` makes a Qwen3 with seeded random weights, which learns one task on a CPU. All use ChatML with tools in the
-Hermes format (docs/tool-calls.md). Each function writes a transformers directory, the same bytes each time.
+Hermes format (docs/clients.md). Each function writes a transformers directory, the same bytes each time.
 """
 
 import itertools

@@ -4,7 +4,7 @@
     pip install --no-deps --target sdk tinker==0.25.0
     python -m benchmarks.others.other_servers --python skyrl/bin/python --sdk sdk
 
-SkyRL 0.4.0 goes with SDK 0.25.0 and 0.3.0 with 0.24.1 (docs/remote.md). The installation is 7 GB, because it brings
+SkyRL 0.4.0 goes with SDK 0.25.0 and 0.3.0 with 0.24.1 (docs/backend.md). The installation is 7 GB, because it brings
 torch for CUDA where the package index has no other, so no test does this. Prints the reward of the first and the last
 steps.
 """

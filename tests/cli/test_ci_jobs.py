@@ -1,4 +1,4 @@
-"""docs/ci.md is true: the shell lines of its two files run, one by one, in a temporary project.
+"""examples/ci is true: the shell lines of its two files run, one by one, in a temporary project.
 
 Only `pip`, `gh` and the time limits are stood in for; actions (`uses`) are not run.
 """
@@ -23,9 +23,10 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 
 def files() -> dict[str, Any]:
-    """The YAML files of the page by the name in their first line."""
-    found = re.findall(r"^```yaml\n# (\S+)\n(.*?)^```", PAGE.read_text(), flags=re.M | re.S)
-    return {name: yaml.safe_load(text) for name, text in found}
+    """The files that docs/ci.md names, by the name in their first line."""
+    paths = [ROOT / "examples/ci" / name for name in ("agent.yml", "gitlab-ci.yml")]
+    assert all(f"(../{path.relative_to(ROOT)})" in PAGE.read_text() for path in paths)
+    return {path.read_text().split()[1]: yaml.safe_load(path.read_text()) for path in paths}
 
 
 @pytest.fixture

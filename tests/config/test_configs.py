@@ -75,7 +75,7 @@ def test_each_hardware_goes_with_each_algorithm_or_is_refused_by_name(hardware: 
 
 def test_every_loss_is_an_algorithm_here_and_every_option_is_in_the_documentation() -> None:
     assert set(options("algorithm")) == set(variants(RunConfig, "loss"))
-    page = (ROOT / "docs/configs.md").read_text()
+    page = (ROOT / "docs/config.md").read_text()
     for file in FILES:
         assert f"{Path(file).stem}`" in page, file
 

@@ -50,7 +50,7 @@ def commands() -> list[list[str]]:
     """The command lines of all kinds of models, machines and settings, with the arguments that our files name."""
     found = []
     named: Json = {}
-    for path in [*ROOT.glob("configs/**/*.yaml"), *ROOT.glob("recipes/**/*.yaml"), *ROOT.glob("examples/**/*.yaml")]:
+    for path in [*ROOT.glob("configs/**/*.yaml"), *ROOT.glob("recipes/**/*.yaml"), *ROOT.glob("examples/*.yaml")]:
         engine = (yaml.safe_load(path.read_text()) or {}).get("engine")
         named |= (engine.get("args") or {}) if isinstance(engine, dict) else {}
     for has_gpu, sleep, quantize, dtype in itertools.product(

@@ -1,4 +1,4 @@
-"""Each forgery of benchmarks/attacks/forgeries.py is found by `art prove`, or docs/prove.md does not promise it."""
+"""Each forgery of benchmarks/attacks/forgeries.py is found by `art prove`, or docs/safety.md does not promise it."""
 
 import asyncio
 from pathlib import Path

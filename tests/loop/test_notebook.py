@@ -1,4 +1,4 @@
-"""The loop from Python, as docs/python.md shows it: in a script, and inside a running event loop."""
+"""The loop from Python, as docs/how-it-works.md shows it: in a script, and inside a running event loop."""
 
 import asyncio
 import logging
@@ -17,7 +17,7 @@ from art_cli.runs.trajectory import ScoredTrajectory
 from art_cli.runtime.errors import ConfigError, Interrupted, UsageError
 from tests.support.paths import LETTERS, ROOT
 
-PAGE = (ROOT / "docs" / "python.md").read_text()
+PAGE = (ROOT / "docs" / "how-it-works.md").read_text()
 EXAMPLES = re.findall(r"```python\n(.*?)```", PAGE, flags=re.DOTALL)
 
 

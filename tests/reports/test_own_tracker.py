@@ -82,7 +82,9 @@ def test_it_sees_every_line_and_every_group_and_changes_nothing(project: Path, t
 
 
 def test_the_one_on_the_page_works_as_it_stands(tmp_path: Path) -> None:
-    (tmp_path / "mine.py").write_text((ROOT / "docs/trackers.md").read_text().split("```python\n")[1].split("```")[0])
+    (tmp_path / "mine.py").write_text(
+        (ROOT / "docs/other-tools.md").read_text().split("```python\n")[1].split("```")[0]
+    )
     config = OwnTrackerConfig(name="entry", entry="mine.py:Mine", options={"file": "seen.jsonl"})
     tracker = make_tracker(config, TrackedRun("x", tmp_path, {}), tmp_path)
     tracker.log(MetricsLine(step=0, split="train", metrics={"loss": 0.5}, time=1.0))

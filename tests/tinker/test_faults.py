@@ -1,6 +1,6 @@
 """What the user is told of a server of the Tinker protocol that fails: one line each, exit code 1, nothing lost.
 
-docs/remote.md has these lines in a table; a test holds the two together.
+docs/backend.md has these lines in a table; a test holds the two together.
 """
 
 import asyncio
@@ -201,7 +201,7 @@ FAULTS: dict[str, tuple[Callable[[Setting, Path, pytest.MonkeyPatch], None], str
     "full": (full, "URL: WHAT was not there within N s (engine.timeout_s); the server is slow, or full"),
     "another version": (
         older_server,
-        "URL: it speaks another version of the protocol than tinker VERSION here (WHAT); docs/remote.md says which go "
+        "URL: it speaks another version of the protocol than tinker VERSION here (WHAT); docs/backend.md says which go "
         "together",
     ),
     "another server": (
@@ -254,7 +254,7 @@ def test_each_fault_is_one_line_with_exit_code_1_and_leaves_nothing_half(
 
 
 def test_the_lines_are_those_of_the_docs() -> None:
-    text = (ROOT / "docs" / "remote.md").read_text(encoding="utf-8")
+    text = (ROOT / "docs" / "backend.md").read_text(encoding="utf-8")
     assert [line for _, line in FAULTS.values() if f"`{line}`" not in text] == []
 
 

@@ -1,4 +1,4 @@
-"""The files of docs/machines.md: each starts `art backend` on its kind of machine, with a key of that tool."""
+"""The files in examples/machines: each starts `art backend` on its kind of machine, with a key of that tool."""
 
 import ast
 import json
@@ -17,14 +17,8 @@ from typer.main import get_command
 from art_cli.cli.app import app
 from tests.support.paths import ROOT
 
-PAGE = (ROOT / "docs/machines.md").read_text()
-KINDS = {"skypilot": "SkyPilot", "kubernetes": "Kubernetes", "slurm": "Slurm", "modal": "Modal"}
-FILES = {  # the last block below each heading
-    kind: re.findall(
-        r"^```\w+\n(.+?)^```$", PAGE.split(f"## {title}\n")[1].split("\n## ")[0], re.DOTALL | re.MULTILINE
-    )[-1]
-    for kind, title in KINDS.items()
-}
+KINDS = {"skypilot": "art.sky.yaml", "kubernetes": "art.yaml", "slurm": "art.sbatch", "modal": "art_app.py"}
+FILES = {kind: (ROOT / "examples/machines" / name).read_text() for kind, name in KINDS.items()}
 FAKE_ART = f"#!{sys.executable}\nimport json, os, sys\nopen(os.environ['SEEN'], 'w').write(json.dumps(sys.argv[1:]))\n"
 
 
@@ -71,6 +65,11 @@ def test_each_file_starts_the_server_for_other_machines_with_options_that_there_
     assert seen == ["backend", "--base", "Qwen/Qwen3-8B", *rest]
     command = get_command(app).commands["backend"]  # type: ignore[attr-defined]
     assert {word for word in seen if word.startswith("--")} <= {name for each in command.params for name in each.opts}
+
+
+def test_the_page_names_each_file() -> None:
+    page = (ROOT / "docs/backend.md").read_text()
+    assert all(f"(../examples/machines/{name})" in page for name in KINDS.values())
 
 
 @pytest.mark.parametrize("kind", KINDS)

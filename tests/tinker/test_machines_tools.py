@@ -1,4 +1,4 @@
-"""The files of docs/machines.md and the Dockerfile, read by the tools themselves, in a Python of their own."""
+"""The files in examples/machines and the Dockerfile, read by the tools themselves, in a Python of their own."""
 
 import os
 import subprocess

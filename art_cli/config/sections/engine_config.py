@@ -13,14 +13,13 @@ from art_cli.config.sections.base_config import Int, PositiveFloat, PositiveInt,
 
 
 class RedactConfig(Section):
-    """Texts that `art gateway` replaces by "[redacted]" before it writes anything. API keys and passwords in URLs are
-    always replaced. A call with replaced text loses its token ids, because they would reveal it."""
+    """Texts that `art gateway` replaces by "[redacted]" before it writes. API keys and passwords in URLs are always
+    replaced. A redacted call loses its token ids, which would reveal the text."""
 
     patterns: list[str] = []
-    """Regular expressions (Python's) whose matches are replaced."""
+    """Python regular expressions; matches are replaced."""
     keys: list[str] = []
-    """Names of JSON keys whose values are replaced, in any case: in the arguments of tool calls, and in messages that
-    are or quote JSON."""
+    """JSON key names, in any case, whose values are replaced: in tool call arguments, and in messages with JSON."""
 
     @field_validator("patterns")
     @classmethod
@@ -36,27 +35,26 @@ class RedactConfig(Section):
 
 
 class GatewayConfig(Section):
-    """The address at which the capturing proxy listens for model calls. All other keys are for `art gateway` only
-    (docs/gateway.md)."""
+    """The address where the capturing proxy listens. The other keys are for `art gateway` only (docs/gateway.md)."""
 
     host: str = "127.0.0.1"
-    """The address of this machine to listen on."""
+    """This machine's address to listen on."""
     port: Annotated[Int, Field(ge=0, le=65535)] = 0
-    """The port to listen on. 0: any free port, or 8000 in `art gateway`."""
+    """The port. 0: any free port, or 8000 in `art gateway`."""
     directory: Path | None = None
     """The directory for trajectories. null: `gateway` in the run's directory."""
     idle_s: Seconds = 1800.0
-    """The time in seconds after its last call at which a conversation ends. A later call begins a new one."""
+    """A conversation ends after so many seconds without a call. A later call starts a new conversation."""
     max_open: PositiveInt = 1000
-    """The largest number of conversations in memory. Above it, the conversation that is idle the longest ends."""
+    """The limit on conversations in memory. Above it, the longest idle conversation ends."""
     max_open_mb: PositiveFloat = 256.0
-    """The largest size in MB of the conversations in memory. Above it, the one that is idle the longest ends."""
+    """The limit in MB on conversations in memory. Above it, the longest idle conversation ends."""
     rotate_mb: PositiveFloat = 64.0
-    """The size in MB of recorded calls at which a file of trajectories is written."""
+    """A file of trajectories is written when recorded calls have this size in MB."""
     rotate_s: Seconds = 86400.0
-    """The age in seconds of the oldest recorded call at which a file of trajectories is written."""
+    """A file of trajectories is written when the oldest recorded call has this age in seconds."""
     group_size: PositiveInt = 8
-    """The largest number of attempts in one group. Further attempts at the scenario form another group."""
+    """The limit on attempts in a group. More attempts at the scenario form another group."""
     redact: RedactConfig = RedactConfig()
 
 
@@ -85,31 +83,28 @@ class EngineSection(Section):
 
 
 class AutoEngineConfig(EngineSection):
-    """vLLM if vLLM, a GPU and a model that it can serve are there, else the embedded engine. To set an engine's keys,
-    name that engine."""
+    """vLLM if it is installed, a GPU is present and it supports the model; else the embedded engine. To set keys, name
+    the engine."""
 
     name: Literal["auto"] = "auto"
 
 
 class EmbeddedEngineConfig(EngineSection):
-    """Samples in this process with torch: CPU or GPU, one copy of the weights with the learner.
-
-    On a CPU float32 weights of up to an eighth of the machine's memory are copied, because a copy with the adapter
-    merged is up to a third faster.
-    """
+    """Samples in this process with torch on CPU or GPU, and shares the learner's weights. On a CPU, float32 weights up
+    to an eighth of the memory are copied, because a merged copy is up to a third faster."""
 
     weights = "here"
 
     name: Literal["embedded"] = "embedded"
     max_batch: PositiveInt = 128
-    """The number of sequences that are decoded at once. Further ones wait."""
+    """The sequences decoded in parallel. Others wait."""
     prefill_tokens: PositiveInt = 8192
-    """The number of prompt tokens in one forward pass."""
+    """The prompt tokens per forward pass."""
 
 
 class OpenAIEngineConfig(EngineSection):
     """Any OpenAI-compatible endpoint, for `art gateway`, `art generate` and `art eval`. Its model cannot be trained,
-    but `learner: prompt` finds it a better prompt."""
+    but `learner: prompt` finds a better prompt."""
 
     can_train = False
 
@@ -117,11 +112,11 @@ class OpenAIEngineConfig(EngineSection):
     base_url: str
     """The endpoint's base URL: https://host/v1."""
     model: str
-    """The model, as the endpoint names it."""
+    """The endpoint's name for the model."""
     api_key_env: str = "OPENAI_API_KEY"
-    """The environment variable that holds the key. The key itself never stands in a file."""
+    """The environment variable with the key. No file holds the key itself."""
     timeout_s: Seconds = 300.0
-    """The longest time for one reply, or between two pieces of one that is streamed."""
+    """The time limit for a reply, or between pieces of a streamed reply."""
 
     @property
     def paid_model(self) -> str:
@@ -129,8 +124,8 @@ class OpenAIEngineConfig(EngineSection):
 
 
 class AnthropicEngineConfig(EngineSection):
-    """Any endpoint of Anthropic's Messages, for `art gateway`, `art generate` and `art eval`. Its model cannot be
-    trained, but `learner: prompt` finds it a better prompt. Its replies are text without token ids."""
+    """Any endpoint with Anthropic's Messages, for `art gateway`, `art generate` and `art eval`. Its model cannot be
+    trained, but `learner: prompt` finds a better prompt. Replies have no token ids."""
 
     can_train = False
 
@@ -138,13 +133,13 @@ class AnthropicEngineConfig(EngineSection):
     base_url: str = "https://api.anthropic.com"
     """The endpoint's base URL, without /v1/messages."""
     model: str
-    """The model, as the endpoint names it."""
+    """The endpoint's name for the model."""
     api_key_env: str = "ANTHROPIC_API_KEY"
-    """The environment variable that holds the key. The key itself never stands in a file."""
+    """The environment variable with the key. No file holds the key itself."""
     max_tokens: PositiveInt = 8192
-    """The largest number of tokens of a reply if a call sets none, because the protocol requires a number."""
+    """The limit on a reply's tokens if a call sets none, because the protocol requires a number."""
     timeout_s: Seconds = 300.0
-    """The longest time for one reply, or between two pieces of one that is streamed."""
+    """The time limit for a reply, or between pieces of a streamed reply."""
 
 
 HostedEngineConfig = OpenAIEngineConfig | AnthropicEngineConfig
@@ -168,33 +163,32 @@ VLLM_OWN_ENV = ("VLLM_API_KEY", "VLLM_ALLOW_RUNTIME_LORA_UPDATING", "VLLM_SERVER
 
 
 class VllmEngineConfig(EngineSection):
-    """vLLM, either started by art as a process or already running at `base_url`. It swaps LoRA adapters, so
-    `model.lora` must be set."""
+    """vLLM, started by art or running at `base_url`. It swaps LoRA adapters, so `model.lora` must be set."""
 
     swaps_adapters = True
 
     name: Literal["vllm"]
     python: Path | None = None
-    """The Python of the environment that has vLLM. null: the Python that art runs in."""
+    """The Python with vLLM. null: art's Python."""
     args: dict[str, JsonValue] = {}
-    """vLLM's arguments, by its own names: {tensor-parallel-size: 2, enforce-eager: true}. null removes an argument that
-    art sets by default."""
+    """vLLM's arguments by its own names: {tensor-parallel-size: 2, enforce-eager: true}. null removes a default of
+    art."""
     env: dict[str, str] = {}
-    """Environment variables of the server. They stand in the run's config.json, so put no secrets here."""
+    """The server's environment variables. They are written to config.json, so put no secrets here."""
     sleep: Literal["auto", 0, 1, 2] = "auto"
-    """vLLM's sleep level while the learner works. 1 moves the weights to the host's memory, 2 drops them, 0 keeps
-    them on the GPU. auto: 1 if engine and learner share a GPU, else 0."""
+    """vLLM's sleep level while the learner works. 1 moves weights to host memory, 2 drops them, 0 keeps them on the
+    GPU. auto: 1 if engine and learner share a GPU, else 0."""
     start_timeout_s: Seconds = 600.0
-    """The longest time from the start of the process to its first answer."""
+    """The longest time from the start to the first answer."""
     replicas: PositiveInt = 1
-    """The number of copies of the model in the server, each on as many GPUs as its arguments name: vLLM's data
-    parallel size. Each request goes to the replica with the fewest."""
+    """The copies of the model, each on as many GPUs as its arguments name (vLLM's data parallel size). A request goes
+    to the least busy copy."""
     base_url: str | None = None
-    """A vLLM server that runs already and sees the run's files: http://127.0.0.1:8000. null: art starts one."""
+    """A running vLLM server that can read the run's files: http://127.0.0.1:8000. null: art starts a server."""
     api_key_env: str = "VLLM_API_KEY"
-    """The environment variable that holds the key of the server at `base_url`."""
+    """The environment variable with the key for `base_url`."""
     timeout_s: Seconds = 600.0
-    """The longest time for one reply, or between two pieces of one that is streamed."""
+    """The time limit for a reply, or between pieces of a streamed reply."""
 
     @field_validator("base_url", mode="before")
     @classmethod
@@ -243,7 +237,7 @@ class VllmEngineConfig(EngineSection):
 
 
 class TinkerEngineConfig(EngineSection):
-    """A server of the Tinker protocol on another machine, such as `art backend`. `learner: tinker` trains on it."""
+    """A Tinker server on another machine, such as `art backend`. `learner: tinker` trains on it."""
 
     enforces_formats = False
     weights = "server"
@@ -252,11 +246,11 @@ class TinkerEngineConfig(EngineSection):
     base_url: str = Field(pattern=r"^https?://[^\s/@]+(/[^\s@]*)?$", max_length=2000)
     """The server's root: http://gpu:8100."""
     api_key_env: str = "TINKER_API_KEY"
-    """The environment variable that holds the key. The key itself never stands in a file."""
+    """The environment variable with the key. No file holds the key itself."""
     base_model: str | None = None
-    """The base model's name at the server. null: that of model.base."""
+    """The server's name for the base model. null: `model.base`."""
     timeout_s: Seconds = 3600.0
-    """The longest time in seconds for one request, including its wait for a free slot on the server."""
+    """The time limit in seconds for a request, with its wait for a free slot."""
 
     @property
     def server(self) -> tuple[str, str | None]:
@@ -264,13 +258,13 @@ class TinkerEngineConfig(EngineSection):
 
 
 class OwnEngineConfig(EngineSection):
-    """A user's own engine: a class in a file beside the configuration."""
+    """Your own engine: a class in a file next to the configuration."""
 
     name: Literal["entry"]
     entry: str
-    """ "file.py:Class", made as Class(setup) (art_cli/engines)."""
+    """The class "file.py:Class", called as Class(setup) (art_cli/engines)."""
     options: dict[str, JsonValue] = {}
-    """The class's `setup.options`. They are written to config.json, so they must hold no secrets."""
+    """The class's `setup.options`. They are written to config.json, so put no secrets here."""
 
     @property
     def title(self) -> str:

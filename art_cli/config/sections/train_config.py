@@ -36,33 +36,33 @@ class BaseLearnerConfig(Section):
     device: Device = "auto"
     """The torch device. auto: the GPU if there is one."""
     micro_batch_tokens: PositiveInt | None = None
-    """The number of tokens in one forward pass. More tokens take more memory; the gradient is the same. null: 8192 on a
-    GPU, and 1024 on a CPU, where more is slower (but as many as a tree needs)."""
+    """The tokens per forward pass. More tokens need more memory; the gradient is the same. null: 8192 on a GPU, and
+    1024 on a CPU, where more is slower (but enough for a tree)."""
     gradient_checkpointing: bool | PositiveInt | Literal["auto"] = "auto"
-    """true: activations are recomputed in the backward pass, which takes far less memory and a third more time. A
-    number: only in forward passes of at least that many tokens. auto: on a GPU the number of tokens whose activations
-    fill half of what weights and engine leave of it; on a CPU false. The gradient is the same."""
+    """true: activations are recomputed in the backward pass, with far less memory and a third more time. A number: only
+    in forward passes with that many tokens or more. auto: on a GPU the tokens whose activations fill half of the free
+    memory; on a CPU false. The gradient is the same."""
     offload_optimizer: bool = False
-    """true: AdamW's state is in the host's memory, and updates are computed on the CPU. This saves 8 bytes of GPU
-    memory per trained weight. The update is the same."""
+    """true: AdamW's state is in host memory, and the CPU computes updates. It saves 8 bytes of GPU memory per trained
+    weight. The update is the same."""
     packing: Literal["auto", "tree", "rows"] = "auto"
-    """tree: tokens that samples share are computed once. rows: one row per sample. auto: tree if it saves some
-    percent of the tokens, which is nearly always the case. The gradient is the same."""
+    """tree: shared tokens are computed once. rows: a row per sample. auto: tree if it saves some percent, which is
+    nearly always. The gradient is the same."""
     processes: Annotated[PositiveInt, Field(le=MAX_PROCESSES)] = 1
-    """The number of processes that share the packs of an update and shard the model (FSDP2), each on another GPU, or
-    all on the CPU. The gradient is the same. With more than one, the engine has a separate copy of the weights."""
+    """The processes that share an update's packs and shard the model (FSDP2), each on its own GPU, or all on the CPU.
+    The gradient is the same. With several, the engine has a separate copy of the weights."""
     nodes: Annotated[PositiveInt, Field(le=MAX_NODES)] = 1
-    """The number of machines that share the packs of an update, each with `processes` processes. This machine is the
-    first; each other one runs `art join CONFIG`. The gradient is the same."""
+    """The machines that share an update's packs, each with `processes` processes. This machine is the first; the others
+    run `art join CONFIG`. The gradient is the same."""
     rendezvous: str | None = None
-    """HOST:PORT at which the nodes meet: an address of the machine that runs `art train`, and a free port there.
-    Used with `nodes` above 1."""
+    """HOST:PORT where nodes meet: an address of the machine with `art train`, and a free port. Used with `nodes` above
+    1."""
     shard: Literal["node", "all"] = "node"
-    """The processes over which the model is sharded. node: each node holds the whole model, and only gradients go
-    between nodes. all: one copy over all processes of all nodes, for a model that one node cannot hold; every
-    layer's weights then go over the network in each pass."""
+    """The processes that share a copy of the model. node: each node holds the whole model; only gradients cross the
+    network. all: one copy over all nodes, for a model larger than a node; every layer's weights cross the network in
+    each pass."""
     join_timeout_s: Seconds = 600.0
-    """The longest wait for the other nodes."""
+    """The longest wait for other nodes."""
 
     @property
     def num_ranks(self) -> int:
@@ -97,7 +97,7 @@ class TorchLearnerConfig(BaseLearnerConfig):
 
 
 class UnslothLearnerConfig(BaseLearnerConfig):
-    """The torch learner with a policy that Unsloth loads: LoRA adapters on a base in 16 or 4 bits."""
+    """The torch learner with Unsloth: LoRA adapters on a base in 16 or 4 bits."""
 
     imports_first = True
 
@@ -105,7 +105,7 @@ class UnslothLearnerConfig(BaseLearnerConfig):
 
 
 class TinkerLearnerConfig(Section):
-    """The server of `engine: tinker`, which holds the weights and trains them."""
+    """The server in `engine: tinker` trains the weights."""
 
     device: ClassVar[str] = "auto"  # where a policy is loaded all the same, as `art export` does
     processes: ClassVar[int] = 1
@@ -132,8 +132,8 @@ PartName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]+$", max_length=40)]
 
 
 class PromptLearnerConfig(Section):
-    """The policy is a prompt: a step is a round of reflective prompt search, and no weight changes. It works for any
-    engine, also an endpoint whose model cannot be trained (docs/prompt.md)."""
+    """The policy is a prompt: a step is a round of reflective prompt search, and no weight changes. It works with any
+    engine, also with endpoints that cannot be trained (docs/prompt.md)."""
 
     device: ClassVar[str] = "auto"  # where the engine's model is loaded, if it is one of this machine
     processes: ClassVar[int] = 1
@@ -146,13 +146,13 @@ class PromptLearnerConfig(Section):
     name: Literal["prompt"]
     parts: dict[PartName, Path] = {}
     """Text files with the prompt's parts, by name and in order: {role: role.txt, rules: rules.txt}. Each round changes
-    one part. {}: one part, `instructions`, that begins empty."""
+    one part. {}: an empty part `instructions`."""
     place: Literal["after", "instead"] = "after"
-    """The place of the prompt in each call of the agent. after: behind the system message that the agent sends, or as
-    one if it sends none. instead: in the place of that message."""
+    """The prompt's place in each call. after: behind the agent's system message, or as the system message. instead:
+    replaces it."""
     model: str | None = None
-    """The model that reads attempts and writes the next prompt, named as `judge.model`. null: the judge's model, with
-    the judge's other settings for it."""
+    """The model that reads attempts and writes the next prompt, named as in `judge.model`. null: the judge's model with
+    its settings."""
     base_url: str | None = None
     """As `judge.base_url`."""
     api_key_env: str | None = None
@@ -202,33 +202,32 @@ class StopRule(Section):
     """One of four kinds: a `metric` with a bound, `parts_from`, `hours`, or `usd`."""
 
     metric: str | None = None
-    """A metric of a training step, by its name in metrics.jsonl, such as `reward_mean`, `no_signal_share`, `entropy`,
-    `logprob_gap`, `truncated_share` or `metrics.NAME` for one that rollouts report; or of an evaluation:
-    `eval.reward`."""
+    """A metric by its name in metrics.jsonl, such as `reward_mean`, `no_signal_share`, `entropy`, `logprob_gap`,
+    `truncated_share`, a rollout's `metrics.NAME`, or an evaluation's `eval.reward`."""
     above: Float | None = None
     """The rule fires when the metric is above this."""
     below: Float | None = None
     """The rule fires when the metric is below this."""
     below_best_by: PositiveFloat | None = None
-    """The rule fires when the metric is at least this much below its best value in the run. With `for_steps`, means
-    over that many steps in a row are compared."""
+    """The rule fires when the metric is this much or more below its best value in the run. With `for_steps`, means over
+    so many steps are compared."""
     for_steps: PositiveInt = 1
-    """The number of steps in a row in which the metric must be above or below; for `eval.` metrics, of evaluations.
-    Steps without the metric do not count."""
+    """The steps in a row (for `eval.` metrics evaluations) in which the metric must be above or below. Steps without
+    the metric do not count."""
     parts_from: ShadowName | None = None
-    """The name of a judge of the `shadow` section. The rule fires when the reward parts from that judge's score, by a
-    sequential test that compares with the first ten steps and is wrong in at most 1 % of runs."""
+    """A judge in the `shadow` section. The rule fires when the reward parts from its score, by a sequential test
+    against the first ten steps that is wrong in 1 % of runs or fewer."""
     hours: PositiveFloat | None = None
-    """The rule fires at the end of the step at which all starts of the run together have taken this many hours."""
+    """The rule fires after the step in which all starts together exceed these hours."""
     usd: PositiveFloat | None = None
-    """The rule fires at the end of the step at which the judges' calls in all starts of the run together have cost this
-    many dollars. `judge.budget_usd`, in contrast, stops before the call that would exceed it."""
+    """The rule fires after the step in which judge calls in all starts together exceed these dollars.
+    `judge.budget_usd` stops before the call."""
     usd_per_hour: NonNegative = 0.0
-    """The price of an hour of the machine, which `usd` then includes."""
+    """The machine's price per hour, which `usd` then includes."""
     then: Literal["pause", "warn"] = "pause"
     """pause: the run ends with its checkpoint and exit code 1, and the same command resumes it. The rule then starts
-    over: it counts later steps only, or as many further hours or dollars. warn: a warning is logged each time the
-    rule begins to hold."""
+    over: it counts later steps only, or the same hours or dollars again. warn: logs a warning each time the rule begins
+    to hold."""
 
     @model_validator(mode="after")
     def _is_one_kind(self) -> Self:
@@ -268,60 +267,55 @@ Beta = Annotated[Float, Field(ge=0, lt=1)]
 
 
 class TrainConfig(Section):
-    """The updates of the policy, and the checkpoints that are kept."""
+    """The policy's updates and checkpoints."""
 
     steps: PositiveInt = 50
-    """The number of steps of the run."""
+    """The run's steps."""
     learning_rate: PositiveFloat | Literal["auto"] = "auto"
-    """AdamW's learning rate after the warm-up and before any decay. auto: by the width of the model, and for an
-    adapter (`model.lora`), which needs about ten times as much, by its `alpha`. For example 4e-4 for an adapter on a
-    model of width 576, 1e-4 at 3,584; after `art plan` by what pilot steps at five rates showed. A run keeps the rate
-    that auto came to at its first step."""
+    """AdamW's learning rate between warm-up and decay. auto: by the model's width, and for an adapter (`model.lora`),
+    which needs about ten times as much, by its `alpha`: 4e-4 for an adapter at width 576, 1e-4 at 3,584; after `art
+    plan` by its pilot steps at five rates. A run keeps the rate from its first step."""
     warmup_steps: Count = 0
-    """The number of steps over which the learning rate grows from 0."""
+    """The steps over which the learning rate grows from 0."""
     decay: Literal["none", "linear", "cosine"] = "none"
-    """The decay of the learning rate from the end of the warm-up to `train.steps`: none, linear, or half a cosine.
-    Steps in which no group has signal do not count. If `train.steps` of a run is changed, its later steps follow the
-    new schedule."""
+    """The decay from the warm-up's end to `train.steps`: none, linear, or half a cosine. Steps without signal do not
+    count. If `train.steps` changes, later steps follow the new schedule."""
     decay_to: UnitInterval = 0.0
-    """The final learning rate, at `train.steps`, as a share of `learning_rate`."""
+    """The final learning rate as a share of `learning_rate`."""
     betas: Annotated[list[Beta], Field(min_length=2, max_length=2)] = [0.9, 0.999]
-    """AdamW's betas, the decay rates of its means of the gradient and of the squared gradient."""
+    """AdamW's betas, the decay rates for its means of gradient and squared gradient."""
     weight_decay: NonNegative = 0.0
     """AdamW's weight decay."""
     max_grad_norm: PositiveFloat = 1.0
-    """The norm to which a larger gradient is clipped."""
+    """A larger gradient is clipped to this norm."""
     clip_to_history: PositiveFloat | None = None
-    """The multiple of the median gradient norm of the last 32 optimizer steps to which a larger gradient is clipped, if
-    that is below `max_grad_norm`; from the fifth optimizer step on. 2.0 clips only rare large gradients. null: off."""
+    """A gradient above this multiple of the median norm over the last 32 optimizer steps is clipped to it, if below
+    `max_grad_norm`; from the fifth optimizer step on. 2.0 clips only rare large gradients. null: off."""
     updates_per_step: PositiveInt = 1
-    """The number of optimizer steps on each batch of groups, which are divided between them."""
+    """The optimizer steps per batch of groups, which they divide."""
     epochs_per_step: PositiveInt = 4
-    """The number of times that each trajectory of a step is trained on. Every epoch makes `updates_per_step` optimizer
-    steps. With 4 a policy needs a fraction of the rollouts (benchmarks/results/LEARNING.md); 1 is for runs that are
-    limited by
-    training."""
+    """How often a step trains on each trajectory. Every epoch makes `updates_per_step` optimizer steps. With 4 a policy
+    needs a fraction of the rollouts (benchmarks/results/LEARNING.md); 1 is for runs that training limits."""
     max_kl: PositiveFloat | None = None
-    """The largest movement of the policy in a step: KL(before || after) in nats per token, estimated by k3 on the
-    trained tokens. An update that exceeds it is halved until it does not, and is the step's last. It takes one more
-    forward pass. null: neither measured nor bounded."""
+    """The policy's largest movement in a step: KL(before || after) in nats per token, estimated by k3 on trained
+    tokens. A larger update is halved until it fits, and is the step's last. It costs a forward pass. null: neither
+    measured nor bounded."""
     max_staleness: Count = 0
-    """The largest age in steps of the policy that sampled a token, relative to the policy that is trained on it. 0:
-    on-policy; engine and learner take turns. 1 or more: later batches are sampled while the learner works, which needs
-    `loss.off_policy`."""
+    """The largest age in steps of the policy that sampled a token. 0: on-policy; engine and learner take turns. 1 or
+    more: later batches are sampled while the learner works; needs `loss.off_policy`."""
     max_logprob_gap: PositiveFloat = 0.1
-    """The largest mean difference in nats between the engine's and the learner's logprobs. Above it an on-policy run
-    stops, because the two no longer have the same weights."""
+    """The largest mean difference in nats between engine and learner logprobs. Above it an on-policy run stops, because
+    the weights differ."""
     keep_checkpoints: PositiveInt = 3
-    """The number of newest checkpoints that are kept, in addition to that of step 0."""
+    """The newest checkpoints kept, in addition to step 0."""
     keep_best: bool = True
-    """Whether the checkpoint with the highest evaluated `reward` (the latest of equals) is kept too, and is the one
-    that commands take of a run. false: they take the newest. Training always goes on from the newest checkpoint."""
+    """Whether the checkpoint with the highest evaluated `reward` (the latest, if equal) is kept, and taken by every
+    command that takes a run. false: commands take the newest. A run always resumes from its newest checkpoint."""
     record_learned: bool = True
-    """Whether each step writes `learned.jsonl`, which `art view` reads: the advantages, the learner's
-    logprobs and the share of the loss of every trained trajectory. It changes no weight."""
+    """Whether each step writes `learned.jsonl` for `art view`: every trained trajectory's advantages, learner logprobs
+    and share of the loss. Weights do not change."""
     seed: Seed = 0
-    """The seed of the adapter, the order of scenarios and the sampling."""
+    """The seed for adapter, scenario order and sampling."""
 
     @property
     def rate(self) -> float:
@@ -338,47 +332,45 @@ class TrainConfig(Section):
 
 
 class SftConfig(Section):
-    """A supervised warm-up before the first step. Only the assistant's messages are trained on."""
+    """A supervised warm-up before the first step, on the assistant's messages."""
 
     demos: str
-    """A JSON-lines file of {"messages": [...], "tools": [...]}, or "file.py:function" that returns such objects. With
-    `best_of`, a file of scored trajectories or the directory of a run."""
+    """A JSON-lines file with {"messages": [...], "tools": [...]}, or "file.py:function" that returns such objects. With
+    `best_of`, a file of scored trajectories or a run's directory."""
     best_of: PositiveInt | None = None
-    """The number of best attempts of each group of scored trajectories to learn from, with the tokens that the policy
-    sampled. An attempt must be better than the worst of its group, so a group with equal rewards is left out."""
+    """Learns from each scored group's best attempts, this many, with their sampled tokens. An attempt must beat its
+    group's worst, so groups with equal rewards give none."""
     min_reward: Float | None = None
-    """The lowest reward of an attempt that `best_of` takes, instead of the comparison with the worst of its group.
-    Groups in which all attempts succeeded are then learned from too."""
+    """The lowest reward for `best_of`, instead of the comparison with the worst. All-successful groups then count
+    too."""
     epochs: PositiveInt = 1
-    """The number of times that each example is trained on."""
+    """How often each example is trained on."""
     learning_rate: PositiveFloat = 1e-4
-    """AdamW's learning rate after the warm-up steps and before any decay."""
+    """AdamW's learning rate between warm-up and decay."""
     batch_size: PositiveInt = 16
-    """The number of examples per optimizer step."""
+    """The examples per optimizer step."""
     batch_tokens: PositiveInt | None = None
-    """The approximate number of trained tokens per optimizer step, instead of `batch_size`. Examples are never
-    divided."""
+    """The approximate trained tokens per optimizer step, instead of `batch_size`. Examples are never divided."""
     warmup_steps: Count = 0
-    """The number of optimizer steps over which the learning rate grows from 0."""
+    """The optimizer steps over which the learning rate grows from 0."""
     decay: Literal["none", "linear", "cosine"] = "none"
-    """The decay of the learning rate from the end of the warm-up steps to the last update, like `train.decay`."""
+    """The decay from the warm-up steps' end to the last update, like `train.decay`."""
     decay_to: UnitInterval = 0.0
     """The learning rate at the end of the decay, as a share of `learning_rate`."""
     weight_decay: NonNegative = 0.0
     """AdamW's weight decay."""
     max_grad_norm: PositiveFloat = 1.0
-    """The norm to which a larger gradient is clipped."""
+    """A larger gradient is clipped to this norm."""
     eval_demos: str | None = None
-    """Examples on which the loss is measured and that are not trained on, written like `demos`."""
+    """Examples for measuring the loss, never trained on, written like `demos`."""
     held_out: Annotated[Float, Field(gt=0, lt=1)] | None = None
-    """The share of `demos` on which the loss is measured and that is never trained on, instead of `eval_demos`. It is
-    selected by a hash of the transcript, or of the id of the attempt's scenario."""
+    """The share of `demos` for measuring the loss, never trained on, instead of `eval_demos`. A hash of the transcript,
+    or of the attempt's scenario id, selects it."""
     eval_every: PositiveInt | None = None
-    """The number of updates between evaluations. The first and the last weights are always evaluated. null: one
-    epoch."""
+    """The updates between evaluations. The first and last weights are always evaluated. null: an epoch."""
     patience: PositiveInt | None = None
-    """The number of evaluations without a lower loss after which the warm-up stops; the weights of the best
-    evaluation are kept. null: all updates are made, and the last weights are kept."""
+    """Stops after this many evaluations without a lower loss, and keeps the best evaluation's weights. null: makes all
+    updates and keeps the last weights."""
 
     def conflicts(self) -> Iterator[tuple[str, str]]:
         """Yields (knob, message) for each knob that is set and has no effect."""
@@ -400,22 +392,22 @@ ONE_OF_BOTH = "set exactly one of 'scenarios' (a file or function) and 'held_out
 
 
 class EvalConfig(Section):
-    """The evaluation of the policy during training and by `art eval`."""
+    """Evaluation during training and by `art eval`."""
 
     scenarios: Scenarios | None = None
-    """The scenarios to evaluate on, written like `rollout.scenarios`."""
+    """The scenarios for evaluations, written like `rollout.scenarios`."""
     held_out: Annotated[Float, Field(gt=0, lt=1)] | None = None
-    """The share of `rollout.scenarios` to evaluate on, which is never trained on, instead of `scenarios`. It is
-    selected by a hash of the id, so that scenarios that are added later move no other."""
+    """The share of `rollout.scenarios` for evaluations, never trained on, instead of `scenarios`. A hash of the id
+    selects it, so new scenarios move no other."""
     every: PositiveInt = 10
-    """The number of steps between evaluations. The first and the last policy are always evaluated."""
+    """The steps between evaluations. The first and last policy are always evaluated."""
     attempts: PositiveInt = 1
-    """The number of attempts per scenario."""
+    """The attempts per scenario."""
     temperature: NonNegative | None = None
-    """The sampling temperature. null: that of `rollout.sampling`."""
+    """The sampling temperature. null: `rollout.sampling`'s."""
     judge: bool = True
-    """Whether a judge gives the reward if rollouts return none. It compares each policy's attempts with those of the
-    first evaluated policy, and `reward` is the share that it prefers. false: such evaluations have no reward."""
+    """Whether a judge gives the reward if rollouts return none. It compares attempts with the first evaluated policy's,
+    and `reward` is the share of wins. false: no reward."""
 
     @model_validator(mode="after")
     def _one_of_scenarios_and_held_out(self) -> Self:

@@ -21,7 +21,7 @@ class GagpoConfig(ScaledLossConfig, ClippedLossConfig):
     gamma: UnitInterval = 0.95
     """Discount per turn: with k turns still to come, a reply's return is gamma^k times the reward."""
     gae_lambda: UnitInterval = 0.95
-    """The reach of a change of value over the replies before it. 0: only the reply before it; 1: all."""
+    """How far a change of value reaches back. 0: only to the reply before; 1: to all."""
 
 
 class Gagpo(ClippedPreset[GagpoConfig]):

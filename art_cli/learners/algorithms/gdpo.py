@@ -16,12 +16,12 @@ from art_cli.runtime.errors import LearnerError
 
 
 class GdpoConfig(ClippedLossConfig):
-    """GDPO (Liu et al. 2026, arXiv:2601.05242): a reward in several parts, each normalized within its group."""
+    """GDPO (Liu et al. 2026, arXiv:2601.05242): a reward in parts, each normalized within its group."""
 
     name: Literal["gdpo"]
     reward_parts: dict[str, Float] = Field(min_length=1)
-    """The weight of each part: {win: 1.0, brevity: 0.2}. A name is one of the rollout's metrics, or `reward`, which is
-    the reward of the rollout or the judge. The reward as such does not count otherwise."""
+    """Each part's weight: {win: 1.0, brevity: 0.2}. A name is a rollout metric, or `reward` (the rollout's or judge's
+    reward), which only counts if it is named."""
 
     @property
     def compares_rewards_alone(self) -> bool:

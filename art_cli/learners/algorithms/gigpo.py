@@ -13,13 +13,13 @@ from art_cli.runs.trajectory import ScoredTrajectory, has_signal
 
 
 class GigpoConfig(ScaledLossConfig, ClippedLossConfig):
-    """GiGPO (Feng et al. 2025, arXiv:2505.10978): GRPO, and each reply against the group's others in equal states."""
+    """GiGPO (Feng et al. 2025, arXiv:2505.10978): GRPO, and each reply against others in equal states."""
 
     compares_states: ClassVar[bool] = True
 
     name: Literal["gigpo"]
     step_weight: NonNegative = 1.0
-    """Weight of the advantage within equal states, beside that of the whole attempt. 0: GRPO."""
+    """The weight of the advantage within equal states, added to the whole attempt's. 0: GRPO."""
     gamma: UnitInterval = 0.95
     """Discount per turn: with k turns still to come, a reply's return is gamma^k times the reward."""
 

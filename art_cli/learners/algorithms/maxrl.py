@@ -11,8 +11,8 @@ from art_cli.runtime.errors import LearnerError
 
 
 class MaxrlConfig(ClippedLossConfig):
-    """MaxRL (Tajwar et al. 2026, arXiv:2602.02710): advantages are divided by the group's mean reward, so that a
-    scenario counts the more the seldomer it is solved. For rewards of at least 0."""
+    """MaxRL (Tajwar et al. 2026, arXiv:2602.02710): advantages are divided by the group's mean reward, so rarely solved
+    scenarios count more. For rewards from 0 upward."""
 
     name: Literal["maxrl"]
 

@@ -10,7 +10,7 @@ from art_cli.runs.trajectory import ScoredTrajectory
 
 
 class ReinforcePlusPlusConfig(ClippedLossConfig):
-    """REINFORCE++ (Hu et al. 2025, arXiv:2501.03262): rewards are normalized over all trajectories of the step."""
+    """REINFORCE++ (Hu et al. 2025, arXiv:2501.03262): rewards are normalized over all trajectories in the step."""
 
     name: Literal["reinforce++"]
     baseline: bool = False

@@ -125,17 +125,17 @@ def _num_equal(one: Ints, other: Ints) -> int:
 
 
 class SdpoConfig(TaughtLossConfig):
-    """SDPO (2026, arXiv:2601.20802): the policy that has read the judge's explanation teaches the one that has not."""
+    """SDPO (2026, arXiv:2601.20802): the policy with the judge's explanation teaches the policy without it."""
 
     needs_explanations: ClassVar[bool] = True
 
     name: Literal["sdpo"]
     teacher_rate: Annotated[Float, Field(gt=0, le=1)] = 0.05
-    """The teacher is a moving average of the policy, as in the paper: after each step it moves by this share toward the
-    policy's weights. 1: the teacher is the policy itself."""
+    """The teacher is a moving average of the policy: after each step it moves by this share toward the policy's
+    weights. 1: the teacher is the policy."""
     feedback: str | None = None
-    """The text added to the first user message, where {explanation}, {score}, {rank} and {attempts} are the judge's.
-    null: the one on docs/teachers.md."""
+    """The text added to the first user message, with the judge's {explanation}, {score}, {rank} and {attempts}. null:
+    the text in docs/teachers.md."""
 
     def conflicts(self) -> Iterator[tuple[str, str]]:
         yield from super().conflicts()

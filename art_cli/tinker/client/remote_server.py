@@ -296,7 +296,7 @@ class RemoteSession:
         if _is_other_version(cause):
             return RemoteError(
                 f"{url}: it speaks another version of the protocol than tinker {_version(sdk)} here ({what}); "
-                "docs/remote.md says which go together"
+                "docs/backend.md says which go together"
             )
         if isinstance(cause, sdk.NotFoundError) or "was never sent" in str(cause):
             return RemoteError(
