@@ -59,7 +59,7 @@ def test_the_image_is_built_from_all_that_the_wheel_holds() -> None:
     wheel = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["hatch"]["build"]["targets"]["wheel"]
     copied = re.findall(r"^COPY (\w+) \1$", (ROOT / "Dockerfile").read_text(), flags=re.MULTILINE)
     sent = (ROOT / ".dockerignore").read_text().splitlines()
-    held = {*(each.partition("/")[0] for each in wheel["include"]), *wheel["force-include"]}
+    held = {each.partition("/")[0] for each in [*wheel["include"], *wheel["force-include"]]}
     assert held <= {*copied} and {f"!{name}" for name in copied} <= {*sent}
 
 

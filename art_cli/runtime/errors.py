@@ -9,7 +9,7 @@ ArtError                      1    a failure that the user can act on, as one li
   JudgeError                  1    judges, loop, cli: a group could not be scored; it stays owed
     JudgeStopped              1    judges: no group can be scored until the user acts: a refused key, a spent budget
   LearnerError                1    learners, tinker, loop: a step cannot be computed
-    OutOfMemory               1    learners: it takes more memory than there is
+    OutOfMemory               1    learners, tinker: it takes more memory than there is
     ProcessDied               1    learners: one of the learner's processes ended by itself
     PeersLost                 1    learners: the processes on this machine lost the processes on another
   RemoteError                 1    tinker: the server of the Tinker protocol is gone, refuses, or is late
