@@ -118,7 +118,7 @@ ESTIMATES: dict[str, Callable[[Bench, int], float]] = {"two rows": Bench.forecas
 @contextmanager
 def as_on_a_gpu() -> Iterator[None]:
     """Inside, the device has what our tables by device have for "cuda"."""
-    modules = [module for name, module in sys.modules.items() if name.startswith("art_cli.learners")]
+    modules = [module for name, module in sys.modules.items() if name.startswith("art_cli.")]
     tables = [each for module in modules for each in vars(module).values() if isinstance(each, dict) and "cuda" in each]
     with ExitStack() as stack:
         for table in tables:
