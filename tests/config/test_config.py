@@ -244,8 +244,8 @@ hydra: {run: {dir: x}}
     lines = mistakes(text, "train.learning_rate=fast", "learner=tpu", "model.lora.alpha=1,2", "rollout.concurency=3")
     assert lines == [
         "config.yaml:1: name: \"my run\": only letters, digits, '.', '_' and '-', and a letter or digit first",
-        "config.yaml:2: model.base: missing: A hub id, a directory, a GGUF file (also one of the hub, "
-        '"owner/name:file.gguf"), or "file.py:function", which writes a model and its tokenizer into a directory',
+        'config.yaml:2: model.base: missing: A hub id, a directory, a GGUF file (on the hub: "owner/name:file.gguf"), '
+        'or "file.py:function", which writes model and tokenizer into a directory',
         "config.yaml:3: model.bas: no such key; did you mean 'base'?",
         'config.yaml:4: model.lora.rank: expected a whole number, not "many"',
         'config.yaml:4: model.lora.targets: expected text or a list, not {"a": 1}',
@@ -355,7 +355,10 @@ def test_a_mistake_in_an_inherited_file_or_group_names_that_file() -> None:
 
 
 def test_what_a_group_chosen_on_the_command_line_lacks_is_the_command_lines_mistake() -> None:
-    problem = 'command line: judge.entry: missing: The function as "file.py:function"'
+    what = (
+        'The function as "file.py:function", or a class "file.py:Class", a subclass of art_cli.Judge (docs/judges.md)'
+    )
+    problem = f"command line: judge.entry: missing: {what}"
     assert mistakes(JUDGED, "judge=function") == [problem]
 
 
