@@ -42,8 +42,9 @@ def follow_page(project: Path) -> None:
     assert (run.step, set(run.evaluations), RunDir(run.root).checkpoint_steps()[-1]) == (3, {0, 2, 3}, 3)
     assert all(isinstance(t, ScoredTrajectory) and t.reward == t.returned_reward for t in scored)
     assert len(scored) == 12
-    assert (taken.step, taken.checkpoint) == (4, Path("step_0004"))
-    assert (project / "step_0004" / "manifest.json").exists()
+    best = max(run.evaluations, key=lambda step: (run.evaluations[step]["reward"], step))
+    assert (taken.step, taken.checkpoint) == (best + 1, Path("by-hand"))
+    assert (project / "by-hand" / "manifest.json").exists()
 
 
 @pytest.mark.slow
