@@ -31,6 +31,7 @@ def run(
     from art_cli.config.compose import load_config
     from art_cli.learners.processes.job import make_job
     from art_cli.learners.processes.joined_node import join
+    from art_cli.loop.decide import decide_by_base
     from art_cli.models.loading import find_base
     from art_cli.runtime import threads
     from art_cli.runtime.scratch import scratch
@@ -41,5 +42,8 @@ def run(
         raise UsageError(f"{config}: learner.nodes is 1, so that nothing can be joined; set it and learner.rendezvous")
     with scratch("node") as directory:
         base = find_base(loaded.config.model.base, directory=loaded.directory, built=directory / "base")
-        job = make_job(loaded.config, base, directory=loaded.directory, dtype=loaded.config.model.dtype)
+        decided = decide_by_base(loaded, base).config  # as the run decides; dtype and rate come from the run itself
+        model = loaded.config.model.model_copy(update={"max_length": decided.model.max_length})
+        own = loaded.config.model_copy(update={"learner": decided.learner, "model": model})
+        job = make_job(own, base, directory=loaded.directory, dtype=model.dtype)
         threads.run(join(job, files=Path(directory), logs=Path(directory), wait_s=wait_s))

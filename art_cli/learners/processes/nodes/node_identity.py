@@ -28,6 +28,7 @@ FREE = frozenset(
         *("train.steps", "train.keep_checkpoints", "train.keep_best"),
         *("loss.teacher.base_url", "loss.teacher.api_key_env", "loss.teacher.timeout_s", "loss.teacher.retries"),
         "loss.teacher.concurrency",
+        "learner.gradient_checkpointing",  # each machine's memory decides; the gradient is the same
     }
 )
 RATE = "setting train.learning_rate"  # left out by a node whose rate is auto: it takes the first node's
