@@ -9,12 +9,19 @@ import pytest
 
 from art_cli import Outcome
 from art_cli.runs.run_dir import RunDir
-from tests.support.models.recipes import ScriptedPolicy, load
-from tests.support.paths import ROOT
 from tests.support.processes import forked
+from tests.support.paths import ROOT
+from tests.support.models.recipes import ScriptedPolicy, load
 
 RECIPE = load("yes-no-maybe")
-SMALL = ["model.base=builtin:tiny", "train.steps=1", "rollout.groups_per_step=2", "eval=null", "rollout.processes=0"]
+SMALL = [
+    "model.base=builtin:tiny",
+    "train.steps=1",
+    "rollout.groups_per_step=2",
+    "rollout.group_size=8",
+    "eval=null",
+    "rollout.processes=0",
+]
 
 
 def test_each_prompt_asks_for_two_or_three_of_the_words_in_another_way() -> None:
@@ -31,7 +38,7 @@ def test_a_reply_earns_by_its_word_alone(reply: str, reward: float) -> None:
     policy = ScriptedPolicy(lambda messages: reply)
     outcome: Outcome = asyncio.run(RECIPE.rollout.rollout(policy, {"prompt": "Answer with yes or no."}))
     assert outcome == Outcome(reward=reward, metrics={"maybe": reward == 1.0})
-    assert [message["role"] for message in policy.seen[0]] == ["system", "user", "assistant", "user"]
+    assert [message["role"] for message in policy.seen[0]] == ["system", *["user", "assistant"] * 2, "user"]
 
 
 @pytest.mark.slow
