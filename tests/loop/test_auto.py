@@ -319,7 +319,7 @@ def test_the_same_machine_gives_the_same_file_and_another_one_goes_on(project: P
 def test_generate_and_check_say_it_too(art: Art, tmp_path: Path) -> None:
     settings = [CONFIG, f"runs={tmp_path}", "rollout.groups_per_step=1", "rollout.group_size=2"]
     done = art("generate", *settings, "-o", tmp_path / "out.jsonl")
-    assert (done.code, done.err[0]) == (0, "engine embedded (auto: no GPU here)")
+    assert (done.code, done.err[1]) == (0, "engine embedded (auto: no GPU here)")
     done = art("check", *settings, "engine=embedded")
     assert done.code == 0, done.err
     assert done.out[1] == "ok   auto       engine embedded, learner torch"
