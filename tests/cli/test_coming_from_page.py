@@ -16,9 +16,9 @@ from art_cli.config.compose import load_config
 from art_cli.runs.durable import read_lines
 from art_cli.runs.run_dir import RunDir
 from art_cli.runs.trajectory import ScoredTrajectory
-from tests.support.processes import forked
 from tests.support.judges.judge_server import Conduct, serving
 from tests.support.paths import CLIENTS, ROOT
+from tests.support.processes import forked
 
 PAGE = (ROOT / "docs" / "coming-from.md").read_text()
 PARTS = dict(part.split("\n", 1) for part in re.split(r"^## ", PAGE, flags=re.M)[1:])

@@ -9,9 +9,9 @@ import pytest
 
 from art_cli import Outcome
 from art_cli.runs.run_dir import RunDir
-from tests.support.processes import forked
-from tests.support.paths import ROOT
 from tests.support.models.recipes import ScriptedPolicy, load
+from tests.support.paths import ROOT
+from tests.support.processes import forked
 
 RECIPE = load("yes-no-maybe")
 SMALL = [
