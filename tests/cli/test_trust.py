@@ -89,7 +89,7 @@ def test_what_would_be_run_is_shown_in_one_short_line_without_control_characters
     done = received.art("serve", str(received.run.root), "--engine", "vllm")
     assert done.returncode == 2
     which, refusal = done.stderr.splitlines()  # the checkpoint that is taken, and why it is not served
-    assert which.startswith(str(received.run.root)) and refusal.startswith("error: ")
+    assert which.startswith("policy: checkpoints/step_0001") and refusal.startswith("error: ")
     assert "\x1b" not in done.stderr and len(refusal) < 600
 
 

@@ -202,7 +202,8 @@ def test_a_prompt_for_an_endpoint_plays_there_beside_weights_of_this_machine(
     words = ["eval", CONFIG, *own, f"runs={run.parent}", "--checkpoint", "base", "--checkpoint", run, "--json"]
     num = len(server.asked)
     said = art(*words, wants=2)
-    assert f"{run}: its prompt is for {server.api_base}" in said and "--trust" in said and said.count("\n") == 1
+    assert f"{run}: its prompt is for {server.api_base}" in said and "--trust" in said
+    assert [line.partition(":")[0] for line in said.splitlines()] == ["policy", "error"]
     assert len(server.asked) == num
     rows = json.loads(art(*words, "--trust"))["metrics"]
     means = {row["policy"]: row["mean"] for row in rows if row["metric"] == "reward"}
