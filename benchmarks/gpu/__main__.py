@@ -261,9 +261,8 @@ def main() -> None:
         for key in first:  # before the others, two of which run side by side
             bench.measure(key)
         with ThreadPoolExecutor(2 if small else 1) as pool:
-            running = pool.map(bench.measure, [key for key in wanted if key not in first])
             try:
-                list(running)
+                list(pool.map(bench.measure, [key for key in wanted if key not in first]))
             except KeyboardInterrupt:
                 bench.stop()  # inside, because the pool waits for its rows
                 raise

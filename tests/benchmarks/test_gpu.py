@@ -250,29 +250,20 @@ def test_a_row_that_fails_leaves_its_reason_and_the_next_runs(
 
 @pytest.mark.slow
 def test_ctrl_c_keeps_what_was_measured_and_the_next_start_goes_on(tmp_path: Path) -> None:
-    told = [
-        sys.executable,
-        "-m",
-        "benchmarks.gpu",
-        "--small",
-        "--work",
-        str(tmp_path),
-        "--only",
-        "matmul",
-        "loop-embedded",
-    ]
+    rows = ["matmul", "loop-embedded", "train-dense"]  # two run at a time, after the base; the first to end leaves two
+    command = [sys.executable, "-m", "benchmarks.gpu", "--small", "--work", str(tmp_path), "--only", *rows]
     lines = tmp_path / "gpu.jsonl"
-    with subprocess.Popen(told, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as first:
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as first:
         end = time.monotonic() + 200
-        while not (lines.exists() and '"matmul"' in lines.read_text()):  # the loop takes longer, and runs beside it
+        while not (lines.exists() and lines.read_bytes().count(b"\n") > 1):
             assert time.monotonic() < end and first.poll() is None
             time.sleep(0.1)
         first.send_signal(signal.SIGINT)
-        said = first.communicate(timeout=60)[0]
-    assert first.returncode == 130 and "loop-embedded-small" in said
-    assert "art train, embedded and torch, tiny: interrupted" in (tmp_path / "GPU.md").read_text()
-    done = subprocess.run(told, cwd=ROOT, capture_output=True, text=True, timeout=250)
-    assert done.returncode == 0 and "matmul-small: kept" in done.stdout
+        printed = first.communicate(timeout=60)[0]
+    assert first.returncode == 130 and ": interrupted" in (tmp_path / "GPU.md").read_text(), printed
+    kept = json.loads(lines.read_text().splitlines()[1])["row"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=250)
+    assert done.returncode == 0 and f"{kept}-small: kept" in done.stdout
     assert "Not measured" not in (tmp_path / "GPU.md").read_text()
 
 
