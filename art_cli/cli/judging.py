@@ -23,7 +23,8 @@ from art_cli.judges import Judge, make_judge, settings_of
 from art_cli.judges.costs import CostEstimate
 from art_cli.judges.files.judged_files import Group, TrajectoryFile
 from art_cli.judges.files.session import Session, Summary, judgeable, scored_groups
-from art_cli.judges.judge_groups import JudgeProgress, require_keys
+from art_cli.judges.judge_groups import JudgeProgress
+from art_cli.judges.trial import require_keys
 from art_cli.loop.interrupts import Interrupts
 from art_cli.runs.json_lines import decode, lines
 from art_cli.runtime import threads

@@ -29,7 +29,7 @@ from art_cli.config.compose import LoadedConfig
 from art_cli.config.schema import BaseLearnerConfig, TinkerEngineConfig, VllmEngineConfig
 from art_cli.config.sections.judge_config import DEFAULT_JUDGE
 from art_cli.engines.vllm.arguments import check_gpus, find_vllm, has_gpu
-from art_cli.judges import Judge, judge_groups
+from art_cli.judges import Judge, trial
 from art_cli.judges.costs import CostEstimate
 from art_cli.judges.retirement import find_retiring, hosted_models, retirement_day
 from art_cli.judges.shadow_judges import ShadowJudges
@@ -289,8 +289,8 @@ class Preflight:
 
     def check_entries(self) -> Finding:
         config = self.loaded.config
-        self.judge = judge_groups.make_trial_judge(config.judge, self.loaded.directory)
-        for name, model in judge_groups.missing_keys(config.judge, self.loaded.directory).items():
+        self.judge = trial.make_trial_judge(config.judge, self.loaded.directory)
+        for name, model in trial.missing_keys(config.judge, self.loaded.directory).items():
             cure = f"set it in the environment, or in a file .env in {self.loaded.directory}"
             return Finding("judge", False, f"{name} is not set, and {model} needs it", cure)
         if config.rollout.command:
@@ -528,7 +528,7 @@ class Preflight:
         shadow, directory = self.loaded.config.shadow, self.loaded.directory
         threads.run(ShadowJudges(shadow, directory).close())
         for name, each in shadow.items():
-            for key, model in judge_groups.missing_keys(each.judge, directory).items():
+            for key, model in trial.missing_keys(each.judge, directory).items():
                 cure = f"set it in the environment, or in a file .env in {directory}"
                 return Finding("shadow", False, f"{name}: {key} is not set, and {model} needs it", cure)
         names = [f"{name} ({each.judge.name}, {each.share:.0%} of the groups)" for name, each in shadow.items()]
@@ -542,14 +542,14 @@ class Preflight:
             same = f"{number} {self.loaded.config.judge.model_dump_json()}"
             if same in self.asked:
                 notes.append(f"{part.title}: the same judge as above")
-            elif (expected := part.estimate(judge_groups.short_attempts())) is not None:
+            elif (expected := part.estimate(trial.short_attempts())) is not None:
                 note, cure = self._ask_once(part, expected)
                 self.asked.add(same)
                 notes.append(note)
                 cures += [cure] if cure else []
             elif not part.needs_reward:
                 log.info("judge: %s scores the two attempts", part.title)
-                verdicts = threads.run(judge_groups.score(part, self.played))
+                verdicts = threads.run(trial.judge_in_time(part, self.played))
                 rewards = [f"{verdicts[trajectory.id].reward:g}" for trajectory in self.played]
                 notes.append(f"{part.title} gave the two attempts {' and '.join(rewards)}")
         return Finding("judge", True, "; ".join(notes), "; ".join(cures)) if notes else None
@@ -560,7 +560,7 @@ class Preflight:
         if not self.asks_judge:
             return f"{models}: not asked (--no-judge); asking once about two short attempts would take {would}", ""
         log.info("judge: asking %s once about two short attempts: %s", models, would)
-        asked = threads.run(judge_groups.ask(judge))
+        asked = threads.run(trial.run_trial(judge))
         cost = "price unknown" if asked.usage.cost_usd is None else f"${asked.usage.cost_usd:.4f}"
         took = f"{asked.usage.calls} calls, {asked.usage.tokens:,} tokens, {cost}"
         is_sound = asked.right > asked.wrong

@@ -16,8 +16,8 @@ from art_cli.judges import make_judge
 from art_cli.judges.costs import CostEstimate
 from art_cli.judges.files.judged_files import TrajectoryFile
 from art_cli.judges.files.session import judgeable
-from art_cli.judges.judge_groups import require_keys
 from art_cli.judges.judge_probe import Ask, anew, plan, probe, probe_lines
+from art_cli.judges.trial import require_keys
 from art_cli.loop.evaluate import parse_gate
 from art_cli.reports.pages.report_page import facts_table, html_page
 from art_cli.runs.durable import write_file

@@ -16,9 +16,9 @@ from art_cli.cli.judging import choose_judge, dollars
 from art_cli.config.compose import load_config
 from art_cli.config.schema import RulerJudgeConfig
 from art_cli.judges.costs import Usage
-from art_cli.judges.judge_groups import require_keys
 from art_cli.judges.providers.caller import Caller
 from art_cli.judges.ruler.ruler_judge import RulerJudge
+from art_cli.judges.trial import require_keys
 from art_cli.loop.interrupts import Interrupts
 from art_cli.rollouts.environments import Json, Settings, cure, library_named, not_installed
 from art_cli.rollouts.environments.mcp import McpServer

@@ -9,7 +9,9 @@ a score: when it cannot score a group, it raises JudgeError and the group stays 
     providers/       the models that judge: one call to one of them, and when to make it again
     costs.py         usage, prices, estimates, budget
     retirement.py    the days on which providers shut models down
-    judge_groups.py  judges one group, or many at once; further rounds of votes; asks a judge once, for `art check`
+    judge_groups.py  judges one group, or many at once
+    extra_votes.py   extra rounds of votes where noise hides the differences within a group
+    trial.py         the keys of a judge, and one question to each of its models, for `art check`
     shadow_judges.py scores beside the trained reward
     files/           judges a file into another, and goes on where it stopped
     judge_report.py  reads scored files and reports how far a judge can be trusted; agreement.py measures it

@@ -238,36 +238,59 @@ def cycles(votes: Sequence[Sequence[float]]) -> Ratio:
     return Ratio(float(sum(found)) / 3, 1.0)  # each circle is met from its three attempts
 
 
+class PanelTable:
+    """The scores of a panel's members, by group, repeat and attempt."""
+
+    def __init__(self, groups: Sequence[Repeats], names: Sequence[str]) -> None:
+        attempts = [attempt for group in groups for judged in group for attempt in judged]
+        self.names = names  # [M]
+        self.groups = [np.array([[_member_scores(each) for each in judged] for judged in group]) for group in groups]
+        self.costs = [sum(each.scores[at].cost_usd or 0.0 for each in attempts) for at in range(len(names))]  # [M]
+        scores = np.concatenate([group.reshape(-1, len(names)) for group in self.groups])
+        self.is_finite = bool(np.isfinite(scores).all())
+        # The reward is the weighted mean of the members' scores, so least squares recovers the weights.
+        rewards = np.array([each.reward for each in attempts])
+        self.weights = np.linalg.lstsq(scores, rewards)[0] if self.is_finite else np.zeros(len(names))  # [M]
+
+    def agree(self, subset: Sequence[int]) -> Measure | None:
+        """Returns the pairwise agreement of some members with the whole panel in another repeat."""
+        ratios, members = [], list(subset)
+        for scores in self.groups:  # [repeats, attempts, M]
+            ours, whole = (scores[:, :, members] @ self.weights[members]).tolist(), (scores @ self.weights).tolist()
+            pairs = [agreement.pairwise(ours[a], whole[b]) for a, b in permutations(range(len(scores)), 2)]
+            ratios.append(Ratio(sum(pair.numerator for pair in pairs), sum(pair.denominator for pair in pairs)))
+        return agreement.measure(ratios)
+
+    def cheapest(self, bound: float) -> list[str]:
+        """Returns the names of the cheapest members whose agreement is at least `bound`."""
+        members = range(len(self.names))
+        subsets = [subset for size in members for subset in combinations(members, size + 1)]
+        subsets.sort(key=lambda subset: (sum(self.costs[at] for at in subset), len(subset)))
+        for subset in subsets:
+            if (found := self.agree(subset)) and found.value >= bound:
+                return [self.names[at] for at in subset]
+        return []
+
+
+def _member_scores(attempt: ScoredTrajectory) -> list[float]:
+    return [score.score for score in attempt.scores]
+
+
 def _panel(groups: Sequence[Repeats]) -> tuple[dict[str, Measure | None], list[str]]:
     """Returns the agreement of a panel and of each member with the panel in another repeat, and the cheapest part.
 
-    Empty if there is one score for each attempt, too many, or not the same number for all.
+    Empty if attempts have a single score, different numbers of scores, or scores of more than MAX_MEMBERS judges.
     """
     attempts = [each for group in groups for judged in group for each in judged]
     names = [f"{score.judge} {score.model or ''}".rstrip() for score in attempts[0].scores]
     if not 1 < len(names) <= MAX_MEMBERS or any(len(each.scores) != len(names) for each in attempts):
         return {}, []
-    tables = [np.array([[[s.score for s in each.scores] for each in judged] for judged in group]) for group in groups]
-    scores, members = np.concatenate([table.reshape(-1, len(names)) for table in tables]), range(len(names))
-    if not np.isfinite(scores).all():
+    table = PanelTable(groups, names)
+    if not table.is_finite:
         return {}, []
-    weights = np.linalg.lstsq(scores, np.array([each.reward for each in attempts]))[0]  # those of the reward, a mean
-
-    def agree(subset: Sequence[int]) -> Measure | None:
-        found = []
-        for table in tables:
-            ours, whole = ((table[:, :, at] @ weights[at]).tolist() for at in (list(subset), [*members]))
-            pairs = [agreement.pairwise(ours[a], whole[b]) for a, b in permutations(range(len(table)), 2)]
-            found.append(Ratio(sum(pair.numerator for pair in pairs), sum(pair.denominator for pair in pairs)))
-        return agreement.measure(found)
-
-    costs = [sum(each.scores[at].cost_usd or 0.0 for each in attempts) for at in members]
-    subsets = [subset for size in members for subset in combinations(members, size + 1)]
-    subsets.sort(key=lambda subset: (sum(costs[at] for at in subset), len(subset)))
-    whole = agree(members)
-    fits = (subset for subset in subsets if whole and (part := agree(subset)) and part.value >= whole.low)
-    cheapest = [names[at] for at in next(fits, ())]
-    return {"panel": whole} | {f"panel.{name}": agree([at]) for at, name in enumerate(names)}, cheapest
+    whole = table.agree(range(len(names)))
+    measures = {"panel": whole} | {f"panel.{name}": table.agree([at]) for at, name in enumerate(names)}
+    return measures, table.cheapest(whole.low) if whole else []
 
 
 # --- in words ---------------------------------------------------------------------------------------------------------

@@ -18,9 +18,9 @@ import msgspec
 
 from art_cli.judges import agreement
 from art_cli.judges.agreement import FlipRates, Measure, Ratio, VoteReliability, flip_rates, vote_reliability
-from art_cli.judges.judge_groups import MAX_REWARD, by_group
 from art_cli.runs.durable import read_lines
-from art_cli.runs.trajectory import EQUAL_REWARDS, MAX_GROUP_SIZE, Score
+from art_cli.runs.outcome import MAX_NUMBER
+from art_cli.runs.trajectory import EQUAL_REWARDS, MAX_GROUP_SIZE, Score, by_group
 from art_cli.runtime.errors import DataError, UsageError, printable
 
 # the fields of Agreement
@@ -47,15 +47,15 @@ class ScoredRow(msgspec.Struct):
         for score in self.scores:
             _check_score(score)
         for value in (self.reward, self.returned_reward, *self.metrics.values()):
-            if value is not None and not abs(value) <= MAX_REWARD:
-                raise ValueError(f"the number {value:g} is beyond {MAX_REWARD:g}")
+            if value is not None and not abs(value) <= MAX_NUMBER:
+                raise ValueError(f"the number {value:g} is beyond {MAX_NUMBER:g}")
 
 
 def _check_score(score: Score) -> None:
     shares = (score.spread, score.cost_usd, score.prompt_tokens, score.completion_tokens, score.latency_s)
     for value in (score.score, *score.votes, *shares):
-        if value is not None and not abs(value) <= MAX_REWARD:
-            raise ValueError(f"the number {value:g} in a score is beyond {MAX_REWARD:g}")
+        if value is not None and not abs(value) <= MAX_NUMBER:
+            raise ValueError(f"the number {value:g} in a score is beyond {MAX_NUMBER:g}")
     if score.positions and len(score.positions) != len(score.votes):
         raise ValueError(f"a score has {len(score.votes)} votes and {len(score.positions)} positions")
     if not all(0 <= position < MAX_GROUP_SIZE for position in score.positions):
@@ -251,9 +251,9 @@ def _judge(
     name: str, model: str | None, groups: dict[str, list[ScoredRow]], golds: dict[str, list[float]] | None
 ) -> JudgeReport:
     given = list(_given(name, model, groups))
-    by_group = [[each.score for each in group] for _, group in groupby(given, key=itemgetter(0))]
+    score_groups = [[each.score for each in group] for _, group in groupby(given, key=itemgetter(0))]
     scores = [each.score for each in given]
-    latencies = sorted(group[0].latency_s for group in by_group if group[0].latency_s is not None)
+    latencies = sorted(group[0].latency_s for group in score_groups if group[0].latency_s is not None)
     num_votes = max((len(score.votes) for score in scores), default=0)
     all_votes = [_Compared(group, attempt, [score.score]) for group, attempt, score in given]
     single = [_Compared(*each[:2], each.score.votes) for each in given if each.score.votes]
@@ -261,8 +261,8 @@ def _judge(
         judge=name,
         model=model,
         num_votes=num_votes,
-        order_bias=agreement.measure([_order_bias(group) for group in by_group]),
-        reliability=vote_reliability([[score.votes for score in group] for group in by_group]),
+        order_bias=agreement.measure([_order_bias(group) for group in score_groups]),
+        reliability=vote_reliability([[score.votes for score in group] for group in score_groups]),
         spread=_pooled([score.spread for score in scores if score.spread is not None]),
         agreement=_agree(all_votes, golds),
         one_vote=_agree(single, golds) if num_votes > 1 else None,

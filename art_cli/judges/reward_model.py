@@ -32,8 +32,8 @@ class RewardModelJudge(Judge):
     @property
     def settings(self) -> str:
         """A digest of the model (of every file of a directory) and of how its output is used; reads the weights."""
-        told = self.config.model_dump(mode="json", include={"label", "activation", "max_length"})
-        return make_key(model=self._digest_model(), told=told)[:12]
+        deciding = self.config.model_dump(mode="json", include={"label", "activation", "max_length"})
+        return make_key(model=self._digest_model(), told=deciding)[:12]
 
     def _digest_model(self) -> str | dict[str, str]:
         """Returns a hub id as it is; for a directory the hash of each file by name, the chat template among them."""

@@ -19,7 +19,7 @@ import msgspec
 from art_cli.config.schema import RulerJudgeConfig, RunConfig, ShadowConfig
 from art_cli.config.sections.judge_config import BlendJudgeConfig, JudgeConfig
 from art_cli.judges import Judge, Verdict, make_judge
-from art_cli.judges.judge_groups import MAX_REWARD
+from art_cli.runs.outcome import MAX_NUMBER
 from art_cli.runs.trajectory import Score, ScoredTrajectory, Trajectory
 from art_cli.runtime.errors import describe, printable
 
@@ -94,7 +94,7 @@ def is_chosen(name: str, trajectory: Trajectory, share: float) -> bool:
 
 
 def _is_sound(verdict: Verdict | None) -> bool:
-    return verdict is not None and abs(verdict.reward) <= MAX_REWARD
+    return verdict is not None and abs(verdict.reward) <= MAX_NUMBER
 
 
 def _score(name: str, verdict: Verdict) -> Score:

@@ -6,7 +6,7 @@ from pathlib import Path
 from art_cli.config.schema import RunConfig
 from art_cli.judges import Judge, make_judge
 from art_cli.judges.costs import CostEstimate, Usage
-from art_cli.judges.judge_groups import require_keys
+from art_cli.judges.trial import require_keys
 from art_cli.runs.trajectory import Trajectory
 from art_cli.runtime.errors import JudgeError
 

@@ -17,8 +17,8 @@ from pathlib import Path
 
 from art_cli.config.compose import LoadedConfig
 from art_cli.engines import engine_traits
-from art_cli.judges.judge_groups import require_keys
 from art_cli.judges.source_judges import require_all_keys
+from art_cli.judges.trial import require_keys
 from art_cli.learners.sft.examples import Examples, load_examples
 from art_cli.loop.record import check_record, follow
 from art_cli.loop.references import check_ready

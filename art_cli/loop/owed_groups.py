@@ -13,11 +13,11 @@ from typing import NamedTuple, TypeVar
 import msgspec
 
 from art_cli.judges import Judge
-from art_cli.judges.judge_groups import JudgeProgress, by_group
+from art_cli.judges.judge_groups import JudgeProgress
 from art_cli.judges.shadow_judges import ShadowJudges
 from art_cli.rollouts.rollout_runner import RolloutPlan
 from art_cli.runs.durable import LineWriter
-from art_cli.runs.trajectory import Json, ScoredTrajectory, Trajectory
+from art_cli.runs.trajectory import Json, ScoredTrajectory, Trajectory, by_group
 
 AnyTrajectory = TypeVar("AnyTrajectory", bound=Trajectory)
 

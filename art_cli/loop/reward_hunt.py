@@ -35,7 +35,7 @@ from art_cli.config.compose import LoadedConfig
 from art_cli.config.config_identity import config_hash
 from art_cli.engines import Endpoint, own_model
 from art_cli.judges import Judge, make_judge
-from art_cli.judges.judge_groups import require_keys, score
+from art_cli.judges.trial import judge_in_time, require_keys
 from art_cli.loop.evaluate import code_of
 from art_cli.loop.interrupts import Interrupts
 from art_cli.loop.owed_groups import owed, plan_groups
@@ -306,7 +306,7 @@ class _Search:
                 msgspec.structs.replace(each, group_id="hunt", group_size=len(whole), index=index)
                 for index, each in enumerate(whole)
             ]
-            verdicts = await score(self._judge, group) if group else {}
+            verdicts = await judge_in_time(self._judge, group) if group else {}
             rewards = {name: verdict.reward for name, verdict in verdicts.items()}
         return [rewards.get(each.id) for each in attempts]
 

@@ -28,8 +28,8 @@ from art_cli.judges import Judge
 from art_cli.judges.agreement import VoteReliability, vote_reliability
 from art_cli.judges.blend import named_judges
 from art_cli.judges.costs import find_price
-from art_cli.judges.judge_groups import score as ask
 from art_cli.judges.judge_report import judge_windows
+from art_cli.judges.trial import judge_in_time
 from art_cli.learners.prompt.prompt_learner import PromptLearner
 from art_cli.loop.batches import Batch
 from art_cli.loop.calibration import shared_prompt
@@ -173,7 +173,7 @@ async def _votes(judge: Judge, members: Sequence[ScoredTrajectory], num: int) ->
     if judge.has_rounds:
         verdicts = await judge.judge_again(members, num)
         return [_most_votes(verdicts[each.id].scores) for each in members]
-    again = [await ask(judge, members) for _ in range(num - 1)]
+    again = [await judge_in_time(judge, members) for _ in range(num - 1)]
     return [[each.reward or 0.0, *(verdicts[each.id].reward for verdicts in again)] for each in members]
 
 

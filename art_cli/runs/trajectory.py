@@ -13,9 +13,9 @@ of that turn's sequence it keeps (`kept`), the prompt tokens after those, and th
 """
 
 import math
-from collections import Counter
-from collections.abc import Sequence
-from typing import Annotated, Any, Literal
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Sequence
+from typing import Annotated, Any, Literal, Protocol, TypeVar
 
 import msgspec
 
@@ -279,6 +279,26 @@ class GroupRewards(msgspec.Struct, frozen=True, kw_only=True):
     pool: str  # the pool of the scenario; its id where `rollout.pool` names no key
     rewards: list[float]  # rewards of the attempts that have one
     source: str | msgspec.UnsetType = msgspec.UNSET  # as in Trajectory
+
+
+class GroupMember(Protocol):
+    """A row with its group and its position in the group."""
+
+    @property
+    def group_id(self) -> str: ...
+    @property
+    def index(self) -> int: ...
+
+
+AnyMember = TypeVar("AnyMember", bound=GroupMember)
+
+
+def by_group(rows: Iterable[AnyMember]) -> dict[str, list[AnyMember]]:
+    """Returns the rows of each group by group id, sorted by index. The last row with an index counts."""
+    groups: dict[str, dict[int, AnyMember]] = defaultdict(dict)
+    for row in rows:
+        groups[row.group_id][row.index] = row
+    return {group_id: [members[index] for index in sorted(members)] for group_id, members in groups.items()}
 
 
 def score_trajectory(

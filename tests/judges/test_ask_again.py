@@ -19,7 +19,8 @@ from art_cli.config.schema import (
 )
 from art_cli.judges import Judge, Verdict, make_judge, settings_of
 from art_cli.judges.blend import BlendJudge
-from art_cli.judges.judge_groups import ask_again, is_hidden, judge_group
+from art_cli.judges.extra_votes import ask_extra_rounds, is_hidden
+from art_cli.judges.judge_groups import judge_group
 from art_cli.judges.reliability import error_variance, is_left_out
 from art_cli.judges.rollout_judge import RolloutJudge
 from art_cli.judges.ruler.ruler_judge import RulerJudge
@@ -76,7 +77,7 @@ async def test_rounds_go_on_until_the_attempts_are_told_apart() -> None:
     and v = sum (d - D)^2 / 2 / (V - 1) / V. V = 2: D = 0. V = 3: s^2 = 1/18, v = 2/9. V = 4: s^2 = v = 1/8. V = 5:
     s^2 = 9/50, v = 2/25, reliability 5/9, which is above 1/4. Rewards 1/5 and 4/5."""
     judge = Scripted((0, 1), (1, 0), *[(0.0, 1.0)] * 6, ask_again=6, min_reliability=0.25)
-    verdicts, again = await ask_again(judge, rated([0.0, 1.0]), judge.verdicts(1))
+    verdicts, again = await ask_extra_rounds(judge, rated([0.0, 1.0]), judge.verdicts(1))
     assert judge.asked == [2, 3, 4] and again == AskedAgain(rounds=3, cost_usd=0.0)
     assert [verdicts[name].reward for name in "ab"] == [0.2, 0.8]
     assert verdicts["a"].variance == pytest.approx(2 / 25)
@@ -84,7 +85,7 @@ async def test_rounds_go_on_until_the_attempts_are_told_apart() -> None:
 
 async def test_rounds_end_with_the_allowed_number() -> None:
     judge = Scripted((0, 1), (1, 0), (0, 1), (1, 0), (0, 1), ask_again=2)
-    _, again = await ask_again(judge, rated([0.0, 1.0]), judge.verdicts(1))
+    _, again = await ask_extra_rounds(judge, rated([0.0, 1.0]), judge.verdicts(1))
     assert judge.asked == [2, 3] and again is not None and again.rounds == 2
 
 

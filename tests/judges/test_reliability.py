@@ -13,7 +13,7 @@ from numpy.random import Generator, default_rng
 
 from art_cli.config.schema import DrGrpoConfig, GrpoConfig, NoiseConfig
 from art_cli.judges import Judge, Verdict
-from art_cli.judges.judge_groups import by_group, noise
+from art_cli.judges.judge_groups import reward_noise
 from art_cli.judges.reliability import (
     GRID,
     VerdictCounts,
@@ -30,7 +30,7 @@ from art_cli.judges.reliability import (
 from art_cli.learners.algorithms.credit import advantages
 from art_cli.learners.algorithms.presets import build_algorithm
 from art_cli.learners.step.step_samples import StepSamples, make_step_samples
-from art_cli.runs.trajectory import RewardNoise, ScoredTrajectory
+from art_cli.runs.trajectory import RewardNoise, ScoredTrajectory, by_group
 from art_cli.runtime.errors import JudgeError
 from tests.support.records.trees import scored, turn
 
@@ -222,11 +222,11 @@ def test_a_judge_writes_what_it_knows_into_the_scored_group() -> None:
     judge = Judge()
     verdicts = {"g/0": Verdict(reward=1.0, variance=0.1), "g/1": Verdict(reward=0.0, variance=0.3)}
     judge.noise = NoiseConfig(false_positive=0.2, false_negative=0.3)
-    assert noise(judge, verdicts) == FLIPS
+    assert reward_noise(judge, verdicts) == FLIPS
     judge.noise = NoiseConfig(min_reliability=0.5)
-    assert noise(judge, verdicts) == RewardNoise(variance=0.2, min_reliability=0.5)
+    assert reward_noise(judge, verdicts) == RewardNoise(variance=0.2, min_reliability=0.5)
     judge.noise = None
-    assert noise(judge, verdicts) is None
+    assert reward_noise(judge, verdicts) is None
 
 
 def test_rewards_that_flip_rates_do_not_fit_are_not_scored() -> None:
@@ -234,7 +234,7 @@ def test_rewards_that_flip_rates_do_not_fit_are_not_scored() -> None:
     for config, told in (({"false_positive": 0.1, "false_negative": 0.1}, "0 and 1"), ({}, "no variance")):
         judge.noise = NoiseConfig(**config)
         with pytest.raises(JudgeError, match=told):
-            noise(judge, verdicts)
+            reward_noise(judge, verdicts)
 
 
 @pytest.mark.parametrize(

@@ -15,8 +15,8 @@ from art_cli.config.schema import JudgeModelConfig, RulerJudgeConfig
 from art_cli.config.sections.judge_config import DEFAULT_JUDGE, DEFAULT_PRICE
 from art_cli.judges import costs
 from art_cli.judges.costs import Price, find_price
-from art_cli.judges.judge_groups import require_keys
 from art_cli.judges.retirement import WARN_DAYS, Retirement, find_retiring, hosted_models, retirement_day
+from art_cli.judges.trial import require_keys
 from tests.support.paths import LETTERS, ROOT
 
 Art = Callable[..., tuple[int, str, str]]

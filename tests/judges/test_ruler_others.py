@@ -22,8 +22,7 @@ import art_cli
 from art_cli.cli import app as cli
 from art_cli.config.schema import BlendJudgeConfig, RewardModelJudgeConfig, RulerJudgeConfig
 from art_cli.config.sections.judge_config import DEFAULT_JUDGE
-from art_cli.judges import costs, make_judge
-from art_cli.judges import judge_groups as trial
+from art_cli.judges import costs, make_judge, trial
 from art_cli.judges.costs import find_price
 from art_cli.judges.ruler.ruler_judge import RulerJudge
 from art_cli.runtime.errors import JudgeError, JudgeStopped, UsageError

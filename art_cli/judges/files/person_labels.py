@@ -22,12 +22,11 @@ import numpy as np
 
 from art_cli.judges.agreement import Ratio
 from art_cli.judges.files.judged_files import TrajectoryFile
-from art_cli.judges.judge_groups import by_group
 from art_cli.judges.judge_report import ScoredRow
 from art_cli.judges.pair_choice import JudgeAccuracy, Strata, credit
 from art_cli.judges.ruler.attempt_tree import Message, read_attempt
 from art_cli.runs.durable import LineWriter, read_lines
-from art_cli.runs.trajectory import EQUAL_REWARDS, SCHEMA_VERSION
+from art_cli.runs.trajectory import EQUAL_REWARDS, SCHEMA_VERSION, by_group
 from art_cli.runtime.errors import DataError, RunError, UsageError
 
 MAX_ATTEMPTS = 64  # in a group; the pairs of a larger one are among its first attempts

@@ -35,7 +35,7 @@ from art_cli.config.schema import JudgeModelConfig, PanelMemberConfig, RulerJudg
 from art_cli.config.sections.judge_config import DEFAULT_JUDGE, RULE
 from art_cli.judges import Judge, Verdict, make_key
 from art_cli.judges.costs import Budget, CostEstimate, Spent, Usage, find_price
-from art_cli.judges.judge_groups import judge_group, require_keys
+from art_cli.judges.judge_groups import judge_group
 from art_cli.judges.providers import LONG_ANSWER, Answer
 from art_cli.judges.providers.caller import FIRST_DELAY_S, Caller, make_provider
 from art_cli.judges.providers.http import OPENAI, missing_key, openai_base
@@ -47,6 +47,7 @@ from art_cli.judges.ruler.prompt import JudgePrompt, read_instructions, schema, 
 from art_cli.judges.ruler.verdict import Entry, VerdictError, parse_verdict
 from art_cli.judges.ruler.verdict_cache import StoredVote, VerdictCache, patiently, user_cache_path
 from art_cli.judges.ruler.votes import AffineMap
+from art_cli.judges.trial import require_keys
 from art_cli.runs.trajectory import Json, Score, ScoredTrajectory, Trajectory
 from art_cli.runtime.errors import JudgeError, JudgeStopped, UsageError
 from art_cli.runtime.secrets import find_secrets, load_environment
@@ -481,9 +482,11 @@ def _check_rules(panel: Sequence[JudgeModelConfig], instructions: str) -> None:
 
 def _settings(config: RulerJudgeConfig, panel: Sequence[JudgeModelConfig], instructions: str) -> str:
     """Returns a digest of everything that changes a verdict: two files with the same digest can be compared."""
-    told = {"votes", "aggregate", "seed", "max_group", "max_tokens_per_attempt"}
+    deciding = {"votes", "aggregate", "seed", "max_group", "max_tokens_per_attempt"}
     models = [member.model_dump(mode="json", include={"model", "params", "weight"}) for member in panel]
-    return make_key(told=config.model_dump(mode="json", include=told), models=models, instructions=instructions)[:12]
+    return make_key(told=config.model_dump(mode="json", include=deciding), models=models, instructions=instructions)[
+        :12
+    ]
 
 
 async def ruler_score_group(
