@@ -1,22 +1,22 @@
-"""Judges, which turn a group into one score each: the Judge base class and the table of built-ins.
+"""Judges: the Judge base class and the table of built-in judges. A judge gives every attempt of a group a score.
 
-A judge sees the trajectories of one group that finished without error, and answers by trajectory id. It never makes up
-a score: when it cannot score a group, it raises JudgeError and the group stays owed.
+A judge sees a group's finished trajectories without an error and answers by trajectory id. Scores are never made up: if
+a judge cannot score a group, it raises JudgeError and the group stays owed.
 
-    rollout_judge.py, function_judge.py, reward_model.py and blend.py are a judge each
-    trl_rewards.py, openai_grader.py   judges of other tools, which a user's `judge.entry` names
+    rollout_judge.py, function_judge.py, reward_model.py, blend.py   one judge each
+    trl_rewards.py, openai_grader.py   adapters for reward functions and graders of other tools (`judge.entry`)
     ruler/           RULER: a language model scores the attempts of a group against each other
-    providers/       the models that judge: one call to one of them, and when to make it again
+    providers/       clients for judge models, with retries
     costs.py         usage, prices, estimates, budget
-    retirement.py    the days on which providers shut models down
-    judge_groups.py  judges one group, or many at once
-    extra_votes.py   extra rounds of votes where noise hides the differences within a group
-    trial.py         the keys of a judge, and one question to each of its models, for `art check`
-    shadow_judges.py scores beside the trained reward
-    files/           judges a file into another, and goes on where it stopped
-    judge_report.py  reads scored files and reports how far a judge can be trusted; agreement.py measures it
-    judge_probe.py   asks a judge about attempts that are changed on purpose (probe_edits.py), and measures its biases
-    judge_text.py    text that a judge is shown
+    retirement.py    shutdown dates of hosted models
+    judge_groups.py  judges one group, or many concurrently
+    extra_votes.py   extra rounds of votes for noisy groups
+    trial.py         API keys, and the trial question of `art check`
+    shadow_judges.py extra judges whose scores are recorded but not trained on
+    files/           judges a file into another file, with resume
+    judge_report.py  measures from scored files how far a judge can be trusted (agreement.py)
+    judge_probe.py   measures a judge's biases on edited attempts (probe_edits.py)
+    judge_text.py    text cleanup and token counts for prompts
 """
 
 import hashlib
@@ -46,60 +46,61 @@ BUILT_INS = {
 
 
 class Verdict(msgspec.Struct, frozen=True, kw_only=True):
-    """A trajectory's result: the reward it is trained with, and the scores behind it."""
+    """A trajectory's training reward and the underlying scores."""
 
     reward: float  # finite
     scores: list[Score] = []
-    # error variance of the reward's distance to its group's mean, at least 0, or None if unknown, as with a single vote
+    # error variance of (reward - group mean), at least 0; None if unknown, for example with a single vote
     variance: float | None = None
 
 
 class Judge:
-    """Base class of all judges. `judge` is the one method that a judge must have; everything else has a default.
+    """Base class for all judges. Only `judge` must be implemented.
 
-    A built-in judge is made as `Class(config, directory, job=...)`: its section of the configuration, the directory
-    that paths are relative to, and the name of the job whose budget it spends. A user's own judge is made as
-    `Class(**judge.options)`.
+    Built-in judges are created as `Class(config, directory, job=...)`: the config section, the directory for relative
+    paths, and the name of the job that pays. A user's judge class is created as `Class(**judge.options)`.
     """
 
     title: str = "judge"
-    """Its name in messages."""
+    """Name shown in messages."""
     timeout_s: float = 600.0
-    """Longest time that one verdict is expected to take."""
+    """Expected upper limit for the time of one verdict."""
     in_flight: int = 16
-    """Groups to judge at once: enough to keep the judge busy while other groups are read and written."""
+    """Number of groups to judge concurrently. Must be large enough to keep the judge busy during file I/O."""
     needs_reward: bool = False
-    """Whether it refuses a rollout that returned no reward."""
+    """Whether rollouts must return a reward."""
     noise: "NoiseConfig | None" = None
-    """The configured model of its errors; `make_judge` sets it."""
+    """Configured error model, set by `make_judge`."""
     spent_usd: float = 0.0
-    """Dollars that earlier processes of its job spent, as far as it keeps a record of them."""
+    """Dollars spent by earlier processes of the same job, if recorded."""
     is_priced: bool = True
-    """Whether the price of each of its calls is known."""
+    """Whether all call prices are known."""
     has_rounds: bool = False
-    """Whether it can be asked for further rounds of votes (`judge_again`)."""
+    """Whether `judge_again` is supported."""
 
     compares: bool = False
-    """Whether its rewards only compare the attempts of one group. Otherwise those of all groups are on one scale."""
+    """Whether rewards are only comparable within a group. If False, all groups share one scale."""
 
     @property
     def settings(self) -> str:
-        """A digest of all that decides the rewards: two files with the same digest can be compared. May read files."""
+        """A digest of all settings and files that influence the rewards. Files with equal digests are comparable. May
+        read files.
+        """
         return ""
 
     async def judge(self, group: Sequence[Trajectory]) -> Mapping[str, Verdict]:
-        """Returns one verdict per trajectory id, complete. An empty group gives an empty mapping. Raises JudgeError."""
+        """Returns a verdict for every trajectory id. An empty group gives an empty mapping. Raises JudgeError."""
         raise NotImplementedError
 
     async def judge_again(self, group: Sequence[Trajectory], num_rounds: int) -> Mapping[str, Verdict]:
-        """Returns the verdicts by the votes of `num_rounds` rounds together, 2 or more, on a group as in `judge`.
+        """Returns verdicts from the votes of `num_rounds` (2 or more) rounds together.
 
-        The rounds before the last have been asked for and are not paid for again. Raises JudgeError.
+        Earlier rounds are not paid for again. Raises JudgeError.
         """
         raise NotImplementedError
 
     def of(self, group: Sequence[Trajectory]) -> "Judge":
-        """Returns the judge that scores this group: itself, unless each source of groups has another one."""
+        """Returns the judge for this group. Only SourceJudges returns a different judge per group."""
         return self
 
     @property
@@ -109,27 +110,27 @@ class Judge:
 
     @property
     def num_cached(self) -> int:
-        """Number of votes that this process found in the cache."""
+        """Number of votes found in the cache by this process."""
         return 0
 
     def estimate(self, group: Sequence[Trajectory]) -> CostEstimate | None:
-        """Returns what judging this group would take now, or None if no call costs money."""
+        """Returns the expected cost of judging this group now; None if judging is free."""
         return None
 
     @property
     def parts(self) -> "Sequence[Judge]":
-        """The judges that this one consists of: itself, unless it blends others."""
+        """The component judges of a blend; otherwise just this judge."""
         return (self,)
 
     @classmethod
     def for_trial(cls, config: Any, directory: Path) -> "Judge":
-        """Returns the judge to try before a run: it asks each of its models once and uses no cache."""
+        """Returns a judge for a trial before the run: one call per model, without the cache."""
         judge: Judge = cast(Any, cls)(config, directory)
         return judge
 
     @classmethod
     def missing_keys(cls, config: Any, directory: Path) -> dict[str, str]:
-        """Returns the environment variables without which every call would fail -> the model that needs each."""
+        """Returns the environment variables that must still be set, each with the model that needs it."""
         return {}
 
     async def close(self) -> None:
@@ -137,10 +138,10 @@ class Judge:
 
 
 def make_judge(config: "JudgeConfig", directory: Path, *, job: str = "") -> Judge:
-    """Returns the judge that a configuration names; paths in it are relative to `directory`.
+    """Creates the configured judge.
 
-    `job` names whose budget is spent: what that job spent before, in other processes, counts. Raises UsageError: what
-    the configuration names cannot be loaded.
+    `job` names the budget to charge, including amounts already spent by earlier processes of the same job. Raises
+    UsageError if code or files named in the configuration cannot be loaded.
     """
     judge: Judge = judge_class(config, directory)(config, directory, job=job)
     judge.noise = None if config.name == "none" else config.noise
@@ -150,17 +151,17 @@ def make_judge(config: "JudgeConfig", directory: Path, *, job: str = "") -> Judg
 
 
 def settings_of(judge: Judge) -> str:
-    """Returns a digest of all that decides the rewards, and what scored lines say of their noise."""
+    """Returns a digest of the judge's settings and error model."""
     if judge.noise is None:
         return judge.settings
     return make_key(settings=judge.settings, noise=judge.noise.model_dump(mode="json"))[:12]
 
 
 def judge_class(config: "JudgeConfig", directory: Path) -> Any:
-    """Returns the class of the judge that a configuration names."""
+    """Returns the configured judge's class."""
     return resolve(BUILT_INS[config.name], base=directory)
 
 
 def make_key(**parts: object) -> str:
-    """Returns a digest of `parts`, which decide a verdict; the same in every process."""
+    """Returns a digest of `parts` that is stable across processes."""
     return hashlib.sha256(msgspec.json.encode(parts, order="deterministic")).hexdigest()

@@ -1,11 +1,10 @@
-"""The agreement of two rankings, group by group, with its interval, and a judge's errors. Pure numbers, no files.
+"""Agreement of two rankings with a confidence interval, and error rates of a judge. Pure functions on numbers.
 
-Every measure is a ratio of two sums over groups. A group with more to compare adds a larger denominator and counts for
-more. Intervals come from resampling whole groups, because pairs within one group are not independent.
+Every measure is a ratio of two sums over groups, so groups with more comparisons weigh more. Intervals come from
+resampling whole groups, because pairs within a group are not independent.
 
-A judge's errors have the form that `judge.noise` takes. Flip rates compare a judge that gives 0 or 1 with a gold of 0
-and 1. Reliability compares a judge that votes several times with itself. `art_cli/judges/reliability.py` has what
-training makes of either.
+Error rates have the form of `judge.noise`. Flip rates compare 0/1 rewards with 0/1 gold labels. Reliability compares
+the repeated votes of a judge. `art_cli/judges/reliability.py` uses both in training.
 """
 
 import math
@@ -19,20 +18,20 @@ import msgspec
 from art_cli.judges.reliability import error_variance
 from art_cli.runs.trajectory import EQUAL_REWARDS
 
-MAX_DRAWS = 300_000  # number of groups drawn over all resamples; they take a few tenths of a second
+MAX_DRAWS = 300_000  # groups drawn over all resamples (a few tenths of a second)
 MIN_RESAMPLES, MAX_RESAMPLES = 200, 2000
-MIN_GROUPS = 6  # of fewer, all lean to one side by chance in more than 5 % of cases: 2 / 2**5 is 6 %
+MIN_GROUPS = 6  # with 5 groups, all lean to one side by chance with probability 2 / 2**5 = 6 %
 
 
 class Ratio(NamedTuple):
-    """One group's part of both sums of a measure. Example: Ratio(5, 6): 5 of 6 pairs are ordered alike."""
+    """One group's contribution to both sums of a measure. Example: Ratio(5, 6): 5 of 6 pairs agree."""
 
     numerator: float
     denominator: float
 
 
 class Measure(msgspec.Struct, frozen=True):
-    """A measure with its 95 % bootstrap interval (Efron 1979), over the `num` groups with a denominator above 0."""
+    """A measure with its 95 % bootstrap interval (Efron 1979) over the `num` groups with a positive denominator."""
 
     value: float
     low: float
@@ -41,12 +40,14 @@ class Measure(msgspec.Struct, frozen=True):
 
     @property
     def stands_out(self) -> bool:
-        """Whether it differs from 0 by more than chance explains."""
+        """Whether the value differs significantly from 0."""
         return self.num >= MIN_GROUPS and self.low * self.high > 0
 
 
 def measure(ratios: Sequence[Ratio], *, seed: int = 0) -> Measure | None:
-    """Returns the ratio of the sums; None when every denominator is 0. With one group the interval is the value."""
+    """Returns the ratio of the sums; None if all denominators are 0. With a single group the interval collapses to the
+    value.
+    """
     known = [ratio for ratio in ratios if ratio.denominator > 0 or ratio.numerator]
     if not any(ratio.denominator for ratio in known):
         return None
@@ -65,7 +66,7 @@ def measure(ratios: Sequence[Ratio], *, seed: int = 0) -> Measure | None:
 
 
 def pairwise(scores: Sequence[float], gold: Sequence[float]) -> Ratio:
-    """Returns (pairs that `scores` orders as the gold does, pairs whose gold differs). A tie counts one half."""
+    """Returns (pairs ordered like the gold, pairs with different gold). A tie counts one half."""
     right, total = 0.0, 0
     for (score, true), (other_score, other_true) in combinations(zip(scores, gold, strict=True), 2):
         if abs(true - other_true) > EQUAL_REWARDS:
@@ -76,7 +77,7 @@ def pairwise(scores: Sequence[float], gold: Sequence[float]) -> Ratio:
 
 
 def pair_flips(scores: Sequence[float], gold: Sequence[float]) -> Ratio:
-    """Returns (pairs that `scores` orders against the gold, pairs whose gold differs). A tie in `scores` is no flip."""
+    """Returns (pairs ordered against the gold, pairs with different gold). A tie in `scores` is not a flip."""
     wrong, total = 0, 0
     for (score, true), (other_score, other_true) in combinations(zip(scores, gold, strict=True), 2):
         by_score, by_gold = _sign(score - other_score), _sign(true - other_true)
@@ -86,7 +87,7 @@ def pair_flips(scores: Sequence[float], gold: Sequence[float]) -> Ratio:
 
 
 def kendall_tau(scores: Sequence[float], gold: Sequence[float]) -> Ratio:
-    """Kendall's tau-b (1945) as (tau, 1); (0, 0) when either side is all ties, because tau has no value then.
+    """Returns Kendall's tau-b (1945) as (tau, 1); (0, 0) if either side is constant, because tau is undefined.
 
     tau_b = (C - D) / sqrt((n0 - ties in scores) (n0 - ties in gold)), n0 = n (n - 1) / 2.
     """
@@ -102,9 +103,9 @@ def kendall_tau(scores: Sequence[float], gold: Sequence[float]) -> Ratio:
 
 
 def best_of_group(scores: Sequence[float], gold: Sequence[float]) -> Ratio:
-    """Returns (chance that the highest score is one of the truly best, 1); (0, 0) when the gold is all equal.
+    """Returns (probability that a top-scored attempt has the best gold, 1); (0, 0) if the gold is constant.
 
-    Of several attempts with the highest score, each is taken with the same chance.
+    Ties for the highest score are broken uniformly at random.
     """
     if not gold or max(gold) - min(gold) <= EQUAL_REWARDS:
         return Ratio(0.0, 0.0)
@@ -113,7 +114,9 @@ def best_of_group(scores: Sequence[float], gold: Sequence[float]) -> Ratio:
 
 
 def slope(xs: Sequence[float], ys: Sequence[float]) -> Ratio:
-    """Returns a group's part of a least-squares slope of y on x, about its means: (sum dx dy, sum dx dx)."""
+    """Returns a group's contribution (sum dx dy, sum dx dx) to the least-squares slope of y on x, centered on its
+    means.
+    """
     if not xs:
         return Ratio(0.0, 0.0)
     mean_x, mean_y = math.fsum(xs) / len(xs), math.fsum(ys) / len(ys)
@@ -128,8 +131,10 @@ def _sign(difference: float) -> int:
 
 
 class FlipRates(msgspec.Struct, frozen=True):
-    """The rates at which the reward differs from the gold. Example: 30 of 200 wrong attempts got a 1: false_positive
-    0.15."""
+    """False-positive and false-negative rates of 0/1 rewards.
+
+    Example: 30 of 200 wrong attempts got a 1: false_positive 0.15.
+    """
 
     false_positive: Measure  # share of the attempts with gold 0 that got a 1
     false_negative: Measure  # share of the attempts with gold 1 that got a 0
@@ -138,15 +143,15 @@ class FlipRates(msgspec.Struct, frozen=True):
 
     @property
     def is_usable(self) -> bool:
-        """Returns whether the verdicts depend on the truth at all, by the three digits that are shown.
+        """Whether verdicts carry any information about the truth, at the three digits shown.
 
-        `judge.noise` refuses rates that do not.
+        `judge.noise` rejects useless rates.
         """
         return round(self.false_positive.value, 3) + round(self.false_negative.value, 3) < 1
 
 
 def flip_rates(rewards: Sequence[Sequence[float]], golds: Sequence[Sequence[float]]) -> FlipRates | None:
-    """Returns the flip rates of the rewards, or None if a value is not 0 or 1, or the gold is all 0 or all 1."""
+    """Returns the flip rates; None if a value is not 0 or 1, or if the gold is constant."""
     if any(value not in (0, 1) for groups in (rewards, golds) for values in groups for value in values):
         return None
     counts = []
@@ -163,10 +168,10 @@ def flip_rates(rewards: Sequence[Sequence[float]], golds: Sequence[Sequence[floa
 
 
 def _rate(ratios: Sequence[Ratio]) -> Measure | None:
-    """Returns the rate with its interval. One of 0 or 1, which every resample repeats, has an exact bound instead.
+    """Returns the rate with its interval; rates of 0 and 1 get an exact bound, because every resample repeats them.
 
-    That is Clopper and Pearson's (1934) for none of as many trials as there are groups, because attempts of one group
-    may err together: 1 - 0.025 ** (1 / num).
+    The bound is Clopper and Pearson's (1934), 1 - 0.025 ** (1 / num). It counts groups as trials, because attempts
+    within a group may share an error.
     """
     found = measure(ratios)
     if found is None or 0 < found.value < 1:
@@ -176,10 +181,10 @@ def _rate(ratios: Sequence[Ratio]) -> Measure | None:
 
 
 class VoteReliability(msgspec.Struct, frozen=True):
-    """The share of the differences between attempts of a group that repeats from vote to vote; at most 1.
+    """The share of the differences within a group that repeats from vote to vote; at most 1.
 
-    The intraclass correlations ICC(3,k) and ICC(3,1) of Shrout and Fleiss (1979), pooled over groups. Below 0: votes
-    differ more than attempts do.
+    The intraclass correlations ICC(3,k) and ICC(3,1) of Shrout and Fleiss (1979), pooled over groups. Negative if votes
+    differ more than attempts.
     """
 
     all_votes: Measure  # reliability of the mean of an attempt's votes
@@ -187,10 +192,10 @@ class VoteReliability(msgspec.Struct, frozen=True):
 
 
 def vote_reliability(groups: Sequence[Sequence[Sequence[float]]]) -> VoteReliability | None:
-    """Returns it from [A][k] votes of each group, or None if no group has two attempts and two votes that differ.
+    """Returns the reliability from [A][k] votes per group; None if no group has two attempts and two different votes.
 
-    With s^2 the variance of the attempts' means and v their error variance: sum(s^2 - v) / sum(s^2) over groups, and
-    sum(s^2 - v) / sum(s^2 + (k - 1) v), because a single vote has the error variance k v.
+    With s^2 the variance of the attempts' means and v the error variance of a mean: sum(s^2 - v) / sum(s^2) over
+    groups, and sum(s^2 - v) / sum(s^2 + (k - 1) v), because a single vote has error variance k v.
     """
     whole, single = [], []
     for votes in groups:

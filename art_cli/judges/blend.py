@@ -1,6 +1,6 @@
 """BlendJudge: the weighted mean of several judges' rewards.
 
-A group that one of them cannot score stays owed, because a mean over the others would be another judge's reward.
+If one judge fails, the group stays owed, because a mean over the other judges would be a different reward.
 """
 
 import asyncio
@@ -20,7 +20,7 @@ from art_cli.runs.trajectory import Score, Trajectory
 
 
 class BlendJudge(Judge):
-    """Weights are taken relative to their sum: {ruler: 7, rollout: 3} is {ruler: 0.7, rollout: 0.3}."""
+    """Weights are normalized: {ruler: 7, rollout: 3} means {ruler: 0.7, rollout: 0.3}."""
 
     title = "blend"
 
@@ -43,19 +43,19 @@ class BlendJudge(Judge):
 
     @property
     def settings(self) -> str:
-        """A digest of the weights and of each judge's settings."""
+        """A digest of the weights and all component settings."""
         parts = {name: [weight, self.judges[name].settings] for name, weight in self.weights.items()}
         return make_key(blend=parts)[:12]
 
     async def judge(self, group: Sequence[Trajectory]) -> Mapping[str, Verdict]:
-        """Returns the weighted mean, with every judge's scores beside it. Raises what the first failing judge raises.
+        """Returns the weighted mean reward with all component scores. Raises the first component's error.
 
-        A judge without a variance, which gives the same reward whenever it is asked, adds none.
+        Component judges without a variance always give the same reward and add no variance.
         """
         return await self._judge(group, [judge.judge(group) for judge in self.judges.values()])
 
     async def judge_again(self, group: Sequence[Trajectory], num_rounds: int) -> Mapping[str, Verdict]:
-        """Returns the same with `num_rounds` rounds of those that have votes, and the same verdicts of the others."""
+        """As `judge`, with `num_rounds` rounds for component judges with votes."""
         return await self._judge(
             group,
             [
@@ -67,7 +67,7 @@ class BlendJudge(Judge):
     async def _judge(
         self, group: Sequence[Trajectory], asked: Sequence[Coroutine[Any, Any, Mapping[str, Verdict]]]
     ) -> Mapping[str, Verdict]:
-        """`asked` are the answers of the judges, in their order."""
+        """`asked` has one pending answer per component judge."""
         results = await asyncio.gather(*asked, return_exceptions=True)
         answers: dict[str, Mapping[str, Verdict]] = {}
         for name, result in zip(self.judges, results, strict=True):
@@ -124,6 +124,6 @@ class BlendJudge(Judge):
 
 
 def named_judges(config: BlendJudgeConfig) -> dict[str, NamedJudgeConfig]:
-    """Returns the configuration of each judge that has a weight; `ruler` and `rollout` have defaults."""
+    """Returns the configuration of each weighted judge; `ruler` and `rollout` have defaults."""
     defaults: dict[str, NamedJudgeConfig] = {"ruler": RulerJudgeConfig(name="ruler"), "rollout": RolloutJudgeConfig()}
     return {name: (defaults | config.judges)[name] for name in config.blend}

@@ -1,6 +1,6 @@
-"""Costs of judging: usage of calls, prices of models, an estimate beforehand, and the budget that a job keeps to.
+"""Judging costs: call usage, model prices, estimates, and the budget of a job.
 
-Prices are read from litellm's packaged table as a file, because importing litellm takes seconds. Makes no call.
+Prices are read directly from litellm's price table file, because importing litellm takes seconds. Makes no calls.
 """
 
 import asyncio
@@ -22,7 +22,7 @@ _TABLE = "model_prices_and_context_window_backup.json"
 
 
 class _Sum(msgspec.Struct, frozen=True):
-    """Numbers that are added field by field. A sum of which one part is unknown (None) is unknown."""
+    """Numbers added field by field. A sum with an unknown part (None) is unknown."""
 
     def __add__(self, other: Self) -> Self:
         pairs = zip(msgspec.structs.astuple(self), msgspec.structs.astuple(other), strict=True)
@@ -30,13 +30,13 @@ class _Sum(msgspec.Struct, frozen=True):
 
 
 class Usage(_Sum, frozen=True):
-    """Usage of calls. `cost_usd` is None when the price of at least one call is unknown."""
+    """Usage of calls. `cost_usd` is None if any call's price is unknown."""
 
     calls: int = 0
     prompt_tokens: int = 0
     completion_tokens: int = 0
     cost_usd: float | None = 0.0
-    latency_s: float = 0.0  # sum over the calls, as if they had been made one after the other
+    latency_s: float = 0.0  # summed over calls, even concurrent calls
 
     @property
     def tokens(self) -> int:
@@ -44,7 +44,7 @@ class Usage(_Sum, frozen=True):
 
 
 class Payer(Protocol):
-    """A part of a run that makes paid calls: a judge, or a learner that asks a model for prompts."""
+    """A component that makes paid calls: a judge, or a learner that asks a model for prompts."""
 
     title: str
     spent_usd: float
@@ -55,9 +55,9 @@ class Payer(Protocol):
 
 
 class CostEstimate(_Sum, frozen=True):
-    """Calls still to make and what they would take; `cached` votes cost nothing. `usd` is None if a price is unknown.
+    """Estimated cost of the remaining calls. Cached votes are free. `usd` is None if a price is unknown.
 
-    Completion tokens are those of the verdict alone. What a model thinks before it answers comes on top.
+    Completion tokens cover only the verdict, not the model's reasoning.
     """
 
     calls: int = 0
@@ -75,7 +75,7 @@ class Price(NamedTuple):
 
     prompt: float
     completion: float
-    cached: float  # price of a prompt token that the provider had in its own cache
+    cached: float  # price of a prompt token in the provider's own cache
 
     def cost(self, prompt_tokens: float, completion_tokens: float, cached_tokens: float = 0) -> float:
         fresh = prompt_tokens - cached_tokens
@@ -83,7 +83,7 @@ class Price(NamedTuple):
 
 
 def find_price(member: JudgeModelConfig) -> Price | None:
-    """Returns the configured price, or the table's, or None if it is unknown, which is not the same as nothing."""
+    """Returns the configured price, or the table price. None means unknown, not free."""
     if member.is_rule:
         return Price(0.0, 0.0, 0.0)
     if member.price is not None:
@@ -102,7 +102,7 @@ def _as_price(price: PriceConfig) -> Price:
 
 
 def takes_schema(model: str) -> bool | None:
-    """Returns whether the model can hold its answer to a JSON schema, or None if the table has no entry."""
+    """Returns whether the model supports JSON schemas for its output; None if the model is not in the table."""
     row = model_table().get(model) or model_table().get(model.partition("/")[2]) or {}
     known = row.get("supports_response_schema")
     return None if known is None else bool(known)
@@ -110,8 +110,8 @@ def takes_schema(model: str) -> bool | None:
 
 @functools.cache
 def model_table() -> dict[str, dict[str, Any]]:
-    """litellm's price table; empty where litellm is not installed."""
-    spec = importlib.util.find_spec("litellm")  # finds the package without running it
+    """Returns litellm's price table; empty if litellm is not installed."""
+    spec = importlib.util.find_spec("litellm")  # does not import the package
     for folder in (spec.submodule_search_locations or []) if spec else []:
         path = Path(folder) / _TABLE
         if path.exists():
@@ -124,7 +124,7 @@ def model_table() -> dict[str, dict[str, Any]]:
 
 
 class Spent(NamedTuple):
-    """The cost of a job so far, or of one call at most."""
+    """Cost of a job so far, or the maximum cost of one call."""
 
     usd: float
     tokens: int
@@ -135,10 +135,10 @@ class BudgetSpent(JudgeStopped):
 
 
 class Budget:
-    """The rest that a job may spend. `usd` and `tokens` are limits, or None; `spent` is what the job took before.
+    """A job's spending limits in dollars and tokens. `spent` is the job's spending before this process.
 
-    A call in flight counts with its estimate, so that many calls at once cannot exceed the limit together. A call that
-    does not fit beside those in flight waits for them, because most calls take less than their estimate.
+    Calls in flight count with their estimates, so concurrent calls cannot exceed the limit together. If a call does not
+    fit now, it waits for the calls in flight, because most calls cost less than their estimate.
     """
 
     def __init__(self, usd: float | None, tokens: int | None, spent: Spent) -> None:
@@ -153,11 +153,11 @@ class Budget:
 
     @asynccontextmanager
     async def hold(self, estimate: Spent) -> AsyncIterator[None]:
-        """Sets an estimate aside while a call is in flight. Raises BudgetSpent when it can never fit."""
+        """Reserves an estimate while a call is in flight. Raises BudgetSpent if the call can never fit."""
         async with self._released:
             self._check(estimate)
             while not self._fits(estimate.usd + self._held.usd, estimate.tokens + self._held.tokens):
-                await self._released.wait()  # ends with a call in flight, and each of those has a deadline
+                await self._released.wait()  # woken by the end of a call; every call has a deadline
                 self._check(estimate)
             self._held = Spent(self._held.usd + estimate.usd, self._held.tokens + estimate.tokens)
         try:
@@ -168,7 +168,7 @@ class Budget:
                 self._released.notify_all()
 
     def charge(self, usage: Usage) -> None:
-        """Counts what a call took. The caller does so while it still holds the call's estimate."""
+        """Adds the actual cost of a call. Must be called while the call's estimate is still reserved."""
         self.spent = Spent(self.spent.usd + (usage.cost_usd or 0.0), self.spent.tokens + usage.tokens)
 
     def _fits(self, usd: float, tokens: int) -> bool:

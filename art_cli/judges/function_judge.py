@@ -1,12 +1,12 @@
-"""FunctionJudge: a user's own judge, a function over a group or a class, sync or async, with a deadline.
+"""FunctionJudge: a user's Python function or Judge class, sync or async, with a deadline.
 
     def judge(group: list[Trajectory]) -> list[float] | dict[str, float]
 
     class Mine(art_cli.Judge):
         def __init__(self, strictness=1): ...                # judge.options
-        async def judge(self, group): ...                    # as the function, or a dict of Verdicts
+        async def judge(self, group): ...                    # same return types, or a dict of Verdicts
 
-A list is in the order of the group, a dict by trajectory id. Either must be complete and finite; nothing is filled in.
+Lists follow the group's order; dicts are keyed by trajectory id. All rewards must be present and finite.
 """
 
 import asyncio
@@ -33,13 +33,13 @@ from art_cli.runtime.threads import LoopThread, call_in_thread, is_being_cancell
 
 log = logging.getLogger(__name__)
 
-CLOSE_TIMEOUT_S = 5.0  # longest wait for a user's code to end
+CLOSE_TIMEOUT_S = 5.0  # maximum wait for user code to finish
 
 
 class FunctionJudge(Judge):
-    """Runs the user's code, checks its answers, and passes on what a user's class declares.
+    """Runs the user's code, validates its answers and forwards the attributes of a user's class.
 
-    Raises UsageError when it is made: the code cannot be loaded, or a class cannot be made with `judge.options`.
+    Raises UsageError if the code cannot be loaded, or if the class cannot be created with `judge.options`.
     """
 
     title = "function"
@@ -72,17 +72,17 @@ class FunctionJudge(Judge):
 
     @property
     def settings(self) -> str:
-        """A digest of the code and its options, and of what a user's class adds to it."""
+        """A digest of the code and its options, plus the settings of a user's class."""
         return make_key(source=self._source, own=self._own.settings)[:12] if self._own.settings else self._source
 
     async def judge(self, group: Sequence[Trajectory]) -> Mapping[str, Verdict]:
-        """Raises JudgeError if the code raised, took too long, or did not give each trajectory one finite number."""
+        """Raises JudgeError if the code fails, times out, or omits a finite reward for any trajectory."""
         if not group:
             return {}
         return self._check(await self._call(self._function, copy.deepcopy(list(group))), group)
 
     async def judge_again(self, group: Sequence[Trajectory], num_rounds: int) -> Mapping[str, Verdict]:
-        """As `judge`, by a user's class that has rounds of votes."""
+        """As `judge`, for a user's class with rounds of votes."""
         return self._check(await self._call(self._own.judge_again, copy.deepcopy(list(group)), num_rounds), group)
 
     async def _call(self, function: Callable[..., Any], *arguments: Any) -> Any:
@@ -91,7 +91,7 @@ class FunctionJudge(Judge):
                 if inspect.iscoroutinefunction(function):
                     return await self._loop.run(function(*arguments))
                 return await call_in_thread(function, *arguments)
-        except JudgeError:  # a user's class may decide that a group stays owed
+        except JudgeError:  # deliberately raised by user code
             raise
         except asyncio.CancelledError as error:
             if is_being_cancelled():
@@ -107,7 +107,7 @@ class FunctionJudge(Judge):
         return f" ({place})" if place else ""
 
     def _check(self, answer: Any, group: Sequence[Trajectory]) -> dict[str, Verdict]:
-        """Returns the answer by id, each with a finite reward."""
+        """Validates the answer; returns a verdict with a finite reward per trajectory id."""
         ids = [trajectory.id for trajectory in group]
         answer = answer.tolist() if hasattr(answer, "tolist") else answer  # an array or a tensor
         if isinstance(answer, Mapping):
@@ -131,7 +131,9 @@ class FunctionJudge(Judge):
                     )
                     for each in value.scores
                 ]
-                scores = msgspec.json.decode(msgspec.json.encode(numbers), type=list[Score])  # as a file gives them
+                scores = msgspec.json.decode(
+                    msgspec.json.encode(numbers), type=list[Score]
+                )  # normalized as if read from a file
             except (AttributeError, TypeError, ValueError) as error:
                 raise JudgeError(f"{self._entry}: the scores of {id} are no list of Score: {error}") from error
             variance = None if value.variance is None else self._number(value.variance, id)
@@ -142,7 +144,7 @@ class FunctionJudge(Judge):
     def _number(self, value: Any, id: str) -> float:
         try:
             number = float(value) if isinstance(value, Real) else math.nan
-        except (OverflowError, ValueError):  # a whole number beyond all floats
+        except (OverflowError, ValueError):  # an integer too large for a float
             number = math.inf
         if not math.isfinite(number):
             raise JudgeError(f"{self._entry}: the reward of {id} is {value!r:.60}, not a finite number")
@@ -162,7 +164,7 @@ class FunctionJudge(Judge):
         return self._own.estimate(group)
 
     async def close(self) -> None:
-        """Ends the user's code: first what its class holds, then the thread that runs it."""
+        """Closes the user's judge, then its event loop thread."""
         if type(self._own) is not Judge:
             try:
                 async with asyncio.timeout(CLOSE_TIMEOUT_S):
@@ -173,13 +175,13 @@ class FunctionJudge(Judge):
 
 
 def _digest(entry: str, directory: Path, options: Mapping[str, Any]) -> str:
-    """Returns a digest of the code's name, its file and its options; what that file imports is not looked at."""
+    """Returns a digest of the code's name, source file and options. Imported modules are not included."""
     module, _, name = entry.rpartition(":")
     source = (
         directory / module if module.endswith(".py") else Path(getattr(sys.modules[module], "__file__", None) or "")
     )
     text = source.read_bytes() if source.is_file() else entry.encode()
-    given = {"options": dict(options)} if options else {}  # absent from digests of files scored before options
+    given = {"options": dict(options)} if options else {}  # omitted if empty, so old digests stay valid
     return make_key(function=name, source=hashlib.sha256(text).hexdigest(), **given)[:12]
 
 

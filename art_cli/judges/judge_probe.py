@@ -1,14 +1,14 @@
-"""The probe of a judge: attempts are changed on purpose, and the same judge scores the changed groups.
+"""Judge probes: the judge scores deliberately edited attempts, and the score shifts reveal its biases.
 
-    groups -> plan: each group as it is, and with one attempt changed by each probe -> judge -> report
+    groups -> plan: each group unchanged, and with one attempt edited per probe -> judge -> report
 
-Each group is judged as it is in every repeat, and in one repeat for each probe. A repeat has a judge of its own,
-without the cache and with another seed, so that it is asked in earnest and shows the attempts in another order.
+Unchanged groups are judged in every repeat, edited groups in one repeat per probe. Each repeat uses a fresh judge
+without a cache and with a different seed, so all answers are independent and attempts appear in a different order.
 
-A shift is the score of the changed attempt less the mean of its scores unchanged. If the change does not matter, the
-changed group is one more repeat, and which of the scores is its own is a matter of lot. That is Fisher's randomization
-test (1935), which holds for noise of any kind. A probe moves the score if its p value, times the number of probes
-(Bonferroni), is at most 0.01.
+A shift is the score of the edited attempt minus its mean unedited score. If the edit does not matter, the edited group
+is just another repeat, and the edited score is a random draw from all the attempt's scores. This null hypothesis is
+tested with Fisher's randomization test (1935), which is valid for any noise. A probe moves the score if its p value,
+times the number of probes (Bonferroni), is at most 0.01.
 """
 
 import asyncio
@@ -39,50 +39,50 @@ from art_cli.runtime.errors import JudgeError, JudgeStopped
 
 log = logging.getLogger(__name__)
 
-REPEATS = 3  # judgements of each group as it is; fewer show no cycles
-MAX_MEMBERS = 6  # judges of a panel whose subsets are compared
-LEVEL = 0.01  # chance of a false finding in a whole probe
-DRAWS = 20_000  # permutations of the randomization test
+REPEATS = 3  # judgements per unedited group; fewer cannot reveal cycles
+MAX_MEMBERS = 6  # maximum panel size for comparing subsets
+LEVEL = 0.01  # probability of any false finding per probe run
+DRAWS = 20_000  # draws for the randomization test
 ORDER = JudgeProbe(lambda a, _: None, BOTH, "stays")
 
 Group = Sequence[Trajectory]
-Repeats = Sequence[Sequence[ScoredTrajectory]]  # the answers to one question
-Answers = dict[tuple[int, str], list[Sequence[ScoredTrajectory]]]  # (number of the group, probe) -> answers
+Repeats = Sequence[Sequence[ScoredTrajectory]]  # repeated answers for one group
+Answers = dict[tuple[int, str], list[Sequence[ScoredTrajectory]]]  # (group number, probe) -> answers
 
 
 class Ask(NamedTuple):
-    """One group to judge. Example: Ask(7, "padding", 1, "s1-2", [...]): with attempt s1-2 padded, in repeat 1."""
+    """One group to judge. Example: Ask(7, "padding", 1, "s1-2", [...]): attempt s1-2 is padded, in repeat 1."""
 
-    number: int  # the group's
-    probe: str  # "" for the group as it is
+    number: int  # group number
+    probe: str  # "" for the unedited group
     repeat: int
-    target: str  # id of the changed attempt
+    target: str  # id of the edited attempt
     group: Group
 
 
 class Shift(msgspec.Struct, frozen=True):
-    """The result of one probe, over the groups that it could change."""
+    """Result of one probe over all groups it could edit."""
 
-    shift: Measure | None  # or None if it changed no attempt, or the judge answered for none
-    p: float  # probability of a shift of this size if the change does not matter
+    shift: Measure | None  # None without edited and judged attempts
+    p: float  # probability of a shift this large if the edit does not matter
     verdict: str
     is_bias: bool = False
-    is_unmoved: bool = False  # True: the score should fall, and did not
+    is_unmoved: bool = False  # the score should have fallen but did not
 
 
 class ProbeReport(msgspec.Struct, frozen=True):
-    """The worth of a judge."""
+    """Result of probing a judge."""
 
     num_groups: int
     num_verdicts: int
-    failures: list[str]  # why verdicts failed
+    failures: list[str]  # error messages
     usage: Usage
     shifts: dict[str, Shift]
-    measures: dict[str, Measure | None]  # None: not known from these groups
-    cheapest: list[str]  # the cheapest part of a panel whose agreement with the whole is within the interval of `panel`
+    measures: dict[str, Measure | None]  # None if these groups cannot determine it
+    cheapest: list[str]  # cheapest panel subset with agreement inside the interval of `panel`
 
     def values(self) -> dict[str, float]:
-        """Returns the values that a gate can bound."""
+        """Returns the values available to gates."""
         found = self.measures | {name: each.shift for name, each in self.shifts.items()}
         counts = {
             "num_biases": float(sum(each.is_bias for each in self.shifts.values())),
@@ -95,7 +95,7 @@ class ProbeReport(msgspec.Struct, frozen=True):
 
 
 def anew(config: JudgeConfig, repeat: int) -> JudgeConfig:
-    """Returns the judge of one repeat: without the cache, with a seed and a share of the budget of its own."""
+    """Returns the judge config for one repeat: no cache, a different seed, and an equal share of the budget."""
     if isinstance(config, BlendJudgeConfig):
         parts = {name: anew(each, repeat) for name, each in named_judges(config).items()}
         return config.model_copy(update={"judges": parts})
@@ -106,9 +106,9 @@ def anew(config: JudgeConfig, repeat: int) -> JudgeConfig:
 
 
 def plan(number: int, group: Group, config: JudgeConfig) -> Iterator[Ask]:
-    """Yields the group as it is for each repeat, and changed by each probe in an attempt drawn of those it can change.
+    """Yields the group unchanged for each repeat, then once per probe with a randomly drawn attempt edited.
 
-    The list is reversed only for judges that do not draw an order of their own.
+    The group order is reversed only for judges that do not shuffle.
     """
     draw = Random(number)
     yield from (Ask(number, "", repeat, "", group) for repeat in range(REPEATS))
@@ -122,7 +122,9 @@ def plan(number: int, group: Group, config: JudgeConfig) -> Iterator[Ask]:
 
 
 async def probe(config: JudgeConfig, directory: Path, asks: Sequence[Ask]) -> ProbeReport:
-    """Asks the judge and measures it; failures are counted. Raises JudgeError if no group was judged as it is."""
+    """Asks the judge and measures the results; failures are counted. Raises JudgeError if no unedited group was
+    judged.
+    """
     answers: Answers = defaultdict(list)
     failures, stopped, usage = list[str](), dict[int, JudgeStopped](), Usage()
 
@@ -170,17 +172,20 @@ def _shifts(asks: Sequence[Ask], answers: Answers) -> dict[str, Shift]:
 
 
 def _contrasts(target: str, repeats: Repeats) -> list[float]:
-    """Returns the score of an attempt in each repeat, the changed one first, less the mean of the other repeats.
+    """Returns, for each repeat, the attempt's score minus the mean of its other scores; the edited repeat comes first.
 
-    Scores have six decimals, because a reward model rounds otherwise in another batch.
+    Scores are rounded to six decimals, because reward models round differently in different batches.
     """
     scores = [next(round(each.reward or 0.0, 6) for each in judged if each.id == target) for judged in repeats]
     return [score - (math.fsum(scores) - score) / (len(scores) - 1) for score in scores]
 
 
 def _order(repeats: Repeats) -> list[float]:
-    """Returns the score that the first place in the prompt adds over the last: by the votes as they were, then by those
-    of other repeats. Empty if the judge shows no order, or there is one repeat."""
+    """Returns the score advantage of the first prompt position, for the actual votes and then for votes of other
+    repeats.
+
+    Empty for a single repeat or without recorded positions.
+    """
     pairs = [
         [[*chain(*(zip(s.votes, s.positions, strict=False) for s in each.scores))] for each in judged]
         for judged in repeats
@@ -206,14 +211,16 @@ def _shift(probe: JudgeProbe, rows: Sequence[Sequence[float]], num_probes: int) 
 
 
 def p_value(rows: Sequence[Sequence[float]]) -> float:
-    """Returns the probability that a lot between the values of each row gives a sum as far from 0 as the first ones."""
+    """Returns the probability that drawing one value per row gives a sum at least as far from 0 as the first column's
+    sum.
+    """
     draw = np.random.default_rng(0)
     sums = np.sum([np.asarray(row)[draw.integers(len(row), size=DRAWS)] for row in rows], axis=0)
     return float(1 + np.count_nonzero(abs(sums) >= abs(sum(row[0] for row in rows)) - EQUAL_REWARDS)) / (1 + DRAWS)
 
 
 def _measures(groups: Sequence[Repeats]) -> tuple[dict[str, Measure | None], list[str]]:
-    """Returns the measures by name, and the cheapest part of a panel."""
+    """Returns all measures by name, and the cheapest panel subset."""
     votes = [[[each.reward or 0.0 for each in attempt] for attempt in zip(*group, strict=True)] for group in groups]
     means = [[fmean(each) for each in group] for group in votes]
     replies = [[[m for m in each.messages if m.get("role") == "assistant"] for each in group[0]] for group in groups]
@@ -231,15 +238,15 @@ def _measures(groups: Sequence[Repeats]) -> tuple[dict[str, Measure | None], lis
 
 
 def cycles(votes: Sequence[Sequence[float]]) -> Ratio:
-    """Returns (triples of attempts of which most repeats put a before b, b before c and c before a, 1), of [A][R]."""
+    """Returns (number of attempt triples with cyclic majority preferences a > b > c > a, 1) from [A][R] votes."""
     differences = np.array(votes)[:, None] - np.array(votes)[None]
     wins = (np.sign(differences) * (abs(differences) > EQUAL_REWARDS)).sum(axis=2) > 0  # [A, A]
     found = [wins[a, b] and wins[b, c] and wins[c, a] for a, b, c in permutations(range(len(votes)), 3)]
-    return Ratio(float(sum(found)) / 3, 1.0)  # each circle is met from its three attempts
+    return Ratio(float(sum(found)) / 3, 1.0)  # each cycle is found three times
 
 
 class PanelTable:
-    """The scores of a panel's members, by group, repeat and attempt."""
+    """Panel scores by group, repeat, attempt and member."""
 
     def __init__(self, groups: Sequence[Repeats], names: Sequence[str]) -> None:
         attempts = [attempt for group in groups for judged in group for attempt in judged]
@@ -253,7 +260,7 @@ class PanelTable:
         self.weights = np.linalg.lstsq(scores, rewards)[0] if self.is_finite else np.zeros(len(names))  # [M]
 
     def agree(self, subset: Sequence[int]) -> Measure | None:
-        """Returns the pairwise agreement of some members with the whole panel in another repeat."""
+        """Returns the pairwise agreement of a subset of members with the whole panel in another repeat."""
         ratios, members = [], list(subset)
         for scores in self.groups:  # [repeats, attempts, M]
             ours, whole = (scores[:, :, members] @ self.weights[members]).tolist(), (scores @ self.weights).tolist()
@@ -262,7 +269,7 @@ class PanelTable:
         return agreement.measure(ratios)
 
     def cheapest(self, bound: float) -> list[str]:
-        """Returns the names of the cheapest members whose agreement is at least `bound`."""
+        """Returns the cheapest subset with agreement of at least `bound`."""
         members = range(len(self.names))
         subsets = [subset for size in members for subset in combinations(members, size + 1)]
         subsets.sort(key=lambda subset: (sum(self.costs[at] for at in subset), len(subset)))
@@ -277,9 +284,9 @@ def _member_scores(attempt: ScoredTrajectory) -> list[float]:
 
 
 def _panel(groups: Sequence[Repeats]) -> tuple[dict[str, Measure | None], list[str]]:
-    """Returns the agreement of a panel and of each member with the panel in another repeat, and the cheapest part.
+    """Returns the agreement of the panel and each member with the panel in another repeat, and the cheapest subset.
 
-    Empty if attempts have a single score, different numbers of scores, or scores of more than MAX_MEMBERS judges.
+    Empty for single scores, unequal numbers of scores, or more than MAX_MEMBERS judges.
     """
     attempts = [each for group in groups for judged in group for each in judged]
     names = [f"{score.judge} {score.model or ''}".rstrip() for score in attempts[0].scores]

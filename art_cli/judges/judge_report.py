@@ -1,7 +1,7 @@
-"""The report on a scored file's judge: order bias, spread, agreement with a gold reward, cost, groups without signal.
+"""Judge report for a scored file: order bias, vote spread, agreement with gold rewards, cost, groups without signal.
 
-It reads the scored lines, and of each only the fields that it needs. It writes nothing: `report_lines` puts the report
-in words, as (name, value) lines for a terminal or a page, and `reports/pages/judge_page.py` makes a page of it.
+Reads only the required fields of the scored lines and writes nothing. `report_lines` renders the report as (name,
+value) lines; `reports/pages/judge_page.py` renders it as a page.
 """
 
 import logging
@@ -23,15 +23,15 @@ from art_cli.runs.outcome import MAX_NUMBER
 from art_cli.runs.trajectory import EQUAL_REWARDS, MAX_GROUP_SIZE, Score, by_group
 from art_cli.runtime.errors import DataError, UsageError, printable
 
-# the fields of Agreement
+# in the order of Agreement's fields
 MEASURES = (agreement.pairwise, agreement.pair_flips, agreement.kendall_tau, agreement.best_of_group)
-MAX_POINTS = 2000  # most points that one plot gets
-MAX_WINDOWS, WINDOW_FILES = 5, 4  # windows of steps in a run, and files that are read of each
+MAX_POINTS = 2000  # maximum points per plot
+MAX_WINDOWS, WINDOW_FILES = 5, 4  # step windows per run, and files read per window
 log = logging.getLogger(__name__)
 
 
 class ScoredRow(msgspec.Struct):
-    """One scored line, with the fields that a report needs."""
+    """One scored line, reduced to the fields of the report."""
 
     group_id: str
     index: int = 0
@@ -43,7 +43,7 @@ class ScoredRow(msgspec.Struct):
     schema_version: int = 1
 
     def __post_init__(self) -> None:
-        """Raises ValueError for a number too large to be added up, or votes and positions that do not fit together."""
+        """Raises ValueError for numbers too large to sum, or for mismatched votes and positions."""
         for score in self.scores:
             _check_score(score)
         for value in (self.reward, self.returned_reward, *self.metrics.values()):
@@ -63,7 +63,7 @@ def _check_score(score: Score) -> None:
 
 
 class Agreement(msgspec.Struct, frozen=True):
-    """The agreement of a score with the gold; each is None if the gold is equal within every group."""
+    """Agreement of scores with gold rewards; each field is None if the gold is constant within every group."""
 
     pairwise_accuracy: Measure | None
     pair_flips: Measure | None
@@ -72,41 +72,40 @@ class Agreement(msgspec.Struct, frozen=True):
 
 
 class JudgeReport(msgspec.Struct, frozen=True, kw_only=True):
-    """One judge and model. Times are seconds, costs are US dollars for the whole file, or None if unknown."""
+    """Results for one judge and model. Times are in seconds; costs are US dollars for the whole file, if known."""
 
     judge: str
     model: str | None
-    num_votes: int  # the most that one attempt got
-    order_bias: Measure | None  # score added to the first place over the last
-    reliability: VoteReliability | None  # or None if an attempt has one vote, or nothing differs
-    spread: float | None  # standard deviation of one vote about its attempt's mean, pooled over attempts
-    agreement: Agreement | None  # agreement of its score (all votes) with the gold
-    one_vote: Agreement | None  # agreement of each single vote with the gold, pooled
+    num_votes: int  # maximum per attempt
+    order_bias: Measure | None  # score advantage of the first position over the last
+    reliability: VoteReliability | None  # None with single votes, or if all votes are equal
+    spread: float | None  # standard deviation of votes around their attempt's mean, pooled
+    agreement: Agreement | None  # agreement of the score (all votes) with the gold
+    one_vote: Agreement | None  # agreement of single votes with the gold, pooled
     cost_usd: float | None
     prompt_tokens: float | None
     completion_tokens: float | None
-    latency_s: float | None  # median over groups of one vote's time
+    latency_s: float | None  # median time per vote, over groups
     latency_p95_s: float | None
 
 
 class Report(msgspec.Struct, frozen=True, kw_only=True):
-    """The whole file."""
+    """Results for the whole file."""
 
     path: str
     gold: str | None
     num_groups: int
     num_trajectories: int
-    num_failed: int  # trajectories with an error, not judged
-    num_without_signal: int  # groups whose rewards are all equal
+    num_failed: int  # trajectories with errors; not judged
+    num_without_signal: int  # groups with equal rewards
     reward_mean: float | None
-    reward_std: float | None  # within groups, pooled
-    agreement: Agreement | None  # agreement of the reward with the gold
-    flips: FlipRates | None  # flip rates of the reward, if it and a gold are all 0 or 1
+    reward_std: float | None  # pooled within groups
+    agreement: Agreement | None  # agreement of rewards with the gold
+    flips: FlipRates | None  # flip rates, if all rewards and gold values are 0 or 1
     judges: list[JudgeReport]
 
     def values(self) -> dict[str, float]:
-        """Returns the values that a gate can bound, by name: `name` is the first judge's, `MODEL.name` that of any
-        judge."""
+        """Returns the values available to gates: `name` for the first judge, `MODEL.name` for any judge."""
         found: dict[str, float] = {}
         for number, judge in enumerate(self.judges):
             for name, value in _judge_values(judge).items():
@@ -119,7 +118,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class JudgeWindow(msgspec.Struct, frozen=True):
-    """One judge in some neighbouring steps of a run. Example: JudgeWindow(21, 40, JudgeReport(...))"""
+    """One judge's results in a window of neighboring steps. Example: JudgeWindow(21, 40, JudgeReport(...))"""
 
     first: int
     last: int
@@ -128,7 +127,7 @@ class JudgeWindow(msgspec.Struct, frozen=True):
 
 @dataclass
 class PlotPoints:
-    """Points for the plots."""
+    """Plot data."""
 
     positions: list[tuple[float, float]] = field(
         default_factory=list
@@ -139,12 +138,12 @@ class PlotPoints:
 
 
 def read_rows(path: Path) -> dict[str, list[ScoredRow]]:
-    """Returns the scored lines by group, in the order of their index; the last line with an index counts."""
+    """Returns scored lines by group, sorted by index. The last line with an index counts."""
     return by_group(read_lines(path, ScoredRow))
 
 
 def make_report(path: Path, *, gold: str | None = None) -> tuple[Report, PlotPoints]:
-    """Returns the report on a scored file. Raises DataError (no rewards in it) and UsageError (no such gold)."""
+    """Builds the report for a scored file. Raises DataError if there are no rewards, UsageError for an unknown gold."""
     groups = read_rows(path)
     judged = {name: [row for row in rows if row.reward is not None] for name, rows in groups.items()}
     if not any(judged.values()):
@@ -173,10 +172,10 @@ def make_report(path: Path, *, gold: str | None = None) -> tuple[Report, PlotPoi
 
 
 def judge_windows(paths: Mapping[int, Path]) -> list[JudgeWindow]:
-    """Returns each judge's figures in windows of the run's steps, if it gives several votes or orders the attempts.
+    """Returns each judge's results in windows of steps, for judges with several votes or a known order.
 
-    `paths` has the scored file of each step, of which a few of each window are read, so that a long run is as quick.
-    Files that cannot be read are left out with a warning.
+    `paths` maps steps to scored files. Only a few files per window are read, so long runs stay fast. Unreadable files
+    are skipped with a warning.
     """
     steps, windows = sorted(paths), []
     size = max(1, math.ceil(len(steps) / MAX_WINDOWS))
@@ -195,7 +194,7 @@ def judge_windows(paths: Mapping[int, Path]) -> list[JudgeWindow]:
 
 
 def read_gold(groups: dict[str, list[ScoredRow]], name: str) -> dict[str, list[float]]:
-    """Returns the gold rewards of each group, in its order: `returned_reward`, or `metrics.NAME`. Raises UsageError."""
+    """Returns gold rewards per group, in group order, from `returned_reward` or `metrics.NAME`. Raises UsageError."""
     found = {}
     for group_id, rows in groups.items():
         values = [_gold_of(row, name) for row in rows]
@@ -215,12 +214,12 @@ def _gold_of(row: ScoredRow, name: str) -> float | None:
 
 
 def _judges(groups: dict[str, list[ScoredRow]]) -> list[tuple[str, str | None]]:
-    """Returns the names and models of the judges in order of appearance."""
+    """Returns (judge, model) pairs in order of appearance."""
     return list(dict.fromkeys(judge for rows in groups.values() for row in rows for judge in _scores(row)))
 
 
 def _scores(row: ScoredRow) -> dict[tuple[str, str | None], Score]:
-    """Returns an attempt's scores by judge. Of two with one name and model the second is named NAME (2)."""
+    """Returns an attempt's scores by judge. A second score with the same judge and model is named NAME (2)."""
     found: dict[tuple[str, str | None], Score] = {}
     for score in row.scores:
         name, number = score.judge, 1
@@ -232,15 +231,15 @@ def _scores(row: ScoredRow) -> dict[tuple[str, str | None], Score]:
 
 
 class _Compared(NamedTuple):
-    """The values of one attempt that are compared with its gold. Example: _Compared("s1", 2, [0.5, 0.7])"""
+    """An attempt's values for comparison with the gold. Example: _Compared("s1", 2, [0.5, 0.7])"""
 
     group: str
     attempt: int  # position in its group
-    values: Sequence[float]  # one for each ranking of the group
+    values: Sequence[float]  # one value per ranking
 
 
 class _Given(NamedTuple):
-    """A judge's score of one attempt."""
+    """A judge's score for one attempt."""
 
     group: str
     attempt: int  # position in its group
@@ -275,7 +274,7 @@ def _judge(
 
 
 def _given(name: str, model: str | None, groups: dict[str, list[ScoredRow]]) -> Iterator[_Given]:
-    """Yields the score that the judge gave each attempt, group by group."""
+    """Yields the judge's scores, group by group."""
     for group, rows in groups.items():
         for index, row in enumerate(rows):
             if (found := _scores(row).get((name, model))) is not None:
@@ -283,10 +282,10 @@ def _given(name: str, model: str | None, groups: dict[str, list[ScoredRow]]) -> 
 
 
 def _order_bias(scores: Sequence[Score]) -> Ratio:
-    """Returns one group's share in the order bias: the score that the first position adds over the last.
+    """Returns one group's contribution to the order bias: the score advantage of the first position over the last.
 
-    With several votes each attempt is compared with itself in other positions. With one vote the attempts of a
-    group are compared with each other. Because their order is drawn at random, their quality adds noise and no bias.
+    With several votes, each attempt is compared with itself at other positions. With a single vote, attempts are
+    compared with each other. Positions are drawn at random, so quality differences add noise but no bias.
     """
     points = [_places(scores, vote) for vote in range(min((len(score.positions) for score in scores), default=0))]
     if not points:
@@ -300,15 +299,15 @@ def _order_bias(scores: Sequence[Score]) -> Ratio:
 
 
 def _places(scores: Sequence[Score], vote: int) -> list[float]:
-    """Returns [G] the position of each attempt in a vote's prompt, 0 first, 1 last."""
+    """Returns [G] relative prompt positions in one vote: 0 first, 1 last."""
     last = max(score.positions[vote] for score in scores)
     return [score.positions[vote] / last if last else 0.0 for score in scores]
 
 
 def _agree(compared: Sequence[_Compared], golds: dict[str, list[float]] | None) -> Agreement | None:
-    """Returns the agreement of each group's rankings with the gold, pooled, or None if there is no gold.
+    """Returns the pooled agreement of all rankings with the gold, if any.
 
-    A group counts once, however many rankings it has: groups that were asked again have more.
+    Each group counts once, regardless of its number of rankings; groups with extra rounds have more rankings.
     """
     if golds is None:
         return None
@@ -359,7 +358,7 @@ def _flip_values(found: FlipRates | None) -> dict[str, float]:
 
 
 def _sample(groups: dict[str, list[ScoredRow]], golds: dict[str, list[float]] | None) -> PlotPoints:
-    """Points for the plots, from the first judge of each trajectory: at most MAX_POINTS of each kind."""
+    """Returns plot points from each trajectory's first judge, at most MAX_POINTS per kind."""
     sample = PlotPoints()
     for group_id, rows in groups.items():
         firsts = [row.scores[0] for row in rows if row.scores and row.scores[0].positions]
@@ -410,7 +409,7 @@ def report_lines(report: Report) -> Lines:
 
 
 def _flip_lines(flips: FlipRates, gold: str) -> Lines:
-    """Returns the flip rates, and the same as a value of `judge.noise`."""
+    """Returns the flip rates, also as a `judge.noise` value."""
     lines = [
         (f"reward against {gold}", ""),
         ("  false positives", f"{interval(flips.false_positive)}   of {flips.num_wrong} attempts with gold 0"),
@@ -466,7 +465,7 @@ def signed(each: Measure) -> str:
 
 
 def _agreement_lines(found: Agreement, one_vote: Agreement | None = None) -> Lines:
-    """Returns one line for each measure, with its 95 % interval and, beside it, the same measure of one vote alone."""
+    """Returns one line per measure with 95 % intervals, for all votes and for single votes."""
     alone = {} if one_vote is None else msgspec.structs.asdict(one_vote)
     lines = []
     for name, each in msgspec.structs.asdict(found).items():

@@ -1,8 +1,8 @@
-"""OpenAIGrader: a judge made from the grader JSON of a job of OpenAI's reinforcement fine-tuning.
+"""OpenAIGrader: runs a grader from OpenAI's reinforcement fine-tuning (JSON) as a judge.
 
     judge: {entry: "art_cli.judges.openai_grader:OpenAIGrader", options: {grader: {type: string_check, ...}}}
 
-In templates `item` is the scenario and `sample` the last reply. The source of a `python` grader runs in this process.
+Templates can use `item` (the scenario) and `sample` (the last reply). `python` graders run in this process.
 """
 
 import ast
@@ -26,17 +26,17 @@ Grade = Callable[[Json, Json], Any]  # grade(sample, item), the signature of Ope
 
 
 class NotInSample(Exception):
-    """The reply lacks what a template names, such as a tool call."""
+    """The reply lacks a value named in a template, for example a tool call."""
 
 
 class OpenAIGrader(Judge):
     def __init__(self, grader: Json) -> None:
-        """Raises UsageError for a grader or a formula that is not honoured."""
+        """Raises UsageError for unsupported graders or formulas."""
         is_multi = grader.get("type") == "multi"
         parts = grader["graders"] if is_multi else {"grade": grader}
         self._formula = grader["calculate_output"] if is_multi else "grade"
         self._graders = {name: read_grader(name, part) for name, part in parts.items()}
-        with suppress(ArithmeticError, ValueError):  # these depend on the grades
+        with suppress(ArithmeticError, ValueError):  # may fail only for some grades
             calculate(self._formula, dict.fromkeys(parts, 1.0))
 
     async def judge(self, group: Sequence[Trajectory]) -> Mapping[str, Verdict]:
@@ -45,21 +45,21 @@ class OpenAIGrader(Judge):
     def _verdict(self, trajectory: Trajectory) -> Verdict:
         sample, grades = sample_of(trajectory), dict.fromkeys(self._graders, 0.0)
         for name, grade in self._graders.items():
-            with suppress(NotInSample):  # the policy failed, so the grade is 0
+            with suppress(NotInSample):  # the policy's mistake: grade 0
                 grades[name] = float(grade(sample, trajectory.scenario))
         scores = [Score(judge=name, score=grade) for name, grade in grades.items()]
         return Verdict(reward=calculate(self._formula, grades), scores=scores)
 
 
 def read_grader(name: str, grader: Json) -> Grade:
-    """Returns the grader's function. Raises UsageError if its kind or its metric is not honoured."""
+    """Compiles a grader to a function. Raises UsageError for unsupported types and metrics."""
     kind, metric = grader.get("type"), grader.get("operation") or grader.get("evaluation_metric")
     if compare := COMPARISONS.get((kind, metric)):
         text, reference = grader["input"], grader["reference"]
         return lambda sample, item: compare(fill(text, sample, item), fill(reference, sample, item))
     if kind == "python":
         names: Json = {}
-        exec(compile(grader["source"], f"{name}.source", "exec"), names)  # the user's own code, from the configuration
+        exec(compile(grader["source"], f"{name}.source", "exec"), names)  # user code from the configuration
         grade: Grade = names["grade"]
         return grade
     cure = "use RULER with the prompt as its rubric" if kind in ("score_model", "label_model") else f"there is {KINDS}"
@@ -67,7 +67,7 @@ def read_grader(name: str, grader: Json) -> Grade:
 
 
 def sample_of(trajectory: Trajectory) -> Json:
-    """Returns the last reply, its parts under the names that OpenAI's graders use."""
+    """Returns the last reply in the format of OpenAI's `sample`."""
     last: Json = next((each for each in reversed(trajectory.messages) if each.get("role") == "assistant"), {})
     text, parsed = last.get("content") or "", None
     with suppress(ValueError, RecursionError):
@@ -77,7 +77,7 @@ def sample_of(trajectory: Trajectory) -> Json:
 
 
 def fill(template: str, sample: Json, item: Json) -> str:
-    """Returns the template with the values of {{item.path}} and {{sample.path}}. A value that is no text is JSON."""
+    """Substitutes {{item.path}} and {{sample.path}} in the template. Values other than strings become JSON."""
 
     def value(match: re.Match[str]) -> str:
         here: Any = {"sample": sample, "item": item}
@@ -94,13 +94,13 @@ def fill(template: str, sample: Json, item: Json) -> str:
 
 
 def rouge(order: int, text: str, reference: str) -> float:
-    """Returns the F1 of the n-grams that two texts share (Lin 2004). Order 0 counts the longest common subsequence."""
+    """Returns the n-gram F1 score (Lin 2004) of two texts. Order 0 uses the longest common subsequence."""
     ours, theirs = (re.findall(r"[a-z0-9]+", each.lower()) for each in (text, reference))
     if order:
         grams = [Counter(zip(*(each[start:] for start in range(order)), strict=False)) for each in (ours, theirs)]
         common, total = (grams[0] & grams[1]).total(), grams[0].total() + grams[1].total()
         return 2 * common / total if common else 0.0
-    lengths = [0] * (len(theirs) + 1)  # entry i: longest subsequence of the words so far and theirs[:i]
+    lengths = [0] * (len(theirs) + 1)  # entry i: longest common subsequence with theirs[:i]
     for word in ours:
         before = 0
         for i, other in enumerate(theirs, 1):
@@ -126,7 +126,7 @@ FUNCTIONS = {each.__name__: each for each in (min, max, abs, math.floor, math.ce
 
 
 def calculate(formula: str, grades: Mapping[str, float]) -> float:
-    """Returns the formula's value. Raises UsageError if it has more than numbers, graders, + - * / ^ and FUNCTIONS."""
+    """Evaluates the formula. Raises UsageError unless it uses only numbers, graders, + - * / ^ and FUNCTIONS."""
 
     def value(node: ast.AST) -> float:
         match node:

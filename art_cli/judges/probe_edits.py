@@ -1,9 +1,8 @@
-"""Edits of an attempt by which a judge is probed: they change the words of an attempt, and not what it did. Pure.
+"""Edits for judge probes: they change the wording of an attempt but not its actions. Pure functions.
 
-An edit gets an attempt and the others of its group. It returns the attempt changed, or None if there is nothing to
-change, for example no tool results. Ids, roles, calls, rewards and tokens stay, and the other attempts are never
-touched. What is added stands in the attempt's own messages, so that a judge is shown it as it is shown any text of a
-policy.
+An edit receives an attempt and the rest of the group, and returns the changed attempt, or None when there is nothing to
+change (for example no tool results). Ids, roles, calls, rewards and tokens stay the same. Added text goes into the
+attempt's own messages, so a judge sees it like any text from the policy.
 """
 
 import re
@@ -26,14 +25,14 @@ NAMES = dict(
         *("James Jamal", "John Mohammed", "David Wei", "Michael Ivan", "Thomas Carlos", "Peter Kwame", "Bob Hiroshi"),
         *("ChatGPT Qwen", "GPT Llama", "Claude DeepSeek", "Gemini Mistral", "OpenAI Alibaba", "Anthropic Meta"),
     )
-)  # names that texts of models have, and rarer ones
+)  # names common in model output, with rarer replacements
 _NAME = re.compile(rf"\b({'|'.join(NAMES)})\b")
 _THOUGHTS = ("reasoning_content", "reasoning")
-_TEXTS = ("content", "text", "tool_calls", "function", "arguments", *_THOUGHTS)  # keys below which a message has texts
+_TEXTS = ("content", "text", "tool_calls", "function", "arguments", *_THOUGHTS)  # message keys that contain text
 
 
 class JudgeProbe(NamedTuple):
-    """An edit, and the directions in which the score of an attempt moves if the judge has a bias, and if it is good."""
+    """An edit, the score movements that indicate a bias, and the movement expected from a good judge."""
 
     edit: Callable[[Trajectory, Sequence[Trajectory]], Trajectory | None]
     bias: tuple[str, ...]  # rises, falls
@@ -41,7 +40,7 @@ class JudgeProbe(NamedTuple):
 
 
 def append(attempt: Trajectory, text: str) -> Trajectory | None:
-    """Adds a text to the last reply."""
+    """Appends text to the last reply."""
 
     def longer(content: Any) -> Any:
         if isinstance(content, list):
@@ -52,7 +51,7 @@ def append(attempt: Trajectory, text: str) -> Trajectory | None:
 
 
 def mark_up(text: str) -> str:
-    """Returns the same words as a heading and a list with bold beginnings. Leaves thoughts, code and JSON alone."""
+    """Reformats text as a heading and a list with bold beginnings. Skips thoughts, code and JSON."""
     thought, end, answer = text.rpartition("</think>")
     first, *others = [piece for piece in re.split(r"(?<=[.!?]) +|\n", answer) if piece.strip()] or [""]
     if not first or "```" in answer or answer.strip()[0] in "{[<#":
@@ -67,14 +66,14 @@ def strip_reasoning(message: Json) -> Json:
 
 
 def without_thoughts(text: str) -> str:
-    """Returns the text without <think>...</think>; the first opening tag may be missing, as it stood in the prompt."""
+    """Removes <think>...</think>. The first opening tag may be missing because it was in the prompt."""
     *thoughts, answer = text.split("</think>")
     before = [each.partition("<think>")[0] if "<think>" in each else "" for each in thoughts]
     return "".join(before) + answer.lstrip() if thoughts else text
 
 
 def swap_results(attempt: Trajectory, others: Sequence[Trajectory]) -> Trajectory | None:
-    """Puts the tool results of another attempt, in their order, in place of its own."""
+    """Replaces the tool results with another attempt's tool results, in order."""
     places = [place for place, message in enumerate(attempt.messages) if message.get("role") == "tool"]
     for other in others:
         results = [message.get("content") for message in other.messages if message.get("role") == "tool"]
@@ -87,7 +86,7 @@ def swap_results(attempt: Trajectory, others: Sequence[Trajectory]) -> Trajector
 
 
 def rename(text: str) -> str:
-    """Replaces common names of people, models and their makers, each by the same other name."""
+    """Replaces common names of people, models and model makers, consistently."""
     return _NAME.sub(lambda match: NAMES[match[0]], text)
 
 
@@ -104,11 +103,11 @@ PROBES = {
 }
 
 
-# --- messages; one from a file may have any JSON value in any field ---------------------------------------------------
+# --- messages; fields read from a file may hold any JSON value --------------------------------------------------------
 
 
 def change_reply(attempt: Trajectory, change: Callable[[Any], Any]) -> Trajectory | None:
-    """Returns the attempt with another content of its last reply, or None if there is none or it stays the same."""
+    """Returns the attempt with a changed last reply, or None without a reply or a change."""
     at = max((at for at, each in enumerate(attempt.messages) if each.get("role") == "assistant"), default=-1)
     before = attempt.messages[at].get("content") or "" if at >= 0 else ""
     after = change(before)
@@ -119,7 +118,7 @@ def change_reply(attempt: Trajectory, change: Callable[[Any], Any]) -> Trajector
 
 
 def change_all(attempt: Trajectory, change: Callable[[Json], Json]) -> Trajectory | None:
-    """Returns the attempt with each message of each conversation changed, or None if all stay the same."""
+    """Returns the attempt with every message in all conversations changed, or None without a change."""
     messages = [change(message) for message in attempt.messages]
     branches = [[change(message) for message in branch] for branch in attempt.branches]
     is_same = (messages, branches) == (attempt.messages, attempt.branches)
@@ -127,7 +126,7 @@ def change_all(attempt: Trajectory, change: Callable[[Json], Json]) -> Trajector
 
 
 def each_text(value: Any, change: Change) -> Any:
-    """Returns a message, or a part of one, with each text in it changed; roles, ids, names and images stay."""
+    """Applies `change` to every text in a message or message part. Roles, ids, names and images stay the same."""
     if isinstance(value, dict):
         return {key: each_text(part, change) if key in _TEXTS else part for key, part in value.items()}
     if isinstance(value, list):

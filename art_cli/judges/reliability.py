@@ -1,9 +1,9 @@
-"""Reliability of a group's advantages, by the known errors of its judge (RewardNoise).
+"""Reliability of a group's advantages, given the judge's known errors (RewardNoise).
 
-Advantages within a group are differences of rewards, and the errors of the rewards are in them. The best estimate of
-the true ones, in squared error, is their mean given what was observed, E[A | observed]. For a group it is a factor
-times the advantages as they are, so one number per group is enough, and it works with every algorithm that compares
-attempts within a group. No torch, no files.
+Advantages are reward differences within a group, and they inherit the errors of the rewards. The best estimate of the
+true advantages in squared error is E[A | observed]. Within a group this estimate is a factor times the observed
+advantages, so a single number per group is enough for every algorithm that compares attempts within a group. No torch,
+no files.
 
 Flip rates. Verdicts are 0 or 1; rho0 = P(verdict 1 | truth 0), rho1 = P(verdict 0 | truth 1), J = 1 - rho0 - rho1.
 
@@ -12,24 +12,24 @@ Flip rates. Verdicts are 0 or 1; rho0 = P(verdict 1 | truth 0), rho1 = P(verdict
     reliability = E[P(truth 1 | verdict 1, p) - P(truth 1 | verdict 0, p) | k]                                 (3)
     factor = E[A(truth) | k] / A(verdicts), with A = (r - mean) / std                                          (4)
 
-Equation 1 is the correction of Noise-corrected GRPO (Mansouri et al. 2025, arXiv:2510.18924) and of Cai et al. 2025
-(arXiv:2510.00915), after Natarajan et al. 2013; of the first only its abstract and summaries were at hand. It gives
-unbiased rewards and unbiased differences r'_i - mean(r'). But it is affine: divided by their standard deviation, the
-advantages are what they were, and without that division all of them are 1 / J times as large. That changes how far a
-step goes and not where, because no group counts more or less than before. So the deviation from the paper is this:
-groups are weighted by (3), for advantages that are differences, or by (4), for those divided by the group's standard
-deviation. Within a group the expected direction is the one of (1). Between groups those count less whose verdicts are
-likely to be flips: a group with one 1 in a step where nearly everything fails, or with one 0 where nearly all succeeds.
-The distribution of p is estimated from the counts of the step (nonparametric maximum likelihood, Kiefer and Wolfowitz
-1956, on a grid, with one more group spread over it).
+Equation 1 is the correction from Noise-corrected GRPO (Mansouri et al. 2025, arXiv:2510.18924; only abstract and
+summaries were available) and Cai et al. 2025 (arXiv:2510.00915), after Natarajan et al. 2013. Rewards and differences
+r'_i - mean(r') become unbiased. But the correction is affine: it cancels after division by the standard deviation, and
+otherwise scales all advantages by 1 / J. Either way it changes the step size but not the direction, because the
+relative weights of the groups stay the same. We therefore deviate from the paper and weight groups by (3) for
+advantages that are plain differences, or by (4) for advantages divided by the group's standard deviation. Within a
+group the expected direction is the same as under (1). Groups whose verdicts are probably flips get less weight: a group
+with a single 1 in a step where nearly everything fails, or with a single 0 where nearly everything succeeds. The
+distribution of p is estimated from the step's counts (nonparametric maximum likelihood on a grid, Kiefer and Wolfowitz
+1956, with one additional group spread evenly over the grid).
 
-Votes. Rewards are scores with the same error variance v for all attempts of a group, s^2 their observed variance.
+Votes. Rewards are scores with the same error variance v for all attempts in a group, and s^2 is the observed variance.
 
     reliability = 1 - v / s^2               the intraclass correlation of mean scores, 1 - 1 / F               (5)
     factor = sqrt(reliability)              for (r - mean) / std                                               (6)
 
-(5) is the empirical-Bayes estimate of the shrinkage of a difference (James and Stein 1961; Shrout and Fleiss 1979,
-ICC(3,k)). The true scores' deviation is sqrt(reliability) s, and so (5) divided by it is (6).
+(5) is the empirical-Bayes shrinkage of a difference (James and Stein 1961; Shrout and Fleiss 1979, ICC(3,k)). True
+scores have standard deviation sqrt(reliability) s; dividing (5) by this deviation gives (6).
 """
 
 import math
@@ -47,12 +47,12 @@ from art_cli.runs.trajectory import Reliability, RewardNoise, ScoredTrajectory, 
 
 Floats = npt.NDArray[np.float64]
 
-GRID = np.linspace(0.0, 1.0, 41)  # success rates that a group may have
-NUM_ROUNDS = 100  # rounds of expectation maximization for their distribution
+GRID = np.linspace(0.0, 1.0, 41)  # possible success rates
+NUM_ROUNDS = 100  # expectation-maximization rounds
 
 
 class VerdictCounts(NamedTuple):
-    """The verdicts of a group that a judge with these flip rates gave. Example: VerdictCounts(1, 8, 0.2, 0.2)"""
+    """A group's 0/1 verdicts and the judge's flip rates. Example: VerdictCounts(1, 8, 0.2, 0.2)"""
 
     num_positive: int
     num: int
@@ -61,18 +61,20 @@ class VerdictCounts(NamedTuple):
 
     @property
     def informedness(self) -> float:
-        """J = 1 - rho0 - rho1, by which noise shrinks the mean difference of a right and a wrong attempt."""
+        """J = 1 - rho0 - rho1: the factor by which noise shrinks the mean difference between right and wrong
+        attempts.
+        """
         return 1 - self.false_positive - self.false_negative
 
     def rates(self) -> Floats:
-        """Returns [P] probability of a positive verdict at each success rate of the grid."""
+        """Returns [P] the probability of a positive verdict at each grid success rate."""
         return self.false_positive + self.informedness * GRID
 
 
 def with_reliability(groups: Sequence[Sequence[ScoredTrajectory]]) -> list[list[ScoredTrajectory]]:
-    """Returns the groups of a step, each trajectory with its group's reliability, as a learner needs them.
+    """Returns the step's groups with reliability attached to each trajectory.
 
-    Rewards that a learner refuses (none, or too large) give their group no reliability.
+    Groups with missing or oversized rewards get no reliability.
     """
     finished = [[each for each in group if each.error is None] for group in groups]
     return [
@@ -82,9 +84,9 @@ def with_reliability(groups: Sequence[Sequence[ScoredTrajectory]]) -> list[list[
 
 
 def reliabilities(groups: Sequence[Sequence[ScoredTrajectory]]) -> list[Reliability | None]:
-    """Returns the reliability of each group of a step, or None if its judge's errors are unknown or it has no signal.
+    """Returns each group's reliability, or None for unknown judge errors or equal rewards.
 
-    `groups` hold finished trajectories.
+    `groups` must contain only finished trajectories.
     """
     verdicts = [_verdict_counts(group) for group in groups]
     prior = success_rates([counts for counts in verdicts if counts is not None])
@@ -105,20 +107,19 @@ def reliabilities(groups: Sequence[Sequence[ScoredTrajectory]]) -> list[Reliabil
 
 
 def is_left_out(group: Sequence[ScoredTrajectory]) -> bool:
-    """Returns True if the group's rewards may be errors alone; False without signal or without known noise.
+    """Returns whether the group's reward differences may be pure noise. False for equal rewards or unknown noise.
 
-    With flip rates a step knows more, because it compares the group with the others.
+    With flip rates, training decides more accurately because it compares all groups in a step.
     """
     [found] = reliabilities([[each for each in group if each.reward is not None]])
     return found is not None and found.is_left_out
 
 
 def reliability_numbers(groups: Sequence[Sequence[ScoredTrajectory]]) -> dict[str, float]:
-    """Returns the metrics of a step that the judge's errors give, of groups `with_reliability`.
+    """Returns the step's reliability metrics for groups from `with_reliability`.
 
-    reliability       mean share over the groups whose rewards differ and whose judge knows its errors
-    num_unreliable    number of these groups that are left out
-    reward_corrected  mean reward without the expected flips, if flip rates are set
+    reliability mean share over groups with unequal rewards and known judge errors num_unreliable number of excluded
+    groups reward_corrected mean reward corrected for expected flips, if flip rates are configured
     """
     finished = [[each for each in group if each.error is None] for group in groups]
     found = [group[0].reliability for group in finished if group]
@@ -133,14 +134,14 @@ def reliability_numbers(groups: Sequence[Sequence[ScoredTrajectory]]) -> dict[st
 
 
 def noise_of(group: Sequence[ScoredTrajectory]) -> RewardNoise | None:
-    """Returns the known errors of a group's judge, the same for all its attempts."""
+    """Returns the judge's error model, shared by the whole group."""
     return group[0].noise if group else None
 
 
 def corrected_mean(groups: Sequence[Sequence[ScoredTrajectory]]) -> float:
-    """The unbiased estimate of the mean true reward over all attempts, by equation 1. NaN: no verdicts with flip rates.
+    """Returns an unbiased estimate of the mean true reward (equation 1); NaN without flip rates.
 
-    It can lie outside of [0, 1], where chance gave fewer or more flips than are expected.
+    Can fall outside [0, 1] if by chance there are more or fewer flips than expected.
     """
     counts = [each for group in groups if (each := _verdict_counts(group)) is not None]
     total = sum((each.num_positive - each.num * each.false_positive) / each.informedness for each in counts)
@@ -160,7 +161,7 @@ def _verdict_counts(group: Sequence[ScoredTrajectory]) -> VerdictCounts | None:
 
 
 def success_rates(groups: Sequence[VerdictCounts]) -> Floats:
-    """Returns [P] the probability of each success rate of the grid for a group, by a step's verdicts. Sums to 1."""
+    """Returns [P] the prior probability of each grid success rate, estimated from a step's verdicts. Sums to 1."""
     weights = np.full(len(GRID), 1 / len(GRID))
     if not groups:
         return weights
@@ -181,10 +182,10 @@ def share_of_verdicts(counts: VerdictCounts, prior: Floats) -> float:
 
 
 def factor_of_verdicts(counts: VerdictCounts, prior: Floats) -> float:
-    """Equation 4. The verdicts must differ. A truth without differences has advantages 0.
+    """Equation 4. Requires unequal verdicts. Constant true rewards have advantage 0.
 
-    With a of the k positive and b of the m negative verdicts true, the mean advantage of a positive one is
-    (a / k - b / m) m / n / std; for the verdicts themselves a = k and b = 0.
+    If a of the k positive and b of the m negative verdicts are true, positive verdicts have mean advantage (a / k - b /
+    m) m / n / std. For the verdicts themselves a = k and b = 0.
     """
     k, m = counts.num_positive, counts.num - counts.num_positive
     true_a, true_b = np.arange(k + 1.0), np.arange(m + 1.0)
@@ -198,19 +199,19 @@ def factor_of_verdicts(counts: VerdictCounts, prior: Floats) -> float:
 
 
 def _posterior(counts: VerdictCounts, prior: Floats) -> Floats:
-    """Returns [P] the success rates, given the group's verdicts."""
+    """Returns [P] the posterior over success rates, given the verdicts."""
     joint = _likelihood(counts) * prior
     posterior: Floats = joint / joint.sum()
     return posterior
 
 
 def _likelihood(counts: VerdictCounts) -> Floats:
-    """Returns [P] the probability of the group's count of positive verdicts at each success rate."""
+    """Returns [P] the likelihood of the observed positive count at each success rate."""
     return _binomial(counts.num, counts.rates())[:, counts.num_positive]
 
 
 def _truth_given_verdict(counts: VerdictCounts) -> tuple[Floats, Floats]:
-    """Returns [P] P(truth 1 | verdict 1, p) and P(truth 1 | verdict 0, p). An impossible verdict counts as true."""
+    """Returns [P] P(truth 1 | verdict 1, p) and P(truth 1 | verdict 0, p). Impossible verdicts count as true."""
     says_1, right = counts.rates(), GRID * (1 - counts.false_negative)
     missed = GRID * counts.false_negative
     if_positive = np.divide(right, says_1, out=np.ones_like(GRID), where=says_1 > 0)
@@ -219,7 +220,7 @@ def _truth_given_verdict(counts: VerdictCounts) -> tuple[Floats, Floats]:
 
 
 def _binomial(num: int, rates: Floats) -> Floats:
-    """Returns [P, num + 1] P(j of num), for each rate."""
+    """Returns [P, num + 1] P(j out of num) for each rate."""
     j = np.arange(num + 1)
     rates = np.clip(rates, 0.0, 1.0)[:, None]
     return np.array(_choose(num)) * rates**j * (1 - rates) ** (num - j)
@@ -234,7 +235,7 @@ def _choose(num: int) -> tuple[float, ...]:
 
 
 def share_of_scores(scores: Sequence[float], variance: float) -> float:
-    """Equation 5, at least 0. `variance` is the error variance of each score. Equal scores give 0.
+    """Equation 5, clipped at 0. `variance` is the error variance per score. Equal scores give 0.
 
     Scores 0, 1, 2 with variance 0.25: s^2 = 1, so 0.75.
     """
@@ -244,11 +245,11 @@ def share_of_scores(scores: Sequence[float], variance: float) -> float:
 
 
 def error_variance(votes: Sequence[Sequence[float]]) -> float | None:
-    """Returns the error variance of the mean of each attempt's votes, for [A][V] votes, or None if A or V is below 2.
+    """Returns the error variance of a mean over votes, from [A][V] votes; needs A and V of at least 2, otherwise None.
 
-    A vote that gives all attempts more than another vote changes no difference between them, so this is not an error.
-    The error is in the residuals of votes and attempts together, divided by V (Shrout and Fleiss 1979, EMS / k). Votes
-    (0, 1), (1, 2) give 0, and (0, 1), (1, 0) give 0.5.
+    A vote with uniformly higher scores changes no difference between attempts and is not an error. The error is the
+    interaction residual of votes and attempts, divided by V (Shrout and Fleiss 1979, EMS / k). Votes (0, 1), (1, 2)
+    give 0; votes (0, 1), (1, 0) give 0.5.
     """
     if len(votes) < 2 or len(votes[0]) < 2:
         return None

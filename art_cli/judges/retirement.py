@@ -1,6 +1,6 @@
-"""The day on which a provider shuts a model down, by litellm's packaged table. Makes no call.
+"""Shutdown dates of hosted models, from litellm's packaged table. Makes no calls.
 
-The table has a day for about a fifth of its models. A model without a day may be shut down at any time all the same.
+The table has dates for about a fifth of its models. Other models may be shut down at any time.
 """
 
 import re
@@ -16,14 +16,16 @@ from art_cli.judges.blend import named_judges
 from art_cli.judges.costs import model_table
 from art_cli.judges.providers.http import OPENAI, openai_base
 
-WARN_DAYS = 60  # days before a retirement from which it is reported
-PROVIDERS = ("api.openai.com", "api.anthropic.com")  # endpoints whose models the table has by their own names
+WARN_DAYS = 60  # first warning before the shutdown, in days
+PROVIDERS = ("api.openai.com", "api.anthropic.com")  # hosts with models listed under plain names
 
 _SNAPSHOT = re.compile(r"-(\d{4}-\d\d-\d\d|\d{8})")
 
 
 class Retirement(NamedTuple):
-    """Example: Retirement("openai/o3", date(2026, 12, 11), False), as text "openai/o3 is shut down on 2026-12-11"."""
+    """Example: Retirement("openai/o3", date(2026, 12, 11), False); str() gives "openai/o3 is shut down on
+    2026-12-11".
+    """
 
     model: str
     day: date
@@ -34,9 +36,9 @@ class Retirement(NamedTuple):
 
 
 def retirement_day(model: str) -> date | None:
-    """Returns the day on which a model is shut down, or None if the table has none.
+    """Returns the model's shutdown date, if listed.
 
-    A name without a day, such as `o3`, ends with the last of its dated snapshots, if each snapshot has a day.
+    An undated name, such as `o3`, gets the latest date of its snapshots, if all snapshots have dates.
     """
     table = model_table()
     name = model if model in table else model.partition("/")[2]
@@ -55,9 +57,9 @@ def _day(row: Mapping[str, object]) -> date | None:
 
 
 def hosted_models(part: Any) -> Iterator[str]:
-    """Yields the name of each model in a configuration, or in a part of it, that a provider hosts.
+    """Yields all provider-hosted models in a configuration or config section.
 
-    These are judges, models that write prompts, and policies at a paid endpoint.
+    Covers judges, models that write prompts, and policies at paid endpoints.
     """
     if isinstance(part, RulerJudgeConfig) and part.panel:
         yield from hosted_models(part.panel)
@@ -66,7 +68,7 @@ def hosted_models(part: Any) -> Iterator[str]:
         yield from () if part.is_rule or is_elsewhere else (part.model,)
     elif isinstance(part, BlendJudgeConfig):
         yield from hosted_models(named_judges(part))
-    elif member := getattr(part, "member", None):  # of a learner that asks a model for prompts
+    elif member := getattr(part, "member", None):  # a learner that asks a model for prompts
         yield from hosted_models(member)
     elif not getattr(part, "can_train", True):  # an engine at an endpoint
         yield from (part.model,) if urlsplit(part.base_url).hostname in PROVIDERS else ()
@@ -81,7 +83,7 @@ def hosted_models(part: Any) -> Iterator[str]:
 
 
 def find_retiring(models: Iterable[str], *, today: date | None = None) -> list[Retirement]:
-    """Returns the models that are shut down today, or within WARN_DAYS, the first day first."""
+    """Returns the models that shut down within WARN_DAYS (or already have), earliest first."""
     today = today or datetime.now(UTC).date()
     days = sorted((day, model) for model in models if (day := retirement_day(model)) is not None)
     return [Retirement(model, day, day <= today) for day, model in days if (day - today).days <= WARN_DAYS]

@@ -1,8 +1,8 @@
-"""RewardModelJudge: a local sequence-classification model scores each conversation by one of its outputs.
+"""RewardModelJudge: a local sequence-classification model scores each conversation with one output.
 
-The model sees an attempt's main conversation through its tokenizer's chat template. It is loaded at the first group and
-runs in a thread, on batches of similar length. Code that comes with a model is never run. torch and transformers are
-imported inside functions only.
+The model sees the attempt's main conversation, rendered with the tokenizer's chat template. It is loaded for the first
+group and runs in a thread, in batches sorted by length. Remote model code never runs. torch and transformers are
+imported lazily.
 """
 
 import asyncio
@@ -26,22 +26,24 @@ class RewardModelJudge(Judge):
 
     def __init__(self, config: RewardModelJudgeConfig, directory: Path, *, job: str = "") -> None:
         self.config, self._directory = config, directory
-        self._turn, self._computing = asyncio.Lock(), threading.Lock()  # groups that wait hold no thread
+        self._turn, self._computing = asyncio.Lock(), threading.Lock()  # waiting groups occupy no thread
         self._loaded: tuple[Any, Any] | None = None  # model, tokenizer
 
     @property
     def settings(self) -> str:
-        """A digest of the model (of every file of a directory) and of how its output is used; reads the weights."""
+        """A digest of the model (hub id or all files) and of the output settings. Reads the weights."""
         deciding = self.config.model_dump(mode="json", include={"label", "activation", "max_length"})
         return make_key(model=self._digest_model(), told=deciding)[:12]
 
     def _digest_model(self) -> str | dict[str, str]:
-        """Returns a hub id as it is; for a directory the hash of each file by name, the chat template among them."""
+        """Returns the hub id, or for a directory every file's hash by name (including the chat template)."""
         path = self._directory / self.config.model
         return hash_files(path) if path.is_dir() else self.config.model
 
     async def judge(self, group: Sequence[Trajectory]) -> Mapping[str, Verdict]:
-        """Returns each attempt's chosen output. Raises JudgeError if it is not finite, JudgeStopped without a model."""
+        """Returns the selected output as reward. Raises JudgeError for non-finite scores, JudgeStopped if loading
+        fails.
+        """
         if not group:
             return {}
         async with self._turn:
@@ -55,7 +57,7 @@ class RewardModelJudge(Judge):
 
     def _score(self, conversations: Sequence[Sequence[Json]]) -> list[float]:
         """Returns [G] the score of each conversation."""
-        with self._computing:  # a thread whose group gave up waiting may still load the model
+        with self._computing:  # the thread of a timed-out group may still be running
             return self._compute(conversations)
 
     def _compute(self, conversations: Sequence[Sequence[Json]]) -> list[float]:
@@ -72,7 +74,7 @@ class RewardModelJudge(Judge):
             try:
                 with torch.inference_mode():
                     logits = model(**batch).logits.float()  # [B, labels]
-            except (RuntimeError, IndexError) as error:  # out of memory, or a length that the model does not take
+            except (RuntimeError, IndexError) as error:  # out of memory, or too long for the model
                 raise JudgeError(f"{self.config.model}: {describe(error)}") from error
             for row, value in zip(chosen, self._activate(logits).tolist(), strict=True):
                 values[row] = value
@@ -81,7 +83,7 @@ class RewardModelJudge(Judge):
         return values
 
     def _activate(self, logits: Any) -> Any:
-        """Returns [B] the configured label's score."""
+        """Returns [B] the selected label's score."""
         if self.config.label >= logits.shape[-1]:
             raise JudgeStopped(
                 f"judge.label {self.config.label}: {self.config.model} has {logits.shape[-1]} outputs, counted from 0"
@@ -92,23 +94,23 @@ class RewardModelJudge(Judge):
         return chosen.sigmoid() if self.config.activation == "sigmoid" else chosen
 
     def _tokenize(self, tokenizer: Any, model: Any, conversation: Sequence[Json]) -> list[int]:
-        """Returns the conversation's token ids; only the last ones if it is too long."""
+        """Returns the conversation's token ids, truncated from the left."""
         if tokenizer.chat_template:
             try:
                 ids = controls_of(tokenizer).chat_ids(conversation)
-            except Exception as error:  # the boundary to the model's own template, which may raise anything
+            except Exception as error:  # a chat template may raise anything
                 raise JudgeError(
                     f"{self.config.model}: its chat template refuses a conversation: {describe(error)}"
                 ) from error
             return list(ids)[-_longest(self.config.max_length, model, tokenizer) :] or [tokenizer.pad_token_id or 0]
         text = "\n\n".join(f"{message.get('role')}: {clean(message.get('content'))}" for message in conversation)
         longest = _longest(self.config.max_length, model, tokenizer)
-        # cut in the text: an encoder reads its score from the special token in front
+        # Let the tokenizer truncate: encoders score from the leading special token.
         ids = tokenizer(text, split_special_tokens=True, truncation=True, max_length=longest)["input_ids"]
         return list(ids) or [tokenizer.pad_token_id or 0]
 
     def _load(self) -> tuple[Any, Any]:
-        """Loads the model at the first call. Raises JudgeStopped when it cannot be."""
+        """Loads the model on first use. Raises JudgeStopped on failure."""
         if self._loaded is not None:
             return self._loaded
         from transformers import AutoModelForSequenceClassification, AutoTokenizer
@@ -121,10 +123,10 @@ class RewardModelJudge(Judge):
         except (OSError, ValueError) as error:
             line = " ".join(str(error).split())[:300]
             raise JudgeStopped(f"judge.model: {self.config.model} cannot be loaded: {line}") from error
-        tokenizer.truncation_side = "left"  # the end of a conversation counts
+        tokenizer.truncation_side = "left"  # keep the end of the conversation
         if tokenizer.pad_token_id is None:
             tokenizer.pad_token = tokenizer.eos_token
-        model.config.pad_token_id = tokenizer.pad_token_id  # the model finds each row's last token by this id
+        model.config.pad_token_id = tokenizer.pad_token_id  # the model locates each row's last token with this id
         self._loaded = (model.to(pick_device(self.config.device, "judge.device")).eval(), tokenizer)
         return self._loaded
 
@@ -133,6 +135,6 @@ class RewardModelJudge(Judge):
 
 
 def _longest(wanted: int | None, model: Any, tokenizer: Any) -> int:
-    """Returns the number of tokens that the model takes: the least of all that say it."""
+    """Returns the maximum input length: the smallest known limit."""
     said = (wanted, getattr(model.config, "max_position_embeddings", None), tokenizer.model_max_length)
     return min((number for number in said if number), default=10**9)

@@ -1,4 +1,4 @@
-"""RolloutJudge: the reward that the rollout itself returned. MetricJudge: one of its metrics. NoJudge: no rewards."""
+"""RolloutJudge: uses the rollout's own reward. MetricJudge: uses a rollout metric. NoJudge: no rewards."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -14,10 +14,10 @@ class NoJudge(Judge):
     title = "none"
 
     def __init__(self, config: NoJudgeConfig, directory: Path, *, job: str = "") -> None:
-        """Uses none of the arguments, which every judge is made with."""
+        """Accepts the common arguments and ignores them."""
 
     async def judge(self, group: Sequence[Trajectory]) -> Mapping[str, Verdict]:
-        """Returns the reward that the rollout returned, so that metrics show it; 0 where it returned none."""
+        """Returns the rollout's reward for the metrics, or 0."""
         return {trajectory.id: Verdict(reward=trajectory.returned_reward or 0.0) for trajectory in group}
 
 
@@ -27,16 +27,16 @@ class RolloutJudge(Judge):
     needs_reward = True
 
     def __init__(self, config: RolloutJudgeConfig, directory: Path, *, job: str = "") -> None:
-        """Uses none of the arguments, which every judge is made with."""
+        """Accepts the common arguments and ignores them."""
 
     async def judge(self, group: Sequence[Trajectory]) -> Mapping[str, Verdict]:
-        """Raises JudgeError if a rollout returned no reward, which is never taken for a zero."""
+        """Raises JudgeError if a rollout returned no reward; a missing reward is never treated as zero."""
         return {trajectory.id: Verdict(reward=_reward(trajectory)) for trajectory in group}
 
 
 class MetricJudge(Judge):
     def __init__(self, config: MetricJudgeConfig, directory: Path, *, job: str = "") -> None:
-        """Uses the configuration alone of the arguments, which every judge is made with."""
+        """Uses only `config`."""
         self._metric, self.title = config.metric, f"metric {config.metric}"
 
     @property
@@ -44,7 +44,7 @@ class MetricJudge(Judge):
         return self.title
 
     async def judge(self, group: Sequence[Trajectory]) -> Mapping[str, Verdict]:
-        """Raises JudgeError if a rollout does not report the metric."""
+        """Raises JudgeError if a rollout did not report the metric."""
         return {each.id: Verdict(reward=self._value(each)) for each in group}
 
     def _value(self, trajectory: Trajectory) -> float:

@@ -1,8 +1,8 @@
-"""ShadowJudges: judges that score a share of the groups beside the trained reward, and are never trained on.
+"""ShadowJudges: additional judges that score some groups for comparison. Their scores are never trained on.
 
-Their scores stand apart on the scored lines (`ScoredTrajectory.shadow`) and in a step's metrics. A shadow judge that
-fails or hangs costs its own scores and nothing else: each group is waited for within a deadline, and after a few
-failures in a row the judge is left alone until the next start.
+Scores are stored separately on the scored lines (`ScoredTrajectory.shadow`) and in the step metrics. A shadow judge
+that fails or hangs loses only its own scores: every group has a deadline, and after several consecutive failures the
+judge is disabled until the next start.
 """
 
 import asyncio
@@ -25,14 +25,14 @@ from art_cli.runtime.errors import describe, printable
 
 log = logging.getLogger(__name__)
 
-MAX_FAILURES = 3  # failures in a row after which a shadow judge is left alone
-CLOSE_TIMEOUT_S = 10.0  # longest wait for one to close
+MAX_FAILURES = 3  # consecutive failures before a shadow judge is disabled
+CLOSE_TIMEOUT_S = 10.0  # maximum wait for a judge to close
 
 Shadows = Mapping[str, list[Score]]  # trajectory id -> its shadow scores
 
 
 class ShadowJudges:
-    """The judges of the `shadow` section. Raises UsageError when it is made: one cannot be loaded."""
+    """The judges from the `shadow` section. Raises UsageError if a judge cannot be loaded."""
 
     def __init__(self, config: Mapping[str, ShadowConfig], directory: Path, *, job: str = "") -> None:
         self.judges: dict[str, Judge] = {
@@ -40,10 +40,10 @@ class ShadowJudges:
             for name, each in config.items()
         }
         self._config = config
-        self._failures = dict.fromkeys(config, 0)  # those in a row
+        self._failures = dict.fromkeys(config, 0)  # consecutive failures
 
     async def score(self, group: Sequence[Trajectory]) -> Shadows:
-        """Returns the shadow scores of a group's finished trajectories. Raises nothing."""
+        """Returns shadow scores for the group's finished trajectories. Never raises."""
         finished = [trajectory for trajectory in group if trajectory.error is None]
         chosen = [name for name, each in self._config.items() if finished and is_chosen(name, group[0], each.share)]
         scores: dict[str, list[Score]] = {}
@@ -53,7 +53,7 @@ class ShadowJudges:
         return scores
 
     async def _ask(self, name: str, group: Sequence[Trajectory]) -> Mapping[str, Verdict]:
-        """Returns the verdicts of one judge; empty: it failed, took too long, or is left alone."""
+        """Returns a judge's verdicts; empty after a failure or timeout, or if the judge is disabled."""
         if self._failures[name] >= MAX_FAILURES:
             return {}
         limit = self._config[name].timeout_s
@@ -65,7 +65,7 @@ class ShadowJudges:
         except TimeoutError:
             self._fail(name, f"no scores within {limit:g} s (shadow.{name}.timeout_s)")
             return {}
-        except Exception as error:  # the boundary to a judge that training must not depend on
+        except Exception as error:  # training must not depend on a shadow judge
             self._fail(name, describe(error))
             return {}
         self._failures[name] = 0
@@ -82,13 +82,13 @@ class ShadowJudges:
 
     async def close(self) -> None:
         for judge in self.judges.values():
-            with contextlib.suppress(Exception):  # the run has no use for its end
+            with contextlib.suppress(Exception):  # errors on close are irrelevant to the run
                 async with asyncio.timeout(CLOSE_TIMEOUT_S):
                     await judge.close()
 
 
 def is_chosen(name: str, trajectory: Trajectory, share: float) -> bool:
-    """Returns whether a shadow judge scores the trajectory's group: the same in every start of the run."""
+    """Returns whether a shadow judge scores this trajectory's group. Stable across restarts."""
     digest = hashlib.sha256(f"{name}\0{trajectory.group_id}".encode(errors="replace")).digest()
     return int.from_bytes(digest[:8], "big") < share * 2**64
 
@@ -98,7 +98,9 @@ def _is_sound(verdict: Verdict | None) -> bool:
 
 
 def _score(name: str, verdict: Verdict) -> Score:
-    """Returns the verdict as a score of that name, with the words and votes of the judge if it has one score."""
+    """Converts a verdict to a score named after the shadow judge, with explanation and votes if there is a single
+    score.
+    """
     if len(verdict.scores) == 1:
         return msgspec.structs.replace(verdict.scores[0], judge=name, score=verdict.reward)
     return Score(judge=name, score=verdict.reward)
@@ -108,15 +110,13 @@ def _score(name: str, verdict: Verdict) -> Score:
 
 
 def shadow_numbers(groups: Sequence[Sequence[ScoredTrajectory]], config: RunConfig) -> dict[str, float]:
-    """For each shadow NAME, over the trajectories that have both its score and a reward:
+    """For each shadow NAME, over trajectories with both a shadow score and a reward:
 
-    shadow/NAME               its mean score
-    shadow/NAME.reward        the mean reward of the same trajectories
-    shadow/NAME.gap           reward - score; not for judges that only compare the attempts of a group
-    shadow/NAME.std           its standard deviation within groups, as advantages are; over the step for groups of 1
-    shadow/NAME.reward_std    that of the rewards of the same trajectories
-    shadow/NAME.correlation   of the two, in the same way; not where one of them does not vary
-    shadow/NAME.num           the number of these trajectories; 0: no group was chosen, or the judge failed
+    shadow/NAME mean shadow score shadow/NAME.reward mean reward shadow/NAME.gap reward - score; omitted for judges that
+    only compare attempts within a group shadow/NAME.std standard deviation within groups, like advantages; over the
+    whole step for groups of 1 shadow/NAME.reward_std the same for rewards shadow/NAME.correlation correlation within
+    groups; omitted if either side is constant shadow/NAME.num number of trajectories; 0 if no group was chosen or the
+    judge failed
     """
     numbers: dict[str, float] = {}
     for name, each in config.shadow.items():
@@ -136,7 +136,9 @@ def shadow_numbers(groups: Sequence[Sequence[ScoredTrajectory]], config: RunConf
 
 
 def compares_only(judge: JudgeConfig) -> bool:
-    """Returns whether a judge's scores of different groups cannot be compared, because it compares attempts."""
+    """Returns whether the judge only compares attempts within a group, so scores from different groups are not
+    comparable.
+    """
     if isinstance(judge, BlendJudgeConfig):
         return "ruler" in judge.blend or any(map(compares_only, judge.judges.values()))
     return isinstance(judge, RulerJudgeConfig)
@@ -148,7 +150,7 @@ def _pair(trajectory: ScoredTrajectory, name: str) -> tuple[float, float] | None
 
 
 def compare_within(groups: Sequence[Sequence[tuple[float, float]]]) -> dict[str, float]:
-    """Returns both deviations, and Pearson's correlation if both vary, of the differences from each group's means."""
+    """Returns both standard deviations within groups, and Pearson's correlation if both sides vary."""
     centered: list[tuple[float, float]] = []
     for pairs in groups:
         means = [fmean(pair[side] for pair in pairs) for side in (0, 1)]

@@ -1,4 +1,4 @@
-"""SourceJudges: the judges of a run's sources; a group is scored by that of its source."""
+"""SourceJudges: each group is scored by its source's judge."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -12,7 +12,7 @@ from art_cli.runtime.errors import JudgeError
 
 
 class SourceJudges(Judge):
-    """Several judges, of which `of` returns one. `judges` are by source; sources may share one."""
+    """Delegates to one judge per source; `of` returns the judge for a group. Sources may share a judge."""
 
     title = "the sources' judges"
 
@@ -24,7 +24,7 @@ class SourceJudges(Judge):
         self.noise = next((judge.noise for judge in self._each if judge.noise and judge.noise.ask_again), None)
 
     def of(self, group: Sequence[Trajectory]) -> Judge:
-        """Raises JudgeError: no such source."""
+        """Raises JudgeError for an unknown source."""
         source = group[0].source or ""
         if source not in self._judges:
             raise JudgeError(f"its source is {source!r}; rollout.sources has: {', '.join(self._judges)}")
@@ -43,7 +43,7 @@ class SourceJudges(Judge):
 
 
 def make_judges(config: RunConfig, directory: Path, *, job: str = "") -> Judge:
-    """Returns the run's judge, which is one for each source where a source has its own. Raises as `make_judge`."""
+    """Returns the run's judge: a SourceJudges if any source has a separate judge. Raises like `make_judge`."""
     shared, judges = None, dict[str, Judge]()
     for name, part in config.by_source.items():
         if name and config.rollout.sources[name].judge is not None:
@@ -54,6 +54,6 @@ def make_judges(config: RunConfig, directory: Path, *, job: str = "") -> Judge:
 
 
 def require_all_keys(config: RunConfig, directory: Path) -> None:
-    """Raises UsageError when a variable that one of the run's judges needs is not set."""
+    """Raises UsageError if any judge's environment variable is missing."""
     for name, part in config.by_source.items():
         require_keys(part.judge, directory, key=config.key_in(name, "judge"))

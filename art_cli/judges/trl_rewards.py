@@ -1,9 +1,9 @@
-"""trl_judge: reward functions of TRL's GRPOTrainer as a judge. TRL itself is not needed.
+"""trl_judge: uses reward functions written for TRL's GRPOTrainer as a judge. TRL is not required.
 
     judge = trl_judge(accuracy, brevity, weights=[1.0, 0.2])      # in rewards.py; judge: {entry: "rewards.py:judge"}
 
-Each group is one call of each function. The arguments are those of TRL's trainer without `trainer_state`, `log_extra`
-and `log_metric`.
+Each function is called once per group with the arguments of TRL's trainer, except `trainer_state`, `log_extra` and
+`log_metric`.
 """
 
 import asyncio
@@ -21,9 +21,9 @@ from art_cli.runtime.threads import call_in_thread
 def trl_judge(
     *functions: Callable[..., Any], weights: Sequence[float] | None = None
 ) -> Callable[[list[Trajectory]], Coroutine[Any, Any, Mapping[str, Verdict]]]:
-    """Returns a judge that adds up the functions' rewards, each times its weight. A reward of None adds nothing.
+    """Returns a judge that computes the weighted sum of the functions' rewards. A None reward is skipped.
 
-    The default weight is 1. Raises UsageError if there is not one weight for each function.
+    All weights default to 1. Raises UsageError unless there is exactly one weight per function.
     """
     names = [getattr(function, "__name__", "reward") for function in functions]
     factors = [1.0] * len(functions) if weights is None else weights
@@ -46,7 +46,7 @@ def trl_judge(
 
 
 async def _ask(function: Callable[..., Any], arguments: Json) -> list[Any]:
-    """Returns the function's rewards. Raises JudgeError if there is not one for each attempt."""
+    """Returns the function's rewards. Raises JudgeError if their number is wrong."""
     answer = await call_in_thread(partial(function, **arguments))
     rewards = list(await answer if inspect.isawaitable(answer) else answer)
     if len(rewards) != (count := len(arguments["completions"])):
@@ -62,13 +62,13 @@ def _arguments(group: Sequence[Trajectory]) -> Json:
 
 
 def _split(trajectory: Trajectory) -> tuple[Any, Any]:
-    """Returns prompt and completion: two lists of messages, or two texts if the scenario's `prompt` is a text.
+    """Returns (prompt, completion) as message lists, or as texts if the scenario's `prompt` is a text.
 
-    The completion begins with the first assistant message that is not part of the scenario's `prompt`.
+    The completion starts at the first assistant message after the scenario's `prompt`.
     """
     messages, given = list(trajectory.messages), trajectory.scenario.get("prompt")
     for i, each in enumerate(messages):
-        if thoughts := each.get("reasoning_content"):  # TRL's completions have thoughts in the content
+        if thoughts := each.get("reasoning_content"):  # TRL keeps thoughts in the content
             messages[i] = each | {"content": f"<think>\n{thoughts}\n</think>\n\n{each.get('content') or ''}"}
     start = len(given) if isinstance(given, list) else 0
     while start < len(messages) and messages[start].get("role") != "assistant":
@@ -79,7 +79,7 @@ def _split(trajectory: Trajectory) -> tuple[Any, Any]:
 
 
 def _completion_ids(trajectory: Trajectory) -> list[int]:
-    """Returns all tokens after the first prompt, tool results included, or [] if no tokens were recorded."""
+    """Returns all tokens after the first prompt, including tool results; [] without recorded tokens."""
     turns = trajectory.turns
     last = first = max((index for index, turn in enumerate(turns) if not turn.is_abandoned), default=-1)
     while turns and (parent := turns[first].parent) is not None and turns[first].kept > len(prompt(turns, parent)):

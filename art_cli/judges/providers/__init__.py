@@ -1,12 +1,12 @@
-"""The seam to a model that judges: the Provider base class, what a provider answers, and how a call fails.
+"""Clients for judge models: the Provider base class, its answers, and error classification.
 
     http.py        OpenAI and any OpenAI-compatible `base_url`
-    rule.py        builtin:rule, which follows rules of the rubric and is no model
-    litellm.py     every other provider that litellm knows
-    caller.py      when a call is made, and made again: concurrency, rate limits, tries, budget
-    waits.py       how long a provider asks to wait
+    rule.py        builtin:rule, a deterministic stand-in for a model
+    litellm.py     all other providers, through litellm
+    caller.py      scheduling: concurrency, rate limits, retries, budget
+    waits.py       parses the wait time requested by a provider
 
-A provider makes one call and does not try again.
+A provider makes single calls and does not retry.
 """
 
 import logging
@@ -27,42 +27,42 @@ log = logging.getLogger(__name__)
 
 FailureKind = Literal[
     "retry",  # the same call may succeed later
-    "late",  # its deadline passed; the same call may succeed later
-    "unreachable",  # no server took the call; the same call may succeed later
-    "refused",  # this call never succeeds, for example because its prompt is too long
-    "too_large",  # its answer is no verdict, and asking in other words does not help
-    "used_up",  # no call succeeds until the quota is renewed
-    "stopped",  # no call succeeds, for example because the key is wrong
+    "late",  # deadline exceeded; may succeed later
+    "unreachable",  # no connection; may succeed later
+    "refused",  # permanent for this call, for example a prompt too long for the model
+    "too_large",  # the answer is too large; retrying does not help
+    "used_up",  # quota exhausted; all calls fail until renewal
+    "stopped",  # permanent for all calls, for example a wrong key
 ]
 
-MAX_MESSAGE = 300  # characters of a provider's error text that are shown
-MAX_MODEL = 100  # characters of a model's name in a reply
-MAX_ERROR = 64_000  # characters of a provider's error text that are read
-MAX_ANSWER = 3_000_000  # characters; a longer answer is no verdict
-MAX_BYTES = 4 << 20  # bytes of a response; a verdict on 64 attempts and 128k tokens of reasoning take a quarter of it
-# Brackets and commas of a response. Each may become a Python object; json takes 0.1 s for so many and holds the loop.
+MAX_MESSAGE = 300  # displayed characters of a provider's error text
+MAX_MODEL = 100  # characters of the model name in a reply
+MAX_ERROR = 64_000  # processed characters of a provider's error text
+MAX_ANSWER = 3_000_000  # characters of an answer; no verdict is longer
+MAX_BYTES = 4 << 20  # bytes of a response; 64 attempts with 128k reasoning tokens need a quarter of this
+# Brackets and commas in a response. Each may create a Python object; json takes 0.1 s for 200,000 and blocks the loop.
 MAX_MARKS = 200_000
-ENCODINGS = "gzip, deflate"  # encodings that are asked for, because they can be undone piece by piece
-LONG_ANSWER = 8_000  # bytes or characters from which an answer is read in a thread, not on the event loop
-MAX_TOKENS = 100_000_000  # tokens of one call; a larger number cannot be true
-_REFUSED_TEXT = ("moderation", "flagged", "content_filter", "content policy")  # of this call, not of its key
-# Words of providers when the money or the quota is gone, which no short wait cures.
+ENCODINGS = "gzip, deflate"  # encodings with incremental decompression
+LONG_ANSWER = 8_000  # bytes or characters above which an answer is parsed in a thread
+MAX_TOKENS = 100_000_000  # tokens per call; larger numbers are implausible
+_REFUSED_TEXT = ("moderation", "flagged", "content_filter", "content policy")  # concern this call, not the API key
+# Provider error texts for exhausted credit or quota, where short waits do not help.
 _USED_UP = ("insufficient_quota", "billing_hard_limit_reached", "billing_not_active", "credit balance is too low")
 
 
 class Answer(msgspec.Struct, frozen=True, kw_only=True):
-    """The model's text, without secrets, and what the call took."""
+    """The model's text without secrets, and the call's metadata."""
 
     text: str
     finish_reason: str
     usage: Usage
-    model: str | None = None  # the model that the reply names, which may not be the one that was asked, or None
-    refusal: str = ""  # the words in which the model refuses to answer, or "" if it does not
-    pause_s: float = 0.0  # seconds without calls that the provider's rate-limit headers ask for
+    model: str | None = None  # model named in the reply; may differ from the requested model
+    refusal: str = ""  # the model's refusal message, or ""
+    pause_s: float = 0.0  # pause requested by the rate-limit headers, in seconds
 
 
 class CallFailed(Exception):
-    """One call failed. The message is one line without secrets."""
+    """A failed call. The message is a single line without secrets."""
 
     def __init__(self, message: str, kind: FailureKind, *, retry_after_s: float | None = None) -> None:
         self.kind, self.retry_after_s = kind, retry_after_s
@@ -70,28 +70,28 @@ class CallFailed(Exception):
 
 
 class Provider:
-    """Asks one model. `name` is what messages call it."""
+    """Client for one model. `name` is used in messages."""
 
     def __init__(self, member: JudgeModelConfig, secrets: Secrets, name: str) -> None:
         self.member, self.secrets, self.name = member, secrets, name
         self.price = find_price(member)
-        self._has_warned = False  # about usage that is not a number of tokens
+        self._has_warned = False  # about invalid token counts
 
     async def ask(self, messages: Sequence[Json], schema: Json | None, *, timeout_s: float) -> Answer:
-        """Makes one call; with `schema` it asks for JSON of that schema. Raises CallFailed."""
+        """Makes one call; with `schema`, requests JSON matching the schema. Raises CallFailed."""
         raise NotImplementedError
 
     async def close(self) -> None:
-        """Closes the connections."""
+        """Closes all connections."""
 
     def shown(self, text: str) -> str:
-        """Returns a provider's error text as one short line without secrets."""
+        """Returns a provider's error text as a short line without secrets."""
         return printable(" ".join(self.secrets.redact(text[:MAX_ERROR]).split()), limit=MAX_MESSAGE)
 
     def read_text(self, content: Any) -> str:
-        """Returns a reply's content as one text without secrets; parts are joined. Raises TypeError for others.
+        """Returns the reply's content as a single text without secrets. Raises TypeError for invalid content.
 
-        A text longer than any verdict is cut one character behind MAX_ANSWER, so that the reader still sees its excess.
+        Overlong text is cut to MAX_ANSWER + 1 characters, so the caller can still detect the excess.
         """
         if isinstance(content, list):
             texts = (part.get("text") for part in content if isinstance(part, dict))
@@ -101,19 +101,19 @@ class Provider:
         return self.secrets.redact(clean((content or "")[: MAX_ANSWER + 1]))
 
     def read_refusal(self, refusal: Any, reason: Any) -> str:
-        """Returns a reply's refusal as one short line, or the filter that stopped the reply, or ""."""
+        """Returns the reply's refusal (or the content filter's name) as a short line; "" if there was no refusal."""
         words = refusal if isinstance(refusal, str) else ""
         return self.shown(words or ("content_filter" if reason == "content_filter" else ""))
 
     def read_model(self, name: Any) -> str | None:
-        """Returns the model that a reply names, or None; without secrets, and as a part of a metric's name may be."""
+        """Returns the model named in a reply, if any, sanitized for use in metric names."""
         name = self.secrets.redact(name[:MAX_ERROR]) if isinstance(name, str) else ""
         return re.sub(r"[^A-Za-z0-9_./:@-]", "_", name)[:MAX_MODEL] or None
 
     def read_tokens(self, said: Sequence[Any], messages: Sequence[Json], text: str) -> tuple[int, int, bool]:
-        """Returns (prompt tokens, completion tokens, whether both can be believed).
+        """Returns (prompt tokens, completion tokens, whether both are plausible).
 
-        `said` is the provider's report of the two. What is not in it, or cannot be true, is estimated.
+        `said` is the provider's report. Missing or implausible values are estimated.
         """
         prompt, completion = map(read_count, said)
         is_odd = any(value and count is None for value, count in zip(said, (prompt, completion), strict=True))
@@ -125,7 +125,7 @@ class Provider:
 
 
 def classify(status: int, text: str) -> FailureKind:
-    """Returns the meaning of an HTTP error status for this call and for later ones."""
+    """Maps an HTTP error status to a failure kind."""
     said = text[:MAX_ERROR].lower()
     if status == 402 or (status in (400, 403, 429) and any(words in said for words in _USED_UP)):
         return "used_up"
@@ -137,7 +137,7 @@ def classify(status: int, text: str) -> FailureKind:
 
 
 def read_count(value: Any) -> int | None:
-    """Returns a number of tokens as a provider reports it, or None when it cannot be true."""
+    """Returns a reported token count, if plausible."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= MAX_TOKENS:  # NaN is not
         return None
     return int(value)

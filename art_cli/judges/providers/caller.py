@@ -1,8 +1,8 @@
-"""Caller: decides when a provider is called: concurrency, rate limits, new tries with backoff and jitter, budget.
+"""Caller: schedules calls to a provider, with concurrency, rate limits, backoff with jitter, and a budget.
 
-A call whose failure may pass is tried again after a delay that doubles each time, or after the time that the provider
-asks for. When a provider asks to wait, every call to it waits, not only the one that got the answer, and the log has
-the time. A provider whose quota is used up is not called again until the quota is renewed: every call stops at once.
+Transient failures are retried with exponential backoff, or after the provider's requested wait. A requested wait delays
+all calls to the provider and is logged. After quota exhaustion no calls are made until the quota renews; every pending
+call stops immediately.
 """
 
 import asyncio
@@ -24,18 +24,18 @@ from art_cli.runtime.secrets import Secrets
 
 log = logging.getLogger(__name__)
 
-FIRST_DELAY_S = 0.5  # shortest delay before a new try
-MAX_DELAY_S = 60.0  # longest delay before a new try, unless the provider asks for more
-MAX_ASKED_DELAY_S = 600.0  # longest wait that a provider may ask for; one that asks for more has no quota left
-SHOWN_DELAY_S = 5.0  # shortest wait that is logged
-USED_UP_S = 60.0  # seconds without calls after a used-up quota, unless the provider reports when it is renewed
-MAX_LATE = 2  # missed deadlines after which a call is given up, because each is minutes long
-# Expected completion tokens of one attempt's entry: a score and a sentence or two. Calls that take more raise it.
+FIRST_DELAY_S = 0.5  # first retry delay
+MAX_DELAY_S = 60.0  # maximum retry delay, unless the provider requests more
+MAX_ASKED_DELAY_S = 600.0  # maximum accepted wait; longer requests mean an exhausted quota
+SHOWN_DELAY_S = 5.0  # waits shorter than this are not logged
+USED_UP_S = 60.0  # pause after quota exhaustion, unless the provider reports a renewal time
+MAX_LATE = 2  # maximum missed deadlines per call; each deadline is minutes long
+# Initial estimate of completion tokens per attempt (a score and two sentences). Longer answers raise the estimate.
 COMPLETION_TOKENS = 80
 
 
 class Caller:
-    """Asks one model. `slots` bounds the calls in flight and is shared by all callers of a judge."""
+    """Makes calls to one model. `slots` limits concurrency and is shared by all callers of a judge."""
 
     def __init__(
         self,
@@ -55,17 +55,17 @@ class Caller:
         self._wants_schema = member.response_format == "json_schema" or (
             member.response_format == "auto" and takes_schema(member.model) is not False
         )
-        self._quiet_until = 0.0  # monotonic time before which no call goes out
-        self._shown_until = 0.0  # monotonic time at which the last logged wait ends
-        self._num_open = self._num_sent = 0  # calls asked for, and those of them in flight
-        self._shut = asyncio.Event()  # set while no call can succeed, for the reason in `_shut_because`
+        self._quiet_until = 0.0  # monotonic time; calls are held until then
+        self._shown_until = 0.0  # monotonic end of the last logged wait
+        self._num_open = self._num_sent = 0  # pending calls, and calls in flight
+        self._shut = asyncio.Event()  # set during quota exhaustion
         self._shut_until, self._shut_because = 0.0, ""
         self._answered_at = 0.0
         self._first = asyncio.Lock()
-        self._completion_tokens = 0.0  # most completion tokens that a call took so far
+        self._completion_tokens = 0.0  # maximum seen so far
 
     async def ask(self, messages: Sequence[Json], schema: Json, *, num_attempts: int) -> Answer:
-        """Returns the model's answer. Raises JudgeError after the last try, JudgeStopped when no call can succeed."""
+        """Returns the model's answer. Raises JudgeError after the last retry, JudgeStopped if no call can succeed."""
         self._num_open += 1
         try:
             return await self._ask_patiently(messages, schema, num_attempts)
@@ -89,7 +89,7 @@ class Caller:
         raise AssertionError("unreachable: the last try returns or raises")
 
     def _raise_if_final(self, failure: CallFailed) -> None:
-        """Raises for a failure that no new try cures; shuts the provider if its quota is used up."""
+        """Raises for permanent failures. Shuts the provider on quota exhaustion."""
         asked_s = failure.retry_after_s
         if failure.kind == "used_up" or (asked_s or 0.0) > MAX_ASKED_DELAY_S:
             when = "" if asked_s is None else f" {until(asked_s)}"
@@ -103,7 +103,7 @@ class Caller:
             raise JudgeError(str(failure)) from failure
 
     def _delay(self, tries: int, failure: CallFailed) -> float:
-        """Seconds before the next try: a doubling delay with jitter, never less than the provider asked for."""
+        """Seconds before the next retry: exponential backoff with jitter, at least the requested wait."""
         delay: float = random.uniform(0.5, 1.0) * min(MAX_DELAY_S, self._first_delay_s * 2**tries)
         if failure.retry_after_s is None:
             return delay
@@ -111,7 +111,7 @@ class Caller:
         return failure.retry_after_s + min(delay, 1.0)
 
     def _show_wait(self, who: str, seconds: float) -> None:
-        """Logs a wait, unless it ends at about the same time as the last wait that was logged."""
+        """Logs a wait, unless it ends about when the last logged wait ends."""
         end = time.monotonic() + seconds
         if seconds < SHOWN_DELAY_S or end < self._shown_until + SHOWN_DELAY_S:
             return
@@ -127,13 +127,15 @@ class Caller:
         async with self._until_known():
             while True:
                 await self._wait_for_quiet()
-                async with self._slots:  # a waiting call gives its slot back, as other models of a panel may use it
+                async with self._slots:  # waiting calls hold no slot, so other panel models can run
                     if self._quiet_until <= time.monotonic() and not self._shut.is_set():
                         return await self._ask_in_slot(messages, schema, num_attempts)
 
     @contextlib.asynccontextmanager
     async def _until_known(self) -> AsyncIterator[None]:
-        """With a budget, calls go one by one until an answer shows how much the model writes, thoughts and all."""
+        """With a budget, makes calls sequentially until a first answer shows the typical completion length, including
+        reasoning.
+        """
         if self._completion_tokens or not self._budget.is_limited:
             yield
             return
@@ -151,7 +153,7 @@ class Caller:
             try:
                 answer = await self._send(messages, schema)
             except CallFailed as failure:
-                if failure.kind == "late":  # its provider may bill it all the same
+                if failure.kind == "late":  # the provider may still bill the call
                     self._budget.charge(Usage(1, *tokens, cost_usd=usd))
                 raise
             finally:
@@ -163,13 +165,13 @@ class Caller:
         return answer
 
     def _be_quiet(self, seconds: float) -> None:
-        """Makes later calls wait, as the headers of an answer ask."""
+        """Delays later calls as requested by response headers."""
         if seconds > 0:
             self._quiet_until = max(self._quiet_until, time.monotonic() + seconds)
             self._show_wait(f"{self.member.model}: its rate limit is used up", seconds)
 
     async def _send(self, messages: Sequence[Json], schema: Json) -> Answer:
-        """One call. A model that refuses the schema is asked without it, from then on always."""
+        """Makes one call. If the model rejects JSON schemas, stops sending them."""
         if not self._wants_schema:
             return await self._provider.ask(messages, None, timeout_s=self._timeout_s)
         try:
@@ -183,12 +185,12 @@ class Caller:
             return answer
 
     def expected_tokens(self, messages: Sequence[Json], num_attempts: int) -> tuple[int, int]:
-        """Returns the estimated (prompt, completion) tokens of one call."""
+        """Returns the estimated (prompt, completion) tokens for one call."""
         prompt = sum(count_tokens(str(message["content"])) for message in messages)
         return prompt, round(max(self._completion_tokens, COMPLETION_TOKENS * num_attempts))
 
     async def _wait_for_quiet(self) -> None:
-        """Raises JudgeStopped while the provider is shut."""
+        """Raises JudgeStopped while the quota is exhausted."""
         while True:
             if self._shut.is_set():
                 if time.monotonic() < self._shut_until:
@@ -200,7 +202,7 @@ class Caller:
             await self._pause(rest)
 
     async def _pause(self, seconds: float) -> None:
-        """Sleeps, until the provider is shut at the latest."""
+        """Sleeps, but wakes early on quota exhaustion."""
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._shut.wait(), seconds)
 
@@ -209,7 +211,7 @@ class Caller:
 
 
 def make_provider(member: JudgeModelConfig, secrets: Secrets) -> Provider:
-    """Returns the provider of a model, which connects at the first call. Raises UsageError if litellm is missing."""
+    """Returns a model's provider, which connects lazily. Raises UsageError if litellm is required but missing."""
     if member.is_rule:
         from art_cli.judges.providers.rule import RuleProvider
 

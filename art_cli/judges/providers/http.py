@@ -1,4 +1,4 @@
-"""Judges at OpenAI and any OpenAI-compatible endpoint (`base_url`); the keys that judges lack in the environment."""
+"""Judge models at OpenAI and OpenAI-compatible endpoints (`base_url`), and missing API keys."""
 
 import asyncio
 import json
@@ -30,19 +30,19 @@ from art_cli.runs.trajectory import Json
 from art_cli.runtime.secrets import Secrets
 
 OPENAI = "https://api.openai.com/v1"
-DEFAULT_KEY = "OPENAI_API_KEY"  # the variable that every OpenAI-compatible client reads
+DEFAULT_KEY = "OPENAI_API_KEY"  # read by every OpenAI-compatible client
 
 
 def openai_base() -> str:
-    """Returns the address of OpenAI's models, read from the environment as OpenAI's own client and litellm read it."""
+    """Returns OpenAI's base URL, from the same environment variables as OpenAI's client and litellm."""
     said = os.environ.get("OPENAI_BASE_URL") or os.environ.get("OPENAI_API_BASE")
     return said or OPENAI
 
 
 def missing_key(member: JudgeModelConfig) -> str | None:
-    """Returns the variable without which every call would fail, or None if it is set, or only a call can show that.
+    """Returns the required environment variable, if it is known to be missing.
 
-    A provider may take other credentials as well (a cloud's own, an address); then only a call can show that.
+    Some providers accept other credentials (cloud credentials, an address), and then only a call can tell.
     """
     if member.api_key_env is not None:
         return None if os.environ.get(member.api_key_env) else member.api_key_env
@@ -55,12 +55,12 @@ def missing_key(member: JudgeModelConfig) -> str | None:
 
 
 def _names_missing(model: str) -> list[str]:
-    """Returns the variables that litellm would read for this model and does not find; empty where it does not know."""
+    """Returns missing variables according to litellm; empty for unknown models."""
     from art_cli.judges.providers.litellm import import_litellm
 
     try:
         found: Mapping[str, object] = import_litellm().validate_environment(model)
-    except Exception:  # the boundary to litellm, which may not be installed, or may not know the model
+    except Exception:  # litellm may be missing, or may not know the model
         return []
     names = found.get("missing_keys")
     return [str(name) for name in names] if isinstance(names, list) else []
@@ -101,7 +101,7 @@ class HttpProvider(Provider):
         return await asyncio.to_thread(self._read, response, messages, latency_s)
 
     async def _post(self, body: Json, timeout_s: float) -> _Response:
-        """Returns the response, read whole before the deadline. A lost connection or missed deadline can be retried."""
+        """Returns the complete response. Lost connections and missed deadlines are retryable."""
         try:
             data = json.dumps(body, ensure_ascii=False, separators=(",", ":"), allow_nan=False).encode()
             async with (
@@ -113,7 +113,7 @@ class HttpProvider(Provider):
             raise CallFailed(f"{self.name} did not answer within {timeout_s:g} s", "late") from error
         except aiohttp.ClientConnectorError as error:
             raise CallFailed(f"{self.name} cannot be reached: {self._line(error)}", "unreachable") from error
-        except ValueError as error:  # an address or a key that no request can hold
+        except ValueError as error:  # an invalid URL, or a key with invalid characters
             raise CallFailed(
                 f"{self.name}: {self._line(error)}; check judge.base_url, OPENAI_BASE_URL and the key", "stopped"
             ) from error
@@ -126,7 +126,9 @@ class HttpProvider(Provider):
         return _Response(response.status, response.headers, answer)
 
     def _headers(self) -> dict[str, str]:
-        """Returns the key, unless the address itself holds a password; at OpenAI also who pays."""
+        """Returns authorization headers, unless the URL contains credentials; for OpenAI also organization and
+        project.
+        """
         key = os.environ.get(self.member.api_key_env or DEFAULT_KEY)
         headers = {"Authorization": f"Bearer {key}"} if key and URL(self._url).user is None else {}
         return headers | (_account() if self.member.base_url is None else {})
@@ -136,7 +138,7 @@ class HttpProvider(Provider):
             self._session = open_session(
                 self._url,
                 {"Content-Type": "application/json", "Accept-Encoding": ENCODINGS},
-                timeout=aiohttp.ClientTimeout(total=None, sock_connect=None),  # the call's deadline covers every wait
+                timeout=aiohttp.ClientTimeout(total=None, sock_connect=None),  # bounded by the call's deadline
                 cookie_jar=aiohttp.DummyCookieJar(),
             )
         return self._session
@@ -177,7 +179,7 @@ class HttpProvider(Provider):
 
 
 def _account() -> dict[str, str]:
-    """Returns the user's organisation and project at OpenAI, as OpenAI's own client reads them."""
+    """Returns the OpenAI organization and project from the same variables as OpenAI's client."""
     said = {
         "OpenAI-Organization": os.environ.get("OPENAI_ORGANIZATION") or os.environ.get("OPENAI_ORG_ID"),
         "OpenAI-Project": os.environ.get("OPENAI_PROJECT_ID"),

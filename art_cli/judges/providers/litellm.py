@@ -1,10 +1,9 @@
-"""Judges through litellm, which knows every provider's address and dialect; the limit of one answer.
+"""Judge models through litellm, and a size limit for answers.
 
-litellm is imported at the first call, not before, because that takes seconds.
+litellm is imported on the first call, because its import takes seconds.
 
-httpx and litellm read an answer whole, and httpx decompresses each piece whole: 2 MB of gzip become 4 GB. The stream
-put in the place of the response's own (`limit_transport`) stops both, and Python's json, before they take memory or
-seconds.
+httpx and litellm buffer whole answers, and httpx decompresses whole chunks: 2 MB of gzip can become 4 GB. The stream
+wrapper installed by `limit_transport` aborts oversized answers before they exhaust memory or block Python's json.
 """
 
 import asyncio
@@ -29,14 +28,14 @@ _PIECE = 1 << 16
 
 
 def limit_transport(transport: Any) -> Any:
-    """Returns the same httpx transport with its answers limited. Its class stays, because litellm reads it."""
+    """Limits the answers of an httpx transport in place. The class stays the same, because litellm checks it."""
     handle = transport.handle_async_request
 
     async def handle_async_request(request: httpx.Request) -> httpx.Response:
         request.headers["Accept-Encoding"] = ENCODINGS
         response: httpx.Response = await handle(request)
         encoding = response.headers.pop("content-encoding", "identity").strip().lower()
-        response.headers.pop("content-length", None)  # the length of the compressed body
+        response.headers.pop("content-length", None)  # refers to the compressed body
         assert isinstance(response.stream, httpx.AsyncByteStream)
         response.stream = _Limited(response.stream, encoding)
         return response
@@ -46,7 +45,7 @@ def limit_transport(transport: Any) -> Any:
 
 
 def find_too_large(error: BaseException | None) -> AnswerTooLarge | None:
-    """Returns the AnswerTooLarge among the causes of an error, in which clients wrap it, or None."""
+    """Returns the AnswerTooLarge in an error's cause chain, if any; HTTP clients wrap it."""
     seen = 0
     while error is not None and not isinstance(error, AnswerTooLarge) and seen < 20:
         error, seen = error.__cause__ or error.__context__, seen + 1
@@ -54,7 +53,7 @@ def find_too_large(error: BaseException | None) -> AnswerTooLarge | None:
 
 
 class _Limited(httpx.AsyncByteStream):
-    """Another stream's bytes, decompressed, up to the limits. Raises AnswerTooLarge, httpx.DecodingError."""
+    """A decompressed stream with size limits. Raises AnswerTooLarge, httpx.DecodingError."""
 
     def __init__(self, stream: httpx.AsyncByteStream, encoding: str) -> None:
         self._stream, self._encoding = stream, encoding
@@ -80,7 +79,7 @@ class _Limited(httpx.AsyncByteStream):
 
 
 def _make_inflater(encoding: str) -> Any:
-    """Returns a function from a piece of the answer to small pieces of its text."""
+    """Returns a function that decompresses a chunk into small pieces."""
     if encoding in ("", "identity"):
         return lambda data: (data,)
     if encoding in ("gzip", "x-gzip", "deflate"):
@@ -89,14 +88,14 @@ def _make_inflater(encoding: str) -> Any:
 
 
 class _Inflater:
-    """Undoes gzip (of several members, too), zlib, and deflate without a header."""
+    """Decompresses gzip (also with several members), zlib, and raw deflate."""
 
     def __init__(self) -> None:
-        self._zlib = zlib.decompressobj(zlib.MAX_WBITS | 32)  # gzip or zlib, by the header
+        self._zlib = zlib.decompressobj(zlib.MAX_WBITS | 32)  # detects gzip or zlib
         self._is_first = True
 
     def pieces(self, data: bytes) -> Iterator[bytes]:
-        """Yields at most 64 KiB each, so that the reader can stop between them."""
+        """Yields pieces of at most 64 KiB, so the reader can stop early."""
         while data:
             try:
                 piece = self._zlib.decompress(data, _PIECE)
@@ -114,7 +113,7 @@ class _Inflater:
 
 
 class LitellmProvider(Provider):
-    """litellm keeps its clients to itself, one set per process, so that there is nothing to close."""
+    """litellm owns its clients (one set per process), so there is nothing to close."""
 
     def __init__(self, member: JudgeModelConfig, secrets: Secrets) -> None:
         super().__init__(member, secrets, member.model)
@@ -140,7 +139,7 @@ class LitellmProvider(Provider):
                 )
         except TimeoutError as error:
             raise CallFailed(f"{self.name} did not answer within {timeout_s:g} s", "late") from error
-        except Exception as error:  # the boundary to litellm, whose errors have one base class per provider's client
+        except Exception as error:  # litellm's errors have no common base class
             raise self._explain(error) from error
         return await asyncio.to_thread(self._read, litellm, response, messages, time.monotonic() - started)
 
@@ -180,21 +179,21 @@ class LitellmProvider(Provider):
         said = getattr(usage, "prompt_tokens", None), getattr(usage, "completion_tokens", None)
         prompt, completion, is_sound = self.read_tokens(said, messages, text)
         cost = self._cost(litellm, response) if self.member.price is None and is_sound else None
-        if cost is None and self.price:  # litellm may know the price and not the name of the model
+        if cost is None and self.price:  # litellm may know the price but not the model
             cost = self.price.cost(prompt, completion)
         return Usage(1, prompt, completion, cost, latency_s)
 
     def _cost(self, litellm: Any, response: Any) -> float | None:
-        """Returns litellm's own calculation, with price tiers and cached tokens, or None if it has none."""
+        """Returns litellm's cost with price tiers and cached tokens, if known."""
         try:
             cost = float(litellm.completion_cost(completion_response=response, model=self.member.model))
-        except Exception:  # litellm raises a bare Exception for a model that its table lacks
+        except Exception:  # litellm raises a bare Exception for unknown models
             return None
         return cost if math.isfinite(cost) and cost >= 0 else None
 
 
 def import_litellm() -> Any:
-    os.environ.setdefault("LITELLM_LOCAL_MODEL_COST_MAP", "True")  # otherwise its import fetches a price table
+    os.environ.setdefault("LITELLM_LOCAL_MODEL_COST_MAP", "True")  # prevents a price table download on import
     import litellm
 
     litellm.suppress_debug_info = True
@@ -204,12 +203,12 @@ def import_litellm() -> Any:
 
 
 def _limit_answers() -> None:
-    """Holds every provider's answers to the limit, also where litellm makes another client for it.
+    """Installs the answer limit for all litellm clients.
 
-    litellm has one place that makes transports for the clients of its providers (litellm 1.106, `AsyncHTTPHandler`)
-    and no setting for what they do with an answer, so that place is replaced until there is one. Two kinds of calls
-    escape the limit: those of a provider that is reached through a vendor's own package, and all calls under
-    DISABLE_AIOHTTP_TRANSPORT, where httpx makes the transport itself. Their text is cut afterwards (`read_text`).
+    litellm creates transports in a single place (litellm 1.106, `AsyncHTTPHandler`) and has no setting for answer
+    limits, so that method is replaced. Remove when litellm has a setting. Two kinds of calls bypass the limit:
+    providers with vendor SDKs, and all calls under DISABLE_AIOHTTP_TRANSPORT, where httpx creates the transport.
+    `read_text` truncates their text.
     """
     from litellm.llms.custom_httpx.http_handler import AsyncHTTPHandler
 
@@ -227,7 +226,7 @@ def _limit_answers() -> None:
 
 
 def _content(response: Any) -> Any:
-    """Returns the reply's content. Raises TypeError when the response holds no reply."""
+    """Returns the reply's content. Raises TypeError for a response without a reply."""
     try:
         return response.choices[0].message.content
     except (LookupError, AttributeError, TypeError) as error:

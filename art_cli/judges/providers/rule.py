@@ -1,18 +1,18 @@
-"""A stand-in for a model that judges: `builtin:rule` scores by the rules of the rubric. It is no model, and says so.
+"""builtin:rule, a deterministic stand-in for a judge model. It scores attempts with rules from the rubric.
 
-It needs no key and no network. It is sent RULER's own prompt, reads the rules out of the system message and the
-attempts out of the record, and answers in text as a model does. A rule is a line of the rubric; an attempt's score is
-the sum of the points whose conditions hold, kept within 0 and 1:
+Needs no key and no network. It receives RULER's regular prompt, parses rules from the system message and attempts from
+the record, and answers with text like a model. A rule is a line of the rubric. An attempt's score is the sum of the
+points for all matching rules, clipped to [0, 1]:
 
     rule: +0.4 if user -1 has "Result: order {number}:"
     rule: +0.6 if user 1 has "arrive" and user -1 has "arrives on {day}" and assistant -1 has "{day}"
 
-A condition names a message of the attempt's main conversation by its role and number, from 1, or from -1 backwards, and
-the text that it has, lacks, or is but for space around it, in double or single quotes. A missing message has nothing.
-"{day}" is a word: in the first condition that names it any word at that place (the first that fits), in later
-ones that same word. A word begins and ends with a letter, digit or _, and may have one of .,:/@+'- between: 14:30, 3.5.
+A condition selects a message of the attempt's main conversation by role and number (from 1, or backwards from -1), and
+requires that the message has, lacks, or (ignoring outer whitespace) is the quoted text. A missing message has nothing.
+"{day}" matches a word: any word at this place in the first condition with that name (the first match), and the same
+word in later conditions. A word starts and ends with a letter, digit or _, and may contain .,:/@+'- inside: 14:30, 3.5.
 
-docs/judges.md has the grammar. A rule that never held is logged when the judge is closed.
+See docs/judges.md for the grammar. Rules that never matched are logged on close.
 """
 
 import asyncio
@@ -32,10 +32,10 @@ from art_cli.runtime.secrets import Secrets
 
 log = logging.getLogger(__name__)
 
-SAYS = "a rule, no model"  # stands in each explanation
+SAYS = "a rule, no model"  # part of every explanation
 ROLES = ("system", "developer", "user", "assistant", "tool", "message")
-MIN_ATTEMPTS = 4  # attempts from which a rule that never held is reported; `art check` asks about 2
-MAX_WORD = 100  # characters of a word in braces; a bound, so that no text of an attempt makes a search slow
+MIN_ATTEMPTS = 4  # minimum attempts for reporting unused rules; `art check` uses 2
+MAX_WORD = 100  # characters matched by a word in braces; bounds the search time
 _PREFIX = "rule:"
 _RULE = re.compile(r"\s*([+-]?\d{1,3}(?:\.\d{1,6})?) if (.+)")
 _CONDITION = re.compile(
@@ -64,13 +64,13 @@ class Rule(NamedTuple):
 
 
 class RuleError(ValueError):
-    """The rubric holds no rule, or a line that begins as one and is none. The message is one line."""
+    """The rubric has no rules or an invalid rule line. The message is a single line."""
 
 
 class RuleProvider(Provider):
     def __init__(self, member: JudgeModelConfig, secrets: Secrets, name: str) -> None:
         super().__init__(member, secrets, name)
-        self._held = Counter[int]()  # attempts by the number of each rule that held; 0: all attempts
+        self._held = Counter[int]()  # rule number -> matching attempts; 0 counts all attempts
         self._num_rules = 0
 
     async def close(self) -> None:
@@ -93,8 +93,9 @@ class RuleProvider(Provider):
 
 
 def answer(messages: Sequence[Json]) -> tuple[str, list[int]]:
-    """Returns the verdict on RULER's prompt, as the JSON text that it asks for; for each attempt a 0 and the numbers of
-    the rules that hold. Raises RuleError."""
+    """Returns the verdict as JSON text, and for each attempt a 0 and the numbers of the matching rules. Raises
+    RuleError.
+    """
     rules = read_rules(messages[0]["content"])
     scores, held = [], list[int]()
     for name, conversation in read_attempts(messages[1]["content"]).items():
@@ -107,7 +108,7 @@ def answer(messages: Sequence[Json]) -> tuple[str, list[int]]:
 
 
 def read_rules(text: str) -> list[Rule]:
-    """Returns the rules of a rubric, or of the instructions that hold it. Raises RuleError."""
+    """Parses the rules in a rubric, or in instructions that include a rubric. Raises RuleError."""
     lines = [line.strip().removeprefix(_PREFIX) for line in text.split("\n") if line.strip().startswith(_PREFIX)]
     if not lines:
         raise RuleError(f'the rubric has no line that begins with "{_PREFIX}"')
@@ -128,7 +129,7 @@ def _read_rule(line: str) -> Rule:
 
 
 def holds(rule: Rule, conversation: Sequence[Message]) -> bool:
-    """Returns whether every condition of the rule holds in a conversation of (role, text)."""
+    """Returns whether all conditions hold in a conversation of (role, text)."""
     words: dict[str, str] = {}
     for role, number, verb, text in rule.conditions:
         said = [content for each, content in conversation if each == role]
@@ -144,7 +145,7 @@ def holds(rule: Rule, conversation: Sequence[Message]) -> bool:
 
 
 def _pattern(text: str, words: Mapping[str, str]) -> str:
-    """Returns the regular expression of a condition's text: known words as they are, others as named groups."""
+    """Compiles a condition's text: known words become literals, new words become named groups."""
     pattern, end, named = "", 0, set[str]()
     for word in _WORD.finditer(text):
         pattern += re.escape(text[end : word.start()])
@@ -156,7 +157,7 @@ def _pattern(text: str, words: Mapping[str, str]) -> str:
 
 
 def read_attempts(record: str) -> dict[str, list[Message]]:
-    """Returns id -> messages of the main conversation, from a record as the instructions of RULER describe it."""
+    """Parses a RULER record to id -> messages of the main conversation."""
     passages: dict[str, str] = {}
     parts: dict[str, list[Message]] = {}
     attempts: dict[str, list[Message]] = {}
@@ -180,7 +181,7 @@ def read_attempts(record: str) -> dict[str, list[Message]]:
                 current = before
             case [role, *_] if role in ROLES:
                 current.append((role, text))
-            case _:  # a further piece of the message above, or the rest of one that was cut
+            case _:  # another piece of the previous message
                 role, said = current.pop() if current else ("message", "")
                 piece = passages[words[-1]] if "passage" in words else text
                 current.append((role, f"{said}\n{piece}".lstrip("\n")))
@@ -188,7 +189,7 @@ def read_attempts(record: str) -> dict[str, list[Message]]:
 
 
 def _split(record: str) -> Iterator[tuple[str, str]]:
-    """Yields each mark and the text below it. The record's first line names the code of its marks."""
+    """Yields (mark, text) pairs. The first line of a record defines the mark code."""
     first, *lines = record.split("\n")
     found = _FIRST_LINE.fullmatch(first)
     assert found is not None, f"no record: {first[:100]}"

@@ -1,8 +1,8 @@
-"""The wait that a provider asks for, read from any of the headers, forms and units in use. Pure but for the clock.
+"""Parses the wait requested by a provider, from all common headers, formats and units. Pure except for the clock.
 
-Retry-After: 30                            Retry-After: Wed, 21 Oct 2026 07:28:00 GMT
-x-ratelimit-reset-requests: 1m3s           anthropic-ratelimit-tokens-reset: 2026-10-21T07:28:00Z
-x-ratelimit-reset: 1792567680000           "retryDelay": "34s" or "try again in 7m12s" in an error's text
+Retry-After: 30 Retry-After: Wed, 21 Oct 2026 07:28:00 GMT x-ratelimit-reset-requests: 1m3s
+anthropic-ratelimit-tokens-reset: 2026-10-21T07:28:00Z x-ratelimit-reset: 1792567680000 "retryDelay": "34s" or "try
+again in 7m12s" in an error's text
 """
 
 import re
@@ -11,14 +11,14 @@ from collections.abc import Mapping
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
 
-MAX_TEXT = 20_000  # characters of an error's text that are searched for a wait
-_MAX_VALUE = 64  # characters of a header's value that are read
+MAX_TEXT = 20_000  # searched characters of an error text
+_MAX_VALUE = 64  # parsed characters of a header value
 _NUMBER = re.compile(r"[0-9]+(?:\.[0-9]*)?")
 _DURATION = re.compile(r"([0-9]+(?:\.[0-9]+)?)(ms|s|m|h|d)")
 _UNIT_S = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
-_EPOCH_S, _EPOCH_MS = (1e9, 1e10), (1e12, 1e13)  # a number in these ranges is a time (of 2001 to 2286), not a wait
+_EPOCH_S, _EPOCH_MS = (1e9, 1e10), (1e12, 1e13)  # timestamps (years 2001 to 2286) rather than durations
 _SAID = re.compile(r'(?:"retryDelay":\s?"|(?:try again|retry) (?:in|after) )([0-9][0-9.hms]{0,40})', re.IGNORECASE)
-# (header of what remains, header of its reset): OpenAI and its followers, Anthropic, OpenRouter, the IETF's draft.
+# (remaining header, reset header) for OpenAI-compatible providers, Anthropic, OpenRouter, and the IETF draft
 _LIMITS = (
     *((f"x-ratelimit-remaining-{what}", f"x-ratelimit-reset-{what}") for what in ("requests", "tokens")),
     *(
@@ -31,7 +31,7 @@ _LIMITS = (
 
 
 def retry_after(headers: Mapping[str, str], text: str = "") -> float | None:
-    """Returns the seconds that an error asks to wait, in its headers or else in its text, or None."""
+    """Returns the requested wait in seconds, from the headers or the error text, if present."""
     milliseconds = read_wait(headers.get("retry-after-ms", ""))
     if milliseconds is not None:
         return milliseconds / 1000
@@ -44,7 +44,7 @@ def retry_after(headers: Mapping[str, str], text: str = "") -> float | None:
 
 
 def quiet_time(headers: Mapping[str, str]) -> float:
-    """Returns seconds until a used-up rate limit is reset; 0 when something remains of each limit.
+    """Returns the seconds until exhausted rate limits reset; 0 if no limit is exhausted.
 
     Example: remaining-requests "0" and reset-requests "1m3s" -> 63.
     """
@@ -53,7 +53,7 @@ def quiet_time(headers: Mapping[str, str]) -> float:
 
 
 def read_wait(value: str) -> float | None:
-    """Returns seconds from now, read from a number, a duration or a time (0 for a past one), or None for others."""
+    """Parses a number, duration or timestamp to seconds from now (0 if past), if valid."""
     value = value.strip()[:_MAX_VALUE]
     if _NUMBER.fullmatch(value):
         number = float(value)
@@ -69,7 +69,7 @@ def read_wait(value: str) -> float | None:
 
 
 def _read_time(value: str) -> float | None:
-    """Returns seconds until an HTTP date or a date of RFC 3339."""
+    """Returns seconds until an HTTP date or an RFC 3339 timestamp."""
     for read in (parsedate_to_datetime, datetime.fromisoformat):
         try:
             moment = read(value)
@@ -81,7 +81,7 @@ def _read_time(value: str) -> float | None:
 
 
 def until(seconds: float) -> str:
-    """Returns the words for when a wait ends. Example: until(86400) -> "until 2026-10-22 07:28 UTC (24 h)"."""
+    """Describes the end of a wait. Example: until(86400) -> "until 2026-10-22 07:28 UTC (24 h)"."""
     hours = f"{seconds / 3600:,.0f} h" if seconds >= 7200 else f"{seconds / 60:.0f} min"
     short = f"{seconds:.0f} s" if seconds < 120 else hours
     try:
