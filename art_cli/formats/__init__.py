@@ -1,7 +1,7 @@
-"""Traces of other tools read into trajectories (`art import`), and trajectories written as theirs (`art generate`).
+"""Import of other tools' traces (`art import`) and export of trajectories to other formats (`art generate`).
 
-One file for each format recognises its records and reads attempts from them. `import_files` reads files of any of them,
-puts attempts at the same scenario into groups, and counts what it could not read.
+Each format has a module with a reader. `import_files` reads files in any of these formats, groups attempts at the same
+scenario, and counts unreadable records.
 """
 
 import logging
@@ -24,28 +24,28 @@ log = logging.getLogger(__name__)
 
 
 class TraceReader(Protocol):
-    """Reads the records of one format, in the order of the files."""
+    """Reads records in one format, in file order."""
 
-    name: str  # the name that --from takes
-    about: str  # one line for the help
-    joins: bool  # whether an attempt may be several records
+    name: str  # value for --from
+    about: str  # help text
+    joins: bool  # whether attempts can span several records
 
     @staticmethod
     def recognises(record: Json) -> bool:
-        """Returns whether the record is of this format."""
+        """Returns whether the record has this format."""
 
     def read(self, record: Json, group: str | None) -> TracedAttempt | None:
-        """Returns the attempt of one record, or None if it is part of one that `finish` gives.
+        """Returns the record's attempt, or None while records are collected until `finish`.
 
-        `group` is the scenario's id, or None if it is taken from the record or its first question. Raises ValueError if
-        the record cannot be read.
+        `group` overrides the scenario id, which otherwise comes from the record or the first question. Raises
+        ValueError for unreadable records.
         """
 
     def finish(self) -> Iterator[TracedAttempt]:
-        """Yields the attempts that several records are parts of."""
+        """Yields attempts assembled from several records."""
 
 
-# A record is tried in this order, because the last ones recognise less.
+# Readers are tried in this order, from the most to the least specific.
 READERS: Sequence[Callable[[], TraceReader]] = (OpenEnvTrace, VerifiersTrace, InspectSample, LangfuseExport, OpenAILog)
 READ = tuple(reader().name for reader in READERS)
 WRITERS: Mapping[str, Callable[[Trajectory], Json]] = {
@@ -55,9 +55,9 @@ WRITERS: Mapping[str, Callable[[Trajectory], Json]] = {
 
 
 def write_traces(trajectories: Sequence[Trajectory], output: Path, form: str) -> None:
-    """Writes `output` whole, group by group, in the order of the indexes.
+    """Writes all trajectories to `output`, group by group, ordered by index.
 
-    A trajectory that the format cannot hold is left out with a warning. Raises DataError if it can hold none.
+    Trajectories that do not fit the format are skipped with a warning. Raises DataError if no trajectory fits.
     """
     groups = {trajectory.group_id: number for number, trajectory in enumerate(trajectories)}
     records: list[Json] = []

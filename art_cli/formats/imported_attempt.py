@@ -1,4 +1,4 @@
-"""TracedAttempt: one rollout as a record of another tool has it, and the Trajectory made of it."""
+"""TracedAttempt: a rollout recorded by another tool, and the conversion to a Trajectory."""
 
 import hashlib
 import json
@@ -15,7 +15,7 @@ from art_cli.runs.outcome import MAX_NUMBER
 from art_cli.runs.trajectory import MAX_TOKEN_ID, Json, ScoredTrajectory, Trajectory, score_trajectory
 
 ROLES = {"system", "developer", "user", "assistant", "tool", "function"}
-MAX_ID = 1000  # characters of the id of an attempt or of a scenario
+MAX_ID = 1000  # maximum characters per id
 
 
 class Tokens(NamedTuple):
@@ -23,15 +23,15 @@ class Tokens(NamedTuple):
 
     prompt_ids: Sequence[int]
     sampled_ids: Sequence[int]  # [L]
-    logprobs: Sequence[Any]  # [L] in nats; what is no number is refused when it is added
-    mask: Sequence[bool] | None = None  # [L] which of them are trained, or None if all are
+    logprobs: Sequence[Any]  # [L] in nats; validated on `add`
+    mask: Sequence[bool] | None = None  # [L] tokens to train on; None means all
 
 
 class TracedCall(NamedTuple):
-    """One model call: the messages that were sent, and the reply."""
+    """One model call: prompt messages and reply."""
 
-    messages: Sequence[Json] | None  # OpenAI's form, if the record has them
-    message: Json | None  # the assistant's
+    messages: Sequence[Json] | None  # in OpenAI's format, if recorded
+    message: Json | None  # the assistant's reply
     tools: Sequence[Json] = ()
     tokens: Tokens | None = None
     sampling: Sampling = Sampling()
@@ -40,24 +40,24 @@ class TracedCall(NamedTuple):
 
 @dataclass
 class TracedAttempt:
-    """One rollout. `scenario` is the id of its group, or None if it is derived from the first question."""
+    """One rollout. `scenario` is the group id; if None, the first question determines the group."""
 
     id: str | None = None
     scenario: str | None = None
-    is_grouped: bool = False  # whether `scenario` is the one that the caller gave
-    task: Json = field(default_factory=dict)  # further keys of the scenario
+    is_grouped: bool = False  # `scenario` was given by the caller
+    task: Json = field(default_factory=dict)  # additional scenario keys
     reward: float | None = None
     metrics: dict[str, float] = field(default_factory=dict)
     metadata: Json = field(default_factory=dict)
     error: str | None = None
     started_at: float = 0.0
     duration_s: float = 0.0
-    whole: Trajectory | None = None  # a trajectory of ours, as it was before it was written in another format
-    _messages: Recorder = field(default_factory=Recorder)  # calls without their tokens
-    _tokens: Recorder = field(default_factory=Recorder)  # tokens without their calls
+    whole: Trajectory | None = None  # our own trajectory, if the record was exported by art
+    _messages: Recorder = field(default_factory=Recorder)  # messages without tokens
+    _tokens: Recorder = field(default_factory=Recorder)  # tokens without messages
 
     def add(self, call: TracedCall) -> None:
-        """Adds one call, in the order of their time. Raises ValueError: messages or tokens that cannot be."""
+        """Adds one call, in chronological order. Raises ValueError for invalid messages or tokens."""
         if call.messages is not None and call.message is not None:
             sent, message = [plain_message(each) for each in call.messages], plain_message(call.message)
             request = Request(
@@ -72,12 +72,11 @@ class TracedAttempt:
 
     @property
     def length(self) -> int:
-        """The length of all its conversations. Branches repeat what they have in common."""
+        """Total length of all conversations. Shared prefixes count once per branch."""
         return length_of([self._messages.messages, self._messages.branches])
 
     def trajectory(self) -> ScoredTrajectory:
-        """Returns the trajectory, in a group that is not counted yet: index 0 of 1. Its reward is the one that it came
-        with."""
+        """Returns the trajectory with its recorded reward. The group is a placeholder: index 0 of 1."""
         if self.whole is not None:
             return score_trajectory(self.whole, self.whole.returned_reward if self.whole.error is None else None)
         recorder = self._messages
@@ -107,7 +106,7 @@ class TracedAttempt:
 
 
 def first_question(messages: Sequence[Json], otherwise: Any = None) -> str:
-    """Returns the scenario of a conversation that names none: a hash of all messages before the first reply."""
+    """Returns a scenario id for an unlabeled conversation: a hash of the messages preceding any reply."""
     asked = []
     for message in messages:
         if message["role"] == "assistant":
@@ -118,10 +117,9 @@ def first_question(messages: Sequence[Json], otherwise: Any = None) -> str:
 
 
 def _trained(tokens: Tokens) -> Iterator[tuple[list[int], list[int], list[float]]]:
-    """Yields (prompt, sampled, logprobs) of each run of tokens that is trained; what is not is part of the next one's
-    prompt.
+    """Yields (prompt, sampled, logprobs) for each run of trained tokens; masked tokens become part of the next prompt.
 
-    Raises ValueError if the numbers of tokens and logprobs differ, or they are none.
+    Raises ValueError for mismatched lengths or invalid values.
     """
     prompt, sampled = list(tokens.prompt_ids), list(tokens.sampled_ids)
     logprobs = list(tokens.logprobs)
@@ -146,7 +144,7 @@ def _trained(tokens: Tokens) -> Iterator[tuple[list[int], list[int], list[float]
 
 
 def plain_message(message: Any) -> Json:
-    """Returns a message in OpenAI's form. Raises ValueError if it has no role or no content that can be one."""
+    """Returns a message in OpenAI's format. Raises ValueError for an invalid role or content."""
     if not isinstance(message, Mapping) or message.get("role") not in ROLES:
         raise ValueError(f"a message without a role of {', '.join(sorted(ROLES))}")
     content, calls = message.get("content"), message.get("tool_calls")
@@ -161,11 +159,11 @@ def plain_message(message: Any) -> Json:
 
 
 def _plain_call(call: Any) -> Json:
-    """Returns a tool call in OpenAI's form: {"id", "type", "function": {"name", "arguments": text}}."""
+    """Returns a tool call in OpenAI's format: {"id", "type", "function": {"name", "arguments": text}}."""
     if not isinstance(call, dict):
         raise ValueError("a tool call that is no object")
     function = call.get("function")
-    if not isinstance(function, dict):  # name and arguments stand in the call itself
+    if not isinstance(function, dict):  # flat format with name and arguments in the call
         function = {"name": call.get("name", function), "arguments": call.get("arguments")}
     if not isinstance(function.get("name"), str):
         raise ValueError("a tool call without a name")
@@ -175,7 +173,7 @@ def _plain_call(call: Any) -> Json:
 
 
 def plain_tool(tool: Any) -> Json:
-    """Returns a tool in OpenAI's form. Raises ValueError if it has no name."""
+    """Returns a tool in OpenAI's format. Raises ValueError without a name."""
     function = tool.get("function") if isinstance(tool, dict) else None
     if isinstance(function, dict) and isinstance(function.get("name"), str):
         return dict(tool)
@@ -186,45 +184,45 @@ def plain_tool(tool: Any) -> Json:
 
 
 def length_of(value: Any) -> int:
-    """Returns the number of characters in a value's texts, and one for each part of it."""
+    """Returns the total number of characters in all strings, plus one per element."""
     parts = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
     return len(value) if isinstance(value, str) else 1 + sum(map(length_of, parts))
 
 
 def as_list(value: Any, name: str) -> list[Any]:
-    """Returns a list; none for null. Raises ValueError if it is something else."""
+    """Returns a list, with null as []. Raises ValueError for other types."""
     if not isinstance(value, list | None):
         raise ValueError(f"{name!r} is a {type(value).__name__}, not a list")
     return value or []
 
 
 def as_object(value: Any, name: str) -> Json:
-    """Returns an object; an empty one for null. Raises ValueError if it is something else."""
+    """Returns an object, with null as {}. Raises ValueError for other types."""
     if not isinstance(value, dict | None):
         raise ValueError(f"{name!r} is a {type(value).__name__}, not an object")
     return value or {}
 
 
 def as_number(value: Any) -> float | None:
-    """Returns a number that a reward or a metric can be, true and false as 1 and 0; None for all else."""
+    """Returns a valid reward or metric value (booleans become 1 and 0), or None."""
     if not isinstance(value, int | float) or not abs(value) <= MAX_NUMBER:
         return None
     return float(value)
 
 
 def numbers(values: Mapping[str, Any] | Iterable[tuple[str, Any]]) -> dict[str, float]:
-    """Returns those of the values that are numbers."""
+    """Returns only the numeric values."""
     pairs = values.items() if isinstance(values, Mapping) else values
     return {str(name): number for name, value in pairs if (number := as_number(value)) is not None}
 
 
 def named(record: Mapping[str, Any], keys: Iterable[str]) -> str | None:
-    """Returns the first of these keys that is an id (text or a whole number), or None."""
+    """Returns the first id (string or integer) found under these keys."""
     return next((str(record[key]) for key in keys if isinstance(record.get(key), str | int)), None)
 
 
 def seconds(text: Any) -> float:
-    """Seconds since the epoch; 0 for what is no time."""
+    """Parses a timestamp to seconds since the epoch; 0 if invalid."""
     try:
         return datetime.fromisoformat(str(text).replace("Z", "+00:00")).timestamp()
     except (ValueError, OverflowError, OSError):
@@ -232,7 +230,7 @@ def seconds(text: Any) -> float:
 
 
 def sampling_of(*sources: Any) -> Sampling:
-    """Temperature, top_p and top_k of the first object that names each; else 1, 1 and off."""
+    """Returns temperature, top_p and top_k from the first source that defines them; default 1, 1 and off."""
 
     def first(name: str, default: float) -> float:
         found = (as_number(source.get(name)) for source in sources if isinstance(source, dict))

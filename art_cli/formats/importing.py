@@ -1,7 +1,7 @@
-"""The import of files of other tools: reads their records, writes one file of scored trajectories, in groups.
+"""Imports files from other tools: reads their records and writes a file of scored, grouped trajectories.
 
-A file is JSON lines, whole JSON, or a zip archive of JSON. All of it is hostile. A record that cannot be read is
-counted with its reason, and the others are read.
+A file is JSON lines, a single JSON document, or a zip archive of JSON. All input is untrusted. Unreadable records are
+counted by reason and do not affect other records.
 """
 
 import contextlib
@@ -29,19 +29,23 @@ from art_cli.runtime.errors import DataError, UsageError, describe, printable
 from art_cli.runtime.processes.plain_json import is_deep
 from art_cli.runtime.scratch import make_directory, owner_only
 
-MAX_DEPTH = 100  # levels of a record
-MIN_ROOM, MAX_GROWTH = 2**16, 32  # characters of an attempt, and how often its branches may repeat its record
-MAX_ENTRIES = 1_000_000  # most entries of an archive
-MAX_ARCHIVE_BYTES = 64 * 2**30  # size of all its entries unpacked
+MAX_DEPTH = 100  # nesting levels per record
+MIN_ROOM, MAX_GROWTH = 2**16, 32  # minimum allowed characters per attempt, and maximum expansion relative to the record
+MAX_ENTRIES = 1_000_000  # maximum archive entries
+MAX_ARCHIVE_BYTES = 64 * 2**30  # total uncompressed archive size
 CHUNK = 2**20
-ZSTANDARD = 93  # method of zip that Python reads from 3.14 on
-METHODS = {zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED, ZSTANDARD}  # others reserve what memory the archive asks for
-LISTS = ("data", "samples", "traces", "observations")  # keys under which a whole file has its records
+ZSTANDARD = 93  # zip compression method, supported by Python 3.14 and later
+METHODS = {
+    zipfile.ZIP_STORED,
+    zipfile.ZIP_DEFLATED,
+    ZSTANDARD,
+}  # other methods allocate memory requested by the archive
+LISTS = ("data", "samples", "traces", "observations")  # keys of record lists in JSON documents
 _ANY = msgspec.json.Decoder()
 
 
 class SourceRecord(NamedTuple):
-    """One record, or why it cannot be read. Example: SourceRecord("log.jsonl:3", None, "JSON is malformed: ...")"""
+    """A record, or the problem reading it. Example: SourceRecord("log.jsonl:3", None, "JSON is malformed: ...")"""
 
     origin: str
     record: Json | None
@@ -49,7 +53,7 @@ class SourceRecord(NamedTuple):
 
 
 def records(path: Path) -> Iterator[SourceRecord]:
-    """Yields the records of a file. Raises DataError if there is no such file, or none of its content can be read."""
+    """Yields a file's records. Raises DataError for missing or completely unreadable files."""
     if not path.is_file():
         raise DataError("not a file" if os.path.lexists(path) else "no such file", path)
     with path.open("rb") as file:
@@ -68,7 +72,7 @@ def records(path: Path) -> Iterator[SourceRecord]:
 
 
 def _of_text(path: Path) -> Iterator[SourceRecord]:
-    """JSON lines; or, where the first line is no whole value, one JSON value over many lines."""
+    """Reads JSON lines; if the first line is incomplete JSON, reads the file as a single JSON document."""
     is_first = True
     for number, line in _lines(path):
         origin = f"{path}:{number}"
@@ -85,7 +89,7 @@ def _of_text(path: Path) -> Iterator[SourceRecord]:
 
 
 def _lines(path: Path) -> Iterator[tuple[int, bytes | None]]:
-    """Yields (number, line) of each line that is not blank; None for one that is too long."""
+    """Yields (number, line) for nonblank lines, with None instead of an overlong line."""
     number = 0
     with path.open("rb") as file:
         while line := file.readline(MAX_LINE_BYTES + 1):
@@ -99,13 +103,13 @@ def _lines(path: Path) -> Iterator[tuple[int, bytes | None]]:
 
 
 def _opens(line: bytes) -> bool:
-    """Returns whether a line is only the beginning of a value over many lines, as programs write it that indent."""
+    """Returns whether a line is only the start of an indented JSON document."""
     text = line.removeprefix(b"\xef\xbb\xbf").strip()
     return text in (b"[", b"{") or (text[:1] in b"[{" and text[-1:] in b"[{,")
 
 
 def _whole(path: Path) -> bytes | None:
-    """Returns the content of a file that is one JSON value, or None if it is too large."""
+    """Returns the whole file, unless it is too large."""
     return path.read_bytes() if path.stat().st_size <= MAX_LINE_BYTES else None
 
 
@@ -119,7 +123,7 @@ def _parsed(text: bytes, origin: str) -> Iterator[SourceRecord]:
 
 
 def _found(value: Any, origin: str) -> Iterator[SourceRecord]:
-    """Yields the records in a value: itself, the items of a list, or those of an object that is only their envelope."""
+    """Yields the records in a value: the value itself, list items, or envelope items."""
     if isinstance(value, dict | list) and is_deep(value, MAX_DEPTH):
         yield SourceRecord(origin, None, "JSON is nested too deeply")
         return
@@ -136,8 +140,7 @@ def _found(value: Any, origin: str) -> Iterator[SourceRecord]:
 
 
 def _enveloped(value: Any) -> list[Any] | None:
-    """Returns the items of {"data": [...]} and the like. A record that has such a key besides its own is no
-    envelope."""
+    """Returns the items of {"data": [...]} and similar envelopes. Objects with record keys are not envelopes."""
     if not isinstance(value, dict) or "id" in value or "messages" in value:
         return None
     return next((value[key] for key in LISTS if isinstance(value.get(key), list)), None)
@@ -147,7 +150,7 @@ def _enveloped(value: Any) -> list[Any] | None:
 
 
 def _of_archive(path: Path) -> Iterator[SourceRecord]:
-    """Yields the JSON entries below `samples/` of a zip archive, as inspect writes it, each with the header's task."""
+    """Yields the JSON entries under `samples/` in a zip archive written by inspect."""
     try:
         archive = zipfile.ZipFile(path)
     except (zipfile.BadZipFile, OSError, ValueError, NotImplementedError) as error:
@@ -174,7 +177,7 @@ def _of_archive(path: Path) -> Iterator[SourceRecord]:
 
 
 def _unpacked(archive: zipfile.ZipFile, entry: zipfile.ZipInfo, file: IO[bytes], limit: int) -> bytes | None:
-    """Returns the content of an entry, or None if it really is larger than `limit`."""
+    """Returns an entry's content, unless it is larger than `limit`."""
     if entry.compress_type not in METHODS:
         raise ValueError(f"packed by method {entry.compress_type} of zip, which inspect does not use")
     if entry.compress_type != ZSTANDARD or hasattr(zipfile, "ZIP_ZSTANDARD"):
@@ -191,7 +194,7 @@ def _read_zstandard(entry: zipfile.ZipInfo, file: IO[bytes], limit: int) -> byte
     except ImportError:
         raise ValueError("it is packed with zstandard: pip install 'art-cli[data]'") from None
     file.seek(entry.header_offset)
-    name, extra = struct.unpack("<26xHH", file.read(30))  # lengths of what stands between the header and the data
+    name, extra = struct.unpack("<26xHH", file.read(30))  # lengths of the name and extra fields after the header
     file.seek(name + extra, io.SEEK_CUR)
     packed = file.read(min(entry.compress_size, MAX_LINE_BYTES))
     with pyarrow.CompressedInputStream(pyarrow.BufferReader(packed), "zstd") as stream:
@@ -199,15 +202,15 @@ def _read_zstandard(entry: zipfile.ZipInfo, file: IO[bytes], limit: int) -> byte
     return read
 
 
-MAX_SCORES = 20  # names of scores that are shown
-MAX_REASONS = 5  # different reasons that are shown; the others are counted
-WRONG = (ValueError, TypeError, OverflowError, RecursionError)  # errors of converting a hostile value
+MAX_SCORES = 20  # displayed score names
+MAX_REASONS = 5  # displayed reasons; others are only counted
+WRONG = (ValueError, TypeError, OverflowError, RecursionError)  # possible errors while converting untrusted values
 _SCORED = msgspec.json.Decoder(ScoredTrajectory)
 
 
 @dataclass
 class Unread:
-    """Records that were not read, by reason, each with the first origin. str: one line."""
+    """Unreadable records by reason, each reason with an example origin. str() gives a single line."""
 
     counts: Counter[str] = field(default_factory=Counter)
     first: dict[str, str] = field(default_factory=dict)
@@ -226,18 +229,18 @@ class Unread:
 
 @dataclass
 class Imported:
-    """The counts of an import: what it wrote, and what it did not."""
+    """Import statistics."""
 
     num_records: int = 0
-    num_below: int = 0  # attempts below the lowest reward that was asked for
+    num_below: int = 0  # attempts below the minimum reward
     num_with_tokens: int = 0
     num_rewarded: int = 0
-    num_failed: int = 0  # attempts with an error
-    scores: set[str] = field(default_factory=set)  # names of numbers of attempts without a reward
-    num_other_temperatures: int = 0  # attempts with tokens that were not sampled at temperature 1
+    num_failed: int = 0  # attempts with errors
+    scores: set[str] = field(default_factory=set)  # metric names of attempts without a reward
+    num_other_temperatures: int = 0  # attempts with tokens sampled at a temperature other than 1
     formats: Counter[str] = field(default_factory=Counter)
-    groups: Counter[str] = field(default_factory=Counter)  # group -> its size
-    places: dict[str, list[int]] = field(default_factory=dict)  # group -> places of its attempts where they come from
+    groups: Counter[str] = field(default_factory=Counter)  # group -> size
+    places: dict[str, list[int]] = field(default_factory=dict)  # group -> original attempt indexes
     unread: Unread = field(default_factory=Unread)
 
     @property
@@ -254,11 +257,11 @@ def import_files(
     reward: str | None = None,
     min_reward: float | None = None,
 ) -> Imported:
-    """Writes `output` from the files. `form` is the format of all records, or None if each is recognised.
+    """Imports `paths` into `output`. `form` is the format of all records; None detects the format per record.
 
-    `group_by` is the dotted key of a record that names its scenario, and `reward` the metric that is the reward. Only
-    attempts with at least `min_reward` are written. Raises UsageError if `output` is there already, DataError if there
-    is no file of that name, or no record could be read.
+    `group_by` is the dotted record key with the scenario id. `reward` is the metric to use as reward. Attempts below
+    `min_reward` are skipped. Raises UsageError if `output` exists, DataError for missing files or if no record is
+    readable.
     """
     if os.path.lexists(output):
         raise UsageError(f"{output}: it is there already; name another file")
@@ -294,8 +297,7 @@ def _nothing(done: Imported, min_reward: float | None) -> str:
 def _trajectories(
     paths: Sequence[Path], done: Imported, *, form: str | None, group_by: str | None, reward: str | None
 ) -> Iterator[tuple[ScoredTrajectory, bytes]]:
-    """Yields the trajectories of all records, each with its line, as soon as it is whole. A wrong one is counted in
-    `done`."""
+    """Yields complete trajectories, each with the JSON line. Invalid attempts are counted in `done`."""
     readers = [reader() for reader in READERS]
     ids: set[tuple[str, str]] = set()
     for origin, attempt in _attempts(paths, readers, done, form=form, group_by=group_by):
@@ -305,7 +307,7 @@ def _trajectories(
                 if attempt.whole is not None:
                     attempt.whole.returned_reward = attempt.reward
             line = msgspec.json.encode(attempt.trajectory())
-            trajectory = _SCORED.decode(line)  # a check: the written line can be read
+            trajectory = _SCORED.decode(line)  # checks that the line can be read back
             key = (trajectory.group_id, trajectory.id)
             if trajectory.id and key in ids:
                 raise ValueError("an attempt that was read before: its id is there already")
@@ -373,8 +375,10 @@ def _reader_of(record: Json, readers: Sequence[TraceReader], form: str | None) -
 
 
 def _group_of(record: Json, group_by: str | None, *, is_part: bool) -> str | None:
-    """Returns the value of the dotted key. Raises ValueError if there is no such key, unless the record may be a part
-    of an attempt, of which another part has it."""
+    """Returns the value of the dotted key.
+
+    Raises ValueError for a missing key, unless another record of the attempt may have it (`is_part`).
+    """
     if group_by is None:
         return None
     value: Any = record
@@ -399,13 +403,13 @@ def _count(done: Imported, trajectory: ScoredTrajectory) -> None:
 
 
 def _write_groups(spool: Path, beside: Path, done: Imported) -> None:
-    """Copies the trajectories, each with its place in its group, because a group's size is known only now."""
+    """Copies the trajectories and sets index and group size, which are only known after reading everything."""
     indexes: defaultdict[str, int] = defaultdict(int)
     with open(spool, "rb") as file, open(beside, "wb", opener=owner_only) as out:
         for line in file:
             trajectory = _SCORED.decode(line)
             places = done.places[trajectory.group_id]
-            is_placed = len(set(places)) == len(places)  # ours, which keep their order
+            is_placed = len(set(places)) == len(places)  # exported by art; keep the order
             trajectory.index = sorted(places).index(trajectory.index) if is_placed else indexes[trajectory.group_id]
             trajectory.group_size = done.groups[trajectory.group_id]
             trajectory.id = trajectory.id or f"{trajectory.group_id}/{trajectory.index}"

@@ -1,7 +1,7 @@
-"""Samples of inspect's logs (`.eval`, a zip archive of JSON, and `.json`): messages and scores, no tokens.
+"""Reader for inspect logs (`.eval`, a zip archive of JSON, and `.json`): messages and scores, no tokens.
 
-An epoch of a sample is an attempt at the scenario with the sample's id. Scores C, P, I and N are 1, 0.5, 0 and 0, as in
-inspect's own `value_to_float`.
+Each epoch of a sample becomes an attempt; the sample id is the scenario id. Scores C, P, I and N become 1, 0.5, 0 and
+0, like inspect's `value_to_float`.
 """
 
 from collections.abc import Iterator
@@ -13,7 +13,7 @@ from art_cli.runs.trajectory import Json
 LETTERS = {"C": 1.0, "P": 0.5, "I": 0.0, "N": 0.0}
 WORDS = {"yes": 1.0, "true": 1.0, "no": 0.0, "false": 0.0}
 ATTACHED = "attachment://"
-MAX_RESOLVED = 64 * 2**20  # characters of all attachments in one sample's messages
+MAX_RESOLVED = 64 * 2**20  # characters of all attachments per sample
 
 
 class InspectSample:
@@ -53,7 +53,7 @@ class InspectSample:
 
 
 def _number(score: Any) -> float | None:
-    """Returns a score as a number; None for one that is a list, an object or other words."""
+    """Returns a numeric score; lists, objects and unknown words give None."""
     value = score.get("value") if isinstance(score, dict) else score
     if isinstance(value, str):
         return LETTERS.get(value, WORDS.get(value.lower(), _parsed(value)))
@@ -68,7 +68,7 @@ def _parsed(text: str) -> float | None:
 
 
 def _message(message: Any) -> Json:
-    """Returns a message of inspect in OpenAI's form: thoughts apart, text parts joined, tool calls nested."""
+    """Converts an inspect message to OpenAI's format: separate thoughts, joined text parts, nested tool calls."""
     message = as_object(message, "messages")
     plain: Json = {"role": message.get("role"), "content": message.get("content")}
     if isinstance(parts := message.get("content"), list):
@@ -84,7 +84,7 @@ def _message(message: Any) -> Json:
 
 
 def _tools(record: Json) -> list[Json]:
-    """Returns the tools that model calls of the sample offered, each once."""
+    """Returns the tools offered in the sample's model calls, without duplicates."""
     found: dict[str, Json] = {}
     for event in as_list(record.get("events"), "events"):
         if isinstance(event, dict) and event.get("event") == "model":
@@ -95,7 +95,7 @@ def _tools(record: Json) -> list[Json]:
 
 
 class _Attachments:
-    """Long texts that inspect keeps apart, put back; each text as often as it is named, up to MAX_RESOLVED."""
+    """Resolves inspect's attachment references, up to MAX_RESOLVED characters in total."""
 
     def __init__(self, attachments: Json) -> None:
         self._texts, self._left = attachments, MAX_RESOLVED

@@ -1,7 +1,7 @@
-"""Exports of Langfuse, as JSON or JSON lines: observations, traces with their observations, and scores.
+"""Reader for Langfuse exports in JSON or JSON lines: observations, traces with observations, and scores.
 
-The generations of a trace, in the order of their time, are the calls of one attempt. Names are in camelCase in the API
-and the UI, in snake_case in exports to blob storage; input and output may be JSON in a text. There are no tokens.
+A trace's generations, in chronological order, become the calls of one attempt. Names are camelCase in the API and UI,
+snake_case in blob storage exports. Input and output may be JSON strings. There are no tokens.
 """
 
 import json
@@ -30,11 +30,11 @@ class LangfuseExport:
     joins = True
 
     def __init__(self) -> None:
-        self._traces: dict[str, Json] = {}  # id -> the record of the trace itself
+        self._traces: dict[str, Json] = {}  # id -> trace record
         self._generations: dict[str, list[Json]] = {}
         self._scores: dict[str, dict[str, float]] = {}
-        self._groups: dict[str, str] = {}  # id -> the scenario that one of its observations names
-        self._given: dict[str, str] = {}  # id -> the scenario that the caller gave
+        self._groups: dict[str, str] = {}  # id -> scenario from an observation
+        self._given: dict[str, str] = {}  # id -> scenario from the caller
 
     @staticmethod
     def recognises(record: Json) -> bool:
@@ -71,7 +71,7 @@ class LangfuseExport:
             try:
                 if isinstance(observation, dict):
                     self._keep({"traceId": trace, **observation})
-            except ValueError as error:  # it costs no other one
+            except ValueError as error:  # continue with the other observations
                 wrong = wrong or error
         if wrong is not None:
             raise wrong
@@ -80,11 +80,11 @@ class LangfuseExport:
         if observation.get("type") == "GENERATION":
             try:
                 call = _call(observation)
-                TracedAttempt().add(call)  # a bad one costs this generation, and not its trace
+                TracedAttempt().add(call)  # validate: a bad call costs only this generation
             except ValueError:
                 if observation.get("level") != "ERROR":
                     raise
-                call = None  # a call that failed has no reply
+                call = None  # failed calls have no reply
             self._generations.setdefault(str(_get(observation, "traceId")), []).append({**observation, "call": call})
         if scenario := _scenario(observation):
             self._groups.setdefault(str(_get(observation, "traceId")), scenario)
@@ -116,12 +116,12 @@ def _attempt(trace: str, about: Json, generations: list[Json], scores: dict[str,
 
 
 def _scenario(record: Json) -> str | None:
-    """Returns the scenario that the metadata of a trace or of one of its observations names."""
+    """Returns the scenario named in trace or observation metadata."""
     return named(_object(record.get("metadata")), GROUPS)
 
 
 def _call(observation: Json) -> TracedCall:
-    """Returns one generation. Raises ValueError if its input has no messages, or its output no reply."""
+    """Converts a generation. Raises ValueError without input messages or output reply."""
     asked, answered = _value(observation.get("input")), _value(observation.get("output"))
     tools: list[Any] = []
     if isinstance(asked, dict):
@@ -154,13 +154,13 @@ def _is_trace(record: Json) -> bool:
 
 
 def _get(record: Json, name: str) -> Any:
-    """Returns the value of a key in camelCase or in snake_case."""
+    """Returns the value for a camelCase key or its snake_case form."""
     snake = "".join(f"_{letter.lower()}" if letter.isupper() else letter for letter in name)
     return record.get(name, record.get(snake))
 
 
 def _value(value: Any) -> Any:
-    """Returns a value; a text that is a JSON list or object is that."""
+    """Decodes JSON lists and objects stored as strings; returns other values unchanged."""
     if isinstance(value, str) and value.lstrip()[:1] in ("[", "{"):
         try:
             return json.loads(value)

@@ -1,12 +1,11 @@
-"""OpenAI-style logs: conversations as `messages` lines, and single calls as request and response.
+"""Reader for OpenAI-style logs: `messages` lines, and single calls as request and response.
 
     {"messages": [...], "tools": [...], "reward": 1.0, "group_id": "easy-17"}     a whole conversation
     {"request": {"messages": [...]}, "response": {"choices": [...]}}              one call of a conversation
 
-A call may also be one of OpenAI's Responses or of Anthropic's Messages. Its reply is read as a client sends it back:
-its output items or content blocks follow those of the request, and the wires of `chat` make messages of them all. Calls
-whose messages go on from an earlier call's reply are one attempt, even without a key. `record_of` writes the first
-form.
+Calls to OpenAI's Responses and Anthropic's Messages APIs are also supported. The reply is appended to the request like
+a client would send it back, and the `chat` wires convert the result. Calls that continue an earlier reply belong to the
+same attempt, even without a session key. `record_of` writes the first form.
 """
 
 import hashlib
@@ -36,14 +35,14 @@ from art_cli.formats.imported_attempt import (
 )
 from art_cli.runs.trajectory import Json, Trajectory
 
-MESSAGES_FIELDS = ("model", "system")  # taken as they are; messages and tools are looked at
-Kept = Mapping[str, Sequence[Json]]  # id of a response -> its conversation, the reply included
+MESSAGES_FIELDS = ("model", "system")  # copied unchanged; messages and tools are converted
+Kept = Mapping[str, Sequence[Json]]  # response id -> conversation including the reply
 
 
 def call_of(request: Json, response: Json, kept: Kept) -> TracedCall:
-    """Returns the call. `kept` are earlier responses, which a Responses request may go on from by their id alone.
+    """Parses a call. `kept` maps response ids to conversations, for Responses requests with `previous_response_id`.
 
-    Raises ValueError if the call failed, or the log has it in another form.
+    Raises ValueError for failed calls and unknown formats.
     """
     if error := response.get("error"):
         raise ValueError(f"a call that failed: {json.dumps(error)[:200]}")
@@ -76,7 +75,7 @@ def _chat_call(request: Json, response: Json) -> TracedCall:
 
 
 def _tokens(response: Json, choice: Json) -> Tokens | None:
-    """Returns the tokens of a reply of vLLM with `return_token_ids` and `logprobs`; None where it lacks one of them."""
+    """Returns the tokens recorded by vLLM (`return_token_ids` and `logprobs`), if complete."""
     prompt = response.get("prompt_token_ids") or choice.get("prompt_token_ids")
     sampled, logprobs = choice.get("token_ids"), choice.get("logprobs")
     content = logprobs.get("content") if isinstance(logprobs, dict) else None
@@ -93,7 +92,7 @@ def _responses_call(request: Json, response: Json, kept: Kept) -> TracedCall:
     before = request.get("previous_response_id")
     if before is not None and before not in kept:
         raise ValueError(f"it goes on from a response that is not in the log: {str(before)[:80]!r}")
-    whole = json.loads(json.dumps([*items, *response["output"]]))  # a copy, because types are written into it
+    whole = json.loads(json.dumps([*items, *response["output"]]))  # deep copy, modified below
     name_kinds(whole)
     said = messages_of(msgspec.convert(whole, list[Item]))
     if not said or said[-1]["role"] != "assistant":
@@ -117,7 +116,7 @@ def _is_function(tool: Any) -> bool:
 
 
 def _is_own(tool: Any) -> bool:
-    """Returns whether the client runs the tool, and not Anthropic."""
+    """Returns whether the client runs the tool, rather than Anthropic."""
     return isinstance(tool, dict) and tool.get("type", "custom") == "custom"
 
 
@@ -129,7 +128,7 @@ def _messages_call(request: Json, response: Json) -> TracedCall:
     body.setdefault("model", "unknown")
     parsed = AnthropicCountTokens().parse(
         msgspec.json.encode(body), Sampling()
-    )  # this wire takes a reply as the last message
+    )  # this wire accepts a final assistant message
     messages = parsed.messages or []
     return TracedCall(
         messages=messages[:-1],
@@ -152,9 +151,9 @@ class OpenAILog:
     joins = True
 
     def __init__(self) -> None:
-        self._open: dict[str, TracedAttempt] = {}  # attempts that more calls may belong to, by session or number
-        self._ends: dict[bytes, deque[str]] = defaultdict(deque)  # hash of a conversation -> attempts that it ends
-        self._kept: dict[str, list[Json]] = {}  # id of a response -> its conversation, which a later call may name
+        self._open: dict[str, TracedAttempt] = {}  # session or call number -> attempt
+        self._ends: dict[bytes, deque[str]] = defaultdict(deque)  # conversation hash -> attempts ending there
+        self._kept: dict[str, list[Json]] = {}  # response id -> conversation
 
     @staticmethod
     def recognises(record: Json) -> bool:
@@ -192,8 +191,7 @@ class OpenAILog:
         yield from self._open.values()
 
     def _session(self, record: Json, call: TracedCall) -> str:
-        """Returns the attempt that a call belongs to: by a key of the line, or because it goes on from a reply of
-        it."""
+        """Returns the attempt key for a call: a session key in the line, or the attempt whose reply it continues."""
         metadata = record.get("metadata") if isinstance(record.get("metadata"), dict) else {}
         for source in (record, metadata or {}):
             for key in SESSIONS:
@@ -207,7 +205,7 @@ class OpenAILog:
 
 
 def _conversation(record: Json, group: str | None) -> TracedAttempt:
-    """Returns a line of `messages`. Raises ValueError if there is no assistant's among them."""
+    """Parses a `messages` line. Raises ValueError without assistant messages."""
     messages = [plain_message(each) for each in as_list(record.get("messages"), "messages")]
     attempt = _about(record, group)
     tools = as_list(record.get("tools"), "tools")
@@ -252,7 +250,7 @@ def _response(record: Json) -> Json | None:
 
 
 def _digests(messages: Sequence[Json]) -> list[bytes]:
-    """For each message, a hash of the conversation up to it, of what a client keeps when it sends it back."""
+    """Returns a hash of each conversation prefix, based only on fields that clients send back."""
     digests, before = [], b""
     for m in messages:
         kept = [m.get("role"), m.get("content") or "", m.get("tool_call_id"), _names(m.get("tool_calls"))]
@@ -263,7 +261,7 @@ def _digests(messages: Sequence[Json]) -> list[bytes]:
 
 
 def _names(calls: Any) -> list[Any]:
-    """Names and arguments of tool calls; a client may write the same arguments in another way, so they are parsed."""
+    """Returns names and parsed arguments of tool calls; clients may reformat the argument JSON."""
     found = []
     for call in calls or []:
         function = call["function"]
@@ -275,8 +273,7 @@ def _names(calls: Any) -> list[Any]:
 
 
 def record_of(trajectory: Trajectory) -> Json:
-    """Returns a trajectory as one line of `messages`; its tokens are left out, because the form has no place for
-    them."""
+    """Returns a trajectory as a `messages` line. Tokens are dropped, because the format has no field for them."""
     record: Json = {
         "id": trajectory.id,
         "group_id": trajectory.group_id,

@@ -3,8 +3,8 @@
     {"schema_version": 1, "turns": [{"node_id", "prompt_token_ids", "completion_token_ids", "per_token_logps",
      "loss_mask", "request", "response", "metadata"}]}
 
-A trace has no reward and no task: OpenEnv's sessions keep these. They are read from a record around the trace
-({"trace": {...}, "reward": 1.0, "task_id": "easy-17"}), and from `metadata.art`, where `record_of` writes them.
+Traces have no reward or task, because OpenEnv stores them in sessions. Both are read from an enclosing record
+({"trace": {...}, "reward": 1.0, "task_id": "easy-17"}) or from `metadata.art`, written by `record_of`.
 """
 
 from collections.abc import Iterator
@@ -28,7 +28,7 @@ from art_cli.runs.trajectory import Json, Trajectory, Turn, prompt
 INNER = ("trace", "training_trace")
 GROUPS = ("group_id", "scenario_id", "task_id", "task", "prompt_id")
 IDS = ("id", "session_id", "episode_id")
-OWN = "art"  # key of `metadata` under which a trace keeps what TrainingTrace has no place for
+OWN = "art"  # metadata key for data without a TrainingTrace field
 
 
 class OpenEnvTrace:
@@ -95,10 +95,10 @@ def _call(turn: Json) -> TracedCall:
 
 
 def record_of(trajectory: Trajectory) -> Json:
-    """Returns a trajectory as a TrainingTrace. Raises ValueError if it has no tokens, or logprobs that do not fit.
+    """Returns a trajectory as a TrainingTrace. Raises ValueError without tokens or with invalid logprobs.
 
-    `metadata.art` of the first call keeps the trajectory without its tokens, and of each call the rest of its turn.
-    A reply that the agent never saw has a mask of zeros.
+    `metadata.art` stores the trajectory without tokens (in the first call) and the remaining fields of each turn.
+    Replies never seen by the agent get an all-zero mask.
     """
     if not trajectory.turns:
         raise ValueError("no token ids")
@@ -134,7 +134,7 @@ def _record_of_turn(trajectory: Trajectory, index: int) -> Json:
 
 
 def _conversation_at(trajectory: Trajectory, index: int) -> tuple[list[Json] | None, Json | None]:
-    """Returns (messages, reply) of a call, where the conversation never branched, so that reply N is that of call N."""
+    """Returns a call's (messages, reply) for conversations without branches, where reply N belongs to call N."""
     replies = [number for number, message in enumerate(trajectory.messages) if message.get("role") == "assistant"]
     if trajectory.branches or len(replies) != len(trajectory.turns):
         return None, None
@@ -142,7 +142,7 @@ def _conversation_at(trajectory: Trajectory, index: int) -> tuple[list[Json] | N
 
 
 def _own(own: Any, turns: list[Json]) -> Trajectory:
-    """Returns the trajectory that `record_of` wrote. Raises ValueError if its parts do not fit."""
+    """Returns the trajectory written by `record_of`. Raises ValueError for inconsistent data."""
     fields = as_object(as_object(own, "metadata.art").get("trajectory"), "metadata.art.trajectory")
     made: list[Turn] = []
     for turn in turns:

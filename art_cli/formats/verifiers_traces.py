@@ -1,8 +1,8 @@
-"""Traces of verifiers (0.4, `traces.jsonl`): a graph of messages, each with the tokens that it adds.
+"""Reader for verifiers traces (0.4, `traces.jsonl`): a message graph with the tokens added by each message.
 
-A path from a root to a leaf is a conversation, and its nodes' tokens one after the other are what the model saw. Those
-of an agent that is not trained (an opponent, a judge) are left out. The
-files have logprobs with four decimals, so they are up to 5e-5 away from those that were sampled.
+A path from root to leaf is a conversation, and concatenating the tokens along the path gives the model's input. Tokens
+of untrained agents (opponents, judges) are dropped. Logprobs in the files are rounded to four decimals (error up to
+5e-5).
 """
 
 from collections.abc import Iterator, Sequence
@@ -64,7 +64,7 @@ def _scenario(task: Json) -> str | None:
 
 
 def _reward(value: Any) -> float | None:
-    """Returns the weighted score of one named reward, or None if it was not scored."""
+    """Returns a named reward's weighted score, if it was scored."""
     if not isinstance(value, dict):
         return as_number(value)
     score, weight = as_number(value.get("score")), as_number(value.get("weight", 1.0))
@@ -80,8 +80,7 @@ def _error(record: Json) -> str | None:
 
 
 def _call(nodes: Sequence[Json], index: int, call: Json, record: Json) -> TracedCall:
-    """Returns the call that sampled a node. Raises ValueError for a node whose parent is none before it, or tokens that
-    misfit."""
+    """Returns the call that sampled a node. Raises ValueError for an invalid parent or mismatched tokens."""
     path = _path(nodes, index)
     tools = as_list(path[0].get("tools"), "tools") or as_list(record.get("tools"), "tools")
     prompt = [id for node in path[:-1] for id in as_list(node.get("token_ids"), "token_ids")]
@@ -103,7 +102,7 @@ def _call(nodes: Sequence[Json], index: int, call: Json, record: Json) -> Traced
 
 
 def _path(nodes: Sequence[Json], index: int) -> list[Json]:
-    """Returns the nodes from the root to this one."""
+    """Returns the nodes from the root to this node."""
     path = [nodes[index]]
     while (parent := path[-1].get("parent")) is not None:
         if not isinstance(parent, int) or not 0 <= parent < index:
@@ -114,6 +113,6 @@ def _path(nodes: Sequence[Json], index: int) -> list[Json]:
 
 
 def _message(node: Json) -> Json:
-    """Returns the message without what is null."""
+    """Returns the message without null fields."""
     message = as_object(node.get("message"), "message")
     return {key: value for key, value in message.items() if value is not None or key == "content"}

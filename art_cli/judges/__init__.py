@@ -130,7 +130,7 @@ class Judge:
 
     @classmethod
     def missing_keys(cls, config: Any, directory: Path) -> dict[str, str]:
-        """Returns the environment variables that must still be set, each with the model that needs it."""
+        """Returns the environment variables that must still be set -> the model that needs the variable."""
         return {}
 
     async def close(self) -> None:
@@ -163,5 +163,5 @@ def judge_class(config: "JudgeConfig", directory: Path) -> Any:
 
 
 def make_key(**parts: object) -> str:
-    """Returns a digest of `parts` that is stable across processes."""
+    """Returns a digest of `parts`, stable across processes."""
     return hashlib.sha256(msgspec.json.encode(parts, order="deterministic")).hexdigest()

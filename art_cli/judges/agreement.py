@@ -45,8 +45,8 @@ class Measure(msgspec.Struct, frozen=True):
 
 
 def measure(ratios: Sequence[Ratio], *, seed: int = 0) -> Measure | None:
-    """Returns the ratio of the sums; None if all denominators are 0. With a single group the interval collapses to the
-    value.
+    """Returns the ratio of the sums; None when all denominators are 0. With a single group the interval collapses to
+    the value.
     """
     known = [ratio for ratio in ratios if ratio.denominator > 0 or ratio.numerator]
     if not any(ratio.denominator for ratio in known):
@@ -103,7 +103,7 @@ def kendall_tau(scores: Sequence[float], gold: Sequence[float]) -> Ratio:
 
 
 def best_of_group(scores: Sequence[float], gold: Sequence[float]) -> Ratio:
-    """Returns (probability that a top-scored attempt has the best gold, 1); (0, 0) if the gold is constant.
+    """Returns (probability that the highest score has the best gold, 1); (0, 0) for constant gold.
 
     Ties for the highest score are broken uniformly at random.
     """
@@ -151,7 +151,7 @@ class FlipRates(msgspec.Struct, frozen=True):
 
 
 def flip_rates(rewards: Sequence[Sequence[float]], golds: Sequence[Sequence[float]]) -> FlipRates | None:
-    """Returns the flip rates; None if a value is not 0 or 1, or if the gold is constant."""
+    """Returns the flip rates; None for values other than 0 and 1, or for constant gold."""
     if any(value not in (0, 1) for groups in (rewards, golds) for values in groups for value in values):
         return None
     counts = []

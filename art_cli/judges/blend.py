@@ -29,7 +29,7 @@ class BlendJudge(Judge):
     ) -> None:
         self.weights = config.blend
         named = named_judges(config)
-        has_several = sum(isinstance(each, RulerJudgeConfig) for each in named.values()) > 1  # each has its own budget
+        has_several = sum(isinstance(each, RulerJudgeConfig) for each in named.values()) > 1  # separate budgets
         self.judges = judges or {
             name: make_judge(each, directory, job=f"{job}#{name}" if job and has_several else job)
             for name, each in named.items()

@@ -30,7 +30,7 @@ class _Sum(msgspec.Struct, frozen=True):
 
 
 class Usage(_Sum, frozen=True):
-    """Usage of calls. `cost_usd` is None if any call's price is unknown."""
+    """Usage of calls. `cost_usd` is None when any call's price is unknown."""
 
     calls: int = 0
     prompt_tokens: int = 0
@@ -55,7 +55,7 @@ class Payer(Protocol):
 
 
 class CostEstimate(_Sum, frozen=True):
-    """Estimated cost of the remaining calls. Cached votes are free. `usd` is None if a price is unknown.
+    """Estimated cost of the remaining calls. Cached votes are free. `usd` is None when a price is unknown.
 
     Completion tokens cover only the verdict, not the model's reasoning.
     """
@@ -102,7 +102,7 @@ def _as_price(price: PriceConfig) -> Price:
 
 
 def takes_schema(model: str) -> bool | None:
-    """Returns whether the model supports JSON schemas for its output; None if the model is not in the table."""
+    """Returns whether the model supports JSON schemas for output, if the table lists the model."""
     row = model_table().get(model) or model_table().get(model.partition("/")[2]) or {}
     known = row.get("supports_response_schema")
     return None if known is None else bool(known)
@@ -124,7 +124,7 @@ def model_table() -> dict[str, dict[str, Any]]:
 
 
 class Spent(NamedTuple):
-    """Cost of a job so far, or the maximum cost of one call."""
+    """A job's cost so far, or the maximum cost of a call."""
 
     usd: float
     tokens: int
@@ -157,7 +157,7 @@ class Budget:
         async with self._released:
             self._check(estimate)
             while not self._fits(estimate.usd + self._held.usd, estimate.tokens + self._held.tokens):
-                await self._released.wait()  # woken by the end of a call; every call has a deadline
+                await self._released.wait()  # woken when a call ends; every call has a deadline
                 self._check(estimate)
             self._held = Spent(self._held.usd + estimate.usd, self._held.tokens + estimate.tokens)
         try:

@@ -21,7 +21,7 @@ log = logging.getLogger(__name__)
 
 
 class AllVotes(NamedTuple):
-    """A group's verdicts over all rounds, and each trajectory's share of the extra rounds."""
+    """A group's verdicts from all rounds, and the extra rounds' cost per trajectory."""
 
     verdicts: Mapping[str, Verdict]
     extra: AskedAgain | None  # None without extra rounds
@@ -76,7 +76,7 @@ def _tokens(verdicts: Iterable[Verdict]) -> float:
 
 
 def _cost(verdicts: Iterable[Verdict]) -> float | None:
-    """Returns dollars; None if the cost of a score with known tokens is unknown."""
+    """Returns dollars; None when a cost is unknown although tokens are known."""
     scores = [score for verdict in verdicts for score in verdict.scores if score.prompt_tokens is not None]
     costs = [score.cost_usd for score in scores]
     return None if any(cost is None for cost in costs) else math.fsum(cost for cost in costs if cost is not None)

@@ -150,7 +150,7 @@ class FunctionJudge(Judge):
             raise JudgeError(f"{self._entry}: the reward of {id} is {value!r:.60}, not a finite number")
         return number
 
-    # --- what a user's class declares ---------------------------------------------------------------------------------
+    # --- attributes of a user's class ---------------------------------------------------------------------------------
 
     @property
     def usage(self) -> Usage:

@@ -61,7 +61,7 @@ class Ask(NamedTuple):
 
 
 class Shift(msgspec.Struct, frozen=True):
-    """Result of one probe over all groups it could edit."""
+    """One probe's result over all editable groups."""
 
     shift: Measure | None  # None without edited and judged attempts
     p: float  # probability of a shift this large if the edit does not matter
@@ -284,9 +284,9 @@ def _member_scores(attempt: ScoredTrajectory) -> list[float]:
 
 
 def _panel(groups: Sequence[Repeats]) -> tuple[dict[str, Measure | None], list[str]]:
-    """Returns the agreement of the panel and each member with the panel in another repeat, and the cheapest subset.
+    """Returns the agreement of the panel and every member with the panel at another repeat, and the cheapest subset.
 
-    Empty for single scores, unequal numbers of scores, or more than MAX_MEMBERS judges.
+    Empty for single scores, unequal numbers of scores, or a panel larger than MAX_MEMBERS.
     """
     attempts = [each for group in groups for judged in group for each in judged]
     names = [f"{score.judge} {score.model or ''}".rstrip() for score in attempts[0].scores]

@@ -63,7 +63,7 @@ def _check_score(score: Score) -> None:
 
 
 class Agreement(msgspec.Struct, frozen=True):
-    """Agreement of scores with gold rewards; each field is None if the gold is constant within every group."""
+    """Agreement of scores with gold rewards. A field is None when the gold is constant within every group."""
 
     pairwise_accuracy: Measure | None
     pair_flips: Measure | None

@@ -1,7 +1,7 @@
 """Chooses attempt pairs for a person to label and estimates the judge's accuracy from the answers. Pure functions.
 
 A pair is two attempts from the same group. The judge earns credit 1 for the person's order, 0 for the opposite order,
-and one half if only one of them sees a tie. The accuracy is the mean credit over all P pairs.
+and one half if exactly one side sees a tie. The accuracy is the mean credit over all P pairs.
 
 Pairs are stratified by margin (the difference between the judge's scores) and by whether the judge prefers the longer
 attempt. Judges err most at small margins and when they favor length. Pairs are drawn at random within a stratum, so the
@@ -12,7 +12,7 @@ stratified mean is unbiased (Neyman 1934):
 m_h is the mean credit in stratum h, shrunk with PULL pseudo-labels toward a logistic curve in margin and side. The
 shrinkage prevents false certainty after a few lucky labels. A share FLOOR of the labels is allocated by stratum size
 alone. The interval is Wilson's (1927) with the effective sample size of simple random sampling. Adaptive allocation and
-stopping at the first narrow interval cost less than one point of coverage (benchmarks/judges/label.py).
+stopping at the first narrow interval add less than one point of bias (benchmarks/judges/label.py).
 """
 
 import math

@@ -107,7 +107,7 @@ PROBES = {
 
 
 def change_reply(attempt: Trajectory, change: Callable[[Any], Any]) -> Trajectory | None:
-    """Returns the attempt with a changed last reply, or None without a reply or a change."""
+    """Returns the attempt with a changed last reply, if there is a reply and it changed."""
     at = max((at for at, each in enumerate(attempt.messages) if each.get("role") == "assistant"), default=-1)
     before = attempt.messages[at].get("content") or "" if at >= 0 else ""
     after = change(before)
@@ -118,7 +118,7 @@ def change_reply(attempt: Trajectory, change: Callable[[Any], Any]) -> Trajector
 
 
 def change_all(attempt: Trajectory, change: Callable[[Json], Json]) -> Trajectory | None:
-    """Returns the attempt with every message in all conversations changed, or None without a change."""
+    """Returns the attempt with changed messages in all conversations, if anything changed."""
     messages = [change(message) for message in attempt.messages]
     branches = [[change(message) for message in branch] for branch in attempt.branches]
     is_same = (messages, branches) == (attempt.messages, attempt.branches)

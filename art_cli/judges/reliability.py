@@ -61,9 +61,7 @@ class VerdictCounts(NamedTuple):
 
     @property
     def informedness(self) -> float:
-        """J = 1 - rho0 - rho1: the factor by which noise shrinks the mean difference between right and wrong
-        attempts.
-        """
+        """J = 1 - rho0 - rho1. Noise shrinks the mean difference between right and wrong attempts by this factor."""
         return 1 - self.false_positive - self.false_negative
 
     def rates(self) -> Floats:
@@ -84,7 +82,7 @@ def with_reliability(groups: Sequence[Sequence[ScoredTrajectory]]) -> list[list[
 
 
 def reliabilities(groups: Sequence[Sequence[ScoredTrajectory]]) -> list[Reliability | None]:
-    """Returns each group's reliability, or None for unknown judge errors or equal rewards.
+    """Returns each group's reliability; None when judge errors are unknown or rewards are equal.
 
     `groups` must contain only finished trajectories.
     """

@@ -31,7 +31,7 @@ class RewardModelJudge(Judge):
 
     @property
     def settings(self) -> str:
-        """A digest of the model (hub id or all files) and of the output settings. Reads the weights."""
+        """A digest of the model (hub id or file hashes) and the output settings. Reads the weights."""
         deciding = self.config.model_dump(mode="json", include={"label", "activation", "max_length"})
         return make_key(model=self._digest_model(), told=deciding)[:12]
 

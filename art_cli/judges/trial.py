@@ -1,7 +1,7 @@
-"""The keys of a judge and its trial, which `art check` makes before a run needs the judge.
+"""API keys of a judge, and a trial before the run (`art check`).
 
-Looking for keys makes no call. The trial asks every model of the judge about two short attempts, without the cache,
-and returns the cost.
+Looking for keys makes no calls. The trial asks every judge model about two short attempts, bypassing the cache, and
+returns the cost.
 """
 
 import asyncio
@@ -33,7 +33,7 @@ class Trial(NamedTuple):
 
 
 def missing_keys(config: JudgeConfig, directory: Path) -> dict[str, str]:
-    """Returns the environment variables that must still be set, each with the model that needs it."""
+    """Returns the environment variables that must still be set -> the model that needs the variable."""
     missing: dict[str, str] = judge_class(config, directory).missing_keys(config, directory)
     return missing
 

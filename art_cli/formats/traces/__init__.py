@@ -1,4 +1,4 @@
-"""Rollouts for other tools: model calls in order, made into spans, inspect's logs and rows of a table.
+"""Export of rollouts to other tools: ordered model calls as spans, inspect logs and table rows.
 
-Here a trajectory is only read. `art log` and the trackers send and write what this room makes of it.
+Read-only access to trajectories. `art log` and the trackers send and write the results.
 """

@@ -1,12 +1,12 @@
-"""Writes attempts as a log of inspect (`.eval`): a zip archive of JSON that `inspect view` and its tools open.
+"""Writes attempts as an inspect log (`.eval`): a zip archive of JSON for `inspect view` and other inspect tools.
 
-    header.json, summaries.json        what the log is, one line for each attempt
+    header.json, summaries.json        log metadata, one summary per attempt
     samples/{scenario}_epoch_{n}.json  an attempt: messages, model and tool calls as events, scores
 
-Only zip and JSON are needed: inspect_ai's models would hold a whole log in memory for the
-hundred lines that they save. A scenario is a sample, an attempt an epoch. Rewards, judges' scores with their words, and
-the rollout's own metrics are scores. Messages that several calls share are kept once (`events_data`), so that a long
-conversation takes no more than its length. The file is written beside its place and renamed.
+Uses only zip and JSON. inspect_ai's models would save a hundred lines here, but keep the whole log in memory. Scenarios
+become samples, attempts become epochs. Rewards, judge scores with explanations, and rollout metrics become scores.
+Messages shared by several calls are stored once (`events_data`), so the size stays linear in the conversation length.
+The file is written under a temporary name and then renamed.
 """
 
 import hashlib
@@ -28,22 +28,22 @@ from art_cli.runs.durable import new_file
 from art_cli.runs.trajectory import Json, ScoredTrajectory, Trajectory, score_names
 from art_cli.runtime.errors import printable
 
-VERSION = 2  # version of inspect's log format
-MAX_ID = 120  # characters of a sample's id, which is part of a file's name in the archive
-LIMITS = {"turn_limit": "turn", "context_length_exceeded": "context"}  # ours -> inspect's
-EVENT_LIMITS = {"turn", "token"}  # those that an event may have as well
+VERSION = 2  # inspect log format version
+MAX_ID = 120  # characters per sample id, used in archive file names
+LIMITS = {"turn_limit": "turn", "context_length_exceeded": "context"}  # our limit -> inspect's limit
+EVENT_LIMITS = {"turn", "token"}  # limits also allowed in events
 STOPS = {"stop": "stop", "length": "max_tokens", "tool_calls": "tool_calls"}
-MAX_TIME = 253402300799.0  # the end of the year 9999, the last one that dates reach
+MAX_TIME = 253402300799.0  # end of year 9999, the latest datetime
 
 
 @dataclass
 class LogTotals:
-    """The numbers of all samples, for the header."""
+    """Totals over all samples, for the header."""
 
     samples: list[Json] = field(default_factory=list)  # summaries
-    epochs: dict[str, int] = field(default_factory=dict)  # sample id -> attempts so far
-    groups: dict[str, tuple[int, int]] = field(default_factory=dict)  # group -> (attempts there are, group_size)
-    values: dict[str, list[float]] = field(default_factory=dict)  # scorer -> its values
+    epochs: dict[str, int] = field(default_factory=dict)  # sample id -> number of attempts
+    groups: dict[str, tuple[int, int]] = field(default_factory=dict)  # group -> (number of attempts, group_size)
+    values: dict[str, list[float]] = field(default_factory=dict)  # scorer -> values
     usage: list[int] = field(default_factory=lambda: [0, 0])  # prompt and completion tokens
     begin: float = MAX_TIME
     end: float = 0.0
@@ -54,12 +54,14 @@ class LogTotals:
 
 
 def log_path(directory: Path, saved: Saved, part: SavedPart) -> Path:
-    """Example: logs/mine-train-0003.eval. Underscores would be read as parts of inspect's own names."""
+    """Example: logs/mine-train-0003.eval. Underscores have a meaning in inspect's file names."""
     return directory / f"{_task(saved, part).replace('_', '-')}-{part.step:04d}.eval"
 
 
 def write_log(path: Path, saved: Saved, part: SavedPart) -> int:
-    """Returns the number of attempts written; no file if there are none. Raises DataError if a line cannot be read."""
+    """Returns the number of attempts written. Creates no file for an empty part. Raises DataError for unreadable
+    lines.
+    """
     attempts = part.attempts()
     first = next(attempts, None)
     if first is None:
@@ -131,7 +133,7 @@ def _header(spec: Json, plan: Json, saved: Saved, totals: LogTotals) -> Json:
     num = len(totals.samples)
     return {
         "version": VERSION,
-        # an attempt that is owed is still being played, or the run was killed
+        # missing attempts are still running, or the run was killed
         "status": "success" if totals.is_complete else "cancelled",
         "eval": spec,
         "plan": plan,
@@ -187,8 +189,8 @@ class _Sample:
         self.begin = _bounded(attempt.started_at)
         self.end = _bounded(attempt.started_at + max(0.0, attempt.duration_s))
         self.calls = calls_of(attempt)
-        self._messages: list[Json] = []  # those of all conversations, which events refer to by their places
-        self._starts: dict[int, int] = {}  # conversation -> place of its first message
+        self._messages: list[Json] = []  # messages of all conversations; events refer to their indexes
+        self._starts: dict[int, int] = {}  # conversation -> start index in `_messages`
         for conversation in [*attempt.branches, attempt.messages]:
             self._starts[id(conversation)] = len(self._messages)
             self._messages += [_message(each, f"{len(self._messages) + n}") for n, each in enumerate(conversation)]
@@ -234,13 +236,13 @@ class _Sample:
         return record
 
     def _id(self) -> str:
-        """Returns the scenario's id, as a name that any file system and page can show."""
+        """Returns the scenario id, sanitized for file names."""
         text = self.attempt.scenario_id
         shown = printable(text, limit=MAX_ID).replace("/", "-").replace("\\", "-")
         return shown if shown == text else f"{shown}-{_hash(text)[:8]}"
 
     def _input(self, messages: list[Json]) -> str | list[Json]:
-        """Returns the messages before the agent's first reply, or the scenario if there are none."""
+        """Returns the messages before the first reply, or the scenario."""
         before = [message for message in messages[: next(self._replies(messages), len(messages))]]
         return before or msgspec.json.encode(self.attempt.scenario).decode()
 
@@ -279,7 +281,7 @@ class _Sample:
         if isinstance(attempt, ScoredTrajectory) and attempt.returned_reward not in (None, reward):
             yield "returned_reward", {"value": attempt.returned_reward, "metadata": {}}
         for name, value in attempt.metrics.items():
-            if not name.startswith("num_"):  # the gateway's own counts
+            if not name.startswith("num_"):  # counted by the gateway
                 yield f"metric.{name}", {"value": value, "metadata": {}}
 
     def _count(self) -> tuple[int, int]:
@@ -354,7 +356,7 @@ class _Sample:
 
 
 def _message(message: Json, id_: str) -> Json:
-    """Returns a message in OpenAI's form as one of inspect's."""
+    """Converts an OpenAI message to inspect's format."""
     role = str(message.get("role"))
     text = text_of(message.get("content"))
     thoughts = thoughts_of(message)
@@ -376,7 +378,7 @@ def _message(message: Json, id_: str) -> Json:
 
 
 def _arguments(tool: ToolUse) -> Json:
-    """Returns the arguments as an object, which inspect asks for; under one name where they are none."""
+    """Returns the arguments as an object, as required by inspect; other values are wrapped."""
     found = parsed(tool.arguments)
     return found if isinstance(found, dict) else {"arguments": found}
 
@@ -403,7 +405,7 @@ def _tools(tools: Sequence[Json]) -> list[Json]:
 
 
 def _property(schema: Any) -> Json:
-    """Returns the part of a parameter's schema that inspect shows: a plain type, and the description."""
+    """Returns the parts of a parameter schema displayed by inspect: plain type and description."""
     known = schema if isinstance(schema, dict) else {}
     types = ("string", "integer", "number", "boolean", "array", "object", "null")
     shown = {"type": known["type"]} if known.get("type") in types else {}

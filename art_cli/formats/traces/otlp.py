@@ -1,11 +1,11 @@
-"""Sends spans over OTLP/HTTP: protobuf messages, compressed, in batches, each with retries and a deadline.
+"""Sends spans over OTLP/HTTP: compressed protobuf batches with retries and a deadline.
 
     OtlpSender("http://localhost:4318").send(spans)        POST http://localhost:4318/v1/traces
 
-Only the package opentelemetry-proto is needed, not OpenTelemetry's SDK: its exporter has no deadline for a receiver
-that answers drop by drop, and logs a refusal instead of raising it. Keys stand in OTEL_EXPORTER_OTLP_HEADERS
-(`name=value`, several with commas), as the SDKs read it, and in no file. A receiver that is slow, hangs, answers
-without end or refuses becomes one DeliveryError after `timeout_s`.
+Requires only the opentelemetry-proto package. OpenTelemetry's SDK exporter has no deadline against slowly trickling
+responses, and it logs rejections instead of raising. API keys come only from OTEL_EXPORTER_OTLP_HEADERS
+(comma-separated `name=value` pairs, as in the SDKs) and are never written to files. A receiver that is slow, hangs,
+responds endlessly or rejects the data raises DeliveryError after at most `timeout_s`.
 """
 
 import asyncio
@@ -27,12 +27,12 @@ from art_cli.runtime.errors import DeliveryError, UsageError, one_line, printabl
 from art_cli.runtime.secrets import Secrets, find_secrets
 
 PATH = "/v1/traces"
-DEFAULT_URL = "http://localhost:4318"  # OpenTelemetry's collector listens there
-TIMEOUT_S = 30.0  # longest time for one batch, its retries included
-MAX_BATCH_BYTES = 2 << 20  # bytes of one request before compression; Langfuse takes 4.5 MB, collectors 20 MB
-RETRIED = (429, 502, 503, 504)  # answers after which OTLP tries again
+DEFAULT_URL = "http://localhost:4318"  # OpenTelemetry collector
+TIMEOUT_S = 30.0  # maximum time per batch, including retries
+MAX_BATCH_BYTES = 2 << 20  # bytes per uncompressed request; Langfuse accepts 4.5 MB, collectors 20 MB
+RETRIED = (429, 502, 503, 504)  # retryable status codes in OTLP
 FIRST_PAUSE_S, MAX_PAUSE_S = 0.5, 8.0
-MAX_ANSWER = 1 << 20  # bytes of an answer, which has a few
+MAX_ANSWER = 1 << 20  # bytes per response; normal responses are tiny
 
 
 class HttpAnswer(NamedTuple):
@@ -42,9 +42,9 @@ class HttpAnswer(NamedTuple):
 
 
 def traces_url(url: str) -> str:
-    """Returns the URL that spans are posted to: the address of a receiver, with OTLP's path where it lacks it.
+    """Returns the full URL for spans, adding OTLP's path to the receiver's address if missing.
 
-    Raises UsageError if it is no HTTP address, or holds a password.
+    Raises UsageError for non-HTTP URLs and URLs with credentials.
     """
     try:
         parts = urlsplit(url)
@@ -59,14 +59,16 @@ def traces_url(url: str) -> str:
 
 
 def url_from(environment: Mapping[str, str]) -> str:
-    """Returns the URL that OpenTelemetry's own variables name; without them a collector on this machine."""
+    """Returns the URL from OpenTelemetry's environment variables; defaults to a local collector."""
     if whole := environment.get("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT"):
         return whole
     return traces_url(environment.get("OTEL_EXPORTER_OTLP_ENDPOINT") or DEFAULT_URL)
 
 
 def headers_from(environment: Mapping[str, str]) -> dict[str, str]:
-    """Returns the headers that OpenTelemetry's own variables name. Raises UsageError if one is no `name=value`."""
+    """Returns the headers from OpenTelemetry's environment variables. Raises UsageError for invalid `name=value`
+    pairs.
+    """
     headers: dict[str, str] = {}
     for variable in ("OTEL_EXPORTER_OTLP_HEADERS", "OTEL_EXPORTER_OTLP_TRACES_HEADERS"):
         for pair in filter(str.strip, environment.get(variable, "").split(",")):
@@ -79,7 +81,7 @@ def headers_from(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 class OtlpSender:
-    """Sends to one receiver. Not for several threads at once."""
+    """Sends spans to one receiver. Not thread-safe."""
 
     def __init__(
         self,
@@ -89,7 +91,7 @@ class OtlpSender:
         timeout_s: float = TIMEOUT_S,
         resource: Mapping[str, Value] | None = None,
     ) -> None:
-        """Raises UsageError: opentelemetry-proto is not installed."""
+        """Raises UsageError if opentelemetry-proto is not installed."""
         try:
             from opentelemetry.proto.collector.trace.v1 import trace_service_pb2
         except ImportError as error:
@@ -100,7 +102,7 @@ class OtlpSender:
         self._resource = {"service.name": "art", "service.version": self._version, **(resource or {})}
 
     def send(self, spans: Iterable[Span]) -> int:
-        """Returns the number of spans that the receiver took. Raises DeliveryError if it did not take all."""
+        """Returns the number of accepted spans. Raises DeliveryError unless all spans were accepted."""
         sent = 0
         for batch in self._batches(spans):
             body = gzip.compress(batch.message.SerializeToString(), compresslevel=1)
@@ -113,11 +115,11 @@ class OtlpSender:
         return sent
 
     def _check(self, answer: bytes) -> None:
-        """Raises DeliveryError: the receiver took the request and refused some of its spans."""
+        """Raises DeliveryError if the receiver rejected some spans."""
         result = self._messages.ExportTraceServiceResponse()
         try:
             result.ParseFromString(answer)
-        except Exception:  # the boundary to protobuf: some receivers answer with JSON or text
+        except Exception:  # some receivers respond with JSON or text instead of protobuf
             return
         if refused := result.partial_success.rejected_spans:
             why = self.poster.shown(result.partial_success.error_message)
@@ -154,7 +156,7 @@ class _Batch(NamedTuple):
 
 
 def fill(record: Any, span: Span) -> None:
-    """Writes a span into its protobuf message."""
+    """Writes a span to a protobuf message."""
     record.trace_id, record.span_id, record.parent_span_id = span.trace_id, span.id, span.parent or b""
     record.name = clean(span.name)
     record.kind = 3 if span.is_client else 1  # SPAN_KIND_CLIENT, SPAN_KIND_INTERNAL
@@ -180,7 +182,7 @@ def _add_attributes(field: Any, attributes: Mapping[str, Value]) -> None:
 
 def _set(field: Any, value: Value) -> None:
     match value:
-        case str():  # first, because most are
+        case str():  # most common case
             field.string_value = clean(value)
         case bool():
             field.bool_value = value
@@ -198,12 +200,12 @@ def _nanoseconds(seconds: float) -> int:
 
 
 def clean(text: str) -> str:
-    """Returns the text without lone surrogates, which UTF-8 cannot hold."""
+    """Replaces lone surrogates, which UTF-8 cannot encode."""
     return text if text.isascii() else text.encode(errors="replace").decode()
 
 
 class Poster:
-    """Posts to one URL, again where the receiver is busy or away, until a deadline."""
+    """Posts to one URL and retries until a deadline if the receiver is busy or unreachable."""
 
     def __init__(self, url: str, headers: Mapping[str, str], *, timeout_s: float = TIMEOUT_S) -> None:
         self.url, self.timeout_s = url, timeout_s
@@ -212,13 +214,13 @@ class Poster:
         self._secrets: Secrets = find_secrets(os.environ, params=[{"headers": self._headers}])
 
     def post(self, body: bytes, headers: Mapping[str, str] | None = None) -> bytes:
-        """Returns the body of a good answer. Raises DeliveryError if there was none before the deadline."""
+        """Returns the body of a successful response. Raises DeliveryError after the deadline."""
         deadline = time.monotonic() + self.timeout_s
         pause = FIRST_PAUSE_S
         while True:
             answer = threads.run(self._try(body, headers or {}, deadline))
             if isinstance(answer, HttpAnswer) and 200 <= answer.status < 300 and answer.status != 207:
-                return answer.body  # 207: some of it was refused
+                return answer.body  # 207: partial rejection
             if isinstance(answer, HttpAnswer) and answer.status not in RETRIED:
                 raise DeliveryError(f"{self.host} answered {answer.status}: {self._explained(answer)}")
             wait = _seconds(answer.retry_after) if isinstance(answer, HttpAnswer) and answer.retry_after else pause
@@ -229,7 +231,7 @@ class Poster:
             pause = min(2 * pause, MAX_PAUSE_S)
 
     async def _try(self, body: bytes, headers: Mapping[str, str], deadline: float) -> HttpAnswer | str:
-        """Returns the receiver's answer, or why there is none."""
+        """Returns the response, or the reason for its absence."""
         try:
             async with (
                 asyncio.timeout(max(0.01, deadline - time.monotonic())),
@@ -248,12 +250,12 @@ class Poster:
         return said + ("; is the key right?" if answer.status in (401, 403) else "")
 
     def shown(self, text: str) -> str:
-        """Returns a receiver's text on one line, without secrets."""
+        """Returns a receiver's text as a single line without secrets."""
         return printable(self._secrets.redact(" ".join(text.split())), limit=300)
 
 
 def _seconds(retry_after: str) -> float:
-    """Returns the pause that a receiver asks for, in seconds; FIRST_PAUSE_S where it names a date."""
+    """Returns the requested pause in seconds; FIRST_PAUSE_S for dates."""
     try:
         return max(0.0, float(retry_after))
     except ValueError:

@@ -1,7 +1,7 @@
-"""The attempts that a run or a file has: one part for each step and split, read one attempt at a time.
+"""Saved attempts from a run or a file, split into steps and train/eval, loaded one at a time.
 
-A run is read as it stands: while it trains, after a kill, without any evaluation. A training step has its scored
-attempts, and those of its attempts that are not scored yet.
+Works on running, killed and incomplete runs. A training step includes scored attempts and attempts still waiting for
+scores.
 """
 
 import hashlib
@@ -19,15 +19,15 @@ STEPS = "step_*"
 
 
 class SavedPart(NamedTuple):
-    """The attempts of one step and split. Example: SavedPart(3, "train", (scored.jsonl, trajectories.jsonl))"""
+    """The attempts in one step and split. Example: SavedPart(3, "train", (scored.jsonl, trajectories.jsonl))"""
 
     step: int
     split: str  # train or eval
-    paths: tuple[Path, ...]  # an attempt in an earlier file is not taken from a later one
-    within: Path | None = None  # the run's directory, out of which no link may lead
+    paths: tuple[Path, ...]  # earlier files take precedence
+    within: Path | None = None  # run directory; links must not leave it
 
     def attempts(self) -> Iterator[Trajectory]:
-        """Raises DataError if a line is no trajectory."""
+        """Raises DataError for invalid lines."""
         seen: set[str] = set()
         for path in self.paths:
             for record in read_lines(path, ScoredTrajectory, within=self.within):
@@ -38,14 +38,14 @@ class SavedPart(NamedTuple):
 
 class Saved(NamedTuple):
     source: TracedRun
-    config: dict[str, object]  # the run's, as in config.json; empty for a file
+    config: dict[str, object]  # from config.json; empty for a file
     parts: list[SavedPart]
 
 
 def saved_attempts(path: Path, *, step: int | None = None) -> Saved:
-    """Returns the attempts of `path`, those of one step if `step` is given.
+    """Returns the attempts under `path`, optionally for a single `step`.
 
-    Raises UsageError if there is no such path, or it is no run; DataError if a file cannot be read.
+    Raises UsageError for missing paths and directories without a run, DataError for unreadable files.
     """
     if not path.exists():
         raise UsageError(f"{path}: no such run or file")
@@ -64,14 +64,14 @@ def saved_attempts(path: Path, *, step: int | None = None) -> Saved:
 
 
 def source_of(root: Path, config: dict[str, object]) -> TracedRun:
-    """Returns the run's name for other tools, the same in the tracker of a run and in `art log` afterwards."""
+    """Returns the run's identity for other tools, shared by trackers and `art log`."""
     model = config.get("model")
     base = model.get("base") if isinstance(model, dict) else None
     return TracedRun(root.resolve().name, run_id(root), str(base or "policy"))
 
 
 def run_id(root: Path) -> str:
-    """Returns an id that is the same as long as the same run is in the directory. Example: "9be47d653f2a8c01"."""
+    """Returns an id that stays stable while the directory contains the same run. Example: "9be47d653f2a8c01"."""
     return hashlib.sha256(f"{root.resolve()}{RunDir(root).id()}".encode(errors="surrogateescape")).hexdigest()[:16]
 
 
@@ -91,5 +91,5 @@ def _is_scored(record: ScoredTrajectory) -> bool:
 
 
 def _unscored(record: ScoredTrajectory) -> Trajectory:
-    """Returns the same without a verdict, so that its reward is the one that the rollout returned."""
+    """Returns the attempt without a verdict, so its reward is the rollout's reward."""
     return Trajectory(**{name: getattr(record, name) for name in Trajectory.__struct_fields__})

@@ -1,19 +1,20 @@
-"""Model calls and spans of a rollout, in OpenTelemetry's conventions for generative AI: one trace for each attempt.
+"""Model calls and spans of a rollout, following OpenTelemetry's generative AI conventions: one trace per attempt.
 
     invoke_agent RUN                 the rollout: scenario, reward, scores, error, limit
       chat MODEL                     a model call: messages, tool calls, tokens, sampling
       execute_tool NAME              a tool call: arguments, result
       judge NAME                     a score: votes, explanation, tokens, cost
 
-Names and shapes are those of https://github.com/open-telemetry/semantic-conventions-genai (gen_ai.*), which Langfuse,
-Phoenix, MLflow and Weave read; what they have no word for is `art.*`. Ids are hashes of the run's and the attempt's
-ids, so that the same attempt sent twice is one trace. No token ids are in a span.
+Names and structure follow https://github.com/open-telemetry/semantic-conventions-genai (gen_ai.*), supported by
+Langfuse, Phoenix, MLflow and Weave. Attributes without a convention are named `art.*`. Ids are hashes of run id and
+attempt id, so resending an attempt updates the same trace. Spans contain no token ids.
 
-A ModelCall has the messages around a call, the tools that it called and the turn with its tokens. A trajectory keeps
-conversations and turns apart. A reply belongs to a turn where their numbers leave no doubt: in one conversation the
-last replies are those of the turns, in order. With several conversations each must have a path of turns of that length.
-Where there is a doubt, the call has no turn, rather than another call's tokens. A trajectory has one time and one
-duration. The calls share it by their sampled tokens, so that their order is right and their lengths are an estimate.
+A ModelCall combines the messages around a call, the tools called, and the turn with its tokens. Trajectories store
+conversations and turns separately, so replies are matched to turns only if the match is unambiguous. In a single
+conversation the last replies match the turns in order. With several conversations, each needs a turn path of matching
+length. Ambiguous calls get no turn rather than another call's tokens. Trajectories record only one start time and
+duration, which are divided among the calls in proportion to sampled tokens: the order is exact, the durations are
+estimates.
 """
 
 import hashlib
@@ -30,20 +31,20 @@ from art_cli.runtime.processes.plain_json import is_deep
 
 
 class ToolUse(NamedTuple):
-    """One tool call of a reply. Example: ToolUse("call_1", "search", '{"query": "x"}', "2 mails")"""
+    """A tool call in a reply. Example: ToolUse("call_1", "search", '{"query": "x"}', "2 mails")"""
 
     id: str
     name: str
-    arguments: str  # the model wrote them, so they need not be JSON
-    result: str | None  # if the conversation has an answer to it
+    arguments: str  # written by the model; may be invalid JSON
+    result: str | None  # if the conversation contains a result
 
 
 class ModelCall(NamedTuple):
-    """The reply at `place` of a conversation."""
+    """The reply at index `place` in a conversation."""
 
     conversation: Sequence[Json]
     place: int
-    turn: Turn | None  # the turn with its tokens, or None if it is not known
+    turn: Turn | None  # the matching turn, if unambiguous
     number: int | None  # index of the turn in the trajectory
     begin: float  # seconds since the epoch, estimated
     end: float
@@ -54,7 +55,7 @@ class ModelCall(NamedTuple):
 
     @property
     def num_prompt(self) -> int | None:
-        """Tokens of the whole prompt, or None if that is unknown."""
+        """Tokens in the whole prompt, if known."""
         return None if self.turn is None else self.turn.kept + len(self.turn.prompt_ids)
 
     @property
@@ -67,7 +68,7 @@ class ModelCall(NamedTuple):
 
 
 def tool_uses(message: Json) -> list[ToolUse]:
-    """Returns the tool calls of a message, without their results."""
+    """Returns a message's tool calls without results."""
     found = []
     calls = message.get("tool_calls")
     for call in calls if isinstance(calls, list) else []:
@@ -80,18 +81,18 @@ def tool_uses(message: Json) -> list[ToolUse]:
 
 
 def calls_of(trajectory: Trajectory) -> list[ModelCall]:
-    """Returns every model call, in the order of time as far as it is known; empty without messages."""
+    """Returns all model calls, in chronological order if known; empty without messages."""
     conversations = [*trajectory.branches, trajectory.messages]
     replies = [_replies(conversation) for conversation in conversations]
-    found: list[tuple[int, int, int | None]] = []  # (conversation, place, index of the turn)
+    found: list[tuple[int, int, int | None]] = []  # (conversation, place, turn index)
     seen: set[int] = set()
     for number, turns in enumerate(_turns(trajectory, [len(places) for places in replies])):
         places = replies[number]
-        if turns is not None:  # replies before the first turn's are examples in the prompt
+        if turns is not None:  # earlier replies are examples in the prompt
             places = places[len(places) - len(turns) :]
         prefixes = _prefixes(conversations[number])
         for position, place in enumerate(places):
-            if prefixes[place] not in seen:  # otherwise another conversation begins with the same call
+            if prefixes[place] not in seen:  # skip calls shared with an earlier conversation
                 seen.add(prefixes[place])
                 found.append((number, place, None if turns is None else turns[position]))
     if all(index is not None for _, _, index in found):
@@ -113,7 +114,7 @@ def _timed(
 
 
 def _turns(trajectory: Trajectory, num_replies: Sequence[int]) -> list[list[int] | None]:
-    """Returns the indexes of the turns of each conversation's last replies, or None if that is not known."""
+    """Returns the turn indexes of each conversation's last replies, if unambiguous."""
     seen = [index for index, turn in enumerate(trajectory.turns) if not turn.is_abandoned]
     if len(num_replies) == 1:
         return [seen if seen and len(seen) <= num_replies[0] else None]
@@ -125,7 +126,7 @@ def _turns(trajectory: Trajectory, num_replies: Sequence[int]) -> list[list[int]
 
 
 def _paths(turns: Sequence[Turn], seen: Sequence[int]) -> Iterator[list[int]]:
-    """Yields the turns from a first one to each last one that no other turn goes on from."""
+    """Yields all root-to-leaf paths of turns."""
     inner = {turns[index].parent for index in seen}
     for leaf in seen:
         if leaf not in inner:
@@ -140,7 +141,7 @@ def _replies(conversation: Sequence[Json]) -> list[int]:
 
 
 def _prefixes(conversation: Sequence[Json]) -> list[int]:
-    """Returns a hash of the conversation up to each message, that message included."""
+    """Returns a hash of each conversation prefix."""
     hashes, before = [], 0
     for message in conversation:
         before = hash((before, repr(message)))
@@ -155,20 +156,20 @@ def _until_reply(conversation: Sequence[Json], start: int) -> Iterator[Json]:
         yield conversation[place]
 
 
-MAX_TEXT = 16_000  # characters of one message, argument or result; the middle is left out
-MAX_INPUT = 64_000  # characters of all messages of one call; the oldest are left out
-MAX_DEPTH = 50  # levels of a tool call's arguments; deeper ones stay text
-MAX_SPANS = 2_000  # spans of one attempt; the model and tool calls after them are left out
+MAX_TEXT = 16_000  # characters per message, argument or result; the middle is cut
+MAX_INPUT = 64_000  # characters per call; the oldest messages are dropped
+MAX_DEPTH = 50  # nesting levels of tool call arguments; deeper arguments stay text
+MAX_SPANS = 2_000  # spans per attempt; later model and tool calls are dropped
 
 Value = str | bool | int | float | list[str]
 PROVIDER = "art"
 
 
 class TracedRun(NamedTuple):
-    """The run that the attempts are of. Example: TracedRun("mine", "3f2a...", "Qwen/Qwen3-0.6B")"""
+    """The attempts' run. Example: TracedRun("mine", "3f2a...", "Qwen/Qwen3-0.6B")"""
 
     name: str
-    id: str  # the same for the same run, wherever it is sent from
+    id: str  # stable per run
     model: str
 
 
@@ -179,7 +180,7 @@ class Event(NamedTuple):
 
 
 class Span(NamedTuple):
-    """One span; times are seconds since the epoch."""
+    """A span; times are seconds since the epoch."""
 
     trace_id: bytes  # 16
     id: bytes  # 8
@@ -190,11 +191,11 @@ class Span(NamedTuple):
     attributes: dict[str, Value]
     events: Sequence[Event] = ()
     error: str | None = None
-    is_client: bool = False  # whether it is a call of another service
+    is_client: bool = False  # call to another service
 
 
 def spans_of(trajectory: Trajectory, source: TracedRun, *, split: str = "train") -> Iterator[Span]:
-    """Yields the rollout's span first, then those inside it, in the order of time."""
+    """Yields the rollout span first, then the inner spans in chronological order."""
     maker = _Maker(trajectory, source, split)
     yield maker.rollout()
     num = 1
@@ -220,7 +221,7 @@ class _Maker:
         self.root = self._id("rollout")
         self.calls = calls_of(trajectory)
         self.end = trajectory.started_at + max(0.0, trajectory.duration_s)
-        self._texts: dict[int, Said] = {}  # messages that are already JSON, by their identity: calls share most of them
+        self._texts: dict[int, Said] = {}  # message id -> JSON; calls share most messages
 
     def _said(self, messages: Sequence[Json]) -> str:
         for message in messages:
@@ -349,7 +350,7 @@ class _Maker:
 
 
 def reward_of(trajectory: Trajectory) -> float | None:
-    """Returns the final reward of a scored trajectory; without a score, the one that the rollout returned."""
+    """Returns the final reward of a scored trajectory, otherwise the rollout's reward."""
     return trajectory.reward if isinstance(trajectory, ScoredTrajectory) else trajectory.returned_reward
 
 
@@ -359,7 +360,7 @@ def _evaluation(score: Score) -> dict[str, Value]:
 
 
 def _num_prompt(trajectory: Trajectory) -> int:
-    """Tokens that all calls' prompts have in sum."""
+    """Returns the total number of prompt tokens over all calls."""
     return sum(turn.kept + len(turn.prompt_ids) for turn in trajectory.turns) or _count(trajectory, "num_prompt")
 
 
@@ -371,15 +372,14 @@ def _count(trajectory: Trajectory, name: str) -> int:
 
 
 class Said(NamedTuple):
-    """A message as JSON in the shape of gen_ai.input.messages: a role and parts."""
+    """A message as JSON, in the format of gen_ai.input.messages: role and parts."""
 
     text: str
-    size: int  # characters of its parts
+    size: int  # characters in all parts
 
 
 def said(messages: Sequence[Said]) -> str:
-    """Returns the messages as one JSON list. The oldest are left out where all of them have more than MAX_INPUT
-    characters."""
+    """Returns the messages as a JSON list. Drops the oldest messages beyond MAX_INPUT characters."""
     shown: list[str] = []
     left = MAX_INPUT
     for message in reversed(messages):
@@ -401,8 +401,7 @@ def as_said(message: Json, *, finish: str | None = None) -> Said:
 
 
 def _json(record: Json) -> str:
-    """Returns the record as JSON. msgspec is fifteen times as fast, and does not take lone surrogates and large
-    integers."""
+    """Returns JSON. msgspec is fifteen times faster, but rejects lone surrogates and large integers."""
     try:
         return msgspec.json.encode(record).decode()
     except (UnicodeEncodeError, OverflowError):
@@ -431,7 +430,7 @@ def _parts(message: Json) -> list[Json]:
 
 
 def parsed(arguments: str) -> Any:
-    """Returns a tool call's arguments as JSON, or as the text that they are where they are none, or are deep."""
+    """Parses a tool call's arguments; returns the text for invalid or deeply nested JSON."""
     try:
         value = msgspec.json.decode(arguments)
     except (ValueError, RecursionError):
@@ -440,7 +439,7 @@ def parsed(arguments: str) -> Any:
 
 
 def shortened(text: str, limit: int = MAX_TEXT) -> str:
-    """Returns the text, with its middle replaced by how much is left out where it is longer than `limit`."""
+    """Cuts the middle out of texts longer than `limit` and inserts the number of omitted characters."""
     if len(text) <= limit:
         return text
     half = limit // 2

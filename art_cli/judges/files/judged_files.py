@@ -1,14 +1,14 @@
-"""Reads the files that can be judged: our trajectories, ART's own JSONL, plain {"messages": [...]} lines.
+"""Reads files for judging: our trajectories, OpenPipe ART's JSONL, plain {"messages": [...]} lines.
 
-A file is read twice: once for its outline (which groups, which lines), then group by group as they are judged, so that
-memory does not grow with the file's texts. The keys of a line decide what it is:
+A file is read twice: first for its outline (groups and lines), then one group at a time while judging, so memory does
+not grow with the texts. The keys of a line determine its format:
 
-    {"id": .., "group_id": .., "group_size": .., "index": ..}       our trajectory (or a scored one)
-    {"trajectories": [{"messages_and_choices": [..]}, ..]}          a group of ART's
+    {"id": .., "group_id": .., "group_size": .., "index": ..}       our trajectory (or scored trajectory)
+    {"trajectories": [{"messages_and_choices": [..]}, ..]}          a group from ART
     {"messages": [..], "group_id": ..}                              a conversation; or ART's, with messages_and_choices
 
-Other keys of a foreign line are kept in `metadata`, its reward in `returned_reward`. A line that belongs to no group
-makes the whole file an error. A mistake inside a line is found when its group is loaded, and concerns that group alone.
+Other keys of a foreign line go to `metadata`, the reward goes to `returned_reward`. A line without a group invalidates
+the whole file. Other errors in a line are found when its group is loaded and affect only this group.
 """
 
 import logging
@@ -28,7 +28,7 @@ log = logging.getLogger(__name__)
 
 
 class _Head(msgspec.Struct):
-    """The fields of a line that the outline needs; the others are skipped."""
+    """Fields needed for the outline; other fields are skipped."""
 
     schema_version: int = SCHEMA_VERSION
     id: Any = None
@@ -46,7 +46,7 @@ class _History(msgspec.Struct):
 
 
 class _Foreign(msgspec.Struct):
-    """The fields of a foreign line that we know."""
+    """Known fields of a foreign line."""
 
     id: str | int | None = None
     messages: list[Json] | None = None
@@ -67,18 +67,20 @@ _HEAD = msgspec.json.Decoder(_Head)
 _OWN = msgspec.json.Decoder(Trajectory)
 _ANY = msgspec.json.Decoder(Json)
 
-Kind = Literal["own", "art", "plain"]  # a group's lines are our trajectories, one group of ART's, or conversations
+Kind = Literal["own", "art", "plain"]  # our trajectories, a group from ART, or conversations
 
 
 @dataclass
 class Group:
-    """One group of the outline. Example: Group("s1", "own", size=4, lines={0: (1, 0), 1: (2, 812)}): two of four."""
+    """A group in the outline. Example: Group("s1", "own", size=4, lines={0: (1, 0), 1: (2, 812)}): two of four
+    attempts.
+    """
 
     group_id: str
     kind: Kind
-    size: int  # number of trajectories that it should have
-    lines: dict[int, tuple[int, int]] = field(default_factory=dict)  # index in the group -> (line number, byte offset)
-    count: int = 0  # number of trajectories that it has
+    size: int  # expected number of trajectories
+    lines: dict[int, tuple[int, int]] = field(default_factory=dict)  # index -> (line number, byte offset)
+    count: int = 0  # present trajectories
 
     @property
     def is_complete(self) -> bool:
@@ -90,9 +92,9 @@ class Group:
 
 
 class TrajectoryFile:
-    """The outline of a file, and its groups on demand. Raises DataError with the line for what cannot be read.
+    """A file's outline, with groups loaded on demand. Raises DataError with the line number for invalid lines.
 
-    When the same trajectory has several lines, the last one counts.
+    If a trajectory has several lines, the last one counts.
     """
 
     def __init__(self, path: Path, *, group_by: str | None = None) -> None:
@@ -100,7 +102,7 @@ class TrajectoryFile:
             raise UsageError(f"{path}: no such file")
         self.path, self.group_by = path, group_by
         self.groups: dict[str, Group] = {}
-        self._owners: dict[tuple[str, int], str] = {}  # (group, index in it) -> id of the trajectory
+        self._owners: dict[tuple[str, int], str] = {}  # (group, index) -> trajectory id
         for line in lines(path):
             if is_torn(line.data):
                 log.warning("%s:%d: the last line is torn; left out", path, line.number)
@@ -111,7 +113,7 @@ class TrajectoryFile:
                 raise DataError(str(error), path, line.number) from error
 
     def _add(self, head: _Head, line: Line) -> None:
-        """Puts one line into its group. Raises ValueError with the line's mistake."""
+        """Adds one line to its group. Raises ValueError for invalid lines."""
         if head.schema_version > SCHEMA_VERSION:
             raise ValueError(newer_schema(head.schema_version))
         if head.trajectories is not None:
@@ -150,7 +152,7 @@ class TrajectoryFile:
         group.count = len(group.lines)
 
     def _open_group(self, name: str, kind: Kind, *, size: int) -> Group:
-        """Returns the group of that name, added if it is new. Raises ValueError if its lines are of another kind."""
+        """Returns the named group, creating it if needed. Raises ValueError on mixed formats."""
         group = self.groups.setdefault(name, Group(name, kind, size))
         if group.kind != kind or (kind == "art" and group.lines):
             raise ValueError(f"group {_brief(name)} is there already, in line {group.first_line}, in another format")
@@ -166,7 +168,7 @@ class TrajectoryFile:
         return str(found)
 
     def load(self, group: Group) -> list[Trajectory]:
-        """Returns the trajectories of one group, by their index. Raises DataError if a line cannot be read."""
+        """Returns a group's trajectories, sorted by index. Raises DataError for invalid lines."""
         trajectories: list[Trajectory] = []
         names: set[str] = set()
         with self.path.open("rb") as file:
@@ -192,7 +194,7 @@ def _is_own(head: _Head) -> bool:
 
 
 def _brief(value: object) -> str:
-    """Returns a value of the file, short and printable, for an error message."""
+    """Returns a short printable value for error messages."""
     return printable(repr(value), limit=80)
 
 
@@ -201,14 +203,14 @@ def _words(error: Exception) -> str:
 
 
 def _select(record: Any, dotted: str) -> Any:
-    """`record["metadata"]["task"]` for "metadata.task"; None when there is no such key."""
+    """Returns `record["metadata"]["task"]` for "metadata.task", if present."""
     for key in dotted.split("."):
         record = record.get(key) if isinstance(record, dict) else None
     return record
 
 
 def read_line(line: bytes, group: Group, index: int) -> list[Trajectory]:
-    """Returns the trajectories of one line; `index` is that of the first, unless the line itself has one."""
+    """Returns the trajectories in a line; `index` is the first trajectory's index."""
     if group.kind == "own":
         trajectory = decode(line, _OWN)
         if (trajectory.group_id, trajectory.index) != (group.group_id, index):
@@ -219,7 +221,9 @@ def read_line(line: bytes, group: Group, index: int) -> list[Trajectory]:
 
 
 def _read_art_group(record: Json, group: Group) -> list[Trajectory]:
-    """Returns an ART group's trajectories, then its exceptions as ones with an error; each gets its metadata."""
+    """Returns an ART group's trajectories, then its exceptions as failed trajectories; group metadata is added to
+    each.
+    """
     found = msgspec.convert(record, _ArtGroup)
     about = {key: value for key, value in record.items() if key not in ("trajectories", "exceptions") and value}
     read = [_read_foreign(one, group, index) for index, one in enumerate(found.trajectories)]
@@ -232,7 +236,7 @@ def _read_art_group(record: Json, group: Group) -> list[Trajectory]:
 
 
 def _read_foreign(record: Json, group: Group, index: int) -> Trajectory:
-    """Returns a plain conversation, or one of ART's trajectories. Raises msgspec.ValidationError for wrong types."""
+    """Converts a conversation or an ART trajectory. Raises msgspec.ValidationError for invalid types."""
     found = msgspec.convert(record, _Foreign)
     known = _Foreign.__struct_fields__
     rest = {key: value for key, value in record.items() if key not in known and value not in (None, [], {})}
@@ -255,5 +259,5 @@ def _make_foreign(group: Group, index: int, *, id: str | None = None, **fields: 
 
 
 def _messages(items: Sequence[Json]) -> list[Json]:
-    """Messages; a choice that ART recorded is replaced by the message in it."""
+    """Replaces ART's recorded choices by their messages."""
     return [item["message"] if isinstance(item.get("message"), dict) else item for item in items]

@@ -1,12 +1,12 @@
-"""PersonLabels: what a person says of pairs of a scored file, and what follows for its judge.
+"""PersonLabels: human labels on attempt pairs from a scored file, and the resulting judge accuracy.
 
-Reads the scored file, and keeps the ids of its pairs and how the judge orders them. The labels are lines of
-labels.jsonl beside it, each on the disk before the next question:
+Reads the scored file and keeps pair ids and the judge's order in memory. Labels are lines in labels.jsonl next to the
+scored file; each label is on disk before the next question:
 
     {"schema_version": 1, "group_id": "s1", "left": "s1-0", "right": "s1-3", "verdict": "left", "time": 1767000000.0}
 
-Chance chooses the attempt on the left. `undo` takes back the label of the same two sides. A pair with its sides swapped
-was asked a second time. Labels of attempts that the file does not have are counted and play no part.
+Sides are assigned at random. `undo` removes the label with the same sides. A pair with swapped sides is a repeated
+question. Labels for unknown attempts are counted but not used.
 """
 
 import hashlib
@@ -29,15 +29,15 @@ from art_cli.runs.durable import LineWriter, read_lines
 from art_cli.runs.trajectory import EQUAL_REWARDS, SCHEMA_VERSION, by_group
 from art_cli.runtime.errors import DataError, RunError, UsageError
 
-MAX_ATTEMPTS = 64  # in a group; the pairs of a larger one are among its first attempts
-MAX_PAIRS = 2_000_000  # in one file
-REPEAT_EVERY = 10  # labels for each pair that is asked again with its sides swapped
-SIGNS = {"left": 1, "right": -1, "equal": 0}  # 1: the left attempt is better
+MAX_ATTEMPTS = 64  # per group; pairs use only the first attempts of larger groups
+MAX_PAIRS = 2_000_000  # per file
+REPEAT_EVERY = 10  # one pair is repeated with swapped sides per this many labels
+SIGNS = {"left": 1, "right": -1, "equal": 0}  # 1 if the left attempt is better
 Verdict = Literal["left", "right", "equal", "skip", "undo"]
 
 
 class Pair(NamedTuple):
-    """Two attempts as they are shown. Example: Pair("s1", "s1-0", "s1-3")"""
+    """Two attempts as displayed. Example: Pair("s1", "s1-0", "s1-3")"""
 
     group_id: str
     left: str
@@ -49,16 +49,16 @@ class Pair(NamedTuple):
 
 
 class PairLabel(msgspec.Struct, frozen=True, kw_only=True):
-    """A line of labels.jsonl."""
+    """A line in labels.jsonl."""
 
     schema_version: int = SCHEMA_VERSION
     group_id: str
-    left: str  # ids of trajectories
+    left: str  # trajectory ids
     right: str
     verdict: Verdict
-    digests: tuple[str, str] | None = None  # of the two attempts' messages; None in lines of older versions
+    digests: tuple[str, str] | None = None  # digests of both attempts' messages; missing in old lines
     time: float = 0.0  # seconds since the epoch
-    is_random: bool = True  # whether the pair was drawn at random, not because the judge is likely to err on it
+    is_random: bool = True  # drawn at random, not selected for a likely judge error
 
     @property
     def pair(self) -> Pair:
@@ -66,19 +66,19 @@ class PairLabel(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LabelReport(msgspec.Struct, frozen=True, kw_only=True):
-    """The worth of the judge by the labels."""
+    """Judge accuracy according to the labels."""
 
     num_pairs: int
-    num_labels: int  # skipped pairs and repetitions do not count
+    num_labels: int  # without skipped pairs and repetitions
     num_skipped: int
-    num_unknown: int  # labels of attempts that are not in the file
-    accuracy: JudgeAccuracy | None  # None before the first label
-    num_needed: int  # labels more that are expected until the interval is narrow enough; 0: it is
-    repeated: Ratio  # (pairs with the same answer when their sides were swapped, pairs asked twice)
-    noise: dict[str, float] | Literal["votes"] | None  # value of judge.noise, or None if nothing gives one
+    num_unknown: int  # labels for unknown attempts
+    accuracy: JudgeAccuracy | None  # None before any label
+    num_needed: int  # expected additional labels until the interval is narrow enough
+    repeated: Ratio  # (consistent answers after swapping sides, pairs asked twice)
+    noise: dict[str, float] | Literal["votes"] | None  # suggested value for judge.noise
 
     def lines(self) -> list[str]:
-        """Returns the report in words."""
+        """Returns the report as text lines."""
         unknown = f"; {self.num_unknown} labels are of attempts that are not in this file" if self.num_unknown else ""
         lines = [f"labels    {self.num_labels} of {self.num_pairs:,} pairs, {self.num_skipped} skipped{unknown}"]
         if self.accuracy is None:
@@ -96,12 +96,12 @@ class LabelReport(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _Row(ScoredRow, kw_only=True):
-    """A scored line, with what the choice needs."""
+    """A scored line with the fields needed for choosing pairs."""
 
     id: str
     messages: msgspec.Raw = msgspec.Raw()
-    length: int = 0  # bytes of its messages
-    digest: str = ""  # of its messages
+    length: int = 0  # bytes of all messages
+    digest: str = ""  # digest of all messages
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -111,7 +111,7 @@ class _Row(ScoredRow, kw_only=True):
 
 
 class PersonLabels:
-    """Raises UsageError (no such file, no pair in it) and DataError (a line cannot be read)."""
+    """Raises UsageError (no such file, no pairs) and DataError (invalid line)."""
 
     def __init__(self, path: Path) -> None:
         self._source, self.labels_path = TrajectoryFile(path), path.with_name("labels.jsonl")
@@ -133,7 +133,7 @@ class PersonLabels:
         self.read()
 
     def read(self) -> None:
-        """Reads the labels, which another process may write too."""
+        """Reads the labels, including labels written by other processes."""
         self._said: dict[Pair, PairLabel] = {}
         self._num_unknown = 0
         for label in read_lines(self._own_file(), PairLabel):
@@ -141,14 +141,14 @@ class PersonLabels:
         self._count()
 
     def _own_file(self) -> Path:
-        """Returns the path of the labels. Raises RunError: something else is in its place, such as a link."""
+        """Returns the labels path. Raises RunError unless it is a regular file or missing."""
         if self.labels_path.is_symlink() or (self.labels_path.exists() and not self.labels_path.is_file()):
             raise RunError(f"{self.labels_path}: not a regular file; remove it")
         return self.labels_path
 
     def _take(self, label: PairLabel) -> None:
         if self._number(label.pair) is None or label.digests not in (None, self._digests(label.pair)):
-            self._num_unknown += 1  # another file beside this one may have attempts of the same ids
+            self._num_unknown += 1  # another scored file in this directory may share ids
         elif label.verdict == "undo":
             self._said.pop(label.pair, None)
         else:
@@ -162,23 +162,23 @@ class PersonLabels:
         return self._numbers.get(pair, self._numbers.get(pair.swapped))
 
     def _count(self) -> None:
-        """Takes the first answer to each pair as its label."""
-        self._first: dict[int, Pair] = {}  # number of a pair -> its sides as they were asked first
+        """Uses the first answer to each pair as its label."""
+        self._first: dict[int, Pair] = {}  # pair number -> sides when first asked
         for pair in self._said:
             self._first.setdefault(self._number(pair) or 0, pair)
-        self._signs = {  # number of a labelled pair -> the person's order of its sides as the file has them
+        self._signs = {  # pair number -> the person's verdict, for the file's side order
             number: SIGNS[verdict] * (1 if pair in self._numbers else -1)
             for number, pair in self._first.items()
             if (verdict := self._said[pair].verdict) in SIGNS
         }
-        self.num_asked = len(self._first)  # pairs that were labelled or skipped
+        self.num_asked = len(self._first)  # labeled or skipped pairs
         of, differences = self._strata.of, self._differences
         self._strata.count((int(of[at]), credit(float(differences[at]), sign)) for at, sign in self._signs.items())
 
     # --- asking -------------------------------------------------------------------------------------------------------
 
     def next(self) -> Pair | None:
-        """Returns the pair to ask about, the same one until it is answered, or None if all have been."""
+        """Returns the next pair to label, if any remain. Stays the same until answered."""
         once = [pair for at in self._signs if (pair := self._first[at]).swapped not in self._said]
         if len(self._signs) - len(once) < len(self._signs) // REPEAT_EVERY:
             return once[0].swapped
@@ -188,14 +188,14 @@ class PersonLabels:
         return next((self._pairs[number] for number in numbers if number not in self._first), None)
 
     def next_ordered(self) -> Pair | None:
-        """Returns a pair that the judge orders, drawn at random, the same one until it is answered, or None."""
+        """Returns a random pair with different judge scores, if any remain. Stays the same until answered."""
         numbers = np.flatnonzero(np.abs(self._differences) > EQUAL_REWARDS).tolist()
         return next((self._pairs[number] for number in numbers if number not in self._first), None)
 
     def answer(self, pair: Pair, verdict: Verdict, *, is_random: bool = False) -> None:
-        """Appends the label. `undo` is for the last answer, whatever the pair. `is_random`: `next_ordered` chose it.
+        """Appends a label. `undo` removes the last answer to any pair. `is_random` marks pairs from `next_ordered`.
 
-        Raises UsageError (no such pair), RunError and DataError (it cannot be appended).
+        Raises UsageError (no such pair), RunError and DataError (append failed).
         """
         if verdict == "undo":
             if not self._said:
@@ -212,7 +212,7 @@ class PersonLabels:
         self._count()
 
     def load_messages(self, pair: Pair) -> tuple[list[Message], list[Message]]:
-        """Returns all messages of the left and of the right attempt. Raises DataError: a line cannot be read."""
+        """Returns all messages of the left and right attempts. Raises DataError for invalid lines."""
         group = self._source.groups[pair.group_id]
         try:
             attempts = {each.id: read_attempt(each) for each in self._source.load(group) if each.id in pair[1:]}
@@ -224,8 +224,9 @@ class PersonLabels:
     # --- what follows -------------------------------------------------------------------------------------------------
 
     def ordered(self) -> list[tuple[float, bool]]:
-        """Returns (time, whether the judge orders it alike) of each labelled pair that both order and that was drawn at
-        random, because others are rather those on which the judge errs."""
+        """Returns (time, judge and person agree) for random pairs ordered by both. Other pairs are selected for likely
+        errors.
+        """
         return [
             (label.time, difference * sign > 0)
             for number, sign in self._signs.items()
@@ -250,10 +251,10 @@ class PersonLabels:
         )
 
     def _noise(self) -> dict[str, float] | Literal["votes"] | None:
-        """Returns the value of judge.noise.
+        """Returns a value for judge.noise.
 
-        For verdicts of 0 and 1: the person's better attempt of a pair is one that deserves a 1, the worse one a 0.
-        Each label counts for as many pairs as it stands for.
+        For 0/1 rewards: the person's better attempt should have 1, the worse attempt 0. Each label is weighted by the
+        number of pairs it represents.
         """
         rows = self._rows.values()
         if any(row.reward not in (0, 1) for row in rows):

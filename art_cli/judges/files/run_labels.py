@@ -1,14 +1,14 @@
-"""RunLabels: what a person says of pairs of a run's steps, and whether its judge comes to agree less as the run trains.
+"""RunLabels: human labels on attempt pairs from a run, and a test for decreasing agreement between judge and person.
 
-The labels are those of PersonLabels, beside the scored file of each step. A person is asked about pairs that the judge
-orders, drawn at random, of the step with the fewest answers. A pair that both order is alike or not.
+Uses a PersonLabels file next to each step's scored file. Asks about random pairs with different judge scores, from the
+step with the fewest answers. If both judge and person order a pair, their orders are either alike or not.
 
-Null hypothesis: given how many are alike, chance alone decides at which steps they are. A look compares the earlier
-with the later steps at each place where they can be divided: by the difference of the two shares of alike pairs, in
-standard deviations. How likely chance makes the largest of these as large is computed exactly, along all paths that
-the number of alike pairs can take. There is a look after 20, 30, 45, 67, 101, ... answers in the order of their time,
-with the levels LEVEL / 2, LEVEL / 6, LEVEL / 12, ..., which add up to LEVEL. So at most a share LEVEL of runs, however
-many labels they get, has a false alarm. The onset is the first step after the largest difference.
+Null hypothesis: given the total number of alike pairs, their steps are random. Each look compares earlier with later
+steps at every possible split: the difference between the two shares of alike pairs, in standard deviations. The
+probability of a maximum at least this large is computed exactly over all paths of the alike count. Looks happen after
+20, 30, 45, 67, 101, ... answers in chronological order, at levels LEVEL / 2, LEVEL / 6, LEVEL / 12, ..., which sum to
+LEVEL. So at most a share LEVEL of runs has a false alarm, for any number of labels. The onset is the first step after
+the maximum.
 """
 
 import logging
@@ -31,12 +31,12 @@ from art_cli.runtime.errors import ArtError, DataError, UsageError
 
 log = logging.getLogger(__name__)
 
-LOOKS = [int(20 * 1.5**look) for look in range(20)]  # numbers of answers after which there is a look
-MAX_WINDOWS, WINDOW = 5, 10  # number of windows of steps, and the fewest answers in one
+LOOKS = [int(20 * 1.5**look) for look in range(20)]  # numbers of answers that trigger a look
+MAX_WINDOWS, WINDOW = 5, 10  # maximum number of step windows, and minimum answers per window
 
 
 class OrderedPair(NamedTuple):
-    """A pair that both order. Example: OrderedPair(1767000000.0, step=31, is_alike=False)"""
+    """A pair that judge and person both order. Example: OrderedPair(1767000000.0, step=31, is_alike=False)"""
 
     time: float
     step: int
@@ -44,15 +44,15 @@ class OrderedPair(NamedTuple):
 
 
 class RunLabelReport(msgspec.Struct, frozen=True):
-    """The agreement of a run's judge with the labels."""
+    """Agreement between the run's judge and the labels."""
 
-    num_labels: int  # pairs that both order
-    num_needed: int  # labels more until the next look
-    alike: list[tuple[int, float]]  # (last step, share of alike pairs) of windows of steps
-    parted: str  # the alarm in words, or ""
+    num_labels: int  # pairs ordered by both
+    num_needed: int  # additional labels until the next look
+    alike: list[tuple[int, float]]  # (last step, share of alike pairs) per step window
+    parted: str  # alarm message, or ""
 
     def lines(self) -> list[str]:
-        """Returns the report in words."""
+        """Returns the report as text lines."""
         shares = ", ".join(f"{share:.2f} up to step {step}" for step, share in self.alike)
         return [
             f"labels    {self.num_labels} pairs that judge and person order; next look in {self.num_needed}",
@@ -62,7 +62,7 @@ class RunLabelReport(msgspec.Struct, frozen=True):
 
 
 class RunLabels:
-    """The labels of a run's steps. A step is numbered by the update that it made, as in `art report`."""
+    """Labels for a run's steps. Steps are numbered by the update they produced, as in `art report`."""
 
     def __init__(self, run: RunDir) -> None:
         self._run, self.labels_path = run, run.root / "step_*" / "labels.jsonl"
@@ -77,26 +77,26 @@ class RunLabels:
         return self._open(step).num_asked if has_labels else 0
 
     def _rank(self, step: int) -> int:
-        """Returns what the steps are asked about in the order of: the number of their answers; 0 if it is not known."""
+        """Returns the number of answers for sorting steps; 0 if unreadable."""
         with suppress(UsageError, DataError):
             return self._num_asked(step)
         return 0
 
     def next(self) -> Pair | None:
-        """Returns the pair to ask about, or None if all have been."""
+        """Returns the next pair to label, if any remain."""
         for step in sorted(self._order, key=self._rank):
-            with suppress(UsageError, DataError):  # no group of the step has two rewards, or it cannot be read
+            with suppress(UsageError, DataError):  # unreadable, or no group with two rewards
                 self._asked = self._open(step)
                 if (pair := self._asked.next_ordered()) is not None:
                     return pair
         return None
 
     def load_messages(self, pair: Pair) -> tuple[list[Message], list[Message]]:
-        """Returns all messages of the left and of the right attempt of the last question."""
+        """Returns all messages of the last question's left and right attempts."""
         return self._asked.load_messages(pair)
 
     def answer(self, pair: Pair, verdict: Verdict) -> None:
-        """Appends the label. `undo` takes back the last one since this object was made."""
+        """Appends a label. `undo` removes the last label added through this object."""
         if verdict != "undo":
             self._asked.answer(pair, verdict, is_random=True)
             self._answered.append(self._asked)
@@ -104,7 +104,7 @@ class RunLabels:
             self._answered.pop().answer(pair, verdict)
 
     def answers(self) -> list[OrderedPair]:
-        """Returns the labels of pairs that both order. Steps that cannot be read are left out with a warning."""
+        """Returns labels for pairs ordered by both. Unreadable steps are skipped with a warning."""
         found = list[OrderedPair]()
         for step in self._paths:
             try:
@@ -115,7 +115,7 @@ class RunLabels:
         return found
 
     def report(self) -> RunLabelReport:
-        """Raises UsageError if the run has no scored step."""
+        """Raises UsageError if the run has no scored steps."""
         if not self._paths:
             raise UsageError(f"{self._run.root}: no step_*/scored.jsonl in it; name a run or a scored file")
         answers = self.answers()
@@ -125,7 +125,7 @@ class RunLabels:
 
 
 def shares(answers: Sequence[OrderedPair]) -> list[tuple[int, float]]:
-    """Returns (last step, share of alike pairs) of up to five windows of steps with about as many answers each."""
+    """Returns (last step, share of alike pairs) for up to five step windows with similar numbers of answers."""
     ordered, size = sorted(answers, key=lambda each: each.step), math.ceil(max(len(answers) / MAX_WINDOWS, WINDOW))
     parts = [ordered[start : start + size] for start in range(0, len(ordered), size)]
     return [(part[-1].step, _share(part)) for part in parts]
@@ -136,7 +136,7 @@ def _share(answers: Sequence[OrderedPair]) -> float:
 
 
 def find_fall(answers: Sequence[OrderedPair]) -> Parting | None:
-    """Returns the first alarm that looks at the answers give, or None."""
+    """Returns the first alarm, if any."""
     for look, num in enumerate((num for num in LOOKS if num <= len(answers)), 1):
         seen = sorted(sorted(answers)[:num], key=lambda each: each.step)
         chance, onset = largest_fall(seen)
@@ -147,7 +147,8 @@ def find_fall(answers: Sequence[OrderedPair]) -> Parting | None:
 
 def describe_fall(answers: Sequence[OrderedPair], alarm: Parting) -> str:
     """Example: "judge and labels part since step 31 (false in at most 1% of runs): they order 0.93 of 40 pairs alike
-    before, 0.55 of 38 since"."""
+    before, 0.55 of 38 since"
+    """
     before, since = ([each for each in answers if (each.step >= alarm.onset) == is_late] for is_late in (False, True))
     return (
         f"judge and labels part since step {alarm.onset} (false in at most {LEVEL:.0%} of runs): they order "
@@ -156,11 +157,11 @@ def describe_fall(answers: Sequence[OrderedPair], alarm: Parting) -> str:
 
 
 def largest_fall(seen: Sequence[OrderedPair]) -> tuple[float, int]:
-    """Returns how likely chance makes the largest fall between earlier and later steps as large, and its step."""
+    """Returns the p value of the largest fall between earlier and later steps, and the step after it."""
     num, total = len(seen), sum(each.is_alike for each in seen)
     places, alike = np.arange(1, num), np.arange(total + 1)
     spread = np.sqrt(places * (num - places))
-    # falls[i, j]: the fall if j of the first i + 1 answers are alike; nothing is divided within a step
+    # falls[i, j]: the fall if j of answers 0..i are alike; splits within a step are excluded
     falls = (alike[None] - total * places[:, None] / num) / spread[:, None]
     steps = np.array([each.step for each in seen])
     falls[steps[1:] == steps[:-1]] = -np.inf

@@ -1,11 +1,11 @@
-"""Session: judges a file into another. It works out from both what is owed, judges it, and appends each finished group.
+"""Session: judges a trajectory file. Determines the owed groups, judges them, and appends each finished group.
 
-It reads a TrajectoryFile and appends to a ScoredFile, one process at a time. There is no other state: the same session,
-run again, goes on.
+Reads a TrajectoryFile and appends to a ScoredFile, one process at a time. There is no other state: running the same
+session again resumes it.
 
-A group's lines are written in one piece. A kill can tear only the end of the scored file, which is cut off when the
-file is opened again, so that every group is in it once or not at all. A file is continued only if each of its lines is
-a trajectory of the source, scored by this judge, because names of groups and ids alone do not tell two files apart.
+All lines of a group are written together. A kill can only tear the end of the scored file, and the torn end is removed
+on reopening, so every group is present once or not at all. A file is only resumed if each line is a source trajectory
+scored by this judge, because group names and ids alone do not identify a file.
 """
 
 import asyncio
@@ -31,14 +31,14 @@ _CURES = "name another file with -o, or start anew with --fresh (verdicts alread
 
 
 class ScoredFile:
-    """A file open for appending. `done` are the groups that it holds whole. `is_fresh` empties it first.
+    """A scored file opened for appending. `done` are its complete groups. `is_fresh` empties the file first.
 
-    Raises RunError if another process uses it, or it holds other trajectories or another judge's scores.
+    Raises RunError if another process uses the file, or if the lines come from other trajectories or a different judge.
     """
 
     def __init__(self, path: Path, source: TrajectoryFile, settings: str, *, is_fresh: bool = False) -> None:
         self.path, self._settings = path, settings
-        self._writer = LineWriter(path, is_fresh=is_fresh)  # locks the file and cuts off a torn last line
+        self._writer = LineWriter(path, is_fresh=is_fresh)  # locks the file and removes a torn last line
         try:
             self.done = self._resume(source)
         except BaseException:
@@ -46,7 +46,7 @@ class ScoredFile:
             raise
 
     def _resume(self, source: TrajectoryFile) -> set[str]:
-        """Returns the groups that the file holds whole; the lines of incomplete ones are cut off."""
+        """Returns the complete groups and removes the lines of incomplete groups."""
         there = TrajectoryFile(self.path)
         whole = scored_groups(there, source, self._settings)
         torn = [group for group in there if group.group_id not in whole]
@@ -64,13 +64,13 @@ class ScoredFile:
         log.warning("%s: cut off %d incomplete groups at its end; they are judged again", self.path, len(torn))
 
     def append(self, group: Sequence[ScoredTrajectory]) -> None:
-        """Writes all lines of a group at once."""
+        """Writes all lines of a group together."""
         for trajectory in group:
             trajectory.judge_settings = self._settings
         self._writer.append_all(group)
 
     def check_place(self) -> None:
-        """Raises RunError if the file was removed or replaced, so that what was written is lost."""
+        """Raises RunError if the file was removed or replaced, because written lines are then lost."""
         if not self._writer.is_in_place():
             raise RunError(f"{self.path}: was removed or replaced while it was written; run the same command again")
 
@@ -79,9 +79,9 @@ class ScoredFile:
 
 
 def scored_groups(scored: TrajectoryFile, source: TrajectoryFile, settings: str) -> set[str]:
-    """Returns the groups of `source` that the scored file holds whole. Changes nothing.
+    """Returns the `source` groups that are complete in the scored file. Read-only.
 
-    Raises RunError with the line: one that is not a trajectory of `source`, scored by the judge of `settings`.
+    Raises RunError with the line number of any line that is not a `source` trajectory scored with `settings`.
     """
     path, whole = scored.path, set()
     for name, group in scored.groups.items():
@@ -95,7 +95,7 @@ def scored_groups(scored: TrajectoryFile, source: TrajectoryFile, settings: str)
 
 
 def _check_group(path: Path, group: Group, source: TrajectoryFile, settings: str) -> None:
-    """Raises RunError for the first line of a group with which the file cannot be continued."""
+    """Raises RunError for the first line that prevents resuming."""
     expected = {trajectory.index: trajectory for trajectory in source.load(source.groups[group.group_id])}
     with path.open("rb") as file:
         for index, (number, offset) in sorted(group.lines.items()):
@@ -111,7 +111,7 @@ def _check_group(path: Path, group: Group, source: TrajectoryFile, settings: str
 def _find_fault(
     found: ScoredTrajectory, expected: Trajectory | None, source: TrajectoryFile, settings: str
 ) -> str | None:
-    """Returns why a line of the output is not `expected`, scored with these settings, or None if it is."""
+    """Returns the reason why a line is not `expected` scored with these settings, if any."""
     name = printable(repr(found.id), limit=80)
     if expected is None or found.id != expected.id:
         return f"trajectory {name} is not in {source.path}"
@@ -127,7 +127,7 @@ def _find_fault(
 
 
 def _is_same(scored: ScoredTrajectory, trajectory: Trajectory) -> bool:
-    """Returns whether the two are equal in everything but reward and scores."""
+    """Returns whether both are equal except for reward and scores."""
     try:
         expected = score_trajectory(
             trajectory,
@@ -143,40 +143,40 @@ def _is_same(scored: ScoredTrajectory, trajectory: Trajectory) -> bool:
 
 
 def _settings_of(scored: ScoredTrajectory) -> str | None:
-    """Returns the digest of the judge that scored a line; older versions wrote it into RULER's scores only."""
+    """Returns the digest of the line's judge; older versions stored it only in RULER's scores."""
     if scored.judge_settings is not None:
         return scored.judge_settings
     found = {score.settings for score in scored.scores}
     return found.pop() if len(found) == 1 else None
 
 
-# Called with the number of groups owed at the start, and what became of them so far.
+# Called with the number of initially owed groups and the current progress.
 OnProgress = Callable[[int, JudgeProgress], None]
 
 
 class Summary(msgspec.Struct, kw_only=True):
-    """The results of one session. Numbers without another noun count groups."""
+    """Results of a session. Plain numbers count groups."""
 
     scored: str  # path of the scored file
     groups: int  # scored by this session
     groups_before: int
     trajectories: int
-    mean: float | None  # mean reward of what this session scored
+    mean: float | None  # mean reward over this session's scores
     calls: int
     cached_votes: int
     prompt_tokens: int
     completion_tokens: int
-    cost_usd: float | None  # cost of this session, or None if a price is unknown
-    asked_again: int  # groups of this session that got further rounds of votes
+    cost_usd: float | None  # cost of this session, if all prices are known
+    asked_again: int  # groups with extra rounds of votes in this session
     owed: int
-    owed_because: dict[str, str]  # group id -> why it could not be scored
-    incomplete: dict[str, str]  # group id -> how many of its attempts are there
-    skipped: int  # groups with too few attempts for a judge that compares them
-    stopped: str | None  # why no further group was begun
+    owed_because: dict[str, str]  # group id -> reason
+    incomplete: dict[str, str]  # group id -> "2 of 4 attempts"
+    skipped: int  # groups with too few attempts to compare
+    stopped: str | None  # reason for stopping early
 
 
 class Session:
-    """One run of a judge over a file. Groups of fewer than `least` attempts are skipped."""
+    """Judges a file once. Groups with fewer than `least` attempts are skipped."""
 
     def __init__(
         self, judge: Judge, source: TrajectoryFile, path: Path, *, is_partial: bool = False, least: int = 1
@@ -188,10 +188,10 @@ class Session:
         self.reward_sum = 0.0
 
     async def run(self, *, is_fresh: bool = False, progress: OnProgress | None = None) -> Summary:
-        """Judges what is owed, or with `is_fresh` everything. When it is cancelled, groups in flight are dropped.
+        """Judges owed groups, or with `is_fresh` all groups. Cancellation drops groups in flight.
 
-        Raises RunError if the output is in use, holds another file's or another judge's scores, or was removed
-        meanwhile.
+        Raises RunError if the output is in use, contains another file's or judge's scores, or was removed during the
+        session.
         """
         output = await asyncio.to_thread(self._open, is_fresh=is_fresh)
         try:
@@ -214,7 +214,7 @@ class Session:
         return self._summary(done)
 
     def _open(self, *, is_fresh: bool) -> ScoredFile:
-        """Returns the output, compared with the source. This reads both files, and perhaps those of a reward model."""
+        """Opens the output and compares it with the source. Reads both files, and possibly a reward model's files."""
         return ScoredFile(self.path, self.source, settings_of(self.judge), is_fresh=is_fresh)
 
     def _count(self, scored: Sequence[ScoredTrajectory]) -> None:
@@ -248,5 +248,5 @@ class Session:
 
 
 def judgeable(source: TrajectoryFile, *, is_partial: bool, least: int = 1) -> list[Group]:
-    """Returns the groups that are judged, of at least `least` attempts: the complete ones, or with `is_partial` all."""
+    """Returns the groups to judge with at least `least` attempts: complete groups, or with `is_partial` all groups."""
     return [group for group in source if (group.is_complete or is_partial) and group.count >= least]

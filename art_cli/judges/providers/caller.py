@@ -190,7 +190,7 @@ class Caller:
         return prompt, round(max(self._completion_tokens, COMPLETION_TOKENS * num_attempts))
 
     async def _wait_for_quiet(self) -> None:
-        """Raises JudgeStopped while the quota is exhausted."""
+        """Waits until calls are allowed. Raises JudgeStopped while the quota is exhausted."""
         while True:
             if self._shut.is_set():
                 if time.monotonic() < self._shut_until:

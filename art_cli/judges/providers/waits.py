@@ -81,7 +81,7 @@ def _read_time(value: str) -> float | None:
 
 
 def until(seconds: float) -> str:
-    """Describes the end of a wait. Example: until(86400) -> "until 2026-10-22 07:28 UTC (24 h)"."""
+    """Describes when a wait ends. Example: until(86400) -> "until 2026-10-22 07:28 UTC (24 h)"."""
     hours = f"{seconds / 3600:,.0f} h" if seconds >= 7200 else f"{seconds / 60:.0f} min"
     short = f"{seconds:.0f} s" if seconds < 120 else hours
     try:

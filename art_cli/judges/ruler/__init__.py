@@ -1,1 +1,1 @@
-"""RULER, a judge that compares: ruler_judge.py has the way of a group through its files."""
+"""RULER, a judge that compares attempts; ruler_judge.py describes the data flow."""

@@ -1,12 +1,11 @@
-"""Attempts as a judge sees them, and a tree of their parts in which no message that they share stands twice. Pure.
+"""Attempts as seen by a judge, and a tree that stores shared messages once. Pure.
 
-An attempt is its conversations, of messages of segments, read from a trajectory's OpenAI messages. Two messages with
-the same content are equal here, whatever their random call ids, so that attempts can be merged. Nothing in a message
-makes reading fail: what is unknown is shown as JSON. group.py shortens attempts, and prompt.py writes them down for the
-judge.
+An attempt consists of conversations, messages and segments, parsed from the trajectory's OpenAI messages. Messages with
+the same content are equal regardless of their random call ids, so attempts can be merged. Parsing never fails: unknown
+content is shown as JSON. group.py shortens attempts, and prompt.py renders them for the judge.
 
-Each part of the tree is a run of messages. The root is an empty part. The path from the root to the part where a
-conversation ends spells the conversation:
+Each part in the tree is a run of messages. The root is an empty part. The path from the root to a conversation's last
+part spells the conversation:
 
     attempts   s u a1 x1    s u a1 x2    s u a2       (s u: the same system prompt and task)
     tree       [s u] - [a1] - [x1]
@@ -32,7 +31,7 @@ _THOUGHT_PARTS = frozenset({"thinking", "reasoning"})
 
 
 class Segment(NamedTuple):
-    """One part of a message. `omitted` is the number of characters left out between text and tail.
+    """One piece of a message. `omitted` is the number of characters cut between text and tail.
 
     Example: Segment("call", 'search({"query": "tides"})')
     """
@@ -46,11 +45,9 @@ class Segment(NamedTuple):
 class Message(NamedTuple):
     """One message. Example: Message("tool", (Segment("text", "3 results"),), answers=2) answers the second call."""
 
-    role: str  # one of ROLES, "message" for any other role, or "cut" in place of `omitted` messages
+    role: str  # one of ROLES; "message" for other roles; "cut" replaces `omitted` messages
     segments: tuple[Segment, ...]
-    answers: int = (
-        0  # number of the call, among those of the last reply, that a tool message answers; 0: it was the only one
-    )
+    answers: int = 0  # call number (from 1) answered by a tool message; 0 for an only call
     omitted: int = 0
 
 
@@ -58,7 +55,7 @@ Conversation = tuple[Message, ...]
 
 
 class Attempt(NamedTuple):
-    """All messages of an attempt: its last conversation, and the others (sub-agents, edited histories)."""
+    """All messages of an attempt: the main conversation and side conversations (sub-agents, edited histories)."""
 
     main: Conversation
     sides: tuple[Conversation, ...] = ()
@@ -69,7 +66,7 @@ class Attempt(NamedTuple):
 
 
 def read_attempt(trajectory: Trajectory) -> Attempt:
-    """Returns the trajectory's conversations. A side conversation that is the beginning of another one is left out."""
+    """Parses a trajectory. Skips side conversations that are prefixes of other conversations."""
     main = read_conversation(trajectory.messages)
     sides = [read_conversation(branch) for branch in trajectory.branches]
     kept: list[Conversation] = []
@@ -81,7 +78,7 @@ def read_attempt(trajectory: Trajectory) -> Attempt:
 
 
 def read_conversation(messages: Sequence[Any]) -> Conversation:
-    """OpenAI messages as `Message`s; a tool message refers to the call it answers by number, not by id."""
+    """Parses OpenAI messages. Tool messages refer to their call by number, not by id."""
     conversation = []
     numbers: dict[str, int] = {}
     for raw in messages:
@@ -101,7 +98,7 @@ def read_conversation(messages: Sequence[Any]) -> Conversation:
 
 
 def _call_numbers(calls: Any) -> dict[str, int]:
-    """Call id -> the call's number, from 1; empty when there is only one call."""
+    """Returns call numbers (from 1) by call id; empty for a single call."""
     if not isinstance(calls, list) or len(calls) < 2:
         return {}
     ids = [call.get("id") if isinstance(call, dict) else None for call in calls]
@@ -131,13 +128,11 @@ def _read_content(content: Any) -> list[Segment]:
 
 
 def _read_part(part: Any) -> Segment:
-    """Returns one element of a content list."""
+    """Parses an element of a content list."""
     if not isinstance(part, dict):
         return Segment("text", clean(part))
     named = part.get("type")
-    kind = (
-        named if isinstance(named, str) else ""
-    )  # the type may be any JSON value, also one that cannot be looked up in a set
+    kind = named if isinstance(named, str) else ""  # may be any JSON value, including unhashable values
     if kind in _TEXT_PARTS:
         return Segment("text", clean(part.get("text")))
     if kind in _IMAGE_PARTS:
@@ -154,10 +149,10 @@ def _read_part(part: Any) -> Segment:
 
 
 def _describe(part: Json) -> str:
-    """Size and digest of data that a text cannot show, so that the judge sees which data are equal.
+    """Returns size and digest of binary data, so the judge can tell equal data apart from different data.
 
-    Example: {"image_url": {"url": "data:image/png;base64,AAAA"}} -> "image/png, 4 characters, sha256 63c1dd95".
-    A link is shown as it is.
+    Example: {"image_url": {"url": "data:image/png;base64,AAAA"}} -> "image/png, 4 characters, sha256 63c1dd95". Links
+    are shown unchanged.
     """
     source = next((part[key] for key in ("image_url", "input_audio", "file", "source", "image") if key in part), part)
     data = source.get("url") or source.get("data") or source if isinstance(source, dict) else source
@@ -180,25 +175,25 @@ def _read_call(call: Any) -> Segment:
 
 
 def digest(attempt: Attempt) -> str:
-    """Returns a digest of the attempt's content; attempts with the same content have the same digest."""
+    """Returns a digest of the attempt's content."""
     return hashlib.sha256(msgspec.json.encode(attempt)).hexdigest()
 
 
 @dataclass(eq=False)
 class Part:
-    """A run of messages after those of `parent`. `attempts` are the indices of the attempts that pass through it."""
+    """A run of messages following `parent`. `attempts` are the indices of all attempts passing through it."""
 
     parent: "Part | None"
     messages: list[Message] = field(default_factory=list)
     attempts: set[int] = field(default_factory=set)
-    children: list["Part"] = field(default_factory=list)  # children in the order in which attempts reach them
+    children: list["Part"] = field(default_factory=list)  # in order of first visit
 
     @property
     def is_shared(self) -> bool:
         return len(self.attempts) > 1
 
     def walk(self) -> Iterator["Part"]:
-        """This part and all below it, parents first."""
+        """Yields this part and all descendants, parents first."""
         waiting = [self]
         while waiting:
             part = waiting.pop()
@@ -208,25 +203,25 @@ class Part:
 
 @dataclass(frozen=True)
 class AttemptTree:
-    """The parts, and for each attempt the parts where its conversations end, the main one's last."""
+    """All parts, and for each attempt the last parts of its conversations (main conversation last)."""
 
     root: Part
     ends: list[list[Part]]
 
     def parts(self) -> list[Part]:
-        """Returns all parts but the empty root, parents first."""
+        """Returns all parts except the empty root, parents first."""
         return list(self.root.walk())[1:]
 
 
 def build(attempts: Sequence[Attempt]) -> AttemptTree:
-    """Returns the attempts' tree. Its children, and everything written from it, follow the order of `attempts`."""
+    """Builds the tree. Children follow the order of `attempts`."""
     root = Part(None)
-    steps: dict[tuple[int, Message], Part] = {}  # (id of the parent, message) -> the part of that one message
+    steps: dict[tuple[int, Message], Part] = {}  # (parent id, message) -> one-message part
     ends = []
     for index, attempt in enumerate(attempts):
         ends.append([_insert(conversation, index, root, steps) for conversation in attempt.conversations])
     stops = {id(part) for own in ends for part in own}
-    merged: dict[int, Part] = {}  # id of a one-message part -> the part that it was joined to
+    merged: dict[int, Part] = {}  # one-message part id -> merged part
     _merge(root, stops, merged)
     return AttemptTree(root, [[merged.get(id(part), part) for part in own] for own in ends])
 
@@ -245,7 +240,7 @@ def _insert(conversation: Sequence[Message], index: int, root: Part, steps: dict
 
 
 def _merge(root: Part, stops: set[int], merged: dict[int, Part]) -> None:
-    """Joins each part with its only child, unless a conversation ends or forks between them."""
+    """Merges each part with its only child, unless a conversation ends or forks in between."""
     waiting = list(root.children)
     while waiting:
         part = waiting.pop()
@@ -261,7 +256,9 @@ def _merge(root: Part, stops: set[int], merged: dict[int, Part]) -> None:
 
 
 def repeated_texts(parts: Sequence[Part], min_length: int) -> list[str]:
-    """Texts of at least `min_length` characters that appear in the tree more than once, in order of appearance."""
+    """Returns texts of at least `min_length` characters that occur more than once in the tree, in order of
+    appearance.
+    """
     counts = Counter(
         segment.text
         for part in parts

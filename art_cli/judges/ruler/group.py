@@ -1,10 +1,9 @@
-"""JudgedGroup: a group as a judge model is shown it: each different attempt once, cut to what it may take.
+"""JudgedGroup: a group prepared for the judge model, deduplicated and shortened.
 
-Pure. The order of the attempts depends on their content alone. Texts are cut by rule. An attempt has a budget of
-tokens, and its texts are cut to a common length, the largest at which the attempt fits, so that short ones stay whole:
-first tool outputs only, down to a floor, then every text. The head and the tail of a text stay, with the number of
-characters left out between them. A message that several attempts share keeps as much as the one that leaves most of
-it, so that it stays shared. Conversations of very many messages lose their middle.
+Pure. The order of attempts depends only on their content. Each attempt has a token budget. To fit the budget, texts are
+cut to a common length, so short texts stay complete: first only tool outputs, down to a floor, then all texts. A cut
+text keeps its head and tail, with the number of omitted characters in between. A message shared by several attempts
+gets the largest of their limits, so it stays shared. Very long conversations lose their middle.
 """
 
 from collections.abc import Sequence
@@ -19,21 +18,21 @@ from art_cli.judges.ruler.votes import num_anchors, split
 from art_cli.runs.trajectory import Json, Trajectory
 
 MARK_TOKENS = 8  # estimated tokens of a mark line
-TOOL_FLOOR = 100  # tokens of a tool output below which the other texts are cut too
-_HEAD_SHARE = 2 / 3  # the head's share of what stays: a text begins with what it is, and its tail is how it ended
+TOOL_FLOOR = 100  # tokens per tool output, before other texts are cut too
+_HEAD_SHARE = 2 / 3  # head share of a cut text; the head shows the topic, the tail the outcome
 
 
 @dataclass(frozen=True)
 class JudgedGroup:
-    """The A different attempts of G trajectories.
+    """The A different attempts among G trajectories.
 
-    Example: of trajectories a, b, c, a and c are the same word for word: members [["b"], ["a", "c"]].
+    Example: for trajectories a, b, c with identical a and c, members is [["b"], ["a", "c"]].
     """
 
     group_id: str
     attempts: list[Attempt]  # [A] shortened
-    members: list[list[str]]  # [A] ids of the trajectories that are this attempt
-    tools: list[Json]  # each definition once
+    members: list[list[str]]  # [A] trajectory ids with this attempt
+    tools: list[Json]  # deduplicated definitions
     seed: str
 
     @property
@@ -41,20 +40,19 @@ class JudgedGroup:
         return sum(map(len, self.members))
 
     def parts(self, max_group: int) -> list[list[int]]:
-        """Indices of the attempts judged together: all, or the first part and the newcomers of each further part."""
+        """Indices of attempts judged together: all, or the first part and the new attempts of each other part."""
         if len(self.attempts) <= max_group:
             return [list(range(len(self.attempts)))]
         return split(len(self.attempts), max_group=max_group, seed=self.seed)
 
     def parts_by_example(self, max_group: int) -> list[list[int]]:
-        """Returns the same parts, each with arbitrary anchors: as large as the calls will be, known before any is
-        made."""
+        """Returns the same parts with arbitrary anchors, to estimate call sizes beforehand."""
         first, *others = self.parts(max_group)
         return [first, *([*first[: num_anchors(max_group)], *part] for part in others)]
 
 
 def read_group(group: Sequence[Trajectory], config: RulerJudgeConfig) -> JudgedGroup:
-    """Returns the group to judge. The same trajectories in another order or with other ids give the same questions."""
+    """Prepares a group. The result is independent of trajectory order and ids."""
     assert group, "an empty group is never judged"
     found: dict[str, tuple[Attempt, list[str]]] = {}
     for trajectory in group:
@@ -75,7 +73,7 @@ def read_group(group: Sequence[Trajectory], config: RulerJudgeConfig) -> JudgedG
 
 
 def shorten(attempts: Sequence[Attempt], max_tokens: int) -> list[Attempt]:
-    """Returns the attempts with every text cut to what `max_tokens` for each attempt allows."""
+    """Returns the attempts with texts cut to fit `max_tokens` per attempt."""
     if all(_surely_fits(attempt, max_tokens) for attempt in attempts):
         return list(attempts)
     trimmed = [each if _surely_fits(each, max_tokens) else _drop_middle(each, max_tokens) for each in attempts]
@@ -90,7 +88,7 @@ def shorten(attempts: Sequence[Attempt], max_tokens: int) -> list[Attempt]:
 
 
 def _surely_fits(attempt: Attempt, max_tokens: int) -> bool:
-    """Returns whether the attempt fits even if its conversations share no message; then nothing is cut."""
+    """Returns whether the attempt fits even without sharing messages between conversations."""
     total = 0
     for conversation in attempt.conversations:
         for message in conversation:
@@ -99,8 +97,8 @@ def _surely_fits(attempt: Attempt, max_tokens: int) -> bool:
 
 
 def _drop_middle(attempt: Attempt, max_tokens: int) -> Attempt:
-    """Returns the attempt without the middle of conversations whose marks alone would take half the budget."""
-    most = max(4, max_tokens // (4 * MARK_TOKENS * len(attempt.conversations)))  # each message takes two marks or more
+    """Drops the middle of conversations if their marks alone exceed half the budget."""
+    most = max(4, max_tokens // (4 * MARK_TOKENS * len(attempt.conversations)))  # at least two marks per message
 
     def drop(conversation: Conversation) -> Conversation:
         omitted = len(conversation) - most
@@ -113,7 +111,7 @@ def _drop_middle(attempt: Attempt, max_tokens: int) -> Attempt:
 
 
 def _limits(messages: Sequence[Message], max_tokens: int) -> dict[Message, int]:
-    """Message -> the most tokens that each of its texts may keep, so that all messages fit together."""
+    """Returns a token limit per text for each message, such that all messages fit together."""
     sizes = [
         (message.role == "tool", count_tokens(segment.text)) for message in messages for segment in message.segments
     ]
@@ -129,7 +127,7 @@ def _limits(messages: Sequence[Message], max_tokens: int) -> dict[Message, int]:
 
 
 def _level(sizes: Sequence[int], room: int) -> int:
-    """Returns the largest L with sum(min(size, L)) <= room; 0 without room, more than every size when all fit."""
+    """Returns the largest L with sum(min(size, L)) <= room: 0 without room, larger than every size if all fit."""
     for index, size in enumerate(sorted(sizes)):
         share = room // (len(sizes) - index)
         if share < size:
@@ -146,13 +144,13 @@ def _cut(conversation: Conversation, limits: dict[Message, int]) -> Conversation
 
 
 def cut_segment(segment: Segment, max_tokens: int) -> Segment:
-    """Returns the segment with at most `max_tokens` of its text: both ends, and the number of characters between."""
+    """Returns the segment cut to `max_tokens`: head, tail and the number of omitted characters."""
     if count_tokens(segment.text) <= max_tokens:
         return segment
     size = len(segment.text) if segment.text.isascii() else len(segment.text.encode())
     kept = int(
         len(segment.text) * max_tokens * BYTES_PER_TOKEN / size
-    )  # characters, at this text's own bytes per character
+    )  # characters, at the text's average bytes per character
     head = round(kept * _HEAD_SHARE)
     tail = kept - head
     return Segment(

@@ -1,7 +1,7 @@
-"""Writes a group down for the judge: tools once, shared messages once, then each attempt's own part under a neutral id.
+"""Renders a group for the judge: tools once, shared messages once, then the rest of each attempt under a neutral id.
 
-Pure and seeded, but for the text files of instructions and rubric. Every mark line holds a code of digits that no text
-of the group contains, and every text stands on separate lines between marks, so that no text can imitate a mark:
+Pure and seeded, except for reading the instructions and rubric files. Every mark line contains a code of digits that
+occurs in no text of the group, and texts are always on separate lines, so no text can imitate a mark:
 
     The record. Lines that start with "<482913 " are its marks.
     <482913 part 1>
@@ -28,28 +28,28 @@ from art_cli.judges.ruler.attempt_tree import Attempt, Message, Segment
 from art_cli.runs.trajectory import Json
 from art_cli.runtime.errors import UsageError
 
-PASSAGE_LENGTH = 200  # characters; a reference to a repeated text costs two marks of about 10 tokens each
+PASSAGE_LENGTH = 200  # characters; a reference costs two marks of about 10 tokens each
 RUBRIC = "{rubric}"  # placeholder for the rubric in the instructions
-_CONSONANTS = "bcdfghjkmnpqrstvwxz"  # ids have no vowels, so that none is a word and none sounds better than another
+_CONSONANTS = "bcdfghjkmnpqrstvwxz"  # no vowels, so ids are never words and none sounds better
 
 
 class JudgePrompt(NamedTuple):
-    """The messages to send, and the ids by which the answer names the G attempts, in the order given (not shown).
+    """The messages to send, and the ids and positions of the G attempts in their original order.
 
     Example: JudgePrompt(messages=[system, user], ids=["k4b", "w9c"], positions=[1, 0]) shows the second attempt first.
     """
 
     messages: list[Json]
     ids: list[str]  # [G]
-    positions: list[int]  # [G] position in the prompt, 0 first
+    positions: list[int]  # [G] prompt positions, 0 first
 
 
 def write_prompt(
     attempts: Sequence[Attempt], *, order: Sequence[int], tools: Sequence[Json], instructions: str, seed: str
 ) -> JudgePrompt:
-    """Returns the prompt that shows `attempts[order[0]]` first. The same arguments give the same prompt.
+    """Renders a deterministic prompt that shows `attempts[order[0]]` first.
 
-    `seed` chooses the ids and the code. `instructions` is the system prompt with the rubric in it.
+    `seed` determines ids and mark code. `instructions` is the system prompt including the rubric.
     """
     assert sorted(order) == list(range(len(attempts))), order
     rng = random.Random(seed)
@@ -64,7 +64,7 @@ def write_prompt(
 
 
 def choose_ids(count: int, rng: random.Random) -> list[str]:
-    """Distinct ids such as "k4b", which give no hint of order or quality."""
+    """Returns distinct ids such as "k4b" that reveal neither order nor quality."""
     ids: dict[str, None] = {}
     while len(ids) < count:
         ids[rng.choice(_CONSONANTS) + rng.choice("23456789") + rng.choice(_CONSONANTS)] = None
@@ -72,7 +72,7 @@ def choose_ids(count: int, rng: random.Random) -> list[str]:
 
 
 def choose_code(texts: Sequence[str], rng: random.Random) -> str:
-    """Digits that appear in none of the texts; the more digits the texts hold, the longer the code."""
+    """Returns digits that occur in none of the texts. The code gets longer if the texts contain many digits."""
     everything = "\n".join(texts)
     for tries in itertools.count():
         code = "".join(rng.choices("0123456789", k=6 + tries // 8))
@@ -82,7 +82,7 @@ def choose_code(texts: Sequence[str], rng: random.Random) -> str:
 
 
 def schema(ids: Sequence[str]) -> Json:
-    """Returns the JSON schema of a verdict over these ids, for providers that can constrain the answer to a schema."""
+    """Returns the JSON schema for a verdict over these ids."""
     entry = {
         "type": "object",
         "properties": {
@@ -102,13 +102,13 @@ def schema(ids: Sequence[str]) -> Json:
 
 
 def _dump(tool: Any) -> str:
-    """Returns a tool definition on one line, without the wrapper that marks it as a function."""
+    """Returns a tool definition as one line, without the function wrapper."""
     inner = tool.get("function", tool) if isinstance(tool, dict) else tool
     return clean(json.dumps(inner, ensure_ascii=False, separators=(",", ":"), default=str))
 
 
 class _Record:
-    """The user message while it is written, mark by mark and text by text."""
+    """Builds the user message, mark by mark and text by text."""
 
     def __init__(self, attempts: Sequence[Attempt], ids: Sequence[str], tools: Sequence[str], rng: random.Random):
         self.tree = attempt_tree.build(attempts)
@@ -117,7 +117,7 @@ class _Record:
         passages = attempt_tree.repeated_texts(self.parts, PASSAGE_LENGTH)
         self.passages = {text: number for number, text in enumerate(passages, 1)}
         self.code = choose_code([*tools, *_texts(self.parts)], rng)
-        self.numbers: dict[int, int] = {}  # id of a part -> its number in the record
+        self.numbers: dict[int, int] = {}  # part id -> number in the record
         self.lines: list[str] = []
 
     def write(self) -> str:
@@ -146,12 +146,12 @@ class _Record:
         self.mark(f"part {self.numbers[id(part)]}{self.after(part)}")
 
     def after(self, part: attempt_tree.Part) -> str:
-        """Returns the words that name the part before this one; "" when this part begins a conversation."""
+        """Returns " after part N", or "" at the start of a conversation."""
         number = self.numbers.get(id(part.parent))
         return f" after part {number}" if number else ""
 
     def write_attempt(self, index: int, name: str) -> None:
-        """Writes the attempt's own parts. An attempt with one conversation and no fork needs one mark."""
+        """Writes the attempt's unshared parts. A single conversation without forks needs one mark."""
         ends = self.tree.ends[index]
         if len(ends) == 1:
             end = ends[0]
@@ -173,7 +173,7 @@ class _Record:
         return f" ends with part {self.numbers[id(part)]}" if id(part) in self.numbers else " is empty"
 
     def write_own(self, part: attempt_tree.Part, label: str | None) -> None:
-        """Writes a part of one attempt: the end of one of its conversations, or a part that several of them share."""
+        """Writes an unshared part: a conversation's last part, or a prefix of several conversations."""
         if part.children:
             self.open_part(part)
             self.write_messages(part.messages)
@@ -217,9 +217,9 @@ def _texts(parts: Sequence[attempt_tree.Part]) -> Iterator[str]:
 
 
 def read_instructions(config: RulerJudgeConfig, directory: Path, *, rubric: str | None = None) -> str:
-    """Returns the system prompt: the instructions with the rubric in them. `rubric` is text, in place of any file.
+    """Returns the system prompt with the rubric inserted. `rubric` replaces any rubric file.
 
-    Raises UsageError: a file that cannot be read or is empty, a rubric for instructions without a placeholder.
+    Raises UsageError for unreadable or empty files, or if there is a rubric but no placeholder.
     """
     instructions = _read_text("instructions", config.instructions, directory)
     if RUBRIC not in instructions:

@@ -1,19 +1,19 @@
-"""RULER: a language model sees all attempts of a group at once and scores each against the others.
+"""RULER: a language model sees all attempts of a group together and scores each relative to the others.
 
-Relative Universal LLM-Elicited Rewards. No labels and no reward function: the task is read from the attempts. The
-judge model is not trusted: it votes in several orders, several models can form a panel, answers are matched by id and
-refused unless complete. RulerJudge reads rubric and instructions from text files and writes the verdict cache. A group
-that cannot be scored stays owed (JudgeError).
+Relative Universal LLM-Elicited Rewards. Needs no labels and no reward function, because the model infers the task from
+the attempts. The judge model is not trusted: it votes in several orders, several models can form a panel, and answers
+are matched by id and rejected unless complete. RulerJudge reads rubric and instructions from text files and writes the
+verdict cache. If a group cannot be scored, it stays owed (JudgeError).
 
     group -> group.py: different attempts -> Voter: votes of each model -> prompt.py -> providers/ -> verdict.py
-          -> votes.py: one score of each model -> here: weighted mean of the panel -> Verdict by id
+          -> votes.py: one score per model -> here: weighted panel mean -> Verdict by id
 
-`ruler_score_group` is RULER as one Python call, for programs that have groups already.
+`ruler_score_group` is RULER as a single Python call, for programs with existing groups.
 
     judged = await ruler_score_group(group)
 
-A group is a list of our trajectories or of {"messages": [...]} dicts, and comes back as scored trajectories; or it is
-an object with `trajectories` (as OpenPipe ART has them), and comes back as a copy of itself with the rewards set.
+A group can be a list of our trajectories or {"messages": [...]} dicts, and the result is a list of scored trajectories.
+It can also be an object with `trajectories` (OpenPipe ART), and the result is a copy with rewards set.
 """
 
 import asyncio
@@ -54,20 +54,20 @@ from art_cli.runtime.secrets import find_secrets, load_environment
 
 log = logging.getLogger(__name__)
 
-MAX_OFF_SCALE = 3  # answers on another scale, one after the other, after which the model is not asked again
-MAX_SENT_BACK = 20_000  # characters of an unusable answer that the judge is shown again
+MAX_OFF_SCALE = 3  # consecutive answers on a different scale before the model is given up
+MAX_SENT_BACK = 20_000  # characters of an unusable answer sent back to the judge
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class AttemptVotes:
-    """One model's k votes on one attempt: scores, positions in the prompt, explanations, mean seconds of a vote."""
+    """One model's k votes on one attempt: scores, prompt positions, explanations, mean seconds per vote."""
 
     votes: list[float]  # [k]
     positions: list[int]  # [k]
     explanations: list[str | None]  # [k]
-    model: str | None  # the model that the replies named; several are joined by ", "
+    model: str | None  # model names from the replies, joined by ", "
     latency_s: float
 
     def rescaled(self, scale: AffineMap) -> "AttemptVotes":
@@ -75,7 +75,7 @@ class AttemptVotes:
 
 
 class Voter:
-    """Asks one model. `usage` counts what this process paid, `num_cached` the votes that were paid for before."""
+    """Collects the votes of one model. `usage` covers this process's calls, `num_cached` counts reused votes."""
 
     def __init__(
         self, config: RulerJudgeConfig, caller: Caller, cache: VerdictCache, *, instructions: str, job: str
@@ -84,15 +84,15 @@ class Voter:
         self._config, self._cache, self._instructions, self._job = config, cache, instructions, job
         self.usage = Usage()
         self.num_cached = 0
-        self._num_off_scale = 0  # answers on another scale since the last answer that was not
+        self._num_off_scale = 0  # consecutive answers on a different scale
         self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
 
     # --- scores -------------------------------------------------------------------------------------------------------
 
     async def score(self, group: JudgedGroup, *, settings: str, num_rounds: int = 1) -> list[Score]:
-        """Returns [A] this model's score of each attempt; `settings` goes into every score. Raises JudgeError.
+        """Returns [A] the model's score for each attempt; `settings` is stored in every score. Raises JudgeError.
 
-        With several rounds by the votes of all of them. Those of the rounds before the last come from the cache.
+        With several rounds, all votes count. Votes from earlier rounds come from the cache.
         """
         first, *others = group.parts(self._config.max_group)
         scored, usage = await self._ask_about(group, first, num_rounds)
@@ -109,9 +109,9 @@ class Voter:
         found: dict[int, AttemptVotes],
         num_rounds: int,
     ) -> Usage:
-        """Adds the votes on all other parts to `found`, on the scale of the first part. Returns what they took.
+        """Adds votes for all other parts to `found`, mapped to the scale of the first part. Returns the usage.
 
-        The first round chooses the anchors of every round, so that the parts and their questions stay the same.
+        Anchors are chosen from the first round's votes, so parts and prompts stay the same in later rounds.
         """
         count = votes.num_anchors(self._config.max_group)
         reference = [
@@ -132,7 +132,7 @@ class Voter:
     async def _ask_about(
         self, group: JudgedGroup, indices: Sequence[int], num_rounds: int
     ) -> tuple[list[AttemptVotes], Usage]:
-        """Returns [len(indices)] the votes on these attempts, all shown together, and what they took."""
+        """Returns [len(indices)] the votes on these attempts, shown together, and the usage."""
         num_before = self._config.votes * (num_rounds - 1)
         cast = await all_of(
             [
@@ -180,13 +180,13 @@ class Voter:
     async def _vote(
         self, group: JudgedGroup, indices: Sequence[int], vote: int, *, is_known: bool = False
     ) -> StoredVote:
-        """Returns one usable answer on all these attempts. Raises JudgeError when none came.
+        """Returns a usable answer on all these attempts. Raises JudgeError if every answer was unusable.
 
-        `is_known`: an earlier round of this group has it, so that it is not counted as one paid for by others.
+        `is_known` marks votes from an earlier round of the same group, which do not count as cache hits.
         """
         first = self._prompt(group, indices, vote, ask=0)
         key = vote_key(self.member, first)
-        async with self._locks.setdefault(key, asyncio.Lock()):  # a group with the same content waits for this one
+        async with self._locks.setdefault(key, asyncio.Lock()):  # identical groups wait and reuse the vote
             if stored := await patiently(lambda: self._cache.get(key, len(indices))):
                 self.num_cached += not is_known
                 return stored
@@ -195,7 +195,7 @@ class Voter:
             return fresh
 
     def _prompt(self, group: JudgedGroup, indices: Sequence[int], vote: int, *, ask: int) -> JudgePrompt:
-        """Returns the prompt of vote number `vote`. Asked anew, it keeps the order and changes the ids."""
+        """Returns the prompt for vote number `vote`. Repeated asks keep the order and change the ids."""
         order = votes.order(len(indices), seed=group.seed, vote=vote)
         return write_prompt(
             [group.attempts[index] for index in indices],
@@ -221,11 +221,11 @@ class Voter:
         )
 
     async def _ask(self, prompt: JudgePrompt, group_id: str) -> tuple[StoredVote | None, Usage, str]:
-        """Returns the vote (None if unusable), what was paid, and what is wrong with the answer."""
+        """Returns the vote if usable, the usage, and the problem with the answer."""
         messages = prompt.messages
         usage = Usage()
         problem = ""
-        for _ in range(2):  # the question, then its answer sent back once
+        for _ in range(2):  # the question, then one correction round
             answer = await self.caller.ask(messages, schema(prompt.ids), num_attempts=len(prompt.ids))
             usage += answer.usage
             try:
@@ -245,7 +245,7 @@ class Voter:
         return None, usage, problem
 
     def _check_scale(self, top: float | None) -> None:
-        """Counts answers on another scale, one after the other. Raises JudgeStopped at the third."""
+        """Counts consecutive answers on a different scale. Raises JudgeStopped at MAX_OFF_SCALE."""
         self._num_off_scale = 0 if top is None else self._num_off_scale + 1
         if top is not None and self._num_off_scale >= MAX_OFF_SCALE:
             raise JudgeStopped(
@@ -261,8 +261,7 @@ class Voter:
     # --- costs --------------------------------------------------------------------------------------------------------
 
     def estimate(self, group: JudgedGroup) -> CostEstimate:
-        """Returns the cost of the votes on this group now. The parts of a large group are estimated with any
-        anchors."""
+        """Returns the cost of voting on this group now. Uses arbitrary anchors for large groups."""
         total = CostEstimate()
         for part in group.parts_by_example(self._config.max_group):
             for vote in range(self._config.votes):
@@ -277,9 +276,9 @@ class Voter:
 
 
 async def all_of(waits: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
-    """Returns all results. A failure is raised once the others are in, because what is under way is paid for.
+    """Returns all results. Waits for all before raising a failure, because running calls are already paid for.
 
-    Of several failures a JudgeStopped comes first.
+    JudgeStopped takes precedence over other failures.
     """
     results = await asyncio.gather(*waits, return_exceptions=True)
     failures = [result for result in results if isinstance(result, BaseException)]
@@ -289,16 +288,15 @@ async def all_of(waits: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
 
 
 async def _parse(text: str, ids: Sequence[str]) -> dict[str, Entry]:
-    """`parse_verdict`, in a thread when the answer is long."""
+    """Runs `parse_verdict`, in a thread for long answers."""
     if len(text) < LONG_ANSWER:
         return parse_verdict(text, ids)
     return await asyncio.to_thread(parse_verdict, text, ids)
 
 
 def vote_key(member: JudgeModelConfig, prompt: JudgePrompt) -> str:
-    """Returns the cache key of a vote: everything that decides its answer, and nothing that does not (no key, no
-    price)."""
-    own = member.needs_litellm or member.is_rule or openai_base() == OPENAI  # older keys have no address of OpenAI's
+    """Returns a vote's cache key. It covers all inputs that influence the answer, but not API key or price."""
+    own = member.needs_litellm or member.is_rule or openai_base() == OPENAI  # old keys omit OpenAI's address
     return make_key(
         model=member.model,
         api_base=member.base_url or (None if own else openai_base()),
@@ -309,7 +307,7 @@ def vote_key(member: JudgeModelConfig, prompt: JudgePrompt) -> str:
 
 
 def _complaint(answer: Answer, error: VerdictError, ids: Sequence[str]) -> list[Json]:
-    """Returns the unusable answer and what is wrong with it, as the next two messages."""
+    """Returns two messages for a retry: the unusable answer and its problems."""
     request = (
         f"This answer cannot be used: {'; '.join(error.problems[:10])}. Answer again with one JSON object and nothing "
         f"else, every attempt exactly once, by its id, with a score from 0 to 1: {', '.join(ids)}"
@@ -320,16 +318,16 @@ def _complaint(answer: Answer, error: VerdictError, ids: Sequence[str]) -> list[
     ]
 
 
-TRIAL_RETRIES = 1  # tries after a failed call of a trial; few, because a user waits for it
+TRIAL_RETRIES = 1  # few, because the user is waiting
 
 
 class RulerJudge(Judge):
-    """The judge of `judge=ruler`. `rubric` is a rubric as text, in place of the configuration's file.
+    """The judge for `judge=ruler`. `rubric` is rubric text that replaces the configured file.
 
-    Raises UsageError when it is made: an unreadable rubric or cache, a budget in dollars for a model without a price.
+    Raises UsageError for an unreadable rubric or cache, or for a dollar budget with unpriced models.
     """
 
-    settings = ""  # the digest of the judge's instructions
+    settings = ""  # digest of all settings that influence verdicts
     has_rounds = True
     compares = True
 
@@ -345,7 +343,7 @@ class RulerJudge(Judge):
         self.config = config
         self.panel = _panel(config)
         self.title = ", ".join(f"{each.model} ({SAYS})" if each.is_rule else each.model for each in self.panel)
-        self.in_flight = config.concurrency + 8  # every call has its slot while other groups are read and written
+        self.in_flight = config.concurrency + 8  # keeps all call slots busy during file I/O
         _check_prices(config, self.panel)
         load_environment(directory)
         instructions = read_instructions(config, directory, rubric=rubric)
@@ -377,12 +375,11 @@ class RulerJudge(Judge):
             self.voters.append(Voter(config, caller, self.cache, instructions=instructions, job=job))
 
     async def judge(self, group: Sequence[Trajectory]) -> Mapping[str, Verdict]:
-        """Returns one verdict per trajectory id; the reward is the panel's weighted mean in [0, 1]. Raises
-        JudgeError."""
+        """Returns verdicts by trajectory id. The reward is the panel's weighted mean in [0, 1]. Raises JudgeError."""
         return await self._judge(group, num_rounds=1) if group else {}
 
     async def judge_again(self, group: Sequence[Trajectory], num_rounds: int) -> Mapping[str, Verdict]:
-        """As `judge`, by `num_rounds` times as many votes of each model. Earlier votes come from the cache."""
+        """As `judge`, with `num_rounds` times as many votes per model. Earlier votes come from the cache."""
         return await self._judge(group, num_rounds=num_rounds)
 
     async def _judge(self, group: Sequence[Trajectory], *, num_rounds: int) -> Mapping[str, Verdict]:
@@ -400,10 +397,10 @@ class RulerJudge(Judge):
         return verdicts
 
     def _error_variance(self, by_model: Sequence[Sequence[Score]]) -> float | None:
-        """Returns the error variance of each reward, a weighted mean of the models' scores, or None with too few votes.
+        """Returns the error variance of each reward (the panel's weighted mean), if there are enough votes.
 
-        That of a median is pi / 2 times that of a mean, which holds for many votes with normal errors. Attempts that
-        are all the same have one score, whose error is that of each.
+        A median's error variance is pi / 2 times a mean's, for many votes with normal errors. If all attempts are
+        identical, they share one score and therefore one error.
         """
         if len(by_model[0]) < 2:
             return 0.0
@@ -438,7 +435,7 @@ class RulerJudge(Judge):
 
     @classmethod
     def missing_keys(cls, config: RulerJudgeConfig, directory: Path) -> dict[str, str]:
-        """Reads .env files as the judge does."""
+        """Also reads .env files, like the judge."""
         load_environment(directory)
         return {name: member.model for member in _panel(config) if (name := missing_key(member))}
 
@@ -449,7 +446,7 @@ class RulerJudge(Judge):
 
 
 def _panel(config: RulerJudgeConfig) -> list[PanelMemberConfig]:
-    """Returns the panel; without one, a panel of the configuration's own model."""
+    """Returns the configured panel, or a panel of the single configured model."""
     alone = {name: getattr(config, name) for name in JudgeModelConfig.model_fields}
     return config.panel or [PanelMemberConfig(**alone)]
 
@@ -470,7 +467,7 @@ def _check_prices(config: RulerJudgeConfig, panel: Sequence[JudgeModelConfig]) -
 
 
 def _check_rules(panel: Sequence[JudgeModelConfig], instructions: str) -> None:
-    """Raises UsageError if builtin:rule has no rules, or one that cannot be read; else logs that no model judges."""
+    """For builtin:rule, raises UsageError for missing or invalid rules and logs that no model judges."""
     if not any(member.is_rule for member in panel):
         return
     try:
@@ -481,7 +478,7 @@ def _check_rules(panel: Sequence[JudgeModelConfig], instructions: str) -> None:
 
 
 def _settings(config: RulerJudgeConfig, panel: Sequence[JudgeModelConfig], instructions: str) -> str:
-    """Returns a digest of everything that changes a verdict: two files with the same digest can be compared."""
+    """Returns a digest of all settings that change verdicts. Files with equal digests are comparable."""
     deciding = {"votes", "aggregate", "seed", "max_group", "max_tokens_per_attempt"}
     models = [member.model_dump(mode="json", include={"model", "params", "weight"}) for member in panel]
     return make_key(told=config.model_dump(mode="json", include=deciding), models=models, instructions=instructions)[
@@ -499,10 +496,10 @@ async def ruler_score_group(
     debug: bool = False,
     **settings: Any,
 ) -> Any:
-    """Returns the group, scored. `settings` are those of the judge section: votes=4, base_url=..., cache=None.
+    """Scores a group. `settings` are fields of the judge section: votes=4, base_url=..., cache=None.
 
-    `rubric` is the text of a rubric. `debug` logs every score with its explanation. Raises JudgeError when no complete
-    verdict came (with `swallow_exceptions` it returns None instead), and UsageError when a setting is wrong.
+    `rubric` is rubric text. `debug` logs every score with its explanation. Raises JudgeError without a complete verdict
+    (returns None with `swallow_exceptions`), and UsageError for invalid settings.
     """
     judge = _make_judge(judge_model, extra_litellm_params, rubric, settings)
     try:
@@ -533,7 +530,7 @@ def _make_judge(model: str, params: Mapping[str, Any] | None, rubric: str | None
 
 
 def _read_group(group: Any) -> list[Trajectory]:
-    """Returns the group's attempts as our trajectories; foreign attempts get their index as id."""
+    """Converts the group to trajectories; foreign attempts get their index as id."""
     items: list[Any] = list(getattr(group, "trajectories", group))
     if all(isinstance(item, Trajectory) for item in items):
         return items
@@ -544,7 +541,7 @@ def _read_group(group: Any) -> list[Trajectory]:
 
 
 def _fields(item: Any) -> Json:
-    """Messages, side conversations and tools of a foreign attempt."""
+    """Returns messages, side conversations and tools of a foreign attempt."""
     if isinstance(item, Mapping):
         return {"messages": list(item.get("messages") or []), "tools": list(item.get("tools") or [])}
     histories = getattr(item, "additional_histories", None) or []
@@ -561,7 +558,7 @@ def _messages(item: Any) -> list[Json]:
 
 
 def _give_back(group: Any, scored: Sequence[ScoredTrajectory]) -> Any:
-    """Returns a copy of the foreign group with new rewards; metrics["independent_reward"] keeps the old ones."""
+    """Returns a copy of the foreign group with new rewards. Old rewards are kept in metrics["independent_reward"]."""
     judged = copy.copy(group)
     judged.trajectories = [copy.deepcopy(item) for item in group.trajectories]
     for item, trajectory in zip(judged.trajectories, scored, strict=True):

@@ -1,7 +1,7 @@
-"""Reads a judge's answer: every attempt exactly once, by id, a finite number in [0, 1]. Anything else is refused.
+"""Parses a judge's answer: every attempt exactly once, by id, with a finite score in [0, 1]. Rejects everything else.
 
-Pure. A number written as text and an id in another case are read, because they mean one thing. Nothing else is
-repaired: a missing score is not a zero, a 7 is not a 1, and order means nothing.
+Pure. Numbers written as text and ids in a different case are accepted, because they are unambiguous. Nothing else is
+repaired: a missing score is not 0, a 7 is not 1, and list order has no meaning.
 """
 
 import json
@@ -14,26 +14,26 @@ from art_cli.judges.judge_text import clean
 from art_cli.judges.providers import MAX_ANSWER
 
 _FENCE = "```"
-_THINKING = re.compile(r"\A\s*<think>.*?</think>", re.DOTALL)  # reasoning that some servers leave in the answer
+_THINKING = re.compile(r"\A\s*<think>.*?</think>", re.DOTALL)  # reasoning left in the answer by some servers
 _NUMBER = re.compile(r"\s*\d{1,9}(\.\d{1,20})?\s*", re.ASCII)
-MAX_TOP = 1000  # largest score of a scale that is not from 0 to 1
-MAX_STARTS = 500  # number of opening braces in prose at which a JSON object is looked for
-MAX_READ = 4  # longest text read from all braces together, in lengths of the answer, plus 10,000 characters
-MAX_PROBLEMS = 20  # most faults of an answer that are reported
-MAX_EXPLANATION = 2_000  # characters of an explanation that are kept
+MAX_TOP = 1000  # largest score recognized as a different scale
+MAX_STARTS = 500  # opening braces in prose tried as the start of JSON
+MAX_READ = 4  # total characters parsed from all braces, relative to the answer's length (plus 10,000)
+MAX_PROBLEMS = 20  # maximum reported problems
+MAX_EXPLANATION = 2_000  # kept characters of an explanation
 
 
 class Entry(NamedTuple):
-    """The judge's word on one attempt. Example: Entry(0.8, "reached the goal with one detour")"""
+    """The judge's score and explanation for one attempt. Example: Entry(0.8, "reached the goal with one detour")"""
 
     score: float
     explanation: str | None
 
 
 class VerdictError(Exception):
-    """The answer cannot be used. Each of `problems` is a reason in words that can be sent back to the judge.
+    """An unusable answer. `problems` are reasons, worded so they can be sent back to the judge.
 
-    `top` is the largest score of an answer on another scale, such as 0 to 100, or None if it is on no such scale.
+    `top` is the largest score if the answer uses a different scale, such as 0 to 100.
     """
 
     def __init__(self, problems: Sequence[str], top: float | None = None) -> None:
@@ -43,11 +43,11 @@ class VerdictError(Exception):
 
 
 class _Unusable(ValueError):
-    """A JSON document that has a key twice, with perhaps two different values."""
+    """A JSON document with a duplicate key, and therefore possibly conflicting values."""
 
 
 def parse_verdict(text: str, ids: Sequence[str]) -> dict[str, Entry]:
-    """Returns the entry of each id. The verdict may stand in a code fence or in prose; several must agree.
+    """Returns an entry per id. The verdict may be in a code fence or in prose; multiple verdicts must agree.
 
     Raises VerdictError.
     """
@@ -56,7 +56,7 @@ def parse_verdict(text: str, ids: Sequence[str]) -> dict[str, Entry]:
     if len(text) > MAX_ANSWER:
         raise VerdictError([f"the answer is longer than {MAX_ANSWER:,} characters"])
     text = _THINKING.sub("", text)
-    # A template may begin the thought itself. A verdict alone after it counts; a quoted end has the rest of its quote.
+    # The chat template may have opened the thought, so accept a lone verdict after </think>. Quoted tags have text after.
     after = text.rpartition("</think>")[2].strip()
     is_alone = _load(after) is not None or (after.startswith(_FENCE) and after.endswith(_FENCE))
     documents = list(_documents(after if is_alone else text))
@@ -69,7 +69,7 @@ def parse_verdict(text: str, ids: Sequence[str]) -> dict[str, Entry]:
 
 
 def check_document(document: Any, ids: Sequence[str]) -> dict[str, Entry]:
-    """Returns the entries of a verdict's JSON. Raises VerdictError naming everything that is wrong with it."""
+    """Validates a parsed verdict. Raises VerdictError listing all problems."""
     entries = document.get("scores") if isinstance(document, dict) else None
     if not isinstance(entries, list):
         raise VerdictError(['"scores" is not a list'])
@@ -103,18 +103,18 @@ def check_document(document: Any, ids: Sequence[str]) -> dict[str, Entry]:
 
 
 def _top(scores: Sequence[float]) -> float | None:
-    """Returns the largest score if all are 0, or 1 and more, as on a scale to 10 or 100; None if they are not."""
+    """Returns the largest score if all scores are 0 or at least 1, as on a scale to 10 or 100."""
     top = max(scores, default=0.0)
     return top if 1 < top <= MAX_TOP and all(score == 0 or score >= 1 for score in scores) else None
 
 
 def _read_score(score: Any) -> Any:
-    """Returns the number that a text is, such as "0.8", or the value as it is."""
+    """Converts numeric text, such as "0.8", to a number; returns other values unchanged."""
     return float(score) if isinstance(score, str) and _NUMBER.fullmatch(score) else score
 
 
 def _check_score(score: Any) -> str | None:
-    """Returns what is wrong with a score, or None if nothing is."""
+    """Returns the problem with a score, if any."""
     if isinstance(score, bool) or not isinstance(score, int | float):
         return f"is not a number: {_shown(score)!r}"
     if not 0 <= score <= 1:  # NaN fails this, too
@@ -123,7 +123,7 @@ def _check_score(score: Any) -> str | None:
 
 
 def _shown(value: Any) -> str:
-    """Returns the start of a value; for a list or an object, which may be deep, only its type."""
+    """Returns the start of a value; only the type for lists and objects, which may be deep."""
     if isinstance(value, list | dict):
         return "a list" if isinstance(value, list) else "an object"
     return clean(str(value)[:20])
@@ -134,7 +134,7 @@ def _scores(verdict: dict[str, Entry]) -> dict[str, float]:
 
 
 def _documents(text: str) -> Iterator[Any]:
-    """Yields the JSON objects with "scores": the whole text, or those in code fences and after them, or in prose."""
+    """Yields JSON objects with "scores": the whole text, or those in or after code fences, or in prose."""
     if (whole := _load(text)) is not None:
         yield whole
         return
@@ -164,12 +164,12 @@ def _in_prose(text: str) -> Iterator[Any]:
         if isinstance(document, dict) and "scores" in document:
             yield document
         start = text.find("{", end)
-    if start >= 0:  # the part of the answer that was not read may hold another verdict
+    if start >= 0:  # the unread part may contain another verdict
         raise VerdictError(["the answer holds too many braces that are no JSON"])
 
 
 def _fenced(text: str) -> Iterator[str]:
-    """Yields the texts in code fences: from the line after an opening fence, with any language, to the next."""
+    """Yields the contents of code fences with any language tag."""
     start = text.find(_FENCE)
     while start >= 0 and (end := text.find(_FENCE, start + len(_FENCE))) >= 0:
         line, newline, block = text[start + len(_FENCE) : end].partition("\n")
@@ -180,7 +180,7 @@ def _fenced(text: str) -> Iterator[str]:
 
 
 def _load(text: str) -> Any:
-    """Returns the JSON object with "scores" that the whole text is; None when it is something else."""
+    """Parses the whole text; returns None unless it is a JSON object with "scores"."""
     try:
         document = _decoder().decode(text.strip())
     except (ValueError, RecursionError) as error:
@@ -195,7 +195,7 @@ def _refuse_twofold(error: Exception) -> None:
 
 
 def _decoder() -> json.JSONDecoder:
-    """Python's decoder, which reads NaN and Infinity as numbers (refused later, as scores); a key twice is an error."""
+    """Returns a JSON decoder that rejects duplicate keys. NaN and Infinity are accepted here and rejected as scores."""
     return json.JSONDecoder(object_pairs_hook=_unique)
 
 

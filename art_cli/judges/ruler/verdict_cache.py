@@ -1,9 +1,8 @@
-"""Verdicts already paid for, and what every call cost: one SQLite file that several processes may share.
+"""VerdictCache: paid verdicts and a ledger of calls, in a SQLite file shared between processes.
 
-A verdict's key is a digest of everything that decides it (prompt, model, endpoint, parameters), so that a changed
-rubric or a changed attempt has another key. A row begins with a digest of its key and its content, because SQLite does
-not notice a flipped bit. The file holds scores and explanations, but no prompts and no API keys. A commit survives the
-death of the process at any instant (write-ahead log).
+Keys are digests of all inputs that influence a verdict (prompt, model, endpoint, parameters). Each row starts with a
+checksum of key and content, because SQLite does not detect flipped bits. The file contains scores and explanations but
+no prompts or API keys. Commits survive a kill at any moment (write-ahead log).
 """
 
 import asyncio
@@ -30,46 +29,46 @@ create table if not exists calls (
     at real not null);
 create index if not exists calls_by_job on calls (job);
 """
-# These queries fail on a file whose tables are another program's.
+# These queries fail on a SQLite file from another program.
 _CHECK = (
     "select key, value, at from verdicts limit 0",
     "select job, model, group_id, outcome, prompt_tokens, completion_tokens, cost_usd, latency_s, at from calls "
     "limit 0",
 )
-# Numbers that no call takes are left out of the sums, so that a damaged row gives no money back.
+# Implausible numbers are ignored, so a damaged row cannot refund money.
 _SPENT = """
 select total(case when cost_usd between 0 and 1e9 then cost_usd else 0 end),
        total(case when prompt_tokens between 0 and 1e9 then prompt_tokens else 0 end)
      + total(case when completion_tokens between 0 and 1e9 then completion_tokens else 0 end)
 from calls where job = ?
 """
-DIGEST = 16  # bytes of the digest that a row begins with
+DIGEST = 16  # checksum bytes at the start of a row
 MAX_ROW = 10_000_000  # bytes; 64 attempts with long explanations take 500 kB
-MAX_COUNT = 1e12  # calls, tokens, dollars or seconds of one vote; a larger number cannot be true
-BUSY_S = 10.0  # longest wait for another process's commit
-HELD_MS = 20  # longest single wait inside SQLite, which holds the event loop
+MAX_COUNT = 1e12  # calls, tokens, dollars or seconds per vote; larger numbers are implausible
+BUSY_S = 10.0  # maximum wait for another process's commit
+HELD_MS = 20  # maximum blocking wait inside SQLite, on the event loop
 
 T = TypeVar("T")
 
 
 class StoredVote(msgspec.Struct, frozen=True):
-    """One usable answer on G attempts, in the order of their digests."""
+    """A usable answer on G attempts, ordered by attempt digest."""
 
     entries: list[Entry]  # [G]
-    positions: list[int]  # [G] position of each attempt in the prompt, 0 first
-    usage: Usage  # usage of all calls that led to it, including those whose answer was refused
-    model: str | None = None  # the model that the reply named, or None if it named none, or an older art wrote the row
+    positions: list[int]  # [G] prompt positions, 0 first
+    usage: Usage  # usage of all calls for this vote, including rejected answers
+    model: str | None = None  # model named in the reply; missing in old rows
 
 
 class CacheBusy(JudgeStopped):
-    """Another process holds the file's lock."""
+    """Another process holds the lock."""
 
 
 class VerdictCache:
-    """Opens the file, or makes it. `path` None keeps everything in memory, for this process only.
+    """Opens or creates the file. With `path` None everything stays in memory.
 
-    A row that cannot be read counts as missing. An error of SQLite raises UsageError when the file is opened, and
-    JudgeStopped later; while another process holds the file it raises CacheBusy, which `patiently` waits out.
+    Unreadable rows count as missing. SQLite errors raise UsageError on opening and JudgeStopped later. While another
+    process holds the lock, methods raise CacheBusy; `patiently` retries.
     """
 
     def __init__(self, path: Path | None) -> None:
@@ -77,7 +76,7 @@ class VerdictCache:
         try:
             if path is not None:
                 make_directory(path.parent)
-                with open(path, "ab", opener=owner_only):  # the files that SQLite makes beside it get the same mode
+                with open(path, "ab", opener=owner_only):  # SQLite's extra files inherit the mode
                     pass
             self._db = sqlite3.connect(path or ":memory:", timeout=BUSY_S, isolation_level=None)
             self._db.execute("pragma trusted_schema = off")
@@ -94,8 +93,7 @@ class VerdictCache:
         self._decoder = msgspec.msgpack.Decoder(StoredVote)
 
     def get(self, key: str, num_attempts: int) -> StoredVote | None:
-        """Returns the vote with that key on `num_attempts` attempts, or None if there is no such row, or it is
-        damaged."""
+        """Returns the vote stored under a key for `num_attempts` attempts, if present and intact."""
         query = "select cast(value as blob) from verdicts where key = ? and length(value) between 1 and ?"
         with self._use() as db:
             row = db.execute(query, (key, MAX_ROW)).fetchone()
@@ -110,7 +108,7 @@ class VerdictCache:
 
     @contextlib.contextmanager
     def _use(self) -> Iterator[sqlite3.Connection]:
-        """The database. Turns errors of SQLite into JudgeStopped."""
+        """Yields the database; converts SQLite errors to JudgeStopped."""
         try:
             yield self._db
         except (sqlite3.Error, UnicodeError) as error:
@@ -121,14 +119,14 @@ class VerdictCache:
             ) from error
 
     def put(self, key: str, vote: StoredVote) -> None:
-        """Writes the vote; it is on disk when this returns."""
+        """Stores a vote durably."""
         value = msgspec.msgpack.encode(vote)
         with self._use() as db:
             row = key, _digest(key, value) + value, time.time()
             db.execute("insert or replace into verdicts values (?, ?, ?)", row)
 
     def record_call(self, *, job: str, model: str, group_id: str, outcome: str, usage: Usage) -> None:
-        """Writes one billed call into the ledger; `outcome` is "verdict", or why its answer could not be used."""
+        """Adds one billed call to the ledger. `outcome` is "verdict", or the reason for rejecting the answer."""
         texts = (_storable(text) for text in (job, model, group_id, outcome))
         tokens = usage.prompt_tokens, usage.completion_tokens
         with self._use() as db:
@@ -138,7 +136,7 @@ class VerdictCache:
             )
 
     def spent(self, job: str) -> Spent:
-        """Returns the usage of a job's calls so far, with those of killed processes and of refused answers."""
+        """Returns the job's total usage so far, including killed processes and rejected answers."""
         with self._use() as db:
             usd, tokens = db.execute(_SPENT, (_storable(job),)).fetchone()
         return Spent(usd, int(tokens))
@@ -149,7 +147,7 @@ class VerdictCache:
 
 
 async def patiently(work: Callable[[], T]) -> T:
-    """Returns the result of `work`, repeated while another process holds the file. Raises CacheBusy after BUSY_S."""
+    """Runs `work`, retrying while another process holds the lock. Raises CacheBusy after BUSY_S."""
     deadline = time.monotonic() + BUSY_S
     while True:
         try:
@@ -167,7 +165,7 @@ def _digest(key: str, value: bytes) -> bytes:
 def _is_usable(vote: StoredVote, num_attempts: int) -> bool:
     """Returns whether a stored vote is complete and in range; another program may have written it."""
     is_complete = sorted(vote.positions) == list(range(num_attempts))
-    is_in_range = all(0 <= entry.score <= 1 for entry in vote.entries)  # NaN fails this, too
+    is_in_range = all(0 <= entry.score <= 1 for entry in vote.entries)  # also rejects NaN
     usage = vote.usage
     counts = usage.calls, usage.prompt_tokens, usage.completion_tokens, usage.cost_usd or 0.0, usage.latency_s
     is_paid = all(0 <= count < MAX_COUNT for count in counts)
@@ -175,12 +173,12 @@ def _is_usable(vote: StoredVote, num_attempts: int) -> bool:
 
 
 def _line(error: Exception) -> str:
-    """Returns the error on one line; SQLite quotes a damaged schema with its newlines."""
+    """Returns the error as one line; SQLite errors can contain newlines."""
     return " ".join(str(error).split())[:200]
 
 
 def _storable(text: str) -> str:
-    """Returns the text without lone surrogates, which SQLite refuses."""
+    """Replaces lone surrogates, which SQLite rejects."""
     return text.encode("utf-8", "replace").decode()
 
 

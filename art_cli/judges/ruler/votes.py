@@ -1,12 +1,11 @@
-"""Votes: the order each vote shows the attempts in, what several votes come to, and one scale for large groups.
+"""Votes: attempt order per vote, vote aggregation, and a common scale for large groups.
 
-Pure. Orders come in pairs, a seeded one and its reverse. A judge's bias towards a position, by its distance from the
-middle of the prompt, cancels in every pair; from pair to pair the order is drawn anew, which evens out the rest.
+Pure. Orders come in pairs, a seeded order and the reverse order. A position bias that is antisymmetric about the middle
+of the prompt cancels within each pair. Every pair uses a new random order, which averages out the remaining bias.
 
-Attempts that do not fit in one call are judged in parts that share anchors. The first part is drawn by seed and judged.
-Anchors are picked from it, spread from its worst to its best, and shown again in every other part. A judge's scores are
-relative to the attempts shown together, so each other part is brought to the scale of the first by the affine map that
-takes its anchors' scores to those that they got in the first part.
+Groups too large for a single call are judged in parts with shared anchors. The first part is drawn by seed and judged.
+Anchors are attempts from this part, spread from worst to best, and all other parts show them again. Scores are relative
+to the attempts shown together, so an affine map fitted to the anchors' scores brings all parts to a common scale.
 """
 
 import random
@@ -14,25 +13,25 @@ import statistics
 from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
-# Variance of a judge's own noise on a score (0.05 squared). It holds a slope near 1 when the anchors are alike.
+# Noise variance of a single score (0.05 squared). Keeps the slope near 1 for similar anchors.
 NOISE = 0.0025
 MIN_SLOPE, MAX_SLOPE = 0.25, 4.0
 
 
 def order(count: int, *, seed: str, vote: int) -> list[int]:
-    """Returns the attempts (0 .. count - 1) in the order in which vote number `vote` shows them."""
+    """Returns the attempt order (indices 0 .. count - 1) for vote number `vote`."""
     indices = list(range(count))
     random.Random(f"{seed}:{vote // 2}").shuffle(indices)
     return indices[::-1] if vote % 2 else indices
 
 
 def aggregate(votes: Sequence[float], how: Literal["mean", "median"]) -> float:
-    """Returns the mean or the median of the votes."""
+    """Returns the mean or median vote."""
     return statistics.median(votes) if how == "median" else statistics.fmean(votes)
 
 
 def spread(votes: Sequence[float]) -> float | None:
-    """Standard deviation of the votes (n - 1 in the denominator); None for fewer than two."""
+    """Returns the standard deviation of votes (n - 1 in the denominator); needs at least two votes."""
     return statistics.stdev(votes) if len(votes) > 1 else None
 
 
@@ -40,7 +39,7 @@ def spread(votes: Sequence[float]) -> float | None:
 
 
 class AffineMap(NamedTuple):
-    """score -> slope * score + offset. Example: AffineMap(1.0, 0.0) changes nothing."""
+    """score -> slope * score + offset. Example: AffineMap(1.0, 0.0) is the identity."""
 
     slope: float
     offset: float
@@ -50,9 +49,9 @@ class AffineMap(NamedTuple):
 
 
 def split(count: int, *, max_group: int, seed: str) -> list[list[int]]:
-    """Returns the first part, of `max_group` attempts, then the newcomers of each other part, beside the anchors.
+    """Returns the first part (`max_group` attempts), then the new attempts of each other part, without anchors.
 
-    Example: count 20, max_group 8 (2 anchors): parts of 8, 6, 6. The sizes of the others differ by one at most.
+    Example: count 20, max_group 8 (2 anchors): parts of 8, 6, 6. The sizes of later parts differ by at most one.
     """
     indices = list(range(count))
     random.Random(f"{seed}:parts").shuffle(indices)
@@ -62,20 +61,20 @@ def split(count: int, *, max_group: int, seed: str) -> list[list[int]]:
 
 
 def num_anchors(max_group: int) -> int:
-    """Returns a quarter of a call's attempts, and two at least, because a line needs two points."""
+    """Returns a quarter of `max_group`, but at least two, because fitting a line needs two points."""
     return max(2, max_group // 4)
 
 
 def choose_anchors(scores: Sequence[float], count: int) -> list[int]:
-    """Indices of `count` scores at even distances in rank, the lowest and the highest among them."""
+    """Returns indices of `count` scores, evenly spaced by rank, including the lowest and highest."""
     ranked = sorted(range(len(scores)), key=lambda index: (scores[index], index))
     return [ranked[round(step * (len(ranked) - 1) / (count - 1))] for step in range(count)]
 
 
 def fit(here: Sequence[float], there: Sequence[float]) -> AffineMap:
-    """Returns the map from the anchors' scores `here` to those `there`: least squares, its slope held near 1.
+    """Returns the least-squares map from anchor scores `here` to `there`, with the slope shrunk toward 1.
 
-    slope = (cov(here, there) + NOISE) / (var(here) + NOISE). Anchors that are all alike give a shift, slope 1.
+    slope = (cov(here, there) + NOISE) / (var(here) + NOISE). Equal anchor scores give a pure shift, slope 1.
     """
     mean_here, mean_there = sum(here) / len(here), sum(there) / len(there)
     variance = sum((x - mean_here) ** 2 for x in here) / len(here)
@@ -85,7 +84,7 @@ def fit(here: Sequence[float], there: Sequence[float]) -> AffineMap:
 
 
 def into_range(scores: Sequence[float]) -> AffineMap:
-    """Returns the map that brings scores back into [0, 1] in their order; it changes nothing if all are inside."""
+    """Returns the order-preserving map into [0, 1]; the identity if all scores are already inside."""
     low, high = min(scores), max(scores)
     if low >= 0 and high <= 1:
         return AffineMap(1.0, 0.0)
