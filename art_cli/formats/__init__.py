@@ -5,12 +5,11 @@ scenario, and counts unreadable records.
 """
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Protocol
 
 from art_cli.formats import openai_log, openenv_traces
-from art_cli.formats.imported_attempt import TracedAttempt
+from art_cli.formats.imported_attempt import TraceReader
 from art_cli.formats.inspect_eval import InspectSample
 from art_cli.formats.langfuse_export import LangfuseExport
 from art_cli.formats.openai_log import OpenAILog
@@ -21,28 +20,6 @@ from art_cli.runs.trajectory import Json, Trajectory
 from art_cli.runtime.errors import DataError
 
 log = logging.getLogger(__name__)
-
-
-class TraceReader(Protocol):
-    """Reads records in one format, in file order."""
-
-    name: str  # value for --from
-    about: str  # help text
-    joins: bool  # whether attempts can span several records
-
-    @staticmethod
-    def recognises(record: Json) -> bool:
-        """Returns whether the record has this format."""
-
-    def read(self, record: Json, group: str | None) -> TracedAttempt | None:
-        """Returns the record's attempt, or None while records are collected until `finish`.
-
-        `group` overrides the scenario id, which otherwise comes from the record or the first question. Raises
-        ValueError for unreadable records.
-        """
-
-    def finish(self) -> Iterator[TracedAttempt]:
-        """Yields attempts assembled from several records."""
 
 
 # Readers are tried in this order, from the most to the least specific.

@@ -105,6 +105,31 @@ class TracedAttempt:
         return score_trajectory(trajectory, self.reward if self.error is None else None)
 
 
+class TraceReader:
+    """Base class for readers of one format. Records are read in file order."""
+
+    name: str  # value for --from
+    about: str  # help text
+    joins = False  # whether attempts can span several records
+
+    @staticmethod
+    def recognises(record: Json) -> bool:
+        """Returns whether the record has this format."""
+        raise NotImplementedError
+
+    def read(self, record: Json, group: str | None = None) -> TracedAttempt | None:
+        """Returns the record's attempt, or None while records are collected until `finish`.
+
+        `group` overrides the scenario id, which otherwise comes from the record or the first question. Raises
+        ValueError for unreadable records.
+        """
+        raise NotImplementedError
+
+    def finish(self) -> Iterator[TracedAttempt]:
+        """Yields attempts assembled from several records."""
+        yield from ()
+
+
 def first_question(messages: Sequence[Json], otherwise: Any = None) -> str:
     """Returns a scenario id for an unlabeled conversation: a hash of the messages preceding any reply."""
     asked = []

@@ -20,8 +20,8 @@ from typing import IO, Any, NamedTuple
 
 import msgspec
 
-from art_cli.formats import READ, READERS, TraceReader
-from art_cli.formats.imported_attempt import TracedAttempt, length_of
+from art_cli.formats import READ, READERS
+from art_cli.formats.imported_attempt import TracedAttempt, TraceReader, length_of
 from art_cli.runs import json_lines
 from art_cli.runs.json_lines import MAX_LINE_BYTES
 from art_cli.runs.trajectory import Json, ScoredTrajectory
@@ -42,6 +42,10 @@ METHODS = {
 }  # other methods allocate memory requested by the archive
 LISTS = ("data", "samples", "traces", "observations")  # keys of record lists in JSON documents
 _ANY = msgspec.json.Decoder()
+MAX_SCORES = 20  # displayed score names
+MAX_REASONS = 5  # displayed reasons; others are only counted
+WRONG = (ValueError, TypeError, OverflowError, RecursionError)  # possible errors while converting untrusted values
+_SCORED = msgspec.json.Decoder(ScoredTrajectory)
 
 
 class SourceRecord(NamedTuple):
@@ -128,15 +132,10 @@ def _found(value: Any, origin: str) -> Iterator[SourceRecord]:
         yield SourceRecord(origin, None, "JSON is nested too deeply")
         return
     items = value if isinstance(value, list) else _enveloped(value)
-    if items is None:
-        is_record = isinstance(value, dict)
-        yield SourceRecord(origin, value if is_record else None, "" if is_record else "not a JSON object")
-        return
-    for number, item in enumerate(items, 1):
+    found = {origin: value} if items is None else {f"{origin}, item {n}": item for n, item in enumerate(items, 1)}
+    for name, item in found.items():
         is_record = isinstance(item, dict)
-        yield SourceRecord(
-            f"{origin}, item {number}", item if is_record else None, "" if is_record else "not a JSON object"
-        )
+        yield SourceRecord(name, item if is_record else None, "" if is_record else "not a JSON object")
 
 
 def _enveloped(value: Any) -> list[Any] | None:
@@ -200,12 +199,6 @@ def _read_zstandard(entry: zipfile.ZipInfo, file: IO[bytes], limit: int) -> byte
     with pyarrow.CompressedInputStream(pyarrow.BufferReader(packed), "zstd") as stream:
         read: bytes = stream.read(limit)
     return read
-
-
-MAX_SCORES = 20  # displayed score names
-MAX_REASONS = 5  # displayed reasons; others are only counted
-WRONG = (ValueError, TypeError, OverflowError, RecursionError)  # possible errors while converting untrusted values
-_SCORED = msgspec.json.Decoder(ScoredTrajectory)
 
 
 @dataclass

@@ -4,10 +4,18 @@ Each epoch of a sample becomes an attempt; the sample id is the scenario id. Sco
 0, like inspect's `value_to_float`.
 """
 
-from collections.abc import Iterator
 from typing import Any
 
-from art_cli.formats.imported_attempt import TracedAttempt, TracedCall, as_list, as_number, as_object, named, seconds
+from art_cli.formats.imported_attempt import (
+    TracedAttempt,
+    TracedCall,
+    TraceReader,
+    as_list,
+    as_number,
+    as_object,
+    named,
+    seconds,
+)
 from art_cli.runs.trajectory import Json
 
 LETTERS = {"C": 1.0, "P": 0.5, "I": 0.0, "N": 0.0}
@@ -16,10 +24,9 @@ ATTACHED = "attachment://"
 MAX_RESOLVED = 64 * 2**20  # characters of all attachments per sample
 
 
-class InspectSample:
+class InspectSample(TraceReader):
     name = "inspect"
     about = ".eval and .json logs of inspect: an epoch of a sample is an attempt"
-    joins = False
 
     @staticmethod
     def recognises(record: Json) -> bool:
@@ -47,9 +54,6 @@ class InspectSample:
             raise ValueError("no assistant message")
         attempt.add(TracedCall(messages[: replies[-1]], messages[replies[-1]], _tools(record)))
         return attempt
-
-    def finish(self) -> Iterator[TracedAttempt]:
-        return iter(())
 
 
 def _number(score: Any) -> float | None:

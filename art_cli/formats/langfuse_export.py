@@ -11,6 +11,7 @@ from typing import Any
 from art_cli.formats.imported_attempt import (
     TracedAttempt,
     TracedCall,
+    TraceReader,
     as_list,
     as_number,
     as_object,
@@ -24,7 +25,7 @@ KINDS = {"GENERATION", "AGENT", "TOOL", "CHAIN", "RETRIEVER", "EVALUATOR", "EMBE
 GROUPS = ("scenario_id", "group_id", "task_id", "dataset_item_id", "datasetItemId")
 
 
-class LangfuseExport:
+class LangfuseExport(TraceReader):
     name = "langfuse"
     about = "exports of Langfuse: observations, traces, scores"
     joins = True

@@ -24,6 +24,7 @@ from art_cli.formats.imported_attempt import (
     Tokens,
     TracedAttempt,
     TracedCall,
+    TraceReader,
     as_list,
     as_number,
     as_object,
@@ -37,6 +38,10 @@ from art_cli.runs.trajectory import Json, Trajectory
 
 MESSAGES_FIELDS = ("model", "system")  # copied unchanged; messages and tools are converted
 Kept = Mapping[str, Sequence[Json]]  # response id -> conversation including the reply
+REQUESTS = ("request", "request_body", "body", "input", "kwargs")
+RESPONSES = ("response", "response_body", "completion", "output")
+SESSIONS = ("session_id", "trace_id", "conversation_id", "thread_id", "run_id")
+GROUPS = ("group_id", "scenario_id", "scenario", "task_id", "prompt_id")
 
 
 def call_of(request: Json, response: Json, kept: Kept) -> TracedCall:
@@ -102,33 +107,28 @@ def _responses_call(request: Json, response: Json, kept: Kept) -> TracedCall:
     if not isinstance(instructions, str | None):
         raise ValueError("'instructions' is no text")
     messages = conversation(instructions, [*earlier, *said])
-    functions = [tool for tool in as_list(request.get("tools"), "tools") if _is_function(tool)]
     return TracedCall(
         messages=messages[:-1],
         message=messages[-1],
-        tools=[plain_tool(each) for each in functions],
+        tools=[plain_tool(each) for each in _tools(request, "function")],
         sampling=sampling_of(request),
     )
 
 
-def _is_function(tool: Any) -> bool:
-    return isinstance(tool, dict) and tool.get("type", "function") == "function"
-
-
-def _is_own(tool: Any) -> bool:
-    """Returns whether the client runs the tool, rather than Anthropic."""
-    return isinstance(tool, dict) and tool.get("type", "custom") == "custom"
+def _tools(request: Json, kind: str) -> list[Json]:
+    """Returns the tools of one type, which the client runs; other types run at the provider."""
+    tools = as_list(request.get("tools"), "tools")
+    return [tool for tool in tools if isinstance(tool, dict) and tool.get("type", kind) == kind]
 
 
 def _messages_call(request: Json, response: Json) -> TracedCall:
     reply = {"role": "assistant", "content": response.get("content")}
     body = {key: request[key] for key in MESSAGES_FIELDS if request.get(key) is not None}
-    body["tools"] = [tool for tool in as_list(request.get("tools"), "tools") if _is_own(tool)]
+    body["tools"] = _tools(request, "custom")
     body["messages"] = [*as_list(request.get("messages"), "messages"), reply]
     body.setdefault("model", "unknown")
-    parsed = AnthropicCountTokens().parse(
-        msgspec.json.encode(body), Sampling()
-    )  # this wire accepts a final assistant message
+    # AnthropicCountTokens accepts a final assistant message.
+    parsed = AnthropicCountTokens().parse(msgspec.json.encode(body), Sampling())
     messages = parsed.messages or []
     return TracedCall(
         messages=messages[:-1],
@@ -139,13 +139,7 @@ def _messages_call(request: Json, response: Json) -> TracedCall:
     )
 
 
-REQUESTS = ("request", "request_body", "body", "input", "kwargs")
-RESPONSES = ("response", "response_body", "completion", "output")
-SESSIONS = ("session_id", "trace_id", "conversation_id", "thread_id", "run_id")
-GROUPS = ("group_id", "scenario_id", "scenario", "task_id", "prompt_id")
-
-
-class OpenAILog:
+class OpenAILog(TraceReader):
     name = "openai"
     about = "lines with `messages`, or with a request and its response"
     joins = True
@@ -234,19 +228,19 @@ def _about(record: Json, group: str | None) -> TracedAttempt:
 
 
 def _request(record: Json) -> Json | None:
-    for key in REQUESTS:
-        if isinstance(found := record.get(key), dict):
-            inner = found.get("body")
-            return inner if isinstance(inner, dict) else found
+    if (found := _body(record, REQUESTS)) is not None:
+        return found
     return record if ("messages" in record or "input" in record) and _response(record) is not None else None
 
 
 def _response(record: Json) -> Json | None:
-    for key in RESPONSES:
-        if isinstance(found := record.get(key), dict):
-            inner = found.get("body")
-            return inner if isinstance(inner, dict) else found
-    return None
+    return _body(record, RESPONSES)
+
+
+def _body(record: Json, keys: Sequence[str]) -> Json | None:
+    """Returns the object under the first of these keys, or the `body` inside this object."""
+    found = next((record[key] for key in keys if isinstance(record.get(key), dict)), None)
+    return found["body"] if found is not None and isinstance(found.get("body"), dict) else found
 
 
 def _digests(messages: Sequence[Json]) -> list[bytes]:

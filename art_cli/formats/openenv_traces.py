@@ -7,7 +7,6 @@ Traces have no reward or task, because OpenEnv stores them in sessions. Both are
 ({"trace": {...}, "reward": 1.0, "task_id": "easy-17"}) or from `metadata.art`, written by `record_of`.
 """
 
-from collections.abc import Iterator
 from typing import Any
 
 import msgspec
@@ -16,6 +15,7 @@ from art_cli.formats.imported_attempt import (
     Tokens,
     TracedAttempt,
     TracedCall,
+    TraceReader,
     as_list,
     as_number,
     as_object,
@@ -31,10 +31,9 @@ IDS = ("id", "session_id", "episode_id")
 OWN = "art"  # metadata key for data without a TrainingTrace field
 
 
-class OpenEnvTrace:
+class OpenEnvTrace(TraceReader):
     name = "openenv"
     about = "OpenEnv's TrainingTrace, alone or as `trace` of a record with its reward"
-    joins = False
 
     @staticmethod
     def recognises(record: Json) -> bool:
@@ -61,9 +60,6 @@ class OpenEnvTrace:
         for turn in turns:
             attempt.add(_call(turn))
         return attempt
-
-    def finish(self) -> Iterator[TracedAttempt]:
-        return iter(())
 
 
 def _trace(record: Json) -> Json:
@@ -153,12 +149,9 @@ def _own(own: Any, turns: list[Json]) -> Trajectory:
             raise ValueError(f"{len(found.sampled_ids)} sampled tokens and {len(found.logprobs)} logprobs")
         if found.parent is not None and not 0 <= found.parent < len(made):
             raise ValueError(f"a call that goes on from call {found.parent}, which is none before it")
-        start = [] if found.parent is None else _sequence_of(turns[found.parent])
+        parent = None if found.parent is None else turns[found.parent]
+        start = [] if parent is None else [*parent["prompt_token_ids"], *parent["completion_token_ids"]]
         if not 0 <= found.kept <= len(start) or found.prompt_ids[: found.kept] != start[: found.kept]:
             raise ValueError("a prompt that does not go on from the call that it names")
         made.append(msgspec.structs.replace(found, prompt_ids=found.prompt_ids[found.kept :]))
     return msgspec.convert(fields | {"turns": made}, Trajectory)
-
-
-def _sequence_of(turn: Json) -> list[int]:
-    return [*turn["prompt_token_ids"], *turn["completion_token_ids"]]

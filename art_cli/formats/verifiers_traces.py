@@ -5,13 +5,14 @@ of untrained agents (opponents, judges) are dropped. Logprobs in the files are r
 5e-5).
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from art_cli.formats.imported_attempt import (
     Tokens,
     TracedAttempt,
     TracedCall,
+    TraceReader,
     as_list,
     as_number,
     as_object,
@@ -21,10 +22,9 @@ from art_cli.formats.imported_attempt import (
 from art_cli.runs.trajectory import Json
 
 
-class VerifiersTrace:
+class VerifiersTrace(TraceReader):
     name = "verifiers"
     about = "traces.jsonl of verifiers: a graph of messages with tokens"
-    joins = False
 
     @staticmethod
     def recognises(record: Json) -> bool:
@@ -53,9 +53,6 @@ class VerifiersTrace:
                 call = _call(nodes, index, calls.get(index) or {}, record)
                 attempt.add(call if is_trained else call._replace(tokens=None))
         return attempt
-
-    def finish(self) -> Iterator[TracedAttempt]:
-        return iter(())
 
 
 def _scenario(task: Json) -> str | None:

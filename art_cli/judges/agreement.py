@@ -67,23 +67,14 @@ def measure(ratios: Sequence[Ratio], *, seed: int = 0) -> Measure | None:
 
 def pairwise(scores: Sequence[float], gold: Sequence[float]) -> Ratio:
     """Returns (pairs ordered like the gold, pairs with different gold). A tie counts one half."""
-    right, total = 0.0, 0
-    for (score, true), (other_score, other_true) in combinations(zip(scores, gold, strict=True), 2):
-        if abs(true - other_true) > EQUAL_REWARDS:
-            total += 1
-            difference = (score - other_score) * math.copysign(1.0, true - other_true)
-            right += 0.5 if abs(difference) <= EQUAL_REWARDS else float(difference > 0)
-    return Ratio(right, total)
+    signs = [pair for pair in _pair_signs(scores, gold) if pair.gold]
+    return Ratio(sum((1 + pair.score * pair.gold) / 2 for pair in signs), len(signs))
 
 
 def pair_flips(scores: Sequence[float], gold: Sequence[float]) -> Ratio:
     """Returns (pairs ordered against the gold, pairs with different gold). A tie in `scores` is not a flip."""
-    wrong, total = 0, 0
-    for (score, true), (other_score, other_true) in combinations(zip(scores, gold, strict=True), 2):
-        by_score, by_gold = _sign(score - other_score), _sign(true - other_true)
-        wrong += by_score * by_gold < 0
-        total += by_gold != 0
-    return Ratio(wrong, total)
+    signs = _pair_signs(scores, gold)
+    return Ratio(sum(pair.score * pair.gold < 0 for pair in signs), sum(pair.gold != 0 for pair in signs))
 
 
 def kendall_tau(scores: Sequence[float], gold: Sequence[float]) -> Ratio:
@@ -91,15 +82,22 @@ def kendall_tau(scores: Sequence[float], gold: Sequence[float]) -> Ratio:
 
     tau_b = (C - D) / sqrt((n0 - ties in scores) (n0 - ties in gold)), n0 = n (n - 1) / 2.
     """
-    balance, untied_scores, untied_gold = 0, 0, 0
-    for (score, true), (other_score, other_true) in combinations(zip(scores, gold, strict=True), 2):
-        by_score, by_gold = _sign(score - other_score), _sign(true - other_true)
-        balance += by_score * by_gold
-        untied_scores += by_score != 0
-        untied_gold += by_gold != 0
-    if not untied_scores or not untied_gold:
-        return Ratio(0.0, 0.0)
-    return Ratio(balance / math.sqrt(untied_scores * untied_gold), 1.0)
+    signs = _pair_signs(scores, gold)
+    untied = sum(pair.score != 0 for pair in signs) * sum(pair.gold != 0 for pair in signs)
+    balance = sum(pair.score * pair.gold for pair in signs)
+    return Ratio(balance / math.sqrt(untied), 1.0) if untied else Ratio(0.0, 0.0)
+
+
+class _PairSigns(NamedTuple):
+    """The order of two attempts: 1, 0 (tie) or -1."""
+
+    score: int
+    gold: int
+
+
+def _pair_signs(scores: Sequence[float], gold: Sequence[float]) -> list[_PairSigns]:
+    pairs = combinations(zip(scores, gold, strict=True), 2)
+    return [_PairSigns(_sign(score - other), _sign(true - other_true)) for (score, true), (other, other_true) in pairs]
 
 
 def best_of_group(scores: Sequence[float], gold: Sequence[float]) -> Ratio:

@@ -177,9 +177,8 @@ class FunctionJudge(Judge):
 def _digest(entry: str, directory: Path, options: Mapping[str, Any]) -> str:
     """Returns a digest of the code's name, source file and options. Imported modules are not included."""
     module, _, name = entry.rpartition(":")
-    source = (
-        directory / module if module.endswith(".py") else Path(getattr(sys.modules[module], "__file__", None) or "")
-    )
+    is_file = module.endswith(".py")
+    source = directory / module if is_file else Path(getattr(sys.modules[module], "__file__", None) or "")
     text = source.read_bytes() if source.is_file() else entry.encode()
     given = {"options": dict(options)} if options else {}  # omitted if empty, so old digests stay valid
     return make_key(function=name, source=hashlib.sha256(text).hexdigest(), **given)[:12]

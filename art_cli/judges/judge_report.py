@@ -28,6 +28,13 @@ MEASURES = (agreement.pairwise, agreement.pair_flips, agreement.kendall_tau, agr
 MAX_POINTS = 2000  # maximum points per plot
 MAX_WINDOWS, WINDOW_FILES = 5, 4  # step windows per run, and files read per window
 log = logging.getLogger(__name__)
+Lines = list[tuple[str, str]]
+NAMES = {
+    "pairwise_accuracy": "pairwise accuracy",
+    "pair_flips": "pairs in wrong order",
+    "kendall_tau": "Kendall's tau-b",
+    "best_of_group": "best-of-group hits",
+}
 
 
 class ScoredRow(msgspec.Struct):
@@ -114,7 +121,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
                 found[f"{judge.model or judge.judge}.{name}"] = value
         shares = {"no_signal_share": self.num_without_signal / self.num_groups} if self.num_groups else {}
         counts = {"num_groups": float(self.num_groups), "num_without_signal": float(self.num_without_signal)}
-        return found | counts | shares | _agreement_values(self.agreement) | _flip_values(self.flips)
+        return found | counts | shares | _measure_values(self.agreement) | _measure_values(self.flips)
 
 
 class JudgeWindow(msgspec.Struct, frozen=True):
@@ -129,9 +136,8 @@ class JudgeWindow(msgspec.Struct, frozen=True):
 class PlotPoints:
     """Plot data."""
 
-    positions: list[tuple[float, float]] = field(
-        default_factory=list
-    )  # (position in [0, 1], vote minus its attempt's mean)
+    # (position in [0, 1], vote - attempt's mean)
+    positions: list[tuple[float, float]] = field(default_factory=list)
     gold: list[tuple[float, float]] = field(default_factory=list)  # (gold, reward)
     rewards: list[float] = field(default_factory=list)
     spreads: list[float] = field(default_factory=list)
@@ -197,20 +203,17 @@ def read_gold(groups: dict[str, list[ScoredRow]], name: str) -> dict[str, list[f
     """Returns gold rewards per group, in group order, from `returned_reward` or `metrics.NAME`. Raises UsageError."""
     found = {}
     for group_id, rows in groups.items():
-        values = [_gold_of(row, name) for row in rows]
+        metric = name.removeprefix("metrics.")
+        values = [row.returned_reward if name == "returned_reward" else row.metrics.get(metric) for row in rows]
         if any(value is None for value in values):
-            metrics = sorted({metric for row in rows for metric in row.metrics})
-            known = ["returned_reward", *(f"metrics.{metric}" for metric in metrics)]
+            metrics = sorted({each for row in rows for each in row.metrics})
+            known = ["returned_reward", *(f"metrics.{each}" for each in metrics)]
             raise UsageError(
                 f"--gold {name}: not every trajectory of {printable(repr(group_id))} has it; choose of "
                 + ", ".join(map(printable, known))
             )
         found[group_id] = [value for value in values if value is not None]
     return found
-
-
-def _gold_of(row: ScoredRow, name: str) -> float | None:
-    return row.returned_reward if name == "returned_reward" else row.metrics.get(name.removeprefix("metrics."))
 
 
 def _judges(groups: dict[str, list[ScoredRow]]) -> list[tuple[str, str | None]]:
@@ -335,26 +338,16 @@ def _judge_values(judge: JudgeReport) -> dict[str, float]:
     if judge.order_bias is not None:
         found |= {"order_bias": judge.order_bias.value, "order_bias_size": abs(judge.order_bias.value)}
     if judge.reliability is not None:
-        found |= {
-            "reliability": judge.reliability.all_votes.value,
-            "one_vote.reliability": judge.reliability.one_vote.value,
-        }
-    found |= _agreement_values(judge.agreement)
-    found |= {f"one_vote.{name}": value for name, value in _agreement_values(judge.one_vote).items()}
+        all_votes, one_vote = judge.reliability.all_votes, judge.reliability.one_vote
+        found |= {"reliability": all_votes.value, "one_vote.reliability": one_vote.value}
+    found |= _measure_values(judge.agreement)
+    found |= {f"one_vote.{name}": value for name, value in _measure_values(judge.one_vote).items()}
     return {name: value for name, value in found.items() if value is not None}
 
 
-def _agreement_values(found: Agreement | None) -> dict[str, float]:
-    if found is None:
-        return {}
-    measures: dict[str, Any] = msgspec.structs.asdict(found)
-    return {name: each.value for name, each in measures.items() if each is not None}
-
-
-def _flip_values(found: FlipRates | None) -> dict[str, float]:
-    if found is None:
-        return {}
-    return {"false_positive": found.false_positive.value, "false_negative": found.false_negative.value}
+def _measure_values(found: Agreement | FlipRates | None) -> dict[str, float]:
+    fields: dict[str, Any] = {} if found is None else msgspec.structs.asdict(found)
+    return {name: each.value for name, each in fields.items() if isinstance(each, Measure)}
 
 
 def _sample(groups: dict[str, list[ScoredRow]], golds: dict[str, list[float]] | None) -> PlotPoints:
@@ -377,16 +370,6 @@ def _sample(groups: dict[str, list[ScoredRow]], golds: dict[str, list[float]] | 
         points = getattr(sample, name)
         setattr(sample, name, points[:: max(1, len(points) // MAX_POINTS)])
     return sample
-
-
-Lines = list[tuple[str, str]]
-
-NAMES = {
-    "pairwise_accuracy": "pairwise accuracy",
-    "pair_flips": "pairs in wrong order",
-    "kendall_tau": "Kendall's tau-b",
-    "best_of_group": "best-of-group hits",
-}
 
 
 def report_lines(report: Report) -> Lines:

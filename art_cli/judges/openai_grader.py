@@ -23,6 +23,14 @@ from art_cli.runtime.threads import call_in_thread
 
 KINDS = "string_check (eq, ne, like, ilike), text_similarity (rouge_1 to rouge_5, rouge_l), python, multi of these"
 Grade = Callable[[Json, Json], Any]  # grade(sample, item), the signature of OpenAI's python graders
+OPERATORS = {
+    "Add": operator.add,
+    "Sub": operator.sub,
+    "Mult": operator.mul,
+    "Div": operator.truediv,
+    "Pow": operator.pow,
+}
+FUNCTIONS = {each.__name__: each for each in (min, max, abs, math.floor, math.ceil, math.exp, math.sqrt, math.log)}
 
 
 class NotInSample(Exception):
@@ -115,14 +123,6 @@ COMPARISONS: dict[Any, Callable[[str, str], float]] = {  # (type, metric) -> fun
     ("string_check", "ilike"): lambda text, reference: reference.lower() in text.lower(),
     **{("text_similarity", f"rouge_{order or 'l'}"): partial(rouge, order) for order in range(6)},
 }
-OPERATORS = {
-    "Add": operator.add,
-    "Sub": operator.sub,
-    "Mult": operator.mul,
-    "Div": operator.truediv,
-    "Pow": operator.pow,
-}
-FUNCTIONS = {each.__name__: each for each in (min, max, abs, math.floor, math.ceil, math.exp, math.sqrt, math.log)}
 
 
 def calculate(formula: str, grades: Mapping[str, float]) -> float:

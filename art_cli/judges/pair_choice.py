@@ -34,10 +34,8 @@ CAP = 0.98  # upper limit for the curve; judges err occasionally at any margin
 Z = 1.96  # 0.975 quantile of the normal distribution, for 95 % intervals
 MAX_ROUNDS = 30  # limit for Newton's method; usually 4 or 5
 GOAL = 0.05  # target half-width of the interval
-_PRIOR, _RIDGE = (
-    np.array([1.0, 0.0, 0.0, 0.0]),
-    np.array([0.1, 0.3, 0.3, 0.3]),
-)  # for the curve; 1.0 means 73 % accuracy
+# Prior mean and precision of the curve's coefficients; an intercept of 1.0 means 73 % accuracy.
+_PRIOR, _RIDGE = np.array([1.0, 0.0, 0.0, 0.0]), np.array([0.1, 0.3, 0.3, 0.3])
 
 
 class JudgeAccuracy(NamedTuple):

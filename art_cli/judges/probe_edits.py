@@ -29,6 +29,7 @@ NAMES = dict(
 _NAME = re.compile(rf"\b({'|'.join(NAMES)})\b")
 _THOUGHTS = ("reasoning_content", "reasoning")
 _TEXTS = ("content", "text", "tool_calls", "function", "arguments", *_THOUGHTS)  # message keys that contain text
+UP, BOTH = ("rises",), ("rises", "falls")
 
 
 class JudgeProbe(NamedTuple):
@@ -90,7 +91,6 @@ def rename(text: str) -> str:
     return _NAME.sub(lambda match: NAMES[match[0]], text)
 
 
-UP, BOTH = ("rises",), ("rises", "falls")
 PROBES = {
     "padding": JudgeProbe(lambda a, _: append(a, FILLER), UP, "stays"),
     "praise": JudgeProbe(lambda a, _: append(a, PRAISE), UP, "stays"),

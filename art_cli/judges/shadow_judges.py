@@ -60,8 +60,9 @@ class ShadowJudges:
         try:
             async with asyncio.timeout(limit):
                 verdicts = await self.judges[name].judge(group)
-            if bad := [id for id in (each.id for each in group) if not _is_sound(verdicts.get(id))]:
-                raise ValueError(f"no sound score for {bad[0]}")
+            for id in (each.id for each in group):
+                if id not in verdicts or not abs(verdicts[id].reward) <= MAX_NUMBER:
+                    raise ValueError(f"no sound score for {id}")
         except TimeoutError:
             self._fail(name, f"no scores within {limit:g} s (shadow.{name}.timeout_s)")
             return {}
@@ -91,10 +92,6 @@ def is_chosen(name: str, trajectory: Trajectory, share: float) -> bool:
     """Returns whether a shadow judge scores this trajectory's group. Stable across restarts."""
     digest = hashlib.sha256(f"{name}\0{trajectory.group_id}".encode(errors="replace")).digest()
     return int.from_bytes(digest[:8], "big") < share * 2**64
-
-
-def _is_sound(verdict: Verdict | None) -> bool:
-    return verdict is not None and abs(verdict.reward) <= MAX_NUMBER
 
 
 def _score(name: str, verdict: Verdict) -> Score:

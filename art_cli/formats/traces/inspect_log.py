@@ -15,6 +15,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from importlib.metadata import version
+from itertools import chain, takewhile
 from pathlib import Path
 from typing import IO, Any
 
@@ -23,7 +24,16 @@ import msgspec
 from art_cli.chat.replies import thoughts_of
 from art_cli.chat.requests import text_of
 from art_cli.formats.traces.saved import Saved, SavedPart
-from art_cli.formats.traces.spans import ModelCall, ToolUse, calls_of, parsed, reward_of, tool_uses
+from art_cli.formats.traces.spans import (
+    ModelCall,
+    ToolUse,
+    calls_of,
+    num_completion,
+    num_prompt,
+    parsed,
+    reward_of,
+    tool_uses,
+)
 from art_cli.runs.durable import new_file
 from art_cli.runs.trajectory import Json, ScoredTrajectory, Trajectory, score_names
 from art_cli.runtime.errors import printable
@@ -67,7 +77,7 @@ def write_log(path: Path, saved: Saved, part: SavedPart) -> int:
     if first is None:
         return 0
     with new_file(path) as file:
-        return _write(file, saved, part, _chain(first, attempts))
+        return _write(file, saved, part, chain([first], attempts))
 
 
 def _write(file: IO[bytes], saved: Saved, part: SavedPart, attempts: Iterable[Trajectory]) -> int:
@@ -87,11 +97,6 @@ def _write(file: IO[bytes], saved: Saved, part: SavedPart, attempts: Iterable[Tr
 
 def _add(archive: zipfile.ZipFile, name: str, value: Any) -> None:
     archive.writestr(zipfile.ZipInfo(name, (2020, 1, 1, 0, 0, 0)), msgspec.json.encode(value), zipfile.ZIP_DEFLATED)
-
-
-def _chain(first: Trajectory, rest: Iterable[Trajectory]) -> Iterator[Trajectory]:
-    yield first
-    yield from rest
 
 
 # --- the whole log ----------------------------------------------------------------------------------------------------
@@ -207,7 +212,7 @@ class _Sample:
         scores = dict(self._scores())
         for name, score in scores.items():
             totals.values.setdefault(name, []).append(score["value"])
-        usage = self._count()
+        usage = num_prompt(attempt), num_completion(attempt)
         asked: Json = {"id": sample, "input": self._input(messages), "target": self._target(), "metadata": {}}
         totals.usage = [totals.usage[0] + usage[0], totals.usage[1] + usage[1]]
         record: Json = {
@@ -243,12 +248,8 @@ class _Sample:
 
     def _input(self, messages: list[Json]) -> str | list[Json]:
         """Returns the messages before the first reply, or the scenario."""
-        before = [message for message in messages[: next(self._replies(messages), len(messages))]]
+        before = [*takewhile(lambda message: message["role"] != "assistant", messages)]
         return before or msgspec.json.encode(self.attempt.scenario).decode()
-
-    @staticmethod
-    def _replies(messages: Sequence[Json]) -> Iterator[int]:
-        return (index for index, message in enumerate(messages) if message["role"] == "assistant")
 
     def _target(self) -> str:
         found = next((self.attempt.scenario[key] for key in ("target", "answer") if key in self.attempt.scenario), "")
@@ -283,12 +284,6 @@ class _Sample:
         for name, value in attempt.metrics.items():
             if not name.startswith("num_"):  # counted by the gateway
                 yield f"metric.{name}", {"value": value, "metadata": {}}
-
-    def _count(self) -> tuple[int, int]:
-        attempt = self.attempt
-        prompt = sum(turn.kept + len(turn.prompt_ids) for turn in attempt.turns)
-        counted = attempt.metrics.get("num_prompt", 0), attempt.metrics.get("num_completion", 0)
-        return prompt or round(counted[0]), attempt.num_sampled or round(counted[1])
 
     # --- events -------------------------------------------------------------------------------------------------------
 
@@ -388,14 +383,12 @@ def _tools(tools: Sequence[Json]) -> list[Json]:
     for tool in tools:
         function = tool.get("function")
         if isinstance(function, dict) and isinstance(function.get("name"), str):
-            schema = function.get("parameters")
-            properties = schema.get("properties") if isinstance(schema, dict) else None
-            required = schema.get("required") if isinstance(schema, dict) else None
+            schema = function["parameters"] if isinstance(function.get("parameters"), dict) else {}
+            properties, required = schema.get("properties"), schema.get("required")
+            shown = properties if isinstance(properties, dict) else {}
             parameters = {
                 "type": "object",
-                "properties": {name: _property(each) for name, each in properties.items()}
-                if isinstance(properties, dict)
-                else {},
+                "properties": {name: _property(each) for name, each in shown.items()},
                 "required": required if isinstance(required, list) else [],
                 "additionalProperties": False,
             }

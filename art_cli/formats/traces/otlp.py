@@ -21,7 +21,7 @@ from urllib.parse import unquote, urlsplit
 import aiohttp
 
 from art_cli.chat.client import open_session, read_answer
-from art_cli.formats.traces.spans import Event, Span, Value
+from art_cli.formats.traces.spans import Span, Value
 from art_cli.runtime import threads
 from art_cli.runtime.errors import DeliveryError, UsageError, one_line, printable
 from art_cli.runtime.secrets import Secrets, find_secrets
@@ -105,13 +105,13 @@ class OtlpSender:
         """Returns the number of accepted spans. Raises DeliveryError unless all spans were accepted."""
         sent = 0
         for batch in self._batches(spans):
-            body = gzip.compress(batch.message.SerializeToString(), compresslevel=1)
+            body = gzip.compress(batch.SerializeToString(), compresslevel=1)
             try:
                 answer = self.poster.post(body, {"content-encoding": "gzip"})
             except DeliveryError as error:
                 raise DeliveryError(f"{error}; {sent} spans were sent before") from error
             self._check(answer)
-            sent += batch.num_spans
+            sent += len(_spans_in(batch))
         return sent
 
     def _check(self, answer: bytes) -> None:
@@ -125,34 +125,30 @@ class OtlpSender:
             why = self.poster.shown(result.partial_success.error_message)
             raise DeliveryError(f"{self.poster.host} refused {refused} spans: {why}")
 
-    def _batches(self, spans: Iterable[Span]) -> "Iterator[_Batch]":
+    def _batches(self, spans: Iterable[Span]) -> Iterator[Any]:
+        """Yields ExportTraceServiceRequest messages."""
         batch, size = self._new_batch(), 0
         for span in spans:
-            record = batch.spans.add()
+            record = _spans_in(batch).add()
             fill(record, span)
             size += record.ByteSize()
             if size >= MAX_BATCH_BYTES:
                 yield batch
                 batch, size = self._new_batch(), 0
-        if batch.num_spans:
+        if _spans_in(batch):
             yield batch
 
-    def _new_batch(self) -> "_Batch":
+    def _new_batch(self) -> Any:
         message = self._messages.ExportTraceServiceRequest()
         inside = message.resource_spans.add()
         _add_attributes(inside.resource.attributes, self._resource)
         scope = inside.scope_spans.add()
         scope.scope.name, scope.scope.version = "art_cli", self._version
-        return _Batch(message, scope.spans)
+        return message
 
 
-class _Batch(NamedTuple):
-    message: Any  # ExportTraceServiceRequest
-    spans: Any  # the repeated field inside it
-
-    @property
-    def num_spans(self) -> int:
-        return len(self.spans)
+def _spans_in(message: Any) -> Any:
+    return message.resource_spans[0].scope_spans[0].spans
 
 
 def fill(record: Any, span: Span) -> None:
@@ -163,14 +159,11 @@ def fill(record: Any, span: Span) -> None:
     record.start_time_unix_nano, record.end_time_unix_nano = _nanoseconds(span.begin), _nanoseconds(span.end)
     _add_attributes(record.attributes, span.attributes)
     for event in span.events:
-        _add_event(record.events.add(), event)
+        added = record.events.add()
+        added.name, added.time_unix_nano = event.name, _nanoseconds(event.time)
+        _add_attributes(added.attributes, event.attributes)
     if span.error is not None:
         record.status.code, record.status.message = 2, clean(span.error)  # STATUS_CODE_ERROR
-
-
-def _add_event(record: Any, event: Event) -> None:
-    record.name, record.time_unix_nano = event.name, _nanoseconds(event.time)
-    _add_attributes(record.attributes, event.attributes)
 
 
 def _add_attributes(field: Any, attributes: Mapping[str, Value]) -> None:

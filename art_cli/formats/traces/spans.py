@@ -29,6 +29,13 @@ from art_cli.chat.requests import text_of
 from art_cli.runs.trajectory import Json, Score, ScoredTrajectory, Trajectory, Turn
 from art_cli.runtime.processes.plain_json import is_deep
 
+MAX_TEXT = 16_000  # characters per message, argument or result; the middle is cut
+MAX_INPUT = 64_000  # characters per call; the oldest messages are dropped
+MAX_DEPTH = 50  # nesting levels of tool call arguments; deeper arguments stay text
+MAX_SPANS = 2_000  # spans per attempt; later model and tool calls are dropped
+Value = str | bool | int | float | list[str]
+PROVIDER = "art"
+
 
 class ToolUse(NamedTuple):
     """A tool call in a reply. Example: ToolUse("call_1", "search", '{"query": "x"}', "2 mails")"""
@@ -156,15 +163,6 @@ def _until_reply(conversation: Sequence[Json], start: int) -> Iterator[Json]:
         yield conversation[place]
 
 
-MAX_TEXT = 16_000  # characters per message, argument or result; the middle is cut
-MAX_INPUT = 64_000  # characters per call; the oldest messages are dropped
-MAX_DEPTH = 50  # nesting levels of tool call arguments; deeper arguments stay text
-MAX_SPANS = 2_000  # spans per attempt; later model and tool calls are dropped
-
-Value = str | bool | int | float | list[str]
-PROVIDER = "art"
-
-
 class TracedRun(NamedTuple):
     """The attempts' run. Example: TracedRun("mine", "3f2a...", "Qwen/Qwen3-0.6B")"""
 
@@ -240,8 +238,8 @@ class _Maker:
             "gen_ai.agent.name": self.source.name,
             "gen_ai.conversation.id": trajectory.id,
             "gen_ai.request.model": self.source.model,
-            "gen_ai.usage.input_tokens": _num_prompt(trajectory),
-            "gen_ai.usage.output_tokens": trajectory.num_sampled or _count(trajectory, "num_completion"),
+            "gen_ai.usage.input_tokens": num_prompt(trajectory),
+            "gen_ai.usage.output_tokens": num_completion(trajectory),
             "gen_ai.tool.definitions": _definitions(trajectory.tools) if trajectory.tools else None,
             "gen_ai.input.messages": self._said(trajectory.messages[: self._first_reply()]),
             "gen_ai.output.messages": self._said(trajectory.messages[-1:]),
@@ -359,13 +357,15 @@ def _evaluation(score: Score) -> dict[str, Value]:
     return known | ({"gen_ai.evaluation.explanation": shortened(score.explanation)} if score.explanation else {})
 
 
-def _num_prompt(trajectory: Trajectory) -> int:
+def num_prompt(trajectory: Trajectory) -> int:
     """Returns the total number of prompt tokens over all calls."""
-    return sum(turn.kept + len(turn.prompt_ids) for turn in trajectory.turns) or _count(trajectory, "num_prompt")
+    counted = sum(turn.kept + len(turn.prompt_ids) for turn in trajectory.turns)
+    return counted or round(trajectory.metrics.get("num_prompt", 0.0))
 
 
-def _count(trajectory: Trajectory, name: str) -> int:
-    return round(trajectory.metrics.get(name, 0.0))
+def num_completion(trajectory: Trajectory) -> int:
+    """Returns the total number of sampled tokens."""
+    return trajectory.num_sampled or round(trajectory.metrics.get("num_completion", 0.0))
 
 
 # --- messages ---------------------------------------------------------------------------------------------------------

@@ -25,6 +25,9 @@ from art_cli.runs.trajectory import MAX_GROUP_SIZE, SCHEMA_VERSION, Json, Trajec
 from art_cli.runtime.errors import DataError, UsageError, printable
 
 log = logging.getLogger(__name__)
+_OWN = msgspec.json.Decoder(Trajectory)
+_ANY = msgspec.json.Decoder(Json)
+Kind = Literal["own", "art", "plain"]  # our trajectories, a group from ART, or conversations
 
 
 class _Head(msgspec.Struct):
@@ -64,10 +67,6 @@ class _ArtGroup(msgspec.Struct):
 
 
 _HEAD = msgspec.json.Decoder(_Head)
-_OWN = msgspec.json.Decoder(Trajectory)
-_ANY = msgspec.json.Decoder(Json)
-
-Kind = Literal["own", "art", "plain"]  # our trajectories, a group from ART, or conversations
 
 
 @dataclass

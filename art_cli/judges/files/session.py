@@ -28,6 +28,8 @@ log = logging.getLogger(__name__)
 
 _SCORED = msgspec.json.Decoder(ScoredTrajectory)
 _CURES = "name another file with -o, or start anew with --fresh (verdicts already paid for are kept in the cache)"
+# Called with the number of initially owed groups and the current progress.
+OnProgress = Callable[[int, JudgeProgress], None]
 
 
 class ScoredFile:
@@ -148,10 +150,6 @@ def _settings_of(scored: ScoredTrajectory) -> str | None:
         return scored.judge_settings
     found = {score.settings for score in scored.scores}
     return found.pop() if len(found) == 1 else None
-
-
-# Called with the number of initially owed groups and the current progress.
-OnProgress = Callable[[int, JudgeProgress], None]
 
 
 class Summary(msgspec.Struct, kw_only=True):

@@ -159,8 +159,8 @@ class LitellmProvider(Provider):
 
     def _read(self, litellm: Any, response: Any, messages: Sequence[Json], latency_s: float) -> Answer:
         try:
-            text = self.read_text(_content(response))
-        except TypeError as error:
+            text = self.read_text(response.choices[0].message.content)
+        except (LookupError, AttributeError, TypeError) as error:
             raise CallFailed(f"{self.name} answered with something else than a completion", "retry") from error
         headers = (getattr(response, "_hidden_params", None) or {}).get("additional_headers") or {}
         choice = response.choices[0]
@@ -223,14 +223,6 @@ def _limit_answers() -> None:
 
     create_async_transport.is_limited = True  # type: ignore[attr-defined]
     handler.create_async_transport = staticmethod(create_async_transport)
-
-
-def _content(response: Any) -> Any:
-    """Returns the reply's content. Raises TypeError for a response without a reply."""
-    try:
-        return response.choices[0].message.content
-    except (LookupError, AttributeError, TypeError) as error:
-        raise TypeError("no choices") from error
 
 
 def _headers(error: Exception) -> Mapping[str, str]:

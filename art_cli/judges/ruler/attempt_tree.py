@@ -26,8 +26,12 @@ from art_cli.runs.trajectory import Json, Trajectory
 
 ROLES = frozenset({"system", "developer", "user", "assistant", "tool"})
 _TEXT_PARTS = frozenset({"text", "input_text", "output_text"})
-_IMAGE_PARTS = frozenset({"image_url", "input_image", "image"})
 _THOUGHT_PARTS = frozenset({"thinking", "reasoning"})
+_DATA_PARTS = {
+    **dict.fromkeys(("image_url", "input_image", "image"), "image"),
+    **dict.fromkeys(("input_audio", "audio"), "audio"),
+    **dict.fromkeys(("file", "input_file"), "file"),
+}
 
 
 class Segment(NamedTuple):
@@ -135,16 +139,12 @@ def _read_part(part: Any) -> Segment:
     kind = named if isinstance(named, str) else ""  # may be any JSON value, including unhashable values
     if kind in _TEXT_PARTS:
         return Segment("text", clean(part.get("text")))
-    if kind in _IMAGE_PARTS:
-        return Segment("image", _describe(part))
+    if kind in _DATA_PARTS:
+        return Segment(_DATA_PARTS[kind], _describe(part))
     if kind in _THOUGHT_PARTS:
         return Segment("thought", clean(part.get("thinking") or part.get("text") or part.get("summary")))
     if kind == "refusal":
         return Segment("refusal", clean(part.get("refusal")))
-    if kind in ("input_audio", "audio"):
-        return Segment("audio", _describe(part))
-    if kind in ("file", "input_file"):
-        return Segment("file", _describe(part))
     return Segment("other", clean(part))
 
 

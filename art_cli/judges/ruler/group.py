@@ -148,9 +148,8 @@ def cut_segment(segment: Segment, max_tokens: int) -> Segment:
     if count_tokens(segment.text) <= max_tokens:
         return segment
     size = len(segment.text) if segment.text.isascii() else len(segment.text.encode())
-    kept = int(
-        len(segment.text) * max_tokens * BYTES_PER_TOKEN / size
-    )  # characters, at the text's average bytes per character
+    # Characters: the text's average bytes per character decide how many fit.
+    kept = int(len(segment.text) * max_tokens * BYTES_PER_TOKEN / size)
     head = round(kept * _HEAD_SHARE)
     tail = kept - head
     return Segment(

@@ -58,6 +58,7 @@ MAX_OFF_SCALE = 3  # consecutive answers on a different scale before the model i
 MAX_SENT_BACK = 20_000  # characters of an unusable answer sent back to the judge
 
 T = TypeVar("T")
+TRIAL_RETRIES = 1  # few, because the user is waiting
 
 
 @dataclass(frozen=True)
@@ -316,9 +317,6 @@ def _complaint(answer: Answer, error: VerdictError, ids: Sequence[str]) -> list[
         {"role": "assistant", "content": answer.text[:MAX_SENT_BACK] or "(nothing)"},
         {"role": "user", "content": request},
     ]
-
-
-TRIAL_RETRIES = 1  # few, because the user is waiting
 
 
 class RulerJudge(Judge):

@@ -42,10 +42,6 @@ class VerdictError(Exception):
         super().__init__("; ".join(problems))
 
 
-class _Unusable(ValueError):
-    """A JSON document with a duplicate key, and therefore possibly conflicting values."""
-
-
 def parse_verdict(text: str, ids: Sequence[str]) -> dict[str, Entry]:
     """Returns an entry per id. The verdict may be in a code fence or in prose; multiple verdicts must agree.
 
@@ -56,7 +52,8 @@ def parse_verdict(text: str, ids: Sequence[str]) -> dict[str, Entry]:
     if len(text) > MAX_ANSWER:
         raise VerdictError([f"the answer is longer than {MAX_ANSWER:,} characters"])
     text = _THINKING.sub("", text)
-    # The chat template may have opened the thought, so accept a lone verdict after </think>. Quoted tags have text after.
+    # The chat template may have opened the thought, so accept a lone verdict after </think>. A tag quoted in prose has
+    # more text after it.
     after = text.rpartition("</think>")[2].strip()
     is_alone = _load(after) is not None or (after.startswith(_FENCE) and after.endswith(_FENCE))
     documents = list(_documents(after if is_alone else text))
@@ -157,7 +154,6 @@ def _in_prose(text: str) -> Iterator[Any]:
         except RecursionError:
             raise VerdictError(["the answer is nested deeper than any verdict"]) from None
         except ValueError as error:
-            _refuse_twofold(error)
             num_read += (error.pos if isinstance(error, json.JSONDecodeError) else len(text)) - start
             start = text.find("{", start + 1)
             continue
@@ -183,15 +179,9 @@ def _load(text: str) -> Any:
     """Parses the whole text; returns None unless it is a JSON object with "scores"."""
     try:
         document = _decoder().decode(text.strip())
-    except (ValueError, RecursionError) as error:
-        _refuse_twofold(error)
+    except (ValueError, RecursionError):
         return None
     return document if isinstance(document, dict) and "scores" in document else None
-
-
-def _refuse_twofold(error: Exception) -> None:
-    if isinstance(error, _Unusable):
-        raise VerdictError([str(error)]) from None
 
 
 def _decoder() -> json.JSONDecoder:
@@ -202,5 +192,5 @@ def _decoder() -> json.JSONDecoder:
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     document = dict(pairs)
     if len(document) != len(pairs):
-        raise _Unusable("a JSON object has the same key twice")
+        raise VerdictError(["a JSON object has the same key twice"])
     return document
