@@ -171,12 +171,12 @@ def _trained(tokens: Tokens) -> Iterator[tuple[list[int], list[int], list[float]
 def plain_message(message: Any) -> Json:
     """Returns a message in OpenAI's format. Raises ValueError for an invalid role or content."""
     if not isinstance(message, Mapping) or message.get("role") not in ROLES:
-        raise ValueError(f"a message without a role of {', '.join(sorted(ROLES))}")
+        raise ValueError(f"a message without a valid role: {', '.join(sorted(ROLES))}")
     content, calls = message.get("content"), message.get("tool_calls")
     if not isinstance(content, str | list | None):
         raise ValueError(f"a message whose content is a {type(content).__name__}")
     if isinstance(content, list) and not all(isinstance(part, dict) for part in content):
-        raise ValueError("a message whose content is a list of something else than parts")
+        raise ValueError("a message whose content list has items that are not objects")
     plain = dict(message)
     if calls:
         plain["tool_calls"] = [_plain_call(call) for call in as_list(calls, "tool_calls")]
@@ -186,7 +186,7 @@ def plain_message(message: Any) -> Json:
 def _plain_call(call: Any) -> Json:
     """Returns a tool call in OpenAI's format: {"id", "type", "function": {"name", "arguments": text}}."""
     if not isinstance(call, dict):
-        raise ValueError("a tool call that is no object")
+        raise ValueError("a tool call that is not an object")
     function = call.get("function")
     if not isinstance(function, dict):  # flat format with name and arguments in the call
         function = {"name": call.get("name", function), "arguments": call.get("arguments")}

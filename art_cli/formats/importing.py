@@ -257,7 +257,7 @@ def import_files(
     readable.
     """
     if os.path.lexists(output):
-        raise UsageError(f"{output}: it is there already; name another file")
+        raise UsageError(f"{output}: already exists; name another file")
     done = Imported()
     make_directory(output.parent)
     spool, beside = (output.with_name(f".{output.name}.{uuid.uuid4().hex[:8]}.{end}") for end in ("spool", "tmp"))
@@ -303,7 +303,7 @@ def _trajectories(
             trajectory = _SCORED.decode(line)  # checks that the line can be read back
             key = (trajectory.group_id, trajectory.id)
             if trajectory.id and key in ids:
-                raise ValueError("an attempt that was read before: its id is there already")
+                raise ValueError("an attempt with this id was already read")
         except WRONG as error:
             done.unread.add(origin, _why(error))
             continue

@@ -131,7 +131,7 @@ def _call(observation: Json) -> TracedCall:
         asked = [{"role": "user", "content": asked}]
     messages = [asked] if isinstance(asked, dict) and "role" in asked else asked
     if not isinstance(messages, list) or not messages:
-        raise ValueError("a generation whose input has no messages")
+        raise ValueError("a generation without input messages")
     found = _get(observation, "modelParameters")
     reply = _reply(answered)
     return TracedCall(messages, reply, tools, sampling=sampling_of(_object(found)))
@@ -146,7 +146,7 @@ def _reply(output: Any) -> Json:
         return {"role": "assistant", "content": output}
     if isinstance(output, dict) and (output.get("role") == "assistant" or "tool_calls" in output):
         return {"content": None, **output, "role": "assistant"}
-    raise ValueError("a generation whose output is no reply")
+    raise ValueError("a generation without a reply in the output")
 
 
 def _is_trace(record: Json) -> bool:

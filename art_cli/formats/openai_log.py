@@ -96,7 +96,7 @@ def _responses_call(request: Json, response: Json, kept: Kept) -> TracedCall:
     )
     before = request.get("previous_response_id")
     if before is not None and before not in kept:
-        raise ValueError(f"it goes on from a response that is not in the log: {str(before)[:80]!r}")
+        raise ValueError(f"it continues a response that is not in the log: {str(before)[:80]!r}")
     whole = json.loads(json.dumps([*items, *response["output"]]))  # deep copy, modified below
     name_kinds(whole)
     said = messages_of(msgspec.convert(whole, list[Item]))
@@ -105,7 +105,7 @@ def _responses_call(request: Json, response: Json, kept: Kept) -> TracedCall:
     earlier = [] if before is None else kept[before]
     instructions = request.get("instructions")
     if not isinstance(instructions, str | None):
-        raise ValueError("'instructions' is no text")
+        raise ValueError("'instructions' is not a string")
     messages = conversation(instructions, [*earlier, *said])
     return TracedCall(
         messages=messages[:-1],
@@ -157,7 +157,7 @@ class OpenAILog(TraceReader):
 
     def read(self, record: Json, group: str | None = None) -> TracedAttempt | None:
         if "group_size" in record and "turns" in record:
-            raise ValueError("a trajectory of art's own, which art judge, art step and art sft take as it is")
+            raise ValueError("an art trajectory; pass it directly to art judge, art step or art sft")
         request, response = _request(record), _response(record)
         if response is None or request is None:
             return _conversation(record, group)

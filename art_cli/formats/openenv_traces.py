@@ -44,7 +44,7 @@ class OpenEnvTrace(TraceReader):
     def read(self, record: Json, group: str | None = None) -> TracedAttempt:
         trace = _trace(record)
         if trace.get("schema_version", 1) != 1:
-            raise ValueError(f"schema_version {trace['schema_version']!r}; 1 is read")
+            raise ValueError(f"schema_version {trace['schema_version']!r}; only version 1 is supported")
         turns = [as_object(turn, "turns") for turn in as_list(trace.get("turns"), "turns")]
         if turns and (own := as_object(turns[0].get("metadata"), "metadata").get(OWN)):
             whole = _own(own, turns)
@@ -148,10 +148,10 @@ def _own(own: Any, turns: list[Json]) -> Trajectory:
         if len(found.logprobs) != len(found.sampled_ids):
             raise ValueError(f"{len(found.sampled_ids)} sampled tokens and {len(found.logprobs)} logprobs")
         if found.parent is not None and not 0 <= found.parent < len(made):
-            raise ValueError(f"a call that goes on from call {found.parent}, which is none before it")
+            raise ValueError(f"a call continues call {found.parent}, which is not an earlier call")
         parent = None if found.parent is None else turns[found.parent]
         start = [] if parent is None else [*parent["prompt_token_ids"], *parent["completion_token_ids"]]
         if not 0 <= found.kept <= len(start) or found.prompt_ids[: found.kept] != start[: found.kept]:
-            raise ValueError("a prompt that does not go on from the call that it names")
+            raise ValueError("a prompt does not continue its parent call")
         made.append(msgspec.structs.replace(found, prompt_ids=found.prompt_ids[found.kept :]))
     return msgspec.convert(fields | {"turns": made}, Trajectory)

@@ -33,7 +33,7 @@ class VerifiersTrace(TraceReader):
 
     def read(self, record: Json, group: str | None = None) -> TracedAttempt:
         if (version := record.get("version", 1)) != 1:
-            raise ValueError(f"a trace of version {version!r}; 1 is read")
+            raise ValueError(f"a trace of version {version!r}; only version 1 is supported")
         task = as_object(record.get("task"), "task")
         rewards = {name: _reward(each) for name, each in as_object(record.get("rewards"), "rewards").items()}
         known = {name: value for name, value in rewards.items() if value is not None}
@@ -87,7 +87,7 @@ def _call(nodes: Sequence[Json], index: int, call: Json, record: Json) -> Traced
     spread = [next(logprobs, None) if is_sampled else 0.0 for is_sampled in mask[start:]]
     has_tokens = start < len(ids)
     if has_tokens and (len(mask) != len(ids) or None in spread or next(logprobs, None) is not None):
-        raise ValueError(f"node {index}: its mask or its logprobs are not as many as its tokens")
+        raise ValueError(f"node {index}: the numbers of tokens, mask entries and logprobs differ")
     return TracedCall(
         messages=[_message(node) for node in path[:-1]],
         message=_message(path[-1]),
@@ -103,7 +103,7 @@ def _path(nodes: Sequence[Json], index: int) -> list[Json]:
     path = [nodes[index]]
     while (parent := path[-1].get("parent")) is not None:
         if not isinstance(parent, int) or not 0 <= parent < index:
-            raise ValueError(f"node {index}: its parent is {parent!r}, which is none before it")
+            raise ValueError(f"node {index}: its parent {parent!r} is not an earlier node")
         path.append(nodes[parent])
         index = parent
     return path[::-1]

@@ -183,5 +183,5 @@ class Budget:
         else:
             spent = f"{self.spent.tokens:,} of judge.budget_tokens {self.tokens:,}"
         raise BudgetSpent(
-            f"{spent} spent, and the next call could exceed it; what is scored is saved, raise it to go on"
+            f"{spent} spent, and the next call could exceed it; what is scored is saved, raise it to continue"
         )

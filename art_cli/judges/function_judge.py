@@ -62,7 +62,7 @@ class FunctionJudge(Judge):
 
     def _make(self, found: type, options: Mapping[str, Any]) -> Judge:
         if not issubclass(found, Judge):
-            raise UsageError(f"{self._entry}: the class is no subclass of art_cli.Judge")
+            raise UsageError(f"{self._entry}: the class is not a subclass of art_cli.Judge")
         try:
             return found(**options)
         except UsageError:
@@ -135,7 +135,7 @@ class FunctionJudge(Judge):
                     msgspec.json.encode(numbers), type=list[Score]
                 )  # normalized as if read from a file
             except (AttributeError, TypeError, ValueError) as error:
-                raise JudgeError(f"{self._entry}: the scores of {id} are no list of Score: {error}") from error
+                raise JudgeError(f"{self._entry}: the scores of {id} are not a list of Score: {error}") from error
             variance = None if value.variance is None else self._number(value.variance, id)
             return Verdict(reward=self._number(value.reward, id), scores=scores, variance=variance)
         reward = self._number(value, id)

@@ -88,7 +88,7 @@ def reward_noise(judge: Judge, verdicts: Mapping[str, Verdict]) -> RewardNoise |
         return None
     known = [verdict.variance for verdict in verdicts.values() if verdict.variance is not None]
     if len(known) < len(verdicts) or not all(0 <= variance <= MAX_NUMBER for variance in known):
-        raise JudgeError("judge.noise is votes, and the judge gave no variance for each reward (Verdict.variance)")
+        raise JudgeError("judge.noise is votes, but the judge gave no variance for some rewards (Verdict.variance)")
     return RewardNoise(variance=sum(known) / len(known), min_reliability=bound)
 
 

@@ -75,11 +75,9 @@ class ShadowJudges:
     def _fail(self, name: str, reason: str) -> None:
         self._failures[name] += 1
         if self._failures[name] == 1:
-            log.warning("shadow %s: %s; training goes on without its scores", name, printable(reason, limit=300))
+            log.warning("shadow %s: %s; training continues without its scores", name, printable(reason, limit=300))
         elif self._failures[name] == MAX_FAILURES:
-            log.warning(
-                "shadow %s: failed %d times in a row; it is left alone until the next start", name, MAX_FAILURES
-            )
+            log.warning("shadow %s: failed %d times in a row; it is disabled until the next start", name, MAX_FAILURES)
 
     async def close(self) -> None:
         for judge in self.judges.values():

@@ -272,7 +272,7 @@ def test_calls_of_the_responses_protocol(tmp_path: Path) -> None:
     ]
     assert (found.reward, len(found.tools), found.tools[0]["function"]["name"]) == (1.0, 1, "add")
     assert {why.partition(":")[0] for why in done.unread.counts} == {
-        "it goes on from a response that is not in the log",
+        "it continues a response that is not in the log",
         "a response without a message or a call",
     }
 
@@ -338,7 +338,7 @@ def test_the_command_says_what_it_read_and_what_can_be_done_with_it(
     assert "3 of 4 records were not read: " in said and "half-written" in said and "no known format" in said
     assert "no tokens and logprobs: art step cannot train on them; art judge and art sft can use them" in said
     assert art(["import", str(log), "-o", str(tmp_path / "t.jsonl")]) == 2
-    assert "it is there already" in capsys.readouterr().err
+    assert "already exists" in capsys.readouterr().err
     assert art(["import", str(log), "-o", str(tmp_path / "u.jsonl"), "--from", "opnai"]) == 2
     assert "did you mean 'openai'" in capsys.readouterr().err
     assert art(["import", str(log), "-o", str(tmp_path / "u.jsonl"), "--json"]) == 0
@@ -655,7 +655,7 @@ def test_files_that_hold_nothing_are_refused_in_one_line(tmp_path: Path) -> None
         with pytest.raises(DataError, match=message):
             imported(tmp_path, tmp_path / name)
     write(tmp_path / "l.jsonl", GOOD)
-    with pytest.raises(UsageError, match="it is there already"):
+    with pytest.raises(UsageError, match="already exists"):
         import_files([tmp_path / "l.jsonl"], tmp_path / "l.jsonl")
 
 
@@ -668,4 +668,4 @@ def test_json_over_many_lines_and_in_an_envelope(tmp_path: Path) -> None:
 
 def test_a_trace_that_is_read_twice_counts_once(tmp_path: Path) -> None:
     done, found = imported(tmp_path, FIXTURES / "openenv.jsonl", FIXTURES / "openenv.jsonl")
-    assert len(found) == 2 and done.unread.counts == {"an attempt that was read before: its id is there already": 2}
+    assert len(found) == 2 and done.unread.counts == {"an attempt with this id was already read": 2}

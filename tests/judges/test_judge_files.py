@@ -82,7 +82,7 @@ def test_another_inputs_output_is_refused_whatever_its_groups_are_called(art: Ar
     before = Path("s.jsonl").read_bytes()
     code, _, err = judge(art, "b.jsonl", "-o", "s.jsonl")
     assert code == 1
-    assert "s.jsonl:1: trajectory 'line-1/0' is another attempt than the one of that id in b.jsonl" in err
+    assert "s.jsonl:1: trajectory 'line-1/0' differs from the attempt with the same id in b.jsonl" in err
     assert "-o" in err and "--fresh" in err
     assert Path("s.jsonl").read_bytes() == before
 
@@ -432,7 +432,7 @@ def test_a_group_that_cannot_be_read_is_owed_and_the_others_are_judged(
         (own(index=-1).encode(), '"index" is -1'),
         (own(id=["a"]).encode(), '"id" and "group_id" of a trajectory are strings'),
         (own(group_id={"a": 1}).encode(), '"id" and "group_id" of a trajectory are strings'),
-        (own(group_id="good").encode(), "group 'good' is there already, in line 1, in another format"),
+        (own(group_id="good").encode(), "group 'good' already exists in another format, in line 1"),
         (own().encode() + b"\n" + own(group_size=2, index=1, id="b").encode(), "t.jsonl:3: group 'odd' has 1 attempts"),
         (b"\x00\x01", "t.jsonl:2: JSON is malformed"),
     ],

@@ -175,7 +175,7 @@ async def test_scores_that_no_file_could_hold_are_an_error_of_their_group(tmp_pa
     source = OWN.replace("from art_cli import", "from art_cli.runs.trajectory import Score\nfrom art_cli import")
     source = source.format(keyword="def").replace("Verdict(reward=", f"Verdict(scores={scores}, reward=")
     judge = make_judge(own_config(tmp_path, source, factor=3), tmp_path)
-    with pytest.raises(JudgeError, match="the scores of t0 are no list of Score"):
+    with pytest.raises(JudgeError, match="the scores of t0 are not a list of Score"):
         await judge.judge(group(1, 2))
     await judge.close()
 
@@ -257,7 +257,7 @@ async def test_a_verdict_of_other_kinds_of_numbers_can_be_written_and_read(tmp_p
 @pytest.mark.parametrize(
     ("source", "options", "message"),
     [
-        ("class Scaled: ...", {}, "the class is no subclass of art_cli.Judge"),
+        ("class Scaled: ...", {}, "the class is not a subclass of art_cli.Judge"),
         (OWN.format(keyword="def"), {"faktor": 1}, "own.py:Scaled: TypeError: .*'faktor'"),
         ("def Scaled(group): return group", {"factor": 1}, "judge.options: .* is a function"),
     ],

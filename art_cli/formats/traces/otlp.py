@@ -52,7 +52,7 @@ def traces_url(url: str) -> str:
     except ValueError:
         is_address = False
     if not is_address:
-        raise UsageError(f"{url!r} is no address of an OTLP receiver; write it like {DEFAULT_URL}")
+        raise UsageError(f"{url!r} is not an OTLP address; use a URL like {DEFAULT_URL}")
     if parts.username is not None or parts.query:
         raise UsageError("an OTLP address has no user, password or query; keys go into OTEL_EXPORTER_OTLP_HEADERS")
     return url if parts.path.rstrip("/").endswith(PATH) else url.rstrip("/") + PATH

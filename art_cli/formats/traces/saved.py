@@ -54,7 +54,7 @@ def saved_attempts(path: Path, *, step: int | None = None) -> Saved:
         return Saved(TracedRun(path.stem, run_id(path), "policy"), {}, parts)
     run = RunDir(path)
     if not run.config_path.exists() and not any(path.glob(STEPS)):
-        raise UsageError(f"{path} is no run: it has neither config.json nor a step")
+        raise UsageError(f"{path} is not a run directory: no config.json and no steps")
     config = read_object(run.config_path, within=run.root) if run.config_path.exists() else {}
     parts = [part for part in _parts(run) if step is None or part.step == step]
     if not parts:

@@ -154,7 +154,7 @@ class TrajectoryFile:
         """Returns the named group, creating it if needed. Raises ValueError on mixed formats."""
         group = self.groups.setdefault(name, Group(name, kind, size))
         if group.kind != kind or (kind == "art" and group.lines):
-            raise ValueError(f"group {_brief(name)} is there already, in line {group.first_line}, in another format")
+            raise ValueError(f"group {_brief(name)} already exists in another format, in line {group.first_line}")
         return group
 
     def _find_group_id(self, head: _Head, line: bytes) -> str:

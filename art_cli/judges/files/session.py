@@ -27,7 +27,7 @@ from art_cli.runtime.errors import RunError, printable
 log = logging.getLogger(__name__)
 
 _SCORED = msgspec.json.Decoder(ScoredTrajectory)
-_CURES = "name another file with -o, or start anew with --fresh (verdicts already paid for are kept in the cache)"
+_CURES = "name another file with -o, or start over with --fresh (verdicts already paid for are kept in the cache)"
 # Called with the number of initially owed groups and the current progress.
 OnProgress = Callable[[int, JudgeProgress], None]
 
@@ -61,7 +61,9 @@ class ScoredFile:
         last = max((offset for group in whole for _, offset in group.lines.values()), default=-1)
         if last > start:
             names = ", ".join(printable(group.group_id) for group in torn[:3])
-            raise RunError(f"{self.path}: groups {names} are incomplete in the middle of it; start anew with --fresh")
+            raise RunError(
+                f"{self.path}: groups {names} are incomplete in the middle of the file; start over with --fresh"
+            )
         self._writer.truncate(start)
         log.warning("%s: cut off %d incomplete groups at its end; they are judged again", self.path, len(torn))
 
@@ -118,7 +120,7 @@ def _find_fault(
     if expected is None or found.id != expected.id:
         return f"trajectory {name} is not in {source.path}"
     if not _is_same(found, expected):
-        return f"trajectory {name} is another attempt than the one of that id in {source.path}"
+        return f"trajectory {name} differs from the attempt with the same id in {source.path}"
     if found.error is not None:
         return None
     if found.reward is None:

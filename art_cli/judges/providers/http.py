@@ -149,7 +149,7 @@ class HttpProvider(Provider):
             choice = body["choices"][0]
             text = self.read_text(choice["message"].get("content"))
         except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
-            raise CallFailed(f"{self.name} answered 200 with something else than a completion", "retry") from error
+            raise CallFailed(f"{self.name} answered 200, but not with a completion", "retry") from error
         reason = choice.get("finish_reason")
         return Answer(
             text=text,

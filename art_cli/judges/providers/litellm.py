@@ -161,7 +161,7 @@ class LitellmProvider(Provider):
         try:
             text = self.read_text(response.choices[0].message.content)
         except (LookupError, AttributeError, TypeError) as error:
-            raise CallFailed(f"{self.name} answered with something else than a completion", "retry") from error
+            raise CallFailed(f"{self.name} did not answer with a completion", "retry") from error
         headers = (getattr(response, "_hidden_params", None) or {}).get("additional_headers") or {}
         choice = response.choices[0]
         fields, reason = getattr(choice.message, "provider_specific_fields", None) or {}, str(choice.finish_reason)[:20]

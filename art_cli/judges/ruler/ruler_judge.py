@@ -472,7 +472,7 @@ def _check_rules(panel: Sequence[JudgeModelConfig], instructions: str) -> None:
         rules = read_rules(instructions)
     except RuleError as error:
         raise UsageError(f"judge.rubric: {RULE}: {error}") from error
-    log.info("judge: %s is no model; it follows the %d rules of the rubric", RULE, len(rules))
+    log.info("judge: %s is not a model; it follows the %d rules of the rubric", RULE, len(rules))
 
 
 def _settings(config: RulerJudgeConfig, panel: Sequence[JudgeModelConfig], instructions: str) -> str:

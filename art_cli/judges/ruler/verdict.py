@@ -161,7 +161,7 @@ def _in_prose(text: str) -> Iterator[Any]:
             yield document
         start = text.find("{", end)
     if start >= 0:  # the unread part may contain another verdict
-        raise VerdictError(["the answer holds too many braces that are no JSON"])
+        raise VerdictError(["the answer contains too many braces that are not JSON"])
 
 
 def _fenced(text: str) -> Iterator[str]:
