@@ -7,12 +7,10 @@ value) lines; `reports/pages/judge_page.py` renders it as a page.
 import logging
 import math
 import statistics
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import groupby
-from operator import itemgetter
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 
@@ -158,7 +156,7 @@ def make_report(path: Path, *, gold: str | None = None) -> tuple[Report, PlotPoi
     rewards = {name: [row.reward for row in rows if row.reward is not None] for name, rows in judged.items() if rows}
     flat = [reward for group in rewards.values() for reward in group]
     spreads = [statistics.pvariance(group) for group in rewards.values() if len(group) > 1]
-    compared = [_Compared(name, at, [reward]) for name, group in rewards.items() for at, reward in enumerate(group)]
+    compared = {name: {at: [reward] for at, reward in enumerate(group)} for name, group in rewards.items()}
     report = Report(
         path=str(path),
         gold=gold,
@@ -233,32 +231,19 @@ def _scores(row: ScoredRow) -> dict[tuple[str, str | None], Score]:
     return found
 
 
-class _Compared(NamedTuple):
-    """An attempt's values for comparison with the gold. Example: _Compared("s1", 2, [0.5, 0.7])"""
-
-    group: str
-    attempt: int  # position in its group
-    values: Sequence[float]  # one value per ranking
-
-
-class _Given(NamedTuple):
-    """A judge's score for one attempt."""
-
-    group: str
-    attempt: int  # position in its group
-    score: Score
-
-
 def _judge(
     name: str, model: str | None, groups: dict[str, list[ScoredRow]], golds: dict[str, list[float]] | None
 ) -> JudgeReport:
-    given = list(_given(name, model, groups))
-    score_groups = [[each.score for each in group] for _, group in groupby(given, key=itemgetter(0))]
-    scores = [each.score for each in given]
+    found = {group: _given(name, model, rows) for group, rows in groups.items()}
+    given = {group: scores for group, scores in found.items() if scores}
+    score_groups = [[*scores.values()] for scores in given.values()]
+    scores = [score for group in score_groups for score in group]
     latencies = sorted(group[0].latency_s for group in score_groups if group[0].latency_s is not None)
     num_votes = max((len(score.votes) for score in scores), default=0)
-    all_votes = [_Compared(group, attempt, [score.score]) for group, attempt, score in given]
-    single = [_Compared(*each[:2], each.score.votes) for each in given if each.score.votes]
+    all_votes = {group: {at: [each.score] for at, each in attempts.items()} for group, attempts in given.items()}
+    single = {
+        group: {at: each.votes for at, each in attempts.items() if each.votes} for group, attempts in given.items()
+    }
     return JudgeReport(
         judge=name,
         model=model,
@@ -276,12 +261,10 @@ def _judge(
     )
 
 
-def _given(name: str, model: str | None, groups: dict[str, list[ScoredRow]]) -> Iterator[_Given]:
-    """Yields the judge's scores, group by group."""
-    for group, rows in groups.items():
-        for index, row in enumerate(rows):
-            if (found := _scores(row).get((name, model))) is not None:
-                yield _Given(group, index, found)
+def _given(name: str, model: str | None, rows: Sequence[ScoredRow]) -> dict[int, Score]:
+    """Returns the judge's scores for a group, by attempt index."""
+    scores = {index: _scores(row).get((name, model)) for index, row in enumerate(rows)}
+    return {index: score for index, score in scores.items() if score is not None}
 
 
 def _order_bias(scores: Sequence[Score]) -> Ratio:
@@ -307,18 +290,21 @@ def _places(scores: Sequence[Score], vote: int) -> list[float]:
     return [score.positions[vote] / last if last else 0.0 for score in scores]
 
 
-def _agree(compared: Sequence[_Compared], golds: dict[str, list[float]] | None) -> Agreement | None:
+def _agree(
+    values: Mapping[str, Mapping[int, Sequence[float]]], golds: dict[str, list[float]] | None
+) -> Agreement | None:
     """Returns the pooled agreement of all rankings with the gold, if any.
 
-    Each group counts once, regardless of its number of rankings; groups with extra rounds have more rankings.
+    `values` has one value per ranking, by group and attempt index. Each group counts once, regardless of its number of
+    rankings; groups with extra rounds have more rankings.
     """
     if golds is None:
         return None
     parts: list[list[Ratio]] = [[] for _ in MEASURES]
-    for group, attempts in ((name, list(each)) for name, each in groupby(compared, key=itemgetter(0))):
-        gold = [golds[group][each.attempt] for each in attempts]
-        rankings = [*zip(*(each.values for each in attempts), strict=False)]
-        for part, compare in zip(parts, MEASURES, strict=True):
+    for group, attempts in values.items():
+        gold = [golds[group][at] for at in attempts]
+        rankings = [*zip(*attempts.values(), strict=False)]
+        for part, compare in zip(parts, MEASURES, strict=True) if attempts else ():
             ratios = [compare(ranking, gold) for ranking in rankings]
             part.append(Ratio(*(statistics.fmean(numbers) for numbers in zip(*ratios, strict=True))))
     return Agreement(*map(agreement.measure, parts))

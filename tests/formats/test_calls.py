@@ -1,4 +1,4 @@
-"""Which reply has which turn's tokens: told where there is no doubt, and never guessed."""
+"""Replies are matched to turns only if unambiguous, never guessed."""
 
 import msgspec
 

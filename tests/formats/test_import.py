@@ -1,6 +1,6 @@
-"""Traces of other tools: read as they are written by the tools themselves, and nothing hostile loses a good record.
+"""Traces written by other tools are read correctly, and bad input never loses a good record.
 
-The files in fixtures/ were written by the real packages, each with its own types:
+The files in fixtures/ were written by the real packages with native types:
 
     openenv.jsonl, openenv.schema.json   openenv 0.10.0: TrainingTrace.from_entries([...]).model_dump() in a record with
                                          its reward, and TrainingTrace.model_json_schema()
@@ -205,7 +205,7 @@ def call(messages: list[Json], reply: Json, *, ids: tuple[list[int], list[int]] 
 
 
 def test_calls_of_a_log_are_one_attempt_where_one_goes_on_from_the_other(tmp_path: Path) -> None:
-    """Two attempts at one question, interleaved, without any key; the client writes the arguments in its own way."""
+    """Two interleaved attempts at one question, without a key; the client reformats the arguments."""
     function = {"name": "add", "arguments": '{"x":1}'}
     back = {**CALL, "content": "", "tool_calls": [{"id": "c", "type": "function", "function": function}]}
     other = {"role": "assistant", "content": "three"}
@@ -278,7 +278,7 @@ def test_calls_of_the_responses_protocol(tmp_path: Path) -> None:
 
 
 def test_calls_of_the_messages_protocol(tmp_path: Path) -> None:
-    """Two calls as the official SDK dumps them; the second goes on from the first one's reply."""
+    """Two calls as dumped by the official SDK; the second continues the first reply."""
     from anthropic.types import Message
 
     usage = {"input_tokens": 1, "output_tokens": 1}
@@ -358,7 +358,7 @@ def test_group_by_names_the_scenario(tmp_path: Path) -> None:
 
 
 def test_one_record_of_an_attempt_is_enough_to_group_it_by(tmp_path: Path) -> None:
-    """The score of a trace of Langfuse has no task; of a session's two calls only the first has one."""
+    """A Langfuse trace score has no task; in a session with two calls only the first has a task."""
     asked, reply = [{"role": "user", "content": "q"}], {"role": "assistant", "content": "a"}
     call = {"type": "GENERATION", "traceId": "t", "id": "1", "input": asked, "output": reply, "metadata": {"task": "x"}}
     score = {"traceId": "t", "name": "win", "value": 1, "dataType": "NUMERIC"}
@@ -478,7 +478,7 @@ def test_what_is_written_as_a_training_trace_is_one(made: list[Trajectory]) -> N
 
 @pytest.mark.slow
 def test_generate_writes_the_format_and_goes_on_where_it_was_stopped(tmp_path: Path) -> None:
-    """Killed after half of its attempts, it plays the others; the file has all of them, with their tokens."""
+    """After a kill halfway, the remaining attempts are played; the file has all attempts with tokens."""
     shutil.copytree(Path(__file__).parent.parent / "letters", project := tmp_path / "letters")
     words = ["generate", str(project / "config.yaml"), "-o", str(tmp_path / "t.jsonl"), "--format", "openenv"]
     assert art(words) == 0
@@ -565,7 +565,7 @@ values = st.recursive(
        "target", "traceId", "type", "id", "observations", "name", "metadata", "input", "output"]), values, max_size=8),
        st.sampled_from([None, *READ]))  # fmt: skip
 def test_any_json_is_read_or_refused(tmp_path_factory: pytest.TempPathFactory, record: Json, form: str | None) -> None:
-    """Property: whatever keys and values a record has, it is an attempt or a reason, and what is written is read."""
+    """Property: any record gives an attempt or a reason, and written attempts can be read back."""
     directory = tmp_path_factory.mktemp("any")
     try:
         done, found = imported(directory, write(directory / "l.jsonl", record), form=form)
@@ -593,7 +593,7 @@ def test_a_damaged_file_is_read_or_refused(
 
 
 def test_an_entry_said_to_be_where_the_archive_has_ended_is_passed_over(tmp_path: Path) -> None:
-    """The last four bytes before a name in the central directory are the place of its data (APPNOTE 4.3.12)."""
+    """In the central directory, the four bytes before a name are the data offset (APPNOTE 4.3.12)."""
     whole = bytearray((FIXTURES / "inspect.eval").read_bytes())
     name = whole.rindex(b"samples/")
     whole[name - 4 : name] = (len(whole) - 10).to_bytes(4, "little")

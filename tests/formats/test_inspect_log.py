@@ -87,7 +87,7 @@ def test_hostile_ids_and_texts_make_files_that_can_be_read(art: Art, tmp_path: P
     [
         (["nowhere", "--inspect"], "nowhere: no such run or file"),
         (["."], "--inspect writes files for inspect view, --otlp URL sends traces"),
-        ([".", "--inspect"], "it has neither config.json nor a step"),
+        ([".", "--inspect"], "no config.json and no steps"),
         ([".", "--otlp", "http://h", "-o", "x"], "-o goes with --inspect"),
         (["run", "--inspect"], "no attempts yet"),
         (["run", "--inspect", "--step", "3"], "no attempts of step 3 yet"),

@@ -20,7 +20,7 @@ from tests.support.records.attempts import write_attempts
 
 pytestmark = MARKS
 
-# What inspect sees in every log of a directory: its own objects, as JSON.
+# Returns inspect's view of every log in a directory, as JSON.
 READ = """
 import json, sys
 from inspect_ai.log import list_eval_logs, read_eval_log, read_eval_log_sample_summaries

@@ -1,4 +1,4 @@
-"""Further rounds of votes on groups that noise hides: which groups, which votes, what they cost, and after a kill."""
+"""Extra rounds of votes on noisy groups: selection, votes, cost, and resume after a kill."""
 
 import asyncio
 import statistics
@@ -51,7 +51,7 @@ def make(server: JudgeServer, *, ask: int = 2, bound: float = 1.0, **settings: A
 
 
 class Scripted(Judge):
-    """Attempts a and b with these votes, two in the first round and one in each further one."""
+    """Attempts a and b with these votes: two in the first round, one per extra round."""
 
     has_rounds = True
 
@@ -122,7 +122,7 @@ async def test_only_a_hidden_group_is_asked_again_and_all_its_votes_count_togeth
 
 
 async def test_the_further_rounds_cost_what_their_calls_cost(server: JudgeServer) -> None:
-    """One group, six calls, the last four of them again: their tokens and dollars are the usage less that of two."""
+    """One group and six calls, four of them extra: extra tokens and dollars are the total minus two calls."""
     server.conduct = Conduct(noise=0.2)
     price = PriceConfig(input=1.0, output=2.0)
     judge = make(server, price=price)
@@ -140,7 +140,9 @@ async def test_the_further_rounds_cost_what_their_calls_cost(server: JudgeServer
 
 @pytest.mark.parametrize("answered", [1, 3, 5])
 async def test_after_a_kill_no_vote_is_asked_for_twice(server: JudgeServer, tmp_path: Path, answered: int) -> None:
-    """Broken off after so many of the six votes. A new process asks for the others, the one in flight among them."""
+    """Broken off after so many of the six votes. A new process asks for the remaining votes, including the vote in
+    flight.
+    """
     server.conduct = Conduct(noise=0.2, delay_s=0.01)
     cache = {"cache": tmp_path / "v.sqlite", "concurrency": 1}
     killed = make(server, **cache)
@@ -158,7 +160,7 @@ async def test_after_a_kill_no_vote_is_asked_for_twice(server: JudgeServer, tmp_
 
 
 async def test_the_parts_of_a_large_group_are_asked_again_about_the_same_attempts(server: JudgeServer) -> None:
-    """10 attempts, 4 in a call: the anchors of the first round are those of every round, so no question is new."""
+    """10 attempts, 4 per call: all rounds share the first round's anchors, so no prompt changes."""
     server.conduct = Conduct(noise=0.2)
     judge = make(server, ask=1, max_group=4)
     first = await judge.judge(rated([0.5 + index / 1000 for index in range(10)]))
@@ -242,7 +244,7 @@ async def test_files_scored_with_and_without_further_rounds_are_told_apart(tmp_p
 
 @pytest.mark.slow
 def test_a_run_counts_the_groups_that_it_asked_again_and_what_they_took(tmp_path: Path) -> None:
-    """A judge of pure noise, two votes: what the metrics say is what the scored lines and the calls say."""
+    """A judge of pure noise, two votes: metrics match the scored lines and the calls."""
     with serving(Conduct(rule=lambda conversations: 0.5, noise=0.2)) as server:
         settings = [
             "train.steps=1",

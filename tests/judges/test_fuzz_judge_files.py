@@ -1,7 +1,7 @@
 """Mutated files through every reader of judges, scenarios and demos: words, never a traceback; bounded memory.
 
-Each mutation is read as its command reads it, and what a command would say of a failure is held against the rules of
-`assert_in_words`. The whole command runs on a part of them. `ART_FUZZ=10000` plays so many mutations of each kind.
+Each mutation is read like in the command, and the failure message must pass `assert_in_words`. The whole command runs
+on a part of them. `ART_FUZZ=10000` sets the number of mutations per kind.
 """
 
 import asyncio
@@ -110,7 +110,7 @@ def ruler(tmp_path_factory: pytest.TempPathFactory) -> RulerJudge:
 
 
 def said(read: Callable[[], object]) -> ArtError | OSError | None:
-    """The failure of `read`, after it was found to be one that a user is told in words."""
+    """Returns the failure of `read`, after checking that the message is readable."""
     try:
         read()
     except Exception as error:  # as in cli.run, where every failure of a command ends
@@ -122,7 +122,7 @@ def said(read: Callable[[], object]) -> ArtError | OSError | None:
 
 
 def played(good: bytes, path: Path, *, seed: int, count: int = NUM_MUTATIONS) -> Iterator[Path]:
-    """The file with one mutation after the other in it."""
+    """The file with successive mutations."""
     with MemoryBound(mib=BOUND_MIB):
         for data in mutations(good, seed=seed, count=count):
             path.write_bytes(data)
@@ -150,7 +150,7 @@ def judge_file(path: Path, output: Path, ruler: RulerJudge) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("good", [OWN, ART, PLAIN, SCORED], ids=["own", "art", "plain", "scored"])
 def test_any_file_is_judged_or_refused_in_words(good: bytes, place: Path, ruler: RulerJudge) -> None:
-    """What was written is whole groups, every one with its rewards, whatever stood beside them in the file."""
+    """The output contains only complete groups with rewards, regardless of other lines in the file."""
     for path in played(good, place / "t.jsonl", seed=1):
         output = place / "s.jsonl"
         output.unlink(missing_ok=True)
@@ -159,7 +159,7 @@ def test_any_file_is_judged_or_refused_in_words(good: bytes, place: Path, ruler:
 
 @pytest.mark.slow
 def test_any_output_is_gone_on_with_or_refused_in_words(place: Path) -> None:
-    """What is there and refused stays as it is, but for a torn last line; what is gone on with ends whole."""
+    """Rejected output stays unchanged except for a torn last line; resumed output ends complete."""
     (place / "t.jsonl").write_bytes(OWN)
     source, judge = TrajectoryFile(place / "t.jsonl"), make_judge(RolloutJudgeConfig(), place)
     for path in played(SCORED, place / "s.jsonl", seed=2):

@@ -165,9 +165,9 @@ def blend(**weights: float) -> str:
 
 @pytest.mark.slow
 def test_scores_of_two_judges_are_not_mixed_in_one_file(art: Art) -> None:
-    """Each judge, and the next one, over a file that the first left half done; the same judge goes on.
+    """Each judge, then a different judge, on a half-scored file; only the same judge resumes.
 
-    What tells them apart is the digest of their settings, of which no two are equal.
+    Judges are told apart by the digest of their settings; all digests differ.
     """
     for name, number in (("one", 1), ("two", 2)):
         Path(f"{name}.py").write_text(FUNCTION.format(number))
@@ -229,7 +229,7 @@ def test_a_digest_changes_with_all_that_decides_a_reward_and_with_nothing_else(t
 
 
 def test_a_file_that_an_older_art_wrote_with_ruler_is_gone_on_with(tmp_path: Path) -> None:
-    """Its lines have the digest with each score alone; those of other judges have none, and are refused."""
+    """Old RULER lines store the digest only in scores; old lines from other judges have no digest and are rejected."""
     from art_cli.judges.files.session import scored_groups
     from art_cli.runs.trajectory import Score, score_trajectory
 
@@ -260,7 +260,7 @@ def judge(group):
 
 @pytest.fixture
 def slow_judge() -> subprocess.Popen[str]:
-    """`art judge t.jsonl` in a process of its own, in the middle of its group; it goes on once there is a file "go"."""
+    """A separate `art judge t.jsonl` process, paused in the middle of a group until the file "go" exists."""
     write("t.jsonl", 0.25, 1.0)
     Path("slow.py").write_text(SLOW)
     process = subprocess.Popen(
@@ -299,7 +299,7 @@ def test_who_wrote_to_a_file_that_is_gone_does_not_report_success(
 
 
 def test_every_writer_of_lines_holds_its_file_until_it_is_closed(tmp_path: Path) -> None:
-    """In one process as between two, and on the file that the name means now, not on one that was removed."""
+    """Within one process and between two, always on the file currently under the name, never on a removed file."""
     path = tmp_path / "t.jsonl"
     with LineWriter(path) as writer:
         with pytest.raises(RunError, match="another process is writing it"):
@@ -362,7 +362,7 @@ def twice(line: str) -> list[str]:
     ],
 )
 def test_a_line_with_something_odd_inside_is_judged(art: Art, line: str) -> None:
-    """RULER writes it down (a dry run writes every prompt), a judge scores it, and what it wrote is read again."""
+    """RULER renders the file (a dry run writes every prompt), a judge scores it, and the output can be read back."""
     Path("pairs.jsonl").write_text("".join(f"{each}\n" for each in (GOOD.strip(), GOOD.strip(), *twice(line))))
     ruler = ["judge.api_base=http://127.0.0.1:9/v1", "judge.cache=null"]
     code, out, err = art("judge", "pairs.jsonl", *ruler, "--dry-run")
@@ -376,7 +376,7 @@ def test_a_line_with_something_odd_inside_is_judged(art: Art, line: str) -> None
 
 
 def test_what_art_import_wrote_is_judged_where_a_judge_is_named(art: Art) -> None:
-    """It has rewards, which are another tool's, and without a judge or an output they are what is reported."""
+    """The file has rewards from another tool; without a judge or an output, the report uses them."""
     rows = rated([0.2, 0.8])
     write_lines(Path("t.jsonl"), [score_trajectory(row, 0.9 - row.index, []) for row in rows])
     code, out, err = judge(art, "t.jsonl", "-o", "s.jsonl", "--report")

@@ -1,4 +1,4 @@
-"""`art judge --probe`: a planted bias is found with its sign, a clean judge has none, and nothing ends a probe."""
+"""`art judge --probe`: finds a planted bias with its sign, finds none in a clean judge, and survives failures."""
 
 import json
 import random
@@ -221,7 +221,7 @@ def test_a_judge_that_does_not_read_is_said_not_to(art: Art) -> None:
 
 
 def test_a_judge_that_no_change_moves_may_tell_attempts_apart(art: Art) -> None:
-    """It scores by an attempt's place in its group, which no edit of a text changes."""
+    """Scores by position in the group, which text edits do not change."""
     write()
     report = own(art, "judge=function", "judge.entry=own.py:returned")
     assert moved(report) == {} and report["measures"]["spread"]["value"] > 0
@@ -293,7 +293,7 @@ def row_of(row: Trajectory) -> dict[str, Any]:
 
 
 def test_groups_too_deep_to_be_read_are_left_out_and_equal_ones_count_once(art: Art) -> None:
-    """Three groups, the first of them once more under another name, and one of values within values."""
+    """Three groups, a copy of the first under a different name, and a group with deeply nested values."""
     write(groups=3)
     lines = Path("t.jsonl").read_text().splitlines()
     lines += [re.sub(r'"(id|group_id)":"g0', r'"\1":"again', line) for line in lines if '"group_id":"g0"' in line]

@@ -1,4 +1,4 @@
-"""The judge's figures by windows of steps, and the judge that takes a metric: what the files say, and no more."""
+"""Judge results by step window, and the metric judge, computed only from files."""
 
 import asyncio
 import random

@@ -96,7 +96,7 @@ async def test_text_similarity_is_rouge() -> None:
 
 
 async def test_openais_example_of_a_tool_call_is_graded_by_parts() -> None:
-    """A reply without the call, and one with other arguments: what the templates do not find gives 0."""
+    """A reply without the call, and a reply with different arguments: missing template values give 0."""
     grader = multi(
         "0.5 * function_name + 0.5 * arguments",
         function_name=check("eq", "{{sample.output_tools[0].function.name}}", input="get_acceptors"),

@@ -1,4 +1,4 @@
-"""Labels of a person: kept at once, taken up again, and what they say of the judge. No hostile file breaks it."""
+"""Human labels: stored immediately, resumed, and used to estimate the judge's accuracy. No hostile file breaks it."""
 
 import json
 import os
@@ -75,7 +75,7 @@ def test_each_answer_is_a_line_and_another_process_goes_on_where_this_one_stoppe
 
 
 def test_a_label_is_of_the_attempts_that_were_shown(tmp_path: Path) -> None:
-    """Another file beside it has attempts of the same ids. Labels of older versions have no digests."""
+    """A different file in the directory has attempts with the same ids. Labels of older versions have no digests."""
     answer(PersonLabels(write_scored(tmp_path / "a.jsonl")), 5)
     other = write_scored(tmp_path / "b.jsonl")
     other.write_text(other.read_text().replace('"Q"', '"another question"'))

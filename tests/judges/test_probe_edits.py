@@ -1,4 +1,4 @@
-"""Edits of attempts change words and nothing else, whatever an attempt holds."""
+"""Edits change only words, for any attempt."""
 
 import copy
 import json
@@ -44,7 +44,7 @@ def last(trajectory: Trajectory) -> Any:
 
 
 def shape(trajectory: Trajectory) -> Any:
-    """All that an edit keeps: ids, roles, calls without their arguments, which messages there are."""
+    """Everything preserved by edits: ids, roles, calls without arguments, number of messages."""
 
     def of(message: Json) -> Any:
         calls = message.get("tool_calls") or []

@@ -1,4 +1,4 @@
-"""What a judge's errors do to advantages: against enumeration, and over simulated steps."""
+"""Effect of judge errors on advantages, compared with enumeration and over simulated steps."""
 
 import math
 from itertools import product
@@ -86,7 +86,7 @@ def test_the_corrected_mean_is_unbiased() -> None:
 
 
 class Simulated(NamedTuple):
-    """Advantages over many steps: the true ones, those of the flipped verdicts, and the corrected ones."""
+    """Advantages over many steps: true, from flipped verdicts, and corrected."""
 
     true: Floats
     plain: Floats
@@ -118,11 +118,12 @@ def simulate(draw: Generator, alpha: float, beta: float, *, is_scaled: bool) -> 
 def test_corrected_advantages_are_nearer_to_the_true_ones(
     alpha: float, beta: float, bound: float, is_scaled: bool
 ) -> None:
-    """Mean squared error against the advantages of the truth: at most `bound` times that of the flipped verdicts.
+    """The mean squared error against true advantages shrinks at least by the factor `bound`, compared with flipped
+    verdicts.
 
-    And a corrected advantage is on average right: E[A | corrected] = corrected, so the slope of the true advantages
-    on the corrected ones is 1, or a little less, because the success rates are estimated from 32 groups. That of the
-    uncorrected ones is below 0.65, as 1 - 2 * 0.2 for differences.
+    And a corrected advantage is on average right: E[A | corrected] = corrected, so the slope of the true advantages on
+    the corrected ones is 1, or a little less, because the success rates are estimated from 32 groups. Uncorrected
+    advantages stay below 0.65, because differences shrink by 1 - 2 * 0.2.
     """
     true, plain, corrected = simulate(default_rng(0), alpha, beta, is_scaled=is_scaled)
     assert ((corrected - true) ** 2).mean() < bound * ((plain - true) ** 2).mean()
@@ -193,8 +194,8 @@ def test_without_known_noise_a_step_is_what_it_was() -> None:
 def test_the_groups_of_an_older_file_give_the_advantages_and_metrics_that_they_gave() -> None:
     """scored_step.json: lines of a step, and the numbers of a version whose learner computed the factors itself.
 
-    Three groups with flip rates and a signal, one of which is left out; one without signal; two with votes, one of
-    which is left out; one without known errors. An attempt failed.
+    Three groups with flip rates and a signal (one excluded), a group without a signal, two groups with votes (one
+    excluded), and a group with unknown errors. An attempt failed.
     """
     stored = msgspec.json.decode((Path(__file__).parent / "scored_step.json").read_bytes())
     lines = [msgspec.convert(line, ScoredTrajectory) for line in stored["lines"]]
@@ -206,7 +207,7 @@ def test_the_groups_of_an_older_file_give_the_advantages_and_metrics_that_they_g
 
 
 def test_no_file_has_the_reliability_of_a_step() -> None:
-    """A group's reliability needs the other groups of its step, so that it is none of the group's line."""
+    """Reliability depends on the other groups in the step, so scored lines do not store it."""
     [[first, *_]] = groups = [group_of(1.0, 0.0)]
     assert "reliability" not in msgspec.to_builtins(first)
     assert with_reliability(groups)[0][0].reliability is not msgspec.UNSET and first.reliability is msgspec.UNSET

@@ -1,4 +1,4 @@
-"""builtin:rule: what a rubric's rules say of attempts, through RULER's own prompt, parser and votes."""
+"""builtin:rule: scores from rubric rules, through RULER's prompt, parser and votes."""
 
 import asyncio
 import random
@@ -27,7 +27,7 @@ rule: -0.2 if assistant -1 has "sorry"
 
 
 def flights(*ends: tuple[str, str]) -> list[Trajectory]:
-    """A group that differs in what the tool finds, and in what is said at last."""
+    """A group whose attempts differ in the tool result and the last reply."""
     call: Json = {"id": "a", "type": "function", "function": {"name": "search", "arguments": "{}"}}
     begin: list[Json] = [SYSTEM, TASK, {"role": "assistant", "content": None, "tool_calls": [call]}]
     tools: list[Json] = [{"role": "tool", "tool_call_id": "a", "content": found} for found, _ in ends]
@@ -160,7 +160,7 @@ def test_a_condition(condition: str, is_met: bool) -> None:
 
 @pytest.mark.parametrize("word", ["14:30", "3.5", "ann@b.org", "2026-11-27", "1,200", "O'Hare", "a", "x" * 100])
 def test_a_word_may_hold_punctuation_and_ends_before_it(word: str) -> None:
-    """It is found in a sentence, at its end, in quotes, and before the text that a condition goes on with."""
+    """A word matches inside a sentence, at the end, in quotes, and before the condition's remaining text."""
     [rule] = read_rules('rule: 1 if user 1 has "at {time}" and assistant -1 is "{time}"')
     for text in (f"booked at {word} today", f"booked at {word}.", f'booked "at {word}"', f"at {word}: ok"):
         assert holds(rule, [("user", text), ("assistant", word)]), text

@@ -75,7 +75,7 @@ async def test_a_misbehaviour_that_stays_leaves_the_group_owed(server: JudgeServ
 
 
 async def test_a_judge_on_another_scale_is_told_so_at_its_third_answer(server: JudgeServer) -> None:
-    """Scores of 20, 90, 55 and 0: three answers, over two groups. One right answer between them is no such judge."""
+    """Scores of 20, 90, 55 and 0: three answers, over two groups. An occasional correct answer resets the count."""
     server.conduct = Conduct(misbehaviour="percent")
     with pytest.raises(JudgeStopped, match="last 3 answers are on another scale, with scores up to 90 and not 1"):
         await score(make(server), rated(QUALITIES))
@@ -177,7 +177,7 @@ async def test_the_models_that_the_replies_name_are_in_each_score_and_in_the_cac
 
 
 async def test_the_median_of_votes_leaves_an_outlier_out(server: JudgeServer) -> None:
-    """Three votes, the first of which is off by the judge's bias of 0.4 at one end: the median is the middle one."""
+    """Three votes; the first is off by the judge's position bias of 0.4. The median is the middle vote."""
     server.conduct = Conduct(bias=0.4)
     judge = make(server, votes=3, aggregate="median")
     verdicts = await judge.judge(rated([0.5, 0.6]))
@@ -377,7 +377,7 @@ async def test_a_group_that_stays_owed_has_its_calls_in_the_ledger(server: Judge
 async def test_a_budget_of_tokens_stops_before_it_is_exceeded_and_counts_earlier_processes(
     server: JudgeServer, tmp_path: Path
 ) -> None:
-    """20 groups at once against room for some; then a second process of the same job has no more room than was left."""
+    """20 concurrent groups with budget for some; a second process of the job gets only the remaining budget."""
     server.conduct = Conduct(delay_s=0.01)
     settings = {"cache": tmp_path / "v.sqlite", "job": "j", "budget_tokens": 9000}
     scored = 0
@@ -396,7 +396,7 @@ async def test_a_budget_of_tokens_stops_before_it_is_exceeded_and_counts_earlier
 
 
 async def test_a_model_that_thinks_for_long_keeps_to_the_budget(server: JudgeServer) -> None:
-    """Each call takes 5,000 tokens of thoughts, of which nothing is known before the first answer."""
+    """Each call uses 5,000 reasoning tokens, unknown before the first answer."""
     server.conduct = Conduct(delay_s=0.01, usage={"prompt_tokens": 100, "completion_tokens": 5000})
     judge = make(server, budget_tokens=20_000)
     waits = [judge.judge(rated(QUALITIES, group=str(i))) for i in range(20)]

@@ -33,7 +33,7 @@ def server() -> Iterator[JudgeServer]:
 
 @pytest.fixture(autouse=True)
 def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Each test in a directory and with a cache of its own."""
+    """Gives each test a separate directory and cache."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.delenv("OPENAI_API_KEY", raising=False)
@@ -100,7 +100,7 @@ def test_plain_conversations_are_grouped_by_a_key(server: JudgeServer, capsys: p
 
 
 def test_arts_own_lines_keep_their_metadata_and_exceptions(server: JudgeServer) -> None:
-    """A line a group; a recorded choice stands for its message; an exception becomes a failed attempt, not nothing."""
+    """One line per group; recorded choices become messages; exceptions become failed attempts."""
     [*attempts] = groups(1, size=2)
     lines = {
         "trajectories": [

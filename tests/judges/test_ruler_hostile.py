@@ -1,6 +1,6 @@
 """RULER under judges that answer hostile things: waits of a day, bombs, absurd numbers, damaged caches, mutations.
 
-The property throughout: a group ends scored with the judge's own scores, or owed; nothing else ends, and nothing hangs.
+Property: a group ends with the judge's scores or owed; nothing crashes, and nothing hangs.
 """
 
 import asyncio
@@ -53,7 +53,7 @@ async def server() -> AsyncIterator[JudgeServer]:
 
 @pytest.fixture
 def away() -> Iterator[JudgeServer]:
-    """A judge in a thread of its own: what it does to its answers is no hold of the judged one's event loop."""
+    """A judge server in a separate thread, so preparing answers does not block the tested event loop."""
     with serving() as running:
         yield running
 
@@ -78,7 +78,7 @@ async def score(judge: RulerJudge, group: str = "g") -> dict[str, float] | str:
 
 
 def loads(groups: list[list[Trajectory]]) -> Iterator[tuple[str, Callable[[], list[Trajectory]]]]:
-    """The groups as `judge_groups` takes them: an id, and what gives the group when its turn has come."""
+    """Returns groups in the form expected by `judge_groups`: an id and a loader."""
     return ((group[0].group_id, partial(list, group)) for group in groups)
 
 
@@ -192,7 +192,7 @@ async def test_a_wait_of_some_seconds_is_shown_once_with_who_asked_and_how_many_
 
 
 async def test_a_model_that_waits_leaves_the_calls_to_the_panels_other_model(server: JudgeServer) -> None:
-    """One place for calls. The one that waits half a minute must not hold it: the other's answer comes before."""
+    """One place for calls. A model that waits half a minute must not delay the other model's answer."""
     server.conduct = Conduct(misbehaviour="429", times=1, retry_after="30")
     panel = [{"model": name, "api_base": server.api_base} for name in "ab"]
     config = RulerJudgeConfig.model_validate({"name": "ruler", "panel": panel, "cache": None, "concurrency": 1})
@@ -228,7 +228,7 @@ def test_an_interrupt_ends_a_wait_and_the_wait_was_shown(tmp_path: Path) -> None
 
 
 def bomb(mib: int) -> bytes:
-    """gzip of so many MiB of spaces, about a thousandth of it."""
+    """Gzipped spaces (uncompressed size in MiB); compresses about a thousandfold."""
     packer = zlib.compressobj(9, zlib.DEFLATED, zlib.MAX_WBITS | 16)
     piece = b" " * (1 << 20)
     return b"".join([*(packer.compress(piece) for _ in range(mib)), packer.flush()])
@@ -432,9 +432,9 @@ def assert_scored_or_owed(found: dict[str, float] | str, wanted: dict[str, float
 
 
 async def play(server: JudgeServer, start: Callable[[int], Conduct]) -> int:
-    """How many of NUM_MUTATIONS groups were scored, each asked for once under an answer of its own.
+    """Returns how many of NUM_MUTATIONS groups were scored, each asked once with a different answer.
 
-    One that held the loop is played again: the machine may have, not the answer.
+    If the loop was blocked, the case is repeated, because the machine may be the cause.
     """
     judge = make(server, retries=0, attempts=1)
     num_scored = 0
@@ -467,7 +467,7 @@ async def ask_once(judge: RulerJudge, group: str) -> dict[str, float] | str:
 
 
 async def test_mutated_verdicts_end_scored_in_range_or_owed(away: JudgeServer) -> None:
-    """What is mutated is the very answer to the prompt, with its ids."""
+    """Mutates the valid answer to the prompt, including ids."""
 
     def start(seed: int) -> Conduct:
         def change(text: str) -> str:
@@ -504,7 +504,7 @@ async def test_mutated_bodies_end_scored_in_range_or_owed(away: JudgeServer) -> 
 async def test_mutated_caches_give_the_paid_scores_or_none(away: JudgeServer, tmp_path: Path) -> None:
     """A bit, a page or the whole of the SQLite file, or a row's value. Scores are always the judge's own.
 
-    Half as many as elsewhere, because each one writes and opens a database.
+    Uses half the usual number, because each mutation writes and opens a database.
     """
     num = NUM_MUTATIONS // 2
     path = tmp_path / "v.sqlite"

@@ -58,7 +58,7 @@ async def test_a_blend_is_the_weighted_mean_of_its_judges(server: JudgeServer) -
 
 
 async def test_attempts_that_are_all_the_same_have_the_error_of_one(server: JudgeServer) -> None:
-    """RULER asks about one of them; what its votes say of their differences is that there are none."""
+    """RULER asks about one of the identical attempts; the votes show no differences."""
     config = blend(server, {"ruler": 7, "rollout": 3})
     config.judges["ruler"] = config.judges["ruler"].model_copy(update={"votes": 4})
     judge = make_judge(config, Path("."))
@@ -137,8 +137,7 @@ async def test_a_reward_model_that_is_not_there_stops_and_a_label_that_is_not_th
 async def test_code_that_a_reward_model_brings_is_never_run(
     reward_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A directory whose config names classes in a file of its own is refused, also where transformers' question
-    whether to trust it would be answered with yes."""
+    """A model directory with custom code is rejected, even if transformers' trust prompt would be answered with yes."""
     monkeypatch.setattr("builtins.input", lambda *_: "y")
     monkeypatch.setattr(signal, "signal", lambda *_: None)  # the question sets an alarm, which only a main thread can
     monkeypatch.setattr(signal, "alarm", lambda *_: 0)
@@ -349,7 +348,7 @@ print("done")
 
 @pytest.mark.slow
 def test_litellm_reaches_a_provider_waits_out_its_limits_and_keeps_its_key() -> None:
-    """In a process of its own: importing litellm takes seconds, and must not happen before the first call."""
+    """Runs in a separate process, because litellm takes seconds to import and must not load before the first call."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "DEEPSEEK_API_KEY": "sk-canary-0011223344"}
     done = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(LITELLM)], env=environment, capture_output=True, text=True, timeout=240

@@ -35,7 +35,7 @@ def read_back(prompt: JudgePrompt) -> Record:
 
 
 def expected(conversation: Conversation) -> list[tuple[str, list[tuple[str, str]]]]:
-    """What the record must say of a conversation, written down without the code under test."""
+    """The expected record of a conversation, written independently of the code under test."""
     shown = []
     for message in conversation:
         if message.role == "cut":
@@ -75,7 +75,7 @@ def call(arguments: str, *, name: str = "search", id: str = "c1") -> Json:
 
 
 def test_what_all_share_stands_once_then_what_some_share_then_each_ones_own() -> None:
-    """a and b share a turn that c does not take: "Oslo" and the search stand once each, in this order."""
+    """a and b share a turn missing from c: "Oslo" and the search appear once each, in this order."""
     search = call('{"to": "Rome"}')
     found = {"role": "tool", "tool_call_id": "c1", "content": "three flights: 90, 120, 200"}
     group = [
@@ -119,7 +119,7 @@ def test_answers_to_several_calls_are_told_apart_by_the_calls_place() -> None:
 
 
 def test_sub_agents_and_edited_histories_are_shown_whole_and_sent_once() -> None:
-    """Both attempts call the same helper, whose report stands in both: helper's prompt and report stand once."""
+    """Both attempts call the same helper and contain the report: the helper's prompt and report appear once."""
     report = "The cheapest flight is 90, at 7:10. " * 10
     helper = [{"role": "system", "content": "You search flights and nothing else."}, TASK]
     group = []
@@ -174,7 +174,7 @@ def test_images_are_shown_by_kind_size_and_digest_not_by_their_bytes() -> None:
 def test_ten_thousand_hostile_attempts_are_read_back_exactly_as_they_were(seed: int) -> None:
     """1,000 attempts for each seed. A text that got out of its place would be read back elsewhere or not at all.
 
-    Each group knows the code and ids of the one before, which is more than any attempt ever does.
+    Each group contains the previous group's code and ids, more than any real attempt could know.
     """
     rng = random.Random(seed)
     known: list[str] = []
@@ -290,7 +290,7 @@ def test_tool_outputs_are_cut_before_the_agents_own_words_head_and_tail_kept() -
 
 
 def test_a_cut_message_stays_shared_by_attempts_with_different_room() -> None:
-    """The second attempt has 4,000 tokens of its own words; the shared output is cut as the first one needs it."""
+    """The second attempt has 4,000 unshared tokens; the shared output keeps the length allowed by the first attempt."""
     output = {"role": "tool", "content": "row " * 10_000}
     group = [
         attempt(0, [SYSTEM, output, {"role": "assistant", "content": "done"}]),

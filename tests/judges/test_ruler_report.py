@@ -1,4 +1,4 @@
-"""What is said of a judge: agreement by hand-worked forms, bias with its sign, and the page."""
+"""Judge report: agreement compared with hand calculations, bias with its sign, and the page."""
 
 import json
 import random
@@ -103,7 +103,7 @@ def test_groups_count_by_what_they_tell_and_none_tells_nothing() -> None:
 def scored_group(
     number: int, qualities: list[float], *, bias: float, votes: int, rng: random.Random, gold: str = "metrics"
 ) -> list[ScoredTrajectory]:
-    """What a judge with a known bias leaves: half of it added in the first place, half taken off in the last."""
+    """Scores from a judge with a known bias: half is added at the first position, half subtracted at the last."""
     orders = [rng.sample(range(len(qualities)), len(qualities)) for _ in range(votes)]
     group = []
     for index, quality in enumerate(qualities):
@@ -189,7 +189,7 @@ def test_votes_agree_better_than_one_vote(tmp_path: Path) -> None:
 
 
 def test_one_vote_is_that_of_every_group_however_many_it_has(tmp_path: Path) -> None:
-    """Four votes in most groups and eight, of which all are wrong, in one that was asked again."""
+    """Four votes in most groups; one group with extra rounds has eight votes, all wrong."""
 
     def lines(group: str, votes: list[list[float]]) -> list[ScoredTrajectory]:
         given = [Score(judge="ruler", model="m", score=sum(each) / len(each), votes=each) for each in votes]

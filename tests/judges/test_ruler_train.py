@@ -61,7 +61,7 @@ def test_a_judge_that_gives_no_usable_answer_stops_the_run_and_a_mended_one_goes
 def test_a_judge_that_is_replaced_inside_a_run_is_found_when_it_begins(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Three calls a step: those of the second step are answered by another model."""
+    """Three calls per step; a different model answers in the second step."""
     models = [*["rule-1"] * 3, *["rule-2"] * 3]
     with serving(Conduct(rule=share_of_letters, models=models)) as server:
         files = run(

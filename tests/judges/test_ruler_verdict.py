@@ -155,7 +155,7 @@ def strictly(text: str) -> dict[str, Any] | None:
 
 @pytest.mark.parametrize("seed", range(10))
 def test_ten_thousand_mutated_verdicts_are_refused_or_say_what_they_say(seed: int) -> None:
-    """1,000 for each seed. What is accepted is complete and in range, and nothing else than what the text says."""
+    """1,000 for each seed. Accepted verdicts are complete, in range, and equal to the text's content."""
     rng = random.Random(seed)
     accepted = 0
     for _ in range(1000):

@@ -1,4 +1,4 @@
-"""Labels of a run's steps: a test whose false alarms are bounded, and the questions that are asked of a run."""
+"""Labels for a run's steps: a test with bounded false alarms, and the choice of questions."""
 
 import itertools
 import json

@@ -1,4 +1,4 @@
-"""Reward functions of TRL: what they are given and what becomes of their answers is what TRL's own trainer does."""
+"""TRL reward functions: arguments and results are handled like in TRL's trainer."""
 
 import asyncio
 import threading
@@ -91,7 +91,7 @@ def test_a_prompt_that_is_a_text_has_a_completion_that_is_a_text() -> None:
 
 
 def test_the_tokens_are_those_after_the_first_prompt() -> None:
-    """A reply; a reply, a tool's 7 8 and a reply; a second call that shows only a part of the first prompt."""
+    """A reply; a reply, a tool result (7 8) and a reply; a second call with only part of the first prompt."""
     first = turn(None, 0, [1, 2, 3], [4, 5])
     turns = [
         [first],
@@ -159,7 +159,7 @@ async def test_a_function_that_demands_the_trainer_is_an_error_that_names_it(tmp
 
 
 def by_trl(group: list[Trajectory], functions: list[Reward], weights: list[float]) -> list[float]:
-    """The rewards by TRL's trainer: its own call of the functions and its weighted sum, without a model."""
+    """Rewards computed by TRL's trainer (function calls and weighted sum), without a model."""
     import torch
     from accelerate import Accelerator
     from trl import GRPOTrainer

@@ -81,6 +81,14 @@ class Provider:
         """Makes one call; with `schema`, requests JSON matching the schema. Raises CallFailed."""
         raise NotImplementedError
 
+    def options(self, schema: Json | None) -> Json:
+        """Returns the configured parameters, plus a response format for `schema` unless one is configured."""
+        options = dict(self.member.params)
+        if schema is not None:
+            strict = {"name": "verdict", "strict": True, "schema": schema}
+            options.setdefault("response_format", {"type": "json_schema", "json_schema": strict})
+        return options
+
     async def close(self) -> None:
         """Closes all connections."""
 

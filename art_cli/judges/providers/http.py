@@ -82,10 +82,7 @@ class HttpProvider(Provider):
         super().__init__(member, secrets, f"{self._model} at {secrets.redact(base)}")
 
     async def ask(self, messages: Sequence[Json], schema: Json | None, *, timeout_s: float) -> Answer:
-        body: Json = {"model": self._model, "messages": list(messages), **self.member.params}
-        if schema is not None and "response_format" not in body:
-            strict = {"name": "verdict", "strict": True, "schema": schema}
-            body["response_format"] = {"type": "json_schema", "json_schema": strict}
+        body: Json = {"model": self._model, "messages": list(messages), **self.options(schema)}
         started = time.monotonic()
         response = await self._post(body, timeout_s)
         if response.status != 200:

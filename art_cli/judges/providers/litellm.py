@@ -120,10 +120,7 @@ class LitellmProvider(Provider):
 
     async def ask(self, messages: Sequence[Json], schema: Json | None, *, timeout_s: float) -> Answer:
         litellm = await asyncio.to_thread(import_litellm)
-        arguments: Json = dict(self.member.params)
-        if schema is not None and "response_format" not in arguments:
-            strict = {"name": "verdict", "strict": True, "schema": schema}
-            arguments["response_format"] = {"type": "json_schema", "json_schema": strict}
+        arguments = self.options(schema)
         if self.member.api_key_env is not None:
             arguments["api_key"] = os.environ.get(self.member.api_key_env)
         started = time.monotonic()
