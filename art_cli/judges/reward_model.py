@@ -33,12 +33,9 @@ class RewardModelJudge(Judge):
     def settings(self) -> str:
         """A digest of the model (hub id or file hashes) and the output settings. Reads the weights."""
         deciding = self.config.model_dump(mode="json", include={"label", "activation", "max_length"})
-        return make_key(model=self._digest_model(), told=deciding)[:12]
-
-    def _digest_model(self) -> str | dict[str, str]:
-        """Returns the hub id, or for a directory every file's hash by name (including the chat template)."""
         path = self._directory / self.config.model
-        return hash_files(path) if path.is_dir() else self.config.model
+        model = hash_files(path) if path.is_dir() else self.config.model
+        return make_key(model=model, told=deciding)[:12]
 
     async def judge(self, group: Sequence[Trajectory]) -> Mapping[str, Verdict]:
         """Returns the selected output as reward. Raises JudgeError for non-finite scores, JudgeStopped if loading
@@ -95,18 +92,18 @@ class RewardModelJudge(Judge):
 
     def _tokenize(self, tokenizer: Any, model: Any, conversation: Sequence[Json]) -> list[int]:
         """Returns the conversation's token ids, truncated from the left."""
+        longest = _longest(self.config.max_length, model, tokenizer)
         if tokenizer.chat_template:
             try:
-                ids = controls_of(tokenizer).chat_ids(conversation)
+                ids = list(controls_of(tokenizer).chat_ids(conversation))[-longest:]
             except Exception as error:  # a chat template may raise anything
                 raise JudgeError(
                     f"{self.config.model}: its chat template refuses a conversation: {describe(error)}"
                 ) from error
-            return list(ids)[-_longest(self.config.max_length, model, tokenizer) :] or [tokenizer.pad_token_id or 0]
-        text = "\n\n".join(f"{message.get('role')}: {clean(message.get('content'))}" for message in conversation)
-        longest = _longest(self.config.max_length, model, tokenizer)
-        # Let the tokenizer truncate: encoders score from the leading special token.
-        ids = tokenizer(text, split_special_tokens=True, truncation=True, max_length=longest)["input_ids"]
+        else:
+            text = "\n\n".join(f"{message.get('role')}: {clean(message.get('content'))}" for message in conversation)
+            # Let the tokenizer truncate: encoders score from the leading special token.
+            ids = tokenizer(text, split_special_tokens=True, truncation=True, max_length=longest)["input_ids"]
         return list(ids) or [tokenizer.pad_token_id or 0]
 
     def _load(self) -> tuple[Any, Any]:
