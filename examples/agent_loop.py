@@ -37,8 +37,9 @@ from art_cli import Policy, ScoredTrajectory, Trajectory
 from art_cli.chat.requests import Sampling
 from art_cli.config.schema import EmbeddedEngineConfig, LoraConfig, ModelConfig, RulerJudgeConfig, TorchLearnerConfig
 from art_cli.engines.embedded.embedded_engine import EmbeddedEngine
-from art_cli.judges.judge_groups import judge_group, require_keys
+from art_cli.judges.judge_groups import judge_group
 from art_cli.judges.ruler.ruler_judge import RulerJudge
+from art_cli.judges.trial import require_keys
 from art_cli.learners.algorithms import advantages, clip_tokens
 from art_cli.learners.algorithms.objectives import PolicyTerms
 from art_cli.learners.packs.pack_runner import PackRunner

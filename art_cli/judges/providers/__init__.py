@@ -83,7 +83,7 @@ class Provider:
 
     def options(self, schema: Json | None) -> Json:
         """Returns the configured parameters, plus a response format for `schema` unless one is configured."""
-        options = dict(self.member.params)
+        options: Json = dict(self.member.params)
         if schema is not None:
             strict = {"name": "verdict", "strict": True, "schema": schema}
             options.setdefault("response_format", {"type": "json_schema", "json_schema": strict})
