@@ -17,6 +17,7 @@ follows from the step's files alone: a run that was killed in the middle of a wa
 """
 
 import asyncio
+import itertools
 import logging
 import math
 import re
@@ -48,9 +49,9 @@ from art_cli.runtime.threads import end
 
 log = logging.getLogger(__name__)
 
-MAX_POOLS = 16  # number of commonest pools whose mean reward is a metric of the step
-
 Scored = Mapping[str, Sequence[ScoredTrajectory]]  # group id -> the group, for every group that has been scored
+
+MAX_POOLS = 16  # number of commonest pools whose mean reward is a metric of the step
 MAX_KINDS = 5  # number of commonest kinds of failure that a step's metrics count one by one
 CLOSE_TIMEOUT_S = 60.0  # longest wait for cancelled rollouts and verdicts to finish
 
@@ -189,6 +190,18 @@ class Batch(NamedTuple):
     metrics: dict[str, float]
 
 
+class _PlayedStep(NamedTuple):
+    """A step whose groups are all played and judged."""
+
+    step: int
+    groups: StepGroups
+    scorer: GroupScorer
+    replayed: list[list[ScoredTrajectory]]  # groups of earlier steps
+    played_now: list[Trajectory]  # without the rollouts of earlier starts, because their seconds are not counted
+    sample_s: float
+    judge_s: float  # time of judging after the last rollout
+
+
 class Batches:
     """The batches of one run, played by one sampler. `close` cancels what is being played, which stays owed."""
 
@@ -233,59 +246,73 @@ class Batches:
     async def _make(self, step: int) -> Batch:
         if (before := self._progress.get(step - 1)) is not None:
             await before.is_handed_out.wait()
-        with LineWriter(self.run.trajectories_path(step)) as played, LineWriter(self.run.scored_path(step)) as out:
+        played = await self._play(step)
+        groups = played.groups.scored(played.scorer.scored)
+        await asyncio.to_thread(self.mix.note, step, groups)
+        trained = await asyncio.to_thread(with_reliability, groups + played.replayed)
+        return Batch(trained, self._numbers(played, groups, trained) | self._judged())
+
+    async def _play(self, step: int) -> _PlayedStep:
+        """Plays and judges what the step still owes, wave by wave, and writes both to the step's files."""
+        with LineWriter(self.run.trajectories_path(step)) as lines, LineWriter(self.run.scored_path(step)) as out:
             by_source = await asyncio.to_thread(self.mix.replays, step)
             own, spare = await asyncio.to_thread(self.mix.places, step, {s: len(g) for s, g in by_source.items()})
-            replayed = [members for groups in by_source.values() for members in groups]
-            played_before = [each for each in self.run.trajectories(step) if not self.sampler.is_replaced(each)]
-            wave = StepGroups(self.config.rollout, step, own, spare, played_before)
+            done = [each for each in self.run.trajectories(step) if not self.sampler.is_replaced(each)]
             scored = [each for each in self.run.scored(step) if not self.sampler.is_replaced(each)]
+            groups = StepGroups(self.config.rollout, step, own, spare, done)
             scorer = GroupScorer(self.judge, out, self._shadows, group(scored))
-            for trajectory in wave.done:
+            for trajectory in groups.done:
                 scorer.add(trajectory)
+            played_now = list[Trajectory]()
 
             async def keep(trajectory: Trajectory) -> None:
-                await asyncio.to_thread(played.append, trajectory)  # a trajectory is on disk before it is counted
-                wave.done.append(trajectory)
+                await asyncio.to_thread(lines.append, trajectory)  # a trajectory is on disk before it is counted
+                groups.done.append(trajectory)
                 played_now.append(trajectory)
                 scorer.add(trajectory)
 
-            played_now = list[Trajectory]()
             sample_s = judge_s = 0.0
             try:
-                while plans := wave.next(scorer.scored):
+                while plans := groups.next(scorer.scored):
                     begin = time.perf_counter()
-                    await self.sampler.play(self._arrange(owed(plans, wave.done)), keep, self._progress[step])
+                    await self.sampler.play(self._arrange(owed(plans, groups.done)), keep, self._progress[step])
                     sampled = time.perf_counter()
                     await scorer.finish()
                     sample_s, judge_s = sample_s + sampled - begin, judge_s + time.perf_counter() - sampled
                     _check_scored(scorer, step)
             finally:
                 scorer.cancel()
-        numbers = _numbers(wave.done, step, sample_s, judge_s, len(scorer.progress.owed))
-        if played_now and sample_s:  # without those of an earlier start, whose seconds are not counted
-            numbers["sample_tokens_per_s"] = _num_tokens(played_now) / sample_s
+        replayed = list(itertools.chain(*by_source.values()))
+        return _PlayedStep(step, groups, scorer, replayed, played_now, sample_s, judge_s)
+
+    def _numbers(
+        self, played: _PlayedStep, groups: list[list[ScoredTrajectory]], trained: list[list[ScoredTrajectory]]
+    ) -> dict[str, float]:
+        """Returns the step's metrics, without the judge's cost."""
+        numbers = _rollout_numbers(played) | self._concurrency()
         if self.config.learner.trains_weights:  # an engine whose prompt changes has the weights of step 0
-            numbers |= _staleness([*wave.done, *(trajectory for members in replayed for trajectory in members)], step)
-        if (concurrency := self.sampler.runner.concurrency) is not None:
-            numbers["rollouts_at_once"] = concurrency.number
-            if not self._is_concurrency_shown:
-                self._is_concurrency_shown = True
-                log.info("rollout.concurrency: auto is %s", concurrency)
+            replayed = [trajectory for members in played.replayed for trajectory in members]
+            numbers |= _staleness([*played.groups.done, *replayed], played.step)
         if self.config.rollout.replay is not None:
-            numbers["num_replayed"] = len(replayed)
-            # as tokens and turns, of what was played; those of the learner count what is replayed too
-            numbers["num_trajectories"] = len(wave.done)
-            numbers["num_failed"] = sum(each.error is not None for each in wave.done)
-        groups = wave.scored(scorer.scored)
+            numbers["num_replayed"] = len(played.replayed)
+            # like tokens and turns, these count the played rollouts; the learner's metrics count replayed ones too
+            numbers["num_trajectories"] = len(played.groups.done)
+            numbers["num_failed"] = sum(each.error is not None for each in played.groups.done)
         if self.judge.noise is not None and self.judge.noise.ask_again:
             numbers |= _asked_again(groups)
         numbers |= shadow_numbers(groups, self.config) | _models_returned(groups)
-        await asyncio.to_thread(self.mix.note, step, groups)
-        trained = await asyncio.to_thread(with_reliability, groups + replayed)
         if self.config.learner.trains_weights:  # a prompt learner compares rewards as they are
             numbers |= reliability_numbers(trained)
-        return Batch(trained, numbers | wave.numbers(scorer.scored) | self._judged())
+        return numbers | played.groups.numbers(played.scorer.scored)
+
+    def _concurrency(self) -> dict[str, float]:
+        """Returns the concurrency that the runner chose, and logs the first one."""
+        if (concurrency := self.sampler.runner.concurrency) is None:
+            return {}
+        if not self._is_concurrency_shown:
+            self._is_concurrency_shown = True
+            log.info("rollout.concurrency: auto is %s", concurrency)
+        return {"rollouts_at_once": concurrency.number}
 
     def _judged(self) -> dict[str, float]:
         """Returns the cost of the judge's calls since the batch before; no "judge_usd" if a price is unknown."""
@@ -312,30 +339,27 @@ def _check_scored(scorer: GroupScorer, step: int) -> None:
         )
 
 
-def _numbers(
-    trajectories: Sequence[Trajectory], step: int, sample_s: float, judge_s: float, num_unscored: int
-) -> dict[str, float]:
-    """Counts and means of a step's rollouts; those of an endpoint that gives no tokens are its own. `judge_s` is the
-    time of judging after the last rollout.
+def _rollout_numbers(played: _PlayedStep) -> dict[str, float]:
+    """Returns counts and means over the step's rollouts. An endpoint without tokens counts them itself.
 
-    `truncated_share` is of replies, those that were cut off by their length. `num_limited` counts rollouts that met a
-    limit on turns or context, `num_without_turns` those that finished without a model call, `failed.KIND` those that
-    failed in that way.
+    `truncated_share` is the share of replies that hit their length limit. `num_limited` counts rollouts that met a
+    limit on turns or context, `num_without_turns` successful rollouts without a model call, `failed.KIND` failures.
     """
-    turns = [turn for trajectory in trajectories for turn in trajectory.turns]
-    calls = sum(len(each.turns) or round(each.metrics.get("num_turns", 0)) for each in trajectories)
+    rollouts = played.groups.done
+    turns = [turn for rollout in rollouts for turn in rollout.turns]
     numbers = {
-        "sample_s": sample_s,
-        "judge_s": judge_s,
-        "num_unscored": num_unscored,
-        "tokens_sampled": _num_tokens(trajectories),
-        "turns": calls,
+        "sample_s": played.sample_s,
+        "judge_s": played.judge_s,
+        "num_unscored": len(played.scorer.progress.owed),
+        "tokens_sampled": _num_tokens(rollouts),
+        "turns": sum(len(each.turns) or round(each.metrics.get("num_turns", 0)) for each in rollouts),
+        "num_without_turns": sum(each.is_silent and each.error is None for each in rollouts),
+        "truncated_share": sum(turn.finish_reason == "length" for turn in turns) / max(len(turns), 1),
+        "num_limited": sum(each.limit is not None for each in rollouts),
     }
-    numbers["num_without_turns"] = sum(trajectory.is_silent and trajectory.error is None for trajectory in trajectories)
-    numbers["truncated_share"] = sum(turn.finish_reason == "length" for turn in turns) / max(len(turns), 1)
-    numbers["num_limited"] = sum(trajectory.limit is not None for trajectory in trajectories)
-    numbers |= {f"failed.{kind}": num for kind, num in _failures(trajectories).most_common(MAX_KINDS)}
-    return numbers
+    if played.played_now and played.sample_s:
+        numbers["sample_tokens_per_s"] = _num_tokens(played.played_now) / played.sample_s
+    return numbers | {f"failed.{kind}": num for kind, num in _failures(rollouts).most_common(MAX_KINDS)}
 
 
 def _models_returned(groups: Sequence[Sequence[ScoredTrajectory]]) -> dict[str, float]:

@@ -65,6 +65,15 @@ class _Wave(NamedTuple):
     call: PlayedCall
 
 
+class MeasuredStep(NamedTuple):
+    """A step as the run's files record it."""
+
+    played: PlayedStep
+    times: StepTimes
+    agent_s: float  # time in which a call holds up the other calls of its agent process
+    waves: list[_Wave]
+
+
 def finished_steps(files: RunDir, *, last: int) -> dict[int, StepTimes]:
     """Returns the measured seconds of the last finished steps.
 
@@ -93,10 +102,10 @@ def calibrate(files: RunDir, measured: Mapping[int, StepTimes], *, num_groups: i
         raise DataError("no step was measured, or one has times that cannot be", files.root)
     layout, epochs = read_layout(config := run_config(files)), _count(config.get("train"), "epochs_per_step", 1)
     read = [_read_step(files, *step, layout.agents, epochs, num_groups) for step in measured.items()]
-    steps, times, agent_s, waves = [list(column) for column in zip(*read, strict=True)]
-    seen = list(itertools.chain(*waves))
+    steps, times = [each.played for each in read], [each.times for each in read]
+    seen = list(itertools.chain(*(each.waves for each in read)))
     trained_token_s = _trained_token_s(steps, times, layout, without_first=0 in measured)
-    rates = _rates(seen, fmean(agent_s), times, layout)._replace(trained_token_s=trained_token_s)
+    rates = _rates(seen, fmean(each.agent_s for each in read), times, layout)._replace(trained_token_s=trained_token_s)
     tried = [rates, *(_with_passes(rates, share, steps, times) for share in SHARES)]
     best = min((_fit(each, steps, times, seen, layout) for each in tried), key=attrgetter("error"))
     return Calibration(steps, times, _corrected(best.rates, best.factor), layout, best.factor)
@@ -170,37 +179,56 @@ def _count(section: Any, key: str, otherwise: int) -> int:
 
 def _read_step(
     files: RunDir, step: int, times: StepTimes, agents: int, epochs: int, num_groups: int | None
-) -> tuple[PlayedStep, StepTimes, float, list[_Wave]]:
-    """Returns a step with its complete groups, its times, how long a call holds up an agent process, and all waves.
+) -> MeasuredStep:
+    """Reads a step's complete groups, or only `num_groups` of them, from the step's files.
 
-    The first call of a run waits until the agent's libraries are loaded. No attempt of step 0 counts before it.
+    The first call of a run waits until the agent's libraries are loaded. Step 0 is measured from that call on.
     """
     scored = files.scored(step)
-    scored = scored if num_groups is None else first_groups(scored, num_groups)
+    if num_groups is not None:
+        scored = first_groups(scored, num_groups)
     groups = sorted(group(scored).values(), key=lambda members: members[0].started_at)
-    every = [each for members in groups for each in members]
-    _check(every, files.scored_path(step))
-    called = min(each.started_at + min(each.spans)[0] for each in every if each.spans) if step == 0 else 0.0
-    start_s = max(called - min(each.started_at for each in every), 0.0)
-    common, waves, waits, trained = shared_prompt(every), list[list[_Wave]](), list[tuple[float, float]](), 0
+    attempts = [each for members in groups for each in members]
+    _check(attempts, files.scored_path(step))
+    called = min(each.started_at + min(each.spans)[0] for each in attempts if each.spans) if step == 0 else 0.0
+    start_s = max(called - min(each.started_at for each in attempts), 0.0)
+    waves = _waves_of_groups(groups)
+    periods = [_agent_periods(each, own, called) for each, own in zip(attempts, waves, strict=True)]
+    agent_s, waits = _without_queue(periods, agents)
+    plays = [_play(*each) for each in zip(attempts, waves, waits, strict=True)]
+    played = list[PlayedGroup]()
+    for members in groups:
+        first = sum(len(each.plays) for each in played)
+        judge_s = _judge_s(members, otherwise=times.judging_s)
+        played.append(PlayedGroup(tuple(plays[first : first + len(members)]), judge_s))
+    trained = sum(map(_trained_tokens, groups))
+    if not trained and times.training_s:  # a loss that does not compare the attempts of a group
+        trained = sum(map(_tokens, attempts))
+    times = times._replace(sampling_s=max(times.sampling_s - start_s, 0.0))
+    return MeasuredStep(PlayedStep(tuple(played), trained * epochs), times, agent_s, list(itertools.chain(*waves)))
+
+
+def _waves_of_groups(groups: Sequence[Sequence[ScoredTrajectory]]) -> list[list[_Wave]]:
+    """Returns the waves of each attempt. Of its first prompt, the part that earlier attempts share is cached."""
+    common, waves = shared_prompt([each for members in groups for each in members]), list[list[_Wave]]()
     for members in groups:
         shared = shared_prompt(members)
-        for place, each in enumerate(members):
-            cached = max(common if waves else 0, shared if place else 0)
-            waves.append(_read_waves(each, cached))
-            waits += _waits(each, waves[-1], called)
-        if has_signal([each.reward for each in members if each.reward is not None]):
-            trained += sum(map(_tokens, members)) - shared * (len(members) - 1)
-    agent_s, left = _without_queue(waits, agents)
-    plays = iter([
-        Play(tuple(wave.call._replace(wait_s=left.pop()) for wave in its), left.pop(), _tokens(each))
-        for each, its in zip(every, waves, strict=True)
-    ])  # fmt: skip
-    played = [PlayedGroup(tuple(itertools.islice(plays, len(m))), _judge_s(m, times.judging_s)) for m in groups]
-    if not trained and times.training_s:  # a loss that does not compare the attempts of a group
-        trained = sum(map(_tokens, every))
-    times = times._replace(sampling_s=max(times.sampling_s - start_s, 0.0))
-    return PlayedStep(tuple(played), max(trained, 0) * epochs), times, agent_s, list(itertools.chain(*waves))
+        for index, attempt in enumerate(members):
+            waves.append(_read_waves(attempt, cached=max(common if waves else 0, shared if index else 0)))
+    return waves
+
+
+def _play(attempt: ScoredTrajectory, waves: Sequence[_Wave], waits: Sequence[float]) -> Play:
+    """`waits` are the agent's seconds before each wave and, last, after all of them."""
+    calls = [wave.call._replace(wait_s=wait_s) for wave, wait_s in zip(waves, waits[:-1], strict=True)]
+    return Play(tuple(calls), waits[-1], _tokens(attempt))
+
+
+def _trained_tokens(members: Sequence[ScoredTrajectory]) -> int:
+    """Returns the number of tokens that the learner computes for a group: 0 without signal."""
+    if not has_signal([each.reward for each in members if each.reward is not None]):
+        return 0
+    return max(sum(map(_tokens, members)) - shared_prompt(members) * (len(members) - 1), 0)
 
 
 def _check(attempts: Sequence[ScoredTrajectory], path: Path) -> None:
@@ -248,8 +276,8 @@ def _read_waves(attempt: ScoredTrajectory, cached: int) -> list[_Wave]:
     return waves
 
 
-def _waits(attempt: ScoredTrajectory, waves: Sequence[_Wave], not_before: float) -> list[tuple[float, float]]:
-    """Returns when the agent began to work, and for how long: before each wave, and at the end."""
+def _agent_periods(attempt: ScoredTrajectory, waves: Sequence[_Wave], not_before: float) -> list[tuple[float, float]]:
+    """Returns the begin and the seconds of each period of the agent's work: before each wave, and after the last."""
     begins = [max(attempt.started_at, not_before), *(wave.end for wave in waves)]
     ends = [*(wave.begin for wave in waves), attempt.started_at + attempt.duration_s]
     return [(begin, max(end - begin, 0.0)) for begin, end in zip(begins, ends, strict=True)]
@@ -258,18 +286,20 @@ def _waits(attempt: ScoredTrajectory, waves: Sequence[_Wave], not_before: float)
 # --- least squares ----------------------------------------------------------------------------------------------------
 
 
-def _without_queue(waits: Sequence[tuple[float, float]], agents: int) -> tuple[float, list[float]]:
-    """Returns how long a call holds up the others of its agent process, and the waits without that, the first one last.
+def _without_queue(periods: Sequence[Sequence[tuple[float, float]]], agents: int) -> tuple[float, list[list[float]]]:
+    """Returns a call's delay of the other calls of its agent process, and each period's seconds without the delay.
 
-    An agent that computes takes as much longer as others are at work meanwhile. One that waits for a tool does not.
+    An agent that computes is slowed down by every other agent at work. An agent that waits for a tool is not.
     """
-    begin, seconds = np.array(waits).T
+    begin, seconds = np.array(list(itertools.chain(*periods))).T
     at_work = _during(begin, begin + seconds, np.ones(len(begin))) / np.maximum(seconds, SHORT_S)
     queue = np.maximum(at_work, 1.0) / agents
     varied = queue - queue.mean()
     slope = float(varied @ seconds) / max(float(varied @ varied), SHORT_S)
     agent_s = min(max(slope, 0.0), float(seconds.mean() / queue.mean()))
-    return agent_s, np.maximum(seconds - agent_s * queue, 0.0)[::-1].tolist()
+    ends = np.cumsum([len(each) for each in periods])
+    waits = np.split(np.maximum(seconds - agent_s * queue, 0.0), ends[:-1])
+    return agent_s, [each.tolist() for each in waits]
 
 
 def _rates(waves: Sequence[_Wave], agent_s: float, times: Sequence[StepTimes], layout: RunLayout) -> Rates:

@@ -3,10 +3,13 @@
 import asyncio
 import contextlib
 import logging
+import shlex
 import signal
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
+from art_cli.config.compose import LoadedConfig
+from art_cli.runs.run_dir import RunDir
 from art_cli.runtime import threads
 from art_cli.runtime.errors import Interrupted
 
@@ -57,3 +60,11 @@ class Interrupts:
         """Raises Interrupted if an interrupt came while an update was computed."""
         if self.num:
             raise Interrupted(self.message)
+
+
+def resume_command(loaded: LoadedConfig, files: RunDir) -> str:
+    """Returns the shell command that continues the run, or the sweep that it belongs to."""
+    words = ["-m", *loaded.sweep] if loaded.sweep else [*loaded.overrides]
+    if files.root.name != loaded.config.name:  # --fresh made it, and would start yet another run
+        words = [*loaded.overrides, f"name={files.root.name}"]
+    return shlex.join(["art", "train", str(loaded.path), *words])

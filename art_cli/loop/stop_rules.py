@@ -28,15 +28,11 @@ Series = Sequence[tuple[int, float]]  # (number of updates done, value), ascendi
 
 
 class RunMeter:
-    """Counts this start of a run; `follow` adds what earlier starts took."""
+    """Counts the hours and dollars of a run. The history and the payers' records hold those of earlier starts."""
 
-    def __init__(self, payers: Sequence[Payer], *, begin: float) -> None:
-        """`begin` is the time of `time.monotonic` at which the run began."""
+    def __init__(self, payers: Sequence[Payer], *, begin: float, history: History) -> None:
+        """`begin` is the time of `time.monotonic` at which this start began."""
         self._payers, self._begin = payers, begin
-        self._seconds_before, self._usd_before = 0.0, 0.0
-
-    def follow(self, history: History) -> None:
-        """Adds the hours and dollars of earlier starts."""
         last = next((each for each in reversed(history.updates) if "run_s" in each.metrics), None)
         number = 0 if last is None else last.number
         later = [each for each in history.updates if each.number > number]
@@ -45,7 +41,7 @@ class RunMeter:
         self._seconds_before = (0.0 if last is None else last.metrics["run_s"]) + sum(stages) + sum(evaluations)
         recorded = sum(each.metrics.get("judge_usd", 0.0) for each in history.updates)
         spent = max((each.metrics.get("run_usd", 0.0) for each in history.updates), default=0.0)
-        self._usd_before = max(recorded, spent, sum(payer.spent_usd for payer in self._payers))
+        self._usd_before = max(recorded, spent, sum(payer.spent_usd for payer in payers))
 
     def numbers(self) -> dict[str, float]:
         """Returns `run_s`, and `run_usd` if paid calls are made and the price of each is known."""

@@ -14,7 +14,8 @@ from art_cli.loop.batches import Batch
 from art_cli.loop.claim_run import claim_run
 from art_cli.loop.decide import decide_engine
 from art_cli.loop.evaluate import judged_rewards, play_evaluation, values_by_scenario, values_of_sources
-from art_cli.loop.open_run import Run, open_run, resume_command
+from art_cli.loop.interrupts import resume_command
+from art_cli.loop.open_run import Run, open_run
 from art_cli.loop.owed_groups import group
 from art_cli.loop.record import claim_config
 from art_cli.loop.startup import Startup

@@ -16,7 +16,7 @@ from art_cli.chat.requests import Sampling
 from art_cli.config.compose import LoadedConfig, load_config
 from art_cli.config.schema import ModelConfig
 from art_cli.engines import EngineTraits, engine_traits, make_engine, proof
-from art_cli.loop.open_run import RunWriter
+from art_cli.loop.run_writer import RunWriter
 from art_cli.loop.train import train
 from art_cli.models import loading as model
 from art_cli.models.policy_spec import PolicySpec, read_spec, spec_of

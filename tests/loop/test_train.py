@@ -19,7 +19,7 @@ from art_cli.config.compose import LoadedConfig, load_config, load_sweep
 from art_cli.engines.embedded.embedded_engine import EmbeddedEngine
 from art_cli.formats.traces.saved import run_id
 from art_cli.learners.torch_learner import TorchLearner
-from art_cli.loop.open_run import resume_command
+from art_cli.loop.interrupts import resume_command
 from art_cli.loop.record import claim_config, find_clash
 from art_cli.loop.stages import take_step
 from art_cli.loop.train import TrainResult, train

@@ -1,0 +1,65 @@
+"""A learner that is started, rehearsed and watched while a run is open."""
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import AsyncIterator
+from typing import NoReturn
+
+from art_cli.config.schema import RunConfig
+from art_cli.learners import Learner
+from art_cli.loop.interrupts import Interrupts
+from art_cli.models.policy_spec import PolicySpec
+from art_cli.runtime import threads
+from art_cli.runtime.errors import first_of_group
+
+log = logging.getLogger(__name__)
+
+REHEARSING = ("cuda",)  # devices with a fixed amount of memory; on a CPU the longest row would take minutes
+WATCH_EVERY_S = 1.0  # interval between checks that the learner's processes are alive
+
+
+@contextlib.asynccontextmanager
+async def running_learner(
+    learner: Learner, config: RunConfig, policy: PolicySpec | None, interrupts: Interrupts
+) -> AsyncIterator[None]:
+    """Starts the learner for the block, and ends the block if one of the learner's processes is dead."""
+    with contextlib.closing(learner):
+        await asyncio.sleep(0)  # an interrupt during loading ends the run here, before any thread starts
+        await threads.call_in_thread(learner.start)  # an interrupt ends the wait for other nodes
+        async with _watched(learner):
+            if policy is not None and config.learner.trains_weights:
+                await _rehearse(learner, config, policy, interrupts)
+            yield
+
+
+@contextlib.asynccontextmanager
+async def _watched(learner: Learner) -> AsyncIterator[None]:
+    """Ends the block with a LearnerError as soon as one of the learner's processes is dead."""
+
+    async def watch() -> NoReturn:
+        while True:
+            await asyncio.to_thread(learner.check)
+            await asyncio.sleep(WATCH_EVERY_S)
+
+    with first_of_group():
+        async with asyncio.TaskGroup() as group:
+            task = group.create_task(watch())
+            yield
+            task.cancel()
+
+
+async def _rehearse(learner: Learner, config: RunConfig, policy: PolicySpec, interrupts: Interrupts) -> None:
+    """Tries the longest row that the limits allow on a GPU, so that its memory ends now and not after hours.
+
+    Raises OutOfMemory. Without `model.max_length`, the prompts of attempts are not counted.
+    """
+    if (policy.learner_device or "").partition(":")[0] not in REHEARSING:
+        return
+    longest = policy.max_length
+    if config.model.max_length is None:
+        longest = min(longest, config.rollout.longest_answer)
+    gigabytes = await interrupts.off_loop(learner.rehearse, longest)
+    interrupts.stop_if_any()
+    took = "" if gigabytes is None else f", {gigabytes:.1f} GB at its peak"
+    log.info("learner: a row of %d tokens fits, as long as the limits allow%s", longest, took)
