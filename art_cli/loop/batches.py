@@ -1,19 +1,17 @@
-"""Batches: each step's scored groups, played and judged as far ahead as the policy allows; StepGroups: its groups.
+"""Batches: plays and judges each step's groups, as far ahead as the policy allows; StepGroups: the groups of one step.
 
     allow(step) -> plays what the step owes, judges meanwhile, writes trajectories.jsonl and scored.jsonl -> take(step)
 
-A batch begins once it is allowed and the batch before has started all its rollouts, so that its first groups fill the
-slots that the long tail of the other leaves free. The loop decides how far ahead: it never allows a step further than
-`train.max_staleness` from the policy that samples. Attempts that were played and not taken stay on disk and are not
-played again.
+A batch begins once it is allowed and the previous batch has started all its rollouts. Its early groups then fill the
+slots that the previous batch's slow rollouts leave free. The loop never allows a step more than `train.max_staleness`
+ahead of the sampling policy. Attempts of batches that nobody took stay on disk and are not replayed.
 
-A step plays its groups in waves, because groups that teach nothing are refilled (DAPO, section 3.2):
+A step plays its groups in waves, because groups without signal are refilled (DAPO, section 3.2):
 
-    wave 1 = the step's own groups; wave 2 = as many further groups as wave 1 has groups without signal; and so on
+    wave 1 = the step's own groups; wave 2 = one additional group per group without signal in wave 1; and so on
 
-Each wave is as large as what is missing to `rollout.groups_per_step` groups with signal. So the groups of a step are
-the shortest beginning of its scenarios that has enough of them with signal, or all that `rollout.refill` allows. This
-follows from the step's files alone: a run that was killed in the middle of a wave goes on to the same groups.
+The step stops when `rollout.groups_per_step` groups have signal, or when `rollout.refill` allows no further group.
+Waves follow from the step's files alone, so a run killed in the middle of a wave resumes with the same groups.
 """
 
 import asyncio
@@ -49,20 +47,20 @@ from art_cli.runtime.threads import end
 
 log = logging.getLogger(__name__)
 
-Scored = Mapping[str, Sequence[ScoredTrajectory]]  # group id -> the group, for every group that has been scored
+Scored = Mapping[str, Sequence[ScoredTrajectory]]  # group id -> the group, for all scored groups
 
-MAX_POOLS = 16  # number of commonest pools whose mean reward is a metric of the step
-MAX_KINDS = 5  # number of commonest kinds of failure that a step's metrics count one by one
+MAX_POOLS = 16  # number of pools whose mean reward is a metric of the step, most common pools first
+MAX_KINDS = 5  # number of failure kinds and model names that the metrics list, most common first
 CLOSE_TIMEOUT_S = 60.0  # longest wait for cancelled rollouts and verdicts to finish
 
 
 class StepGroups:
-    """The groups of one step: those that were begun so far, and which ones come next.
+    """The groups of one step, and the order in which they are played.
 
-    `own` are the places of the step's own groups, and `spare` those to refill with; of these a source gets no more
-    than it has, and no others. `done` are the step's finished trajectories. A group that they begin keeps their
-    scenario and source, because the scenarios may have changed since. Groups beyond `spare`, which `art plan` may have
-    played when a step had more of them, are left out.
+    `own` are the places of the step's own groups, `spare` the places for refills, which each source uses for its own
+    groups only. `done` are the step's finished trajectories. Groups with finished trajectories keep their scenario and
+    source, even if the scenarios have changed since. Groups beyond `spare` are ignored: `art plan` may have played them
+    when the step was larger.
     """
 
     def __init__(
@@ -93,24 +91,23 @@ class StepGroups:
         ]
 
     def next(self, scored: Scored) -> list[RolloutPlan]:
-        """Returns the rollouts of the next wave, or [] if the step has its groups.
+        """Returns the rollouts of the next wave; [] if the step is complete.
 
-        A group that could not be scored counts as one without signal, and is refilled from its own source. Groups that
-        an earlier start began belong to the first wave, so that no finished trajectory is lost if a judge changes its
-        verdict the second time.
+        Unscored groups count as groups without signal and are refilled from their own source. Groups from an earlier
+        start belong to the first wave, so finished trajectories survive a judge that changes its verdict.
         """
         wave = {name for line in self._lines for name in line.next(scored)}
         self._begun |= wave
         return [plan for name in self._names if name in wave for plan in self._plans[name]]
 
     def scored(self, scored: Scored) -> list[list[ScoredTrajectory]]:
-        """Returns the groups to train on, in the order of the plan; those that could not be scored are left out."""
+        """Returns the scored groups to train on, in the planned order."""
         return [list(scored[name]) for name in self._names if name in self._begun and name in scored]
 
     def numbers(self, scored: Scored) -> dict[str, float]:
-        """Returns the rollouts' metrics: means over the step's first groups, without the refills.
+        """Returns the means of the rollouts' metrics over the step's own groups.
 
-        Refilling goes on until enough groups have signal, so a mean over all groups would prefer such scenarios.
+        Refills are excluded. They continue until enough groups have signal, which would bias the means.
         """
         own = set(self._names[: self._num_own])
         numbers = {
@@ -133,14 +130,14 @@ class StepGroups:
 
 
 class _Line:
-    """The groups of one source in a step, in order: `wanted` own ones, then those to refill with."""
+    """The groups of one source in a step, in order: `wanted` own groups, then refills."""
 
     def __init__(self, names: Sequence[str], wanted: int, begun_before: Set[str]) -> None:
         self._names, self._wanted, self._num = names, wanted, 0  # number of groups begun
         self._num_begun_before = max((n for n, name in enumerate(names, 1) if name in begun_before), default=0)
 
     def next(self, scored: Scored) -> Sequence[str]:
-        """Returns the groups of the next wave: as many as are missing to `wanted` groups with signal."""
+        """Returns the next wave: one group for each group with signal that is still missing."""
         missing = self._wanted - sum(name in scored and _tells(scored[name]) for name in self._names[: self._num])
         first, self._num = self._num, min(len(self._names), max(self._num + missing, self._num_begun_before))
         return self._names[first : self._num]
@@ -151,7 +148,7 @@ def _tells(group: Sequence[ScoredTrajectory]) -> bool:
 
 
 def _source_numbers(groups: Sequence[Sequence[ScoredTrajectory]], source: str) -> dict[str, float]:
-    """Returns the numbers of a source's groups, each with the source's name; no rewards if there are none."""
+    """Returns a source's metrics, with the source's name in each key. Rewards need at least one scored attempt."""
     numbers: dict[str, float] = {"num_groups": len(groups)}
     numbers["num_failed"] = sum(each.error is not None for members in groups for each in members)
     if found := _reward_numbers(groups):
@@ -160,7 +157,7 @@ def _source_numbers(groups: Sequence[Sequence[ScoredTrajectory]], source: str) -
 
 
 def _pool_numbers(groups: Sequence[Sequence[ScoredTrajectory]], key: str, prefix: str) -> dict[str, float]:
-    """Returns the mean reward of each pool, or of the commonest ones if there are many."""
+    """Returns the mean reward of each pool, for the MAX_POOLS most common pools."""
     rewards: dict[str, list[float]] = {}
     for members in groups:
         rewards.setdefault(str(members[0].scenario.get(key)), []).extend(rewards_of(members))
@@ -170,7 +167,7 @@ def _pool_numbers(groups: Sequence[Sequence[ScoredTrajectory]], key: str, prefix
 
 
 def _reward_numbers(groups: Sequence[Sequence[ScoredTrajectory]]) -> dict[str, float]:
-    """Returns mean and deviation of the rewards and the share of groups without signal; {} if there are no rewards."""
+    """Returns the rewards' mean and deviation and the share of groups without signal; {} without rewards."""
     rewards = [reward for group in groups for reward in rewards_of(group)]
     if not rewards:
         return {}
@@ -183,27 +180,24 @@ def _reward_numbers(groups: Sequence[Sequence[ScoredTrajectory]]) -> dict[str, f
 
 
 class Batch(NamedTuple):
-    """The data of a step: its scored groups in the order of the plan, then those of earlier steps that it replays;
-    and metrics of playing and judging them."""
+    """A step's training data: scored groups in planned order, then replayed groups; and its metrics so far."""
 
     groups: list[list[ScoredTrajectory]]
     metrics: dict[str, float]
 
 
 class _PlayedStep(NamedTuple):
-    """A step whose groups are all played and judged."""
-
     step: int
     groups: StepGroups
     scorer: GroupScorer
     replayed: list[list[ScoredTrajectory]]  # groups of earlier steps
-    played_now: list[Trajectory]  # without the rollouts of earlier starts, because their seconds are not counted
+    played_now: list[Trajectory]  # without earlier starts, whose seconds are unknown
     sample_s: float
-    judge_s: float  # time of judging after the last rollout
+    judge_s: float  # judging time after the last rollout
 
 
 class Batches:
-    """The batches of one run, played by one sampler. `close` cancels what is being played, which stays owed."""
+    """The batches of one run, played by one sampler. `close` cancels unfinished batches, which stay owed."""
 
     def __init__(
         self,
@@ -216,17 +210,17 @@ class Batches:
         shadows: ShadowJudges | None = None,
         arrange: Callable[[list[RolloutPlan]], list[RolloutPlan]] = list,
     ) -> None:
-        """`arrange` is the learner's, which may give each rollout a prompt."""
+        """`arrange` comes from the learner, which may assign a prompt to each rollout."""
         self._shadows, self._arrange = shadows, arrange
         self.config, self.run, self.sampler, self.judge = config, run, sampler, judge
         self.mix = mix
         self._tasks: dict[int, asyncio.Task[Batch]] = {}
         self._progress: dict[int, Progress] = {}
         self._is_concurrency_shown = False
-        self._usage: Usage | None = None  # the judge's, when the last batch was complete or the first one began
+        self._usage: Usage | None = None  # the judge's usage after the previous batch
 
     def allow(self, step: int) -> None:
-        """Starts the batch of `step`. Steps are allowed in order; one past the last or begun already is ignored."""
+        """Starts the batch of `step`. Steps are allowed in order; steps already begun or past the end are ignored."""
         if step >= self.config.train.steps or step in self._tasks:
             return
         self._usage = self._usage or self.judge.usage
@@ -234,7 +228,7 @@ class Batches:
         self._tasks[step] = asyncio.create_task(self._make(step))
 
     async def take(self, step: int) -> Batch:
-        """Returns the batch, with its progress shown until it is complete. Raises the errors of play and judge."""
+        """Waits for the batch and shows its progress. Raises errors of playing and judging."""
         async with shown(self._progress[step]):
             batch = await self._tasks.pop(step)
         del self._progress[step]
@@ -253,7 +247,7 @@ class Batches:
         return Batch(trained, self._numbers(played, groups, trained) | self._judged())
 
     async def _play(self, step: int) -> _PlayedStep:
-        """Plays and judges what the step still owes, wave by wave, and writes both to the step's files."""
+        """Plays and judges what the step still owes, in waves, and appends to the step's files."""
         with LineWriter(self.run.trajectories_path(step)) as lines, LineWriter(self.run.scored_path(step)) as out:
             by_source = await asyncio.to_thread(self.mix.replays, step)
             own, spare = await asyncio.to_thread(self.mix.places, step, {s: len(g) for s, g in by_source.items()})
@@ -266,7 +260,7 @@ class Batches:
             played_now = list[Trajectory]()
 
             async def keep(trajectory: Trajectory) -> None:
-                await asyncio.to_thread(lines.append, trajectory)  # a trajectory is on disk before it is counted
+                await asyncio.to_thread(lines.append, trajectory)  # on disk before it is counted
                 groups.done.append(trajectory)
                 played_now.append(trajectory)
                 scorer.add(trajectory)
@@ -290,23 +284,23 @@ class Batches:
     ) -> dict[str, float]:
         """Returns the step's metrics, without the judge's cost."""
         numbers = _rollout_numbers(played) | self._concurrency()
-        if self.config.learner.trains_weights:  # an engine whose prompt changes has the weights of step 0
+        if self.config.learner.trains_weights:  # a prompt learner always samples with the weights of step 0
             replayed = [trajectory for members in played.replayed for trajectory in members]
             numbers |= _staleness([*played.groups.done, *replayed], played.step)
         if self.config.rollout.replay is not None:
             numbers["num_replayed"] = len(played.replayed)
-            # like tokens and turns, these count the played rollouts; the learner's metrics count replayed ones too
+            # here only played rollouts count, as for tokens and turns; the learner also counts replayed rollouts
             numbers["num_trajectories"] = len(played.groups.done)
             numbers["num_failed"] = sum(each.error is not None for each in played.groups.done)
         if self.judge.noise is not None and self.judge.noise.ask_again:
             numbers |= _asked_again(groups)
         numbers |= shadow_numbers(groups, self.config) | _models_returned(groups)
-        if self.config.learner.trains_weights:  # a prompt learner compares rewards as they are
+        if self.config.learner.trains_weights:  # a prompt learner ignores reliability
             numbers |= reliability_numbers(trained)
         return numbers | played.groups.numbers(played.scorer.scored)
 
     def _concurrency(self) -> dict[str, float]:
-        """Returns the concurrency that the runner chose, and logs the first one."""
+        """Returns the concurrency that the runner chose; logs it once."""
         if (concurrency := self.sampler.runner.concurrency) is None:
             return {}
         if not self._is_concurrency_shown:
@@ -315,7 +309,7 @@ class Batches:
         return {"rollouts_at_once": concurrency.number}
 
     def _judged(self) -> dict[str, float]:
-        """Returns the cost of the judge's calls since the batch before; no "judge_usd" if a price is unknown."""
+        """Returns the cost of the judge's calls since the previous batch, without "judge_usd" if a price is unknown."""
         before, now = self._usage, self.judge.usage
         self._usage = now
         if before is None or now.calls == before.calls:
@@ -330,7 +324,7 @@ class Batches:
 
 
 def _check_scored(scorer: GroupScorer, step: int) -> None:
-    """Raises RunError if more groups were left unscored than scored. A step continues without a few of them."""
+    """Raises RunError if more groups are unscored than scored. A few unscored groups do not stop the step."""
     if scorer.progress.stopped or len(scorer.progress.owed) > len(scorer.scored):
         reason = scorer.progress.stopped or next(iter(scorer.progress.owed.values()))
         raise RunError(
@@ -340,10 +334,10 @@ def _check_scored(scorer: GroupScorer, step: int) -> None:
 
 
 def _rollout_numbers(played: _PlayedStep) -> dict[str, float]:
-    """Returns counts and means over the step's rollouts. An endpoint without tokens counts them itself.
+    """Returns counts and means over the step's rollouts. Endpoints without tokens report their own counts.
 
-    `truncated_share` is the share of replies that hit their length limit. `num_limited` counts rollouts that met a
-    limit on turns or context, `num_without_turns` successful rollouts without a model call, `failed.KIND` failures.
+    `truncated_share` is the share of replies that hit their length limit. `num_limited` counts rollouts that hit a turn
+    or context limit, `num_without_turns` successful rollouts without a model call, `failed.KIND` failures.
     """
     rollouts = played.groups.done
     turns = [turn for rollout in rollouts for turn in rollout.turns]
@@ -363,7 +357,7 @@ def _rollout_numbers(played: _PlayedStep) -> dict[str, float]:
 
 
 def _models_returned(groups: Sequence[Sequence[ScoredTrajectory]]) -> dict[str, float]:
-    """Counts the scores by the model that their replies named: judged_by.NAME, the commonest names."""
+    """Counts scores by the model that the reply named: judged_by.NAME, most common names first."""
     scores = (score for members in groups for each in members for score in (*each.scores, *each.shadow))
     names = (name for score in scores if score.model_returned for name in score.model_returned.split(", "))
     return {f"{JUDGED_BY}{name}": num for name, num in Counter(names).most_common(MAX_KINDS)}
@@ -374,9 +368,9 @@ def _num_tokens(trajectories: Sequence[Trajectory]) -> int:
 
 
 def _asked_again(groups: Sequence[Sequence[ScoredTrajectory]]) -> dict[str, float]:
-    """Counts the groups with further rounds of votes, and their cost; no dollars if a price is unknown.
+    """Counts groups with extra rounds of votes, and the rounds' cost, without dollars if a price is unknown.
 
-    By the scored lines, so that a step that was killed counts what it paid before, too.
+    Counting scored lines includes the costs of steps that were killed.
     """
     asked = [[each.again for each in members if each.again is not None] for members in groups]
     every = [again for members in asked for again in members]
@@ -391,8 +385,7 @@ def _asked_again(groups: Sequence[Sequence[ScoredTrajectory]]) -> dict[str, floa
 
 
 def _staleness(trajectories: Sequence[Trajectory], step: int) -> dict[str, float]:
-    """Returns the number of steps from the policies that sampled to the one that is trained: the mean over tokens, and
-    the largest. `trajectories` are all that the step trains on, those of earlier steps included."""
+    """Returns the mean (over tokens) and maximum number of steps between the sampling policy and the trained policy."""
     turns = [turn for trajectory in trajectories for turn in trajectory.turns]
     tokens = sum(len(turn.sampled_ids) for turn in turns)
     return {
@@ -402,6 +395,6 @@ def _staleness(trajectories: Sequence[Trajectory], step: int) -> dict[str, float
 
 
 def _failures(trajectories: Sequence[Trajectory]) -> Counter[str]:
-    """Counts the failed rollouts by kind of error; the kinds are written as names of metrics."""
+    """Counts failed rollouts by error kind; each kind is spelled as in a metric's name."""
     kinds = [trajectory.error.partition(":")[0] for trajectory in trajectories if trajectory.error is not None]
     return Counter(re.sub(r"\W", "_", kind, flags=re.ASCII)[:40] for kind in kinds)

@@ -1,9 +1,9 @@
-"""Calibration: what a run played, and how fast its machine was, from the steps that it has on disk.
+"""Calibration: a run's workload and its machine's speed, measured from the finished steps on disk.
 
-    scored.jsonl (tokens, and when each call came and was answered), seconds of the steps -> steps, Rates, RunLayout
+    scored.jsonl (tokens, begin and end of each call), seconds of the steps -> steps, Rates, RunLayout
 
-An engine with work spends its time on passes, on the sequences in them, on prompts and on calls. So the time of a call
-is the sum of what the engine did meanwhile for all calls, and the rates are the least squares of that over all calls.
+A busy engine spends its time on passes, on sequences, on prompts and on calls. A call's duration is therefore the sum
+of all work the engine did during the call. The rates are a least squares fit over all calls.
 """
 
 import itertools
@@ -36,28 +36,32 @@ from art_cli.runs.trajectory import ScoredTrajectory, has_signal
 from art_cli.runtime.errors import DataError
 
 Floats = npt.NDArray[np.float64]
-SHARES = (0.0, *(ratio / (1 + ratio) for ratio in (1 / 8, 1 / 4, 1 / 2, 1, 2, 4, 8, 16, 32)), 1.0)  # of passes, tried
-USUAL = 16  # sequences in a pass, about
-NEEDED = ("sample_s", "judge_s", "train_s")  # metrics of a step
-MAX_COUNT = 10**6  # larger numbers of a configuration are damage
-MOST_SPAN, SLACK_S = 1.5, 1.0  # from first to last attempt in seconds of both, and more: several starts
-NUM_CORRECTIONS = 5  # times that the correction is found anew; each brings it about ten times nearer
-SHORT_S = 1e-6  # seconds; what took less is taken to have taken them
-MAX_SLOTS = 256  # vLLM's --max-num-seqs where the configuration has none
+SHARES = (
+    0.0,
+    *(ratio / (1 + ratio) for ratio in (1 / 8, 1 / 4, 1 / 2, 1, 2, 4, 8, 16, 32)),
+    1.0,
+)  # shares of the time to try for passes
+USUAL = 16  # typical number of sequences in a pass
+NEEDED = ("sample_s", "judge_s", "train_s")  # required metrics of a step
+MAX_COUNT = 10**6  # larger numbers in a configuration are invalid
+MOST_SPAN, SLACK_S = 1.5, 1.0  # a longer span than this, relative and absolute, means several starts
+NUM_CORRECTIONS = 5  # rounds of correction; each round shrinks the error about ten times
+SHORT_S = 1e-6  # lower bound on measured durations, in seconds
+MAX_SLOTS = 256  # vLLM's default --max-num-seqs
 
 
 class Calibration(NamedTuple):
-    """A run as the simulation takes it."""
+    """A run's input for the simulation."""
 
     steps: list[PlayedStep]
-    times: list[StepTimes]  # measured
+    times: list[StepTimes]
     rates: Rates
-    layout: RunLayout  # of the run's configuration
-    correction: float  # factor on the rates of sampling with which the simulated steps take what they took
+    layout: RunLayout  # layout from the run's configuration
+    correction: float  # factor on sampling rates that makes simulated and measured times equal
 
 
 class _Wave(NamedTuple):
-    """Calls of an attempt that overlap; times in seconds since the epoch."""
+    """Overlapping calls of an attempt; times in seconds since the epoch."""
 
     begin: float
     end: float
@@ -66,18 +70,16 @@ class _Wave(NamedTuple):
 
 
 class MeasuredStep(NamedTuple):
-    """A step as the run's files record it."""
-
     played: PlayedStep
     times: StepTimes
-    agent_s: float  # time in which a call holds up the other calls of its agent process
+    agent_s: float  # time in which a call blocks the other calls of its agent process
     waves: list[_Wave]
 
 
 def finished_steps(files: RunDir, *, last: int) -> dict[int, StepTimes]:
     """Returns the measured seconds of the last finished steps.
 
-    Without those whose metrics are incomplete, and those that several starts played, between which nothing was done.
+    Skips steps with incomplete metrics, and steps interrupted by a restart, whose pause would count as work.
     """
     found = dict[int, StepTimes]()
     for update in read_updates(files.metrics())[-last:]:
@@ -94,9 +96,9 @@ def finished_steps(files: RunDir, *, last: int) -> dict[int, StepTimes]:
 
 
 def calibrate(files: RunDir, measured: Mapping[int, StepTimes], *, num_groups: int | None = None) -> Calibration:
-    """Returns what follows from the measured steps, by their numbers, or from as many of their groups.
+    """Returns the calibration from the measured steps (step -> times), or from their first `num_groups` groups.
 
-    Raises DataError: there is none, or its numbers are damaged or missing, as in runs of older versions.
+    Raises DataError if no step was measured, or if numbers are damaged or missing, as in runs of older versions.
     """
     if not measured or not all(0 <= seconds < MAX_NUMBER for times in measured.values() for seconds in times):
         raise DataError("no step was measured, or one has times that cannot be", files.root)
@@ -113,8 +115,8 @@ def calibrate(files: RunDir, measured: Mapping[int, StepTimes], *, num_groups: i
 
 class _Fit(NamedTuple):
     rates: Rates
-    factor: float  # on the rates of sampling, with which the simulated steps take what they took
-    error: float  # standard deviation of log(simulated / measured seconds) over the calls
+    factor: float  # on the sampling rates; makes simulated and measured times equal
+    error: float  # standard deviation of log(simulated / measured seconds) over all calls
 
 
 def _fit(
@@ -132,17 +134,16 @@ def _fit(
 def _trained_token_s(
     steps: Sequence[PlayedStep], times: Sequence[StepTimes], layout: RunLayout, *, without_first: bool
 ) -> float:
-    """Returns the seconds of a trained token. A run's first step also checks its packs, and counts if it is alone."""
+    """Returns the seconds per trained token, ignoring step 0, which also checks packs, if other steps exist."""
     pairs = list(zip(steps, times, strict=True))[without_first and len(steps) > 1 :]
     trained = sum(simulate(step, Rates(0, 0, 0, trained_token_s=1.0), layout).training_s for step, _ in pairs)
     return sum(each.training_s for _, each in pairs) / max(trained, 1.0)
 
 
 def _with_passes(rates: Rates, share: float, steps: Sequence[PlayedStep], times: Sequence[StepTimes]) -> Rates:
-    """Returns rates by which passes take about that share of the time, and a token of a prompt costs what one of a
-    reply does beside others.
+    """Returns rates with `share` of the time spent on passes, and prompt tokens as expensive as reply tokens.
 
-    Where all calls have about one length, least squares cannot tell a prompt, a pass and a sequence from each other.
+    If all calls have similar lengths, least squares cannot separate prompts, passes and sequences.
     """
     calls = [call for step in steps for play in step.plays for call in play.calls]
     tokens = sum(call.num * call.sampled + call.prompt for call in calls)
@@ -160,19 +161,19 @@ def _corrected(rates: Rates, factor: float) -> Rates:
 
 
 def read_layout(config: Mapping[str, Any]) -> RunLayout:
-    """Returns the layout of a resolved configuration."""
+    """Returns the layout for a resolved configuration."""
     engine, learner, rollout = (config.get(name) for name in ("engine", "learner", "rollout"))
     args = engine.get("args") if isinstance(engine, Mapping) else None
     args = {name.replace("_", "-"): value for name, value in args.items()} if isinstance(args, Mapping) else None
     slots = _count(engine, "max_batch", _count(args, "max-num-seqs", MAX_SLOTS))
     replicas, learners = _count(engine, "replicas", 1), _count(learner, "processes", 1) * _count(learner, "nodes", 1)
-    concurrency = _count(rollout, "concurrency", slots * replicas)  # auto: as many as the engine answers
+    concurrency = _count(rollout, "concurrency", slots * replicas)  # auto: the engine's capacity
     judges = _count(config.get("judge"), "concurrency", 0)
     return RunLayout(concurrency, replicas, slots, learners, _count(rollout, "processes", 1), judges)
 
 
 def _count(section: Any, key: str, otherwise: int) -> int:
-    """Returns a number of a section, or `otherwise` if it has none, or one that no configuration can have."""
+    """Reads a number from a config section; returns `otherwise` if it is missing or invalid."""
     value = section.get(key) if isinstance(section, Mapping) else None
     return value if isinstance(value, int) and 0 < value <= MAX_COUNT else otherwise
 
@@ -180,9 +181,9 @@ def _count(section: Any, key: str, otherwise: int) -> int:
 def _read_step(
     files: RunDir, step: int, times: StepTimes, agents: int, epochs: int, num_groups: int | None
 ) -> MeasuredStep:
-    """Reads a step's complete groups, or only `num_groups` of them, from the step's files.
+    """Reads a step's complete groups, or the first `num_groups` groups, from the step's files.
 
-    The first call of a run waits until the agent's libraries are loaded. Step 0 is measured from that call on.
+    A run's first call waits until the agent's libraries are loaded, so step 0 is measured from that call on.
     """
     scored = files.scored(step)
     if num_groups is not None:
@@ -202,14 +203,14 @@ def _read_step(
         judge_s = _judge_s(members, otherwise=times.judging_s)
         played.append(PlayedGroup(tuple(plays[first : first + len(members)]), judge_s))
     trained = sum(map(_trained_tokens, groups))
-    if not trained and times.training_s:  # a loss that does not compare the attempts of a group
+    if not trained and times.training_s:  # the loss does not compare attempts within a group
         trained = sum(map(_tokens, attempts))
     times = times._replace(sampling_s=max(times.sampling_s - start_s, 0.0))
     return MeasuredStep(PlayedStep(tuple(played), trained * epochs), times, agent_s, list(itertools.chain(*waves)))
 
 
 def _waves_of_groups(groups: Sequence[Sequence[ScoredTrajectory]]) -> list[list[_Wave]]:
-    """Returns the waves of each attempt. Of its first prompt, the part that earlier attempts share is cached."""
+    """Returns each attempt's waves. The prompt prefix shared with earlier attempts counts as cached."""
     common, waves = shared_prompt([each for members in groups for each in members]), list[list[_Wave]]()
     for members in groups:
         shared = shared_prompt(members)
@@ -219,20 +220,20 @@ def _waves_of_groups(groups: Sequence[Sequence[ScoredTrajectory]]) -> list[list[
 
 
 def _play(attempt: ScoredTrajectory, waves: Sequence[_Wave], waits: Sequence[float]) -> Play:
-    """`waits` are the agent's seconds before each wave and, last, after all of them."""
+    """`waits` are the agent's seconds before each wave, followed by the seconds after the last wave."""
     calls = [wave.call._replace(wait_s=wait_s) for wave, wait_s in zip(waves, waits[:-1], strict=True)]
     return Play(tuple(calls), waits[-1], _tokens(attempt))
 
 
 def _trained_tokens(members: Sequence[ScoredTrajectory]) -> int:
-    """Returns the number of tokens that the learner computes for a group: 0 without signal."""
+    """Returns the number of tokens the learner computes for a group; 0 without signal."""
     if not has_signal([each.reward for each in members if each.reward is not None]):
         return 0
     return max(sum(map(_tokens, members)) - shared_prompt(members) * (len(members) - 1), 0)
 
 
 def _check(attempts: Sequence[ScoredTrajectory], path: Path) -> None:
-    """Raises DataError if the attempts cannot be measured by."""
+    """Raises DataError for attempts that cannot be measured."""
     if not any(each.turns for each in attempts):
         raise DataError("no complete group with recorded calls, so there is nothing to measure", path)
     for each in attempts:
@@ -249,18 +250,18 @@ def _tokens(attempt: ScoredTrajectory) -> int:
 
 
 def shared_prompt(attempts: Sequence[ScoredTrajectory]) -> int:
-    """Returns the number of tokens with which the prompts of all attempts begin; 0 for a single attempt."""
+    """Returns the length of the prompt prefix that all attempts share; 0 for a single attempt."""
     firsts = [each.turns[0].prompt_ids for each in attempts if each.turns]
     return len(os.path.commonprefix(firsts)) if len(firsts) > 1 else 0
 
 
 def _judge_s(members: Sequence[ScoredTrajectory], otherwise: float) -> float:
-    """Returns how long the judge of a group took, by its votes. `otherwise` was left to judge after all attempts."""
+    """Returns the judge's longest latency for a group, or `otherwise` without recorded latencies."""
     return max((score.latency_s or 0.0 for each in members for score in each.scores), default=0.0) or otherwise
 
 
 def _read_waves(attempt: ScoredTrajectory, cached: int) -> list[_Wave]:
-    """Returns the waves of an attempt whose first prompt begins with as many cached tokens."""
+    """Returns an attempt's waves. `cached` is the number of cached tokens at the start of its prompt."""
     began, waves = attempt.started_at, list[_Wave]()
     for (begin, end), turn in sorted(zip(attempt.spans, attempt.turns, strict=True), key=lambda each: each[0]):
         here, sampled = 0 if waves else cached, len(turn.sampled_ids)
@@ -277,7 +278,7 @@ def _read_waves(attempt: ScoredTrajectory, cached: int) -> list[_Wave]:
 
 
 def _agent_periods(attempt: ScoredTrajectory, waves: Sequence[_Wave], not_before: float) -> list[tuple[float, float]]:
-    """Returns the begin and the seconds of each period of the agent's work: before each wave, and after the last."""
+    """Returns (begin, seconds) for each period of agent work: before each wave, and after the last wave."""
     begins = [max(attempt.started_at, not_before), *(wave.end for wave in waves)]
     ends = [*(wave.begin for wave in waves), attempt.started_at + attempt.duration_s]
     return [(begin, max(end - begin, 0.0)) for begin, end in zip(begins, ends, strict=True)]
@@ -287,9 +288,9 @@ def _agent_periods(attempt: ScoredTrajectory, waves: Sequence[_Wave], not_before
 
 
 def _without_queue(periods: Sequence[Sequence[tuple[float, float]]], agents: int) -> tuple[float, list[list[float]]]:
-    """Returns a call's delay of the other calls of its agent process, and each period's seconds without the delay.
+    """Returns how long a call blocks the other calls of its agent process, and the periods' seconds without blocking.
 
-    An agent that computes is slowed down by every other agent at work. An agent that waits for a tool is not.
+    Computing agents slow each other down; agents waiting for a tool do not.
     """
     begin, seconds = np.array(list(itertools.chain(*periods))).T
     at_work = _during(begin, begin + seconds, np.ones(len(begin))) / np.maximum(seconds, SHORT_S)
@@ -303,23 +304,23 @@ def _without_queue(periods: Sequence[Sequence[tuple[float, float]]], agents: int
 
 
 def _rates(waves: Sequence[_Wave], agent_s: float, times: Sequence[StepTimes], layout: RunLayout) -> Rates:
-    """Returns the least squares of the waves' seconds over what was done during each of them, for all of them.
+    """Fits the waves' seconds to all work done during each wave, by least squares.
 
-    Each is taken to have worked evenly over its time.
+    Each wave is assumed to spread its work evenly over its duration.
     """
     begin, end, sampled = np.array([wave[:3] for wave in waves]).T
     _, _, prompt, longest, num = np.array([wave.call for wave in waves], np.float64).T
     per_second = [amount / np.maximum(end - begin, SHORT_S) / layout.replicas for amount in (prompt, sampled, num)]
     prompts, sequences, calls = (_during(begin, end, speed) for speed in per_second)
     rates = non_negative(np.stack([prompts, longest, sequences, calls], axis=1), end - begin)
-    sampling_s = sum(each.sampling_s for each in times)  # within which agents and gateway did all their work
+    sampling_s = sum(each.sampling_s for each in times)  # agents and gateway did all their work within this time
     call_s, agent_s = (min(one, sampling_s / len(waves)) for one in (rates[3], agent_s / layout.agents))
     rest_s = fmean(each.rest_s for each in times)
     return Rates(rates[0], rates[1], rates[2], call_s=call_s, agent_s=agent_s * layout.agents, rest_s=rest_s)
 
 
 def _during(begin: Floats, end: Floats, per_second: Floats) -> Floats:
-    """Returns for each interval what all intervals did during it, each at its own speed."""
+    """Returns the total work of all intervals during each interval, given each interval's speed."""
     times = np.concatenate([begin, np.maximum(end, begin + SHORT_S)])
     order = times.argsort()
     speeds = np.cumsum(np.concatenate([per_second, -per_second])[order])
@@ -328,7 +329,7 @@ def _during(begin: Floats, end: Floats, per_second: Floats) -> Floats:
 
 
 def non_negative(matrix: Floats, values: Floats) -> list[float]:
-    """Returns the least squares without negative coefficients, by leaving out the most negative ones one by one."""
+    """Solves least squares with non-negative coefficients, dropping the most negative column until none is negative."""
     found = np.zeros(matrix.shape[1])
     columns = list(range(len(found)))
     while columns and min(solved := np.linalg.lstsq(matrix[:, columns], values, rcond=None)[0]) < 0:

@@ -1,8 +1,8 @@
-"""Claims a run for this process: everything that can be checked before anything is decided or loaded.
+"""Claims a run for this process and checks everything that can be checked before loading.
 
     configuration -> checks -> lock of the run's directory -> mirror -> comparison with the run's record -> Claim
 
-If a mistake leaves the run directory empty, it is removed.
+If a mistake leaves a new run directory empty, the directory is removed.
 """
 
 import asyncio
@@ -38,7 +38,7 @@ log = logging.getLogger(__name__)
 
 
 class RunData(RunScenarios):
-    """The scenarios and warm-up examples of a run, each read once, when it is first needed."""
+    """The run's scenarios and warm-up examples, each read once on first use."""
 
     @cached_property
     def examples(self) -> Examples:
@@ -46,9 +46,9 @@ class RunData(RunScenarios):
         return load_examples(self.config.sft, self.directory)
 
     def check(self) -> None:
-        """Reads every data file that the run will need. Raises DataError before any work is done.
+        """Reads every data file of the run. Raises DataError before any work is done.
 
-        Data that a function of the user makes is made when it is needed.
+        Data from the user's functions is generated later, on first use.
         """
         config, directory = self.config, self.directory
         for name, part in self.by_source.items():
@@ -67,18 +67,18 @@ class RunData(RunScenarios):
 
 @dataclass(frozen=True)
 class Claim:
-    """A run that this process alone works on. Its configuration has what earlier starts decided (record.follow)."""
+    """A run locked by this process. Its configuration includes the decisions of earlier starts (record.follow)."""
 
     loaded: LoadedConfig
     files: RunDir
     data: RunData
     mirror: Mirror | NoMirror
     startup: Startup
-    job: str  # what the judges count their spending by: the run's path and id
+    job: str  # the run's path and id; judges count their spending under this key
 
     @property
     def finished_step(self) -> int | None:
-        """The step of the newest checkpoint if nothing is left to do, or None."""
+        """The newest checkpoint's step if the run is finished."""
         newest, config = self.files.newest_checkpoint(), self.loaded.config
         if newest is None or newest[1].step < config.train.steps:
             return None
@@ -89,9 +89,9 @@ class Claim:
 
 @contextlib.asynccontextmanager
 async def claim_run(loaded: LoadedConfig, *, is_fresh: bool, startup: Startup) -> AsyncIterator[Claim]:
-    """Yields the run of the configuration, locked; with `is_fresh` a new one beside it.
+    """Yields the run of the configuration, locked; with `is_fresh`, a new run with a numbered name.
 
-    Raises RunError: the run is in use, or another configuration made it; ConfigError; and every error of the parts.
+    Raises RunError if the run is in use or was made by another configuration, ConfigError, and errors of the parts.
     """
     startup.reached("python and configuration")
     check_ready(loaded, is_training=True)
@@ -105,7 +105,7 @@ async def claim_run(loaded: LoadedConfig, *, is_fresh: bool, startup: Startup) -
     files = RunDir(_beside(root, await _kept_names(loaded)) if is_fresh else root)
     with _unless_wrong(files), files.lock(), logs.kept(files.log_path, find_secrets(os.environ).redact):
         log.info("art train %s", loaded.path)
-        files.clean()  # before the mirror has files of its own there
+        files.clean()  # before the mirror writes files there
         keep, keeps_best = loaded.config.train.keep_checkpoints, loaded.config.train.keep_best
         async with mirrored(files, loaded.config.store, keep=keep, keeps_best=keeps_best) as mirror:
             loaded = follow(loaded, files)
@@ -115,14 +115,14 @@ async def claim_run(loaded: LoadedConfig, *, is_fresh: bool, startup: Startup) -
 
 
 async def _kept_names(loaded: LoadedConfig) -> Sequence[str]:
-    """Returns the names that runs have in the store, if there is one."""
+    """Returns the names of the runs in the store."""
     if loaded.config.store is None:
         return ()
     return await threads.call_in_thread(ObjectStore(loaded.config.store).directories)
 
 
 def _check_engine(loaded: LoadedConfig) -> None:
-    """Raises ConfigError if the class of the user's own engine declares that it cannot follow this training."""
+    """Raises ConfigError if the user's own engine class declares that it cannot follow this training."""
     traits, message = engine_traits(loaded.config.engine, loaded.directory), ""
     if not loaded.config.learner.trains_weights:
         return
@@ -135,17 +135,17 @@ def _check_engine(loaded: LoadedConfig) -> None:
 
 
 def _beside(root: Path, kept: Sequence[str]) -> Path:
-    """Returns the first of root, root-2, root-3, ... that exists neither here nor in the store."""
+    """Returns the first of root, root-2, root-3, ... that is unused both locally and in the store."""
     paths = [root, *(root.with_name(f"{root.name}-{number}") for number in range(2, 10_000))]
     return next(path for path in paths if not path.exists() and path.name not in kept)
 
 
 @contextlib.contextmanager
 def _unless_wrong(files: RunDir) -> Iterator[None]:
-    """Removes a new run directory if the configuration proves to be wrong inside.
+    """Removes a new run directory if the configuration turns out to be wrong.
 
-    Some mistakes show only once the base model is there, such as a LoRA target that it lacks. A directory that existed
-    before, or that has a checkpoint, stays.
+    Some mistakes, such as an unknown LoRA target, show only after the base model is loaded. Older directories and
+    directories with a checkpoint are kept.
     """
     made = [path for path in (files.root, *files.root.parents) if not path.exists()]
     try:
@@ -153,7 +153,7 @@ def _unless_wrong(files: RunDir) -> Iterator[None]:
     except UsageError:
         if made and not files.checkpoint_steps():
             shutil.rmtree(files.root, ignore_errors=True)
-            with contextlib.suppress(OSError):  # another run may lie there by now
+            with contextlib.suppress(OSError):  # another run may use the directory by now
                 for path in made[1:]:
                     path.rmdir()
         raise

@@ -1,13 +1,13 @@
-"""Decides every open value in a configuration, each with a reason.
+"""Decides every open value in a configuration, and records the reason.
 
-    engine: auto                vLLM or embedded, by what this machine has (engine_choice.py)
-    model.dtype: auto           the run's dtype so far; else a dtype that suits the learner's device
-    train.learning_rate: auto   the run's rate so far; else by the model's width (learners/learning_rate.py)
-    learner.gradient_checkpointing: auto, model.max_length: null   by the memory of the GPU (gpu_fit.py)
+    engine: auto                vLLM or embedded, depending on the machine (engine_choice.py)
+    model.dtype: auto           the run's previous dtype; else a dtype that suits the learner's device
+    train.learning_rate: auto   the run's previous rate; else by the model's width (learners/learning_rate.py)
+    learner.gradient_checkpointing: auto, model.max_length: null   by GPU memory (gpu_fit.py)
 
     decide:   engine -> base model -> dtype, rate, memory -> config.json
 
-Training calls `decide` once. Other commands call the functions below that they need.
+Training calls `decide` once. Other commands call the functions they need.
 """
 
 import logging
@@ -36,7 +36,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Decided:
-    """A run's configuration with nothing left open."""
+    """A run's configuration without open values."""
 
     loaded: LoadedConfig
     traits: EngineTraits
@@ -46,8 +46,8 @@ class Decided:
 def decide(loaded: LoadedConfig, files: RunDir, startup: Startup) -> Decided:
     """Decides every open value in a run's configuration, and writes config.json.
 
-    If `model.base` is a function, this builds the model. Raises UsageError if the base cannot be loaded, ConfigError if
-    a LoRA target matches no module, and RunError as `claim_config`.
+    Builds the model if `model.base` is a function. Raises UsageError if the base cannot be loaded, ConfigError if a
+    LoRA target matches no module, and RunError like `claim_config`.
     """
     loaded = decide_engine(loaded)
     config = loaded.config
@@ -85,7 +85,7 @@ def _check_targets(loaded: LoadedConfig, base: Path) -> None:
 
 
 def decide_engine(loaded: LoadedConfig, machine: Machine | None = None) -> LoadedConfig:
-    """Returns the configuration with an engine in place of `auto`, and logs the reason."""
+    """Replaces `engine: auto` with the chosen engine, and logs the reason."""
     config = loaded.config
     if config.engine.name != "auto":
         return loaded
@@ -104,9 +104,9 @@ def decide_engine(loaded: LoadedConfig, machine: Machine | None = None) -> Loade
 def decide_by_base(
     loaded: LoadedConfig, base: str, *, recorded: str = "", is_begun: bool = False, machine: Machine | None = None
 ) -> LoadedConfig:
-    """Returns the configuration with dtype, learning rate, checkpointing and context; `recorded` is a dtype.
+    """Decides dtype, learning rate, checkpointing and context. `recorded` is the run's previous dtype.
 
-    A run that `is_begun` keeps its context, even null. Raises UsageError if the base cannot be loaded.
+    If `is_begun`, the run keeps its context, even null. Raises UsageError if the base cannot be loaded.
     """
     shape, loaded = read_shape(base), _decide_dtype(loaded, base, recorded)
     if loaded.config.train.learning_rate == "auto":
@@ -116,7 +116,7 @@ def decide_by_base(
 
 
 def _decide_dtype(loaded: LoadedConfig, base: str, recorded: str) -> LoadedConfig:
-    """Returns the configuration with the recorded dtype, else with a dtype that suits the learner's device."""
+    """Uses the recorded dtype, or a dtype that suits the learner's device."""
     model = loaded.config.model
     if model.dtype != "auto" or loaded.config.learner.weights == "server":
         return loaded  # the server decides
@@ -129,10 +129,9 @@ def _decide_dtype(loaded: LoadedConfig, base: str, recorded: str) -> LoadedConfi
 
 
 def _decide_memory(loaded: LoadedConfig, shape: Any, machine: Machine, *, is_begun: bool) -> LoadedConfig:
-    """Returns the configuration with checkpointing, the context and vLLM's share, all by the GPU's memory.
+    """Decides checkpointing, context and vLLM's memory share from the GPU's memory.
 
-    vLLM gets a share only if it samples on the learner's GPU while the learner works. Used memory counts like free
-    memory.
+    vLLM gets a share only if it samples on the learner's GPU during updates. Memory in use counts as free memory.
     """
     if (sized := read_sizes(loaded.config, shape, machine)) is None:
         return _with_checkpointing(loaded, False, "")
@@ -161,7 +160,7 @@ def _with_checkpointing(loaded: LoadedConfig, value: int, reason: str) -> Loaded
 
 
 def read_sizes(config: RunConfig, shape: Any, machine: Machine) -> tuple[ModelSize, float] | None:
-    """Returns the model's sizes and the GPU's bytes, or None if there is no GPU or the sizes are unknown.
+    """Returns the model's sizes and the GPU's bytes; None without a GPU, or if the sizes are unknown.
 
     `shape` is the model's transformers configuration.
     """
@@ -170,6 +169,6 @@ def read_sizes(config: RunConfig, shape: Any, machine: Machine) -> tuple[ModelSi
         return None
     try:
         return size_of(shape), total
-    except (AttributeError, OSError, TypeError, ValueError) as error:  # the boundary to transformers' configurations
+    except (AttributeError, OSError, TypeError, ValueError) as error:  # boundary to transformers' configurations
         log.debug("%s: its sizes are not known: %s", config.model.base, error)
         return None

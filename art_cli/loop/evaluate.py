@@ -1,26 +1,26 @@
-"""Evaluation: the attempts at its scenarios, means, intervals, paired differences, a judge's contests, gates.
+"""Evaluation: attempts, means, intervals, paired differences, judged contests and gates.
 
-Every attempt at a scenario counts. A failed attempt has reward 0 in the comparison, because an agent that crashes has
-not done its job, and is counted separately.
+Every attempt at a scenario counts. A failed attempt is counted separately and has reward 0 in the comparison, because
+an agent that crashes has not done its job.
 
-Where rollouts return no reward, a judge gives it. One whose rewards are on one scale, such as a function or a reward
-model, scores each scenario's attempts, and the reward is their mean.
+If rollouts return no reward, a judge scores the attempts. A judge with an absolute scale, such as a function or a
+reward model, scores each scenario's attempts, and the scenario's reward is the mean score.
 
-A judge such as RULER compares the attempts of one group, so its scores of two checkpoints are comparable only if both
-met the same opponents. There each scenario's attempts are judged in one group with the reference attempts, which are
-those of the first policy that was evaluated. The reward is the share of comparisons won. Only the order of scores
-within a group counts, so a judge that is harsher in one call than in another changes nothing.
+A judge such as RULER compares attempts within a group, so two checkpoints are comparable only if both met the same
+opponents. Each scenario's attempts are therefore judged together with reference attempts: the attempts of the first
+evaluated policy. The reward is the share of comparisons won. Only the ranking within a group matters, so a judge may be
+harsher in some calls.
 
-Gates are bounds that an evaluation must keep, on means or on differences from another policy:
+Gates are bounds on an evaluation's means, or on differences from another policy:
 
     reward>=0.8               the mean
     reward.low>=0.3           the lower end of the mean's 95 % interval
     reward>=baseline-0.02     the paired difference from the first policy
     reward.low>=baseline      the lower end of the interval of that difference
-    reward>=runs/a+0.1        the paired difference from the policy of that name
+    reward>=runs/a+0.1        the paired difference from the policy named runs/a
 
-A name that no metric can have is refused before anything is played. A name that no attempt reports is refused after
-the first attempts.
+Impossible metric names are refused before anything is played. Metrics that no attempt reports are refused after the
+first attempts.
 """
 
 import logging
@@ -51,15 +51,26 @@ from art_cli.runtime.errors import ArtError, GateError, JudgeError, UsageError
 
 log = logging.getLogger(__name__)
 
-IN_FLIGHT = 32  # number of scenarios judged at once; a judge that makes calls bounds those itself
+IN_FLIGHT = 32  # number of scenarios judged at the same time; judges that make calls have their own limit
 REFERENCE = "reference-"  # prefix of the ids of reference attempts while they are judged
+BASELINE = "baseline"  # the first policy
+SPENT = ("seconds", "tokens_in", "tokens_out", "cost_usd")
+# counts that every rollout has
+COUNTS = ("num_turns", "num_branches", "num_sampled", "num_cancelled", "num_abandoned", "num_retries")
+OF_SOURCE = ("reward", "failed")  # also reported for each source as reward.NAME and failed.NAME
+KNOWN = (*OF_SOURCE, *SPENT, *COUNTS)
+NUM_EARLY = 4  # number of finished attempts after which metric names are checked
+CLOSE = 0.8  # difflib ratio from which a name counts as a misspelling: "rewrad" has 0.83, "win" and "won" 0.67
+
+_GATE = re.compile(r"\s*([A-Za-z_][\w./-]*)\s*(>=|<=)\s*(.+?)\s*")
+_NUMBER = r"\d+(?:\.\d+)?(?:e-?\d+)?"
 
 
 class JudgedRewards(NamedTuple):
     """Example: JudgedRewards({"game-1": 0.75}, is_contest=True)"""
 
     by_scenario: dict[str, float]  # {} if the rollouts returned rewards
-    is_contest: bool  # True: in a source at least these are shares of comparisons won
+    is_contest: bool  # True if the rewards of at least one source are shares of comparisons won
 
 
 async def judged_rewards(
@@ -68,9 +79,9 @@ async def judged_rewards(
     trajectories: Sequence[Trajectory],
     references: Callable[[], Sequence[Trajectory]],
 ) -> JudgedRewards:
-    """Returns the rewards in the sources whose judge gives them.
+    """Returns the rewards of the sources that a judge scores.
 
-    `references` reads the attempts to compare with, once a source needs them.
+    `references` reads the reference attempts when a source needs them.
     """
     found = JudgedRewards({}, False)
     for name, part in config.by_source.items():
@@ -86,7 +97,7 @@ async def judged_rewards(
 
 
 def code_of(loaded: LoadedConfig, parts: Sequence[Any]) -> list[bytes]:
-    """Returns the files that each section of the configuration names: code, words of a command, a judge's texts."""
+    """Returns the contents of the files named in config sections: code, command arguments, a judge's texts."""
     names = list[str]()
     for part in parts:
         names.append((getattr(part, "entry", None) or "").rpartition(":")[0])
@@ -102,12 +113,12 @@ def is_contest(config: RunConfig, trajectories: Sequence[Trajectory]) -> bool:
 
 
 def contests(config: RunConfig, trajectories: Sequence[Trajectory]) -> list[str]:
-    """Returns the sources whose evaluations a judge decides; [""] is that of a run without sources."""
+    """Returns the sources whose evaluations a judge decides; [""] for a run without sources."""
     return [name for name, part in config.by_source.items() if is_judged(part, of_source(trajectories, name))]
 
 
 def of_source(trajectories: Sequence[Trajectory], source: str) -> list[Trajectory]:
-    """Returns those of one source; "" is that of a run without sources."""
+    """Returns the attempts from one source; "" for a run without sources."""
     return [each for each in trajectories if (each.source or "") == source]
 
 
@@ -120,18 +131,18 @@ def is_judged(config: RunConfig, trajectories: Sequence[Trajectory]) -> bool:
 
 
 def _is_finished(trajectory: Trajectory) -> bool:
-    """Whether the rollout itself said what its reward is, or that it has none; at a limit `limit_reward` stands in."""
+    """Returns True if the rollout itself decided its reward; at a limit, `limit_reward` replaces it."""
     return trajectory.error is None and trajectory.limit is None
 
 
 async def judge_contest(
     judge: Judge, attempts: Sequence[Trajectory], references: Sequence[Trajectory]
 ) -> dict[str, float]:
-    """Returns, by scenario id, the share of comparisons with reference attempts that its attempts win.
+    """Returns the share of comparisons with reference attempts won, by scenario id.
 
-    A tie counts half. A failed attempt loses to one that did not fail. References against themselves get 0.5
-    everywhere, without asking the judge. A scenario without references is left out, and so are references at a
-    scenario whose content has changed. Raises JudgeError: most scenarios could not be scored, or no further one can be.
+    A tie counts half. A failed attempt loses to a successful one. References against themselves get 0.5 without a call
+    to the judge. Scenarios without references are skipped, and so are references whose scenario has changed. Raises
+    JudgeError if most scenarios could not be scored or the judge stopped working.
     """
     asked = {each.scenario_id: as_saved(each.scenario) for each in attempts}
     theirs = _by_scenario([each for each in references if as_saved(each.scenario) == asked.get(each.scenario_id)])
@@ -147,8 +158,10 @@ async def judge_scenarios(
     measure: Callable[[Sequence[ScoredTrajectory]], float],
     theirs: Mapping[str, Sequence[Trajectory]] | None = None,
 ) -> dict[str, float]:
-    """Returns by scenario id what `measure` makes of its attempts, judged in one group with `theirs`. Raises
-    JudgeError: most scenarios could not be scored, or no further one can be."""
+    """Returns `measure` of each scenario's attempts, judged together with `theirs`, by scenario id.
+
+    Raises JudgeError if most scenarios could not be scored or the judge stopped working.
+    """
     found: dict[str, float] = {}
 
     def keep(scored: list[ScoredTrajectory]) -> None:
@@ -170,7 +183,7 @@ def _by_scenario(trajectories: Sequence[Trajectory]) -> dict[str, list[Trajector
 
 
 def _mix(name: str, attempts: Sequence[Trajectory], references: Sequence[Trajectory]) -> list[Trajectory]:
-    """Returns one group of both, with new ids, because two policies at the same step have the same ids."""
+    """Returns one group with new ids, because two policies at the same step use the same ids."""
     sides = [("attempt-", attempts), (REFERENCE, references)]
     named = [(f"{side}{number}", t) for side, members in sides for number, t in enumerate(members)]
     return [
@@ -180,18 +193,18 @@ def _mix(name: str, attempts: Sequence[Trajectory], references: Sequence[Traject
 
 
 def _mean_reward(scored: Sequence[ScoredTrajectory]) -> float:
-    return fmean(each.reward or 0.0 for each in scored)  # a failed attempt has no reward, and counts as 0
+    return fmean(each.reward or 0.0 for each in scored)  # failed attempts have no reward and count as 0
 
 
 def _share_won(scored: Sequence[ScoredTrajectory]) -> float:
-    rewards: tuple[list[float], list[float]] = [], []  # those of the attempts, and those of the references
-    for each in scored:  # a failed attempt has no reward
+    rewards: tuple[list[float], list[float]] = [], []  # rewards of the attempts and of the references
+    for each in scored:  # failed attempts have no reward
         rewards[each.id.startswith(REFERENCE)].append(float("-inf") if each.reward is None else each.reward)
     return fmean((ours > theirs) + (ours == theirs) / 2 for ours, theirs in product(*rewards))
 
 
 class Estimate(NamedTuple):
-    """A mean over scenarios with its 95 % interval. The ends are None for fewer than three scenarios."""
+    """A mean over scenarios and its 95 % interval. With fewer than three scenarios, the ends are None."""
 
     mean: float
     low: float | None
@@ -200,7 +213,7 @@ class Estimate(NamedTuple):
 
     @property
     def interval(self) -> str:
-        """Example: "[-0.020, 0.130]", or "" if there is none."""
+        """Example: "[-0.020, 0.130]", or "" without an interval."""
         return "" if self.low is None or self.high is None else f"[{self.low:.3f}, {self.high:.3f}]"
 
 
@@ -214,16 +227,16 @@ async def play_evaluation(
     title: str,
     watch: Callable[[Trajectory], None] | None = None,
 ) -> list[Trajectory]:
-    """Returns the evaluation's trajectories. Those in `path` are not played again; new ones are appended there.
+    """Returns the evaluation's trajectories. Attempts already in `path` are not replayed; new attempts are appended to
+    it.
 
-    `scenarios` are by source.
-
-    `watch` is called with each new one after it is written. An exception of it ends the evaluation.
+    `scenarios` maps sources to scenarios. `watch` is called after each new attempt is written; an exception from it
+    ends the evaluation.
     """
     places = [GroupPlace(source, scenario) for source, its in scenarios.items() for scenario in its]
     plans = plan_places(places, step=step, group_size=config.attempts, prefix="e", temperature=config.temperature)
     wanted = {(plan.trajectory_id, plan.source): as_saved(plan.scenario) for plan in plans}
-    # the file may hold attempts of another policy, or at scenarios that were changed or are no longer evaluated on
+    # the file may contain attempts by another policy, or at scenarios that were changed or removed
     found = (each for each in read_lines(path, Trajectory) if not sampler.is_of_another(each))
     done = [each for each in found if wanted.get((each.id, each.source or "")) == each.scenario]
     if done:
@@ -243,7 +256,7 @@ async def play_evaluation(
 
 
 def values_of_sources(values: Mapping[str, Mapping[str, float]], config: RunConfig) -> dict[str, dict[str, float]]:
-    """Returns the reward and the failures of each source as further metrics; {} without sources."""
+    """Returns each source's reward and failures as additional metrics; {} without sources."""
     return {
         f"{metric}.{source}": its
         for metric in OF_SOURCE
@@ -253,10 +266,10 @@ def values_of_sources(values: Mapping[str, Mapping[str, float]], config: RunConf
 
 
 def values_by_scenario(trajectories: Sequence[Trajectory]) -> dict[str, dict[str, float]]:
-    """metric -> scenario id -> mean over its attempts; "reward" and "failed" besides the rollout's own metrics.
+    """metric -> scenario id -> mean over attempts, for "reward", "failed" and the rollout's own metrics.
 
-    There is no "reward" if attempts finished and none returned one, because failures and limits alone would make it 0.
-    With sources this holds for each.
+    "reward" is missing if finished attempts returned no reward; failures and limits alone would make it 0. The rule
+    applies to each source separately.
     """
     finished = {each.source for each in trajectories if _is_finished(each)}
     rewarded = {each.source for each in trajectories if _is_finished(each) and each.returned_reward is not None}
@@ -269,7 +282,7 @@ def values_by_scenario(trajectories: Sequence[Trajectory]) -> dict[str, dict[str
         if has_reward and (failed or trajectory.returned_reward is not None):
             seen["reward"][scenario].append(0.0 if failed else trajectory.returned_reward or 0.0)
         for name, value in trajectory.metrics.items():
-            if name not in OF_SOURCE:  # a rollout's own metric of that name would be averaged into ours
+            if name not in OF_SOURCE:  # the average must not mix a rollout's metric with ours of the same name
                 seen[name][scenario].append(value)
     return _means(seen)
 
@@ -282,9 +295,9 @@ def _means(seen: Mapping[str, Mapping[str, Sequence[float]]]) -> dict[str, dict[
 
 
 def spent_by_scenario(trajectories: Sequence[Trajectory], price: Price | None) -> dict[str, dict[str, float]]:
-    """Returns the cost of an attempt as `values_by_scenario` does: "seconds", "tokens_in", "tokens_out", "cost_usd".
+    """Returns the cost of an attempt like `values_by_scenario`: "seconds", "tokens_in", "tokens_out", "cost_usd".
 
-    Tokens are summed over all calls; each call's prompt counts whole. There is no "cost_usd" without a price.
+    Tokens are summed over all calls, with full prompts. "cost_usd" requires a price.
     """
     seen: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
     for trajectory in trajectories:
@@ -301,7 +314,7 @@ def spent_by_scenario(trajectories: Sequence[Trajectory], price: Price | None) -
 
 
 def estimate(values: Sequence[float]) -> Estimate:
-    """Returns the mean over scenarios with its interval, as `art report` has it."""
+    """Returns the mean over scenarios and the interval that `art report` uses."""
     assert values, "no values to estimate from"
     found = mean_interval(values)
     low, high = (None, None) if found is None else (found.low, found.high)
@@ -309,26 +322,13 @@ def estimate(values: Sequence[float]) -> Estimate:
 
 
 def paired_difference(values: Mapping[str, float], baseline: Mapping[str, float]) -> Estimate | None:
-    """Returns the mean of value - baseline over the scenarios that both have; None if they share none."""
+    """Returns the mean of value - baseline over the common scenarios, or None without any."""
     common = sorted(values.keys() & baseline.keys())
     return estimate([values[name] - baseline[name] for name in common]) if common else None
 
 
-BASELINE = "baseline"  # the first policy
-SPENT = ("seconds", "tokens_in", "tokens_out", "cost_usd")
-# Counts of every rollout, whatever it returns
-COUNTS = ("num_turns", "num_branches", "num_sampled", "num_cancelled", "num_abandoned", "num_retries")
-OF_SOURCE = ("reward", "failed")  # these are also reported for each source: reward.NAME, failed.NAME
-KNOWN = (*OF_SOURCE, *SPENT, *COUNTS)
-NUM_EARLY = 4  # number of finished attempts after which the names of metrics are checked
-CLOSE = 0.8  # difflib ratio from which a name counts as a misspelling: "rewrad" has 0.83, "win" and "won" 0.67
-
-_GATE = re.compile(r"\s*([A-Za-z_][\w./-]*)\s*(>=|<=)\s*(.+?)\s*")
-_NUMBER = r"\d+(?:\.\d+)?(?:e-?\d+)?"
-
-
 class Gate(NamedTuple):
-    """A bound that a mean must keep, or a difference of means, or an end of the interval of either.
+    """A bound on a mean, on a difference of means, or on one end of either interval.
 
     Example: Gate("reward.low", ">=", -0.02, "runs/a")
     """
@@ -336,7 +336,7 @@ class Gate(NamedTuple):
     metric: str
     operator: str
     bound: float
-    baseline: str | None = None  # policy that the difference is taken from, or None if the bound is on the mean
+    baseline: str | None = None  # policy that the difference is taken from; None for a bound on the mean
 
     def __str__(self) -> str:
         offset = "" if self.baseline and not self.bound else f"{self.bound:{'+' if self.baseline else ''}g}"
@@ -346,13 +346,13 @@ class Gate(NamedTuple):
         return value >= self.bound if self.operator == ">=" else value <= self.bound
 
     def check(self, value: float) -> None:
-        """Raises GateError: the value misses the bound."""
+        """Raises GateError if the value misses the bound."""
         if not self.holds(value):
             raise GateError(f"gate missed: {self.metric} is {value:.4f}, not {self.operator} {self.bound:g}")
 
 
 def parse_gate(text: str, policies: Sequence[str] = ()) -> Gate:
-    """`reward>=0.8`, or `reward>=NAME-0.02` where NAME is one of `policies`, or "baseline" for the first of them.
+    """Parses `reward>=0.8`, or `reward>=NAME-0.02` with NAME from `policies` or "baseline" for the first policy.
 
     Raises UsageError.
     """
@@ -366,9 +366,9 @@ def parse_gate(text: str, policies: Sequence[str] = ()) -> Gate:
 
 
 def _parse_difference(text: str, policies: Sequence[str]) -> tuple[str, float] | None:
-    """Returns (policy, offset) of "NAME", "NAME-0.02" or "NAME + 0.1".
+    """Returns (policy, offset) for "NAME", "NAME-0.02" or "NAME + 0.1".
 
-    Names may hold signs, so long ones are tried first.
+    Names may contain signs, so long names are tried first.
     """
     names = {BASELINE: policies[0]} | {name: name for name in policies}
     for name in sorted(names, key=len, reverse=True):
@@ -378,9 +378,9 @@ def _parse_difference(text: str, policies: Sequence[str]) -> tuple[str, float] |
 
 
 def check_gates(gates: Sequence[Gate], last: str, sources: Collection[str] = ()) -> None:
-    """Raises UsageError: a gate cannot hold, as far as is known before playing; `last` is the policy it is for.
+    """Raises UsageError if a gate for the policy `last` is known to be impossible before playing.
 
-    `sources` are those of the run. Without any, attempts may report a metric of such a name themselves.
+    `sources` are the run's sources. Without sources, attempts may report metrics named like a source's metrics.
     """
     for gate in gates:
         if gate.baseline == last:
@@ -396,7 +396,7 @@ def check_gates(gates: Sequence[Gate], last: str, sources: Collection[str] = ())
 
 
 def split_end(metric: str, names: Collection[str]) -> tuple[str, Literal["mean", "low", "high"]]:
-    """Returns ("reward", "low") for "reward.low", unless that is one of the metrics' names."""
+    """Splits "reward.low" into ("reward", "low"), unless "reward.low" is itself a metric's name."""
     name, _, end = metric.rpartition(".")
     if not name or metric in names or end not in ("low", "high"):
         return metric, "mean"
@@ -404,12 +404,12 @@ def split_end(metric: str, names: Collection[str]) -> tuple[str, Literal["mean",
 
 
 def _is_known(metric: str) -> bool:
-    """Returns True if no attempt reports that metric itself."""
+    """Returns True for metrics that art computes."""
     return metric in KNOWN or metric.partition(".")[0] in OF_SOURCE
 
 
 class NameWatch:
-    """Checks the first finished attempts for the metrics that the gates name."""
+    """Checks that the first finished attempts report the metrics named in the gates."""
 
     def __init__(self, gates: Sequence[Gate]) -> None:
         self._wanted = sorted({gate.metric for gate in gates if not _is_known(split_end(gate.metric, ())[0])})
@@ -417,7 +417,7 @@ class NameWatch:
         self._num = 0
 
     def see(self, trajectory: Trajectory) -> None:
-        """Raises UsageError at the NUM_EARLY-th attempt: none has a gate's name, and one has a similar name."""
+        """Raises UsageError at attempt NUM_EARLY if a metric is unknown but one with a similar name is reported."""
         if trajectory.error is not None or not self._wanted:
             return
         self._num += 1
@@ -433,11 +433,11 @@ class NameWatch:
 
 
 class Verdict(NamedTuple):
-    """A gate and what it found. Example: Verdict(Gate("reward", ">=", 0.8), Estimate(0.9, 0.8, 1.0, 24), None)"""
+    """A gate's result. Example: Verdict(Gate("reward", ">=", 0.8), Estimate(0.9, 0.8, 1.0, 24), None)"""
 
     gate: Gate
-    value: Estimate | None  # of the policy, or its difference from the gate's baseline; None if there is none
-    error: ArtError | None  # GateError, or UsageError for a metric that no attempt has; None if the gate holds
+    value: Estimate | None  # the policy's value or its difference from the gate's baseline, if known
+    error: ArtError | None  # None if the gate holds; UsageError for a metric that no attempt reports
 
 
 def check_policy(gate: Gate, results: Mapping[str, Mapping[str, Mapping[str, float]]], policy: str) -> Verdict:

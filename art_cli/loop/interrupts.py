@@ -1,4 +1,4 @@
-"""Interrupts: Ctrl-C and SIGTERM during a run, which end it after what is complete is written."""
+"""Interrupts: Ctrl-C and SIGTERM during a run, which end the run after complete work is written."""
 
 import asyncio
 import contextlib
@@ -18,7 +18,7 @@ Result = TypeVar("Result")
 
 
 class Interrupts:
-    """The interrupts of one run. `message` is the error that the run ends with, with the command that continues it."""
+    """One run's interrupts. The run ends with the error `message`, which includes the resume command."""
 
     def __init__(self, message: str) -> None:
         self.message = message
@@ -27,7 +27,8 @@ class Interrupts:
 
     @contextlib.contextmanager
     def handled(self) -> Iterator[None]:
-        """Raises Interrupted at the first SIGINT or SIGTERM inside; a second one ends the process at once."""
+        """Raises Interrupted on the first SIGINT or SIGTERM inside the block; the second signal ends the process
+        immediately."""
         main = asyncio.current_task()
         assert main is not None
 
@@ -38,10 +39,10 @@ class Interrupts:
                 signal.raise_signal(signal.SIGINT)
             elif self._is_updating:
                 log.warning("interrupted: finishing this update first; once more to stop at once (nothing is lost)")
-            elif not main.cancelling():  # a signal while the loop was blocked comes twice: asyncio has cancelled then
+            elif not main.cancelling():  # a signal during blocking code arrives twice: asyncio has already cancelled
                 main.cancel()
 
-        # A notebook trains in another thread than the main one, where no signal comes, and cancels the task itself.
+        # In a notebook the training thread is not the main thread, receives no signals and cancels the task itself.
         with threads.calling(interrupt):
             try:
                 yield
@@ -49,7 +50,7 @@ class Interrupts:
                 raise Interrupted(self.message) from None
 
     async def off_loop(self, function: Callable[..., Result], *arguments: Any, **settings: Any) -> Result:
-        """Returns the result of `function`, computed in a thread, which an interrupt cannot stop and waits for."""
+        """Runs `function` in a thread and returns its result. Interrupts wait until it returns."""
         self._is_updating = True
         try:
             return await threads.compute(function, *arguments, **settings)
@@ -57,14 +58,14 @@ class Interrupts:
             self._is_updating = False
 
     def stop_if_any(self) -> None:
-        """Raises Interrupted if an interrupt came while an update was computed."""
+        """Raises Interrupted after an interrupt during an update."""
         if self.num:
             raise Interrupted(self.message)
 
 
 def resume_command(loaded: LoadedConfig, files: RunDir) -> str:
-    """Returns the shell command that continues the run, or the sweep that it belongs to."""
+    """Returns the shell command that continues the run or its sweep."""
     words = ["-m", *loaded.sweep] if loaded.sweep else [*loaded.overrides]
-    if files.root.name != loaded.config.name:  # --fresh made it, and would start yet another run
+    if files.root.name != loaded.config.name:  # a --fresh run; repeating --fresh would start another run
         words = [*loaded.overrides, f"name={files.root.name}"]
     return shlex.join(["art", "train", str(loaded.path), *words])

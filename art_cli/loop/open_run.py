@@ -48,12 +48,12 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Run:
-    """The parts of an open run. Engine and learner share one copy of the weights if both are in this process."""
+    """All parts of an open run. Engine and learner in the same process share one copy of the weights."""
 
     loaded: LoadedConfig  # decided: no `auto` is left
     files: RunDir
     data: RunData
-    first: int  # step of the policy that the run continues from
+    first: int  # the policy step that the run continues from
     policy: PolicySpec | None  # None if the engine brings its model
     learner: Learner
     sampler: Sampler
@@ -78,7 +78,7 @@ class Run:
 
 @contextlib.asynccontextmanager
 async def open_run(claim: Claim, *, resume_hint: str | None = None) -> AsyncIterator[Run]:
-    """Yields the run, ready for its first step, and closes all parts at the end. Raises the errors of all parts.
+    """Yields the run, ready for its next step, and closes all parts at the end. Raises the errors of all parts.
 
     An interrupt prints `resume_hint`, by default the `art train` command.
     """
@@ -159,7 +159,7 @@ async def open_run(claim: Claim, *, resume_hint: str | None = None) -> AsyncIter
 
 @contextlib.contextmanager
 def _shown(panel: RunPanel) -> Iterator[None]:
-    """Shows the panel while the block runs, if there is a terminal."""
+    """Shows the panel on a terminal while the block runs."""
     if not can_draw():
         yield
         return

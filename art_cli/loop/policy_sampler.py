@@ -1,4 +1,4 @@
-"""Sampler: an engine, the gateway in front of it and the runner, opened together; plays scenarios with one policy."""
+"""Sampler: engine, gateway and runner, opened together; plays scenarios with one policy."""
 
 import asyncio
 import contextlib
@@ -28,18 +28,18 @@ from art_cli.runtime.threads import call_in_thread
 
 @dataclass
 class Sampler:
-    """Plays rollouts with the step that its engine holds."""
+    """Plays rollouts with the policy step loaded in its engine."""
 
     engine: Engine
     gateway: Gateway
     runner: Runner
-    origin: Origin | None  # that of its policies, or None if the engine brings its model
+    origin: Origin | None  # the policies' origin; None if the engine brings its model
     proof: WeightProof = field(default_factory=WeightProof)
 
     async def load(self, checkpoint: Path, step: int) -> ProvenPolicy | None:
-        """Loads a checkpoint, and returns its proof, or None if it has none. Replies of the step wait for the proof.
+        """Loads a checkpoint and returns its proof, if any. Replies from this step wait for the proof.
 
-        A prompt leaves the engine as it is. Raises DriftError if the engine samples from other weights.
+        A prompt checkpoint leaves the engine unchanged. Raises DriftError if the engine samples from other weights.
         """
         if (prompt := read_prompt(checkpoint)) is not None:
             self.gateway.prompt = prompt
@@ -49,16 +49,16 @@ class Sampler:
             return await self.prove(checkpoint, step)
 
     async def prove(self, checkpoint: Path, step: int) -> ProvenPolicy | None:
-        """As `load`, for a checkpoint that the engine has loaded."""
+        """Like `load`, for a checkpoint already in the engine."""
         assert self.origin is not None, "only an engine that trains loads checkpoints"
         proven = await self.proof.prove(self.engine, read_manifest(checkpoint), self.origin)
         self.gateway.proven.add(step, proven.digest if proven is not None else "")
         return proven
 
     def is_of_another(self, trajectory: Trajectory) -> bool:
-        """Returns True if another policy sampled it: one of another step, or of other weights where both are proven.
+        """Returns True if another policy sampled the trajectory: another step, or other proven weights.
 
-        False for an engine that brings its model, because its steps and digests are another server's.
+        Always False for an engine that brings its model, because steps and digests belong to another server.
         """
         if self.origin is None:
             return False
@@ -66,7 +66,7 @@ class Sampler:
         return any(turn.step != step or (now and turn.policy not in ("", now)) for turn in trajectory.turns)
 
     def is_replaced(self, trajectory: Trajectory) -> bool:
-        """Returns True if the policy of one of its steps is another one now, because the run did that step again."""
+        """Returns True if one of its steps was later repeated, with different weights."""
         if self.origin is None:
             return False
         known = self.gateway.proven.known
@@ -81,9 +81,9 @@ class Sampler:
         on_finished: OnFinished,
         progress: Progress,
     ) -> None:
-        """Plays every plan; `on_finished` gets each trajectory as it finishes.
+        """Plays every plan; `on_finished` receives each finished trajectory.
 
-        Raises EngineError if the engine has failed for good. Unfinished rollouts are dropped and stay owed.
+        Raises EngineError on a permanent engine failure. Unfinished rollouts are dropped and stay owed.
         """
         with first_of_group():
             async with asyncio.TaskGroup() as group:
@@ -92,13 +92,13 @@ class Sampler:
                 watch.cancel()
 
     async def play_shown(self, plans: Sequence[RolloutPlan], on_finished: OnFinished, *, title: str) -> None:
-        """As `play`, with a bar on a terminal and lines elsewhere."""
+        """Like `play`, with a progress bar on terminals and log lines elsewhere."""
         async with shown(progress := Progress(title)):
             await self.play(plans, on_finished, progress)
 
 
 async def read_origin(policy: Weights | PolicySpec) -> Origin:
-    """Returns what the policy consists of besides its checkpoint. Hashing the base model takes seconds."""
+    """Returns the policy's origin: everything but its checkpoint. Hashing the base model takes seconds."""
     spec = spec_of(policy) if isinstance(policy, Weights) else policy
     return origin_of(spec, await call_in_thread(base_digest, spec.base))
 
@@ -116,12 +116,12 @@ async def open_sampler(
     begun: Mapping[str, ProcessRollout] | None = None,
     on_first_reply: Callable[[], None] | None = None,
 ) -> AsyncIterator[Sampler]:
-    """Yields the sampler with its engine started and its gateway listening, and closes all of it.
+    """Yields a sampler with a running engine and gateway, and closes both.
 
-    `policy` is the policy at `step`, or None for an engine that brings its model. `checkpoint` is what an
-    engine with its own weights loads, and proves, or a prompt; None for the starting policy. `origin` is the policy's,
-    if it is known. `shares_weights` as in `make_engine`. `begun` are the agents that `begin_rollouts` has begun to
-    load. `on_first_reply` is called once, when the first call is answered.
+    `policy` is the policy at `step`, or None for an engine that brings its model. `checkpoint` is either a prompt, or
+    what an engine with separate weights loads and proves; None for the starting policy. `origin` is the policy's
+    origin, if known. `shares_weights` as in `make_engine`. `begun` are agents that `begin_rollouts` is loading.
+    `on_first_reply` is called once.
     """
     config, traits = loaded.config, engine_traits(loaded.config.engine, loaded.directory)
     prompt = read_prompt(checkpoint)
@@ -158,7 +158,7 @@ async def open_sampler(
 
 @contextlib.asynccontextmanager
 async def _serving(loaded: LoadedConfig, gateway: Gateway) -> AsyncIterator[ClusterRollout | None]:
-    """Serves the gateway. Yields the cluster that it listens for, or None."""
+    """Serves the gateway and yields its cluster, if any."""
     config = loaded.config
     if config.rollout.cluster is None:
         async with gateway.serve(config.gateway.host, config.gateway.port):

@@ -1,6 +1,7 @@
-"""The record of a run, config.json: its configuration and the changes since, compared with a configuration.
+"""The run's record, config.json: its configuration and later changes, compared with a new configuration.
 
-A run goes on with other values of some keys only (config/config_identity.py); any other difference makes another run.
+A run can continue with other values for some keys only (config/config_identity.py). Any other difference requires a new
+run.
 """
 
 import contextlib
@@ -25,16 +26,16 @@ from art_cli.runtime.secrets import without_secrets
 
 log = logging.getLogger(__name__)
 
-OLDER_RATE = 1e-5  # the rate of every run that has none in its record
-MAX_DRAWING = 256 * 2**10  # bytes of a drawing
-OPEN = ("model.dtype", "train.learning_rate")  # keys that may be auto until the base model is known
+OLDER_RATE = 1e-5  # learning rate of runs whose record lacks one
+MAX_DRAWING = 256 * 2**10  # maximum size of a drawing, in bytes
+OPEN = ("model.dtype", "train.learning_rate")  # keys that may stay `auto` until the base model is known
 MEND_RECORD = "restore it, or remove it to go on with the configuration as it is now"
 
 
 def follow(loaded: LoadedConfig, run: RunDir) -> LoadedConfig:
-    """Returns the configuration with the run's dtype, context and learning rate so far, each only where it is open.
+    """Fills open values with the run's dtype, context and learning rate.
 
-    Before the first checkpoint nothing is followed. A context is followed only if art chose it, because a user's number
+    A run without a checkpoint fixes nothing yet. The context is filled only if art chose it, because a user's value
     belongs to the configuration.
     """
     if not run.checkpoint_steps():
@@ -42,7 +43,7 @@ def follow(loaded: LoadedConfig, run: RunDir) -> LoadedConfig:
     try:
         record, recorded = run_config(run), recorded_dtype(run)
     except DataError:
-        return loaded  # check_record refuses the damaged config.json
+        return loaded  # check_record reports the damaged config.json
     model, length = loaded.config.model, record.get("model", {}).get("max_length")
     reasons = auto if isinstance(auto := record.get("auto"), dict) else {}
     past: dict[str, Any] = {}
@@ -61,22 +62,22 @@ def follow(loaded: LoadedConfig, run: RunDir) -> LoadedConfig:
 
 
 def recorded_dtype(run: RunDir | None) -> str:
-    """Returns the dtype in the run's config.json, or "" if it has none or an older version left it open."""
+    """Returns the dtype in the run's config.json; "" if missing, or left open by an older version."""
     dtype = run_config(run).get("model", {}).get("dtype", "auto")
     return "" if dtype == "auto" else str(dtype)
 
 
 def _rate(record: Mapping[str, Any]) -> Any:
-    """Returns the learning rate in a record, or the default that older versions left out of it."""
+    """Returns a record's learning rate, with the default of older versions if it is missing."""
     train = record.get("train")
     return (train if isinstance(train, Mapping) else {}).get("learning_rate", OLDER_RATE)
 
 
 def check_record(run: RunDir, loaded: LoadedConfig) -> None:
-    """Raises RunError with each difference if another configuration made the run.
+    """Raises RunError with all differences if another configuration made the run.
 
-    A run without a checkpoint takes any configuration; a base model that another one built there is removed. Other runs
-    accept other values only of the keys in identity.MAY_CHANGE.
+    A run without a checkpoint accepts any configuration, and a base model built by a previous configuration is removed.
+    Otherwise only the keys in identity.MAY_CHANGE may differ.
     """
     changes = differences(run, loaded)
     if run.checkpoint_steps():
@@ -87,10 +88,10 @@ def check_record(run: RunDir, loaded: LoadedConfig) -> None:
 
 
 def claim_config(run: RunDir, loaded: LoadedConfig) -> None:
-    """Writes config.json. Raises RunError as `check_record` does.
+    """Writes config.json. Raises RunError like `check_record`.
 
-    `changes` records which keys have other values than before, and from which step on. `auto` records why engine,
-    learner, dtype and learning rate are what they are, if the configuration left them open.
+    `changes` lists keys whose values changed, and the step of each change. `auto` lists the reasons for automatic
+    values of engine, learner, dtype and learning rate.
     """
     new = without_secrets(loaded.config.model_dump(mode="json"))
     changes: list[dict[str, Any]] = []
@@ -109,26 +110,25 @@ def claim_config(run: RunDir, loaded: LoadedConfig) -> None:
 
 
 def _copy_drawing(run: RunDir, source: Path) -> None:
-    """Keeps the recipe's drawing of its states, a file beside the configuration, with the run. `art view` shows it."""
+    """Copies the recipe's drawing of its states, which `art view` shows, into the run directory."""
     if source.is_file() and source.stat().st_size <= MAX_DRAWING:
         write_file(run.drawing_path, source.read_bytes())
 
 
 def find_clash(run: RunDir, loaded: LoadedConfig) -> str:
-    """Returns the reason why another configuration made the existing run as a line, or "" if this one did."""
+    """Returns a line with the reason why the existing run has another configuration; "" if it matches."""
     return _refusal(run, differences(run, follow(loaded, run)))
 
 
 def differences(run: RunDir, loaded: LoadedConfig) -> list[Change]:
-    """Returns the keys in which a run's record trains differently; none without a record."""
+    """Returns the keys whose values in the run's record would train differently."""
     if not os.path.lexists(run.config_path):
         return []
     return _changes(read_record(run)[0], loaded.config.model_dump(mode="json"))
 
 
 def _changes(old: dict[str, Any], new: dict[str, Any]) -> list[Change]:
-    """Returns the keys in which two configurations train differently. What one of them leaves open is no difference,
-    and a key is not compared."""
+    """Returns the keys whose values train differently. Open values and API keys are not compared."""
     changes = config_changes(without_secrets(old), without_secrets(new))
     return [change for change in changes if change.key not in OPEN or "auto" not in (change.old, change.new)]
 
@@ -145,9 +145,9 @@ def _refusal(run: RunDir, changes: Sequence[Change]) -> str:
 
 
 def read_record(run: RunDir) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """Returns the run's configuration, and its changes so far. Raises RunError if config.json is damaged.
+    """Returns the run's configuration and its changes so far. Raises RunError if config.json is damaged.
 
-    A key that the record lacks, because an older version wrote it, has its default.
+    Keys missing in an older version's record get their defaults.
     """
     try:
         record = read_object(run.config_path, within=run.root)
@@ -159,6 +159,6 @@ def read_record(run: RunDir) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     record.pop("auto", None)
     if isinstance(train := record.get("train", {}), dict):
         record["train"] = train | {"learning_rate": _rate(record)}
-    with contextlib.suppress(ValidationError):  # a value that does not fit the schema shows as a difference
+    with contextlib.suppress(ValidationError):  # invalid values show up as differences
         record = RunConfig.model_validate(record).model_dump(mode="json")
     return record, changes

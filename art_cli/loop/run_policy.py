@@ -1,4 +1,4 @@
-"""The policy of a run: its weights or its spec, its origin, and the engine's copy of the weights."""
+"""A run's policy: its weights or spec, its origin, and the engine's copy of the weights."""
 
 import msgspec
 
@@ -14,7 +14,8 @@ from art_cli.runs.manifest import Origin
 
 
 def load_run_policy(decided: Decided) -> tuple[PolicySpec | None, Weights | None]:
-    """Returns the policy, and the weights if this process computes with them. An engine with its model has neither."""
+    """Returns the policy's spec, and its weights if this process needs them; (None, None) if the engine brings its
+    model."""
     config, base = decided.loaded.config, decided.base
     if base is None:
         return None, None
@@ -27,19 +28,19 @@ def load_run_policy(decided: Decided) -> tuple[PolicySpec | None, Weights | None
 
 
 async def find_origin(config: RunConfig, policy: PolicySpec | None) -> Origin | None:
-    """Returns the origin for all policies of the run; a prompt has none."""
+    """Returns the origin of all the run's policies; None for prompts."""
     if policy is None or not config.learner.trains_weights:
         return None
     return await read_origin(policy)
 
 
 def shares_weights(config: RunConfig) -> bool:
-    """Returns True if engine and learner take turns with one copy of the weights, as they do on-policy."""
+    """Returns True if engine and learner take turns with one copy of the weights (on-policy)."""
     return config.train.max_staleness == 0 and not has_own_weights(config)
 
 
 def engine_weights(config: RunConfig, traits: EngineTraits, weights: Weights | None) -> Weights | None:
-    """Returns the engine's copy of the weights, or None if it has them elsewhere."""
+    """Returns the engine's copy of the weights, if the engine computes in this process."""
     if weights is None or traits.weights != "here":
         return None
     return weights if has_own_weights(config) or shares_weights(config) else clone_trainable(weights)

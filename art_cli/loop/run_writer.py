@@ -23,21 +23,21 @@ from art_cli.runtime import threads
 
 @dataclass(frozen=True)
 class RunWriter:
-    """Writes what a run keeps: its checkpoints and the lines of metrics.jsonl. Trackers and mirror learn of both."""
+    """Writes a run's checkpoints and metrics.jsonl lines, and notifies trackers and mirror."""
 
     config: RunConfig
     files: RunDir
-    policy: PolicySpec | None  # or None if the engine brings its model
-    origin: Origin | None  # the same at every step, or None if the policy is a prompt
+    policy: PolicySpec | None  # None if the engine brings its model
+    origin: Origin | None  # the same at every step; None for prompts
     learner: Learner
     trackers: Trackers
     mirror: Mirror | NoMirror
     interrupts: Interrupts
 
     async def save(self, step: int, metrics: dict[str, float]) -> Path:
-        """Writes the checkpoint of `step` in a thread, because rollouts of later steps may be under way meanwhile.
+        """Writes the checkpoint of `step` in a thread, because rollouts of later steps may be running.
 
-        It holds its step's metrics, so that a kill before they are recorded loses no line of metrics.jsonl.
+        The checkpoint contains the step's metrics, so a kill before recording loses no line of metrics.jsonl.
         """
         path = self.files.checkpoint_path(step)
         base, dtype = (self.config.model.base, "") if self.policy is None else (self.policy.base, self.policy.dtype)
@@ -63,7 +63,7 @@ class RunWriter:
         return path
 
     def _probe_before(self) -> Probe | None:
-        """Returns the newest checkpoint's probe, whose text the run keeps, or None if it has none in this dtype."""
+        """Returns the newest checkpoint's probe if it was measured in this dtype."""
         steps = self.files.checkpoint_steps()
         manifest = read_manifest(self.files.checkpoint_path(steps[-1])) if steps else None
         return None if manifest is None or manifest.origin != self.origin else manifest.probe
@@ -72,14 +72,17 @@ class RunWriter:
         self.trackers.log(self.files.append_metrics(step, split, metrics, policy))
 
     def backfill(self, manifest: Manifest) -> None:
-        """Writes the metrics line that is missing if a kill came right after the checkpoint."""
+        """Writes the metrics line that a kill right after the checkpoint would have lost."""
         split, step = ("sft", 0) if manifest.step == 0 else ("train", manifest.step - 1)
         if manifest.metrics and not any((line.step, line.split) == (step, split) for line in self.files.metrics()):
             self.record(step, split, manifest.metrics, digest_of(manifest))
 
 
 async def find_start(writer: RunWriter, loaded: LoadedConfig, data: RunData) -> int:
-    """Returns the step of the newest valid checkpoint, now loaded. Without one, step 0 is made and warmed up by sft."""
+    """Loads the newest valid checkpoint and returns its step.
+
+    Without a checkpoint, makes step 0, after sft if configured.
+    """
     files, newest = writer.files, writer.files.newest_checkpoint()
     files.set_aside(above=-1 if newest is None else newest[1].step)
     if newest is not None:
@@ -97,7 +100,7 @@ async def find_start(writer: RunWriter, loaded: LoadedConfig, data: RunData) -> 
 
 
 async def _warm_up(writer: RunWriter, loaded: LoadedConfig, data: RunData) -> dict[str, float]:
-    """Returns the warm-up's metrics. An interrupt ends it after the current update, and saves its state."""
+    """Returns the warm-up's metrics. An interrupt stops after the current update and saves the state."""
     examples = await threads.call_in_thread(lambda: data.examples)
     assert writer.policy is not None, "a prompt has no warm-up"
     make = partial(WarmUp, writer.learner, loaded, examples, base=writer.policy.base, start=None)

@@ -15,7 +15,7 @@ from art_cli.runtime.errors import first_of_group
 
 log = logging.getLogger(__name__)
 
-REHEARSING = ("cuda",)  # devices with a fixed amount of memory; on a CPU the longest row would take minutes
+REHEARSING = ("cuda",)  # devices with fixed memory; on a CPU the longest row would take minutes
 WATCH_EVERY_S = 1.0  # interval between checks that the learner's processes are alive
 
 
@@ -23,9 +23,9 @@ WATCH_EVERY_S = 1.0  # interval between checks that the learner's processes are 
 async def running_learner(
     learner: Learner, config: RunConfig, policy: PolicySpec | None, interrupts: Interrupts
 ) -> AsyncIterator[None]:
-    """Starts the learner for the block, and ends the block if one of the learner's processes is dead."""
+    """Starts the learner for the block, and ends the block if a learner process dies."""
     with contextlib.closing(learner):
-        await asyncio.sleep(0)  # an interrupt during loading ends the run here, before any thread starts
+        await asyncio.sleep(0)  # an interrupt during loading ends the run here, before threads start
         await threads.call_in_thread(learner.start)  # an interrupt ends the wait for other nodes
         async with _watched(learner):
             if policy is not None and config.learner.trains_weights:
@@ -35,7 +35,7 @@ async def running_learner(
 
 @contextlib.asynccontextmanager
 async def _watched(learner: Learner) -> AsyncIterator[None]:
-    """Ends the block with a LearnerError as soon as one of the learner's processes is dead."""
+    """Ends the block with LearnerError as soon as a learner process dies."""
 
     async def watch() -> NoReturn:
         while True:
@@ -50,9 +50,9 @@ async def _watched(learner: Learner) -> AsyncIterator[None]:
 
 
 async def _rehearse(learner: Learner, config: RunConfig, policy: PolicySpec, interrupts: Interrupts) -> None:
-    """Tries the longest row that the limits allow on a GPU, so that its memory ends now and not after hours.
+    """Tries the longest allowed row on a GPU, so that lacking memory shows now instead of hours later.
 
-    Raises OutOfMemory. Without `model.max_length`, the prompts of attempts are not counted.
+    Raises OutOfMemory. Prompts are not included if `model.max_length` is missing.
     """
     if (policy.learner_device or "").partition(":")[0] not in REHEARSING:
         return

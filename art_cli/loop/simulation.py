@@ -1,13 +1,13 @@
-"""Simulation: how long one step of a training takes on an assumed machine, event by event. Pure: no files, no torch.
+"""Simulation: the duration of a training step on an assumed machine, event by event. Pure: no files, no torch.
 
-    PlayedStep (what is played) + Rates (how fast) + RunLayout (how much at once) -> simulate -> StepTimes
+    PlayedStep (the workload) + Rates (speeds) + RunLayout (concurrency) -> simulate -> StepTimes
 
 It follows batches.py and train.py: attempts begin in order, `concurrency` at a time; complete groups are judged while
 others are played; then the learner works, then the weights are published.
 
-The engine decodes all sequences together, one token of each per pass, and stops for the prompts that come in. So its
-state is one number, the passes so far, and a reply ends when that number has grown by its length. An event per reply
-suffices, none per token. Several replicas share the work evenly. docs/plan.md has the limits of the model.
+The engine decodes all sequences together, one token per sequence and pass, and pauses for incoming prompts. Its state
+is the number of passes so far: a reply ends when this number has increased by the reply's length. One event per reply
+is enough. Replicas share the work evenly. docs/plan.md lists the model's limits.
 """
 
 import heapq
@@ -19,11 +19,11 @@ from typing import NamedTuple
 
 
 class PlayedCall(NamedTuple):
-    """One call, or several that are made together, as by sub-agents. Example: PlayedCall(0.2, 800, 150, 40)"""
+    """One call, or several parallel calls, for example from sub-agents. Example: PlayedCall(0.2, 800, 150, 40)"""
 
-    wait_s: float  # time of agent and tools since the call before, or since the attempt began
-    cached: int  # tokens of its prompt that the engine has computed before
-    prompt: int  # the other tokens of its prompt
+    wait_s: float  # agent and tool time since the previous call or the attempt's start
+    cached: int  # prompt tokens computed earlier
+    prompt: int  # remaining prompt tokens
     sampled: int  # tokens of the longest reply
     num: int = 1  # number of calls
 
@@ -32,12 +32,12 @@ class Play(NamedTuple):
     """One attempt."""
 
     calls: tuple[PlayedCall, ...]
-    end_s: float = 0.0  # time of the agent after the last reply
-    tokens: int = 0  # number of tokens of all prompts and replies
+    end_s: float = 0.0  # agent time after the last reply
+    tokens: int = 0  # tokens of all prompts and replies
 
 
 class PlayedGroup(NamedTuple):
-    """The attempts at one scenario, and how long the judge takes for them."""
+    """The attempts at one scenario, and the judge's seconds for the group."""
 
     plays: tuple[Play, ...]
     judge_s: float = 0.0
@@ -47,7 +47,7 @@ class PlayedStep(NamedTuple):
     """The groups of one step."""
 
     groups: tuple[PlayedGroup, ...]
-    trained: int = 0  # tokens that the learner computes, in all epochs
+    trained: int = 0  # tokens computed by the learner, over all epochs
 
     @property
     def plays(self) -> list[Play]:
@@ -55,32 +55,32 @@ class PlayedStep(NamedTuple):
 
 
 class Rates(NamedTuple):
-    """The speed of one replica and one learner process: seconds for each unit of work."""
+    """The speed of one replica and one learner process, in seconds per unit of work."""
 
     prompt_token_s: float
-    pass_s: float  # of a pass that decodes one token of each sequence: this,
-    sequence_s: float  # plus this for each sequence in it,
-    cached_token_s: float = 0.0  # plus this for each token of their contexts
-    call_s: float = 0.0  # time in which a call holds up all others: HTTP, chat template, recording
-    agent_s: float = 0.0  # time in which a call holds up all others of its agent process
+    pass_s: float  # base cost of a pass, which decodes one token of each sequence,
+    sequence_s: float  # plus this for each sequence in the pass,
+    cached_token_s: float = 0.0  # plus this for each context token
+    call_s: float = 0.0  # time in which a call blocks all other calls: HTTP, chat template, recording
+    agent_s: float = 0.0  # time in which a call blocks the other calls of its agent process
     trained_token_s: float = 0.0
-    exchange_s: float = 0.0  # part of an update that several processes share: gradients and weights between them
-    rest_s: float = 0.0  # sleep, wake, checkpoint, loading it, its proof
+    exchange_s: float = 0.0  # communication between learner processes in an update: gradients and weights
+    rest_s: float = 0.0  # sleep, wake, checkpoint, loading and proving
 
 
 class RunLayout(NamedTuple):
-    """The number of things that go on at once."""
+    """The number of things that run in parallel."""
 
     concurrency: int = 128  # attempts
     replicas: int = 1
     slots: int = 128  # sequences that a replica decodes together
-    learners: int = 1  # processes that divide an update
-    agents: int = 1  # processes that run the agent's code, on all nodes together
-    judges: int = 0  # groups judged at once; 0: any number
+    learners: int = 1  # processes that share an update
+    agents: int = 1  # processes that run the agent's code, on all nodes
+    judges: int = 0  # groups judged in parallel; 0: unlimited
 
 
 class StepTimes(NamedTuple):
-    """The seconds of one step's parts, which follow each other."""
+    """The seconds of a step's consecutive parts."""
 
     sampling_s: float
     judging_s: float  # from the end of the last attempt to the last verdict
@@ -89,25 +89,25 @@ class StepTimes(NamedTuple):
 
 
 def simulate(step: PlayedStep, rates: Rates, layout: RunLayout) -> StepTimes:
-    """Returns the times of the step. The same arguments give the same times."""
+    """Returns the step's times. Deterministic."""
     batch = _Batch(step, rates, layout)
     batch.run()
     tokens = [play.tokens for play in step.plays]
-    # the process that has most to do; the tokens of one attempt stay together
+    # the share of the busiest process; an attempt's tokens stay together
     share = max(1 / layout.learners, max(tokens) / max(sum(tokens), 1))
     training_s = rates.trained_token_s * step.trained * share + rates.exchange_s * (layout.learners > 1)
     return StepTimes(batch.played, max(batch.judged - batch.played, 0.0), training_s, rates.rest_s)
 
 
 def call_seconds(step: PlayedStep, rates: Rates, layout: RunLayout) -> list[float]:
-    """Returns how long each call takes, in the order of the attempts and of their calls."""
+    """Returns each call's duration, ordered by attempt and call."""
     batch = _Batch(step, rates, layout)
     batch.run()
     return list(itertools.chain(*batch.call_s))
 
 
 def longest_alone(step: PlayedStep, rates: Rates) -> float:
-    """Returns the seconds of the longest attempt on a machine that plays nothing else."""
+    """Returns the seconds of the longest attempt on an otherwise idle machine."""
     pass_s = rates.pass_s + rates.sequence_s
     return max(
         play.end_s + sum(c.wait_s + c.prompt * rates.prompt_token_s + c.sampled * pass_s for c in play.calls)
@@ -115,27 +115,27 @@ def longest_alone(step: PlayedStep, rates: Rates) -> float:
     )
 
 
-# An attempt. It yields the time at which it goes on, or a call that is answered before.
+# An attempt. It yields the time at which it resumes, or a call to wait for.
 _Process = Generator[float | PlayedCall, None, None]
 
 
 class _Batch:
-    """The attempts of a step under way. `played` and `judged` are the times of the last attempt and verdict."""
+    """A step in progress. `played` and `judged` are the times of the last attempt and the last verdict."""
 
     def __init__(self, step: PlayedStep, rates: Rates, layout: RunLayout) -> None:
         self._step, self._rates, self._layout = step, rates, layout
         self._now = self.played = self.judged = 0.0
         self._numbers = itertools.count()
         self._events: list[tuple[float, int, _Process]] = []  # heap by time
-        # heaps of the times at which each is free
+        # heaps of the times at which each worker becomes free
         self._gateway, self._agents, self._judges = [0.0], [0.0] * layout.agents, [0.0] * layout.judges
         self._left = [len(group.plays) for group in step.groups]
         self._owed = iter([(index, play) for index, group in enumerate(step.groups) for play in group.plays])
         self.call_s = [[0.0] * len(play.calls) for play in step.plays]
         self._call_s = iter(self.call_s)
-        self._clock = self._busy_s = 0.0  # passes so far, and prompts to compute before the next one
-        self._num = self._context = 0  # sequences that are decoded, and the tokens of their contexts
-        self._running: list[tuple[float, int, PlayedCall, _Process]] = []  # heap by the clock at the call's end
+        self._clock = self._busy_s = 0.0  # passes so far, and seconds of prompts to compute before the next pass
+        self._num = self._context = 0  # sequences being decoded, and their context tokens
+        self._running: list[tuple[float, int, PlayedCall, _Process]] = []  # heap by the clock value at the call's end
         self._waiting = deque[tuple[PlayedCall, _Process]]()
 
     def run(self) -> None:
@@ -158,16 +158,16 @@ class _Batch:
             self._go_on(self._play(index, play))
 
     def _play(self, group: int, play: Play) -> _Process:
-        """Plays an attempt, then the judge after the last one of its group, and the next attempt."""
+        """Plays an attempt, then judges the group after its last attempt, and starts the next attempt."""
         rates, replicas, call_s = self._rates, self._layout.replicas, next(self._call_s)
         for number, call in enumerate(play.calls):
             yield self._queue(self._agents, rates.agent_s) + call.wait_s
             asked = self._now
             yield self._queue(self._gateway, call.num * rates.call_s)
-            # what another replica has cached is computed again
+            # each replica must compute prefixes cached by another replica
             prompt_s = (call.prompt + (1 - 1 / replicas) * call.cached) * rates.prompt_token_s
             self._busy_s += prompt_s / replicas
-            if prompt_s > self._busy_s:  # other replicas go on with their passes
+            if prompt_s > self._busy_s:  # other replicas continue with their passes
                 yield self._now + prompt_s
             yield call
             call_s[number] = self._now - asked
@@ -179,7 +179,7 @@ class _Batch:
         self._begin(1)
 
     def _queue(self, free: list[float], seconds: float) -> float:
-        """Returns when work that the first free one of several does will be done; at once, if there are none."""
+        """Gives work to the next free worker and returns when it is done; immediately without workers."""
         done = max(self._now, free[0] if free else 0.0) + seconds
         if free:
             heapq.heapreplace(free, done)
@@ -205,7 +205,7 @@ class _Batch:
         return not self._running or self._num + call.num <= self._layout.replicas * self._layout.slots
 
     def _answer(self) -> _Process:
-        """Returns the attempt whose call is answered, and lets calls that wait begin."""
+        """Returns the attempt whose call is answered, and admits waiting calls."""
         self._clock, _, call, process = heapq.heappop(self._running)
         self._count(call, -1)
         while self._waiting and self._has_room(self._waiting[0][0]):
@@ -224,7 +224,7 @@ class _Batch:
         self._context += sign * (call.cached + call.prompt + call.num * call.sampled // 2)
 
     def _pass_s(self) -> float:
-        """Returns the seconds of a pass, with the sequences spread evenly over the replicas."""
+        """Returns the duration of a pass, with sequences spread evenly over the replicas."""
         rates, used = self._rates, max(min(self._layout.replicas, self._num), 1)
         work = rates.sequence_s * self._num + rates.cached_token_s * self._context
         return max(rates.pass_s + work / used, 1e-12)

@@ -1,4 +1,4 @@
-"""Startup: how long a run took from the start of its process to its first reply, and what that time consisted of."""
+"""Startup: the time from process start to the first reply, split into parts."""
 
 import logging
 import os
@@ -9,9 +9,9 @@ log = logging.getLogger(__name__)
 
 
 class Startup:
-    """A clock whose parts follow each other. `begin` is a time of `time.monotonic`, by default now.
+    """A clock with consecutive parts. `begin` is a `time.monotonic` time, by default now.
 
-    Example: after `reached("model")` the time since the last mark belongs to "model".
+    Example: `reached("model")` adds the time since the previous mark to "model".
     """
 
     def __init__(self, begin: float | None = None) -> None:
@@ -25,7 +25,7 @@ class Startup:
         self._last = now
 
     def end(self, part: str) -> None:
-        """Ends the last part, for which the run waited, and logs all of them. Later calls do nothing."""
+        """Ends the last part and logs all parts. Later calls do nothing."""
         if self._is_over:
             return
         self._is_over = True
@@ -35,11 +35,11 @@ class Startup:
 
 
 def process_begin() -> float:
-    """Returns the time of this process's start, by `time.monotonic`, or now if the system does not report it."""
+    """Returns the process's start time on the `time.monotonic` clock, or the current time if unavailable."""
     now = time.monotonic()
     try:
         fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
-        ticks = int(fields[19])  # field 22 of the line: clock ticks after the machine's start
+        ticks = int(fields[19])  # field 22 of the line: clock ticks since boot
         age = time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
     except (OSError, ValueError, IndexError, AttributeError):
         return now
@@ -47,7 +47,7 @@ def process_begin() -> float:
 
 
 def import_libraries(*, has_adapter: bool) -> None:
-    """Imports what loading a model needs, so that the clock has a part for it."""
+    """Imports the model libraries early, so their import time is a separate part."""
     log.info("importing torch and transformers, about 10 s")
     import torch  # noqa: F401
     from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel  # noqa: F401

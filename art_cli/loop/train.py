@@ -1,4 +1,4 @@
-"""The training loop: play and judge, update, publish, evaluate; resumed from whatever the run's directory holds."""
+"""The training loop: play and judge, update, publish, evaluate. It resumes from the run's directory."""
 
 import logging
 import time
@@ -38,20 +38,20 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class TrainResult:
-    """The state of a run when `train` returns."""
+    """A run's state when `train` returns."""
 
     root: Path
     step: int
-    was_finished: bool  # True: nothing was left to do
+    was_finished: bool  # True if the run was already complete
     evaluations: dict[int, dict[str, float]]  # step -> metrics
-    closing: dict[str, Any]  # the part of the report that `art train` prints at the end, as plain data
+    closing: dict[str, Any]  # the report fields that `art train` prints at the end, as plain data
 
 
 async def train(loaded: LoadedConfig, *, is_fresh: bool = False, startup: Startup | None = None) -> TrainResult:
-    """Trains until `train.steps` are done. An existing run is resumed; `is_fresh` starts a new one beside it.
+    """Trains until `train.steps` are done. Resumes an existing run; `is_fresh` starts a new run instead.
 
-    `startup` is the clock of the process that was started for this run. Raises RunError if the run is in use or was
-    made by another configuration, ConfigError, and the errors of all parts.
+    `startup` is this run's start-up clock. Raises RunError if the run is in use or was made by another configuration,
+    ConfigError, and the errors of all parts.
     """
     async with claim_run(loaded, is_fresh=is_fresh, startup=startup or Startup()) as claim:
         files, finished = claim.files, claim.finished_step
@@ -63,7 +63,7 @@ async def train(loaded: LoadedConfig, *, is_fresh: bool = False, startup: Startu
             await evaluate_if_due(run, run.first)
             for step in run.steps_left():
                 batch = await take_groups(run, step)
-                claim.startup.end("first groups")  # unless a reply came before
+                claim.startup.end("first groups")  # unless a reply came earlier
                 metrics = await update(run, batch, step)
                 await publish(run, step + 1, metrics)
                 await evaluate_if_due(run, step + 1)
@@ -87,7 +87,7 @@ def _result(
 
 
 async def take_groups(run: Run, step: int) -> Batch:
-    """Returns the step's groups, played and judged. Batches up to `train.max_staleness` steps ahead begin meanwhile."""
+    """Returns the step's groups, played and judged. Allows batches up to `train.max_staleness` steps ahead to start."""
     run.mirror.check()
     for allowed in range(step, step + run.config.train.max_staleness + 1):
         run.batches.allow(allowed)
@@ -98,24 +98,24 @@ async def take_groups(run: Run, step: int) -> Batch:
 
 
 async def update(run: Run, batch: Batch, step: int) -> dict[str, float]:
-    """Returns the metrics of the learner's step. When on-policy, the engine sleeps during the update."""
+    """Runs the learner's step and returns its metrics. On-policy, the engine sleeps during the update."""
     is_on_policy = run.config.train.max_staleness == 0
     if is_on_policy:
         await run.sampler.engine.sleep()
     with logs.shown_bar(f"step {step + 1}/{run.config.train.steps}: packs") as progress:
         trained = await run.interrupts.off_loop(run.learner.step, batch.groups, progress=progress)
-    if run.config.train.record_learned:  # before the checkpoint, so that each step that is done has the file
+    if run.config.train.record_learned:  # before the checkpoint, so every finished step has the file
         await run.interrupts.off_loop(run.learner.write_learned, run.files.learned_path(step))
     if is_on_policy:
         await run.sampler.engine.wake()
     if trained.num_updates == 0:
         _warn_of_no_update(run, batch, step)
-    # the batch has, with refilled groups, other means of the rewards
+    # the batch's reward means exclude refilled groups
     return trained.known() | batch.metrics | run.meter.numbers()
 
 
 async def publish(run: Run, step: int, metrics: dict[str, float]) -> None:
-    """Saves the learner's weights as `step`, loads them into the engine, and records the metrics of the step.
+    """Saves the learner's weights as `step`, loads them into the engine, and records the step's metrics.
 
     Raises DriftError if engine and learner disagree, and Paused if a stop rule fires.
     """
@@ -130,7 +130,7 @@ async def publish(run: Run, step: int, metrics: dict[str, float]) -> None:
 
 
 async def evaluate_if_due(run: Run, step: int) -> None:
-    """Evaluates the policy at `step` if an evaluation is due and not done yet."""
+    """Evaluates the policy at `step` if an evaluation is due and not yet done."""
     config, files = run.config.eval, run.files
     if config is None or (step % config.every and step != run.config.train.steps):
         return
@@ -162,7 +162,7 @@ async def evaluate_if_due(run: Run, step: int) -> None:
 
 
 def _references(run: Run, step: int, trajectories: list[Trajectory]) -> list[Trajectory]:
-    """Returns the attempts of this run's first evaluation, which are `trajectories` themselves if it is this step's."""
+    """Returns the attempts of this run's first evaluation, or `trajectories` if this is the first evaluation."""
     path = run.files.first_eval_path()
     if path is None or path == run.files.eval_path(step):
         return trajectories
@@ -170,7 +170,7 @@ def _references(run: Run, step: int, trajectories: list[Trajectory]) -> list[Tra
 
 
 def _show_worst(title: str, trajectories: list[Trajectory]) -> None:
-    """Logs the last reply of the attempt with the lowest reward, so that a 0 has an example."""
+    """Logs the last reply of the attempt with the lowest reward, as an example."""
     rewarded = [each for each in trajectories if each.error is None and each.returned_reward is not None]
     if worst := min(rewarded, key=lambda each: each.returned_reward or 0.0, default=None):
         lowest, name = f"reward {worst.returned_reward:g}", printable(worst.scenario_id, limit=80)
@@ -185,7 +185,7 @@ def prune(run: Run) -> None:
 
 
 def _note(run: Run, record: UpdateNumbers | Evaluated) -> None:
-    """Warns of what goes wrong from this record on. Raises Paused if a stop rule pauses the run."""
+    """Warns about problems that begin with this record. Raises Paused if a stop rule pauses the run."""
     run.panel.add(record)
     for finding in run.watch.add(record):
         log.warning("%s", finding)
@@ -198,7 +198,7 @@ def _note(run: Run, record: UpdateNumbers | Evaluated) -> None:
 
 
 def _stop(run: Run, firing: Sequence[Firing], step: int) -> None:
-    """Warns of the rules that fire at a step. Raises Paused if one pauses the run and there is more to do."""
+    """Warns about the stop rules that fire. Raises Paused if a rule pauses an unfinished run."""
     is_done = step >= run.config.train.steps
     pausing = [each for each in firing if each.rule.then == "pause" and not is_done]
     for each in firing:
@@ -218,7 +218,7 @@ def _stop(run: Run, firing: Sequence[Firing], step: int) -> None:
 
 
 def _before(run: Run, firing: Firing) -> str:
-    """Names the newest checkpoint that was made before what the rule found; "" if the rule does not say when."""
+    """Names the newest checkpoint from before the rule's finding; "" if the rule has no such step."""
     kept = [step for step in run.files.checkpoint_steps() if firing.before is not None and step <= firing.before]
     return f"; the checkpoint before that: {run.files.checkpoint_path(kept[-1])}" if kept else ""
 
@@ -257,7 +257,7 @@ def _describe_failures(metrics: dict[str, float]) -> str:
 
 
 def _draw_curve(run: Run, rewards: Mapping[str, str]) -> None:
-    """Draws the learning curve: the reward, and the rollouts' own metrics in evaluations."""
+    """Draws the learning curve: the reward, and the rollouts' metrics in evaluations."""
     history = run.watch.history
     done = [each.metrics for each in history.evaluations]
     own = sorted({n for each in done for n in each if n not in ("reward", "failed") and not n.startswith("num_")})

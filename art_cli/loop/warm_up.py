@@ -1,11 +1,9 @@
-"""WarmUp: the supervised phase before the first step, saved as it goes and made once.
+"""WarmUp: the supervised phase before the first step, saved regularly and shared between runs.
 
-Runs that need the same warm-up share it.
+    runs/.warm/<digest>/    a run directory; its step N is the policy after N optimizer steps
 
-    runs/.warm/<digest>/    a run directory: step N there is the policy after N optimizer steps
-
-The digest covers everything that the result depends on: base model, examples, settings, and the checkpoint to start
-from. So a killed warm-up continues from its last save, and a second run with the same warm-up takes the result.
+The digest covers all inputs: base model, examples, settings and start checkpoint. A killed warm-up continues from its
+last save, and a second run with the same warm-up reuses the result.
 """
 
 import hashlib
@@ -31,23 +29,26 @@ from art_cli.runtime.errors import RunError
 log = logging.getLogger(__name__)
 
 HOME = ".warm"
-VERSION = 1  # version of the computation; it is raised when the same inputs give another result
-TAKE_S = 1.0  # duration of one `take`, if an update takes no longer; an interrupt is answered after it
-SAVE_EVERY_S, SAVE_SHARE = 10.0, 0.05  # interval of saving; it grows if saving would take more than this share
-LOG_EVERY_S = 5.0  # interval of log lines if no progress bar is shown
-WAIT_S = 0.5  # interval between checks whether another process has finished the same warm-up
+VERSION = 1  # version of the computation; increase it when the same inputs give another result
+TAKE_S = 1.0  # target duration of one `take`; interrupts are handled between takes
+SAVE_EVERY_S, SAVE_SHARE = (
+    10.0,
+    0.05,
+)  # minimum interval between saves; saving never takes a larger share of the time than this
+LOG_EVERY_S = 5.0  # interval between log lines if no progress bar is shown
+WAIT_S = 0.5  # interval of checks for another process's result
 
 
 class WarmUp:
-    """One warm-up, from `begin` to `finish`. Between two calls it can be saved, and another process can continue it.
+    """One warm-up, from `begin` to `finish`. Between calls it can be saved, and another process can continue it.
 
-    `acquire` comes first and locks it against other processes. `release` comes last.
+    Call `acquire` first, which locks it against other processes, and `release` last.
     """
 
     def __init__(
         self, learner: Learner, loaded: LoadedConfig, examples: Examples, *, base: str, start: Path | None
     ) -> None:
-        """Reads the digest. `base` is the id or directory of the learner's base, `start` its loaded checkpoint."""
+        """`base` is the id or directory of the learner's base, `start` its loaded checkpoint."""
         self.learner, self.examples, self.base = learner, examples, base
         self.digest = digest(loaded, examples, base=base, start=start)
         self.run = RunDir(loaded.config.runs / HOME / self.digest)
@@ -58,7 +59,7 @@ class WarmUp:
         self._save_s = self._update_s = 0.0
 
     def acquire(self) -> bool:
-        """Returns True if this process holds the warm-up's lock now, False if another process holds it."""
+        """Tries to take the warm-up's lock; returns False if another process holds it."""
         try:
             self._lock.enter_context(self.run.lock())
         except RunError as error:
@@ -71,7 +72,7 @@ class WarmUp:
         self._lock.close()
 
     def begin(self) -> None:
-        """Prepares the learner and loads the newest saved state. Raises LearnerError for a bad example."""
+        """Prepares the learner and loads the newest saved state. Raises LearnerError for an invalid example."""
         trained, evaluated = self.examples
         self.num_updates = self.learner.begin_sft(trained, evaluated)
         held_out = f", {len(evaluated)} to evaluate on" if evaluated else ""
@@ -79,7 +80,7 @@ class WarmUp:
         newest = self.run.newest_checkpoint()
         if newest is not None:
             path, manifest = newest
-            self.is_done = not (path / SFT_DIRECTORY).is_dir()  # the state to go on from is left out at the end
+            self.is_done = not (path / SFT_DIRECTORY).is_dir()  # a finished warm-up keeps no sft state
             self._numbers = dict(manifest.metrics)
             if self.is_done:
                 self.learner.end_sft()
@@ -92,7 +93,7 @@ class WarmUp:
         self._saved = self._logged = self._began
 
     def take(self, progress: Progress | None = None) -> None:
-        """Computes for about `TAKE_S`, at least one update; saves and reports progress when that is due."""
+        """Computes for about `TAKE_S` seconds, at least one update; saves and reports progress when due."""
         count = max(1, int(TAKE_S / self._update_s)) if self._update_s else 1
         count, begin = min(count, self.num_updates - self.num_done), time.monotonic()
         taken = self.learner.take_sft(count)
@@ -123,7 +124,7 @@ class WarmUp:
         )
 
     def _log_evaluation(self, taken: SftProgress) -> None:
-        """Logs the newest evaluation loss if there is a new one, and what an early stop keeps."""
+        """Logs a new evaluation loss, and the result of early stopping."""
         numbers = taken.numbers
         if numbers.get("num_evaluations", 0) > self._numbers.get("num_evaluations", 0):
             log.info("sft: update %d of %d  eval_loss %.4g", taken.num_updates, self.num_updates, numbers["eval_loss"])
@@ -139,7 +140,7 @@ class WarmUp:
             )
 
     def save(self) -> None:
-        """Writes the current state, then removes older ones."""
+        """Writes the current state and removes older ones."""
         begin, path = time.monotonic(), self.run.checkpoint_path(self.num_done)
         if self.num_done == 0:
             return
@@ -153,7 +154,7 @@ class WarmUp:
         self._save_s = self._saved - begin
 
     def finish(self) -> dict[str, float]:
-        """Returns the metrics of the whole warm-up, from the process that made it."""
+        """Returns the metrics of the whole warm-up, recorded by the process that made it."""
         assert self.is_done, "take() until it is done"
         return self._numbers
 
@@ -161,7 +162,7 @@ class WarmUp:
 def run_warm_up(
     warm_up: WarmUp, is_stopped: Callable[[], bool], progress: Progress | None = None
 ) -> dict[str, float] | None:
-    """Returns the metrics of a warm-up, made in this thread, or None if `is_stopped` ended it; its state is saved."""
+    """Runs a warm-up in this thread and returns its metrics; saves the state and returns None if `is_stopped`."""
     is_logged = False
     while not warm_up.acquire():
         if is_stopped():
@@ -183,8 +184,8 @@ def run_warm_up(
 
 
 async def make_warm_up(warm_up: WarmUp, interrupts: Interrupts) -> dict[str, float]:
-    """Returns the metrics of a warm-up, made in a thread. Raises Interrupted after saving its state."""
-    is_left = threading.Event()  # set when this task is cancelled, because its thread cannot be
+    """Returns the metrics of a warm-up made in a thread. Raises Interrupted after saving the state."""
+    is_left = threading.Event()  # set when this task is cancelled; the thread itself cannot be cancelled
 
     def is_stopped() -> bool:
         return interrupts.num > 0 or is_left.is_set()
@@ -201,7 +202,7 @@ async def make_warm_up(warm_up: WarmUp, interrupts: Interrupts) -> dict[str, flo
 
 
 def digest(loaded: LoadedConfig, examples: Examples, *, base: str, start: Path | None) -> str:
-    """Returns 16 hexadecimal digits of everything that the result depends on, except the machine's rounding."""
+    """Returns 16 hexadecimal digits that identify all inputs of the warm-up."""
     config = loaded.config
     assert config.sft is not None, "a warm-up needs an sft section"
     template = config.model.chat_template
@@ -217,7 +218,7 @@ def digest(loaded: LoadedConfig, examples: Examples, *, base: str, start: Path |
         "learner": config.learner.name,
         "start": None if start is None else verify_checkpoint(start).files,
     }
-    if config.engine.server is not None:  # the weights are there and nowhere else
+    if config.engine.server is not None:  # the weights exist only on the server
         facts["server"] = config.engine.server
     text = json.dumps(facts, sort_keys=True, default=repr)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
