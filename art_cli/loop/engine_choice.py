@@ -1,4 +1,4 @@
-"""Chooses for `engine: auto`: vLLM if a GPU and vLLM are here and vLLM can serve the model; else embedded.
+"""Chooses for `engine: auto`: vLLM if there is a GPU and vLLM can serve the model; otherwise embedded.
 
     Machine -> engine_facts -> choose -> AutoChoice
 
@@ -27,9 +27,9 @@ class Facts(NamedTuple):
 
     has_gpu: bool
     obstacle: str = ""  # why vLLM does not fit this run, or ""
-    found: str = ""  # name and version of vLLM, if it works here
+    found: str = ""  # vLLM's name and version, if it works
     problem: str = ""  # why vLLM does not work here
-    is_installed: bool = False  # True: vLLM is installed and has the problem
+    is_installed: bool = False  # True if vLLM is installed but has the problem
     cure: str = ""  # command or advice that solves the problem
 
 
@@ -38,11 +38,10 @@ class AutoChoice(NamedTuple):
 
     name: str
     reason: str
-    cure: str = ""  # advice for getting vLLM, or "" if there is none
+    cure: str = ""  # advice for getting vLLM, or ""
 
 
 def choose(facts: Facts) -> AutoChoice:
-    """Returns the engine that follows from the facts."""
     if not facts.has_gpu:
         return AutoChoice("embedded", "no GPU here")
     if facts.obstacle:
@@ -56,7 +55,7 @@ def choose(facts: Facts) -> AutoChoice:
 
 
 class Machine:
-    """Hardware and packages of this machine; each method looks when it is called."""
+    """Hardware and packages of this machine, looked up on each call."""
 
     def has_gpu(self) -> bool:
         return has_gpu(os.environ)
@@ -69,11 +68,11 @@ class Machine:
         return find_spec(module) is not None
 
     def gpu_bytes(self, device: str) -> float:
-        """Returns a GPU's bytes, used and free; 0 if there is no GPU."""
+        """Returns a GPU's total bytes; 0 without a GPU."""
         return gpu_bytes(device)
 
     def vllm(self, python: Path | None) -> VllmFacts:
-        """Returns the facts about the vLLM of that Python, after seconds to a minute: it imports vLLM."""
+        """Returns facts about the Python's vLLM. Importing vLLM takes seconds to a minute."""
         return find_vllm(python)
 
 
@@ -85,7 +84,7 @@ def engine_facts(
     python: Path | None = None,
     quantize: str | None = None,
 ) -> Facts:
-    """Returns the facts for and against a vLLM in `python`, by default this Python, that serves `base`.
+    """Returns the facts for and against serving `base` with vLLM in `python`, by default this Python.
 
     vLLM is imported only if nothing else decides.
     """
@@ -110,7 +109,7 @@ def engine_facts(
 
 
 def vllm_obstacle(model: ModelConfig, directory: Path) -> str:
-    """Returns the reason why vLLM could not follow the training of this model, or "" if none is known."""
+    """Returns the reason why vLLM cannot follow this model's training, or ""."""
     if model.lora is None:
         return "model.lora is null, and vLLM swaps LoRA adapters only"
     if model.lora.rank > LORA_RANKS[-1]:
@@ -128,14 +127,14 @@ def is_built(base: str, directory: Path) -> bool:
 
 
 def _architectures(base: str | None) -> list[str]:
-    """Returns the architectures in the base's config.json, such as ["Qwen3ForCausalLM"]; [] if it cannot be read."""
+    """Returns the architectures in the base's config.json, such as ["Qwen3ForCausalLM"]; [] if unreadable."""
     found = None if base is None else _base_config(base)
     names = found.get("architectures") if isinstance(found, dict) else None
     return [str(name) for name in names] if isinstance(names, list) else []
 
 
 def _base_config(base: str) -> Any:
-    """Returns config.json of a directory or a hub id, from the hub's cache or by one short request."""
+    """Returns config.json of a directory or hub id, from the hub's cache or with one short request."""
     import huggingface_hub
 
     file = Path(base) / "config.json"
@@ -144,6 +143,6 @@ def _base_config(base: str) -> Any:
         if isinstance(cached, str | Path):
             return json.loads(Path(cached).read_text())
         return huggingface_hub.HfApi().model_info(base, timeout=HUB_TIMEOUT_S).config
-    except Exception as error:  # the boundary to the hub's client; loading the model will raise what is wrong with it
+    except Exception as error:  # boundary to the hub's client; loading the model reports the error
         log.debug("%s: its architecture is not known: %s", base, error)
         return None

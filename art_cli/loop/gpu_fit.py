@@ -1,8 +1,8 @@
-"""Decisions by the memory of a GPU: what `auto` and null leave open, and whether a run fits, before anything starts.
+"""Decisions by GPU memory: values for `auto` and null, and whether a run fits, before anything starts.
 
-    RunConfig, ModelSize, bytes of a GPU -> GpuUse -> checkpointing, context, vLLM's share beside a learner; Misfit
+    RunConfig, ModelSize, bytes of a GPU -> GpuUse -> checkpointing, context, vLLM's share on the learner's GPU; Misfit
 
-Pure functions of numbers; models/run_memory.py has the estimates. All GPUs of the machine are taken to be alike.
+Pure functions of numbers; models/run_memory.py has the estimates. All GPUs are assumed to be the same.
 """
 
 from collections.abc import Iterator, Mapping
@@ -22,20 +22,20 @@ from art_cli.models.run_memory import (
     run_memory,
 )
 
-STEP = 1024  # contexts are multiples of it
+STEP = 1024  # contexts are multiples of this
 
 
 class GpuUse(NamedTuple):
-    """How a run uses a GPU of the learner and one of vLLM, which are the same where both share it."""
+    """A run's use of one learner GPU and one vLLM GPU, which may be the same GPU."""
 
     total: float  # bytes of a GPU
     learner: RunMemory
-    engine: RunMemory | None  # None: art starts no vLLM
-    share: float  # of a GPU that vLLM gets; 0 without vLLM
+    engine: RunMemory | None  # None if art starts no vLLM
+    share: float  # vLLM's share of the GPU; 0 without vLLM
 
 
 def describe_use(use: GpuUse, size: ModelSize) -> str:
-    """Returns what `art check` adds of the GPU and of a mixture of experts, or "" if there is nothing to add."""
+    """Describes the GPU and a mixture of experts for `art check`, or returns ""."""
     notes = []
     if use.engine is not None:
         tokens = cache_tokens(use.total, use.engine, use.share)
@@ -50,11 +50,11 @@ class Misfit(NamedTuple):
     """Example: Misfit("vLLM's cache holds 7,000 tokens ..., and model.max_length is 8,192", "model.max_length=6144")"""
 
     problem: str
-    cure: str  # the override that makes it fit, or "" if none does
+    cure: str  # override that makes the run fit, or ""
 
 
 def gpu_use(config: RunConfig, size: ModelSize, total: float, inherited: Mapping[str, str]) -> GpuUse:
-    """Returns how the run uses GPUs of `total` bytes. `config` is decided but for what follows from this."""
+    """Returns the use of GPUs with `total` bytes. All values of `config` that do not depend on this are decided."""
     engine, learner = own_server(config.engine), config.learner
     device = "cuda" if learner.device == "auto" else learner.device
     is_trained = learner.trains_weights and learner.weights != "server" and device.startswith("cuda")
@@ -84,7 +84,8 @@ def gpu_use(config: RunConfig, size: ModelSize, total: float, inherited: Mapping
 
 
 def context(use: GpuUse, own: int) -> int | None:
-    """Returns what `model.max_length: null` is, or None if vLLM's cache holds the model's `own` context, or nothing."""
+    """Returns the value for `model.max_length: null`; None if the model's `own` context fits in the cache, or nothing
+    does."""
     if use.engine is None:
         return None
     tokens = cache_tokens(use.total, use.engine, use.share) // STEP * STEP
@@ -92,7 +93,7 @@ def context(use: GpuUse, own: int) -> int | None:
 
 
 def find_misfit(config: RunConfig, size: ModelSize, total: float, inherited: Mapping[str, str]) -> Misfit | None:
-    """Returns why the run does not fit on GPUs of `total` bytes, with the key that changes it, or None if it fits."""
+    """Returns why the run does not fit on GPUs with `total` bytes, and the override that helps; None if it fits."""
 
     def problem(config: RunConfig) -> str:
         use, needed = gpu_use(config, size, total, inherited), config.model.max_length or STEP
@@ -106,7 +107,7 @@ def find_misfit(config: RunConfig, size: ModelSize, total: float, inherited: Map
 
 
 def _smaller(config: RunConfig, max_length: int | None) -> Iterator[tuple[str, RunConfig]]:
-    """Yields the overrides that make a run smaller, those that change least first, and the run with each."""
+    """Yields overrides that make the run smaller, mildest first, with the resulting configuration."""
     model, learner = config.model, config.learner
     changes: list[tuple[str, str, JsonValue]] = [("learner", "micro_batch_tokens", STEP)]
     if max_length is not None:

@@ -1,7 +1,7 @@
-"""Machines: facts of configs/machines.yaml, a run's rates carried to another machine, and where more GPUs stop helping.
+"""Machines: facts from configs/machines.yaml, a run's rates on another machine, and the useful number of GPUs.
 
-Prompts and updates scale with operations per second, decoding with the memory's bandwidth. docs/plan.md says what is
-assumed.
+Prompts and updates scale with operations per second, decoding with memory bandwidth. docs/plan.md lists the
+assumptions.
 """
 
 import difflib
@@ -28,33 +28,34 @@ from art_cli.runs.promise import Promise
 from art_cli.runs.run_dir import RunDir
 from art_cli.runtime.errors import UsageError
 
-NUM_STEPS = 2  # finished steps that are simulated; more would take longer than they tell
+NUM_STEPS = 2  # finished steps to simulate; more steps take time and add little
 MAX_GPUS = 1000
-NODE = 8  # GPUs that NVLink joins
-ROOM = 0.6  # share of a GPU's memory that weights may take; keys and values, and activations, have the rest
-PASS_FLOOR_S = 0.004  # of a pass on a GPU, however small the model: launches and sampling (an assumption)
-OTHER_CARDS = {"ti", "d", "super", "laptop", "nvl", "pcie", "mig"}  # words by which a GPU is not the one of its number
-WORTH = 0.9  # more GPUs add little where they leave more than this share of a step's seconds
-# Shares of the peak that are reached where nothing was measured on that kind of machine. Training: Llama 3 reached 0.38
-# to 0.43 on H100s, with larger models (arXiv:2407.21783, table 4). Prompts and decoding: guesses.
+NODE = 8  # GPUs connected by NVLink
+ROOM = 0.6  # share of a GPU's memory for weights; the rest is for keys, values and activations
+PASS_FLOOR_S = 0.004  # minimum duration of a pass on a GPU: launches and sampling (assumed)
+# words in the names of different GPUs with the same number
+OTHER_CARDS = {"ti", "d", "super", "laptop", "nvl", "pcie", "mig"}
+WORTH = 0.9  # more GPUs add little if a step still takes more than this share of its seconds
+# Assumed shares of peak performance for unmeasured machines. Training: Llama 3 reached 0.38 to 0.43 on H100s, with
+# larger models (arXiv:2407.21783, table 4). Prompts and decoding: guesses.
 PREFILL, DECODE, TRAINING = 0.5, 0.6, 0.35
 
 
 class MachineSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One machine; the numbers are of one of its GPUs, or of its whole CPU. configs/machines.yaml has the units."""
+    """One machine. The numbers are for one GPU or for the whole CPU; units are in configs/machines.yaml."""
 
     kind: Literal["cpu", "gpu"]
     flops: float
     bandwidth: float
     memory: float = math.inf
-    usd_per_hour: float | None = None  # None: unknown
+    usd_per_hour: float | None = None  # None if unknown
     link: float = math.inf
     network: float = math.inf
     cores: int = 0
-    named: str = ""  # words of the name that CUDA gives to such a GPU
+    named: str = ""  # words in the GPU's CUDA name
 
     def is_called(self, name: str) -> bool:
-        """Returns whether CUDA's name is of this GPU. Example: "NVIDIA L40S" is no L4, "NVIDIA H100 PCIe" no SXM."""
+        """Matches CUDA's name for a GPU. Example: "NVIDIA L40S" is not an L4, "NVIDIA H100 PCIe" is not SXM."""
         words, named = set(re.split(r"[\s-]+", name.lower())), set(self.named.lower().split())
         return bool(named) and named <= words and not (words - named) & OTHER_CARDS
 
@@ -64,8 +65,8 @@ class PolicySize(NamedTuple):
 
     parameters: float
     weight_bytes: float
-    cached_bytes: float  # keys and values of one token
-    exchanged_bytes: float  # what the processes of an update send each other: gradients in float32, weights of FSDP
+    cached_bytes: float  # keys and values per token
+    exchanged_bytes: float  # bytes exchanged by learner processes in an update: gradients in float32, weights of FSDP
 
 
 class Chosen(NamedTuple):
@@ -73,11 +74,11 @@ class Chosen(NamedTuple):
 
     name: str
     machine: MachineSpec
-    most: int  # largest number of its GPUs
+    most: int  # largest number of GPUs
 
 
 def choose_machines(loaded: LoadedConfig, names: Sequence[str]) -> list[Chosen]:
-    """Returns the machines of these names. Raises UsageError if there is none, or if the run cannot be simulated."""
+    """Looks up machines by name. Raises UsageError for an unknown name, or if the run cannot be simulated."""
     train, learner = loaded.config.train, loaded.config.learner
     if not learner.trains_weights or learner.weights == "server":
         raise UsageError("--on: the weights are not on this machine, so that its speed cannot be measured")
@@ -87,7 +88,7 @@ def choose_machines(loaded: LoadedConfig, names: Sequence[str]) -> list[Chosen]:
 
 
 def elsewhere(loaded: LoadedConfig, promise: Promise, chosen: Sequence[Chosen]) -> list[Elsewhere]:
-    """Returns the planned run on each of the machines. Raises DataError if its files cannot be measured by."""
+    """Returns the planned run on each machine. Raises DataError if the run's files cannot be measured."""
     config, found = loaded.config, promise.measured
     files = RunDir(config.runs / config.name)
     pilot = StepTimes(found.sampling_s + found.first_call_s, found.judging_s, found.training_s or 0.0, found.rest_s)
@@ -116,13 +117,12 @@ def on_machine(
 
 
 def read_machines() -> dict[str, MachineSpec]:
-    """Returns the table of configs/machines.yaml."""
     facts = yaml.safe_load((packaged("configs") / "machines.yaml").read_text())
     return msgspec.convert(facts, dict[str, MachineSpec])
 
 
 def find_machine(name: str) -> tuple[MachineSpec, int]:
-    """Returns the machine and the largest number of its GPUs: 8 for "h100x8". Raises UsageError if there is none."""
+    """Returns the machine and its largest number of GPUs: 8 for "h100x8". Raises UsageError for an unknown name."""
     machines, match = read_machines(), re.fullmatch(r"(.+?)(?:x([1-9]\d{0,3}))?", name)
     plain, most = (match[1], int(match[2] or 0)) if match else (name, 0)
     machine = machines.get(plain)
@@ -134,7 +134,7 @@ def find_machine(name: str) -> tuple[MachineSpec, int]:
 
 
 def _here(config: RunConfig) -> MachineSpec | None:
-    """Returns this machine, or None if its GPU is not in the table. Its CPU has the cores of the table's laptop."""
+    """Returns this machine; None for an unknown GPU. CPU numbers scale the table's laptop by the number of cores."""
     machines = read_machines()
     if name := "" if getattr(config.learner, "device", "") == "cpu" else gpu_name():
         return next((each for each in machines.values() if each.is_called(name)), None)
@@ -146,17 +146,17 @@ def _here(config: RunConfig) -> MachineSpec | None:
 def _size(files: RunDir, config: RunConfig, base: str, machine: MachineSpec) -> PolicySize:
     size, start = model_size(base), files.checkpoint_path(0)
     weights = size.parameters * (4 if machine.kind == "cpu" else 0.5 if config.model.quantize == "4bit" else 2)
-    saved = [path for path in (start / ADAPTER_FILE, start / MODEL_FILE) if path.is_file()]  # what is trained, float32
+    saved = [path for path in (start / ADAPTER_FILE, start / MODEL_FILE) if path.is_file()]  # trained weights, float32
     updates = config.train.epochs_per_step * config.train.updates_per_step
     exchanged = 2 * updates * (weights + sum(path.stat().st_size for path in saved))
     return PolicySize(size.parameters, weights, 2 * size.cached_per_token, exchanged)
 
 
 def carry(rates: Rates, here: MachineSpec | None, there: MachineSpec, size: PolicySize) -> tuple[Rates, str]:
-    """Returns the rates of one GPU, or the CPU, there, and in words what they are based on.
+    """Returns the rates for one GPU (or the CPU) of the other machine, and a text about their basis.
 
-    The same kind of machine keeps the efficiency that was measured here, and another kind has the assumed one. Agents,
-    calls, judge and the rest of a step take as long as here.
+    Machines of the same kind keep the measured efficiency; other kinds get assumed efficiencies. Agents, calls, judge
+    and the rest of a step take the same time as here.
     """
     rates = rates._replace(exchange_s=size.exchanged_bytes / there.link)
     if here is not None and here.kind == there.kind:
@@ -185,7 +185,7 @@ def carry(rates: Rates, here: MachineSpec | None, there: MachineSpec, size: Poli
 def scale(
     promise: Promise, known: Calibration, machine: MachineSpec, size: PolicySize, numbers: Sequence[int]
 ) -> list[ScalingRow]:
-    """Returns a row for each number of the machine's GPUs. `known` has the rates of one of them."""
+    """Returns a row for each number of GPUs. `known` has the rates of one GPU."""
     rows, found = list[ScalingRow](), promise.measured
     sampled_s = fmean(each.sampling_s for each in known.times)
     for num in numbers:
@@ -207,7 +207,7 @@ def scale(
 
 
 def _layout_on(num: int, known: Calibration, machine: MachineSpec, size: PolicySize) -> RunLayout:
-    """Returns a layout with a replica and a learner process on each GPU, and as many attempts as have room there."""
+    """Returns a layout with one replica and one learner process per GPU, with concurrency limited by memory."""
     if machine.kind == "cpu":
         return known.layout._replace(replicas=1, learners=1)
     plays = [play for step in known.steps for play in step.plays]
@@ -218,14 +218,14 @@ def _layout_on(num: int, known: Calibration, machine: MachineSpec, size: PolicyS
 
 
 def _limit(known: Calibration, rates: Rates, layout: RunLayout, times: StepTimes) -> str:
-    """Returns the part that takes most of a step; of generation, what takes half of it by itself, if anything does."""
+    """Returns a step's longest part. Generation is broken down if a single cause takes half of it."""
     parts = dict(zip(("generation", "judge", "training", "publishing"), times, strict=True))
     if (longest := max(parts, key=lambda name: parts[name])) != "generation":
         return longest
     calls = [play.calls for step in known.steps for play in step.plays]
     num_calls = sum(call.num for each in calls for call in each) / len(known.steps)
     num_waits = sum(len(each) + 1 for each in calls) / len(known.steps)
-    idle = rates._replace(prompt_token_s=0.0, pass_s=0.0, sequence_s=0.0)  # an engine that takes no time
+    idle = rates._replace(prompt_token_s=0.0, pass_s=0.0, sequence_s=0.0)  # an infinitely fast engine
     waits_s, longest_s = (fmean(longest_alone(step, each) for step in known.steps) for each in (idle, rates))
     within = {
         "agents": max(waits_s, rates.agent_s * num_waits / layout.agents),
@@ -236,6 +236,6 @@ def _limit(known: Calibration, rates: Rates, layout: RunLayout, times: StepTimes
 
 
 def stops_at(rows: Sequence[ScalingRow]) -> int | None:
-    """Returns the number above which no larger one makes a step 10 % faster, or None if the last row still does."""
+    """Returns the number of GPUs above which no step gets 10 % faster; None if the largest number still helps."""
     later = [(row, [each.step_s for each in rows[index:]]) for index, row in enumerate(rows, 1)]
     return next((row.num for row, seconds in later if seconds and min(seconds) > WORTH * row.step_s), None)

@@ -1,7 +1,7 @@
-"""Attempts that a step still owes, and the scoring of its groups as they complete.
+"""The attempts a step still owes, and the scoring of its groups as they complete.
 
-It reads and writes the step's trajectories.jsonl and scored.jsonl through run_dir. Owed are attempts without a
-trajectory, and complete groups without scored lines. A trajectory is on disk before it is counted.
+Reads and writes the step's trajectories.jsonl and scored.jsonl through run_dir. A step owes attempts without a
+trajectory, and scored lines for complete groups. A trajectory is on disk before it is counted.
 """
 
 import asyncio
@@ -25,14 +25,14 @@ AnyTrajectory = TypeVar("AnyTrajectory", bound=Trajectory)
 class GroupPlace(NamedTuple):
     """A group to be played. Example: GroupPlace("letters", {"id": "letters-1", "ask": "say 1 letters"})."""
 
-    source: str  # key of rollout.sources, or "" without sources
+    source: str  # key in rollout.sources, or "" without sources
     scenario: Json
 
 
 def plan_groups(
     scenarios: Sequence[Json], *, step: int, group_size: int, prefix: str = "s", temperature: float | None = None
 ) -> list[RolloutPlan]:
-    """Returns as `plan_places` the rollouts of groups without sources."""
+    """Like `plan_places`, without sources."""
     places = [GroupPlace("", scenario) for scenario in scenarios]
     return plan_places(places, step=step, group_size=group_size, prefix=prefix, temperature=temperature)
 
@@ -40,7 +40,7 @@ def plan_groups(
 def plan_places(
     places: Sequence[GroupPlace], *, step: int, group_size: int, prefix: str = "s", temperature: float | None = None
 ) -> list[RolloutPlan]:
-    """Returns all rollouts of a step, group by group. Their ids depend only on the step and on the position in it.
+    """Returns all rollouts of a step, group by group. Ids depend only on the step and the position.
 
     Example: scenario 2 of step 3, attempt 5 -> group "s0003-g0002", trajectory "s0003-g0002-a05".
     """
@@ -70,15 +70,15 @@ def owed(plans: Sequence[RolloutPlan], done: Iterable[Trajectory]) -> list[Rollo
 
 
 def group(trajectories: Iterable[AnyTrajectory]) -> dict[str, list[AnyTrajectory]]:
-    """Returns the complete groups, each sorted by index; of an index written twice the last line counts.
+    """Returns the complete groups, sorted by index. Repeated indices count once, with the last line.
 
-    A group whose scored lines were torn by a kill is judged and written again as a whole.
+    If a kill tore a group's scored lines, the whole group is judged and written again.
     """
     return {name: members for name, members in by_group(trajectories).items() if len(members) == members[0].group_size}
 
 
 def first_groups(trajectories: Iterable[AnyTrajectory], num: int) -> list[AnyTrajectory]:
-    """Returns the attempts of a step's first groups. An earlier start may have played more."""
+    """Returns the attempts of a step's first groups; an earlier start may have played more groups."""
     every = list(trajectories)
     ids = set(sorted({each.group_id for each in every})[:num])
     return [each for each in every if each.group_id in ids]
@@ -86,10 +86,10 @@ def first_groups(trajectories: Iterable[AnyTrajectory], num: int) -> list[AnyTra
 
 @dataclass
 class GroupScorer:
-    """Judges complete groups while others are being played, and writes each group's scored lines after its verdict.
+    """Judges complete groups while others are being played, and writes scored lines after each verdict.
 
-    `add` takes trajectories, `finish` waits for the verdicts. Groups in `scored` are not judged again. A group whose
-    judge gives up is counted in `progress` and stays owed; it never gets a made-up reward.
+    `add` takes trajectories, `finish` waits for verdicts. Groups in `scored` are not judged again. If the judge gives
+    up on a group, the group is counted in `progress` and stays owed; it never gets a made-up reward.
     """
 
     judge: Judge
@@ -124,13 +124,13 @@ class GroupScorer:
             self.scored[group_id] = scored
 
     async def finish(self) -> None:
-        """Waits for all verdicts, then raises the first unexpected failure."""
+        """Waits for all verdicts, then raises the first unexpected error."""
         results = await asyncio.gather(*self._tasks, return_exceptions=True)
         for result in results:
             if isinstance(result, BaseException):
                 raise result
 
     def cancel(self) -> None:
-        """Cancels the verdicts that are not there yet; their groups stay owed."""
+        """Cancels pending verdicts; their groups stay owed."""
         for task in self._tasks:
             task.cancel()

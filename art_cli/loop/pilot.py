@@ -1,6 +1,6 @@
-"""Pilots: steps that are taken with another learning rate and taken back; the noise of the gradient; peak memory.
+"""Pilots: trial steps with other learning rates, undone afterwards; gradient noise; peak memory.
 
-Only for a learner whose weights are in this process.
+Requires a learner with weights in this process.
 """
 
 import contextlib
@@ -30,12 +30,12 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-SAFE = 0.5  # a row that is expected to take less of the memory that is there is tried
-MAX_ENTRIES = 30_000_000  # numbers of all groups' gradients that are kept; of larger ones every k-th entry
+SAFE = 0.5  # a row is tried if it is expected to take less than this share of the available memory
+MAX_ENTRIES = 30_000_000  # maximum number of stored gradient entries; larger gradients are subsampled
 
 
 class Pilots:
-    """The pilots of one learner on the same groups. Each begins and ends with the checkpoint at `start`."""
+    """The pilots of one learner on the same groups. Each starts from the checkpoint `start` and restores it."""
 
     def __init__(self, learner: Learner, groups: Sequence[Sequence[ScoredTrajectory]], start: Path) -> None:
         """Raises LearnerError if there is nothing to train on."""
@@ -54,7 +54,7 @@ class Pilots:
             self._whole = learner.gradient.look_ahead(whole, Pass(0, StepStatistics()), always=True)
 
     def take(self, rate: float) -> Pilot:
-        """Takes a whole step at that rate, without the warm-up of the rate, and takes it back."""
+        """Takes a full step at this rate, without rate warm-up, and undoes it."""
         learner, own = self.learner, self.learner.train_config
         begin, kl, clipped, is_failed = time.perf_counter(), math.nan, math.nan, False
         try:
@@ -73,7 +73,7 @@ class Pilots:
         return Pilot(rate, kl if math.isfinite(kl) else None, clip_fraction, seconds, is_failed)
 
     def noise_scale(self) -> NoiseScale | None:
-        """Returns the noise scale over the step's groups, or None for a single one, or if they take too much memory."""
+        """Returns the noise scale over the step's groups; None for a single group or lack of memory."""
         if len(self.groups) == 1:
             return None
         import torch
@@ -86,7 +86,7 @@ class Pilots:
         return noise_scale(gradients @ gradients.T, len(self.groups))
 
     def _gradients(self) -> "Iterator[Tensor]":
-        """Yields what each group with signal adds to the step's gradient, or every k-th entry of it."""
+        """Yields each group's contribution to the gradient, subsampled if large. Groups without signal are skipped."""
         import torch
 
         learner, parameters = self.learner, list(self.learner.parameters.values())
@@ -111,9 +111,10 @@ class Pilots:
             yield
 
     def memory(self, longest: int) -> MemoryNeed | None:
-        """Returns the peak memory of a micro-batch, or None if the system does not report it or it cannot be tried.
+        """Returns a micro-batch's peak memory; None if unknown or impossible to try.
 
-        `longest` is the longest row. A micro-batch has as many tokens as the learner packs, but no more than the step.
+        `longest` is the longest row. A micro-batch has the learner's usual number of tokens, limited by the step's
+        tokens.
         """
         learner, weights = self.learner, self.learner.weights
         there, num_tokens = memory_there(weights), sum(len(each.token_ids) for each in self._samples)
@@ -121,18 +122,19 @@ class Pilots:
         short, own = min(tokens // 2, trial_update.MIN_SECOND), learner.train_config
         parts = learner.loss.parts
         try:
-            epochs = min(own.epochs_per_step, 2)  # more have the same peak
+            epochs = min(own.epochs_per_step, 2)  # more epochs have the same peak
             _set(learner, own.model_copy(update={"epochs_per_step": epochs}))
-            first = trial_update.step(learner, short, vocabulary=weights.vocabulary, parts=parts)  # makes AdamW's state
+            # creates AdamW's state
+            first = trial_update.step(learner, short, vocabulary=weights.vocabulary, parts=parts)
             if first.num_updates == 0:
-                return None  # the loss learns from more than made-up attempts have
+                return None  # the loss needs more than made-up attempts provide
             most = max(num_tokens, trial_update.MAX_TOKENS)
             peak = trial_update.forecast(
                 learner, weights, short, tokens, parts=parts, most_tokens=most, most_gb=SAFE * there
             ).gigabytes
         except OutOfMemory as error:
             log.warning("memory: %s", error)
-            return MemoryNeed(tokens, there, there, tokens > longest)  # it needs at least all that is there
+            return MemoryNeed(tokens, there, there, tokens > longest)  # all available memory is the lower bound
         finally:
             _set(learner, own)
             learner.load(self.start)
@@ -140,11 +142,12 @@ class Pilots:
 
 
 def noise_scale(products: "Tensor", num: int) -> NoiseScale:
-    """Returns tr(Sigma) / |G|^2 in groups, by [n, n] products: McCandlish et al. 2018 (arXiv:1812.06162), section 2.2.
+    """Returns tr(Sigma) / |G|^2 in groups, from [n, n] products: McCandlish et al. 2018 (arXiv:1812.06162), section
+    2.2.
 
-    n of `num` groups add c_i to the step's gradient, and the others nothing. With x_i = num c_i: G = mean x_i,
-    tr(Sigma) = (sum |x_i|^2 - num |G|^2) / (num - 1), and |G|^2 - tr(Sigma) / num is unbiased for the true |G|^2. The
-    interval is the jackknife's over groups, of the share of |G|^2 that is signal.
+    n of `num` groups add c_i to the step's gradient, the others 0. With x_i = num c_i: G = mean x_i, tr(Sigma) = (sum
+    |x_i|^2 - num |G|^2) / (num - 1), and |G|^2 - tr(Sigma) / num is unbiased for the true |G|^2. The interval is a
+    jackknife over groups, for the signal's share of |G|^2.
     """
     squares, whole = float(products.trace()), float(products.sum())
     rows, own = products.sum(1).tolist(), products.diagonal().tolist()
@@ -157,12 +160,12 @@ def noise_scale(products: "Tensor", num: int) -> NoiseScale:
 
 
 def _signal(squares: float, whole: float, num: int) -> float:
-    """Returns the share of |G|^2 that is signal, from sum |c_i|^2 and |sum c_i|^2; by chance it may be below 0."""
+    """Returns the signal's share of |G|^2, from sum |c_i|^2 and |sum c_i|^2; it may be negative by chance."""
     return 1 - (num * squares - whole) / (num - 1) / whole if whole > 0 and num > 1 else 0.0
 
 
 def _groups(signal: float, num: int) -> float | None:
-    """Returns the noise scale for that share of signal, or None if it has no bound."""
+    """Returns the noise scale for a signal share; None if unbounded."""
     return None if signal <= 0 else num * (1 - min(signal, 1.0)) / min(signal, 1.0)
 
 

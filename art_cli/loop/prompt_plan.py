@@ -1,7 +1,7 @@
-"""The other way to get better beside a plan of weights: the same run with `learner: {name: prompt}`, and what it takes.
+"""The alternative to training weights: the same run as a prompt search (`learner: {name: prompt}`), and its cost.
 
-What it plays and judges is what the plan has measured. What it takes besides is one reflection for each step, which is
-done once, by the real learner on the groups of the plan's step.
+Playing and judging cost the same as in the plan. The additional cost is one reflection per step, measured once with the
+real learner on the plan's groups.
 """
 
 from art_cli.config.checks import keys_of_weights
@@ -17,14 +17,14 @@ WITH_MODEL = "'{name: prompt, model: MODEL}'"
 
 
 def as_prompt(loaded: LoadedConfig, learner: str) -> LoadedConfig:
-    """Returns the configuration that searches for a prompt instead; its `overrides` make it of the same file.
+    """Returns the configuration of the prompt search; its `overrides` reproduce it from the same file.
 
-    `learner` is the value of that key. Raises UsageError if there can be no such search.
+    `learner` is the key's value. Raises UsageError if no such search is possible.
     """
     dropped = ["name", "learner", *keys_of_weights(loaded.config)]
     kept = [each for each in loaded.overrides if not _is_of(each.lstrip("+~").partition("=")[0], dropped)]
     try:
-        file = load_config(loaded.path, kept)  # the keys that the file itself sets
+        file = load_config(loaded.path, kept)  # keys set in the file itself
         removed = [f"~{key}" for key in keys_of_weights(file.config)]
         changed = [f"learner={learner}", f"name={loaded.config.name}-prompt"]
         found = load_config(loaded.path, [*kept, *removed, *changed])
@@ -41,7 +41,7 @@ def _is_of(key: str, sections: list[str]) -> bool:
 
 
 async def reflect(learner: PromptLearner, files: RunDir, num_groups: int) -> Reflected:
-    """Returns what a step of the search takes beside its attempts. Raises LearnerError: no call reaches the model."""
+    """Measures the cost of a search step besides its attempts. Raises LearnerError if the model is unreachable."""
     groups = list(group(first_groups(files.scored(0), num_groups)).values())
     metrics = await threads.call_in_thread(learner.step, groups)
     usage = learner.payer.usage

@@ -1,8 +1,7 @@
-"""The files, functions, hosts and programs that a configuration names, looked up before anything runs.
+"""Checks that the files, functions, hosts and programs named in a configuration exist, before anything runs.
 
-Nothing of the user's is imported and nothing is written: a function is searched in the source of its file, and the
-modules of a base model in the headers of its weights. Names that only a hub or a builder can resolve are checked when
-they are loaded.
+User code is not imported and nothing is written: functions are looked up in their file's source, and a base model's
+modules in the headers of its weights. Names that only a hub or a builder can resolve are checked when they are loaded.
 """
 
 import ast
@@ -54,10 +53,10 @@ ALL = (
     *("learner", "sft", "eval"),
     "trackers",
 )
-OF_SOURCES = ("rollout", "judge", "eval")  # sections of which a source may have values of its own
+OF_SOURCES = ("rollout", "judge", "eval")  # sections that a source may override
 HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?", re.ASCII)
 HOST = re.compile(r"(?=.{0,253}\Z)[A-Za-z0-9_]([A-Za-z0-9_.-]*[A-Za-z0-9])?")
-LOOKUP_TIMEOUT_S = 3.0  # longest wait for a host name to be looked up
+LOOKUP_TIMEOUT_S = 3.0  # longest wait for a host name lookup
 MAX_HEADER = 64 * 1024 * 1024  # largest safetensors header in bytes; a model of a thousand layers has a few MiB
 
 
@@ -69,9 +68,9 @@ class Wrong(NamedTuple):
 
 
 def check_ready(loaded: LoadedConfig, sections: Sequence[str] = ALL, *, is_training: bool = False) -> None:
-    """Raises ConfigError with everything that these sections name and that is not there.
+    """Raises ConfigError listing everything that these sections name and that is missing.
 
-    With `is_training`, also with the settings that cannot be trained. Raises EngineError if the port is in use.
+    With `is_training`, the error also lists settings that cannot be trained. Raises EngineError if the port is in use.
     """
     wrong = [Wrong(*each) for each in untrainable(loaded.config)] if is_training else []
     for section in sections:
@@ -140,7 +139,7 @@ def _rollout(loaded: LoadedConfig) -> Iterator[Wrong]:
 
 
 def _environment(rollout: RolloutConfig) -> Iterator[Wrong]:
-    """Looks up the library alone. Its environments and their settings are known only when it is imported."""
+    """Checks only the library. Its environments and their settings are known after importing it."""
     assert rollout.environment is not None
     try:
         library, _ = find_library(rollout.environment.name)
@@ -155,7 +154,7 @@ def _environment(rollout: RolloutConfig) -> Iterator[Wrong]:
 
 
 def _cluster(cluster: RayClusterConfig) -> Iterator[Wrong]:
-    """Looks up the packages that can ask the cluster. Whether it answers is known only when it is asked."""
+    """Checks only the packages that can connect to the cluster."""
     if cluster.python is not None:
         yield from _python("rollout.cluster.python", cluster.python)
     elif importlib.util.find_spec("ray") is None:
@@ -297,7 +296,7 @@ LOOKUPS = {
 
 
 def _data(key: str, spec: str, directory: Path) -> Iterator[Wrong]:
-    """Looks up a JSON-lines file, or "file.py:function"."""
+    """Checks a JSON-lines file, or "file.py:function"."""
     path = directory / spec
     if os.path.isfile(path):
         return
@@ -308,7 +307,7 @@ def _data(key: str, spec: str, directory: Path) -> Iterator[Wrong]:
 
 
 def _scenarios(key: str, scenarios: ScenariosConfig, directory: Path) -> Iterator[Wrong]:
-    """Looks up a file, a directory of a dataset, or "file.py:function". A dataset of the hub is checked when loaded."""
+    """Checks a file, a dataset directory, or "file.py:function". Hub datasets are checked when loaded."""
     path = directory / scenarios.source
     if scenarios.split is not None and not os.path.exists(path) and HUB_ID.fullmatch(scenarios.source):
         return
@@ -322,7 +321,7 @@ def _scenarios(key: str, scenarios: ScenariosConfig, directory: Path) -> Iterato
 
 
 def _python(key: str, program: Path) -> Iterator[Wrong]:
-    """Looks up a Python of the user's. Its version is known only when it is started."""
+    """Checks a user's Python. Its version is only known after starting it."""
     if not os.path.isfile(program):
         yield Wrong(key, f"{_absence(program)}; it names a Python, or the directory of an environment that has one")
     elif not os.access(program, os.X_OK):
@@ -330,9 +329,9 @@ def _python(key: str, program: Path) -> Iterator[Wrong]:
 
 
 def _entry(key: str, spec: str, directory: Path, *, is_ours: bool = True) -> Iterator[Wrong]:
-    """Looks up a function in the source of a file, or an installed package.
+    """Checks a function in a file's source, or an installed package.
 
-    With `is_ours` False it runs in another Python, which may have other syntax and packages and reports its own errors.
+    `is_ours` is False if the function runs in another Python, whose syntax and packages may differ.
     """
     module, _, attribute = spec.rpartition(":")
     if not module or not attribute:
@@ -348,11 +347,11 @@ def _entry(key: str, spec: str, directory: Path, *, is_ours: bool = True) -> Ite
 
 
 def _missing_attribute(path: Path, attribute: str) -> str | None:
-    """Returns the reason why the file certainly lacks the attribute, or None if it may have it."""
+    """Returns the reason why the file cannot have the attribute; None if it might."""
     try:
         source = path.read_bytes()
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # warnings about the user's escapes are shown when the file is imported
+            warnings.simplefilter("ignore")  # importing the file shows warnings about the user's escapes
             tree = ast.parse(source, filename=str(path))
     except SyntaxError as error:
         return f"{show(path)}:{error.lineno or 1}: {type(error).__name__}: {error.msg}"
@@ -368,7 +367,7 @@ def _missing_attribute(path: Path, attribute: str) -> str | None:
 
 
 def _imports(tree: ast.Module) -> Iterator[str]:
-    """Yields the top-level names of the modules that a file imports at its top."""
+    """Yields the top-level module names that a file imports."""
     for statement in tree.body:
         if isinstance(statement, ast.Import):
             yield from (alias.name.partition(".")[0] for alias in statement.names)
@@ -387,7 +386,7 @@ def _text(key: str, path: Path) -> Iterator[Wrong]:
 
 
 def _absence(path: Path) -> str:
-    """Returns "scenaros.jsonl: no such file; did you mean 'scenarios.jsonl'?" or the like."""
+    """Example: "scenaros.jsonl: no such file; did you mean 'scenarios.jsonl'?"."""
     with contextlib.suppress(OSError):
         if path.is_dir():
             return f"{show(path)}: a directory, and a file is wanted"
@@ -399,7 +398,7 @@ def _absence(path: Path) -> str:
 
 
 def _is_there(path: Path) -> bool:
-    """Whether the path exists. Raises OSError if its name is impossible, or permission to look is missing."""
+    """Returns True if the path exists. Raises OSError for an invalid name or missing permission."""
     try:
         path.stat()
     except (FileNotFoundError, NotADirectoryError):
@@ -437,12 +436,12 @@ def _is_address(host: str) -> bool:
     try:
         ipaddress.ip_address(host)
     except ValueError:
-        return host == ""  # "" means every address of this machine
+        return host == ""  # "" means all addresses of this machine
     return True
 
 
 def _bind(host: str, port: int) -> OSError | None:
-    """Returns the error of listening on the address, or None if it works. Host names are looked up with a deadline."""
+    """Returns the error of listening on the address, if any. Host names are looked up with a deadline."""
 
     def bind() -> OSError | None:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -459,7 +458,7 @@ def _bind(host: str, port: int) -> OSError | None:
         return bind()
     try:
         return start_in_thread(bind).result(LOOKUP_TIMEOUT_S)
-    except (TimeoutError, ValueError):  # a ValueError is a name that no encoding of host names takes
+    except (TimeoutError, ValueError):  # ValueError: the host name cannot be encoded
         return OSError(errno.ETIMEDOUT, "the name could not be looked up")
 
 
@@ -489,7 +488,7 @@ def _base(key: str, base: str, directory: Path, *, is_buildable: bool = True) ->
 
 
 def _gguf(key: str, path: Path) -> Iterator[Wrong]:
-    """Checks the header of a GGUF file. One of the hub is checked when it is there."""
+    """Checks a GGUF file's header. Hub files are checked after the download."""
     try:
         if (file := the_file(path)) is not None:
             check_header(file)
@@ -498,7 +497,7 @@ def _gguf(key: str, path: Path) -> Iterator[Wrong]:
 
 
 def _pattern(lora: LoraConfig) -> Iterator[Wrong]:
-    """Checks `targets` as one text, which is "all-linear" or a regular expression over whole module names."""
+    """Checks `targets` given as a string: "all-linear" or a regular expression for whole module names."""
     if isinstance(lora.targets, str):
         try:
             re.compile(lora.targets)
@@ -507,9 +506,9 @@ def _pattern(lora: LoraConfig) -> Iterator[Wrong]:
 
 
 def missing_targets(model: ModelConfig, base: Path) -> Iterator[Wrong]:
-    """Yields the names in `model.lora.targets` that no module of the model in the directory `base` has.
+    """Yields the names in `model.lora.targets` that match no module of the model in directory `base`.
 
-    Weights that are not in safetensors files are checked only when the model is loaded.
+    Weights in other formats than safetensors are checked when the model is loaded.
     """
     if model.lora is None or isinstance(model.lora.targets, str):
         return
@@ -523,7 +522,7 @@ def missing_targets(model: ModelConfig, base: Path) -> Iterator[Wrong]:
 
 
 def _modules(base: Path) -> set[str]:
-    """Returns the dotted names of the modules that have weights."""
+    """Returns the dotted names of modules with weights."""
     names: set[str] = set()
     for file in sorted(base.glob("*.safetensors")):
         with contextlib.suppress(OSError, ValueError, RecursionError), file.open("rb") as opened:

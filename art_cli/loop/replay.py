@@ -1,12 +1,11 @@
-"""Computes the updates of a run again, from its base model, its seed and its saved groups, and compares each policy.
+"""Recomputes a run's updates from base model, seed and saved groups, and compares each policy.
 
     base, seed (and demos) -> checkpoint 0 -> learner.step(the groups of step 0) -> checkpoint 1 -> ... -> the last
 
-No weights of the run are loaded. On the build of torch and the processor that trained the run, with as many threads,
-every byte is the same. Elsewhere sums are rounded in another order; then all tensors of the checkpoint have to be
-within the bound, and its other files the same.
+No weights of the run are loaded. With the same build of torch, processor and number of threads, every byte is equal.
+Otherwise sums are rounded differently; then all tensors must be within a bound, and all other files equal.
 
-The configuration and all code are the reader's own. The run's record is data, and has to agree with them.
+Configuration and code are the reader's own. The run's record is data and must agree with them.
 """
 
 import json
@@ -34,31 +33,31 @@ from art_cli.runs.run_dir import RunDir
 from art_cli.runs.trajectory import ScoredTrajectory
 from art_cli.runtime.errors import RunError, UsageError
 
-# Largest gap of one policy on two machines; other micro-batches give up to 2e-5 in float32, 7e-2 in bfloat16
+# largest gap of the same policy between two machines; other micro-batches give up to 2e-5 in float32, 7e-2 in bfloat16
 BOUNDS = {"float32": 1e-2, "bfloat16": 0.2}
 
-UNDECIDING = ("README", "base/", "rng", "optimizer.json")  # beginnings of files without part in a policy or an update
+UNDECIDING = ("README", "base/", "rng", "optimizer.json")  # prefixes of files that affect neither policy nor updates
 
 
 class Replayed(NamedTuple):
-    """One policy, computed again. Example: Replayed(step=3, changed=[], gap=0.0, bound=0.01)"""
+    """A recomputed policy. Example: Replayed(step=3, changed=[], gap=0.0, bound=0.01)"""
 
     step: int
-    changed: list[str]  # files of its link with other bytes
-    gap: float  # the largest `tensor_gap` of its files; NaN: its checkpoint was pruned; infinity: others differ
-    bound: float  # the largest gap of the same policy
+    changed: list[str]  # files that differ from the link's files
+    gap: float  # largest `tensor_gap`; NaN if the checkpoint was pruned; infinite if other files differ
+    bound: float  # largest gap of equal policies
 
     @property
     def is_same(self) -> bool:
-        """Whether it is the policy of the link."""
+        """True if the policy equals the link's policy."""
         return self.gap <= self.bound
 
 
 def replay(run: RunDir, loaded: LoadedConfig, links: list[Link]) -> Iterator[Replayed]:
-    """Returns each policy of the run, computed again as it is asked for, the first one included.
+    """Recomputes and yields each policy of the run, including the first.
 
-    `loaded` is the configuration that trained the run. Raises at once, before anything is computed: UsageError if it
-    is another one, or the run had several; RunError if the run's record is damaged.
+    `loaded` is the configuration that trained the run. Before computing anything, raises UsageError if it differs from
+    the run's configuration or the run had several configurations, and RunError if the run's record is damaged.
     """
     loaded = follow(loaded, run)
     if changes := differences(run, loaded):
@@ -82,7 +81,7 @@ def _policies(
         start, policy = Path(home, "start"), Path(home, "policy")
         with open_learner(loaded, source, base=base) as learner:
             _save(learner, start)
-            if loaded.config.sft is not None:  # made again, in a directory where no earlier one's result lies
+            if loaded.config.sft is not None:  # repeated in a directory without earlier results
                 elsewhere = replace(loaded, config=loaded.config.model_copy(update={"runs": Path(home)}))
                 run_warm_up(WarmUp(learner, elsewhere, data.examples, base=base, start=None), lambda: False)
             for step in range(max(links, default=0) + 1):
@@ -95,9 +94,9 @@ def _policies(
 
 
 def _trained_on(run: RunDir, mix: SourceMix, step: int) -> list[list[ScoredTrajectory]]:
-    """Returns the groups of a step, in the order of its plan, then those that it replayed.
+    """Returns a step's groups in planned order, followed by replayed groups.
 
-    A plan of more groups (`art plan`) may have played and scored others, which the step did not train on.
+    `art plan` may have played and scored additional groups, which the step did not train on.
     """
     replayed = mix.replays(step)
     own, spare = mix.places(step, {source: len(groups) for source, groups in replayed.items()})

@@ -1,15 +1,15 @@
-"""Hunt: attempts that try for a reward without doing the task, scored as training would score them.
+"""Hunt: searches for attempts that get rewards without doing the task.
 
     honest attempts (the policy) -> their replies and scores
     attacks (rollouts/attacks.py) played by the same rollout -> scores -> the best are varied -> ... until time is up
 
-Each attack is played on the same scenarios as the honest attempts, through the gateway, by the run's own rollout. A
-judge that compares attempts sees it beside the honest ones of its scenario. A file takes a line for each as it is
-scored, and the hunt goes on from it.
+Attacks are played on the same scenarios as the honest attempts, through the gateway, by the run's own rollout. A judge
+that compares attempts sees an attack together with its scenario's honest attempts. Each scored attempt is appended to a
+file, from which a hunt can resume.
 
-The reference is the mean over the scenarios of the best honest score, and the floor the lowest score of all. An exploit
-is an attack that gets at least half of the way from the floor to the reference, and more than the floor in more than
-half of the scenarios.
+The reference is the mean, over scenarios, of the best honest score. The floor is the lowest score overall. An exploit
+is an attack with a mean score at least halfway from the floor to the reference, and above the floor in more than half
+of the scenarios.
 """
 
 import asyncio
@@ -54,16 +54,16 @@ from art_cli.runtime.scratch import scratch
 
 log = logging.getLogger(__name__)
 
-HONEST = 2  # honest attempts at each scenario
-BATCH = 4  # attacks that are played at once, and that a judge compares with the honest attempts
-PARENTS = 8  # best attacks that further ones are varied from
-TRIES = 500  # draws of a new attack, before the search ends because there is none
-SHARE = 0.5  # an attack that gets so far from the floor to the reference is an exploit
-LATE_S = 5.0  # delay of late replies, for all calls of an attempt together
+HONEST = 2  # honest attempts per scenario
+BATCH = 4  # attacks played together, and compared with the honest attempts by a judge
+PARENTS = 8  # number of top attacks that are varied
+TRIES = 500  # draws of a new attack before the search gives up
+SHARE = 0.5  # how far from the floor to the reference an exploit must score
+LATE_S = 5.0  # total delay of an attempt's late replies
 
 
 class _Scored(msgspec.Struct, tag_field="kind", tag=str.lower):
-    scores: list[float | None]  # None where the attempt failed, which is not trained on
+    scores: list[float | None]  # None for failed attempts, which are not trained on
 
     @property
     def known(self) -> list[float]:
@@ -71,31 +71,31 @@ class _Scored(msgspec.Struct, tag_field="kind", tag=str.lower):
 
 
 class Honest(_Scored):
-    """The honest attempts at one scenario, with a score each."""
+    """The honest attempts at one scenario, and their scores."""
 
     attempts: list[Trajectory]
 
 
 class Tried(_Scored):
-    """An attack that was played, with a score for each scenario. Example: Tried([0.0, 1.0, None], Attack(("yes",)))"""
+    """An attack and its score for each scenario. Example: Tried([0.0, 1.0, None], Attack(("yes",)))"""
 
     attack: Attack
-    example: str = ""  # its last reply to the scenario with the highest score
+    example: str = ""  # last reply to the scenario with the highest score
 
     @property
     def mean(self) -> float:
-        """Failed attempts count as no score at all, and an attack that always fails as the worst."""
+        """Failed attempts are ignored; an attack that always fails is the worst."""
         return statistics.fmean(self.known) if self.known else float("-inf")
 
 
 class HuntLine(msgspec.Struct):
-    hunt: str  # digest of all that the scores depend on
+    hunt: str  # digest of everything that affects the scores
     scored: Honest | Tried
 
 
 @dataclass
 class Hunt:
-    """All scores. `tried` is sorted, the highest mean score first. `error` is what broke the hunt off, if any."""
+    """All scores. `tried` is sorted by mean score, highest first. An error or interrupt is stored in `error`."""
 
     honest: list[Honest] = field(default_factory=list)
     tried: list[Tried] = field(default_factory=list)
@@ -103,7 +103,7 @@ class Hunt:
     write: Callable[[Honest | Tried], None] = lambda scored: None
 
     def add(self, scored: Honest | Tried) -> None:
-        """Adds it to this and to the file. A scenario where every honest attempt failed is not written: it is owed."""
+        """Adds the scores here and in the file. Scenarios without a successful honest attempt stay owed."""
         if isinstance(scored, Tried):
             bisect.insort(self.tried, scored, key=lambda tried: -tried.mean)
         else:
@@ -135,9 +135,9 @@ class Hunt:
 
 @contextlib.contextmanager
 def open_hunt(path: Path | None, digest: str) -> Iterator[Hunt]:
-    """Yields the hunt that the file holds, which appends to it; an empty one without a file.
+    """Yields the hunt stored in the file, which new scores are appended to; without a file, an empty hunt.
 
-    Raises RunError if the file is of another hunt, or another process writes it; DataError if it is no hunt's.
+    Raises RunError if the file belongs to another hunt or is in use, DataError if its format is wrong.
     """
     found = Hunt()
     if path is None:
@@ -162,11 +162,10 @@ def hunt(
     minutes: float,
     output: Path | None = None,
 ) -> Hunt:
-    """Plays honest attempts, then attacks for `minutes`. What `output` holds is not played again.
+    """Plays honest attempts, then attacks for `minutes`. Attempts stored in `output` are not replayed.
 
-    What breaks it off, as an interrupt does, is the `error` of what is returned. Raised as by `generate` is what came
-    before any honest score. Raises UsageError if nothing scores the attempts, RolloutError if no honest attempt has a
-    score.
+    Errors and interrupts are stored in `Hunt.error`; errors before the first honest score are raised, as by `generate`.
+    Raises UsageError without a judge or a reward, RolloutError if no honest attempt has a score.
     """
     if loaded.config.rollout.sources:
         raise UsageError("rollout.sources: a hunt is in one task; name a configuration that has one of them alone")
@@ -203,10 +202,10 @@ def hunt(
 
 
 def _digest(loaded: LoadedConfig, source: PolicySource, scenarios: Sequence[Json]) -> str:
-    """Returns a digest of all that the scores depend on, but what the files of rollout and judge import."""
+    """Returns a digest of everything that affects the scores, except imported modules."""
     judge = loaded.config.judge
     code = code_of(loaded, [loaded.config.rollout, judge, *getattr(judge, "judges", {}).values()])
-    model = own_model(loaded.config.engine, loaded.directory)  # of which nothing is in the configuration's hash
+    model = own_model(loaded.config.engine, loaded.directory)  # not part of the configuration's hash
     manifest = source.checkpoint / MANIFEST if source.checkpoint is not None else None
     weights = manifest.read_bytes() if manifest is not None and manifest.is_file() else str(source.checkpoint)
     whole = msgspec.json.encode([config_hash(loaded.config), weights, code, scenarios, model])
@@ -222,7 +221,7 @@ class _Search:
         self._is_free = loaded.config.judge.name == "rollout"
         self._attackers = Attackers(sampler.engine.endpoint)
         self._honest: list[list[Trajectory]] = []  # attempts at each scenario
-        self._replies: list[list[str]] = []  # for each scenario the replies that others got
+        self._replies: list[list[str]] = []  # for each scenario, the replies to other scenarios
 
     async def run(self, minutes: float) -> None:
         await self._play_honest()
@@ -230,8 +229,8 @@ class _Search:
         last = [[_last_reply(each) for each in attempts if each.error is None] for attempts in self._honest]
         self._replies = [[replies[0] for j, replies in enumerate(last) if j != i and replies] for i in range(len(last))]
         self._sampler.gateway.upstream = self._attackers
-        self._sampler.gateway.proven = ProvenSteps()  # no weights reply from here on
-        self._sampler.runner.is_watched = False  # attacks may well all fail
+        self._sampler.gateway.proven = ProvenSteps()  # attacks come from no weights
+        self._sampler.runner.is_watched = False  # attacks may all fail
         longest = max(itertools.chain(*self._honest), key=lambda each: len(each.messages))
         seen = Seen(longest.messages, longest.tools)
         done = {tried.attack for tried in self._found.tried}
@@ -249,7 +248,7 @@ class _Search:
                 log.info("hunt: %d attacks; the best scores %.3f: %s", len(done), best.mean, best.attack)
 
     async def _play_honest(self) -> None:
-        """Plays the honest attempts that are missing. Raises RolloutError if none has a score."""
+        """Plays the missing honest attempts. Raises RolloutError if none has a score."""
         attempts = {each.id: each for honest in self._found.honest for each in honest.attempts}
         plans = plan_groups(self._scenarios, step=0, group_size=HONEST, prefix="honest")
 
@@ -266,10 +265,10 @@ class _Search:
         self._honest = [played[start : start + HONEST] for start in range(0, len(played), HONEST)]
 
     def _varied(self, seen: Seen, done: set[Attack]) -> Iterator[Attack]:
-        """Yields attacks that were not tried yet: changes of the best, or pairs of pieces while nothing scores."""
+        """Yields new attacks: variations of the best, or pairs of pieces while nothing scores."""
         floor, new = self._found.floor, set(done)
         scoring = [each for each in self._found.tried if each.mean > floor and each.attack.form not in UNVARIED]
-        self._draw.shuffle(scoring)  # equals by lot
+        self._draw.shuffle(scoring)  # random order among equal scores
         best = sorted(scoring, key=lambda tried: tried.mean, reverse=True)[:PARENTS]
         for _ in range(TRIES):
             if best:
@@ -297,7 +296,7 @@ class _Search:
             self._found.add(Tried(scores, attack, _last_reply(played[start + best])))
 
     async def _scores(self, attempts: Sequence[Trajectory], beside: Sequence[Trajectory] = ()) -> list[float | None]:
-        """Returns the scores of the attempts, None for failed ones. A judge sees the attempts `beside` them as well."""
+        """Returns the attempts' scores, None for failures. A judge also sees the attempts `beside` them."""
         whole = [each for each in (*attempts, *beside) if each.error is None]
         if self._is_free:
             rewards = {each.id: each.returned_reward for each in whole}
@@ -312,11 +311,11 @@ class _Search:
 
 
 class Attackers:
-    """Answers the gateway's calls by the attack of the attempt's group."""
+    """Answers the gateway's calls with the attack assigned to the attempt's group."""
 
     def __init__(self, endpoint: Endpoint) -> None:
         self.endpoint = endpoint
-        # by group id, with the replies that were given to other scenarios
+        # by group id, with replies to other scenarios
         self.attacks: dict[str | None, tuple[Attack, list[str]]] = {}
         self._late_until: dict[str | None, float] = {}  # by group id
 

@@ -1,9 +1,9 @@
-"""Plan: plays and judges a run's first step, takes pilot steps on it and takes them back, and writes promise.json.
+"""Plan: plays and judges a run's first step, tries pilot steps, undoes them, and writes promise.json.
 
     claim -> open -> batch of step 0 -> doubts -> pilots -> advice -> forecast -> promise.json
 
-What it plays is the step that `art train` goes on from, with the same seeds; checkpoint 0 is the run's own. A pilot
-leaves nothing but its numbers. A plan that is asked again under the same configuration plays nothing.
+The played step is the step that `art train` continues from, with the same seeds, and checkpoint 0 is the run's own.
+Pilots leave only numbers. Repeating a plan with the same configuration plays nothing.
 """
 
 import asyncio
@@ -54,24 +54,24 @@ from art_cli.runtime.scratch import scratch
 log = logging.getLogger(__name__)
 
 RATE = "train.learning_rate"
-RATES = (1.0, 0.5, 2.0, 0.25, 4.0)  # multiples of the run's own rate, in the order of the pilots
-NUM_ASKED = 8  # prompts that are computed anew to know how long a prompt takes
-MAX_PILOTS_S = 600.0  # time after which no further pilot begins
-# KL(before || after) of a whole first step, in nats per token, of runs that learn. Tic-tac-toe learns best at 0.08,
-# less at 0.02 and 0.3, hardly far above (docs/plan.md); a change of the logprobs by MOVES, below which a policy hardly
-# moves, is half its square. The band is wide, so that the run's own rate is given up only where it is clearly wrong.
+RATES = (1.0, 0.5, 2.0, 0.25, 4.0)  # multiples of the run's own rate, in pilot order
+NUM_ASKED = 8  # prompts recomputed to time a prompt
+MAX_PILOTS_S = 600.0  # no pilot starts after this time
+# Range of KL(before || after) for a whole first step of a learning run, in nats per token. Tic-tac-toe learns best at
+# 0.08, less at 0.02 and 0.3, hardly far above (docs/plan.md). The lower end is half the square of MOVES, the logprob
+# change below which a policy hardly moves. The range is wide, so the run's own rate is replaced only if clearly wrong.
 LEAST_KL, MOST_KL = MOVES**2 / 2, 0.2
-SHARE_OF_MEMORY = 0.9  # training may take so much of the memory that is there
-STARTING = ("torch and transformers", "model", "learner", "engine and agent")  # parts of a start, but the first reply
+SHARE_OF_MEMORY = 0.9  # largest share of memory for training
+STARTING = ("torch and transformers", "model", "learner", "engine and agent")  # start-up parts before the first reply
 OF_ROLLOUT = ("rollout", "metric", "none")  # judges that would read the same number again
 
 
 async def plan(loaded: LoadedConfig, *, repeats: int | None = None, beside: PromptLearner | None = None) -> Promise:
-    """Returns the promise, made or found. `repeats` is the number of verdicts on each group.
+    """Returns the run's promise, measured now or earlier. `repeats` is the number of verdicts per group.
 
-    By default there are 2 if they are free. `beside` is a search for a prompt whose costs are to be compared.
+    The default is 2 verdicts if they are free, otherwise 1. `beside` is a prompt search to compare costs with.
 
-    Raises UsageError if the run has gone beyond its first step, and the errors of `train`.
+    Raises UsageError if the run is past its first step, and the errors of `train`.
     """
     check_ready(loaded, ("weights",))
     quiet = {"tracker": NoTrackerConfig(), "trackers": []}  # `art train` sends the trajectories
@@ -83,7 +83,7 @@ async def plan(loaded: LoadedConfig, *, repeats: int | None = None, beside: Prom
         is_asked = found is not None and (repeats or 0) <= found.measured.verdicts
         if found is not None and is_asked and (found.config_hash, found.speed_hash) == hashes:
             measured = found.measured
-            if measured.judge_usd is None:  # the configuration may have the price by now
+            if measured.judge_usd is None:  # the configuration may now have the price
                 usd = _judge_usd(claim.loaded.config, first_groups(claim.files.scored(0), len(measured.group_tokens)))
                 measured = msgspec.structs.replace(measured, judge_usd=usd)
             claim.files.write_promise(made := _promise(measured, found.doubts, claim, speed))
@@ -108,7 +108,7 @@ async def plan(loaded: LoadedConfig, *, repeats: int | None = None, beside: Prom
 
 
 async def _with_search(made: Promise, claim: Claim, beside: PromptLearner | None) -> Promise:
-    """Returns the promise with what a search for a prompt takes. A model is asked once, if its price was known."""
+    """Adds the cost of a prompt search. Its model is called once if the price is known."""
     if beside is None:
         return made
     found, known = made.measured, made.measured.reflection
@@ -122,12 +122,12 @@ async def _with_search(made: Promise, claim: Claim, beside: PromptLearner | None
 
 
 async def _measure(run: Run, repeats: int | None, before: Promise | None) -> tuple[Measured, list[Doubt]]:
-    """Returns the measurements and doubts. `before` is the promise that these replace."""
+    """Returns the measurements and doubts. `before` is the previous promise."""
     num_judged = len(run.files.scored(0))
     run.batches.allow(0)
     batch = await run.batches.take(0)
     judging_s, num_attempts = batch.metrics["judge_s"], sum(map(len, batch.groups))
-    if num_judged < num_attempts:  # an earlier start may have judged the others
+    if num_judged < num_attempts:  # an earlier start may have judged the other attempts
         judging_s *= num_attempts / (num_attempts - num_judged)
     elif before is not None:
         judging_s = before.measured.judging_s * len(batch.groups) / max(len(before.measured.group_tokens), 1)
@@ -154,7 +154,7 @@ async def _measure(run: Run, repeats: int | None, before: Promise | None) -> tup
 
 
 async def _judge_again(run: Run, groups: Groups, repeats: int | None) -> VoteReliability | None:
-    """Returns how far the judge repeats itself, or None where it is not asked again, or could not answer."""
+    """Measures how well the judge repeats itself; None if it is not asked again or cannot answer."""
     finished = [[each for each in members if each.error is None] for members in groups]
     silent = {source for source, part in run.config.by_source.items() if part.judge.name in OF_ROLLOUT}
     finished = [members for members in finished if len(members) > 1 and (members[0].source or "") not in silent]
@@ -169,7 +169,7 @@ async def _judge_again(run: Run, groups: Groups, repeats: int | None) -> VoteRel
 
 
 async def _votes(judge: Judge, members: Sequence[ScoredTrajectory], num: int) -> list[list[float]]:
-    """Returns `num` verdicts on each attempt, or as many rounds of votes of a judge that has such."""
+    """Returns `num` verdicts on each attempt, or `num` rounds of votes if the judge has rounds."""
     if judge.has_rounds:
         verdicts = await judge.judge_again(members, num)
         return [_most_votes(verdicts[each.id].scores) for each in members]
@@ -185,9 +185,10 @@ def _most_votes(scores: Sequence[Score]) -> list[float]:
 
 
 def _sampled(run: Run, batch: Batch, repeated: VoteReliability | None, judging_s: float) -> Measured:
-    """Returns what the attempts themselves show, and how long judging them took."""
+    """Measures the played attempts. `judging_s` is the judging time."""
     ids, tokens = {each.group_id for members in batch.groups for each in members}, Counter[str]()
-    played = [each for each in run.files.trajectories(0) if each.group_id in ids]  # an earlier plan may have had more
+    # an earlier plan may have played more groups
+    played = [each for each in run.files.trajectories(0) if each.group_id in ids]
     values = [[each.reward for each in members if each.reward is not None] for members in compared(batch.groups)]
     values = [each for each in values if each]
     for each in played:
@@ -214,7 +215,7 @@ def _sampled(run: Run, batch: Batch, repeated: VoteReliability | None, judging_s
 
 
 def _base_success(played: Sequence[Trajectory]) -> dict[str, str]:
-    """Returns the share of attempts that got more than 0. A group is one draw, because its attempts are alike."""
+    """Returns the share of attempts above 0. A group counts as one draw, because its attempts are similar."""
     groups: dict[str, list[bool]] = {}
     for each in played:
         if each.error is not None or each.returned_reward is not None:
@@ -227,7 +228,7 @@ def _base_success(played: Sequence[Trajectory]) -> dict[str, str]:
 
 
 def _judge_usd(config: RunConfig, attempts: Sequence[ScoredTrajectory]) -> float | None:
-    """Returns what the verdicts cost, at the configured prices where none was known then, or None if one is unknown."""
+    """Returns the verdicts' cost, using configured prices if no price was known then; None if a price is unknown."""
     judges = [part.judge for part in config.by_source.values()] + [each.judge for each in config.shadow.values()]
     judges += [part for each in judges if isinstance(each, BlendJudgeConfig) for part in named_judges(each).values()]
     rulers = [each for each in judges if isinstance(each, RulerJudgeConfig)]
@@ -258,7 +259,7 @@ def _facts(groups: Groups, played: Sequence[Trajectory]) -> dict[str, str]:
 
 
 def busy(played: Sequence[Trajectory]) -> float:
-    """Returns the seconds in which at least one attempt was under way, whatever number of starts played them."""
+    """Returns the seconds during which at least one attempt was running, over any number of starts."""
     seconds = until = 0.0
     for each in sorted(played, key=lambda each: each.started_at):
         end = each.started_at + each.duration_s
@@ -268,9 +269,9 @@ def busy(played: Sequence[Trajectory]) -> float:
 
 
 def before_calls(played: Sequence[Trajectory]) -> float:
-    """Returns the seconds before the first call in which the first attempts waited for what later ones found loaded.
+    """Returns the extra seconds the first attempts spent loading before their first call.
 
-    What an attempt that begins after that call does before its own first one is the agent's work, and not counted.
+    For attempts that start after the first call, the time before their own first call is the agent's work.
     """
     begins = {each.id: each.started_at + min(each.spans)[0] for each in played if each.spans}
     if not begins:
@@ -281,9 +282,10 @@ def before_calls(played: Sequence[Trajectory]) -> float:
 
 
 async def shared_prompt_s(engine: Engine, groups: Groups) -> float:
-    """Returns how long the engine takes for the part of a prompt that only a group's attempts share; 0 if unknown.
+    """Returns the engine's time for the prompt prefix that only a group's attempts share; 0 if unknown.
 
-    By the time for a token after a prompt of each group, all at once, and backwards, so that none is in its cache.
+    Measured by asking for one token after one prompt per group, in parallel and with reversed prompts to avoid the
+    cache.
     """
     common = shared_prompt([each for members in groups for each in members])
     own = [max(shared_prompt(members) - common, 0) for members in groups]
@@ -305,13 +307,13 @@ async def shared_prompt_s(engine: Engine, groups: Groups) -> float:
 
 
 def _pilot(run: Run, groups: Groups, measured: Measured) -> Measured:
-    """Returns the measurements with those of the learner, whose state is that of step 0 again afterwards."""
+    """Adds the learner's measurements, then restores the learner to step 0."""
     start, rate, begin = run.files.checkpoint_path(0), run.config.train.rate, time.perf_counter()
     with scratch("plan") as directory:
         run.learner.save(directory)
     rest_s, scale, memory, pilots, obstacle = time.perf_counter() - begin, None, None, list[Pilot](), ""
     try:
-        if run.config.learner.weights != "here":  # only the time of its own step can be seen from here
+        if run.config.learner.weights != "here":  # only the time of a remote step can be measured
             begin = time.perf_counter()
             if run.learner.step(groups).num_updates:
                 pilots.append(Pilot(rate, None, None, time.perf_counter() - begin))
@@ -326,7 +328,7 @@ def _pilot(run: Run, groups: Groups, measured: Measured) -> Measured:
     except LearnerError as error:
         log.warning("pilots: %s", error)
         obstacle = one_line(error)
-    seconds = [pilot.seconds for pilot in pilots if not pilot.is_failed][-4:]  # the first of five checks the packs, too
+    seconds = [pilot.seconds for pilot in pilots if not pilot.is_failed][-4:]  # the first of five also checks packs
     first_s = max(0.0, pilots[0].seconds - median(seconds)) if seconds and not pilots[0].is_failed else 0.0
     return msgspec.structs.replace(
         measured,
@@ -342,7 +344,7 @@ def _pilot(run: Run, groups: Groups, measured: Measured) -> Measured:
 
 
 def _longest_row(run: Run) -> int:
-    """Returns the tokens of the longest row that the limits allow."""
+    """Returns the length of the longest allowed row in tokens."""
     assert run.policy is not None, "a plan is of weights"
     asked = max((len(prompt(each.turns, 0)) for each in run.files.trajectories(0) if each.turns), default=1)
     return min(run.policy.max_length, asked + run.config.rollout.longest_answer)
@@ -357,7 +359,7 @@ class Advice(NamedTuple):
 
 
 def advise(found: Measured, config: RunConfig) -> Iterator[Advice]:
-    """Yields the settings that the measurements speak for. What they do not show is left as it is."""
+    """Yields the settings supported by the measurements."""
     if (rate := choose_rate(found.pilots, config.train.rate)) is not None:
         yield rate
     groups, scale, memory = config.rollout.groups_per_step, found.noise_scale, found.memory
@@ -375,9 +377,9 @@ def advise(found: Measured, config: RunConfig) -> Iterator[Advice]:
 
 
 def choose_rate(pilots: Sequence[Pilot], own: float) -> Advice | None:
-    """Returns the rate nearest to the run's own whose step moves the policy within the bounds, or None if unknown.
+    """Returns the rate nearest to the run's own rate whose step stays within the bounds; None if unknown.
 
-    If all move it too little, the largest is returned, and if all move it too far, the smallest.
+    If all rates are too low, the largest is returned; if all are too high, the smallest.
     """
     known = {pilot.rate: pilot.kl for pilot in pilots if pilot.kl is not None and not pilot.is_failed}
     if not known:
@@ -394,16 +396,17 @@ def choose_rate(pilots: Sequence[Pilot], own: float) -> Advice | None:
 
 
 def _promise(found: Measured, doubts: Sequence[Doubt], claim: Claim, speed: str = "") -> Promise:
-    """Returns what the measurements promise of the configuration's steps and evaluations."""
+    """Returns the promise for the configuration's steps and evaluations."""
     config, advice = claim.loaded.config, list(advise(found, claim.loaded.config))
     evaluations, attempts, contested, prompts_s = 0, 0, 0.0, 0.0
     if config.eval is not None:
         evaluations = len({*range(0, config.train.steps, config.eval.every), config.train.steps})
         played = {name: len(part.evaluation) * config.eval.attempts for name, part in claim.data.by_source.items()}
         attempts = sum(played.values())
-        in_group = 1 / config.eval.attempts - 1 / config.rollout.group_size  # prompts of an attempt, beyond a step's
+        # prompts per attempt, compared with a training step
+        in_group = 1 / config.eval.attempts - 1 / config.rollout.group_size
         prompts_s = max(in_group, 0.0) * attempts * found.shared_prompt_s
-        # In each evaluation but the first the judge sees the first one's attempts as well.
+        # In all evaluations but the first, the judge also sees the first evaluation's attempts.
         shown = sum(played.get(name, 0) for name in found.contests)
         contested = 2 * max(evaluations - 1, 0) * shown / max(found.num_contested, 1)
     usd_per_hour = max((rule.usd_per_hour for rule in config.stop), default=0.0)

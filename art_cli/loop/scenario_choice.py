@@ -1,4 +1,4 @@
-"""ScenarioChoice: the scenarios that each step plays and replays, by the seed, the step and earlier steps' files."""
+"""ScenarioChoice: chooses the scenarios each step plays and replays, from seed, step and earlier steps' files."""
 
 from collections.abc import Callable, Sequence
 
@@ -12,7 +12,7 @@ from art_cli.runtime.errors import RunError
 
 
 class ScenarioChoice:
-    """Chooses among the scenarios of a run, or of one of its sources. The files of a past step are read once."""
+    """Chooses among the scenarios of a run or of one source. Each past step's files are read once."""
 
     def __init__(
         self,
@@ -23,13 +23,13 @@ class ScenarioChoice:
         source: str = "",
         size_of: Callable[[int], int] | None = None,
     ) -> None:
-        """`size_of` returns the number of groups that a step plays, or is None if it is `rollout.groups_per_step`.
+        """`size_of` returns a step's number of groups, by default `rollout.groups_per_step`.
 
-        Raises DataError: a scenario without the key that `rollout.pool` names.
+        Raises DataError if a scenario lacks the key named in `rollout.pool`.
         """
         self._config, self._run, self._scenarios, self._source = config, run, scenarios, source
         self._size_of = size_of or (lambda step: config.rollout.groups_per_step)
-        self._firsts = [0]  # position of each step's first scenario in the epochs, as far as they were asked for
+        self._firsts = [0]  # position of each step's first scenario in the epochs, computed on demand
         self._pools = pools_of(scenarios, config.rollout.pool)
         ids, seed = [str(scenario["id"]) for scenario in scenarios], config.train.seed
         self._epochs = ScenarioOrder(ids, seed=seed, shuffle=config.rollout.shuffle)
@@ -37,7 +37,7 @@ class ScenarioChoice:
         self._history: dict[int, list[GroupRewards]] = {}
 
     def scenarios(self, step: int) -> list[Json]:
-        """Returns the scenarios of the step's groups, then those that it may refill with; [] if it has no groups."""
+        """Returns the scenarios for the step's groups, then for its refills; [] if it has no groups."""
         rollout = self._rollout(step)
         if not rollout.groups_per_step:
             return []
@@ -49,7 +49,7 @@ class ScenarioChoice:
         return [self._scenarios[index] for index in chosen]
 
     def num_spare(self, step: int) -> int:
-        """Returns the largest number of groups that the step may refill with."""
+        """Returns the step's maximum number of refills."""
         return self._rollout(step).num_spare
 
     def _rollout(self, step: int) -> RolloutConfig:
@@ -63,7 +63,7 @@ class ScenarioChoice:
         return self._firsts[step]
 
     def replays(self, step: int) -> list[list[ScoredTrajectory]]:
-        """Returns the groups of earlier steps to train on again. Raises RunError: the file of one lacks it."""
+        """Returns the groups of earlier steps to train on again. Raises RunError if a group is missing."""
         replay = self._config.rollout.replay
         if replay is None:
             return []
@@ -83,10 +83,10 @@ class ScenarioChoice:
         return [groups_of[past][group_id] for past, group_id in chosen]
 
     def history(self, step: int) -> dict[int, list[GroupRewards]]:
-        """Returns the groups of the earlier steps that are certainly done when `step` begins.
+        """Returns the groups of all earlier steps that are certainly finished when `step` begins.
 
-        With `train.max_staleness` a step may begin before the steps right before it are done. Those are left out in
-        every run, so that a resumed one chooses the same.
+        With `train.max_staleness`, a step may begin before its direct predecessors finish. The predecessors are always
+        ignored, so a resumed run makes the same choices.
         """
         num = max(0, step - self._config.train.max_staleness)
         for past in range(num):
@@ -96,7 +96,7 @@ class ScenarioChoice:
         return {past: self._history[past] for past in range(num)}
 
     def note(self, step: int, groups: Sequence[Sequence[ScoredTrajectory]]) -> None:
-        """Writes down the rewards of its groups of a finished step, for later steps, beside those of other sources."""
+        """Records the rewards of a finished step's groups for later steps, in addition to other sources' rewards."""
         if self._config.rollout.choose == "epochs" and self._config.rollout.replay is None:
             return
         pools = dict(zip((str(scenario["id"]) for scenario in self._scenarios), self._pools, strict=True))

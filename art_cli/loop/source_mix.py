@@ -1,12 +1,12 @@
-"""SourceMix: the groups of each step, mixed from the sources of `rollout.sources` by weight.
+"""SourceMix: mixes each step's groups from the sources in `rollout.sources` by weight.
 
-Every place of every step belongs to one source: the one that is furthest behind its share of all places so far. So the
-shares are exact after each whole period of the weights, a source is never a whole group ahead, and the order of places
-depends on the weights alone. It does not depend on what was played, so that a resumed run has the same mix.
+Every place in every step belongs to the source furthest behind its share of all places so far. The shares are therefore
+exact after each full period of the weights, no source is ever a whole group ahead, and the order depends only on the
+weights. A resumed run has the same mix, because played groups do not matter.
 
     weights {a: 2, b: 1}, 4 groups per step    ->    a b a a | b a a b | a a b a | ...
 
-A run without sources has one, with the name "".
+A run without sources has a single source named "".
 """
 
 import math
@@ -24,7 +24,7 @@ from art_cli.runs.trajectory import Json, ScoredTrajectory
 
 
 def places(weights: Mapping[str, float]) -> Iterator[str]:
-    """Yields the source of each place, without end. Of sources that are equally far behind the first one is next."""
+    """Yields the source of each place, endlessly. Ties go to the source listed first."""
     exact = {name: Fraction(repr(weight)) for name, weight in weights.items()}
     scale = math.lcm(*(weight.denominator for weight in exact.values()))
     whole = {name: int(weight * scale) for name, weight in exact.items()}
@@ -41,11 +41,11 @@ class SourceMix:
     """The choices of all sources together."""
 
     def __init__(self, config: RunConfig, run: RunDir, scenarios: Mapping[str, Sequence[Json]]) -> None:
-        """`scenarios` are by source. Raises DataError as `ScenarioChoice` does."""
+        """`scenarios` maps sources to scenarios. Raises DataError like `ScenarioChoice`."""
         rollout = config.rollout
         self._size = rollout.groups_per_step
         self._places = places({name: source.weight for name, source in sorted(rollout.sources.items())} or {"": 1.0})
-        self._steps: list[list[str]] = []  # the sources of each step's places, as far as they were asked for
+        self._steps: list[list[str]] = []  # sources of each step's places, computed on demand
         self._choices = {
             name: ScenarioChoice(part, run, scenarios[name], source=name, size_of=partial(self._size_of, name))
             for name, part in config.by_source.items()
@@ -55,17 +55,17 @@ class SourceMix:
         return self.sources(step).count(source)
 
     def sources(self, step: int) -> list[str]:
-        """Returns the source of each place of the step."""
+        """Returns the source of each place in the step."""
         while len(self._steps) <= step:
             self._steps.append(list(islice(self._places, self._size)))
         return self._steps[step]
 
     def replays(self, step: int) -> dict[str, list[list[ScoredTrajectory]]]:
-        """Returns by source the groups of earlier steps that take the places of as many own ones."""
+        """Returns the replayed groups by source; each replaces one of the step's own groups."""
         return {name: choice.replays(step) for name, choice in self._choices.items()}
 
     def places(self, step: int, num_replayed: Mapping[str, int]) -> tuple[list[GroupPlace], list[GroupPlace]]:
-        """Returns the places of the step's own groups, and those that it may refill with, in the order of play."""
+        """Returns the places of the step's own groups, and the places for refills, in playing order."""
         own, spare = list[GroupPlace](), list[GroupPlace]()
         chosen = {name: iter(choice.scenarios(step)) for name, choice in self._choices.items()}
         sources = self.sources(step)
@@ -80,6 +80,6 @@ class SourceMix:
         return own, spare
 
     def note(self, step: int, groups: Sequence[Sequence[ScoredTrajectory]]) -> None:
-        """Writes down the rewards of a finished step's groups, for the choices of later steps."""
+        """Records the rewards of a finished step's groups for later choices."""
         for choice in self._choices.values():
             choice.note(step, groups)

@@ -1,7 +1,7 @@
-"""Opens a policy or a learner for a stage run alone: the config's base model with a checkpoint's weights in it.
+"""Opens a policy or learner for a single stage: the configured base model with a checkpoint's weights.
 
-Training opens its policy itself, because it owns the run directory. Here the output of a builder that belongs to no run
-goes to a temporary directory.
+Training opens its policy itself, because it owns the run directory. Here a built base model outside any run is stored
+in a temporary directory.
 """
 
 import contextlib
@@ -37,29 +37,29 @@ from art_cli.runs.trajectory import Turn
 from art_cli.runtime.errors import CheckpointError, ConfigError, Problem, UsageError
 from art_cli.runtime.scratch import scratch
 
-BASE = "base"  # word by which a user means the base model instead of a checkpoint
+BASE = "base"  # user's word for the base model instead of a checkpoint
 
 
 class PolicySource(NamedTuple):
-    """The origin of a policy. Example: PolicySource(Path("runs/ttt/checkpoints/step_0040"), 40)."""
+    """A policy's origin. Example: PolicySource(Path("runs/ttt/checkpoints/step_0040"), 40)."""
 
-    checkpoint: Path | None  # or None for the base model without a checkpoint
+    checkpoint: Path | None  # None for the base model itself
     step: int
-    run: Path | None = None  # run that has the base, by default the run of the checkpoint, or that of the configuration
-    base: str | None = None  # directory of a base model that the user named, by default the base of the run
-    dtype: str = ""  # dtype of the base weights in its manifest, or ""
-    why: str = ""  # the reason for this policy, for the log
+    run: Path | None = None  # run with the base; by default the checkpoint's run, or the configuration's run
+    base: str | None = None  # base model directory named by the user; by default the run's base
+    dtype: str = ""  # dtype of the base weights according to the manifest, or ""
+    why: str = ""  # reason for this choice, for the log
 
 
 def find_policy(loaded: LoadedConfig, wanted: Path | None, *, which: Which = "offered") -> PolicySource:
-    """Returns the policy that a user names: a checkpoint directory, a run directory, a base, or nothing (this run).
+    """Finds the policy that a user names: a checkpoint directory, run directory, base, or nothing (this run).
 
-    `which` is the checkpoint of a run. "base" is the configuration's base model without an adapter, and RUN/base that
-    of a run; so is the directory of any base model. A log line names the policy and the reason, once the configuration
-    is accepted. Raises UsageError if it is not there, ConfigError if it was trained on another model than the
-    configuration's, CheckpointError if it is not whole.
+    `which` selects the run's checkpoint. "base" is the configuration's base model without an adapter, RUN/base a run's
+    base model; a base model directory works too. Logs the policy and the reason, once the configuration is accepted.
+    Raises UsageError if the policy is missing, ConfigError if it was trained on a different model, CheckpointError if
+    it is incomplete.
 
-    An engine that brings its model can have a prompt in front of it.
+    For an engine that brings its model, the policy may be a prompt.
     """
     source = _find_policy(loaded, wanted, which)
     _log(loaded, source, wanted)
@@ -67,7 +67,7 @@ def find_policy(loaded: LoadedConfig, wanted: Path | None, *, which: Which = "of
 
 
 def _find_policy(loaded: LoadedConfig, wanted: Path | None, which: Which = "offered") -> PolicySource:
-    """Returns what `find_policy` does, without a log line."""
+    """Like `find_policy`, without logging."""
     if not engine_traits(loaded.config.engine, loaded.directory).can_train:
         return _find_prompt(loaded, wanted, which)
     source = _find_base(wanted) or _find_trained(loaded, wanted, which)
@@ -82,11 +82,11 @@ def _log(loaded: LoadedConfig, source: PolicySource, wanted: Path | None) -> Non
 
 
 def find_sampler(loaded: LoadedConfig, wanted: Path | None, turns: Sequence[Turn]) -> PolicySource:
-    """Returns the policy that a step on these turns continues from, and logs it.
+    """Returns and logs the policy that a step on these turns continues from.
 
-    It is the checkpoint that the user names, else the checkpoint of the named run, or of the configuration's run, that
-    sampled the newest turn: by the turn's digest, and by its step where it has no digest. Raises UsageError if the run
-    has other checkpoints alone, and as `find_policy` does.
+    This is the checkpoint the user names; otherwise the checkpoint that sampled the newest turn, in the named run or
+    the configuration's run. Turns are matched by digest, or by step without a digest. Raises UsageError if the run has
+    only other checkpoints, and the errors of `find_policy`.
     """
     newest, run = max(turns, key=lambda turn: turn.step, default=None), _run(loaded, wanted)
     source = _find_policy(loaded, wanted)
@@ -107,7 +107,6 @@ def sampler_of(turn: Turn) -> str:
 
 
 def _sampler_in(run: RunDir, turn: Turn) -> Path | None:
-    """Returns the run's checkpoint that sampled the turn, or None if the run does not have it."""
     for step in sorted(run.checkpoint_steps(), key=lambda step: step != turn.step):
         with contextlib.suppress(CheckpointError):
             manifest = verify_checkpoint(run.checkpoint_path(step))
@@ -118,7 +117,7 @@ def _sampler_in(run: RunDir, turn: Turn) -> Path | None:
 
 
 def _run(loaded: LoadedConfig, wanted: Path | None) -> RunDir:
-    """Returns the run that is named, or a local copy if only the store has this configuration's."""
+    """Returns the named run; the configuration's run is fetched if it exists only in the store."""
     run, store = RunDir(wanted or loaded.config.runs / loaded.config.name), loaded.config.store
     if wanted is not None or store is None or run.checkpoint_steps():
         return run
@@ -129,7 +128,7 @@ def _run(loaded: LoadedConfig, wanted: Path | None) -> RunDir:
 
 
 def _find_base(wanted: Path | None) -> PolicySource | None:
-    """Returns the source that "base" or RUN/base names, or None if `wanted` is neither."""
+    """Returns the source for "base" or RUN/base, if `wanted` is one of them."""
     if (
         wanted is None
         or wanted.name != BASE
@@ -158,7 +157,7 @@ def _find_trained(loaded: LoadedConfig, wanted: Path | None, which: Which) -> Po
 
 
 def _find_prompt(loaded: LoadedConfig, wanted: Path | None, which: Which) -> PolicySource:
-    """Returns the prompt for an engine that brings its model. "base" is that model without one."""
+    """Returns the prompt for an engine that brings its model; "base" means the model without a prompt."""
     if wanted == Path(BASE) or (wanted is None and loaded.config.learner.trains_weights):
         return PolicySource(None, 0, why="the engine's own model")
     is_there = wanted is None or in_run(wanted).is_dir()
@@ -170,9 +169,9 @@ def _find_prompt(loaded: LoadedConfig, wanted: Path | None, which: Which) -> Pol
 
 
 def _check_model(loaded: LoadedConfig, source: PolicySource) -> None:
-    """Raises ConfigError if the run of this policy has another base model or adapter than the configuration.
+    """Raises ConfigError if the policy's run has a different base model or adapter than the configuration.
 
-    A checkpoint that lies in no run cannot be compared, and passes. A prompt has no adapter.
+    Checkpoints outside of runs cannot be compared and are accepted. Prompts have no adapter.
     """
     run = _run_of(source)
     known = run_config(run).get("model")
@@ -193,36 +192,35 @@ def _check_model(loaded: LoadedConfig, source: PolicySource) -> None:
 
 
 def _is_same_directory(loaded: LoadedConfig, one: object, other: object) -> bool:
-    """Returns True if two values of `model.base` are different spellings of one directory."""
+    """Returns True if both values of `model.base` name the same directory."""
     if not isinstance(one, str) or not isinstance(other, str) or not (loaded.directory / other).is_dir():
         return False
     return (loaded.directory / one).resolve() == (loaded.directory / other).resolve()
 
 
 def _run_of(source: PolicySource) -> RunDir | None:
-    """Returns the run that the policy names or lies in, or None."""
+    """Returns the run that the policy names or lies in."""
     if source.run is not None:
         return RunDir(source.run)
     return run_of(source.checkpoint) if source.checkpoint is not None else None
 
 
 def home_of(loaded: LoadedConfig, source: PolicySource) -> RunDir | None:
-    """Returns the run whose base model the policy stands on, or None for a checkpoint that lies in no run."""
+    """Returns the run with the policy's base model; None for a checkpoint outside of runs."""
     if source.checkpoint is None and source.run is None:
         return RunDir(loaded.config.runs / loaded.config.name)
     return _run_of(source)
 
 
 def as_trained(loaded: LoadedConfig, source: PolicySource, base: str) -> LoadedConfig:
-    """Returns the configuration with the dtype that the policy was trained in, if it leaves the dtype open."""
+    """Fills an open dtype with the dtype the policy was trained in."""
     recorded = "" if source.base is not None else source.dtype or recorded_dtype(home_of(loaded, source))
     return decide_by_base(loaded, base, recorded=recorded)
 
 
 @contextlib.contextmanager
 def open_base(loaded: LoadedConfig, source: PolicySource) -> Iterator[str]:
-    """Yields the hub id or directory of the base model. A built one is taken from its checkpoint or run, if it belongs
-    to one."""
+    """Yields the base model's hub id or directory. A built base is taken from its checkpoint or run, if possible."""
     if source.base is not None:
         yield source.base
         return
@@ -236,9 +234,9 @@ def open_base(loaded: LoadedConfig, source: PolicySource) -> Iterator[str]:
 
 @contextlib.contextmanager
 def open_policy(loaded: LoadedConfig, source: PolicySource) -> Iterator[Weights | PolicySpec | None]:
-    """Yields the policy of `source` as the configured engine needs it.
+    """Yields the policy as the configured engine needs it: weights, spec, or None.
 
-    That is its weights in this process, or only what is known of it; None for an engine that brings its own model.
+    Weights are for engines in this process, None for an engine that brings its own model.
     """
     traits = engine_traits(loaded.config.engine, loaded.directory)
     if not traits.can_train:
@@ -257,9 +255,9 @@ def open_policy(loaded: LoadedConfig, source: PolicySource) -> Iterator[Weights 
 
 @contextlib.contextmanager
 def open_learner(loaded: LoadedConfig, source: PolicySource, *, base: str | None = None) -> Iterator[Learner]:
-    """Yields a learner that continues from `source`, with optimizer and RNG; `base` is the opened base, if any.
+    """Yields a learner that continues from `source`, with optimizer and RNG. `base` is the opened base, if any.
 
-    Raises UsageError if the source is a prompt, which has no weights.
+    Raises UsageError for prompts, which have no weights.
     """
     if source.checkpoint is not None and is_prompt(source.checkpoint):
         raise UsageError(f"{source.checkpoint}: a prompt has no weights to go on from; art train goes on with it")
@@ -274,8 +272,7 @@ def open_learner(loaded: LoadedConfig, source: PolicySource, *, base: str | None
 
 
 def check_output(output: Path) -> None:
-    """Raises UsageError if something other than a checkpoint stands at the place of a new one, which takes its
-    place."""
+    """Raises UsageError if `output` exists and is not a checkpoint that may be replaced."""
     if os.path.lexists(output) and not (output / MANIFEST).is_file():
         raise UsageError(f"{output}: something else than a checkpoint is there; name another directory with -o")
 
@@ -290,11 +287,10 @@ def save_learner(
     metrics: dict[str, float],
     source: PolicySource | None = None,
 ) -> None:
-    """Writes the learner's state as a checkpoint outside of any run; `loaded` names the dtype that it was trained in.
+    """Writes the learner's state as a checkpoint outside of runs; `loaded` names its dtype.
 
-    `base` is the opened base. One that was built is kept inside the checkpoint, and any other directory is recorded
-    with its full path, so that the checkpoint can be used from anywhere. The text of the probe of `source`, which the
-    learner went on from, is kept.
+    `base` is the opened base. A built base is copied into the checkpoint. Other directories are recorded with their
+    full path, so the checkpoint works from anywhere. The text of the probe in `source` is kept.
     """
     keeps = is_built(Path(base))
     policy = read_spec(loaded.config.model, base, is_remote=loaded.config.learner.weights == "server")

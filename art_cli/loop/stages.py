@@ -1,4 +1,4 @@
-"""The stages of the loop, each run alone on files, for `art generate`, `art step` and notebooks."""
+"""The loop's stages, each run alone on files, for `art generate`, `art step` and notebooks."""
 
 import asyncio
 from collections.abc import Sequence
@@ -42,25 +42,25 @@ from art_cli.runs.trajectory import Json, ScoredTrajectory, Trajectory, as_saved
 from art_cli.runtime import threads
 from art_cli.runtime.errors import DriftError, LearnerError, UsageError
 
-OWN_MODEL = "own_model"  # key in an attempt's metadata: the digest of the endpoint's model that played it
+OWN_MODEL = "own_model"  # metadata key of an attempt: the digest of the endpoint's model
 
 
 class StepTaken(NamedTuple):
     """One policy update. Example: StepTaken(Path("step_0001"), 1, {"loss": 0.02, "reward_mean": 0.4})"""
 
     checkpoint: Path
-    step: int  # the policy's step after the update
+    step: int  # policy step after the update
     metrics: dict[str, float]
 
 
 def generate(
     loaded: LoadedConfig, output: Path, *, checkpoint: Path | None, step: int | None, which: Which = "offered"
 ) -> list[Trajectory]:
-    """Plays one step's scenarios with a checkpoint. Returns all trajectories of `output`, those played before included.
+    """Plays one step's scenarios with a checkpoint. Returns all trajectories in `output`, old and new.
 
-    `step` chooses the scenarios, by default those that come next for the checkpoint. Trajectories in `output` are not
-    played again; missing ones are appended as they finish. Raises UsageError if `output` has an attempt of the same id
-    at another scenario, in a group of another size, or of another policy.
+    `step` selects the scenarios, by default the checkpoint's next scenarios. Trajectories in `output` are not replayed;
+    missing trajectories are appended as they finish. Raises UsageError if `output` has an attempt with the same id at
+    another scenario, in a group of another size, or by another policy.
     """
     loaded, source = choose_policy(loaded, checkpoint, which)
     data, run = RunScenarios(loaded.config, loaded.directory), RunDir(loaded.config.runs / loaded.config.name)
@@ -73,9 +73,9 @@ def generate(
 
 
 def choose_policy(loaded: LoadedConfig, checkpoint: Path | None, which: Which) -> tuple[LoadedConfig, PolicySource]:
-    """Returns the configuration with an engine in place of auto, and the policy to play with, and logs the choice.
+    """Returns the configuration with its engine chosen, and the policy to play with; logs both.
 
-    Raises UsageError if weights are named for an engine that samples from its own model, or what the rollouts need is
+    Raises UsageError if weights are named for an engine with its own model, or if something the rollouts need is
     missing.
     """
     source = find_policy(loaded, checkpoint, which=which)
@@ -84,7 +84,7 @@ def choose_policy(loaded: LoadedConfig, checkpoint: Path | None, which: Which) -
 
 
 def next_scenarios(loaded: LoadedConfig, step: int, num: int) -> list[Json]:
-    """Returns the next `num` scenarios, or all there are, from a step on, as the run would choose them."""
+    """Returns the next `num` scenarios (or fewer if there are fewer) that the run would choose from `step` on."""
     run = RunDir(loaded.config.runs / loaded.config.name)
     scenarios = training_scenarios(loaded.config, loaded.directory)
     choice, found = ScenarioChoice(loaded.config, run, scenarios), list[Json]()
@@ -104,9 +104,8 @@ async def _play(
 ) -> list[Trajectory]:
     model = own_model(loaded.config.engine, loaded.directory)
     with LineWriter(output) as writer:
-        played = list(
-            read_lines(output, Trajectory)
-        )  # read after the file is locked, because another writer may have just ended
+        # read after locking the file, because another writer may have just finished
+        played = list(read_lines(output, Trajectory))
 
         def keep(trajectory: Trajectory) -> None:
             if model:
@@ -125,7 +124,7 @@ async def _play(
 def _check_same(
     output: Path, plans: Sequence[RolloutPlan], played: Sequence[Trajectory], sampler: Sampler, model: str
 ) -> None:
-    """Raises UsageError if an attempt in `output` has a plan's id and is another one."""
+    """Raises UsageError if an attempt in `output` has a plan's id but differs from the plan."""
     there = {each.id: each for each in played}
     for plan in plans:
         if (each := there.get(plan.trajectory_id)) is None:
@@ -142,7 +141,7 @@ def _check_same(
 
 
 async def judge(loaded: LoadedConfig, trajectories: Sequence[Trajectory]) -> list[ScoredTrajectory]:
-    """Returns the complete groups among the trajectories, scored by the configuration's judge, group by group.
+    """Returns the complete groups among the trajectories, scored by the configured judge.
 
     Raises JudgeError if a group cannot be scored.
     """
@@ -164,7 +163,7 @@ def take_step(
     """
     check_output(output)
     check_ready(loaded, ("weights",))
-    groups = [members for _, members in sorted(group(scored).items())]  # as the plan has them; judges end in any order
+    groups = [members for _, members in sorted(group(scored).items())]  # in planned order; judges finish in any order
     attempts = [each for members in groups for each in members]
     turns = [turn for each in attempts for turn in each.turns]
     source = find_sampler(loaded, checkpoint, turns)

@@ -1,15 +1,15 @@
-"""StopRules: the rules of the `stop` section that fire after a step or an evaluation; RunMeter: hours and dollars.
+"""StopRules: rules of the `stop` section that fire after a step or an evaluation; RunMeter: hours and dollars.
 
-A rule with `then: warn` fires when it begins to hold. One that pauses the run fires as long as it holds; after that it
-begins anew, so that a run that goes on is not paused again at once:
+A rule with `then: warn` fires when its condition starts to hold. A pausing rule fires while its condition holds. After
+a pause it starts over, so a resumed run is not paused again immediately:
 
-    metric     only the steps after the pause count
-    parts_from the test begins anew; what it compares with stays the first steps of the run
-    hours, usd as much again as in the rule, from what was spent at the pause
+    metric     only steps after the pause count
+    parts_from the test starts over, still comparing with the run's first steps
+    hours, usd the rule's amount counts from the pause
 
-RunMeter counts over all of a run's starts. What earlier starts took is read from the last step's metrics, and from the
-judge's own record of its calls, which holds those of a step that was killed too. The time of a step that was killed
-counts when the step is done again. The rules themselves are pure: a history in.
+RunMeter counts over all starts of a run. Earlier starts are read from the last step's metrics and from the judge's own
+record of its calls, which includes killed steps. A killed step's time counts when the step is repeated. The rules are
+pure functions of the history.
 """
 
 import time
@@ -23,15 +23,15 @@ from art_cli.judges.costs import Payer
 from art_cli.runs.history import History
 from art_cli.runs.parting import describe_parting, find_parting, read_beside
 
-STAGES = ("sample_s", "judge_s", "train_s")  # seconds that are added up for a run of an older version
+STAGES = ("sample_s", "judge_s", "train_s")  # metrics that are summed for runs of older versions
 Series = Sequence[tuple[int, float]]  # (number of updates done, value), ascending
 
 
 class RunMeter:
-    """Counts the hours and dollars of a run. The history and the payers' records hold those of earlier starts."""
+    """Counts a run's hours and dollars. Earlier starts are counted from the history and the payers' records."""
 
     def __init__(self, payers: Sequence[Payer], *, begin: float, history: History) -> None:
-        """`begin` is the time of `time.monotonic` at which this start began."""
+        """`begin` is the start time on the `time.monotonic` clock."""
         self._payers, self._begin = payers, begin
         last = next((each for each in reversed(history.updates) if "run_s" in each.metrics), None)
         number = 0 if last is None else last.number
@@ -44,7 +44,7 @@ class RunMeter:
         self._usd_before = max(recorded, spent, sum(payer.spent_usd for payer in payers))
 
     def numbers(self) -> dict[str, float]:
-        """Returns `run_s`, and `run_usd` if paid calls are made and the price of each is known."""
+        """Returns `run_s`, and `run_usd` if there are paid calls with known prices."""
         numbers = {"run_s": self._seconds_before + time.monotonic() - self._begin}
         usages = [payer.usage for payer in self._payers]
         costs = [usage.cost_usd for usage in usages if usage.cost_usd is not None]
@@ -60,11 +60,11 @@ class Firing(NamedTuple):
     rule: StopRule
     value: float
     text: str
-    before: int | None = None  # the last step before what the rule found began, or None if it does not say
+    before: int | None = None  # last step before the finding began, if the rule has such a step
 
     @property
     def anew(self) -> str:
-        """When the rule may fire again, if it pauses the run now."""
+        """When the rule can fire again after pausing the run."""
         if self.rule.hours is not None:
             return f"after another {self.rule.hours:g} hours"
         if self.rule.usd is not None:
@@ -89,11 +89,11 @@ class StopRules:
         return self._firing([rule for rule in self.rules if not _is_of_evaluation(rule)], history, step)
 
     def after_evaluation(self, history: History, step: int) -> list[Firing]:
-        """Returns the rules on the metrics of evaluations that fire after the evaluation at `step`."""
+        """Returns the rules on evaluation metrics that fire after the evaluation at `step`."""
         return self._firing([rule for rule in self.rules if _is_of_evaluation(rule)], history, step)
 
     def unreported(self, history: History, *, of_evaluations: bool) -> list[str]:
-        """Returns a line for each rule whose metric no step, or no evaluation, reports. Only the first call does."""
+        """Returns a line for each rule whose metric is never reported, on the first call only."""
         if of_evaluations in self._looked:
             return []
         self._looked.add(of_evaluations)
@@ -116,7 +116,7 @@ class StopRules:
             return self._check_parting(rule, rule.parts_from, history, step)
         series = [(number, value) for number, value in _series(rule, history) if number <= step]
         if not series or series[-1][0] != step:
-            return None  # the step does not have the metric
+            return None  # the step lacks the metric
         if rule.then == "warn":
             begins = _holds(rule, series) is not None and _holds(rule, series[:-1]) is None
             text = _holds(rule, series) if begins else None
@@ -142,7 +142,7 @@ def _spelled(name: str, of_evaluations: bool) -> str:
 
 
 def _series(rule: StopRule, history: History) -> Series:
-    """Returns the values that the rule is about: of its metric; hours; or dollars."""
+    """Returns the rule's values: a metric, hours or dollars."""
     if rule.metric is not None and _is_of_evaluation(rule):
         name = rule.metric.removeprefix(EVAL)
         return [(each.step, each.metrics[name]) for each in history.evaluations if name in each.metrics]
@@ -156,8 +156,10 @@ def _series(rule: StopRule, history: History) -> Series:
 
 
 def _holds(rule: StopRule, series: Series, since: int = -1, spent: float = 0.0) -> str | None:
-    """Returns the reason why the rule fires, or None. Only values after step `since` are judged, and
-    of hours and dollars what came after `spent`."""
+    """Returns the reason for firing, if the rule holds.
+
+    Only values after step `since` count, and only hours and dollars beyond `spent`.
+    """
     new = [each for each in series if each[0] > since][-rule.for_steps :]
     if len(new) < rule.for_steps:
         return None
@@ -176,7 +178,7 @@ def _holds(rule: StopRule, series: Series, since: int = -1, spent: float = 0.0) 
 
 
 def _fell(rule: StopRule, series: Series, new: Series, of: str) -> str | None:
-    """Returns the reason if the mean of the last values lies below the best mean of as many values in a row."""
+    """Compares the mean of the last values with the best mean of the same number of consecutive values."""
     assert rule.below_best_by is not None
     width = rule.for_steps
     means = [

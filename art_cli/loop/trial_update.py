@@ -1,7 +1,7 @@
-"""A trial update: steps on made-up rows, and an estimate of what a longer row would take.
+"""A trial update: steps on made-up rows, and an estimate of the cost of longer rows.
 
-Two rows are measured, because one part of the cost grows with the tokens and another does not. Attention grows with the
-square of the length. Its share follows from the model's shape; short rows are too noisy to show it.
+Two rows are measured, because one part of the cost grows with the tokens and another part does not. Attention's cost
+grows with the square of the length. Its share is computed from the model's shape, because short rows are too noisy.
 """
 
 from collections.abc import Collection
@@ -12,20 +12,20 @@ from art_cli.models.device_memory import forget_peak, peak
 from art_cli.models.loading import Weights, count_parameters
 from art_cli.runs.trajectory import Trajectory, Turn, score_trajectory
 
-MAX_TOKENS = 1024  # longest row that is tried; a longer one is estimated
-MIN_SECOND = 256  # tokens of the second row at least, so that it differs from the first by more than noise
-# Smallest length of the first row that a longer row is estimated from, by device. On a GPU a chunk of logits has 883
-# rows of a vocabulary of 152k (packs/logprobs.py), so the head takes as much memory for this row as for a longer one.
+MAX_TOKENS = 1024  # longest row to try; longer rows are estimated
+MIN_SECOND = 256  # minimum length of the second row, long enough to differ from the first by more than noise
+# Shortest first row to estimate from, by device. On a GPU, a chunk of logits has 883 rows of a vocabulary of 152k
+# (packs/logprobs.py), so the head's memory is the same for this row and for longer rows.
 SHORTEST = {"cuda": 2048}
 GROWTH = 2  # length of the second row in lengths of the first
 
 
 class Cost(NamedTuple):
-    """The cost of a forward and a backward pass over a row. Example: Cost(tokens=256, seconds=1.4, gigabytes=1.9)."""
+    """The cost of a forward and backward pass over a row. Example: Cost(tokens=256, seconds=1.4, gigabytes=1.9)."""
 
     tokens: int
     seconds: float
-    gigabytes: float | None  # peak of the process's memory, or of the GPU's; None if the system does not report it
+    gigabytes: float | None  # peak memory of process or GPU, if reported
 
     def __str__(self) -> str:
         memory = "" if self.gigabytes is None else f" and {self.gigabytes:.1f} GB"
@@ -33,10 +33,9 @@ class Cost(NamedTuple):
 
 
 def step(learner: Learner, num_tokens: int, *, vocabulary: int, parts: Collection[str] = ()) -> StepMetrics:
-    """Takes a step on two equal attempts of that many tokens. All tokens but the first count as sampled.
+    """Takes a step on two equal attempts with `num_tokens` tokens. All tokens but the first count as sampled.
 
-    `parts` are the metrics that the loss takes rewards from. A loss that learns from more than these and rewards makes
-    no update.
+    `parts` are metrics that the loss reads rewards from. A loss that needs anything else makes no update.
     """
     ids = [(7 * place) % vocabulary for place in range(num_tokens)]
     logprobs = learner.score(ids)
@@ -65,12 +64,15 @@ def step(learner: Learner, num_tokens: int, *, vocabulary: int, parts: Collectio
 
 
 def second_length(num_tokens: int, longest: int) -> int:
-    """Returns the length of the second row, after one of `num_tokens`."""
+    """Returns the second row's length, given the first row's."""
     return min(longest, max(GROWTH * num_tokens, MIN_SECOND))
 
 
 def measure(learner: Learner, weights: Weights, num_tokens: int, parts: Collection[str] = ()) -> Cost:
-    """Returns the cost of a row of that length. The learner must have taken a step: the first one checks more."""
+    """Returns the cost of a row.
+
+    The learner must have taken a step before, because its first step also checks packs.
+    """
     forget_peak(weights)
     metrics = step(learner, num_tokens, vocabulary=weights.vocabulary, parts=parts)
     return Cost(num_tokens, metrics.train_s, peak(weights))
@@ -86,11 +88,11 @@ def forecast(
     most_tokens: int = 0,
     most_gb: float = 0.0,
 ) -> Cost:
-    """Returns what a row of `longest` tokens would take, by a row of `num_tokens` and one about twice as long.
+    """Estimates the cost of a row of `longest` tokens, from a row of `num_tokens` and a row twice as long.
 
-    While the next row of twice the length has at most `most_tokens` and would take less than `most_gb`, it is measured
-    as well, up to the longest itself. On short rows the peak may come from another part of a step, which does not grow
-    with them: from 256 and 512 tokens, 4,096 were estimated at 0.43 of what they took.
+    Row lengths are doubled, up to the longest row, while a row has at most `most_tokens` and is expected to take less
+    than `most_gb`. The peak of short rows may come from parts that do not grow with the length: from 256 and 512
+    tokens, 4,096 were estimated at 0.43 of the measured memory.
     """
     num_tokens = min(longest, max(num_tokens, SHORTEST.get(weights.device.type, 0)))
     rows, knee = [measure(learner, weights, num_tokens, parts)], knee_of(weights)
@@ -105,10 +107,10 @@ def forecast(
 
 
 def estimate(short: Cost, long: Cost, num_tokens: int, *, knee: float) -> Cost:
-    """Returns what a row of `num_tokens` would take, by the line through two measured rows.
+    """Extrapolates the cost of a row of `num_tokens` from two measured rows.
 
-    Time is a line in L * (1 + L / knee), where `knee` is the length at which attention costs as much as all the rest.
-    Memory is a line in L. Neither grows by less than nothing, whatever noise the measurements have.
+    Time is linear in L * (1 + L / knee), where `knee` is the length at which attention costs the same as everything
+    else. Memory is linear in L. Slopes are never negative, despite noise.
     """
 
     def work(length: int) -> float:
@@ -125,7 +127,7 @@ def estimate(short: Cost, long: Cost, num_tokens: int, *, knee: float) -> Cost:
 
 
 def knee_of(weights: Weights) -> float:
-    """Returns the length at which attention takes as many operations as the matrix products: P / (2 hidden layers)."""
+    """Returns the length at which attention costs the same as the matrix products: P / (2 hidden layers)."""
     config = weights.model.config.get_text_config()
     width, layers = getattr(config, "hidden_size", None), getattr(config, "num_hidden_layers", None)
     return count_parameters(weights.model).whole / (2 * width * layers) if width and layers else float("inf")
