@@ -1,21 +1,24 @@
-"""The training loop: generate -> judge -> step -> checkpoint -> eval, and the same stages alone.
+"""The training loop: generate -> judge -> step -> checkpoint -> eval; and each stage alone.
 
-    train.py             the loop, which reads in one screen
-      claim_run.py       checks: configuration, data, the lock of the run's directory, the run's record
-      open_run.py        opens the parts: judges, model, learner, first policy, engine, agent -> Run
-        decide.py        decides what the configuration leaves open, once, and writes config.json
-    engine_choice.py     the choice of `engine: auto`, by the facts of this machine
-    references.py        files, functions and hosts that a configuration names, looked up before anything runs
-    record.py            config.json: what a run was made with, compared with a configuration
-    warm_up.py           the supervised phase before the first step
-    policy_sampler.py    Sampler: engine, gateway and runner, opened together; plays scenarios with one policy
-    batches.py           each step's groups: which, played in waves, and judged as far ahead as the policy allows
-      scenario_choice.py, owed_groups.py    the scenarios of a step, and its groups that are still missing
-    evaluate.py          evaluations: means and intervals, a judge's comparisons, gates
-    stop_rules.py, startup.py, interrupts.py    rules that pause, hours and dollars, start, Ctrl-C
-    stages.py, stage_policy.py    the stages of the loop, each run alone
-    run_plan.py          the plan of a run: its first step, then pilot steps (pilot.py, trial_update.py)
+    train.py             the loop, on a single screen
+      claim_run.py       checks: configuration, data, the run directory's lock, the run's record
+      open_run.py        opens judges, model, learner, policy, engine and agent -> Run
+        decide.py        decides open configuration values and writes config.json
+        run_policy.py, running_learner.py, run_writer.py    weights; learner processes; checkpoints and metrics
+    engine_choice.py, gpu_fit.py    `engine: auto`; decisions by GPU memory
+    references.py        checks that named files, functions and hosts exist
+    record.py            config.json: the run's configuration and its changes
+    warm_up.py           the supervised phase
+    policy_sampler.py    Sampler: engine, gateway and runner; plays scenarios
+    batches.py           each step's groups, played in waves and judged, as far ahead as the policy allows
+      source_mix.py, scenario_choice.py, owed_groups.py    a step's scenarios, and its missing groups
+    evaluate.py          evaluations: means, intervals, judged comparisons, gates
+    stop_rules.py, startup.py, interrupts.py    pausing rules, hours and dollars; start-up time; Ctrl-C
+    stages.py, stage_policy.py    the stages, each run alone
+    run_plan.py          `art plan` (pilot.py, trial_update.py, prompt_plan.py)
+      machines.py, calibration.py, simulation.py    the same run on other machines
+    reward_hunt.py, replay.py    `art hunt`; `art prove --replay`
 
-It has no mathematics and no file format: those are the learner's and run_dir's. The policy is plain data here
-(PolicySpec). Everything follows from the run directory, so that resuming is reading that directory.
+Mathematics belongs to the learner and file formats to run_dir. The policy is plain data here (PolicySpec). All state is
+in the run directory, so resuming means reading that directory.
 """

@@ -1,4 +1,4 @@
-"""Batches: plays and judges each step's groups, as far ahead as the policy allows; StepGroups: the groups of one step.
+"""Batches: plays and judges each step's groups, as far ahead as the policy allows; StepGroups: a step's groups.
 
     allow(step) -> plays what the step owes, judges meanwhile, writes trajectories.jsonl and scored.jsonl -> take(step)
 
@@ -55,7 +55,7 @@ CLOSE_TIMEOUT_S = 60.0  # longest wait for cancelled rollouts and verdicts to fi
 
 
 class StepGroups:
-    """The groups of one step, and the order in which they are played.
+    """A step's groups in playing order.
 
     `own` are the places of the step's own groups, `spare` the places for refills, which each source uses for its own
     groups only. `done` are the step's finished trajectories. Groups with finished trajectories keep their scenario and
@@ -130,7 +130,7 @@ class StepGroups:
 
 
 class _Line:
-    """The groups of one source in a step, in order: `wanted` own groups, then refills."""
+    """A source's groups within a step, in order: `wanted` own groups, then refills."""
 
     def __init__(self, names: Sequence[str], wanted: int, begun_before: Set[str]) -> None:
         self._names, self._wanted, self._num = names, wanted, 0  # number of groups begun
@@ -197,7 +197,7 @@ class _PlayedStep(NamedTuple):
 
 
 class Batches:
-    """The batches of one run, played by one sampler. `close` cancels unfinished batches, which stay owed."""
+    """A run's batches, all played by the same sampler. `close` cancels unfinished batches, which stay owed."""
 
     def __init__(
         self,

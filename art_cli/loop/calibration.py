@@ -72,7 +72,7 @@ class _Wave(NamedTuple):
 class MeasuredStep(NamedTuple):
     played: PlayedStep
     times: StepTimes
-    agent_s: float  # time in which a call blocks the other calls of its agent process
+    agent_s: float  # time for which a call blocks its agent process
     waves: list[_Wave]
 
 
@@ -116,7 +116,7 @@ def calibrate(files: RunDir, measured: Mapping[int, StepTimes], *, num_groups: i
 class _Fit(NamedTuple):
     rates: Rates
     factor: float  # on the sampling rates; makes simulated and measured times equal
-    error: float  # standard deviation of log(simulated / measured seconds) over all calls
+    error: float  # standard deviation of log(simulated / measured seconds) per call
 
 
 def _fit(
@@ -261,7 +261,7 @@ def _judge_s(members: Sequence[ScoredTrajectory], otherwise: float) -> float:
 
 
 def _read_waves(attempt: ScoredTrajectory, cached: int) -> list[_Wave]:
-    """Returns an attempt's waves. `cached` is the number of cached tokens at the start of its prompt."""
+    """Returns an attempt's waves. `cached` counts the cached tokens at the prompt's start."""
     began, waves = attempt.started_at, list[_Wave]()
     for (begin, end), turn in sorted(zip(attempt.spans, attempt.turns, strict=True), key=lambda each: each[0]):
         here, sampled = 0 if waves else cached, len(turn.sampled_ids)
@@ -278,7 +278,7 @@ def _read_waves(attempt: ScoredTrajectory, cached: int) -> list[_Wave]:
 
 
 def _agent_periods(attempt: ScoredTrajectory, waves: Sequence[_Wave], not_before: float) -> list[tuple[float, float]]:
-    """Returns (begin, seconds) for each period of agent work: before each wave, and after the last wave."""
+    """Returns (begin, seconds) for each period of agent work: before, between and after the waves."""
     begins = [max(attempt.started_at, not_before), *(wave.end for wave in waves)]
     ends = [*(wave.begin for wave in waves), attempt.started_at + attempt.duration_s]
     return [(begin, max(end - begin, 0.0)) for begin, end in zip(begins, ends, strict=True)]
@@ -288,7 +288,7 @@ def _agent_periods(attempt: ScoredTrajectory, waves: Sequence[_Wave], not_before
 
 
 def _without_queue(periods: Sequence[Sequence[tuple[float, float]]], agents: int) -> tuple[float, list[list[float]]]:
-    """Returns how long a call blocks the other calls of its agent process, and the periods' seconds without blocking.
+    """Returns a call's blocking time in its agent process, and the periods' seconds without blocking.
 
     Computing agents slow each other down; agents waiting for a tool do not.
     """
@@ -306,7 +306,7 @@ def _without_queue(periods: Sequence[Sequence[tuple[float, float]]], agents: int
 def _rates(waves: Sequence[_Wave], agent_s: float, times: Sequence[StepTimes], layout: RunLayout) -> Rates:
     """Fits the waves' seconds to all work done during each wave, by least squares.
 
-    Each wave is assumed to spread its work evenly over its duration.
+    Work is assumed to be spread evenly over a wave.
     """
     begin, end, sampled = np.array([wave[:3] for wave in waves]).T
     _, _, prompt, longest, num = np.array([wave.call for wave in waves], np.float64).T

@@ -1,4 +1,4 @@
-"""Claims a run for this process and checks everything that can be checked before loading.
+"""Claims a run for this process, after all checks that need no loading.
 
     configuration -> checks -> lock of the run's directory -> mirror -> comparison with the run's record -> Claim
 
@@ -91,7 +91,7 @@ class Claim:
 async def claim_run(loaded: LoadedConfig, *, is_fresh: bool, startup: Startup) -> AsyncIterator[Claim]:
     """Yields the run of the configuration, locked; with `is_fresh`, a new run with a numbered name.
 
-    Raises RunError if the run is in use or was made by another configuration, ConfigError, and errors of the parts.
+    Raises RunError for a run in use or with a different configuration, ConfigError, and the parts' errors.
     """
     startup.reached("python and configuration")
     check_ready(loaded, is_training=True)
@@ -135,7 +135,7 @@ def _check_engine(loaded: LoadedConfig) -> None:
 
 
 def _beside(root: Path, kept: Sequence[str]) -> Path:
-    """Returns the first of root, root-2, root-3, ... that is unused both locally and in the store."""
+    """Returns root, root-2, root-3, ...: the first name unused both locally and in the store."""
     paths = [root, *(root.with_name(f"{root.name}-{number}") for number in range(2, 10_000))]
     return next(path for path in paths if not path.exists() and path.name not in kept)
 

@@ -86,7 +86,7 @@ def engine_facts(
 ) -> Facts:
     """Returns the facts for and against serving `base` with vLLM in `python`, by default this Python.
 
-    vLLM is imported only if nothing else decides.
+    vLLM is imported only as a last resort.
     """
     if not machine.has_gpu() or obstacle:
         return Facts(machine.has_gpu(), obstacle)
@@ -134,7 +134,7 @@ def _architectures(base: str | None) -> list[str]:
 
 
 def _base_config(base: str) -> Any:
-    """Returns config.json of a directory or hub id, from the hub's cache or with one short request."""
+    """Returns config.json of a directory or hub id, from the hub's cache or by a short request."""
     import huggingface_hub
 
     file = Path(base) / "config.json"

@@ -19,7 +19,7 @@ Gates are bounds on an evaluation's means, or on differences from another policy
     reward.low>=baseline      the lower end of the interval of that difference
     reward>=runs/a+0.1        the paired difference from the policy named runs/a
 
-Impossible metric names are refused before anything is played. Metrics that no attempt reports are refused after the
+Impossible metric names are refused before playing. Metrics missing from all attempts are refused after the
 first attempts.
 """
 
@@ -70,7 +70,7 @@ class JudgedRewards(NamedTuple):
     """Example: JudgedRewards({"game-1": 0.75}, is_contest=True)"""
 
     by_scenario: dict[str, float]  # {} if the rollouts returned rewards
-    is_contest: bool  # True if the rewards of at least one source are shares of comparisons won
+    is_contest: bool  # True if any source's rewards are shares of comparisons won
 
 
 async def judged_rewards(
@@ -108,7 +108,7 @@ def code_of(loaded: LoadedConfig, parts: Sequence[Any]) -> list[bytes]:
 
 
 def is_contest(config: RunConfig, trajectories: Sequence[Trajectory]) -> bool:
-    """Returns True if a judge gives the reward of at least one source."""
+    """Returns True if a judge decides any source's reward."""
     return bool(contests(config, trajectories))
 
 
@@ -197,7 +197,7 @@ def _mean_reward(scored: Sequence[ScoredTrajectory]) -> float:
 
 
 def _share_won(scored: Sequence[ScoredTrajectory]) -> float:
-    rewards: tuple[list[float], list[float]] = [], []  # rewards of the attempts and of the references
+    rewards: tuple[list[float], list[float]] = [], []  # rewards: attempts, references
     for each in scored:  # failed attempts have no reward
         rewards[each.id.startswith(REFERENCE)].append(float("-inf") if each.reward is None else each.reward)
     return fmean((ours > theirs) + (ours == theirs) / 2 for ours, theirs in product(*rewards))
@@ -322,7 +322,7 @@ def estimate(values: Sequence[float]) -> Estimate:
 
 
 def paired_difference(values: Mapping[str, float], baseline: Mapping[str, float]) -> Estimate | None:
-    """Returns the mean of value - baseline over the common scenarios, or None without any."""
+    """Returns the mean of value - baseline over the common scenarios, if any."""
     common = sorted(values.keys() & baseline.keys())
     return estimate([values[name] - baseline[name] for name in common]) if common else None
 
@@ -436,8 +436,8 @@ class Verdict(NamedTuple):
     """A gate's result. Example: Verdict(Gate("reward", ">=", 0.8), Estimate(0.9, 0.8, 1.0, 24), None)"""
 
     gate: Gate
-    value: Estimate | None  # the policy's value or its difference from the gate's baseline, if known
-    error: ArtError | None  # None if the gate holds; UsageError for a metric that no attempt reports
+    value: Estimate | None  # the policy's value or the difference from the gate's baseline, if known
+    error: ArtError | None  # UsageError if the metric is missing from all attempts
 
 
 def check_policy(gate: Gate, results: Mapping[str, Mapping[str, Mapping[str, float]]], policy: str) -> Verdict:

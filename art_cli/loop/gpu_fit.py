@@ -1,4 +1,4 @@
-"""Decisions by GPU memory: values for `auto` and null, and whether a run fits, before anything starts.
+"""Decisions by GPU memory, before the run starts: values for `auto` and null, and whether the run fits.
 
     RunConfig, ModelSize, bytes of a GPU -> GpuUse -> checkpointing, context, vLLM's share on the learner's GPU; Misfit
 
@@ -26,7 +26,7 @@ STEP = 1024  # contexts are multiples of this
 
 
 class GpuUse(NamedTuple):
-    """A run's use of one learner GPU and one vLLM GPU, which may be the same GPU."""
+    """A run's use of a learner GPU and a vLLM GPU, possibly the same GPU."""
 
     total: float  # bytes of a GPU
     learner: RunMemory
@@ -54,7 +54,7 @@ class Misfit(NamedTuple):
 
 
 def gpu_use(config: RunConfig, size: ModelSize, total: float, inherited: Mapping[str, str]) -> GpuUse:
-    """Returns the use of GPUs with `total` bytes. All values of `config` that do not depend on this are decided."""
+    """Returns the use of GPUs with `total` bytes. `config` is otherwise decided."""
     engine, learner = own_server(config.engine), config.learner
     device = "cuda" if learner.device == "auto" else learner.device
     is_trained = learner.trains_weights and learner.weights != "server" and device.startswith("cuda")
@@ -93,7 +93,7 @@ def context(use: GpuUse, own: int) -> int | None:
 
 
 def find_misfit(config: RunConfig, size: ModelSize, total: float, inherited: Mapping[str, str]) -> Misfit | None:
-    """Returns why the run does not fit on GPUs with `total` bytes, and the override that helps; None if it fits."""
+    """Returns why the run does not fit on GPUs with `total` bytes, and the override that helps, if any."""
 
     def problem(config: RunConfig) -> str:
         use, needed = gpu_use(config, size, total, inherited), config.model.max_length or STEP

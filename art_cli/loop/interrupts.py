@@ -1,4 +1,4 @@
-"""Interrupts: Ctrl-C and SIGTERM during a run, which end the run after complete work is written."""
+"""Interrupts: Ctrl-C and SIGTERM during a run, which stop the run after complete work is written."""
 
 import asyncio
 import contextlib

@@ -35,7 +35,7 @@ ROOM = 0.6  # share of a GPU's memory for weights; the rest is for keys, values 
 PASS_FLOOR_S = 0.004  # minimum duration of a pass on a GPU: launches and sampling (assumed)
 # words in the names of different GPUs with the same number
 OTHER_CARDS = {"ti", "d", "super", "laptop", "nvl", "pcie", "mig"}
-WORTH = 0.9  # more GPUs add little if a step still takes more than this share of its seconds
+WORTH = 0.9  # more GPUs add little if a step still takes this share of the time or more
 # Assumed shares of peak performance for unmeasured machines. Training: Llama 3 reached 0.38 to 0.43 on H100s, with
 # larger models (arXiv:2407.21783, table 4). Prompts and decoding: guesses.
 PREFILL, DECODE, TRAINING = 0.5, 0.6, 0.35
@@ -153,7 +153,7 @@ def _size(files: RunDir, config: RunConfig, base: str, machine: MachineSpec) -> 
 
 
 def carry(rates: Rates, here: MachineSpec | None, there: MachineSpec, size: PolicySize) -> tuple[Rates, str]:
-    """Returns the rates for one GPU (or the CPU) of the other machine, and a text about their basis.
+    """Returns the rates for a GPU (or the CPU) of another machine, and explains their basis.
 
     Machines of the same kind keep the measured efficiency; other kinds get assumed efficiencies. Agents, calls, judge
     and the rest of a step take the same time as here.
@@ -185,7 +185,7 @@ def carry(rates: Rates, here: MachineSpec | None, there: MachineSpec, size: Poli
 def scale(
     promise: Promise, known: Calibration, machine: MachineSpec, size: PolicySize, numbers: Sequence[int]
 ) -> list[ScalingRow]:
-    """Returns a row for each number of GPUs. `known` has the rates of one GPU."""
+    """Returns a row for each number of GPUs. `known` contains single-GPU rates."""
     rows, found = list[ScalingRow](), promise.measured
     sampled_s = fmean(each.sampling_s for each in known.times)
     for num in numbers:
@@ -207,7 +207,7 @@ def scale(
 
 
 def _layout_on(num: int, known: Calibration, machine: MachineSpec, size: PolicySize) -> RunLayout:
-    """Returns a layout with one replica and one learner process per GPU, with concurrency limited by memory."""
+    """Returns a layout with a replica and a learner process per GPU, and with concurrency limited by memory."""
     if machine.kind == "cpu":
         return known.layout._replace(replicas=1, learners=1)
     plays = [play for step in known.steps for play in step.plays]
@@ -218,7 +218,7 @@ def _layout_on(num: int, known: Calibration, machine: MachineSpec, size: PolicyS
 
 
 def _limit(known: Calibration, rates: Rates, layout: RunLayout, times: StepTimes) -> str:
-    """Returns a step's longest part. Generation is broken down if a single cause takes half of it."""
+    """Returns a step's longest part. Generation is broken down if a single cause takes half the time."""
     parts = dict(zip(("generation", "judge", "training", "publishing"), times, strict=True))
     if (longest := max(parts, key=lambda name: parts[name])) != "generation":
         return longest
@@ -236,6 +236,6 @@ def _limit(known: Calibration, rates: Rates, layout: RunLayout, times: StepTimes
 
 
 def stops_at(rows: Sequence[ScalingRow]) -> int | None:
-    """Returns the number of GPUs above which no step gets 10 % faster; None if the largest number still helps."""
+    """Returns the number of GPUs from which on a step gets less than 10 % faster, if there is such a number."""
     later = [(row, [each.step_s for each in rows[index:]]) for index, row in enumerate(rows, 1)]
     return next((row.num for row, seconds in later if seconds and min(seconds) > WORTH * row.step_s), None)

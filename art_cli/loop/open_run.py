@@ -2,8 +2,8 @@
 
     Claim -> judges -> decide -> weights -> learner -> newest checkpoint, or step 0 after the warm-up -> sampler -> Run
 
-The newest valid checkpoint decides the next step. The step's own files decide what is still owed. There is no other
-state.
+The newest valid checkpoint decides the next step. The step's own files decide what is still owed. Nothing else is
+stored.
 """
 
 import contextlib
@@ -54,7 +54,7 @@ class Run:
     files: RunDir
     data: RunData
     first: int  # the policy step that the run continues from
-    policy: PolicySpec | None  # None if the engine brings its model
+    policy: PolicySpec | None  # unless the engine brings its model
     learner: Learner
     sampler: Sampler
     judge: Judge

@@ -1,7 +1,7 @@
-"""The attempts a step still owes, and the scoring of its groups as they complete.
+"""The attempts that a step still owes, and the scoring of completed groups.
 
 Reads and writes the step's trajectories.jsonl and scored.jsonl through run_dir. A step owes attempts without a
-trajectory, and scored lines for complete groups. A trajectory is on disk before it is counted.
+trajectory, and scored lines for complete groups. Trajectories are written to disk before counting.
 """
 
 import asyncio
@@ -78,7 +78,7 @@ def group(trajectories: Iterable[AnyTrajectory]) -> dict[str, list[AnyTrajectory
 
 
 def first_groups(trajectories: Iterable[AnyTrajectory], num: int) -> list[AnyTrajectory]:
-    """Returns the attempts of a step's first groups; an earlier start may have played more groups."""
+    """Returns the attempts of a step's first groups; earlier starts sometimes played more groups."""
     every = list(trajectories)
     ids = set(sorted({each.group_id for each in every})[:num])
     return [each for each in every if each.group_id in ids]
@@ -86,7 +86,7 @@ def first_groups(trajectories: Iterable[AnyTrajectory], num: int) -> list[AnyTra
 
 @dataclass
 class GroupScorer:
-    """Judges complete groups while others are being played, and writes scored lines after each verdict.
+    """Judges complete groups during play, and writes a group's scored lines as soon as it is judged.
 
     `add` takes trajectories, `finish` waits for verdicts. Groups in `scored` are not judged again. If the judge gives
     up on a group, the group is counted in `progress` and stays owed; it never gets a made-up reward.

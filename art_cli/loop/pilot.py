@@ -35,7 +35,7 @@ MAX_ENTRIES = 30_000_000  # maximum number of stored gradient entries; larger gr
 
 
 class Pilots:
-    """The pilots of one learner on the same groups. Each starts from the checkpoint `start` and restores it."""
+    """A learner's pilots on the same groups. Each starts from the checkpoint `start` and restores it."""
 
     def __init__(self, learner: Learner, groups: Sequence[Sequence[ScoredTrajectory]], start: Path) -> None:
         """Raises LearnerError if there is nothing to train on."""

@@ -33,7 +33,7 @@ class Sampler:
     engine: Engine
     gateway: Gateway
     runner: Runner
-    origin: Origin | None  # the policies' origin; None if the engine brings its model
+    origin: Origin | None  # the policies' origin, unless the engine brings its model
     proof: WeightProof = field(default_factory=WeightProof)
 
     async def load(self, checkpoint: Path, step: int) -> ProvenPolicy | None:
@@ -66,7 +66,7 @@ class Sampler:
         return any(turn.step != step or (now and turn.policy not in ("", now)) for turn in trajectory.turns)
 
     def is_replaced(self, trajectory: Trajectory) -> bool:
-        """Returns True if one of its steps was later repeated, with different weights."""
+        """Returns True if a later repetition of a step gave different weights."""
         if self.origin is None:
             return False
         known = self.gateway.proven.known
@@ -118,7 +118,7 @@ async def open_sampler(
 ) -> AsyncIterator[Sampler]:
     """Yields a sampler with a running engine and gateway, and closes both.
 
-    `policy` is the policy at `step`, or None for an engine that brings its model. `checkpoint` is either a prompt, or
+    `policy` is the policy at `step`; engines that bring a model need none. `checkpoint` is either a prompt, or
     what an engine with separate weights loads and proves; None for the starting policy. `origin` is the policy's
     origin, if known. `shares_weights` as in `make_engine`. `begun` are agents that `begin_rollouts` is loading.
     `on_first_reply` is called once.

@@ -19,7 +19,7 @@ WITH_MODEL = "'{name: prompt, model: MODEL}'"
 def as_prompt(loaded: LoadedConfig, learner: str) -> LoadedConfig:
     """Returns the configuration of the prompt search; its `overrides` reproduce it from the same file.
 
-    `learner` is the key's value. Raises UsageError if no such search is possible.
+    `learner` is the key's value. Raises UsageError if a prompt search is impossible.
     """
     dropped = ["name", "learner", *keys_of_weights(loaded.config)]
     kept = [each for each in loaded.overrides if not _is_of(each.lstrip("+~").partition("=")[0], dropped)]

@@ -76,7 +76,7 @@ def _rate(record: Mapping[str, Any]) -> Any:
 def check_record(run: RunDir, loaded: LoadedConfig) -> None:
     """Raises RunError with all differences if another configuration made the run.
 
-    A run without a checkpoint accepts any configuration, and a base model built by a previous configuration is removed.
+    Without a checkpoint, a run accepts any configuration, and an earlier configuration's built base model is removed.
     Otherwise only the keys in identity.MAY_CHANGE may differ.
     """
     changes = differences(run, loaded)
@@ -116,7 +116,7 @@ def _copy_drawing(run: RunDir, source: Path) -> None:
 
 
 def find_clash(run: RunDir, loaded: LoadedConfig) -> str:
-    """Returns a line with the reason why the existing run has another configuration; "" if it matches."""
+    """Compares the run's configuration with this one; returns the differences as a line, or ""."""
     return _refusal(run, differences(run, follow(loaded, run)))
 
 

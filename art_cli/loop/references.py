@@ -1,6 +1,6 @@
-"""Checks that the files, functions, hosts and programs named in a configuration exist, before anything runs.
+"""Checks that the files, functions, hosts and programs named in a configuration exist.
 
-User code is not imported and nothing is written: functions are looked up in their file's source, and a base model's
+The checks neither import user code nor write files: functions are looked up in their file's source, a base model's
 modules in the headers of its weights. Names that only a hub or a builder can resolve are checked when they are loaded.
 """
 
@@ -68,7 +68,7 @@ class Wrong(NamedTuple):
 
 
 def check_ready(loaded: LoadedConfig, sections: Sequence[str] = ALL, *, is_training: bool = False) -> None:
-    """Raises ConfigError listing everything that these sections name and that is missing.
+    """Raises ConfigError listing all missing things named in these sections.
 
     With `is_training`, the error also lists settings that cannot be trained. Raises EngineError if the port is in use.
     """
@@ -139,7 +139,7 @@ def _rollout(loaded: LoadedConfig) -> Iterator[Wrong]:
 
 
 def _environment(rollout: RolloutConfig) -> Iterator[Wrong]:
-    """Checks only the library. Its environments and their settings are known after importing it."""
+    """Checks only the library. Environments and settings are only known after importing."""
     assert rollout.environment is not None
     try:
         library, _ = find_library(rollout.environment.name)
@@ -347,7 +347,7 @@ def _entry(key: str, spec: str, directory: Path, *, is_ours: bool = True) -> Ite
 
 
 def _missing_attribute(path: Path, attribute: str) -> str | None:
-    """Returns the reason why the file cannot have the attribute; None if it might."""
+    """Returns the reason why the file cannot have the attribute; None if unsure."""
     try:
         source = path.read_bytes()
         with warnings.catch_warnings():

@@ -71,7 +71,7 @@ class _Scored(msgspec.Struct, tag_field="kind", tag=str.lower):
 
 
 class Honest(_Scored):
-    """The honest attempts at one scenario, and their scores."""
+    """A scenario's honest attempts with scores."""
 
     attempts: list[Trajectory]
 
@@ -89,7 +89,7 @@ class Tried(_Scored):
 
 
 class HuntLine(msgspec.Struct):
-    hunt: str  # digest of everything that affects the scores
+    hunt: str  # digest of the inputs that affect scores
     scored: Honest | Tried
 
 
@@ -137,7 +137,7 @@ class Hunt:
 def open_hunt(path: Path | None, digest: str) -> Iterator[Hunt]:
     """Yields the hunt stored in the file, which new scores are appended to; without a file, an empty hunt.
 
-    Raises RunError if the file belongs to another hunt or is in use, DataError if its format is wrong.
+    Raises RunError if the file belongs to a different hunt or is in use, DataError for a wrong format.
     """
     found = Hunt()
     if path is None:
@@ -202,7 +202,7 @@ def hunt(
 
 
 def _digest(loaded: LoadedConfig, source: PolicySource, scenarios: Sequence[Json]) -> str:
-    """Returns a digest of everything that affects the scores, except imported modules."""
+    """Returns a digest of the inputs that affect scores, except imported modules."""
     judge = loaded.config.judge
     code = code_of(loaded, [loaded.config.rollout, judge, *getattr(judge, "judges", {}).values()])
     model = own_model(loaded.config.engine, loaded.directory)  # not part of the configuration's hash

@@ -71,7 +71,7 @@ async def plan(loaded: LoadedConfig, *, repeats: int | None = None, beside: Prom
 
     The default is 2 verdicts if they are free, otherwise 1. `beside` is a prompt search to compare costs with.
 
-    Raises UsageError if the run is past its first step, and the errors of `train`.
+    Raises UsageError if the run is past step 1, and the errors of `train`.
     """
     check_ready(loaded, ("weights",))
     quiet = {"tracker": NoTrackerConfig(), "trackers": []}  # `art train` sends the trajectories
@@ -127,7 +127,7 @@ async def _measure(run: Run, repeats: int | None, before: Promise | None) -> tup
     run.batches.allow(0)
     batch = await run.batches.take(0)
     judging_s, num_attempts = batch.metrics["judge_s"], sum(map(len, batch.groups))
-    if num_judged < num_attempts:  # an earlier start may have judged the other attempts
+    if num_judged < num_attempts:  # earlier starts judged the rest
         judging_s *= num_attempts / (num_attempts - num_judged)
     elif before is not None:
         judging_s = before.measured.judging_s * len(batch.groups) / max(len(before.measured.group_tokens), 1)
@@ -154,7 +154,7 @@ async def _measure(run: Run, repeats: int | None, before: Promise | None) -> tup
 
 
 async def _judge_again(run: Run, groups: Groups, repeats: int | None) -> VoteReliability | None:
-    """Measures how well the judge repeats itself; None if it is not asked again or cannot answer."""
+    """Measures how well the judge repeats itself, if possible."""
     finished = [[each for each in members if each.error is None] for members in groups]
     silent = {source for source, part in run.config.by_source.items() if part.judge.name in OF_ROLLOUT}
     finished = [members for members in finished if len(members) > 1 and (members[0].source or "") not in silent]
@@ -181,7 +181,7 @@ def _most_votes(scores: Sequence[Score]) -> list[float]:
     return max((score.votes for score in scores), key=len, default=[])
 
 
-# --- what was played --------------------------------------------------------------------------------------------------
+# --- played attempts -------------------------------------------------------------------------------------------------
 
 
 def _sampled(run: Run, batch: Batch, repeated: VoteReliability | None, judging_s: float) -> Measured:
@@ -215,7 +215,7 @@ def _sampled(run: Run, batch: Batch, repeated: VoteReliability | None, judging_s
 
 
 def _base_success(played: Sequence[Trajectory]) -> dict[str, str]:
-    """Returns the share of attempts above 0. A group counts as one draw, because its attempts are similar."""
+    """Returns the share of attempts above 0. A group's attempts are similar and count as a single draw."""
     groups: dict[str, list[bool]] = {}
     for each in played:
         if each.error is not None or each.returned_reward is not None:
@@ -303,7 +303,7 @@ async def shared_prompt_s(engine: Engine, groups: Groups) -> float:
     return (time.perf_counter() - begin) * fmean(own) / sum(map(len, firsts))
 
 
-# --- the pilots and what they advise ----------------------------------------------------------------------------------
+# --- pilots and advice ------------------------------------------------------------------------------------------------
 
 
 def _pilot(run: Run, groups: Groups, measured: Measured) -> Measured:
@@ -328,7 +328,7 @@ def _pilot(run: Run, groups: Groups, measured: Measured) -> Measured:
     except LearnerError as error:
         log.warning("pilots: %s", error)
         obstacle = one_line(error)
-    seconds = [pilot.seconds for pilot in pilots if not pilot.is_failed][-4:]  # the first of five also checks packs
+    seconds = [pilot.seconds for pilot in pilots if not pilot.is_failed][-4:]  # pilot 1 of 5 also checks packs
     first_s = max(0.0, pilots[0].seconds - median(seconds)) if seconds and not pilots[0].is_failed else 0.0
     return msgspec.structs.replace(
         measured,
@@ -406,7 +406,7 @@ def _promise(found: Measured, doubts: Sequence[Doubt], claim: Claim, speed: str 
         # prompts per attempt, compared with a training step
         in_group = 1 / config.eval.attempts - 1 / config.rollout.group_size
         prompts_s = max(in_group, 0.0) * attempts * found.shared_prompt_s
-        # In all evaluations but the first, the judge also sees the first evaluation's attempts.
+        # From evaluation 2 on, the judge also sees evaluation 1's attempts.
         shown = sum(played.get(name, 0) for name in found.contests)
         contested = 2 * max(evaluations - 1, 0) * shown / max(found.num_contested, 1)
     usd_per_hour = max((rule.usd_per_hour for rule in config.stop), default=0.0)

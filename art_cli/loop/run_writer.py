@@ -27,7 +27,7 @@ class RunWriter:
 
     config: RunConfig
     files: RunDir
-    policy: PolicySpec | None  # None if the engine brings its model
+    policy: PolicySpec | None  # unless the engine brings its model
     origin: Origin | None  # the same at every step; None for prompts
     learner: Learner
     trackers: Trackers

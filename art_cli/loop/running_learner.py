@@ -1,4 +1,4 @@
-"""A learner that is started, rehearsed and watched while a run is open."""
+"""A learner, started, rehearsed and watched for an open run."""
 
 import asyncio
 import contextlib
@@ -23,10 +23,10 @@ WATCH_EVERY_S = 1.0  # interval between checks that the learner's processes are 
 async def running_learner(
     learner: Learner, config: RunConfig, policy: PolicySpec | None, interrupts: Interrupts
 ) -> AsyncIterator[None]:
-    """Starts the learner for the block, and ends the block if a learner process dies."""
+    """Starts the learner for the block; raises LearnerError in the block if a learner process dies."""
     with contextlib.closing(learner):
-        await asyncio.sleep(0)  # an interrupt during loading ends the run here, before threads start
-        await threads.call_in_thread(learner.start)  # an interrupt ends the wait for other nodes
+        await asyncio.sleep(0)  # an interrupt during loading stops the run here, before threads start
+        await threads.call_in_thread(learner.start)  # interrupts stop the wait for other nodes
         async with _watched(learner):
             if policy is not None and config.learner.trains_weights:
                 await _rehearse(learner, config, policy, interrupts)
@@ -35,7 +35,7 @@ async def running_learner(
 
 @contextlib.asynccontextmanager
 async def _watched(learner: Learner) -> AsyncIterator[None]:
-    """Ends the block with LearnerError as soon as a learner process dies."""
+    """Raises LearnerError in the block as soon as a learner process dies."""
 
     async def watch() -> NoReturn:
         while True:

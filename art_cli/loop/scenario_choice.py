@@ -12,7 +12,7 @@ from art_cli.runtime.errors import RunError
 
 
 class ScenarioChoice:
-    """Chooses among the scenarios of a run or of one source. Each past step's files are read once."""
+    """Chooses scenarios for a whole run or a single source. Each past step's files are read once."""
 
     def __init__(
         self,
@@ -37,7 +37,7 @@ class ScenarioChoice:
         self._history: dict[int, list[GroupRewards]] = {}
 
     def scenarios(self, step: int) -> list[Json]:
-        """Returns the scenarios for the step's groups, then for its refills; [] if it has no groups."""
+        """Returns the scenarios for the step's groups, then for refills; [] without groups."""
         rollout = self._rollout(step)
         if not rollout.groups_per_step:
             return []
@@ -85,7 +85,7 @@ class ScenarioChoice:
     def history(self, step: int) -> dict[int, list[GroupRewards]]:
         """Returns the groups of all earlier steps that are certainly finished when `step` begins.
 
-        With `train.max_staleness`, a step may begin before its direct predecessors finish. The predecessors are always
+        With `train.max_staleness`, a step may begin while previous steps are running. The predecessors are always
         ignored, so a resumed run makes the same choices.
         """
         num = max(0, step - self._config.train.max_staleness)

@@ -37,14 +37,14 @@ class Play(NamedTuple):
 
 
 class PlayedGroup(NamedTuple):
-    """The attempts at one scenario, and the judge's seconds for the group."""
+    """A scenario's attempts, and the judge's seconds for the group."""
 
     plays: tuple[Play, ...]
     judge_s: float = 0.0
 
 
 class PlayedStep(NamedTuple):
-    """The groups of one step."""
+    """A step's groups."""
 
     groups: tuple[PlayedGroup, ...]
     trained: int = 0  # tokens computed by the learner, over all epochs
@@ -55,14 +55,14 @@ class PlayedStep(NamedTuple):
 
 
 class Rates(NamedTuple):
-    """The speed of one replica and one learner process, in seconds per unit of work."""
+    """Seconds per unit of work, for a single replica and a single learner process."""
 
     prompt_token_s: float
-    pass_s: float  # base cost of a pass, which decodes one token of each sequence,
+    pass_s: float  # base cost of a pass, which decodes one token per sequence,
     sequence_s: float  # plus this for each sequence in the pass,
     cached_token_s: float = 0.0  # plus this for each context token
-    call_s: float = 0.0  # time in which a call blocks all other calls: HTTP, chat template, recording
-    agent_s: float = 0.0  # time in which a call blocks the other calls of its agent process
+    call_s: float = 0.0  # time for which a call blocks the gateway: HTTP, chat template, recording
+    agent_s: float = 0.0  # time for which a call blocks its agent process
     trained_token_s: float = 0.0
     exchange_s: float = 0.0  # communication between learner processes in an update: gradients and weights
     rest_s: float = 0.0  # sleep, wake, checkpoint, loading and proving
@@ -115,12 +115,12 @@ def longest_alone(step: PlayedStep, rates: Rates) -> float:
     )
 
 
-# An attempt. It yields the time at which it resumes, or a call to wait for.
+# An attempt. It yields the time of its next event, or a call to wait for.
 _Process = Generator[float | PlayedCall, None, None]
 
 
 class _Batch:
-    """A step in progress. `played` and `judged` are the times of the last attempt and the last verdict."""
+    """A step in progress. `played` is the time of the last attempt, `judged` the time of the last verdict."""
 
     def __init__(self, step: PlayedStep, rates: Rates, layout: RunLayout) -> None:
         self._step, self._rates, self._layout = step, rates, layout
@@ -158,7 +158,7 @@ class _Batch:
             self._go_on(self._play(index, play))
 
     def _play(self, group: int, play: Play) -> _Process:
-        """Plays an attempt, then judges the group after its last attempt, and starts the next attempt."""
+        """Plays an attempt, judges the group if the attempt completes it, and starts the next attempt."""
         rates, replicas, call_s = self._rates, self._layout.replicas, next(self._call_s)
         for number, call in enumerate(play.calls):
             yield self._queue(self._agents, rates.agent_s) + call.wait_s
@@ -179,7 +179,7 @@ class _Batch:
         self._begin(1)
 
     def _queue(self, free: list[float], seconds: float) -> float:
-        """Gives work to the next free worker and returns when it is done; immediately without workers."""
+        """Assigns work to the next free worker and returns its finishing time. Without workers, it starts now."""
         done = max(self._now, free[0] if free else 0.0) + seconds
         if free:
             heapq.heapreplace(free, done)

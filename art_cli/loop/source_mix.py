@@ -1,6 +1,6 @@
 """SourceMix: mixes each step's groups from the sources in `rollout.sources` by weight.
 
-Every place in every step belongs to the source furthest behind its share of all places so far. The shares are therefore
+Every place in every step belongs to the source furthest behind its share so far. The shares are therefore
 exact after each full period of the weights, no source is ever a whole group ahead, and the order depends only on the
 weights. A resumed run has the same mix, because played groups do not matter.
 

@@ -43,7 +43,7 @@ BASE = "base"  # user's word for the base model instead of a checkpoint
 class PolicySource(NamedTuple):
     """A policy's origin. Example: PolicySource(Path("runs/ttt/checkpoints/step_0040"), 40)."""
 
-    checkpoint: Path | None  # None for the base model itself
+    checkpoint: Path | None  # None: only the base model
     step: int
     run: Path | None = None  # run with the base; by default the checkpoint's run, or the configuration's run
     base: str | None = None  # base model directory named by the user; by default the run's base
@@ -128,7 +128,7 @@ def _run(loaded: LoadedConfig, wanted: Path | None) -> RunDir:
 
 
 def _find_base(wanted: Path | None) -> PolicySource | None:
-    """Returns the source for "base" or RUN/base, if `wanted` is one of them."""
+    """Returns the source for "base" or RUN/base, if `wanted` names either."""
     if (
         wanted is None
         or wanted.name != BASE
@@ -220,7 +220,7 @@ def as_trained(loaded: LoadedConfig, source: PolicySource, base: str) -> LoadedC
 
 @contextlib.contextmanager
 def open_base(loaded: LoadedConfig, source: PolicySource) -> Iterator[str]:
-    """Yields the base model's hub id or directory. A built base is taken from its checkpoint or run, if possible."""
+    """Yields the base model's hub id or directory. A built base comes from the checkpoint or run, if possible."""
     if source.base is not None:
         yield source.base
         return
@@ -234,9 +234,9 @@ def open_base(loaded: LoadedConfig, source: PolicySource) -> Iterator[str]:
 
 @contextlib.contextmanager
 def open_policy(loaded: LoadedConfig, source: PolicySource) -> Iterator[Weights | PolicySpec | None]:
-    """Yields the policy as the configured engine needs it: weights, spec, or None.
+    """Yields the policy in the form that the configured engine needs.
 
-    Weights are for engines in this process, None for an engine that brings its own model.
+    Engines in this process need weights; engines that bring a model need nothing.
     """
     traits = engine_traits(loaded.config.engine, loaded.directory)
     if not traits.can_train:

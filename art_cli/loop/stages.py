@@ -73,7 +73,7 @@ def generate(
 
 
 def choose_policy(loaded: LoadedConfig, checkpoint: Path | None, which: Which) -> tuple[LoadedConfig, PolicySource]:
-    """Returns the configuration with its engine chosen, and the policy to play with; logs both.
+    """Chooses the engine and the policy to play with, and logs both.
 
     Raises UsageError if weights are named for an engine with its own model, or if something the rollouts need is
     missing.
@@ -141,7 +141,7 @@ def _check_same(
 
 
 async def judge(loaded: LoadedConfig, trajectories: Sequence[Trajectory]) -> list[ScoredTrajectory]:
-    """Returns the complete groups among the trajectories, scored by the configured judge.
+    """Returns the complete groups, scored by the configured judge.
 
     Raises JudgeError if a group cannot be scored.
     """
@@ -157,9 +157,9 @@ async def judge(loaded: LoadedConfig, trajectories: Sequence[Trajectory]) -> lis
 def take_step(
     loaded: LoadedConfig, scored: Sequence[ScoredTrajectory], output: Path, *, checkpoint: Path | None
 ) -> StepTaken:
-    """Takes the step that `art train` would take from `checkpoint` on these trajectories; `output` is its checkpoint.
+    """Takes the same step as `art train` on these trajectories, from `checkpoint`, and saves to `output`.
 
-    Incomplete groups are left out. Raises LearnerError, without a checkpoint, if nothing can be learned.
+    Incomplete groups are ignored. Raises LearnerError, without saving, if there is nothing to learn.
     """
     check_output(output)
     check_ready(loaded, ("weights",))

@@ -7,7 +7,7 @@ a pause it starts over, so a resumed run is not paused again immediately:
     parts_from the test starts over, still comparing with the run's first steps
     hours, usd the rule's amount counts from the pause
 
-RunMeter counts over all starts of a run. Earlier starts are read from the last step's metrics and from the judge's own
+RunMeter counts all starts of a run. Earlier starts are read from the last step's metrics and from the judge's own
 record of its calls, which includes killed steps. A killed step's time counts when the step is repeated. The rules are
 pure functions of the history.
 """
@@ -77,7 +77,7 @@ class Firing(NamedTuple):
 
 
 class StopRules:
-    """The rules of one run. `pauses` is the result of `RunDir.pauses`, the pauses of earlier starts."""
+    """A run's rules. `pauses` lists the pauses of earlier starts (`RunDir.pauses`)."""
 
     def __init__(self, rules: Sequence[StopRule], pauses: Mapping[str, tuple[int, float]]) -> None:
         self.rules = rules

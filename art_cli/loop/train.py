@@ -162,7 +162,7 @@ async def evaluate_if_due(run: Run, step: int) -> None:
 
 
 def _references(run: Run, step: int, trajectories: list[Trajectory]) -> list[Trajectory]:
-    """Returns the attempts of this run's first evaluation, or `trajectories` if this is the first evaluation."""
+    """Returns the attempts of this run's first evaluation, or `trajectories` in that evaluation itself."""
     path = run.files.first_eval_path()
     if path is None or path == run.files.eval_path(step):
         return trajectories
@@ -181,7 +181,7 @@ def prune(run: Run) -> None:
     prune_trained(run.files, keep=run.config.train.keep_checkpoints, keeps_best=run.config.train.keep_best)
 
 
-# --- what is reported of it -------------------------------------------------------------------------------------------
+# --- reports ----------------------------------------------------------------------------------------------------------
 
 
 def _note(run: Run, record: UpdateNumbers | Evaluated) -> None:
@@ -218,7 +218,7 @@ def _stop(run: Run, firing: Sequence[Firing], step: int) -> None:
 
 
 def _before(run: Run, firing: Firing) -> str:
-    """Names the newest checkpoint from before the rule's finding; "" if the rule has no such step."""
+    """Names the newest checkpoint from before the rule's finding, if the rule dates its finding."""
     kept = [step for step in run.files.checkpoint_steps() if firing.before is not None and step <= firing.before]
     return f"; the checkpoint before that: {run.files.checkpoint_path(kept[-1])}" if kept else ""
 

@@ -15,9 +15,9 @@ from art_cli.runs.trajectory import Trajectory, Turn, score_trajectory
 MAX_TOKENS = 1024  # longest row to try; longer rows are estimated
 MIN_SECOND = 256  # minimum length of the second row, long enough to differ from the first by more than noise
 # Shortest first row to estimate from, by device. On a GPU, a chunk of logits has 883 rows of a vocabulary of 152k
-# (packs/logprobs.py), so the head's memory is the same for this row and for longer rows.
+# (packs/logprobs.py), so longer rows do not increase the head's memory.
 SHORTEST = {"cuda": 2048}
-GROWTH = 2  # length of the second row in lengths of the first
+GROWTH = 2  # ratio of the second row's length to row 1
 
 
 class Cost(NamedTuple):
@@ -71,7 +71,7 @@ def second_length(num_tokens: int, longest: int) -> int:
 def measure(learner: Learner, weights: Weights, num_tokens: int, parts: Collection[str] = ()) -> Cost:
     """Returns the cost of a row.
 
-    The learner must have taken a step before, because its first step also checks packs.
+    Call it after a first step, which also checks packs.
     """
     forget_peak(weights)
     metrics = step(learner, num_tokens, vocabulary=weights.vocabulary, parts=parts)

@@ -30,7 +30,7 @@ log = logging.getLogger(__name__)
 
 HOME = ".warm"
 VERSION = 1  # version of the computation; increase it when the same inputs give another result
-TAKE_S = 1.0  # target duration of one `take`; interrupts are handled between takes
+TAKE_S = 1.0  # target duration of a `take`; interrupts are handled between takes
 SAVE_EVERY_S, SAVE_SHARE = (
     10.0,
     0.05,
@@ -154,7 +154,7 @@ class WarmUp:
         self._save_s = self._saved - begin
 
     def finish(self) -> dict[str, float]:
-        """Returns the metrics of the whole warm-up, recorded by the process that made it."""
+        """Returns the metrics of the whole warm-up, as recorded by the process that finished it."""
         assert self.is_done, "take() until it is done"
         return self._numbers
 
