@@ -1,1 +1,1 @@
-"""A run's account of itself: report and findings; trackers/ and pages/."""
+"""Reports on a run: report and findings; trackers/ and pages/."""

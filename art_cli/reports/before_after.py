@@ -1,8 +1,8 @@
-"""One held-out conversation, before the training and after it: that in which the reward has risen most.
+"""A held-out conversation before and after training: the scenario with the largest rise in reward.
 
     read_before_after(RunDir) -> BeforeAfter -> pages/conversation_text.py
 
-Both are attempts of evaluations that the run keeps, at the same scenario. It reads no weights and plays nothing.
+Both attempts come from saved evaluations. No weights are read and nothing is played.
 """
 
 from collections.abc import Iterable
@@ -17,15 +17,15 @@ from art_cli.runtime.errors import RunError
 
 
 class PlayedAttempt(msgspec.Struct, frozen=True):
-    """An attempt of an evaluation. Example: PlayedAttempt(step=8, reward=1.0, messages=(...))"""
+    """An attempt in an evaluation. Example: PlayedAttempt(step=8, reward=1.0, messages=(...))"""
 
     step: int
-    reward: float | None  # as the rollout returned it, or None if it returned none
-    messages: Conversation  # those that the other attempt does not begin with
+    reward: float | None  # reward returned by the rollout
+    messages: Conversation  # messages after the common beginning
 
 
 class BeforeAfter(msgspec.Struct, frozen=True):
-    """Two attempts at one scenario. `shared` are the messages that both conversations begin with."""
+    """Two attempts at the same scenario. `shared` are the messages at the start of both conversations."""
 
     scenario: str
     shared: Conversation
@@ -34,9 +34,9 @@ class BeforeAfter(msgspec.Struct, frozen=True):
 
 
 def read_before_after(run: RunDir) -> BeforeAfter:
-    """Returns attempts of the first and of the best evaluation. Raises RunError if the run has no two evaluations.
+    """Returns attempts from the initial and the best evaluation. Raises RunError without two evaluations.
 
-    The scenario is the one whose reward has risen most; without rewards, or with equal rises, the first of them.
+    Picks the scenario with the largest rise in reward; ties and missing rewards go to the earliest scenario.
     """
     means = run.evaluations()
     steps = sorted(step for step in means if run.eval_path(step).exists())
@@ -59,7 +59,7 @@ def read_before_after(run: RunDir) -> BeforeAfter:
 
 
 def _by_scenario(run: RunDir, step: int) -> dict[str, Trajectory]:
-    """Returns the first attempt at each scenario that ended without an error."""
+    """Returns a successful attempt for each scenario: the earliest."""
     found: dict[str, Trajectory] = {}
     lines: Iterable[Trajectory] = read_lines(run.eval_path(step), Trajectory)
     for trajectory in lines:

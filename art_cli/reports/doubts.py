@@ -1,6 +1,6 @@
-"""Doubts: why the reward of a first step cannot be learned as it is, each with a cure. Pure: scored groups in.
+"""Doubts: reasons why a reward cannot be learned as it is, with cures. Pure functions of a step's scored groups.
 
-Each bound is on the size of an effect and, where chance makes one, on its p-value in a permutation test within groups.
+Each bound limits an effect size; random effects also need a small p-value in a permutation test within groups.
 """
 
 import json
@@ -17,15 +17,15 @@ from art_cli.runs.history import count_failures
 from art_cli.runs.promise import Doubt
 from art_cli.runs.trajectory import EQUAL_REWARDS, Json, ScoredTrajectory, has_signal
 
-HOPELESS = 1 - SOLVED  # mean reward up to which nothing is solved, where 0 is the usual lowest one
-LIMITED = 0.2  # share of attempts that a limit ends, from which it is asked what the limit costs
-COSTS = -0.3  # rank correlation of meeting a limit and the reward, from which the limit costs the reward
-EXPLAINED = 0.8  # rank correlation with the length from which length alone explains the reward
-POSITION = 0.5  # rank correlation with the attempt's number in its group, of which a fair judge is independent
-BIAS = 0.2  # score that the first place in a judge's prompt adds over the last
+HOPELESS = 1 - SOLVED  # mean reward up to which nothing is solved, if 0 is the usual minimum
+LIMITED = 0.2  # share of attempts stopped by a limit, above which the limit's cost is tested
+COSTS = -0.3  # rank correlation between limit and reward, below which the limit costs reward
+EXPLAINED = 0.8  # rank correlation with length, above which length alone explains the reward
+POSITION = 0.5  # rank correlation with the attempt's number, which should not influence a fair judge
+BIAS = 0.2  # score advantage of the leading prompt position over the last position
 P, SHUFFLES = 0.01, 999
-REPEATS = 0.3  # share of a score's variance that must repeat when the judge is asked again
-PAIRS = 5  # fewest cases that are no chance
+REPEATS = 0.3  # share of a score's variance that must repeat in a second judgment
+PAIRS = 5  # minimum number of cases for a finding
 
 Group = Sequence[ScoredTrajectory]
 Groups = Sequence[Group]
@@ -51,13 +51,13 @@ def find_doubts(
     repeats: VoteReliability | None = None,
     bias: Measure | None = None,
 ) -> list[Doubt]:
-    """Returns what stands against learning from such groups. `scenarios` are all of the training.
+    """Returns the doubts about these groups. `scenarios` are all training scenarios.
 
-    `repeats` is how far the judge repeats itself, and `bias` its order bias, or None if they are not known.
+    `repeats` is the judge's repeatability and `bias` its order bias, if known.
     """
     rewarded = [[each for each in members if each.reward is not None] for members in groups]
     found = [*_sampling(groups), *_limit(rewarded)]
-    found = found or [*_spread(rewarded)]  # a doubt above would explain these
+    found = found or [*_spread(rewarded)]  # the doubts above explain these
     found += [*_noise(rewarded, repeats), *_length(rewarded), *_leak(rewarded), *_position(rewarded, bias)]
     return [Doubt(kind, text, CURES[kind]) for kind, text in [*found, *_twice(scenarios)]]
 
@@ -77,7 +77,7 @@ def _sampling(groups: Groups) -> Found:
 
 
 def limit_of(attempt: ScoredTrajectory) -> str:
-    """Returns the key of the limit that ended an attempt or cut off one of its replies, or ""."""
+    """Returns the key of the limit that stopped an attempt or cut off a reply, or ""."""
     if attempt.limit is not None:
         return "rollout.max_turns" if attempt.limit == "turn_limit" else "model.max_length"
     is_cut = any(turn.finish_reason == "length" for turn in attempt.turns)
@@ -85,7 +85,7 @@ def limit_of(attempt: ScoredTrajectory) -> str:
 
 
 def _limit(groups: Groups) -> Found:
-    """Finds a limit whose attempts get less than the others, or one of nearly all attempts where none gets anything."""
+    """Finds a limit that lowers rewards, or a limit hit by nearly all attempts without any reward."""
     limits = Counter(limit_of(each) for members in groups for each in members)
     free = limits.pop("", 0)
     num, values = free + limits.total(), [_reward(each) for members in groups for each in members]
@@ -102,13 +102,13 @@ def _limit(groups: Groups) -> Found:
 
 
 def compared(groups: Groups) -> Groups:
-    """Returns the attempts that are compared with each other: a group, or all of them if each group is one attempt."""
+    """Returns the attempts to compare: by group, or all together if every group is a single attempt."""
     is_single = all(len(members) < 2 for members in groups)
     return [[each for members in groups for each in members]] if is_single else [each for each in groups if each]
 
 
 def spread_share(groups: Groups) -> float:
-    """Returns the share of the groups whose rewards differ; 0 without rewards."""
+    """Returns the share of groups with different rewards; 0 without rewards."""
     values = [[_reward(each) for each in members if each.reward is not None] for members in compared(groups)]
     return fmean(map(has_signal, values)) if values else 0.0
 
@@ -126,11 +126,11 @@ def _reward(attempt: ScoredTrajectory) -> float:
     return attempt.reward or 0.0
 
 
-# --- what the rewards follow ------------------------------------------------------------------------------------------
+# --- correlations of the rewards --------------------------------------------------------------------------------------
 
 
 class Correlation(NamedTuple):
-    """A rank correlation within groups, with the p-value of a permutation test. Example: Correlation(0.92, 0.001)"""
+    """A rank correlation within groups, with a permutation test's p-value. Example: Correlation(0.92, 0.001)"""
 
     value: float
     p: float
@@ -140,9 +140,9 @@ class Correlation(NamedTuple):
 
 
 def correlate(groups: Sequence[Sequence[tuple[float, float]]]) -> Correlation | None:
-    """Returns Spearman's correlation of (x, y) pairs, ranked within each group and pooled; None if nothing varies.
+    """Returns Spearman's correlation of (x, y) pairs, ranked within groups and pooled; None without variation.
 
-    Under the null hypothesis all orders of a group's x are equally likely; 999 of them are drawn.
+    The null distribution is estimated from 999 random orders of x within groups.
     """
     ranked = [[_ranks(side) for side in zip(*members, strict=True)] for members in groups if len(members) > 1]
     spread_x, spread_y = (sum(slope(each[at], each[at]).denominator for each in ranked) for at in (0, 1))
@@ -156,13 +156,13 @@ def correlate(groups: Sequence[Sequence[tuple[float, float]]]) -> Correlation | 
 
 
 def _ranks(values: Sequence[float]) -> list[float]:
-    """Returns the rank of each value; equal values have the mean of their ranks."""
+    """Returns the rank of each value; ties get their mean rank."""
     ordered = sorted(values)
     return [ordered.index(value) + (ordered.count(value) - 1) / 2 for value in values]
 
 
 def by_length(groups: Groups) -> Correlation | None:
-    """Returns the correlation of the attempts' sampled tokens and rewards."""
+    """Returns the correlation between attempts' sampled tokens and rewards."""
     known = [[each for each in members if each.reward is not None] for members in groups]
     return correlate([[(float(each.num_sampled), _reward(each)) for each in members] for members in known])
 
@@ -184,7 +184,7 @@ def _position(groups: Groups, bias: Measure | None) -> Found:
 
 
 def _leak(groups: Groups) -> Found:
-    """Finds rewards for nearly all replies that stand word for word in their prompt, and for next to no others."""
+    """Finds rewards given to nearly all replies copied from the prompt and to hardly any other reply."""
     known = [(_is_copy(each), _reward(each)) for members in groups for each in members]
     top, low = max((value for _, value in known), default=0.0), min((value for _, value in known), default=0.0)
     if top - low <= EQUAL_REWARDS:
@@ -218,7 +218,7 @@ def _noise(groups: Groups, repeats: VoteReliability | None) -> Found:
 
 
 def _twice(scenarios: Sequence[Json]) -> Found:
-    """Finds contents that some scenarios share. Where most do, the id names what is played, such as a seed."""
+    """Finds scenarios with equal content. If most are equal, the id itself is the content, for example a seed."""
     by_content: dict[str, list[str]] = defaultdict(list)
     for each in scenarios:
         content = {key: value for key, value in each.items() if key != "id"}

@@ -1,26 +1,25 @@
-"""Findings: what went wrong in a run, since when, reasons in the numbers beside it, and cures. Pure: a history in.
+"""Findings: problems in a run, their first step, likely reasons, and cures. Pure functions of the history.
 
-evaluation_fell   an evaluation lies below the best one before it, by more than the interval of their paired difference
-training_fell     the training reward of the last steps lies below that of the best steps before
-no_signal         most groups of several steps say nothing, because their attempts got equal rewards
-entropy_collapse  the policy became sure, and its reward stood still meanwhile
-hardly_moves      the updates of several steps change hardly any logprob, though there is signal
-frozen            no group of the newest steps says anything, the policy is sure, and its reward is not at the top
-stuck             reward and entropy stood still for long: for want of spread, or because the reward is noise
-failures          many rollouts of several steps fail
-parted            reward and a shadow judge's score part, by a test whose false alarms are bounded (runs/parting.py);
-                  or the judge comes to agree less with a person's labels (judges/files/run_labels.py)
-judge_changed     the replies of a judge name another model than before
+evaluation_fell   an evaluation is worse than the previous best, beyond the interval of the paired difference
+training_fell     the latest training reward is below the best earlier training reward
+no_signal         most groups in several steps have equal rewards
+entropy_collapse  the policy became certain while the reward did not improve
+hardly_moves      several updates hardly change any logprob, despite signal
+frozen            recent groups have no signal, the policy is certain, and the reward is not at its maximum
+stuck             reward and entropy did not change for long: no spread, or a noisy reward
+failures          many rollouts fail in several steps
+parted            reward and shadow score part, by a test with bounded false alarms (runs/parting.py);
+                  or the judge agrees less with a person's labels (judges/files/run_labels.py)
+judge_changed     judge replies name a new model
 
-A reason is a number that changed between the best policy and the policy that fell (entropy, signal, gap, clipping,
-length, failures, gradient), with what to try. The cures of all findings stand here.
+A reason is a metric that changed between the best policy and the worse policy (entropy, signal, gap, clipping, length,
+failures, gradient), with a cure. This module contains the cures of all findings.
 
-The best of many evaluations is good by luck too. So the level of the interval is divided by the number of pairs that
-were compared (Bonferroni), and of runs that never change about 5 % are accused. A reason beside the fall is evidence of
-its own; then the level is divided by the number of earlier evaluations only.
+The best of many evaluations is partly luck. The interval's level is therefore divided by the number of compared pairs
+(Bonferroni), so about 5 % of stable runs get a false finding. A reason is additional evidence; with a reason, the level
+is divided by the number of earlier evaluations only.
 
-Steps are numbered as `art train` shows them: "step 7" is the seventh update, and an evaluation at step 7 is of the
-policy that it made.
+Steps are numbered as in `art train`: "step 7" is update 7, and an evaluation at step 7 measures the resulting policy.
 """
 
 import math
@@ -37,7 +36,7 @@ from art_cli.runs.history import Evaluated, History, UpdateNumbers
 from art_cli.runs.intervals import LEVEL, mean_interval, student
 from art_cli.runs.parting import Parting, anchors, describe_parting, find_parting, read_beside
 
-NEAR = 2  # number of updates whose means stand for a policy; more would hide how fast a collapse goes
+NEAR = 2  # number of updates averaged for a policy; more would hide a fast collapse
 
 THAW = (
     "a fresh run (--fresh) with a smaller train.learning_rate or train.epochs_per_step=1; then loss.entropy_floor; "
@@ -91,15 +90,15 @@ CURES = (
 
 
 class Reason(msgspec.Struct, frozen=True):
-    """A number that changed beside a fall. Example: Reason("entropy", "entropy fell from 0.59 to 0.11 nats", "...")"""
+    """A metric that changed with a fall. Example: Reason("entropy", "entropy fell from 0.59 to 0.11 nats", "...")"""
 
     kind: str
     text: str
-    cure: str  # advice, with the keys of the configuration to change
+    cure: str  # advice with configuration keys
 
 
 def find_reasons(updates: Sequence[UpdateNumbers], best: int, step: int) -> list[Reason]:
-    """Returns the changes between the updates up to step `best` and those up to `step`."""
+    """Compares the updates up to step `best` with the updates up to `step`."""
     since = [update for update in updates if best < update.number <= step]
     if not since:
         return []
@@ -111,20 +110,20 @@ def find_reasons(updates: Sequence[UpdateNumbers], best: int, step: int) -> list
 
 
 class _Spans(NamedTuple):
-    """The first updates of the run, those before the best policy, and the latest ones."""
+    """The run's initial updates, the updates before the best policy, and the latest updates."""
 
     first: Sequence[UpdateNumbers]
     before: Sequence[UpdateNumbers]
     now: Sequence[UpdateNumbers]
 
     def means(self, of: Callable[[UpdateNumbers], float | None]) -> tuple[float, float, float] | None:
-        """Returns the mean of each span, or None if one of them has no such number."""
+        """Returns the mean of each span, if all spans have the metric."""
         spans = [[value for update in span if (value := of(update)) is not None] for span in self]
         return (fmean(spans[0]), fmean(spans[1]), fmean(spans[2])) if all(spans) else None
 
 
 def _entropy(spans: _Spans) -> Reason | None:
-    """Halved since the best policy, a quarter of the run's start, or doubled."""
+    """Halved since the best policy, a quarter of the initial entropy, or doubled."""
     if (means := spans.means(lambda update: update.get("entropy"))) is None:
         return None
     first, before, now = means
@@ -139,14 +138,14 @@ def _entropy(spans: _Spans) -> Reason | None:
 
 def _signal(spans: _Spans) -> Reason | None:
     means = spans.means(lambda update: update.get("no_signal_share"))
-    if means is None or means[2] < 0.5 or means[2] - means[1] < 0.25:  # a quarter: a few groups differ by chance
+    if means is None or means[2] < 0.5 or means[2] - means[1] < 0.25:  # a quarter: smaller differences may be chance
         return None
     text = f"{means[2]:.0%} of the groups without signal, {means[1]:.0%} before"
     return Reason("signal", text, NOTHING_TO_LEARN)
 
 
 def _doubled(spans: _Spans, of: Callable[[UpdateNumbers], float | None], least: float) -> tuple[float, float] | None:
-    """The means before the best policy and now, where the number is now at least `least` and twice what it was."""
+    """Returns the means before the best policy and now, if the metric doubled and is now at least `least`."""
     means = spans.means(of)
     return None if means is None or means[2] < least or means[2] < 2 * means[1] else means[1:]
 
@@ -193,7 +192,7 @@ def _limits(spans: _Spans) -> Reason | None:
 
 
 def _gradient(updates: Sequence[UpdateNumbers], since: Sequence[UpdateNumbers]) -> list[Reason]:
-    """The largest gradient since the best policy, if it is more than 5 times the median of the run up to there."""
+    """Reports the largest gradient since the best policy, if it exceeds 5 times the run's median so far."""
     norms = [u.metrics["grad_norm"] for u in updates if "grad_norm" in u.metrics and u.number <= since[-1].number]
     latest = [(update.metrics["grad_norm"], update.number) for update in since if "grad_norm" in update.metrics]
     if not latest or (top := max(latest))[0] <= 5 * median(norms):
@@ -211,45 +210,45 @@ def mostly(updates: Sequence[UpdateNumbers]) -> str:
     return f", mostly {max(counts, key=lambda kind: counts[kind])}" if counts else ""
 
 
-# What the number of compared pairs of evaluations, and of windows of training rewards, is multiplied by, because they
-# are compared again at each step. Simulated: runs of 24 to 300 steps then keep to LEVEL.
+# Bonferroni factors for the number of compared pairs of evaluations and of training windows, because comparisons are
+# repeated at each step. In simulations, runs of 24 to 300 steps then keep to LEVEL.
 EVALUATION_LOOKS, TRAINING_LOOKS = 5, 30
-WINDOWS = (5, 20)  # numbers of steps whose mean training reward is compared with the best such mean before
-STREAK = 5  # number of neighbouring steps whose mean makes a lasting state, if it holds in most of them as well
-SURE = 3  # the same for a number that has next to no noise
+WINDOWS = (5, 20)  # window sizes, in steps, for comparing mean training rewards
+STREAK = 5  # number of consecutive steps in a lasting state, which must hold on average and in most steps
+SURE = 3  # the same for metrics with hardly any noise
 NO_SIGNAL, FAILURES = 0.8, 0.2  # shares of groups and of rollouts above which a lasting state is a finding
-COLLAPSED = 0.25  # share of the first steps' entropy that a policy has left which has become sure
-STILL = 0.5  # smallest rise of the reward, in standard deviations of the first steps' rewards, that is progress
-SOLVED = 0.95  # mean reward, where 1 is the usual largest one, from which nothing is left to learn
-# Nats by which a step's updates change a trained token's logprob, of a policy that moves. Four epochs on 64 attempts of
+COLLAPSED = 0.25  # share of the initial entropy below which a policy has become certain
+STILL = 0.5  # smallest reward increase that counts as progress, in standard deviations of the initial rewards
+SOLVED = 0.95  # mean reward from which nothing is left to learn, if 1 is the usual maximum
+# Smallest logprob change per trained token, in nats, for a policy that moves. Four epochs on 64 attempts of
 # SmolLM2-135M with an adapter: 0.009 to 0.013 at the learning rate 1e-5, which learned nothing.
 MOVES = 0.02
-FROZEN = 2  # number of newest steps without any signal after which a run is frozen
-NO_ENTROPY = 0.1  # nats per token, of a policy that has next to no second opinion
-MAX_POOLS = 3  # number of pools that a finding names
-STUCK = 10  # number of neighbouring steps in which neither reward nor entropy moves, of a run that is stuck
-STUCK_RISE = 0.2  # like STILL, of a run that is stuck
-FLAT = 0.1  # share of the first steps' entropy by which one that does not move may differ
-EXPLAINED = ("no_signal", "hardly_moves", "failures")  # findings that say why a run is stuck
-SPREAD = 0.5  # share of groups without signal from which the want of spread is to blame
+FROZEN = 2  # consecutive latest steps without signal in a frozen run
+NO_ENTROPY = 0.1  # nats per token of a policy with hardly any alternatives
+MAX_POOLS = 3  # number of pools named in a finding
+STUCK = 10  # consecutive steps without change of reward and entropy in a stuck run
+STUCK_RISE = 0.2  # like STILL, for a stuck run
+FLAT = 0.1  # relative entropy change that still counts as no change
+EXPLAINED = ("no_signal", "hardly_moves", "failures")  # findings that explain a stuck run
+SPREAD = 0.5  # share of groups without signal from which missing spread is the explanation
 
 
 class RunFinding(msgspec.Struct, frozen=True):
-    """One thing that went wrong, and its steps.
+    """A problem and its steps.
 
     Example: RunFinding("evaluation_fell", 24, 24, "the evaluation at step 24 is 0.613, ...", [Reason(...)], "...")
     """
 
     kind: str
-    step: int  # the first step that shows it
-    until: int  # the last step that shows it
+    step: int  # the earliest step with the problem
+    until: int  # the latest step with the problem
     text: str
     reasons: list[Reason]
-    cure: str  # advice where no reason gives one
+    cure: str  # advice if there are no reasons
 
     @property
     def cures(self) -> list[str]:
-        """Returns what to try, each once."""
+        """Returns the distinct cures."""
         return list(dict.fromkeys([reason.cure for reason in self.reasons] or [self.cure]))
 
     def __str__(self) -> str:
@@ -258,10 +257,10 @@ class RunFinding(msgspec.Struct, frozen=True):
 
 
 def find(history: History, *, is_comparable: bool = True) -> list[RunFinding]:
-    """Returns all findings of a history, by their first step.
+    """Returns all findings of a history, ordered by their beginning.
 
-    `is_comparable`: whether training rewards of different steps can be compared. Those of a judge that only compares
-    the attempts of a group cannot.
+    `is_comparable` is False if training rewards of different steps cannot be compared, as for a judge that only
+    compares attempts within a group.
     """
     lasting = list(_lasting(history, is_comparable=is_comparable))
     found = [*_evaluations_fell(history), *lasting, *_parted(history), *_judge_changed(history.updates)]
@@ -274,7 +273,7 @@ def find(history: History, *, is_comparable: bool = True) -> list[RunFinding]:
 
 
 def _evaluations_fell(history: History) -> Iterator[RunFinding]:
-    """Yields a finding for each time that evaluations begin to lie below the best one before them."""
+    """Yields a finding each time that evaluations drop below the previous best."""
     best: Evaluated | None = None
     fall: RunFinding | None = None
     for num, point in enumerate(history.evaluations):
@@ -293,7 +292,7 @@ def _evaluations_fell(history: History) -> Iterator[RunFinding]:
 
 
 def _compare(history: History, best: Evaluated, point: Evaluated, num: int) -> RunFinding | None:
-    """Returns the finding that `point`, which comes after `num` evaluations, lies below the best of them."""
+    """Checks whether `point`, after `num` earlier evaluations, is worse than the best."""
     common = sorted(best.rewards.keys() & point.rewards.keys())
     differences = [point.rewards[name] - best.rewards[name] for name in common]
     plain = mean_interval(differences)
@@ -314,9 +313,9 @@ def _compare(history: History, best: Evaluated, point: Evaluated, num: int) -> R
 
 
 def _training_fell(history: History) -> Iterator[RunFinding]:
-    """Yields a finding for each time that the mean of the last steps begins to lie below the best mean before.
+    """Yields a finding each time that the mean reward drops below the previous best mean.
 
-    What a shorter window of steps finds is left out for a longer one.
+    Steps found with a short window are skipped for longer windows.
     """
     rewarded = [(update.number, update.metrics["reward_mean"]) for update in history.updates
                 if "reward_mean" in update.metrics]  # fmt: skip
@@ -331,7 +330,7 @@ def _training_fell(history: History) -> Iterator[RunFinding]:
 
 
 def _falls(values: Sequence[float], sums: Sequence[float], width: int) -> Iterator[tuple[int, int, int]]:
-    """Yields (first, last, top): the windows that end at indices first to last lie below the one that ends at top."""
+    """Yields (first, last, top): windows ending at indices first to last are below the window ending at top."""
     top, begun, end = width - 1, None, 0
 
     def mean(at: int) -> float:
@@ -352,10 +351,10 @@ def _falls(values: Sequence[float], sums: Sequence[float], width: int) -> Iterat
 
 
 def noise(values: Sequence[float], at: int) -> float:
-    """The standard deviation of a step's reward around its trend, from the differences of neighbours up to `at`.
+    """Returns the standard deviation of a step's reward around its trend, from successive differences up to `at`.
 
-    The mean of the middle half of the squared differences, over 2 and over what that is for a normal distribution
-    (0.536): a collapse, which is a few large differences, does not raise it.
+    Uses the middle half of the squared differences, divided by 2 and by 0.536, the corresponding value for a normal
+    distribution. The few large differences of a collapse therefore have no effect.
     """
     squares = sorted((values[i + 1] - values[i]) ** 2 for i in range(max(0, at - 100), at))
     cut = len(squares) // 4
@@ -364,7 +363,7 @@ def noise(values: Sequence[float], at: int) -> float:
 
 
 def _bound(num: int, width: int) -> float:
-    """Returns the standard errors by which two windows of `num` steps may differ by chance: Bonferroni over pairs."""
+    """Returns the chance difference between two windows of `num` steps, in standard errors (Bonferroni over pairs)."""
     return student(1 - LEVEL / (TRAINING_LOOKS * (num / width) ** 2), max(num // 3, 3))
 
 
@@ -387,7 +386,7 @@ def _training_finding(
 
 
 def _calmer(history: History) -> str:
-    """Returns the cure of a fall; a search for a prompt has no learning rate."""
+    """Returns the cure for a fall; prompt searches have no learning rate."""
     is_search = any("num_prompts" in update.metrics for update in history.updates)
     return MORE_GROUPS if is_search else SLOWER
 
@@ -403,7 +402,7 @@ def _parted(history: History) -> Iterator[RunFinding]:
 
 
 def judge_fell(labels: Sequence[OrderedPair]) -> list[RunFinding]:
-    """Returns the finding that judge and person part, by the labels of a run's steps."""
+    """Returns the finding that judge and person disagree, from the labels of the run's steps."""
     alarm = find_fall(labels)
     return [] if alarm is None else [_parting(alarm, describe_fall(labels, alarm))]
 
@@ -413,7 +412,7 @@ def _parting(alarm: Parting, text: str) -> RunFinding:
 
 
 def _judge_changed(updates: Sequence[UpdateNumbers]) -> Iterator[RunFinding]:
-    """Yields a finding for each step in which a judge's replies name a model that they did not name before."""
+    """Yields a finding for each step in which a judge's replies name a new model."""
     seen: set[str] = set()
     for update in updates:
         names = {name.removeprefix(JUDGED_BY) for name in update.metrics if name.startswith(JUDGED_BY)}
@@ -460,16 +459,16 @@ Window = Sequence[UpdateNumbers]
 
 
 def _share_clipped(window: Window) -> str:
-    share = _mean(window, "clip_fraction")  # NaN where an algorithm of one's own has no clip
+    share = _mean(window, "clip_fraction")  # NaN for custom algorithms without clipping
     return f" and clip {share:.1%} of the tokens" if share == share else ""
 
 
 def _stuck(updates: Window, others: Sequence[RunFinding]) -> Iterator[RunFinding]:
-    """Yields the newest steps if reward and entropy stood still in them, unless another finding tells why."""
+    """Yields the latest steps if reward and entropy stood still, unless another finding explains it."""
     first = updates[:STREAK]
     spans = list(_spans(updates, lambda window: _is_flat(first, window), width=STUCK))
     if not spans or spans[-1][-1] is not updates[-1]:
-        return  # it moves, or has moved since
+        return  # still moving, or moving again
     span = spans[-1]
     begin, end = _ends(span)
     if any(finding.kind in EXPLAINED and finding.step <= end and finding.until >= begin for finding in others):
@@ -486,7 +485,7 @@ def _stuck(updates: Window, others: Sequence[RunFinding]) -> Iterator[RunFinding
 
 
 def _frozen(updates: Window, others: Sequence[RunFinding]) -> Iterator[RunFinding]:
-    """Yields the newest steps if none of their groups has signal and the entropy is nearly gone, as in a short run."""
+    """Yields the latest steps if their groups lack signal and entropy is nearly 0, as in a short run."""
     silent = list(takewhile(lambda update: update.get("no_signal_share") == 1.0, reversed(updates)))[::-1]
     entropies = [update.metrics["entropy"] for update in updates if "entropy" in update.metrics]
     if not FROZEN <= len(silent) < len(updates) or not entropies or not _mean(silent, "reward_mean") < SOLVED:
@@ -512,7 +511,7 @@ def _is_flat(first: Window, window: Window) -> list[bool]:
 
 
 def _holds(of: Callable[[UpdateNumbers], float | None], bound: float) -> Callable[[Window], list[bool]]:
-    """Finds the updates above the bound, in a window whose mean and most of whose updates are above it."""
+    """Finds the updates above the bound, in a window whose mean and majority are above it."""
 
     def find_in(window: Window) -> list[bool]:
         values = [of(update) or 0.0 for update in window]
@@ -523,22 +522,22 @@ def _holds(of: Callable[[UpdateNumbers], float | None], bound: float) -> Callabl
 
 
 def _collapsed(first: Window, window: Window) -> list[bool]:
-    """All updates of a window, if its entropy is a quarter of the first one's without progress of the reward."""
+    """Marks the whole window if its entropy is a quarter of the initial entropy, without progress of the reward."""
     before, now = _mean(first, "entropy"), _mean(window, "entropy")
     return [before > 0 and now <= COLLAPSED * before and _stands_still(first, window)] * len(window)
 
 
 def _rests(first: Window, window: Window, *, is_comparable: bool) -> list[bool]:
-    """Returns all updates of a window that have signal and a full learning rate, and yet change next to nothing."""
+    """Marks the whole window if it has signal and a full learning rate but changes hardly anything."""
     change, rate = _mean(window, "logprob_change"), _mean(window, "learning_rate")
     rates = [update.metrics["learning_rate"] for update in [*first, *window] if "learning_rate" in update.metrics]
-    is_full = bool(rates) and rate >= max(rates) / 2  # neither warmed up nor decayed
+    is_full = bool(rates) and rate >= max(rates) / 2  # neither warm-up nor decay
     is_excused = _mean(window, "no_signal_share") >= NO_SIGNAL or (is_comparable and not _stands_still(first, window))
     return [change < MOVES and is_full and not is_excused] * len(window)
 
 
 def _stands_still(first: Window, window: Window, *, rise: float = STILL) -> bool:
-    """Whether the reward did not rise since the first window as it does in a run that learns, and is not at its top."""
+    """Returns True if the reward did not rise since the initial window and is not at its maximum."""
     spread = _mean(first, "reward_std")
     least = rise * spread if spread > 0 else 0.0
     return not _is_solved(window) and _mean(window, "reward_mean") - _mean(first, "reward_mean") <= least
@@ -549,7 +548,7 @@ def _is_solved(window: Window) -> bool:
 
 
 def _mean(window: Window, name: str) -> float:
-    """Returns the mean over the updates that have the number; NaN where none has."""
+    """Returns the mean over the updates with this metric, or NaN."""
     values = [update.metrics[name] for update in window if name in update.metrics]
     return fmean(values) if values else math.nan
 
@@ -560,7 +559,7 @@ def _reward(window: Window) -> str:
 
 
 def _spans(updates: Window, find_in: Callable[[Window], list[bool]], *, width: int = STREAK) -> Iterator[Window]:
-    """The runs of neighbouring updates of windows in which something is found, from the first one found to the last."""
+    """Yields the merged spans of consecutive windows in which `find_in` marks something."""
     begin, end = 0, 0
     for start in range(len(updates) - width + 1):
         is_found = find_in(updates[start : start + width])
@@ -586,18 +585,18 @@ def _span(streak: Sequence[UpdateNumbers]) -> str:
 # --- while a run trains -----------------------------------------------------------------------------------------------
 
 
-LOOKS = 200  # looks at a run of twice as many steps and more, which take time that grows with its length
+LOOKS = 200  # number of checks per doubling of the run's length; each check's time grows with the length
 
 
 class RunWatch:
-    """Watch over a run while it trains: returns each finding once, when it begins, but none of those in `history`."""
+    """Watches a run during training: returns each new finding once, except findings already in `history`."""
 
     def __init__(self, history: History, *, is_comparable: bool) -> None:
         self.history, self._is_comparable = history, is_comparable
         self._reported = {_key(finding) for finding in find(history, is_comparable=is_comparable)}
 
     def add(self, record: UpdateNumbers | Evaluated) -> list[RunFinding]:
-        """Returns the findings that begin with this record. A long run is looked at less often than at each step."""
+        """Returns the findings that begin with this record. Long runs are not checked at every step."""
         records: list[Any] = self.history.updates if isinstance(record, UpdateNumbers) else self.history.evaluations
         records.append(record)
         if len(records) % max(1, len(records) // LOOKS):

@@ -1,10 +1,10 @@
-"""RunReport: a run as plain data: rewards with intervals, the numbers of each step, findings, time and cost.
+"""RunReport: a run as plain data: rewards with intervals, metrics by step, findings, time and cost.
 
     read_report(RunDir) -> RunReport -> pages/report_text.py, pages/report_page.py, or JSON
 
-It reads the run's configuration, metrics and evaluations, and the names of its checkpoints. It reads no weights, a few
-scored files of a judge that makes calls, and trajectories only where no attempt of the run succeeded, so it is as quick
-for a run of a thousand steps. It may be made while the run goes on.
+Reads configuration, metrics, evaluations and checkpoint names, but no weights. Only a few scored files are read, for
+judges that make calls, and trajectories only if all attempts failed. A run of a thousand steps is therefore reported
+quickly. The run may still be training.
 """
 
 import contextlib
@@ -42,10 +42,10 @@ from art_cli.runs.trajectory import Trajectory
 from art_cli.runtime.errors import CheckpointError, DataError, RunError, UsageError, printable
 
 log = logging.getLogger(__name__)
-SCHEMA = 1  # version of the JSON that `art report --json` prints
-MAX_WORD = 120  # characters of a value of the configuration that are shown
-SMOOTHED = 20  # the training reward is smoothed over this fraction of the run, and over 5 steps at least
-MAX_POINTS = 1000  # of the curve of training rewards; of a longer run every k-th step has one
+SCHEMA = 1  # version of the JSON printed by `art report --json`
+MAX_WORD = 120  # shown characters of a configuration value
+SMOOTHED = 20  # the training reward is smoothed over this fraction of the run, at least 5 steps
+MAX_POINTS = 1000  # maximum points in the training reward curve; longer runs are subsampled
 
 Getter = Callable[[UpdateNumbers], float | None]
 SERIES: dict[str, Getter] = {
@@ -65,7 +65,7 @@ SERIES: dict[str, Getter] = {
 
 
 class Point(msgspec.Struct, frozen=True):
-    """A mean at a step with its 95 % interval; no interval: too few values, or they are not known."""
+    """A mean at a step with its 95 % interval, if known."""
 
     step: int
     mean: float
@@ -74,19 +74,17 @@ class Point(msgspec.Struct, frozen=True):
 
 
 class ReportedEvaluation(msgspec.Struct, frozen=True):
-    """One evaluation. `reward` is None if it had none."""
+    """An evaluation."""
 
     step: int
     reward: Point | None
-    num_scenarios: int | None  # or None if unknown
+    num_scenarios: int | None
     metrics: dict[str, float]
-    difference: Point | None = (
-        None  # of the reward to the first evaluation's, paired over scenarios; None for the first
-    )
+    difference: Point | None = None  # from evaluation 1's reward, paired over scenarios
 
 
 class Rollouts(msgspec.Struct, frozen=True):
-    """The attempts of all steps, evaluations left out; `failed` has the commonest kinds of each step."""
+    """Training attempts; `failed` lists each step's most common kinds."""
 
     num: int
     num_failed: int
@@ -95,10 +93,10 @@ class Rollouts(msgspec.Struct, frozen=True):
 
 
 class Seconds(msgspec.Struct, frozen=True):
-    """The parts of the run's time. With train.max_staleness above 0 sampling and training overlap."""
+    """Time by activity. With train.max_staleness above 0, sampling and training overlap."""
 
     sampling: float
-    judging: float  # after the last rollout of each step
+    judging: float  # after each step's last rollout
     training: float
     evaluating: float
 
@@ -108,7 +106,7 @@ class Seconds(msgspec.Struct, frozen=True):
 
 
 class JudgeCost(msgspec.Struct, frozen=True):
-    """The cost of the judge's calls. `usd` is None if the price of some is unknown."""
+    """The cost of the judge's calls. `usd` requires known prices."""
 
     calls: int
     tokens: int
@@ -116,10 +114,10 @@ class JudgeCost(msgspec.Struct, frozen=True):
 
 
 class Gain(msgspec.Struct, frozen=True):
-    """The rise of the reward from the first policy measured to the best one, and the cost of each point of it.
+    """The rise in reward from the initial policy to the best policy, and its cost.
 
-    `of` is "evaluation", or "training" for a run without evaluations. A rate is None where nothing was gained, or
-    where what it is divided by is 0 or not known.
+    `of` is "evaluation", or "training" without evaluations. Rates are None without a gain, or if the cost is 0 or
+    unknown.
     """
 
     of: str
@@ -135,44 +133,45 @@ class Gain(msgspec.Struct, frozen=True):
 
 
 class Kept(msgspec.Struct, frozen=True):
-    """A policy of the run, and its checkpoint if that is still there."""
+    """A policy of the run, with its checkpoint if it still exists."""
 
     step: int
-    reward: float | None  # or None if it was not evaluated
+    reward: float | None  # if evaluated
     checkpoint: str | None
-    digest: str = ""  # of the policy, or "" if no learner left a proof
+    digest: str = ""  # policy digest; "" without a proof
 
 
 class RunReport(msgspec.Struct, frozen=True, kw_only=True):
-    """The object that `art report --json` prints."""
+    """The JSON object printed by `art report --json`."""
 
     schema_version: int = SCHEMA
     run: str
     made_with: dict[str, str]
     num_steps: int
-    wanted_steps: int | None  # train.steps, or None if unknown
-    updated: float | None  # time of the last number, in seconds since the epoch, or None before the first
+    wanted_steps: int | None  # train.steps, if known
+    updated: float | None  # time of the latest metric, in seconds since the epoch
     warm_up: dict[str, float] | None
     evaluations: list[ReportedEvaluation]
     training_reward: list[Point]  # smoothed
-    reward_names: dict[str, str]  # name of the rewards of steps ("train") and of evaluations ("eval")
+    reward_names: dict[str, str]  # names of the rewards of steps ("train") and evaluations ("eval")
     series: dict[str, list[tuple[int, float]]]
     rollouts: Rollouts
-    proofs: dict[str, int] = {}  # number of steps whose weights the engine was proven to have, and of undecided proofs
+    proofs: dict[str, int] = {}  # number of steps with proven weights, and of undecided proofs
     seconds: Seconds
-    judge: JudgeCost | None  # or None if it made no calls, or an older version wrote the run
-    promised: list[Promised]  # the promises of `art plan` beside what happened; empty until the run is finished
-    judge_windows: list[JudgeWindow]  # its reliability by steps, from a few scored files
+    judge: JudgeCost | None  # None without calls, or for runs of older versions
+    promised: list[Promised]  # promises of `art plan` and actual values; empty until the run is finished
+    judge_windows: list[JudgeWindow]  # judge reliability by steps, from a few scored files
     gain: Gain | None
-    best: Kept | None  # the highest evaluated reward, of equals the latest
+    best: Kept | None  # highest evaluated reward; ties go to the latest
     last: Kept | None  # the newest checkpoint
-    offered: str  # the checkpoint that `art serve RUN` takes, and why; "": there is none
-    fault: str  # why the run has learned nothing, which makes exit code 1; "" if it has learned
-    findings: list[RunFinding]  # the fault comes first
+    offered: str  # checkpoint served by `art serve RUN`, and the reason; "" without any
+    fault: str  # reason why the run learned nothing (exit code 1), or ""
+    findings: list[RunFinding]  # starting with the fault
 
 
 def read_report(run: RunDir) -> RunReport:
-    """Raises UsageError: nothing there; RunError: no run there; DataError: config.json or metrics.jsonl is damaged."""
+    """Raises UsageError for a missing path, RunError if it is not a run, DataError for damaged config.json or
+    metrics.jsonl."""
     if not run.root.exists():
         raise UsageError(f"{run.root}: no such file or directory")
     if not any(path.exists() for path in (run.metrics_path, run.checkpoints, run.config_path)):
@@ -201,7 +200,7 @@ def read_report(run: RunDir) -> RunReport:
 
 
 def closing(run: RunDir, config: Mapping[str, Any], history: History, fault: Fault | None) -> dict[str, Any]:
-    """Returns the report's fields that `art train` prints at the end."""
+    """Returns the report fields that `art train` prints at the end."""
     rewarded = [each for each in history.evaluations if "reward" in each.metrics]
     best = max(rewarded, key=lambda each: (each.metrics["reward"], each.step), default=None)
     steps = run.checkpoint_steps()
@@ -223,10 +222,10 @@ def closing(run: RunDir, config: Mapping[str, Any], history: History, fault: Fau
 
 
 def find_run_fault(run: RunDir, history: History) -> Fault | None:
-    """Returns the fault of all steps so far, those before a resumption included; else that of the last evaluation.
+    """Returns the fault of all steps so far, over all starts; otherwise the fault of the last evaluation.
 
-    A step has signal if it changed weights, so a critic, a teacher or an imitation loss makes any rewards do. A number
-    that an older version did not write counts as good.
+    A step has signal if it changed weights, so with a critic, a teacher or an imitation loss any rewards are
+    sufficient. Metrics missing in older runs count as good.
     """
     updates = history.updates
     num, num_failed, num_groups = (
@@ -236,14 +235,14 @@ def find_run_fault(run: RunDir, history: History) -> Fault | None:
     is_called = any(update.metrics.get("turns", 1.0) for update in updates)
     if failures.is_all or not is_called:
         read = count_failures(each for update in updates for each in run.trajectories(update.number - 1))
-        failures = read if read.num >= num_failed else failures  # some files may not be here
+        failures = read if read.num >= num_failed else failures  # some files may be missing
     is_learning = any(update.metrics.get("num_updates", 1.0) for update in updates)
     fault = find_fault(failures, is_called=is_called, num_without_signal=0 if is_learning else num_groups)
     return fault or _evaluation_fault(run, history)
 
 
 def _evaluation_fault(run: RunDir, history: History) -> Fault | None:
-    """Returns the fault of the last evaluation, which is that of the policy to serve."""
+    """Returns the fault of the last evaluation, which measures the policy to serve."""
     last = history.evaluations[-1] if history.evaluations else None
     is_called = last is None or last.metrics.get("num_turns", 1.0) > 0
     if last is None or (is_called and last.metrics.get("failed") != 1.0):
@@ -259,16 +258,16 @@ def _of_fault(fault: Fault | None, history: History) -> list[RunFinding]:
     return [RunFinding(fault.kind, steps[0], steps[-1], fault.text, [], fault.cure)]
 
 
-# --- what it was made with --------------------------------------------------------------------------------------------
+# --- configuration ----------------------------------------------------------------------------------------------------
 
 
 def _made_with(config: Mapping[str, Any]) -> dict[str, str]:
-    """Returns the most telling keys, each as one printable word; those that the record lacks are left out."""
+    """Returns the most important configuration values, each as a printable word."""
     algorithm = ("algorithm", "entry") if config.get("algorithm") else ("loss", "name")
     keys = {"model": ("model", "base"), "algorithm": algorithm, "judge": ("judge", "name"),
             "engine": ("engine", "name"), "learner": ("learner", "name"),
             "learning_rate": ("train", "learning_rate")}  # fmt: skip
-    if _inner(config, "learner", "name") == "prompt":  # nothing computes a gradient
+    if _inner(config, "learner", "name") == "prompt":  # there is no gradient
         del keys["algorithm"], keys["learning_rate"]
     found = {name: _inner(config, *key) for name, key in keys.items()}
     return {name: printable(value, limit=MAX_WORD) for name, value in found.items() if value is not None}
@@ -287,7 +286,7 @@ def _whole(value: Any) -> int | None:
 
 
 def reward_names(config: Mapping[str, Any], reward_is: str) -> dict[str, str]:
-    """Returns names for the rewards of steps and of evaluations; "reward" if both are those of the rollouts.
+    """Returns names for the rewards of steps and evaluations; "reward" if both come from the rollouts.
 
     `reward_is` as in evaluation.json. Example: {"train": "ruler score", "eval": "share of wins"}
     """
@@ -302,7 +301,7 @@ def reward_names(config: Mapping[str, Any], reward_is: str) -> dict[str, str]:
 def _reward_is(run: RunDir, rewarded: Sequence[Evaluated]) -> str:
     try:
         last = run.evaluation(rewarded[-1].step) if rewarded else None
-    except DataError:  # its interval is left out for the same reason, with a warning
+    except DataError:  # its interval is missing for the same reason, with a warning
         return ""
     return "" if last is None else last.reward_is
 
@@ -326,9 +325,9 @@ def _point(step: int, mean: float, values: Sequence[float]) -> Point:
 
 
 def smooth(updates: Sequence[UpdateNumbers]) -> list[Point]:
-    """Returns the training reward of each step as a mean over the steps around it, with the interval of that mean.
+    """Returns the training reward smoothed over neighboring steps, with intervals.
 
-    Within the window a trend counts as noise, so the interval is too wide rather than too narrow.
+    A trend within the window counts as noise, so intervals tend to be too wide.
     """
     rewarded = [(update.number, update.metrics["reward_mean"]) for update in updates if "reward_mean" in update.metrics]
     half = max(5, len(rewarded) // SMOOTHED) // 2
@@ -341,8 +340,7 @@ def smooth(updates: Sequence[UpdateNumbers]) -> list[Point]:
 
 
 def _named_getters(history: History) -> dict[str, Getter]:
-    """Returns the mean score of each shadow judge, its gap to the reward and its correlation with it; and rewards and
-    groups without signal of each source."""
+    """Returns each shadow judge's mean score, gap and correlation with the reward; each source's rewards and signal."""
     names = {name for update in history.updates for name in update.metrics}
     shown = sorted(n for n in names if n.startswith(SHADOW) and not n.endswith((".num", ".reward", "std")))
     shown += sorted(name for name in names if name.startswith(tuple(f"{each}." for each in OF_SOURCES[:2])))
@@ -353,7 +351,7 @@ def _series(updates: Sequence[UpdateNumbers], of: Getter) -> list[tuple[int, flo
     return [(update.number, value) for update in updates if (value := of(update)) is not None]
 
 
-# --- what it took -----------------------------------------------------------------------------------------------------
+# --- time and cost ----------------------------------------------------------------------------------------------------
 
 
 def _sum(updates: Sequence[UpdateNumbers], name: str) -> float:
@@ -373,7 +371,7 @@ def _rollouts(updates: Sequence[UpdateNumbers]) -> Rollouts:
 
 
 def _failed_kinds(updates: Sequence[UpdateNumbers]) -> dict[str, int]:
-    """Kind of failure -> how many attempts, the commonest first."""
+    """Failure kind -> number of attempts, most common kinds at the top."""
     failed: dict[str, int] = {}
     for update in updates:
         for name, num in update.metrics.items():
@@ -389,7 +387,7 @@ def _seconds(history: History) -> Seconds:
 
 
 def _promised(run: RunDir, history: History) -> list[Promised]:
-    """Returns the promise beside what happened. A run of another length than was promised kept and broke nothing."""
+    """Compares the promise with the actual values. Runs of a different length are not compared."""
     updates = history.updates
     try:
         promise = run.promise()
@@ -399,14 +397,14 @@ def _promised(run: RunDir, history: History) -> list[Promised]:
     if promise is None or not updates or updates[-1].number != promise.steps:
         return []
     if updates[0].metrics.get("num_trajectories", promise.measured.num_attempts) != promise.measured.num_attempts:
-        return []  # of other groups
+        return []  # different groups
     seconds, judge = _seconds(history), _judge(updates)
     happened = msgspec.structs.asdict(seconds) | {"tokens": _sum(updates, "tokens_sampled")}
-    if "run_s" in updates[-1].metrics:  # it leaves out the evaluation that came after it
+    if "run_s" in updates[-1].metrics:  # excludes the evaluation after the last update
         late = sum(each.seconds or 0.0 for each in history.evaluations if each.step >= updates[-1].number)
         happened["whole"] = updates[-1].metrics["run_s"] + late
     usd = 0.0 if judge is None else judge.usd
-    if usd is not None and "whole" in happened:  # `run_usd` has what the plan paid if its judge keeps an account of it
+    if usd is not None and "whole" in happened:  # `run_usd` includes the plan's costs if its judge keeps an account
         ours = _sum(updates, "judge_usd") + (promise.measured.judge_usd or 0.0)
         happened["usd"] = max(usd, ours) + happened["whole"] / 3600 * promise.usd_per_hour
     return compare(promise, happened)
@@ -425,12 +423,13 @@ def _judge(updates: Sequence[UpdateNumbers]) -> JudgeCost | None:
         return None
     usd = _sum(asked, "judge_usd") if all("judge_usd" in update.metrics for update in asked) else None
     if usd is not None and not any("reflection_usd" in update.metrics for update in asked):
-        usd = max(usd, *(update.metrics.get("run_usd", 0.0) for update in updates))  # also what a killed start paid
+        # includes the costs of killed starts
+        usd = max(usd, *(update.metrics.get("run_usd", 0.0) for update in updates))
     return JudgeCost(round(_sum(asked, "judge_calls")), round(_sum(asked, "judge_tokens")), usd)
 
 
 def _gain(history: History, smoothed: Sequence[Point]) -> Gain | None:
-    """From the first evaluation to the best one; without two evaluations, of the smoothed training reward."""
+    """Compares the initial with the best evaluation, or smoothed training rewards without two evaluations."""
     points = [each.reward for each in map(_evaluation, history.evaluations) if each.reward is not None]
     of = "evaluation"
     if len(points) < 2:

@@ -1,8 +1,7 @@
-"""Pages and pictures for people: plain data in, one self-contained document out. No network, no foreign scripts.
+"""Pages and pictures for people: plain data in, self-contained documents out. No network, no external scripts.
 
-panel.py        the lines on a terminal while a run trains
-report_text.py  the report of a run, for a terminal, and the lines at the run's end
-report_page.py  the same as a page, and the frame of every page
-judge_page.py   the report on a judge as a page, from a scored file, with small SVG plots
-curve.py        values by step as an SVG picture
+panel.py the terminal panel of a training run report_text.py a run's report on a terminal, and the lines at the run's
+end report_page.py the report as a page; the frame of all pages judge_page.py a judge's report as a page with small SVG
+plots curve.py values by step as an SVG picture plan_text.py, elsewhere_text.py a run's plan; other machines
+conversation_text.py conversations as text ci_files.py JUnit XML and Markdown for CI
 """

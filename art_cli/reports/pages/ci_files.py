@@ -1,7 +1,7 @@
-"""What a CI job keeps of `art eval` and `art report`: JUnit XML for its test page, Markdown for a pull request.
+"""Files for CI: JUnit XML and Markdown from `art eval` and `art report`.
 
-Takes what the two commands print with --json, and returns text. Names and errors in it are hostile: they may hold
-markup, line breaks and control characters.
+Input is the commands' JSON output; output is text. Names and errors are hostile: they may contain markup, line breaks
+and control characters.
 """
 
 import re
@@ -14,32 +14,32 @@ from art_cli.reports.pages.report_text import KINDS, cures, evaluation_rows, spa
 from art_cli.runtime.errors import printable
 
 Plain = Mapping[str, Any]
-MAX_NAME, MAX_TEXT, MAX_ROWS = 80, 1000, 60  # a comment on GitHub holds 65,536 characters
+MAX_NAME, MAX_TEXT, MAX_ROWS = 80, 1000, 60  # a GitHub comment holds 65,536 characters
 _NO_XML = re.compile("[\ufffe\uffff]")  # not allowed in XML 1.0; `printable` escapes all others
-_NO_CODE_SPAN = re.compile(r"[`|\\]")  # what ends a code span, or a cell of a table around it
+_NO_CODE_SPAN = re.compile(r"[`|\\]")  # ends a code span, or a surrounding table cell
 
 
 class Case(NamedTuple):
-    """One test of a suite. Example: Case("runs/mine", "reward>=0.8", "gate missed: runs/mine: reward is ...")"""
+    """A test in a suite. Example: Case("runs/mine", "reward>=0.8", "gate missed: runs/mine: reward is ...")"""
 
     of: str  # policy or run
     name: str
-    failure: str = ""  # "" if it passed
+    failure: str = ""  # "" if passed
 
 
 def eval_cases(whole: Plain) -> list[Case]:
-    """Returns a case for each policy, which fails if no attempt of the policy counts, and one for each gate."""
+    """Returns a case per policy, which fails if no attempt counts, and a case per gate."""
     cases = [Case(each["name"], "attempts", each["fault"]) for each in whole["policies"]]
     return cases + [Case(whole["policies"][-1]["name"], each["gate"], each["error"]) for each in whole["gates"]]
 
 
 def report_cases(report: Plain) -> list[Case]:
-    """Returns the case that fails where `art report` exits with 1."""
+    """Returns a case that fails if `art report` exits with 1."""
     return [Case(report["run"], "learned", report["fault"])]
 
 
 def junit(suite: str, cases: Sequence[Case], digests: Mapping[str, str]) -> bytes:
-    """Returns the cases as one suite of JUnit XML. `digests` are those of the policies, by name."""
+    """Returns the cases as a JUnit XML suite. `digests` maps policies to digests."""
     counts = {"tests": str(len(cases)), "failures": str(sum(bool(case.failure) for case in cases)), "errors": "0"}
     root = ElementTree.Element("testsuites", {"name": suite, **counts})
     parent = ElementTree.SubElement(root, "testsuite", {"name": suite, **counts, "skipped": "0", "time": "0"})
@@ -66,7 +66,7 @@ def _xml(text: str) -> str:
 
 
 def eval_markdown(whole: Plain, *, hidden: Iterable[str] = (), link: str | None = None) -> str:
-    """Returns the gates with their verdicts, then a row per metric of each policy. `hidden` metrics are left out."""
+    """Returns the gates with verdicts, then a row per policy and metric, without `hidden` metrics."""
     gates, num_missed = whole["gates"], sum(not each["holds"] for each in whole["gates"])
     verdict = f"{num_missed} of {len(gates)} gates missed" if num_missed else "every gate holds" if gates else "no gate"
     faults = [each for each in whole["policies"] if each["fault"]]
@@ -91,7 +91,7 @@ def eval_markdown(whole: Plain, *, hidden: Iterable[str] = (), link: str | None 
 
 
 def report_markdown(report: Plain, *, link: str | None = None) -> str:
-    """Returns the evaluations of a run, each with its difference to the first, the policy to serve, and findings."""
+    """Returns a run's evaluations with differences to evaluation 1, the policy to serve, and findings."""
     lines = [f"### art report: {'nothing was learned' if report['fault'] else state(report)}", "", _code(report["run"])]
     by_step = {str(each["step"]): each for each in report["evaluations"]}
     rows = [[step, reward, _difference(by_step[step]), note] for step, reward, note in evaluation_rows(report)]
@@ -130,7 +130,7 @@ def _estimate(each: Plain | None, *, sign: str = "") -> str:
 
 
 def _code(text: str, limit: int = MAX_NAME) -> str:
-    """Returns the text as code, in which no name is a mention, a link or markup; long names lose their beginning."""
+    """Returns the text as code, without active mentions, links or markup; long names lose their beginning."""
     text = printable(text, limit=limit) if limit != MAX_NAME or len(text) <= limit else f"...{printable(text[-limit:])}"
     if text and not _NO_CODE_SPAN.search(text):
         return f"`{text}`"

@@ -1,4 +1,4 @@
-"""Conversations as text: one before and after a training with what comes next, whole ones, and a last reply."""
+"""Conversations as text: before and after training with next commands, whole conversations, and last replies."""
 
 import shlex
 from collections.abc import Iterator
@@ -9,13 +9,13 @@ from art_cli.reports.pages.report_text import Report, evaluation_rows
 from art_cli.runs.trajectory import Trajectory
 from art_cli.runtime.errors import printable
 
-MAX_TEXT = 300  # characters of a message that are shown
-MAX_REPLY = 80  # characters of a last reply that are shown
-WIDTH = 40  # characters of a bar of the curve
+MAX_TEXT = 300  # shown characters of a message
+MAX_REPLY = 80  # shown characters of a last reply
+WIDTH = 40  # characters of a bar
 
 
 def conversation_text(found: BeforeAfter, report: Report) -> str:
-    """Returns the whole text. What stands in the run's files is in it as it is, so print it with `printable_lines`."""
+    """Returns the whole text. The run's texts are included unchanged, so print it with `printable_lines`."""
     lines = ["", f"A held-out scenario, {found.scenario}, before and after the training"]
     if len(found.shared) > 1:
         lines.append(f"({len(found.shared) - 1} messages before it are not shown)")
@@ -47,20 +47,20 @@ def _cut(text: str, limit: int | None) -> str:
 
 
 def whole_text(attempt: Trajectory) -> str:
-    """Returns an attempt's whole conversation, a line for each message."""
+    """Returns an attempt's whole conversation, one line per message."""
     reward = "no reward" if attempt.returned_reward is None else f"reward {attempt.returned_reward:g}"
     lines = _said(read_conversation(attempt.messages), None)
     return "\n".join([f"{attempt.scenario_id}: {attempt.error or reward}", *lines]) + "\n"
 
 
 def last_reply(attempt: Trajectory) -> str:
-    """Returns the last thing the model said, cut to MAX_REPLY characters, or "" if it said nothing."""
+    """Returns the model's last reply, cut to MAX_REPLY characters, or ""."""
     said = [_text(message) for message in read_conversation(attempt.messages) if message.role == "assistant"]
     return printable(_cut(said[-1], MAX_REPLY)) if said else ""
 
 
 def _curve(report: Report) -> Iterator[str]:
-    """Yields a bar for each evaluation, from 0 to the highest reward or 1."""
+    """Yields a bar per evaluation, scaled from 0 to the highest reward or 1."""
     means = {str(each["step"]): each["reward"]["mean"] for each in report["evaluations"] if each["reward"]}
     top = max([1.0, *means.values()])
     for step, reward, _ in evaluation_rows(report):

@@ -1,7 +1,6 @@
-"""Values by step as one standalone SVG picture; a run's learning curve is one of them.
+"""Values by step as a standalone SVG picture, for example a run's learning curve.
 
-Takes plain data; returns text. `art train` writes the learning curve when it ends, and the report of a run has one such
-picture for each of its numbers.
+Plain data in, text out. `art train` writes the learning curve at the end; the run's report has a picture per metric.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -19,27 +18,27 @@ Place = Callable[[Point], str]  # (x, y) in the data -> "x,y" in the picture
 
 
 class Series(NamedTuple):
-    """One line of the picture. Example: Series("eval win", [(0, 0.41), (10, 0.63)], has_dots=True)"""
+    """A line in the picture. Example: Series("eval win", [(0, 0.41), (10, 0.63)], has_dots=True)"""
 
     name: str
     points: list[Point]
     has_dots: bool
-    band: Sequence[tuple[float, float, float]] = ()  # (x, low, high): the interval around the line
+    band: Sequence[tuple[float, float, float]] = ()  # (x, low, high): interval around the line
 
 
 def run_series(history: History, *, metrics: Sequence[str], rewards: Mapping[str, str]) -> list[Series]:
-    """Returns the training reward, and each of the named evaluation metrics; a series without points is left out.
+    """Returns the training reward and the named evaluation metrics, without empty series.
 
-    `rewards` has the names of the rewards that `reward_names` gives.
+    `rewards` contains the names from `reward_names`.
     """
-    name = "reward_mean"  # missing for a step in which every attempt failed
+    name = "reward_mean"  # missing if every attempt of a step failed
     train = [(float(u.number - 1), u.metrics[name]) for u in history.updates if name in u.metrics]
     said = rewards["train"]
     series = [Series("training reward" if said == "reward" else f"training: {said}", train, has_dots=False)]
     for name in metrics:
         points = [(float(e.step), e.metrics[name]) for e in history.evaluations if name in e.metrics]
         said = rewards["eval"] if name == "reward" else name
-        title = f"evaluation: {said}" if said == name else f"eval: {said}"  # short, as the legend is narrow
+        title = f"evaluation: {said}" if said == name else f"eval: {said}"  # short, because the legend is narrow
         series.append(Series(title, points, has_dots=True))
     return [one for one in series if one.points]
 
@@ -51,9 +50,9 @@ def curve(
     covers: tuple[float, ...] = (0.0, 1.0),
     size: tuple[int, int] = (WIDTH, HEIGHT),
 ) -> str:
-    """Returns the picture. The vertical axis has every value and what it `covers`. Without series it is an empty frame.
+    """Returns the picture. The vertical axis includes all values and `covers`. Without series, the frame is empty.
 
-    Only series with a name are in the legend, which needs room at the right.
+    Only named series appear in the legend, which takes space at the right.
     """
     (width, height), margin = size, RIGHT if any(one.name for one in series) else 16
     points = [point for one in series for point in one.points]
@@ -89,7 +88,7 @@ def _tick(value: float, place: Place, right: float) -> str:
 
 
 def _line(series: Series, colour: str, place: Place, row: int) -> str:
-    """Returns a series as a line, with its entry in the legend."""
+    """Returns a series as a line, with a legend entry."""
     placed = [place(point) for point in series.points]
     width = "2" if series.has_dots else "1.2"
     edge = [place((x, low)) for x, low, _ in series.band] + [place((x, high)) for x, _, high in series.band[::-1]]

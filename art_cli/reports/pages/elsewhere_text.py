@@ -1,4 +1,4 @@
-"""The plan's section "elsewhere?": how long a run would take on other machines, and where more GPUs stop helping."""
+"""The plan's section "elsewhere?": a run's duration on other machines, and the useful number of GPUs."""
 
 from collections.abc import Iterator, Sequence
 
@@ -14,19 +14,19 @@ class ScalingRow(msgspec.Struct, frozen=True):
 
     num: int  # GPUs, or 1 CPU
     step_s: float
-    run_s: float  # the whole run, with its start and evaluations
-    usd: float | None  # of the whole run, with the judge's, or None if its price is unknown
-    share: float  # of the steps per hour that as many times the first row's machines would make
-    limit: str  # what takes most of a step
+    run_s: float  # the whole run, including start and evaluations
+    usd: float | None  # cost of the whole run including the judge; None for unknown prices
+    share: float  # steps per hour, as a share of linear scaling from the smallest number
+    limit: str  # longest part of a step
 
 
 class Elsewhere(msgspec.Struct, frozen=True):
-    """The run on one kind of machine."""
+    """The run on a kind of machine."""
 
     machine: str
-    basis: str  # where its speeds come from, or why it has no rows
+    basis: str  # source of the machine's speeds, or why there are no rows
     rows: list[ScalingRow] = []
-    stops_at: int | None = None  # number of GPUs above which more add little, or None if none was found
+    stops_at: int | None = None  # number of GPUs above which more add little, if found
 
 
 def elsewhere_text(found: Sequence[Elsewhere]) -> str:

@@ -1,7 +1,7 @@
-"""The judge's report as one self-contained HTML page with plots: agreement with the gold, order bias, rewards, spread.
+"""A judge's report as a self-contained HTML page: gold agreement, order bias, rewards, spread.
 
-Takes the report as plain data (what `art judge --report --json` prints) and the points of its plots; returns text. The
-plots are SVG, points with a line or bars, and every text in one is escaped.
+Input is the report as plain data (`art judge --report --json`) and the plots' points; output is text. Plots are SVG,
+and all texts are escaped.
 """
 
 import math
@@ -19,7 +19,7 @@ Point = tuple[float, float]
 
 
 class Axis(NamedTuple):
-    """A range and its name. Example: Axis(0.0, 1.0, "place in the prompt")"""
+    """A range with a name. Example: Axis(0.0, 1.0, "place in the prompt")"""
 
     low: float
     high: float
@@ -30,14 +30,14 @@ class Axis(NamedTuple):
 
 
 def axis(values: Sequence[float], name: str, *, low: float | None = None, high: float | None = None) -> Axis:
-    """Returns a range of positive length that holds all values; `low` and `high` override its ends."""
+    """Returns a range of positive length that includes all values; `low` and `high` override its ends."""
     bottom = min(values, default=0.0) if low is None else low
     top = max(values, default=1.0) if high is None else high
     return Axis(bottom, top if top > bottom else bottom + max(1.0, abs(bottom)), name)
 
 
 def scatter(title: str, points: Sequence[Point], x: Axis, y: Axis, line: tuple[Point, Point] | None = None) -> str:
-    """Returns a plot of points, with a straight line between two given points."""
+    """Returns a plot of points, optionally with a straight line."""
     dots = "".join(f'<circle cx="{_x(x, a):.1f}" cy="{_y(y, b):.1f}" r="2"/>' for a, b in points)
     body = f'<g class="dots">{dots}</g>'
     if line is not None:
@@ -48,7 +48,7 @@ def scatter(title: str, points: Sequence[Point], x: Axis, y: Axis, line: tuple[P
 
 
 def histogram(title: str, values: Sequence[float], x: Axis) -> str:
-    """Returns a bar for each of 20 ranges of equal width: the number of values in it."""
+    """Returns a histogram with 20 bars."""
     counts = [0] * BARS
     for value in values:
         counts[min(BARS - 1, max(0, math.floor(x.share(value) * BARS)))] += 1
@@ -72,7 +72,7 @@ def _y(axis: Axis, value: float) -> float:
 
 
 def _frame(title: str, x: Axis, y: Axis, body: str) -> str:
-    """Returns the body with a title and with axes, their ends and their names."""
+    """Adds a title and axes with ranges and names."""
     bottom, right = HEIGHT - BOTTOM, WIDTH - RIGHT
     turned = f'transform="translate(12 {(TOP + bottom) / 2}) rotate(-90)"'
     texts = [
@@ -90,7 +90,7 @@ def _frame(title: str, x: Axis, y: Axis, body: str) -> str:
 
 
 def judge_page(report: Mapping[str, Any], sample: Mapping[str, Any], lines: Sequence[tuple[str, str]]) -> str:
-    """Returns the page. `lines` are the report's (name, value) lines, as the terminal shows them."""
+    """Returns the page. `lines` are the report's (name, value) lines from the terminal."""
     return html_page(f"Judge report: {report['path']}", [facts_table(lines), *_plots(report, sample)])
 
 
@@ -99,7 +99,7 @@ def _reward_axis(rewards: Sequence[float]) -> Axis:
 
 
 def _plots(report: Mapping[str, Any], sample: Mapping[str, Any]) -> list[str]:
-    """Returns a plot for each kind of points that `sample` has."""
+    """Returns a plot for each kind of points in `sample`."""
     plots = []
     if positions := [(float(x), float(y)) for x, y in sample["positions"]]:
         plots.append(_order_plot(positions, report["judges"][0]["order_bias"]))
@@ -116,7 +116,7 @@ def _plots(report: Mapping[str, Any], sample: Mapping[str, Any]) -> list[str]:
 
 
 def _order_plot(points: Sequence[Point], bias: Mapping[str, Any] | None) -> str:
-    """Votes by position in the prompt. The line falls by the order bias from the first position to the last."""
+    """Plots votes by prompt position. The line shows the order bias between the two ends."""
     y = axis([point[1] for point in points], "vote less its mean")
     value = float(bias["value"]) if bias else 0.0
     line = ((0.0, value / 2), (1.0, -value / 2))

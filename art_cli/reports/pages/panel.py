@@ -1,4 +1,4 @@
-"""RunPanel: what `art train` shows of a run on a terminal while it trains, a line for each subject.
+"""RunPanel: the terminal panel that `art train` shows, with a line per subject.
 
     ╭─ tictactoe ────────────────────────────────────────╮
     │ step    12 of 160                                  │
@@ -6,7 +6,7 @@
     │ reward  0.516  ▁▂▂▃▄▅▅▆▇█                          │
     ╰────────────────────────────────────────────────────╯
 
-It takes numbers, and text that may quote models and users' code. The text is shown as it is and steers nothing.
+Input is numbers, and text that may quote models and user code. Text is shown literally and controls nothing.
 """
 
 import contextlib
@@ -23,11 +23,11 @@ from art_cli.runtime.log import Bar
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
 
-ASCII_BARS = "_.:-=+*#"  # bars for terminals that have no other characters
-RECENT = 10  # number of last steps whose mean duration gives the time that is left
+ASCII_BARS = "_.:-=+*#"  # bars for terminals without Unicode
+RECENT = 10  # number of recent steps for estimating the remaining time
 LABEL = 8  # columns of a line's label
 MAX_WIDTH = 100  # columns of the panel
-ECHO = 3  # columns left free at the right, so that the "^C" that a terminal echoes behind the panel does not wrap
+ECHO = 3  # free columns at the right, so a "^C" echoed by the terminal does not wrap
 MIN_ROWS = 4  # lines of the smallest panel
 MAX_SPARK = 40  # characters of the reward's curve
 
@@ -35,16 +35,16 @@ _OF_STEP = re.compile(r"step \d+/\d+(: )?")
 
 
 class RunPanel:
-    """The panel of one run. `follow` takes the numbers of earlier starts, `add` those of this one.
+    """A run's panel. `follow` takes earlier starts, `add` takes new records.
 
-    One thread adds and another one draws: each attribute is replaced whole.
+    Records are added and drawn in different threads, so attributes are always replaced as a whole.
     """
 
     def __init__(self, name: str, *, num_steps: int) -> None:
         self.name, self.num_steps = name, num_steps
         self.history = History([], [])
-        self._failures: Failures | None = None  # those of the newest step
-        self._stages: tuple[tuple[str, int, int, str], ...] = ()  # (title, done, total, facts); the newest comes last
+        self._failures: Failures | None = None  # of the newest step
+        self._stages: tuple[tuple[str, int, int, str], ...] = ()  # (title, done, total, facts), newest last
 
     def follow(self, history: History) -> None:
         """Shows the history of earlier starts."""
@@ -62,7 +62,7 @@ class RunPanel:
 
     @contextlib.contextmanager
     def stage(self, title: str) -> Iterator[Bar]:
-        """Shows that stage of the run while the block runs."""
+        """Shows a stage of the run while the block runs."""
         depth = len(self._stages)
 
         def move(done: int, total: int, facts: str = "") -> None:
@@ -77,7 +77,7 @@ class RunPanel:
     # --- the lines ----------------------------------------------------------------------------------------------------
 
     def rows(self, width: int, *, bars: str = BARS) -> list[tuple[str, str]]:
-        """Returns (label, text) of each line, the most important first; `width` is that of the text."""
+        """Returns (label, text) rows, most important rows at the top; `width` is the text width."""
         updates = self.history.updates
         done = updates[-1].number if updates else 0
         rows = [("step", f"{min(done + 1, self.num_steps)} of {self.num_steps}"), ("now", self._now())]
@@ -92,7 +92,7 @@ class RunPanel:
         if not self._stages:
             return ""
         title, done, total, facts = self._stages[-1]
-        title = _OF_STEP.sub("", title) or "rollouts"  # the line above has the step
+        title = _OF_STEP.sub("", title) or "rollouts"  # the line above shows the step
         count = f"{done:,}/{total:,}" if total else ""
         return "  ".join(filter(None, [title, count, facts]))
 
@@ -146,7 +146,7 @@ class RunPanel:
     # --- drawing ------------------------------------------------------------------------------------------------------
 
     def render(self, console: "Console") -> "RenderableType":
-        """Returns the panel for the console's present size. Lines that do not fit are cut, not wrapped."""
+        """Returns the panel for the console's current size. Lines are cut, not wrapped."""
         from rich.panel import Panel
         from rich.table import Table
         from rich.text import Text

@@ -1,4 +1,4 @@
-"""The plan of a run as text for a terminal: one screen with four questions."""
+"""A run's plan as text for a terminal: four questions on a screen."""
 
 from collections.abc import Iterator
 
@@ -11,12 +11,14 @@ _NO_PRICE = (
 )
 
 
-Row = tuple[str, str]  # a name, or "" where the line before it goes on, and its text
+Row = tuple[str, str]  # a name, or "" to continue the previous row, and a text
 
 
 def plan_text(promise: Promise, *, command: str, budget_usd: float | None = None, goal: float | None = None) -> str:
-    """Returns the whole text. `command` trains the run, or is "" if none should; `budget_usd` and `goal` get a line
-    each if they are given."""
+    """Returns the whole text.
+
+    `command` trains the run, or is "" if it should not be trained. `budget_usd` and `goal` add a line.
+    """
     lines = list[str]()
     for question, rows in plan_sections(promise, budget_usd=budget_usd, goal=goal):
         lines += [question, *(f"  {name:14s} {text}".rstrip() for name, text in rows), ""]
@@ -27,7 +29,7 @@ def plan_text(promise: Promise, *, command: str, budget_usd: float | None = None
 def plan_sections(
     promise: Promise, *, budget_usd: float | None = None, goal: float | None = None
 ) -> list[tuple[str, list[Row]]]:
-    """Returns the questions, each with its rows. The name of a doubt begins with "!"; its cure follows it."""
+    """Returns the questions with their rows. Doubts have names starting with "!", followed by a cure."""
     found = promise.measured
     wished = [] if goal is None else [("goal", _goal(found, goal))]
     budget = [] if budget_usd is None else [("budget", _budget(promise, budget_usd))]
@@ -54,7 +56,10 @@ def _learned(promise: Promise) -> Iterator[Row]:
 
 
 def _goal(found: Measured, goal: float) -> str:
-    """Returns what the first step shows of a wished reward. It forecasts none, because no first step shows the end."""
+    """Compares a desired reward with the played step.
+
+    It does not forecast, because a single step cannot show the end.
+    """
     if found.reward_mean is None or found.reward_best is None:
         return "no attempt has a reward"
     if found.reward_mean >= goal:

@@ -1,7 +1,7 @@
-"""The report of a run as one self-contained HTML page: what happened, plots over the steps, and what to try.
+"""A run's report as a self-contained HTML page: results, plots over steps, findings and cures.
 
-Takes the report as plain data (what `art report --json` prints); returns text. Every text of the run is escaped, and
-the page may load nothing, because a run's files may be anyone's.
+Input is the report as plain data (`art report --json`); output is text. All texts are escaped and the page loads
+nothing, because a run's files may come from anyone.
 """
 
 from collections.abc import Mapping, Sequence
@@ -14,7 +14,7 @@ from art_cli.reports.pages.report_text import KINDS, NAMES, cures, evaluation_ro
 from art_cli.runtime.errors import printable
 
 SHARES = ("no_signal_share", "clip_fraction", "failed_share", "limited_share")  # plotted from 0 to 1
-SMALL = (440, 240)  # width and height of the pictures that stand side by side
+SMALL = (440, 240)  # width and height of small pictures
 POLICY = "default-src 'none'; style-src 'unsafe-inline'"
 
 Report = Mapping[str, Any]
@@ -27,7 +27,7 @@ def report_page(report: Report) -> str:
 
 
 def html_page(title: str, parts: Sequence[str]) -> str:
-    """Returns a self-contained page of HTML parts below its title. It may load nothing."""
+    """Returns a self-contained page of HTML parts below a title. The page cannot load anything."""
     style = Path(__file__).with_name("page.css").read_text(encoding="utf-8")
     return (
         f'<!doctype html><html lang="en"><head><meta charset="utf-8">'

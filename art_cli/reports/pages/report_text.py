@@ -1,7 +1,7 @@
-"""The report of a run as text for a terminal, and the summary that `art train` prints at the end.
+"""A run's report as text for a terminal, and the summary that `art train` prints at the end.
 
-The report has a line for each subject and small plots made of characters; the summary has evaluations, the checkpoint
-to serve, and further commands. Takes the report as plain data (what `art report --json` prints); returns text.
+The report has a line per subject and small character plots. The summary lists evaluations, the checkpoint to serve, and
+further commands. Input is the report as plain data (`art report --json`); output is text.
 """
 
 import shlex
@@ -13,31 +13,31 @@ from art_cli.config.sections.engine_config import HOSTED
 
 Report = Mapping[str, Any]
 
-MAX_METRICS = 4  # metrics beside the reward that the table has room for
+MAX_METRICS = 4  # number of metrics, besides the reward, that fit in the table
 
 
 def closing_text(report: Report) -> str:
-    """Returns the whole text. What stands in the run's files is in it as it is, so print it with `printable_lines`."""
+    """Returns the whole text. The run's texts are included unchanged, so print it with `printable_lines`."""
     run = shlex.quote(str(report["run"]))
     lines = [f"  {line}" for line in evaluation_table(report)]
     if report["fault"]:
         lines += [f"nothing to serve: {report['fault']}"]
     elif report["offered"]:
         lines += [f"to serve:   {path}" for path in _offered_path(report)]
-        is_hosted = report["made_with"].get("engine") in HOSTED  # art serve asks before it uses a key
+        is_hosted = report["made_with"].get("engine") in HOSTED  # art serve asks before using a key
         lines += [f"            {report['offered']}", f"serve it:   art serve {run}{' --trust' if is_hosted else ''}"]
     lines += [f"look at it: art view {run}", f"            art report {run}"]
     return "".join(f"{line}\n" for line in lines)
 
 
 def _offered_path(report: Report) -> list[str]:
-    """Returns the directory of the checkpoint that `art serve RUN` takes, if it is known."""
+    """Returns the checkpoint directory for `art serve RUN`, if known."""
     kept = [report[name] for name in ("best", "last") if report[name] is not None]
     return [each["checkpoint"] for each in kept if report["offered"].startswith(f"step {each['step']},")][:1]
 
 
 def evaluation_table(report: Report) -> list[str]:
-    """The first, the best and the last evaluation, with the interval of the reward over scenarios and other metrics."""
+    """Returns the initial, best and last evaluation with the reward's interval and other metrics."""
     done: Sequence[Mapping[str, Any]] = report["evaluations"]
     if not done:
         return []
@@ -71,7 +71,7 @@ def _reward(point: Mapping[str, Any] | None) -> tuple[str, str]:
 
 BARS = "▁▂▃▄▅▆▇█"
 WIDTH = 40  # characters of a plot
-MAX_ROWS = 12  # number of evaluations that are listed
+MAX_ROWS = 12  # number of listed evaluations
 NAMES = {
     "reward": "reward",
     "no_signal_share": "groups without signal",
@@ -105,7 +105,7 @@ INDENT = 13
 
 
 def report_text(report: Report) -> str:
-    """Returns the whole text. What stands in the run's files is in it as it is, so print it with `printable_lines`."""
+    """Returns the whole text. The run's texts are included unchanged, so print it with `printable_lines`."""
     return "".join(f"{line}\n" for line in _lines(report))
 
 
@@ -145,11 +145,11 @@ def _row(name: str, value: str) -> str:
 
 
 def _is_of_use(name: str, points: Sequence[Sequence[float]]) -> bool:
-    """Returns False for a plot without information: shares of failures that are 0 throughout, and constants 0."""
+    """Returns False for a plot of zeros, except for rewards."""
     return any(value for _, value in points) or name == "reward"
 
 
-# --- what text and page share -----------------------------------------------------------------------------------------
+# --- shared by text and page ------------------------------------------------------------------------------------------
 
 
 def state(report: Report) -> str:
@@ -160,13 +160,13 @@ def state(report: Report) -> str:
         text += ", finished"
     try:
         when = datetime.fromtimestamp(report["updated"] or 0, UTC).strftime("%Y-%m-%d %H:%M UTC")
-    except (ValueError, OverflowError, OSError):  # a time that no calendar has
+    except (ValueError, OverflowError, OSError):  # outside of the calendar's range
         when = "at no known time"
     return f"{text}; last written {when}" if report["updated"] else f"{text}; nothing measured yet"
 
 
 def facts(report: Report) -> list[tuple[str, str]]:
-    """Returns (name, value) lines: what it was made with, best and last checkpoint, rollouts, time, cost, gain."""
+    """Returns (name, value) lines: configuration, best and last checkpoint, rollouts, time, cost, gain."""
     lines = [("made with", ", ".join(f"{name} {value}" for name, value in report["made_with"].items()))]
     if report["warm_up"]:
         shown = list(report["warm_up"].items())[:6]
@@ -248,7 +248,7 @@ def duration(seconds: float) -> str:
 
 
 def evaluation_rows(report: Report, *, limit: int = MAX_ROWS) -> list[tuple[str, str, str]]:
-    """(step, reward, note) of the evaluations: first, last, best, and others at even distances, at most `limit`."""
+    """Returns up to `limit` rows (step, reward, note): both ends, the best, and others at equal distances."""
     done = report["evaluations"]
     best = report["best"]["step"] if report["best"] else None
     evenly = {round(index * (len(done) - 1) / max(limit - 2, 1)) for index in range(limit - 1)}
@@ -275,7 +275,7 @@ def _interval(point: Mapping[str, Any] | None) -> str:
 
 
 def judge_rows(report: Report) -> Sequence[Sequence[str]]:
-    """Returns a head and a row for each window and judge; [] if no judge has such figures."""
+    """Returns a header and a row per window and judge; [] without figures."""
     rows = [["steps", "judge", "spread of a vote", "order bias", "reliability", "of one vote"]]
     for each in report["judge_windows"]:
         judge, sure = each["judge"], each["judge"]["reliability"] or {"all_votes": None, "one_vote": None}
@@ -287,7 +287,7 @@ def judge_rows(report: Report) -> Sequence[Sequence[str]]:
 
 
 def promised_rows(report: Report) -> Sequence[Sequence[str]]:
-    """Returns a head and a row for each promised number; [] without a promise, or before the run is finished."""
+    """Returns a header and a row per promised number; [] without a promise, or before the end of the run."""
     rows = [["", "promised", "80 % interval", "happened", ""]]
     for each in report["promised"]:
         name, kept = each["name"], "inside" if each["is_inside"] else "outside"
@@ -296,7 +296,7 @@ def promised_rows(report: Report) -> Sequence[Sequence[str]]:
 
 
 def promised_cells(name: str, expected: Mapping[str, float]) -> list[str]:
-    """Returns a promised number of that name and its interval. Example: ["2 min 54 s", "2 min 1 s to 4 min 2 s"]"""
+    """Returns a promised number and its interval. Example: ["2 min 54 s", "2 min 1 s to 4 min 2 s"]"""
     low, value, high = (_of_promise(name)(expected[end]) for end in ("low", "value", "high"))
     return [value, f"{low} to {high}"]
 
@@ -319,16 +319,13 @@ def cures(finding: Mapping[str, Any]) -> list[str]:
 
 
 def _spark(points: Sequence[Sequence[float]]) -> str:
-    """Example: "    0.31 ▁▃▅▇█     0.7"; each character is the mean of some neighbouring steps."""
+    """Example: " 0.31 ▁▃▅▇█ 0.7"; each character is the mean of neighboring steps."""
     values = [value for _, value in points]
     return f"{values[0]:9.3g} {spark(values, WIDTH):{WIDTH}s} {values[-1]:9.3g}"
 
 
 def spark(values: Sequence[float], width: int, *, bars: str = BARS) -> str:
-    """Returns the values as at most `width` characters, each the mean of some neighbours.
-
-    No values give no characters.
-    """
+    """Returns the values as at most `width` characters, each the mean of neighboring values."""
     num = min(width, len(values))
     parts = [values[len(values) * i // num : len(values) * (i + 1) // num] for i in range(num)]
     means = [sum(part) / len(part) for part in parts]

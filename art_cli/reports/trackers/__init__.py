@@ -1,8 +1,8 @@
-"""Trackers, to which metrics and trajectories go besides the run's files: the protocol and the table of built-ins.
+"""Trackers receive metrics and trajectories in addition to the run's files: protocol and built-in trackers.
 
-metrics.jsonl and scored.jsonl are written by the loop itself and are the record. A tracker is a copy for people to look
-at. Each one works in a thread of its own behind a bounded queue (tracker_dispatch.py). A tracker that fails, hangs or
-is slow is reported once, and never stops or slows a run. A tracker imports its SDK inside itself.
+The loop itself writes metrics.jsonl and scored.jsonl, which are the record. A tracker is a copy for people. Each
+tracker works in a separate thread behind a bounded queue (tracker_dispatch.py). A tracker that fails, hangs or is slow
+causes a single warning, and never stops or slows a run. Trackers import their SDK lazily.
 """
 
 from collections.abc import Iterator, Sequence
@@ -27,7 +27,7 @@ BUILT_INS = {
     "langfuse": "art_cli.reports.trackers.otel:LangfuseTracker",
     "otel": "art_cli.reports.trackers.otel:OtelTracker",
 }
-# The modules that each needs. The extra of the tracker's name installs them.
+# Required modules. The extra with the tracker's name installs them.
 NEEDED = {
     "wandb": ("wandb",),
     "tensorboard": ("tensorboard",),
@@ -42,48 +42,49 @@ Groups = Sequence[Sequence[Trajectory]]
 
 
 class TrackedRun(NamedTuple):
-    """The facts about its run that a tracker gets."""
+    """Facts about the run for trackers."""
 
     name: str
-    root: Path  # the run's directory
+    root: Path  # run directory
     config: dict[str, Any]  # the whole configuration, as in config.json
 
     @property
     def id(self) -> str:
-        """The same each time that the run in this directory goes on. Example: "3f2a8c019be47d65"."""
+        """Identifies the run directory, also after resuming. Example: "3f2a8c019be47d65"."""
         return run_id(self.root)
 
     @property
     def steps(self) -> int:
-        """The number of steps that the run will take, or 0 if unknown."""
+        """The run's number of steps, or 0 if unknown."""
         train = self.config.get("train")
         steps = train.get("steps") if isinstance(train, dict) else None
         return steps if isinstance(steps, int) else 0
 
     def sends_checkpoint(self, step: int, every: int) -> bool:
-        """Whether the checkpoint of `step` is to be sent: each `every`-th, and the last; none where `every` is 0."""
+        """Returns True for each `every`-th checkpoint and the last; always False if `every` is 0."""
         return every > 0 and (step % every == 0 or step == self.steps)
 
 
 class Tracker(Protocol):
-    """Made as `Class(run, section)`; a user's as `Class(run, **options)`. One thread makes all calls, in order.
+    """Constructed as `Class(run, section)`; user classes as `Class(run, **options)`. All calls come from one thread, in
+    order.
 
-    A tracker may have two more methods. `log_checkpoint(step, path)` gets each checkpoint, whose directory may be
-    pruned some steps later. `log_evaluation(step, groups)` takes every attempt of an evaluation.
+    Two methods are optional. `log_checkpoint(step, path)` receives each checkpoint, whose directory may be pruned some
+    steps later. `log_evaluation(step, groups)` receives every attempt of an evaluation.
     """
 
     def log(self, line: MetricsLine) -> None:
-        """Takes one line of metrics.jsonl, just written."""
+        """Receives a new line of metrics.jsonl."""
 
     def log_trajectories(self, step: int, groups: Sequence[Sequence[ScoredTrajectory]]) -> None:
-        """Takes every group of a training step, scored, before the learner's update. A resumed step comes again."""
+        """Receives a training step's scored groups before the learner's update. Resumed steps are repeated."""
 
     def close(self) -> None:
-        """Comes last, when the run ends in whatever way short of a kill."""
+        """The last call, however the run ends, except after a kill."""
 
 
 class AttemptsTracker:
-    """Gives the attempts of training and of evaluations to one method, for trackers that show both alike."""
+    """Sends attempts of training and evaluations to the same method."""
 
     def log_trajectories(self, step: int, groups: Sequence[Sequence[ScoredTrajectory]]) -> None:
         self.log_attempts("train", step, groups)
@@ -96,9 +97,9 @@ class AttemptsTracker:
 
 
 def make_tracker(config: TrackerConfig, run: TrackedRun, directory: Path) -> Tracker:
-    """Returns the tracker that a section names; `entry` is relative to `directory`.
+    """Makes the tracker named in a section; `entry` is relative to `directory`.
 
-    Raises UsageError (it is not installed, not there or lacks a method), and whatever its constructor raises.
+    Raises UsageError if the tracker is not installed, is missing or lacks a method, and any error of its constructor.
     """
     if isinstance(config, OwnTrackerConfig):
         kind = resolve(config.entry, base=directory)
@@ -113,12 +114,12 @@ def make_tracker(config: TrackerConfig, run: TrackedRun, directory: Path) -> Tra
 
 
 def trackers_of(config: RunConfig) -> list[TrackerConfig]:
-    """Returns the sections of `tracker` and `trackers` that name one."""
+    """Returns the configured trackers."""
     return [each for each in (config.tracker, *config.trackers) if not isinstance(each, NoTrackerConfig)]
 
 
 def check_tracker(config: TrackerConfig) -> None:
-    """Raises UsageError: a built-in tracker's package is not installed, or its keys are not set. It asks no server."""
+    """Raises UsageError for a missing package or missing keys of a built-in tracker. No server is asked."""
     if isinstance(config, NoTrackerConfig | OwnTrackerConfig):
         return
     check_installed(config.name)
@@ -128,7 +129,7 @@ def check_tracker(config: TrackerConfig) -> None:
 
 
 def check_installed(name: str) -> None:
-    """Raises UsageError: a package that the built-in tracker needs is not installed."""
+    """Raises UsageError for a missing package of a built-in tracker."""
     for module in NEEDED.get(name, ()):
         if not _is_there(module):
             package = module.replace(".", "-")
@@ -138,14 +139,14 @@ def check_installed(name: str) -> None:
 def _is_there(module: str) -> bool:
     try:
         return find_spec(module) is not None
-    except (ImportError, ValueError):  # its parent is not installed, or something else stands in its place
+    except (ImportError, ValueError):  # missing parent package
         return False
 
 
-# --- the table of samples: the best and the worst attempt of each group, as plain rows --------------------------------
+# --- the table of samples: the best and the worst attempt of each group as plain rows ---------------------------------
 
 MAX_ROWS = 32  # number of trajectories in a step's table
-MAX_TEXT = 4_000  # characters of one cell
+MAX_TEXT = 4_000  # characters of a cell
 COLUMNS = ["step", "group", "trajectory", "reward", "returned reward", "turns", "tokens", "error", "prompt", "reply"]
 
 
@@ -160,7 +161,7 @@ def chosen(groups: Groups) -> list[Trajectory]:
 
 
 def rewards(groups: Groups) -> list[float]:
-    """Returns the rewards of all attempts that have one."""
+    """Returns all known rewards."""
     return [reward for group in groups for attempt in group if (reward := reward_of(attempt)) is not None]
 
 

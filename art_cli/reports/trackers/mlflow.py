@@ -1,6 +1,6 @@
-"""Sends metrics, parameters, samples and checkpoints to MLflow: a server, or a SQLite file beside the runs.
+"""Sends metrics, parameters, samples and checkpoints to MLflow: a server, or a SQLite file next to the runs.
 
-The package mlflow-skinny is enough. The MLflow run of the same directory is found by a tag, and goes on.
+The package mlflow-skinny is sufficient. A tag identifies the directory's MLflow run, which is resumed.
 """
 
 import json
@@ -18,19 +18,19 @@ from art_cli.runtime.errors import one_line
 
 log = logging.getLogger(__name__)
 
-TAG = "art.run"  # the tag that names the directory's run
-TABLES = "mlflow.loggedArtifacts"  # the tag by which MLflow's page knows which artifacts are tables
-MAX_NAME, MAX_VALUE, MAX_PARAMS = 250, 6_000, 100  # MLflow's own bounds of one request
+TAG = "art.run"  # tag that identifies the run directory
+TABLES = "mlflow.loggedArtifacts"  # tag that lists table artifacts for MLflow's page
+MAX_NAME, MAX_VALUE, MAX_PARAMS = 250, 6_000, 100  # MLflow's limits per request
 _UNNAMEABLE = re.compile(r"[^\w\-. /:]", re.ASCII)
 
 
 class MlflowTracker(AttemptsTracker):
     def __init__(self, run: TrackedRun, config: MlflowTrackerConfig) -> None:
-        os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")  # it would report each use to its makers
+        os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")  # it would report usage to its makers
         from mlflow import MlflowClient
         from mlflow.entities import Metric, Param
 
-        logging.getLogger("mlflow.store.db").setLevel(logging.WARNING)  # it lists its migrations, one a line
+        logging.getLogger("mlflow.store.db").setLevel(logging.WARNING)  # it logs every migration
         logging.getLogger("alembic").setLevel(logging.WARNING)
         self._tracked, self._every, self._metric = run, config.checkpoint_every, Metric
         runs = run.root.resolve().parent
@@ -65,23 +65,23 @@ class MlflowTracker(AttemptsTracker):
         self._client.log_batch(self._id, metrics=metrics)
 
     def log_attempts(self, split: str, step: int, groups: Groups) -> None:
-        """The samples as a table in the form of MLflow's own, and all rewards beside it."""
+        """Logs the samples as an MLflow table, and all rewards."""
         name = f"samples/{split}-{step:04d}.json"
         self._client.log_dict(self._id, {"columns": COLUMNS, "data": rows(step, groups)}, name)
         self._client.log_dict(self._id, {"rewards": rewards(groups)}, f"rewards/{split}-{step:04d}.json")
         if {"path": name, "type": "table"} not in self._tables:
             self._tables.append({"path": name, "type": "table"})
             tag = json.dumps(self._tables)
-            if len(tag) <= MAX_VALUE:  # MLflow's bound of a tag; the later tables are artifacts all the same
+            if len(tag) <= MAX_VALUE:  # MLflow's limit for tags; later tables are plain artifacts
                 self._client.set_tag(self._id, TABLES, tag)
 
     def log_checkpoint(self, step: int, path: Path) -> None:
         if not self._tracked.sends_checkpoint(step, self._every):
             return
         try:
-            (path / "manifest.json").stat()  # MLflow takes a directory that is gone for an empty one
+            (path / "manifest.json").stat()  # MLflow treats a missing directory as empty
             self._client.log_artifacts(self._id, str(path), f"checkpoints/{path.name}")
-        except OSError as error:  # it was pruned while this tracker was behind
+        except OSError as error:  # pruned before it was sent
             log.warning("tracker mlflow: the checkpoint of step %d was not sent: %s", step, one_line(error))
 
     def close(self) -> None:
@@ -89,12 +89,12 @@ class MlflowTracker(AttemptsTracker):
 
 
 def named(name: str) -> str:
-    """Returns a name that MLflow takes: letters, digits, and _ - . / : and spaces."""
+    """Returns a valid MLflow name: letters, digits, and _ - . / : and spaces."""
     return _UNNAMEABLE.sub("_", name)[:MAX_NAME]
 
 
 def _flat(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
-    """Yields the configuration as dotted keys; lists as JSON."""
+    """Yields the configuration as dotted keys, with lists as JSON."""
     for name, value in config.items():
         if isinstance(value, dict) and value:
             yield from _flat(value, f"{prefix}{name}.")

@@ -1,10 +1,10 @@
-"""Sends each attempt as an OpenTelemetry trace while the run goes on: to any receiver, or to Langfuse.
+"""Sends each attempt as an OpenTelemetry trace during the run, to any receiver or to Langfuse.
 
-`art log --otlp` sends the same afterwards. A step that a receiver does not take is lost to it, and the next one is
-tried: there is one warning, and the number of lost attempts at the end.
+`art log --otlp` sends the same traces afterwards. Steps rejected by the receiver are lost, and later steps are still
+sent. There is a single warning, and the number of lost attempts at the end.
 
-Traces go to Langfuse's own OTLP address, with the attributes that its SDK writes (langfuse.*) beside OpenTelemetry's.
-Scores go to POST /api/public/scores. Neither needs its SDK. The keys are LANGFUSE_PUBLIC_KEY and LANGFUSE_SECRET_KEY.
+Langfuse traces go to its OTLP address, with its SDK's attributes (langfuse.*) and OpenTelemetry's attributes. Scores go
+to POST /api/public/scores. No SDK is needed. The keys are LANGFUSE_PUBLIC_KEY and LANGFUSE_SECRET_KEY.
 """
 
 import base64
@@ -30,15 +30,15 @@ from art_cli.runtime.errors import DeliveryError, UsageError
 
 log = logging.getLogger(__name__)
 
-# Between two attempts this thread leaves Python's interpreter lock to the loop's thread, which would otherwise wait for
-# it up to 5 ms each time that an operation of torch ends.
+# A pause between attempts releases Python's interpreter lock for the loop's thread, which otherwise waits up to 5 ms
+# for the lock after each torch operation.
 PAUSE_S = 0.001
 
 CLOUD = "https://cloud.langfuse.com"
 TRACES, SCORES = "/api/public/otel/v1/traces", "/api/public/scores"
-MAX_SCORES = 500  # scores of one request
-MAX_BATCH = 900_000  # bytes of one request; Langfuse takes up to a MiB
-# attributes of ours -> those in which Langfuse shows what went in and came out
+MAX_SCORES = 500  # scores per request
+MAX_BATCH = 900_000  # bytes per request; Langfuse accepts up to a MiB
+# our attributes -> attributes that Langfuse shows as input and output
 SHOWN = {
     "gen_ai.input.messages": "langfuse.observation.input",
     "gen_ai.output.messages": "langfuse.observation.output",
@@ -50,7 +50,7 @@ KINDS = {"invoke_agent": "agent", "chat": "generation", "execute_tool": "tool"}
 
 
 class OtelTracker(AttemptsTracker):
-    """Counts the attempts that the receiver refused. Logs the reason of the first, and the number at the end."""
+    """Counts rejected attempts; logs the initial reason, and the total at the end."""
 
     name = "otel"
 
@@ -67,7 +67,7 @@ class OtelTracker(AttemptsTracker):
         self._num = self._num_lost = 0
 
     def log(self, line: MetricsLine) -> None:
-        """Traces hold no metrics of a step."""
+        """Traces have no step metrics."""
 
     def log_attempts(self, split: str, step: int, groups: Groups) -> None:
         attempts = [attempt for group in groups[: self._max_groups] for attempt in group]
@@ -84,7 +84,7 @@ class OtelTracker(AttemptsTracker):
         self._sender.send(span for each in unhurried(attempts) for span in self.spans(each, split))
 
     def spans(self, attempt: Trajectory, split: str) -> Iterator[Span]:
-        """Yields the attempt's spans as the receiver shows them."""
+        """Yields the attempt's spans for this receiver."""
         return spans_of(attempt, self.source, split=split)
 
     def close(self) -> None:
@@ -93,12 +93,12 @@ class OtelTracker(AttemptsTracker):
 
 
 class LangfuseTracker(OtelTracker):
-    """The same, and the rewards as Langfuse's scores."""
+    """Also sends rewards as Langfuse scores."""
 
     name = "langfuse"
 
     def __init__(self, run: TrackedRun, config: LangfuseTrackerConfig) -> None:
-        """Raises UsageError: a key is not set."""
+        """Raises UsageError for a missing key."""
         url = config.url or os.environ.get("LANGFUSE_BASE_URL") or os.environ.get("LANGFUSE_HOST") or CLOUD
         url = traces_url(url.rstrip("/") + TRACES).removesuffix(TRACES)
         headers = headers_of(os.environ)
@@ -122,7 +122,7 @@ class LangfuseTracker(OtelTracker):
 
 
 def _batches(scores: Iterable[bytes]) -> Iterator[list[bytes]]:
-    """Yields them in lists, each of which one request takes."""
+    """Yields the scores in batches for single requests."""
     batch, size = list[bytes](), 0
     for score in scores:
         if batch and (len(batch) == MAX_SCORES or size + len(score) >= MAX_BATCH):
@@ -135,14 +135,14 @@ def _batches(scores: Iterable[bytes]) -> Iterator[list[bytes]]:
 
 
 def unhurried(attempts: Sequence[Trajectory]) -> Iterator[Trajectory]:
-    """Yields the attempts, with a pause before each."""
+    """Yields the attempts with a pause before each."""
     for attempt in attempts:
         time.sleep(PAUSE_S)
         yield attempt
 
 
 def headers_of(environment: Mapping[str, str]) -> dict[str, str]:
-    """Returns the headers of Langfuse's SDK. Raises UsageError: a key is not set."""
+    """Returns the headers of Langfuse's SDK. Raises UsageError for a missing key."""
     names = ("LANGFUSE_PUBLIC_KEY", "LANGFUSE_SECRET_KEY")
     if missing := [name for name in names if not environment.get(name)]:
         raise UsageError(
@@ -153,12 +153,12 @@ def headers_of(environment: Mapping[str, str]) -> dict[str, str]:
     return {
         "authorization": f"Basic {word}",
         "x-langfuse-public-key": public,
-        "x-langfuse-ingestion-version": "4",  # spans are shown as they come in
+        "x-langfuse-ingestion-version": "4",  # spans appear immediately
     }
 
 
 def observations(attempt: Trajectory, source: TracedRun, split: str) -> Iterator[Span]:
-    """The attempt's spans with the attributes by which Langfuse knows a trace, its session and its generations."""
+    """Yields the attempt's spans with Langfuse's attributes for traces, sessions and generations."""
     for span in spans_of(attempt, source, split=split):
         own: dict[str, Any] = {
             "langfuse.trace.name": f"{source.name} {split}",
@@ -177,9 +177,9 @@ def observations(attempt: Trajectory, source: TracedRun, split: str) -> Iterator
 
 
 def scores_of(attempt: Trajectory, source: TracedRun, split: str) -> Iterator[dict[str, Any]]:
-    """Yields the attempt's reward, its judges' scores and its own metrics.
+    """Yields the attempt's reward, its judges' scores and its metrics.
 
-    An attempt sent again replaces its scores.
+    Sending an attempt again replaces its scores.
     """
     trace = trace_id_of(attempt, source, split).hex()
     time = datetime.fromtimestamp(max(0.0, attempt.started_at), UTC).isoformat()
@@ -195,5 +195,5 @@ def scores_of(attempt: Trajectory, source: TracedRun, split: str) -> Iterator[di
     for judge, each in zip(score_names(judged), judged, strict=True):
         yield score(f"judge.{judge}", each.score, each.explanation)
     for name, value in attempt.metrics.items():
-        if not name.startswith("num_"):  # the gateway's own counts
+        if not name.startswith("num_"):  # the gateway's counts
             yield score(f"metric.{name}", value)

@@ -1,7 +1,7 @@
-"""Writes event files for TensorBoard into `tensorboard` of the run: `tensorboard --logdir runs` shows all runs.
+"""Writes TensorBoard event files into the run's `tensorboard` directory: `tensorboard --logdir runs` shows all runs.
 
-Only the package tensorboard is needed. Each call is flushed, so that the file of a killed run can be read. A run that
-goes on begins a further file, and TensorBoard joins them.
+Only the package tensorboard is needed. Every call is flushed, so files of killed runs are readable. A resumed run
+starts a new file, and TensorBoard joins the files.
 """
 
 import os
@@ -12,7 +12,7 @@ from art_cli.config.sections.tracker_config import TensorBoardTrackerConfig
 from art_cli.reports.trackers import COLUMNS, AttemptsTracker, Groups, TrackedRun, rewards, rows
 from art_cli.runs.run_dir import MetricsLine
 
-MAX_SHOWN = 8  # number of attempts in the text of a step, which TensorBoard shows one below the other
+MAX_SHOWN = 8  # number of attempts in a step's text
 
 
 class TensorBoardTracker(AttemptsTracker):
@@ -27,7 +27,7 @@ class TensorBoardTracker(AttemptsTracker):
         self._scalar, self._histogram, self._text = scalar_pb, histogram_pb, text_pb
         directory = run.root / "tensorboard"
         directory.mkdir(exist_ok=True)
-        # TensorBoard's own writer puts the machine's name into the file's.
+        # TensorBoard's writer would put the machine's name into the file name.
         name = f"events.out.tfevents.{time.time_ns() // 10**9:010d}.art.{os.getpid()}.{time.time_ns()}"
         self._file = (directory / name).open("xb")
         self._records = RecordWriter(self._file)
@@ -58,7 +58,7 @@ class TensorBoardTracker(AttemptsTracker):
 
 
 def _as_text(step: int, groups: Groups) -> str:
-    """Returns the samples as Markdown. Texts are in blocks of code, where TensorBoard leaves them as they are."""
+    """Returns the samples as Markdown, with texts in code blocks, which TensorBoard shows literally."""
     parts = []
     for row in rows(step, groups)[:MAX_SHOWN]:
         cells = dict(zip(COLUMNS, row, strict=True))

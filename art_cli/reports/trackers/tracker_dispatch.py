@@ -1,10 +1,9 @@
-"""Trackers: hands a run's metrics and trajectories to its trackers, each in another thread, without waiting.
+"""Trackers: passes a run's metrics and trajectories to its trackers, each in its thread, without waiting.
 
     loop: log, log_trajectories -> a bounded queue for each tracker -> its thread -> the tracker's method
 
-A tracker whose method raises, or takes longer than CALL_TIMEOUT_S, is left out from then on. A tracker that is merely
-slow loses the calls for which its queue has no room. Either way there is one warning, and the number of dropped calls
-when the run ends.
+A tracker is disabled if a method raises or takes longer than CALL_TIMEOUT_S. A slow tracker loses calls that do not fit
+in its queue. Both cause a single warning, and the number of dropped calls at the end.
 """
 
 import asyncio
@@ -28,17 +27,17 @@ from art_cli.runtime.secrets import without_secrets
 
 log = logging.getLogger(__name__)
 
-MAX_QUEUED = 32  # number of calls that wait for one tracker; a step makes two or three
-START_TIMEOUT_S = 30.0  # longest wait at the start for a tracker's constructor, so that a mistake shows at once
-CALL_TIMEOUT_S = 120.0  # longest time that one call of a tracker may take
-CLOSE_TIMEOUT_S = 60.0  # longest wait at the end for queued calls and `close`, for all trackers together
+MAX_QUEUED = 32  # queued calls per tracker; a step makes two or three
+START_TIMEOUT_S = 30.0  # longest wait for a tracker's constructor, so mistakes show immediately
+CALL_TIMEOUT_S = 120.0  # longest duration of a call
+CLOSE_TIMEOUT_S = 60.0  # longest wait for queued calls and `close` at the end, for all trackers
 
 Groups = Sequence[Sequence[ScoredTrajectory]]
 Attempt = TypeVar("Attempt", bound=Trajectory)
 
 
 class Trackers:
-    """All trackers of one run. Nothing here waits for a tracker but `close`, which has a deadline."""
+    """All trackers of a run. Only `close` waits for trackers, with a deadline."""
 
     def __init__(self, threads: Sequence["TrackerThread"]) -> None:
         self.threads = threads
@@ -52,12 +51,12 @@ class Trackers:
             thread.put(lambda tracker: tracker.log_trajectories(step, _copies(groups, ScoredTrajectory)))
 
     def log_evaluation(self, step: int, groups: Sequence[Sequence[Trajectory]]) -> None:
-        """Calls the trackers that have the method."""
+        """Calls the trackers that have this method."""
         for thread in self.threads:
             thread.put(lambda tracker: _call(tracker, "log_evaluation", step, lambda: _copies(groups, Trajectory)))
 
     def log_checkpoint(self, step: int, path: Path) -> None:
-        """Calls the trackers that have the method."""
+        """Calls the trackers that have this method."""
         for thread in self.threads:
             thread.put(lambda tracker: _call(tracker, "log_checkpoint", step, lambda: path))
 
@@ -74,7 +73,7 @@ class Trackers:
 
 
 def open_trackers(config: RunConfig, root: Path, directory: Path) -> Trackers:
-    """Starts the trackers that the configuration names. Raises UsageError: one is not installed or not there."""
+    """Starts the configured trackers. Raises UsageError if a tracker is missing or not installed."""
     run = TrackedRun(root.name, root, without_secrets(config.model_dump(mode="json")))
     sections = trackers_of(config)
     threads = [
@@ -94,18 +93,18 @@ def open_trackers(config: RunConfig, root: Path, directory: Path) -> Trackers:
 
 
 class TrackerThread:
-    """One tracker behind a bounded queue. Its thread is a daemon, so that the process can end under a hanging call."""
+    """A tracker behind a bounded queue. Its thread is a daemon, so a hanging call does not block the process's exit."""
 
     def __init__(self, name: str, make: Callable[[], Tracker]) -> None:
         self.name, self._make = name, make
         self.is_left_out = False
-        self._num_offered = 0  # calls that the run made; only its thread writes it
-        self._num_done = 0  # calls that the tracker finished; only its own thread writes it
+        self._num_offered = 0  # calls made by the run; written by the run's thread only
+        self._num_done = 0  # finished calls; written by this thread only
         self._is_warned = False
         self._mistake: UsageError | None = None
         self._calls: SimpleQueue[Callable[[Tracker], None] | None] = SimpleQueue()
         self._is_made = threading.Event()
-        self._call_began: float | None = time.monotonic()  # or None if no call is running
+        self._call_began: float | None = time.monotonic()  # None between calls
         self._thread = threading.Thread(target=self._work, name=f"tracker {name}", daemon=True)
         self._thread.start()
 
@@ -115,17 +114,17 @@ class TrackerThread:
 
     @property
     def thread_id(self) -> int | None:
-        """Returns the system's name of the thread, by which its processor time can be read, or None if it ended."""
+        """Returns the system's thread id, which identifies its processor time, while the thread is alive."""
         return self._thread.ident if self._thread.is_alive() else None
 
     def wait_for_start(self, timeout_s: float) -> None:
-        """Raises UsageError: the tracker cannot be made because of a mistake of the user's."""
+        """Raises UsageError if the tracker could not be made because of a user mistake."""
         self._is_made.wait(timeout_s)
         if self._mistake is not None:
             raise self._mistake
 
     def put(self, call: Callable[[Tracker], None]) -> None:
-        """Queues the call; drops it where the tracker is left out or its queue is full."""
+        """Queues the call, or drops it if the tracker is disabled or the queue is full."""
         self._num_offered += 1
         self._check_deadline()
         if self.is_left_out:
@@ -136,11 +135,11 @@ class TrackerThread:
             self._warn("it is slower than the run; what it cannot take is dropped")
 
     def end(self) -> None:
-        """Asks the thread to finish what is queued, and to close the tracker."""
+        """Asks the thread to finish queued calls and close the tracker."""
         self._calls.put(None)
 
     def join(self, timeout_s: float) -> None:
-        """Waits for the thread to end, and logs how many calls were dropped."""
+        """Waits for the thread to end, and logs the number of dropped calls."""
         self._thread.join(timeout_s)
         if self._thread.is_alive():
             self._leave_out("it did not finish before the end of the run")
@@ -153,7 +152,7 @@ class TrackerThread:
         except UsageError as error:
             self._mistake = error
             return
-        except BaseException as error:  # the boundary to an SDK or a user's class
+        except BaseException as error:  # boundary to an SDK or a user's class
             self._leave_out(describe(error))
             return
         finally:
@@ -165,11 +164,11 @@ class TrackerThread:
         self._is_done(tracker.close)
 
     def _is_done(self, call: Callable[[], None]) -> bool:
-        """Makes the call; False: it raised, and the tracker is left out."""
+        """Makes the call. If it raises, disables the tracker and returns False."""
         self._call_began = time.monotonic()
         try:
             call()
-        except BaseException as error:  # the boundary to an SDK or a user's class, which may even raise SystemExit
+        except BaseException as error:  # boundary to an SDK or a user's class, which may even raise SystemExit
             self._leave_out(describe(error))
             return False
         finally:
@@ -192,12 +191,12 @@ class TrackerThread:
 
 
 def _call(tracker: Tracker, name: str, step: int, argument: Callable[[], object]) -> None:
-    """Calls a method that a tracker need not have."""
+    """Calls an optional tracker method."""
     if callable(method := getattr(tracker, name, None)):
         method(step, argument())
 
 
 def _copies(groups: Sequence[Sequence[Attempt]], kind: type[Attempt]) -> list[list[Attempt]]:
-    """Returns copies of the groups: the learner reads the run's, and a tracker may change what it is given."""
+    """Returns copies of the groups, because trackers may modify them while the learner reads them."""
     decoder = msgspec.msgpack.Decoder(list[kind])  # type: ignore[valid-type]
     return [decoder.decode(msgspec.msgpack.encode(group)) for group in groups]

@@ -1,7 +1,7 @@
-"""Sends metrics and traces to trackio: a SQLite file on this machine that `trackio show` opens, or a Space.
+"""Sends metrics and traces to trackio: a local SQLite file that `trackio show` opens, or a Space.
 
-Its samples are `trackio.Trace`s, whole conversations with their tool calls. Trackio reports what it does on standard
-output, which here is for results: it is sent to standard error.
+Samples are `trackio.Trace`s: whole conversations with tool calls. Trackio's output on stdout is redirected to stderr,
+because stdout is for results.
 """
 
 import contextlib
@@ -14,7 +14,7 @@ from art_cli.reports.trackers import AttemptsTracker, Groups, TrackedRun, chosen
 from art_cli.runs.run_dir import MetricsLine
 from art_cli.runs.trajectory import Json, Trajectory
 
-MAX_MESSAGES = 200  # messages of one trace; the first and the last ones are kept
+MAX_MESSAGES = 200  # messages per trace, from both ends
 
 
 class TrackioTracker(AttemptsTracker):
@@ -25,7 +25,7 @@ class TrackioTracker(AttemptsTracker):
         with contextlib.redirect_stdout(sys.stderr):
             self._run = trackio.init(
                 project=config.project,
-                name=f"{run.root.name}-{run.id[:6]}",  # runs of one name in two directories are two
+                name=f"{run.root.name}-{run.id[:6]}",  # distinguishes runs with the same name in different directories
                 space_id=config.space,
                 config=run.config,
                 resume="allow",
@@ -67,6 +67,6 @@ class TrackioTracker(AttemptsTracker):
 
 
 def _message(message: Json) -> Json:
-    """Returns the message with its text shortened."""
+    """Shortens the message's text."""
     content = message.get("content")
     return {**message, "content": shortened(content) if isinstance(content, str) else content}

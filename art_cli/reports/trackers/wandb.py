@@ -1,7 +1,7 @@
-"""Sends metrics, samples, rewards and checkpoints to Weights & Biases. Resumes the W&B run of the same directory.
+"""Sends metrics, samples, rewards and checkpoints to Weights & Biases. Resumes the directory's W&B run.
 
-Nothing of the terminal, the machine or the code is sent along. In offline mode, and where the server cannot be reached
-at the start, everything is in `logs/wandb` of the run, where `wandb sync` finds it.
+Terminal, machine and code data are not sent. In offline mode, or if the server is unreachable at the start, everything
+is written to the run's `logs/wandb`, for `wandb sync`.
 """
 
 import logging
@@ -15,7 +15,7 @@ from art_cli.runtime.errors import one_line
 
 log = logging.getLogger(__name__)
 
-INIT_TIMEOUT_S = 20.0  # longest wait for W&B's server at the start, below the 30 s that the run waits for its trackers
+INIT_TIMEOUT_S = 20.0  # longest wait for W&B's server, below the run's 30 s for trackers
 
 
 class WandbTracker(AttemptsTracker):
@@ -23,7 +23,7 @@ class WandbTracker(AttemptsTracker):
         import wandb
 
         self._wandb, self._tracked, self._config = wandb, run, config
-        wandb.setup(wandb.Settings(silent=True))  # else it asks a terminal for a missing key, and waits
+        wandb.setup(wandb.Settings(silent=True))  # otherwise it asks for a missing key on a terminal, and waits
         try:
             self._run = self._open(config.mode)
         except wandb.Error as error:
@@ -31,7 +31,7 @@ class WandbTracker(AttemptsTracker):
                 raise
             where = run.root / "logs/wandb"
             log.warning("tracker wandb: %s; it writes to %s instead, and wandb sync sends it", one_line(error), where)
-            wandb.teardown()  # its process still holds the run that it could not begin
+            wandb.teardown()  # its process still holds the failed run
             self._run = self._open("offline")
         self._run.define_metric("step")
         self._run.define_metric("*", step_metric="step")
@@ -49,8 +49,8 @@ class WandbTracker(AttemptsTracker):
             x_disable_machine_info=True,
             x_disable_meta=True,
             x_save_requirements=False,
-            host="",  # the name of the machine, which the settings before do not turn off
-            x_transaction_log_flush_interval=1.0,  # a killed run loses what was logged in as many seconds, not 15
+            host="",  # the machine's name, which the settings above do not disable
+            x_transaction_log_flush_interval=1.0,  # a kill loses this many seconds of logs, instead of 15
         )
         return self._wandb.init(
             project=self._config.project,
@@ -69,20 +69,20 @@ class WandbTracker(AttemptsTracker):
         self._run.log({**numbers, "step": line.step})
 
     def log_attempts(self, split: str, step: int, groups: Groups) -> None:
-        """A histogram of the rewards, and a table of the best and the worst attempt of each group."""
+        """Logs a histogram of rewards, and a table of each group's best and worst attempts."""
         shown: dict[str, Any] = {f"{split}/samples": self._wandb.Table(columns=COLUMNS, data=rows(step, groups))}
         if found := rewards(groups):
             shown[f"{split}/rewards"] = self._wandb.Histogram(found)
         self._run.log({**shown, "step": step})
 
     def log_checkpoint(self, step: int, path: Path) -> None:
-        """The checkpoint as a version of one artifact. W&B copies it at once, so that it may be pruned afterwards."""
+        """Logs the checkpoint as an artifact version. W&B copies it immediately, so pruning is safe."""
         if not self._tracked.sends_checkpoint(step, self._config.checkpoint_every):
             return
         artifact = self._wandb.Artifact(f"{self._tracked.name}-checkpoint", type="model", metadata={"step": step})
         try:
             artifact.add_dir(str(path))
-        except (OSError, ValueError) as error:  # it was pruned while this tracker was behind
+        except (OSError, ValueError) as error:  # pruned before it was sent
             log.warning("tracker wandb: the checkpoint of step %d was not sent: %s", step, one_line(error))
             return
         self._run.log_artifact(artifact, aliases=["latest", f"step-{step}"])
