@@ -42,6 +42,7 @@ CURES = {
     "position": "a judge that shows the attempts in a random order (judge=ruler), with judge.votes=2 or more",
     "twice": "each scenario once; rollout.shuffle plays all of them equally often anyway",
 }
+Found = Iterator[tuple[str, str]]  # (kind, text)
 
 
 def find_doubts(
@@ -60,9 +61,6 @@ def find_doubts(
     found = found or [*_spread(rewarded)]  # the doubts above explain these
     found += [*_noise(rewarded, repeats), *_length(rewarded), *_leak(rewarded), *_position(rewarded, bias)]
     return [Doubt(kind, text, CURES[kind]) for kind, text in [*found, *_twice(scenarios)]]
-
-
-Found = Iterator[tuple[str, str]]  # (kind, text)
 
 
 def _sampling(groups: Groups) -> Found:

@@ -87,6 +87,29 @@ CURES = (
     CHECK_REWARD,
     MEASURE_JUDGE,
 )
+# Bonferroni factors for the number of compared pairs of evaluations and of training windows, because comparisons are
+# repeated at each step. In simulations, runs of 24 to 300 steps then keep to LEVEL.
+EVALUATION_LOOKS, TRAINING_LOOKS = 5, 30
+WINDOWS = (5, 20)  # window sizes, in steps, for comparing mean training rewards
+STREAK = 5  # number of consecutive steps in a lasting state, which must hold on average and in most steps
+SURE = 3  # the same for metrics with hardly any noise
+NO_SIGNAL, FAILURES = 0.8, 0.2  # shares of groups and of rollouts above which a lasting state is a finding
+COLLAPSED = 0.25  # share of the initial entropy below which a policy has become certain
+STILL = 0.5  # smallest reward increase that counts as progress, in standard deviations of the initial rewards
+SOLVED = 0.95  # mean reward from which nothing is left to learn, if 1 is the usual maximum
+# Smallest logprob change per trained token, in nats, for a policy that moves. Four epochs on 64 attempts of
+# SmolLM2-135M with an adapter: 0.009 to 0.013 at the learning rate 1e-5, which learned nothing.
+MOVES = 0.02
+FROZEN = 2  # consecutive latest steps without signal in a frozen run
+NO_ENTROPY = 0.1  # nats per token of a policy with hardly any alternatives
+MAX_POOLS = 3  # number of pools named in a finding
+STUCK = 10  # consecutive steps without change of reward and entropy in a stuck run
+STUCK_RISE = 0.2  # like STILL, for a stuck run
+FLAT = 0.1  # relative entropy change that still counts as no change
+EXPLAINED = ("no_signal", "hardly_moves", "failures")  # findings that explain a stuck run
+SPREAD = 0.5  # share of groups without signal from which missing spread is the explanation
+Window = Sequence[UpdateNumbers]
+LOOKS = 200  # number of checks per doubling of the run's length; each check's time grows with the length
 
 
 class Reason(msgspec.Struct, frozen=True):
@@ -208,29 +231,6 @@ def mostly(updates: Sequence[UpdateNumbers]) -> str:
             if name.startswith("failed."):
                 counts[name.removeprefix("failed.")] = counts.get(name.removeprefix("failed."), 0.0) + num
     return f", mostly {max(counts, key=lambda kind: counts[kind])}" if counts else ""
-
-
-# Bonferroni factors for the number of compared pairs of evaluations and of training windows, because comparisons are
-# repeated at each step. In simulations, runs of 24 to 300 steps then keep to LEVEL.
-EVALUATION_LOOKS, TRAINING_LOOKS = 5, 30
-WINDOWS = (5, 20)  # window sizes, in steps, for comparing mean training rewards
-STREAK = 5  # number of consecutive steps in a lasting state, which must hold on average and in most steps
-SURE = 3  # the same for metrics with hardly any noise
-NO_SIGNAL, FAILURES = 0.8, 0.2  # shares of groups and of rollouts above which a lasting state is a finding
-COLLAPSED = 0.25  # share of the initial entropy below which a policy has become certain
-STILL = 0.5  # smallest reward increase that counts as progress, in standard deviations of the initial rewards
-SOLVED = 0.95  # mean reward from which nothing is left to learn, if 1 is the usual maximum
-# Smallest logprob change per trained token, in nats, for a policy that moves. Four epochs on 64 attempts of
-# SmolLM2-135M with an adapter: 0.009 to 0.013 at the learning rate 1e-5, which learned nothing.
-MOVES = 0.02
-FROZEN = 2  # consecutive latest steps without signal in a frozen run
-NO_ENTROPY = 0.1  # nats per token of a policy with hardly any alternatives
-MAX_POOLS = 3  # number of pools named in a finding
-STUCK = 10  # consecutive steps without change of reward and entropy in a stuck run
-STUCK_RISE = 0.2  # like STILL, for a stuck run
-FLAT = 0.1  # relative entropy change that still counts as no change
-EXPLAINED = ("no_signal", "hardly_moves", "failures")  # findings that explain a stuck run
-SPREAD = 0.5  # share of groups without signal from which missing spread is the explanation
 
 
 class RunFinding(msgspec.Struct, frozen=True):
@@ -455,9 +455,6 @@ def _lasting(history: History, *, is_comparable: bool) -> Iterator[RunFinding]:
         yield RunFinding("hardly_moves", *_ends(span), text + _reward(span), [], FASTER)
 
 
-Window = Sequence[UpdateNumbers]
-
-
 def _share_clipped(window: Window) -> str:
     share = _mean(window, "clip_fraction")  # NaN for custom algorithms without clipping
     return f" and clip {share:.1%} of the tokens" if share == share else ""
@@ -583,9 +580,6 @@ def _span(streak: Sequence[UpdateNumbers]) -> str:
 
 
 # --- while a run trains -----------------------------------------------------------------------------------------------
-
-
-LOOKS = 200  # number of checks per doubling of the run's length; each check's time grows with the length
 
 
 class RunWatch:

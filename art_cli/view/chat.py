@@ -1,4 +1,4 @@
-"""The chat beside a trajectory: relays a conversation to one OpenAI-compatible endpoint."""
+"""The chat next to a trajectory: relays a conversation to an OpenAI-compatible endpoint."""
 
 import asyncio
 import os
@@ -21,18 +21,18 @@ from art_cli.runtime.secrets import find_secrets
 Json = dict[str, Any]
 
 MAX_BODY = 4 * 2**20  # bytes of a conversation
-BODY_S, ANSWER_S = 30.0, 120.0  # longest waits for the page's question, and for the endpoint's answer
-MODELS_S = 10.0  # longest wait for its list of models
-KEYS = ("ART_API_KEY", "OPENAI_API_KEY")  # variables that may hold the endpoint's key
+BODY_S, ANSWER_S = 30.0, 120.0  # longest waits for the page's question and the endpoint's answer
+MODELS_S = 10.0  # longest wait for the list of models
+KEYS = ("ART_API_KEY", "OPENAI_API_KEY")  # variables with the endpoint's key
 
 
 def find_key() -> str:
-    """Returns the endpoint's key; "none" where no variable holds one, because a local server may need none."""
+    """Returns the endpoint's key, or "none", because local servers may need no key."""
     return next((os.environ[name] for name in KEYS if os.environ.get(name)), "none")
 
 
 async def find_model(url: str, key: str) -> str:
-    """Returns the first model that the endpoint lists. Raises UsageError: it cannot be asked, or lists none."""
+    """Returns the endpoint's initial model. Raises UsageError if the models cannot be listed or are missing."""
     address = f"{url.rstrip('/')}/models"
     try:
         async with open_session(url, {"Authorization": f"Bearer {key}"}) as session:
@@ -56,14 +56,14 @@ class _Models(msgspec.Struct):
 
 
 class ChatRelay:
-    """Asks the endpoint for one reply at a time; the page sends the whole conversation each time."""
+    """Relays conversations to the endpoint; the page sends the whole conversation each time."""
 
     def __init__(self, url: str, model: str, key: str) -> None:
         self._backend = HttpBackend(url, key, model, timeout_s=ANSWER_S)
         self._wire = OpenAIChat()
 
     async def answer(self, http: HttpRequest) -> Response:
-        """{"message": {...}, "finish_reason": "stop"}. Raises HTTPException with one sentence."""
+        """Returns {"message": {...}, "finish_reason": "stop"}. Raises HTTPException with a sentence."""
         try:
             fields = msgspec.json.decode(await read_body(http, BodyLimit(MAX_BODY), BODY_S))
             asked = {

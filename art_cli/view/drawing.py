@@ -1,9 +1,9 @@
-"""A recipe's drawing of a state: the file view.js, a program, inside a separate page.
+"""A recipe's drawing of a state: the program view.js in a separate page.
 
-The page is shown in a frame with `sandbox="allow-scripts"`, so that its origin is its own, and its policy lets it load
-nothing. No policy that browsers have keeps it from sending what it is shown: WebRTC and the names of hosts in
-addresses are not covered. So a drawing that was found beside a run is shown only after the viewer has agreed. It gets
-{"trajectory", "conversation", "message_index"} by postMessage, and draws.
+The page is shown in a frame with `sandbox="allow-scripts"` and therefore has an opaque origin. Its policy forbids
+loading anything, but no browser policy prevents leaks through WebRTC or host names in addresses. Drawings found in a
+run's directory are therefore shown only after the viewer's consent. A drawing receives {"trajectory", "conversation",
+"message_index"} by postMessage.
 """
 
 import base64
@@ -20,7 +20,7 @@ DrawingKind = Literal["given", "found"]
 
 
 def drawing_page(source: ViewSource, given: Path | None) -> str | None:
-    """Returns the page of the frame, or None if no drawing was given and the run has none that can be read."""
+    """Returns the frame's page, if a drawing was given or the run contains a readable drawing."""
     script = _script(source, given)
     if script is None:
         return None
@@ -34,7 +34,7 @@ def drawing_page(source: ViewSource, given: Path | None) -> str | None:
 
 
 def drawing_kind(source: ViewSource, given: Path | None) -> DrawingKind | None:
-    """Returns "given" for the file of --drawing, "found" for the run's own, or None if there is neither."""
+    """Returns "given" for --drawing, "found" for the run's drawing."""
     if given is not None:
         return "given" if given.is_file() else None
     run = source.run
@@ -42,7 +42,7 @@ def drawing_kind(source: ViewSource, given: Path | None) -> DrawingKind | None:
 
 
 def _script(source: ViewSource, given: Path | None) -> str | None:
-    """Returns the text of the drawing, written so that it cannot end its own element, or None if there is none."""
+    """Returns the drawing's text, escaped so it cannot close its script element."""
     try:
         if given is not None:
             data = read_file(given, max_bytes=MAX_BYTES)
@@ -56,12 +56,12 @@ def _script(source: ViewSource, given: Path | None) -> str | None:
 
 
 def inline_script(text: str) -> str:
-    """The text of a script as it can stand in an HTML page: "</script" and "<!--" are written as "<\\/script"."""
+    """Escapes a script for an HTML page: "</script" and "<!--" lose their "<"."""
     return re.sub(
         r"<(?=/script|!--|script)", r"\\x3C", text.replace("\r\n", "\n").replace("\r", "\n"), flags=re.IGNORECASE
     )
 
 
 def hash_of(script: str) -> str:
-    """Returns the source expression of a Content-Security-Policy that allows this inline script or style."""
+    """Returns the Content-Security-Policy source that allows this inline script or style."""
     return f"sha256-{base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()}"

@@ -1,7 +1,7 @@
-"""A step's groups as rows, a group's attempts as a tree of messages, and the histogram of a step's rewards.
+"""A step's groups as rows, a group's attempts as a message tree, and a histogram of rewards.
 
-Rows are sorted, filtered by reward, error and text. In the tree no message that attempts share stands twice. Reads the
-index and trajectories; writes nothing.
+Rows are sorted, and filtered by reward, error and text. The tree contains shared messages only once. Reads the index
+and trajectories; writes nothing.
 
 attempts   s u a1 x1    s u a1 x2    s u a2       (s u: the same system prompt and task)
 tree       s - u - a1 - x1
@@ -25,38 +25,45 @@ from art_cli.view.index import IndexedGroup, IndexedStep
 from art_cli.view.rows import IndexRow, text_of
 
 MAX_TREE_NODES = 5_000
-MAX_NODE_TEXT = 20_000  # characters of a message in the tree; the trajectory's own page has all of it
+MAX_NODE_TEXT = 20_000  # characters of a message in the tree; the trajectory's page shows the full text
 MAX_NODE_CALLS = 100  # tool calls of a message in the tree
+MAX_ATTEMPTS = 512  # maximum attempts in a group's row and page
+MAX_SEARCHES = 8  # number of cached searches per step
+MAX_BINS, BINS = 8, 20  # up to MAX_BINS different rewards get a bin each; otherwise BINS equal ranges
+Key = Callable[[IndexedGroup], float | None]  # sorting key; None if unknown
+Sort = Literal["index", "reward", "spread", "errors", "length"]
+# Characters that all JSON writers leave unescaped, so lines without them need no decoding.
+_PLAIN = frozenset("abcdefghijklmnopqrstuvwxyz0123456789 .,:;!?()[]{}=+-*_#@%")
 
 
 class Node(msgspec.Struct):
-    """One message of one or more attempts.
+    """A message shared by attempts.
 
     Example: Node(3, 1, "assistant", "right", [], [0, 2], True)
     """
 
     id: int
-    parent: int | None  # id of the message before it, or None for the first
+    parent: int | None  # id of the previous message; None at the root
     role: str
     text: str
     calls: list[Json]  # [{"name", "arguments"}]
-    attempts: list[int]  # places in the list of attempts
-    is_sampled: bool  # whether the model wrote it
-    num_left_out: int = 0  # characters and calls beyond what is shown here
+    attempts: list[int]  # positions in the list of attempts
+    is_sampled: bool  # True if the model wrote it
+    num_left_out: int = 0  # characters and calls not shown here
 
 
-Known = dict[tuple[int | None, bytes], Node]  # (id of the parent, message) -> its node
+Known = dict[tuple[int | None, bytes], Node]  # (parent id, message) -> node
 
 
 class MessageTree(msgspec.Struct):
-    """`num_left_out` messages are beyond the first MAX_TREE_NODES."""
+    """`num_left_out` counts messages beyond MAX_TREE_NODES."""
 
     nodes: list[Node]
     num_left_out: int = 0
 
 
 def build_tree(attempts: Sequence[Trajectory]) -> MessageTree:
-    """Returns all conversations of all attempts, branches included."""
+    """Returns the tree of all attempts' conversations, including branches."""
     tree = MessageTree([])
     known: Known = {}
     for place, attempt in enumerate(attempts):
@@ -82,7 +89,7 @@ def _insert(tree: MessageTree, known: Known, messages: Sequence[Json], place: in
 
 
 def _plain(message: Json) -> Json:
-    """Returns the content by which messages are compared, without the ids of tool calls, which are random."""
+    """Returns the content used for comparing messages, without the random ids of tool calls."""
     return {"role": message.get("role"), "content": message.get("content"), "reasoning": reasoning_of(message),
             "calls": calls_of(message), "name": message.get("name")}  # fmt: skip
 
@@ -98,13 +105,13 @@ def _node(number: int, parent: int | None, message: Json) -> Node:
 
 
 def reasoning_of(message: Json) -> str:
-    """Returns the model's thoughts before its answer, if the engine reported them separately."""
+    """Returns the model's reasoning, if the engine reports it separately."""
     found = message.get("reasoning_content") or message.get("reasoning")
     return found if isinstance(found, str) else ""
 
 
 def calls_of(message: Json) -> list[Json]:
-    """Returns the tool calls of a message: name and arguments, as text."""
+    """Returns a message's tool calls: name and arguments as text."""
     calls = message.get("tool_calls")
     found = []
     for call in calls if isinstance(calls, list) else ():
@@ -116,16 +123,8 @@ def calls_of(message: Json) -> list[Json]:
     return found
 
 
-MAX_ATTEMPTS = 512  # attempts of a group that its row and its page have
-MAX_SEARCHES = 8  # texts whose findings a step keeps, for further pages of the list
-MAX_BINS, BINS = 8, 20  # so many different rewards have a bin each; more share this number of equal ranges
-
-Key = Callable[[IndexedGroup], float | None]  # the number that groups are sorted by, or None if unknown
-Sort = Literal["index", "reward", "spread", "errors", "length"]
-
-
 class GroupRow(msgspec.Struct):
-    """One group in the list of a step."""
+    """A group in a step's list."""
 
     group_id: str
     scenario_id: str
@@ -133,14 +132,14 @@ class GroupRow(msgspec.Struct):
     rewards: list[float | None]
     mean: float | None
     spread: float | None  # standard deviation of the rewards
-    num_attempts: int  # `rewards` and `ids` have the first 512
+    num_attempts: int  # `rewards` and `ids` contain at most 512
     num_errors: int
-    error: str | None  # the commonest kind
+    error: str | None  # most common kind
     num_turns: float | None
     num_tokens: float | None
     ids: list[str]
-    source: str = ""  # of rollout.sources
-    text: str | None = None  # the page of a file searches it; None if the server does
+    source: str = ""  # from rollout.sources
+    text: str | None = None  # searched by a page file; missing if the server searches
 
 
 class RowPage(msgspec.Struct):
@@ -149,7 +148,7 @@ class RowPage(msgspec.Struct):
 
 
 class Query(NamedTuple):
-    """The query of a list of groups."""
+    """A query for a list of groups."""
 
     sort: Sort = "index"
     is_descending: bool = False
@@ -157,13 +156,13 @@ class Query(NamedTuple):
     min: float | None = None
     max: float | None = None
     has_errors: bool = False
-    source: str = ""  # or "" for all
+    source: str = ""  # "" for all
     offset: int = 0
     limit: int = 100
 
 
 def find_groups(step: IndexedStep, query: Query) -> RowPage:
-    """Returns the rows that the query asks for."""
+    """Returns the rows that match the query."""
     groups = [group for group in step.groups() if _passes(group, query)]
     if query.text:
         holding = search(step, query.text)
@@ -236,7 +235,7 @@ KEYS: dict[str, Key] = {
 
 
 def _sorted(groups: Iterable[IndexedGroup], key: Key, *, is_descending: bool) -> list[IndexedGroup]:
-    """By the key; those without one come last, and equal ones keep their order."""
+    """Sorts stably by key; groups without a key go to the end."""
     keyed = [(key(group), group) for group in groups]
     known = [(value, group) for value, group in keyed if value is not None]
     known.sort(key=lambda pair: pair[0], reverse=is_descending)
@@ -247,7 +246,7 @@ def _sorted(groups: Iterable[IndexedGroup], key: Key, *, is_descending: bool) ->
 
 
 class Bin(msgspec.Struct):
-    """The number of rewards from `low` to `high`, both included. As a filter it finds exactly these."""
+    """The number of rewards from `low` to `high` (inclusive), which also work as a filter."""
 
     low: float
     high: float
@@ -260,7 +259,7 @@ class Histogram(msgspec.Struct):
 
 
 def histogram(step: IndexedStep) -> Histogram:
-    """Returns a bin for each different reward, or 20 equal ranges where there are more."""
+    """Returns a bin per distinct reward, or 20 equal ranges for more than MAX_BINS rewards."""
     rewards = [row.reward for row in step.rows()]
     counts = Counter(reward for reward in rewards if reward is not None)
     if len(counts) <= MAX_BINS:
@@ -272,7 +271,7 @@ def histogram(step: IndexedStep) -> Histogram:
 
 def _ranges(counts: Counter[float]) -> list[Bin]:
     low, high = min(counts), max(counts)
-    width = high / BINS - low / BINS  # each divided first: their difference may be infinite
+    width = high / BINS - low / BINS  # divided separately, because the difference may overflow
     edges = [low + place * width for place in range(BINS)] + [math.nextafter(high, math.inf)]
     totals = [0] * BINS
     for reward, count in counts.items():
@@ -287,12 +286,9 @@ def _ranges(counts: Counter[float]) -> list[Bin]:
 
 # --- text -------------------------------------------------------------------------------------------------------------
 
-# Characters that every writer of JSON writes as they are, so that a line without them need not be decoded.
-_PLAIN = frozenset("abcdefghijklmnopqrstuvwxyz0123456789 .,:;!?()[]{}=+-*_#@%")
-
 
 class _Said(msgspec.Struct):
-    """The fields of a line that are searched."""
+    """The searched fields of a line."""
 
     messages: list[Json] = []
     messages_and_choices: list[Json] = []
@@ -305,7 +301,7 @@ _SAID = msgspec.json.Decoder(_Said)
 
 
 def search(step: IndexedStep, text: str) -> set[str]:
-    """Returns the ids of the rows whose messages, error, or judge's words have the text, in whatever case."""
+    """Returns the ids of rows with the text in messages, error or judge explanations, ignoring case."""
     wanted = text.lower()
     known = step.searches.get(wanted)
     if known is not None and known[0] == step.revision:
@@ -336,12 +332,12 @@ def _has_text(file: IO[bytes], row: IndexRow, wanted: str, *, is_plain: bool) ->
 
 
 def said(line: bytes, row: IndexRow) -> str:
-    """Returns all that is searched of a row: its messages, tool calls, error, and the judge's words."""
+    """Returns a row's searchable text: messages, tool calls, error and judge explanations."""
     try:
         found = decode(line, _SAID)
     except ValueError:
         return line.decode(errors="replace")
-    if row.kind == "art":  # a whole group stands in the line
+    if row.kind == "art":  # the line contains a whole group
         return line.decode(errors="replace")
     texts = [found.error or "", *(str(score.get("explanation") or "") for score in found.scores)]
     chosen = [each.get("message", each) for each in found.messages_and_choices]

@@ -1,8 +1,7 @@
-"""The index of a source: for each step and split the trajectories of its files, by group.
+"""A source's index: for each step and split, the trajectories in its files, by group.
 
-It is built in slices of a few milliseconds, so that answers are given meanwhile, and brought up to date when a file
-grows: only the new bytes are read. A last line without its newline waits until it is whole. A file that was replaced
-or cut is read anew.
+The index is built in slices of a few milliseconds, so answers are possible meanwhile. When a file grows, only new bytes
+are read. An incomplete last line is read once it is complete. Replaced or truncated files are read again.
 
     step_0003/trajectories.jsonl, scored.jsonl -> IndexedStep(3, "train")       a scored line replaces the unscored one
     step_0003/eval.jsonl                       -> IndexedStep(3, "eval")
@@ -24,15 +23,16 @@ from art_cli.runs.json_lines import MAX_LINE_BYTES, foreign_encoding, is_inside,
 from art_cli.runtime.errors import printable
 from art_cli.view.rows import MAX_SHOWN, IndexRow, Labels, read_rows
 
-SLICE_S = 0.02  # longest time that one slice holds the lock of its step
-MAX_COUNTED = 2**26  # bytes of a file whose lines are counted within a slice; a larger one is read, and may be a hole
-MAX_PROBLEMS = 20  # lines that cannot be read, of which a step keeps the reasons
+SLICE_S = 0.02  # longest time for which a slice holds its step's lock
+MAX_COUNTED = 2**26  # files up to this size are counted within a slice; larger files are read, and may be sparse
+MAX_PROBLEMS = 20  # number of reported unreadable lines per step
 STEP_DIRECTORY = re.compile(r"step_(\d{1,9})")
 Split = str  # "train" or "eval"
+MAX_NAMED = 100  # number of listed sources per step
 
 
 class IndexedGroup(NamedTuple):
-    """The rows of one group, by their place in it."""
+    """A group's rows, by position."""
 
     id: str
     label: str
@@ -48,21 +48,18 @@ class IndexedGroup(NamedTuple):
         return statistics.fmean(rewards) if rewards else None
 
 
-MAX_NAMED = 100  # sources of a step that are named
-
-
 class StepNumbers(NamedTuple):
-    """The numbers of a step in the list of steps."""
+    """A step's numbers in the list of steps."""
 
     num_groups: int
     num_trajectories: int
     mean_reward: float | None
-    sources: list[str]  # of rollout.sources, or none; in the order of their names
+    sources: list[str]  # names from rollout.sources, sorted
 
 
 @dataclass
 class _File:
-    """One file of a step, and how far it was read."""
+    """A file of a step, with reading progress."""
 
     path: Path
     identity: tuple[int, int] = (0, 0)  # device and inode
@@ -74,34 +71,34 @@ class _File:
 
 @dataclass
 class IndexedStep:
-    """The trajectories of one step and split. Every method may be called in any thread."""
+    """The trajectories of a step and split. All methods are thread-safe."""
 
     step: int
     split: Split
     paths: list[Path]
-    root: Path | None = None  # the run's directory, out of which no link may lead
-    revision: int = 0  # grows with each change
+    root: Path | None = None  # run directory, which links must not leave
+    revision: int = 0  # increases with each change
     problems: list[str] = field(default_factory=list)
-    has_scores: bool = False  # whether a judge gave any of the rewards
-    searches: dict[str, tuple[int, set[str]]] = field(default_factory=dict)  # text -> (revision, ids that have it)
+    has_scores: bool = False  # True if a judge gave any reward
+    searches: dict[str, tuple[int, set[str]]] = field(default_factory=dict)  # text -> (revision, ids with the text)
     _files: dict[Path, _File] = field(default_factory=dict)
     _rows: dict[str, IndexRow] = field(default_factory=dict)
     _groups: dict[str, dict[str, IndexRow]] = field(default_factory=dict)  # group -> id -> row
     _labels: Labels = field(default_factory=Labels)
     _lock: threading.RLock = field(default_factory=threading.RLock)
-    _numbers: tuple[int, StepNumbers] | None = None  # (revision, the numbers at it)
+    _numbers: tuple[int, StepNumbers] | None = None  # (revision, numbers)
     _listed: tuple[int, list[IndexedGroup]] | None = None
 
     # --- reading ------------------------------------------------------------------------------------------------------
 
     def advance(self, slice_s: float = SLICE_S) -> bool:
-        """Reads for about so long. Returns whether all that the files have was read."""
+        """Reads for about `slice_s` seconds. Returns True if everything was read."""
         until = time.monotonic() + slice_s
         with self._lock:
             return all(self._advance(place, file, until) for place, file in enumerate(self._files.values()))
 
     def look(self) -> bool:
-        """Compares the files with what was read of them. Returns whether there is something to read."""
+        """Checks the files for changes. Returns True if there is something to read."""
         with self._lock:
             found = {path: stat for path in self.paths if (stat := _stat(path, self.root)) is not None}
             if any(self._is_replaced(path, stat) for path, stat in found.items()) or self._files.keys() - found.keys():
@@ -141,7 +138,7 @@ class IndexedStep:
             return True
 
     def _is_superseded(self, file: _File) -> bool:
-        """Whether scored.jsonl beside it has all of its lines: it is later and has as many."""
+        """Returns True if the later scored.jsonl has at least the same number of lines."""
         scored = self._files.get(file.path.with_name("scored.jsonl"))
         if file.path.name != "trajectories.jsonl" or scored is None or scored.modified < file.modified:
             return False
@@ -160,14 +157,14 @@ class IndexedStep:
                 file.size = file.num_bytes
                 break
             is_whole = line.endswith(b"\n")
-            if not is_whole and len(line) == MAX_LINE_BYTES:  # the rest of the file may be a hole of any size
+            if not is_whole and len(line) == MAX_LINE_BYTES:  # the rest of the file may be sparse, of any size
                 self._add_line(place, file, line)
                 file.num_bytes = file.size
                 break
             if is_whole:
                 self._add_line(place, file, line)
             elif not self._try_line(place, file, line):
-                file.size = file.num_bytes  # torn: the rest of it will come, and then the file is larger
+                file.size = file.num_bytes  # torn: the file will grow when the rest is written
                 break
             file.num_bytes += len(line)
             file.num_lines += is_whole
@@ -182,14 +179,14 @@ class IndexedStep:
             self._add_problem(f"{file.path.name}:{file.num_lines + 1}: {error}")
 
     def _try_line(self, place: int, file: _File, line: bytes) -> bool:
-        """Adds a last line without its newline. False: it is half a line."""
+        """Adds a last line without a newline, unless it is incomplete."""
         with contextlib.suppress(ValueError):
             self._read_line(place, file, line)
             return True
         return False
 
     def _read_line(self, place: int, file: _File, line: bytes) -> None:
-        """Raises ValueError: nothing of the line is a trajectory."""
+        """Raises ValueError if the line has no trajectory."""
         if file.num_lines == 0 and (encoding := foreign_encoding(line)):
             raise ValueError(f"the text is {encoding}; save it as UTF-8")
         if not line.strip():
@@ -201,7 +198,7 @@ class IndexedStep:
             self._add(row)
 
     def _add(self, row: IndexRow) -> None:
-        """Puts the row into its group. An attempt that is there already is replaced."""
+        """Adds the row to its group, replacing an earlier row for the same attempt."""
         self.revision += 1
         self.has_scores = self.has_scores or row.is_scored
         known = self._rows.get(row.id)
@@ -217,7 +214,7 @@ class IndexedStep:
         group[row.id] = self._rows[row.id] = row
 
     def _rank(self, row: IndexRow) -> int:
-        """Returns the place of the row's file among `paths`: scored.jsonl comes after trajectories.jsonl."""
+        """Returns the index of the row's file in `paths`: scored.jsonl comes after trajectories.jsonl."""
         return self.paths.index(self.path_of(row))
 
     def _add_problem(self, problem: str) -> None:
@@ -226,9 +223,9 @@ class IndexedStep:
             self.problems.append(printable(problem, limit=300))
 
     def open(self, path: Path) -> IO[bytes]:
-        """Returns one of the step's files.
+        """Opens a file of the step.
 
-        Raises OSError: it is not there, no regular file, or a link that leads out.
+        Raises OSError for a missing file, a special file, or a link out of the run.
         """
         return open_file(path, within=self.root)
 
@@ -236,7 +233,7 @@ class IndexedStep:
 
     @property
     def num_bytes(self) -> tuple[int, int]:
-        """(read, in the files)."""
+        """(bytes read, total bytes)."""
         files = list(self._files.values())
         return sum(file.num_bytes for file in files), sum(file.size for file in files)
 
@@ -256,7 +253,7 @@ class IndexedStep:
             return None if rows is None else self._group(name, rows.values())
 
     def groups(self) -> list[IndexedGroup]:
-        """Returns all of them. The list is shared, so it must not be changed."""
+        """Returns all groups. The list is shared and must not be modified."""
         with self._lock:
             if self._listed is None or self._listed[0] != self.revision:
                 listed = [self._group(name, rows.values()) for name, rows in self._groups.items()]
@@ -264,7 +261,7 @@ class IndexedStep:
             return self._listed[1]
 
     def names(self) -> list[str]:
-        """Returns the groups' ids, in their order."""
+        """Returns the group ids in order."""
         with self._lock:
             return list(self._groups)
 
@@ -279,7 +276,7 @@ class IndexedStep:
         with self._lock:
             if self._numbers is None or self._numbers[0] != self.revision:
                 rewards = [row.reward for row in self._rows.values() if row.reward is not None]
-                if rewards and self.split == "eval":  # where a failed attempt counts as 0
+                if rewards and self.split == "eval":  # failed attempts count as 0 in evaluations
                     rewards += [0.0 for row in self._rows.values() if row.reward is None and row.error is not None]
                 mean = statistics.fmean(rewards) if rewards else None
                 names = sorted({row.source for row in self._rows.values()} - {""})[:MAX_NAMED]
@@ -288,7 +285,7 @@ class IndexedStep:
 
 
 class Index:
-    """The steps of one source: a run's directory, or one file."""
+    """The steps of a source: a run directory or a file."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -296,7 +293,7 @@ class Index:
         self._lock = threading.Lock()
 
     def look(self) -> bool:
-        """Finds new steps and new bytes. Returns whether there is something to read. Steps that are gone go."""
+        """Finds new steps and bytes, and forgets deleted steps. Returns True if there is something to read."""
         with self._lock:
             found = dict(self._list())
             for place in self._steps.keys() - found.keys():
@@ -322,7 +319,7 @@ class Index:
                 yield (number, "eval"), [entry / "eval.jsonl"]
 
     def steps(self) -> list[IndexedStep]:
-        """In the order of their numbers, training before evaluation."""
+        """Returns all steps by number, training before evaluation."""
         with self._lock:
             return [
                 self._steps[place] for place in sorted(self._steps, key=lambda place: (place[0], place[1] == "eval"))
@@ -339,7 +336,7 @@ class Index:
         return None
 
     def read(self, until: float) -> bool:
-        """Reads until that time (of time.monotonic), the newest steps first. Returns whether all was read."""
+        """Reads until this time.monotonic time, newest steps first. Returns True if everything was read."""
         for step in reversed(self.steps()):
             while not step.advance():
                 if time.monotonic() > until:
@@ -353,7 +350,7 @@ class Index:
 
     @property
     def num_bytes(self) -> tuple[int, int]:
-        """(read, in the files)."""
+        """(bytes read, total bytes)."""
         pairs = [step.num_bytes for step in self.steps()]
         return sum(pair[0] for pair in pairs), sum(pair[1] for pair in pairs)
 
@@ -363,7 +360,7 @@ class Index:
 
 
 def _stat(path: Path, root: Path | None) -> os.stat_result | None:
-    """Returns the status of a regular file, or None if there is none, or a link leads out of `root`."""
+    """Returns the status of a regular file inside `root`."""
     try:
         stat = path.stat()
     except OSError:

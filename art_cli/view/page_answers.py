@@ -1,10 +1,9 @@
-"""The answer to each URL of the page, as plain data: groups, attempts, turns, and the numbers that `art report` shows.
+"""The answers to the page's URLs as plain data: groups, attempts, turns, and numbers from `art report`.
 
-Every method may take a moment and runs in a thread. A name of the URL is looked up in the index and never used as a
-path. Reads the files of runs; writes none but the labels of a person.
+Methods may take a moment and run in threads. Names in URLs are looked up in the index and never used as paths. Reads
+run files; writes only a person's labels.
 
-Steps are those of the directories: the groups of step 3 are in step_0003, and the update from them is number 4 in
-`art report`.
+Steps are numbered like directories: the groups of step 3 are in step_0003, and lead to update 4 in `art report`.
 """
 
 import contextlib
@@ -51,12 +50,17 @@ if TYPE_CHECKING:
 
 Json = dict[str, Any]
 
-PAUSE = "pause"  # split of the lines of a pause, which hold no metrics
-SMOOTHED = "reward_smoothed"  # the training reward as `art report` smooths it, with its interval
+PAUSE = "pause"  # split of pause lines, which contain no metrics
+SMOOTHED = "reward_smoothed"  # the training reward smoothed by `art report`, with its interval
+LOOK_S = 1.0  # files are checked for changes at most this often
+FIND_S = 5.0  # longest wait for a trajectory that is not yet indexed
+MAX_SCENARIO_ATTEMPTS = 500
+MAX_REPLY = 20_000  # characters of an attempt in a comparison over steps
+_WITHOUT_TURNS = tuple(name for name in ScoredTrajectory.__struct_fields__ if name != "turns")
 
 
 def run_numbers(run: RunDir) -> Json:
-    """Returns all numbers of a run. What cannot be read is left out, and named under `problems`."""
+    """Returns a run's numbers. Unreadable parts are skipped and listed under `problems`."""
     found: Json = {"config": None, "metrics": {}, "intervals": {}, "evaluations": [], "findings": [], "checkpoints": [],
                    "best_step": None, "stages": {}, "problems": [], "plan": None}  # fmt: skip
     try:
@@ -89,7 +93,7 @@ def run_numbers(run: RunDir) -> Json:
 
 
 def file_numbers(index: Index) -> Json:
-    """Returns the numbers of a source without a run: the mean reward of each of its steps."""
+    """Returns the numbers for a plain file: each step's mean reward."""
     curves: dict[str, list[list[float | None]]] = {}
     for step in index.steps():
         if (mean := step.numbers().mean_reward) is not None:
@@ -108,7 +112,7 @@ def _curves(lines: list[MetricsLine]) -> Json:
 
 
 def _stages(lines: list[MetricsLine], report: RunReport) -> Json:
-    """Seconds of each stage by step: sampling, judging, training, evaluating."""
+    """Returns the seconds of each stage by step: sampling, judging, training, evaluating."""
     names = {"sample_s": "sample", "judge_s": "judge", "train_s": "train"}
     stages: dict[str, list[list[float]]] = {}
     for line in sorted(lines, key=lambda line: line.step):
@@ -119,7 +123,7 @@ def _stages(lines: list[MetricsLine], report: RunReport) -> Json:
 
 
 def _plan(promise: Promise, report: RunReport) -> Json:
-    """Returns the four questions of `art plan`, its pilots, and its numbers, beside what happened if that is known."""
+    """Returns the questions, pilots and numbers of `art plan`, with actual values if known."""
     plain = msgspec.to_builtins(promise)
     expected = [[name, *promised_cells(name, each)] for name, each in plain["expected"].items()]
     return {
@@ -130,7 +134,7 @@ def _plan(promise: Promise, report: RunReport) -> Json:
 
 
 def _finding(finding: RunFinding) -> Json:
-    """As in `art report --json`, with the title of its kind, and where its groups are."""
+    """Returns the finding as in `art report --json`, with a title and the groups' location."""
     is_evaluation = finding.kind == "evaluation_fell"
     at = {
         "step": finding.step if is_evaluation else max(0, finding.step - 1),
@@ -140,7 +144,7 @@ def _finding(finding: RunFinding) -> Json:
 
 
 def _evaluations(run: RunDir, report: RunReport) -> list[Json]:
-    """Returns every metric of every evaluation, with its interval where the scenarios' values are known."""
+    """Returns every metric of every evaluation, with intervals from the scenarios' values."""
     found = []
     for each in report.evaluations:
         values = _values(run, each.step)
@@ -170,19 +174,12 @@ def _intervals(report: RunReport, evaluations: list[Json]) -> Json:
     return {"eval": bands, "train": {SMOOTHED: smoothed}}
 
 
-LOOK_S = 1.0  # the files are looked at again after this time, when a page asks
-FIND_S = 5.0  # longest wait for a trajectory that is not in the index yet
-MAX_SCENARIO_ATTEMPTS = 500
-MAX_REPLY = 20_000  # characters of an attempt in a comparison over steps
-_WITHOUT_TURNS = tuple(name for name in ScoredTrajectory.__struct_fields__ if name != "turns")
-
-
 class NotThere(Exception):
-    """Nothing is there under this URL; `str()` is the sentence."""
+    """Nothing exists under this URL; `str()` is the message."""
 
 
 class Answers:
-    """The answers to the page. `chat` is the relay to an endpoint, if there is one."""
+    """The page's answers. `has_chat` is True with a chat endpoint."""
 
     def __init__(self, sources: Sources, *, has_chat: bool = False, drawing: Path | None = None) -> None:
         self._sources = sources
@@ -191,7 +188,7 @@ class Answers:
         self._tokenizers: dict[str, TokenTexts | None] = {}
         self._learned = LearnedNumbers()
         self._numbers: dict[str, tuple[object, Json]] = {}
-        self._labels: dict[Path, tuple[int, PersonLabels]] = {}  # scored file -> (its size, its labels)
+        self._labels: dict[Path, tuple[int, PersonLabels]] = {}  # scored file -> (size, labels)
         self._labelling = threading.Lock()
         self._looking = threading.Lock()
         self._looked = time.monotonic()
@@ -199,18 +196,18 @@ class Answers:
         self._is_closed = False
         self._known_state: object = None
         self._num_changes = 0  # the revision
-        self.shows_found = True  # whether a drawing that was found beside a run is offered
-        self.left_out = 0  # trajectories that a page in one file leaves out
+        self.shows_found = True  # True if drawings found in a run are offered
+        self.left_out = 0  # trajectories missing from a page file
 
     # --- the index in the background ----------------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Reads the files in a thread, now and whenever `look` finds something new."""
+        """Reads the files in a thread, now and whenever `look` finds changes."""
         self._wakes.set()
         threading.Thread(target=self._read, name="view index", daemon=True).start()
 
     def close(self) -> None:
-        """Ends the thread."""
+        """Stops the thread."""
         self._is_closed = True
         self._wakes.set()
 
@@ -220,7 +217,7 @@ class Answers:
             self._wakes.clear()
             for source in self._sources.all():
                 while not self._is_closed and not source.index.read(time.monotonic() + 0.2):
-                    time.sleep(0.001)  # lets the event loop and other threads have the interpreter
+                    time.sleep(0.001)  # gives the event loop and other threads a chance to run
             if self._is_closed:
                 return
 
@@ -233,7 +230,7 @@ class Answers:
         return self._sources.all()
 
     def look(self) -> None:
-        """Looks at the files again, if that was not done a moment ago."""
+        """Checks the files for changes, unless checked a moment ago."""
         with self._looking:
             if time.monotonic() - self._looked < LOOK_S:
                 return
@@ -248,7 +245,7 @@ class Answers:
         return {"revision": self._revision()}
 
     def _revision(self) -> int:
-        """Grows whenever anything changed: rows, the numbers of a run, or whether it runs."""
+        """Increases with any change: rows, a run's numbers, or its running state."""
         state = [_state(source) for source in self._sources.all()]
         with self._looking:
             if state != self._known_state:
@@ -296,16 +293,14 @@ class Answers:
         return {**known[1], "drawing": self.drawing_kind(source), "judge": self._judged(source)}
 
     def _judged(self, source: ViewSource) -> Json | None:
-        """Returns the steps that have a judge's report: scored trajectories of a run."""
+        """Returns the steps with a judge's report, which are the scored steps."""
         steps = [step.step for step in source.index.steps() if step.split == "train" and step.has_scores]
         return {"steps": steps} if steps else None
 
     def judge(self, name: str, number: int) -> Json:
         """Returns the output of `art judge --report --json` for a step's scored file."""
-        from art_cli.judges.judge_report import (
-            make_report,  # needs numpy, which the rest of the page does without
-            report_lines,
-        )
+        # needs numpy, unlike the rest of the page
+        from art_cli.judges.judge_report import make_report, report_lines
 
         path = _scored(self._find_step(name, number, "train"))
         if path is None:
@@ -321,7 +316,7 @@ class Answers:
     # --- labels of a person -------------------------------------------------------------------------------------------
 
     def labels(self, name: str, number: int, split: Split, answer: bytes = b"") -> Json:
-        """Returns the pair to ask about and the report, after the answer (a PairLabel, or nothing) is on the disk."""
+        """Writes the answer (a PairLabel), if any, then returns the next pair and the report."""
         from art_cli.judges.files.person_labels import PairLabel, PersonLabels
 
         path = _scored(self._find_step(name, number, split))
@@ -336,7 +331,7 @@ class Answers:
                 if answer:
                     given = msgspec.json.decode(answer, type=PairLabel)
                     labels.answer(given.pair, given.verdict)
-                    self._numbers.pop(name, None)  # its findings may be others now
+                    self._numbers.pop(name, None)  # findings may have changed
                 return {"pair": (pair := labels.next()) and pair._asdict(), "lines": labels.report().lines()}
             except (ArtError, OSError, ValueError, RecursionError) as error:
                 raise NotThere(str(error)) from error
@@ -408,7 +403,7 @@ class Answers:
         }
 
     def scenario(self, name: str, scenario: str) -> Json:
-        """Returns the attempts at one scenario, ascending by step; of more than 500 the same number from every step."""
+        """Returns a scenario's attempts by step; above 500 attempts, a regular subsample."""
         source = self._find_source(name)
         found = [(step, row) for step in source.index.steps() for row in step.rows() if row.scenario == scenario]
         if not found:
@@ -446,7 +441,7 @@ class Answers:
         return step
 
     def _find_row(self, source: ViewSource, trajectory: str) -> tuple[IndexedStep, IndexRow]:
-        """Waits for the index, because a link may be opened before it is built."""
+        """Waits for the index, because a link may be opened before the index is complete."""
         until = time.monotonic() + FIND_S
         while (found := source.index.find(trajectory)) is None:
             is_read = source.index.read(min(until, time.monotonic() + 0.1))
@@ -479,7 +474,7 @@ def _attempt(row: IndexRow, record: ScoredTrajectory) -> Json:
 
 
 def _scored(step: IndexedStep) -> Path | None:
-    """Returns the scored file of a step, or None if nothing in it was scored."""
+    """Returns the step's scored file, if any."""
     for path in reversed(step.paths):
         if path.name != "trajectories.jsonl" and is_inside(path, step.root):
             return path
@@ -487,13 +482,13 @@ def _scored(step: IndexedStep) -> Path | None:
 
 
 def _state(source: ViewSource) -> object:
-    """Returns a value that changes when the page has to be drawn again."""
+    """Returns a value that changes when the page needs updating."""
     stamps = [] if source.run is None else _stamps(source.run)
     return source.id, source.index.revision, source.index.num_bytes, source.is_running, stamps
 
 
 def _stamps(run: RunDir) -> list[object]:
-    """Returns a value for each file of numbers that changes with it. A promise is replaced by one of any size."""
+    """Returns values that change with the run's number files. A promise may change without changing size."""
     with contextlib.suppress(OSError):
         return [_size(run.metrics_path), _size(run.config_path), run.promise_path.stat().st_mtime_ns]
     return [_size(run.metrics_path), _size(run.config_path)]

@@ -1,12 +1,11 @@
-"""The page and its answers as one HTML file, which opens from disk without a network.
+"""The page and its answers as a single HTML file that works offline.
 
-The answers stand in it in parts, each {URL without its query: answer} as gzip in base64, which the page opens when it
-needs one: the lists of a step are a part, and the attempts of a group are two.
+Answers are stored in parts, {URL without query: answer} as base64 of gzip, which the page opens on demand. A step's
+lists form a part; a group's attempts form two parts.
 
-    {"main": "H4sI...", "parts": ["H4sI...", ...]}      main: {"answers": {...}, "where": {URL: number of its part}}
+    {"main": "H4sI...", "parts": ["H4sI...", ...]}      main: {"answers": {...}, "where": {URL: part number}}
 
-Where the file would grow too large, trajectories are left out, those between the best and the worst of their group
-first.
+If the file would be too large, trajectories are omitted, starting with medium rewards.
 """
 
 import base64
@@ -32,17 +31,18 @@ from art_cli.view.sources import ViewSource
 from art_cli.view.view_app import json_of, page_file
 
 STYLE, SCRIPT = '<link rel="stylesheet" href="app.css">', '<script defer src="app.js"></script>'
-MAX_TEXT = 20_000  # characters of a group that its search finds, where there is room
-TEXT_SHARE = 1.0  # characters of texts for the search for each byte of the file; packed they take a fifth or less
-MAX_MISSES = 20  # parts in a row that did not fit, after which no further one is made
-RESERVED = 2_000  # bytes for what is counted last
-URL_SHARE = 0.25  # bytes that a URL takes in the table of parts, for each of its characters, at most
+MAX_TEXT = 20_000  # searchable characters per group, if there is room
+TEXT_SHARE = 1.0  # search characters per byte of the file; compressed, they take a fifth or less
+MAX_MISSES = 20  # limit on consecutive parts that do not fit
+RESERVED = 2_000  # bytes for final items
+URL_SHARE = 0.25  # bytes per URL character in the table of parts, at most
+_Made = Iterator[tuple[str, Callable[[], Any]]]
 
 
 def write_page(answers: Answers, path: Path, *, max_bytes: int) -> str:
-    """Writes the file. Returns a line with its content. Raises UsageError if even the least does not fit."""
+    """Writes the file and returns a summary line. Raises UsageError if the minimum does not fit."""
     html, style, script = _app()
-    answers.shows_found = False  # a reader of the file gave no leave for that
+    answers.shows_found = False  # readers of the file gave no consent
     answers.read_all()
     room = max_bytes - len(html) - len(style) - len(script) - len(json_of(answers.sources())) - RESERVED
     parts = _Parts(room)
@@ -63,23 +63,23 @@ def write_page(answers: Answers, path: Path, *, max_bytes: int) -> str:
 
 
 class _Parts:
-    """The answers that go into the file, within a number of bytes."""
+    """The answers in the file, within a byte limit."""
 
     def __init__(self, room: int) -> None:
         self._room = room
-        self._main: dict[str, Any] = {}  # answers that the page needs at once
+        self._main: dict[str, Any] = {}  # answers that the page needs immediately
         self._parts: list[str] = []
-        self._where: dict[str, int] = {}  # URL -> number of its part
-        self.num_missed = 0  # parts that were made and did not fit
+        self._where: dict[str, int] = {}  # URL -> part number
+        self.num_missed = 0  # parts that were built but did not fit
 
     def keep(self, made: "_Made") -> None:
-        """Adds answers that the file has in any case."""
+        """Adds mandatory answers."""
         for url, make in made:
             with contextlib.suppress(NotThere, ArtError):
                 self._main[url] = json.loads(json_of(make()))
 
     def add_all(self, bundles: Iterator["_Made"]) -> int:
-        """Adds each bundle that fits as a part. Returns the number of trajectories in them."""
+        """Adds each bundle that fits as a part. Returns the number of included trajectories."""
         num = misses = 0
         for bundle in bundles:
             if misses >= MAX_MISSES:
@@ -97,7 +97,7 @@ class _Parts:
         return num
 
     def _add(self, answers: dict[str, bytes]) -> bool:
-        """Adds a part unless it is too large for what is left."""
+        """Adds a part if it fits."""
         part = _packed(_object(answers))
         size = len(part) + 3 + int(URL_SHARE * sum(map(len, answers)))
         if size > self._room:
@@ -112,7 +112,7 @@ class _Parts:
         return [answer for url, answer in self._main.items() if url.endswith("/drawing")]
 
     def object(self) -> bytes:
-        """Returns all of them as one JSON object, in which no "<" stands."""
+        """Returns everything as a JSON object without any "<"."""
         main = _packed(json_of({"answers": self._main, "where": self._where}))
         return json.dumps({"main": main, "parts": self._parts}).encode()
 
@@ -125,9 +125,7 @@ def _packed(data: bytes) -> str:
     return base64.b64encode(gzip.compress(data, 6, mtime=0)).decode()
 
 
-# --- the answers, the most wanted first -------------------------------------------------------------------------------
-
-_Made = Iterator[tuple[str, Callable[[], Any]]]
+# --- the answers by importance ----------------------------------------------------------------------------------------
 
 
 def _numbers(answers: Answers) -> _Made:
@@ -140,7 +138,7 @@ def _numbers(answers: Answers) -> _Made:
 
 
 def _lists(answers: Answers, text_length: int) -> Iterator[_Made]:
-    """Yields all rows of each step, with the text for their search, of about so many characters in all."""
+    """Yields each step's rows, with search text of about `text_length` characters in total."""
     steps = [(source, step) for source in answers.all() for step in source.index.steps()]
     num_groups = sum(step.numbers().num_groups for _, step in steps)
     length = min(MAX_TEXT, text_length // max(1, num_groups))
@@ -183,7 +181,7 @@ def _judges(answers: Answers) -> Iterator[_Made]:
 
 
 def _attempts(answers: Answers, *, is_extreme: bool) -> Iterator[_Made]:
-    """Of each group the best and the worst attempt and what all of them share, or all the other attempts."""
+    """Yields each group's shared data and extreme attempts, or the remaining attempts."""
     for source, step in _steps(answers):
         for group in step.groups():
             rewarded = sorted((row for row in group.rows if row.reward is not None), key=lambda row: row.reward or 0.0)
@@ -207,7 +205,7 @@ def _scenarios(answers: Answers) -> Iterator[_Made]:
 
 
 def _steps(answers: Answers) -> Iterator[tuple[ViewSource, IndexedStep]]:
-    """Yields all steps, the newest first."""
+    """Yields all steps, newest first."""
     for source in answers.all():
         for step in reversed(source.index.steps()):
             yield source, step
@@ -218,7 +216,7 @@ def _url(source: ViewSource, step: IndexedStep) -> str:
 
 
 def _at_rest(sources: Any) -> Any:
-    """A file does not change, so nothing in it is running."""
+    """Marks the sources as not running, because a file is static."""
     for source in sources["sources"]:
         source |= {"is_running": False, "indexing": None}
     return sources
@@ -228,7 +226,7 @@ def _at_rest(sources: Any) -> Any:
 
 
 def _app() -> tuple[str, str, str]:
-    """Returns the page's HTML, style and script. Raises UsageError: they were not built."""
+    """Returns the page's HTML, style and script. Raises UsageError if they were not built."""
     found = [page_file(name) for name in ("index.html", "app.css", "app.js")]
     if None in found:
         raise UsageError("the page is not part of this installation (art_cli/view/app); install art-cli again")
@@ -253,7 +251,7 @@ def _page(html: str, style: str, script: str, data: bytes, drawings: list[str]) 
 
 
 def _inner(pages: list[str], element: str) -> list[str]:
-    """Returns the text inside the elements of that name."""
+    """Returns the contents of all elements with this name."""
     return [text for page in pages for text in re.findall(f"<{element}>(.*?)</{element}>", page, flags=re.DOTALL)]
 
 

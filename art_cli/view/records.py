@@ -1,7 +1,6 @@
-"""Whole trajectories, read at the places that the index knows, and the learner's numbers of those that it trained on.
+"""Whole trajectories, read at indexed positions, and the learner's numbers for trained trajectories.
 
-A line that cannot be read becomes its error. The learner's numbers are in step_0003/learned.jsonl, one line per
-trajectory.
+Unreadable lines are shown as errors. The learner's numbers are in step_0003/learned.jsonl, one line per trajectory.
 """
 
 import threading
@@ -20,6 +19,10 @@ from art_cli.view.rows import MAX_SHOWN, IndexRow
 
 Json = dict[str, Any]
 _ANY = msgspec.json.Decoder()
+MAX_FILES = 64  # number of cached files
+MAX_DEPTH = 100  # levels of nested JSON
+MAX_NODES = 2_000_000  # brackets in a line; browsers cannot show more
+_SCORED = msgspec.json.Decoder(ScoredTrajectory)
 
 
 class _Named(msgspec.Struct):
@@ -27,18 +30,17 @@ class _Named(msgspec.Struct):
 
 
 _NAMED = msgspec.json.Decoder(_Named)
-MAX_FILES = 64  # files whose places are kept
 
 
 class LearnedNumbers:
-    """The lines of learned.jsonl by the trajectory's id, read when they are asked for."""
+    """Lines of learned.jsonl by trajectory id, read on demand."""
 
     def __init__(self) -> None:
         self._places: dict[Path, tuple[int, dict[str, tuple[int, int]]]] = {}  # file -> (size, id -> (offset, length))
         self._lock = threading.Lock()
 
     def of(self, path: Path, trajectory: str, *, within: Path | None) -> Json:
-        """Returns the line of a trajectory; empty where the run has none."""
+        """Returns a trajectory's line, or {}."""
         try:
             place = self._find(path, within).get(trajectory)
             if place is None:
@@ -68,18 +70,13 @@ def _places(path: Path, within: Path | None) -> dict[str, tuple[int, int]]:
     for line in lines(path, within=within):
         try:
             found[decode(line.data, _NAMED).id] = (line.offset, len(line.data))
-        except ValueError:  # half-written, or no line of ours
+        except ValueError:  # torn or foreign line
             continue
     return found
 
 
-MAX_DEPTH = 100  # levels of JSON inside a trajectory
-MAX_NODES = 2_000_000  # brackets of a line; a browser could not show as many
-_SCORED = msgspec.json.Decoder(ScoredTrajectory)
-
-
 def read_records(step: IndexedStep, rows: Sequence[IndexRow]) -> list[ScoredTrajectory]:
-    """Returns the trajectories of these rows, each with the id, group and place that the index gave it."""
+    """Returns the rows' trajectories, with id, group and position from the index."""
     return [read_record(step, row) for row in rows]
 
 
@@ -94,7 +91,7 @@ def read_record(step: IndexedStep, row: IndexRow) -> ScoredTrajectory:
 
 
 def read_bytes(step: IndexedStep, row: IndexRow) -> bytes:
-    """Returns the line of a row. Raises ValueError: it is too long, or not there any more."""
+    """Returns a row's line. Raises ValueError if it is too long or was cut."""
     if row.length > MAX_SHOWN:
         raise ValueError(f"its line has {row.length >> 20} MiB; up to {MAX_SHOWN >> 20} MiB are shown")
     with step.open(step.path_of(row)) as file:
@@ -112,7 +109,7 @@ def _read(step: IndexedStep, row: IndexRow) -> ScoredTrajectory:
         raise ValueError(f"its line has {num_brackets:,} brackets; up to {MAX_NODES:,} are shown")
     if row.kind == "own":
         record = decode(line, _SCORED)
-        record.reward = row.reward  # the returned one, where the line was not scored
+        record.reward = row.reward  # the returned reward if the line is unscored
     else:
         record = _read_foreign(line, row)
     if num_brackets > MAX_DEPTH and is_deep([record.scenario, record.messages, record.metadata], MAX_DEPTH):
@@ -121,10 +118,8 @@ def _read(step: IndexedStep, row: IndexRow) -> ScoredTrajectory:
 
 
 def _read_foreign(line: bytes, row: IndexRow) -> ScoredTrajectory:
-    from art_cli.judges.files.judged_files import (
-        Group,
-        read_line,
-    )  # imports the whole configuration, which takes half a second
+    # imports the whole configuration, in half a second
+    from art_cli.judges.files.judged_files import Group, read_line
 
     read = read_line(line, Group(row.group, row.kind, size=row.part + 1), row.index)
     trajectory = read[row.part] if row.kind == "art" else read[0]

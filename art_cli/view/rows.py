@@ -1,6 +1,6 @@
-"""IndexRow: the part of a line that the index keeps, for each trajectory in it. The rest of the line is skipped.
+"""IndexRow: the indexed part of a line, for each trajectory in the line.
 
-A line is a trajectory of ours (scored or not), a group of ART's, or a conversation, as in judges/files/judged_files.py.
+A line is an art trajectory (scored or not), an ART group, or a conversation, as in judges/files/judged_files.py.
 """
 
 import math
@@ -13,42 +13,42 @@ from art_cli.runs.json_lines import decode
 from art_cli.runs.trajectory import Json
 from art_cli.runtime.errors import printable
 
-MAX_SHOWN = 64 * 2**20  # bytes of a line that is read and shown
+MAX_SHOWN = 64 * 2**20  # largest displayed line in bytes
 MAX_LABEL = 200  # characters of a group's label
-MAX_SOURCE = 80  # characters of the name of a source
-MAX_ID = 1000  # characters of an id; a longer one is replaced by the number of its line
-QUESTIONS = ("question", "prompt", "task", "instruction", "problem", "goal")  # fields of a scenario that label it
-MIN_QUESTION = 20  # characters from which the first message counts as a question
+MAX_SOURCE = 80  # characters of a source name
+MAX_ID = 1000  # characters of an id; longer ids are replaced by the line number
+QUESTIONS = ("question", "prompt", "task", "instruction", "problem", "goal")  # scenario fields used as labels
+MIN_QUESTION = 20  # minimum characters for a message to count as a question
 _ANY = msgspec.json.Decoder()
 
-Kind = Literal["own", "art", "plain"]  # a line is one of our trajectories, one group of ART's, or a conversation
+Kind = Literal["own", "art", "plain"]  # an art trajectory, an ART group, or a conversation
 
 
 class IndexRow(msgspec.Struct, gc=False):
-    """One trajectory of the index.
+    """A trajectory in the index.
 
     Example: IndexRow("s0003-g0001-a02", "s0003-g0001", 2, "task-7", offset=81_220, length=4_100, reward=0.5)
     """
 
-    id: str  # unique in its step, and what a link names it by
+    id: str  # unique within the step; used in links
     group: str
     index: int  # position in the group
     scenario: str
-    offset: int = 0  # place of its line in the file
-    length: int = 0  # bytes of its line
+    offset: int = 0  # offset of the line in the file
+    length: int = 0  # bytes of the line
     kind: Kind = "own"
-    part: int = 0  # position in its line; a line of ART's has a whole group
-    file: int = 0  # number of the file in its step
+    part: int = 0  # position in the line, for ART groups
+    file: int = 0  # file number in the step
     reward: float | None = None
     error: str | None = None  # kind of error
-    source: str = ""  # of rollout.sources
+    source: str = ""  # from rollout.sources
     num_turns: int = 0
-    num_tokens: int | None = None  # sampled tokens, or None if unknown
-    is_scored: bool = False  # whether a judge's reward stands in its line
+    num_tokens: int | None = None  # sampled tokens, if known
+    is_scored: bool = False  # True if the line contains a judge's reward
 
 
 class _Head(msgspec.Struct):
-    """The fields of a line that the index needs. Any: what is of a wrong type is no reason to refuse the line."""
+    """The indexed fields of a line. `Any` accepts fields of a wrong type."""
 
     id: Any = None
     group_id: Any = None
@@ -76,7 +76,7 @@ _TURNS = msgspec.json.Decoder(list[_Turn])
 
 
 class Labels:
-    """The label of each group, found once, in the first line of the group."""
+    """Each group's label, from the group's initial line."""
 
     def __init__(self) -> None:
         self.of: dict[str, str] = {}
@@ -87,9 +87,9 @@ class Labels:
 
 
 def read_rows(line: bytes, number: int, labels: Labels) -> list[IndexRow]:
-    """Returns the rows of line `number`, without their place in the file.
+    """Returns the rows of line `number`, without file positions.
 
-    Raises ValueError: nothing of it is a trajectory.
+    Raises ValueError if the line has no trajectory.
     """
     head = decode(line, _HEAD)
     if bytes(head.trajectories):
@@ -113,7 +113,7 @@ def _own_row(head: _Head, number: int, labels: Labels) -> IndexRow:
         id=name(head.id, number),
         group=group,
         index=head.index if 0 <= head.index < 2**31 else 0,
-        scenario=f"{source}/{id}" if source else id,  # as two sources may have the same ids
+        scenario=f"{source}/{id}" if source else id,  # sources may have equal ids
         reward=number_of(reward),
         error=_kind(head.error),
         source=source,
@@ -144,7 +144,7 @@ def _plain_row(head: _Head, number: int, labels: Labels, *, group: str | None = 
 
 
 def _art_rows(head: _Head, number: int, labels: Labels) -> list[IndexRow]:
-    """Returns the trajectories of an ART group, then its exceptions, which are trajectories with an error."""
+    """Returns an ART group's trajectories, followed by its exceptions as trajectories with an error."""
     group = f"line-{number}"
     try:
         inner = msgspec.json.decode(head.trajectories, type=list[_Head])
@@ -162,11 +162,11 @@ def _art_rows(head: _Head, number: int, labels: Labels) -> list[IndexRow]:
     return rows
 
 
-# --- values that any program may have written -------------------------------------------------------------------------
+# --- values written by arbitrary programs -----------------------------------------------------------------------------
 
 
 def name(value: Any, number: int) -> str:
-    """Returns the value as an id that a URL can hold; `line-7` for one that it cannot."""
+    """Returns the value as an id for URLs, or `line-7` if it is unsuitable."""
     text = str(value) if isinstance(value, str | int | float) else ""
     if not text or len(text) > MAX_ID or text in (".", ".."):
         return f"line-{number}"
@@ -174,7 +174,7 @@ def name(value: Any, number: int) -> str:
 
 
 def number_of(value: Any) -> float | None:
-    """Returns a finite number; None for all else."""
+    """Returns finite numbers only."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
     try:
@@ -184,13 +184,13 @@ def number_of(value: Any) -> float | None:
 
 
 def _counts(metrics: Json) -> tuple[int, int] | None:
-    """Returns the numbers of turns and of sampled tokens that the recorder counted, or None."""
+    """Returns the recorder's counts of turns and sampled tokens, if present."""
     turns, tokens = number_of(metrics.get("num_turns")), number_of(metrics.get("num_sampled"))
     return None if turns is None or tokens is None else (int(turns), int(tokens))
 
 
 def _count(head: _Head) -> tuple[int, int | None]:
-    """Counts turns and sampled tokens; the latter are None if they were not recorded."""
+    """Counts turns and sampled tokens (None if not recorded)."""
     turns = []
     if bytes(head.turns):
         turns = _TURNS.decode(head.turns)
@@ -202,13 +202,13 @@ def _kind(error: Any) -> str | None:
 
 
 def _value(raw: msgspec.Raw) -> Any:
-    """Returns the value of a field; None where the line has none, and where only half of it can be read."""
+    """Returns a field's value; None if missing or torn."""
     return decode(bytes(raw), _ANY) if bytes(raw) else None
 
 
 def _asked(head: _Head) -> str:
-    """Returns a group for conversations that name none: those that begin alike."""
-    from art_cli.formats.imported_attempt import first_question  # only conversations without a group need it
+    """Returns a group name for conversations without a group: their initial question."""
+    from art_cli.formats.imported_attempt import first_question  # slow import, only for conversations without a group
 
     messages = _value(head.messages_and_choices or head.messages)
     plain = [each for each in messages if isinstance(each, dict)] if isinstance(messages, list) else []
@@ -216,8 +216,7 @@ def _asked(head: _Head) -> str:
 
 
 def _label(scenario: Any, messages: Any) -> str:
-    """Returns a label for the group: its scenario's question, else the first message if it is as long as a question,
-    else the scenario's values, else that message."""
+    """Returns a group's label: the scenario's question, a question-like message, other scenario values, or a message."""
     rest = {key: value for key, value in scenario.items() if key != "id"} if isinstance(scenario, dict) else {}
     for name in QUESTIONS:
         if isinstance(rest.get(name), str) and rest[name].strip():
@@ -231,7 +230,7 @@ def _label(scenario: Any, messages: Any) -> str:
 
 
 def text_of(content: Any) -> str:
-    """Returns the text of a message's content: a string, or the texts of its parts."""
+    """Returns the text of message content, which is a string or a list of parts."""
     if isinstance(content, str):
         return content
     parts: list[Json] = [each for each in content if isinstance(each, dict)] if isinstance(content, list) else []

@@ -1,17 +1,16 @@
-"""A turn as segments: tokens kept of earlier turns, the chat template's, messages, tool results, and sampled tokens.
+"""A turn as segments: tokens from earlier turns, the chat template, messages, tool results, sampled tokens.
 
-    context    the tokens of an earlier turn that the prompt begins with
-    template   the rest of the prompt that is no message's text: roles, separators, definitions of tools
+    context    tokens from an earlier turn at the start of the prompt
+    template   prompt tokens outside of messages: roles, separators, tool definitions
     message    the text of a system or user message
-    tool       the text of a tool's result
-    sampled    what the model wrote in this turn
+    tool       the text of a tool result
+    sampled    the model's output in this turn
 
-Where a message stands in a prompt is found by its text, in the order of the conversation. A text that the template
-changed is not found, and then counts as template.
+Messages are located in a prompt by their text, in conversation order. Text modified by the template is not found and
+counts as template.
 
-TokenTexts has each token as text, by the tokenizer that wrote the run's tokens. Its tokenizer.json is looked for in the
-run's newest checkpoint, in its base, in the base that config.json names, and in the cache of the Hugging Face hub.
-No torch, no network.
+TokenTexts converts tokens to text with the run's tokenizer. Its tokenizer.json is searched in the newest checkpoint,
+the run's base, the base named in config.json, and the Hugging Face hub cache. No torch, no network.
 """
 
 import importlib
@@ -30,11 +29,15 @@ from art_cli.runtime.errors import ArtError
 from art_cli.view.rows import text_of
 
 FILE = "tokenizer.json"
-MAX_FILE = 256 * 2**20  # bytes of a tokenizer; that of a vocabulary of 262,000 tokens has 33 MB
+MAX_FILE = 256 * 2**20  # maximum bytes of a tokenizer; 262,000 tokens take 33 MB
+MAX_OTHER_TOKENS = 300_000  # tokens from earlier turns that are decoded again, in 2 s or less
+MAX_CONVERSATIONS = 64  # number of conversations searched for a prompt's messages
+SegmentKind = Literal["template", "context", "message", "tool", "sampled"]
+Learned = Mapping[str, Any]  # the trajectory's line in learned.jsonl
 
 
 class TokenTexts:
-    """Token ids as text."""
+    """Converts token ids to text."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
@@ -43,7 +46,7 @@ class TokenTexts:
     def pieces(self, ids: Sequence[int]) -> list[str]:
         """Returns the text that each token adds.
 
-        A token that ends amid a character adds none; the one that ends it adds it.
+        If a character spans several tokens, only the last token adds text.
         """
         found: list[str] = []
         stream = self._stream(skip_special_tokens=False)
@@ -51,7 +54,7 @@ class TokenTexts:
             try:
                 is_known = self._tokenizer.id_to_token(id) is not None
                 piece = stream.step(self._tokenizer, id) if is_known else f"<{id}>"
-            except Exception:  # the boundary to the tokenizer: a number that is no id, or bytes that are no text
+            except Exception:  # boundary to the tokenizer: invalid ids, or bytes that are not text
                 stream = self._stream(skip_special_tokens=False)
                 piece = f"<{id}>"
             found.append(piece or "")
@@ -59,7 +62,7 @@ class TokenTexts:
 
 
 def find_tokenizer(run: RunDir | None) -> TokenTexts | None:
-    """It is None if no tokenizer can be found or read, or `tokenizers` is not installed."""
+    """Returns the run's tokenizer, if it is readable and `tokenizers` is installed."""
     if run is None:
         return None
     for path in _places(run):
@@ -98,22 +101,15 @@ def _base(run: RunDir) -> str:
 
 
 def _cached(base: str) -> Iterator[Path]:
-    """Yields the files of a hub's model in the local cache, as huggingface_hub lays it out."""
+    """Yields a hub model's files in the local cache, following huggingface_hub's layout."""
     home = Path(os.environ.get("HF_HOME") or Path.home() / ".cache" / "huggingface")
     cache = Path(os.environ.get("HF_HUB_CACHE") or home / "hub")
     if base.count("/") == 1 and ".." not in base:
         yield from sorted((cache / f"models--{base.replace('/', '--')}" / "snapshots").glob(f"*/{FILE}"))
 
 
-MAX_OTHER_TOKENS = 300_000  # tokens of earlier turns that are decoded again, which takes 2 s at most
-MAX_CONVERSATIONS = 64  # conversations of a trajectory that are searched for the messages of a prompt
-
-SegmentKind = Literal["template", "context", "message", "tool", "sampled"]
-Learned = Mapping[str, Any]  # the trajectory's line of learned.jsonl
-
-
 class TurnSegment(msgspec.Struct):
-    """Tokens of one kind. [N] where there is one value for each token.
+    """Tokens of the same kind. [N] marks lists with a value per token.
 
     Example: TurnSegment("sampled", "right", 2, ["right", "<|end|>"], [284, 2], [-1.63, -0.0])
     """
@@ -121,10 +117,10 @@ class TurnSegment(msgspec.Struct):
     kind: SegmentKind
     text: str
     num_tokens: int
-    tokens: list[str] | None = None  # [N] text of each, or None without a tokenizer, and for context
+    tokens: list[str] | None = None  # [N] texts; missing for context, or if there is no tokenizer
     ids: list[int] = []  # [N]; empty for context
-    logprobs: list[float] | None = None  # [N] the engine's, in nats, or None if not sampled here
-    learner_logprobs: list[float | None] | None = None  # [N] the learner's, before the update
+    logprobs: list[float] | None = None  # [N] engine logprobs in nats, if sampled here
+    learner_logprobs: list[float | None] | None = None  # [N] learner logprobs before the update
     advantages: list[float | None] | None = None  # [N]
 
 
@@ -137,32 +133,32 @@ class ShownTurn(msgspec.Struct):
     finish_reason: str
     is_abandoned: bool
     segments: list[TurnSegment]
-    conversation: int | None = None  # 0: `messages`, 1: the first of `branches`; or None
-    message: int | None = None  # place of the reply in the conversation
+    conversation: int | None = None  # 0: `messages`, 1 and up: `branches`
+    message: int | None = None  # position of the reply in the conversation
 
 
 class _Place(NamedTuple):
-    """The messages of a conversation that are shown after a turn."""
+    """The messages of a conversation shown after a turn."""
 
     conversation: int
     num_messages: int
 
 
 class _Budget:
-    """The number of tokens that are still decoded besides the new ones of each turn, which are shown in any case."""
+    """Limits the number of decoded tokens besides each turn's new tokens, which are always decoded."""
 
     def __init__(self, num: int) -> None:
         self._num = num
 
     def takes(self, num: int) -> bool:
-        """Whether so many more are; if so, they are taken."""
+        """Takes `num` tokens if available."""
         is_enough = num <= self._num
         self._num -= num if is_enough else 0
         return is_enough
 
 
 def show_turns(trajectory: Trajectory, texts: TokenTexts | None, learned: Learned | None) -> list[ShownTurn]:
-    """Returns the turns of a trajectory; texts are empty without a tokenizer."""
+    """Returns the trajectory's turns; texts require a tokenizer."""
     shown, places, lengths = [], list[_Place](), list[int]()
     budget = _Budget(MAX_OTHER_TOKENS if texts is not None else 0)
     for index, turn in enumerate(trajectory.turns):
@@ -193,7 +189,7 @@ def show_turns(trajectory: Trajectory, texts: TokenTexts | None, learned: Learne
 
 
 def _reply_of(trajectory: Trajectory, place: _Place) -> tuple[int | None, int | None]:
-    """Returns the conversation and the place in it of the message with which a turn ends."""
+    """Returns the turn's last message as (conversation, position)."""
     conversation = [trajectory.messages, *trajectory.branches][place.conversation]
     is_reply = 0 < place.num_messages <= len(conversation)
     if is_reply and conversation[place.num_messages - 1].get("role") == "assistant":
@@ -207,9 +203,9 @@ def _context(turns: Sequence[Turn], parent: int, kept: int, texts: TokenTexts | 
 
 
 def first_tokens(turns: Sequence[Turn], index: int, num: int) -> list[int]:
-    """Returns the first `num` tokens of the sequence of turn `index`.
+    """Returns the initial `num` tokens of turn `index`'s sequence.
 
-    A chain of thousands of turns is no deep recursion.
+    Works without recursion for chains of thousands of turns.
     """
     pieces: list[list[int]] = []
     place: int | None = index
@@ -238,7 +234,7 @@ def _sampled(turn: Turn, index: int, texts: TokenTexts | None, learned: Learned 
 
 
 def _of_turn(learned: Learned | None, name: str, index: int, num: int) -> list[float | None] | None:
-    """Returns the numbers of a turn: one for each token, or one for all; None if there are none, or too few or many."""
+    """Returns a turn's numbers: one per token, or a single value for all; None for a wrong length."""
     turns = (learned or {}).get(name)
     numbers = turns[index] if isinstance(turns, list) and index < len(turns) else None
     if isinstance(numbers, int | float):
@@ -260,10 +256,10 @@ def _prompt_segments(
     *,
     goes_on: bool,
 ) -> tuple[list[TurnSegment], _Place]:
-    """Returns the segments of the prompt's new tokens, and how far its conversation is shown after the reply.
+    """Returns the segments of the prompt's new tokens, and the conversation position after the reply.
 
-    `goes_on`: the prompt begins with all tokens of the parent, so its messages are those behind the parent's reply.
-    Otherwise the messages of the whole prompt are looked for.
+    If `goes_on`, the prompt starts with all the parent's tokens, so only messages after the parent's reply are
+    searched. Otherwise, messages of the whole prompt are searched.
     """
     turn = trajectory.turns[index]
     if texts is None:
@@ -287,7 +283,7 @@ def _segment(kind: SegmentKind, places: Sequence[int], pieces: Sequence[str], id
 
 
 def _kinds(pieces: Sequence[str], trajectory: Trajectory, begun: _Place) -> tuple[list[SegmentKind], _Place]:
-    """Returns the kind of each piece, by the conversation of which most is found in them."""
+    """Returns the kind of each piece, using the conversation that covers the largest part of the text."""
     text = "".join(pieces)
     conversations = [trajectory.messages, *trajectory.branches][:MAX_CONVERSATIONS]
     told = conversations[begun.conversation][: begun.num_messages]
@@ -304,8 +300,7 @@ def _kinds(pieces: Sequence[str], trajectory: Trajectory, begun: _Place) -> tupl
 
 
 def _spans(text: str, conversation: Sequence[Json], start: int) -> tuple[list[tuple[int, int, SegmentKind]], int]:
-    """Returns begin, end and kind of each message in the text, from message `start` on, and the number of messages seen
-    with the reply behind the text."""
+    """Returns (begin, end, kind) of the located messages from `start` on, and the position after the reply."""
     spans: list[tuple[int, int, SegmentKind]] = []
     cursor, end = 0, start
     for number, message in enumerate(conversation[start:], start):
@@ -313,7 +308,7 @@ def _spans(text: str, conversation: Sequence[Json], start: int) -> tuple[list[tu
         role = message.get("role")
         found = text.find(content, cursor) if content else -1
         if found < 0:
-            if role == "assistant":  # the reply of this turn, or one whose text the template changed
+            if role == "assistant":  # the reply of this turn, or a text modified by the template
                 continue
             if content:
                 break
@@ -328,9 +323,9 @@ def _spans(text: str, conversation: Sequence[Json], start: int) -> tuple[list[tu
 
 
 def _label(pieces: Sequence[str], spans: Sequence[tuple[int, int, SegmentKind]]) -> list[SegmentKind]:
-    """Returns the kind of each piece: that of the span in which it begins.
+    """Returns the kind of each piece, taken from the span in which it begins.
 
-    A piece without text goes with the one before it.
+    A piece without text gets the previous piece's kind.
     """
     kinds: list[SegmentKind] = []
     waiting = list(reversed(spans))

@@ -1,4 +1,4 @@
-"""Sources: the runs and files of a path: a run's directory, a directory of runs or of JSONL files, or one file."""
+"""Sources: the runs and files under a path: a run directory, a directory of runs or JSONL files, or a file."""
 
 import os
 import time
@@ -11,14 +11,14 @@ from art_cli.runs.run_dir import RunDir
 from art_cli.runtime.errors import UsageError
 from art_cli.view.index import STEP_DIRECTORY, Index
 
-MAX_SOURCES = 200  # runs and files of one page
+MAX_SOURCES = 200  # maximum runs and files of a page
 LINES = (".jsonl", ".ndjson")
-START_BYTES = 65_536  # bytes at the start of a file that show whether it has records
-LIVE_S = 60.0  # a source that changed within this time counts as running
+START_BYTES = 65_536  # bytes at the start of a file that are checked for records
+LIVE_S = 60.0  # a source changed within this time counts as running
 
 
 class ViewSource:
-    """One run or file. `id` is its number, as URLs have it."""
+    """A run or file. `id` is its number in URLs."""
 
     def __init__(self, number: int, path: Path, kind: Literal["run", "file"]) -> None:
         self.id, self.path, self.kind = str(number), path, kind
@@ -28,7 +28,7 @@ class ViewSource:
 
     @property
     def is_running(self) -> bool:
-        """Whether the process that locked the run lives, or the files changed a moment ago."""
+        """True if the run's owner process is alive or the files changed a moment ago."""
         changed = self.index.modified
         if self.run is not None:
             changed = max(changed, _modified(self.run.metrics_path))
@@ -36,10 +36,10 @@ class ViewSource:
 
 
 class Sources:
-    """All sources of the paths. A directory of runs is looked through again, because new runs may come."""
+    """All sources of the paths. Directories are searched again, because new runs may appear."""
 
     def __init__(self, paths: Sequence[Path]) -> None:
-        """Raises UsageError: a path that is not there, or in which nothing can be shown."""
+        """Raises UsageError for a missing path or a path without anything to show."""
         self._paths = paths
         self._by_path: dict[Path, ViewSource] = {}
         for path in paths:
@@ -52,7 +52,7 @@ class Sources:
             raise UsageError(f"more than {MAX_SOURCES} runs and files; name some of them")
 
     def look(self) -> bool:
-        """Finds new sources and new bytes. Returns whether there is something to read."""
+        """Finds new sources and new bytes. Returns True if there is something to read."""
         for path in self._paths:
             for place, kind in found(path):
                 if place not in self._by_path and len(self._by_path) < MAX_SOURCES:
@@ -67,7 +67,7 @@ class Sources:
 
 
 def found(path: Path) -> Iterator[tuple[Path, Literal["run", "file"]]]:
-    """Yields the sources that a path names, with their kinds."""
+    """Yields the sources under a path, with their kinds."""
     if path.is_file():
         yield path, "file"
     elif is_run(path):
@@ -81,10 +81,7 @@ def found(path: Path) -> Iterator[tuple[Path, Literal["run", "file"]]]:
 
 
 def is_run(path: Path) -> bool:
-    """Returns True if it is the directory of a run, also of one that has just begun.
-
-    The name of no other file is enough.
-    """
+    """Returns True for a run directory, including a new run."""
     if not path.is_dir():
         return False
     names = set(os.listdir(path))
@@ -93,7 +90,7 @@ def is_run(path: Path) -> bool:
 
 
 def _may_have_records(path: Path) -> bool:
-    """Returns True if a line near the start of the file begins as a record does, or the file is empty as yet."""
+    """Returns True if a line near the start looks like a record, or if the file is still empty."""
     with open_file(path) as file:
         start = file.read(START_BYTES)
     lines = [line for line in start.removeprefix(b"\xef\xbb\xbf").splitlines() if line.strip()]
@@ -101,7 +98,7 @@ def _may_have_records(path: Path) -> bool:
 
 
 def _nothing_in(path: Path) -> str:
-    """Returns the reason why nothing of the path can be shown, and what to do."""
+    """Returns the reason why the path has nothing to show, and a remedy."""
     if not os.path.lexists(path):
         return f"{path}: no such file or directory"
     if not path.is_dir():
@@ -119,13 +116,13 @@ def _modified(path: Path) -> float:
 
 
 def _has_owner(run: RunDir) -> bool:
-    """Returns True if the process named in the run's lock lives.
+    """Returns True if the process named in the run's lock is alive.
 
-    The lock itself is left alone: a training may want it now.
+    Leaves the lock alone for a starting training.
     """
     try:
         owner = read_file(run.logs / "lock", max_bytes=32, within=run.root).strip()
-        if not owner.isdigit() or int(owner) in (1, os.getpid()):  # another container's
+        if not owner.isdigit() or int(owner) in (1, os.getpid()):  # from another container
             return False
         os.kill(int(owner), 0)
     except PermissionError:

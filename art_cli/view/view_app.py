@@ -1,8 +1,8 @@
-"""The page and its answers over HTTP: a Starlette application behind the PageGuard. Answers are made in threads.
+"""The page and its answers over HTTP: a Starlette application behind PageGuard. Answers are computed in threads.
 
-GET / and the files of the page; GET /api/... as in docs/view.md; POST /api/chat and .../label, a person's answer.
+GET / and the page's files; GET /api/... as in docs/view.md; POST /api/chat and .../label, a person's answer.
 
-PageGuard refuses requests of other sites' pages (chat/api_keys.py), and sends with each answer what a page may load.
+PageGuard refuses requests from other sites (chat/api_keys.py), and sends a content policy with each answer.
 """
 
 import ipaddress
@@ -47,10 +47,17 @@ HEADERS = {
     "cache-control": "no-store",
 }
 REFUSAL = b'{"error":"ask for this page by its own address, from no other site, and send application/json"}'
+WAIT_S, RUN_S = 60.0, 60.0  # longest wait for a thread, and longest duration of an answer
+NUM_THREADS = 4
+MAX_LIMIT = 1000  # groups per answer
+MAX_LABEL, LABEL_S = 2**16, 10.0  # bytes of a person's answer, and longest wait for it
+FILES = {"": "index.html", "index.html": "index.html", "app.js": "app.js", "app.css": "app.css"}
+TYPES = {".html": "text/html", ".js": "text/javascript", ".css": "text/css"}
+STEP = "/api/source/{s}/step/{n:int}/{split}"
 
 
 class PageGuard:
-    """An ASGI application in front of another one."""
+    """An ASGI middleware."""
 
     def __init__(self, app: ASGIApp, host: str) -> None:
         self._app, self._host = app, host
@@ -81,9 +88,9 @@ class PageGuard:
 
 
 def is_own_name(name: str, host: str) -> bool:
-    """Returns True if a server that listens on `host` is meant by this name.
+    """Returns True if `name` refers to a server listening on `host`.
 
-    A server on all addresses has all of them.
+    A server on all addresses accepts all of the machine's names and addresses.
     """
     if is_loopback(name) or name == host.lower():
         return True
@@ -103,15 +110,6 @@ def _is_address(name: str) -> bool:
 def _machine_names() -> Sequence[str]:
     own = socket.gethostname().lower()
     return (own, f"{own}.local")
-
-
-WAIT_S, RUN_S = 60.0, 60.0  # longest wait for a thread, and longest time that an answer is made
-NUM_THREADS = 4
-MAX_LIMIT = 1000  # groups of one answer
-MAX_LABEL, LABEL_S = 2**16, 10.0  # bytes of a person's answer about a pair, and longest wait for it
-FILES = {"": "index.html", "index.html": "index.html", "app.js": "app.js", "app.css": "app.css"}
-TYPES = {".html": "text/html", ".js": "text/javascript", ".css": "text/css"}
-STEP = "/api/source/{s}/step/{n:int}/{split}"
 
 
 def build_app(answers: Answers, *, host: str, chat: "ChatRelay | None" = None) -> ASGIApp:
@@ -141,7 +139,7 @@ def build_app(answers: Answers, *, host: str, chat: "ChatRelay | None" = None) -
 
 
 class _Asked(dict[str, Any]):
-    """The names in a URL, and its query."""
+    """A URL's names and query."""
 
     query: Any
 
@@ -151,7 +149,7 @@ def _groups(answers: Answers) -> Callable[[_Asked], Any]:
 
 
 def read_query(query: Any) -> Query:
-    """Returns the query for the list of groups; values that make no sense count as not given."""
+    """Returns the query for a list of groups; invalid values are ignored."""
     sort = query.get("sort", "index")
     return Query(
         sort=sort if sort in ("index", "reward", "spread", "errors", "length") else "index",
@@ -179,7 +177,7 @@ class _Routes:
         self._workers = WorkerPool(size=NUM_THREADS, wait_s=WAIT_S, run_s=RUN_S)
 
     def of(self, make: Callable[[_Asked], Any]) -> Callable[[HttpRequest], Any]:
-        """Returns the route whose answer `make` makes, in a thread, encoded there."""
+        """Returns a route that computes and encodes `make`'s answer in a thread."""
 
         async def route(http: HttpRequest) -> Response:
             asked = _Asked(http.path_params)
@@ -189,7 +187,7 @@ class _Routes:
         return route
 
     async def _answer(self, http: HttpRequest, make: Callable[[], bytes], kind: str = "application/json") -> Response:
-        """Returns what `make` makes in a thread, which is abandoned when the page no longer waits for it."""
+        """Runs `make` in a thread, which is abandoned when the page disconnects."""
         try:
             return Response(await unless_disconnected(http.receive, self._workers.call(make)), media_type=kind)
         except ClientDisconnect:
@@ -202,7 +200,7 @@ class _Routes:
             raise HTTPException(503, "too many questions at once; ask again") from None
 
     async def drawing(self, http: HttpRequest) -> Response:
-        """Returns the page of a recipe's drawing. Its own policy goes with it as a header, with a sandbox."""
+        """Returns a drawing's page. Its policy is also sent as a header, with a sandbox."""
         response = await self._answer(http, lambda: self._answers.drawing(http.path_params["s"]).encode(), "text/html")
         text = bytes(response.body).decode()
         policy = text.partition('content="')[2].partition('"')[0]
@@ -210,7 +208,7 @@ class _Routes:
         return response
 
     async def label(self, http: HttpRequest) -> Response:
-        """Answers with the next pair, after a person's answer to the one before, which is taken from here alone."""
+        """Stores a person's answer, if sent from this machine, and returns the next pair."""
         if http.method == "POST" and not self._is_private:
             raise HTTPException(403, "labels are only taken where art view listens on this machine alone")
         try:
@@ -235,13 +233,13 @@ class _Routes:
 
 
 def page_file(name: str) -> bytes | None:
-    """Returns a file of the page, or None if it was not built."""
+    """Returns a file of the page, if built."""
     place = files("art_cli.view") / "app" / name
     return place.read_bytes() if place.is_file() else None
 
 
 def json_of(value: Any) -> bytes:
-    """Returns the value as JSON; numbers that are not finite become null."""
+    """Returns the value as JSON; non-finite numbers become null."""
     return msgspec.json.encode(value)
 
 

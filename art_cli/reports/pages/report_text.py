@@ -14,6 +14,39 @@ from art_cli.config.sections.engine_config import HOSTED
 Report = Mapping[str, Any]
 
 MAX_METRICS = 4  # number of metrics, besides the reward, that fit in the table
+BARS = "▁▂▃▄▅▆▇█"
+WIDTH = 40  # characters of a plot
+MAX_ROWS = 12  # number of listed evaluations
+NAMES = {
+    "reward": "reward",
+    "no_signal_share": "groups without signal",
+    "entropy": "entropy (nats)",
+    "clip_fraction": "clipped tokens",
+    "logprob_change": "logprob change (nats)",
+    "logprob_gap": "logprob gap (nats)",
+    "grad_norm": "gradient norm",
+    "kl": "KL to the reference",
+    "tokens_per_rollout": "tokens of a rollout",
+    "turns_per_rollout": "turns of a rollout",
+    "failed_share": "failed rollouts",
+    "limited_share": "rollouts at a limit",
+}
+KINDS = {
+    "all_failed": "every attempt failed",
+    "no_calls": "no model call",
+    "nothing_learned": "nothing learned",
+    "evaluation_fell": "evaluation fell",
+    "training_fell": "training reward fell",
+    "no_signal": "no signal",
+    "entropy_collapse": "entropy collapsed",
+    "hardly_moves": "the policy hardly moves",
+    "stuck": "nothing is learned",
+    "frozen": "one answer is left",
+    "failures": "failures",
+    "parted": "reward and anchor parted",
+    "judge_changed": "another judge",
+}
+INDENT = 13
 
 
 def closing_text(report: Report) -> str:
@@ -67,41 +100,6 @@ def _reward(point: Mapping[str, Any] | None) -> tuple[str, str]:
         return "none", ""
     interval = "" if point["low"] is None else f"{point['low']:.3f} to {point['high']:.3f}"
     return f"{point['mean']:.3f}", interval
-
-
-BARS = "▁▂▃▄▅▆▇█"
-WIDTH = 40  # characters of a plot
-MAX_ROWS = 12  # number of listed evaluations
-NAMES = {
-    "reward": "reward",
-    "no_signal_share": "groups without signal",
-    "entropy": "entropy (nats)",
-    "clip_fraction": "clipped tokens",
-    "logprob_change": "logprob change (nats)",
-    "logprob_gap": "logprob gap (nats)",
-    "grad_norm": "gradient norm",
-    "kl": "KL to the reference",
-    "tokens_per_rollout": "tokens of a rollout",
-    "turns_per_rollout": "turns of a rollout",
-    "failed_share": "failed rollouts",
-    "limited_share": "rollouts at a limit",
-}
-KINDS = {
-    "all_failed": "every attempt failed",
-    "no_calls": "no model call",
-    "nothing_learned": "nothing learned",
-    "evaluation_fell": "evaluation fell",
-    "training_fell": "training reward fell",
-    "no_signal": "no signal",
-    "entropy_collapse": "entropy collapsed",
-    "hardly_moves": "the policy hardly moves",
-    "stuck": "nothing is learned",
-    "frozen": "one answer is left",
-    "failures": "failures",
-    "parted": "reward and anchor parted",
-    "judge_changed": "another judge",
-}
-INDENT = 13
 
 
 def report_text(report: Report) -> str:

@@ -39,6 +39,9 @@ NEEDED = {
 METHODS = ("log", "log_trajectories", "close")
 
 Groups = Sequence[Sequence[Trajectory]]
+MAX_ROWS = 32  # number of trajectories in a step's table
+MAX_TEXT = 4_000  # characters of a cell
+COLUMNS = ["step", "group", "trajectory", "reward", "returned reward", "turns", "tokens", "error", "prompt", "reply"]
 
 
 class TrackedRun(NamedTuple):
@@ -144,10 +147,6 @@ def _is_there(module: str) -> bool:
 
 
 # --- the table of samples: the best and the worst attempt of each group as plain rows ---------------------------------
-
-MAX_ROWS = 32  # number of trajectories in a step's table
-MAX_TEXT = 4_000  # characters of a cell
-COLUMNS = ["step", "group", "trajectory", "reward", "returned reward", "turns", "tokens", "error", "prompt", "reply"]
 
 
 def rows(step: int, groups: Groups) -> list[list[Any]]:
