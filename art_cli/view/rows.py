@@ -216,7 +216,7 @@ def _asked(head: _Head) -> str:
 
 
 def _label(scenario: Any, messages: Any) -> str:
-    """Returns a group's label: the scenario's question, a question-like message, other scenario values, or a message."""
+    """Returns a group's label: the scenario's question, a question-like message, other scenario values, any message."""
     rest = {key: value for key, value in scenario.items() if key != "id"} if isinstance(scenario, dict) else {}
     for name in QUESTIONS:
         if isinstance(rest.get(name), str) and rest[name].strip():
