@@ -353,7 +353,9 @@ def _rollout_numbers(played: _PlayedStep) -> dict[str, float]:
     }
     if played.played_now and played.sample_s:
         numbers["sample_tokens_per_s"] = _num_tokens(played.played_now) / played.sample_s
-    return numbers | {f"failed.{kind}": num for kind, num in _failures(rollouts).most_common(MAX_KINDS)}
+    kinds = [each.error.partition(":")[0] for each in rollouts if each.error is not None]
+    failures = Counter(re.sub(r"\W", "_", kind, flags=re.ASCII)[:40] for kind in kinds)
+    return numbers | {f"failed.{kind}": num for kind, num in failures.most_common(MAX_KINDS)}
 
 
 def _models_returned(groups: Sequence[Sequence[ScoredTrajectory]]) -> dict[str, float]:
@@ -392,9 +394,3 @@ def _staleness(trajectories: Sequence[Trajectory], step: int) -> dict[str, float
         "staleness": sum((step - turn.step) * len(turn.sampled_ids) for turn in turns) / max(tokens, 1),
         "staleness_max": max((step - turn.step for turn in turns), default=0),
     }
-
-
-def _failures(trajectories: Sequence[Trajectory]) -> Counter[str]:
-    """Counts failed rollouts by error kind; each kind is spelled as in a metric's name."""
-    kinds = [trajectory.error.partition(":")[0] for trajectory in trajectories if trajectory.error is not None]
-    return Counter(re.sub(r"\W", "_", kind, flags=re.ASCII)[:40] for kind in kinds)

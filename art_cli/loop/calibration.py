@@ -200,8 +200,8 @@ def _read_step(
     played = list[PlayedGroup]()
     for members in groups:
         first = sum(len(each.plays) for each in played)
-        judge_s = _judge_s(members, otherwise=times.judging_s)
-        played.append(PlayedGroup(tuple(plays[first : first + len(members)]), judge_s))
+        latency_s = max((score.latency_s or 0.0 for each in members for score in each.scores), default=0.0)
+        played.append(PlayedGroup(tuple(plays[first : first + len(members)]), latency_s or times.judging_s))
     trained = sum(map(_trained_tokens, groups))
     if not trained and times.training_s:  # the loss does not compare attempts within a group
         trained = sum(map(_tokens, attempts))
@@ -253,11 +253,6 @@ def shared_prompt(attempts: Sequence[ScoredTrajectory]) -> int:
     """Returns the length of the prompt prefix that all attempts share; 0 for a single attempt."""
     firsts = [each.turns[0].prompt_ids for each in attempts if each.turns]
     return len(os.path.commonprefix(firsts)) if len(firsts) > 1 else 0
-
-
-def _judge_s(members: Sequence[ScoredTrajectory], otherwise: float) -> float:
-    """Returns the judge's longest latency for a group, or `otherwise` without recorded latencies."""
-    return max((score.latency_s or 0.0 for each in members for score in each.scores), default=0.0) or otherwise
 
 
 def _read_waves(attempt: ScoredTrajectory, cached: int) -> list[_Wave]:

@@ -10,7 +10,7 @@ import contextlib
 import logging
 import os
 import shutil
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -101,8 +101,7 @@ async def claim_run(loaded: LoadedConfig, *, is_fresh: bool, startup: Startup) -
     await asyncio.to_thread(require_all_keys, loaded.config, loaded.directory)
     for shadow in loaded.config.shadow.values():
         await asyncio.to_thread(require_keys, shadow.judge, loaded.directory)
-    root = loaded.config.runs / loaded.config.name
-    files = RunDir(_beside(root, await _kept_names(loaded)) if is_fresh else root)
+    files = RunDir(await _unused(loaded) if is_fresh else loaded.config.runs / loaded.config.name)
     with _unless_wrong(files), files.lock(), logs.kept(files.log_path, find_secrets(os.environ).redact):
         log.info("art train %s", loaded.path)
         files.clean()  # before the mirror writes files there
@@ -112,13 +111,6 @@ async def claim_run(loaded: LoadedConfig, *, is_fresh: bool, startup: Startup) -
             check_record(files, loaded)
             startup.reached("data")
             yield Claim(loaded, files, data, mirror, startup, job=f"{files.root}{files.claim_id()}")
-
-
-async def _kept_names(loaded: LoadedConfig) -> Sequence[str]:
-    """Returns the names of the runs in the store."""
-    if loaded.config.store is None:
-        return ()
-    return await threads.call_in_thread(ObjectStore(loaded.config.store).directories)
 
 
 def _check_engine(loaded: LoadedConfig) -> None:
@@ -134,8 +126,10 @@ def _check_engine(loaded: LoadedConfig) -> None:
         raise ConfigError([Problem("engine", loaded.places.of("engine"), message)])
 
 
-def _beside(root: Path, kept: Sequence[str]) -> Path:
+async def _unused(loaded: LoadedConfig) -> Path:
     """Returns root, root-2, root-3, ...: the first name unused both locally and in the store."""
+    root, store = loaded.config.runs / loaded.config.name, loaded.config.store
+    kept = () if store is None else await threads.call_in_thread(ObjectStore(store).directories)
     paths = [root, *(root.with_name(f"{root.name}-{number}") for number in range(2, 10_000))]
     return next(path for path in paths if not path.exists() and path.name not in kept)
 

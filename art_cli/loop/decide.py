@@ -57,7 +57,8 @@ def decide(loaded: LoadedConfig, files: RunDir, startup: Startup) -> Decided:
             import_libraries(has_adapter=config.model.lora is not None)
             startup.reached("torch and transformers")
         base = find_base(config.model.base, directory=loaded.directory, built=files.base)
-        _check_targets(loaded, Path(base))
+        if wrong := list(missing_targets(config.model, Path(base))):
+            raise ConfigError([Problem(key, loaded.places.of(key), message) for key, message in wrong])
         loaded = decide_by_base(loaded, base, is_begun=bool(files.checkpoint_steps()))
     claim_config(files, loaded)
     return Decided(loaded, traits, base)
@@ -73,12 +74,6 @@ def describe(loaded: LoadedConfig) -> str:
     reason = loaded.auto.get("engine")
     because = f" (auto: {reason})" if reason else ""
     return f"engine {loaded.config.engine.title}{because}, learner {loaded.config.learner.name}"
-
-
-def _check_targets(loaded: LoadedConfig, base: Path) -> None:
-    """Raises ConfigError if a LoRA target matches no module of the base."""
-    if wrong := list(missing_targets(loaded.config.model, base)):
-        raise ConfigError([Problem(key, loaded.places.of(key), message) for key, message in wrong])
 
 
 # --- the engine -------------------------------------------------------------------------------------------------------

@@ -76,9 +76,8 @@ def check_ready(loaded: LoadedConfig, sections: Sequence[str] = ALL, *, is_train
     for section in sections:
         for source, part in loaded.by_source.items() if section in OF_SOURCES else [("", loaded)]:
             wrong += [Wrong(loaded.config.key_in(source, key), message) for key, message in LOOKUPS[section](part)]
-    wrong = list(dict.fromkeys(wrong))
     if wrong:
-        raise ConfigError([Problem(key, loaded.places.of(key), message) for key, message in wrong])
+        raise ConfigError([Problem(key, loaded.places.of(key), text) for key, text in dict.fromkeys(wrong)])
 
 
 # --- the sections -----------------------------------------------------------------------------------------------------
@@ -209,9 +208,11 @@ def _one_judge(key: str, judge: NamedJudgeConfig | NoJudgeConfig, directory: Pat
     elif isinstance(judge, RewardModelJudgeConfig):
         yield from _base(f"{key}.model", judge.model, directory, is_buildable=False)
     elif isinstance(judge, RulerJudgeConfig):
-        for name, path in (("rubric", judge.rubric), ("instructions", judge.instructions), ("cache", judge.cache)):
-            if isinstance(path, Path):
-                yield from _judge_file(f"{key}.{name}", path, directory)
+        for name, path in (("rubric", judge.rubric), ("instructions", judge.instructions)):
+            if path is not None:
+                yield from _text(f"{key}.{name}", directory / path.expanduser())
+        if isinstance(judge.cache, Path) and os.path.isdir(file := directory / judge.cache.expanduser()):
+            yield Wrong(f"{key}.cache", f"{show(file)}: a directory, and a file is wanted")
         asked: dict[str, JudgeModelConfig] = {key: judge}
         asked |= {f"{key}.panel.{index}": member for index, member in enumerate(judge.panel)}
         for section, model in asked.items():
@@ -219,18 +220,6 @@ def _one_judge(key: str, judge: NamedJudgeConfig | NoJudgeConfig, directory: Pat
                 yield Wrong(f"{section}.model", no_litellm(model))
             if model.base_url is not None:
                 yield from _url(f"{section}.base_url", model.base_url)
-
-
-def _judge_file(key: str, path: Path, directory: Path) -> Iterator[Wrong]:
-    try:
-        file = directory / path.expanduser()
-    except RuntimeError as error:
-        yield Wrong(key, f"{path}: {error}")
-        return
-    if not key.endswith(".cache"):
-        yield from _text(key, file)
-    elif os.path.isdir(file):
-        yield Wrong(key, f"{show(file)}: a directory, and a file is wanted")
 
 
 def _algorithm(loaded: LoadedConfig) -> Iterator[Wrong]:
@@ -454,8 +443,6 @@ def _bind(host: str, port: int) -> OSError | None:
             return error
         return None
 
-    if _is_address(host) or host == "localhost":
-        return bind()
     try:
         return start_in_thread(bind).result(LOOKUP_TIMEOUT_S)
     except (TimeoutError, ValueError):  # ValueError: the host name cannot be encoded
@@ -468,7 +455,11 @@ def _bind(host: str, port: int) -> OSError | None:
 def _base(key: str, base: str, directory: Path, *, is_buildable: bool = True) -> Iterator[Wrong]:
     path = directory / base
     if is_buildable and (gguf_files(path) or HUB_FILE.fullmatch(base)):
-        yield from _gguf(key, path)
+        try:
+            if (file := the_file(path)) is not None:  # hub files are checked after the download
+                check_header(file)
+        except UsageError as error:
+            yield Wrong(key, str(error))
     elif os.path.isdir(path):
         if problem := gguf_problem(path):
             yield Wrong(key, problem)
@@ -485,15 +476,6 @@ def _base(key: str, base: str, directory: Path, *, is_buildable: bool = True) ->
     elif not HUB_ID.fullmatch(base):
         kinds = "no directory here, no file.py:function" if is_buildable else "no directory here"
         yield Wrong(key, f"{base[:100]!r} is {kinds}, and no hub id (owner/name)")
-
-
-def _gguf(key: str, path: Path) -> Iterator[Wrong]:
-    """Checks a GGUF file's header. Hub files are checked after the download."""
-    try:
-        if (file := the_file(path)) is not None:
-            check_header(file)
-    except UsageError as error:
-        yield Wrong(key, str(error))
 
 
 def _pattern(lora: LoraConfig) -> Iterator[Wrong]:

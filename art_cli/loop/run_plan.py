@@ -47,7 +47,7 @@ from art_cli.reports.findings import MOVES
 from art_cli.runs.history import count_failures
 from art_cli.runs.intervals import share_interval
 from art_cli.runs.promise import Doubt, Expected, Measured, Pilot, Promise, forecast
-from art_cli.runs.trajectory import Score, ScoredTrajectory, Trajectory, prompt
+from art_cli.runs.trajectory import ScoredTrajectory, Trajectory, prompt
 from art_cli.runtime.errors import JudgeError, LearnerError, UsageError, one_line
 from art_cli.runtime.scratch import scratch
 
@@ -172,13 +172,10 @@ async def _votes(judge: Judge, members: Sequence[ScoredTrajectory], num: int) ->
     """Returns `num` verdicts on each attempt, or `num` rounds of votes if the judge has rounds."""
     if judge.has_rounds:
         verdicts = await judge.judge_again(members, num)
-        return [_most_votes(verdicts[each.id].scores) for each in members]
+        votes = [[score.votes for score in verdicts[each.id].scores] for each in members]
+        return [max(each, key=len, default=[]) for each in votes]
     again = [await judge_in_time(judge, members) for _ in range(num - 1)]
     return [[each.reward or 0.0, *(verdicts[each.id].reward for verdicts in again)] for each in members]
-
-
-def _most_votes(scores: Sequence[Score]) -> list[float]:
-    return max((score.votes for score in scores), key=len, default=[])
 
 
 # --- played attempts -------------------------------------------------------------------------------------------------

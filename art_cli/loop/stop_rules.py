@@ -84,13 +84,10 @@ class StopRules:
         self._pauses = dict(pauses)
         self._looked: set[bool] = set()
 
-    def after_step(self, history: History, step: int) -> list[Firing]:
-        """Returns the rules on the metrics of steps, hours and dollars that fire when `step` updates are done."""
-        return self._firing([rule for rule in self.rules if not _is_of_evaluation(rule)], history, step)
-
-    def after_evaluation(self, history: History, step: int) -> list[Firing]:
-        """Returns the rules on evaluation metrics that fire after the evaluation at `step`."""
-        return self._firing([rule for rule in self.rules if _is_of_evaluation(rule)], history, step)
+    def after(self, history: History, step: int, *, of_evaluations: bool = False) -> list[Firing]:
+        """Returns the rules that fire at `step`: rules on evaluations, or on steps, hours and dollars."""
+        rules = [rule for rule in self.rules if _is_of_evaluation(rule) == of_evaluations]
+        return [firing for rule in rules if (firing := self._check(rule, history, step)) is not None]
 
     def unreported(self, history: History, *, of_evaluations: bool) -> list[str]:
         """Returns a line for each rule whose metric is never reported, on the first call only."""
@@ -98,18 +95,14 @@ class StopRules:
             return []
         self._looked.add(of_evaluations)
         rules = [rule for rule in self.rules if rule.metric is not None and _is_of_evaluation(rule) == of_evaluations]
-        lines = []
+        records, prefix, lines = history.evaluations if of_evaluations else history.updates, EVAL * of_evaluations, []
         for rule in rules:
             if not _series(rule, history):
-                records = history.evaluations if of_evaluations else history.updates
-                names = sorted({_spelled(name, of_evaluations) for record in records for name in record.metrics})
+                names = sorted({f"{prefix}{name}" for record in records for name in record.metrics})
                 near = get_close_matches(str(rule.metric), names, 1, CLOSE)
                 hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(names)}"
                 lines.append(f"stop: nothing reports {rule.metric!r} so far, so that its rule cannot fire; {hint}")
         return lines
-
-    def _firing(self, rules: Sequence[StopRule], history: History, step: int) -> list[Firing]:
-        return [firing for rule in rules if (firing := self._check(rule, history, step)) is not None]
 
     def _check(self, rule: StopRule, history: History, step: int) -> Firing | None:
         if rule.parts_from is not None:
@@ -135,10 +128,6 @@ class StopRules:
 
 def _is_of_evaluation(rule: StopRule) -> bool:
     return rule.metric is not None and rule.metric.startswith(EVAL)
-
-
-def _spelled(name: str, of_evaluations: bool) -> str:
-    return f"{EVAL}{name}" if of_evaluations else name
 
 
 def _series(rule: StopRule, history: History) -> Series:

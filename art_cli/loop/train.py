@@ -35,6 +35,9 @@ from art_cli.runtime.errors import Paused, printable
 
 log = logging.getLogger(__name__)
 
+# metrics in a step's log line
+SHOWN = ("reward_mean", "is_accepted", "loss", "teacher_kl", "kl", "grad_norm", "logprob_gap", "sample_s", "train_s")
+
 
 @dataclass(frozen=True)
 class TrainResult:
@@ -193,8 +196,7 @@ def _note(run: Run, record: UpdateNumbers | Evaluated) -> None:
     step = record.step if isinstance(record, Evaluated) else record.number
     for line in run.stop_rules.unreported(history, of_evaluations=is_evaluation):
         log.warning("%s", line)
-    check = run.stop_rules.after_evaluation if is_evaluation else run.stop_rules.after_step
-    _stop(run, check(history, step), step)
+    _stop(run, run.stop_rules.after(history, step, of_evaluations=is_evaluation), step)
 
 
 def _stop(run: Run, firing: Sequence[Firing], step: int) -> None:
@@ -232,28 +234,13 @@ def _warn_of_no_update(run: Run, batch: Batch, step: int) -> None:
 
 
 def _announce(step: int, steps: int, metrics: dict[str, float]) -> None:
-    shown = [
-        "reward_mean",
-        "is_accepted",
-        "loss",
-        "teacher_kl",
-        "kl",
-        "grad_norm",
-        "logprob_gap",
-        "sample_s",
-        "train_s",
-    ]
-    numbers = "  ".join(f"{n} {metrics[n]:.3g}" for n in shown if n in metrics)
-    log.info("step %d/%d: %s  %s", step, steps, numbers, _describe_failures(metrics))
-    if metrics.get("packed") == 0:
-        log.warning("step %d: packs did not hold (packed 0), so the learner ran one sample at a time, slower", step)
-
-
-def _describe_failures(metrics: dict[str, float]) -> str:
-    """Example: "failed 3 (mostly timeout)  limited 2"."""
+    numbers = "  ".join(f"{name} {metrics[name]:.3g}" for name in SHOWN if name in metrics)
     kinds = {name.removeprefix("failed."): num for name, num in metrics.items() if name.startswith("failed.")}
     mostly = f" (mostly {max(kinds, key=lambda kind: kinds[kind])})" if kinds else ""
-    return f"failed {metrics['num_failed']:.0f}{mostly}  limited {metrics['num_limited']:.0f}"
+    failed = f"failed {metrics['num_failed']:.0f}{mostly}  limited {metrics['num_limited']:.0f}"
+    log.info("step %d/%d: %s  %s", step, steps, numbers, failed)
+    if metrics.get("packed") == 0:
+        log.warning("step %d: packs did not hold (packed 0), so the learner ran one sample at a time, slower", step)
 
 
 def _draw_curve(run: Run, rewards: Mapping[str, str]) -> None:

@@ -114,14 +114,9 @@ class WarmUp:
 
     def _log_progress(self, now: float) -> None:
         left = (self.num_updates - self.num_done) * (now - self._began) / (self.num_done - self._num_at_begin)
-        log.info(
-            "sft: update %d of %d (%.0f %%)  loss %.3g  %.0f s left",
-            self.num_done,
-            self.num_updates,
-            100 * self.num_done / self.num_updates,
-            self._numbers["loss"],
-            0.0 if self.is_done else left,
-        )
+        text = "sft: update %d of %d (%.0f %%)  loss %.3g  %.0f s left"
+        share, loss = 100 * self.num_done / self.num_updates, self._numbers["loss"]
+        log.info(text, self.num_done, self.num_updates, share, loss, 0.0 if self.is_done else left)
 
     def _log_evaluation(self, taken: SftProgress) -> None:
         """Logs a new evaluation loss, and the result of early stopping."""
@@ -130,14 +125,8 @@ class WarmUp:
             log.info("sft: update %d of %d  eval_loss %.4g", taken.num_updates, self.num_updates, numbers["eval_loss"])
         if taken.is_done and "best_update" in numbers:
             stop = "" if taken.num_updates >= self.num_updates else ", stopped early"
-            best, loss = numbers["best_update"], numbers["eval_loss_best"]
-            log.info(
-                "sft: %d updates%s; keeps the weights of update %.0f, eval_loss %.4g",
-                taken.num_updates,
-                stop,
-                best,
-                loss,
-            )
+            text = "sft: %d updates%s; keeps the weights of update %.0f, eval_loss %.4g"
+            log.info(text, taken.num_updates, stop, numbers["best_update"], numbers["eval_loss_best"])
 
     def save(self) -> None:
         """Writes the current state and removes older ones."""

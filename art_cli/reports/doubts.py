@@ -190,10 +190,7 @@ def _leak(groups: Groups) -> Found:
     copies, others = ([(value - low) / (top - low) for each, value in known if each == is_copy]
                       for is_copy in (True, False))  # fmt: skip
     if len(copies) >= PAIRS and fmean(copies) >= SOLVED and fmean(others or [0.0]) <= HOPELESS:
-        yield (
-            "leak",
-            f"the {len(copies)} replies that stand word for word in their prompt get the reward, no others",
-        )
+        yield "leak", f"the {len(copies)} replies that stand word for word in their prompt get the reward, no others"
 
 
 def _is_copy(attempt: ScoredTrajectory) -> bool:

@@ -23,8 +23,10 @@ Steps are numbered as in `art train`: "step 7" is update 7, and an evaluation at
 """
 
 import math
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate, takewhile
+from operator import methodcaller
 from statistics import fmean, median
 from typing import Any, NamedTuple
 
@@ -36,6 +38,7 @@ from art_cli.runs.history import Evaluated, History, UpdateNumbers
 from art_cli.runs.intervals import LEVEL, mean_interval, student
 from art_cli.runs.parting import Parting, anchors, describe_parting, find_parting, read_beside
 
+FAILED = "failed."  # prefix of the metrics that count failures by kind
 NEAR = 2  # number of updates averaged for a policy; more would hide a fast collapse
 
 THAW = (
@@ -72,21 +75,13 @@ MEASURE_JUDGE = (
     "snapshot in judge.model, which the provider does not replace"
 )
 LIMITS = "rollout.max_turns, rollout.sampling.max_tokens and model.max_length, or a lower rollout.limit_reward"
-CURES = (
-    THAW,
-    SLOWER,
-    FASTER,
-    EXPLORE,
-    NOTHING_TO_LEARN,
-    MEND_ROLLOUT,
-    GENTLER,
-    FEWER_UPDATES,
-    SAME_WEIGHTS,
-    LIMITS,
-    MEND_REWARD,
-    CHECK_REWARD,
-    MEASURE_JUDGE,
+# (kind, metric, smallest value, text, cure) of metrics that matter once they double
+DOUBLED = (
+    ("gap", "logprob_gap", 0.01, "logprob gap rose from {:.2g} to {:.2g} nats", SAME_WEIGHTS),
+    ("clip", "clip_fraction", 0.1, "clipped tokens rose from {:.1%} to {:.1%}", FEWER_UPDATES),
+    ("kl", "kl", 0.05, "KL to the reference rose from {:.2g} to {:.2g} nats", GENTLER),
 )
+
 # Bonferroni factors for the number of compared pairs of evaluations and of training windows, because comparisons are
 # repeated at each step. In simulations, runs of 24 to 300 steps then keep to LEVEL.
 EVALUATION_LOOKS, TRAINING_LOOKS = 5, 30
@@ -128,8 +123,8 @@ def find_reasons(updates: Sequence[UpdateNumbers], best: int, step: int) -> list
     before = [update for update in updates if best - NEAR < update.number <= best] or since[:1]
     first, now = [update for update in updates if update.number <= step][:NEAR], since[-NEAR:]
     spans = _Spans(first, before, now)
-    checks = (_entropy, _signal, _gap, _clip, _kl, _length, _failures, _limits)
-    return [reason for check in checks if (reason := check(spans)) is not None] + _gradient(updates, since)
+    found = [_entropy(spans), _signal(spans), *_doubled(spans), _length(spans), _failures(spans), _limits(spans)]
+    return [reason for reason in found if reason is not None] + _gradient(updates, since)
 
 
 class _Spans(NamedTuple):
@@ -167,28 +162,14 @@ def _signal(spans: _Spans) -> Reason | None:
     return Reason("signal", text, NOTHING_TO_LEARN)
 
 
-def _doubled(spans: _Spans, of: Callable[[UpdateNumbers], float | None], least: float) -> tuple[float, float] | None:
-    """Returns the means before the best policy and now, if the metric doubled and is now at least `least`."""
-    means = spans.means(of)
-    return None if means is None or means[2] < least or means[2] < 2 * means[1] else means[1:]
-
-
-def _gap(spans: _Spans) -> Reason | None:
-    if (rise := _doubled(spans, lambda update: update.get("logprob_gap"), 0.01)) is None:
-        return None
-    return Reason("gap", "logprob gap rose from {:.2g} to {:.2g} nats".format(*rise), SAME_WEIGHTS)
-
-
-def _clip(spans: _Spans) -> Reason | None:
-    if (rise := _doubled(spans, lambda update: update.get("clip_fraction"), 0.1)) is None:
-        return None
-    return Reason("clip", "clipped tokens rose from {:.1%} to {:.1%}".format(*rise), FEWER_UPDATES)
-
-
-def _kl(spans: _Spans) -> Reason | None:
-    if (rise := _doubled(spans, lambda update: update.get("kl"), 0.05)) is None:
-        return None
-    return Reason("kl", "KL to the reference rose from {:.2g} to {:.2g} nats".format(*rise), GENTLER)
+def _doubled(spans: _Spans) -> list[Reason]:
+    """Returns the metrics of DOUBLED that have at least doubled since the best policy."""
+    found = []
+    for kind, name, least, text, cure in DOUBLED:
+        means = spans.means(methodcaller("get", name))
+        if means is not None and means[2] >= max(least, 2 * means[1]):
+            found.append(Reason(kind, text.format(*means[1:]), cure))
+    return found
 
 
 def _length(spans: _Spans) -> Reason | None:
@@ -199,19 +180,24 @@ def _length(spans: _Spans) -> Reason | None:
     return Reason("length", f"sampled tokens of an attempt {how} from {means[1]:.3g} to {means[2]:.3g}", LIMITS)
 
 
+def _rise(spans: _Spans, name: str) -> tuple[float, float] | None:
+    """Returns a share of attempts before the best policy and now, if it rose by 0.05 or more."""
+    means = spans.means(lambda update: update.per_attempt(name))
+    return None if means is None or means[2] - means[1] < 0.05 else means[1:]
+
+
 def _failures(spans: _Spans) -> Reason | None:
-    means = spans.means(lambda update: update.per_attempt("num_failed"))
-    if means is None or means[2] - means[1] < 0.05:
+    if (rise := _rise(spans, "num_failed")) is None:
         return None
-    text = f"failed rollouts rose from {means[1]:.0%} to {means[2]:.0%}{mostly(spans.now)}"
-    return Reason("failures", text, MEND_ROLLOUT)
+    return Reason(
+        "failures", "failed rollouts rose from {:.0%} to {:.0%}".format(*rise) + mostly(spans.now), MEND_ROLLOUT
+    )
 
 
 def _limits(spans: _Spans) -> Reason | None:
-    means = spans.means(lambda update: update.per_attempt("num_limited"))
-    if means is None or means[2] - means[1] < 0.05:
+    if (rise := _rise(spans, "num_limited")) is None:
         return None
-    return Reason("limits", f"rollouts at a limit rose from {means[1]:.0%} to {means[2]:.0%}", LIMITS)
+    return Reason("limits", "rollouts at a limit rose from {:.0%} to {:.0%}".format(*rise), LIMITS)
 
 
 def _gradient(updates: Sequence[UpdateNumbers], since: Sequence[UpdateNumbers]) -> list[Reason]:
@@ -223,14 +209,19 @@ def _gradient(updates: Sequence[UpdateNumbers], since: Sequence[UpdateNumbers]) 
     return [Reason("gradient", f"gradient norm {top[0]:.2g} at step {top[1]}, median {median(norms):.2g}", GENTLER)]
 
 
+def failed_kinds(updates: Sequence[UpdateNumbers]) -> dict[str, int]:
+    """Failure kind -> number of attempts, most common kinds at the top."""
+    counts = Counter[str]()
+    for update in updates:
+        counts.update({name.removeprefix(FAILED): round(num) for name, num in update.metrics.items()
+                       if name.startswith(FAILED)})  # fmt: skip
+    return dict(counts.most_common())
+
+
 def mostly(updates: Sequence[UpdateNumbers]) -> str:
     """Example: ", mostly timeout"."""
-    counts: dict[str, float] = {}
-    for update in updates:
-        for name, num in update.metrics.items():
-            if name.startswith("failed."):
-                counts[name.removeprefix("failed.")] = counts.get(name.removeprefix("failed."), 0.0) + num
-    return f", mostly {max(counts, key=lambda kind: counts[kind])}" if counts else ""
+    kinds = list(failed_kinds(updates))
+    return f", mostly {kinds[0]}" if kinds else ""
 
 
 class RunFinding(msgspec.Struct, frozen=True):
@@ -575,8 +566,8 @@ def _ends(span: Window) -> tuple[int, int]:
     return span[0].number, span[-1].number
 
 
-def _span(streak: Sequence[UpdateNumbers]) -> str:
-    return f"{streak[0].number} to {streak[-1].number}"
+def _span(span: Window) -> str:
+    return "{} to {}".format(*_ends(span))
 
 
 # --- while a run trains -----------------------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ import msgspec
 from art_cli.config.metric_names import OF_SOURCES, SHADOW
 from art_cli.judges.files.run_labels import RunLabels, shares
 from art_cli.judges.judge_report import JudgeWindow, judge_windows
-from art_cli.reports.findings import RunFinding, find, judge_fell
+from art_cli.reports.findings import RunFinding, failed_kinds, find, judge_fell
 from art_cli.runs.durable import read_lines
 from art_cli.runs.history import (
     Evaluated,
@@ -48,19 +48,14 @@ SMOOTHED = 20  # the training reward is smoothed over this fraction of the run, 
 MAX_POINTS = 1000  # maximum points in the training reward curve; longer runs are subsampled
 
 Getter = Callable[[UpdateNumbers], float | None]
+NAMES = ("no_signal_share", "entropy", "clip_fraction", "logprob_change", "logprob_gap", "grad_norm", "kl")
 SERIES: dict[str, Getter] = {
-    "reward": lambda update: update.get("reward_mean"),
-    "no_signal_share": lambda update: update.get("no_signal_share"),
-    "entropy": lambda update: update.get("entropy"),
-    "clip_fraction": lambda update: update.get("clip_fraction"),
-    "logprob_change": lambda update: update.get("logprob_change"),
-    "logprob_gap": lambda update: update.get("logprob_gap"),
-    "grad_norm": lambda update: update.get("grad_norm"),
-    "kl": lambda update: update.get("kl"),
-    "tokens_per_rollout": lambda update: update.per_attempt("tokens_sampled"),
-    "turns_per_rollout": lambda update: update.per_attempt("turns"),
-    "failed_share": lambda update: update.per_attempt("num_failed"),
-    "limited_share": lambda update: update.per_attempt("num_limited"),
+    "reward": methodcaller("get", "reward_mean"),
+    **{name: methodcaller("get", name) for name in NAMES},
+    "tokens_per_rollout": methodcaller("per_attempt", "tokens_sampled"),
+    "turns_per_rollout": methodcaller("per_attempt", "turns"),
+    "failed_share": methodcaller("per_attempt", "num_failed"),
+    "limited_share": methodcaller("per_attempt", "num_limited"),
 }
 
 
@@ -231,7 +226,7 @@ def find_run_fault(run: RunDir, history: History) -> Fault | None:
     num, num_failed, num_groups = (
         round(_sum(updates, name)) for name in ("num_trajectories", "num_failed", "num_groups")
     )
-    failures = Failures(num_failed, num, ", ".join(_failed_kinds(updates)), num_failed)
+    failures = Failures(num_failed, num, ", ".join(failed_kinds(updates)), num_failed)
     is_called = any(update.metrics.get("turns", 1.0) for update in updates)
     if failures.is_all or not is_called:
         read = count_failures(each for update in updates for each in run.trajectories(update.number - 1))
@@ -367,18 +362,7 @@ def _rollouts(updates: Sequence[UpdateNumbers]) -> Rollouts:
     num, num_failed, num_limited = (
         round(_sum(updates, name)) for name in ("num_trajectories", "num_failed", "num_limited")
     )
-    return Rollouts(num, num_failed, num_limited, _failed_kinds(updates))
-
-
-def _failed_kinds(updates: Sequence[UpdateNumbers]) -> dict[str, int]:
-    """Failure kind -> number of attempts, most common kinds at the top."""
-    failed: dict[str, int] = {}
-    for update in updates:
-        for name, num in update.metrics.items():
-            if name.startswith("failed."):
-                kind = name.removeprefix("failed.")
-                failed[kind] = failed.get(kind, 0) + round(num)
-    return dict(sorted(failed.items(), key=lambda item: -item[1]))
+    return Rollouts(num, num_failed, num_limited, failed_kinds(updates))
 
 
 def _seconds(history: History) -> Seconds:

@@ -217,10 +217,6 @@ def _spread(group: IndexedGroup) -> float | None:
     return None if mean is None else math.hypot(*(reward - mean for reward in rewards)) / math.sqrt(len(rewards))
 
 
-def _num_errors(group: IndexedGroup) -> float:
-    return sum(row.error is not None for row in group.rows)
-
-
 def _length(group: IndexedGroup) -> float | None:
     tokens = [row.num_tokens for row in group.rows if row.num_tokens is not None]
     return _mean(tokens or [row.length for row in group.rows])
@@ -229,7 +225,7 @@ def _length(group: IndexedGroup) -> float | None:
 KEYS: dict[str, Key] = {
     "reward": lambda group: group.mean,
     "spread": _spread,
-    "errors": _num_errors,
+    "errors": lambda group: sum(row.error is not None for row in group.rows),
     "length": _length,
 }
 

@@ -56,13 +56,19 @@ LOOK_S = 1.0  # files are checked for changes at most this often
 FIND_S = 5.0  # longest wait for a trajectory that is not yet indexed
 MAX_SCENARIO_ATTEMPTS = 500
 MAX_REPLY = 20_000  # characters of an attempt in a comparison over steps
+# fields of a record shown in its group
+SHOWN = ("returned_reward", "error", "limit", "metrics", "scores", "shadow", "duration_s", "noise")
 _WITHOUT_TURNS = tuple(name for name in ScoredTrajectory.__struct_fields__ if name != "turns")
+
+
+def _no_numbers() -> Json:
+    return {"config": None, "metrics": {}, "intervals": {}, "evaluations": [], "findings": [], "checkpoints": [],
+            "best_step": None, "stages": {}, "problems": []}  # fmt: skip
 
 
 def run_numbers(run: RunDir) -> Json:
     """Returns a run's numbers. Unreadable parts are skipped and listed under `problems`."""
-    found: Json = {"config": None, "metrics": {}, "intervals": {}, "evaluations": [], "findings": [], "checkpoints": [],
-                   "best_step": None, "stages": {}, "problems": [], "plan": None}  # fmt: skip
+    found = _no_numbers() | {"plan": None}
     try:
         found["config"] = read_object(run.config_path, within=run.root) if run.config_path.exists() else None
     except ArtError as error:
@@ -78,7 +84,7 @@ def run_numbers(run: RunDir) -> Json:
         found["problems"].append(str(error))
     found |= {
         "metrics": _curves(lines),
-        "stages": _stages(lines, report),
+        "stages": _stages(lines),
         "findings": [_finding(each) for each in report.findings],
         "checkpoints": run.checkpoint_steps(),
         "best_step": report.best.step if report.best is not None else None,
@@ -99,8 +105,7 @@ def file_numbers(index: Index) -> Json:
         if (mean := step.numbers().mean_reward) is not None:
             curves.setdefault(step.split, []).append([step.step, mean])
     metrics = {split: {"reward_mean": points} for split, points in curves.items()}
-    return {"config": None, "metrics": metrics, "intervals": {}, "evaluations": [], "findings": [], "checkpoints": [],
-            "best_step": None, "stages": {}, "problems": []}  # fmt: skip
+    return _no_numbers() | {"metrics": metrics}
 
 
 def _curves(lines: list[MetricsLine]) -> Json:
@@ -111,15 +116,10 @@ def _curves(lines: list[MetricsLine]) -> Json:
     return dict(curves)
 
 
-def _stages(lines: list[MetricsLine], report: RunReport) -> Json:
+def _stages(lines: list[MetricsLine]) -> Json:
     """Returns the seconds of each stage by step: sampling, judging, training, evaluating."""
-    names = {"sample_s": "sample", "judge_s": "judge", "train_s": "train"}
-    stages: dict[str, list[list[float]]] = {}
-    for line in sorted(lines, key=lambda line: line.step):
-        for name, value in sound(line.metrics).items() if line.split == "train" else ():
-            if name in names:
-                stages.setdefault(names[name], []).append([line.step, value])
-    return dict(stages)
+    curves = _curves(lines).get("train", {})
+    return {name: curves[f"{name}_s"] for name in ("sample", "judge", "train") if f"{name}_s" in curves}
 
 
 def _plan(promise: Promise, report: RunReport) -> Json:
@@ -136,10 +136,8 @@ def _plan(promise: Promise, report: RunReport) -> Json:
 def _finding(finding: RunFinding) -> Json:
     """Returns the finding as in `art report --json`, with a title and the groups' location."""
     is_evaluation = finding.kind == "evaluation_fell"
-    at = {
-        "step": finding.step if is_evaluation else max(0, finding.step - 1),
-        "split": "eval" if is_evaluation else "train",
-    }
+    step = finding.step if is_evaluation else max(0, finding.step - 1)
+    at = {"step": step, "split": "eval" if is_evaluation else "train"}
     return {**msgspec.to_builtins(finding), "title": KINDS[finding.kind], "cures": finding.cures, "at": at}
 
 
@@ -456,21 +454,8 @@ class Answers:
 
 
 def _attempt(row: IndexRow, record: ScoredTrajectory) -> Json:
-    return {
-        "id": row.id,
-        "index": row.index,
-        "reward": row.reward,
-        "returned_reward": record.returned_reward,
-        "error": record.error,
-        "limit": record.limit,
-        "metrics": record.metrics,
-        "scores": record.scores,
-        "shadow": record.shadow,
-        "num_turns": row.num_turns,
-        "num_tokens": row.num_tokens,
-        "duration_s": record.duration_s,
-        "noise": record.noise,
-    }
+    indexed = {name: getattr(row, name) for name in ("id", "index", "reward", "num_turns", "num_tokens")}
+    return indexed | {name: getattr(record, name) for name in SHOWN}
 
 
 def _scored(step: IndexedStep) -> Path | None:

@@ -144,12 +144,8 @@ def _lists(answers: Answers, text_length: int) -> Iterator[_Made]:
     length = min(MAX_TEXT, text_length // max(1, num_groups))
     for source, step in steps:
         url = _url(source, step)
-        yield iter(
-            [
-                (f"{url}/groups", partial(_rows, answers, source, step, length)),
-                (f"{url}/histogram", partial(answers.histogram, source.id, step.step, step.split)),
-            ]
-        )
+        bins = partial(answers.histogram, source.id, step.step, step.split)
+        yield iter([(f"{url}/groups", partial(_rows, answers, source, step, length)), (f"{url}/histogram", bins)])
 
 
 def _rows(answers: Answers, source: ViewSource, step: IndexedStep, length: int) -> Any:

@@ -7,7 +7,7 @@ PageGuard refuses requests from other sites (chat/api_keys.py), and sends a cont
 
 import ipaddress
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from importlib.resources import files
 from typing import TYPE_CHECKING, Any
@@ -96,7 +96,8 @@ def is_own_name(name: str, host: str) -> bool:
         return True
     if host not in ("0.0.0.0", "::", ""):
         return False
-    return _is_address(name) or name in _machine_names()
+    own = socket.gethostname().lower()
+    return _is_address(name) or name in (own, f"{own}.local")
 
 
 def _is_address(name: str) -> bool:
@@ -107,14 +108,13 @@ def _is_address(name: str) -> bool:
     return True
 
 
-def _machine_names() -> Sequence[str]:
-    own = socket.gethostname().lower()
-    return (own, f"{own}.local")
-
-
 def build_app(answers: Answers, *, host: str, chat: "ChatRelay | None" = None) -> ASGIApp:
     """Returns the application for a server that listens on `host`."""
     routes = _Routes(answers, chat, is_private=is_loopback(host))
+
+    def groups(q: dict[str, Any]) -> Any:
+        return answers.groups(q["s"], q["n"], q["split"], read_query(q["query"]))
+
     app = Starlette(
         routes=[
             Route("/api/sources", routes.of(lambda q: answers.sources())),
@@ -123,7 +123,7 @@ def build_app(answers: Answers, *, host: str, chat: "ChatRelay | None" = None) -
             Route("/api/source/{s}", routes.of(lambda q: answers.source(q["s"]))),
             Route("/api/source/{s}/drawing", routes.drawing),
             Route("/api/source/{s}/judge/{n:int}", routes.of(lambda q: answers.judge(q["s"], q["n"]))),
-            Route(f"{STEP}/groups", routes.of(_groups(answers))),
+            Route(f"{STEP}/groups", routes.of(groups)),
             Route(f"{STEP}/label", routes.label, methods=["GET", "POST"]),
             Route(f"{STEP}/histogram", routes.of(lambda q: answers.histogram(q["s"], q["n"], q["split"]))),
             Route(f"{STEP}/group/{{g:path}}", routes.of(lambda q: answers.group(q["s"], q["n"], q["split"], q["g"]))),
@@ -136,16 +136,6 @@ def build_app(answers: Answers, *, host: str, chat: "ChatRelay | None" = None) -
     )
     app.router.redirect_slashes = False
     return PageGuard(app, host)
-
-
-class _Asked(dict[str, Any]):
-    """A URL's names and query."""
-
-    query: Any
-
-
-def _groups(answers: Answers) -> Callable[[_Asked], Any]:
-    return lambda asked: answers.groups(asked["s"], asked["n"], asked["split"], read_query(asked.query))
 
 
 def read_query(query: Any) -> Query:
@@ -176,12 +166,11 @@ class _Routes:
         self._answers, self._chat, self._is_private = answers, chat, is_private
         self._workers = WorkerPool(size=NUM_THREADS, wait_s=WAIT_S, run_s=RUN_S)
 
-    def of(self, make: Callable[[_Asked], Any]) -> Callable[[HttpRequest], Any]:
+    def of(self, make: Callable[[dict[str, Any]], Any]) -> Callable[[HttpRequest], Any]:
         """Returns a route that computes and encodes `make`'s answer in a thread."""
 
         async def route(http: HttpRequest) -> Response:
-            asked = _Asked(http.path_params)
-            asked.query = http.query_params
+            asked = {**http.path_params, "query": http.query_params}
             return await self._answer(http, lambda: json_of(make(asked)))
 
         return route

@@ -321,11 +321,9 @@ def test_every_kind_of_finding_is_documented_and_has_a_title() -> None:
 
 def test_every_key_that_is_recommended_exists() -> None:
     keys = set(all_keys(RunConfig))
+    cures = [text for name, text in vars(reasons).items() if name.isupper() and isinstance(text, str) and " " in text]
     named = {
-        word.strip(",;()").partition("=")[0]
-        for cure in (*reasons.CURES, FIND_SIGNAL)
-        for word in cure.split()
-        if "." in word
+        word.strip(",;()").partition("=")[0] for cure in (*cures, FIND_SIGNAL) for word in cure.split() if "." in word
     }
     assert {word for word in named if "/" not in word} <= keys
     assert {"train.learning_rate", "rollout.refill", "loss.kl"} <= named

@@ -218,7 +218,7 @@ def test_a_rule_fires_exactly_where_its_last_values_say_so(values: list[float], 
         history = History([UpdateNumbers(n, {"loss": value}) for n, value in enumerate(values, 1)], [])
         window = [values[n - 1] for n in range(step - width + 1, step + 1) if n > since and n >= 1]
         expected = len(window) == width and all(value > 0.5 for value in window)
-        assert bool(rules.after_step(history, step)) == expected
+        assert bool(rules.after(history, step)) == expected
 
 
 def test_hours_begin_anew_after_a_pause_and_a_warning_comes_once() -> None:
@@ -226,6 +226,6 @@ def test_hours_begin_anew_after_a_pause_and_a_warning_comes_once() -> None:
     hours = [1.0, 1.9, 2.1, 3.0, 4.0, 4.2]
     history = History([UpdateNumbers(n, {"run_s": h * 3600}) for n, h in enumerate(hours, 1)], [])
     first, again = StopRules([rule, warning], {}), StopRules([rule, warning], {"2 hours": (3, 2.1)})
-    firing = [[each.rule.then for each in first.after_step(history, n)] for n in range(1, 7)]
+    firing = [[each.rule.then for each in first.after(history, n)] for n in range(1, 7)]
     assert firing == [[], [], ["pause", "warn"], ["pause"], ["pause"], ["pause"]]
-    assert [n for n in range(1, 7) if any(each.rule is rule for each in again.after_step(history, n))] == [6]
+    assert [n for n in range(1, 7) if any(each.rule is rule for each in again.after(history, n))] == [6]

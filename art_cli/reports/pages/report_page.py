@@ -99,14 +99,10 @@ def _plots(series: Mapping[str, Sequence[Sequence[float]]]) -> list[str]:
         curve(
             NAMES.get(name, name),
             [Series("", [(float(x), y) for x, y in points], has_dots=False)],
-            covers=_covered(name),
+            covers=(0.0, 1.0) if name in SHARES else (0.0,),
             size=SMALL,
         )
         for name, points in series.items()
         if points and name != "reward"
     ]
     return ["<h2>Training</h2>", '<div class="plots">', *drawn, "</div>"] if drawn else []
-
-
-def _covered(name: str) -> tuple[float, ...]:
-    return (0.0, 1.0) if name in SHARES else (0.0,)

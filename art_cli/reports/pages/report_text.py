@@ -109,7 +109,7 @@ def report_text(report: Report) -> str:
 
 def _lines(report: Report) -> list[str]:
     lines = [f"{report['run']}: {state(report)}"]
-    lines += [_row(name, value) for name, value in facts(report)]
+    lines += [f"{name:{INDENT}s}{value}".rstrip() for name, value in facts(report)]
     if rows := evaluation_rows(report):
         lines += ["", f"evaluations: {report['reward_names']['eval']} with its 95 % interval over scenarios"]
         lines += [f"  step {step:>5s}  {reward}  {note}".rstrip() for step, reward, note in rows]
@@ -122,29 +122,18 @@ def _lines(report: Report) -> list[str]:
     plots = [
         (report["reward_names"]["train"] if name == "reward" else NAMES.get(name, name), points)
         for name, points in report["series"].items()
-        if points and _is_of_use(name, points)
+        if points and (name == "reward" or any(value for _, value in points))  # no plots of zeros
     ]
     if plots:
         lines += ["", "training: first value, every step, last value"]
         lines += [f"  {name:22s} {_spark(points)}" for name, points in plots]
-    lines += [
-        "",
-        "what went wrong, and what to try" if report["findings"] else "nothing went wrong that the numbers show",
-    ]
+    head = "what went wrong, and what to try" if report["findings"] else "nothing went wrong that the numbers show"
+    lines += ["", head]
     for finding in report["findings"]:
         lines += [f"  step {span(finding)}: {KINDS[finding['kind']]}: {finding['text']}"]
         lines += [f"    beside it: {reason['text']}" for reason in finding["reasons"]]
         lines += [f"    try: {cure}" for cure in cures(finding)]
     return lines
-
-
-def _row(name: str, value: str) -> str:
-    return f"{name:{INDENT}s}{value}".rstrip()
-
-
-def _is_of_use(name: str, points: Sequence[Sequence[float]]) -> bool:
-    """Returns False for a plot of zeros, except for rewards."""
-    return any(value for _, value in points) or name == "reward"
 
 
 # --- shared by text and page ------------------------------------------------------------------------------------------
@@ -171,12 +160,8 @@ def facts(report: Report) -> list[tuple[str, str]]:
         lines.append(("warm-up", ", ".join(f"{name} {value:.4g}" for name, value in shown)))
     names = report["reward_names"]
     lines += [("best", _kept(report["best"], names)), ("last", _kept(report["last"], names))]
-    lines += [
-        ("offers", report["offered"]),
-        ("gained", _gain(report["gain"], names)),
-        ("rollouts", _rollouts(report["rollouts"])),
-        ("weights", _proofs(report["proofs"])),
-    ]
+    lines += [("offers", report["offered"]), ("gained", _gain(report["gain"], names))]
+    lines += [("rollouts", _rollouts(report["rollouts"])), ("weights", _proofs(report["proofs"]))]
     lines += [("time", _time(report["seconds"])), ("judge", _judge(report["judge"]))]
     return [(name, value) for name, value in lines if value]
 
@@ -225,12 +210,8 @@ def _gain(gain: Mapping[str, Any] | None, names: Mapping[str, str]) -> str:
         return ""
     first, best = gain["first"]["step"], gain["best"]["step"]
     spent = f"{duration(gain['minutes'] * 60)} and {gain['rollouts']:,} rollouts"
-    rates = {
-        "a minute": gain["per_minute"],
-        "per 1,000 rollouts": gain["per_1000_rollouts"],
-        "a dollar": gain["per_usd"],
-    }
-    shown = ", ".join(f"{rate:.3g} {name}" for name, rate in rates.items() if rate is not None)
+    rates = [("per_minute", "a minute"), ("per_1000_rollouts", "per 1,000 rollouts"), ("per_usd", "a dollar")]
+    shown = ", ".join(f"{gain[rate]:.3g} {name}" for rate, name in rates if gain[rate] is not None)
     name = names["eval" if gain["of"] == "evaluation" else "train"]
     text = f"{gain['points']:+.3f} {gain['of']} {name} from step {first} to {best} in {spent}"
     return f"{text}: {shown}" if shown else text
@@ -254,22 +235,15 @@ def evaluation_rows(report: Report, *, limit: int = MAX_ROWS) -> list[tuple[str,
     for index, each in enumerate(done):
         if index in evenly or each["step"] == best:
             num = f"{each['num_scenarios']:,} scenarios" if each["num_scenarios"] else ""
-            rows.append(
-                (
-                    str(each["step"]),
-                    _interval(each["reward"]),
-                    " ".join(filter(None, [num, "best" * (each["step"] == best)])),
-                )
-            )
+            note = " ".join(filter(None, [num, "best" * (each["step"] == best)]))
+            rows.append((str(each["step"]), _interval(each["reward"]), note))
     return rows
 
 
 def _interval(point: Mapping[str, Any] | None) -> str:
     if point is None:
         return "no reward"
-    if point["low"] is None:
-        return f"{point['mean']:.3f}"
-    return f"{point['mean']:.3f} [{point['low']:.3f}, {point['high']:.3f}]"
+    return f"{point['mean']:.3f}" + ("" if point["low"] is None else f" [{point['low']:.3f}, {point['high']:.3f}]")
 
 
 def judge_rows(report: Report) -> Sequence[Sequence[str]]:

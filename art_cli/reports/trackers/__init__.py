@@ -19,22 +19,14 @@ from art_cli.runs.trajectory import ScoredTrajectory, Trajectory
 from art_cli.runtime.errors import UsageError
 from art_cli.runtime.plugins import resolve
 
+# name -> class, and the modules that it needs. The extra with the tracker's name installs them.
 BUILT_INS = {
-    "wandb": "art_cli.reports.trackers.wandb:WandbTracker",
-    "tensorboard": "art_cli.reports.trackers.tensorboard:TensorBoardTracker",
-    "mlflow": "art_cli.reports.trackers.mlflow:MlflowTracker",
-    "trackio": "art_cli.reports.trackers.trackio:TrackioTracker",
-    "langfuse": "art_cli.reports.trackers.otel:LangfuseTracker",
-    "otel": "art_cli.reports.trackers.otel:OtelTracker",
-}
-# Required modules. The extra with the tracker's name installs them.
-NEEDED = {
-    "wandb": ("wandb",),
-    "tensorboard": ("tensorboard",),
-    "mlflow": ("mlflow", "sqlalchemy", "alembic"),
-    "trackio": ("trackio",),
-    "langfuse": ("opentelemetry.proto",),
-    "otel": ("opentelemetry.proto",),
+    "wandb": ("wandb:WandbTracker", ["wandb"]),
+    "tensorboard": ("tensorboard:TensorBoardTracker", ["tensorboard"]),
+    "mlflow": ("mlflow:MlflowTracker", ["mlflow", "sqlalchemy", "alembic"]),
+    "trackio": ("trackio:TrackioTracker", ["trackio"]),
+    "langfuse": ("otel:LangfuseTracker", ["opentelemetry.proto"]),
+    "otel": ("otel:OtelTracker", ["opentelemetry.proto"]),
 }
 METHODS = ("log", "log_trajectories", "close")
 
@@ -108,8 +100,7 @@ def make_tracker(config: TrackerConfig, run: TrackedRun, directory: Path) -> Tra
         kind = resolve(config.entry, base=directory)
         tracker: Tracker = kind(run, **config.options)
     else:
-        check_installed(config.name)
-        kind = resolve(BUILT_INS[config.name], base=directory)
+        kind = _built_in(config.name)
         tracker = kind(run, config)
     if missing := [name for name in METHODS if not callable(getattr(tracker, name, None))]:
         raise UsageError(f"{kind.__name__} is no tracker: it has no method {' and no '.join(missing)}")
@@ -125,18 +116,18 @@ def check_tracker(config: TrackerConfig) -> None:
     """Raises UsageError for a missing package or missing keys of a built-in tracker. No server is asked."""
     if isinstance(config, NoTrackerConfig | OwnTrackerConfig):
         return
-    check_installed(config.name)
-    kind = resolve(BUILT_INS[config.name], base=Path())
-    if check := getattr(kind, "check_keys", None):
+    if check := getattr(_built_in(config.name), "check_keys", None):
         check()
 
 
-def check_installed(name: str) -> None:
-    """Raises UsageError for a missing package of a built-in tracker."""
-    for module in NEEDED.get(name, ()):
+def _built_in(name: str) -> Any:
+    """Returns a built-in tracker's class. Raises UsageError for a missing package."""
+    entry, needed = BUILT_INS[name]
+    for module in needed:
         if not _is_there(module):
             package = module.replace(".", "-")
             raise UsageError(f"tracker {name}: {package} is not installed; pip install 'art-cli[{name}]'")
+    return resolve(f"{__name__}.{entry}", base=Path())
 
 
 def _is_there(module: str) -> bool:

@@ -42,10 +42,8 @@ class MlflowTracker(AttemptsTracker):
             self._id, self._tables = found[0].info.run_id, json.loads(found[0].data.tags.get(TABLES, "[]"))
             self._client.update_run(self._id, status="RUNNING")
             return
-        self._id, self._tables = (
-            self._client.create_run(experiment, run_name=run.name, tags={TAG: run.id}).info.run_id,
-            [],
-        )
+        made = self._client.create_run(experiment, run_name=run.name, tags={TAG: run.id})
+        self._id, self._tables = made.info.run_id, []
         params = [Param(key[:MAX_NAME], value[:MAX_VALUE]) for key, value in _flat(run.config)]
         for start in range(0, len(params), MAX_PARAMS):
             self._client.log_batch(self._id, params=params[start : start + MAX_PARAMS])

@@ -75,13 +75,10 @@ class Trackers:
 def open_trackers(config: RunConfig, root: Path, directory: Path) -> Trackers:
     """Starts the configured trackers. Raises UsageError if a tracker is missing or not installed."""
     run = TrackedRun(root.name, root, without_secrets(config.model_dump(mode="json")))
-    sections = trackers_of(config)
-    threads = [
-        TrackerThread(
-            each.entry if isinstance(each, OwnTrackerConfig) else each.name, partial(make_tracker, each, run, directory)
-        )
-        for each in sections
-    ]
+    threads = []
+    for each in trackers_of(config):
+        name = each.entry if isinstance(each, OwnTrackerConfig) else each.name
+        threads.append(TrackerThread(name, partial(make_tracker, each, run, directory)))
     try:
         for thread in threads:
             thread.wait_for_start(START_TIMEOUT_S)
