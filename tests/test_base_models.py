@@ -47,7 +47,7 @@ def test_a_damaged_gguf_file_is_found_before_anything_runs(gguf: Path) -> None:
 
 def test_a_file_that_is_no_directory_of_a_model_is_not_called_missing(tmp_path: Path) -> None:
     (tmp_path / "model.bin").write_bytes(b"")
-    with pytest.raises(ConfigError, match="model.bin: a file, and the directory of a model is wanted"):
+    with pytest.raises(ConfigError, match="model.bin: expected a model directory, got a file"):
         check_ready(load_config(LETTERS / "config.yaml", [f"model.base={tmp_path / 'model.bin'}"]))
 
 

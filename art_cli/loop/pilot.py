@@ -47,7 +47,7 @@ class Pilots:
         plan = plan_step(groups, learner.algorithm, loss=learner.loss, train=learner.train_config)
         self._samples = [sample for part in plan.parts for sample in part]
         if not self._samples:
-            raise LearnerError("no group has signal, so that no pilot can be taken")
+            raise LearnerError("no group has signal, so pilots are impossible")
         learner.score(self._samples[0].token_ids.tolist())  # decides whether packs hold
         with self._running():
             whole = learner.gradient.plan(self._samples, plan.finished)

@@ -92,7 +92,7 @@ def _runs(loaded: LoadedConfig) -> Iterator[Wrong]:
         yield Wrong("runs", f"{show(loaded.config.runs)[:100]}: {error.strerror}")
         return
     if not nearest.is_dir():
-        yield Wrong("runs", f"{show(nearest)} is a file, and a directory is wanted")
+        yield Wrong("runs", f"{show(nearest)} is a file, expected a directory")
     elif not os.access(nearest, os.W_OK | os.X_OK):
         yield Wrong("runs", f"{show(nearest)}: no permission to write there")
 
@@ -130,7 +130,7 @@ def _rollout(loaded: LoadedConfig) -> Iterator[Wrong]:
     if rollout.entry is not None:
         yield from _entry("rollout.entry", rollout.entry, directory, is_ours=is_ours)
     if rollout.command is not None and rollout.cluster is None and not _is_program(rollout.command[0], directory):
-        yield Wrong("rollout.command", f"no program {rollout.command[0]!r}; install it, or mend the path")
+        yield Wrong("rollout.command", f"no program {rollout.command[0]!r}; install it, or correct the path")
     if rollout.environment is not None:
         yield from _environment(rollout)
     if rollout.scenarios is not None:
@@ -164,7 +164,7 @@ def _cluster(cluster: RayClusterConfig) -> Iterator[Wrong]:
 def _gateway(loaded: LoadedConfig) -> Iterator[Wrong]:
     host, port = loaded.config.gateway.host, loaded.config.gateway.port
     if not _is_address(host) and not HOST.fullmatch(host):
-        yield Wrong("gateway.host", f"{host!r} is no address and no host name; 127.0.0.1 is usual")
+        yield Wrong("gateway.host", f"{host!r} is not an address or host name; usually 127.0.0.1")
         return
     error = _bind(host, port)
     if error is not None and error.errno == errno.EADDRINUSE:
@@ -174,14 +174,14 @@ def _gateway(loaded: LoadedConfig) -> Iterator[Wrong]:
         yield Wrong("gateway.port", f"cannot listen on {host}:{port}: {error.strerror}; 0 takes any free port")
     elif error is not None:
         reason = error.strerror or str(error)
-        yield Wrong("gateway.host", f"cannot listen on {host!r}: {reason}; 127.0.0.1 is usual")
+        yield Wrong("gateway.host", f"cannot listen on {host!r}: {reason}; usually 127.0.0.1")
 
 
 def _engine(loaded: LoadedConfig) -> Iterator[Wrong]:
     engine = loaded.config.engine
     python, base_url, entry = (getattr(engine, key, None) for key in ("python", "base_url", "entry"))
     if python is not None and not _is_program(str(python), loaded.directory):
-        yield Wrong("engine.python", f"no program {show(python)}; it names the Python that has vLLM")
+        yield Wrong("engine.python", f"no program {show(python)}; expected the Python with vLLM")
     if base_url is not None:
         yield from _url("engine.base_url", base_url)
     if entry is not None:
@@ -212,7 +212,7 @@ def _one_judge(key: str, judge: NamedJudgeConfig | NoJudgeConfig, directory: Pat
             if path is not None:
                 yield from _text(f"{key}.{name}", directory / path.expanduser())
         if isinstance(judge.cache, Path) and os.path.isdir(file := directory / judge.cache.expanduser()):
-            yield Wrong(f"{key}.cache", f"{show(file)}: a directory, and a file is wanted")
+            yield Wrong(f"{key}.cache", f"{show(file)}: expected a file, got a directory")
         asked: dict[str, JudgeModelConfig] = {key: judge}
         asked |= {f"{key}.panel.{index}": member for index, member in enumerate(judge.panel)}
         for section, model in asked.items():
@@ -248,7 +248,7 @@ def _sft(loaded: LoadedConfig) -> Iterator[Wrong]:
             yield from _data(key, spec, loaded.directory)
         elif spec is not None and not os.path.exists(loaded.directory / spec):
             path = loaded.directory / spec
-            yield Wrong(key, f"{_absence(path)}; with sft.best_of it names a scored file or the directory of a run")
+            yield Wrong(key, f"{_absence(path)}; with sft.best_of, expected a scored file or a run directory")
 
 
 def _eval(loaded: LoadedConfig) -> Iterator[Wrong]:
@@ -292,7 +292,7 @@ def _data(key: str, spec: str, directory: Path) -> Iterator[Wrong]:
     if ":" in spec:
         yield from _entry(key, spec, directory)
     else:
-        yield Wrong(key, f"{_absence(path)}; it names a JSON-lines file or 'file.py:function'")
+        yield Wrong(key, f"{_absence(path)}; expected a JSON-lines file or 'file.py:function'")
 
 
 def _scenarios(key: str, scenarios: ScenariosConfig, directory: Path) -> Iterator[Wrong]:
@@ -305,14 +305,14 @@ def _scenarios(key: str, scenarios: ScenariosConfig, directory: Path) -> Iterato
     if ":" in scenarios.source and scenarios.query is scenarios.split is None:
         yield from _data(key, scenarios.source, directory)
     elif not os.path.isfile(path):
-        hint = "" if scenarios.split or scenarios.query else "; a dataset of the hub needs `split` as well"
-        yield Wrong(key, f"{_absence(path)}; it names a file of scenarios or 'file.py:function'{hint}")
+        hint = "" if scenarios.split or scenarios.query else "; a hub dataset also needs `split`"
+        yield Wrong(key, f"{_absence(path)}; expected a file of scenarios or 'file.py:function'{hint}")
 
 
 def _python(key: str, program: Path) -> Iterator[Wrong]:
     """Checks a user's Python. Its version is only known after starting it."""
     if not os.path.isfile(program):
-        yield Wrong(key, f"{_absence(program)}; it names a Python, or the directory of an environment that has one")
+        yield Wrong(key, f"{_absence(program)}; expected a Python, or the directory of a virtual environment")
     elif not os.access(program, os.X_OK):
         yield Wrong(key, f"{show(program)}: no permission to run it")
 
@@ -332,7 +332,7 @@ def _entry(key: str, spec: str, directory: Path, *, is_ours: bool = True) -> Ite
         elif is_ours and (message := _missing_attribute(path, attribute)):
             yield Wrong(key, message)
     elif is_ours and not _is_module(module.partition(".")[0], directory):
-        yield Wrong(key, f"no module {module!r} here; a file is written with its ending, {module}.py:{attribute}")
+        yield Wrong(key, f"no module {module!r} here; for a file, write {module}.py:{attribute}")
 
 
 def _missing_attribute(path: Path, attribute: str) -> str | None:
@@ -378,7 +378,7 @@ def _absence(path: Path) -> str:
     """Example: "scenaros.jsonl: no such file; did you mean 'scenarios.jsonl'?"."""
     with contextlib.suppress(OSError):
         if path.is_dir():
-            return f"{show(path)}: a directory, and a file is wanted"
+            return f"{show(path)}: expected a file, got a directory"
         if path.exists():
             return f"{show(path)}: not a regular file"
         near = get_close_matches(path.name, [other.name for other in path.parent.iterdir()], n=1)
@@ -464,13 +464,13 @@ def _base(key: str, base: str, directory: Path, *, is_buildable: bool = True) ->
         if problem := gguf_problem(path):
             yield Wrong(key, problem)
         elif not os.path.isfile(path / "config.json"):
-            yield Wrong(key, f"{show(path)}: a directory without config.json, so there is no model in it")
+            yield Wrong(key, f"{show(path)}: not a model directory: no config.json")
     elif ":" in base and is_buildable:
         yield from _entry(key, base, directory)
     elif problem := gguf_problem(path):
         yield Wrong(key, problem)
     elif os.path.isfile(path):
-        yield Wrong(key, f"{show(path)}: a file, and the directory of a model is wanted")
+        yield Wrong(key, f"{show(path)}: expected a model directory, got a file")
     elif base.startswith((".", "/", "~")):
         yield Wrong(key, f"{base!r}: no such directory")
     elif not HUB_ID.fullmatch(base):

@@ -168,9 +168,9 @@ def hunt(
     Raises UsageError without a judge or a reward, RolloutError if no honest attempt has a score.
     """
     if loaded.config.rollout.sources:
-        raise UsageError("rollout.sources: a hunt is in one task; name a configuration that has one of them alone")
+        raise UsageError("rollout.sources: a hunt needs a single task; name a configuration with one of them")
     if loaded.config.judge.name == "none":
-        raise UsageError("judge: nothing scores the attempts, so that there is no reward to hunt for")
+        raise UsageError("judge: nothing scores the attempts, so there is no reward to hunt for")
     require_keys(loaded.config.judge, loaded.directory)
     loaded, source = choose_policy(loaded, checkpoint, which)
     scenarios = next_scenarios(loaded, source.step, num_scenarios)

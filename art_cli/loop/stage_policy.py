@@ -274,7 +274,7 @@ def open_learner(loaded: LoadedConfig, source: PolicySource, *, base: str | None
 def check_output(output: Path) -> None:
     """Raises UsageError if `output` exists and is not a checkpoint that may be replaced."""
     if os.path.lexists(output) and not (output / MANIFEST).is_file():
-        raise UsageError(f"{output}: something else than a checkpoint is there; name another directory with -o")
+        raise UsageError(f"{output}: not a checkpoint, so it is not replaced; name another directory with -o")
 
 
 def save_learner(

@@ -172,7 +172,7 @@ def take_step(
     if not attempts:
         raise LearnerError(f"no group is complete, of {len(scored)} attempts; art generate plays what is missing")
     if not failures.is_all and not any(each.num_sampled for each in attempts):
-        raise LearnerError("no attempt has tokens, so that no step can be taken: art sft can learn from them")
+        raise LearnerError("no token ids were recorded, so art step cannot train; art sft can")
     if (home := home_of(loaded, source)) is not None:
         loaded = follow(loaded, home)
     with open_base(loaded, source) as base:

@@ -101,7 +101,7 @@ class StopRules:
                 names = sorted({f"{prefix}{name}" for record in records for name in record.metrics})
                 near = get_close_matches(str(rule.metric), names, 1, CLOSE)
                 hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(names)}"
-                lines.append(f"stop: nothing reports {rule.metric!r} so far, so that its rule cannot fire; {hint}")
+                lines.append(f"stop: nothing reports {rule.metric!r} so far, so its rule cannot fire; {hint}")
         return lines
 
     def _check(self, rule: StopRule, history: History, step: int) -> Firing | None:

@@ -191,7 +191,7 @@ def test_what_stands_at_the_place_of_a_new_file_or_checkpoint_stays(
     demos.write_text('{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}\n')
     for place in (project, demos):
         code, line = art("sft", config, str(demos), "-o", str(place))
-        assert code == 2 and "something else than a checkpoint is there" in line
+        assert code == 2 and "not a checkpoint, so it is not replaced" in line
     traces = project / "traces.jsonl"
     traces.write_text("mine\n")
     code, line = art("generate", config, "-o", str(traces), "--format", "openai")

@@ -209,7 +209,7 @@ def write_scored(path: Path, rewards: list[float], **changed: Any) -> Path:
 @pytest.mark.parametrize(
     ("rewards", "changed", "sentence"),
     [
-        ([0.0, 1.0], {"turns": []}, "no attempt has tokens, so that no step can be taken: art sft can learn from them"),
+        ([0.0, 1.0], {"turns": []}, "no token ids were recorded, so art step cannot train; art sft can"),
         ([0.5, 0.5], {}, "no checkpoint is written: no signal: rewards within the one group are equal"),
         ([0.5], {"group_size": 2}, "no group is complete, of 1 attempts"),
     ],

@@ -288,7 +288,7 @@ def test_the_other_commands_work_with_sources(tmp_path: Path, art: Callable[...,
     code, _, err = art("plan", config)
     assert code == 0, err
     code, _, err = art("hunt", config)
-    assert code == 2 and "rollout.sources: a hunt is in one task" in err
+    assert code == 2 and "rollout.sources: a hunt needs a single task" in err
     code, _, err = art("judge", tmp_path / "played.jsonl", config)
     assert code == 2
 
