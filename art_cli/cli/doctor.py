@@ -154,15 +154,14 @@ PROOFS: dict[str, Callable[[], str]] = {"train": _prove_train}
 
 def check_auto(machine: "Machine | None" = None) -> Iterator[Finding]:
     """Returns the engine and learner that `auto` chooses here for a LoRA on a published model, with the reasons."""
-    from art_cli.loop.engine_choice import Machine, choose, engine_facts
+    from art_cli.loop.engine_choice import Machine, choose_engine
 
     machine = machine or Machine()
-    facts = engine_facts(machine)
-    choice = choose(facts)
+    choice = choose_engine(machine)
     message = f"auto chooses {choice.name}: {choice.reason}"
     if choice.name == "vllm" and (num := machine.num_gpus()) > 1:
         message += f"; 1 server, engine.replicas starts up to {num} on the {num} GPUs"
-    yield Finding("engine", not facts.is_installed, message, choice.cure)
+    yield Finding("engine", not choice.is_broken, message, choice.cure)
     yield Finding("learner", True, "auto chooses torch: it trains packs, and Unsloth one row at a time")
 
 

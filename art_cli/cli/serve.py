@@ -158,7 +158,7 @@ def _choose_engine(
 
     Raises UsageError, before anything runs, if an untrusted run names the program that is vLLM.
     """
-    from art_cli.loop.engine_choice import Machine, choose, engine_facts
+    from art_cli.loop.engine_choice import Machine, choose_engine
     from art_cli.serving.served_policies import check_trust, engine_config, read_knobs
 
     settings, trained, machine = read_knobs(knobs), _trained_engine(sources), machine or Machine()
@@ -172,14 +172,13 @@ def _choose_engine(
     if name == "auto":
         of_trained = trained.get("python") if trained.get("name") == "vllm" else None
         python = settings.get("python", of_trained)
-        facts = engine_facts(
+        choice = choose_engine(
             machine,
             obstacle=obstacle,
             base=sources[0].base,
             python=Path(str(python)) if python else None,
             quantize=sources[0].quantize,
         )
-        choice = choose(facts)
         log.info("engine %s (auto: %s)", choice.name, choice.reason)
         name = choice.name
     endpoints = [_endpoint_key(source) for source in sources]

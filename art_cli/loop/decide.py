@@ -21,7 +21,7 @@ from art_cli.config.schema import EmbeddedEngineConfig, RunConfig, VllmEngineCon
 from art_cli.engines import EngineTraits, engine_traits
 from art_cli.engines.vllm.arguments import own_server, own_share
 from art_cli.learners.learning_rate import choose_rate
-from art_cli.loop.engine_choice import Machine, choose, engine_facts, vllm_obstacle
+from art_cli.loop.engine_choice import Machine, choose_engine, vllm_obstacle
 from art_cli.loop.gpu_fit import context, gpu_use
 from art_cli.loop.record import claim_config
 from art_cli.loop.references import missing_targets
@@ -86,8 +86,7 @@ def decide_engine(loaded: LoadedConfig, machine: Machine | None = None) -> Loade
         return loaded
     local, obstacle = loaded.directory / config.model.base, vllm_obstacle(config.model, loaded.directory)
     base = str(local) if local.is_dir() else config.model.base
-    facts = engine_facts(machine or Machine(), obstacle=obstacle, base=base, quantize=config.model.quantize)
-    choice = choose(facts)
+    choice = choose_engine(machine or Machine(), obstacle=obstacle, base=base, quantize=config.model.quantize)
     log.info("engine %s (auto: %s)", choice.name, choice.reason)
     engine = VllmEngineConfig(name="vllm") if choice.name == "vllm" else EmbeddedEngineConfig()
     return loaded.with_value("engine", engine, choice.reason)

@@ -1,9 +1,8 @@
 """Chooses for `engine: auto`: vLLM if there is a GPU and vLLM can serve the model; otherwise embedded.
 
-    Machine -> engine_facts -> choose -> AutoChoice
+    Machine -> choose_engine -> AutoChoice
 
-`choose` is a pure function of facts, so a run resumed on the same machine gets the same engine. Importing this module
-is cheap; vLLM is tried in another process.
+A run resumed on the same machine gets the same engine. Importing this module is cheap: vLLM is tried elsewhere.
 """
 
 import json
@@ -22,36 +21,13 @@ log = logging.getLogger(__name__)
 HUB_TIMEOUT_S = 10.0  # longest wait for a model's architecture from the hub
 
 
-class Facts(NamedTuple):
-    """The facts behind a choice. Example: Facts(True, found="vLLM 0.32.0"), or Facts(True, problem="no vLLM here")."""
-
-    has_gpu: bool
-    obstacle: str = ""  # why vLLM does not fit this run, or ""
-    found: str = ""  # vLLM's name and version, if it works
-    problem: str = ""  # why vLLM does not work here
-    is_installed: bool = False  # True if vLLM is installed but has the problem
-    cure: str = ""  # command or advice that solves the problem
-
-
 class AutoChoice(NamedTuple):
     """Example: AutoChoice("embedded", "vLLM is not installed", "pip install 'art-cli[vllm]'")."""
 
     name: str
     reason: str
     cure: str = ""  # advice for getting vLLM, or ""
-
-
-def choose(facts: Facts) -> AutoChoice:
-    if not facts.has_gpu:
-        return AutoChoice("embedded", "no GPU here")
-    if facts.obstacle:
-        return AutoChoice("embedded", facts.obstacle)
-    if facts.problem:
-        return AutoChoice("embedded", facts.problem, facts.cure)
-    return AutoChoice("vllm", f"{facts.found} and a GPU are here")
-
-
-# --- the facts --------------------------------------------------------------------------------------------------------
+    is_broken: bool = False  # True if vLLM is installed but cannot work
 
 
 class Machine:
@@ -76,36 +52,36 @@ class Machine:
         return find_vllm(python)
 
 
-def engine_facts(
+def choose_engine(
     machine: Machine,
     *,
     obstacle: str = "",
     base: str | None = None,
     python: Path | None = None,
     quantize: str | None = None,
-) -> Facts:
-    """Returns the facts for and against serving `base` with vLLM in `python`, by default this Python.
+) -> AutoChoice:
+    """Returns vLLM if the vLLM in `python` (by default this Python) can serve `base` here, otherwise embedded.
 
-    vLLM is imported only as a last resort.
+    `obstacle` is a reason against vLLM for this run. vLLM is imported only as a last resort.
     """
     if not machine.has_gpu() or obstacle:
-        return Facts(machine.has_gpu(), obstacle)
+        return AutoChoice("embedded", obstacle if machine.has_gpu() else "no GPU here")
     cure = "pip install 'art-cli[vllm]'"
     if python is None and not machine.has("vllm"):
-        return Facts(True, problem="vLLM is not installed", cure=cure)
+        return AutoChoice("embedded", "vLLM is not installed", cure)
     vllm = machine.vllm(python)
     if vllm.version is None:
-        return Facts(True, problem=f"vLLM does not work in {vllm.python}: {vllm.error}", is_installed=True, cure=cure)
+        return AutoChoice("embedded", f"vLLM does not work in {vllm.python}: {vllm.error}", cure, is_broken=True)
     if not vllm.gpus:
-        problem = f"torch {vllm.torch} of {vllm.python} sees no GPU"
-        return Facts(True, problem=problem, is_installed=True, cure="install a build of torch for this GPU")
+        reason, cure = f"torch {vllm.torch} of {vllm.python} sees no GPU", "install a build of torch for this GPU"
+        return AutoChoice("embedded", reason, cure, is_broken=True)
     if not vllm.has_bfloat16:
-        return Facts(True, f"the GPU has no bfloat16, and {ONLY_16_BITS}")
+        return AutoChoice("embedded", f"the GPU has no bfloat16, and {ONLY_16_BITS}")
     if problem := vllm.lacks(quantize):
-        return Facts(True, problem=problem, is_installed=True, cure=vllm.plugin_cure)
+        return AutoChoice("embedded", problem, vllm.plugin_cure, is_broken=True)
     if unknown := [name for name in _architectures(base) if name not in vllm.architectures]:
-        return Facts(True, f"vLLM {vllm.version} does not serve {unknown[0]}")
-    return Facts(True, found=f"vLLM {vllm.version}")
+        return AutoChoice("embedded", f"vLLM {vllm.version} does not serve {unknown[0]}")
+    return AutoChoice("vllm", f"vLLM {vllm.version} and a GPU are here")
 
 
 def vllm_obstacle(model: ModelConfig, directory: Path) -> str:

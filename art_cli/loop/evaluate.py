@@ -74,10 +74,7 @@ class JudgedRewards(NamedTuple):
 
 
 async def judged_rewards(
-    config: RunConfig,
-    judge: Judge,
-    trajectories: Sequence[Trajectory],
-    references: Callable[[], Sequence[Trajectory]],
+    config: RunConfig, judge: Judge, trajectories: Sequence[Trajectory], references: Callable[[], Sequence[Trajectory]]
 ) -> JudgedRewards:
     """Returns the rewards of the sources that a judge scores.
 

@@ -12,15 +12,7 @@ from pydantic import JsonValue
 
 from art_cli.config.schema import RunConfig
 from art_cli.engines.vllm.arguments import num_gpus, num_replicas, own_server, own_share, shares_gpu
-from art_cli.models.run_memory import (
-    GPU_TOKENS,
-    ModelSize,
-    RunMemory,
-    cache_tokens,
-    expected_share,
-    misfit,
-    run_memory,
-)
+from art_cli.models.run_memory import GPU_TOKENS, ModelSize, RunMemory, cache_tokens, expected_share, misfit, run_memory
 
 STEP = 1024  # contexts are multiples of this
 

@@ -75,12 +75,7 @@ class Sampler:
             for turn in trajectory.turns
         )
 
-    async def play(
-        self,
-        plans: Sequence[RolloutPlan],
-        on_finished: OnFinished,
-        progress: Progress,
-    ) -> None:
+    async def play(self, plans: Sequence[RolloutPlan], on_finished: OnFinished, progress: Progress) -> None:
         """Plays every plan; `on_finished` receives each finished trajectory.
 
         Raises EngineError on a permanent engine failure. Unfinished rollouts are dropped and stay owed.
@@ -174,10 +169,7 @@ def _gateway(
     config = loaded.config
     settings = config.rollout.sampling
     defaults = Sampling(
-        temperature=settings.temperature,
-        top_p=settings.top_p,
-        top_k=settings.top_k,
-        max_tokens=settings.max_tokens,
+        temperature=settings.temperature, top_p=settings.top_p, top_k=settings.top_k, max_tokens=settings.max_tokens
     )
     return Gateway(
         engine,

@@ -129,12 +129,7 @@ def _run(loaded: LoadedConfig, wanted: Path | None) -> RunDir:
 
 def _find_base(wanted: Path | None) -> PolicySource | None:
     """Returns the source for "base" or RUN/base, if `wanted` names either."""
-    if (
-        wanted is None
-        or wanted.name != BASE
-        or (wanted / "manifest.json").exists()
-        or RunDir(wanted).checkpoint_steps()
-    ):
+    if wanted is None or wanted.name != BASE or (wanted / MANIFEST).exists() or RunDir(wanted).checkpoint_steps():
         return None
     if wanted == Path(BASE):
         return PolicySource(None, 0, why="the base model, as named")

@@ -40,7 +40,7 @@ WAIT_S = 0.5  # interval of checks for another process's result
 
 
 class WarmUp:
-    """One warm-up, from `begin` to `finish`. Between calls it can be saved, and another process can continue it.
+    """One warm-up, from `begin` on. Between calls it can be saved, and another process can continue it.
 
     Call `acquire` first, which locks it against other processes, and `release` last.
     """
@@ -54,7 +54,7 @@ class WarmUp:
         self.run = RunDir(loaded.config.runs / HOME / self.digest)
         self.num_updates = self.num_done = self._num_at_begin = 0
         self.is_done = False
-        self._numbers: dict[str, float] = {}
+        self.metrics: dict[str, float] = {}
         self._lock = ExitStack()
         self._save_s = self._update_s = 0.0
 
@@ -81,7 +81,7 @@ class WarmUp:
         if newest is not None:
             path, manifest = newest
             self.is_done = not (path / SFT_DIRECTORY).is_dir()  # a finished warm-up keeps no sft state
-            self._numbers = dict(manifest.metrics)
+            self.metrics = dict(manifest.metrics)
             if self.is_done:
                 self.learner.end_sft()
                 log.info("sft: taken from %s, made before; remove that directory to make it anew", self.run.root)
@@ -100,7 +100,7 @@ class WarmUp:
         now = time.monotonic()
         self._update_s = (now - begin) / max(1, taken.num_updates - self.num_done)
         self._log_evaluation(taken)
-        self.num_done, self.is_done, self._numbers = taken.num_updates, taken.is_done, taken.numbers
+        self.num_done, self.is_done, self.metrics = taken.num_updates, taken.is_done, taken.numbers
         if progress is not None:
             progress(self.num_done, self.num_updates)
         elif now - self._logged >= LOG_EVERY_S or self.is_done:
@@ -115,13 +115,13 @@ class WarmUp:
     def _log_progress(self, now: float) -> None:
         left = (self.num_updates - self.num_done) * (now - self._began) / (self.num_done - self._num_at_begin)
         text = "sft: update %d of %d (%.0f %%)  loss %.3g  %.0f s left"
-        share, loss = 100 * self.num_done / self.num_updates, self._numbers["loss"]
+        share, loss = 100 * self.num_done / self.num_updates, self.metrics["loss"]
         log.info(text, self.num_done, self.num_updates, share, loss, 0.0 if self.is_done else left)
 
     def _log_evaluation(self, taken: SftProgress) -> None:
         """Logs a new evaluation loss, and the result of early stopping."""
         numbers = taken.numbers
-        if numbers.get("num_evaluations", 0) > self._numbers.get("num_evaluations", 0):
+        if numbers.get("num_evaluations", 0) > self.metrics.get("num_evaluations", 0):
             log.info("sft: update %d of %d  eval_loss %.4g", taken.num_updates, self.num_updates, numbers["eval_loss"])
         if taken.is_done and "best_update" in numbers:
             stop = "" if taken.num_updates >= self.num_updates else ", stopped early"
@@ -133,7 +133,7 @@ class WarmUp:
         begin, path = time.monotonic(), self.run.checkpoint_path(self.num_done)
         if self.num_done == 0:
             return
-        manifest = Manifest(step=self.num_done, base=self.base, config_hash=self.digest, metrics=self._numbers)
+        manifest = Manifest(step=self.num_done, base=self.base, config_hash=self.digest, metrics=self.metrics)
         with new_checkpoint(path, manifest) as directory:
             self.learner.save(directory)
         for step in self.run.checkpoint_steps():
@@ -141,11 +141,6 @@ class WarmUp:
                 remove(self.run.checkpoint_path(step))
         self._saved = time.monotonic()
         self._save_s = self._saved - begin
-
-    def finish(self) -> dict[str, float]:
-        """Returns the metrics of the whole warm-up, as recorded by the process that finished it."""
-        assert self.is_done, "take() until it is done"
-        return self._numbers
 
 
 def run_warm_up(
@@ -167,7 +162,7 @@ def run_warm_up(
                 warm_up.save()
                 return None
             warm_up.take(progress)
-        return warm_up.finish()
+        return warm_up.metrics
     finally:
         warm_up.release()
 

@@ -223,9 +223,7 @@ def find_run_fault(run: RunDir, history: History) -> Fault | None:
     sufficient. Metrics missing in older runs count as good.
     """
     updates = history.updates
-    num, num_failed, num_groups = (
-        round(_sum(updates, name)) for name in ("num_trajectories", "num_failed", "num_groups")
-    )
+    num, num_failed, num_groups = _counts(updates, "num_trajectories", "num_failed", "num_groups")
     failures = Failures(num_failed, num, ", ".join(failed_kinds(updates)), num_failed)
     is_called = any(update.metrics.get("turns", 1.0) for update in updates)
     if failures.is_all or not is_called:
@@ -353,16 +351,17 @@ def _sum(updates: Sequence[UpdateNumbers], name: str) -> float:
     return sum(update.metrics.get(name, 0.0) for update in updates)
 
 
+def _counts(updates: Sequence[UpdateNumbers], *names: str) -> list[int]:
+    return [round(_sum(updates, name)) for name in names]
+
+
 def _proofs(updates: Sequence[UpdateNumbers]) -> dict[str, int]:
     undecided = [update.metrics["probe_undecided"] for update in updates if "probe_undecided" in update.metrics]
     return {"proven": undecided.count(0.0), "undecided": undecided.count(1.0)} if undecided else {}
 
 
 def _rollouts(updates: Sequence[UpdateNumbers]) -> Rollouts:
-    num, num_failed, num_limited = (
-        round(_sum(updates, name)) for name in ("num_trajectories", "num_failed", "num_limited")
-    )
-    return Rollouts(num, num_failed, num_limited, failed_kinds(updates))
+    return Rollouts(*_counts(updates, "num_trajectories", "num_failed", "num_limited"), failed_kinds(updates))
 
 
 def _seconds(history: History) -> Seconds:
@@ -409,7 +408,7 @@ def _judge(updates: Sequence[UpdateNumbers]) -> JudgeCost | None:
     if usd is not None and not any("reflection_usd" in update.metrics for update in asked):
         # includes the costs of killed starts
         usd = max(usd, *(update.metrics.get("run_usd", 0.0) for update in updates))
-    return JudgeCost(round(_sum(asked, "judge_calls")), round(_sum(asked, "judge_tokens")), usd)
+    return JudgeCost(*_counts(asked, "judge_calls", "judge_tokens"), usd)
 
 
 def _gain(history: History, smoothed: Sequence[Point]) -> Gain | None:

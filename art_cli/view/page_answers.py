@@ -40,7 +40,7 @@ from art_cli.view.group_rows import (
     words_of,
 )
 from art_cli.view.index import Index, IndexedStep, Split
-from art_cli.view.records import LearnedNumbers, read_record, read_records
+from art_cli.view.records import learned_numbers, read_record, read_records
 from art_cli.view.rows import IndexRow, number_of
 from art_cli.view.segments import TokenTexts, find_tokenizer, show_turns
 from art_cli.view.sources import Sources, ViewSource
@@ -184,7 +184,6 @@ class Answers:
         self._has_chat = has_chat
         self._drawing = drawing
         self._tokenizers: dict[str, TokenTexts | None] = {}
-        self._learned = LearnedNumbers()
         self._numbers: dict[str, tuple[object, Json]] = {}
         self._labels: dict[Path, tuple[int, PersonLabels]] = {}  # scored file -> (size, labels)
         self._labelling = threading.Lock()
@@ -381,7 +380,7 @@ class Answers:
         ids = [each.id for each in group.rows] if group is not None else [row.id]
         place = ids.index(row.id) if row.id in ids else 0
         texts = self._texts(source) if record.turns else None
-        learned = self._learned.of(step.path_of(row).with_name("learned.jsonl"), row.id, within=step.root)
+        learned = learned_numbers(step.path_of(row).with_name("learned.jsonl"), row.id, within=step.root)
         return {
             "trajectory": {
                 name: value for name in _WITHOUT_TURNS if (value := getattr(record, name)) is not msgspec.UNSET

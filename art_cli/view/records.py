@@ -3,8 +3,9 @@
 Unreadable lines are shown as errors. The learner's numbers are in step_0003/learned.jsonl, one line per trajectory.
 """
 
-import threading
+import contextlib
 from collections.abc import Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -32,46 +33,27 @@ class _Named(msgspec.Struct):
 _NAMED = msgspec.json.Decoder(_Named)
 
 
-class LearnedNumbers:
-    """Lines of learned.jsonl by trajectory id, read on demand."""
-
-    def __init__(self) -> None:
-        self._places: dict[Path, tuple[int, dict[str, tuple[int, int]]]] = {}  # file -> (size, id -> (offset, length))
-        self._lock = threading.Lock()
-
-    def of(self, path: Path, trajectory: str, *, within: Path | None) -> Json:
-        """Returns a trajectory's line, or {}."""
-        try:
-            place = self._find(path, within).get(trajectory)
-            if place is None:
-                return {}
-            with open_file(path, within=within) as file:
-                file.seek(place[0])
-                found = decode(file.read(place[1]), _ANY)
-        except (OSError, ValueError, DataError):
+def learned_numbers(path: Path, trajectory: str, *, within: Path | None) -> Json:
+    """Returns a trajectory's line of learned.jsonl, or {}."""
+    try:
+        place = _places(path, path.stat().st_size, within).get(trajectory)
+        if place is None:
             return {}
-        return found if isinstance(found, dict) else {}
-
-    def _find(self, path: Path, within: Path | None) -> dict[str, tuple[int, int]]:
-        with self._lock:
-            if not path.is_file():
-                return {}
-            size = path.stat().st_size
-            known = self._places.get(path)
-            if known is None or known[0] != size:
-                if len(self._places) >= MAX_FILES:
-                    self._places.clear()
-                known = self._places[path] = (size, _places(path, within))
-            return known[1]
+        with open_file(path, within=within) as file:
+            file.seek(place[0])
+            found = decode(file.read(place[1]), _ANY)
+    except (OSError, ValueError, DataError):
+        return {}
+    return found if isinstance(found, dict) else {}
 
 
-def _places(path: Path, within: Path | None) -> dict[str, tuple[int, int]]:
+@lru_cache(MAX_FILES)
+def _places(path: Path, size: int, within: Path | None) -> dict[str, tuple[int, int]]:
+    """Returns id -> (offset, length) for the lines of a file, which is read again when its size changes."""
     found = {}
     for line in lines(path, within=within):
-        try:
+        with contextlib.suppress(ValueError):  # a torn or foreign line
             found[decode(line.data, _NAMED).id] = (line.offset, len(line.data))
-        except ValueError:  # torn or foreign line
-            continue
     return found
 
 

@@ -21,7 +21,7 @@ from art_cli.config.schema import EmbeddedEngineConfig, RunConfig, TorchLearnerC
 from art_cli.engines import make_engine
 from art_cli.engines.vllm.arguments import VllmFacts, find_vllm
 from art_cli.loop.decide import decide_by_base, decide_engine, describe
-from art_cli.loop.engine_choice import AutoChoice, Facts, Machine, choose, engine_facts
+from art_cli.loop.engine_choice import AutoChoice, Machine, choose_engine
 from art_cli.loop.record import claim_config
 from art_cli.models import loading, precision
 from art_cli.runs.run_dir import RunDir
@@ -98,10 +98,11 @@ def engine(project: Path, *overrides: str, machine: Machine) -> tuple[str, str]:
 
 def test_vllm_is_chosen_if_nothing_speaks_against_it() -> None:
     """A GPU comes first, then whether it fits the run, then whether it works here; only the last can be mended."""
-    assert choose(Facts(True, found="X 1.0")) == AutoChoice("vllm", "X 1.0 and a GPU are here")
-    assert choose(Facts(False, "odd", "X 1.0", "broken", cure="c")) == AutoChoice("embedded", "no GPU here")
-    assert choose(Facts(True, "it is odd", "X 1.0", "broken", cure="c")) == AutoChoice("embedded", "it is odd")
-    assert choose(Facts(True, "", "X 1.0", "broken", cure="c")) == AutoChoice("embedded", "broken", "c")
+    broken = MachineOf(facts=structs.replace(WORKS, version=None, error="broken"))
+    assert choose_engine(MachineOf()) == AutoChoice("vllm", f"vLLM {WORKS.version} and a GPU are here")
+    assert choose_engine(MachineOf(gpu=False), obstacle="it is odd") == AutoChoice("embedded", "no GPU here")
+    assert choose_engine(broken, obstacle="it is odd") == AutoChoice("embedded", "it is odd")
+    assert choose_engine(broken).is_broken and choose_engine(broken).cure == "pip install 'art-cli[vllm]'"
 
 
 def test_a_gpu_without_bfloat16_gets_the_embedded_engine(project: Path) -> None:
@@ -164,7 +165,7 @@ def test_four_bits_need_the_plugin_and_its_absence_has_one_command_as_cure(proje
     without, four = MachineOf(facts=UNQUANTIZED), "model.quantize=4bit"
     name, reason = engine(project, four, machine=without)
     assert name == "embedded" and reason.endswith("cannot serve model.quantize=4bit: vllm-bnb-plugin is missing")
-    assert engine_facts(without, quantize="4bit").cure == "/venv/python -m pip install vllm-bnb-plugin"
+    assert choose_engine(without, quantize="4bit").cure == "/venv/python -m pip install vllm-bnb-plugin"
     assert engine(project, four, machine=MachineOf())[0] == engine(project, machine=without)[0] == "vllm"
 
 
@@ -441,7 +442,7 @@ def test_a_real_vllm_says_what_it_serves_and_that_it_sees_no_gpu() -> None:
     assert facts.error is None and facts.version
     assert "Qwen3ForCausalLM" in facts.architectures and "OddForCausalLM" not in facts.architectures
     if not facts.gpus:
-        problem = engine_facts(MachineOf(facts=facts), python=PYTHON).problem
+        problem = choose_engine(MachineOf(facts=facts), python=PYTHON).reason
         assert problem == f"torch {facts.torch} of {PYTHON} sees no GPU"
 
 

@@ -82,10 +82,12 @@ class RunPanel:
         done = updates[-1].number if updates else 0
         rows = [("step", f"{min(done + 1, self.num_steps)} of {self.num_steps}"), ("now", self._now())]
         rows += [("reward", self._reward(width, bars)), ("time", self._time()), ("eval", self._evaluated())]
-        if updates and (share := updates[-1].get("no_signal_share")) is not None:
-            rows.append(("signal", f"none in {share:.0%} of the groups"))
-        rows += [("shadow", self._shadow())]
-        rows += [("failed", self._failed()), ("cost", self._cost()), ("speed", self._speed())]
+        rows += [
+            ("signal", self._newest("no_signal_share", "none in {:.0%} of the groups")),
+            ("shadow", self._shadow()),
+        ]
+        rows += [("failed", self._failed()), ("cost", self._newest("run_usd", "${:,.4f} for the judge so far"))]
+        rows += [("speed", self._newest("sample_tokens_per_s", "{:,.0f} tokens/s sampled"))]
         return [(label, text) for label, text in rows if text]
 
     def _now(self) -> str:
@@ -124,13 +126,10 @@ class RunPanel:
             return ""
         return f"{failed.num} of {failed.num_played}" + (f", mostly {failed.cause}" if failed.num else "")
 
-    def _speed(self) -> str:
-        speed = self.history.updates[-1].get("sample_tokens_per_s") if self.history.updates else None
-        return "" if speed is None else f"{speed:,.0f} tokens/s sampled"
-
-    def _cost(self) -> str:
-        usd = self.history.updates[-1].get("run_usd") if self.history.updates else None
-        return "" if usd is None else f"${usd:,.4f} for the judge so far"
+    def _newest(self, name: str, text: str) -> str:
+        """Returns the text with the newest step's metric, or "" if it is missing."""
+        value = self.history.updates[-1].get(name) if self.history.updates else None
+        return "" if value is None else text.format(value)
 
     def _time(self) -> str:
         clocks = [each.metrics["run_s"] for each in self.history.updates if "run_s" in each.metrics]
