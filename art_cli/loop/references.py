@@ -8,7 +8,6 @@ import ast
 import contextlib
 import errno
 import importlib.util
-import ipaddress
 import json
 import os
 import re
@@ -55,7 +54,7 @@ ALL = (
 )
 OF_SOURCES = ("rollout", "judge", "eval")  # sections that a source may override
 HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?", re.ASCII)
-HOST = re.compile(r"(?=.{0,253}\Z)[A-Za-z0-9_]([A-Za-z0-9_.-]*[A-Za-z0-9])?")
+HOST = re.compile(r"[\w.:-]{0,253}", re.ASCII)  # an address or a host name; "" means all addresses of this machine
 LOOKUP_TIMEOUT_S = 3.0  # longest wait for a host name lookup
 MAX_HEADER = 64 * 1024 * 1024  # largest safetensors header in bytes; a model of a thousand layers has a few MiB
 
@@ -163,18 +162,29 @@ def _cluster(cluster: RayClusterConfig) -> Iterator[Wrong]:
 
 def _gateway(loaded: LoadedConfig) -> Iterator[Wrong]:
     host, port = loaded.config.gateway.host, loaded.config.gateway.port
-    if not _is_address(host) and not HOST.fullmatch(host):
+    if not HOST.fullmatch(host):
         yield Wrong("gateway.host", f"{host!r} is not an address or host name; usually 127.0.0.1")
         return
-    error = _bind(host, port)
-    if error is not None and error.errno == errno.EADDRINUSE:
-        message = f"cannot listen on {host}:{port}: the port is in use; choose another port, or 0 for any free one"
-        raise EngineError(message)
-    if error is not None and error.errno == errno.EACCES:
-        yield Wrong("gateway.port", f"cannot listen on {host}:{port}: {error.strerror}; 0 takes any free port")
-    elif error is not None:
-        reason = error.strerror or str(error)
-        yield Wrong("gateway.host", f"cannot listen on {host!r}: {reason}; usually 127.0.0.1")
+    try:
+        start_in_thread(_listen, host, port).result(LOOKUP_TIMEOUT_S)
+    except (TimeoutError, ValueError):  # ValueError: the host name cannot be encoded
+        yield Wrong("gateway.host", f"cannot listen on {host!r}: the name could not be looked up; usually 127.0.0.1")
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            cure = "choose another port, or 0 for any free one"
+            raise EngineError(f"cannot listen on {host}:{port}: the port is in use; {cure}") from None
+        if error.errno == errno.EACCES:
+            yield Wrong("gateway.port", f"cannot listen on {host}:{port}: {error.strerror}; 0 takes any free port")
+        else:
+            yield Wrong("gateway.host", f"cannot listen on {host!r}: {error.strerror or error}; usually 127.0.0.1")
+
+
+def _listen(host: str, port: int) -> None:
+    """Listens on the address for a moment. Raises OSError; a host name lookup may take long."""
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM) as listener:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((host, port))
+        listener.listen(1)
 
 
 def _engine(loaded: LoadedConfig) -> Iterator[Wrong]:
@@ -419,34 +429,6 @@ def _url(key: str, url: str) -> Iterator[Wrong]:
         is_good = False
     if not is_good or any(letter.isspace() for letter in url):
         yield Wrong(key, f"{url[:100]!r} is no address; expected one such as http://127.0.0.1:8000/v1")
-
-
-def _is_address(host: str) -> bool:
-    try:
-        ipaddress.ip_address(host)
-    except ValueError:
-        return host == ""  # "" means all addresses of this machine
-    return True
-
-
-def _bind(host: str, port: int) -> OSError | None:
-    """Returns the error of listening on the address, if any. Host names are looked up with a deadline."""
-
-    def bind() -> OSError | None:
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        try:
-            with socket.socket(family, socket.SOCK_STREAM) as listener:
-                listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-                listener.bind((host, port))
-                listener.listen(1)
-        except OSError as error:
-            return error
-        return None
-
-    try:
-        return start_in_thread(bind).result(LOOKUP_TIMEOUT_S)
-    except (TimeoutError, ValueError):  # ValueError: the host name cannot be encoded
-        return OSError(errno.ETIMEDOUT, "the name could not be looked up")
 
 
 # --- the base model ---------------------------------------------------------------------------------------------------
