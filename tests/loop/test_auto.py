@@ -161,7 +161,7 @@ def test_what_the_machine_lacks_is_the_reason(project: Path, machine: MachineOf,
 
 
 def test_four_bits_need_the_plugin_and_its_absence_has_one_command_as_cure(project: Path) -> None:
-    """vLLM 0.32 has no bitsandbytes of its own; without the plug-in its server ends while it starts."""
+    """vLLM 0.32 does not include bitsandbytes; without the plug-in its server crashes at the start."""
     without, four = MachineOf(facts=UNQUANTIZED), "model.quantize=4bit"
     name, reason = engine(project, four, machine=without)
     assert name == "embedded" and reason.endswith("cannot serve model.quantize=4bit: vllm-bnb-plugin is missing")
@@ -298,8 +298,10 @@ def test_a_run_says_what_it_is_first_and_in_its_configuration_and_resumes(art: A
 
 @pytest.mark.slow
 def test_the_same_machine_gives_the_same_file_and_another_one_goes_on(project: Path) -> None:
-    """Moved from a machine with vLLM to one without, the run samples with another engine; what is trained is the same.
-    A change of what is trained is still refused."""
+    """On a machine without vLLM, the run samples with a different engine; the training is the same.
+
+    A change of what is trained is still refused.
+    """
     run = RunDir(project / "runs")
     claim_config(run, decide_engine(load(project), MachineOf(modules=("vllm",))))
     before = run.config_path.read_text()

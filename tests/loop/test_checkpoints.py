@@ -1,4 +1,4 @@
-"""`art checkpoints`: what a run has, what is kept, and runs made from checkpoints and adapters."""
+"""`art checkpoints`: lists and prunes checkpoints, and makes runs from checkpoints and adapters."""
 
 import asyncio
 import json
@@ -89,7 +89,7 @@ def test_prune_removes_nothing_where_nothing_is_valid_or_training_runs(tmp_path:
 
 @pytest.mark.slow
 def test_a_fork_begins_where_the_checkpoint_stands_and_trains_on(art: Art, tmp_path: Path) -> None:
-    """From step 1 of 2, with another learning rate: step 1's adapter bit for bit, then a step 2 of its own."""
+    """From step 1 of 2, with a different learning rate: step 1's adapter is equal bit for bit, step 2 differs."""
     settings = [f"runs={tmp_path}", "train.steps=2", "eval.every=1", "rollout.groups_per_step=1"]
     asyncio.run(train(load_config(CONFIG, settings)))
     old, new = RunDir(tmp_path / "letters"), RunDir(tmp_path / "again")
@@ -138,7 +138,7 @@ def test_an_imported_adapter_is_the_run_it_trains_on_from(art: Art, tmp_path: Pa
 
 @pytest.mark.slow
 def test_a_checkpoint_of_whole_weights_is_imported(tmp_path: Path) -> None:
-    """Step 0 of the new run has the weights of the old one's step 1, and is trained on from there."""
+    """Step 0 of the new run has the weights of the old run's step 1, and training continues there."""
     whole = ["model.lora=null", "eval=null", "train.steps=1", f"runs={tmp_path}"]
     asyncio.run(train(load_config(CONFIG, [*whole, "name=first"])))
     source = RunDir(tmp_path / "first").checkpoint_path(1)
@@ -260,7 +260,7 @@ def test_a_damaged_best_checkpoint_gives_way_to_the_next_best(tmp_path: Path) ->
 def test_a_checkpoint_with_an_added_file_is_neither_removed_nor_put_aside(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """It may be whole: the user removes the file, and training goes on from it."""
+    """It may be complete: the user removes the file, and training continues from it."""
     run = make_run(tmp_path / "mine", (0, 1, 2, 3, 4))
     (run.checkpoint_path(4) / "model.onnx").write_text("a converter's")
     flip(run.checkpoint_path(3) / ADAPTER)
@@ -331,7 +331,7 @@ def test_a_relative_base_is_looked_up_beside_the_checkpoint_alone(
 
 
 def test_a_checkpoint_in_the_making_is_none(tmp_path: Path) -> None:
-    """What a killed writer left beside its place has a leading dot and a random name."""
+    """A killed writer leaves files with a leading dot and a random name."""
     run = make_run(tmp_path / "mine", (1,))
     shutil.copytree(run.checkpoint_path(1), run.checkpoints / ".step_0009.abcd.tmp")
     add_checkpoint(run, 2)
@@ -344,7 +344,7 @@ def test_a_checkpoint_in_the_making_is_none(tmp_path: Path) -> None:
         ([0, 1, 2, 3, 4], {1: 0.5, 4: 0.2}, 2, {2}),  # 0 is the start, 1 the best, 3 and 4 the newest
         ([0, 1, 2, 3], {}, 1, {1, 2}),
         ([0, 1, 2, 3], {2: 0.5, 3: 0.5}, 1, {1, 2}),  # of equals the latest
-        ([1, 2, 3], {0: 0.9, 1: 0.1}, 1, {2}),  # the best of those that are there
+        ([1, 2, 3], {0: 0.9, 1: 0.1}, 1, {2}),  # the best existing checkpoint
         ([0], {}, 3, set()),
         ([], {}, 3, set()),
     ],

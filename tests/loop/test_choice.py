@@ -1,4 +1,4 @@
-"""The scenarios of a step from the run's files: what is written, what is read, and what a resumed run chooses."""
+"""A step's scenarios, chosen from the run's files: writing, reading, and the same choice after resuming."""
 
 import asyncio
 import shutil

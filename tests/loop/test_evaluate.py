@@ -51,7 +51,7 @@ def played(scenario: str, own: float | None, error: str | None = None, **metrics
 
 
 async def test_a_file_of_another_step_or_of_other_scenarios_does_not_count(tmp_path: Path) -> None:
-    """Attempts at step 4, then the same file at step 8, then without its first scenario, then by other weights."""
+    """Attempts at step 4, then the same file at step 8, with a scenario removed, and with other weights."""
     path, rewards = tmp_path / "out.jsonl", {4: 0.0, 8: 1.0}
     others = set[str]()
 
@@ -244,7 +244,7 @@ async def test_a_judge_on_one_scale_gives_rewards_and_one_that_compares_shares_o
 
 
 def test_policies_are_compared_in_the_order_of_the_options() -> None:
-    """The gate is on the last one, whichever it is; without an order the endpoints come last."""
+    """The gate applies to the last policy; by default the endpoints come last."""
     loaded = load_config(LETTERS / "config.yaml", [])
     given: Any = [Path("base")], ["m@http://a/v1", "n@http://b/v1"]
     order = ["--endpoint", "--checkpoint", "--endpoint"]
@@ -256,7 +256,7 @@ def test_policies_are_compared_in_the_order_of_the_options() -> None:
     "given", [([Path("base")] * 2, []), ([], ["m@http://a/v1"] * 3)], ids=["checkpoint", "endpoint"]
 )
 def test_a_policy_that_is_named_twice_is_refused(given: Any) -> None:
-    """Whichever place it were given, the gate could be on another policy than the one that stands last."""
+    """At any position, the gate might apply to a policy other than the last."""
     with pytest.raises(UsageError, match="is named twice"):
         find_players(load_config(LETTERS / "config.yaml", []), *given)
 

@@ -1,4 +1,4 @@
-"""A run that gets worse says so while it trains, and what it records is what a report needs."""
+"""A run that gets worse warns during training, and records the data for a report."""
 
 import asyncio
 from pathlib import Path

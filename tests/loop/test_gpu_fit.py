@@ -1,4 +1,4 @@
-"""What the memory of a GPU decides: checkpointing, the context, vLLM's share, and what does not fit."""
+"""Decisions by GPU memory: checkpointing, context, vLLM's share, and misfits."""
 
 import json
 from pathlib import Path
@@ -94,7 +94,7 @@ def test_a_context_that_art_chose_is_recorded_and_kept_on_a_larger_gpu(
     assert first.config.model.max_length == 22 * 1024 and "22.0 GiB" in first.auto["max_length"]
     run = RunDir(project / "runs" / "r")
     claim_config(run, first)
-    run.checkpoint_path(2).mkdir(parents=True)  # before its first update a run takes another context
+    run.checkpoint_path(2).mkdir(parents=True)  # a run without updates accepts a new context
     opened = load_config(project / "config.yaml", SERVED)
     assert not find_clash(run, opened), "what is open is no difference"
     followed = follow(opened, run)
@@ -109,7 +109,7 @@ def test_a_context_that_art_chose_is_recorded_and_kept_on_a_larger_gpu(
 def test_a_context_that_the_user_wrote_or_that_was_open_before_is_not_taken_from_the_record(project: Path) -> None:
     run = RunDir(project / "runs" / "r")
     claim_config(run, decided(project, *SERVED, "model.max_length=512"))
-    run.checkpoint_path(2).mkdir(parents=True)  # before its first update a run takes another context
+    run.checkpoint_path(2).mkdir(parents=True)  # a run without updates accepts a new context
     opened = load_config(project / "config.yaml", SERVED)
     assert follow(opened, run).config.model.max_length is None
     assert "model.max_length: 512 -> null" in find_clash(run, opened)

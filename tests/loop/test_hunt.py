@@ -1,4 +1,4 @@
-"""`art hunt` finds what was planted, and nothing where nothing was."""
+"""`art hunt` finds planted exploits, and no others."""
 
 import json
 import signal

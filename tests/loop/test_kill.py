@@ -30,7 +30,7 @@ from tests.support.processes import forked
 
 ADAPTER = "adapter_model.safetensors"
 STEPS = 8
-# Kills at random instants: few by default, and as many as one likes to hunt for a rare one.
+# Kills at random instants; few by default, many to find rare bugs.
 KILLS = int(os.environ.get("ART_TEST_KILLS", "8"))
 # One rollout at a time, so that what is sampled does not depend on which others happened to share a forward pass.
 SETTINGS = [f"train.steps={STEPS}", "train.keep_checkpoints=99", "rollout.concurrency=1", "eval=null"]
@@ -70,7 +70,7 @@ def finished_lines(root: Path) -> set[str]:
 
 
 def wait_for_work(child: forked.Forked, root: Path) -> None:
-    """Until the run has finished another attempt, or has ended."""
+    """Waits until the run finishes another attempt or ends."""
     before = finished_lines(root)
     while finished_lines(root) == before and status_of(child, 0.01) is None:
         pass
@@ -107,8 +107,8 @@ def check_record(root: Path) -> None:
 def test_a_run_killed_at_random_instants_loses_nothing_and_trains_on_nothing_twice(
     tmp_path: Path, trainer: Trainer
 ) -> None:
-    """Kills come 0.3 to 1.5 s after each start, or after it finished an attempt, wherever that is: loading, sampling,
-    judging, training, writing.
+    """Kills come 0.3 to 1.5 s after each start or after a finished attempt, during loading, sampling, judging, training
+    or writing.
 
     After every kill each trajectory that stood on disk still stands there at the end. Each step's adapter is, bit for
     bit, what one update of the checkpoint before it on that step's scored groups gives: no group counted twice or not
@@ -183,8 +183,8 @@ def test_a_run_that_refills_replays_and_adapts_makes_the_same_choices_after_kill
 
     Rewards are 0 or 1, so that many groups say nothing.
 
-    Every step's own groups are the shortest beginning of its scenarios with enough signal, each attempt played once,
-    and its adapter is what one update on them and on the groups that it replays gives, bit for bit.
+    Each step has the minimal number of groups with enough signal, plays each attempt once, and its adapter equals an
+    update on its own and replayed groups, bit for bit.
     """
     choosing = ["rollout.entry=rollout.py:coarse", "rollout.refill=1.0", "rollout.choose=adaptive"]
     settings = [f"runs={tmp_path}", *SETTINGS, *choosing, "+rollout.replay.share=0.3", "loss.off_policy.name=truncate"]
@@ -230,9 +230,9 @@ def test_a_run_that_refills_replays_and_adapts_makes_the_same_choices_after_kill
 def test_an_older_checkpoint_takes_over_when_the_newest_is_damaged_and_the_steps_come_out_the_same(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The step is trained again from its trajectories, which are all there: nothing is played, the bytes are equal.
+    """The step is trained again from its existing trajectories, with equal bytes.
 
-    A later checkpoint that is damaged, too, is set aside, so that the new one is kept as the newest.
+    Later damaged checkpoints are set aside, so the new checkpoint is the newest.
     """
     overrides = [f"runs={tmp_path}", "train.keep_checkpoints=1", "eval=null"]
     loaded = load_config(LETTERS / "config.yaml", [*overrides, "train.keep_checkpoints=9"])
@@ -256,7 +256,7 @@ def test_an_older_checkpoint_takes_over_when_the_newest_is_damaged_and_the_steps
 
 @pytest.mark.slow
 def test_what_a_lost_policy_played_is_not_trained_on_and_its_evaluation_is_done_again(tmp_path: Path) -> None:
-    """The newest checkpoints are lost and the learning rate is another one, so that the steps after them differ."""
+    """The newest checkpoints are lost and the learning rate is different, so later steps differ."""
     settings = [f"runs={tmp_path}", "train.steps=3", "train.keep_checkpoints=9", "eval.every=1"]
     asyncio.run(train(load_config(LETTERS / "config.yaml", settings)))
     files = RunDir(tmp_path / "letters")

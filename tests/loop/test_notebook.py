@@ -31,7 +31,7 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def follow_page(project: Path) -> None:
-    """Runs the page's examples one after the other, as a notebook would, and looks at what they left."""
+    """Runs the page's examples in order, like a notebook, and checks their results."""
     names: dict[str, object] = {}
     for example in EXAMPLES:
         exec(example, names)
@@ -94,7 +94,7 @@ async def test_an_interrupted_notebook_lets_the_work_go_and_waits_for_it(monkeyp
 
 @pytest.mark.slow
 def test_the_run_keeps_its_log_without_secrets(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also where nobody has set logging up. Each start adds to it, and the failure that ends one stands in it."""
+    """Also where nobody has set logging up. Each start appends to it, including a final failure."""
     monkeypatch.setenv("MY_API_KEY", "sk-quite-secret")
     (project / "rollout.py").write_text(
         "import logging\n"

@@ -50,7 +50,7 @@ def fired(rule: dict[str, Any], history: History, pauses: dict[str, tuple[int, f
 
 @pytest.fixture
 def parted(project: Path) -> tuple[Path, str]:
-    """The project of a run that paused, and what it said. From step 13 on the anchor is noise."""
+    """The project of a paused run, and its output. From step 13 on the anchor is noise."""
     start(project, f"train.steps={ONSET - 1}", level="0.5 0.1")
     with pytest.raises(Paused) as found:
         start(project, "stop=[{parts_from: truth}]", level="0.5 0.2")

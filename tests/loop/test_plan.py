@@ -1,4 +1,4 @@
-"""`art plan`: doubts that were planted, a run that is the same after it, a promise beside what happened."""
+"""`art plan`: planted doubts, an unchanged run afterwards, and the promise compared with the outcome."""
 
 import asyncio
 import json
@@ -140,8 +140,8 @@ def test_a_correlation_of_chance_is_significant_as_often_as_its_p_value_says() -
 
 @pytest.mark.slow
 def test_a_run_after_a_plan_is_the_run_without_one_bit_for_bit(tmp_path: Path) -> None:
-    """One attempt at a time and no evaluation before the first step, because what the engine samples together, and the
-    prompts that it has seen before, change the last bits of its logprobs."""
+    """One attempt at a time and no initial evaluation, because batching and cached prompts change the last bits of
+    logprobs."""
     alone = (RATE, "rollout.concurrency=1", "eval=null", "train.steps=3")
     plain = trained(tmp_path / "plain", *alone, project=LETTERS)
     promise = planned(tmp_path / "planned", *alone, project=LETTERS)
@@ -360,7 +360,7 @@ def test_prompts_that_an_evaluation_does_not_share_add_to_it_whatever_the_length
 
 
 class Answering:
-    """An engine that takes a fifth of a second for all prompts at once, or that answers none."""
+    """An engine that takes a fifth of a second for all prompts together, or never answers."""
 
     def __init__(self, failure: Exception | None = None) -> None:
         self.asked, self.failure = list[Any](), failure
@@ -383,7 +383,7 @@ def asked_groups(*prompts: list[int]) -> list[list[ScoredTrajectory]]:
 
 
 async def test_the_part_of_a_prompt_that_a_group_shares_takes_its_share_of_the_time() -> None:
-    """4 prompts of 8 tokens, of which all begin with the same 2: a quarter of three quarters of a fifth of a second."""
+    """4 prompts of 8 tokens, 2 of them common to all: a quarter of three quarters of a fifth of a second."""
     engine: Any = Answering()
     assert 0.037 < await shared_prompt_s(engine, asked_groups(*([7, 7, *[n] * 6] for n in range(4)))) < 0.2
     assert engine.asked == [[*[n] * 6, 7, 7] for n in range(4)], "no prompt is one that the engine has had"
@@ -436,7 +436,7 @@ def test_a_budget_buys_steps_at_the_upper_end_and_nothing_without_a_price() -> N
 
 
 def test_loading_before_the_first_call_is_no_part_of_sampling_and_an_agents_own_work_is() -> None:
-    """Three attempts wait 4 s for what is loaded; the fourth begins later and works for 1 s before it calls."""
+    """Three attempts wait 4 s for loading; attempt 4 starts later and works for 1 s before its call."""
     times = [(0.0, 4.0), (0.0, 4.1), (1.0, 3.2), (6.0, 1.0)]
     played = [
         Trajectory(id=str(i), group_id="g", group_size=4, index=i, started_at=begin, spans=[(wait, wait + 1), (9, 10)])

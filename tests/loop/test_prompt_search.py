@@ -62,7 +62,7 @@ def asked_of(server: ChatServer, model: str) -> list[Json]:
 
 @pytest.mark.slow
 def test_an_endpoint_that_cannot_be_trained_gets_a_better_prompt(tmp_path: Path, server: ChatServer) -> None:
-    """Held-out tickets are of the same kinds with other words. Every kept text is one that the reflector wrote."""
+    """Held-out tickets are of the same kinds with other words. Every kept text was written by the reflector."""
     settings = [*of_followers(server), f"runs={tmp_path}", "train.keep_checkpoints=99"]
     assert f"art serve {tmp_path / 'prompted'} --trust\n" in art("train", CONFIG, *settings)
     files = RunDir(tmp_path / "prompted")
@@ -126,7 +126,7 @@ def test_attempts_have_the_prompt_of_their_side_and_the_judge_sees_neither(tmp_p
 
 @pytest.mark.slow
 def test_one_prompt_for_two_agents_whose_scenarios_have_the_same_ids(tmp_path: Path, server: ChatServer) -> None:
-    """The rewards of one agent's scenarios are not mixed with those of the other's. Its evaluation is of each alone."""
+    """The agents' rewards are kept separate. Its evaluation is of each alone."""
     sources = "{desk: {entry: 'rollout.py:rollout', scenarios: 'rollout.py:tickets', weight: 2}, "
     sources += "echo: {entry: 'rollout.py:echo', scenarios: 'rollout.py:tickets'}}"
     removed = ["~rollout.entry", "~rollout.scenarios", f"+rollout.sources={sources}"]
@@ -196,7 +196,7 @@ def test_a_prompt_is_evaluated_beside_the_model_without_one(searched: tuple[Chat
 def test_a_prompt_for_an_endpoint_plays_there_beside_weights_of_this_machine(
     searched: tuple[ChatServer, Path],
 ) -> None:
-    """The endpoint is that of the prompt's run, which gets calls and their key only if the run is trusted."""
+    """The endpoint comes from the prompt's run; it gets calls and the key only if the run is trusted."""
     server, run = searched
     own = ["learner=torch", "engine=embedded", f"model.base={LETTERS}/build.py:build", "rollout.sampling.max_tokens=4"]
     words = ["eval", CONFIG, *own, f"runs={run.parent}", "--checkpoint", "base", "--checkpoint", run, "--json"]
@@ -292,7 +292,7 @@ def test_a_command_that_needs_weights_says_so_in_one_line(
 
 @pytest.mark.slow
 def test_a_reflector_that_never_answers_usefully_ends_no_run(tmp_path: Path) -> None:
-    """Empty texts, texts above the limit and refusals: each round goes on with the prompt that there is."""
+    """Empty texts, long texts and refusals: each round keeps the current prompt."""
     answers = ["```\n```", "```\n" + "x" * 20_001 + "\n```", (400, {"error": {"message": "no"}}), "```\n \n```"]
 
     def answer(body: Json, number: int) -> str | tuple[int, Json]:
@@ -309,7 +309,7 @@ def test_a_reflector_that_never_answers_usefully_ends_no_run(tmp_path: Path) -> 
 
 @pytest.mark.slow
 def test_a_wrong_key_stops_the_run_before_more_is_paid(tmp_path: Path) -> None:
-    """Nothing of the step is lost: its attempts are on the disk, and the next start goes on with them."""
+    """The step's attempts are on disk, and the next start uses them."""
 
     def answer(body: Json, number: int) -> str | tuple[int, Json]:
         return (401, {"error": {"message": "no such key"}}) if body["model"] == "reflector" else "no"

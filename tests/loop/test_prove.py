@@ -1,4 +1,4 @@
-"""`art prove`: every byte of a run is in its chain, and its updates can be taken again."""
+"""`art prove`: the chain covers every byte of a run, and updates can be repeated."""
 
 import asyncio
 import json
@@ -40,7 +40,7 @@ SETTINGS = ["eval.every=1"]
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> RunDir:
-    """A run of two steps, gone on with after the first one."""
+    """A run of two steps, resumed after step 1."""
     runs = tmp_path_factory.mktemp("runs")
     for steps in (1, 2):
         root = asyncio.run(train(load_config(CONFIG, [f"runs={runs}", f"train.steps={steps}", *SETTINGS]))).root
@@ -134,7 +134,7 @@ def truncated(run: RunDir, size: int, lines: list[bytes]) -> list[Link]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("num_lines", [5, 6])  # the last line is that of a checkpoint, or of the end of a training
+@pytest.mark.parametrize("num_lines", [5, 6])  # the last line belongs to a checkpoint or to the end of training
 def test_a_link_that_a_kill_tore_at_any_byte_is_a_flaw_until_the_run_goes_on(run: RunDir, num_lines: int) -> None:
     lines = (run.root / NAME).read_bytes().splitlines(keepends=True)[:num_lines]
     whole, manifest = [msgspec.json.decode(line, type=Link) for line in lines], read_manifest(run.checkpoint_path(2))
@@ -172,7 +172,7 @@ def test_a_finished_run_that_is_asked_for_again_with_another_setting_is_proven(r
 
 
 def test_a_checkpoint_in_the_place_of_another_is_found(run: RunDir) -> None:
-    """Its own hashes fit, because it is whole; the chain says that another one was made there."""
+    """Its hashes fit, because it is complete, but the chain lists a different checkpoint."""
     path = run.checkpoint_path(2)
     manifest = msgspec.structs.replace(read_manifest(run.checkpoint_path(1)), step=2)
     shutil.rmtree(path)
@@ -193,7 +193,7 @@ def test_a_chain_of_a_stranger_reads_nothing_but_the_run(run: RunDir, name: str)
 
 @pytest.mark.slow
 def test_each_policy_computed_again_from_base_and_seed_has_the_same_bytes(run: RunDir) -> None:
-    """Also that of a checkpoint which was pruned, because no weights of the run are loaded."""
+    """This includes pruned checkpoints, because the run's weights are not loaded."""
     assert [(each.step, each.changed, each.gap) for each in replayed(run)] == [(0, [], 0), (1, [], 0), (2, [], 0)]
     shutil.rmtree(run.checkpoint_path(0))
     shutil.rmtree(run.checkpoint_path(1))
@@ -203,7 +203,7 @@ def test_each_policy_computed_again_from_base_and_seed_has_the_same_bytes(run: R
 @pytest.mark.slow
 @pytest.mark.parametrize("setting", ["learner.micro_batch_tokens=64"])
 def test_sums_in_another_order_are_far_within_the_bound(run: RunDir, setting: str) -> None:
-    """As on another machine: other bytes. Where a checkpoint was pruned, nothing is known of them."""
+    """As on another machine: other bytes. Pruned checkpoints cannot be compared."""
     shutil.rmtree(run.checkpoint_path(1))
     first, pruned, last = replayed(run, setting)
     assert first.changed == [] and "adapter_model.safetensors" in last.changed
@@ -211,7 +211,7 @@ def test_sums_in_another_order_are_far_within_the_bound(run: RunDir, setting: st
 
 
 def test_a_run_that_went_on_with_another_rate_is_refused_in_words(run: RunDir) -> None:
-    """Its updates were made with several rates, and a replay has one."""
+    """Its updates used several rates, but a replay uses a single rate."""
     settings = ["train.steps=3", "train.learning_rate=1e-3"]
     asyncio.run(train(load_config(CONFIG, [f"runs={run.root.parent}", *SETTINGS, *settings])))
     assert flaws(run) == []
@@ -223,7 +223,7 @@ def test_a_run_that_went_on_with_another_rate_is_refused_in_words(run: RunDir) -
 
 @pytest.mark.slow
 def test_an_update_from_other_rewards_gives_other_weights(run: RunDir) -> None:
-    """And a further group, which `art plan` played when a step had more of them, gives the same."""
+    """Additional groups played by `art plan` make no difference."""
     path, scored = run.scored_path(0), run.scored(0)
     further = [msgspec.structs.replace(each, group_id="s0000-g0003", reward=float(each.index)) for each in scored[:4]]
     write_lines(path, [*scored, *further])
@@ -237,7 +237,7 @@ def test_an_update_from_other_rewards_gives_other_weights(run: RunDir) -> None:
 
 @pytest.mark.parametrize("damage", ["no config", "record", "another config", "torn", "scored"])
 def test_a_replay_that_cannot_begin_is_one_line(run: RunDir, damage: str) -> None:
-    """Flaws come first, so that nothing is computed of a run which is not what its chain says."""
+    """Flaws are reported before computing, so a run that contradicts its chain is not replayed."""
     config, settings, says, code = CONFIG, list(SETTINGS), f"error: {run.root}: its chain does not prove ", 1
     match damage:
         case "no config":
@@ -262,7 +262,7 @@ def test_a_replay_that_cannot_begin_is_one_line(run: RunDir, damage: str) -> Non
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["metrics.jsonl", "step_0002/eval.jsonl"])
 def test_training_that_goes_on_launders_no_changed_evaluation(run: RunDir, name: str) -> None:
-    """S2: the flaw stays, because a later link may not name other bytes of what an earlier one named."""
+    """S2: the flaw persists, because later links must name the same bytes as earlier links."""
     path = run.root / name
     path.write_text(path.read_text().replace("e", "o", 1) if name == METRICS else path.read_text().replace("a", "b", 1))
     found = [(flaw.place, flaw.what) for flaw in flaws(run)]

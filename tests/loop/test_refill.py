@@ -54,7 +54,7 @@ def score(trajectories: Sequence[Trajectory]) -> dict[str, list[ScoredTrajectory
 
 
 def shortest(tells: Sequence[bool], wanted: int) -> int:
-    """The length of the shortest beginning with `wanted` groups that tell; all of it where there are too few."""
+    """Returns the length of the shortest prefix with `wanted` informative groups, or the full length."""
     return next((num for num in range(wanted, len(tells)) if sum(tells[:num]) >= wanted), len(tells))
 
 
@@ -68,7 +68,7 @@ def test_a_step_plays_the_shortest_beginning_with_enough_signal_also_after_kills
 ) -> None:
     """Property: neither the waves nor where a start was killed change which groups the step has.
 
-    A kill leaves any part of a wave's trajectories behind; what was finished is part of the step.
+    A kill may leave any part of a wave; finished trajectories belong to the step.
     """
     finished: list[Trajectory] = []
     while True:
@@ -127,7 +127,7 @@ def test_without_a_budget_nothing_is_refilled_and_no_number_is_added() -> None:
 
 
 def test_a_group_that_the_judge_left_unscored_is_refilled_and_kept_when_it_is_scored_later() -> None:
-    """The second start scores it, so that fewer would be enough; what the first one played still counts."""
+    """The second start scores it, so fewer groups would suffice; groups from the previous start still count."""
     tells = 8 * [True]
     first = step_groups(CONFIG, 0, scenarios(tells), [])
     first.done += map(play, first.next({}))
@@ -169,7 +169,7 @@ class Killed(Exception):
 
 
 class DyingSampler:
-    """Plays in order, without a model, and dies when its life of `left` trajectories is over."""
+    """Plays in order, without a model, and dies after `left` trajectories."""
 
     def __init__(self, left: int | None) -> None:
         self.left, self.played = left, list[str]()

@@ -1,4 +1,4 @@
-"""`art report`: what happened in a run, what went wrong since when and why, and what to try."""
+"""`art report`: a run's results, its problems with steps and reasons, and cures."""
 
 import json
 import math
@@ -31,7 +31,7 @@ from tests.support.paths import ROOT
 from tests.support.records.runs import GAMES, write_run
 from tests.support.records.viewed import write_promise
 
-SLOW, FAST = 0.013, 0.05  # nats by which a step's updates change a trained token's logprob
+SLOW, FAST = 0.013, 0.05  # logprob change of a trained token in a step, in nats
 
 Art = Callable[..., tuple[int, str, str]]
 
@@ -44,7 +44,7 @@ def kinds(found: list[RunFinding]) -> list[str]:
 
 
 def test_a_collapse_is_found_at_its_step_with_its_reasons(tmp_path: Path) -> None:
-    """Update 17 breaks the policy: the evaluation at step 20 is the first below the best one, that of step 16."""
+    """Update 17 breaks the policy: the evaluation at step 20 is below the best evaluation, at step 16."""
     found = find(read_history(write_run(tmp_path / "mine", collapses_at=17)))
     fell = found[0]
     assert (fell.kind, fell.step, fell.until) == ("evaluation_fell", 20, 24)
@@ -211,7 +211,7 @@ def test_a_run_that_is_stuck_at_a_low_reward_is_found() -> None:
 def test_a_run_that_learns_is_not_accused_of_becoming_sure(rewards: list[float]) -> None:
     """Its entropy falls to a tenth, and at last nearly all its groups have equal rewards, because all attempts succeed.
 
-    The rewards are those of real runs. A group of 8 has no signal if all or none of its attempts succeed.
+    The rewards come from real runs. A group of 8 lacks signal if all attempts succeed or all fail.
     """
     solved = [reward**8 + (1 - reward) ** 8 for reward in rewards]
     entropy = [max(0.88 * 0.85**step, 0.088) for step in range(len(rewards))]
@@ -221,9 +221,9 @@ def test_a_run_that_learns_is_not_accused_of_becoming_sure(rewards: list[float])
 
 
 def test_a_policy_that_hardly_moves_is_found_while_there_is_signal() -> None:
-    """Not where it has no signal, where the learning rate has decayed, or where the reward rose.
+    """Not without signal, with a decayed learning rate, or with a rising reward.
 
-    The rewards are those of SmolLM2-135M with an adapter at 1e-5.
+    The rewards come from SmolLM2-135M with an adapter at 1e-5.
     """
     num = 8
     plain = {"reward_mean": [0.281, 0.266, 0.406, 0.281] * 2, "reward_std": [0.45] * num, "clip_fraction": [0.0] * num,
@@ -264,7 +264,7 @@ def test_a_run_that_is_stuck_blames_the_rate_the_spread_or_the_reward_with_the_n
 
 
 def test_a_short_run_with_one_answer_left_is_frozen_and_told_once_while_it_lasts() -> None:
-    """The numbers are those of a first run at the default settings, which stopped to learn at its sixth step."""
+    """The numbers come from a real run with default settings that stopped learning at step 6."""
     num = 8
     plain = {"reward_mean": [0.31, 0.23, 0.4, 0.45, 0.44, 0.46, 0.46, 0.46],
              "no_signal_share": [0.25, 0.3, 0.5, 0.75, 0.75, 0.75, 1.0, 1.0],
@@ -299,7 +299,7 @@ def test_a_fault_stands_in_place_of_what_to_serve() -> None:
 
 
 def test_the_watch_tells_each_finding_once_when_it_begins(tmp_path: Path) -> None:
-    """Fed record by record, as training feeds it; what the report finds later is what was told, with its end."""
+    """Records arrive as in training; the later report has the same findings, with their ends."""
     whole = read_history(write_run(tmp_path / "mine", collapses_at=17))
     watch, told = findings.RunWatch(History([], []), is_comparable=True), []
     records = sorted([*whole.updates, *whole.evaluations], key=lambda r: (r[0], isinstance(r, Evaluated)))
@@ -312,7 +312,7 @@ def test_the_watch_tells_each_finding_once_when_it_begins(tmp_path: Path) -> Non
 
 
 def test_every_kind_of_finding_is_documented_and_has_a_title() -> None:
-    """`art report` and `art view` print the title of each; they have no other name for one."""
+    """`art report` and `art view` print each finding's title."""
     rows = re.findall(r"^\| (`.*?) \| ", (ROOT / "docs/report.md").read_text(), re.MULTILINE)
     listed = re.findall(r"^([a-z_]+)  ", str(findings.__doc__), re.MULTILINE)
     assert {name for row in rows for name in re.findall("`(.*?)`", row)} == KINDS.keys()

@@ -225,8 +225,8 @@ def test_a_calibration_finds_the_rates_that_a_run_was_played_with(tmp_path: Path
 def decode(waits: list[list[float]], length: int, *, concurrency: int) -> list[list[tuple[float, float]]]:
     """Returns when each call of each attempt begins and ends on an engine of passes of 0.03 + 0.0005 a sequence.
 
-    Pass by pass; before the next one a prompt takes 0.05. All replies have `length` tokens. An attempt makes a call
-    after each of its waits.
+    Pass by pass; before the next one a prompt takes 0.05. All replies have `length` tokens. Each wait is followed by a
+    call.
     """
     spans: list[list[tuple[float, float]]] = [[] for _ in waits]
     left, begun, now, waiting = dict[int, int](), dict[int, float](), 0.0, list(range(len(waits)))
@@ -252,7 +252,7 @@ def decode(waits: list[list[float]], length: int, *, concurrency: int) -> list[l
 
 
 def test_calls_of_one_length_tell_what_fewer_at_once_take(tmp_path: Path) -> None:
-    """Least squares alone give the prompts all that the passes cost: as many attempts in as much time, one by one."""
+    """Plain least squares would charge prompts for passes: the same attempts take the same time one by one."""
     draw, length = random.Random(0), 40
     waits = [[draw.uniform(0.2, 1.0) for _ in range(3)] for _ in range(32)]
     run = RunDir(tmp_path / "run")
@@ -276,7 +276,7 @@ def test_calls_of_one_length_tell_what_fewer_at_once_take(tmp_path: Path) -> Non
 
 
 def test_the_start_of_the_agent_does_not_count(tmp_path: Path) -> None:
-    """The first of six attempts that each wait 7 s waits for the start; the others' time is their own."""
+    """Of six attempts with waits of 7 s, only attempt 1 waits for the start; the rest is agent time."""
     run = write_played(tmp_path / "run", steps=1)
     found, measured = calibrate(run, finished_steps(run, last=1)), finished_steps(run, last=1)[0]
     assert found.times[0].sampling_s == pytest.approx(measured.sampling_s - 7.0)
@@ -300,7 +300,7 @@ def test_an_update_that_two_processes_shared_takes_twice_as_long_on_one(tmp_path
 
 
 def test_steps_of_several_starts_are_left_out_and_so_are_groups_beyond_the_first(tmp_path: Path) -> None:
-    """A step that was played long before it was trained on says nothing of how long a step takes."""
+    """A step played long before training has no meaningful duration."""
     run = write_played(tmp_path / "run", steps=3)
     lines = [msgspec.json.decode(line, type=MetricsLine) for line in run.metrics_path.read_bytes().splitlines()]
     lines[1] = msgspec.structs.replace(

@@ -1,4 +1,4 @@
-"""Several sources of groups in one run: the mix of a step, and what each source has of its own."""
+"""Several sources in a run: each step's mix, and the sources' separate settings."""
 
 import asyncio
 import json
@@ -38,7 +38,7 @@ from tests.support.processes.stage import Engine, ScriptedBackend
 
 WEIGHTS = st.dictionaries(st.sampled_from("abcde"), st.integers(1, 9), min_size=1)
 
-# The other source says nothing of letters: its judge likes long replies, and its own rollout makes up to five calls.
+# The source `other` is independent of letters: its judge likes long replies, and its rollout makes up to five calls.
 OTHER = """
 async def rollout(policy, scenario):
     for _ in range(5):
@@ -161,7 +161,7 @@ def test_a_group_without_signal_is_refilled_from_its_own_source(tmp_path: Path) 
 
 
 def test_a_begun_group_keeps_its_source(tmp_path: Path) -> None:
-    """Group 0 was begun for `letters`, and its place is one of `other` by now: each source has as many as it is due."""
+    """Group 0 was begun for `letters`, but its place now belongs to `other`: each source gets its share."""
     config, mix = mixed(tmp_path, "rollout.refill=2.0", "rollout.groups_per_step=3")
     own, spare = mix.places(0, {})
     done = [play(plan, tells=True) for plan in StepGroups(config.rollout, 0, own, spare, []).next({})[:1]]
@@ -356,7 +356,7 @@ def test_a_mistake_is_one_line_that_names_the_source(tmp_path: Path, override: s
 
 
 def test_what_one_source_has_a_use_for_may_stand_for_all(tmp_path: Path) -> None:
-    """Processes are for functions and the environment is for programs: each is refused where no source uses it."""
+    """Processes are for functions and the environment is for programs: unused settings are refused."""
     config = write_project(tmp_path)
     program = ["~rollout.sources.other.entry", "rollout.sources.other.command=[python, other.py]"]
     load_config(config, [*program, "rollout.processes=2", "rollout.env=[KEY]"])

@@ -30,7 +30,7 @@ Art = Callable[..., tuple[int, str, str]]
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run that learned: reward 0.24 at its first step, above 0.6 at its last."""
+    """A run that learned: reward 0.24 at the start, above 0.6 at the end."""
     settings = ["train.steps=20", "train.learning_rate=0.1", "rollout.group_size=8", "eval=null"]
     runs = tmp_path_factory.mktemp("trained")
     return asyncio.run(train(load_config(Path(CONFIG), [f"runs={runs}", *settings, "train.keep_checkpoints=99"]))).root
@@ -182,7 +182,7 @@ def test_sft_writes_a_checkpoint_that_says_what_it_was_shown(art: Art, tmp_path:
 
 @pytest.mark.slow
 def test_the_transcripts_of_the_command_line_are_those_of_the_section_sft(art: Art, tmp_path: Path) -> None:
-    """Without a section, with one that names none, and with settings of it: the checkpoint has the same weights."""
+    """The checkpoint has the same weights without a section, with an empty section, and with explicit settings."""
     project = shutil.copytree(LETTERS, tmp_path / "letters")
     config, demos = project / "config.yaml", project / "demos.jsonl"
     talk = {"messages": [{"role": "user", "content": "say 1 letters"}, {"role": "assistant", "content": "aaaa"}]}

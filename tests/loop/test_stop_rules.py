@@ -1,4 +1,4 @@
-"""The `stop` section: each rule on the metrics of a real run of the smallest size, which goes on afterwards."""
+"""The `stop` section: each rule on the metrics of a real tiny run, which continues afterwards."""
 
 import asyncio
 import re
@@ -60,7 +60,7 @@ def written(rules: list[dict[str, Any]]) -> str:
 
 
 def paused_at(project: Path, rules: list[dict[str, Any]], *more: str, level: str = "0.5 0.1") -> tuple[int, str]:
-    """The step at which the run pauses, and what it says."""
+    """The step at which the run pauses, and its message."""
     with pytest.raises(Paused) as found:
         start(project, rules, *more, level=level)
     assert "go on with: art train" in str(found.value)
@@ -72,7 +72,7 @@ def paused_at(project: Path, rules: list[dict[str, Any]], *more: str, level: str
 
 @pytest.mark.slow
 def test_each_rule_pauses_a_real_run_which_then_goes_on(project: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """One run, paused by one rule after the other. The same rule lets it go on for as many steps as it looks at."""
+    """A run paused by several rules in turn. After a pause, the same rule allows as many steps as its window has."""
     rule: dict[str, Any] = {"metric": "no_signal_share", "above": 0.9, "for_steps": 2}
     step, said = paused_at(project, [rule], "eval=null", level="0.5 0")
     assert step == 2 and "paused at step 2 of 30: no_signal_share of steps 1 to 2 was above 0.9, at last 1" in said
@@ -90,7 +90,7 @@ def test_each_rule_pauses_a_real_run_which_then_goes_on(project: Path, caplog: p
     assert step == 11 and re.search(r"the run has taken 0\.\d\d hours .*again after another 1e-06 hours", said)
     step, said = paused_at(project, [{"usd": 1.0, "usd_per_hour": 1e9}], "eval=null")
     assert step == 12 and "(stop rule: $1 at $1e+09 an hour; it fires again after another $1)" in said
-    # the window of a rule goes on through two starts of one step each
+    # the rule's window spans two starts of a single step
     rule = {"metric": "metrics.level", "above": 0.6, "for_steps": 3}
     for steps in (13, 14):
         assert start(project, [rule], "eval=null", f"train.steps={steps}", level="0.7 0.1").step == steps
@@ -117,7 +117,7 @@ def test_a_rule_on_an_evaluation_pauses_after_it(project: Path) -> None:
 
 @pytest.mark.slow
 def test_dollars_of_a_judge_count_over_all_starts(project: Path) -> None:
-    """Each step asks for two groups at a known price. A rule of one and a half steps' cost fires in the second."""
+    """Each step asks for two groups at a known price. A rule with the cost of 1.5 steps fires in step 2."""
     shutil.copy(LETTERS / "rollout.py", project / "rollout.py")
     with serving(Conduct(rule=share_of_letters)) as server:
         judge = ["eval=null", "judge=ruler", f"judge.api_base={server.api_base}", "judge.model=rule"]
@@ -183,7 +183,7 @@ def test_a_rule_that_can_never_fire_is_refused(rule: dict[str, Any], words: str)
 
 @pytest.mark.slow
 def test_the_names_that_are_known_are_those_that_steps_have(tmp_path: Path) -> None:
-    """Every number of the learner, and every metric of a real step, is known; so a rule can be checked by its name."""
+    """All learner metrics and all metrics of a real step are known names, so rules can be checked by name."""
     known = ALWAYS | NEEDS.keys()
     assert set(msgspec.structs.asdict(StepMetrics(**dict.fromkeys(StepMetrics.__struct_fields__, 0)))) <= known
     settings = ["train.steps=1", "eval=null", "rollout.groups_per_step=1", f"runs={tmp_path}"]

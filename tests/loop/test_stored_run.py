@@ -1,7 +1,6 @@
-"""A run that an older art wrote is gone on with, reported, viewed and served.
+"""A run written by an older art can be resumed, reported, viewed and served.
 
-stored_run.tar.gz is `art train tests/letters/config.yaml train.steps=2`, as art wrote it before its modules moved into
-rooms, without its logs.
+stored_run.tar.gz is `art train tests/letters/config.yaml train.steps=2`, written by an older art, without logs.
 """
 
 import tarfile

@@ -86,8 +86,8 @@ def test_the_log_has_the_last_reply_of_the_first_evaluations_worst_attempt(finis
 
 
 def test_the_second_turn_continues_the_first_ones_prompt(finished: Path) -> None:
-    """And of its reply what the tokenizer makes of its text again: it was cut by its length, and a rollout of this
-    project asks with that text. Replies that end are continued to their last token (tests/rollouts/test_gateway.py)."""
+    """The reply is retokenized from its text, because it was cut by its length and this project's rollout sends the
+    text. Replies that end are continued to their last token (tests/rollouts/test_gateway.py)."""
     for trajectory in RunDir(finished).trajectories(0):
         first, second = trajectory.turns
         assert second.parent == 0 and second.kept >= len(first.prompt_ids)
@@ -96,7 +96,7 @@ def test_the_second_turn_continues_the_first_ones_prompt(finished: Path) -> None
 
 
 def test_engine_and_learner_agree_on_every_sampled_token(finished: Path) -> None:
-    """Contracts 2 and 5 in fp32: the gap of sampled tokens and of the probe stay at rounding."""
+    """Contracts 2 and 5 in fp32: the gaps of sampled tokens and probe are rounding errors."""
     for line in RunDir(finished).metrics():
         if line.split == "train":
             assert line.metrics["logprob_gap_max"] < 1e-4
@@ -105,11 +105,11 @@ def test_engine_and_learner_agree_on_every_sampled_token(finished: Path) -> None
 
 @pytest.mark.slow
 def test_a_policy_that_loops_until_its_limit_learns_to_stop(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """A rollout ends with reward 1 when a reply begins with a letter, and by its limit of 2 turns otherwise.
+    """A rollout gets reward 1 if a reply starts with a letter; otherwise it hits the limit of 2 turns.
 
     Seen in 8 steps of two seeds: 0.27 -> 0.94 and 0.19 -> 0.96.
 
-    Without `limit_reward` for those that return none, all rewards would be equal, and nothing would be learned.
+    Without `limit_reward`, all rewards would be equal, and nothing would be learned.
     """
     caplog.set_level("INFO")
     project = tmp_path / "project"
@@ -221,7 +221,7 @@ def test_a_run_goes_on_with_another_learning_rate_and_records_from_which_step(tm
 def test_a_run_of_an_older_version_keeps_the_learning_rate_that_was_the_default(
     tmp_path: Path, is_recorded: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A new run chooses by its model. One whose record has 1e-5, or none, goes on with 1e-5 unchanged."""
+    """A new run chooses by its model. If the record has 1e-5 or no rate, the run continues with 1e-5."""
     project = tmp_path / "project"
     shutil.copytree(LETTERS, project)
     text = (project / "config.yaml").read_text()
@@ -287,7 +287,7 @@ def test_an_evaluation_file_that_is_edited_during_a_run_changes_no_evaluation_of
 
 @pytest.mark.slow
 def test_an_engine_that_does_not_load_the_step_stops_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Contract 5: the engine scores the probe with an adapter of its own that never changes."""
+    """Contract 5: the engine scores the probe with a fixed adapter."""
     stale: dict[str, list[float]] = {}
     honest = EmbeddedEngine.score
 
@@ -401,7 +401,7 @@ def test_ctrl_c_while_the_first_checkpoint_is_written_ends_the_run_before_its_fi
 
 @pytest.mark.slow
 def test_a_run_in_the_place_of_a_removed_one_is_another(tmp_path: Path) -> None:
-    """A tracker and the judge's budget count it anew. One that goes on, also elsewhere, stays the same run."""
+    """A tracker and the judge's budget count it anew. A resumed run keeps its identity, also in another place."""
     root = run(tmp_path, "train.steps=1", "eval=null").root
     first, tracked = RunDir(root).id(), run_id(root)
     run(tmp_path, "train.steps=2", "eval=null")

@@ -1,4 +1,4 @@
-"""The supervised warm-up: it is saved as it goes, goes on bit for bit, answers Ctrl-C, and is made once."""
+"""The supervised warm-up: saved regularly, resumed bit for bit, stopped by Ctrl-C, and shared."""
 
 import asyncio
 import json
@@ -110,7 +110,7 @@ def test_a_warm_up_killed_and_interrupted_goes_on_and_ends_the_same(
     wanted = train_here(tmp_path / "whole", epochs)
     command = [sys.executable, "-c", ART, "train", str(CONFIG), *settings(tmp_path / "cut", epochs)]
     for number in (signal.SIGKILL, signal.SIGINT):
-        done = newest_saved(tmp_path / "cut")  # also what the killed one saved in its last moment
+        done = newest_saved(tmp_path / "cut")  # including the killed process's final save
         with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
             assert process.stderr is not None
             wait_for_more(tmp_path / "cut", done, process)

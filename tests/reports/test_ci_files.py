@@ -111,7 +111,7 @@ def test_a_report_shows_each_evaluation_with_its_difference_to_the_first(art: Ar
 
 @pytest.mark.slow
 def test_eval_writes_verdicts_digests_and_the_same_intervals_as_the_report(art: Art, tmp_path: Path) -> None:
-    """Of a run of three steps; the first gate holds and the others are missed, each named in the error."""
+    """A run of three steps: gate 1 holds; all missed gates are named in the error."""
     config, runs = LETTERS / "config.yaml", f"runs={tmp_path}"
     assert art("train", config, runs, "train.steps=2", "eval.every=2")[0] == 0
     run = tmp_path / "letters"

@@ -1,4 +1,4 @@
-"""A tracker takes what it is given in order; one that fails, hangs or is slow costs the run nothing but a warning."""
+"""A tracker receives calls in order; a failing, hanging or slow tracker only causes a warning."""
 
 import asyncio
 import logging
@@ -19,7 +19,7 @@ from tests.support.processes.waiting import wait_until
 
 
 class Recorder:
-    """A tracker that keeps what it is given; `act` is called first."""
+    """A tracker that records its calls; `act` is called first."""
 
     def __init__(self, act: Callable[[], None] = lambda: None) -> None:
         self.act = act

@@ -1,4 +1,4 @@
-"""The trackers otel and langfuse against a receiver on loopback: what arrives, and what a bad receiver costs."""
+"""The trackers otel and langfuse against a loopback receiver: delivered data, and the cost of a bad receiver."""
 
 import base64
 import json

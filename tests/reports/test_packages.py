@@ -1,6 +1,6 @@
-"""Each tracker with its real package, read back by the package itself: a run that is killed, then goes on and ends.
+"""Each tracker with its real package, which also reads the data back: a killed run is resumed and finished.
 
-Steps 0 and 1 are those of the process that was killed, 2 and 3 those of the one that went on.
+A killed process makes steps 0 and 1, the resumed process steps 2 and 3.
 """
 
 import json
@@ -23,13 +23,13 @@ SECTIONS: dict[str, dict[str, Any]] = {
     "mlflow": {"checkpoint_every": 1},
     "wandb": {"mode": "offline", "checkpoint_every": 1},
 }
-ONLINE = {"wandb": {"mode": "online"}}  # the run goes on without a key for W&B, and so in files as well
+ONLINE = {"wandb": {"mode": "online"}}  # resumed without a W&B key, therefore also written to files
 EACH_STEP = [0, 1, 2, 3]
 
 
 @pytest.fixture(scope="module", params=SECTIONS)
 def seen(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Any, Path]:
-    """(tracker, what its package sees in the end, the directory of everything that it wrote)"""
+    """(tracker, data read by its package, directory of its files)"""
     name, home = request.param, tmp_path_factory.mktemp(request.param)
     root, section = home / "runs/mail", json.dumps(SECTIONS[request.param])
     child = ("-m", "tests.support.others.tracked", name, str(root))

@@ -1,4 +1,4 @@
-"""The table of samples: the best and the worst attempt of each group, bounded; and what is needed for each tracker."""
+"""The table of samples: each group's best and worst attempts, bounded; and each tracker's required packages."""
 
 import importlib.util
 import sys

@@ -1,4 +1,4 @@
-"""The page on which a person says which of two attempts is better: keys, what is kept, who may answer."""
+"""The page where a person compares two attempts: keys, storage, permissions."""
 
 import asyncio
 import json

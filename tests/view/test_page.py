@@ -57,7 +57,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> RunDir:
 
 @pytest.fixture(scope="module")
 def root(run: RunDir) -> Iterator[str]:
-    """The page of the run, of another run, and of a file with hostile text."""
+    """A page with the run, another run, and a file with hostile text."""
     other = write_viewed_run(run.root.parent / "other", steps=2)
     write_hostile(run.root.parent / "hostile.jsonl")
     with viewing(run.root, other.root, run.root.parent / "hostile.jsonl") as address:
@@ -66,7 +66,7 @@ def root(run: RunDir) -> Iterator[str]:
 
 @pytest.fixture(scope="module", autouse=True)
 def demo(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunDir]:
-    """The run of the demo, which trains while the other tests run, without its warm-up; killed at the end."""
+    """The demo's run without warm-up, training during the other tests; killed at the end."""
     runs = tmp_path_factory.mktemp("demo")
     recipe = ROOT / "recipes/tictactoe/config.yaml"
     command = ["nice", sys.executable, "-m", "art_cli", "train", recipe, f"runs={runs}", "sft=null", "eval=null"]
@@ -431,7 +431,7 @@ def test_the_page_in_one_file_needs_no_server(
 
 @pytest.mark.slow
 def test_curves_grow_while_the_demo_trains(open_page: Open, demo: RunDir) -> None:
-    """The page is loaded once. What the chart says at its last step is what metrics.jsonl has."""
+    """The page is loaded once. The chart's last value equals the value in metrics.jsonl."""
     wait_until(lambda: len(demo.metrics()) > 0, timeout_s=120)
     with viewing(demo.root) as root:
         page = open_page(f"{root}/")
@@ -448,7 +448,7 @@ def test_curves_grow_while_the_demo_trains(open_page: Open, demo: RunDir) -> Non
         page.locator(".attempt a").first.click()
         page.get_by_role("button", name="Run view.js").click()
         expect(page.frame_locator("iframe").locator("body")).to_contain_text("X")  # the recipe's drawing of the board
-        page.goto("about:blank")  # what it asks for again and again would fail once the server has ended
+        page.goto("about:blank")  # its polling would fail after the server stops
 
 
 def last_step(chart: Locator) -> int:

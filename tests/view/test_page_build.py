@@ -1,4 +1,4 @@
-"""The page of art view as it ships is what its sources build, and names what it was built from."""
+"""The shipped page of art view equals the build of its sources, and names them."""
 
 import json
 import subprocess

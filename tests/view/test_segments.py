@@ -15,7 +15,7 @@ END, START = "<|end|>", "<|start|>"
 
 
 def tokenizer() -> Tokenizer:
-    """One token for each byte, and one for each end of a message, as byte-level tokenizers have them."""
+    """A token per byte and per message end, like byte-level tokenizers."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     made = Tokenizer(models.BPE({letter: id for id, letter in enumerate(alphabet)}, []))
     made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -43,8 +43,8 @@ def rendered(messages: list[Json]) -> str:
 
 
 def play(conversations: list[list[Json]]) -> Trajectory:
-    """A trajectory whose turns are the assistants' messages of all conversations, each sampled with its end; a prompt
-    keeps what it shares with the turn before it."""
+    """A trajectory with a turn per assistant message in all conversations; a prompt keeps the prefix shared with the
+    previous turn."""
     turns: list[Turn] = []
     for conversation in conversations:
         for place, message in enumerate(conversation):

@@ -1,4 +1,4 @@
-"""The server of `art view` over real HTTP: what it answers, what it refuses, and that no file can hold it up."""
+"""The server of `art view` over real HTTP: answers, refusals, and robustness against blocking files."""
 
 import asyncio
 import json
@@ -166,7 +166,7 @@ async def test_other_sites_are_refused(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 async def test_no_method_of_any_route_answers_under_another_sites_name(tmp_path: Path) -> None:
-    """Made from the router, so that a new route is asked as well."""
+    """Built from the router, so new routes are included."""
     answers = Answers(Sources([write_attempts(tmp_path / "mail").root]))
     guard = build_app(answers, host="127.0.0.1")
     assert isinstance(guard, PageGuard) and isinstance(guard._app, Starlette)
@@ -236,7 +236,7 @@ async def test_a_query_that_makes_no_sense_is_answered(tmp_path: Path) -> None:
 
 
 async def ask_all(ask: Asking) -> int:
-    """Asks everything that the page could, of every source. Returns the number of trajectories seen."""
+    """Asks every possible question about every source. Returns the number of trajectories seen."""
     num = 0
     for source in (await ask.get("sources"))["sources"]:
         await ask.get("source", source["id"])
@@ -259,7 +259,7 @@ async def ask_all(ask: Asking) -> int:
 async def test_damaged_runs_are_answered_and_never_hold_the_server_up(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Every file of a run is damaged in turn, in every way; each question gets its answer or one sentence."""
+    """Every file of a run is damaged in various ways; each request gets an answer or an error message."""
     monkeypatch.setattr("art_cli.view.page_answers.LOOK_S", 0.0)
     run = write_attempts(tmp_path / "mail")
     run.append_metrics(0, "train", {"reward_mean": 0.5, "train_s": 1.0})
