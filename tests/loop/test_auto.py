@@ -97,7 +97,7 @@ def engine(project: Path, *overrides: str, machine: Machine) -> tuple[str, str]:
 
 
 def test_vllm_is_chosen_if_nothing_speaks_against_it() -> None:
-    """A GPU comes first, then whether it fits the run, then whether it works here; only the last can be mended."""
+    """The checks are ordered: GPU, obstacles in the run, working vLLM; only the last check has a cure."""
     broken = MachineOf(facts=structs.replace(WORKS, version=None, error="broken"))
     assert choose_engine(MachineOf()) == AutoChoice("vllm", f"vLLM {WORKS.version} and a GPU are here")
     assert choose_engine(MachineOf(gpu=False), obstacle="it is odd") == AutoChoice("embedded", "no GPU here")
@@ -300,7 +300,7 @@ def test_a_run_says_what_it_is_first_and_in_its_configuration_and_resumes(art: A
 def test_the_same_machine_gives_the_same_file_and_another_one_goes_on(project: Path) -> None:
     """On a machine without vLLM, the run samples with a different engine; the training is the same.
 
-    A change of what is trained is still refused.
+    Changes to the training are still refused.
     """
     run = RunDir(project / "runs")
     claim_config(run, decide_engine(load(project), MachineOf(modules=("vllm",))))
@@ -389,7 +389,7 @@ def test_serving_chooses_by_the_same_facts(tmp_path: Path) -> None:
 
 
 def test_a_run_that_is_not_trusted_has_no_program_tried(tmp_path: Path) -> None:
-    """`auto` tries the run's Python to find out what its vLLM can do: it asks first, and says what it would run."""
+    """`auto` runs the recorded Python to inspect its vLLM, but only after showing it and asking."""
     run = make_run(tmp_path / "run")
     of_run = scripted_source()._replace(run=run)
     section = {"engine": {"name": "vllm", "python": "/theirs/python"}}

@@ -1,4 +1,4 @@
-"""Batches ahead of the learner: how stale their tokens may be, and that sampling goes on while the learner works."""
+"""Batches ahead of the learner: bounded staleness, and sampling during updates."""
 
 import asyncio
 import time

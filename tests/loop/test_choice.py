@@ -132,7 +132,7 @@ def test_a_step_replays_older_groups_and_is_the_same_again_from_its_files(tmp_pa
 
     Training twice on a group is by choice here. Contract 6 still holds: the files decide, and steps 2 and 3, taken
     again without their checkpoints, play nothing and come out bit for bit. The bound on the gap between engine and
-    learner is far below what a step moves, and holds, because it looks at this step's tokens only.
+    learner is far below a step's change; it holds, because only this step's tokens count.
     """
     settings = [f"runs={tmp_path}", "train.keep_checkpoints=9", "train.max_logprob_gap=1e-4", *REPLAY]
     loaded = load_config(LETTERS / "config.yaml", settings)

@@ -51,7 +51,7 @@ def played(scenario: str, own: float | None, error: str | None = None, **metrics
 
 
 async def test_a_file_of_another_step_or_of_other_scenarios_does_not_count(tmp_path: Path) -> None:
-    """Attempts at step 4, then the same file at step 8, with a scenario removed, and with other weights."""
+    """Attempts at step 4; the same file at step 8, without a scenario, and with different weights."""
     path, rewards = tmp_path / "out.jsonl", {4: 0.0, 8: 1.0}
     others = set[str]()
 
@@ -217,7 +217,7 @@ def test_a_limit_gives_no_reward_where_the_rollouts_return_none() -> None:
 
 
 class Scoring(Judge):
-    """Returns the metric `score`, on one scale, or compares by it."""
+    """Returns the metric `score`, either absolute or as a comparison."""
 
     def __init__(self, *, compares: bool) -> None:
         self.compares = compares

@@ -30,9 +30,9 @@ def told(caplog: pytest.LogCaptureFixture) -> list[str]:
 def test_a_fall_is_a_warning_once_and_the_evaluations_are_kept_by_scenario(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The evaluation of step 1 is made perfect by hand, so that the untrained letters of step 2 (about 0.24) fall.
+    """Step 1's evaluation is set to a perfect score, so the untrained letters of step 2 (about 0.24) are a fall.
 
-    A resumed run that was told of the fall is not told of it again.
+    A resumed run does not repeat the warning.
     """
     run = run_letters(tmp_path, 1)
     for step in (0, 1):

@@ -34,7 +34,7 @@ def test_a_fair_reward_has_no_exploit(art: Art, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["tag", "lenient", "finished", "late"])  # all of them: benchmarks/judges/hunt.py
+@pytest.mark.parametrize("name", ["tag", "lenient", "finished", "late"])  # complete list: benchmarks/judges/hunt.py
 def test_a_planted_exploit_is_found(name: str, art: Art, tmp_path: Path) -> None:
     code, found = hunted(art, tmp_path, f"rollout.entry=rollout.py:{name}")
     assert code == 1 and found["exploits"][0]["score_mean"] >= 0.5

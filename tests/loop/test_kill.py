@@ -37,7 +37,7 @@ SETTINGS = [f"train.steps={STEPS}", "train.keep_checkpoints=99", "rollout.concur
 
 
 class Trainer:
-    """Starts training processes and kills them. What they say goes to `log_path`."""
+    """Starts training processes and kills them. Output goes to `log_path`."""
 
     def __init__(self, log_path: Path) -> None:
         self.log_path = log_path
@@ -90,7 +90,7 @@ def retrain(root: Path, step: int) -> bytes:
 
 
 def check_record(root: Path) -> None:
-    """Every step done once: each place of each group played once and scored once, each checkpoint whole."""
+    """Every step done once: all attempts played and scored once, all checkpoints complete."""
     files = RunDir(root)
     assert [line.step for line in files.metrics() if line.split == "train"] == list(range(STEPS))
     for step in range(STEPS):
@@ -183,8 +183,8 @@ def test_a_run_that_refills_replays_and_adapts_makes_the_same_choices_after_kill
 
     Rewards are 0 or 1, so that many groups say nothing.
 
-    Each step has the minimal number of groups with enough signal, plays each attempt once, and its adapter equals an
-    update on its own and replayed groups, bit for bit.
+    Each step plays the minimal number of groups, each attempt once, and its adapter equals, bit for bit, an update on
+    its played and replayed groups.
     """
     choosing = ["rollout.entry=rollout.py:coarse", "rollout.refill=1.0", "rollout.choose=adaptive"]
     settings = [f"runs={tmp_path}", *SETTINGS, *choosing, "+rollout.replay.share=0.3", "loss.off_policy.name=truncate"]

@@ -43,7 +43,7 @@ def run_on(
     contested: float = 0.0,
     there: MachineSpec = H100,
 ) -> Elsewhere:
-    """A run of 8 groups of 16 attempts that was measured on H100s, with these rates; verdicts of a step cost $2."""
+    """A run of 8 groups of 16 attempts, measured on H100s with these rates; a step's verdicts cost $2."""
     play = Play((PlayedCall(wait_s, 0, 500, sampled),), 0.0, 500 + sampled)
     step = PlayedStep((PlayedGroup((play,) * 16, judge_s),) * 8, 128 * 700)
     known = Calibration([step], [simulate(step, changed, RunLayout())], changed, RunLayout(judges=1), 1.0)
@@ -55,7 +55,7 @@ def run_on(
 
 
 def test_every_packaged_hardware_is_a_machine_and_others_are_named() -> None:
-    for name in set(packaged_options("hardware")) - {"remote-tinker"}:  # that one is elsewhere
+    for name in set(packaged_options("hardware")) - {"remote-tinker"}:  # remote
         machine, most = find_machine(name)
         assert machine.flops > machine.bandwidth and machine.link >= machine.network
         assert most == {"laptop": 1, "h100x8": 8}.get(name, 1000)

@@ -70,7 +70,7 @@ def test_a_run_pauses_with_the_onset_and_the_checkpoint_before_it_and_goes_on(pa
     assert f"; the checkpoint before that: {run.checkpoint_path(ONSET - 1)} (stop rule: " in said
     assert run.checkpoint_path(ONSET - 1).is_dir() and run.checkpoint_steps() == [0, 12, alarm - 2, alarm - 1, alarm]
     assert "it fires again when later steps show it too" in said and "go on with: art train" in said
-    # a report of the files says what the log said, and no number of the run is kept elsewhere
+    # the report from the files equals the log, because all numbers are in the files
     [finding] = [each for each in find(history) if each.kind == "parted"]
     assert (
         (finding.step, finding.until) == (ONSET, alarm)
@@ -79,7 +79,7 @@ def test_a_run_pauses_with_the_onset_and_the_checkpoint_before_it_and_goes_on(pa
     )
     assert f"step {ONSET} to {alarm}: reward and anchor parted: " in report_text_of(run)
     assert fired(RULE, history, {}) == [alarm] and fired(RULE | {"then": "warn"}, history, {}) == [alarm]
-    # the same command goes on; the rule begins anew
+    # the same command continues; the rule starts over
     with pytest.raises(Paused, match=f"paused at step .*part since step {ONSET} .*{run.checkpoint_path(ONSET - 1)}"):
         start(project, "stop=[{parts_from: truth}]", level="0.5 0.2")
     assert run.checkpoint_steps()[-1] >= alarm + 4

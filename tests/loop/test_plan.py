@@ -183,7 +183,7 @@ def test_auto_takes_the_plans_rate_and_the_report_sets_the_promise_beside_the_ru
 
 @pytest.mark.slow
 def test_an_interrupted_plan_goes_on_and_more_groups_may_follow(tmp_path: Path) -> None:
-    """One attempt at a time, and an interrupt after the third: what is on disk stays; no attempt is played twice."""
+    """One attempt at a time, and an interrupt after attempt 3: saved attempts stay and are not replayed."""
     loaded = load_config(PLANNED / "config.yaml", [f"runs={tmp_path}", RATE, "rollout.concurrency=1"])
     path = RunDir(tmp_path / "planned").trajectories_path(0)
 
@@ -269,7 +269,10 @@ def test_a_goal_that_is_no_reward_to_reach_is_refused(art: Art, goal: str) -> No
 
 
 def test_the_noise_scale_is_that_of_known_gradients() -> None:
-    """x_i = g + e_i with |g|^2 = 1 and tr(Sigma) = 8: the scale is 8 groups. The interval of 200 of them has it."""
+    """x_i = g + e_i with |g|^2 = 1 and tr(Sigma) = 8: the scale is 8 groups.
+
+    The interval from 200 groups includes it.
+    """
     draw = torch.Generator().manual_seed(0)
     x = torch.randn(200, 32, generator=draw, dtype=torch.float64) * (8 / 32) ** 0.5
     x[:, 0] += 1
@@ -383,7 +386,7 @@ def asked_groups(*prompts: list[int]) -> list[list[ScoredTrajectory]]:
 
 
 async def test_the_part_of_a_prompt_that_a_group_shares_takes_its_share_of_the_time() -> None:
-    """4 prompts of 8 tokens, 2 of them common to all: a quarter of three quarters of a fifth of a second."""
+    """4 prompts of 8 tokens with a common prefix of 2: 0.2 s times 1/4 times 3/4."""
     engine: Any = Answering()
     assert 0.037 < await shared_prompt_s(engine, asked_groups(*([7, 7, *[n] * 6] for n in range(4)))) < 0.2
     assert engine.asked == [[*[n] * 6, 7, 7] for n in range(4)], "no prompt is one that the engine has had"

@@ -1,4 +1,4 @@
-"""`art plan --compare prompt`: what a search for a prompt takes beside weights, and the command that compares both."""
+"""`art plan --compare prompt`: the cost of a prompt search compared with training weights."""
 
 import json
 import shlex
@@ -21,7 +21,7 @@ CONFIG = TESTS / "planned" / "config.yaml"
 
 @pytest.fixture
 def reflector() -> Iterator[ChatServer]:
-    """A model whose every answer is another prompt; a call that it fails is asked again by nobody."""
+    """A model that answers with a new prompt each time; failed calls are not repeated."""
 
     def answer(body: Json, number: int) -> str:
         return f"```\nSay letters, and only letters: {number}.\n```"

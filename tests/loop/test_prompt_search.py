@@ -143,7 +143,7 @@ def test_one_prompt_for_two_agents_whose_scenarios_have_the_same_ids(tmp_path: P
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_a_killed_search_ends_with_the_same_prompt_and_asks_for_nothing_twice(tmp_path: Path) -> None:
-    """Killed in the middle of a step's attempts, and right after a checkpoint. What was written is not asked again."""
+    """Killed during a step's attempts, and right after a checkpoint. What was written is not asked again."""
     with chatting(rule_followers()) as server:
         art("train", CONFIG, *of_followers(server), f"runs={tmp_path / 'whole'}", "rollout.concurrency=2")
     with chatting(rule_followers()) as server:

@@ -90,7 +90,11 @@ def test_a_step_plays_the_shortest_beginning_with_enough_signal_also_after_kills
 
 
 def test_the_next_wave_is_as_large_as_what_is_missing() -> None:
-    """4 wanted. Wave 1 has 1 group with signal, wave 2 has 3; one of them tells, wave 3 has 2. The budget is 7."""
+    """4 wanted.
+
+    Of wave 1, a single group has signal; wave 2 plays 3 groups, a single group has signal; wave 3 plays 2. The budget
+    is 7.
+    """
     tells = [False, True, False, False, True, False, False, False, False, True, True]
     groups, sizes = step_groups(CONFIG, 0, scenarios(tells), []), []
     while plans := groups.next(score(groups.done)):
@@ -145,7 +149,7 @@ def test_a_group_that_the_judge_left_unscored_is_refilled_and_kept_when_it_is_sc
 
 
 def test_a_begun_group_keeps_its_scenario_and_groups_beyond_the_plan_do_not_count() -> None:
-    """The first start planned 8 groups and played one attempt of two; then there are 4, of scenarios in another order.
+    """The first start planned 8 groups and played half of the attempts; now there are 4 groups in a different order.
 
     So group 3 is finished at its old scenario, and group 6 counts neither as played nor as scored.
     """

@@ -299,7 +299,7 @@ def test_a_fault_stands_in_place_of_what_to_serve() -> None:
 
 
 def test_the_watch_tells_each_finding_once_when_it_begins(tmp_path: Path) -> None:
-    """Records arrive as in training; the later report has the same findings, with their ends."""
+    """Records arrive like in training; the later report contains the same findings."""
     whole = read_history(write_run(tmp_path / "mine", collapses_at=17))
     watch, told = findings.RunWatch(History([], []), is_comparable=True), []
     records = sorted([*whole.updates, *whole.evaluations], key=lambda r: (r[0], isinstance(r, Evaluated)))

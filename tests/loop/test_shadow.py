@@ -1,4 +1,4 @@
-"""Shadow judges: their scores are recorded and compared, and nothing that they do changes or stops training."""
+"""Shadow judges: scores are recorded and compared, and never change or stop training."""
 
 import asyncio
 import math
@@ -195,7 +195,7 @@ def history(rise: float, follows: float, *, steps: int = 40, seed: int = 0) -> H
 
 
 def test_a_gap_that_widens_is_a_finding_and_one_that_does_not_is_none() -> None:
-    """A single finding, not one per metric; in at most 1 % of runs that do not part."""
+    """A single finding, rather than several; false alarms stay below 1 % of stable runs."""
     [found] = find(history(0.5, 0.0))
     assert found.kind == "parted" and "reward and shadow judge part since step " in found.text
     assert "mend the reward" in str(found)

@@ -72,8 +72,11 @@ def test_full_batches_and_few_openings_let_attempts_wait_and_long_contexts_slow_
 
 
 def test_replicas_share_the_work_evenly_and_what_another_one_cached_is_computed_again() -> None:
-    """Four of 10 tokens on two replicas: 10 passes of 0.1 + 2 x 0.05. A prompt of 100 tokens alone takes its whole 1 s
-    on any number of them; four of 100 take 4 s on one, 1 s on four. Of 80 cached tokens, one of two replicas has 40."""
+    """Four of 10 tokens on two replicas: 10 passes of 0.1 + 2 x 0.05.
+
+    A single prompt of 100 tokens takes 1 s on any number of replicas; four such prompts take 4 s on 1 replica, 1 s on
+    4. Of 80 cached tokens, one of two replicas has 40.
+    """
     four = step(*[play(call(0, 10))] * 4)
     assert simulate(four, RATES, RunLayout(replicas=2)).sampling_s == pytest.approx(10 * 0.2)
     assert simulate(four, RATES, RunLayout(replicas=100)).sampling_s == pytest.approx(10 * 0.15)
@@ -163,8 +166,8 @@ def test_more_replicas_never_slow_attempts_that_begin_together(sizes: list[int],
 
 
 def write_played(root: Path, *, steps: int = 2) -> RunDir:
-    """Writes a run of groups of two attempts, one after the other: a wait of 0.5, a prompt of 0.01 a token, passes of
-    0.15, and 0.25 at the end; judged within 0.125, updates of 0.002 a token, 1.5 for the rest."""
+    """Writes a run with groups of two consecutive attempts: 0.5 s wait, 0.01 s per prompt token, 0.15 s per pass, 0.25
+    s at the end, 0.125 s for the judge, 0.002 s per trained token, 1.5 s for the rest."""
     run, now, draw = RunDir(root), 1.7e9, random.Random(0)
     root.mkdir(parents=True)
     run.config_path.write_text(json.dumps({"rollout": {"concurrency": 1}, "engine": {"name": "vllm"}}))

@@ -91,7 +91,7 @@ def test_a_judge_that_sources_share_is_asked_once(
 def test_the_shares_are_exact_after_each_period_and_no_source_is_a_whole_group_ahead(
     weights: dict[str, int], num: int
 ) -> None:
-    """A period has as many places as the weights' sum: then each source has had its weight's number of them."""
+    """A period's length is the sum of the weights; within a period, each source gets its weight in places."""
     total = sum(weights.values())
     assert Counter(islice(places(weights), 3 * total)) == {name: 3 * weight for name, weight in weights.items()}
     counts = Counter(islice(places(weights), num))
@@ -171,7 +171,7 @@ def test_a_begun_group_keeps_its_source(tmp_path: Path) -> None:
 
 
 def test_adaptive_choice_sees_the_past_of_its_own_source_alone(tmp_path: Path) -> None:
-    """Both sources have a scenario "0"; only that of `letters` has signal."""
+    """Both sources have a scenario "0"; only the scenario in `letters` has signal."""
     _, mix = mixed(tmp_path, "rollout.choose=adaptive")
     groups: Sequence[Any] = [
         [

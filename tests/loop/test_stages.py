@@ -78,7 +78,7 @@ def test_a_step_continues_from_the_checkpoint_that_sampled_its_attempts(
 
 @pytest.mark.slow
 def test_a_step_by_hand_has_the_learning_rate_of_its_run(art: Art, tmp_path: Path) -> None:
-    """`auto` is what the run was started with, as after `art plan`, and not what the rule would choose now."""
+    """`auto` means the run's initial value, as after `art plan`, even if the rule would now choose differently."""
     settings = [f"runs={tmp_path}", "train.steps=1", "train.learning_rate=auto", "eval=null"]
     assert art("train", CONFIG, *settings)[0] == 0
     run = RunDir(tmp_path / "letters")
@@ -109,7 +109,7 @@ def test_generate_goes_on_with_what_is_owed(art: Art, tmp_path: Path) -> None:
 def test_generate_plays_another_step_beside_and_refuses_what_the_file_has_of_another(
     art: Art, trained: Path, tmp_path: Path
 ) -> None:
-    """The scenarios of steps 0 and 1 by the starting policy; then others, larger groups, and a trained policy."""
+    """Steps 0 and 1 with the starting policy; then different scenarios, larger groups, and a trained policy."""
     played, others = tmp_path / "played.jsonl", tmp_path / "others.jsonl"
     arguments = ("generate", CONFIG, f"runs={tmp_path}", "-o", played)
     assert art(*arguments)[0] == 0
@@ -182,7 +182,7 @@ def test_sft_writes_a_checkpoint_that_says_what_it_was_shown(art: Art, tmp_path:
 
 @pytest.mark.slow
 def test_the_transcripts_of_the_command_line_are_those_of_the_section_sft(art: Art, tmp_path: Path) -> None:
-    """The checkpoint has the same weights without a section, with an empty section, and with explicit settings."""
+    """No section, an empty section and explicit settings give equal weights."""
     project = shutil.copytree(LETTERS, tmp_path / "letters")
     config, demos = project / "config.yaml", project / "demos.jsonl"
     talk = {"messages": [{"role": "user", "content": "say 1 letters"}, {"role": "assistant", "content": "aaaa"}]}

@@ -72,7 +72,7 @@ def paused_at(project: Path, rules: list[dict[str, Any]], *more: str, level: str
 
 @pytest.mark.slow
 def test_each_rule_pauses_a_real_run_which_then_goes_on(project: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """A run paused by several rules in turn. After a pause, the same rule allows as many steps as its window has."""
+    """A run paused by several rules in turn. After a pause, the rule waits for a full window of new steps."""
     rule: dict[str, Any] = {"metric": "no_signal_share", "above": 0.9, "for_steps": 2}
     step, said = paused_at(project, [rule], "eval=null", level="0.5 0")
     assert step == 2 and "paused at step 2 of 30: no_signal_share of steps 1 to 2 was above 0.9, at last 1" in said
@@ -183,7 +183,7 @@ def test_a_rule_that_can_never_fire_is_refused(rule: dict[str, Any], words: str)
 
 @pytest.mark.slow
 def test_the_names_that_are_known_are_those_that_steps_have(tmp_path: Path) -> None:
-    """All learner metrics and all metrics of a real step are known names, so rules can be checked by name."""
+    """Every metric of learners and real steps has a known name, so rules can be checked by name."""
     known = ALWAYS | NEEDS.keys()
     assert set(msgspec.structs.asdict(StepMetrics(**dict.fromkeys(StepMetrics.__struct_fields__, 0)))) <= known
     settings = ["train.steps=1", "eval=null", "rollout.groups_per_step=1", f"runs={tmp_path}"]
@@ -211,7 +211,7 @@ def test_a_metric_that_nothing_reports_is_a_warning_with_the_near_name() -> None
     since=st.integers(0, 12),
 )
 def test_a_rule_fires_exactly_where_its_last_values_say_so(values: list[float], width: int, since: int) -> None:
-    """Against the definition, written out: of the steps after the last pause the last `width` are all above 0.5."""
+    """Compared with the definition: the last `width` steps since the pause are all above 0.5."""
     rule = StopRule(metric="loss", above=0.5, for_steps=width)
     rules = StopRules([rule], {str(rule): (since, 0.0)})
     for step in range(1, len(values) + 1):

@@ -68,7 +68,7 @@ def test_every_step_leaves_its_whole_record(finished: Path) -> None:
 
 
 def test_the_log_says_how_long_the_start_took_and_what_it_consisted_of(finished: Path) -> None:
-    """The parts follow each other, so that they add up to the whole, but for two digits each."""
+    """The consecutive parts add up to the total, apart from rounding to two digits."""
     [line] = [line for line in RunDir(finished).log_path.read_text().splitlines() if "first reply after" in line]
     whole, parts = line.split("first reply after ")[1].split(" s: ")
     seconds = {part.rsplit(" ", 1)[0]: float(part.rsplit(" ", 1)[1]) for part in parts.split(", ")}
@@ -86,8 +86,10 @@ def test_the_log_has_the_last_reply_of_the_first_evaluations_worst_attempt(finis
 
 
 def test_the_second_turn_continues_the_first_ones_prompt(finished: Path) -> None:
-    """The reply is retokenized from its text, because it was cut by its length and this project's rollout sends the
-    text. Replies that end are continued to their last token (tests/rollouts/test_gateway.py)."""
+    """The reply is retokenized from its text, because it hit the length limit and this project's rollout sends text.
+
+    Replies that end are continued to their last token (tests/rollouts/test_gateway.py).
+    """
     for trajectory in RunDir(finished).trajectories(0):
         first, second = trajectory.turns
         assert second.parent == 0 and second.kept >= len(first.prompt_ids)
@@ -347,7 +349,7 @@ def test_ctrl_c_says_how_to_go_on_and_what_it_says_finishes(tmp_path: Path) -> N
 
 @pytest.mark.slow
 def test_what_goes_on_is_the_whole_sweep_and_never_begins_anew(tmp_path: Path) -> None:
-    """A run that --fresh made beside `letters` is found again by its name, also one of a sweep."""
+    """A --fresh run next to `letters` is found again by name, also in a sweep."""
     path = LETTERS / "config.yaml"
     start = ["art", "train", str(path)]
     sweep = ["train.steps=1,2", "judge.name=rollout"]
@@ -401,7 +403,7 @@ def test_ctrl_c_while_the_first_checkpoint_is_written_ends_the_run_before_its_fi
 
 @pytest.mark.slow
 def test_a_run_in_the_place_of_a_removed_one_is_another(tmp_path: Path) -> None:
-    """A tracker and the judge's budget count it anew. A resumed run keeps its identity, also in another place."""
+    """A tracker and the judge's budget count it anew. A resumed run keeps its identity, even after moving."""
     root = run(tmp_path, "train.steps=1", "eval=null").root
     first, tracked = RunDir(root).id(), run_id(root)
     run(tmp_path, "train.steps=2", "eval=null")

@@ -185,7 +185,7 @@ def test_progress_is_told_off_a_terminal(
 
 @pytest.mark.slow
 def test_art_sft_makes_a_warm_up_once_and_begins_where_a_checkpoint_stands(art: Art, tmp_path: Path) -> None:
-    """The same command again takes the result; with --checkpoint it is another warm-up."""
+    """Repeating the command reuses the result; --checkpoint makes a different warm-up."""
     common = settings(tmp_path, 2)
     for place, more in (("a", []), ("b", []), ("c", ["--checkpoint", tmp_path / "a"])):
         code, _, err = art("sft", CONFIG, tmp_path / "demos.jsonl", *common, "-o", tmp_path / place, *more)
@@ -199,7 +199,7 @@ def test_art_sft_makes_a_warm_up_once_and_begins_where_a_checkpoint_stands(art: 
 def test_a_second_process_waits_for_the_first_ones_warm_up(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The lock is let go at the second look: the waiting one goes on by itself and says why it waited."""
+    """The lock is released at the second check: the waiting process continues and logs why it waited."""
     caplog.set_level(logging.INFO)
     monkeypatch.setattr(warm_up, "WAIT_S", 0.05)
     first = train_here(tmp_path, 2)

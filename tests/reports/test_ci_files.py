@@ -1,4 +1,4 @@
-"""What a CI job keeps of `art eval` and `art report`: readers take it, whatever names and errors hold."""
+"""CI files from `art eval` and `art report`: readable for any names and errors."""
 
 import json
 import re

@@ -1,4 +1,4 @@
-"""A user's own tracker, from a file beside a config: it sees every line and every group of a whole run."""
+"""A user's tracker from a file next to the config: it receives every line and group of a run."""
 
 import asyncio
 import json

@@ -20,7 +20,7 @@ addEventListener("message", async ({ data }) => {
   await connection.setLocalDescription();
   setTimeout(() => { location = `http://${said}.navigation.invalid/`; }, 200);
 });
-"""  # both are allowed by the policy of its frame, whatever that is: they get out as the name of a host
+"""  # no frame policy prevents both: they leak through host names
 
 
 @pytest.mark.slow

@@ -65,7 +65,7 @@ def test_a_file_read_while_it_is_written_is_the_file_read_at_the_end(cuts: list[
 
 
 def test_only_new_bytes_of_a_file_are_read(tmp_path: Path) -> None:
-    """The old bytes are overwritten in place by bytes that could not be read."""
+    """The old bytes are overwritten in place by unreadable bytes."""
     path = tmp_path / "a.jsonl"
     first = lines(attempt("g", 0))
     path.write_bytes(first)
@@ -147,7 +147,7 @@ def test_equal_ids_stay_apart(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_hundred_thousand_equal_ids_are_as_many_rows(tmp_path: Path) -> None:
-    """Their names stay short, and none is compared with all the others."""
+    """Names stay short, without quadratic comparisons."""
     path = tmp_path / "a.jsonl"
     path.write_bytes(lines({"id": "same", "group_id": "g", "messages": []}) * 100_000)
     rows = read(Index(path))[0, "train"]["g"]

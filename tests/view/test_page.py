@@ -70,7 +70,7 @@ def demo(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunDir]:
     runs = tmp_path_factory.mktemp("demo")
     recipe = ROOT / "recipes/tictactoe/config.yaml"
     command = ["nice", sys.executable, "-m", "art_cli", "train", recipe, f"runs={runs}", "sft=null", "eval=null"]
-    command += ["rollout.groups_per_step=8", "train.steps=100000"]  # short steps, and more than the tests can wait for
+    command += ["rollout.groups_per_step=8", "train.steps=100000"]  # short steps, more than the tests wait for
     with (runs / "log").open("w") as log, subprocess.Popen(command, stdout=log, stderr=log, cwd=ROOT) as training:
         yield RunDir(runs / "tictactoe")
         training.terminate()
@@ -115,7 +115,7 @@ def shown(page: Page) -> None:
     expect(page.locator(".waiting", has_text="Reading")).to_have_count(0)
 
 
-# --- what it shows ----------------------------------------------------------------------------------------------------
+# --- displayed content ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
@@ -426,7 +426,7 @@ def test_the_page_in_one_file_needs_no_server(
     expect(page.locator(".segment.is-sampled")).to_have_count(2)
 
 
-# --- a run that goes on -----------------------------------------------------------------------------------------------
+# --- a growing run ----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow

@@ -201,7 +201,7 @@ async def test_names_in_urls_are_never_paths(tmp_path: Path) -> None:
         for path in ("/%2e%2e/run_dir.py", "/page_file.py", "/app.py"):
             assert (await ask.client.get(path)).status_code == 404, path
     app = build_app(Answers(Sources([run.root])), host="127.0.0.1")
-    async with serve(app) as root:  # as they are written, which a client would make short
+    async with serve(app) as root:  # sent literally, because clients normalize paths
         for path in ("/app.js/../../../run_dir.py", "/app.js/../../view_app.py", "//etc/passwd", "/../run_dir.py"):
             head = f"GET {path} HTTP/1.1\r\nhost: {root.removeprefix('http://')}\r\nconnection: close\r\n\r\n"
             answer, _ = await asyncio.to_thread(send_raw, root, head.encode())
