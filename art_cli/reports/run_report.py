@@ -361,7 +361,8 @@ def _proofs(updates: Sequence[UpdateNumbers]) -> dict[str, int]:
 
 
 def _rollouts(updates: Sequence[UpdateNumbers]) -> Rollouts:
-    return Rollouts(*_counts(updates, "num_trajectories", "num_failed", "num_limited"), failed_kinds(updates))
+    num, num_failed, num_limited = _counts(updates, "num_trajectories", "num_failed", "num_limited")
+    return Rollouts(num, num_failed, num_limited, failed_kinds(updates))
 
 
 def _seconds(history: History) -> Seconds:
@@ -408,7 +409,8 @@ def _judge(updates: Sequence[UpdateNumbers]) -> JudgeCost | None:
     if usd is not None and not any("reflection_usd" in update.metrics for update in asked):
         # includes the costs of killed starts
         usd = max(usd, *(update.metrics.get("run_usd", 0.0) for update in updates))
-    return JudgeCost(*_counts(asked, "judge_calls", "judge_tokens"), usd)
+    calls, tokens = _counts(asked, "judge_calls", "judge_tokens")
+    return JudgeCost(calls, tokens, usd)
 
 
 def _gain(history: History, smoothed: Sequence[Point]) -> Gain | None:
