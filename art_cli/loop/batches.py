@@ -57,8 +57,8 @@ CLOSE_TIMEOUT_S = 60.0  # longest wait for cancelled rollouts and verdicts to fi
 class StepGroups:
     """A step's groups in playing order.
 
-    `own` are the places of the step's own groups, `spare` the places for refills, which each source uses for its own
-    groups only. `done` are the step's finished trajectories. Groups with finished trajectories keep their scenario and
+    `own` lists the places of the step's own groups, `spare` the places for refills. Each source refills only groups of
+    that source. `done` are the step's finished trajectories. Groups with finished trajectories keep their scenario and
     source, even if the scenarios have changed since. Groups beyond `spare` are ignored: `art plan` may have played them
     when the step was larger.
     """

@@ -154,7 +154,7 @@ def _with_checkpointing(loaded: LoadedConfig, value: int, reason: str) -> Loaded
 
 
 def read_sizes(config: RunConfig, shape: Any, machine: Machine) -> tuple[ModelSize, float] | None:
-    """Returns the model's sizes and the GPU's bytes; None without a GPU, or if the sizes are unknown.
+    """Returns the model's sizes and the GPU's bytes; None if there is no GPU or if the sizes are unknown.
 
     `shape` is the model's transformers configuration.
     """

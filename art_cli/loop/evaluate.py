@@ -224,11 +224,10 @@ async def play_evaluation(
     title: str,
     watch: Callable[[Trajectory], None] | None = None,
 ) -> list[Trajectory]:
-    """Returns the evaluation's trajectories. Attempts already in `path` are not replayed; new attempts are appended to
-    it.
+    """Returns the evaluation's trajectories. Attempts in `path` are not replayed; new attempts are appended to `path`.
 
-    `scenarios` maps sources to scenarios. `watch` is called after each new attempt is written; an exception from it
-    ends the evaluation.
+    `scenarios` maps sources to scenarios. `watch` sees each new attempt once it is written; exceptions from `watch`
+    propagate.
     """
     places = [GroupPlace(source, scenario) for source, its in scenarios.items() for scenario in its]
     plans = plan_places(places, step=step, group_size=config.attempts, prefix="e", temperature=config.temperature)

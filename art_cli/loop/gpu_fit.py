@@ -76,8 +76,8 @@ def gpu_use(config: RunConfig, size: ModelSize, total: float, inherited: Mapping
 
 
 def context(use: GpuUse, own: int) -> int | None:
-    """Returns the value for `model.max_length: null`; None if the model's `own` context fits in the cache, or nothing
-    does."""
+    """Returns the context for `model.max_length: null`, unless the model's `own` context fits in the cache or no
+    context does."""
     if use.engine is None:
         return None
     tokens = cache_tokens(use.total, use.engine, use.share) // STEP * STEP

@@ -27,8 +27,7 @@ class Interrupts:
 
     @contextlib.contextmanager
     def handled(self) -> Iterator[None]:
-        """Raises Interrupted on the first SIGINT or SIGTERM inside the block; the second signal ends the process
-        immediately."""
+        """Turns SIGINT or SIGTERM inside the block into Interrupted; a second signal kills the process."""
         main = asyncio.current_task()
         assert main is not None
 

@@ -113,8 +113,8 @@ async def open_sampler(
 ) -> AsyncIterator[Sampler]:
     """Yields a sampler with a running engine and gateway, and closes both.
 
-    `policy` is the policy at `step`; engines that bring a model need none. `checkpoint` is either a prompt, or
-    what an engine with separate weights loads and proves; None for the starting policy. `origin` is the policy's
+    `policy` is the policy at `step`; engines that bring a model need none. `checkpoint` is either a prompt, or what an
+    engine with separate weights loads and proves; the starting policy has no checkpoint. `origin` is the policy's
     origin, if known. `shares_weights` as in `make_engine`. `begun` are agents that `begin_rollouts` is loading.
     `on_first_reply` is called once.
     """

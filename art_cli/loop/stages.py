@@ -75,8 +75,7 @@ def generate(
 def choose_policy(loaded: LoadedConfig, checkpoint: Path | None, which: Which) -> tuple[LoadedConfig, PolicySource]:
     """Chooses the engine and the policy to play with, and logs both.
 
-    Raises UsageError if weights are named for an engine with its own model, or if something the rollouts need is
-    missing.
+    Raises UsageError if weights are named for an engine that brings a model, or if the rollouts lack something.
     """
     source = find_policy(loaded, checkpoint, which=which)
     check_ready(loaded, ("model", "rollout", "gateway", "engine"))

@@ -53,8 +53,8 @@ class TrainResult:
 async def train(loaded: LoadedConfig, *, is_fresh: bool = False, startup: Startup | None = None) -> TrainResult:
     """Trains until `train.steps` are done. Resumes an existing run; `is_fresh` starts a new run instead.
 
-    `startup` is this run's start-up clock. Raises RunError if the run is in use or was made by another configuration,
-    ConfigError, and the errors of all parts.
+    `startup` is this run's start-up clock. Raises RunError for a run in use or with a different configuration,
+    ConfigError, and the parts' errors.
     """
     async with claim_run(loaded, is_fresh=is_fresh, startup=startup or Startup()) as claim:
         files, finished = claim.files, claim.finished_step

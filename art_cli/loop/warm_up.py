@@ -2,8 +2,8 @@
 
     runs/.warm/<digest>/    a run directory; its step N is the policy after N optimizer steps
 
-The digest covers all inputs: base model, examples, settings and start checkpoint. A killed warm-up continues from its
-last save, and a second run with the same warm-up reuses the result.
+The digest covers all inputs: base model, examples, settings and start checkpoint. A killed warm-up continues from the
+newest save. Other runs with the same warm-up reuse the result.
 """
 
 import hashlib

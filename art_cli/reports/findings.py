@@ -516,7 +516,7 @@ def _collapsed(first: Window, window: Window) -> list[bool]:
 
 
 def _rests(first: Window, window: Window, *, is_comparable: bool) -> list[bool]:
-    """Marks the whole window if it has signal and a full learning rate but changes hardly anything."""
+    """Marks the whole window if there is signal and a full learning rate, but hardly any change."""
     change, rate = _mean(window, "logprob_change"), _mean(window, "learning_rate")
     rates = [update.metrics["learning_rate"] for update in [*first, *window] if "learning_rate" in update.metrics]
     is_full = bool(rates) and rate >= max(rates) / 2  # neither warm-up nor decay

@@ -111,8 +111,7 @@ class JudgeCost(msgspec.Struct, frozen=True):
 class Gain(msgspec.Struct, frozen=True):
     """The rise in reward from the initial policy to the best policy, and its cost.
 
-    `of` is "evaluation", or "training" without evaluations. Rates are None without a gain, or if the cost is 0 or
-    unknown.
+    `of` is "evaluation", or "training" without evaluations. Rates require a gain and a known cost above 0.
     """
 
     of: str

@@ -2,8 +2,8 @@
 
     loop: log, log_trajectories -> a bounded queue for each tracker -> its thread -> the tracker's method
 
-A tracker is disabled if a method raises or takes longer than CALL_TIMEOUT_S. A slow tracker loses calls that do not fit
-in its queue. Both cause a single warning, and the number of dropped calls at the end.
+A tracker is disabled if a method raises or takes longer than CALL_TIMEOUT_S. A slow tracker loses calls when the queue
+is full. Both cause a single warning, and the number of dropped calls at the end.
 """
 
 import asyncio
