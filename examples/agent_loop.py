@@ -45,7 +45,10 @@ from art_cli.learners.algorithms.objectives import PolicyTerms
 from art_cli.learners.packs.pack_runner import PackRunner
 from art_cli.learners.packs.packing import Pack, pack_samples
 from art_cli.learners.samples import Row, token_weights, trajectory_samples
-from art_cli.models.loading import Weights, find_base, load_weights, save_weights
+from art_cli.models.base_source import find_base
+from art_cli.models.loading import load_weights
+from art_cli.models.saved_weights import save_weights
+from art_cli.models.weights import Weights
 from art_cli.rollouts.rollout_gateway import Gateway
 from art_cli.runtime.plugins import resolve
 from art_cli.runtime.threads import compute

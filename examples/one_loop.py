@@ -28,7 +28,8 @@ from art_cli.learners.packs.pack_runner import PackRunner
 from art_cli.learners.packs.packing import Pack, pack_samples
 from art_cli.learners.samples import Row, token_weights, trajectory_samples
 from art_cli.models.builtin_models import build, make_tokenizer
-from art_cli.models.loading import Weights, load_weights
+from art_cli.models.loading import load_weights
+from art_cli.models.weights import Weights
 from art_cli.runs.trajectory import score_trajectory
 
 SCENARIOS = [{"id": f"letters-{number}", "ask": f"say {number} letters"} for number in range(3)]

@@ -15,8 +15,9 @@ from art_cli.config.compose import load_config
 from art_cli.config.config_identity import config_hash
 from art_cli.config.schema import ModelConfig
 from art_cli.loop.references import check_ready
+from art_cli.models.base_source import require_base
 from art_cli.models.builtin_models import TEMPLATE
-from art_cli.models.loading import require_base, template_cure
+from art_cli.models.tokenizer import template_cure
 from art_cli.runtime.errors import ConfigError, UsageError
 from benchmarks.shared.real_model import smollm2_tokenizer
 from tests.support.paths import LETTERS

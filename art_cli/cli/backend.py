@@ -151,22 +151,23 @@ def _choose_engine(loaded: "LoadedBackend") -> "EngineConfig":
 def _load_base(loaded: "LoadedBackend", root: Path, named: str | None, rank: int) -> "Base":
     """Returns the base model without an adapter. Raises UsageError if it cannot be loaded."""
     from art_cli.config.schema import BaseLearnerConfig
-    from art_cli.models import loading
+    from art_cli.models.base_source import find_base
+    from art_cli.models.loading import load_weights
     from art_cli.models.precision import gpu_bytes
     from art_cli.models.run_memory import GPU_TOKENS, checkpoint_from, model_size, run_memory
     from art_cli.tinker.server.base_model import Base
 
     given = named or loaded.model.base
-    path = loading.find_base(loaded.model.base, directory=loaded.directory, built=root / "base")
+    path = find_base(loaded.model.base, directory=loaded.directory, built=root / "base")
     log.info("loading %s", given)
     bare = loaded.model.model_copy(update={"lora": None})
     if loaded.learner.name == "unsloth":
         from art_cli.learners import unsloth
 
-        weights = loading.load_weights(bare, path, device=loaded.learner.device, load=unsloth.load_bare)
+        weights = load_weights(bare, path, device=loaded.learner.device, load=unsloth.load_bare)
         unsloth.check_adapters(weights)
     else:
-        weights = loading.load_weights(bare, path, device=loaded.learner.device)
+        weights = load_weights(bare, path, device=loaded.learner.device)
     learner, total = loaded.learner, gpu_bytes(loaded.learner.device)
     if total and isinstance(learner, BaseLearnerConfig) and learner.gradient_checkpointing == "auto":
         run = run_memory(

@@ -107,7 +107,7 @@ def _base_finder(base: str) -> Callable[[Path], str]:
     """Returns a function that finds the base model, or builds it in a given directory."""
 
     def find(built: Path) -> str:
-        from art_cli.models.loading import find_base
+        from art_cli.models.base_source import find_base
 
         return find_base(base, directory=Path.cwd(), built=built, named="--base")
 

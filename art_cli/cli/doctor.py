@@ -141,7 +141,7 @@ def _prove_train() -> str:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     ones = torch.ones(4, 4, device=device)
     assert float((ones @ ones).sum()) == 64.0, "4 x 4 ones times 4 x 4 ones is not 64 in sum"
-    if problem := import_module("art_cli.models.loading").idle_gpu():
+    if problem := import_module("art_cli.models.device").idle_gpu():
         raise RuntimeError(problem)
     if device == "cpu":
         return f"; no GPU, {torch.get_num_threads()} threads"

@@ -51,7 +51,7 @@ def run(
     art export runs/mine -o mine-gguf --gguf q8_0             one file for llama.cpp and Ollama, with a Modelfile
     """
     from art_cli.engines.proof import make_probe
-    from art_cli.models.loading import find_base
+    from art_cli.models.base_source import find_base
     from art_cli.runs.chain import write_certificate
     from art_cli.runtime.scratch import scratch
     from art_cli.serving import gguf_export, merged_export

@@ -32,7 +32,7 @@ def run(
     from art_cli.learners.processes.job import make_job
     from art_cli.learners.processes.joined_node import join
     from art_cli.loop.decide import decide_by_base
-    from art_cli.models.loading import find_base
+    from art_cli.models.base_source import find_base
     from art_cli.runtime import threads
     from art_cli.runtime.scratch import scratch
 

@@ -43,9 +43,12 @@ from art_cli.loop.gpu_fit import describe_use, find_misfit, gpu_use
 from art_cli.loop.owed_groups import plan_groups
 from art_cli.loop.policy_sampler import open_sampler
 from art_cli.loop.record import find_clash
+from art_cli.models.base_source import find_base
 from art_cli.models.device_memory import memory_there
-from art_cli.models.loading import Weights, count_parameters, find_base, load_tokenizer, read_shape, template_cure
+from art_cli.models.model_shape import read_shape
 from art_cli.models.policy_spec import PolicySpec, read_spec, spec_of
+from art_cli.models.tokenizer import load_tokenizer, template_cure
+from art_cli.models.weights import Weights, count_parameters
 from art_cli.reports.pages.conversation_text import last_reply
 from art_cli.reports.trackers import check_tracker, trackers_of
 from art_cli.rollouts.cluster.cluster_rollout import cluster_rollout

@@ -134,7 +134,7 @@ def _find_sources(
     texts: Sequence[str], *, which: "Which", base: str | None, dtype: str | None, directory: Path
 ) -> "list[Source]":
     """Returns the source of each `[NAME=]CHECKPOINT`. Raises UsageError if it is neither here nor on the hub."""
-    from art_cli.models.loading import find_base, require_base
+    from art_cli.models.base_source import find_base, require_base
     from art_cli.serving.served_model import find_source
 
     if base is not None:

@@ -1,11 +1,12 @@
 """Engines, which sample from the policy: the Engine protocol and the table of built-ins.
 
 An engine owns an endpoint (OpenAI-compatible, on loopback unless it is foreign) and knows which step's weights it
-samples from. It speaks in plain data (paths, numbers, token ids), so that it can be another process or another machine.
+samples from. Its interface is plain data (paths, numbers, token ids), so an engine can run in another process or on
+another machine.
 
-A new engine is its own file, a section in config/sections/engine_config.py and a line of BUILT_INS here. A user's
-is a class in a file beside the configuration, `engine: {entry: "mine.py:MyEngine", options: {...}}`, made as
-`MyEngine(setup)` and used through the Engine protocol; its class attributes are its EngineTraits.
+To add an engine, write a module, a section in config/sections/engine_config.py and an entry in BUILT_INS here. Users
+can name a class in a file next to the configuration: `engine: {entry: "mine.py:MyEngine", options: {...}}`. It is
+constructed as `MyEngine(setup)` and used through the Engine protocol. Its class attributes are its EngineTraits.
 """
 
 import hashlib
@@ -21,8 +22,8 @@ import msgspec
 from art_cli.chat import Backend
 from art_cli.config.schema import EngineConfig, OwnEngineConfig
 from art_cli.config.sections.base_config import WeightsAt
-from art_cli.models.loading import Weights
 from art_cli.models.policy_spec import PolicySpec, spec_of
+from art_cli.models.weights import Weights
 from art_cli.runtime import plugins
 from art_cli.runtime.errors import ArtError, EngineError, one_line
 
@@ -36,12 +37,12 @@ BUILT_INS = {
 
 
 class Endpoint(msgspec.Struct, frozen=True, kw_only=True):
-    """The address where a policy answers, and its step.
+    """The address of a policy, and the step it serves.
 
     Example: Endpoint(base_url="http://127.0.0.1:41233/v1", api_key="sk-...", model="tictactoe", step=3)
     """
 
-    base_url: str | None  # or None if it answers only in this process, by `Engine.backend`
+    base_url: str | None  # None when only `Engine.backend` can reach it
     api_key: str
     model: str
     step: int
@@ -53,76 +54,78 @@ class Endpoint(msgspec.Struct, frozen=True, kw_only=True):
 class Engine(Protocol):
     """Samples from one policy at one step at a time. Every wait inside has a deadline; failures raise EngineError.
 
-    It may have further methods: `async def occupancy(self) -> EngineLoad | None`, that `rollout.concurrency: auto`
-    follows, and `async def score_replicas(self, token_ids) -> list[list[float]]`, the scores of each of its replicas.
+    Two methods are optional: `async def occupancy(self) -> EngineLoad | None`, used by `rollout.concurrency: auto`, and
+    `async def score_replicas(self, token_ids) -> list[list[float]]`, which returns scores per replica.
     """
 
     endpoint: Endpoint
     backend: Backend  # answers requests in this process; the gateway's upstream
 
     async def start(self) -> None:
-        """Ready to answer when it returns."""
+        """Returns once the engine can answer requests."""
 
     async def load(self, checkpoint: Path, step: int) -> None:
-        """Samples from `step` when it returns: cached prefixes of other weights are gone, `endpoint.step` is `step`."""
+        """Switches to the weights of `step`, drops cached prefixes of older weights and updates `endpoint.step`."""
 
     async def score(self, token_ids: list[int]) -> list[float]:
-        """Returns [L - 1] logprobs in nats of the tokens after the first, at temperature 1, as the learner's."""
+        """Returns [L - 1] logprobs in nats for every token except the initial one, at temperature 1."""
 
     def longest_prompt(self) -> int | None:
-        """Returns the most characters of a prompt within the context, or None if unknown. `art serve` asks."""
+        """Returns how many characters a prompt can have at most. `art serve` asks for it."""
 
     async def sleep(self) -> None:
-        """Frees the memory that a learner on the same device needs; nothing is sampled until `wake`."""
+        """Frees memory for a learner on the same device. Sampling pauses until `wake`."""
 
     async def wake(self) -> None:
-        """Samples again."""
+        """Resumes sampling."""
 
     async def watch(self) -> NoReturn:
-        """Never returns; raises EngineError once the engine can answer no more, so that no caller waits forever."""
+        """Never returns. Raises EngineError when the engine can no longer answer, so callers do not wait forever."""
 
     async def close(self) -> None: ...
 
 
 class EngineTraits(NamedTuple):
-    """An engine's abilities, as attributes of a built-in's section or of a user's class."""
+    """Capabilities of an engine, read from attributes of its config section or of the user's class."""
 
-    can_train: bool = True  # False: its model is its own, and no checkpoint can be loaded into it
-    swaps_adapters: bool = False  # it loads another adapter while it still answers with the one before
-    enforces_formats: bool = False  # replies obey `response_format` and forced tool calls; False: those are refused
-    # "here": it samples from `EngineSetup.weights` in this process. "process": it loads checkpoints of this machine.
-    # "server": it samples where the learner trains, and has the weights of every checkpoint already.
+    can_train: bool = True  # False: it brings a fixed model and cannot load checkpoints
+    swaps_adapters: bool = False  # can load a new adapter while still answering with the previous adapter
+    enforces_formats: bool = False  # whether `response_format` and forced tool calls work; if not, they are rejected
+    # "here": samples from `EngineSetup.weights` in this process. "process": loads checkpoints from local disk.
+    # "server": samples where the learner trains, with every checkpoint's weights already in place.
     weights: WeightsAt = "process"
 
 
 @dataclass(frozen=True)
 class EngineSetup:
-    """The argument that an engine is made with: `Class(setup)`."""
+    """Constructor argument of an engine: `Class(setup)`."""
 
-    options: Mapping[str, Any]  # the engine's own section of the configuration; of a user's, what is below `options`
-    policy: PolicySpec | None  # or None if the engine brings its model
+    options: Mapping[str, Any]  # the engine's config section; for a user's class, the contents of `options`
+    policy: PolicySpec | None  # None when the engine brings a fixed model
     name: str  # the policy's name for clients
-    step: int  # where the policy stands before the first `load`
-    logs: Path  # directory in which a process of its own writes its log
-    weights: Weights | None = None  # only for an engine that needs them
-    shares_weights: bool = True  # a learner in this process changes these very weights, so that `load` reads nothing
+    step: int  # the policy's step before `load` is called
+    logs: Path  # directory for log files of child processes
+    weights: Weights | None = None  # set only if the engine's `weights` trait is "here"
+    shares_weights: bool = True  # whether a learner in this process updates these weights; then `load` reads nothing
 
 
 def engine_traits(config: EngineConfig, directory: Path) -> EngineTraits:
-    """Returns the traits of the configured engine. Raises UsageError if the user's class cannot be imported."""
+    """Returns the configured engine's traits. Raises UsageError if the user's class cannot be imported."""
     owner: Any = plugins.resolve(config.entry, base=directory) if isinstance(config, OwnEngineConfig) else config
     defaults = EngineTraits()
-    if getattr(owner, "needs_weights", False):  # the name of `weights = "here"` in classes of older projects
+    if getattr(owner, "needs_weights", False):  # older projects' spelling of `weights = "here"`
         defaults = defaults._replace(weights="here")
     traits: dict[str, Any] = {name: getattr(owner, name, default) for name, default in defaults._asdict().items()}
-    if traits["weights"] not in get_args(WeightsAt):  # an attribute of the same name in a user's class
+    if traits["weights"] not in get_args(WeightsAt):  # a user's class may use this attribute name for something else
         traits["weights"] = defaults.weights
     return EngineTraits(**traits)
 
 
 def own_model(config: EngineConfig, directory: Path) -> str:
-    """Returns a digest of what an engine that brings its model asks and where, as no proof tells its attempts from
-    another's; "" for one that loads checkpoints."""
+    """Returns a digest identifying the fixed model behind an engine; "" if the engine loads checkpoints.
+
+    Such a model has no weight proof, so only this digest distinguishes its attempts from another model's.
+    """
     if engine_traits(config, directory).can_train:
         return ""
     named = {"name", "model", "base_url", "entry", "options"}
@@ -140,10 +143,10 @@ def make_engine(
     directory: Path = Path(),
     shares_weights: bool = True,
 ) -> Engine:
-    """Returns the engine of a configuration, not started yet. Raises EngineError if it cannot be made here.
+    """Returns the configured engine, not started yet. Raises EngineError if it cannot be constructed here.
 
-    `policy` is the policy's weights in this process, or what is known of it; None for an engine that brings
-    its model. A user's own engine is looked up in `directory`.
+    `policy` is the policy's weights in this process or its spec; None if the engine brings a fixed model. A user's
+    engine class is resolved relative to `directory`.
     """
     if config.name not in BUILT_INS and not isinstance(config, OwnEngineConfig):
         raise EngineError(f"engine {config.name} is not resolved; call loop.decide.decide_engine first")

@@ -1,12 +1,12 @@
-"""Engines at a foreign address: OpenAIEngine, any OpenAI-compatible endpoint, and AnthropicEngine, any of Messages.
+"""Engines at a foreign address: OpenAIEngine for OpenAI-compatible endpoints, AnthropicEngine for Messages endpoints.
 
-They serve `art gateway`, `art generate` and `art eval`. They cannot be trained, but have a prompt. HostedEngine is what
-both share. The key is read from the environment variable that the configuration names, and stays in memory.
+They serve `art gateway`, `art generate` and `art eval`. They cannot be trained, but prompts can be optimized.
+HostedEngine is their base class. The API key is read from the environment variable named in the configuration, and
+stays in memory.
 """
 
 import asyncio
 import os
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn, Self
 from urllib.parse import urlsplit
@@ -22,26 +22,31 @@ CONNECT_DEADLINE_S = 10.0
 
 
 class HostedEngine:
-    """A foreign model at its own address; its step is always 0."""
+    """A foreign model at a foreign address; its step is always 0."""
 
-    def __init__(self, config: HostedEngineConfig, connect: Callable[[str], HttpBackend]) -> None:
-        """`connect` makes the backend for a key.
-
-        Raises EngineError if the endpoint is not on this machine, and the environment has no key for it.
-        """
+    def __init__(self, config: Any) -> None:
+        """Raises EngineError if a remote endpoint's key is missing in the environment."""
         key = os.environ.get(config.api_key_env, "")
         if not key and urlsplit(config.base_url).hostname not in LOCAL:
             raise EngineError(f"engine.api_key_env: the environment variable {config.api_key_env} is not set")
         self._name = config.name
-        self._http = connect(key or "none")
+        self._http = self._connect(config, key or "none")
         self.endpoint = Endpoint(base_url=config.base_url, api_key=key or "none", model=config.model, step=0)
+
+    @classmethod
+    def of(cls, config: HostedEngineConfig, setup: EngineSetup) -> Self:
+        return cls(config)
+
+    @staticmethod
+    def _connect(config: Any, key: str) -> HttpBackend:
+        raise NotImplementedError
 
     @property
     def backend(self) -> Backend:
         return self._http
 
     async def start(self) -> None:
-        """Raises EngineError: nothing listens there. Only this machine is tried; other hosts may need a proxy."""
+        """Raises EngineError if nothing listens locally. Remote hosts are not tried, because they may need a proxy."""
         url = urlsplit(self.endpoint.base_url or "")
         if url.hostname not in LOCAL:
             return
@@ -63,13 +68,13 @@ class HostedEngine:
         raise EngineError(f"{self.endpoint.model}: an endpoint of engine {self._name!r} cannot score given tokens")
 
     def longest_prompt(self) -> None:
-        """Unknown, because the tokenizer is the server's."""
+        """Returns None, because only the server knows its tokenizer."""
 
     async def sleep(self) -> None:
         """Does nothing, because the endpoint's memory is not ours."""
 
     async def wake(self) -> None:
-        """Does nothing, because it never sleeps."""
+        """Does nothing, because the engine never sleeps."""
 
     async def watch(self) -> NoReturn:
         """Raises nothing, because each call raises its failure."""
@@ -83,28 +88,15 @@ class HostedEngine:
 class OpenAIEngine(HostedEngine):
     """An OpenAI-compatible endpoint."""
 
-    def __init__(self, config: OpenAIEngineConfig) -> None:
-        super().__init__(
-            config, lambda key: HttpBackend(config.base_url, key, config.model, timeout_s=config.timeout_s)
-        )
-
-    @classmethod
-    def of(cls, config: OpenAIEngineConfig, setup: EngineSetup) -> Self:
-        return cls(config)
+    @staticmethod
+    def _connect(config: OpenAIEngineConfig, key: str) -> HttpBackend:
+        return HttpBackend(config.base_url, key, config.model, timeout_s=config.timeout_s)
 
 
 class AnthropicEngine(HostedEngine):
-    """A foreign model at its own address; its step is always 0."""
+    """An Anthropic Messages endpoint."""
 
-    def __init__(self, config: AnthropicEngineConfig) -> None:
-        """Raises EngineError if the endpoint is not on this machine, and the environment has no key for it."""
-
-        def connect(key: str) -> AnthropicBackend:
-            limits: Any = {"max_tokens": config.max_tokens, "timeout_s": config.timeout_s}
-            return AnthropicBackend(config.base_url, key, config.model, **limits)
-
-        super().__init__(config, connect)
-
-    @classmethod
-    def of(cls, config: AnthropicEngineConfig, setup: EngineSetup) -> Self:
-        return cls(config)
+    @staticmethod
+    def _connect(config: AnthropicEngineConfig, key: str) -> AnthropicBackend:
+        limits: Any = {"max_tokens": config.max_tokens, "timeout_s": config.timeout_s}
+        return AnthropicBackend(config.base_url, key, config.model, **limits)

@@ -1,19 +1,20 @@
-"""The proof of weights: after a load the engine scores a probe, and its logprobs must be those of the learner.
+"""Weight proofs: after a load the engine scores a probe, and the logprobs must match the learner's.
 
-learner saves       Manifest.origin, Manifest.probe     what the policy consists of, and how it scores the probe
-engine loads        WeightProof.prove(engine, ...)      the same probe again -> the digest of the policy
-a reply comes       chat/proven_steps.py                names its policy, or waits while a proof is under way
+learner saves       Manifest.origin, Manifest.probe     the policy's components, and the learner's probe scores
+engine loads        WeightProof.prove(engine, ...)      scores the probe again -> the policy digest
+a reply comes       chat/proven_steps.py                names its policy, or waits for a pending proof
 
-Two rules decide. The level: engine and learner may differ by a few times the rounding that the learner measured on the
-probe, when it scored the probe a second time with its embeddings rounded otherwise. The change: two adapters of a run
-may differ by less than that at each token, but not in sum. So the engine must show the learner's change since the
-adapter before, and since the base model without an adapter. The learner has measured a change twice, as d and as e,
-whose roundings are independent, and the engine's scores less the learner's old ones are c. The share of the change that
-the engine shows is sum(c w) / sum(d w), where w is e without its largest values: an instrumental variable (Reiersol,
-1941), which makes the share 1 for the right weights however far learner and engine round. It is 0 for the weights
-before, and about 2 for an adapter of twice the scale. Its error is White's (1980), of right weights, so that a share is
-many errors away from 1 by rounding as seldom as a sum of random signs is. Where the error is large, because the change
-is small against rounding, the proof is undecided, unless the change is above twice the level's bound.
+Two rules decide. Level: engine and learner may differ by a few times the rounding error. The learner measured this
+error by scoring the probe a second time with embeddings rounded differently. Change: two adapters of a run may differ
+by less than rounding at each token, but not in sum. So the engine must show the learner's change since the previous
+adapter, and since the base model without an adapter. The learner has measured this change twice, as d and e, with
+independent rounding errors; c is the engine's scores minus the learner's old scores. The share of the change that the
+engine shows is sum(c w) / sum(d w), where w is e with its largest values clipped. w is an instrumental variable
+(Reiersol, 1941), so the share is 1 for the right weights regardless of rounding in learner and engine. It is 0 for the
+previous weights, and about 2 for an adapter with twice the scale. Its standard error is White's (1980) under the right
+weights: rounding moves the share many errors away from 1 as rarely as random signs sum to such a value. When the error
+is large because the change is small against rounding, the proof is undecided, unless the change exceeds twice the
+level's bound.
 """
 
 import logging
@@ -30,61 +31,61 @@ from art_cli.runtime.errors import CheckpointError, DriftError
 log = logging.getLogger(__name__)
 
 PROBE_TOKENS = 64
-# Mean absolute gap in nats that the same weights may have whatever the learner measured. float32 allows for the
-# rounding of different kernels in deep models.
+# Mean absolute gap in nats always tolerated, whatever rounding the learner measured. The float32 value allows for
+# different kernels in deep models.
 FLOORS = {"float32": 1e-3, "bfloat16": 5e-2, "float16": 2e-2}
-ROUNDINGS = 3.0  # largest gap in roundings of the learner; that of vLLM and SmolLM2-135M is 0.5 to 1.3
-MOST_GAP = 0.3  # nats; a gap that rounding alone makes as large tells nothing of the weights
-TOLERANCE = 0.25  # |share - 1| that an engine may have however small the error is
-ERRORS = 5.0  # errors that the share of other weights is away from 1; rounding does it once in a million proofs
-CLIP = 2.0  # largest |w|, in medians: a few tokens have most of the change, and most of the rounding
+ROUNDINGS = 3.0  # largest gap in units of the learner's rounding error; vLLM with SmolLM2-135M shows 0.5 to 1.3
+MOST_GAP = 0.3  # nats; if rounding alone makes a gap this large, the gap proves nothing
+TOLERANCE = 0.25  # |share - 1| always tolerated, however small the error is
+ERRORS = 5.0  # |share - 1| in standard errors that proves different weights; rounding does it once in a million proofs
+CLIP = 2.0  # largest |w| in medians, because a few tokens dominate both the change and the rounding
 
 
 def make_probe(vocabulary: int, *, seed: int = 0) -> list[int]:
-    """64 random token ids, which no cache has seen; the same ones for the same vocabulary and seed."""
+    """Returns 64 random token ids that no cache has seen; equal vocabulary and seed give equal ids."""
     draw = random.Random(seed)
     return [draw.randrange(vocabulary) for _ in range(PROBE_TOKENS)]
 
 
 def mean_gap(scores: Sequence[float], others: Sequence[float]) -> float:
-    """Returns the mean |difference| in nats of two scores of the same tokens."""
+    """Returns the mean |difference| in nats between two score lists for the same tokens."""
     assert len(scores) == len(others), (len(scores), len(others))
     return sum(abs(a - b) for a, b in zip(scores, others, strict=True)) / len(scores)
 
 
 class Bound(NamedTuple):
-    """Gaps of the same weights in nats. Example: Bound(sure=0.15, most=0.15)"""
+    """Bounds on the gap in nats. Example: Bound(sure=0.15, most=0.15)"""
 
-    sure: float  # above it rounding alone is not known to be smaller
-    most: float  # above it the weights are others
+    sure: float  # a smaller gap is certainly rounding
+    most: float  # a larger gap means different weights
 
 
 def bound_of(dtype: str, probe: Probe) -> Bound:
-    """Returns the bound of `mean_gap` for an engine in that dtype."""
+    """Returns the bounds on `mean_gap` for an engine in this dtype."""
     floor = FLOORS.get(dtype, FLOORS["bfloat16"])
     rounding = mean_gap(probe.logprobs, probe.rounded) if probe.rounded else 0.0
-    if dtype != "float32" and rounding < FLOORS["float32"]:  # no learner has measured it in that dtype
+    if dtype != "float32" and rounding < FLOORS["float32"]:  # no learner measured the rounding in this dtype
         return Bound(floor, MOST_GAP)
     most = max(floor, ROUNDINGS * rounding)
     return Bound(min(most, MOST_GAP), most)
 
 
 class Twice(NamedTuple):
-    """The scores of one policy by its learner, in two roundings: [L - 1] logprobs each."""
+    """One policy's scores by its learner, in two roundings: [L - 1] logprobs each."""
 
     plain: list[float]
     rounded: list[float]
 
 
 class ShownChange(NamedTuple):
-    """The part of a learner's change that an engine shows.
+    """How much of the learner's change an engine shows.
 
     Example: ShownChange(share=0.98, error=0.03, resolution=0.1)
     """
 
     share: float = nan
     error: float = inf  # standard error of the share
-    resolution: float = inf  # standard error of the share 0, which an engine with the weights before has
+    resolution: float = inf  # standard error under share 0, the share of an engine with the old weights
 
     @property
     def is_wrong(self) -> bool:
@@ -92,7 +93,7 @@ class ShownChange(NamedTuple):
 
     @property
     def is_decided(self) -> bool:
-        """Whether it tells the weights from those before."""
+        """Whether the scores can tell the new weights from the old."""
         return self.is_wrong or ERRORS * max(self.error, self.resolution) <= 1
 
     def __str__(self) -> str:
@@ -100,9 +101,10 @@ class ShownChange(NamedTuple):
 
 
 def change_between(before: Twice, now: Twice, engine: Sequence[float]) -> ShownChange:
-    """Returns the part of the learner's change that the engine shows.
+    """Returns how much of the learner's change the engine shows.
 
-    The engine may round as the learner's plain scores do, as it does in the same process, but not as its other scores.
+    The engine's rounding may match the learner's plain scores, as it does in the same process, but never the rounded
+    scores.
     """
     change, again = (list(map(sub, *pair)) for pair in zip(now, before, strict=True))
     most = CLIP * median(map(abs, [*change, *again]))
@@ -116,19 +118,19 @@ def change_between(before: Twice, now: Twice, engine: Sequence[float]) -> ShownC
 
 
 class WeightVerdict(NamedTuple):
-    """What the scores of a probe tell of an engine's weights, which are right if both reasons are empty."""
+    """The verdict on an engine's weights. They are right if both `wrong` and `undecided` are empty."""
 
     gap: float  # mean |engine - learner| in nats
-    change: ShownChange  # since the newest reference; of NaN without one
-    wrong: str  # reason why the weights are others, or ""
-    undecided: str  # reason why they could be others by less than rounding shows, or ""
+    change: ShownChange  # since the newest reference; NaN without a reference
+    wrong: str  # why these are different weights, or ""
+    undecided: str  # why rounding could hide different weights, or ""
 
 
 def judge(engine: Sequence[float], probe: Probe, references: Mapping[str, Twice], *, dtype: str) -> WeightVerdict:
-    """Returns the verdict on an engine by its scores of the probe.
+    """Returns the verdict on an engine from its probe scores.
 
-    `references` are other policies by what they are called, the newest last. One that the learner scores as the present
-    one tells nothing, and is left out.
+    `references` maps names to other policies' scores, newest last. References with the same scores as the current
+    policy are skipped because they prove nothing.
     """
     gap, bound, change = mean_gap(engine, probe.logprobs), bound_of(dtype, probe), ShownChange()
     wrong, undecided = [], []
@@ -153,29 +155,28 @@ def judge(engine: Sequence[float], probe: Probe, references: Mapping[str, Twice]
 
 class _Engine(Protocol):
     async def score(self, token_ids: list[int]) -> list[float]:
-        """Returns [L - 1] logprobs in nats of the tokens after the first."""
+        """Returns [L - 1] logprobs in nats for every token except the initial one."""
 
 
 class ProvenPolicy(NamedTuple):
-    """A policy whose engine scored the probe as its learner did. Example: ProvenPolicy("9f3c...", {"probe_gap":
-    2e-6})"""
+    """A policy confirmed by its engine's probe scores. Example: ProvenPolicy("9f3c...", {"probe_gap": 2e-6})"""
 
     digest: str
     numbers: dict[str, float]  # metrics of the proof
 
 
 class WeightProof:
-    """Proves the loads of one engine, and remembers the probe of the load before."""
+    """Proves each load of one engine, and keeps the previous load's probe for comparison."""
 
     def __init__(self) -> None:
-        self._before: tuple[str, Probe] | None = None  # its name and its probe
+        self._before: tuple[str, Probe] | None = None  # the previous load's name and probe
         self._has_logged = False
 
     async def prove(self, engine: _Engine, manifest: Manifest, origin: Origin) -> ProvenPolicy | None:
-        """Returns the policy that the engine is proven to sample from, or None if no learner left a proof.
+        """Returns the policy that the engine provably samples from; None when no learner left a probe.
 
-        `origin` is that of the engine: base, template and dtype as they are now. Raises DriftError if the scores are
-        those of other weights, CheckpointError if its chat template is not the one of the checkpoint's training.
+        `origin` is the engine's current base, template and dtype. Raises DriftError if the scores come from different
+        weights, CheckpointError if the chat template differs from the checkpoint's.
         """
         if manifest.origin is None or manifest.probe is None:
             return None
@@ -193,9 +194,9 @@ class WeightProof:
         return ProvenPolicy(policy_digest(origin, manifest.files), numbers)
 
     def check(self, found: Sequence[Sequence[float]], probe: Probe, *, dtype: str, name: str = "") -> WeightVerdict:
-        """Returns the verdict on weights that may be the right ones, by the scores of each replica of the engine.
+        """Returns the verdict with the largest gap among the engine's replicas; `found` has the scores of each.
 
-        Raises DriftError if they are others. The first undecided proof is logged.
+        Raises DriftError if a replica has different weights. Only one undecided proof is logged per engine.
         """
         references = {"the base model": Twice(probe.base, probe.base_rounded)} if probe.base else {}
         if self._before is not None and self._before[1].tokens == probe.tokens and probe.rounded:

@@ -15,7 +15,7 @@ from art_cli.chat.control_tokens import controls_of
 from art_cli.config.sections.judge_config import RewardModelJudgeConfig
 from art_cli.judges import Judge, Verdict, make_key
 from art_cli.judges.judge_text import clean
-from art_cli.models.loading import pick_device
+from art_cli.models.device import pick_device
 from art_cli.runs.manifest import hash_files
 from art_cli.runs.trajectory import Json, Score, Trajectory
 from art_cli.runtime.errors import JudgeError, JudgeStopped, describe

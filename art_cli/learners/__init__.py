@@ -26,8 +26,8 @@ from art_cli.runs.trajectory import ScoredTrajectory
 if TYPE_CHECKING:
     from art_cli.config.schema import AlgorithmConfig, LearnerConfig, LossConfig, RunConfig, SftConfig, TrainConfig
     from art_cli.judges.costs import Payer
-    from art_cli.models.loading import Weights
     from art_cli.models.policy_spec import PolicySpec
+    from art_cli.models.weights import Weights
     from art_cli.rollouts.rollout_runner import RolloutPlan
 
 # `unsloth` takes the same step on weights that Unsloth loads (unsloth.py)
@@ -197,12 +197,12 @@ class Learner(Protocol):
 
 def load_policy(config: "RunConfig", base: str) -> "Weights":
     """Returns the starting policy, loaded as the configured learner needs it. `base` is a hub id or a directory."""
-    from art_cli.models import loading
+    from art_cli.models.loading import load_weights
 
     load = None
     if config.learner.name == "unsloth":
         load = resolve_name("art_cli.learners.unsloth:load_model")
-    return loading.load_weights(config.model, base, device=config.learner.device, seed=config.train.seed, load=load)
+    return load_weights(config.model, base, device=config.learner.device, seed=config.train.seed, load=load)
 
 
 def make_learner(

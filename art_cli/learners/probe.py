@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from art_cli.models.decoder.forward import rounded_otherwise
-from art_cli.models.loading import Weights
+from art_cli.models.weights import Weights
 from art_cli.runs.manifest import Probe
 
 # Tokens of a probe. Below float32, adapters one step apart differ by less than rounding at each token, and some

@@ -20,7 +20,8 @@ import torch
 
 from art_cli.config.schema import LoraConfig, ModelConfig
 from art_cli.models import precision
-from art_cli.models.loading import Weights, token_logprobs, with_adapter
+from art_cli.models.adapters import with_adapter
+from art_cli.models.weights import Weights, token_logprobs
 from art_cli.runtime.errors import LearnerError, UsageError
 from art_cli.runtime.processes.child import kept_from_children
 from art_cli.runtime.scratch import user_cache

@@ -26,7 +26,9 @@ from art_cli.loop.gpu_fit import context, gpu_use
 from art_cli.loop.record import claim_config
 from art_cli.loop.references import missing_targets
 from art_cli.loop.startup import Startup, import_libraries
-from art_cli.models.loading import context_of, find_base, read_shape, resolve_dtype, width_of
+from art_cli.models.base_source import find_base
+from art_cli.models.loading import resolve_dtype
+from art_cli.models.model_shape import context_of, read_shape, width_of
 from art_cli.models.run_memory import GIB, ModelSize, checkpoint_from, size_of
 from art_cli.runs.run_dir import RunDir
 from art_cli.runtime.errors import ConfigError, Problem

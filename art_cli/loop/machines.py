@@ -20,9 +20,10 @@ from art_cli.config.packaged import packaged
 from art_cli.config.schema import RunConfig
 from art_cli.loop.calibration import MAX_SLOTS, Calibration, calibrate, finished_steps
 from art_cli.loop.simulation import Rates, RunLayout, StepTimes, longest_alone, simulate
-from art_cli.models.loading import ADAPTER_FILE, MODEL_FILE, find_base
+from art_cli.models.base_source import find_base
 from art_cli.models.precision import gpu_name
 from art_cli.models.run_memory import model_size
+from art_cli.models.saved_weights import ADAPTER_FILE, MODEL_FILE
 from art_cli.reports.pages.elsewhere_text import Elsewhere, ScalingRow
 from art_cli.runs.promise import Promise
 from art_cli.runs.run_dir import RunDir

@@ -12,8 +12,8 @@ from art_cli.config.schema import with_base_model
 from art_cli.engines import Engine, EngineTraits, engine_traits, make_engine
 from art_cli.engines.proof import ProvenPolicy, WeightProof
 from art_cli.models.base_files import base_digest
-from art_cli.models.loading import Weights
 from art_cli.models.policy_spec import PolicySpec, origin_of, spec_of
+from art_cli.models.weights import Weights
 from art_cli.rollouts.cluster.cluster_rollout import ClusterRollout, serve_cluster
 from art_cli.rollouts.process import ProcessRollout
 from art_cli.rollouts.rollout_gateway import Gateway

@@ -18,8 +18,11 @@ from art_cli.learners import Learner, load_policy, make_learner
 from art_cli.loop.decide import decide_by_base
 from art_cli.loop.record import recorded_dtype
 from art_cli.models.base_files import base_digest
-from art_cli.models.loading import Weights, find_base, load_checkpoint, load_weights
+from art_cli.models.base_source import find_base
+from art_cli.models.loading import load_weights
 from art_cli.models.policy_spec import PolicySpec, origin_of, read_spec
+from art_cli.models.saved_weights import load_checkpoint
+from art_cli.models.weights import Weights
 from art_cli.runs.manifest import (
     MANIFEST,
     Manifest,

@@ -30,8 +30,8 @@ from art_cli.loop.stage_policy import (
     sampler_of,
     save_learner,
 )
-from art_cli.models.loading import Weights
 from art_cli.models.policy_spec import PolicySpec
+from art_cli.models.weights import Weights
 from art_cli.rollouts.rollout_runner import RolloutPlan
 from art_cli.rollouts.scenario_files import RunScenarios, training_scenarios
 from art_cli.runs.durable import LineWriter, read_lines

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from art_cli.learners import Learner, StepMetrics
 from art_cli.models.device_memory import forget_peak, peak
-from art_cli.models.loading import Weights, count_parameters
+from art_cli.models.weights import Weights, count_parameters
 from art_cli.runs.trajectory import Trajectory, Turn, score_trajectory
 
 MAX_TOKENS = 1024  # longest row to try; longer rows are estimated

@@ -3,7 +3,7 @@
 from contextlib import suppress
 from pathlib import Path
 
-from art_cli.models.loading import Weights
+from art_cli.models.weights import Weights
 from art_cli.runtime.allocator import memory_size
 
 

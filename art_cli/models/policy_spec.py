@@ -11,8 +11,14 @@ from typing import Any
 import msgspec
 
 from art_cli.config.schema import ModelConfig
-from art_cli.models import loading
 from art_cli.models.base_files import read_template
+from art_cli.models.base_source import loading
+from art_cli.models.device import pick_device
+from art_cli.models.loading import resolve_dtype
+from art_cli.models.model_shape import length_of
+from art_cli.models.saved_weights import fitting
+from art_cli.models.tokenizer import load_tokenizer
+from art_cli.models.weights import Weights
 from art_cli.runs.manifest import Origin
 
 
@@ -35,7 +41,7 @@ class PolicySpec(msgspec.Struct, frozen=True, kw_only=True):
     quantize: str | None = None  # "4bit" if the base is kept in 4 bits, or None
 
 
-def spec_of(weights: loading.Weights) -> PolicySpec:
+def spec_of(weights: Weights) -> PolicySpec:
     """Returns the spec of a policy whose weights are in this process."""
     ranks = [max([lora.r, *lora.rank_pattern.values()]) for lora in _adapters(weights)]
     template, text = weights.tokenizer.chat_template, weights.model.config.get_text_config()
@@ -60,7 +66,7 @@ def origin_of(policy: PolicySpec, base: str) -> Origin:
     return Origin(base=base, template=template, dtype=policy.dtype, quantize=policy.quantize or "")
 
 
-def _adapters(weights: loading.Weights) -> list[Any]:
+def _adapters(weights: Weights) -> list[Any]:
     return list(weights.model.peft_config.values()) if weights.has_adapter else []
 
 
@@ -83,11 +89,11 @@ def read_spec(
 
     dtype: str = "" if config.dtype == "auto" else config.dtype
     if not is_remote:
-        dtype = loading.resolve_dtype(config, base, device=device or "auto", named=named).name
-    with loading.loading(base, named):
+        dtype = resolve_dtype(config, base, device=device or "auto", named=named).name
+    with loading(base, named):
         files: Any = transformers.AutoConfig.from_pretrained(base, trust_remote_code=False)
         has_tokenizer = adapter is not None and (adapter / "tokenizer_config.json").is_file()
-        template = loading.load_tokenizer(str(adapter) if has_tokenizer else base).chat_template
+        template = load_tokenizer(str(adapter) if has_tokenizer else base).chat_template
     if config.chat_template is not None:
         template = read_template(config.chat_template)
     configured = config.lora.rank if config.lora is not None else None
@@ -95,10 +101,10 @@ def read_spec(
         base=base,
         dtype=dtype,
         vocabulary=files.get_text_config().vocab_size,
-        max_length=loading.length_of(config, files),
+        max_length=length_of(config, files),
         lora_rank=configured if adapter is None else _rank_of(adapter),
         chat_template=template if isinstance(template, str) else None,
-        learner_device=None if device is None else loading.pick_device(device),
+        learner_device=None if device is None else pick_device(device),
         quantize=config.quantize,
     )
 
@@ -106,7 +112,7 @@ def read_spec(
 def _rank_of(adapter: Path) -> int:
     import peft
 
-    with loading.fitting(adapter):
+    with fitting(adapter):
         lora: Any = peft.PeftConfig.from_pretrained(str(adapter))
         rank: int = max([lora.r, *lora.rank_pattern.values()])
     return rank

@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from art_cli.chat.requests import Sampling
-from art_cli.models import gguf_base, gguf_file, loading
-from art_cli.models.loading import Weights
+from art_cli.models import gguf_base, gguf_file
+from art_cli.models.adapters import merge
+from art_cli.models.weights import Weights, token_logprobs
 from art_cli.runs.durable import new_directory
 from art_cli.runtime.errors import DriftError, RunError, UsageError
 from art_cli.runtime.scratch import scratch
@@ -40,14 +41,14 @@ def export(
     policy = load_source(source, "float32")
     gguf_file.architecture_of(policy.model.config)
     prompts = saved_prompts(source.run) or [probe(policy.vocabulary)]
-    wanted = [loading.token_logprobs(policy, ids) for ids in prompts]
+    wanted = [token_logprobs(policy, ids) for ids in prompts]
     with new_directory(output, is_private=False) as directory:
         file = directory / f"{file_name(source.name)}-{kind}.gguf"
-        merged = loading.merge(policy)
+        merged = merge(policy)
         gguf_file.write_model(file, merged.model, merged.tokenizer, kind=kind, name=source.name)
         with scratch("gguf") as temporary:
             read = _read_back(file, temporary / "read", source)
-            exported = compare(output, wanted, [loading.token_logprobs(read, ids) for ids in prompts])
+            exported = compare(output, wanted, [token_logprobs(read, ids) for ids in prompts])
             exported = exported._replace(quantize=source.quantize)
             check(exported, BOUNDS[kind] if bound is None else bound)
             _check_tokenizer(merged.tokenizer, read.tokenizer, prompts)

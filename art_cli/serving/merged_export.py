@@ -15,8 +15,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 from art_cli.chat.requests import Sampling
-from art_cli.models import loading
-from art_cli.models.loading import Weights
+from art_cli.models.adapters import merge, on_base
+from art_cli.models.loading import load_weights
+from art_cli.models.saved_weights import save_merged
+from art_cli.models.weights import Weights, token_logprobs
 from art_cli.runs.durable import new_directory
 from art_cli.runs.run_dir import RunDir
 from art_cli.runs.trajectory import Trajectory, sequence
@@ -93,7 +95,7 @@ def export(
     prompts = saved_prompts(source.run) or [probe(policy.vocabulary)]
     wanted = _logprobs(policy if dtype == "float32" else load_source(source, dtype), prompts)
     with new_directory(output, is_private=False) as directory:
-        loading.save_merged(loading.merge(policy), directory, dtype)
+        save_merged(merge(policy), directory, dtype)
         written = Source(source.name, str(directory), None, 0, dtype, source.max_length, Sampling())
         merged = load_source(written, dtype)
         exported = compare(output, wanted, _logprobs(merged, prompts))
@@ -104,7 +106,7 @@ def export(
 
 
 def _logprobs(weights: Weights, prompts: Sequence[list[int]]) -> list[list[float]]:
-    return [loading.token_logprobs(weights, ids) for ids in prompts]
+    return [token_logprobs(weights, ids) for ids in prompts]
 
 
 def saved_prompts(run: RunDir | None) -> list[list[int]]:
@@ -141,8 +143,8 @@ def check(exported: Exported, bound: float) -> None:
 def load_source(source: Source, dtype: str) -> Weights:
     """Returns the policy on its unquantized base in that dtype."""
     config = base_config(source).model_copy(update={"dtype": dtype, "quantize": None})
-    base = loading.load_weights(config, source.base, named=source.named)
-    return base if source.adapter is None else loading.on_base(base, source.adapter)
+    base = load_weights(config, source.base, named=source.named)
+    return base if source.adapter is None else on_base(base, source.adapter)
 
 
 def write_card(directory: Path, source: Source, exported: Exported, dtype: str) -> None:

@@ -107,7 +107,7 @@ def find_source(
     run_checkpoints.log_policy(target, "the base model, as named")
     path, own = target, name or target.removeprefix("builtin:")
     if built is not None and is_built:
-        from art_cli.models.loading import find_base  # its import takes seconds
+        from art_cli.models.base_source import find_base  # its import takes seconds
 
         path = find_base(target, directory=Path.cwd(), built=built / re.sub(r"\W", "_", target), named=repr(target))
     return Source(own, path, None, 0, dtype or "auto", None, Sampling(), named=repr(target))

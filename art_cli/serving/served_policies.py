@@ -38,9 +38,12 @@ from art_cli.config.schema import (
 from art_cli.config.sections.engine_config import HOSTED
 from art_cli.engines import Engine, make_engine
 from art_cli.engines.proof import WeightProof
-from art_cli.models import loading
+from art_cli.models.adapters import on_base
 from art_cli.models.base_files import base_digest
+from art_cli.models.loading import load_weights
 from art_cli.models.policy_spec import PolicySpec, origin_of, read_spec
+from art_cli.models.tokenizer import templated_tokenizer
+from art_cli.models.weights import Weights
 from art_cli.runs import run_checkpoints
 from art_cli.runs.run_checkpoints import Which
 from art_cli.runs.run_dir import RunDir
@@ -71,7 +74,7 @@ class Loader:
 
     config: EngineConfig
     logs: Path  # directory for the log of an engine's own process
-    _bases: dict[tuple[str, str, int | None, str | None], loading.Weights] = field(default_factory=dict)
+    _bases: dict[tuple[str, str, int | None, str | None], Weights] = field(default_factory=dict)
 
     @property
     def swaps_adapters(self) -> bool:
@@ -80,7 +83,7 @@ class Loader:
 
     async def make(self, source: Source) -> Engine:
         """Returns an engine that samples from the source. Raises ArtError if it cannot be loaded or run here."""
-        policy: loading.Weights | PolicySpec | None = None
+        policy: Weights | PolicySpec | None = None
         if self.config.can_train:
             policy = await call_in_thread(self._weights if self.config.weights == "here" else _spec, source)
         engine = make_engine(self.config, policy, name=source.name, step=source.step, logs=self.logs)
@@ -93,7 +96,7 @@ class Loader:
             raise
         return engine
 
-    def _weights(self, source: Source) -> loading.Weights:
+    def _weights(self, source: Source) -> Weights:
         if (
             source.adapter is None and source.prompt is None and source.run is not None
         ):  # a checkpoint of all weights, which no other policy shares
@@ -101,17 +104,17 @@ class Loader:
         key = (source.base, source.dtype, source.max_length, source.quantize)
         if key not in self._bases:
             self._bases[key] = self._load(source)
-            return loading.on_base(self._bases[key], source.adapter)
+            return on_base(self._bases[key], source.adapter)
         base = self._bases[key]
-        weights = loading.on_base(base, source.adapter)
+        weights = on_base(base, source.adapter)
         if weights.tokenizer is not base.tokenizer:
             return weights
         # The base's tokenizer has the chat template of the source that the base was loaded for.
-        tokenizer = loading.templated_tokenizer(base_config(source), source.base, named=source.named)
+        tokenizer = templated_tokenizer(base_config(source), source.base, named=source.named)
         return replace(weights, tokenizer=tokenizer)
 
-    def _load(self, source: Source) -> loading.Weights:
-        return loading.load_weights(base_config(source), source.base, named=source.named)
+    def _load(self, source: Source) -> Weights:
+        return load_weights(base_config(source), source.base, named=source.named)
 
 
 def _spec(source: Source) -> PolicySpec:

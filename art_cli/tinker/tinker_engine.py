@@ -27,8 +27,8 @@ from art_cli.engines.embedded import chat_prompts
 from art_cli.engines.embedded.chat_prompts import Prompt
 from art_cli.engines.embedded.choices import ChoiceWriter, Piece, reply_limit
 from art_cli.engines.embedded.reply_text import Vocabulary
-from art_cli.models.loading import configs_of, load_tokenizer, stop_ids
 from art_cli.models.policy_spec import PolicySpec
+from art_cli.models.tokenizer import configs_of, load_tokenizer, stop_ids
 from art_cli.runtime.errors import EngineError, RemoteError
 from art_cli.runtime.threads import call_in_thread
 from art_cli.tinker.client.remote_checkpoint import read_remote

@@ -36,8 +36,8 @@ from art_cli.learners.step.policy_step import Pass, take_step
 from art_cli.learners.step.step_samples import PlannedStep
 from art_cli.learners.step.step_statistics import StepStatistics
 from art_cli.learners.step.training_record import StepRecord
-from art_cli.models.loading import configs_of, load_tokenizer, stop_ids
 from art_cli.models.policy_spec import PolicySpec
+from art_cli.models.tokenizer import configs_of, load_tokenizer, stop_ids
 from art_cli.runs.durable import is_locked_here, write_lines
 from art_cli.runs.manifest import Probe
 from art_cli.runs.trajectory import LearnedTrajectory, ScoredTrajectory

@@ -22,7 +22,9 @@ from typing import NamedTuple
 import numpy as np
 
 from art_cli.config.schema import ModelConfig
-from art_cli.models.loading import Weights, load_checkpoint, load_weights, token_logprobs
+from art_cli.models.loading import load_weights
+from art_cli.models.saved_weights import load_checkpoint
+from art_cli.models.weights import Weights, token_logprobs
 from art_cli.runs import run_checkpoints
 from art_cli.runs.run_dir import RunDir
 from art_cli.runs.trajectory import sequence

@@ -26,7 +26,7 @@ from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from art_cli.models.loading import save_weights
+from art_cli.models.saved_weights import save_weights
 from benchmarks.serving.serve_load import Broken, Wire, art_serve
 from benchmarks.shared.paths import ROOT
 from tests.support.models.tiny import tiny_weights

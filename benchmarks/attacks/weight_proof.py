@@ -31,8 +31,11 @@ from art_cli.config.schema import LoraConfig, ModelConfig, VllmEngineConfig
 from art_cli.engines.proof import WeightProof, WeightVerdict, bound_of, mean_gap
 from art_cli.engines.vllm.vllm_engine import VllmEngine
 from art_cli.learners.probe import LENGTH, measure_probe, own_text
-from art_cli.models.loading import Weights, find_base, load_checkpoint, load_weights, save_weights, token_logprobs
+from art_cli.models.base_source import find_base
+from art_cli.models.loading import load_weights
 from art_cli.models.policy_spec import spec_of
+from art_cli.models.saved_weights import load_checkpoint, save_weights
+from art_cli.models.weights import Weights, token_logprobs
 from art_cli.runs.manifest import Manifest, Origin, Probe
 from art_cli.runtime.errors import CheckpointError, DriftError
 from tests.support.models.tiny import tiny_config, tiny_tokenizer

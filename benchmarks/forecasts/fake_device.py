@@ -34,7 +34,7 @@ from art_cli.learners.packs.pack_runner import MICRO_BATCH_TOKENS
 from art_cli.learners.samples import bare_sample
 from art_cli.learners.torch_learner import TorchLearner
 from art_cli.loop import trial_update
-from art_cli.models.loading import Weights
+from art_cli.models.weights import Weights
 from benchmarks.forecasts.published import published
 from tests.support.standins.fake_device import NAME, FakeDevice, fake_weights, fused
 

@@ -220,7 +220,8 @@ def _resident_gb(pid: int) -> float:
 
 
 def _weights(order: Order) -> Any:
-    from art_cli.models.loading import load_checkpoint, load_weights
+    from art_cli.models.loading import load_weights
+    from art_cli.models.saved_weights import load_checkpoint
 
     path = base_of(order)
     weights = load_weights(config_of(order, path), str(path))

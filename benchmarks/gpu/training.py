@@ -57,7 +57,8 @@ def unsloth_step(order: Order) -> Iterator[Figures]:
 
 def _load(order: Order, load: Any = None) -> Any:
     """The policy as a run loads it, with adapter "a" in it."""
-    from art_cli.models.loading import load_checkpoint, load_weights
+    from art_cli.models.loading import load_weights
+    from art_cli.models.saved_weights import load_checkpoint
 
     base = base_of(order) if load is None else built_base(order)
     weights = load_weights(config_of(order, base), str(base), load=load)

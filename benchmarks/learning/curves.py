@@ -132,7 +132,7 @@ class Place:
         base = self.root / name / "base"
         if not base.exists():
             program = "import sys; from pathlib import Path; from art_cli.config.compose import load_config\n"
-            program += "from art_cli.models.loading import find_base; loaded = load_config(Path(sys.argv[1]), [])\n"
+            program += "from art_cli.models.base_source import find_base; loaded = load_config(Path(sys.argv[1]), [])\n"
             program += "find_base(loaded.config.model.base, directory=loaded.directory, built=Path(sys.argv[2]))"
             self.python(ROOT, "-c", program, ROOT / task.config, base)
         return base

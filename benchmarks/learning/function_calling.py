@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from art_cli.config.compose import load_config
-from art_cli.models.loading import find_base
+from art_cli.models.base_source import find_base
 from art_cli.runs.run_dir import RunDir
 from benchmarks.shared.commands import processor_seconds
 from benchmarks.shared.paths import ROOT

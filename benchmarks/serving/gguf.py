@@ -142,11 +142,12 @@ def row(base: Path, kind: str, scratch: Path) -> str:
     import torch
 
     from art_cli.chat.requests import Sampling
-    from art_cli.models import gguf_base, gguf_file, loading
+    from art_cli.models import gguf_base, gguf_file
+    from art_cli.models.weights import Weights, token_logprobs
     from art_cli.serving.merged_export import compare, load_source
     from art_cli.serving.served_model import Source
 
-    def load(directory: Path) -> loading.Weights:
+    def load(directory: Path) -> Weights:
         return load_source(Source(base.name, str(directory), None, 0, "float32", None, Sampling()), "float32")
 
     ours = load(base)
@@ -161,7 +162,7 @@ def row(base: Path, kind: str, scratch: Path) -> str:
     prompts: list[list[int]] = ours.model.generate(
         inputs, max_new_tokens=TOKENS, do_sample=True, num_return_sequences=SAMPLES, pad_token_id=0
     ).tolist()
-    wanted, found = ([loading.token_logprobs(each, ids) for ids in prompts] for each in (ours, theirs))
+    wanted, found = ([token_logprobs(each, ids) for ids in prompts] for each in (ours, theirs))
     result = compare(base, wanted, found)
     starts = [ids[: len(asked) // 2 + 4 * index] for index, ids in enumerate(prompts)]
     texts = [(greedy(ours, ids), greedy(theirs, ids)) for ids in starts]

@@ -37,7 +37,8 @@ from typing import Any, BinaryIO, NamedTuple
 
 import torch
 
-from art_cli.models.loading import Weights, save_weights
+from art_cli.models.saved_weights import save_weights
+from art_cli.models.weights import Weights
 from benchmarks.shared.paths import ROOT
 from tests.support.models.tiny import tiny_weights
 

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 import torch
 import transformers
 
-from art_cli.models.loading import Weights
+from art_cli.models.weights import Weights
 
 
 class Size(NamedTuple):

@@ -27,7 +27,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
 
-from art_cli.models.loading import find_base
+from art_cli.models.base_source import find_base
 from art_cli.runs.durable import write_lines
 from art_cli.runs.run_dir import RunDir
 from benchmarks.shared.paths import ROOT

@@ -28,7 +28,7 @@ import transformers
 from art_cli.chat.requests import Request, Sampling
 from art_cli.config.schema import EmbeddedEngineConfig
 from art_cli.engines.embedded.embedded_engine import EmbeddedEngine
-from art_cli.models.loading import Weights
+from art_cli.models.weights import Weights
 from art_cli.runtime import openmp
 from benchmarks.shared.models import SIZES, build
 

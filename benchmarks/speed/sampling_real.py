@@ -35,8 +35,9 @@ from art_cli.config.schema import EmbeddedEngineConfig, ModelConfig, VllmEngineC
 from art_cli.engines.embedded.embedded_engine import EmbeddedEngine
 from art_cli.engines.vllm.vllm_engine import VllmEngine
 from art_cli.models import gguf_file
-from art_cli.models.loading import Weights, load_weights
+from art_cli.models.loading import load_weights
 from art_cli.models.policy_spec import spec_of
+from art_cli.models.weights import Weights
 from art_cli.runtime import openmp
 from benchmarks.shared.real_model import smollm2
 from benchmarks.speed.sampling import Case, Embedded, Generate, Prompts, Side, play

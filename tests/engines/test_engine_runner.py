@@ -15,7 +15,7 @@ from art_cli.engines.embedded.attention import MAX_PAIRS, MIN_SHARED, Costs, _at
 from art_cli.engines.embedded.model_runner import ForwardRunner
 from art_cli.engines.embedded.scheduler import PromptChunk, Scheduler, TokenSequence
 from art_cli.models.decoder.forward import BLOCK, SHARE, Decoder, MergedDecoder
-from art_cli.models.loading import Weights
+from art_cli.models.weights import Weights
 from tests.support.models.tiny import tiny_config, tiny_weights
 
 CPU = torch.device("cpu")

@@ -35,7 +35,7 @@ from art_cli.engines.embedded.embedded_engine import EmbeddedEngine
 from art_cli.engines.embedded.token_sampling import Allowed, Knobs
 from art_cli.learners import LearnerSetup
 from art_cli.learners.torch_learner import TorchLearner
-from art_cli.models.loading import Weights
+from art_cli.models.weights import Weights
 from tests.support.models.tiny import CHAT_TEMPLATE, tiny_tokenizer, tiny_weights
 
 Json = dict[str, Any]

@@ -18,8 +18,10 @@ from art_cli.config.schema import ModelConfig
 from art_cli.engines import EngineTraits, engine_traits, make_engine, proof
 from art_cli.loop.run_writer import RunWriter
 from art_cli.loop.train import train
-from art_cli.models import loading as model
+from art_cli.models import loading
+from art_cli.models.loading import load_weights
 from art_cli.models.policy_spec import PolicySpec, read_spec, spec_of
+from art_cli.models.saved_weights import save_weights
 from art_cli.rollouts.rollout_gateway import Gateway
 from art_cli.runs.manifest import Probe, verify_checkpoint
 from art_cli.runs.run_dir import RunDir
@@ -135,7 +137,7 @@ def test_a_spec_is_the_same_read_from_files_and_from_weights(tmp_path: Path, ran
     base = save_tiny_base(tmp_path / "base")
     config = ModelConfig.model_validate({"base": base, "lora": rank and {"rank": rank}, "dtype": "bfloat16"})
     read = read_spec(config, base, device="cpu")
-    assert read == spec_of(model.load_weights(config, base, device="cpu"))
+    assert read == spec_of(load_weights(config, base, device="cpu"))
     assert (read.lora_rank, read.dtype, read.learner_device) == (rank, "bfloat16", "cpu")
     assert read_spec(config, base).learner_device is None
 
@@ -150,7 +152,7 @@ def test_a_base_that_reads_pictures_too_has_the_vocabulary_and_context_of_its_te
 
 def test_a_spec_of_a_checkpoint_has_its_adapters_rank(tmp_path: Path) -> None:
     base, adapter = save_tiny_base(tmp_path / "base"), tmp_path / "adapter"
-    model.save_weights(tiny_weights(lora_rank=2), adapter)
+    save_weights(tiny_weights(lora_rank=2), adapter)
     bare = ModelConfig(base=base, lora=None)
     assert read_spec(bare, base, adapter=adapter).lora_rank == 2
     with pytest.raises(UsageError, match="model.base: .*config.json: no such file"):
@@ -170,7 +172,7 @@ def test_no_model_is_loaded_here_where_engine_and_learner_have_processes_of_thei
     python.write_text(f'#!/bin/sh\nshift 2\nexec "{sys.executable}" "{fake_vllm.__file__}" "$@"\n')
     python.chmod(0o755)
     loaded_here: list[object] = []
-    monkeypatch.setattr(model, "load_weights", lambda *args, **knobs: loaded_here.append(args))
+    monkeypatch.setattr(loading, "load_weights", lambda *args, **knobs: loaded_here.append(args))
     monkeypatch.setattr("transformers.PreTrainedModel.from_pretrained", lambda *args, **knobs: loaded_here.append(args))
     probe = Probe(tokens=list(range(fake_vllm.VOCAB)), logprobs=[])
     monkeypatch.setattr(RunWriter, "_probe_before", lambda writer: probe)

@@ -17,7 +17,7 @@ import torch
 
 from art_cli.engines.proof import Bound, Twice, WeightProof, WeightVerdict, bound_of, change_between, judge, mean_gap
 from art_cli.learners.probe import LENGTH, NUM_TOKENS, NUM_TOKENS_FLOAT32, measure_probe
-from art_cli.models.loading import Weights, clone_trainable, token_logprobs
+from art_cli.models.weights import Weights, clone_trainable, token_logprobs
 from art_cli.runs.manifest import Manifest, Origin, Probe
 from art_cli.runtime.errors import CheckpointError, DriftError
 from tests.support.models.tiny import tiny_weights

@@ -11,7 +11,7 @@ from transformers import MinNewTokensLengthLogitsProcessor, RepetitionPenaltyLog
 from art_cli.chat.chat_errors import ChatError
 from art_cli.chat.requests import Request, Sampling
 from art_cli.engines.embedded.token_sampling import Reshaping
-from art_cli.models.loading import Weights
+from art_cli.models.weights import Weights
 from tests.engines.test_embedded_engine import chat, full_logprobs, running, text_request
 from tests.support.models.tiny import tiny_weights
 

@@ -17,7 +17,7 @@ from art_cli.learners.algorithms.ppo import credit_by_values, discounted_returns
 from art_cli.learners.samples import Credit, Row
 from art_cli.learners.step.step_samples import count, make_step_samples
 from art_cli.learners.torch_learner import TorchLearner
-from art_cli.models.loading import Weights
+from art_cli.models.weights import Weights
 from art_cli.runs.manifest import hash_files
 from art_cli.runs.trajectory import ScoredTrajectory
 from art_cli.runtime.errors import CheckpointError, LearnerError

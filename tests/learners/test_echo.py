@@ -13,7 +13,7 @@ from art_cli.learners.algorithms.gigpo import GigpoConfig
 from art_cli.learners.algorithms.presets import build_algorithm
 from art_cli.learners.samples import Credit, Row, observed_tokens
 from art_cli.learners.step.step_samples import count, make_step_samples
-from art_cli.models.loading import Weights
+from art_cli.models.weights import Weights
 from art_cli.runs.trajectory import ScoredTrajectory, has_signal, sequence
 from tests.support.models.gradients import (
     MAX_TOKENS,

@@ -27,7 +27,7 @@ from art_cli.learners.packs.packing import pack_samples
 from art_cli.learners.packs.packing_check import PackingCheck
 from art_cli.learners.packs.tree_attention import Tree, attend, masked_attention
 from art_cli.learners.samples import bare_sample
-from art_cli.models.loading import Weights
+from art_cli.models.weights import Weights
 from tests.learners.test_pack_runner import SHAPE, assert_runs_exactly, samples, weights_of
 
 SCALE = 0.3

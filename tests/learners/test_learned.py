@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from art_cli.config.schema import GrpoConfig, LossConfig
 from art_cli.learners.step.training_record import short_floats
 from art_cli.learners.torch_learner import TorchLearner
-from art_cli.models.loading import Weights
+from art_cli.models.weights import Weights
 from art_cli.runs.durable import read_lines
 from art_cli.runs.trajectory import LearnedTrajectory, PerToken, ScoredTrajectory
 from tests.support.models.gradients import chosen_logprobs, groups_of, learner, leaves, two_answers

@@ -16,7 +16,8 @@ from art_cli.learners.packs.pack_runner import PackRunner
 from art_cli.learners.packs.packing import pack_samples
 from art_cli.learners.packs.packing_check import PackingCheck
 from art_cli.learners.samples import Sample, bare_sample
-from art_cli.models.loading import Weights, with_adapter
+from art_cli.models.adapters import with_adapter
+from art_cli.models.weights import Weights
 from tests.support.models.gradients import Caught, learner, two_answers
 from tests.support.models.tiny import tiny_tokenizer, tiny_weights
 from tests.support.records.trees import logprobs_of

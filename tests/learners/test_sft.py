@@ -17,7 +17,8 @@ from art_cli.learners.samples import bare_sample
 from art_cli.learners.sft.examples import best_attempts, demo_samples, load_demos
 from art_cli.learners.sft.sft_batches import SftBatches, even_bounds
 from art_cli.learners.torch_learner import TorchLearner
-from art_cli.models.loading import Weights, stop_ids
+from art_cli.models.tokenizer import stop_ids
+from art_cli.models.weights import Weights
 from art_cli.runs.durable import write_lines
 from art_cli.runtime.errors import DataError, LearnerError
 from tests.support.models.tiny import tiny_tokenizer, tiny_weights

@@ -12,7 +12,7 @@ from art_cli.config.schema import AlgorithmConfig
 from art_cli.learners.algorithms import Algorithm
 from art_cli.learners.samples import Credit, Row, token_weights
 from art_cli.learners.step.step_samples import count, make_step_samples
-from art_cli.models.loading import Weights
+from art_cli.models.weights import Weights
 from art_cli.runs.trajectory import ScoredTrajectory, sequence
 from art_cli.runtime.errors import LearnerError
 from tests.support.models.gradients import Caught, distance, groups_of, in_float64, learner

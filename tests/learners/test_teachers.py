@@ -21,7 +21,9 @@ from art_cli.learners.algorithms.sdpo import Feedback, Sdpo, SdpoConfig
 from art_cli.learners.teachers import teacher_server as server_module
 from art_cli.loop.references import check_ready
 from art_cli.loop.train import train
-from art_cli.models.loading import Weights, save_merged, with_adapter
+from art_cli.models.adapters import with_adapter
+from art_cli.models.saved_weights import save_merged
+from art_cli.models.weights import Weights
 from art_cli.runs.run_dir import RunDir
 from art_cli.runs.trajectory import Score, ScoredTrajectory, Turn
 from art_cli.runtime.errors import ConfigError, LearnerError, RunError, UsageError

@@ -26,8 +26,9 @@ from art_cli.config.schema import (
 )
 from art_cli.learners import LearnerSetup
 from art_cli.learners.torch_learner import TorchLearner
-from art_cli.models.loading import Weights, with_adapter
+from art_cli.models.adapters import with_adapter
 from art_cli.models.policy_spec import spec_of
+from art_cli.models.weights import Weights
 from art_cli.runs.durable import lock_directory, write_lines
 from art_cli.runs.manifest import Manifest, new_checkpoint
 from art_cli.runs.run_checkpoints import fetched

@@ -22,8 +22,10 @@ from art_cli.config.schema import (
 )
 from art_cli.learners import LearnerSetup
 from art_cli.learners.torch_learner import TorchLearner
-from art_cli.models.loading import Weights, load_weights, with_adapter
+from art_cli.models.adapters import with_adapter
+from art_cli.models.loading import load_weights
 from art_cli.models.policy_spec import spec_of
+from art_cli.models.weights import Weights
 from art_cli.runs.manifest import Manifest, new_checkpoint
 from art_cli.runs.run_checkpoints import fetched
 from art_cli.runs.trajectory import ScoredTrajectory

@@ -10,7 +10,7 @@ from art_cli.chat.requests import Request, Sampling
 from art_cli.engines.embedded.chat_prompts import render
 from art_cli.engines.embedded.reply_text import Vocabulary
 from art_cli.learners.sft.examples import demo_samples, load_demos
-from art_cli.models.loading import load_tokenizer, one_template
+from art_cli.models.tokenizer import load_tokenizer, one_template
 from art_cli.runtime.errors import DataError
 from tests.support.models.tiny import tiny_tokenizer
 

@@ -18,8 +18,8 @@ from art_cli.config.schema import GrpoConfig, ModelConfig, RunConfig
 from art_cli.engines.embedded.model_runner import ForwardRunner
 from art_cli.learners import load_policy, make_learner, unsloth
 from art_cli.learners.torch_learner import TorchLearner
-from art_cli.models import loading as model
-from art_cli.models.loading import Weights
+from art_cli.models.loading import load_weights
+from art_cli.models.weights import Weights, token_logprobs
 from art_cli.runtime.errors import EngineError, LearnerError
 from tests.support.models.gradients import Caught, distance, reference_gradient, two_answers
 from tests.support.models.tiny import save_tiny_base
@@ -163,7 +163,7 @@ def test_a_base_that_it_did_not_quantise_is_refused(
 
 def plain_twin(run: RunConfig, weights: Weights) -> Weights:
     """The same policy, loaded by transformers and peft."""
-    twin = model.load_weights(run.model, run.model.base)
+    twin = load_weights(run.model, run.model.base)
     ours = dict(twin.model.named_parameters())
     with torch.no_grad():
         for name, parameter in weights.model.named_parameters():
@@ -221,7 +221,7 @@ def test_the_embedded_engine_runs_what_kept_its_attention(
     run = config()
     weights = load_policy(run, run.model.base)
     ids = list(range(2, 30))
-    assert ForwardRunner(weights).score(ids) == pytest.approx(model.token_logprobs(weights, ids), abs=1e-4)
+    assert ForwardRunner(weights).score(ids) == pytest.approx(token_logprobs(weights, ids), abs=1e-4)
 
 
 # --- the real one -----------------------------------------------------------------------------------------------------
@@ -242,7 +242,7 @@ def test_a_base_that_holds_on_to_its_own_layers_is_refused(
     """An adapter stands on a copy of the modules, which such a pass goes around."""
     install(tmp_path, monkeypatch, body=f"{IMPORT} HoldsOn as FastLanguageModel\n")
     config = ModelConfig(base=base, lora=None, dtype="float32")
-    loaded = model.load_weights(config, base, load=unsloth.load_bare)
+    loaded = load_weights(config, base, load=unsloth.load_bare)
     with pytest.raises(LearnerError, match="runs this model past the adapters of clients: set learner=torch"):
         unsloth.check_adapters(loaded)
 

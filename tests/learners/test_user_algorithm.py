@@ -16,7 +16,7 @@ from art_cli.learners import LearnerSetup
 from art_cli.learners.torch_learner import TorchLearner
 from art_cli.loop.references import check_ready
 from art_cli.loop.train import train
-from art_cli.models.loading import Weights
+from art_cli.models.weights import Weights
 from art_cli.runs.run_dir import RunDir
 from art_cli.runtime.errors import ConfigError, LearnerError, RunError, UsageError
 from tests.support.models.gradients import Caught, two_answers

@@ -17,7 +17,7 @@ from art_cli.loop.batches import Batches
 from art_cli.loop.policy_sampler import Sampler
 from art_cli.loop.source_mix import SourceMix
 from art_cli.loop.train import train
-from art_cli.models.loading import clone_trainable
+from art_cli.models.weights import clone_trainable
 from art_cli.rollouts.rollout_runner import OnFinished, RolloutPlan
 from art_cli.rollouts.rollout_runner import Progress as Counts
 from art_cli.rollouts.scenario_files import load_scenarios

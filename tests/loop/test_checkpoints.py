@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from art_cli.config.compose import load_config
 from art_cli.loop.stage_policy import PolicySource, find_policy, open_policy
 from art_cli.loop.train import train
-from art_cli.models.loading import save_weights
+from art_cli.models.saved_weights import save_weights
 from art_cli.runs import run_checkpoints as checkpoints
 from art_cli.runs.manifest import verify_checkpoint
 from art_cli.runs.run_dir import RunDir

@@ -37,7 +37,7 @@ class Made:
         self.root, self.num_made = root, 0
 
     def base(self, key: str = "key", run: str = "run", content: dict[str, bytes] = CONTENT) -> Path:
-        """Makes a run's base as loading.find_base does."""
+        """Makes a run's base as base_source.find_base does."""
 
         def make(empty: Path) -> None:
             self.num_made += 1

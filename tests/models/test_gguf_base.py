@@ -21,9 +21,10 @@ from art_cli.config.schema import ModelConfig
 from art_cli.loop.references import check_ready
 from art_cli.models import builtin_models
 from art_cli.models.base_files import base_digest
+from art_cli.models.base_source import find_base
 from art_cli.models.gguf_base import check_header
 from art_cli.models.gguf_file import write_model
-from art_cli.models.loading import find_base, load_weights
+from art_cli.models.loading import load_weights
 from art_cli.runs.manifest import is_built, verify_built
 from art_cli.runtime.errors import CheckpointError, ConfigError, UsageError
 from benchmarks.serving.gguf import random_model

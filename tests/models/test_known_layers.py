@@ -11,7 +11,7 @@ from peft import LoraConfig, get_peft_model
 from art_cli.config.schema import TorchLearnerConfig
 from art_cli.learners.packs.pack_runner import PackRunner
 from art_cli.learners.packs.packing_check import PackingCheck, compare_batch
-from art_cli.models.loading import Weights
+from art_cli.models.weights import Weights
 from tests.learners.test_pack_runner import SHAPE, samples, weights_of
 
 MODELS: dict[str, Any] = {

@@ -7,8 +7,10 @@ import pytest
 import torch
 
 from art_cli.config.schema import LoraConfig
-from art_cli.models import loading
-from art_cli.models.loading import Weights, load_checkpoint, save_weights, with_adapter
+from art_cli.models.adapters import with_adapter
+from art_cli.models.device import grow_segments
+from art_cli.models.saved_weights import load_checkpoint, save_weights
+from art_cli.models.weights import Weights
 from art_cli.runtime.errors import CheckpointError
 from tests.support.models.tiny import tiny_weights
 
@@ -56,6 +58,6 @@ def test_a_gpus_blocks_grow_in_this_process_only_and_a_users_own_setting_wins(
     if name is not None:
         monkeypatch.setenv(name, "max_split_size_mb:512")
     before = dict(os.environ)
-    loading.grow_segments()
+    grow_segments()
     assert asked == (["expandable_segments:True"] if name is None else [])
     assert dict(os.environ) == before

@@ -18,7 +18,8 @@ from art_cli.learners.processes import workers
 from art_cli.loop.stage_policy import PolicySource, find_policy, open_policy
 from art_cli.loop.train import train
 from art_cli.models import precision
-from art_cli.models.loading import count_parameters, load_weights
+from art_cli.models.loading import load_weights
+from art_cli.models.weights import count_parameters
 from art_cli.runs.manifest import Manifest, manifest_digest, verify_checkpoint
 from art_cli.runs.run_dir import RunDir
 from art_cli.serving.served_model import find_source

@@ -14,10 +14,12 @@ from art_cli.config.checks import conflicts
 from art_cli.config.schema import EmbeddedEngineConfig, GrpoConfig, ModelConfig, RunConfig, VllmEngineConfig
 from art_cli.engines.proof import make_probe, mean_gap
 from art_cli.engines.vllm.arguments import command
-from art_cli.models import loading as model
 from art_cli.models import precision
-from art_cli.models.loading import Weights
+from art_cli.models.adapters import on_base
+from art_cli.models.loading import load_weights
 from art_cli.models.policy_spec import spec_of
+from art_cli.models.saved_weights import ADAPTER_FILE, save_weights
+from art_cli.models.weights import Weights, count_parameters, token_logprobs
 from art_cli.runs.manifest import Manifest, new_checkpoint
 from art_cli.runs.run_dir import RunDir
 from art_cli.runtime.errors import UsageError
@@ -41,7 +43,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> str:
 def load(base: str) -> Callable[..., Weights]:
     def load(**settings: Any) -> Weights:
         config = {"base": base, "lora": {"rank": 4}, "quantize": "4bit", "dtype": "float32", **settings}
-        weights = model.load_weights(ModelConfig.model_validate(config), base)
+        weights = load_weights(ModelConfig.model_validate(config), base)
         with torch.random.fork_rng():
             torch.manual_seed(1)
             for name, parameter in weights.model.named_parameters():
@@ -57,7 +59,7 @@ def dequantized(weights: Weights) -> Weights:
     from bitsandbytes.functional import dequantize_4bit
     from bitsandbytes.nn import Linear4bit
 
-    plain = model.load_weights(
+    plain = load_weights(
         ModelConfig.model_validate({"base": weights.base, "lora": {"rank": 4}, "dtype": "float32"}), weights.base
     )
     targets = dict(plain.model.named_modules())
@@ -98,9 +100,9 @@ def test_the_base_is_in_4_bits_its_adapter_in_float32(load: Callable[..., Weight
 
 def test_it_computes_what_its_dequantised_weights_do(load: Callable[..., Weights]) -> None:
     weights = load()
-    found, expected = model.token_logprobs(weights, IDS), model.token_logprobs(dequantized(weights), IDS)
+    found, expected = token_logprobs(weights, IDS), token_logprobs(dequantized(weights), IDS)
     assert found == pytest.approx(expected, abs=1e-4)
-    whole = model.token_logprobs(load(quantize=None), IDS)
+    whole = token_logprobs(load(quantize=None), IDS)
     assert found != pytest.approx(whole, abs=1e-2)
 
 
@@ -147,7 +149,7 @@ def test_a_step_moves_the_policy_and_the_next_load_goes_on_from_there(
         assert torch.equal(parameter, second.parameters[name]), name
     after = [p for p in first.weights.model.parameters() if not p.requires_grad]
     assert all(torch.equal(a, b) for a, b in zip(frozen, after, strict=True))
-    assert all("lora_" in name for name in load_file(tmp_path / model.ADAPTER_FILE))
+    assert all("lora_" in name for name in load_file(tmp_path / ADAPTER_FILE))
 
 
 async def test_the_embedded_engine_samples_from_the_same_4_bits(load: Callable[..., Weights]) -> None:
@@ -168,19 +170,19 @@ async def test_the_embedded_engine_samples_from_the_same_4_bits(load: Callable[.
 
 def test_adapters_on_one_4_bit_base_share_it(load: Callable[..., Weights], tmp_path: Path) -> None:
     weights = load()
-    model.save_weights(weights, tmp_path)
+    save_weights(weights, tmp_path)
     bare = load(lora=None)
-    policy = model.on_base(bare, tmp_path)
-    expected = model.token_logprobs(weights, IDS)
-    assert model.token_logprobs(policy, IDS) == pytest.approx(expected, abs=1e-5)
+    policy = on_base(bare, tmp_path)
+    expected = token_logprobs(weights, IDS)
+    assert token_logprobs(policy, IDS) == pytest.approx(expected, abs=1e-5)
     shared = {p.data_ptr() for p in bare.model.parameters()}
     assert {p.data_ptr() for n, p in policy.model.named_parameters() if "lora_" not in n} == shared
 
 
 def test_parameters_are_counted_as_those_of_the_same_model_in_float32(load: Callable[..., Weights]) -> None:
     """Two of them share a byte in 4 bits."""
-    assert model.count_parameters(load().model) == model.count_parameters(load(quantize=None).model)
-    assert sum(p.numel() for p in load().model.parameters()) < model.count_parameters(load().model).whole
+    assert count_parameters(load().model) == count_parameters(load(quantize=None).model)
+    assert sum(p.numel() for p in load().model.parameters()) < count_parameters(load().model).whole
 
 
 def test_without_bitsandbytes_one_line_says_what_to_install(
@@ -216,7 +218,7 @@ def trained_run(load: Callable[..., Weights], base: str, tmp_path: Path) -> Path
     config = {"model": {"base": base, "dtype": "float32", "quantize": "4bit", "max_length": None}}
     run.config_path.write_text(json.dumps(config))
     with new_checkpoint(run.checkpoint_path(1), Manifest(step=1, base=base, config_hash="x", metrics={})) as directory:
-        model.save_weights(load(), directory)
+        save_weights(load(), directory)
     return run.root
 
 
@@ -224,7 +226,7 @@ def test_a_checkpoint_is_served_on_the_base_it_was_trained_on(trained_run: Path,
     loader = Loader(EmbeddedEngineConfig(), logs=trained_run)
     weights = loader._weights(find_source(str(trained_run)))
     assert weights.quantize == "4bit"
-    assert model.token_logprobs(weights, IDS) == pytest.approx(model.token_logprobs(load(), IDS), abs=1e-5)
+    assert token_logprobs(weights, IDS) == pytest.approx(token_logprobs(load(), IDS), abs=1e-5)
 
 
 def test_an_export_is_merged_into_the_whole_base_and_says_so(
@@ -235,10 +237,10 @@ def test_an_export_is_merged_into_the_whole_base_and_says_so(
     assert exported.max_gap < 1e-4
     assert "trained on the base in 4bit, merged into the whole one" in _as_text(exported, "float32", is_gguf=False)
     assert "| base in training | 4bit |" in (tmp_path / "out" / "README.md").read_text()
-    whole = model.load_weights(ModelConfig(base="x", lora=None, dtype="float32"), str(tmp_path / "out"))
+    whole = load_weights(ModelConfig(base="x", lora=None, dtype="float32"), str(tmp_path / "out"))
     assert not precision.is_quantized(whole.model)
-    expected = model.token_logprobs(load(quantize=None), IDS)
-    assert model.token_logprobs(whole, IDS) == pytest.approx(expected, abs=1e-4)
+    expected = token_logprobs(load(quantize=None), IDS)
+    assert token_logprobs(whole, IDS) == pytest.approx(expected, abs=1e-4)
 
 
 def test_vllm_is_told_to_quantise_as_the_learner_does(load: Callable[..., Weights]) -> None:

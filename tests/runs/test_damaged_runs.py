@@ -21,8 +21,9 @@ from art_cli.config.compose import LoadedConfig, load_config
 from art_cli.formats.traces.saved import saved_attempts
 from art_cli.loop.record import claim_config
 from art_cli.loop.train import train
+from art_cli.models.adapters import on_base
 from art_cli.models.base_files import check_base
-from art_cli.models.loading import load_weights, on_base
+from art_cli.models.loading import load_weights
 from art_cli.models.policy_spec import read_spec
 from art_cli.reports.pages.report_page import report_page
 from art_cli.reports.pages.report_text import report_text

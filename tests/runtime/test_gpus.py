@@ -12,7 +12,7 @@ import torch
 from art_cli.cli import doctor
 from art_cli.cli.preflight import Preflight
 from art_cli.config.compose import load_config
-from art_cli.models import loading
+from art_cli.models.device import pick_device
 from art_cli.runtime import gpus
 from art_cli.runtime.allocator import is_out_of_memory
 from art_cli.runtime.errors import UsageError
@@ -60,10 +60,10 @@ def program(path: Path, text: str) -> None:
 @pytest.mark.skipif(torch.cuda.is_available(), reason="torch uses the GPU here")
 def test_auto_is_not_the_cpu_where_a_gpu_is_idle(shown: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(UsageError, match=r"driver 570\.86\.15.*or set learner\.device=cpu, or CUDA_VISIBLE_DEVICES="):
-        loading.pick_device("auto")
-    assert loading.pick_device("cpu") == "cpu"
+        pick_device("auto")
+    assert pick_device("cpu") == "cpu"
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    assert loading.pick_device("auto") == "cpu"
+    assert pick_device("auto") == "cpu"
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="torch uses the GPU here")

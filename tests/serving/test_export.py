@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from art_cli.cli import app as cli
 from art_cli.engines.proof import make_probe
-from art_cli.models.loading import Weights
+from art_cli.models.weights import Weights
 from art_cli.runs.durable import write_lines
 from art_cli.runs.run_dir import RunDir
 from art_cli.runs.trajectory import Trajectory
@@ -99,7 +99,7 @@ def test_weights_that_are_not_the_policy_are_not_exported(
     run: RunDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One weight in the file off by 0.5: the replay sees it, and nothing is left at the output."""
-    save = module.loading.save_merged
+    save = module.save_merged
 
     def damage(weights: object, directory: Path, dtype: str) -> None:
         save(weights, directory, dtype)  # type: ignore[arg-type]
@@ -107,7 +107,7 @@ def test_weights_that_are_not_the_policy_are_not_exported(
         tensors["model.layers.0.self_attn.q_proj.weight"][3, 3] += 0.5
         save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
 
-    monkeypatch.setattr(module.loading, "save_merged", damage)
+    monkeypatch.setattr(module, "save_merged", damage)
     with pytest.raises(DriftError, match="the merged weights are not the policy"):
         export(find_source(str(run.root)), tmp_path / "out", dtype="float32", bound=None, probe=make_probe)
     assert list(tmp_path.iterdir()) == []

@@ -14,7 +14,8 @@ import transformers
 
 from art_cli.chat.requests import Sampling
 from art_cli.engines.proof import make_probe
-from art_cli.models import gguf_file, loading
+from art_cli.models import gguf_file
+from art_cli.models.base_source import find_base
 from art_cli.models.gguf_file import architecture_of
 from art_cli.runtime.errors import DriftError, RunError, UsageError
 from art_cli.serving.gguf_export import BOUNDS, export, export_adapter, file_name, modelfile
@@ -86,7 +87,7 @@ def test_what_is_read_back_is_the_policy_within_the_kinds_bound(
 def test_an_adapter_is_merged_and_greedy_text_is_the_policys(bases: Path, adapters: Path, tmp_path: Path) -> None:
     source = source_of(bases / "llama", adapters / "llama")
     export(source, tmp_path / "out", kind="f16", bound=None, probe=make_probe)
-    read = loading.find_base(str(tmp_path / "out"), directory=tmp_path, built=tmp_path / "read")
+    read = find_base(str(tmp_path / "out"), directory=tmp_path, built=tmp_path / "read")
     model, base = (transformers.AutoModelForCausalLM.from_pretrained(path) for path in (read, bases / "llama"))
     policy: Any = peft.PeftModel.from_pretrained(base, adapters / "llama")
     ids = make_probe(base.config.vocab_size)

@@ -12,7 +12,7 @@ import pytest
 from art_cli.chat.requests import Request, Sampling
 from art_cli.cli import app as cli
 from art_cli.config.schema import EmbeddedEngineConfig, VllmEngineConfig
-from art_cli.models.loading import save_weights
+from art_cli.models.saved_weights import save_weights
 from art_cli.runs.manifest import Manifest, new_checkpoint
 from art_cli.runs.run_dir import RunDir
 from art_cli.runtime.errors import ArtError, CheckpointError, UsageError

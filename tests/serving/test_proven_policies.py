@@ -16,7 +16,8 @@ from art_cli.chat.requests import Request, Sampling
 from art_cli.config.compose import load_config
 from art_cli.config.schema import ModelConfig
 from art_cli.loop.train import train
-from art_cli.models.loading import load_weights, save_weights
+from art_cli.models.loading import load_weights
+from art_cli.models.saved_weights import save_weights
 from art_cli.runs.manifest import Origin, digest_of, new_checkpoint, policy_digest, read_manifest
 from art_cli.runs.run_dir import RunDir
 from art_cli.runtime.errors import ArtError, CheckpointError, DriftError

@@ -11,7 +11,7 @@ from peft import get_peft_model_state_dict
 
 from art_cli.config.schema import TorchLearnerConfig
 from art_cli.learners.optimizer import Adam
-from art_cli.models.loading import Weights, clone_trainable
+from art_cli.models.weights import Weights, clone_trainable
 from art_cli.runtime.errors import LearnerError
 from art_cli.tinker.server.adapter_learner import AdapterLearner
 from art_cli.tinker.server.datums import Datum

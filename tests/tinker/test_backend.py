@@ -15,7 +15,8 @@ import torch
 from safetensors.torch import load
 
 from art_cli.learners.optimizer import Adam
-from art_cli.models.loading import on_base, token_logprobs
+from art_cli.models.adapters import on_base
+from art_cli.models.weights import token_logprobs
 from art_cli.runs.manifest import verify_checkpoint
 from art_cli.runs.run_checkpoints import find
 from art_cli.tinker.client.remote_checkpoint import reachable

@@ -17,7 +17,7 @@ import pytest
 from art_cli.cli import app as cli
 from art_cli.config.schema import GrpoConfig, LoraConfig, TinkerEngineConfig, TinkerLearnerConfig, TrainConfig
 from art_cli.learners import LearnerSetup
-from art_cli.models.loading import with_adapter
+from art_cli.models.adapters import with_adapter
 from art_cli.models.policy_spec import PolicySpec, spec_of
 from art_cli.runs.manifest import Manifest, new_checkpoint
 from art_cli.runtime.errors import RemoteError

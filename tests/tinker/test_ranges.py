@@ -17,7 +17,8 @@ import msgspec.inspect as kinds
 import numpy as np
 import pytest
 
-from art_cli.models.loading import on_base, token_logprobs
+from art_cli.models.adapters import on_base
+from art_cli.models.weights import token_logprobs
 from art_cli.tinker import server as backend
 from art_cli.tinker.server import checkpoint_store as store
 from art_cli.tinker.server.base_model import Base

@@ -20,8 +20,10 @@ from art_cli.config.schema import (
 )
 from art_cli.engines import make_engine
 from art_cli.learners import LearnerSetup
-from art_cli.models.loading import load_weights, on_base, token_logprobs
+from art_cli.models.adapters import on_base
+from art_cli.models.loading import load_weights
 from art_cli.models.policy_spec import spec_of
+from art_cli.models.weights import token_logprobs
 from art_cli.runs.manifest import Manifest, new_checkpoint
 from art_cli.serving.merged_export import load_source
 from art_cli.serving.served_model import find_source

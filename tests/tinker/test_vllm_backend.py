@@ -10,7 +10,9 @@ from typing import Any
 import pytest
 
 from art_cli.config.schema import ModelConfig, TorchLearnerConfig, VllmEngineConfig
-from art_cli.models.loading import load_weights, on_base, token_logprobs
+from art_cli.models.adapters import on_base
+from art_cli.models.loading import load_weights
+from art_cli.models.weights import token_logprobs
 from art_cli.tinker.server import BackendLimits
 from art_cli.tinker.server.base_model import Base
 from tests.support.others.real_vllm import IS_THERE, PYTHON, QUICK

@@ -1,22 +1,22 @@
-"""Attention over slots: the keys and values of every slot, the runs in which slots attend, and each layer's attention.
+"""Attention over slots: the key-value cache, runs of slots that attend together, and attention in each layer.
 
-The batch is one row of T tokens of many sequences: first one token of each decoding slot, then chunks of prompt. A
-layer gives queries, keys and values. `Layout.attend` writes the new keys and values into the cache, then
+The batch is one row of T tokens from many sequences: one token per decoding slot, followed by prompt chunks. For each
+layer, `Layout.attend` gets queries, keys and values. It writes the new keys and values into the cache. Then
 
-* decoding slots attend in runs of neighbouring slots, which are read in place, a shared prefix only once;
-* short chunks of prompt attend together, long ones one by one.
+* decoding slots attend in runs of neighboring slots, which are read in place, reading shared prefixes only once;
+* short prompt chunks attend together, long chunks separately.
 
-Tokens attend to their own slot's tokens at or before their position (inside the sliding window, where there is one).
-`attend` does the same as a transformers attention function, so that a model's own layers run on it unchanged.
+Tokens attend to their own slot up to their position (within the sliding window, if any). `attend` has the interface of
+a transformers attention function, so a model's own layers run on it unchanged.
 
-SlotCache has one slab per layer, `[slots, heads, length, head_dim]`, grown as needed. It knows nothing of sequences. A
-slot's content beyond its computed tokens is left over from earlier sequences. It is finite, never uninitialised memory,
-and attention masks it.
+SlotCache has one slab per layer, `[slots, heads, length, head_dim]`, grown as needed. It knows nothing about sequences.
+Beyond its computed tokens, a slot contains leftovers from earlier sequences. Leftovers are finite, never uninitialized
+memory, and attention masks them.
 
-One call per layer reads a run's keys and values in place. A run may span idle slots and read past shorter neighbours
-where that costs less than another call. Decoding neighbours that begin with the same tokens (the attempts of a group)
-make a run that reads its shared tokens once. While the same slots decode, each grows by one token per step and the runs
-stay. Short chunks of prompt (a conversation's next turn) make other runs, padded to the longest.
+One call per layer reads a run's keys and values in place. A run may span idle slots and read past shorter neighbors if
+this costs less than another call. Decoding neighbors with a common prefix (attempts in a group) form a run that reads
+shared tokens once. As long as the same slots decode, each grows by one token per step and the runs remain. Short prompt
+chunks (the next turn in a conversation) form other runs, padded to the longest chunk.
 """
 
 from collections.abc import Sequence
@@ -32,11 +32,12 @@ from art_cli.runtime.errors import EngineError
 
 Tensor = torch.Tensor
 
-# Bytes of keys and values that are read in the time of a choice. One CPU core, float32, 2 heads of 32 and of 64.
-CALL_BYTES = 2**19  # one more call per layer (30 us)
-SHARED_BYTES = 5 * 2**19  # reading shared tokens apart and joining two softmaxes (150 us)
-MIN_SHARED = 64  # fewest shared tokens that are read once; fewer were not measured
-MAX_PAIRS = 2**15  # pairs of tokens in the largest chunk that is joined with others; alone, it skips the masked pairs
+NAME = "art_slots"
+# Costs as bytes of keys and values read in the same time. One CPU core, float32, 2 heads of 32 and of 64.
+CALL_BYTES = 2**19  # another call per layer (30 us)
+SHARED_BYTES = 5 * 2**19  # reading shared tokens separately and joining two softmaxes (150 us)
+MIN_SHARED = 64  # shortest shared prefix read once; shorter prefixes were not measured
+MAX_PAIRS = 2**15  # token pairs in the largest chunk that joins others; a chunk alone skips masked pairs
 
 
 class SlotRun(NamedTuple):
@@ -47,14 +48,14 @@ class SlotRun(NamedTuple):
     start: int
     stop: int
     length: int  # tokens of the longest slot
-    shared: int  # length of the prefix that is read once for all slots; 0: each slot reads its own
-    is_even: bool  # whether all slots have that length
-    members: torch.Tensor | None  # [last - first] the slots, counted from `start`, if the run has gaps
-    lengths: torch.Tensor  # [stop - start] tokens of each slot, the new one included; idle slots: `length`
+    shared: int  # length of the prefix read once for all slots; 0 if every slot reads its own
+    is_even: bool  # whether all slots have the same length
+    members: torch.Tensor | None  # [last - first] slots relative to `start`, if the run has gaps
+    lengths: torch.Tensor  # [stop - start] tokens per slot, including the new token; idle slots: `length`
 
 
 class Costs(NamedTuple):
-    """The costs of a choice, in tokens whose keys and values could be read in its time."""
+    """Costs in tokens: how many tokens' keys and values could be read in the same time."""
 
     call: int
     shared: int
@@ -66,7 +67,7 @@ class Costs(NamedTuple):
 
 
 class RunPlanner:
-    """Plans the runs of each step, and keeps them while the same slots decode."""
+    """Plans the runs of each step, and keeps them as long as the same slots decode."""
 
     def __init__(self, costs: Costs, device: torch.device) -> None:
         self._costs, self._device = costs, device
@@ -85,9 +86,9 @@ class RunPlanner:
 
 
 def plan_runs(slots: Ints, lengths: Ints, shared: Ints, costs: Costs, device: torch.device) -> list[SlotRun]:
-    """Returns the slots (ascending) in runs. `shared[i]`: length of the prefix that slot i shares with slot i - 1."""
+    """Groups ascending slots into runs. `shared[i]`: length of the prefix that slots i and i - 1 share."""
     runs: list[SlotRun] = []
-    plain = 0  # rows from here on are in no run yet
+    plain = 0  # rows from here on have no run yet
     row = 0
     while row < len(slots):
         last, common = _family(shared, row, costs.shared)
@@ -100,9 +101,9 @@ def plan_runs(slots: Ints, lengths: Ints, shared: Ints, costs: Costs, device: to
 
 
 def _family(shared: Ints, first: int, cost: int) -> tuple[int, int]:
-    """Returns the end of the rows from `first` on that best share one span, and the span's length; 0: none does.
+    """Returns the end of the best family of rows starting at `first`, and its shared length; 0 if sharing never pays.
 
-    The next row joins while that saves more reading. Saved are all rows but one, times the tokens they share.
+    Rows join while this saves more reading: (number of rows - 1) * shared tokens.
     """
     last, common = first + 1, 0
     while last < len(shared) and shared[last] >= MIN_SHARED:
@@ -115,7 +116,7 @@ def _family(shared: Ints, first: int, cost: int) -> tuple[int, int]:
 
 
 def _plain_runs(slots: Ints, lengths: Ints, first: int, last: int, cost: int, device: torch.device) -> list[SlotRun]:
-    """Returns the rows `first` to `last` in runs. A slot joins while the extra reading costs less than a call."""
+    """Groups rows `first` to `last` into runs. A slot joins if the extra reading costs less than a call."""
     if first == last:
         return []
     everything = (slots[last - 1] + 1 - slots[first]) * lengths[first:last].max()
@@ -154,20 +155,20 @@ def _run(slots: Ints, lengths: Ints, first: int, last: int, shared: int, device:
 
 
 class ChunkRun(NamedTuple):
-    """Chunks attended together, padded to `width` new tokens each, in slots `start` to `stop`."""
+    """Prompt chunks attended together, padded to `width` new tokens each, in slots `start` to `stop`."""
 
-    num: int  # new tokens of all chunks
+    num: int  # new tokens in all chunks
     start: int
     stop: int
     width: int
-    length: int  # tokens of the longest slot, those before its chunk included
-    chunk: PromptChunk | None  # the chunk, if it is the only one
-    places: torch.Tensor  # [num] indices of the tokens in the padded (stop - start) * width
-    positions: torch.Tensor  # [stop - start, width] positions of the tokens; 0 where there is none
+    length: int  # total tokens in the longest slot
+    chunk: PromptChunk | None  # set if there is only one chunk
+    places: torch.Tensor  # [num] token indices in the padded (stop - start) * width
+    positions: torch.Tensor  # [stop - start, width] token positions; 0 for padding
 
 
 def plan_chunk_runs(chunks: list[PromptChunk], device: torch.device) -> list[ChunkRun]:
-    """Chunks (by slot, ascending) in runs. A long chunk is alone, because it gains nothing by a shared call."""
+    """Groups chunks (by slot, ascending) into runs. A long chunk is alone, because it gains nothing from sharing."""
     groups = join_calls(chunks, _num_pairs)
     return [_chunk_run(group, device) for group in groups]
 
@@ -202,7 +203,7 @@ def _end(chunk: PromptChunk) -> int:
 
 
 class SlotCache:
-    """A layer's slabs are made at its first write, with the heads and dtype of the states written."""
+    """Slabs of keys and values, allocated at a layer's initial write with its heads and dtype."""
 
     def __init__(self) -> None:
         self.shape = Shape(0, 0)
@@ -210,7 +211,7 @@ class SlotCache:
         self.values: dict[int, Tensor] = {}
 
     def resize(self, shape: Shape) -> None:
-        """Gives each slab that shape and keeps the common part. One layer at a time, to save memory."""
+        """Reshapes every slab and keeps the common part. One layer at a time, to save memory."""
         if shape == self.shape:
             return
         self.shape = shape
@@ -226,11 +227,11 @@ class SlotCache:
             for slabs in (self.keys, self.values):
                 for slab in slabs.values():
                     copied = slab[copy.source, :, : copy.length]
-                    for target in copy.targets:  # one by one, which takes half the time of one call with indices
+                    for target in copy.targets:  # one by one takes half the time of a call with indices
                         slab[target, :, : copy.length] = copied
 
     def write(self, layer: int, key: Tensor, value: Tensor, rows: Tensor) -> None:
-        """Writes key and value `[T, heads, head_dim]` of each token and head into these rows of the slab."""
+        """Writes keys and values `[T, heads, head_dim]` into these slab rows, one row per token and head."""
         if layer not in self.keys:
             self.keys[layer] = self._slab(key)
             self.values[layer] = self._slab(value)
@@ -246,11 +247,8 @@ class SlotCache:
         return states.new_zeros(self.shape.slots, states.shape[1], self.shape.length, states.shape[2])
 
 
-NAME = "art_slots"
-
-
 class Layout:
-    """The attention of one step's tokens: computed once for all layers."""
+    """Attention inputs for one step's tokens, computed once for all layers."""
 
     def __init__(self, plan: StepPlan, runs: list[SlotRun], cache: SlotCache, device: torch.device) -> None:
         self.tokens_T = torch.from_numpy(plan.tokens_T).to(device)
@@ -272,7 +270,7 @@ class Layout:
         scaling: float | None,
         window: int | None,
     ) -> Tensor:
-        """[T, heads, head_dim]"""
+        """Returns [T, heads, head_dim]."""
         self._cache.write(layer, key, value, self._slab_rows_of(key.shape[1]))
         keys, values = self._cache.keys[layer], self._cache.values[layer]
         parts = []
@@ -294,7 +292,7 @@ class Layout:
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def _slab_rows_of(self, heads: int) -> Tensor:
-        """Returns [T * heads] the row of a slab, as rows of head_dim, for keys or values of each token and head."""
+        """Returns [T * heads] slab row indices (rows of head_dim) for every token and head."""
         if heads not in self._slab_rows:
             length = self._cache.shape.length
             first = self._slots_T * (heads * length) + self.positions_T
@@ -302,7 +300,7 @@ class Layout:
         return self._slab_rows[heads]
 
     def _run_mask(self, index: int, window: int | None, dtype: torch.dtype) -> Tensor | None:
-        """Returns [slots, 1, 1, length] 0 where attended, else -inf; or None if all are attended."""
+        """Returns [slots, 1, 1, length] 0 where attended, else -inf; None when everything is attended."""
         run, key = self._runs[index], (index, window)
         if run.is_even and not (window and run.length > window):
             return None
@@ -315,7 +313,7 @@ class Layout:
         return self._masks[key]
 
     def _chunk_mask(self, index: int, window: int | None, dtype: torch.dtype) -> Tensor | None:
-        """Returns [slots, 1, width, length], or None for causal attention from the first token on."""
+        """Returns [slots, 1, width, length]; None for plain causal attention."""
         key, run = (-1 - index, window), self._chunk_runs[index]
         if run.chunk is not None and run.chunk.start == 0 and not (window and run.length > window):
             return None
@@ -340,7 +338,7 @@ def attend(
     layout: Layout | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """Returns [1, T, heads, head_dim], as transformers' AttentionInterface; `layout` comes through the model."""
+    """Returns [1, T, heads, head_dim] like transformers' AttentionInterface; the model passes `layout` through."""
     for unsupported in ("softcap", "s_aux", "position_bias"):
         if others.get(unsupported) is not None:
             raise EngineError(f"the embedded engine cannot run this model: its attention uses {unsupported}")
@@ -352,7 +350,7 @@ def attend(
 def _attend_run(
     run: SlotRun, query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scaling: float | None
 ) -> Tensor:
-    """Returns [rows, heads, head_dim] for queries of that shape."""
+    """Returns [rows, heads, head_dim] for queries with the same shape."""
     grouped = _grouped(run, query, keys.shape[1])
     slots, tokens = slice(run.start, run.stop), slice(run.length)
     out = F.scaled_dot_product_attention(
@@ -364,10 +362,10 @@ def _attend_run(
 def _attend_run_with_shared(
     run: SlotRun, query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scaling: float | None
 ) -> Tensor:
-    """As `_attend_run`, but the shared prefix is read from the first slot in one product for all rows.
+    """Like `_attend_run`, but one product for all rows reads the shared prefix, from the run's lowest slot.
 
-    Two softmaxes over the two spans of tokens are joined by their normalisers: with e the log-sum-exp of a span's
-    scores, the weight of the first span is sigmoid(e1 - e2).
+    Two softmaxes over two spans are joined by their normalizers: with e the log-sum-exp of the span's scores, the
+    shared span has weight sigmoid(e1 - e2).
     """
     grouped = _grouped(run, query, keys.shape[1])
     num, heads_kv, group, dim = grouped.shape
@@ -384,7 +382,7 @@ def _attend_run_with_shared(
 def _attend_normed(
     query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scaling: float | None
 ) -> tuple[Tensor, Tensor]:
-    """Attention in float32, and the log-sum-exp of its scores [..., 1]."""
+    """Returns attention in float32, and its scores' log-sum-exp [..., 1]."""
     if query.device.type == "cpu" and keys.shape[3] == values.shape[3]:
         flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
         out, norm = flash(query, keys, values, attn_mask=mask, scale=scaling)
@@ -399,7 +397,7 @@ def _attend_normed(
 
 
 def _grouped(run: SlotRun, query: Tensor, heads_kv: int) -> Tensor:
-    """Returns [slots, heads_kv, heads / heads_kv, head_dim]; heads that share keys become rows of one product."""
+    """Returns [slots, heads_kv, heads / heads_kv, head_dim]; heads with common keys become rows of one product."""
     rows, heads, dim = query.shape
     grouped = query.reshape(rows, heads_kv, heads // heads_kv, dim)
     if run.members is None:
@@ -417,7 +415,7 @@ def _rows(run: SlotRun, out: Tensor, heads: int) -> Tensor:
 def _attend_chunk(
     chunk: PromptChunk, query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scaling: float | None
 ) -> Tensor:
-    """Returns [num, heads, head_dim] for queries of that shape."""
+    """Returns [num, heads, head_dim] for queries with the same shape."""
     slot, end = slice(chunk.slot, chunk.slot + 1), chunk.start + chunk.num
     key, value = (_exact(_per_head(slab[slot, :, :end], query.shape[1])) for slab in (keys, values))
     out = F.scaled_dot_product_attention(
@@ -434,7 +432,7 @@ def _attend_chunk(
 def _attend_chunks(
     run: ChunkRun, query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scaling: float | None
 ) -> Tensor:
-    """Returns [num, heads, head_dim] for queries of that shape."""
+    """Returns [num, heads, head_dim] for queries with the same shape."""
     assert mask is not None
     heads_kv, (_, heads, dim) = keys.shape[1], query.shape
     num, group = run.stop - run.start, heads // heads_kv
@@ -451,7 +449,7 @@ def _attend_chunks(
 
 
 def _exact(states: Tensor) -> Tensor:
-    """Returns 16-bit states of prompts in float32 on a CPU, as the learner attends: faster, and rounded alike."""
+    """Converts 16-bit prompt states to float32 on CPUs, as the learner does: faster, with the same rounding."""
     return states.float() if states.device.type == "cpu" and states.dtype.itemsize < 4 else states
 
 

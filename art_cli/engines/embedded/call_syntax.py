@@ -1,4 +1,4 @@
-"""Syntaxes in which model families write tool calls: the markers around a call, and its reading.
+"""Tool call syntaxes by model family: the markers around a call, and how to parse it.
 
     hermes    <tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>              Qwen 2.5 and 3, Hermes
     xml       <tool_call><function=f><parameter=a>1</parameter></function></tool_call>  Qwen3-Coder
@@ -7,12 +7,11 @@
     llama     {"name": "f", "parameters": {"a": 1}}, with or without <|python_tag|>     Llama 3
     phi       <|tool_call|>[{"name": "f", "arguments": {"a": 1}}]<|/tool_call|>         Phi-4-mini
 
-Each syntax reads the text between its two markers and returns the calls in it, or None where that text is no call and
-stays content. The arguments of JSON syntaxes stay exactly the sampled text. The others are written as JSON, each value
-by the type in the tool's schema.
+Each syntax parses the text between its two markers into calls; invalid text stays content. JSON syntaxes keep the
+arguments exactly as sampled. The other syntaxes convert arguments to JSON, typed by the tool's schema.
 
-An argument may quote the marks of its syntax. A mark in a JSON string is text. The arguments of xml and glm end at the
-last closing mark before the next argument or the end of the call.
+Arguments may contain the syntax's own marks. In JSON, a mark inside a string is text. In xml and glm, an argument ends
+at the last closing mark before the next argument or the end of the call.
 """
 
 import json
@@ -26,6 +25,14 @@ Json = dict[str, Any]
 Schemas = Mapping[str, Json]  # a tool's name -> the JSON Schema of its parameters
 
 SPACE = " \n\r\t"
+_ESCAPE = re.compile(r"\\.", re.DOTALL)
+_MISTRAL_ID = re.compile(r"[a-zA-Z0-9]{9}")
+_ARGUMENTS = re.compile(r"\s*([\w.\-]{1,200})\s*(?:\[CALL_ID\](\w*)[^\[]*)?\[ARGS\]\s*", re.ASCII)
+_FUNCTION_START = re.compile(r"\s*<function=")
+_FUNCTION = re.compile(r"\s*<function=([^>\n]{1,200})>(.*)</function>\s*", re.DOTALL)
+_PARAMETER = re.compile(r"<parameter=([^>\n]{1,200})>\n?(.*?)\n?</parameter>\s*(?=<parameter=|\Z)", re.DOTALL)
+_GLM_NAME = re.compile(r"\s*([\w.\-]{1,200})\s*(?=<arg_key>|$)", re.ASCII)
+_GLM_ARGUMENT = re.compile(r"<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_value>\s*(?=<arg_key>|\Z)", re.DOTALL)
 
 
 @dataclass(frozen=True)
@@ -34,19 +41,19 @@ class CallSyntax:
 
     name: str
     begin: str
-    end: str  # "": a call lasts until the end of the reply
+    end: str  # "" if a call extends to the end of the reply
     read: Callable[[str, Schemas], list[Json] | None]
-    is_quoted: Callable[[str], bool] = lambda body: False  # whether an end behind this text is part of an argument
-    is_bare_json: bool = False  # whether a reply that is one JSON object with a name is a call without `begin` too
+    is_quoted: Callable[[str], bool] = lambda body: False  # whether an end mark after this text is part of an argument
+    is_bare_json: bool = False  # whether a reply that is one JSON object with a name is also a call
 
     @property
     def can_be_forced(self) -> bool:
-        """Returns whether a grammar can hold a reply to this syntax (grammars.py writes Hermes calls)."""
+        """Whether a grammar can enforce this syntax (grammars.py writes Hermes calls)."""
         return self.name == "hermes"
 
 
 def find_syntax(template: str) -> CallSyntax:
-    """Returns the syntax of a model's chat template; Hermes where the template shows none."""
+    """Returns the call syntax for a model's chat template, by default Hermes."""
     for mark, syntax in _BY_MARK:
         if mark in template:
             return syntax
@@ -54,7 +61,7 @@ def find_syntax(template: str) -> CallSyntax:
 
 
 def call_of(name: str, arguments: str) -> Json:
-    """Returns the OpenAI tool call with a new id; `arguments` is JSON text."""
+    """Returns an OpenAI tool call with a new id; `arguments` is JSON text."""
     function = {"name": name, "arguments": arguments}
     return {"id": f"call_{uuid.uuid4().hex[:24]}", "type": "function", "function": function}
 
@@ -68,24 +75,23 @@ def _refuse(name: str) -> Any:
 
 
 _DECODER = json.JSONDecoder(parse_constant=_refuse)
-_ESCAPE = re.compile(r"\\.", re.DOTALL)
 
 # --- JSON -------------------------------------------------------------------------------------------------------------
 
 
 def read_json_call(body: str, _: Schemas = {}) -> list[Json] | None:  # noqa: B006  (read only)
-    """Returns one object with `name` and `arguments` (or `parameters`)."""
+    """Parses one object with `name` and `arguments` (or `parameters`)."""
     call = _json_call(body.strip(SPACE))
     return None if call is None else [call]
 
 
 def read_json_calls(body: str, _: Schemas) -> list[Json] | None:
-    """Returns a list of objects with `name` and `arguments`, or one, or several joined by semicolons (Llama)."""
+    """Parses a list of objects with `name` and `arguments`, a single object, or several with semicolons (Llama)."""
     return _calls_in(body, _json_call)
 
 
 def _ends_in_string(body: str) -> bool:
-    """Returns True if the text ends inside a JSON string."""
+    """Whether the text ends inside a JSON string."""
     return _ESCAPE.sub("", body).count('"') % 2 == 1
 
 
@@ -97,7 +103,7 @@ def _calls_in(body: str, read: Callable[[str], Json | None]) -> list[Json] | Non
 
 
 def _json_call(text: str) -> Json | None:
-    """Returns the call in an object's text, its arguments exactly as sampled, or None if it is no call."""
+    """Parses an object into a call, keeping its arguments exactly as sampled."""
     fields = read_object(text)
     if fields is None or "name" not in fields:
         return None
@@ -109,15 +115,15 @@ def _json_call(text: str) -> Json | None:
 
 
 def read_object(text: str) -> dict[str, str] | None:
-    """Returns a JSON object's fields, each value as its text, or None if the text is not one object."""
+    """Returns a JSON object's fields with each value as raw text; None if the text is not a single object."""
     parts = _split(text, "{")
-    return (
-        None if parts is None else {json.loads(key): value for key, value in zip(parts[::2], parts[1::2], strict=True)}
-    )
+    if parts is None:
+        return None
+    return {json.loads(key): value for key, value in zip(parts[::2], parts[1::2], strict=True)}
 
 
 def _split(text: str, opening: str) -> list[str] | None:
-    """Returns the texts of a JSON list's items or an object's keys and values in turn, or None if it is neither."""
+    """Splits a JSON list into items, or an object into alternating keys and values, as raw text."""
     try:
         json.loads(text, parse_constant=_refuse)
     except (ValueError, RecursionError):
@@ -151,20 +157,12 @@ def _split_objects(text: str) -> list[str] | None:
 
 # --- the others -------------------------------------------------------------------------------------------------------
 
-_MISTRAL_ID = re.compile(r"[a-zA-Z0-9]{9}")
-_ARGUMENTS = re.compile(r"\s*([\w.\-]{1,200})\s*(?:\[CALL_ID\](\w*)[^\[]*)?\[ARGS\]\s*", re.ASCII)
-_FUNCTION_START = re.compile(r"\s*<function=")
-_FUNCTION = re.compile(r"\s*<function=([^>\n]{1,200})>(.*)</function>\s*", re.DOTALL)
-_PARAMETER = re.compile(r"<parameter=([^>\n]{1,200})>\n?(.*?)\n?</parameter>\s*(?=<parameter=|\Z)", re.DOTALL)
-_GLM_NAME = re.compile(r"\s*([\w.\-]{1,200})\s*(?=<arg_key>|$)", re.ASCII)
-_GLM_ARGUMENT = re.compile(r"<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_value>\s*(?=<arg_key>|\Z)", re.DOTALL)
-
 
 def read_mistral_calls(body: str, schemas: Schemas) -> list[Json] | None:
-    """Returns a JSON list, or `name[ARGS]{...}` once for each call, `[TOOL_CALLS]` between them.
+    """Parses a JSON list, or repeated `name[ARGS]{...}` with `[TOOL_CALLS]` in between.
 
-    Mistral's templates refuse an id that is not 9 letters and digits. Those that write the list write the id in it, so
-    the id that the model sampled is the call's.
+    Mistral's templates reject ids other than 9 letters and digits. Templates that write the list include the id, so the
+    sampled id becomes the call's id.
     """
     if body.lstrip(SPACE)[:1] in ("[", "{"):
         return _calls_in(body, _mistral_call)
@@ -197,7 +195,7 @@ def mistral_id(sampled: str | None) -> str:
 
 
 def read_xml_call(body: str, schemas: Schemas) -> list[Json] | None:
-    """`<function=f><parameter=a>text</parameter></function>`, or JSON as Hermes writes it."""
+    """Parses `<function=f><parameter=a>text</parameter></function>`, or JSON in Hermes style."""
     found = _FUNCTION.fullmatch(body)
     if found is None:
         return read_json_call(body)
@@ -215,7 +213,7 @@ def _is_in_argument(body: str) -> bool:
 
 
 def read_glm_call(body: str, schemas: Schemas) -> list[Json] | None:
-    """`f<arg_key>a</arg_key><arg_value>text</arg_value>`"""
+    """Parses `f<arg_key>a</arg_key><arg_value>text</arg_value>`."""
     found = _GLM_NAME.match(body)
     rest = body[found.end() :] if found else ""
     if found is None or _GLM_ARGUMENT.sub("", rest).strip(SPACE):
@@ -231,10 +229,10 @@ def _typed_call(name: str, arguments: Sequence[tuple[str, str]], schemas: Schema
 
 
 def _typed(text: str, schema: Any) -> Any:
-    """Returns the value of a text: itself where it may be a string or is not JSON, else its JSON value."""
+    """Returns the text itself if the schema allows strings or it is not JSON, else its JSON value."""
     if text != "null" and _may_be_text(schema):
         return text
-    if text in ("True", "False"):  # as models write what they read of Python
+    if text in ("True", "False"):  # models imitate Python code
         return text == "True"
     try:
         value = json.loads(text)
@@ -245,8 +243,7 @@ def _typed(text: str, schema: Any) -> Any:
 
 
 def _may_be_text(schema: Any) -> bool:
-    """Returns whether a schema names strings: as its type, one of its types, one of its values, or in one of several
-    schemas, as pydantic writes `str | None`."""
+    """Whether a schema admits strings: by type, list of types, enum, or a union as pydantic writes `str | None`."""
     if not isinstance(schema, dict):
         return False
     kind, values = schema.get("type"), schema.get("enum")
@@ -266,7 +263,7 @@ MISTRAL = CallSyntax("mistral", "[TOOL_CALLS]", "", read_mistral_calls)
 LLAMA = CallSyntax("llama", "<|python_tag|>", "", read_json_calls, is_bare_json=True)
 PHI = CallSyntax("phi", "<|tool_call|>", "<|/tool_call|>", read_json_calls, _ends_in_string)
 
-_BY_MARK = (  # the first mark that a template contains decides
+_BY_MARK = (  # the earliest entry found in a template wins
     ("<function=", XML),
     ("<arg_key>", GLM),
     ("<tool_call>", HERMES),

@@ -1,13 +1,13 @@
 """Chat requests as prompt tokens, and sampled text as assistant messages.
 
-`render` uses the tokenizer's chat template. `MessageParser` reads the sampled text: calls in the syntax that the
-template writes (call_syntax.py) become tool calls, and a leading `<think>` block becomes `reasoning_content`.
-Everything else stays content, byte for byte, apart from the line break that templates put before a call. So the prompt
-of the next turn, rendered from this message, continues the sampled tokens.
+`render` applies the tokenizer's chat template. `MessageParser` reads sampled text: calls in the template's syntax
+(call_syntax.py) become tool calls, and a leading `<think>` block becomes `reasoning_content`. Everything else stays
+content, byte for byte, except the line break that templates put before a call. So when this message is rendered for the
+next turn, the prompt continues the sampled tokens.
 
-A block that is no call (broken JSON, no name) stays content. `tool_choice` "required" or a named function puts the
-opening of a call into the prompt, as the template writes it, and a grammar (grammars.py) holds the rest to the tools'
-schemas. Another grammar holds a reply to `response_format`.
+Malformed blocks (broken JSON, no name) stay content. With `tool_choice` "required" or a named function, the prompt
+already contains the call's opening as the template writes it, and a grammar (grammars.py) enforces the tools' schemas.
+A grammar also enforces `response_format`.
 """
 
 import json
@@ -28,25 +28,25 @@ from art_cli.engines.embedded.reply_text import MARKERS, TooLong, Vocabulary, ov
 
 CALL, _, THINK, THINK_END = MARKERS
 _WRITES_ANEW = re.compile(r"\barguments\s*\|\s*tojson")
-MAX_ASIDE = 2**20  # most characters of messages and tools that a template may leave out, as thoughts of earlier turns
-SHORT = 4096  # characters of a request that is rendered at once; a tokenizer takes 1 us for each at most
-VALUE = 8  # characters that take as long as one JSON value of a request
-MAX_QUOTED = 64  # end marks that one call may quote, because looking at each takes the time of the text before it
-MAX_LENGTH = 2**20  # tokens of the context where the caller gives no length
+MAX_ASIDE = 2**20  # characters of messages and tools that a template may drop, such as earlier thoughts
+SHORT = 4096  # characters of a request rendered on the event loop; tokenizers take up to 1 us per character
+VALUE = 8  # cost of one JSON value, in characters
+MAX_QUOTED = 64  # end marks that one call may quote; checking each mark rescans all preceding text
+MAX_LENGTH = 2**20  # default context length in tokens
 
 
 @dataclass(eq=False)
 class Prompt:
-    """A request's prompt, and how to read its reply."""
+    """A request's prompt, and how to parse its reply."""
 
     ids: list[int]
-    opening: str = ""  # the beginning of the reply, which the prompt already holds
+    opening: str = ""  # start of the reply, already contained in the prompt
     has_tools: bool = False
     has_thinking: bool = False
-    format: Format | None = None  # the grammar of the reply, or None if it is free
-    syntax: CallSyntax = HERMES  # the way this model writes calls
+    format: Format | None = None  # the reply's grammar; None when the reply is free
+    syntax: CallSyntax = HERMES  # the model's call syntax
     schemas: Schemas = field(default_factory=dict)
-    is_guarded: bool = False  # whether the tokenizer alone would have made control tokens of a text
+    is_guarded: bool = False  # whether the tokenizer alone would have turned client text into control tokens
 
     def parser(self) -> "MessageParser":
         return MessageParser(
@@ -60,9 +60,9 @@ class Prompt:
 
 
 def render(vocabulary: Vocabulary, request: Request, max_length: int = MAX_LENGTH) -> Prompt:
-    """Returns the prompt of a request, for a context of `max_length` tokens. It may take seconds: use a thread.
+    """Returns a request's prompt for a context of `max_length` tokens. It may take seconds: use a thread.
 
-    Raises ChatError 400 if the template refuses the request, the context cannot hold it, or the engine cannot do it.
+    Raises ChatError 400 if the template rejects the request, the prompt is too long or a feature is unsupported.
     """
     if request.prompt is not None:
         text = request.prompt
@@ -87,7 +87,7 @@ def render(vocabulary: Vocabulary, request: Request, max_length: int = MAX_LENGT
 
 
 def is_short(request: Request) -> bool:
-    """Returns whether `render` takes at most some milliseconds, whatever the request holds."""
+    """Whether `render` takes a few milliseconds at most, whatever the request's content."""
     if request.template_kwargs or demands_format(request):
         return False
     left = SHORT
@@ -109,21 +109,21 @@ def is_short(request: Request) -> bool:
 
 
 def _num_letters(value: Any) -> int:
-    """Returns the number of characters of all texts in a JSON value."""
+    """Returns the total length in characters of all strings in a JSON value."""
     if isinstance(value, dict):
         return sum(map(_num_letters, value.values()))
     return sum(map(_num_letters, value)) if isinstance(value, list) else len(value) if isinstance(value, str) else 0
 
 
 def num_wanted(request: Request) -> int:
-    """Returns the number of tokens that the reply needs: the client's max_tokens, or one where that is only a bound."""
+    """Returns how many tokens the reply needs: the client's max_tokens, or one if max_tokens is just an upper bound."""
     asked = request.sampling.max_tokens
     is_needed = "max_tokens" in request.user_set and not request.caps_tokens
     return asked if asked is not None and is_needed else 1
 
 
 def too_long(request: Request, num_prompt: int | str, most: int) -> ChatError:
-    """Returns the refusal of a prompt that, with its reply, exceeds the context's `most` tokens."""
+    """Returns the error for a prompt that exceeds the context of `most` tokens together with its reply."""
     return ChatError(
         400,
         f"this model's context holds {most} tokens (model.max_length); the prompt has {num_prompt} and the reply was "
@@ -142,7 +142,7 @@ def _encode(
     except UnicodeEncodeError:
         raise invalid(f"{param}: a lone surrogate (\\ud800 to \\udfff) is no text", param) from None
     try:
-        if guard is None:  # a prompt in plain text is the client's own, with the control tokens in it
+        if guard is None:  # plain-text prompts belong to the client, control tokens included
             ids = vocabulary.encode(text, most=max_length, adds_special=True)
         else:
             ids = vocabulary.encode_chat(text, guard, most=max_length)
@@ -154,7 +154,7 @@ def _encode(
 
 
 def _apply_template(vocabulary: Vocabulary, request: Request, tools: list[Json], max_length: int) -> tuple[str, Guard]:
-    """Returns the prompt's text with the guard's stand-ins in it."""
+    """Returns the prompt text, with the guard's stand-ins."""
     assert request.messages is not None, "a request has messages or a prompt"
     template = vocabulary.tokenizer.chat_template or ""
     is_kept = keeps_text(template)
@@ -186,10 +186,10 @@ def _writes_anew(template: str) -> bool:
 
 
 class StandIns:
-    """Keeps the arguments of calls as they were written, where a template would write them anew (`arguments | tojson`).
+    """Preserves call arguments verbatim where a template would reserialize them (`arguments | tojson`).
 
-    The template gets an object of a random name in their place, and its text is put right afterwards. So
-    a call that the model wrote with other spaces than Python's continues the tokens that were sampled.
+    The template gets a placeholder object with a random name, and the rendered text is patched afterwards. So a call
+    whose JSON spacing differs from Python's still continues the sampled tokens.
     """
 
     def __init__(self, messages: Sequence[Json]) -> None:
@@ -207,7 +207,7 @@ class StandIns:
         return changed
 
     def replaced(self, text: str) -> str | None:
-        """Returns the text with the arguments in it, or None if the template did not simply write the objects."""
+        """Returns the text with the arguments restored; None if the template did not simply write the placeholders."""
         for number, arguments in enumerate(self.texts.values()):
             stand_in = json.dumps({self._name: number})
             if text.count(stand_in) != 1:
@@ -232,7 +232,7 @@ def _call_opening(choice: str | Json, template: str, syntax: CallSyntax) -> str:
 class MessageParser:
     """An assistant message that grows by text. Each push returns the new parts as OpenAI deltas.
 
-    `message` is the sum of the deltas, so that streamed and whole replies are the same.
+    `message` is the sum of the deltas, so streamed and whole replies are the same.
     """
 
     def __init__(
@@ -245,24 +245,24 @@ class MessageParser:
         syntax: CallSyntax = HERMES,
         schemas: Schemas | None = None,
     ) -> None:
-        """`is_held`: a grammar holds the reply, so that a reply that does not begin with a call has none."""
+        """`is_held`: the reply follows a grammar, so it contains calls only if it starts with one."""
         self._has_tools, self._is_held = has_tools, is_held
         self._syntax, self._schemas = syntax, schemas or {}
-        self._held = opening  # text whose meaning is not decided yet
+        self._held = opening  # text that cannot be classified yet
         self._state = "start" if has_thinking else "content"  # start, think, content, call
-        self._quoted = list[int]()  # indices of end marks that arguments of the open call quote
-        self._gap = ""  # white space after a call; it is shown if text follows
+        self._quoted = list[int]()  # indices of end marks inside the open call's arguments
+        self._gap = ""  # white space after a call; shown only if text follows
         self._content: list[str] = []
         self._reasoning: list[str] = []
         self.calls: list[Json] = []
 
     def push(self, text: str) -> list[Json]:
-        """Returns the deltas that this text adds."""
+        """Returns the deltas added by this text."""
         self._held += text
         return self._advance(is_last=False)
 
     def flush(self) -> list[Json]:
-        """Returns the deltas of the text held back, now that no text follows."""
+        """Returns the remaining deltas at the end of the reply."""
         return self._advance(is_last=True)
 
     @property
@@ -284,7 +284,7 @@ class MessageParser:
         return deltas
 
     def _in_start(self, is_last: bool) -> list[Json]:
-        """Leaves the start: a think block counts only at the very beginning."""
+        """Leaves the start state: a think block counts only at the very beginning."""
         text = self._held.lstrip(SPACE)
         if text.startswith(THINK):
             self._held, self._state = text[len(THINK) :].lstrip("\n"), "think"
@@ -299,14 +299,13 @@ class MessageParser:
         if end:
             self._held, self._state = rest, "after_think"
             return self._think(thought.rstrip("\n"))
-        keep = (
-            0 if is_last else max(overlap(thought, THINK_END), len(thought) - len(_before_marker(thought, THINK_END)))
-        )
+        before = _before_marker(thought, THINK_END)
+        keep = 0 if is_last else max(overlap(thought, THINK_END), len(thought) - len(before))
         self._held = thought[len(thought) - keep :]
         return self._think(thought[: len(thought) - keep])
 
     def _in_after_think(self, is_last: bool) -> list[Json]:
-        """Skips the line breaks that templates put between thought and answer."""
+        """Skips the line breaks between thought and answer."""
         self._held = self._held.lstrip("\n")
         if self._held:
             self._state = "content"
@@ -330,7 +329,7 @@ class MessageParser:
             self._held, self._state = rest, "call"
             return self._show(before.removesuffix("\n"))
         keep = max(overlap(before, begin), overlap(before, "\n" + begin))
-        if is_last and not self._is_held:  # in a held reply it is a call that was cut
+        if is_last and not self._is_held:  # in a held reply this is a truncated call
             keep = 0
         self._held = "" if is_last else before[len(before) - keep :]
         return self._show(before[: len(before) - keep], is_last)
@@ -345,14 +344,14 @@ class MessageParser:
             return []
         self._state, self._held, self._quoted = "content", rest, []
         if not found and self._is_held and end:
-            return []  # max_tokens has cut it, and its markup is no content
+            return []  # max_tokens truncated the call, and its markup must not become content
         calls = self._syntax.read(body, self._schemas)
         return self._show(self._syntax.begin + body + found) if calls is None else self._call(calls)
 
     def _end_of_call(self, is_last: bool) -> int:
-        """Returns the index of the end mark of the call that is open, or -1 if it is not there yet.
+        """Returns the index of the open call's end mark, or -1 while it is missing.
 
-        A mark that an argument quotes is not the end, unless no other mark follows in the whole reply.
+        Quoted marks inside arguments are skipped, unless the whole reply has no later mark.
         """
         end = self._syntax.end
         if not end:
@@ -366,7 +365,7 @@ class MessageParser:
         return self._quoted[0] if is_last and self._quoted else -1
 
     def _may_be_bare_call(self) -> bool:
-        """Returns whether the whole reply may still be one call without a marker."""
+        """Whether the whole reply may still be one call without a marker."""
         is_first = not self.calls and not self._content
         return self._syntax.is_bare_json and is_first and self._held.lstrip(SPACE)[:1] in ("", "{")
 
@@ -376,7 +375,7 @@ class MessageParser:
         return [{"tool_calls": [{"index": index, **call}]} for index, call in enumerate(calls, first)]
 
     def _show(self, text: str, is_last: bool = False) -> list[Json]:
-        """Returns the text as content. White space after a call is held back until other text follows."""
+        """Returns the text as content. White space after a call is held back until more text follows."""
         if self.calls:
             text = self._gap + text
             bare = text.rstrip(SPACE)
@@ -394,5 +393,5 @@ class MessageParser:
 
 
 def _before_marker(text: str, marker: str) -> str:
-    """Returns the text without its end, where that is line breaks and a beginning of the marker."""
+    """Returns the text without trailing line breaks and without a partial marker."""
     return text[: len(text) - overlap(text, marker)].rstrip("\n")

@@ -1,6 +1,6 @@
-"""Sampled tokens as the choices of a reply: ChoiceWriter, and what bounds a choice. Needs no torch.
+"""Turns sampled tokens into reply choices (ChoiceWriter) and bounds their length. Needs no torch.
 
-The embedded engine samples here, and the engine of a server elsewhere gets its tokens from there; both write with this.
+The embedded engine uses it for tokens sampled here, and server engines for tokens received over HTTP.
 """
 
 from typing import NamedTuple
@@ -15,18 +15,18 @@ from art_cli.runtime.errors import EngineError
 
 Top = list[list[tuple[int, float]]]
 
-CONTEXT_TOKENS = 8  # number of the prompt's last tokens that the text of the first sampled tokens may depend on
+CONTEXT_TOKENS = 8  # number of trailing prompt tokens that can affect how the sampled tokens decode
 
 
 class Piece(NamedTuple):
-    """The L new tokens of a generation."""
+    """L new tokens of a generation."""
 
     ids: list[int]
     logprobs: list[float]
     raw_logprobs: list[float]
     top: Top | None  # [L][k] token ids and logprobs, if the client asked for them
     step: int
-    finish_reason: str | None = None  # or None if the generation goes on
+    finish_reason: str | None = None  # None while the generation continues
     failure: EngineError | None = None
 
 
@@ -42,8 +42,8 @@ class ChoiceWriter:
         self._parser = prompt.parser() if request.messages is not None else None
         self._texts: list[str] = []
         self._is_first = True
-        self._echo = echo  # goes with the first piece
-        self._num_unwatched = request.sampling.min_tokens  # next tokens in whose text no stop string counts
+        self._echo = echo  # sent with the opening piece
+        self._num_unwatched = request.sampling.min_tokens  # upcoming tokens where stop strings do not count
 
     @property
     def text(self) -> str:
@@ -54,7 +54,7 @@ class ChoiceWriter:
         return self._parser.message if self._parser else None
 
     def write(self, piece: Piece) -> Choice:
-        """Returns the choice of a chunk: the new text, and the same as an OpenAI delta."""
+        """Returns a chunk's choice: the new text, also as an OpenAI delta."""
         is_last = piece.finish_reason is not None
         text, ids = "", piece.ids
         if self._num_unwatched:
@@ -101,9 +101,9 @@ class ChoiceWriter:
 
 
 def echo_of(vocabulary: Vocabulary, request: Request, ids: list[int], logprobs: list[float], top: Top) -> Echo:
-    """Returns the prompt as the answer repeats it. The lists begin with its second token, if logprobs are asked for.
+    """Returns the prompt for `echo`. When logprobs are requested, `logprobs` and `top` start at the second token.
 
-    A token that is a part of a character begins where the character does.
+    A token holding part of a character gets the character's offset.
     """
     detokenizer, texts, offsets, length = Detokenizer(vocabulary), [], [], 0
     for id in ids:
@@ -124,14 +124,15 @@ def echo_of(vocabulary: Vocabulary, request: Request, ids: list[int], logprobs: 
 
 
 def context_of(prompt: Prompt) -> list[int]:
-    """Returns the end of the prompt, on which the text of the first sampled tokens may depend."""
+    """Returns the trailing prompt tokens that can affect how the sampled tokens decode."""
     return prompt.ids[-CONTEXT_TOKENS:]
 
 
 def reply_limit(request: Request, prompt: Prompt, most: int, vocabulary: int) -> int:
-    """Returns the tokens, prompt included, at which a generation ends. `most` is the context, `vocabulary` its ids.
+    """Returns the total length in tokens, prompt included, at which a generation ends.
 
-    Raises ChatError 400: more than the context, or a token that the model does not have.
+    `most` is the context length, `vocabulary` the number of token ids. Raises ChatError 400 if the prompt exceeds the
+    context or has an unknown token.
     """
     num_prompt = len(prompt.ids)
     if num_prompt == 0:

@@ -1,6 +1,6 @@
 """EmbeddedEngine: samples from the policy in this process. This is its asyncio side; engine_thread.py runs the model.
 
-    Request -> messages.render -> Generations -> the thread samples -> Pieces -> text, messages -> Reply or Chunks
+    Request -> chat_prompts.render -> Generations -> EngineThread samples -> Pieces -> ChoiceWriter -> Reply or Chunks
 
 It answers requests (`backend` is the engine itself) and serves no port. With `shares_weights` a learner in this process
 updates the same weights that it samples from, so `load` only records the step. Otherwise `load` reads the checkpoint.
@@ -38,8 +38,8 @@ from art_cli.engines.embedded.model_runner import ForwardRunner, ScoredPart
 from art_cli.engines.embedded.reply_text import Detokenizer, Vocabulary
 from art_cli.engines.embedded.scheduler import Scheduler, TokenSequence
 from art_cli.engines.embedded.token_sampling import Reshaping
-from art_cli.models import loading
-from art_cli.models.loading import Weights
+from art_cli.models.saved_weights import load_checkpoint
+from art_cli.models.weights import Weights
 from art_cli.runtime import openmp, threads
 from art_cli.runtime.errors import EngineError
 
@@ -114,7 +114,7 @@ class EmbeddedEngine:
 
         def load() -> None:
             if not self._shares_weights:
-                loading.load_checkpoint(self._weights, checkpoint)
+                load_checkpoint(self._weights, checkpoint)
             thread.set_step(step)
 
         if self._shares_weights:
@@ -428,32 +428,39 @@ class _Room:
         if num == 0:
             yield
             return
-        entry = num, asyncio.get_running_loop().create_future()
-        self._change(0, joins=entry)
+        entered = asyncio.get_running_loop().create_future()
+        self._enter(num, entered)
         try:
-            await entry[1]
+            await entered
             yield
         finally:
-            self._change(num, leaves=entry)
+            self._leave(num, entered)
 
-    def _change(self, freed: int, *, joins: Any = None, leaves: Any = None) -> None:
+    def _enter(self, num: int, entered: "asyncio.Future[None]") -> None:
         with self._lock:
-            if joins is not None:
-                self._waiting.append(joins)
-            if leaves in self._waiting:  # its client went before there was room
-                self._waiting.remove(leaves)
+            self._waiting.append((num, entered))
+            self._admit()
+
+    def _leave(self, num: int, entered: "asyncio.Future[None]") -> None:
+        with self._lock:
+            if (num, entered) in self._waiting:  # the client left before there was room
+                self._waiting.remove((num, entered))
             else:
-                self._free += freed
-            while self._waiting and self._waiting[0][0] <= self._free:
-                num, entered = self._waiting.popleft()
-                self._free -= num
-                try:
-                    entered.get_loop().call_soon_threadsafe(_enter, entered)
-                except RuntimeError:  # its event loop is closed
-                    self._free += num
+                self._free += num
+            self._admit()
+
+    def _admit(self) -> None:
+        """Lets the first waiting requests in, as many as fit. The caller holds the lock."""
+        while self._waiting and self._waiting[0][0] <= self._free:
+            num, entered = self._waiting.popleft()
+            try:
+                entered.get_loop().call_soon_threadsafe(_settle, entered)
+            except RuntimeError:  # its event loop is closed
+                continue
+            self._free -= num
 
 
-def _enter(entered: "asyncio.Future[None]") -> None:
+def _settle(entered: "asyncio.Future[None]") -> None:
     if not entered.done():
         entered.set_result(None)
 

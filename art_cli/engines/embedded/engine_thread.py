@@ -1,11 +1,11 @@
-"""EngineThread: runs the model, samples all generations together, and hands out the tokens that each one gained.
+"""EngineThread: runs the model, samples all generations together, and hands out their new tokens.
 
-Commands (add, cancel) come through a queue, and the thread takes them between steps. Pieces go to mailboxes, one call
-per step and mailbox. A mailbox is called in this thread, so it must only pass the pieces on. When a step fails, every
-generation gets the failure, the thread ends, and later calls raise EngineError.
+Commands (add, cancel) arrive through a queue, and the thread runs them between steps. Pieces go to mailboxes, one call
+per step and mailbox. Mailboxes are called in this thread, so they must only forward the pieces. If a step fails, every
+generation gets the error, the thread ends, and later calls raise EngineError.
 
-Each step holds `weights.lock` while it plans and runs the model. When the weights have changed since the last step,
-everything computed is stale: caches are dropped, and running generations go on from their tokens under the new weights.
+Each step holds `weights.lock` while it plans and runs the model. After a weight change everything computed is stale:
+caches are dropped, and running generations continue from their tokens under the new weights.
 """
 
 import contextlib
@@ -39,28 +39,28 @@ log = logging.getLogger(__name__)
 
 @dataclass(eq=False)
 class Generation:
-    """One choice of a request while it is sampled: its sampling settings, and the mailbox of its pieces."""
+    """One choice being sampled: its settings, and the mailbox for its pieces."""
 
     sequence: TokenSequence
     temperature: float
     top_p: float
     top_k: int
     seed: int  # a number in [0, 2**64)
-    owner: Any  # the caller's object; the thread does not read it
+    owner: Any  # the caller's object, opaque to the thread
     mailbox: "Mailbox"
     is_stream: bool = False  # True: a piece for every token; False: one piece at the end
     num_top: int = 0
-    top_temperature: float = 0.0  # the temperature of the reported likeliest tokens; 0: softmax(logits)
+    top_temperature: float = 0.0  # temperature for the reported likeliest tokens; 0: softmax(logits)
     stops: tuple[str, ...] = ()
-    stop_ids: frozenset[int] = frozenset()  # tokens that end it besides the model's own
-    text: Detokenizer | None = None  # the sampled text, if there are stop strings to find in it
-    min_tokens: int = 0  # number of first tokens in whose text no stop string counts
-    ignores_ends: bool = False  # the model's own stop tokens do not end it
-    reshaping: Reshaping | None = None  # its penalties and biases
-    matcher: "LLMatcher | None" = None  # the grammar that it must follow, advanced by every sampled token
-    step: int | None = None  # step of the policy that sampled its first token
+    stop_ids: frozenset[int] = frozenset()  # additional stop tokens
+    text: Detokenizer | None = None  # decodes sampled text if there are stop strings
+    min_tokens: int = 0  # number of initial tokens in which stop strings do not count
+    ignores_ends: bool = False  # whether the model's own stop tokens are ignored
+    reshaping: Reshaping | None = None  # penalties and biases
+    matcher: "LLMatcher | None" = None  # the required grammar, advanced by every sampled token
+    step: int | None = None  # policy step that sampled the initial token
     num_delivered: int = 0
-    seen: str = ""  # end of the text so far, as many characters as the longest stop string has
+    seen: str = ""  # end of the text so far, as long as the longest stop string
     top: Top = field(default_factory=list)
 
 
@@ -68,7 +68,7 @@ Mailbox = Callable[[list[tuple[Generation, Piece]]], None]
 
 
 class _Commands:
-    """The requests of other threads. The queue is closed when the thread has ended."""
+    """Requests from other threads. The queue closes when the thread ends."""
 
     def __init__(self) -> None:
         self._queue: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
@@ -95,7 +95,7 @@ class _Commands:
             raise self._ended
 
     def run_next(self, *, waits: bool) -> bool:
-        """Runs the next command in this thread. Returns False if there is none."""
+        """Runs the next command in this thread. Returns False if the queue is empty."""
         try:
             command = self._queue.get(block=waits)
         except queue.Empty:
@@ -104,7 +104,7 @@ class _Commands:
         return True
 
     def end(self, error: EngineError) -> None:
-        """Lets no command in any more, and runs those that are waiting."""
+        """Rejects new commands from now on, and runs those already queued."""
         with self._gate:
             self._ended = error
         while self.run_next(waits=False):
@@ -112,7 +112,7 @@ class _Commands:
 
 
 class _SlotSettings:
-    """The settings of the generations in the slots, as arrays of [slots]."""
+    """Settings of the generations in the slots, as arrays of [slots]."""
 
     def __init__(self, size: int) -> None:
         self.temperature = np.zeros(size, np.float32)
@@ -120,7 +120,7 @@ class _SlotSettings:
         self.top_k = np.zeros(size, np.int64)
         self.seeds = np.zeros(size, np.uint64)
         self.num_top = np.zeros(size, np.int64)
-        self.is_held = np.zeros(size, np.bool_)  # whether it must follow a grammar
+        self.is_held = np.zeros(size, np.bool_)  # whether a grammar applies
         self.has_stop_ids = np.zeros(size, np.bool_)
         self.ignores_ends = np.zeros(size, np.bool_)
         self.is_reshaped = np.zeros(size, np.bool_)
@@ -142,7 +142,7 @@ class _SlotSettings:
 
 
 class EngineThread:
-    """Owns the scheduler. After `start` no other thread may use the runner without the weights' lock."""
+    """Owns the scheduler. After `start`, other threads need the weights' lock to use the runner."""
 
     def __init__(
         self, runner: ForwardRunner, scheduler: Scheduler, *, stop_ids: Sequence[int], vocab: int, step: int
@@ -153,11 +153,11 @@ class EngineThread:
         self._version = runner.weights.version
         self._is_stale = False
         self._is_closing = False
-        self._out: dict[Mailbox, list[tuple[Generation, Piece]]] = {}  # pieces of this step
+        self._out: dict[Mailbox, list[tuple[Generation, Piece]]] = {}  # pieces from this step
         self._stop_table = np.zeros(vocab, np.bool_)
         self._stop_table[[id for id in stop_ids if id < vocab]] = True
         self._settings = _SlotSettings(scheduler.max_slots)
-        self._masks: Masks | None = None  # made for the first generation that follows a grammar
+        self._masks: Masks | None = None  # built when a grammar is needed
         self._thread = threading.Thread(target=self._run, name="art-embedded-engine", daemon=True)
 
     # --- from any thread ----------------------------------------------------------------------------------------------
@@ -187,7 +187,7 @@ class EngineThread:
         self._commands.check()
 
     def hold(self, is_held: bool) -> None:
-        """Lets no further generation begin, or lets them begin again."""
+        """Stops or resumes admitting new generations."""
 
         def command() -> None:
             self._scheduler.is_held = is_held
@@ -196,7 +196,7 @@ class EngineThread:
 
     @property
     def is_drained(self) -> bool:
-        """Whether it is held, and every generation that had begun has ended."""
+        """Whether new generations are on hold and all others have ended."""
         return self._scheduler.is_held and not self._scheduler.has_begun
 
     def occupancy(self) -> EngineLoad:
@@ -205,19 +205,19 @@ class EngineThread:
         return EngineLoad(running, waiting, scheduler.room, computed=scheduler.num_computed)
 
     def set_step(self, step: int) -> None:
-        """Tags later tokens with `step` and uses nothing computed before. The caller holds the weights."""
+        """Tags later tokens with `step` and drops everything computed. The caller holds the weights."""
         self.step = step
         self._runner.refresh()
         self._is_stale = True
 
     def let_go(self) -> None:
-        """Frees the cache and the copies of weights. The caller holds the weights, so that no step is running."""
+        """Frees the cache and weight copies. The caller holds the weights, which ensures that no step is running."""
         self._runner.cache.clear()
         self._runner.refresh()
         self._is_stale = True
 
     def close(self, timeout_s: float) -> bool:
-        """Ends the thread; unfinished generations get a failure. Returns False if it still runs after `timeout_s`."""
+        """Ends the thread; unfinished generations get an error. Returns False if it still runs after `timeout_s`."""
 
         def command() -> None:
             self._is_closing = True
@@ -242,7 +242,7 @@ class EngineThread:
         self._end(ended)
 
     def _take_commands(self) -> bool:
-        """Runs the new commands; waits while there is nothing to sample. Returns False after `close`."""
+        """Runs queued commands; waits while idle. Returns False after `close`."""
         while not self._is_closing:
             if self._scheduler.is_idle and self._commands.is_empty:
                 openmp.release_pool()
@@ -264,7 +264,7 @@ class EngineThread:
             none = np.empty(0, np.float32)
             self._scheduler.commit(plan, plan.rows, none, none, plan.rows.astype(np.bool_))
             return
-        allowed = self._allowed(plan)  # before the logits are read, because a GPU still computes them
+        allowed = self._allowed(plan)  # before reading the logits, because a GPU is still computing them
         drawn = token_sampling.draw(logits, self._settings.knobs(plan), allowed, self._reshaped(plan, logits))
         self._collect_top(plan, logits)
         self._take_in(plan, drawn, step)
@@ -276,7 +276,7 @@ class EngineThread:
             self._version, self._is_stale = version, False
 
     def _allowed(self, plan: StepPlan) -> Allowed | None:
-        """Returns the tokens that may come next under grammars, or None if no generation in the plan has one."""
+        """Returns the tokens allowed by grammars; None when the plan has no grammar."""
         rows = np.flatnonzero(self._settings.is_held[plan.slots])
         if not rows.size:
             return None
@@ -286,7 +286,7 @@ class EngineThread:
         return Allowed(rows, self._masks.allowed([running[int(slot)].payload.matcher for slot in plan.slots[rows]]))
 
     def _reshaped(self, plan: StepPlan, logits: torch.Tensor) -> torch.Tensor | None:
-        """Returns a copy of the logits [R, V] after biases and penalties, or None if there are none."""
+        """Returns a copy of the logits [R, V] after biases and penalties; None when the plan has neither."""
         rows = np.flatnonzero(self._settings.is_reshaped[plan.slots])
         if not rows.size:
             return None
@@ -329,7 +329,7 @@ class EngineThread:
         return stops
 
     def _meets_stop(self, generation: Generation) -> bool:
-        """Returns whether the newest token completes a stop string."""
+        """Whether the newest token completes a stop string."""
         assert generation.text is not None
         num_sampled = self._scheduler.num_sampled(generation.sequence)
         ids, _, _ = self._scheduler.sampled_since(generation.sequence, num_sampled - 1)
@@ -358,7 +358,7 @@ class EngineThread:
         ids, logprobs, raw_logprobs = self._scheduler.sampled_since(generation.sequence, start)
         generation.num_delivered += len(ids)
         top = generation.top[: len(ids)] if generation.num_top else None
-        del generation.top[: len(ids)]  # a stream of many choices would hold them all
+        del generation.top[: len(ids)]  # otherwise a stream of many choices would keep them all
         assert generation.step is not None
         failure = None
         if finish_reason is not None and generation.matcher is not None and generation.matcher.is_error():
@@ -374,7 +374,7 @@ class EngineThread:
         self._out = {}
 
     def _end(self, ended: EngineError) -> None:
-        """Gives the failure to every generation, including those whose command was not taken."""
+        """Passes the error to every generation, including those still in the command queue."""
         self._commands.end(ended)
         for sequence in [*self._scheduler.running.values(), *self._scheduler.waiting]:
             generation: Generation = sequence.payload

@@ -1,8 +1,7 @@
-"""Compiles one grammar in a child process, which can be ended. Some small schemas take minutes or gigabytes.
+"""Compiles one grammar in a killable child process, because some small schemas take minutes or gigabytes.
 
-It is run as a script, not imported. It reads JSON from standard input: {"grammar": Lark, "seconds": limit of processor
-time, "bytes": limit of memory, "limits": llguidance's own}. It writes the reason why the grammar cannot be used, or
-nothing.
+It runs as a script and is never imported. It reads JSON from standard input: {"grammar": Lark, "seconds": CPU time
+limit, "bytes": memory limit, "limits": llguidance's own}. It writes the reason why the grammar is unusable, or nothing.
 """
 
 import json
@@ -16,7 +15,7 @@ if sys.platform != "win32":
 
 
 class Bytes:
-    """A tokenizer whose tokens are the bytes, because the cost of a grammar hardly depends on the vocabulary."""
+    """A tokenizer with one token per byte, because the cost of a grammar hardly depends on the vocabulary."""
 
     is_tokenizer_wrapper = True
     eos_token_id = 256
@@ -34,9 +33,10 @@ def main() -> None:
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         resource.setrlimit(resource.RLIMIT_CPU, (task["seconds"], task["seconds"]))
         resource.setrlimit(resource.RLIMIT_AS, (task["bytes"], task["bytes"]))
-    tokenizer: Any = LLTokenizer(Bytes())  # type: ignore[arg-type]  # it has the attributes that LLTokenizer reads, and no more
+    # Bytes has all the attributes that LLTokenizer reads.
+    tokenizer: Any = LLTokenizer(Bytes())  # type: ignore[arg-type]
     matcher = LLMatcher(tokenizer, task["grammar"], limits=LLParserLimits(**task["limits"]), log_level=0)
-    for _ in range(2):  # the first two tokens, which of an object are its brace and what may follow
+    for _ in range(2):  # two tokens: for an object, the brace and its successor
         mask = matcher.compute_bitmask()
         if matcher.is_error():
             break

@@ -1,12 +1,12 @@
-"""The grammar that a reply must follow, for `response_format` and for forced calls, and the tokens that it allows next.
+"""Grammars for replies with `response_format` and forced tool calls, and the tokens they allow next.
 
-A Format is text: llguidance's Lark, with `%json` rules and special tokens by their ids. Where the template has
-thinking, a thought may come before the answer. Where there are tools and the choice is free, calls may come in place of
-the answer. Calls are written as chat_prompts.py reads them.
+A Format is text: llguidance's Lark, with `%json` rules and special tokens by id. If the template has thinking, a
+thought may precede the answer. If there are tools and the choice is free, calls may replace the answer. Calls are
+written as chat_prompts.py reads them.
 
-llguidance compiles formats and masks tokens. A schema is first compiled in a child process (grammar_trial.py), which is
-ended past its limits, because the library's own limits do not hold everywhere; then here, in a thread. Compiled formats
-and refusals are kept.
+llguidance compiles formats and masks tokens. A schema is compiled in a child process before anything else
+(grammar_trial.py). The child is killed when it exceeds its limits, because the library's own limits do not hold
+everywhere. Then the schema is compiled here, in a thread. Compiled formats and rejections are cached.
 """
 
 import asyncio
@@ -30,16 +30,28 @@ from art_cli.engines.embedded.reply_text import MARKERS, Vocabulary
 from art_cli.runtime.errors import EngineError
 from art_cli.runtime.processes.child import run_program
 
-if TYPE_CHECKING:  # its import takes 0.1 s, and most runs never hold a reply to a format
+if TYPE_CHECKING:  # the import takes 0.1 s, and most runs never use a format
     from llguidance import LLMatcher, LLTokenizer
 
-
-# Thoughts before the answer. begun: the prompt has opened one; free: the model may open one; none: it may not.
+# Thoughts before the answer. begun: the prompt opened a thought; free: the model may open one; none: not allowed.
 Thoughts = Literal["begun", "free", "none"]
 
 CALL, CALL_END, THINK, THINK_END = MARKERS
 MAX_SCHEMA = 128 * 1024  # characters of a schema's JSON; OpenAI admits 120,000
 NAME_KEY, ARGUMENTS_KEY = '{"name": "', ', "arguments": '
+NAME_KEY, ARGUMENTS_KEY = '{"name": "', ', "arguments": '
+Bools = npt.NDArray[np.bool_]
+
+MAX_KEPT = 32  # compiled formats in the cache; a costly format takes some 50 MB
+NUM_THREADS = 2  # formats compiled concurrently
+TRIAL_CPU_S = 2  # 2,000 properties take 0.8
+TRIAL_WALL_S = 20.0  # a busy machine gives a process little
+TRIAL_BYTES = 512 * 2**20
+COMPILE_DEADLINE_S = 60.0  # longest time to compile a format, including the wait for a thread
+LIMITS: dict[str, Any] = {
+    "max_lexer_states": 50_000,  # each takes 1 to 2 kB
+    "verbose_errors": False,  # they quote the reply
+}
 
 
 @dataclass(frozen=True)
@@ -47,14 +59,14 @@ class Format:
     """Example: Format("start: answer\\nanswer: %json {...}", ("%json {...}",), "response_format")"""
 
     grammar: str
-    schemas: tuple[str, ...]  # the parts of the grammar that a client wrote, each the right side of a rule
-    param: str  # the request's parameter that they come from
+    schemas: tuple[str, ...]  # client-written parts of the grammar, each the right side of a rule
+    param: str  # the request parameter with these schemas
 
 
 def reply_format(vocabulary: Vocabulary, request: Request, tools: list[Json], thoughts: Thoughts) -> Format | None:
-    """Returns the format of a chat reply, or None if it is free. Raises ChatError 400 if a schema is too long.
+    """Returns the format for a chat reply; None when the reply is free. Raises ChatError 400 if a schema is too long.
 
-    `tools`: the tools that may be called. The prompt has opened a forced call, unless it has opened a thought.
+    `tools` may be called. The prompt has already opened a forced call, unless it has opened a thought.
     """
     if request.response_format is None and not tools:
         return None
@@ -78,7 +90,7 @@ def reply_format(vocabulary: Vocabulary, request: Request, tools: list[Json], th
 
 
 class _Calls:
-    """Rules for calls of tools: `name_on` is a call from its name on, `end` the text after its arguments."""
+    """Grammar rules for tool calls: `name_on` is a call starting at its name, `end` the text after its arguments."""
 
     def __init__(self, vocabulary: Vocabulary, tools: Sequence[Json]) -> None:
         self._names = [tool["function"]["name"] for tool in tools]
@@ -103,7 +115,7 @@ class _Calls:
         return f'("\\n" {self._begin} name_on)*'
 
     def forced(self, choice: str | Json, *, begun: bool) -> str:
-        """`begun`: the prompt has opened the call, up to the arguments of a named tool or up to the name."""
+        """`begun`: the prompt already holds the call's opening, up to a named tool's arguments or up to the name."""
         if isinstance(choice, dict):
             name = choice["function"]["name"]
             index = self._names.index(name)
@@ -113,7 +125,7 @@ class _Calls:
 
 
 def _thought(vocabulary: Vocabulary, thoughts: Thoughts) -> str:
-    """Returns the rule for a thought before the answer; "" where none may come."""
+    """Returns the grammar for a thought before the answer; "" where thoughts are not allowed."""
     end = _spelled(vocabulary, THINK_END)
     rest = "thought GAP?" if end.startswith('"') else f"/(?s:.*)/ {end} GAP?"
     return {"begun": rest, "free": f"({_spelled(vocabulary, THINK)} {rest})?", "none": ""}[thoughts]
@@ -127,8 +139,8 @@ def _answer_rule(response_format: Json) -> str:
 
 
 def _json_rule(schema: Json, param: str, is_strict: bool) -> str:
-    """Returns the schema as a rule. One that is not strict is advice: keywords unknown to llguidance are ignored."""
-    # Without white space, which a weak model writes until its reply is cut.
+    """Returns the schema as a rule. Without `strict`, llguidance ignores unknown keywords."""
+    # No white space: a weak model would write it until its reply is cut.
     text = json.dumps({**schema, "x-guidance": {"lenient": not is_strict, "whitespace_flexible": False}})
     if len(text) > MAX_SCHEMA:
         raise invalid(f"{param}: a schema of {len(text)} characters; at most {MAX_SCHEMA}", param)
@@ -136,9 +148,9 @@ def _json_rule(schema: Json, param: str, is_strict: bool) -> str:
 
 
 def _spelled(vocabulary: Vocabulary, marker: str) -> str:
-    """Returns the marker as a grammar writes it: quoted text, or the id where the marker is an added token.
+    """Returns the marker in grammar notation: its id if it is an added token, otherwise quoted text.
 
-    llguidance takes no added token for text, even where the tokenizer does not call it special.
+    llguidance never treats an added token as text, even if the tokenizer does not call it special.
     """
     id = vocabulary.tokenizer.convert_tokens_to_ids(marker)
     return f"<[{id}]>" if id in vocabulary.tokenizer.added_tokens_decoder else _quoted(marker)
@@ -148,26 +160,12 @@ def _quoted(text: str) -> str:
     return json.dumps(text)
 
 
-Bools = npt.NDArray[np.bool_]
-
-MAX_KEPT = 32  # compiled formats; a costly one takes some 50 MB
-NUM_THREADS = 2  # number of formats compiled at once
-TRIAL_CPU_S = 2  # 2,000 properties take 0.8
-TRIAL_WALL_S = 20.0  # a busy machine gives a process little
-TRIAL_BYTES = 512 * 2**20
-COMPILE_DEADLINE_S = 60.0  # longest time to compile a format, including the wait for a thread
-LIMITS: dict[str, Any] = {
-    "max_lexer_states": 50_000,  # each takes 1 to 2 kB
-    "verbose_errors": False,  # they quote the reply
-}
-
-
 class GrammarError(EngineError):
-    """A format that cannot be compiled, or a reply that broke it."""
+    """A format failed to compile, or a reply broke it."""
 
 
 class Grammars:
-    """The compiled formats of one vocabulary. `vocab`: the model's number of tokens; `stop_ids`: they end a reply."""
+    """Compiled formats for one vocabulary. `vocab`: number of token ids in the model; `stop_ids`: they end a reply."""
 
     def __init__(self, tokenizer: Any, *, vocab: int, stop_ids: Sequence[int]) -> None:
         self._tokenizer, self._vocab = tokenizer, vocab
@@ -179,12 +177,13 @@ class Grammars:
         self._pool = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="art-grammar")
 
     async def compile(self, format: Format) -> "LLMatcher":
-        """Returns a matcher at the format's beginning, for callers to copy. Raises ChatError 400 (no grammar), 503
-        (busy)."""
+        """Returns a matcher in its initial state, for callers to copy.
+
+        Raises ChatError 400 if the format has no grammar, 503 if the machine is busy.
+        """
         compiled = asyncio.wrap_future(self._future(format))
-        compiled.add_done_callback(
-            lambda done: done.cancelled() or done.exception()
-        )  # read even without a waiting client
+        # An exception counts as retrieved even if no client waits for it.
+        compiled.add_done_callback(lambda done: done.cancelled() or done.exception())
         try:
             return await asyncio.wait_for(asyncio.shield(compiled), COMPILE_DEADLINE_S)
         except TimeoutError:
@@ -193,7 +192,7 @@ class Grammars:
             raise invalid(f"{format.param}: {error}", format.param) from error
 
     def close(self) -> None:
-        self._pool.shutdown(wait=False, cancel_futures=True)  # the process ends after those that have begun
+        self._pool.shutdown(wait=False, cancel_futures=True)  # the process exits once running compilations finish
 
     def _future(self, format: Format) -> "Future[LLMatcher]":
         with self._lock:
@@ -214,7 +213,7 @@ class Grammars:
         return matcher
 
     def _wrap(self) -> "LLTokenizer":
-        """Returns the tokenizer as llguidance reads it. Made once, in about a second for 150,000 tokens."""
+        """Returns llguidance's view of the tokenizer. Built once; takes about a second for 150,000 tokens."""
         from llguidance import LLTokenizer
 
         with self._wrap_lock:
@@ -232,12 +231,12 @@ class Grammars:
 
 
 def _failed_in_passing(compiled: "Future[LLMatcher]") -> bool:
-    """Returns whether it failed for a reason that is not in the schema, so that it may be compiled at another time."""
+    """Returns True if compiling failed for a reason outside the schema, so it may be tried again."""
     return compiled.done() and not isinstance(compiled.exception(), GrammarError | None)
 
 
 class Masks:
-    """The tokens that may come next, for several generations at once."""
+    """Computes the allowed next tokens for several generations together."""
 
     def __init__(self, vocab: int, num_threads: int) -> None:
         from llguidance import LLExecutor
@@ -246,8 +245,7 @@ class Masks:
         self._executor = LLExecutor(num_threads)
 
     def allowed(self, matchers: Sequence["LLMatcher"]) -> Bools:
-        """Returns [n, V] at least one token each: if nothing else can follow, or on an error, those that end the
-        reply."""
+        """Returns [n, V] masks with at least one token per row: stop tokens if nothing else fits or on an error."""
         words = np.zeros((len(matchers), -(-self._vocab // 32)), np.int32)
         jobs = [(matcher, row) for row, matcher in enumerate(matchers)]
         self._executor.unsafe_compute_mask_ptr(jobs, words.ctypes.data, words.shape[1] * 4, len(matchers))
@@ -256,9 +254,9 @@ class Masks:
 
 
 def try_out(schemas: Sequence[str]) -> None:
-    """Compiles the schemas in a process that can be ended. Not to be called in an event loop.
+    """Compiles the schemas in a killable child process. Do not call it in an event loop.
 
-    Raises GrammarError if the schemas cannot be used, or cost too much.
+    Raises GrammarError if the schemas are invalid or too costly.
     """
     names = [f"schema_{index}" for index in range(len(schemas))]
     rules = [f"{name}: {schema}" for name, schema in zip(names, schemas, strict=True)]
@@ -268,7 +266,7 @@ def try_out(schemas: Sequence[str]) -> None:
     try:
         done = asyncio.run(run_program(command, json.dumps(task).encode(), timeout_s=TRIAL_WALL_S))
     except TimeoutError:
-        # not the schema's doing, which the limit of CPU time would have ended first
+        # Not the schema's fault: a costly schema hits the CPU limit earlier.
         message = f"the schema took more than {TRIAL_WALL_S:g} s to compile: the machine is busy; try again later"
         raise ChatError(503, message) from None
     if done.status > 0 and b"MemoryError" not in done.stderr:
@@ -280,7 +278,7 @@ def try_out(schemas: Sequence[str]) -> None:
 
 
 def reason(text: str) -> str:
-    """Returns the library's message as one line, without the grammar that it quotes."""
+    """Returns the library's message as one line, with the quoted grammar removed."""
     text = re.split(r"\n\s*\d+ \| |\n<", text, maxsplit=1)[0]
     text = re.sub(r"^at \d+\(\d+\): (failed to compile JSON schema: )?", "", " ".join(text.split()))
     text = text.partition(" Enable 'coerce_one_of'")[0]  # an option that no client has

@@ -1,13 +1,13 @@
-"""ModelRunner: the model run on a step's plan, tokens in, logits out, keys and values kept in slots.
+"""ForwardRunner: runs the model on a step plan. Tokens go in, logits come out, keys and values stay in slots.
 
-The decoder room computes the layers where it knows them and a probe gives the model's own logprobs: MergedDecoder,
-else Decoder (both in models/decoder/forward.py). Otherwise the model computes them itself. A large model's step of one
-token is Decoder's: it multiplies each matrix by one row, which takes plain weights two thirds of the time of packed
-ones.
+Layers are computed by MergedDecoder, or else Decoder (both in models/decoder/forward.py), if the decoder knows the
+layers and reproduces the model's logprobs on a probe. Otherwise the model computes its layers itself. One-token steps
+of large models use Decoder: it multiplies each matrix by a single row, and plain weights do this in two thirds of the
+time that packed weights take.
 
-It holds no queue and decides nothing about requests. The caller holds `weights.lock`, so that a learner in the same
-process does not run or change the model meanwhile. No gradients are recorded. It uses `no_grad`, because tensors of
-`inference_mode` could not be used by a learner later.
+It has no queue and decides nothing about requests. The caller holds `weights.lock` so that a learner in the same
+process does not run or change the model meanwhile. No gradients are recorded. `no_grad` is used because a learner could
+not use tensors from `inference_mode` later.
 """
 
 import contextlib
@@ -22,7 +22,7 @@ from art_cli.engines.embedded import attention
 from art_cli.engines.embedded.attention import Costs, Layout, RunPlanner, SlotCache
 from art_cli.engines.embedded.scheduler import PromptChunk, Shape, StepPlan
 from art_cli.models.decoder.forward import Decoder, Gap, MergedDecoder, Unknown, bound_of, matrix_gap, rounded_otherwise
-from art_cli.models.loading import Weights, count_parameters
+from art_cli.models.weights import Weights, count_parameters
 from art_cli.runtime.allocator import memory_size
 from art_cli.runtime.errors import EngineError
 
@@ -30,22 +30,22 @@ Tensor = torch.Tensor
 DecoderKind = type[MergedDecoder] | type[Decoder]
 log = logging.getLogger(__name__)
 
-MEMORY_SHARE = 0.25  # share of a GPU's free memory, at the engine's start, that keys and values may take
-MACHINE_SHARE = 1 / 8  # share of the machine's memory, where they are in it; what else runs there changes nothing
-SMALL = 8_000_000  # parameters; a second core makes 64 tokens 1.1 times faster with 1M of them, 1.5 times with 24M
-SCORE_ROWS = 512  # number of rows of logits turned into logprobs at a time
-PROBE = 12  # number of tokens on which a decoder is compared with the model's own layers
+MEMORY_SHARE = 0.25  # share of a GPU's free memory, measured at engine start, for keys and values
+MACHINE_SHARE = 1 / 8  # share of total machine memory for keys and values on the CPU, independent of other programs
+SMALL = 8_000_000  # parameters; a second core speeds up 64 tokens 1.1 times with 1M parameters, 1.5 times with 24M
+SCORE_ROWS = 512  # rows of logits turned into logprobs at a time
+PROBE = 12  # tokens on which a decoder is compared with the model's own layers
 
 
 class ScoredPart(NamedTuple):
-    """Successive tokens of a given sequence."""
+    """Consecutive tokens of a scored sequence."""
 
     logprobs: list[float]
-    top: list[list[tuple[int, float]]]  # the likeliest tokens in place of each: ids and logprobs
+    top: list[list[tuple[int, float]]]  # each position's likeliest tokens: ids and logprobs
 
 
 class ForwardRunner:
-    """The model with its slots. Raises EngineError for a model whose layers cannot keep their past in slots."""
+    """The model with its slots. Raises EngineError if the model's layers cannot use slots."""
 
     def __init__(self, weights: Weights) -> None:
         self.weights = weights
@@ -56,15 +56,15 @@ class ForwardRunner:
         costs = Costs.of(self.bytes_per_token() // self._model.config.num_hidden_layers)
         self._planner = RunPlanner(costs, weights.device)
         self._decoder: MergedDecoder | Decoder | None = None
-        self._decoder_version = -1  # version of the weights when `_decoder` was made
+        self._decoder_version = -1  # weights version of `_decoder`
         self.decoder_kind = next((kind for kind in (MergedDecoder, Decoder) if self._is_right(kind)), None)
         is_large = self.decoder_kind is MergedDecoder and not self.is_small
         self._decodes_one_apart = is_large and self._is_right(Decoder)
-        self._of_one: Decoder | None = None  # made with `_decoder`
+        self._of_one: Decoder | None = None  # for one-token steps; built together with `_decoder`
         log.debug("the engine computes with %s", getattr(self.decoder_kind, "__name__", "the model's own layers"))
 
     def forward(self, plan: StepPlan) -> Tensor:
-        """Returns [len(plan.rows), V] float32 logits of the token after each of those rows."""
+        """Returns [len(plan.rows), V] float32 logits for the tokens following these rows."""
         with torch.no_grad():
             self.cache.resize(plan.shape)
             self.cache.copy(plan.copies)
@@ -73,12 +73,14 @@ class ForwardRunner:
             return self._logits(layout, rows)
 
     def score(self, token_ids: Sequence[int]) -> list[float]:
-        """Returns [L - 1] logprobs of each token after the first, computed as in sampling, in a new cache."""
+        """Returns [L - 1] logprobs for every token except the initial one, computed as in sampling, in a new cache."""
         return [logprob for part in self.score_parts(token_ids) for logprob in part.logprobs]
 
     def score_parts(self, token_ids: Sequence[int], num_top: int = 0) -> Iterator[ScoredPart]:
-        """Yields the same with the `num_top` likeliest tokens, SCORE_ROWS tokens at a time, so that a long prompt needs
-        no matrix of the vocabulary's width for all of them. The caller holds the weights during each part."""
+        """Yields the same with the `num_top` likeliest tokens, SCORE_ROWS tokens at a time.
+
+        The whole prompt's logits would not fit into memory. The caller holds the weights during each part.
+        """
         tokens, cache = np.array(token_ids, np.int64), SlotCache()
         for start in range(0, len(tokens) - 1, SCORE_ROWS):
             stop = min(start + SCORE_ROWS, len(tokens) - 1)
@@ -90,21 +92,21 @@ class ForwardRunner:
                 values, ids = logprobs.topk(num_top, dim=-1)
                 top = [list(zip(*pair, strict=True)) for pair in zip(ids.tolist(), values.tolist(), strict=True)]
                 part = ScoredPart(logprobs.gather(1, targets[:, None])[:, 0].tolist(), top)
-            yield part  # outside of no_grad, which holds for a thread
+            yield part  # outside no_grad, which applies to the whole thread
 
     def refresh(self) -> None:
-        """Drops what was made of the weights, which may have changed under the same version. The caller holds them."""
+        """Drops the decoders, because weights may change without a new version. The caller holds the weights."""
         self._decoder = None
 
     def bytes_per_token(self) -> int:
-        """Size of one token's keys and values in all layers, by the configuration."""
+        """Returns the size of one token's keys and values in all layers, from the configuration."""
         config = self._model.config
         heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         return 2 * int(config.num_hidden_layers * heads * head_dim * self.weights.dtype.itemsize)
 
     def token_budget(self) -> int:
-        """Returns the number of tokens of all slots together that fit into a share of the memory."""
+        """Returns how many tokens all slots together can hold in their share of memory."""
         if self.weights.device.type == "cuda":
             size = torch.cuda.mem_get_info(self.weights.device)[0] * MEMORY_SHARE
         else:
@@ -132,9 +134,9 @@ class ForwardRunner:
         return logits.float()
 
     def _current_decoder(self, kind: DecoderKind) -> MergedDecoder | Decoder:
-        """Made again after each change of the weights, because parameters may be other tensors then."""
+        """Rebuilt after each weight change, because parameters may be new tensors then."""
         if self._decoder is None or self._decoder_version != self.weights.version:
-            self._decoder = None  # freed first, so that there are never two copies
+            self._decoder = None  # freed before the rebuild, so two copies never coexist
             self._decoder = kind(self._model)
             self._of_one = Decoder(self._model) if self._decodes_one_apart else None
             self._decoder_version = self.weights.version
@@ -142,18 +144,18 @@ class ForwardRunner:
 
     @property
     def is_small(self) -> bool:
-        """Returns whether the model's products are so small that a CPU's other cores are better left to the clients."""
+        """Whether the matrix products are so small that a CPU's other cores are better left to clients."""
         return self.weights.device.type == "cpu" and count_parameters(self._model).whole < SMALL
 
     def _is_right(self, kind: DecoderKind) -> bool:
-        """Returns whether a decoder of that kind knows this model and gives its logprobs within rounding."""
+        """Whether this decoder knows the model and reproduces its logprobs within rounding."""
         tokens = np.arange(PROBE) * 37 % self._model.config.vocab_size
         rows = torch.arange(PROBE, device=self.weights.device)
         try:
             with torch.no_grad(), self.weights.lock:
                 found = kind(self._model).logits(self._whole(tokens), rows).float().log_softmax(-1)
                 own = self._model_logits(self._whole(tokens), rows).log_softmax(-1)
-        except (Unknown, RuntimeError) as error:  # RuntimeError: torch has no such product on this processor
+        except (Unknown, RuntimeError) as error:  # RuntimeError: torch lacks a kernel for this processor
             log.debug("%s is not used: %s", kind.__name__, error)
             return False
         gap = matrix_gap(found, own)
@@ -164,16 +166,16 @@ class ForwardRunner:
         return False
 
     def _rounding(self, tokens: Any, rows: Tensor, own: Tensor) -> Gap:
-        """Returns the gap that rounding alone makes in the model's logprobs `own`."""
+        """Returns the gap in the model's logprobs `own` caused by rounding alone."""
         with torch.no_grad(), self.weights.lock, rounded_otherwise(self._model, self.weights.dtype):
             return matrix_gap(own, self._model_logits(self._whole(tokens), rows).log_softmax(-1))
 
     def _whole(self, tokens: Any) -> Layout:
-        """Returns a layout for one whole sequence, in a new cache."""
+        """Returns a layout for one whole sequence in a new cache."""
         return self._layout(tokens, 0, len(tokens), SlotCache())
 
     def _layout(self, tokens: Any, start: int, stop: int, cache: SlotCache) -> Layout:
-        """Returns a layout for some tokens of one sequence, whose earlier tokens are in `cache`."""
+        """Returns a layout for some tokens of a sequence whose earlier tokens are in `cache`."""
         none, positions = np.empty(0, np.int64), np.arange(start, stop)
         plan = StepPlan(
             shape=Shape(1, len(tokens)),
@@ -195,7 +197,7 @@ class ForwardRunner:
 
 @contextlib.contextmanager
 def _attention(model: Any) -> Iterator[None]:
-    """The model's attention reads slots while inside. Afterwards it is again what it was, for a learner's sake."""
+    """Inside, the model's attention reads slots. The previous attention is restored afterwards for the learner."""
     before = model.config._attn_implementation
     model.config._attn_implementation = attention.NAME
     try:
@@ -225,6 +227,6 @@ def _check_supported(model: Any) -> None:
 
 
 def _replaced_forward(model: Any) -> str | None:
-    """Returns the Unsloth module whose code replaces the model's own, or None."""
+    """Returns the Unsloth module whose code replaces the model's own."""
     modules = (getattr(module.forward, "__module__", None) or "" for module in model.modules())
     return next((module for module in modules if module.startswith("unsloth")), None)

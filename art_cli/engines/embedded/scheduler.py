@@ -1,18 +1,18 @@
-"""Decides what the next forward pass computes: which tokens of which sequences, in which slots. No torch in here.
+"""Decides what the next forward pass computes: which tokens of which sequences, in which slots. No torch here.
 
-A slot is a row of the key-value cache. A sequence (one choice being sampled) holds a slot while it runs. When it ends,
-the slot keeps its keys and values until another sequence needs the slot. A prompt that begins with the same tokens
-takes them over in the same slot or copies them to another one. So the attempts of a group compute their prompt once,
-and a conversation's next turn computes only its new tokens.
+A slot is a row in the key-value cache. A sequence (one choice being sampled) holds a slot while it runs. Afterwards,
+the slot retains its keys and values until another sequence needs it. A prompt with a matching prefix reuses them in the
+same slot or copies them to another slot. So the attempts of a group compute their prompt once, and a conversation's
+next turn computes only its new tokens.
 
     add, cancel, finish -> plan() -> the runner computes it -> commit(sampled tokens) -> the finished sequences
 
-`computed` counts a slot's tokens whose keys and values are in the cache, `length` all its known tokens. The tokens
-between the two are pending: a chunk of prompt, or one sampled token while decoding. `invalidate` forgets everything
-computed, and running sequences are computed again from their tokens.
+`computed` counts a slot's tokens with keys and values in the cache, `length` all its known tokens. Tokens in between
+are pending: a prompt chunk, or one sampled token while decoding. `invalidate` forgets everything computed; running
+sequences are then recomputed from their tokens.
 
-Nothing here waits, locks or fails. A sequence that does not fit stays in the waiting queue, and one that no longer fits
-goes back to it.
+Nothing here waits, locks or fails. A sequence that does not fit stays in the waiting queue, and a running sequence that
+outgrows the cache returns to the queue.
 """
 
 from collections import deque
@@ -27,9 +27,9 @@ Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float32]
 Bools = npt.NDArray[np.bool_]
 
-MIN_COPY = 8  # shared tokens below which copying keys and values costs more calls than computing them again
-MIN_WAIT = 32  # shared tokens that another slot still computes from which waiting for them pays
-MIN_LENGTH = 64  # a slot's length in the cache is a multiple of this many tokens
+MIN_COPY = 8  # shortest prefix worth copying; below, copying keys and values costs more calls than recomputing
+MIN_WAIT = 32  # shortest prefix worth waiting for while another slot computes it
+MIN_LENGTH = 64  # slot lengths in the cache are multiples of this many tokens
 NEVER = np.iinfo(np.int64).max
 
 
@@ -41,25 +41,25 @@ class TokenSequence:
     """
 
     prompt: Ints  # [P]
-    limit: int  # tokens, prompt included, at which it ends with finish_reason "length"
-    payload: Any = None  # the caller's object; the scheduler does not read it
-    slot: int = -1  # -1: it waits, or has ended
-    sampled: Ints = field(default_factory=lambda: np.empty(0, np.int64))  # filled when it ends or goes back to waiting
+    limit: int  # total length, prompt included, that ends the sequence with finish_reason "length"
+    payload: Any = None  # the caller's object, opaque to the scheduler
+    slot: int = -1  # -1 while waiting and after the end
+    sampled: Ints = field(default_factory=lambda: np.empty(0, np.int64))  # filled when the sequence leaves its slot
     logprobs: Floats = field(default_factory=lambda: np.empty(0, np.float32))
     raw_logprobs: Floats = field(default_factory=lambda: np.empty(0, np.float32))
     finish_reason: str | None = None
-    num_reused: int = 0  # prompt tokens whose keys and values another sequence had computed
+    num_reused: int = 0  # prompt tokens already computed by another sequence
 
 
 class Shape(NamedTuple):
-    """Size of the cache: its slots, and the tokens that each can hold."""
+    """Cache size: number of slots, and tokens per slot."""
 
     slots: int
     length: int
 
 
 class Copy(NamedTuple):
-    """Keys and values of the first `length` tokens of slot `source` go to each of `targets`."""
+    """Copies the leading `length` tokens' keys and values from slot `source` to each slot in `targets`."""
 
     source: int
     targets: list[int]
@@ -67,7 +67,7 @@ class Copy(NamedTuple):
 
 
 class PromptChunk(NamedTuple):
-    """Tokens `start` to `start + num` of a slot's sequence; with `is_last` the token after them is sampled."""
+    """Tokens `start` to `start + num` in a slot; with `is_last`, the following token is sampled."""
 
     slot: int
     start: int
@@ -76,50 +76,50 @@ class PromptChunk(NamedTuple):
 
 
 class StepPlan(NamedTuple):
-    """One forward pass over T tokens: one of each decoding slot (ascending), then the chunks one after another.
+    """One forward pass over T tokens: one per decoding slot (ascending), followed by the prompt chunks.
 
-    The runner makes the `copies` before it, in order. After R of the T tokens (`rows`) a token is sampled.
+    The runner performs the `copies` beforehand, in order. A token is sampled after R of the T tokens (`rows`).
     """
 
     shape: Shape
     copies: list[Copy]
-    decodes: Ints  # [n] slots; the same array object as in the last step while the same slots decode
-    shared: Ints  # [n] length of the prefix that a decoding slot shares with the one before it; 0 for the first
+    decodes: Ints  # [n] slots; the same array object as in the previous step if the same slots decode
+    shared: Ints  # [n] length of the prefix shared with the previous decoding slot; 0 at index 0
     chunks: list[PromptChunk]
     tokens_T: Ints
     slots_T: Ints
     positions_T: Ints
     rows: Ints  # [R]
     slots: Ints  # [R] slots of `rows`
-    num_sampled: Ints  # [R] tokens sampled in those slots before
-    placed: list[TokenSequence]  # sequences that got a slot in this plan
+    num_sampled: Ints  # [R] tokens sampled in these slots so far
+    placed: list[TokenSequence]  # sequences that received a slot in this plan
 
 
 class Scheduler:
     """Sequences, slots and the waiting queue (first come, first served)."""
 
     def __init__(self, *, max_slots: int, prefill_tokens: int, max_length: int, max_tokens: int) -> None:
-        """`max_tokens` bounds slots times length of the cache. One sequence of `max_length` always fits."""
+        """`max_tokens` bounds the cache: slots times length. One sequence of `max_length` always fits."""
         self.max_slots, self.prefill_tokens, self.max_length = max_slots, prefill_tokens, max_length
         self.max_tokens = max(max_tokens, _round_up(max_length, MIN_LENGTH))
         self.waiting: deque[TokenSequence] = deque()
-        self.running: dict[int, TokenSequence] = {}  # slot -> its sequence, in the order of admission
+        self.running: dict[int, TokenSequence] = {}  # slot -> sequence, in admission order
         self.shape = Shape(0, 0)
         self.num_preempted = self.num_computed = 0  # sequences; tokens
-        self.is_held = False  # True: no sequence begins, so that the weights can be changed between two replies
-        self._parked: dict[int, tuple[int, int]] = {}  # waiting slot -> (slot that it will copy from, tokens to copy)
-        self._copies: list[Copy] = []  # the copies of the plan being made
+        self.is_held = False  # True: no new sequence starts, so weights can change between two replies
+        self._parked: dict[int, tuple[int, int]] = {}  # waiting slot -> (slot to copy from, tokens to copy)
+        self._copies: list[Copy] = []  # copies for the next plan
         self._placed: list[TokenSequence] = []
         self._clock = 0
         self._computed = np.zeros(max_slots, np.int64)
         self._length = np.zeros(max_slots, np.int64)
         self._num_prompt = np.zeros(max_slots, np.int64)
         self._limit = np.zeros(max_slots, np.int64)
-        self._last_used = np.full(max_slots, -1, np.int64)  # -1: the slot is empty
+        self._last_used = np.full(max_slots, -1, np.int64)  # -1 for an empty slot
         self._tokens = np.zeros((0, 0), np.int64)
         self._logprobs = np.zeros((0, 0), np.float32)
         self._raw_logprobs = np.zeros((0, 0), np.float32)
-        self._order: Ints | None = None  # the running slots, ascending, or None if out of date
+        self._order: Ints | None = None  # running slots, ascending; None when outdated
         self._shared_of = (np.empty(0, np.int64), np.empty(0, np.int64))
 
     # --- what the caller calls ----------------------------------------------------------------------------------------
@@ -129,19 +129,19 @@ class Scheduler:
         self.waiting.append(sequence)
 
     def cancel(self, sequence: TokenSequence) -> None:
-        """Drops the sequence and frees its slot. Does nothing when it has ended already."""
+        """Drops the sequence and frees its slot. Does nothing after its end."""
         if sequence.slot >= 0:
             self._release(sequence)
         elif sequence in self.waiting:
             self.waiting.remove(sequence)
 
     def finish(self, sequence: TokenSequence, reason: str) -> None:
-        """Ends a running sequence for the caller's reason, such as a stop string."""
+        """Ends a running sequence on the caller's request, for example at a stop string."""
         self._release(sequence)
         sequence.finish_reason = reason
 
     def invalidate(self) -> None:
-        """Forgets everything computed, because the weights have changed. Tokens sampled so far stay."""
+        """Forgets everything computed, because the weights changed. Sampled tokens stay."""
         self._computed[:] = 0
         for slot in range(self.shape.slots):
             if slot not in self.running:
@@ -149,12 +149,12 @@ class Scheduler:
 
     @property
     def has_begun(self) -> bool:
-        """Whether a sequence is running, or was and waits to go on."""
+        """Whether any sequence has started and not ended, including preempted sequences."""
         return bool(self.running) or any(len(sequence.sampled) for sequence in list(self.waiting))
 
     @property
     def room(self) -> int:
-        """The number of sequences of the present length that run at once."""
+        """How many sequences of the current length fit at the same time."""
         return self._num_slots(self.shape.length)
 
     @property
@@ -167,7 +167,7 @@ class Scheduler:
         return int(self._length[sequence.slot]) - len(sequence.prompt)
 
     def sampled_since(self, sequence: TokenSequence, start: int) -> tuple[Ints, Floats, Floats]:
-        """Token ids, logprobs and raw logprobs from the `start`-th sampled token of a running or ended sequence on."""
+        """Returns ids, logprobs and raw logprobs of a running or ended sequence, skipping `start` sampled tokens."""
         if sequence.slot < 0:
             return sequence.sampled[start:], sequence.logprobs[start:], sequence.raw_logprobs[start:]
         span = slice(len(sequence.prompt) + start, int(self._length[sequence.slot]))
@@ -177,7 +177,7 @@ class Scheduler:
     # --- the step -----------------------------------------------------------------------------------------------------
 
     def plan(self) -> StepPlan | None:
-        """Returns the next forward pass; None when there is nothing to compute."""
+        """Returns the next forward pass; None when idle."""
         self._copies, self._placed = [], []
         self._make_room()
         self._unpark()
@@ -218,7 +218,7 @@ class Scheduler:
         return self._order
 
     def _chunks(self) -> list[PromptChunk]:
-        """Returns at most `prefill_tokens` pending prompt tokens, first come, first served; by slot, ascending."""
+        """Returns up to `prefill_tokens` pending prompt tokens, first come, first served; sorted by slot."""
         chunks, left = [], self.prefill_tokens
         for slot in self.running:
             pending = int(self._length[slot] - self._computed[slot])
@@ -264,7 +264,7 @@ class Scheduler:
         )
 
     def _shared(self, slots: Ints) -> Ints:
-        """`StepPlan.shared`, computed again only when other slots decode, because a shared prefix does not shrink."""
+        """`StepPlan.shared`, recomputed only when different slots decode, because shared prefixes never shrink."""
         if slots is self._shared_of[0]:
             return self._shared_of[1]
         shared = np.zeros(len(slots), np.int64)
@@ -285,11 +285,11 @@ class Scheduler:
             self.waiting.remove(sequence)
 
     def _next(self) -> TokenSequence | None:
-        """Returns the sequence that may be placed next: while it is held, only one that has sampled tokens."""
+        """Returns the next sequence to place. During a hold, only sequences with sampled tokens qualify."""
         return next((each for each in self.waiting if not self.is_held or len(each.sampled)), None)
 
     def _place(self, sequence: TokenSequence) -> bool:
-        """Gives the sequence a slot with the keys and values that can be reused. False: it has to wait."""
+        """Gives the sequence a slot, reusing keys and values if possible. Returns False if it must wait."""
         tokens = np.concatenate([sequence.prompt, sequence.sampled])
         if not self._reserve(len(tokens) + 1):
             return False
@@ -315,13 +315,12 @@ class Scheduler:
         return True
 
     def _common_prefix(self, tokens: Ints) -> Ints:
-        """Returns [slots] length of the prefix that each slot's known tokens share with `tokens`; 0 for parked
-        slots."""
+        """Returns [slots] length of the common prefix of each slot's known tokens and `tokens`; 0 for parked slots."""
         num_slots = self.shape.slots
         shared = np.zeros(num_slots, np.int64)
         alive = np.flatnonzero(self._length[:num_slots] > 0)
         start, width = 0, 32
-        while alive.size and start < len(tokens):  # blocks double in width, over the slots that matched so far
+        while alive.size and start < len(tokens):  # block widths double, over slots that matched so far
             block = tokens[start : start + width]
             equal = self._tokens[alive, start : start + len(block)] == block
             whole = equal.all(axis=1)
@@ -332,7 +331,7 @@ class Scheduler:
         return shared
 
     def _pick_slot(self, keep: int) -> int:
-        """Returns an idle slot to overwrite: the lowest empty, or the least recently used; `keep` only as the last."""
+        """Returns an idle slot to overwrite: the lowest empty slot, else the least recently used; avoids `keep`."""
         allowed = self._num_slots(self.shape.length)
         if (empty := self._first_empty(allowed)) is not None:
             if empty >= self.shape.slots:
@@ -372,7 +371,7 @@ class Scheduler:
             self._copies.append(Copy(source, [target], length))
 
     def _unpark(self) -> None:
-        """Starts sequences that waited for another slot's prompt, when it is computed or that slot has stopped."""
+        """Starts parked sequences whose shared prefix is now computed or whose source slot has stopped."""
         for slot, (source, length) in list(self._parked.items()):
             if source in self.running and self._computed[source] < length:
                 continue
@@ -387,7 +386,7 @@ class Scheduler:
     # --- slots and room -----------------------------------------------------------------------------------------------
 
     def _release(self, sequence: TokenSequence) -> None:
-        """Makes the slot idle with its keys and values, and copies the sampled tokens into the sequence."""
+        """Makes the slot idle, retaining its keys and values, and copies the sampled tokens into the sequence."""
         slot = sequence.slot
         sampled, logprobs, raw_logprobs = self.sampled_since(sequence, 0)
         sequence.sampled, sequence.logprobs = sampled.copy(), logprobs.copy()
@@ -404,11 +403,11 @@ class Scheduler:
         self._last_used[slot] = -1
 
     def _num_slots(self, length: int) -> int:
-        """Returns the number of slots of that length that the cache may hold."""
+        """Returns how many slots of this length the cache may hold."""
         return max(1, min(self.max_slots, self.max_tokens // length)) if length else self.max_slots
 
     def _make_room(self) -> None:
-        """Gives each running sequence room for one more token. Those that no longer fit go back to waiting."""
+        """Gives each running sequence room for one more token. Sequences that no longer fit are preempted."""
         if not self.running:
             return
         slots = list(self.running)
@@ -426,7 +425,7 @@ class Scheduler:
         self.num_preempted += 1
 
     def _reserve(self, needed: int) -> bool:
-        """Returns whether slots of `needed` tokens are free without preempting. Shrinks a long shape if that helps."""
+        """Whether slots of `needed` tokens are free without preemption. Shrinks a long cache if this helps."""
         length = self.shape.length
         if needed > length:
             length = self._roomy(needed)
@@ -439,17 +438,17 @@ class Scheduler:
         if any(slot >= self._num_slots(length) for slot in self.running):
             return False
         if self._copies and (shape.slots < self.shape.slots or shape.length < self.shape.length):
-            return False  # a planned copy may read the part that would be cut off; the next plan resizes
+            return False  # a planned copy may read the part to be cut off; the next plan resizes
         self._set_shape(shape)
         return True
 
     def _roomy(self, needed: int) -> int:
-        """Returns a quarter more than needed, so that the cache grows rarely: growing copies every token."""
+        """Returns `needed` plus a quarter: growing copies every token, so the cache should grow rarely."""
         roomy = _round_up(needed + needed // 4, MIN_LENGTH)
         return max(_round_up(needed, MIN_LENGTH), min(roomy, _round_up(self.max_length, MIN_LENGTH)))
 
     def _set_shape(self, shape: Shape) -> None:
-        """Slots get shorter only when all remaining slots are running and need less."""
+        """Slots get shorter only if all remaining slots are running and need less."""
         for slot in range(shape.slots, self.shape.slots):
             self._empty(slot)
         self._tokens = _resized(self._tokens, shape)
@@ -467,7 +466,7 @@ def _argmax(values: Ints) -> int:
 
 
 def _resized(table: Any, shape: Iterable[int]) -> Any:
-    """Returns the table with that shape: its old content in the corner, zeros elsewhere."""
+    """Returns a table of this shape: old content in the corner, zeros elsewhere."""
     rows, columns = shape
     new = np.zeros((rows, columns), table.dtype)
     kept = table[:rows, :columns]

@@ -1,12 +1,12 @@
-"""Draws the next token of every sequence at once, each by its own temperature, top_p, top_k and seed.
+"""Draws the next tokens of all sequences together, with per-sequence temperature, top_p, top_k and seed.
 
-One uniform number decides a token (inverse of the cumulative distribution). It is a hash of the sequence's seed and its
-number of sampled tokens, so a seeded request draws the same tokens in any batch. The batch still changes the last bits
-of the logits, because matrix products round by their shape. A draw that falls within that rounding of a boundary
-between two tokens can differ.
+One uniform number decides a token (inverse of the cumulative distribution). The number is a hash of the sequence's seed
+and the number of tokens sampled so far, so a seeded request draws the same tokens in any batch. The batch still changes
+the last bits of the logits, because matrix products round differently by shape. A draw within rounding distance of a
+boundary between two tokens can therefore differ.
 
-Order, as in transformers and vLLM: biases and penalties, the grammar, temperature, then top_k, then top_p of the rest,
-renormalised.
+Order, as in transformers and vLLM: biases and penalties, grammar, temperature, top_k, then top_p over the renormalized
+rest.
 """
 
 from typing import NamedTuple
@@ -21,8 +21,8 @@ Tensor = torch.Tensor
 Seeds = npt.NDArray[np.uint64]
 Ints = npt.NDArray[np.int64]
 
-BLOCK = 256  # size of the blocks of the vocabulary whose probabilities are summed first
-TOP = 256  # number of candidates tried for top_p before the whole vocabulary is sorted
+BLOCK = 256  # vocabulary block size; probabilities are summed by block before by token
+TOP = 256  # candidates tried for top_p before sorting the whole vocabulary
 
 
 class Knobs(NamedTuple):
@@ -41,25 +41,25 @@ class Knobs(NamedTuple):
 
 
 class Allowed(NamedTuple):
-    """The m of n sequences that follow a grammar, and the tokens that it allows next; at least one for each."""
+    """The m of n sequences that follow a grammar, and their allowed next tokens (at least one each)."""
 
     rows: npt.NDArray[np.int64]  # [m]
     tokens: npt.NDArray[np.bool_]  # [m, V]
 
 
 class Reshaping:
-    """Changes the logits of one sequence before anything is drawn, in vLLM's order: bias, barred ends, penalties."""
+    """Changes one sequence's logits before sampling, in vLLM's order: bias, barred stop tokens, penalties."""
 
     def __init__(self, settings: Sampling, prompt: Ints, ends: Ints) -> None:
-        """`ends`: the tokens that end the reply, which are barred before `min_tokens`."""
+        """`ends`: tokens that end the reply; they are barred before `min_tokens`."""
         self._settings, self._ends, self._prompt = settings, ends, np.unique(prompt)
         self._biased = np.array([token for token, _ in settings.logit_bias], np.int64)
         self._biases = torch.tensor([bias for _, bias in settings.logit_bias], dtype=torch.float32)
 
     def apply(self, logits: Tensor, sampled: Ints) -> None:
-        """Changes `logits` [V] in place; `sampled`: the tokens of the reply so far.
+        """Changes `logits` [V] in place; `sampled`: the reply's tokens so far.
 
-        Presence and frequency count sampled tokens alone, the repetition penalty counts the prompt's as well.
+        Presence and frequency penalties count sampled tokens only; the repetition penalty counts prompt tokens too.
         """
         settings = self._settings
         logits[self._biased] += self._biases.to(logits.device)
@@ -75,20 +75,18 @@ class Reshaping:
 
 
 class Drawn(NamedTuple):
-    """The tokens drawn for n sequences. logprobs in nats."""
+    """Tokens drawn for n sequences. Logprobs are in nats."""
 
     ids: Tensor  # [n]
-    logprobs: Tensor  # [n] under the distribution drawn from (greedy: 0), but without a grammar's cut
+    logprobs: Tensor  # [n] under the sampling distribution (greedy: 0), ignoring the grammar
     raw_logprobs: Tensor  # [n] under softmax(logits)
 
 
 def draw(logits: Tensor, knobs: Knobs, allowed: Allowed | None = None, reshaped: Tensor | None = None) -> Drawn:
-    """Returns one token for each row of float32 `logits` [n, V]. Raises FloatingPointError if they are not finite.
+    """Returns one token per row of float32 `logits` [n, V]. Raises FloatingPointError if they are not finite.
 
-    It is drawn from `reshaped`, the logits after biases and penalties, if there are any.
-
-    A grammar's cut comes first. The logprobs of tokens drawn under it are still those of the policy without the
-    grammar, because the learner knows no grammar and computes and changes those.
+    Tokens are drawn from `reshaped`, the logits after biases and penalties, if given. The grammar is applied next.
+    Logprobs are still computed without the grammar, because the learner computes and changes logprobs without it.
     """
     raw = logits.logsumexp(-1)
     if not raw.isfinite().all():
@@ -125,9 +123,9 @@ def draw(logits: Tensor, knobs: Knobs, allowed: Allowed | None = None, reshaped:
 
 
 def top_logprobs(logits: Tensor, num: int, temperature: npt.NDArray[np.float32]) -> tuple[Tensor, Tensor]:
-    """Returns each row's `num` likeliest tokens: logprobs [n, num] under softmax(logits / temperature), and ids.
+    """Returns each row's `num` likeliest tokens, descending: logprobs [n, num] of softmax(logits / temperature), ids.
 
-    Descending. top_p and top_k cut nothing here. Temperature 0 stands for softmax(logits).
+    top_p and top_k cut nothing here. Temperature 0 means softmax(logits).
     """
     scale = torch.from_numpy(np.where(temperature == 0, np.float32(1), temperature)).to(logits.device)
     scaled = logits / scale[:, None]
@@ -138,7 +136,7 @@ def top_logprobs(logits: Tensor, num: int, temperature: npt.NDArray[np.float32])
 def _draw_held(logits: Tensor, knobs: Knobs, allowed: Allowed) -> Tensor:
     """Returns [m] ids for the rows that follow a grammar.
 
-    Where the allowed tokens are few, only their columns are computed, because an exp of -inf costs three times as much.
+    When few tokens are allowed, only these columns are computed, because exp(-inf) costs three times as much.
     """
     rows = torch.from_numpy(allowed.rows).to(logits.device)
     tokens = allowed.tokens
@@ -153,9 +151,9 @@ def _draw_held(logits: Tensor, knobs: Knobs, allowed: Allowed) -> Tensor:
 
 
 def _draw_whole(scaled: Tensor, norm: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
-    """Inverse of the cumulative distribution in two steps: the block of the vocabulary, then the token in it.
+    """Inverts the cumulative distribution in two steps: vocabulary block, then token in the block.
 
-    Sums of blocks are added up in float64, which is exact enough for a vocabulary of 150k.
+    Block sums are accumulated in float64, which is exact enough for a vocabulary of 150k.
     """
     num, vocab = scaled.shape
     probs = (scaled - norm[:, None]).exp_()
@@ -173,14 +171,13 @@ def _draw_whole(scaled: Tensor, norm: Tensor, uniform: Tensor) -> tuple[Tensor, 
 
 
 def _draw_cut(scaled: Tensor, norm: Tensor, top_k: Tensor, top_p: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns the same as `_draw_whole`, but from the fewest of each row's `top_k` likeliest tokens that reach
-    `top_p`."""
+    """Like `_draw_whole`, but samples each row from its fewest `top_k` likeliest tokens that reach `top_p`."""
     vocab = scaled.shape[1]
     top_k = torch.where(top_k == 0, vocab, top_k).clamp_(max=vocab)
     num = min(vocab, max(TOP, int(torch.where(top_k == vocab, 0, top_k).max())))
     values, ids = scaled.topk(num, dim=-1)
     probs = (values - norm[:, None]).double().exp_()
-    open_ended = top_k > num  # top_k admits more tokens than these candidates, so they must reach top_p by themselves
+    open_ended = top_k > num  # top_k admits more than these candidates, so they must reach top_p by themselves
     if bool((open_ended & (probs.sum(-1) < top_p)).any()):
         values, ids = scaled.sort(-1, descending=True)
         probs = (values - norm[:, None]).double().exp_()
@@ -196,10 +193,10 @@ def _draw_cut(scaled: Tensor, norm: Tensor, top_k: Tensor, top_p: Tensor, unifor
 
 
 def _invert(probs: Tensor, point: Tensor) -> Tensor:
-    """Returns [n] the first index whose cumulative probability is above `point`, never one of probability zero."""
+    """Returns [n] smallest indices with cumulative probability above `point`, never an index with probability 0."""
     cumulative = probs.cumsum(-1)
     column = torch.searchsorted(cumulative, point[:, None], right=True)[:, 0]
-    last = probs.shape[1] - 1 - (probs.flip(-1) > 0).byte().argmax(-1)  # rounding may lead past the end
+    last = probs.shape[1] - 1 - (probs.flip(-1) > 0).byte().argmax(-1)  # rounding can overshoot the end
     return torch.minimum(column, last)
 
 
@@ -207,16 +204,17 @@ def _invert(probs: Tensor, point: Tensor) -> Tensor:
 
 
 def uniforms(seeds: Seeds, counts: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
-    """Returns [n] numbers in [0, 1), hashes of seed and count: 53 bits of SplitMix64 (Steele, Lea, Flood 2014)."""
+    """Returns [n] numbers in [0, 1) hashed from seed and count: 53 bits of SplitMix64 (Steele, Lea, Flood 2014)."""
     with np.errstate(over="ignore"):
         state = _mix(seeds) + (counts.astype(np.uint64) + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
     return (_mix(state) >> np.uint64(11)).astype(np.float64) * 2.0**-53
 
 
 def seed_of(seed: int, index: int) -> int:
-    """Returns the seed of a request's choice number `index`. It does not depend on the number of choices."""
+    """Returns the seed for a request's choice number `index`. It does not depend on the number of choices."""
+    # `_mix` for a Python integer, ten times cheaper than for an array
     state = (seed + index * 0xD1B54A32D192ED03) % 2**64
-    state = (state ^ (state >> 30)) * 0xBF58476D1CE4E5B9 % 2**64  # `_mix` of one number; an array's costs ten times it
+    state = (state ^ (state >> 30)) * 0xBF58476D1CE4E5B9 % 2**64
     state = (state ^ (state >> 27)) * 0x94D049BB133111EB % 2**64
     return state ^ (state >> 31)
 

@@ -1,10 +1,10 @@
-"""The command line and environment of a server, from the configuration and the model; the vLLM and GPUs of a Python.
+"""The command line and environment of a vLLM server; vLLM and GPUs in a Python environment.
 
-The user's own settings, under vLLM's names (`engine.args`, `engine.env`), come last and win. The schema refuses there
-what the engine depends on (VLLM_OWN_ARGS and VLLM_OWN_ENV).
+The user's own vLLM settings (`engine.args`, `engine.env`) come last and win. The schema rejects settings there that the
+engine depends on (VLLM_OWN_ARGS and VLLM_OWN_ENV).
 
-`find_vllm` runs a Python and returns which vLLM and GPUs it has, for `art doctor` and the choice of an engine.
-`free_share` runs one and returns the share of the GPUs that vLLM may take. Nothing else here runs a process.
+`find_vllm` runs a Python and returns its vLLM and GPUs, for `art doctor` and for choosing an engine. `free_share`
+measures free GPU memory in a child process. Nothing else here starts a process.
 """
 
 import json
@@ -26,8 +26,22 @@ from art_cli.runtime.processes.child import child_environment
 
 ONLY_16_BITS = "vLLM's LoRA kernels on a GPU take 16 bits only"
 PROBE_DEADLINE_S = 120.0  # importing vLLM from a cold disk takes most of a minute
+# Run by `python -m`, because community builds lack the `vllm` command.
+MODULE = "vllm.entrypoints.launchers.api_server.entry"
+GUARD = "art_vllm_guard.KeyGuard"  # added to the user's own --middleware
+GUARD_DIRECTORY = Path(__file__).parent / "guard"
+LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # values accepted by vLLM's --max-lora-rank
+QUANTIZATION = "bitsandbytes"  # provided by the plug-in vllm-bnb-plugin since vLLM 0.32
+# Python variables from this environment, and torchrun's: with them the server would act as one of torchrun's workers.
+NOT_INHERITED = frozenset(
+    {
+        *("PYTHONHOME", "PYTHONPATH", "PYTHONSTARTUP", "VIRTUAL_ENV", "__PYVENV_LAUNCHER__"),
+        *("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT"),
+        "TORCHELASTIC_RUN_ID",
+    }
+)
 
-# A program for the other Python. It prints one JSON line, whatever is missing there.
+# A program for the server's Python. It prints one JSON line even if packages are missing.
 PROGRAM = """
 import json, sys
 found = {"version": None, "torch": None, "gpus": [], "has_bfloat16": True}
@@ -50,22 +64,28 @@ except Exception as error:
     found["error"] = f"{type(error).__name__}: {error}".splitlines()[0]
 sys.stdout.write("\\n" + json.dumps(found) + "\\n")
 """
+# Prints free and total bytes for the leading GPUs, as vLLM will see them: each with another process's context on it.
+MEMORY_PROGRAM = """
+import json, sys, torch
+memory = [torch.cuda.mem_get_info(i) for i in range(min(int(sys.argv[1]), torch.cuda.device_count()))]
+sys.stdout.write("\\n" + json.dumps(memory) + "\\n")
+"""
 
 
 class VllmFacts(msgspec.Struct, kw_only=True, frozen=True):
     """Example: VllmFacts(python="/opt/vllm/bin/python", version="0.32.0", torch="2.13.0", gpus=["NVIDIA H200"])."""
 
     python: str
-    version: str | None = None  # vLLM's; None where it cannot be imported
+    version: str | None = None  # vLLM's version; None when it cannot be imported
     torch: str | None = None
-    gpus: list[str] = []  # names of the GPUs that torch sees there
-    has_bfloat16: bool = True  # False: the first GPU computes no bfloat16
-    architectures: list[str] = []  # the transformers architectures that it serves: "Qwen3ForCausalLM"
-    quantizations: list[str] = []  # methods that it and its plugins have: "bitsandbytes"
-    error: str | None = None  # why something is missing, one line
+    gpus: list[str] = []  # names of GPUs visible to torch
+    has_bfloat16: bool = True  # whether GPU 0 computes bfloat16
+    architectures: list[str] = []  # supported transformers architectures: "Qwen3ForCausalLM"
+    quantizations: list[str] = []  # quantization methods, including plugins: "bitsandbytes"
+    error: str | None = None  # why something is missing, in one line
 
     def lacks(self, quantize: str | None) -> str:
-        """Returns the reason why it cannot serve a base with that `model.quantize`, or "" if it can."""
+        """Returns why vLLM cannot serve a base with this `model.quantize`; "" if it can."""
         if quantize is None or QUANTIZATION in self.quantizations:
             return ""
         return (
@@ -78,7 +98,7 @@ class VllmFacts(msgspec.Struct, kw_only=True, frozen=True):
 
 
 def find_vllm(python: Path | None = None, *, timeout_s: float = PROBE_DEADLINE_S) -> VllmFacts:
-    """Returns the facts about a Python's vLLM; `python` None is this one. A failure is their `error`."""
+    """Returns the facts about a Python's vLLM, by default this Python's. Failures are stored in `error`."""
     program = str(python or sys.executable)
     try:
         done = subprocess.run(
@@ -101,26 +121,17 @@ def find_vllm(python: Path | None = None, *, timeout_s: float = PROBE_DEADLINE_S
 
 
 def own_server(engine: object) -> VllmEngineConfig | None:
-    """Returns the section of a vLLM that art starts, or None for any other engine."""
+    """Returns the engine section if art starts this vLLM server itself."""
     return engine if isinstance(engine, VllmEngineConfig) and engine.base_url is None else None
-
-
-# Another program for it. It prints the free and the total bytes of each of the first GPUs, as vLLM will see them: with
-# the context of one more process on each.
-MEMORY_PROGRAM = """
-import json, sys, torch
-memory = [torch.cuda.mem_get_info(i) for i in range(min(int(sys.argv[1]), torch.cuda.device_count()))]
-sys.stdout.write("\\n" + json.dumps(memory) + "\\n")
-"""
 
 
 def free_share(
     python: Path, num: int, environment: Mapping[str, str], *, timeout_s: float = PROBE_DEADLINE_S
 ) -> float | None:
-    """Returns the share of each of the first `num` GPUs that vLLM may take of what is free there now, or None if the
-    torch of that Python cannot tell, so that vLLM cannot start either.
+    """Returns the largest memory share that vLLM can use on every one of the leading `num` GPUs.
 
-    A process of its own asks, so that no context stays on the GPUs, also where the learner is in other processes.
+    Returns None if torch in that Python reports nothing, in which case vLLM cannot start either. A child process
+    measures the memory, so no CUDA context stays on the GPUs even if the learner runs in other processes.
     """
     own = {name: value for name, value in environment.items() if name not in NOT_INHERITED}
     command = [str(python), "-c", MEMORY_PROGRAM, str(num)]
@@ -132,21 +143,9 @@ def free_share(
     return min((share(total, free) for free, total in memory), default=None)
 
 
-# Run by `python -m`, because community builds lack the `vllm` command.
-MODULE = "vllm.entrypoints.launchers.api_server.entry"
-GUARD = "art_vllm_guard.KeyGuard"  # added to the user's own --middleware
-GUARD_DIRECTORY = Path(__file__).parent / "guard"
-LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # values that vLLM's --max-lora-rank takes
-QUANTIZATION = "bitsandbytes"  # of the plug-in vllm-bnb-plugin since vLLM 0.32
-
-# Variables of this environment, and of torchrun, which would make the server take itself for one of its workers.
-NOT_INHERITED = frozenset(
-    {
-        *("PYTHONHOME", "PYTHONPATH", "PYTHONSTARTUP", "VIRTUAL_ENV", "__PYVENV_LAUNCHER__"),
-        *("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT"),
-        "TORCHELASTIC_RUN_ID",
-    }
-)
+def user_args(config: VllmEngineConfig) -> dict[str, JsonValue]:
+    """Returns `engine.args` with names spelled as on vLLM's command line."""
+    return {name.replace("_", "-"): value for name, value in config.args.items()}
 
 
 # --- the command line -------------------------------------------------------------------------------------------------
@@ -164,7 +163,7 @@ def command(
     has_gpu: bool,
     memory_share: float = MAX_SHARE,
 ) -> list[str]:
-    """Returns the server's argv, without any secret. `name` is the base model's name there."""
+    """Returns the server's argv, without any secret. `name` is the served name of the base model."""
     arguments: dict[str, JsonValue] = {
         "model": model.base,
         "served-model-name": name,
@@ -176,7 +175,7 @@ def command(
         "max-loras": ADAPTERS,
         "max-lora-rank": _lora_rank(model.lora_rank or 1),
         "logprobs-mode": "processed_logprobs",  # logprobs after temperature, top_p and top_k
-        "generation-config": "vllm",  # ignores the sampling defaults in the model's generation_config.json
+        "generation-config": "vllm",  # ignores sampling defaults in the model's generation_config.json
         "enable-auto-tool-choice": True,
         "tool-call-parser": "hermes",
         "seed": 0,
@@ -184,8 +183,8 @@ def command(
         "chat-template": None if template is None else str(template),
     }
     if not has_gpu:
-        # vLLM 0.32 sets back the generator of a request with a seed whose prompt is computed in parts, and torch's
-        # generators for the CPU cannot be set back: the engine core ends. Every request of a rollout has a seed.
+        # vLLM 0.32 rewinds the generator of a seeded request whose prompt is computed in parts, and torch's CPU
+        # generators cannot be rewound: the engine core dies. Every request in a rollout has a seed.
         arguments["enable-chunked-prefill"] = False
     else:
         arguments["gpu-memory-utilization"] = memory_share
@@ -195,11 +194,11 @@ def command(
         arguments["quantization"] = QUANTIZATION
     if has_gpu and model.dtype == "float32":
         raise EngineError(f"model.dtype: {ONLY_16_BITS}, and this run has float32; set engine=embedded")
-    if model.lora_targets:  # without it vLLM keeps room for an adapter of each expert, 1.7 GB of Qwen3-30B-A3B
+    if model.lora_targets:  # otherwise vLLM reserves adapters for all experts, 1.7 GB with Qwen3-30B-A3B
         arguments["lora-target-modules"] = list(model.lora_targets)
     if sleep:
         arguments["enable-sleep-mode"] = True
-    arguments |= {name.replace("_", "-"): value for name, value in config.args.items()}
+    arguments |= user_args(config)
     if (replicas := num_replicas(config)) > 1:
         arguments["data-parallel-size"] = replicas
     return [str(python), "-m", MODULE, *_flags(arguments), "--middleware", GUARD]
@@ -242,11 +241,11 @@ def environment(
     sleep: int,
     has_gpu: bool,
 ) -> dict[str, str]:
-    """Returns the server's environment, which alone holds the key. Its processes' sockets are in `sockets`."""
+    """Returns the server's environment, the only place with its key. The processes' sockets are in `sockets`."""
     variables = {name: value for name, value in inherited.items() if name not in NOT_INHERITED}
     defaults = {"VLLM_NO_USAGE_STATS": "1", "PYTHONUNBUFFERED": "1", "VLLM_RPC_BASE_PATH": str(sockets)}
     if not has_gpu:
-        # nobind, because pinned threads stall for seconds where CPUs are shared or limited by cgroups
+        # nobind, because pinned threads stall for seconds if CPUs are shared or limited by cgroups
         defaults |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_CPU_KVCACHE_SPACE": "2"}
     if Path(model.base).is_dir():
         defaults["HF_HUB_OFFLINE"] = "1"
@@ -255,7 +254,7 @@ def environment(
     variables["PYTHONPATH"] = os.pathsep.join([str(GUARD_DIRECTORY), *([own_path] if own_path else [])])
     variables |= {"VLLM_API_KEY": key, "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"}
     if sleep:
-        variables["VLLM_SERVER_DEV_MODE"] = "1"  # adds the routes to sleep and wake
+        variables["VLLM_SERVER_DEV_MODE"] = "1"  # adds routes for sleep and wake
     return variables
 
 
@@ -263,7 +262,7 @@ def environment(
 
 
 def sleep_level(config: VllmEngineConfig, model: PolicySpec, *, inherited: Mapping[str, str], has_gpu: bool) -> int:
-    """vLLM's level 1 or 2, or 0 where the server keeps its memory. Raises EngineError: a level without a GPU."""
+    """Returns vLLM's sleep level 1 or 2; 0 if the server keeps its memory. Raises EngineError without a GPU."""
     if not has_gpu:
         if config.sleep not in ("auto", 0):
             raise EngineError(f"engine.sleep: {config.sleep} needs a GPU; vLLM does not sleep on a CPU: leave it auto")
@@ -276,9 +275,9 @@ def sleep_level(config: VllmEngineConfig, model: PolicySpec, *, inherited: Mappi
 def shares_gpu(
     config: VllmEngineConfig, learner_device: str | None, learner_gpus: int, inherited: Mapping[str, str]
 ) -> bool:
-    """Returns whether a GPU of the server is one of the learner's, which are `learner_gpus` from `learner_device` on.
+    """Whether any of the server's GPUs also belongs to the learner, which has `learner_gpus` from `learner_device` on.
 
-    Both are named as the system names them.
+    GPUs are compared by their system names.
     """
     if learner_device is None or not learner_device.startswith("cuda"):
         return False
@@ -288,18 +287,18 @@ def shares_gpu(
 
 
 def _named(visible: Sequence[str], indices: Sequence[int]) -> set[str]:
-    """Returns the system's names of the GPUs with these indices among the visible ones."""
+    """Returns the system names of GPUs given by index among the visible GPUs."""
     return {visible[i] if visible else str(i) for i in indices if not visible or i < len(visible)}
 
 
 def own_share(config: VllmEngineConfig) -> float | None:
-    """Returns the share of a GPU that the user gives to vLLM, or None if art decides it."""
-    own = {name.replace("_", "-"): value for name, value in config.args.items()}.get("gpu-memory-utilization")
+    """Returns the GPU memory share set by the user; None if art decides."""
+    own = user_args(config).get("gpu-memory-utilization")
     return None if own is None else float(str(own))
 
 
 def _visible(variables: Mapping[str, str]) -> Sequence[str]:
-    """CUDA_VISIBLE_DEVICES as a list, which is empty where all GPUs are visible."""
+    """Returns CUDA_VISIBLE_DEVICES as a list, empty if all GPUs are visible."""
     return [name.strip() for name in variables.get("CUDA_VISIBLE_DEVICES", "").split(",") if name.strip()]
 
 
@@ -307,22 +306,18 @@ def _visible(variables: Mapping[str, str]) -> Sequence[str]:
 
 
 def num_gpus(config: VllmEngineConfig) -> int:
-    """Returns how many GPUs the server needs: its replicas, each of tensor by pipeline parallel size."""
-    sizes = {name.replace("_", "-"): value for name, value in config.args.items()}
-    total = num_replicas(config)
-    for kind in ("tensor", "pipeline"):
-        total *= int(str(sizes.get(f"{kind}-parallel-size") or 1))
-    return total
+    """Returns how many GPUs the server needs: replicas times tensor and pipeline parallel sizes."""
+    sizes = [int(str(user_args(config).get(f"{kind}-parallel-size") or 1)) for kind in ("tensor", "pipeline")]
+    return num_replicas(config) * sizes[0] * sizes[1]
 
 
 def num_replicas(config: VllmEngineConfig) -> int:
-    """Returns vLLM's data parallel size: `engine.replicas`, times the user's own argument where there is one."""
-    own = config.args.get("data-parallel-size") or config.args.get("data_parallel_size") or 1
-    return config.replicas * int(str(own))
+    """Returns vLLM's data parallel size: `engine.replicas` times the user's own data-parallel-size."""
+    return config.replicas * int(str(user_args(config).get("data-parallel-size") or 1))
 
 
 def check_gpus(config: VllmEngineConfig) -> None:
-    """Raises EngineError if this machine shows fewer GPUs than the replicas need."""
+    """Raises EngineError if fewer GPUs are visible than the replicas need."""
     num, visible = num_gpus(config), len(visible_gpus({**os.environ, **config.env}))
     if config.replicas > 1 and visible < num:
         each = num // config.replicas
@@ -333,11 +328,11 @@ def check_gpus(config: VllmEngineConfig) -> None:
 
 
 def visible_gpus(variables: Mapping[str, str]) -> Sequence[str]:
-    """Returns the names of the GPUs that a server with that environment can use, on a machine that has some."""
+    """Returns the names of the GPUs usable in this environment, on a machine with GPUs."""
     return _visible(variables) or _gpu_indices()
 
 
 def _gpu_indices() -> list[str]:
-    """Returns the indices of this machine's GPUs, by their device files; at least the one that `has_gpu` found."""
+    """Returns GPU indices from their device files; at least one, because `has_gpu` found a GPU."""
     number = len(list(Path("/dev").glob("nvidia[0-9]*"))) or len(list(Path("/dev/dri").glob("renderD*"))) or 1
     return [str(index) for index in range(number)]

@@ -1,11 +1,11 @@
-"""Chats: sends a conversation to vLLM as tokens, where the server would render or read it in another way than we do.
+"""Chats: sends conversations to vLLM as tokens when the server would render or parse them differently.
 
     our template and tokens -> /v1/completions -> the sampled tokens -> our parser -> a message
 
-vLLM renders messages itself, and tokenizes a marker in a text as the control token. It leaves thoughts in the text of a
-reply, and finds calls that are written as Hermes' are. Other conversations stay as they are. A forced call is held to
-the tools' schemas as vLLM's own chat does it: the reply is the JSON of the arguments
-(a named tool) or of a list of calls (`required`).
+vLLM renders messages itself and tokenizes markers inside text as control tokens. It leaves thoughts in the reply's
+text, and only parses calls in Hermes syntax. All other conversations are passed through. Forced calls are constrained
+by the tools' schemas as in vLLM's own chat API: the reply is JSON, either the arguments (a named tool) or a list of
+calls (`required`).
 """
 
 import contextlib
@@ -26,8 +26,8 @@ from art_cli.engines.embedded.call_syntax import HERMES, MISTRAL, call_of, find_
 from art_cli.engines.embedded.chat_prompts import CALL, THINK_END, Prompt
 from art_cli.engines.embedded.choices import ChoiceWriter, Piece, reply_limit
 from art_cli.engines.embedded.reply_text import Vocabulary
-from art_cli.models.loading import configs_of, eos_ids, load_tokenizer, stop_ids
 from art_cli.models.policy_spec import PolicySpec
+from art_cli.models.tokenizer import configs_of, eos_ids, load_tokenizer, stop_ids
 from art_cli.runtime.errors import one_line
 from art_cli.runtime.threads import call_in_thread
 
@@ -35,17 +35,17 @@ log = logging.getLogger(__name__)
 
 
 class Chats:
-    """Renders for the servers of one policy. Before `start` every conversation stays as it is."""
+    """Renders conversations for one policy's servers. Before `start` all conversations are passed through."""
 
     def __init__(self, model: PolicySpec, *, has_parsers: bool = False) -> None:
-        """`has_parsers`: the server is told by its user how to read replies, or is somebody else's."""
+        """`has_parsers`: the user has configured the server's parsers, or runs the server."""
         self._model, self._has_parsers = model, has_parsers
         self._vocabulary: Vocabulary | None = None
-        self._ends: tuple[int, ...] = ()  # stop tokens that the server does not know, because our template writes them
+        self._ends: tuple[int, ...] = ()  # stop tokens from our template that the server does not know
         self._reader = RequestReader()
 
     async def start(self) -> None:
-        """Reads the tokenizer, once. A policy has one wherever its learner or its configuration was read."""
+        """Loads the tokenizer, once."""
         if self._vocabulary is not None:
             return
         try:
@@ -56,21 +56,20 @@ class Chats:
         if self._model.chat_template is not None:
             tokenizer.chat_template = self._model.chat_template
         configs = []
-        with contextlib.suppress(OSError, ValueError):  # only a server that knows the model can start
+        with contextlib.suppress(OSError, ValueError):  # a server that does not know the model cannot start anyway
             configs = await call_in_thread(configs_of, self._model.base)
         self._ends = tuple(set(stop_ids(tokenizer, *configs)) - eos_ids(tokenizer, *configs))
         self._vocabulary = Vocabulary(tokenizer)
 
     def ended(self, request: Request) -> Request:
-        """Returns the request with the token that ends a turn, where the server does not know it."""
+        """Returns the request with end-of-turn tokens that the server does not know."""
         if not self._ends or request.messages is None:
             return request
         sampling = msgspec.structs.replace(request.sampling, stop_ids=(*request.sampling.stop_ids, *self._ends))
         return msgspec.structs.replace(request, sampling=sampling)
 
     async def rendered(self, request: Request) -> "RenderedChat | None":
-        """Returns the conversation as tokens, or None if the server renders the same ones. Raises ChatError as
-        `render`."""
+        """Returns the conversation as tokens; None if the server renders it the same way. Raises like `render`."""
         vocabulary, talk = self._vocabulary, request.messages
         if vocabulary is None or talk is None:
             return None
@@ -83,7 +82,7 @@ class Chats:
         return RenderedChat(vocabulary, request, prompt, self._left(request, prompt))
 
     def _is_read_here(self, vocabulary: Vocabulary, request: Request) -> bool:
-        """Returns whether the server would not find the thoughts or the calls of a reply, and we do."""
+        """Whether the server would miss thoughts or calls in the reply that we can parse."""
         template = vocabulary.tokenizer.chat_template or ""
         knows_calls = find_syntax(template) != HERMES
         if self._has_parsers or (request.tools and not knows_calls and CALL not in template):
@@ -91,8 +90,10 @@ class Chats:
         return THINK_END in template or (bool(request.tools) and knows_calls)
 
     async def bounded(self, request: Request) -> Request | None:
-        """Returns a request that the server refused as too long with a reply that fits the context, or None if the
-        client asked for so long a one. Raises ChatError: the prompt alone is too long."""
+        """Returns an overlong request with a reply that fits the context; None if the client insists on its length.
+
+        Raises ChatError if the prompt alone is too long.
+        """
         asked = request.sampling.max_tokens
         if self._vocabulary is None or asked is None or chat_prompts.num_wanted(request) == asked:
             return None
@@ -107,12 +108,12 @@ class Chats:
         return await self._reader.read(chat_prompts.render, vocabulary, free, self._model.max_length)
 
     def _left(self, request: Request, prompt: Prompt) -> int:
-        """Returns the number of tokens that the reply may have."""
+        """Returns how many tokens the reply may have."""
         return reply_limit(request, prompt, self._model.max_length, self._model.vocabulary) - len(prompt.ids)
 
 
 def _has_marker(vocabulary: Vocabulary, request: Request, messages: list[Json]) -> bool:
-    """Returns whether a text of the conversation may hold a marker."""
+    """Whether any text in the conversation may contain a marker."""
     talk = [for_template(message) for message in messages]
     guard = Guard(vocabulary.controls, talk, request.tools, request.template_kwargs)
     guard.messages(talk)
@@ -121,10 +122,10 @@ def _has_marker(vocabulary: Vocabulary, request: Request, messages: list[Json]) 
 
 
 class RenderedChat:
-    """One conversation as a prompt of tokens, and the way from what was sampled back to messages."""
+    """A conversation as a token prompt, and the conversion of sampled tokens back to messages."""
 
     def __init__(self, vocabulary: Vocabulary, request: Request, prompt: Prompt, max_tokens: int) -> None:
-        """`max_tokens`: of the reply, because completions have another default than chats."""
+        """`max_tokens` bounds the reply, because completions and chats have different defaults."""
         self.request = msgspec.structs.replace(
             request,
             messages=None,
@@ -133,7 +134,7 @@ class RenderedChat:
             response_format=_held_to(request),
             sampling=msgspec.structs.replace(request.sampling, max_tokens=max_tokens),
         )
-        if self.request.response_format is not None:  # the server holds the reply to it from its first token on
+        if self.request.response_format is not None:  # the format applies from the very beginning of the reply
             prompt = replace(prompt, opening="", has_tools=False, has_thinking=False)
         self._syntax = prompt.syntax
         self._writers = [ChoiceWriter(vocabulary, request, prompt, index) for index in range(request.sampling.n)]
@@ -156,12 +157,12 @@ class RenderedChat:
         return msgspec.structs.replace(chunk, id=_chat_id(chunk.id))
 
     def _write(self, choice: Choice, *, is_last: bool) -> Json | None:
-        """Gives the choice its text and its reason to end. Returns what is new as a delta."""
+        """Sets text and finish reason of the choice. Returns the new part as a delta."""
         raw = choice.raw_logprobs or choice.logprobs
         reason = choice.finish_reason if is_last else None
         written = self._writers[choice.index].write(Piece(choice.token_ids, choice.logprobs, raw, None, 0, reason))
         choice.text, choice.finish_reason = written.text, written.finish_reason
-        choice.tokens = written.tokens or choice.tokens  # those of the server have no bytes of parts of characters
+        choice.tokens = written.tokens or choice.tokens  # the server's tokens have no bytes for partial characters
         if choice.top_logprobs is not None:
             most = self.request.top_logprobs  # the server adds the sampled token
             choice.top_logprobs = [sorted(top, key=lambda each: -each[1])[:most] for top in choice.top_logprobs]
@@ -169,12 +170,12 @@ class RenderedChat:
         return written.message
 
     def _message(self, choice: Choice) -> Json | None:
-        """Returns the message of a forced call, or None if the choice was free or the reply is no call."""
+        """Returns the message of a forced call; None when no call was forced."""
         if self._choice in ("auto", "none"):
             return None
         text = self._writers[choice.index].text
         calls = _calls(text, self._choice)
-        if self._syntax == MISTRAL:  # whose templates take no other ids
+        if self._syntax == MISTRAL:  # its templates accept only such ids
             calls = [{**call, "id": mistral_id(None)} for call in calls]
         if not calls:
             return {"role": "assistant", "content": text}
@@ -183,7 +184,7 @@ class RenderedChat:
 
 
 def _calls(text: str, choice: str | Json) -> list[Json]:
-    """Returns the forced calls in a reply. One that was cut has as much of its arguments as there is, a list none."""
+    """Returns the forced calls in a reply. If truncated, a named call has partial arguments, and a list is empty."""
     if isinstance(choice, dict):
         return [call_of(choice["function"]["name"], text)]
     try:
@@ -193,7 +194,7 @@ def _calls(text: str, choice: str | Json) -> list[Json]:
 
 
 def _held_to(request: Request) -> Json | None:
-    """Returns the response_format of a forced call, or the request's own."""
+    """Returns the response_format that enforces a forced call, by default the request's own."""
     schemas = schemas_of(request.tools)
     if not schemas or request.tool_choice in ("auto", "none"):
         return request.response_format

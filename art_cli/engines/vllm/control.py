@@ -1,16 +1,17 @@
-"""The calls that steer a server: health, adapters, scores, sleep. HTTP and JSON; requests of clients go elsewhere.
+"""Control calls to a vLLM server: health, adapters, scores, sleep. HTTP and JSON; client requests use another path.
 
-Each call has a deadline. `Refused` is the server's own error. `Unreachable` means that it did not answer; the call may
-be made again when a new server has started. Ready is whether a server answers: not now, yes, or never again.
+Each call has a deadline. `Refused` is an error reported by the server. `Unreachable` means no answer; the call can be
+repeated once a new server has started. Ready tracks whether a server answers: not now, yes, or never again.
 
-LoadedAdapters decides from which adapter a server samples, under which name, and when an old one is unloaded. Each
-adapter gets a name that no other one ever had in that server (`policy@0007`). vLLM keys its prefix cache by the name,
-so a request never gets keys and values of other weights. A request keeps the adapter that it began with. An adapter
-that was replaced is unloaded when its last request has ended.
+LoadedAdapters decides which adapter a server samples from, its name, and when to unload old adapters. Every adapter
+gets a name that is unique within the server (`policy@0007`). vLLM's prefix cache is keyed by name, so requests never
+reuse keys and values from other weights. A request keeps its adapter until the end. A replaced adapter is unloaded once
+idle.
 """
 
 import asyncio
 import contextlib
+import itertools
 import logging
 import math
 import re
@@ -28,6 +29,19 @@ from art_cli.runtime.errors import CheckpointError, EngineError
 from art_cli.runtime.secrets import Secrets
 
 log = logging.getLogger(__name__)
+
+METRICS_DEADLINE_S = 5.0  # late samples are useless
+CALL_DEADLINE_S = 60.0
+ADAPTER_DEADLINE_S = 300.0  # enough for a large model's adapter on a slow disk
+SLEEP_DEADLINE_S = 300.0  # enough to move all weights to host memory
+MAX_MESSAGE = 10_000  # characters shown from a server error
+NUM_TOP = 20  # vLLM's own limit unless the user raises it (--max-logprobs)
+FILES = ("adapter_config.json", "adapter_model.safetensors")
+# vLLM gauges, one line per replica: vllm:num_requests_running{engine="0",model_name="m"} 3.0
+_GAUGE = re.compile(
+    r"(?m)^vllm:(num_requests_running|num_requests_waiting|kv_cache_usage_perc)(?:\{.*\})? ([\d.e+-]+)$"
+)
+MakeBackend = Callable[[str, int], HttpBackend]  # (served name, step) -> client for this adapter
 
 
 class Ready:
@@ -50,13 +64,13 @@ class Ready:
         self._decided.clear()
 
     def fail(self, message: str) -> None:
-        """Later failures do not replace the first one."""
+        """Records a permanent failure. Only the original message is kept."""
         self._failure = self._failure or message
         self._failed.set()
         self._decided.set()
 
     async def wait(self) -> None:
-        """Returns when there is an answer. Raises EngineError if there never will be again, or was none in time."""
+        """Returns when the server answers. Raises EngineError if it never will again, or is not back in time."""
         try:
             async with asyncio.timeout(self._timeout_s):
                 await self._decided.wait()
@@ -70,16 +84,8 @@ class Ready:
         raise EngineError(self._failure)
 
 
-METRICS_DEADLINE_S = 5.0  # a sample that comes later is worth nothing
-CALL_DEADLINE_S = 60.0
-ADAPTER_DEADLINE_S = 300.0  # enough for an adapter of a large model on a slow disk
-SLEEP_DEADLINE_S = 300.0  # enough to move all weights to the host's memory
-MAX_MESSAGE = 10_000  # characters shown of the server's error
-NUM_TOP = 20  # vLLM's own limit unless the user raises it (--max-logprobs)
-
-
 class Unreachable(EngineError):
-    """The server did not answer: it is gone, or hangs."""
+    """The server did not answer: it is gone or hangs."""
 
 
 class Refused(EngineError):
@@ -91,13 +97,13 @@ class Refused(EngineError):
 
 
 class Scored(msgspec.Struct, frozen=True):
-    """The server's logprobs of L given tokens, in nats.
+    """The server's logprobs for L given tokens, in nats.
 
     Example: Scored(logprobs=[-3.6, -5.8], next={7: -0.2, 9: -1.9})
     """
 
-    logprobs: list[float]  # [L - 1] each token after the first, at temperature 1; empty where not asked for
-    next: dict[int, float]  # likeliest tokens after the last: token id -> logprob at the temperature asked for
+    logprobs: list[float]  # [L - 1] for every token except the initial one, at temperature 1; empty unless requested
+    next: dict[int, float]  # likeliest next tokens: token id -> logprob at the requested temperature
 
 
 class Control:
@@ -110,7 +116,7 @@ class Control:
         self._is_closed = False
 
     async def is_healthy(self, *, timeout_s: float) -> bool:
-        """Returns whether it can answer; False if it reports that it no longer can. Raises Unreachable."""
+        """Returns False if the server reports that its engine died. Raises Unreachable."""
         try:
             await self._call("GET", "/health", timeout_s=timeout_s)
         except Refused as refusal:
@@ -120,15 +126,14 @@ class Control:
         return True
 
     async def models(self) -> list[str]:
-        """Returns the names that it serves, with adapters. The base model's name is first."""
+        """Returns all served names, including adapters. The base model comes first."""
         answer = await self._call("GET", "/v1/models", timeout_s=CALL_DEADLINE_S)
         return [model["id"] for model in answer["data"]]
 
     async def load(self) -> EngineLoad | None:
-        """Returns the requests of all replicas, and the memory of the fullest one; None if it has no such metrics."""
-        return parse_metrics(
-            (await self._answer("GET", "/metrics", timeout_s=METRICS_DEADLINE_S)).decode("utf-8", "replace")
-        )
+        """Returns all replicas' requests, and the highest memory use; None without such metrics."""
+        answer = await self._answer("GET", "/metrics", timeout_s=METRICS_DEADLINE_S)
+        return parse_metrics(answer.decode("utf-8", "replace"))
 
     async def load_adapter(self, name: str, path: Path) -> None:
         body = {"lora_name": name, "lora_path": str(path)}
@@ -147,10 +152,9 @@ class Control:
         temperature: float = 1.0,
         rank: int | None = None,
     ) -> Scored:
-        """Returns the tokens' logprobs under `model`, through the server's prefix cache if `is_cached`.
+        """Returns logprobs under `model`, through the server's prefix cache if `is_cached`.
 
-        vLLM computes a prompt without its cache whenever the prompt's logprobs are asked for, and only then. `rank` is
-        the replica that computes them, or None for any.
+        vLLM skips the prefix cache exactly when prompt logprobs are requested. `rank` selects a replica.
         """
         body: Json = {
             "model": model,
@@ -172,11 +176,11 @@ class Control:
             raise EngineError(f"{self.root}: no logprobs in its reply ({type(error).__name__}: {error})") from error
 
     async def sleep(self, level: int) -> None:
-        """Frees the GPU's memory once the requests in flight are answered. The prefix cache is lost."""
+        """Frees GPU memory once the requests in flight are answered. The prefix cache is lost."""
         await self._call("POST", f"/sleep?level={level}&mode=wait", timeout_s=SLEEP_DEADLINE_S)
 
     async def wake(self, *, reload_base: bool) -> None:
-        """Takes the memory again. `reload_base` reads the base weights from the disk, after a sleep of level 2."""
+        """Reclaims the memory. `reload_base` reads base weights from disk, after sleep level 2."""
         if not reload_base:
             await self._call("POST", "/wake_up", timeout_s=SLEEP_DEADLINE_S)
             return
@@ -205,13 +209,10 @@ class Control:
         if self._is_closed:
             raise Unreachable(f"{self.root}{path}: the server was stopped")
         if self._session is None:
-            self._session = aiohttp.ClientSession(
-                connector=aiohttp.TCPConnector(
-                    force_close=True
-                ),  # because the server closes idle connections at any time
-                headers={"Authorization": f"Bearer {self._key}"},
-                trust_env=False,
-            )
+            # The server closes idle connections at any time.
+            connector = aiohttp.TCPConnector(force_close=True)
+            headers_always = {"Authorization": f"Bearer {self._key}"}
+            self._session = aiohttp.ClientSession(connector=connector, headers=headers_always, trust_env=False)
         timeout = aiohttp.ClientTimeout(total=timeout_s)
         try:
             async with self._session.request(
@@ -233,14 +234,8 @@ class Control:
         return Secrets([self._key or ""]).redact(text[: 2 * MAX_MESSAGE])[:MAX_MESSAGE] or "no reason given"
 
 
-# One of vLLM's gauges, with a line for each replica: vllm:num_requests_running{engine="0",model_name="m"} 3.0
-_GAUGE = re.compile(
-    r"(?m)^vllm:(num_requests_running|num_requests_waiting|kv_cache_usage_perc)(?:\{.*\})? ([\d.e+-]+)$"
-)
-
-
 def parse_metrics(text: str) -> EngineLoad | None:
-    """Returns the load in a server's answer in Prometheus' format, or None if its requests are not in it."""
+    """Returns the load from a server's answer in Prometheus format; None without request counts."""
     found: dict[str, list[float]] = {}
     for name, value in _GAUGE.findall(text):
         with contextlib.suppress(ValueError):
@@ -253,7 +248,7 @@ def parse_metrics(text: str) -> EngineLoad | None:
 
 
 def _json(answer: bytes) -> Json:
-    """Returns the answer's JSON object; empty if it is something else (vLLM answers "Success" in plain text)."""
+    """Returns the answer's JSON object; empty for anything else (vLLM answers "Success" in plain text)."""
     try:
         fields = msgspec.json.decode(answer)
     except (ValueError, RecursionError):
@@ -271,12 +266,8 @@ def _scored(choice: Json, token_ids: list[int]) -> Scored:
     )
 
 
-FILES = ("adapter_config.json", "adapter_model.safetensors")
-MakeBackend = Callable[[str, int], HttpBackend]  # (name in the server, step) -> the client that samples from it
-
-
 class Adapter:
-    """One name in the server, and how many requests use it."""
+    """A served name, and how many requests use it."""
 
     def __init__(self, name: str, backend: HttpBackend, *, is_base: bool = False) -> None:
         self.name, self.backend, self.is_base = name, backend, is_base
@@ -284,23 +275,23 @@ class Adapter:
 
 
 class LoadedAdapters:
-    """The adapters of one server: the base model at first, then the adapter of each `load`."""
+    """The adapters of one server: the base model initially, then the adapter from each `load`."""
 
     def __init__(self, control: Control, make_backend: MakeBackend, *, base: str, prefix: str, step: int) -> None:
-        """`base` is the base model's name in the server, `prefix` the beginning of the adapters' names."""
+        """`base` is the served name of the base model, `prefix` the common prefix of adapter names."""
         self.control = control
         self.current = Adapter(base, make_backend(base, step), is_base=True)
         self._make_backend, self._prefix = make_backend, prefix
-        self._names: set[str] = set()  # names given so far
+        self._names: set[str] = set()  # all names used so far
         self._alive = {self.current}
-        self._ends: set[asyncio.Task[None]] = set()  # adapters that are being unloaded
+        self._ends: set[asyncio.Task[None]] = set()  # adapters being unloaded
 
     @property
     def num_requests(self) -> int:
         return sum(adapter.num_requests for adapter in self._alive)
 
     async def load(self, path: Path, step: int) -> None:
-        """Requests from now on use the adapter at `path`. Raises CheckpointError: none there; EngineError: refused."""
+        """Serves new requests from the adapter at `path`. Raises CheckpointError if it is missing; EngineError."""
         path = path.resolve()
         if missing := [name for name in FILES if not (path / name).is_file()]:
             raise CheckpointError(f"{path}: no {missing[0]}: not a LoRA adapter, and vLLM swaps adapters only")
@@ -312,7 +303,7 @@ class LoadedAdapters:
 
     @contextlib.contextmanager
     def lease(self) -> Iterator[HttpBackend]:
-        """The client of the current adapter, which is not unloaded while the request lasts."""
+        """Yields the current adapter's client. The adapter is not unloaded in the meantime."""
         adapter = self.current
         adapter.num_requests += 1
         try:
@@ -322,18 +313,16 @@ class LoadedAdapters:
             self._end_unused(adapter)
 
     async def close(self, *, unload: bool) -> None:
-        """Cancels the requests in flight. `unload` is for a server that lives on, which is left as it was found."""
+        """Cancels requests in flight. `unload` restores a server that keeps running to its original state."""
         await asyncio.gather(*self._ends)
         for adapter in list(self._alive):
             await self._end(adapter, unload=unload)
 
     def _new_name(self, step: int) -> str:
-        """`policy@0007`; `policy@0007.2` for a second adapter of that step."""
-        name = plain = f"{self._prefix}@{step:04d}"
-        number = 2
-        while name in self._names:
-            name = f"{plain}.{number}"
-            number += 1
+        """Returns `policy@0007`, or `policy@0007.2` for the step's second adapter."""
+        plain = f"{self._prefix}@{step:04d}"
+        names = itertools.chain([plain], (f"{plain}.{number}" for number in itertools.count(2)))
+        name = next(name for name in names if name not in self._names)
         self._names.add(name)
         return name
 
@@ -344,7 +333,7 @@ class LoadedAdapters:
             task.add_done_callback(self._ends.discard)
 
     async def _end(self, adapter: Adapter, *, unload: bool) -> None:
-        """Unloads an adapter. One that stays loaded costs memory and no more, so a refusal is logged and not raised."""
+        """Unloads an adapter. Failures are only logged, because a leftover adapter merely costs memory."""
         self._alive.discard(adapter)
         await adapter.backend.close()
         if unload and not adapter.is_base:

@@ -1,25 +1,25 @@
-"""The cause of a server's end, from its log: the first error of the process that failed, not of one that waited for it.
+"""Finds why a vLLM server died from its log: the error in the failed process, not in processes that waited for it.
 
 vLLM logs a worker's traceback, then the engine core's, then the API server's, which ends "See root cause above".
-Each line begins with its process: "(Worker_TP0 pid=7) ERROR 11-27 18:11:31 [core.py:9] ValueError: too long".
+Each line starts with its process: "(Worker_TP0 pid=7) ERROR 11-27 18:11:31 [core.py:9] ValueError: too long".
 """
 
 import re
 from itertools import pairwise
 
 _LINE = re.compile(r"(?:\((?P<process>\w+)[^()]*\) )?(?:ERROR [\d-]+ [\d:]+ \[[^\]]*\] ?)?(?P<text>.*)")
-_EXCEPTION = re.compile(r"(?:\w+\.)*[A-Z]\w*(?:: .*)?$")  # the last line of a traceback, such as "ValueError: too long"
+_EXCEPTION = re.compile(r"(?:\w+\.)*[A-Z]\w*(?:: .*)?$")  # last line of a traceback, such as "ValueError: too long"
 _ARGUMENTS = re.compile(r"[\w.]+: error: .+")  # argparse's, such as "entry.py: error: unrecognized arguments: --x"
-_CHAIN = ("During handling of", "The above exception was")  # between two tracebacks of one failure
+_CHAIN = ("During handling of", "The above exception was")  # between chained tracebacks
 _COLOR = re.compile(r"\x1b\[[\d;]*m")  # where FORCE_COLOR is set
-SERVER = "APIServer"  # the process that starts the others and reports that they failed
-MAX_CAUSE = 400  # characters; vLLM lists, for example, every quantization method that it has
+SERVER = "APIServer"  # starts the other processes and reports their failures
+MAX_CAUSE = 400  # characters; some messages are long, for example vLLM's list of quantization methods
 
 
 def find_cause(log: str, *, has_server: bool = True) -> str:
-    """Returns the cause that a log names, in one line, or "" if it names none. `has_server` False leaves out the errors
-    of the API server.
+    """Returns the cause found in a log, in one line; "" if there is no error.
 
+    `has_server` False ignores the API server's errors.
     Example: "ValueError: To serve at least one request with the model's max seq len (40960), 5.6 GiB is needed".
     """
     lines: dict[str, list[tuple[int, str]]] = {}  # by process: (number, text without the prefix)
@@ -36,7 +36,7 @@ def find_cause(log: str, *, has_server: bool = True) -> str:
 
 
 def _first_failure(lines: list[tuple[int, str]]) -> tuple[int, str] | None:
-    """Returns the number and text of the exception of a process's first traceback, or of the last one chained to it."""
+    """Returns line number and text of a process's earliest exception, or of the last exception chained to it."""
     failure, is_inside, is_chained = None, False, False
     for (number, text), (_, after) in pairwise([*lines, (0, "")]):
         if text.startswith("Traceback (most recent call last)"):
@@ -44,7 +44,7 @@ def _first_failure(lines: list[tuple[int, str]]) -> tuple[int, str] | None:
                 break
             is_inside, is_chained = True, False
         elif is_inside and _EXCEPTION.match(text):
-            more = after.strip() if after.startswith("  ") else ""  # pydantic explains itself in the next line
+            more = after.strip() if after.startswith("  ") else ""  # pydantic explains itself on the next line
             failure, is_inside = (number, f"{text} {more}".strip()), False
         elif text.startswith(_CHAIN):
             is_chained = True

@@ -1,15 +1,15 @@
-"""VllmEngine: samples from a vLLM server, one that it starts and owns, or one that runs already.
+"""VllmEngine: samples from a vLLM server, started here or already running.
 
     request -> waits while the server restarts or sleeps -> HttpBackend of the step's adapter -> the server
 
-A watcher sees the server's end at once, starts a new one, once, and loads the current adapter again. Requests in flight
-fail as failures of transport, so that their rollouts are played again; new ones wait. When the second server ends, the
-engine has failed: `watch` and every other call raise. Several replicas are ranks of the one server, which divides the
-requests among them and loads an adapter into all.
+A watcher notices when the server dies, starts a new server once, and reloads the current adapter. Requests in flight
+fail with transport errors, so their rollouts are retried; new requests wait. If the second server also dies, the engine
+has failed: `watch` and every other call raise. Replicas are ranks inside the server, which distributes requests and
+loads adapters into all of them.
 
-Traffic decides which requests may be in the server beside each other. On a CPU vLLM 0.32 dies of a batch with LoRA that
-asks for a prompt's logprobs and holds another request: its logits of all the prompt's tokens meet a mapping of one row
-a request ("einsum(): subscript b"). A prompt is therefore scored alone there. Traffic can go when
+Traffic decides which requests may be in the server together. On a CPU vLLM 0.32 crashes on a LoRA batch with prompt
+logprobs and another request: logits for all prompt tokens meet a mapping with one row per request
+("einsum(): subscript b"). So on a CPU prompts are scored alone. Traffic can go when
 https://github.com/vllm-project/vllm/issues/16668 is closed.
 """
 
@@ -33,6 +33,7 @@ from art_cli.chat.requests import Request, demands_format, needs_echo
 from art_cli.config.sections.engine_config import VllmEngineConfig
 from art_cli.engines import Endpoint, EngineSetup
 from art_cli.engines.proof import MOST_GAP
+from art_cli.engines.vllm import arguments
 from art_cli.engines.vllm.chats import Chats
 from art_cli.engines.vllm.control import LoadedAdapters, Ready, Refused, Scored, Unreachable
 from art_cli.engines.vllm.vllm_server import OwnServer, RunningServer, restore_arguments
@@ -42,9 +43,20 @@ from art_cli.runtime.errors import DriftError, EngineError
 log = logging.getLogger(__name__)
 Result = TypeVar("Result")
 
+MAX_RESTARTS = 1
+DEATH_S = 2.0  # longest delay between a failed request and noticing the server's death
+NOTICE_S = 10.0  # for repeatable calls
+DRAIN_S = 600.0  # longest wait for requests in flight before sleeping
+POLL_S = 0.05
+TOO_LONG = ("maximum context length", "context length is", "max_model_len")  # phrases in vLLM's errors
+TOO_LONG_CODE = "context_length_exceeded"
+# Largest mean |difference| in nats between the likeliest next tokens' logprobs with and without the prefix cache.
+# Different kernels round differently in float32. In bfloat16, unlikely tokens differ by a tenth of a nat and more.
+STALE_BOUNDS = {"float32": 1e-3}
+
 
 class Traffic:
-    """Requests that share the server, and requests that are alone in it, in the order in which they come."""
+    """Admits requests in arrival order, some sharing the server and some alone in it."""
 
     def __init__(self) -> None:
         self._entering = asyncio.Lock()  # fair
@@ -71,23 +83,11 @@ class Traffic:
             yield
 
 
-MAX_RESTARTS = 1
-DEATH_S = 2.0  # longest time between a failed request and the news that the server ended
-NOTICE_S = 10.0  # the same for calls that can be made again
-DRAIN_S = 600.0  # longest wait for requests in flight to end before a sleep
-POLL_S = 0.05
-TOO_LONG = ("maximum context length", "context length is", "max_model_len")  # phrases of vLLM's errors
-TOO_LONG_CODE = "context_length_exceeded"
-# Largest mean |difference| in nats of the likeliest next tokens, computed with the prefix cache and without it. In
-# float32 other kernels round differently. In bfloat16 unlikely tokens differ by a tenth of a nat and more.
-STALE_BOUNDS = {"float32": 1e-3}
-
-
 class VllmEngine:
-    """Engine and Backend in one. Before the first `load` it samples from the base model."""
+    """Engine and Backend in one. Before any `load` it samples from the base model."""
 
     def __init__(self, config: VllmEngineConfig, model: PolicySpec, *, name: str, step: int = 0, logs: Path) -> None:
-        """Raises EngineError if there is no such Python, or this machine cannot have a setting."""
+        """Raises EngineError if the Python is missing or this machine does not support a setting."""
         self.endpoint = Endpoint(base_url=None, api_key="", model=name, step=step)
         self._config, self.dtype = config, model.dtype
         self._server: OwnServer | RunningServer
@@ -95,13 +95,13 @@ class VllmEngine:
             self._server = OwnServer(config, model, name=name, log=logs / "vllm.log")
         else:
             self._server = RunningServer(config, config.base_url)
-        given = {name.replace("_", "-") for name in config.args}
-        has_parsers = config.base_url is not None or bool(given & {"tool-call-parser", "reasoning-parser"})
+        given = arguments.user_args(config).keys() & {"tool-call-parser", "reasoning-parser"}
+        has_parsers = config.base_url is not None or bool(given)
         self._chats = Chats(model, has_parsers=has_parsers)
         self._traffic = Traffic()
         self._scores_alone = isinstance(self._server, OwnServer) and not self._server.has_gpu
         self._name = name
-        self._adapters: LoadedAdapters | None = None  # those of the newest server
+        self._adapters: LoadedAdapters | None = None  # in the newest server
         self._loaded: tuple[Path, int] | None = None  # checkpoint and step
         self._ready = Ready(config.start_timeout_s)
         self._awake, self._may_restart = asyncio.Event(), asyncio.Event()
@@ -119,7 +119,7 @@ class VllmEngine:
 
     @property
     def pid(self) -> int:
-        """The server's process id; 0 where it is not ours or not started."""
+        """The server's process id; 0 for a foreign server and before start."""
         return self._server.pid
 
     # --- Engine -------------------------------------------------------------------------------------------------------
@@ -137,7 +137,7 @@ class VllmEngine:
         self._watcher = asyncio.create_task(self._watch_server())
 
     async def load(self, checkpoint: Path, step: int) -> None:
-        """Raises CheckpointError if there is no adapter; EngineError if the server refuses it, or is gone for good."""
+        """Raises CheckpointError without an adapter; EngineError if the server rejects it or is permanently gone."""
 
         async def load(adapters: LoadedAdapters) -> None:
             await adapters.load(checkpoint, step)
@@ -150,7 +150,7 @@ class VllmEngine:
         return (await self.score_replicas(token_ids))[0]
 
     async def score_replicas(self, token_ids: list[int]) -> list[list[float]]:
-        """Returns the scores of each replica. Raises DriftError if other weights computed what a prefix cache holds."""
+        """Returns scores per replica. Raises DriftError if a prefix cache holds results from other weights."""
         replicas = range(self._config.replicas) if self._config.replicas > 1 else (None,)
 
         async def score(adapters: LoadedAdapters) -> list[tuple[Scored, Scored]]:
@@ -169,29 +169,27 @@ class VllmEngine:
         return [anew.logprobs for _, anew in scored]
 
     def sampling(self) -> contextlib.AbstractAsyncContextManager[None]:
-        """Enters as a request that samples. Any number of them run at once."""
+        """Admits a sampling request. Any number may run together."""
         return self._traffic.shared()
 
     def scoring(self) -> contextlib.AbstractAsyncContextManager[None]:
-        """Enters as a request for the logprobs of a prompt. Where vLLM could not do both, it waits for the requests
-        that sample to end, and new ones wait for it."""
+        """Admits a request for prompt logprobs, alone in the server if vLLM cannot mix it with sampling."""
         return self._traffic.alone() if self._scores_alone else self._traffic.shared()
 
     def longest_prompt(self) -> None:
-        """Unknown, because the tokenizer is the server's."""
+        """Returns None, because only the server knows its tokenizer."""
 
     async def occupancy(self) -> EngineLoad | None:
-        """Counts all clients of the server; None while it does not answer, or shows no metrics."""
+        """Returns the load from all clients of the server; None when the server shows no metrics."""
         try:
             load = await self._adapters.control.load() if self._adapters is not None else None
         except EngineError:
             return None
-        args = {name.replace("_", "-"): value for name, value in self._config.args.items()}
-        most = args.get("max-num-seqs")
+        most = arguments.user_args(self._config).get("max-num-seqs")
         return load._replace(room=most * self._config.replicas) if load and isinstance(most, int) else load
 
     async def sleep(self) -> None:
-        """Requests in flight are answered, then the GPU's memory is the learner's; nothing where they share none."""
+        """Waits for requests in flight, then frees GPU memory for the learner; does nothing on separate GPUs."""
         if self._server.sleep_level == 0:
             return
         self._awake.clear()
@@ -201,10 +199,10 @@ class VllmEngine:
             await adapters.control.sleep(self._server.sleep_level)
 
         await self._steer(sleep)
-        self._may_restart.clear()  # a server that dies now comes back when there is memory for it
+        self._may_restart.clear()  # a server that dies during sleep restarts when memory is free again
 
     async def wake(self) -> None:
-        """Answers again; the learner has let go of the memory that it does not hold on to."""
+        """Resumes sampling; the learner has freed its temporary memory."""
         if self._server.sleep_level == 0:
             return
         slept = self._adapters
@@ -212,17 +210,17 @@ class VllmEngine:
         drops_base = self._server.sleep_level == 2
 
         async def wake(adapters: LoadedAdapters) -> None:
-            if adapters is not slept:  # it was started anew meanwhile
+            if adapters is not slept:  # the server was restarted meanwhile
                 return
             await adapters.control.wake(reload_base=drops_base)
-            if drops_base and self._loaded is not None:  # adapters went with the base weights
+            if drops_base and self._loaded is not None:  # adapters are lost together with base weights
                 await adapters.load(*self._loaded)
 
         await self._steer(wake)
         self._awake.set()
 
     async def watch(self) -> NoReturn:
-        """Returns never; raises EngineError once the engine has failed for good."""
+        """Never returns; raises EngineError after a permanent failure."""
         await self._ready.failure()
 
     async def close(self) -> None:
@@ -254,7 +252,7 @@ class VllmEngine:
             async with closing_stream(self._stream(request)) as chunks:
                 async for chunk in chunks:
                     yield chunk
-        except ChatError as error:  # refused before its first chunk
+        except ChatError as error:  # rejected before any chunk
             if error.code != TOO_LONG_CODE or (shorter := await self._chats.bounded(request)) is None:
                 raise
             async with closing_stream(self._stream(shorter)) as chunks:
@@ -286,16 +284,18 @@ class VllmEngine:
 
     @contextlib.asynccontextmanager
     async def _admitted(self, request: Request) -> AsyncIterator[tuple[LoadedAdapters, HttpBackend]]:
-        """The server's adapters and the client of the current one, as soon as the request may begin. Raises ChatError
-        if no such model, or the engine has failed."""
+        """Yields adapters and client once the request may start.
+
+        Raises ChatError for an unknown model or a failed engine.
+        """
         await self._admit(request)
         async with self.scoring() if needs_echo(request) else self.sampling():
-            adapters = await self._admit(request)  # a new server may have come while a prompt was scored
+            adapters = await self._admit(request)  # the server may have been replaced during a wait
             with adapters.lease() as backend:
                 yield adapters, backend
 
     async def _admit(self, request: Request) -> LoadedAdapters:
-        """Returns the server's adapters as soon as it answers. Raises ChatError if it has no such model, or failed."""
+        """Waits until the server answers. Raises ChatError for an unknown model or a failed engine."""
         if request.model != self.endpoint.model:
             raise ChatError(404, f"the model {request.model!r} does not exist", param="model", code="model_not_found")
         try:
@@ -309,7 +309,7 @@ class VllmEngine:
 
     @contextlib.asynccontextmanager
     async def _failures(self, adapters: LoadedAdapters) -> AsyncIterator[None]:
-        """Holds back a failure until it is known whether the server died, so that the next try waits for a new one."""
+        """Delays an error to see whether the server died, so a retry waits for the new server."""
         try:
             yield
         except ChatError as error:
@@ -322,7 +322,7 @@ class VllmEngine:
     # --- the server ---------------------------------------------------------------------------------------------------
 
     async def _bring_up(self) -> None:
-        """Returns when a new server answers and has loaded the current adapter."""
+        """Starts a server and loads the current adapter into it."""
         await self._server.start()
         adapters = LoadedAdapters(
             self._server.control,
@@ -337,8 +337,7 @@ class VllmEngine:
         self._ready.set()
 
     def _prefix(self) -> str:
-        """Returns the beginning of the adapters' names. The random part keeps apart those that others, an earlier run
-        of this name, or a connection that was lost, left in a running server."""
+        """Returns the prefix of adapter names. In a running server, a random part avoids leftover names."""
         return self._name if isinstance(self._server, OwnServer) else f"{self._name}-{secrets.token_hex(4)}"
 
     def make_backend(self, name: str, step: int) -> HttpBackend:
@@ -346,13 +345,14 @@ class VllmEngine:
         return HttpBackend(url, self._server.key, name, step=step, timeout_s=self._config.timeout_s)
 
     async def _watch_server(self) -> None:
-        """Starts the server anew when it ends, a few times."""
+        """Restarts the server after its death, up to MAX_RESTARTS times."""
         try:
             for number in range(MAX_RESTARTS + 1):
                 reason = await self._server.ended()
                 self._ready.clear()
                 message = f"vllm: the server ended ({reason}); {self._server.last_lines()}"
-                await self._clear_away()
+                await self._adapters_or_fail().close(unload=False)
+                await self._server.stop()
                 if number == MAX_RESTARTS:
                     raise EngineError(message)
                 for line in (*message.splitlines(), "it is started once more"):
@@ -360,18 +360,15 @@ class VllmEngine:
                 await self._may_restart.wait()
                 await self._bring_up()
                 log.warning("vllm: the server answers again")
-        except (
-            Exception
-        ) as error:  # the boundary of this task, because those who wait for the server must get the error
+        except Exception as error:  # the boundary of this task: everybody waiting for the server must get the error
             self._ready.fail(str(error) if isinstance(error, EngineError) else f"vllm: {type(error).__name__}: {error}")
 
-    async def _clear_away(self) -> None:
-        assert self._adapters is not None
-        await self._adapters.close(unload=False)
-        await self._server.stop()
+    def _adapters_or_fail(self) -> LoadedAdapters:
+        assert self._adapters is not None, "ready without a server"
+        return self._adapters
 
     async def _steer(self, work: Callable[[LoadedAdapters], Awaitable[Result]]) -> Result:
-        """Returns the result of `work`, done again when the server ends in the middle of it and a new one answers."""
+        """Returns the result of `work`, repeated if the server died meanwhile and a new server answers."""
         async with self._steering:
             for _ in range(MAX_RESTARTS + 1):
                 adapters = await self.ready_adapters()
@@ -388,10 +385,9 @@ class VllmEngine:
         return self._adapters is not adapters or not self._ready.is_set
 
     async def ready_adapters(self) -> LoadedAdapters:
-        """Returns those of the server that answers now. Raises EngineError if none will any more."""
+        """Waits for a server and returns its adapters. Raises EngineError after a permanent failure."""
         await self._ready.wait()
-        assert self._adapters is not None, "ready without a server"
-        return self._adapters
+        return self._adapters_or_fail()
 
     def _check_cache(self, cached: Scored, anew: Scored) -> None:
         common = cached.next.keys() & anew.next.keys()
@@ -405,7 +401,7 @@ class VllmEngine:
 
 
 async def until(is_so: Callable[[], bool], timeout_s: float, otherwise: str) -> None:
-    """Returns when `is_so()`. Raises EngineError with the words `otherwise` when it is not so in time."""
+    """Waits until `is_so()` is true. Raises EngineError with the text `otherwise` on timeout."""
     deadline = asyncio.get_running_loop().time() + timeout_s
     while not is_so():
         if asyncio.get_running_loop().time() > deadline:
@@ -414,7 +410,7 @@ async def until(is_so: Callable[[], bool], timeout_s: float, otherwise: str) -> 
 
 
 def _put_in_openai_words(error: ChatError) -> None:
-    """Gives a refusal OpenAI's type and code. vLLM has the name of a Python class and the status there."""
+    """Gives an error OpenAI's type and code; vLLM has a Python class name and the status there."""
     if error.status >= 500:
         return
     error.type = INVALID_REQUEST
@@ -425,11 +421,11 @@ def _put_in_openai_words(error: ChatError) -> None:
 
 
 def complete_logprobs(request: Request, choice: Choice) -> None:
-    """Completes the two logprobs of our records from the one that vLLM reports, that of its processed logits.
+    """Fills in both logprobs of our records from vLLM's single logprob, computed on processed logits.
 
-    At temperature 0 vLLM reports the raw logprob, and the token was certain. At temperature 1 with nothing cut the two
-    are the same. Otherwise the raw ones stay unknown. With a format, a forced call, a penalty or a bias the logits are
-    changed, which no learner can compute, so the learner uses its own logprobs.
+    At temperature 0, vLLM reports the raw logprob, and the sampled token was certain. At temperature 1 without cuts,
+    both are equal. Otherwise raw logprobs stay unknown. A format, forced call, penalty or bias changes the logits in
+    ways the learner cannot reproduce, so the learner uses its own logprobs.
     """
     sampling = request.sampling
     if choice.raw_logprobs is not None:

@@ -1,9 +1,9 @@
-"""VllmPolicies: several policies beside each other in one vLLM server, an adapter each.
+"""VllmPolicies: several policies in one vLLM server, an adapter each.
 
     VllmPolicies.open(adapter) -> VllmPolicy: scores, replies; close() unloads it
 
-The server is that of a VllmEngine which never loads anything itself: it is started anew once when it ends, and a policy
-loads its adapter again when it is used then. Every load has a new name, so that no prefix cache is stale.
+VllmPolicies is a VllmEngine that never loads. Its server is restarted once if it dies, and policies reload
+their adapters on next use. Every load uses a new name, so prefix caches are never stale.
 """
 
 import asyncio
@@ -12,6 +12,7 @@ import logging
 import math
 import secrets
 from collections.abc import Awaitable, Callable
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -33,7 +34,7 @@ from art_cli.runtime.errors import CheckpointError, EngineError
 log = logging.getLogger(__name__)
 Result = TypeVar("Result")
 
-NOTICE_S = 10.0  # longest time between a failed call and the news that the server ended
+NOTICE_S = 10.0  # longest delay between a failed call and noticing the server's death
 
 
 class VllmPolicies(VllmEngine):
@@ -43,17 +44,17 @@ class VllmPolicies(VllmEngine):
         super().__init__(config, model, name="policy", logs=logs)
         self.max_length, self.timeout_s = model.max_length, config.timeout_s
         self._numbers = itertools.count(1)
-        # Clients sample and score at once all the time, and a server at an address may have no GPU.
+        # Clients sample and score concurrently all the time, and the GPU of a server at an address is unknown.
         self._scores_alone = not (isinstance(self._server, OwnServer) and self._server.has_gpu)
-        self.policies: set[VllmPolicy] = set()  # those that are open
+        self.policies: set[VllmPolicy] = set()  # open policies
         self.proof = WeightProof()
-        self._own = secrets.token_hex(4)  # keeps apart what others, or an earlier run, left in a running server
+        self._own = secrets.token_hex(4)  # distinguishes our names from leftovers in a running server
 
     async def open(self, adapter: Path | None, probe: Probe) -> "VllmPolicy":
-        """Returns the policy of an adapter's directory, which stays there while it is open, or of the base model.
+        """Returns the policy for an adapter directory, which must exist until `close`, or for the base model.
 
-        Raises CheckpointError if there is no adapter there; DriftError if the server has other weights; EngineError if
-        it refuses the adapter, or is gone for good.
+        Raises CheckpointError without an adapter; DriftError if the server has different weights; EngineError if
+        the server rejects the adapter or is permanently gone.
         """
         if adapter is not None and (missing := [name for name in FILES if not (adapter / name).is_file()]):
             raise CheckpointError(f"{adapter}: no {missing[0]}: not a LoRA adapter")
@@ -62,7 +63,7 @@ class VllmPolicies(VllmEngine):
         return policy
 
     async def close(self) -> None:
-        """Ends an own server. A running one is left as it was found."""
+        """Stops an own server. A running server is restored to its original state."""
         for policy in list(self.policies):
             await policy.close(unload=not isinstance(self._server, OwnServer))
         await super().close()
@@ -71,7 +72,7 @@ class VllmPolicies(VllmEngine):
         return f"policy-{self._own}@{next(self._numbers):04d}"
 
     async def is_lost(self, adapters: LoadedAdapters) -> bool:
-        """Returns whether the server of a call that failed has ended. A server at an address is never known to."""
+        """Whether the server died during a failed call. Always False for a server at an address."""
         if not self.pid:
             return False
         try:
@@ -82,25 +83,20 @@ class VllmPolicies(VllmEngine):
 
 
 class VllmPolicy:
-    """One adapter in the server, or the base model. It proves its weights in every server that it is loaded into."""
+    """One adapter in the server, or the base model. Its weights are proven after each load into a server."""
 
     def __init__(self, server: VllmPolicies, adapter: Path | None, probe: Probe) -> None:
         self._server, self._adapter, self._probe = server, adapter, probe
-        self._there: LoadedAdapters | None = None  # the server that has it
+        self._there: LoadedAdapters | None = None  # the server with this policy
         self._client: HttpBackend | None = None
         self._loading = asyncio.Lock()
 
     async def score(self, token_ids: list[int]) -> list[float]:
-        """Returns [L - 1] logprobs in nats of each token after the first, at temperature 1, computed without a
-        cache."""
-
-        async def score(client: HttpBackend, adapters: LoadedAdapters) -> list[float]:
-            return await self._score(client, adapters, token_ids)
-
-        return await self.ask(score)
+        """Returns [L - 1] logprobs in nats for every token except the initial one, at temperature 1, uncached."""
+        return await self.ask(partial(self._score, token_ids=token_ids))
 
     async def reply(self, request: Request) -> Reply:
-        """Samples of a prompt of token ids, with the policy's own logprobs of every token (`raw_logprobs`)."""
+        """Samples a reply to token ids, including every token's logprob under the policy (`raw_logprobs`)."""
         assert isinstance(request.prompt, list), "clients' prompts are token ids"
         asked = self._bounded(request, request.prompt)
 
@@ -117,7 +113,7 @@ class VllmPolicy:
         return found
 
     async def close(self, *, unload: bool = True) -> None:
-        """Unloads it. A server that is gone has unloaded it already."""
+        """Unloads the policy, unless its server is already gone."""
         self._server.policies.discard(self)
         there, self._there = self._there, None
         client, self._client = self._client, None
@@ -131,7 +127,7 @@ class VllmPolicy:
                 log.info("%s was not unloaded: %s", client.model, error)
 
     async def ask(self, work: Callable[[HttpBackend, LoadedAdapters], Awaitable[Result]]) -> Result:
-        """Returns the result of `work`, done again if the server ended in the middle of it and a new one answers.
+        """Returns the result of `work`, repeated if the server died meanwhile and a new server answers.
 
         Raises EngineError or ChatError.
         """
@@ -146,7 +142,7 @@ class VllmPolicy:
         raise AssertionError("the last round returns or raises")
 
     async def _ready(self, adapters: LoadedAdapters) -> HttpBackend:
-        """Returns the client of this policy in that server, which has it loaded then."""
+        """Returns this policy's client in the given server, loading the adapter if necessary."""
         async with self._loading:
             if self._client is None or self._there is not adapters:
                 if self._client is not None:
@@ -176,12 +172,12 @@ class VllmPolicy:
         return name
 
     async def _score_choice(self, prompt: list[int], choice: Choice) -> None:
-        """Adds the policy's own logprobs, which vLLM does not report at other temperatures or with cuts."""
+        """Adds the policy's own logprobs, which vLLM omits at other temperatures or with cuts."""
         scores = await self.score([*prompt, *choice.token_ids])
         choice.raw_logprobs = scores[len(prompt) - 1 :]
 
     def _bounded(self, request: Request, prompt: list[int]) -> Request:
-        """Returns the request, bounded so that its reply can be scored within the context: scoring samples a token."""
+        """Limits the reply so that it can be scored within the context, because scoring samples a token."""
         sampling, room = request.sampling, self._server.max_length - len(prompt)
         if sampling.temperature not in (0, 1) or sampling.top_p < 1 or sampling.top_k:
             room -= 1
@@ -192,11 +188,11 @@ class VllmPolicy:
 
 
 async def _nothing(client: HttpBackend, adapters: LoadedAdapters) -> None:
-    """Only makes the policy ready."""
+    """Makes the policy ready without using it."""
 
 
 def _check(reply: Reply) -> None:
-    """Raises EngineError for a reply whose tokens and logprobs do not belong together."""
+    """Raises EngineError if tokens and logprobs do not match."""
     for choice in reply.choices:
         logprobs = choice.raw_logprobs or []
         if len(logprobs) != len(choice.token_ids) or not all(map(math.isfinite, logprobs)):

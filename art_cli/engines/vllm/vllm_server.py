@@ -1,17 +1,17 @@
-"""A vLLM server that answers: OwnServer starts one and sees it die, RunningServer finds one at an address.
+"""A vLLM server: OwnServer starts a server and watches it, RunningServer connects to one at an address.
 
 start()     returns when the server answers
-control     steers it; a new object after every start
-base_name   the base model's name there
-verbatim    how requests keep the arguments of earlier calls as they were written
-ended()     returns why the server can no longer be used, as soon as it cannot
-stop()      ends an own server; a running one is left as it is
+control     control calls; a new object after every start
+base_name   the served name of the base model
+verbatim    preserves the arguments of earlier calls in requests
+ended()     returns why the server has become unusable, as soon as this happens
+stop()      stops an own server; leaves a running server unchanged
 
-vLLM parses the arguments of earlier tool calls, and most chat templates write them again (`arguments | tojson`), with
-Python's spaces. Where the model wrote `{"a":2}`, the prompt of the next turn would not continue the sampled tokens.
-`Verbatim` gives the server the template with one change: arguments that are an object with a certain key are written
-as the text under that key. The key is random, and only `put_into` writes it. `restore_arguments` mends replies:
-vLLM's parsers give the arguments of a call in their own spelling, and the sampled tokens have the model's.
+vLLM parses the arguments of earlier tool calls, and most chat templates reserialize them (`arguments | tojson`) with
+Python's spacing. If the model wrote `{"a":2}`, the next turn's prompt would no longer continue the sampled tokens.
+`Verbatim` gives the server a modified template: arguments that are an object with a random key are replaced by the text
+under this key, and only `put_into` writes the key. `restore_arguments` corrects replies: vLLM's parsers reserialize
+call arguments, but the sampled tokens contain the model's spelling.
 """
 
 import asyncio
@@ -48,13 +48,26 @@ log = logging.getLogger(__name__)
 _WRITTEN = re.compile(r"(?<![\w.\]])((?:\w+(?:\.|\[['\"]))*arguments(?:['\"]\])?)\s*\|\s*tojson(?:\([^()]*\))?")
 _TAKEN_APART = re.compile(r"arguments(?:['\"]\])?\s*(?:\|\s*(?:items|dictsort)|\.items)")
 
+MAX_PORTS = 3  # ports tried when other processes take them in the meantime
+POLL_S = 0.25  # time between health checks during startup
+HEALTH_EVERY_S = 1.0
+HEALTH_TIMEOUT_S = 10.0
+HANG_S = 120.0  # a server silent for this long is considered hung; long prefills on a CPU take seconds
+PROMPT = [1, 2, 3, 4]  # arbitrary tokens
+SAME = 1e-6  # nats; a smaller logprob difference counts as equal
+TERM_GRACE_S = 10.0  # time for vLLM to free a GPU, which takes a few seconds
+TAIL_LINES = 15
+MAX_LOG_BYTES = 2**20  # the end of the log that is searched for an error
+# With any of these in engine.env, the server has a separate model cache.
+HUB_VARIABLES = frozenset({"HF_HOME", "HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE"})
+
 
 class Verbatim:
-    """Example: of "{{ call.arguments | tojson }}" the server's template is
+    """Example: for "{{ call.arguments | tojson }}" the server gets
     "{{ (call.arguments['1f3c'] if '1f3c' in call.arguments else call.arguments | tojson) }}"."""
 
     def __init__(self, template: str | None) -> None:
-        """`template` is the model's, or None if it is unknown, and requests stay as they are."""
+        """`template` is the model's chat template. Without it, requests are left unchanged."""
         self._key = secrets.token_hex(12)
         choice = rf"(\1['{self._key}'] if '{self._key}' in \1 else \g<0>)"
         self.template = None if template is None else _WRITTEN.sub(choice, template)
@@ -64,8 +77,8 @@ class Verbatim:
     def put_into(self, request: Request) -> Request:
         """Returns the request with the arguments of earlier calls under the key.
 
-        A template that in some case takes arguments apart, as Llama 3.1's does for built-in tools, does so only where
-        a client sets its variables; such a request stays as it is.
+        Some templates also take arguments apart, as Llama 3.1's does for built-in tools, but only when a client sets
+        template variables. Such requests are left unchanged.
         """
         if not self._is_changed or not request.messages or (self._takes_apart and request.template_kwargs):
             return request
@@ -91,7 +104,7 @@ def _is_object(text: str) -> bool:
 
 
 def restore_arguments(choice: Choice) -> None:
-    """Writes the arguments of the choice's calls as they stand in its tokens, where the same values stand there."""
+    """Replaces call arguments by the equivalent sampled text."""
     calls = (choice.message or {}).get("tool_calls") or []
     text, offset = "".join(choice.tokens) if calls else "", 0
     for call in calls:
@@ -102,7 +115,7 @@ def restore_arguments(choice: Choice) -> None:
 
 
 def _find_object(text: str, offset: int, arguments: str) -> tuple[str | None, int]:
-    """Returns the first JSON object from `offset` on that has the same value as `arguments`, and where it ends."""
+    """Returns the earliest JSON object after `offset` equal to `arguments`, and where the search continues."""
     decoder = json.JSONDecoder()
     start = text.find("{", offset)
     while start >= 0:
@@ -116,25 +129,11 @@ def _find_object(text: str, offset: int, arguments: str) -> tuple[str | None, in
     return None, offset
 
 
-MAX_PORTS = 3  # ports tried when other processes are quicker to take them
-POLL_S = 0.25  # time between health checks while it starts
-HEALTH_EVERY_S = 1.0
-HEALTH_TIMEOUT_S = 10.0
-HANG_S = 120.0  # a server without an answer for this long hangs; long prefills on a CPU take seconds
-PROMPT = [1, 2, 3, 4]  # any tokens do
-SAME = 1e-6  # nats; logprobs that differ by less are the same
-TERM_GRACE_S = 10.0  # time that vLLM has to free a GPU, which takes a few seconds
-TAIL_LINES = 15
-MAX_LOG_BYTES = 2**20  # largest part of the log, its end, in which the cause of a failure is looked for
-# With one of these in engine.env the server has a cache of its own.
-HUB_VARIABLES = frozenset({"HF_HOME", "HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE"})
-
-
 class OwnServer:
-    """A child process of this one. Its port and key are new at every start."""
+    """A vLLM server in a child process. Every start uses a new port and key."""
 
     def __init__(self, config: VllmEngineConfig, model: PolicySpec, *, name: str, log: Path) -> None:
-        """Raises EngineError for no such Python, or a setting that this machine cannot have."""
+        """Raises EngineError if the Python is missing or this machine does not support a setting."""
         self.base_name = f"{name}@base"
         self.log = log
         self.has_gpu = arguments.has_gpu({**child_environment(), **config.env})
@@ -147,16 +146,16 @@ class OwnServer:
         self._config, self._model = config, model
         self.verbatim = Verbatim(model.chat_template)
         self._child: ChildProcess | None = None
-        self._sockets: Scratch | None = None  # where the server's own processes talk to each other
-        self._is_up = False  # True once it has answered
-        self._share = MAX_SHARE  # of a GPU
-        self._log_start = 0  # where this server's part of the log begins
-        self.pid = 0  # process id of the server itself; 0: not started
+        self._sockets: Scratch | None = None  # for sockets between the server's processes
+        self._is_up = False
+        self._share = MAX_SHARE  # GPU memory share
+        self._log_start = 0  # offset of the current server's output in the log
+        self.pid = 0  # process id of the server itself; 0 before start
 
     async def start(self) -> None:
-        """Returns when it answers. Raises EngineError with the log's last lines: it ended, or was silent too long."""
+        """Returns when the server answers. Raises EngineError with the end of the log if it died or stayed silent."""
         if not HUB_VARIABLES & self._config.env.keys():
-            await threads.call_in_thread(_fetch, self._model.base)  # engine.start_timeout_s includes no download
+            await threads.call_in_thread(_fetch, self._model.base)  # engine.start_timeout_s excludes downloads
         if self.has_gpu and arguments.own_share(self._config) is None:
             self._share = await asyncio.to_thread(self._free_share)
         log.info("vllm: starting %s for %s; its log: %s", self._python, self._model.base, self.log)
@@ -166,7 +165,7 @@ class OwnServer:
         raise EngineError(f"vllm: {MAX_PORTS} ports in a row were taken by others while it started; see {self.log}")
 
     def _free_share(self) -> float:
-        """Returns the share of a GPU that vLLM may take: what the learner leaves, where both use it."""
+        """Returns vLLM's GPU memory share: all that the learner leaves if both use the same GPU."""
         config, model = self._config, self._model
         if not arguments.shares_gpu(config, model.learner_device, model.learner_gpus, os.environ):
             return MAX_SHARE
@@ -179,7 +178,7 @@ class OwnServer:
         return found
 
     async def _start_at(self, port: int) -> bool:
-        """Returns whether the server answers; False where another process has that port."""
+        """Returns False if another process has taken the port."""
         self._is_up = False
         self.key = secrets.token_urlsafe(32)
         self.control = Control(f"http://127.0.0.1:{port}", self.key)
@@ -187,7 +186,7 @@ class OwnServer:
             self._child = await self._start_child(port)
             self.pid = await self._child.program_pid()
             if await self._until_healthy():
-                with contextlib.suppress(Refused):  # another process's server, which does not know our key
+                with contextlib.suppress(Refused):  # another process's server does not know our key
                     if self.base_name in await self.control.models():
                         self._is_up = True
                         return True
@@ -233,7 +232,7 @@ class OwnServer:
         )
 
     async def _until_healthy(self) -> bool:
-        """Returns whether a server answers; False if ours ended because another process took the port."""
+        """Returns True when a server answers; False if ours died because another process took the port."""
         assert self._child is not None
         ended = asyncio.ensure_future(self._child.wait())
         try:
@@ -271,9 +270,9 @@ class OwnServer:
             hung.cancel()
 
     def last_lines(self) -> str:
-        """Returns the cause that the log names, or the log's last lines if it names none.
+        """Returns the cause found in the log, or else the log's last lines.
 
-        Once the server is up, its API server's errors may be those of requests.
+        Once the server is up, its API server may log errors caused by requests; these are ignored.
         """
         with contextlib.suppress(OSError), self.log.open("rb") as file:
             file.seek(max(self._log_start, file.seek(0, os.SEEK_END) - MAX_LOG_BYTES))
@@ -289,12 +288,12 @@ class OwnServer:
         if self._child is not None:
             await self.control.close()
             await self._child.stop()
-        if self._sockets is not None:  # a server that is killed leaves its sockets behind
+        if self._sockets is not None:  # a killed server leaves its sockets behind
             self._sockets.close()
 
 
 class RunningServer:
-    """A server that the user runs at `engine.base_url`, on a machine that sees the run's files under the same paths."""
+    """A server that the user runs at `engine.base_url`, on a machine with the run's files under the same paths."""
 
     pid = 0
     sleep_level = 0
@@ -303,11 +302,11 @@ class RunningServer:
         self._key_variable = config.api_key_env
         self.key = os.environ.get(config.api_key_env, "")
         self.control = Control(url.rstrip("/").removesuffix("/v1"), self.key)
-        self.verbatim = Verbatim(None)  # its template is the user's
+        self.verbatim = Verbatim(None)  # the template belongs to the user
         self.base_name = ""
 
     async def start(self) -> None:
-        """Raises EngineError if it does not answer, refuses the key, or reports logprobs of another distribution."""
+        """Raises EngineError if the server is silent, rejects the key or reports raw logprobs."""
         try:
             self.base_name = (await self.control.models())[0]
             await self._check_logprobs()
@@ -319,10 +318,9 @@ class RunningServer:
             raise
 
     async def _check_logprobs(self) -> None:
-        """Raises EngineError if the server reports raw logprobs, which do not change with the temperature.
+        """Raises EngineError if logprobs do not change with temperature, because raw logprobs are reported.
 
-        Those of the distribution sampled from do. Only tokens that both replies list are compared, because each also
-        lists the token that it happened to sample.
+        Only tokens listed in both replies are compared, because each reply also lists its randomly sampled token.
         """
         warm, hot = [
             await self.control.score(self.base_name, PROMPT, is_cached=True, temperature=temperature, timeout_s=60.0)
@@ -335,7 +333,7 @@ class RunningServer:
             )
 
     async def ended(self) -> str:
-        """Never returns, because the user watches the server. Requests fail while it is away."""
+        """Never returns, because the user watches the server. Requests fail during an outage."""
         await asyncio.Event().wait()
         raise AssertionError("the event was set")
 
@@ -347,7 +345,7 @@ class RunningServer:
 
 
 def _fetch(base: str) -> None:
-    """Fetches a hub's model where it is not there yet. A failure is left to the server, which reports its own."""
+    """Downloads a hub model if it is not cached. Failures are left to the server, which reports its own error."""
     try:
         find_files(base)
     except UsageError as error:
@@ -355,7 +353,7 @@ def _fetch(base: str) -> None:
 
 
 async def _unhealthy(control: Control) -> str:
-    """Returns why a server can no longer be used, as soon as it reports that or gives no answer for HANG_S."""
+    """Returns why a server is unusable, once it reports so or has been silent for HANG_S."""
     loop = asyncio.get_running_loop()
     answered = loop.time()
     while loop.time() - answered < HANG_S:
@@ -364,7 +362,7 @@ async def _unhealthy(control: Control) -> str:
                 return "its engine core died"
             answered = loop.time()
         except Unreachable:
-            pass  # it may answer again before HANG_S have passed
+            pass  # it may answer again within HANG_S
         except Refused as refusal:
             return f"its health check failed: {refusal}"
         await asyncio.sleep(HEALTH_EVERY_S)
@@ -372,7 +370,7 @@ async def _unhealthy(control: Control) -> str:
 
 
 def free_port() -> int:
-    """Returns a free port of the loopback interface, which another process may be quicker to take."""
+    """Returns a free loopback port. Another process may take it in the meantime."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         port: int = listener.getsockname()[1]

@@ -27,8 +27,8 @@ from art_cli.learners.packs.tree_attention import Tree, attend, padded, tree_att
 from art_cli.learners.samples import Ints, Sample
 from art_cli.models.decoder.layers import known_layers
 from art_cli.models.decoder.maths import is_shape_costly
-from art_cli.models.loading import Weights, count_parameters
 from art_cli.models.run_memory import GPU_TOKENS
+from art_cli.models.weights import Weights, count_parameters
 from art_cli.runtime import openmp
 from art_cli.runtime.errors import LearnerError
 

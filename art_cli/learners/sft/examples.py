@@ -35,7 +35,7 @@ from art_cli.learners.samples import (
     trajectory_samples,
 )
 from art_cli.learners.sft.transcripts import Transcript, is_learned
-from art_cli.models.loading import stop_ids
+from art_cli.models.tokenizer import stop_ids
 from art_cli.rollouts.scenario_files import is_held_out
 from art_cli.runs.durable import read_lines
 from art_cli.runs.trajectory import EQUAL_REWARDS, ScoredTrajectory, Trajectory, Turn
@@ -94,7 +94,7 @@ def demo_samples(
 
     A message is rendered as it will be sampled. The prompt is the conversation before it with the template's generation
     prompt. The reply is what the template then adds for the message, up to the first of `stops`, where the engine ends
-    a reply (models/loading.py; those of the tokenizer if not given). A message whose prompt continues the previous
+    a reply (models/tokenizer.py; those of the tokenizer if not given). A message whose prompt continues the previous
     sample joins that sample. A template may render old messages differently (some drop old reasoning); the message
     then starts another sample.
 

@@ -9,7 +9,9 @@ from art_cli.learners.packs.logprob_reader import Reader, divided
 from art_cli.learners.packs.pack_runner import PackRunner
 from art_cli.learners.samples import Floats, Sample
 from art_cli.learners.teachers.teacher_server import check_vocabulary
-from art_cli.models.loading import Weights, load_weights, on_base
+from art_cli.models.adapters import on_base
+from art_cli.models.loading import load_weights
+from art_cli.models.weights import Weights
 from art_cli.runs import run_checkpoints
 from art_cli.runtime.errors import LearnerError, UsageError
 

@@ -25,7 +25,8 @@ from art_cli.learners.packs.packing_check import PackingCheck
 from art_cli.learners.packs.ranks import Ranks
 from art_cli.learners.probe import measure_probe
 from art_cli.learners.samples import Floats, Sample, bare_sample
-from art_cli.models.loading import Weights, clone_trainable, load_checkpoint, save_weights
+from art_cli.models.saved_weights import load_checkpoint, save_weights
+from art_cli.models.weights import Weights, clone_trainable
 from art_cli.runs.manifest import Probe
 from art_cli.runtime.allocator import is_out_of_memory
 from art_cli.runtime.errors import LearnerError, OutOfMemory

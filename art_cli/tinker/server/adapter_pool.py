@@ -18,7 +18,9 @@ from art_cli.learners.optimizer import Adam
 from art_cli.learners.processes.group_ranks import GroupRanks, device_of, join
 from art_cli.learners.processes.remote_calls import RemoteMethod, remote_methods
 from art_cli.learners.processes.workers import Workers
-from art_cli.models.loading import Weights, clone_trainable, load_weights, with_adapter
+from art_cli.models.adapters import with_adapter
+from art_cli.models.loading import load_weights
+from art_cli.models.weights import Weights, clone_trainable
 from art_cli.runtime.scratch import scratch
 from art_cli.tinker.server.adapter_learner import AdapterLearner
 

@@ -12,8 +12,9 @@ from art_cli.chat.chat_errors import invalid
 from art_cli.config.schema import LoraConfig
 from art_cli.learners.optimizer import Adam
 from art_cli.learners.probe import measure_probe
-from art_cli.models import loading
-from art_cli.models.loading import Weights
+from art_cli.models.adapters import on_base, with_adapter
+from art_cli.models.saved_weights import load_checkpoint
+from art_cli.models.weights import Weights, clone_trainable, token_logprobs
 from art_cli.runs.manifest import Probe
 from art_cli.tinker.server.adapter_learner import AdapterLearner, Passed
 from art_cli.tinker.server.adapter_pool import AdapterReplicas
@@ -89,7 +90,7 @@ class Base:
     def probe(self) -> Probe:
         """Returns the probe of the base alone, whose text all policies are proven on. The first call computes."""
         if self._probe is None:
-            own = measure_probe(self.weights, partial(loading.token_logprobs, self.weights))
+            own = measure_probe(self.weights, partial(token_logprobs, self.weights))
             self._probe = msgspec.structs.replace(own, base=own.logprobs, base_rounded=own.rounded)
         return self._probe
 
@@ -128,16 +129,16 @@ class Base:
         """Returns a learner of a fresh adapter, or of a copy of all weights."""
         if self.replicas is not None:
             return self.replicas.new_adapter(lora, seed, self.policy)
-        own = loading.clone_trainable(self.weights) if lora is None else loading.with_adapter(self.weights, lora, seed)
+        own = clone_trainable(self.weights) if lora is None else with_adapter(self.weights, lora, seed)
         return AdapterLearner(own, self._learner)
 
     def policy(self, adapter: Path | None) -> Weights:
         """Returns the base with a saved adapter, or without one."""
         if self.is_whole and adapter is not None:
-            weights = loading.clone_trainable(self.weights)
-            loading.load_checkpoint(weights, adapter)
+            weights = clone_trainable(self.weights)
+            load_checkpoint(weights, adapter)
             return weights
-        return loading.on_base(self.weights, adapter)
+        return on_base(self.weights, adapter)
 
     def _targets(self, parts: Parts) -> str | list[str]:
         if parts.attention and parts.mlp:

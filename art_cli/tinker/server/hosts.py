@@ -22,9 +22,8 @@ from art_cli.engines import Engine, make_engine
 from art_cli.engines.proof import WeightProof
 from art_cli.engines.vllm.vllm_policies import VllmPolicies
 from art_cli.learners.probe import measure_probe
-from art_cli.models import loading
-from art_cli.models.loading import Weights
 from art_cli.models.policy_spec import PolicySpec, spec_of
+from art_cli.models.weights import Weights, token_logprobs
 from art_cli.runs.manifest import Probe, verify_checkpoint
 from art_cli.runtime.scratch import make_directory
 from art_cli.runtime.threads import call_in_thread
@@ -160,7 +159,7 @@ class VllmHost:
         if adapter is None:
             return self._base.probe()
         weights = _load(self._base, adapter)
-        return measure_probe(weights, partial(loading.token_logprobs, weights), self._base.probe())
+        return measure_probe(weights, partial(token_logprobs, weights), self._base.probe())
 
     def copy(self, key: str, learner: ClientLearner) -> SampledPolicy:
         directory = self._copies / str(next(self._numbers))

@@ -22,7 +22,7 @@ from art_cli.config.schema import (
 )
 from art_cli.learners import LearnerSetup
 from art_cli.learners.torch_learner import TorchLearner
-from art_cli.models.loading import Weights
+from art_cli.models.weights import Weights
 from art_cli.runs.trajectory import ScoredTrajectory, Turn, sequence
 from tests.support.records.trees import logprobs_of, sampled, scored, turn, turn_trees
 

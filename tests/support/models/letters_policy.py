@@ -6,7 +6,9 @@ from pathlib import Path
 import torch
 
 from art_cli.config.schema import LoraConfig, ModelConfig
-from art_cli.models.loading import Weights, load_checkpoint, load_weights, save_weights
+from art_cli.models.loading import load_weights
+from art_cli.models.saved_weights import load_checkpoint, save_weights
+from art_cli.models.weights import Weights
 from tests.support.paths import LETTERS
 
 

@@ -5,7 +5,7 @@ from typing import Any
 from pydantic import TypeAdapter
 
 from art_cli.config.schema import LossConfig
-from art_cli.models.loading import Weights
+from art_cli.models.weights import Weights
 from art_cli.runs.trajectory import ScoredTrajectory
 from tests.support.records.trees import sampled, scored, turn
 

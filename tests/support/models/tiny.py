@@ -11,7 +11,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from art_cli.models.builtin_models import MARKERS, SPECIAL, chat_template
-from art_cli.models.loading import Weights
+from art_cli.models.weights import Weights
 
 CHAT_TEMPLATE = chat_template()
 

@@ -18,7 +18,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 def main(base: str, dtype: str, quantize: str | None) -> dict[str, Any]:
     from art_cli.config.schema import GrpoConfig, ModelConfig, TrainConfig, UnslothLearnerConfig
     from art_cli.learners import LearnerSetup, unsloth
-    from art_cli.models.loading import load_weights, token_logprobs
+    from art_cli.models.loading import load_weights
+    from art_cli.models.weights import token_logprobs
 
     settings = {"base": base, "dtype": dtype, "quantize": quantize, "lora": {"rank": 4, "alpha": 8}}
     config = ModelConfig.model_validate(settings)

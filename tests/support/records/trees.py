@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from art_cli.learners.samples import Credit, Sample, token_weights, trajectory_samples
-from art_cli.models.loading import Weights
+from art_cli.models.weights import Weights
 from art_cli.runs.trajectory import ScoredTrajectory, Trajectory, Turn, score_trajectory, sequence
 
 

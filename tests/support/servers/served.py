@@ -13,7 +13,7 @@ import torch
 
 from art_cli.chat.requests import Request, Sampling
 from art_cli.engines import Endpoint
-from art_cli.models.loading import save_weights
+from art_cli.models.saved_weights import save_weights
 from art_cli.runs.durable import write_lines
 from art_cli.runs.manifest import Manifest, new_checkpoint
 from art_cli.runs.run_dir import RunDir

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from art_cli.models.loading import Weights
+from art_cli.models.weights import Weights
 from tests.support.records.trees import logprobs_of
 
 

@@ -35,8 +35,9 @@ from transformers import AutoModelForCausalLM
 from transformers.integrations.bitsandbytes import replace_with_bnb_linear
 
 from art_cli.config.schema import LoraConfig
-from art_cli.models.loading import Weights, add_adapter
+from art_cli.models.adapters import add_adapter
 from art_cli.models.precision import quantization_settings
+from art_cli.models.weights import Weights
 from tests.support.models.tiny import tiny_tokenizer
 
 NAME = "gpux"

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from art_cli.models.decoder.forward import read_layer, read_norm, read_projection, rotary
 from art_cli.models.decoder.maths import Norm, rotate
-from art_cli.models.loading import Weights
+from art_cli.models.weights import Weights
 
 
 class _Row:

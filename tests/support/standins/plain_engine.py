@@ -12,7 +12,8 @@ import torch
 from art_cli.chat.replies import Choice, Reply
 from art_cli.chat.requests import Request
 from art_cli.engines import Endpoint, EngineSetup
-from art_cli.models.loading import load_checkpoint, token_logprobs
+from art_cli.models.saved_weights import load_checkpoint
+from art_cli.models.weights import token_logprobs
 
 
 class PlainEngine:

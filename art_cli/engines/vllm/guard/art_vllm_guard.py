@@ -1,7 +1,7 @@
-"""KeyGuard: asks for the key on the routes of a vLLM server that vLLM leaves open, such as /sleep and /collective_rpc.
+"""KeyGuard: requires the API key on server routes that vLLM leaves open, such as /sleep and /collective_rpc.
 
-vLLM itself asks on /v1 and a few more prefixes only. `--middleware` loads this class inside the server, whose Python
-has nothing of this package. So this file stands alone in its directory, which is put on the server's path.
+vLLM itself checks the key only on /v1 and a few more prefixes. `--middleware` loads this class inside the server, whose
+Python does not have this package. So this file is alone in its directory, which is added to the server's path.
 """
 
 import hmac
@@ -9,11 +9,11 @@ import os
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-OPEN = ("/health", "/metrics")  # they only report
+OPEN = ("/health", "/metrics")  # read-only
 
 
 class KeyGuard:
-    """ASGI middleware. The key is the server's own, VLLM_API_KEY."""
+    """ASGI middleware. The key is the server's VLLM_API_KEY."""
 
     def __init__(self, app: Callable[..., Awaitable[None]]) -> None:
         self._app = app
