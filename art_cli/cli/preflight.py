@@ -44,7 +44,7 @@ from art_cli.loop.owed_groups import plan_groups
 from art_cli.loop.policy_sampler import open_sampler
 from art_cli.loop.record import find_clash
 from art_cli.models.base_source import find_base
-from art_cli.models.device_memory import memory_there
+from art_cli.models.device import memory_there
 from art_cli.models.model_shape import read_shape
 from art_cli.models.policy_spec import PolicySpec, read_spec, spec_of
 from art_cli.models.tokenizer import load_tokenizer, template_cure

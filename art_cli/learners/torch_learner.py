@@ -44,7 +44,7 @@ from art_cli.learners.step.policy_step import Pass, take_step
 from art_cli.learners.step.step_samples import PlannedStep
 from art_cli.learners.step.step_statistics import StepStatistics
 from art_cli.learners.step.training_record import StepRecord
-from art_cli.models.device_memory import forget_peak, peak
+from art_cli.models.device import forget_peak, peak
 from art_cli.models.saved_weights import load_checkpoint, save_weights
 from art_cli.models.weights import Weights
 from art_cli.runs.durable import write_lines

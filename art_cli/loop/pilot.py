@@ -18,7 +18,7 @@ from art_cli.learners.step.policy_step import Pass
 from art_cli.learners.step.step_samples import plan_step
 from art_cli.learners.step.step_statistics import StepStatistics
 from art_cli.loop import trial_update
-from art_cli.models.device_memory import memory_there
+from art_cli.models.device import memory_there
 from art_cli.runs.promise import NORMAL_80, MemoryNeed, NoiseScale, Pilot
 from art_cli.runs.trajectory import ScoredTrajectory
 from art_cli.runtime.errors import LearnerError, OutOfMemory

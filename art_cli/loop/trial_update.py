@@ -8,7 +8,7 @@ from collections.abc import Collection
 from typing import NamedTuple
 
 from art_cli.learners import Learner, StepMetrics
-from art_cli.models.device_memory import forget_peak, peak
+from art_cli.models.device import forget_peak, peak
 from art_cli.models.weights import Weights, count_parameters
 from art_cli.runs.trajectory import Trajectory, Turn, score_trajectory
 

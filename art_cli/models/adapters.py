@@ -1,8 +1,6 @@
-"""LoRA adapters: puts fresh and saved ones on a base model, and merges them into it."""
+"""LoRA adapters: adds fresh or saved adapters to a base model, and merges them into it."""
 
 import contextlib
-import copy
-import threading
 import warnings
 from collections.abc import Iterator
 from dataclasses import replace
@@ -12,44 +10,41 @@ from typing import Any
 from art_cli.config.schema import LoraConfig
 from art_cli.models.saved_weights import fitting, load_checkpoint
 from art_cli.models.tokenizer import load_tokenizer
-from art_cli.models.weights import Weights
+from art_cli.models.weights import Weights, copy_sharing
 from art_cli.runtime.errors import UsageError, one_line
 
 
 def with_adapter(base: Weights, lora: LoraConfig, seed: int) -> Weights:
-    """A policy made of a bare base model and a fresh adapter, drawn as `load_weights` does; the tensors are shared.
+    """Returns a policy with a fresh adapter on a bare base model, initialized as in `load_weights`; tensors are shared.
 
-    Raises UsageError: a module to adapt that the model does not have.
+    Raises UsageError if the model lacks a module to adapt.
     """
     bare = on_base(base, None)
     return replace(bare, model=add_adapter(bare.model, lora, seed).eval(), has_adapter=True)
 
 
 def on_base(base: Weights, adapter: Path | None) -> Weights:
-    """Returns a policy of a bare base model and a saved adapter, or of the base alone; the base's tensors are shared.
+    """Returns a policy with a saved adapter on a bare base model, or the base alone; the base's tensors are shared.
 
-    adapter_config.json describes the adapter, and the adapter's tokenizer replaces the base's. Any number of
-    policies may share one base without seeing each other. Raises CheckpointError: no LoRA adapter, or another model's.
+    adapter_config.json describes the adapter, and the adapter's tokenizer replaces the base's. Any number of policies
+    may share a base independently. Raises CheckpointError if the adapter is missing or belongs to another model.
     """
     assert not base.has_adapter, "adapters are put on a bare base model"
-    memo = {id(tensor): tensor for tensor in [*base.model.parameters(), *base.model.buffers()]}
-    model = copy.deepcopy(base.model, memo)
+    policy = copy_sharing(base, [*base.model.parameters(), *base.model.buffers()])
     if adapter is None:
-        return replace(base, model=model, version=0, lock=threading.RLock())
-    model = _wrap(model, adapter)
-    tokenizer = base.tokenizer
+        return policy
+    policy.model, policy.has_adapter = _wrap(policy.model, adapter), True
     if (adapter / "tokenizer_config.json").is_file():
         with fitting(adapter / "tokenizer.json"):
-            tokenizer = load_tokenizer(str(adapter))
-    weights = replace(base, model=model, tokenizer=tokenizer, has_adapter=True, version=0, lock=threading.RLock())
-    load_checkpoint(weights, adapter)
-    return weights
+            policy.tokenizer = load_tokenizer(str(adapter))
+    load_checkpoint(policy, adapter)
+    return policy
 
 
 def merge(weights: Weights) -> Weights:
-    """Returns the same policy without an adapter: W + alpha / rank * B A replaces W.
+    """Returns the policy with its adapter merged into the base: W + alpha / rank * B A replaces W.
 
-    `weights` cannot be used afterwards.
+    Do not use `weights` afterwards.
     """
     if not weights.has_adapter:
         return weights
@@ -58,7 +53,7 @@ def merge(weights: Weights) -> Weights:
 
 
 def add_adapter(model: Any, lora: LoraConfig, seed: int) -> Any:
-    """Returns the model with a fresh adapter. Raises UsageError: a module to adapt that it does not have."""
+    """Returns the model with a fresh adapter. Raises UsageError if the model lacks a module to adapt."""
     import peft
     import torch
 
@@ -74,15 +69,15 @@ def add_adapter(model: Any, lora: LoraConfig, seed: int) -> Any:
 
 
 def _wrap(model: Any, adapter: Path) -> Any:
-    """Returns the model with an adapter of the saved one's shape, whose tensors are not loaded yet."""
+    """Returns the model with an adapter shaped like the saved adapter; its tensors are not loaded yet."""
     import peft
     import torch
 
     with fitting(adapter / "adapter_config.json"), torch.random.fork_rng(devices=[]), _deprecations_hidden():
         config: Any = peft.PeftConfig.from_pretrained(str(adapter))
-        config.base_model_name_or_path = None  # the path of the base in training, which may be gone
+        config.base_model_name_or_path = None  # the base's path during training, which may no longer exist
         config.inference_mode = True
-        # The tensors are set afterwards. These settings would compute others first, change the base, or import code.
+        # Tensors are set later. These settings would otherwise compute tensors, change the base or import code.
         config.init_lora_weights, config.loftq_config, config.eva_config, config.corda_config = True, {}, None, None
         config.megatron_config, config.auto_mapping = None, None
         return peft.get_peft_model(model, config).eval()
@@ -90,7 +85,7 @@ def _wrap(model: Any, adapter: Path) -> Any:
 
 @contextlib.contextmanager
 def _deprecations_hidden() -> Iterator[None]:
-    """Hides a warning: peft 0.21 uses a name that transformers 5.23 deprecates. Remove this when it does not."""
+    """Hides a warning: peft 0.21 uses a name deprecated in transformers 5.23. Remove this once peft is fixed."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*is_gradient_checkpointing", category=FutureWarning)
         yield

@@ -1,8 +1,8 @@
-"""The user's cache of converted base models: ~/.cache/art/bases/9f3c..., whose files runs share by hard links.
+"""The user's cache of converted base models: ~/.cache/art/bases/9f3c..., shared by runs through hard links.
 
-Every file is hashed when a run takes it, and again each time the run's base is loaded. A damaged entry is converted
-again. The files are read-only, because a change of their bytes would change the base of every run that has a link. An
-entry may be removed at any time, because a run keeps its own links.
+Every file is hashed when a run takes it, and again each time the run's base is loaded. Damaged entries are converted
+again. The files are read-only, because changing their bytes would change the base for every run with a link. Entries
+may be removed at any time, because runs keep their own links.
 """
 
 import contextlib
@@ -19,21 +19,21 @@ from art_cli.runtime.scratch import user_cache
 
 log = logging.getLogger(__name__)
 
-MAX_BYTES = 16 * 2**30  # the oldest entries are removed above it; a larger base is kept in its run alone
+MAX_BYTES = 16 * 2**30  # above this, the oldest entries are removed; larger bases are not cached
 
 
 def take_or_make(key: str, directory: Path, make: Callable[[Path], None]) -> None:
-    """Fills the empty `directory` with the entry `key`, or with what `make` writes there, which becomes the entry."""
+    """Fills the empty `directory` from the cache entry `key`, or else calls `make` and caches the result."""
     entry = user_cache() / "bases" / key
     if _take(entry, directory):
         return
     make(directory)
-    with contextlib.suppress(OSError):  # a full disk, or another process that keeps the same
+    with contextlib.suppress(OSError):  # a full disk, or another process caching the same base
         _keep(directory, entry)
 
 
 def _take(entry: Path, directory: Path) -> bool:
-    """Returns True if the directory has the files of the entry, which verify. Otherwise the directory is empty."""
+    """Returns True if the directory was filled with verified files. Otherwise the directory stays empty."""
     try:
         _link_all(entry, directory)
         if not (directory / HASHES).is_file():
@@ -52,9 +52,9 @@ def _take(entry: Path, directory: Path) -> bool:
 
 
 def _keep(directory: Path, entry: Path) -> None:
-    """Makes the entry of the directory's files, and removes the oldest other ones above MAX_BYTES."""
+    """Creates the entry from the directory's files, and removes the oldest other entries above MAX_BYTES."""
     left = MAX_BYTES - _size(directory)
-    if left < 0 or entry.exists():  # another process made it meanwhile
+    if left < 0 or entry.exists():  # another process was faster
         return
     with new_directory(entry) as beside:
         _link_all(directory, beside)
@@ -75,7 +75,7 @@ def _link_all(source: Path, directory: Path) -> None:
 def _link(source: str, target: str) -> None:
     try:
         os.link(source, target)
-    except OSError:  # another file system, or one without links
+    except OSError:  # a different file system, or no support for links
         shutil.copyfile(source, target)
 
 

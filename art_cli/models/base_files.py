@@ -1,13 +1,13 @@
-"""Checks that the files of a base model's directory are whole before any library reads them; no torch.
+"""Checks the files in a base model's directory before any library reads them; no torch.
 
-A base that `art` built has hashes.json, so every file is hashed each time the base is loaded. A user's own directory
-has none. There the JSON files, the headers of the weights and the chat template are read, so that an error names the
-damaged file. Pickles are never read.
+Bases built by `art` have hashes.json, so every file is hashed each time the base is loaded. In a user's own directory,
+the JSON files, weight headers and chat template are parsed, so errors name the damaged file. Pickles are never read.
 """
 
 import hashlib
 import json
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -24,14 +24,14 @@ USED_SUFFIXES = (".json", ".jinja", ".model", ".safetensors")
 
 
 def gguf_files(path: Path) -> list[Path]:
-    """Returns the GGUF file that the path is, or those in a directory without config.json; empty if it is neither."""
+    """Returns the GGUF file at this path, or all of them in a directory without config.json."""
     if path.is_dir():
         return [] if (path / "config.json").exists() else sorted(path.glob("*.gguf"))
     return [path] if path.suffix == ".gguf" and path.is_file() else []
 
 
 def gguf_problem(path: Path) -> str | None:
-    """Returns why a GGUF file cannot stand where only directories and hub ids can, or None if there is none."""
+    """Returns an error if the path is a GGUF file, for commands that need a directory or hub id."""
     found = gguf_files(path)
     if not found:
         return None
@@ -42,9 +42,9 @@ def gguf_problem(path: Path) -> str | None:
 
 
 def check_base(directory: Path, named: str | None = None) -> None:
-    """Raises CheckpointError for a damaged file of a base that was built, UsageError for one of any other base.
+    """Raises CheckpointError for a damaged file in a base built by `art`, UsageError in any other base.
 
-    `named` is what the user calls the base, as in "--base 'x'".
+    `named` is the user's name for the base, as in "--base 'x'".
     """
     if os.path.lexists(directory / HASHES):
         try:
@@ -59,7 +59,7 @@ def check_base(directory: Path, named: str | None = None) -> None:
 
 
 def check_files(directory: Path) -> None:
-    """Raises ArtError for the first file whose content cannot be what its name promises."""
+    """Raises ArtError for any file whose content does not match its name."""
     config = read_object(directory / "config.json")
     for name in JSON_FILES:
         if os.path.lexists(directory / name):
@@ -70,12 +70,14 @@ def check_files(directory: Path) -> None:
 
 
 def read_template(path: Path) -> str:
-    """Returns the text of a Jinja chat template, which compiles. Raises DataError: it does not."""
+    """Returns the text of a Jinja chat template. Raises DataError if it cannot be read or does not compile."""
     import jinja2
 
     try:
         text = path.read_text(encoding="utf-8-sig")  # editors on Windows write a byte order mark
-        jinja2.Environment(extensions=["jinja2.ext.loopcontrols"]).compile(_without_markers(text))
+        # transformers' extra tag around assistant text is not Jinja
+        plain = re.sub(r"\{%-? (?:end)?generation -?%\}", "", text)
+        jinja2.Environment(extensions=["jinja2.ext.loopcontrols"]).compile(plain)
     except OSError as error:
         raise DataError(f"cannot be read: {error.strerror or error}", path) from error
     except jinja2.TemplateSyntaxError as error:
@@ -85,17 +87,8 @@ def read_template(path: Path) -> str:
     return text
 
 
-def _without_markers(text: str) -> str:
-    """The template without {% generation %}, the tag that transformers adds to Jinja around an assistant's text."""
-    for marker in ("generation", "endgeneration"):
-        for left in ("{%-", "{%"):
-            for right in ("-%}", "%}"):
-                text = text.replace(f"{left} {marker} {right}", "")
-    return text
-
-
 def _weight_files(directory: Path) -> list[Path]:
-    """Returns the safetensors files that hold the model. Raises DataError: there are none, or the index is damaged."""
+    """Returns the safetensors files with the model. Raises DataError if they are missing or the index is damaged."""
     if os.path.lexists(directory / SINGLE):
         return [directory / SINGLE]
     if os.path.lexists(directory / INDEX):
@@ -108,17 +101,14 @@ def _weight_files(directory: Path) -> list[Path]:
 
 
 def refuse_pickles(directory: Path) -> None:
-    """Raises DataError: the directory has pickled weights, which would run as a program when they were read."""
+    """Raises DataError if the directory has pickled weights, because unpickling runs code."""
     found = sorted(path.name for pattern in PICKLES for path in directory.glob(pattern))
     if found:
         raise DataError("a pickle, which is never read; convert it to safetensors", directory / found[0])
 
 
 def _tensor_names(path: Path) -> list[str]:
-    """Returns the tensors' names in a safetensors file.
-
-    Raises DataError: no such file, or its header does not fit it.
-    """
+    """Returns the tensors' names in a safetensors file. Raises DataError if the file is missing or damaged."""
     from safetensors import SafetensorError, safe_open
 
     if not path.is_file():
@@ -131,7 +121,7 @@ def _tensor_names(path: Path) -> list[str]:
 
 
 def _check_depth(directory: Path, config: dict[str, Any], tensors: list[str]) -> None:
-    """Raises DataError: more layers than tensors. A library would make those layers one after the other for hours."""
+    """Raises DataError if there are more layers than tensors. Libraries would spend hours creating these layers."""
     num_layers = config.get("num_hidden_layers", 0)
     if isinstance(num_layers, int) and num_layers > len(tensors):
         shown = json.dumps(num_layers) if num_layers < 2**63 else "far too many"
@@ -141,14 +131,13 @@ def _check_depth(directory: Path, config: dict[str, Any], tensors: list[str]) ->
 
 
 def find_files(base: str) -> Path:
-    """Returns the directory of the base's files; those of a hub id are fetched if they are not there yet."""
+    """Returns the directory with the base's files, downloading a hub id if necessary."""
     if Path(base).is_dir():
         return Path(base)
+    if (cached := _cached(base)) and ((cached / SINGLE).exists() or (cached / INDEX).exists()):
+        return cached
     import huggingface_hub
 
-    cached = huggingface_hub.try_to_load_from_cache(base, "config.json")
-    if isinstance(cached, str) and _has_weights(Path(cached).parent):
-        return Path(cached).parent
     try:
         wanted = [*BASE_FILES, TEMPLATE, "*.safetensors", INDEX, "generation_config.json", "vocab.json", "merges.txt"]
         return Path(huggingface_hub.snapshot_download(base, allow_patterns=wanted))
@@ -156,20 +145,19 @@ def find_files(base: str) -> Path:
         raise UsageError(f"model.base: {base}: {printable(error, limit=300)}") from error
 
 
-def _has_weights(directory: Path) -> bool:
-    return (directory / SINGLE).exists() or (directory / INDEX).exists()
+def _cached(base: str) -> Path | None:
+    """Returns the hub cache's directory for a hub id."""
+    import huggingface_hub
+
+    config = huggingface_hub.try_to_load_from_cache(base, "config.json")
+    return Path(config).parent if isinstance(config, str) else None
 
 
 def base_digest(base: str) -> str:
-    """sha256 over the files of a base model that make its replies; the hub id itself if nothing of it is cached."""
-    import huggingface_hub
-
-    directory = Path(base)
-    if not directory.is_dir():
-        cached = huggingface_hub.try_to_load_from_cache(base, "config.json")
-        if not isinstance(cached, str):
-            return base
-        directory = Path(cached).parent
+    """Returns the sha256 over all base model files that affect replies; the hub id itself if it is not cached."""
+    directory = Path(base) if Path(base).is_dir() else _cached(base)
+    if directory is None:
+        return base
     is_built = (directory / HASHES).is_file()
     files = read_object(directory / HASHES)["files"] if is_built else hash_files(directory)
     used = {name: digest for name, digest in files.items() if Path(name).suffix in USED_SUFFIXES}

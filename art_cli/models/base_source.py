@@ -1,6 +1,6 @@
 """Finds a base model: a hub id, a directory, or a function or GGUF file from which a directory is built.
 
-Errors of the libraries that load a base become UsageErrors here.
+Errors from the libraries that load a base become UsageErrors here.
 """
 
 import contextlib
@@ -20,10 +20,10 @@ HUB_TIMEOUT_S = 10.0
 
 
 def find_base(base: str, *, directory: Path, built: Path, named: str = "model.base") -> str:
-    """Returns the hub id or directory to load `base` from.
+    """Returns the hub id or directory from which to load `base`.
 
-    A builder, or the conversion of a GGUF file, runs once and writes the directory `built`. Raises UsageError: the
-    builder cannot be found, or it fails.
+    A builder function or GGUF conversion runs once and writes the directory `built`. Raises UsageError if the builder
+    is missing or fails.
     """
     try:
         build = gguf_base.builder_of(base, directory)
@@ -61,7 +61,7 @@ def _builder(base: str, directory: Path) -> Callable[[Path], None]:
 
 
 def require_base(base: str, named: str | None) -> None:
-    """Raises ArtError: the directory has a damaged file, or the hub has nothing of that name."""
+    """Raises ArtError if the directory has a damaged file or the hub does not have the model."""
     if problem := gguf_problem(Path(base)):
         raise UsageError(f"{named or 'model.base'}: {problem}")
     if Path(base).is_dir():
@@ -71,7 +71,7 @@ def require_base(base: str, named: str | None) -> None:
 
 
 def _find_on_hub(base: str, named: str | None) -> None:
-    """Asks the hub once, unless the base is in the cache, because loading would retry for minutes."""
+    """Asks the hub once, unless the base is cached, because loading would retry for minutes."""
     import huggingface_hub
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
@@ -79,11 +79,11 @@ def _find_on_hub(base: str, named: str | None) -> None:
         if isinstance(huggingface_hub.try_to_load_from_cache(base, "config.json"), str):
             return
         huggingface_hub.HfApi().model_info(base, timeout=HUB_TIMEOUT_S)
-    except Exception as error:  # the boundary to the hub's client: a bad id, no such model, no network
+    except Exception as error:  # the boundary to the hub's client: invalid id, unknown model, no network
         summary = " ".join(str(error).split())[:200]
         what = named or f"model.base: {base!r}"
         kinds = "no directory here" if named else "no directory here, no file.py:function"
-        if isinstance(error, HfHubHTTPError | HFValidationError):  # the hub answered, or was not asked
+        if isinstance(error, HfHubHTTPError | HFValidationError):  # the hub has answered, or the id is invalid
             raise UsageError(f"{what} is {kinds}, and not on the hub: {summary}") from error
         cure = "name a directory" if named else "without it a directory works, and builtin:tiny"
         raise UsageError(f"{what} is {kinds}, and the hub could not be reached ({summary}); {cure}") from error
@@ -91,7 +91,7 @@ def _find_on_hub(base: str, named: str | None) -> None:
 
 @contextlib.contextmanager
 def loading(base: str, named: str | None) -> Iterator[None]:
-    """The boundary to the libraries that load a base model: what they raise becomes a UsageError."""
+    """The boundary to libraries loading a base model: their errors become UsageErrors."""
     try:
         yield
     except ArtError:

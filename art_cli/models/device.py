@@ -1,16 +1,20 @@
-"""The torch device of a configuration, and the settings of its memory allocator."""
+"""The torch device named in a configuration; its memory: allocator settings, size and peak usage."""
 
 import os
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
+from art_cli.models.weights import Weights
 from art_cli.runtime import gpus
+from art_cli.runtime.allocator import memory_size
 from art_cli.runtime.errors import UsageError
 
 
 def pick_device(device: str, named: str = "learner.device") -> str:
-    """Returns the device that a configuration means. Example: "cuda" for "auto" where torch sees a GPU, else "cpu".
+    """Resolves a configured device. Example: "auto" becomes "cuda" if torch sees a GPU, else "cpu".
 
-    Raises UsageError: this machine, or this torch, does not have it.
+    Raises UsageError if this machine or this torch does not have the device.
     """
     import torch
 
@@ -23,7 +27,7 @@ def pick_device(device: str, named: str = "learner.device") -> str:
     kind, _, index = device.partition(":")
     try:
         if kind == "cuda":
-            is_there = int(index or 0) < torch.cuda.device_count()  # counting takes no memory of the GPU
+            is_there = int(index or 0) < torch.cuda.device_count()  # counting allocates no GPU memory
         else:
             is_there = torch.empty(0, device=device) is not None
     except (RuntimeError, AssertionError, ImportError):
@@ -36,7 +40,7 @@ def pick_device(device: str, named: str = "learner.device") -> str:
 
 
 def idle_gpu() -> str:
-    """Returns why torch does not use the NVIDIA GPU of this machine, with the cure, or "" if it has none or uses it."""
+    """Returns why torch does not use this machine's NVIDIA GPU, with a cure; "" if it is used or missing."""
     import torch
 
     if torch.cuda.is_available() or not gpus.has_nvidia(os.environ):
@@ -50,13 +54,45 @@ def idle_gpu() -> str:
 
 
 def grow_segments() -> None:
-    """Lets a GPU's blocks of memory grow, so that few are left between them when a step has freed its own.
+    """Makes GPU memory segments expandable, so freed memory does not leave fragments between steps.
 
-    It is set in this process and not by PYTORCH_ALLOC_CONF, because vLLM, a child that inherits the environment,
-    captures graphs that do not take such blocks. A user's own settings in the environment are left as they are.
+    This is set per process instead of in PYTORCH_ALLOC_CONF, because vLLM, which inherits the environment, captures
+    CUDA graphs that do not support expandable segments. User settings in the environment take precedence.
     """
     import torch
 
     if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys():
         older: Any = torch.cuda.memory._set_allocator_settings  # in torch 2.9
         getattr(torch._C, "_accelerator_setAllocatorSettings", older)("expandable_segments:True")
+
+
+def memory_there(weights: Weights) -> float:
+    """Returns the memory of the weights' device in GB: of the GPU, or what this process may use."""
+    if weights.device.type == "cuda":
+        import torch
+
+        return torch.cuda.get_device_properties(weights.device).total_memory / 1e9
+    return memory_size() / 1e9
+
+
+def forget_peak(weights: Weights) -> None:
+    if weights.device.type == "cuda":
+        import torch
+
+        torch.cuda.reset_peak_memory_stats(weights.device)
+    else:
+        with suppress(OSError):  # exists on Linux only
+            Path("/proc/self/clear_refs").write_text("5")
+
+
+def peak(weights: Weights) -> float | None:
+    """Returns the peak memory in GB since `forget_peak`; None on a CPU outside Linux."""
+    if weights.device.type == "cuda":
+        import torch
+
+        return torch.cuda.max_memory_allocated(weights.device) / 1e9
+    try:
+        status = Path("/proc/self/status").read_text()
+    except OSError:
+        return None
+    return int(status.partition("VmHWM:")[2].split()[0]) / 1e6

@@ -1,11 +1,11 @@
 """GGUF files as base models: converted once into a directory of safetensors, which is loaded like any other base.
 
     model.gguf, or a directory with one such file and no config.json       a file on this machine
-    owner/name:model.gguf                                                  one file of a repository on the hub
+    owner/name:model.gguf                                                  a file in a repository on the hub
 
 transformers reads the file and dequantizes it. The weights are written in float32, because 4-bit weights have no exact
-16-bit form; `model.dtype` rounds them once as they are loaded. The header is checked against the file's size first, so
-that no number in it makes a library allocate more than the file can fill.
+16-bit form; `model.dtype` rounds them once at load time. The header is checked against the file size beforehand, so its
+numbers cannot make a library allocate more than the file can fill.
 """
 
 import contextlib
@@ -33,17 +33,17 @@ log = logging.getLogger(__name__)
 HUB_FILE = re.compile(r"(?P<repo>[\w-][\w.-]*/[\w.-]+):(?P<file>[\w][\w./+-]*\.gguf)", re.ASCII)
 HUB_TIMEOUT_S = 10.0
 MAGIC, VERSIONS = b"GGUF", (2, 3)
-FORMS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}  # by the type
-WIDTHS = {kind: struct.calcsize(f"<{form}") for kind, form in FORMS.items()}  # bytes of a value
-STRING, ARRAY = 8, 9  # the types of values that have no fixed width
-MAX_DIMENSIONS = 4  # ggml has no tensor of more
-MIN_TENSORS = 4  # of a layer; the library makes all layers that a header names before it looks for their tensors
+FORMS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}  # by value type
+WIDTHS = {kind: struct.calcsize(f"<{form}") for kind, form in FORMS.items()}  # bytes per value
+STRING, ARRAY = 8, 9  # value types without a fixed width
+MAX_DIMENSIONS = 4  # ggml's limit
+MIN_TENSORS = 4  # per layer; the library creates all layers named in the header before looking for their tensors
 
 
 def builder_of(base: str, directory: Path) -> Callable[[Path], None] | None:
-    """Returns the function that writes the model of the GGUF file that `base` names, or None if it names none.
+    """Returns a function that writes the model if `base` names a GGUF file.
 
-    A path is relative to `directory`. Raises UsageError: a directory with several such files.
+    Paths are relative to `directory`. Raises UsageError for a directory with several GGUF files.
     """
     if HUB_FILE.fullmatch(base) and not (directory / base).exists():
         return lambda empty: convert(_download(base), empty)
@@ -52,7 +52,7 @@ def builder_of(base: str, directory: Path) -> Callable[[Path], None] | None:
 
 
 def the_file(path: Path) -> Path | None:
-    """Returns the GGUF file that a path names, or None. Raises UsageError: a directory with several."""
+    """Returns the GGUF file at a path, if any. Raises UsageError for a directory with several."""
     found = gguf_files(path)
     if len(found) > 1:
         raise UsageError(f"{path}: {len(found)} GGUF files; name one of them, such as {found[0].name}")
@@ -66,33 +66,33 @@ def _download(base: str) -> Path:
     assert named is not None, base
     try:
         found = huggingface_hub.hf_hub_download(named["repo"], named["file"], etag_timeout=HUB_TIMEOUT_S)
-    except Exception as error:  # the boundary to the hub's client, which raises any error of its transport
+    except Exception as error:  # the boundary to the hub's client, which raises arbitrary transport errors
         raise UsageError(f"{base}: the hub could not give this file: {one_line(error)[:200]}") from error
     return Path(found)
 
 
 def convert(file: Path, directory: Path) -> None:
-    """Writes the model, tokenizer and chat template of a GGUF file into the directory, as transformers saves them.
+    """Writes a GGUF file's model, tokenizer and chat template into the directory, in transformers' format.
 
-    Raises UsageError: the package gguf is missing, or the file is damaged or of an architecture not known there.
+    Raises UsageError if the package gguf is missing, the file is damaged or transformers cannot load the architecture.
     """
     num_elements = check_header(file)
     try:
         take_or_make(_key(file), directory, lambda empty: _convert(file, empty, num_elements))
     except UsageError:
         raise
-    except Exception as error:  # the boundary to transformers and gguf, which raise any error at a damaged file
+    except Exception as error:  # the boundary to transformers and gguf, which raise arbitrary errors on damaged files
         raise UsageError(f"{file}: transformers cannot read this GGUF file: {one_line(error)}") from error
 
 
 def _key(file: Path) -> str:
-    """Returns a digest of all that the converted files depend on: the GGUF file, this module, the library."""
+    """Returns a digest over all inputs to the conversion: the GGUF file, this module, the libraries."""
     parts = [hash_file(file), hash_file(Path(__file__)), version("transformers"), version("gguf")]
     return hashlib.sha256(" ".join(parts).encode()).hexdigest()[:32]
 
 
 def _convert(file: Path, directory: Path, num_elements: int) -> None:
-    """save_pretrained refuses a model that came from a GGUF file, so its tensors are moved into a new one."""
+    """Moves the tensors into a new model, because save_pretrained rejects models loaded from GGUF."""
     import torch
     import transformers
 
@@ -112,7 +112,7 @@ def _convert(file: Path, directory: Path, num_elements: int) -> None:
         )
     tokenizer = transformers.AutoTokenizer.from_pretrained(file.parent, **source)
     loading: dict[str, Any] = {"config": config, "dtype": torch.float32, "output_loading_info": True}
-    with contextlib.redirect_stderr(io.StringIO()):  # its progress bar writes a line for each tensor into a log
+    with contextlib.redirect_stderr(io.StringIO()):  # in a log, its progress bar would write one line per tensor
         loaded, found = auto.from_pretrained(file.parent, **loading, **source)
     if missing := sorted(found.get("missing_keys") or ()):
         raise UsageError(f"{file}: {len(missing)} of the model's tensors are missing, first {missing[0]}")
@@ -124,13 +124,13 @@ def _convert(file: Path, directory: Path, num_elements: int) -> None:
 class _Tensor(NamedTuple):
     num_elements: int
     num_bytes: int
-    start: int  # bytes from the beginning of the data
+    start: int  # offset in the data section
 
 
 def check_header(file: Path) -> int:
-    """Returns the number of elements of all tensors, after every count in the header was compared with the file's size.
+    """Returns the total number of tensor elements, after checking every count in the header against the file size.
 
-    Raises UsageError: not a GGUF file, cut off, damaged, or the package gguf is missing.
+    Raises UsageError if this is not a GGUF file, it is truncated or damaged, or the package gguf is missing.
     """
     if find_spec("gguf") is None:
         raise UsageError(f"{file}: reading a GGUF file needs the package gguf: pip install 'art-cli[gguf]'")
@@ -152,11 +152,11 @@ def check_header(file: Path) -> int:
 
 
 class _Scaled(Exception):
-    """The model turns positions by other angles than its reader in transformers would."""
+    """transformers would ignore the model's rope scaling."""
 
 
 class _Header:
-    """A walk over a GGUF header. A number that points behind the file's end raises ValueError or struct.error."""
+    """Parses a GGUF header. Numbers pointing past the end of the file raise ValueError or struct.error."""
 
     def __init__(self, data: mmap.mmap) -> None:
         self.data, self.at = data, 4
@@ -207,7 +207,7 @@ class _Header:
         return _Tensor(num_elements, -(-num_elements // of_block) * bytes_of_block, start)
 
     def _value(self, kind: int) -> float:
-        """Passes over a value. Returns a number, 0 for a text, infinity for an array."""
+        """Skips a value. Returns a number, 0 for a string, infinity for an array."""
         if kind == STRING:
             self._string()
         elif kind == ARRAY:

@@ -1,27 +1,27 @@
-"""GGUF files, the format of llama.cpp and Ollama: a whole model, or a LoRA adapter, written with the package gguf.
+"""Writes GGUF files, the format of llama.cpp and Ollama, with the package gguf: whole models or LoRA adapters.
 
-llama's rotary layers want the rows of q and k in another order than transformers has them; gemma3's norms are stored
-with 1 added. Vectors are written in float32. q4_0 keeps the embedding and the head in q8_0, as rounding hurts there
-most. Models and tokenizers that llama.cpp would compute differently are refused by name.
+llama's rotary layers need the rows of q and k in a different order than transformers; gemma3's norms are stored with 1
+added. Vectors are written in float32. q4_0 keeps the embedding and the head in q8_0, where rounding hurts most. Models
+and tokenizers that llama.cpp would compute differently are rejected by name.
 """
 
 import json
 import math
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from art_cli.runtime.errors import UsageError
 
 ARCHITECTURES = {"llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "gemma3_text": "gemma3"}  # by model_type
-WIDE = ("token_embd.weight", "output.weight")  # the tensors that q4_0 keeps in q8_0
-BLOCK = 32  # values that share a scale in q8_0 and q4_0
-GEMMA3_PATTERN = 6  # every sixth layer of gemma3 sees everything; llama.cpp has this number in its code
-NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6  # types of tokens
+WIDE = ("token_embd.weight", "output.weight")  # tensors that q4_0 keeps in q8_0
+BLOCK = 32  # values with a common scale in q8_0 and q4_0
+GEMMA3_PATTERN = 6  # every sixth layer of gemma3 has full attention; llama.cpp hard-codes this number
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6  # token types
 
 _CONTRACTIONS = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-# The name that llama.cpp has for a way to split text, by the regular expressions of tokenizer.json
+# llama.cpp's names for ways to split text, keyed by the regular expressions in tokenizer.json
 SPLITS = {
     (rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{{1,3}}{_REST}",): "llama-bpe",
     (rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{_REST}",): "qwen2",
@@ -31,7 +31,7 @@ SPLITS = {
 
 
 def architecture_of(config: Any) -> str:
-    """Returns llama.cpp's name of the architecture. Raises UsageError: it cannot be written, or gguf is missing."""
+    """Returns llama.cpp's name for the architecture. Raises UsageError if it is unsupported or gguf is missing."""
     if find_spec("gguf") is None:
         raise UsageError("--gguf: needs the package gguf: pip install 'art-cli[gguf]'")
     name = ARCHITECTURES.get(config.model_type)
@@ -43,10 +43,9 @@ def architecture_of(config: Any) -> str:
 
 
 def _differences(config: Any, architecture: str) -> list[str]:
-    """Returns the settings of the model that the file has no place for."""
-    found = []
+    """Returns model settings that a GGUF file cannot express."""
     kinds = _ropes(config)
-    found += [f"rope of type {rope['rope_type']}" for rope in kinds.values() if rope["rope_type"] != "default"]
+    found = [f"rope of type {rope['rope_type']}" for rope in kinds.values() if rope["rope_type"] != "default"]
     layers = list(getattr(config, "layer_types", None) or [])
     if architecture == "gemma3":
         is_full = [layer == "full_attention" for layer in layers]
@@ -62,13 +61,13 @@ def _differences(config: Any, architecture: str) -> list[str]:
 
 
 def _ropes(config: Any) -> dict[str, Any]:
-    """Returns the rope of each kind of layer; models with one kind have it under "full_attention"."""
+    """Returns the rope of each layer kind; models with one kind use the key "full_attention"."""
     rope: dict[str, Any] = config.rope_parameters
     return rope if "full_attention" in rope else {"full_attention": rope}
 
 
 def write_model(file: Path, model: Any, tokenizer: Any, *, kind: str, name: str) -> None:
-    """Writes a transformers model without adapter and its tokenizer. Raises UsageError: it cannot be a GGUF file."""
+    """Writes a transformers model without adapter and its tokenizer. Raises UsageError if GGUF cannot express them."""
     import gguf
 
     config = model.config
@@ -97,6 +96,10 @@ def write_model(file: Path, model: Any, tokenizer: Any, *, kind: str, name: str)
     writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
     _add_tokenizer(writer, tokenizer, config.vocab_size)
     _add_tensors(writer, model, architecture, kind)
+    _finish(writer)
+
+
+def _finish(writer: Any) -> None:
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -123,7 +126,7 @@ def _add_tensors(writer: Any, model: Any, architecture: str, kind: str) -> None:
 
 
 class _Names:
-    """A model's tensors as llama.cpp names and orders them."""
+    """Maps a model's tensors to llama.cpp's names and row order."""
 
     def __init__(self, architecture: str, config: Any) -> None:
         import gguf
@@ -135,14 +138,14 @@ class _Names:
             self.heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
 
     def of(self, name: str) -> str:
-        """Returns the name there. Raises UsageError: there is none."""
+        """Returns llama.cpp's name for a tensor. Raises UsageError for unknown tensors."""
         found: str | None = self.map.get_name(name, try_suffixes=(".weight", ".bias"))
         if found is None:
             raise UsageError(f"--gguf: the tensor {name}, which llama.cpp does not have in this architecture")
         return found
 
     def ordered(self, name: str, tensor: Any) -> Any:
-        """Returns the tensor with its rows in llama.cpp's order: a rotary pair is two neighbours, not two halves."""
+        """Returns the tensor in llama.cpp's row order: rotary pairs are adjacent instead of in two halves."""
         num = next((heads for part, heads in self.heads.items() if f".{part}." in f"{name}."), None)
         if num is None:
             return tensor
@@ -151,9 +154,9 @@ class _Names:
 
 
 def write_adapter(file: Path, adapter: Path, config: Any) -> None:
-    """Writes a LoRA adapter that PEFT saved, for the model of that transformers configuration.
+    """Writes a LoRA adapter saved by PEFT, for a model with this transformers configuration.
 
-    Raises UsageError: it has parts that the format has no place for.
+    Raises UsageError if the format cannot express parts of the adapter.
     """
     import gguf
     from safetensors.torch import load_file
@@ -175,23 +178,15 @@ def write_adapter(file: Path, adapter: Path, config: Any) -> None:
             raise UsageError(f"--gguf-adapter: the tensor {name}, which the format does not have")
         values = names.ordered(module, tensor.float()) if part == "lora_B" else tensor.float()
         writer.add_tensor(f"{names.of(f'{module}.weight')}.{part.lower()}", values.numpy())
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-
-
-class _Vocabulary(NamedTuple):
-    tokens: list[str]
-    types: list[int]
+    _finish(writer)
 
 
 def _add_tokenizer(writer: Any, tokenizer: Any, size: int) -> None:
-    """Writes the tokenizer of `tokenizer.json` for a model with `size` rows in its embedding."""
+    """Writes the tokenizer in `tokenizer.json` for a model with `size` rows in its embedding."""
     saved = json.loads(tokenizer.backend_tokenizer.to_str())
     if saved["model"]["type"] != "BPE":
         raise UsageError(f"--gguf: a tokenizer of type {saved['model']['type']}; it writes BPE")
-    words = _vocabulary(saved, size)
+    tokens, types = _vocabulary(saved, size)
     is_byte_level = not saved["model"].get("byte_fallback")
     if is_byte_level:
         writer.add_tokenizer_model("gpt2")
@@ -201,10 +196,10 @@ def _add_tokenizer(writer: Any, tokenizer: Any, size: int) -> None:
     else:
         writer.add_tokenizer_model("llama")
         writer.add_tokenizer_pre("default")
-        writer.add_token_scores([-float(index) for index in range(size)])  # of two merges the earlier token wins
+        writer.add_token_scores([-float(index) for index in range(size)])  # the earlier token wins between merges
         writer.add_add_space_prefix(False)
-    writer.add_token_list(words.tokens)
-    writer.add_token_types(words.types)
+    writer.add_token_list(tokens)
+    writer.add_token_types(types)
     for name in ("bos", "eos", "pad", "unk"):
         if (token := getattr(tokenizer, f"{name}_token_id")) is not None:
             getattr(writer, f"add_{name}_token_id")(token)
@@ -214,8 +209,8 @@ def _add_tokenizer(writer: Any, tokenizer: Any, size: int) -> None:
         writer.add_chat_template(tokenizer.chat_template)
 
 
-def _vocabulary(saved: dict[str, Any], size: int) -> _Vocabulary:
-    """Returns all tokens by their ids; rows of the embedding that no token has are unused tokens."""
+def _vocabulary(saved: dict[str, Any], size: int) -> tuple[list[str], list[int]]:
+    """Returns all tokens by id, and their types; embedding rows without a token become unused tokens."""
     tokens, types = [f"[PAD{index}]" for index in range(size)], [UNUSED] * size
     unknown = saved["model"].get("unk_token")
     added = {token["id"]: token for token in saved["added_tokens"]}
@@ -228,11 +223,11 @@ def _vocabulary(saved: dict[str, Any], size: int) -> _Vocabulary:
         tokens[index], types[index] = token, BYTE if is_byte else UNKNOWN if token == unknown else NORMAL
         if index in added and token != unknown:
             types[index] = CONTROL if added[index]["special"] else USER_DEFINED
-    return _Vocabulary(tokens, types)
+    return tokens, types
 
 
 def _split_of(saved: dict[str, Any]) -> str:
-    """Returns llama.cpp's name for how the tokenizer splits text. Raises UsageError: it has none."""
+    """Returns llama.cpp's name for the tokenizer's way to split text. Raises UsageError for unknown ways."""
     first = saved.get("pre_tokenizer") or {}
     parts = tuple(name for part in first.get("pretokenizers", [first]) if (name := _split_name(part)) is not None)
     if parts not in SPLITS:
@@ -241,7 +236,7 @@ def _split_of(saved: dict[str, Any]) -> str:
 
 
 def _split_name(part: dict[str, Any]) -> str | None:
-    """Returns the regular expression of a part, or its name; None for one that does not split."""
+    """Returns a part's regular expression or name; None for parts without splitting."""
     kind = part.get("type")
     if kind == "Split" and part.get("behavior") == "Isolated" and not part.get("invert"):
         return str(part["pattern"].get("Regex"))

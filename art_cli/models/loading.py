@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-# A function that loads a model with a fresh adapter: (config, base, device, dtype, seed) -> PeftModel or causal LM
+# Loads a model with a fresh adapter: (config, base, device, dtype, seed) -> PeftModel or causal LM
 ModelLoader = Callable[["ModelConfig", str, "torch.device", "torch.dtype", int], Any]
 
 
@@ -45,11 +45,11 @@ def load_weights(
     load: ModelLoader | None = None,
     named: str | None = None,
 ) -> Weights:
-    """Returns the model and tokenizer at `base` (a hub id or directory), with a fresh adapter where the config has one.
+    """Returns model and tokenizer at `base` (a hub id or directory), with a fresh adapter if configured.
 
-    The adapter starts as no change at all (B = 0), its A is drawn from `seed`. `load` takes the place of transformers
-    and peft. `named` is what errors call a base that no configuration names, as in "--base 'x'".
-    Raises UsageError: nothing loadable there, no chat template, or the model lacks a module to adapt.
+    The adapter initially changes nothing (B = 0); A is drawn from `seed`. `load` replaces transformers and PEFT.
+    `named` is the base's name in errors when no configuration names it, such as "--base 'x'".
+    Raises UsageError if loading fails, the chat template is missing, or the model lacks a module to adapt.
     """
     import torch
 
@@ -62,7 +62,7 @@ def load_weights(
     name = resolve_dtype(config, base, device=device, named=named).name
     with loading(base, named):
         dtype = getattr(torch, name)
-        model = (load or _load_model)(config, base, target, dtype, seed)  # Unsloth's comes before transformers' import
+        model = (load or _load_model)(config, base, target, dtype, seed)  # Unsloth must be imported before transformers
     tokenizer = templated_tokenizer(config, base, named=named)
     max_length = length_of(config, model.config)
     model.eval()
@@ -73,9 +73,9 @@ def load_weights(
 def resolve_dtype(
     config: ModelConfig, base: str, *, device: str = "auto", named: str | None = None, may_be_exact: bool = False
 ) -> DtypeChoice:
-    """Returns the dtype that the configuration names, or that the device decides (`choose_dtype`).
+    """Returns the configured dtype, or the dtype chosen for the device (`choose_dtype`).
 
-    Raises UsageError as `load_weights` does.
+    Raises UsageError like `load_weights`.
     """
     require_base(base, named)
     if config.dtype != "auto":
@@ -85,7 +85,7 @@ def resolve_dtype(
 
 
 def _load_model(config: ModelConfig, base: str, device: torch.device, dtype: torch.dtype, seed: int) -> Any:
-    """Returns the model by transformers, its adapter by peft."""
+    """Returns the model from transformers, with an adapter from PEFT."""
     import transformers
 
     hide_progress_bars()
@@ -105,22 +105,22 @@ def _load_model(config: ModelConfig, base: str, device: torch.device, dtype: tor
 
 
 def _spare_collector(*, has_transformers: bool, has_adapter: bool) -> None:
-    """Excludes the 460,000 objects of the imported libraries from garbage collection.
+    """Excludes the 460,000 objects in imported libraries from garbage collection.
 
-    A full collection stops every thread, event loops too. It takes 0.35 s with these objects and 0.02 s without.
+    A full collection stops every thread, including event loops. It takes 0.35 s with these objects and 0.02 s without.
     """
     if has_transformers:
         import transformers  # noqa: F401
     if has_transformers and has_adapter:
         import peft  # noqa: F401
-    if gc.get_freeze_count() == 0:  # only once, because later objects may have to be collected
+    if gc.get_freeze_count() == 0:  # only once, because later objects may need collection
         gc.freeze()
 
 
 def _check_complete(found: dict[str, Any]) -> None:
-    """Raises ValueError: the files lack tensors. transformers would draw those at random, with only a warning.
+    """Raises ValueError if tensors are missing. transformers would initialize them randomly with just a warning.
 
-    `found` is transformers' report of the loading. Files may hold more than the model needs: a head for another task.
+    `found` is transformers' loading report. Extra tensors are fine, for example a head for another task.
     """
     if missing := sorted(found.get("missing_keys") or ()):
         raise ValueError(

@@ -1,4 +1,4 @@
-"""The hidden size and context length of a model, read from its transformers configuration."""
+"""A model's hidden size and context length, read from the transformers configuration."""
 
 from typing import Any
 
@@ -6,12 +6,12 @@ from art_cli.config.schema import ModelConfig
 from art_cli.models.base_source import loading, require_base
 from art_cli.runtime.errors import UsageError
 
-UNKNOWN_WIDTH = 4096  # hidden size assumed for a config without one: an 8B model's, whose learning rate is small
-DEFAULT_LENGTH = 4096  # context in tokens of a model whose config names none
+UNKNOWN_WIDTH = 4096  # assumed hidden size if the config lacks it: an 8B model's, so the learning rate stays small
+DEFAULT_LENGTH = 4096  # assumed context in tokens if the config lacks it
 
 
 def read_shape(base: str) -> Any:
-    """Returns the transformers configuration for a hub id or directory. Raises UsageError as `load_weights`."""
+    """Returns the transformers configuration for a hub id or directory. Raises UsageError like `load_weights`."""
     import transformers
 
     require_base(base, None)
@@ -25,9 +25,9 @@ def width_of(shape: Any) -> int:
 
 
 def length_of(config: ModelConfig, files: Any) -> int:
-    """Returns the number of tokens of prompt and reply together: `model.max_length`, or what the model was made for.
+    """Returns the context length for prompt and reply together: `model.max_length`, by default the model's own.
 
-    Raises UsageError if a longer sequence would turn the positions of all others in its batch by other angles.
+    Raises UsageError if longer sequences would change the rotary angles of all sequences in their batch.
     """
     most = context_of(files)
     if config.max_length is not None and config.max_length > most and _changes_angles(files):
@@ -38,10 +38,10 @@ def length_of(config: ModelConfig, files: Any) -> int:
 
 
 def context_of(config: Any) -> int:
-    """Returns the number of tokens of prompt and reply that the model of a transformers configuration was made for.
+    """Returns the context length in a transformers configuration, for prompt and reply together.
 
-    With a rotary embedding that takes other angles for a batch with a longer sequence in it, it is the length up to
-    which it does not: caches and packs hold sequences of all lengths beside each other.
+    Some rotary embeddings change their angles when a batch has a longer sequence. Caches and packs mix sequences of all
+    lengths, so in this case the result is the longest length with unchanged angles.
     """
     text = config.get_text_config()
     length: int | None = getattr(text, "max_position_embeddings", None)

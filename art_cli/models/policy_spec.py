@@ -1,7 +1,7 @@
-"""PolicySpec: a policy without its weights. Plain data, so that the policy may live elsewhere.
+"""PolicySpec: a policy without its weights, as plain data, for policies that live elsewhere.
 
-The loop, an engine in a process of its own and a user's own engine get this. Reading one loads configurations and a
-tokenizer, never weights.
+It is passed to the loop, to engines in separate processes and to users' own engines. Reading a spec loads
+configurations and a tokenizer, never weights.
 """
 
 import hashlib
@@ -23,26 +23,26 @@ from art_cli.runs.manifest import Origin
 
 
 class PolicySpec(msgspec.Struct, frozen=True, kw_only=True):
-    """One policy, at whatever step.
+    """A policy, independent of its step.
 
     Example: PolicySpec(base="Qwen/Qwen3-0.6B", dtype="bfloat16", vocabulary=151936, max_length=40960, lora_rank=16,
     chat_template="{% for message in ...", learner_device="cuda:0")
     """
 
     base: str  # hub id or directory of the base model
-    dtype: str  # dtype of the base weights, or "" if only a server knows it; adapters are float32
-    vocabulary: int  # number of token ids that the model knows
-    max_length: int  # tokens of prompt and reply together
-    lora_rank: int | None  # largest rank of its adapter, or None without one
-    chat_template: str | None  # Jinja, or None for the tokenizer's
-    learner_device: str | None  # device of a learner's weights, "cpu" or "cuda:0", or None without a learner
-    learner_gpus: int = 1  # GPUs of the learner's processes here, from `learner_device` on
-    lora_targets: tuple[str, ...] = ()  # of a mixture of experts, the names of the modules with an adapter, if known
-    quantize: str | None = None  # "4bit" if the base is kept in 4 bits, or None
+    dtype: str  # dtype of the base weights, "" if only a server knows it; adapters are float32
+    vocabulary: int  # number of token ids in the model
+    max_length: int  # context length for prompt and reply together
+    lora_rank: int | None  # largest rank in the adapter; None means no adapter
+    chat_template: str | None  # Jinja; None means the tokenizer's own
+    learner_device: str | None  # "cpu" or "cuda:0"; None means no learner
+    learner_gpus: int = 1  # local GPUs used by learner processes, starting at `learner_device`
+    lora_targets: tuple[str, ...] = ()  # for a mixture of experts, module names with an adapter, if known
+    quantize: str | None = None  # "4bit" for a base in 4 bits
 
 
 def spec_of(weights: Weights) -> PolicySpec:
-    """Returns the spec of a policy whose weights are in this process."""
+    """Returns the spec of a policy held in this process."""
     ranks = [max([lora.r, *lora.rank_pattern.values()]) for lora in _adapters(weights)]
     template, text = weights.tokenizer.chat_template, weights.model.config.get_text_config()
     has_experts = bool(getattr(text, "num_experts", None) or getattr(text, "num_local_experts", None))
@@ -61,7 +61,7 @@ def spec_of(weights: Weights) -> PolicySpec:
 
 
 def origin_of(policy: PolicySpec, base: str) -> Origin:
-    """Returns what the policy consists of besides its checkpoint. `base` is the digest of its base (`base_digest`)."""
+    """Returns the policy's identity besides its checkpoint. `base` is the base's digest."""
     template = "" if policy.chat_template is None else hashlib.sha256(policy.chat_template.encode()).hexdigest()
     return Origin(base=base, template=template, dtype=policy.dtype, quantize=policy.quantize or "")
 
@@ -79,11 +79,11 @@ def read_spec(
     named: str | None = None,
     is_remote: bool = False,
 ) -> PolicySpec:
-    """Returns the spec of a policy on `base` (a hub id or directory), read from the files of its base and its adapter.
+    """Reads the spec of a policy on `base` (a hub id or directory) from the files of base and adapter.
 
-    `device` is where a learner will hold the weights, as in a configuration, or None without a learner. `named` is
-    what errors call the base, as in `load_weights`. With `is_remote` a server has the weights.
-    Raises UsageError if nothing loadable is at `base`.
+    `device` is the learner's device as configured; None means no learner. `named` is the base's name in errors, as in
+    `load_weights`. `is_remote`: the weights live on a server.
+    Raises UsageError if `base` cannot be loaded.
     """
     import transformers
 

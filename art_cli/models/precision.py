@@ -1,17 +1,17 @@
-"""The dtype, or the few bits, in which a base model is loaded.
+"""The dtype or bit width for loading a base model.
 
-Where `model.dtype` is auto, the dtype follows from what the device has, so that load cannot matter. Nothing is timed,
-because a busy machine times differently from a quiet one. bfloat16 halves the memory, and a device that multiplies it
-natively (a GPU's tensor cores, AMX on a CPU) computes products six times faster and more. Elsewhere it does not pay:
-AVX-512 alone gives 2.1 times on products of an EPYC, 1.1 to 1.4 times on a step, and only 0.6 times on products of a
-Xeon; and bfloat16 rounds logprobs to a hundredth of a nat.
+With `model.dtype` auto, the dtype depends on the device's features, so its load does not matter. Nothing is timed,
+because timings differ between busy and quiet machines. bfloat16 halves the memory, and devices with native bfloat16
+products (GPU tensor cores, AMX on CPUs) compute them at least six times faster. Elsewhere it does not pay: AVX-512
+alone speeds up products 2.1 times on an EPYC and a step 1.1 to 1.4 times, but a Xeon's products only reach 0.6 times
+the speed. bfloat16 also rounds logprobs to 0.01 nats.
 
-In 4 bits (bitsandbytes' NF4 with double quantization, Dettmers et al. 2023, arXiv:2305.14314) each linear layer but the
-head is kept quantized and computed in the model's dtype; one fix follows the loading. There is no 8-bit form, for two
-reasons. It rounds activations as well, so that the gradient would depend on the order of sums and therefore on the
-packing. And vLLM does not quantize to it while loading.
+In 4 bits (bitsandbytes' NF4 with double quantization, Dettmers et al. 2023, arXiv:2305.14314) all linear layers except
+the head stay quantized and are computed in the model's dtype; `keep_layout` fixes a problem after loading. There is no
+8-bit mode, for two reasons. It also rounds activations, so the gradient would depend on summation order and therefore
+on packing. And vLLM does not quantize to 8 bits at load time.
 
-torch and transformers are imported inside functions only, so that importing this module costs nothing.
+torch and transformers are imported inside functions only, so importing this module is cheap.
 """
 
 from importlib.metadata import PackageNotFoundError, version
@@ -20,9 +20,9 @@ from typing import Any, NamedTuple
 from art_cli.models.run_memory import model_size
 from art_cli.runtime.errors import UsageError
 
-# Number of parameters. In bfloat16, engine and learner differ by 0.03 nats a token of SmolLM2-135M, which then learnt
-# less (0.75, 0.81, 0.97 against 0.88, 0.97, 0.97), for a run that took a seventh less time. On a GPU float32 takes at
-# most 2 GB for the weights of so small a model, and its activations are twice as large.
+# Number of parameters. In bfloat16, engine and learner differ by 0.03 nats per token for SmolLM2-135M. It learned less
+# (0.75, 0.81, 0.97 against 0.88, 0.97, 0.97) for 1/7 less time per run. In float32, the weights of models below this
+# size fit into 2 GB on a GPU, and activations are twice as large as in bfloat16.
 SMALL = 500_000_000
 
 
@@ -34,10 +34,10 @@ class DtypeChoice(NamedTuple):
 
 
 def choose_dtype(base: str, device: str, *, may_be_exact: bool = False) -> DtypeChoice:
-    """Returns the dtype for the model at `base` (a hub id or directory) on the device ("cpu", "cuda:0").
+    """Returns the dtype for the model at `base` (a hub id or directory) on a device ("cpu", "cuda:0").
 
-    `may_be_exact`: on a GPU a small model may have float32, because the engine samples in it. vLLM's LoRA kernels there
-    take 16 bits only (lora/ops/triton_ops/lora_shrink_op.py). Raises OSError, ValueError: transformers knows no model.
+    `may_be_exact`: small models on a GPU may use float32, because the engine supports it. vLLM's GPU kernels for LoRA
+    only support 16 bits (lora/ops/triton_ops/lora_shrink_op.py). Raises OSError or ValueError for unknown models.
     """
     is_gpu = not device.startswith("cpu")
     if not (has_bfloat16_gpu() if is_gpu else has_amx()):
@@ -48,7 +48,7 @@ def choose_dtype(base: str, device: str, *, may_be_exact: bool = False) -> Dtype
 
 
 def has_bfloat16_gpu() -> bool:
-    """Returns True if torch sees a GPU that multiplies bfloat16 itself; an emulation does not count."""
+    """Returns True if torch sees a GPU with native bfloat16 products; emulation does not count."""
     import torch
 
     return bool(torch.cuda.is_bf16_supported(including_emulation=False))
@@ -62,14 +62,14 @@ def has_amx() -> bool:
 
 
 def gpu_name() -> str:
-    """Returns the name that CUDA gives to the first GPU, or "" if torch sees none. Example: "NVIDIA H100 80GB HBM3"."""
+    """Returns CUDA's name for GPU 0, or "" if torch sees no GPU. Example: "NVIDIA H100 80GB HBM3"."""
     import torch
 
     return torch.cuda.get_device_name(0) if torch.cuda.is_available() else ""
 
 
 def gpu_bytes(device: str) -> float:
-    """Returns the memory of a GPU in bytes ("cuda:1"; "auto" and "cuda" are the first), or 0 if torch sees none."""
+    """Returns a GPU's memory in bytes ("cuda:1"; "auto" and "cuda" mean GPU 0), or 0 if torch sees no GPU."""
     import torch
 
     kind, _, index = device.partition(":")
@@ -79,7 +79,7 @@ def gpu_bytes(device: str) -> float:
 
 
 def require_bitsandbytes() -> None:
-    """Raises UsageError: it is not installed."""
+    """Raises UsageError if bitsandbytes is not installed."""
     try:
         version("bitsandbytes")
     except PackageNotFoundError:
@@ -89,7 +89,7 @@ def require_bitsandbytes() -> None:
 
 
 def quantization_settings(dtype: Any) -> Any:
-    """The `quantization_config` of transformers' `from_pretrained`; `dtype` is torch's, that of the computation."""
+    """Returns `quantization_config` for transformers' `from_pretrained`; `dtype` is torch's dtype for computation."""
     import transformers
 
     return transformers.BitsAndBytesConfig(  # type: ignore[no-untyped-call]
@@ -101,19 +101,16 @@ def quantization_settings(dtype: Any) -> Any:
 
 
 def is_quantized(model: Any) -> bool:
-    """Returns True if the model was loaded in few bits, by us or because it was saved so.
-
-    It cannot change its device then.
-    """
+    """Returns True if the model was quantized at load time or saved quantized, so it cannot change its device."""
     return bool(getattr(model, "is_quantized", False))
 
 
 def keep_layout(model: Any) -> None:
-    """Makes the layers keep their weights in the layout in which they were loaded.
+    """Makes layers keep their weights in the layout in which they were loaded.
 
-    On a CPU with AVX512-BF16, bitsandbytes 0.50 repacks a layer's weight in place at the first pass without gradients,
-    and its backward pass reads the repacked weight as if it were the original. All gradients after a first sample or
-    score would be wrong. Remove this when the backward pass knows the repacked layout.
+    On CPUs with AVX512-BF16, bitsandbytes 0.50 repacks weights in place during a forward pass without gradients, and
+    its backward pass reads the repacked weights as if they were the originals. Gradients after any sampling or scoring
+    would be wrong. Remove this when the backward pass supports the repacked layout.
     """
     for module in model.modules():
         if hasattr(module, "support_avx512bf16_for_cpu"):

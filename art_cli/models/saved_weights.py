@@ -1,6 +1,6 @@
-"""Reads a policy's weights from a checkpoint directory and writes them to one.
+"""Reads and writes a policy's weights in checkpoint directories.
 
-The format is peft's with an adapter, and transformers' without.
+The format is PEFT's for adapters, and transformers' for whole models.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ ADAPTER_FILE, MODEL_FILE = "adapter_model.safetensors", "model.safetensors"
 def load_checkpoint(
     weights: Weights, checkpoint: Path, *, part: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None = None
 ) -> None:
-    """Puts a checkpoint's adapter (or whole model, where there is no adapter) into `weights`.
+    """Loads a checkpoint's adapter (or whole model, if `has_adapter` is False) into `weights`.
 
-    For a model that is divided between processes, `part(tensor, own)` is the part of a whole tensor that belongs in
-    `own`. Raises CheckpointError: no weights there, or weights of another shape.
+    For models divided between processes, `part(tensor, own)` returns the section of a whole tensor that belongs in
+    `own`. Raises CheckpointError if weights are missing or have different shapes.
     """
     from safetensors.torch import load_file
 
@@ -48,12 +48,12 @@ def load_checkpoint(
 
 
 def save_weights(weights: Weights, directory: Path, *, tensors: dict[str, torch.Tensor] | None = None) -> None:
-    """Writes a plain PEFT directory (or a transformers one, where there is no adapter), tokenizer included.
+    """Writes a plain PEFT directory (or a transformers directory, if `has_adapter` is False), including the tokenizer.
 
-    `tensors` are the trained ones by their names in the model, by default those of the model.
+    `tensors` maps parameter names to trained tensors, by default the model's own.
     """
     with weights.lock:
-        whole = {} if weights.has_adapter else {"max_shard_size": 2**60}  # always one file
+        whole = {} if weights.has_adapter else {"max_shard_size": 2**60}  # always a single file
         weights.model.save_pretrained(directory, state_dict=tensors, **whole)
         weights.tokenizer.save_pretrained(directory)
     (directory / "README.md").unlink(missing_ok=True)  # peft's empty model card
@@ -62,7 +62,7 @@ def save_weights(weights: Weights, directory: Path, *, tensors: dict[str, torch.
 
 
 def save_merged(weights: Weights, directory: Path, dtype: str) -> None:
-    """Writes a directory in that dtype, which transformers, vLLM and `art` load. Converts `weights` too."""
+    """Writes a model in this dtype for transformers, vLLM and `art`. Converts `weights` in place."""
     import torch
 
     assert not weights.has_adapter, "an adapter is merged first"
@@ -75,7 +75,7 @@ def save_merged(weights: Weights, directory: Path, dtype: str) -> None:
 
 @contextlib.contextmanager
 def fitting(place: Path) -> Iterator[None]:
-    """The boundary to the libraries that load a checkpoint: what they raise becomes a CheckpointError."""
+    """The boundary to libraries loading a checkpoint: their errors become CheckpointErrors."""
     try:
         yield
     except ArtError:
@@ -89,7 +89,7 @@ def _parts(
     tensors: dict[str, torch.Tensor],
     part: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
 ) -> dict[str, torch.Tensor]:
-    """Returns the part of each whole tensor that belongs in `weights`; a tensor that does not fit is left unchanged."""
+    """Returns this process's part of every whole tensor; mismatched tensors are returned unchanged."""
     model = weights.model
     own: Any = model.state_dict()
     if weights.has_adapter:
@@ -101,7 +101,7 @@ def _parts(
 
 
 def _set_tensors(weights: Weights, tensors: dict[str, torch.Tensor]) -> None:
-    """Raises an error, and changes no weight, if tensors are missing, or there are others."""
+    """Sets all weights, or raises an error before changing any if names or shapes do not match."""
     if weights.has_adapter:
         _set_adapter(weights.model, tensors)
         return
@@ -113,7 +113,7 @@ def _set_tensors(weights: Weights, tensors: dict[str, torch.Tensor]) -> None:
 
 
 def _set_adapter(model: Any, tensors: dict[str, torch.Tensor]) -> None:
-    """As `_set_tensors`. peft tells what does not fit only after it has set the rest, which is then put back."""
+    """Like `_set_tensors`. PEFT reports mismatches only after setting other tensors, so these are restored."""
     import peft
     import torch
 
@@ -130,13 +130,13 @@ def _set_adapter(model: Any, tensors: dict[str, torch.Tensor]) -> None:
 
 
 def _refuse(wrong: Sequence[str]) -> None:
-    """Raises ValueError if there is any name of a tensor that does not fit."""
+    """Raises ValueError if any tensor name is given."""
     if wrong:
         raise ValueError(f"{len(wrong)} tensors do not match, first {wrong[0]}")
 
 
 def _settle(path: Path) -> None:
-    """Makes equal adapters equal files: the targets, a set in peft, get an order, and no directory of the base stays.
+    """Makes equal adapters byte-identical: sorts the targets (a set in PEFT) and removes the base's local path.
 
     The manifest names the base.
     """

@@ -1,4 +1,4 @@
-"""The gap of two files of tensors, one of which was computed again: their distance, by how far training moved."""
+"""The gap between a recomputed tensor file and the original, relative to how far training moved the tensors."""
 
 import math
 from pathlib import Path
@@ -7,10 +7,10 @@ from safetensors import SafetensorError, safe_open
 
 
 def tensor_gap(found: Path, computed: Path, start: Path) -> float:
-    """Returns |found - computed| / |computed - start|, norms over all tensors of a safetensors file.
+    """Returns |found - computed| / |computed - start|, with norms over all tensors in the safetensors files.
 
-    Infinity if names, shapes or counters differ, if one file is damaged, or if a tensor differs that nothing moved. A
-    tensor that `start` lacks has moved from 0.
+    Returns infinity if names, shapes or counters differ, if a file is damaged, or if an unmoved tensor differs.
+    Tensors missing in `start` have moved from 0.
     """
     apart = moved = 0.0
     try:

@@ -1,4 +1,4 @@
-"""A base model's tokenizer, its chat template, and the tokens that end a reply."""
+"""A base model's tokenizer, chat template and end-of-reply tokens."""
 
 import contextlib
 from collections.abc import Mapping
@@ -11,20 +11,20 @@ from art_cli.runtime.errors import UsageError, one_line
 
 
 def load_tokenizer(base: str) -> Any:
-    """Returns the tokenizer at `base`. Its chat template is one text or None."""
+    """Returns the tokenizer at `base`, with its chat template, if any, as a single text."""
     import transformers
 
     hide_progress_bars()
     try:
         tokenizer = transformers.AutoTokenizer.from_pretrained(base, trust_remote_code=False)
         tokenizer.chat_template = one_template(tokenizer.chat_template)
-    except Exception as error:  # the boundary to transformers and tokenizers, which raise plain Exceptions as well
+    except Exception as error:  # the boundary to transformers and tokenizers, which also raise plain Exceptions
         raise ValueError(f"its tokenizer (tokenizer.json, tokenizer_config.json): {one_line(error)}") from error
     return tokenizer
 
 
 def templated_tokenizer(config: ModelConfig, base: str, *, named: str | None = None) -> Any:
-    """Returns the tokenizer at `base` with the configuration's chat template. Raises UsageError: it has none."""
+    """Returns the tokenizer at `base` with the configured chat template. Raises UsageError without a template."""
     with loading(base, named):
         tokenizer = load_tokenizer(base)
     if config.chat_template is not None:
@@ -36,10 +36,10 @@ def templated_tokenizer(config: ModelConfig, base: str, *, named: str | None = N
 
 
 def one_template(template: str | Mapping[str, str] | None) -> str | None:
-    """Returns a tokenizer's chat template as one text that chooses as transformers does.
+    """Combines a tokenizer's named chat templates into one, with the same choice as transformers.
 
-    Hermes 3, Command R and Mistral 7B v0.3 have named templates: `tool_use` for conversations with tools, and
-    `default`. Other names are never chosen. A byte order mark in front is no part of a template.
+    Hermes 3, Command R and Mistral 7B v0.3 have the named templates `tool_use`, for conversations with tools, and
+    `default`. Other names are never used. Leading byte order marks are removed.
     """
     if template is None or isinstance(template, str):
         return template and template.removeprefix("\ufeff")
@@ -47,37 +47,37 @@ def one_template(template: str | Mapping[str, str] | None) -> str | None:
     default, tools = texts.get("default"), texts.get("tool_use")
     if default is None or tools is None:
         return default or tools
-    return f"{{%+ if tools +%}}{tools}{{%+ else +%}}{default}{{%+ endif +%}}"  # + keeps the white space at its side
+    return f"{{%+ if tools +%}}{tools}{{%+ else +%}}{default}{{%+ endif +%}}"  # + preserves adjacent white space
 
 
 def template_cure(tokenizer: Any) -> str:
-    """Returns what to name as the chat template, for a tokenizer without one or with one that leaves out the tools."""
+    """Returns advice on which chat template to configure, if the tokenizer has none or it ignores tools."""
     speaks = {"<|im_start|>", "<|im_end|>"} <= tokenizer.get_vocab().keys()
     return "name 'builtin' (ChatML with tools, which this model speaks)" if speaks else "name a Jinja file"
 
 
 def configs_of(base: str) -> list[Any]:
-    """Returns the base's generation configuration, where it has one, and its model configuration."""
+    """Returns the base's generation configuration, if any, and its model configuration."""
     import transformers
 
     found: list[Any] = [transformers.AutoConfig.from_pretrained(base, trust_remote_code=False)]
-    with contextlib.suppress(OSError):  # it has none
+    with contextlib.suppress(OSError):  # no generation configuration
         found.insert(0, transformers.GenerationConfig.from_pretrained(base))
     return found
 
 
 def stop_ids(tokenizer: Any, *configs: Any) -> list[int]:
-    """Returns the tokens that end a reply, by a tokenizer, a generation configuration and a model's.
+    """Returns the tokens that end a reply, from tokenizer, generation configuration and model configuration.
 
-    Where none of them ends a turn of the chat template, its first control token behind a reply is one too: a base model
-    ends texts with <|endoftext|>, and a template that it is given ends turns with <|im_end|>.
+    If the chat template ends turns with other tokens, the template's control token after a reply is added: base models
+    end texts with <|endoftext|>, but the template assigned to them may end turns with <|im_end|>.
     """
     found, marks = eos_ids(tokenizer, *configs), _turn_end(tokenizer)
     return sorted(found if not found.isdisjoint(marks) else {*found, *marks[:1]})
 
 
 def eos_ids(*owners: Any) -> set[int]:
-    """Returns the ends of text that tokenizers and configurations name."""
+    """Returns the end-of-text tokens named by tokenizers and configurations."""
     found: set[int] = set()
     for owner in owners:
         ids = getattr(owner, "eos_token_id", None)
@@ -86,13 +86,13 @@ def eos_ids(*owners: Any) -> set[int]:
 
 
 def _turn_end(tokenizer: Any) -> list[int]:
-    """Returns the control tokens that the chat template writes behind a reply; none if it refuses so short a talk."""
+    """Returns the control tokens that the chat template writes behind a reply; empty if it rejects a short chat."""
     reply = "fourteen"
     talk = [{"role": "user", "content": "7 + 7"}, {"role": "assistant", "content": reply}]
     try:
         _, is_there, end = tokenizer.apply_chat_template(talk, tokenize=False).rpartition(reply)
         ids = tokenizer(end, add_special_tokens=False).input_ids if is_there else []
-    except Exception:  # the boundary to the model's own template; a tokenizer of a base model has none
+    except Exception:  # the boundary to the model's own template; base model tokenizers have none
         return []
     added = tokenizer.added_tokens_decoder
     return [id for id in ids if id in added and added[id].special]

@@ -20,18 +20,18 @@ if TYPE_CHECKING:
 class Weights:
     """A policy's weights in this process, shared by engine and learner.
 
-    Code that runs the model, forward or update, holds `lock`. Code that changes weights increments `version` while it
-    holds the lock. A cache of keys and values is dropped once `version` differs from the one it was computed with.
+    Code that runs the model, forward or update, holds `lock`. Code that changes weights increments `version` while
+    holding the lock. Caches of keys and values are only valid for the version they were computed with.
     """
 
-    model: Any  # PeftModel, or a transformers causal LM where lora is None; in eval mode unless a learner is inside
+    model: Any  # PeftModel, or a transformers causal LM if lora is None; in eval mode except during learning
     tokenizer: Any  # transformers tokenizer with a chat template
     device: torch.device
     dtype: torch.dtype  # dtype of the base weights; adapters are float32
-    max_length: int  # tokens of prompt and reply together
-    base: str  # hub id or directory it was loaded from
+    max_length: int  # context length for prompt and reply together
+    base: str  # hub id or directory of the base model
     has_adapter: bool
-    quantize: str | None = None  # "4bit" if the base was quantized as it was loaded, or None
+    quantize: str | None = None  # "4bit" if the base was quantized at load time
     version: int = 0
     lock: threading.RLock = field(default_factory=threading.RLock)
 
@@ -42,7 +42,7 @@ class Weights:
 
     @property
     def vocabulary(self) -> int:
-        """The number of token ids, also of a model that reads more than text."""
+        """The number of token ids, also for multimodal models."""
         return int(self.model.config.get_text_config().vocab_size)
 
     @property
@@ -51,21 +51,21 @@ class Weights:
 
     @contextlib.contextmanager
     def adapter_off(self) -> Iterator[None]:
-        """Inside, the model is the reference policy: the same model without its adapter."""
+        """Inside, the adapter is disabled, and the model acts as the reference policy."""
         assert self.has_adapter, "a model without an adapter has no reference"
         with self.model.disable_adapter():
             yield
 
 
 class Size(NamedTuple):
-    """The number of a model's parameters. Example: Size(whole=24_300_000, trained=290_000)"""
+    """Parameter counts. Example: Size(whole=24_300_000, trained=290_000)"""
 
     whole: int
     trained: int
 
 
 def count_parameters(model: Any) -> Size:
-    """Returns the model's size. A weight kept in 4 bits counts with its unpacked shape."""
+    """Counts the model's parameters. Weights kept in 4 bits count with their unpacked shape."""
     parameters = list(model.parameters())
     shapes = [getattr(getattr(p, "quant_state", None), "shape", p.shape) for p in parameters]
     sizes = [math.prod(shape) for shape in shapes]
@@ -73,7 +73,7 @@ def count_parameters(model: Any) -> Size:
 
 
 def token_logprobs(weights: Weights, token_ids: Sequence[int]) -> list[float]:
-    """[L - 1] logprobs in nats of each token after the first, by transformers' own forward; float32 log-softmax."""
+    """Returns [L - 1] logprobs in nats for all tokens but the initial one; transformers' forward, float32 softmax."""
     import torch
 
     ids = torch.tensor(list(token_ids), device=weights.device)
@@ -84,9 +84,13 @@ def token_logprobs(weights: Weights, token_ids: Sequence[int]) -> list[float]:
 
 
 def clone_trainable(weights: Weights) -> Weights:
-    """Returns the same policy with a copy of the trainable weights; both share the frozen ones."""
+    """Returns the same policy with a copy of its trainable weights; frozen weights are shared."""
     frozen = [parameter for parameter in weights.model.parameters() if not parameter.requires_grad]
-    memo = {id(tensor): tensor for tensor in [*frozen, *weights.model.buffers()]}
     with weights.lock:
-        model = copy.deepcopy(weights.model, memo)
+        return copy_sharing(weights, [*frozen, *weights.model.buffers()])
+
+
+def copy_sharing(weights: Weights, tensors: Sequence[torch.Tensor]) -> Weights:
+    """Returns a copy of the policy that shares these tensors with the original."""
+    model = copy.deepcopy(weights.model, {id(tensor): tensor for tensor in tensors})
     return replace(weights, model=model, version=0, lock=threading.RLock())

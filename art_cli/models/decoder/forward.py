@@ -1,25 +1,25 @@
-"""Whole models without gradients, on the model's own weights or on a merged copy; known layers, and their bounds.
+"""Whole models without gradients, on the model's own weights or a merged copy; known layers, and bounds on their gap.
 
-    x -> norm -> q, k, v -> norms of the heads -> rotary                    attention_inputs
+    x -> norm -> q, k, v -> head norms -> rotary                            attention_inputs
     q, k, v -> attention (the caller's) -> out
     out -> o -> y = x + that -> norm -> gated MLP -> y + that               layer_outputs
 
-With small models a step costs what its Python and kernel calls cost: transformers' layers with PEFT's around them make
-about 130 a layer, Decoder makes 40. It knows the layers of Llama, Mistral, Qwen2 and Qwen3, as transformers has them,
-with or without plain LoRA (arXiv:2106.09685) on their projections. `read_layer` reads the weights of each in one shape,
-or raises Unknown with the reason.
+For small models the cost of a step is dominated by Python and kernel calls: transformers' layers with PEFT make about
+130 calls per layer, Decoder makes 40. Decoder knows the layers of Llama, Mistral, Qwen2 and Qwen3 in transformers, with
+or without plain LoRA (arXiv:2106.09685) on their projections. `read_layer` reads the weights of all families into the
+same structure, or raises Unknown with the reason.
 
-The caller compares a Decoder with its model before it uses it. Both ways are the same sums in another order, so they
-differ by rounding, and a table by dtype bounds the difference, for engine and learner. In some models (sharp attention,
-many layers) one rounding of the embeddings alone moves the numbers further, and there the bound is wider. Measured on
-random models of 2 to 28 layers in float32, float16 and bfloat16, faster layers are 0.03 to 3 such movements away from
-the model's own layers.
+The caller compares a Decoder with its model before use. Both compute the same sums in a different order, so they differ
+by rounding, and a table by dtype bounds the difference for engine and learner. In some models (sharp attention, many
+layers) a single rounding of the embeddings moves the numbers further; these get a wider bound. Measured on random
+models with 2 to 28 layers in float32, float16 and bfloat16, faster layers differ from the model's own layers by 0.03 to
+3 such movements.
 
-MergedDecoder has a merged copy of the weights, made for this CPU, with fewer and faster products. Adapters are added
-into the copied weights (W + s B A), and norms' weights too. The projections that read the same states become one
-product, and oneDNN lays each matrix out in the order in which it reads it. Sampling with 24M parameters takes two
-thirds of the time that Decoder takes. The copy costs the memory of the weights once more and is made again when they
-change. It is float32 only, because below it an adapter's change would be rounded away in the sum.
+MergedDecoder uses a merged copy of the weights, prepared for this CPU, with fewer and faster products. Adapters are
+added into the copy (W + s B A), and so are norm weights. Projections with the same input become one product, and oneDNN
+stores each matrix in its preferred layout. Sampling with 24M parameters takes two thirds of Decoder's time. The copy
+doubles the memory for weights and is rebuilt when they change. It is float32 only, because lower precision would round
+an adapter's change away in the sum.
 """
 
 import contextlib
@@ -30,36 +30,42 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from art_cli.models.decoder.maths import Norm, Projection, gate, rotate, signed
+from art_cli.models.decoder.maths import Norm, Projection, gate, has_onednn, rotate, signed
 from art_cli.runtime.allocator import memory_size
 
 
 class Gap(NamedTuple):
-    """The difference between two ways of computing a model. Example: Gap(2e-7, 1e-6)."""
+    """The difference between two ways to compute a model. Example: Gap(2e-7, 1e-6)."""
 
     logprob: float  # nats
-    gradient: float = 0.0  # norm of the difference, relative to the gradient's norm; 0: not compared
+    gradient: float = 0.0  # norm of the difference, relative to the gradient's norm; 0 if not compared
 
     def is_within(self, bound: "Gap") -> bool:
         return self.logprob <= bound.logprob and self.gradient <= bound.gradient
 
 
-# Gaps that are rounding at a glance; at the right the largest that were measured. A wrong mask gives 0.02 nats and up,
-# and 0.3 of the gradient and up.
+# Gaps safely explained by rounding; the comments give the largest measured. A wrong mask gives at least 0.02 nats, and
+# 0.3 of the gradient.
 BOUNDS = {
     torch.float64: Gap(1e-4, 1e-3),
     torch.float32: Gap(1e-4, 1e-3),  # 2e-6 nats and 3e-6, with sharp attention 4e-3 nats and 2e-2
     torch.float16: Gap(1e-2, 0.05),  # 4e-3 nats and 8e-3
     torch.bfloat16: Gap(3e-2, 0.1),  # 3e-2 nats and 6e-2
 }
-ROUNDINGS = 8  # number of the model's own movements by rounding that a gap may have
-LIMIT = Gap(0.1, 0.25)  # beyond it rounding looks like another model
+ROUNDINGS = 8  # largest gap as a multiple of the model's own movement by rounding
+LIMIT = Gap(0.1, 0.25)  # beyond this, rounding looks like another model
+FAMILIES = ("Llama", "Mistral", "Qwen2", "Qwen3")
+PACKAGES = ("transformers", __name__.partition(".")[0])
+BLOCK = 512  # rows computed together between two attentions, few enough for the CPU caches
+SHARE = 1 / 8  # largest merged copy as a share of machine memory. The weights themselves need the same amount again
+
+Blocks = list[Tensor]  # hidden states in blocks of BLOCK rows; the last block may be shorter
 
 
 def bound_of(dtype: torch.dtype, gap: Gap, rounding: Callable[[], Gap]) -> Gap:
-    """Returns the largest gap that is rounding.
+    """Returns the largest gap explained by rounding.
 
-    `rounding` measures the model's own movement, where the table does not do.
+    `rounding` measures the model's own movement; it is called only if the table's bound is exceeded.
     """
     bound = BOUNDS[dtype]
     if gap.is_within(bound):
@@ -70,7 +76,7 @@ def bound_of(dtype: torch.dtype, gap: Gap, rounding: Callable[[], Gap]) -> Gap:
 
 @contextlib.contextmanager
 def rounded_otherwise(model: Any, dtype: torch.dtype) -> Iterator[None]:
-    """While inside, each number of the model's embeddings is one rounding up or down of what it was."""
+    """Inside, every number in the model's embeddings is rounded up or down once more."""
     draw, epsilon = torch.Generator().manual_seed(0), torch.finfo(dtype).eps
 
     def move(module: Any, inputs: Any, hidden: Tensor) -> Tensor:
@@ -85,68 +91,64 @@ def rounded_otherwise(model: Any, dtype: torch.dtype) -> Iterator[None]:
 
 
 def matrix_gap(found: Tensor, own: Tensor) -> Gap:
-    """The gap of two [L, V] matrices of logprobs: the mean over the vocabulary, weighted by `found`; the worst row."""
+    """Returns the gap between two [L, V] logprob matrices: the worst row's mean, weighted by `found`."""
     return Gap((found.exp() * (found - own).abs()).sum(-1).max().item())
 
 
-FAMILIES = ("Llama", "Mistral", "Qwen2", "Qwen3")
-PACKAGES = ("transformers", __name__.partition(".")[0])
-
-
 class Unknown(Exception):
-    """A layer or setting that is not computed here. The message names it."""
+    """A layer or setting is not implemented here. The message names it."""
 
 
 class Layer(NamedTuple):
-    """The weights of one decoder layer, views of the model's own tensors."""
+    """One decoder layer's weights, as views of the model's own tensors."""
 
     attention_norm: Norm
     query: Projection
     key: Projection
     value: Projection
-    head_norms: tuple[Norm, Norm] | None  # norms of queries and of keys, or None if the family has none
+    head_norms: tuple[Norm, Norm] | None  # norms of queries and keys, in families with head norms
     out: Projection
     mlp_norm: Norm
     gate: Projection
     up: Projection
     down: Projection
     head_dim: int
-    number: int  # its position among the layers
+    number: int  # layer index
     scaling: float
-    window: int | None  # number of tokens that a token sees, itself included, or None if all before it
+    window: int | None  # sliding window in tokens, including the token itself; None attends to everything before
 
     @property
     def projections(self) -> tuple[Projection, ...]:
         return (self.query, self.key, self.value, self.out, self.gate, self.up, self.down)
 
     def merging(self) -> "Layer":
-        """Returns the same layer, multiplying by the sum of weights and adapter."""
+        """Returns the same layer, multiplying by weights plus adapter."""
         return Layer._make(part.merging() if isinstance(part, Projection) else part for part in self)
 
     @property
     def input_tensors(self) -> tuple[Tensor | None, ...]:
-        """All that comes before the attention: the norm's weight, those of the heads' norms, and of each projection."""
+        """Weights used before attention: the norm's, the head norms', and each projection's."""
         norms = self.head_norms or (None, None)
         weights = [None if norm is None else norm.weight for norm in (self.attention_norm, *norms)]
         return (*weights, *(tensor for projection in self.projections[:3] for tensor in projection.tensors))
 
     @property
     def output_tensors(self) -> tuple[Tensor | None, ...]:
-        """All that comes after the attention: the norm's weight, and those of each projection."""
+        """Weights used after attention: the norm's and each projection's."""
         return (self.mlp_norm.weight, *(tensor for projection in self.projections[3:] for tensor in projection.tensors))
 
 
 def check_model(model: Any) -> None:
-    """Raises Unknown: a causal LM whose embedding, last norm and head are not those of the known families."""
+    """Raises Unknown if the model's embedding, final norm and head may differ from the known families."""
     name = type(model).__name__
     if name not in {f"{family}ForCausalLM" for family in FAMILIES}:
         raise Unknown(f"class {name}")
 
 
 def read_layer(layer: Any) -> Layer:
-    """Returns the layer's weights as they are now. Raises Unknown."""
+    """Returns the layer's current weights. Raises Unknown."""
     names = {f"{family}DecoderLayer" for family in FAMILIES}
-    if not any(kind.__name__ in names for kind in type(layer).__mro__):  # sharding makes subclasses
+    if not any(kind.__name__ in names for kind in type(layer).__mro__):  # sharding creates subclasses
         raise Unknown(f"layer {type(layer).__name__}")
     attention, mlp = layer.self_attn, layer.mlp
     for module in (layer, attention, mlp):
@@ -173,16 +175,16 @@ def read_layer(layer: Any) -> Layer:
 
 
 def read_norm(module: Any) -> Norm:
-    """Raises Unknown: another norm. Gemma's, which counts its weight from 1, names its epsilon otherwise."""
+    """Raises Unknown for other norms. Gemma's weights are offset by 1, but its epsilon has another attribute name."""
     if not (type(module).__name__.endswith("RMSNorm") and hasattr(module, "variance_epsilon")):
         raise Unknown(f"norm {type(module).__name__}")
     return Norm(module.weight, module.variance_epsilon)
 
 
 def read_projection(module: Any) -> Projection:
-    """A plain linear layer, or one under PEFT's plain LoRA with one adapter active. Raises Unknown: anything else.
+    """Reads a plain linear layer, or plain LoRA by PEFT with one active adapter. Raises Unknown for anything else.
 
-    While the adapters are off, or where the active one leaves this layer out, it is the linear layer alone.
+    Returns the linear layer alone if adapters are off or the active adapter does not cover it.
     """
     if type(module) is torch.nn.Linear:
         return Projection(module.weight, module.bias)
@@ -207,24 +209,24 @@ def is_silu(activation: Any) -> bool:
 
 
 def _check_forward(module: Any) -> None:
-    """Raises Unknown: code that neither transformers nor this package put there, such as Unsloth's."""
+    """Raises Unknown if code from elsewhere, such as Unsloth's, replaces the module's forward."""
     package, _, _ = (getattr(module.forward, "__module__", None) or "").partition(".")
     if package not in PACKAGES:
         raise Unknown(f"{type(module).__name__} with a forward of {package or 'no module'}")
 
 
 class AttentionInputs(NamedTuple):
-    """[T, heads, D] states for the attention, and what a backward pass needs beside x."""
+    """[T, heads, D] states for attention, and additional tensors for a backward pass."""
 
     query: Tensor
     key: Tensor
     value: Tensor
-    before: tuple[Tensor, Tensor] | None  # queries and keys before the norms of the heads, or None without such norms
+    before: tuple[Tensor, Tensor] | None  # queries and keys before their head norms, if any
     inners: tuple[Tensor | None, ...]  # A x of each projection
 
 
 class LayerOutputs(NamedTuple):
-    """[T, hidden] the layer's result, and what a backward pass needs beside `out`."""
+    """[T, hidden] layer result, and additional tensors for a backward pass."""
 
     result: Tensor
     middle: Tensor  # x + o(out)
@@ -234,7 +236,7 @@ class LayerOutputs(NamedTuple):
 
 
 def attention_inputs(layer: Layer, x: Tensor, cos: Tensor, sin: Tensor) -> AttentionInputs:
-    """Queries, keys and values of x [T, hidden]; cos and signed sin [T, 1, D]."""
+    """Returns queries, keys and values for x [T, hidden]; cos and signed sin [T, 1, D]."""
     normed = layer.attention_norm.apply(x)
     applied = [projection.apply(normed) for projection in (layer.query, layer.key, layer.value)]
     query, key, value = (out.view(len(x), -1, layer.head_dim) for out, _ in applied)
@@ -247,7 +249,7 @@ def attention_inputs(layer: Layer, x: Tensor, cos: Tensor, sin: Tensor) -> Atten
 
 
 def layer_outputs(layer: Layer, out: Tensor, x: Tensor) -> LayerOutputs:
-    """Returns the end of a layer whose attention gave `out` [T, heads * D] for x [T, hidden]."""
+    """Computes the rest of a layer after its attention gave `out` [T, heads * D] for x [T, hidden]."""
     middle, inner_out = layer.out.apply(out, base=x)
     normed = layer.mlp_norm.apply(middle)
     gates, inner_gate = layer.gate.apply(normed)
@@ -258,7 +260,7 @@ def layer_outputs(layer: Layer, out: Tensor, x: Tensor) -> LayerOutputs:
 
 
 class TokenRow(Protocol):
-    """The T tokens of one forward pass, and how they attend to each other and to what is cached."""
+    """T tokens in one forward pass, and their attention to each other and to the cache."""
 
     tokens_T: Tensor
     positions_T: Tensor
@@ -269,10 +271,10 @@ class TokenRow(Protocol):
 
 
 class Decoder:
-    """Views of a model's weights in the order they are used. The caller makes a new one when the weights change."""
+    """Views of a model's weights in order of use. The caller creates a new Decoder when the weights change."""
 
     def __init__(self, model: Any) -> None:
-        """`model`: a transformers causal LM, adapters put in. Raises Unknown."""
+        """`model`: a transformers causal LM, including adapters. Raises Unknown."""
         check_model(model)
         self._embed = embedding(model)
         self._rotary = model.model.rotary_emb
@@ -280,26 +282,26 @@ class Decoder:
         self._norm, self._head = read_norm(model.model.norm), read_projection(model.lm_head)
 
     def logits(self, tokens: TokenRow, rows: Tensor) -> Tensor:
-        """Returns [len(rows), V]"""
+        """Returns [len(rows), V]."""
         hidden = F.embedding(tokens.tokens_T, self._embed)  # [T, hidden]
         cos, sin = rotary(self._rotary, hidden, tokens)
         last = self._layers[-1]
         for layer in self._layers:
             query, key, value, *_ = attention_inputs(layer, hidden, cos, sin)
             out = attend(tokens, layer, query, key, value)
-            if layer is last:  # only `rows` of its result are read
+            if layer is last:  # only these rows of the result are used
                 out, hidden = out[rows], hidden[rows]
             hidden = layer_outputs(layer, out, hidden).result
         return self._head.apply(self._norm.apply(hidden))[0]
 
 
 def attend(tokens: TokenRow, layer: Layer, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """Returns [T, heads * D]"""
+    """Returns [T, heads * D]."""
     return tokens.attend(layer.number, query, key, value, scaling=layer.scaling, window=layer.window).flatten(1)
 
 
 def embedding(model: Any) -> Tensor:
-    """Returns [V, hidden]. Raises Unknown: an embedding that is more than a table."""
+    """Returns [V, hidden]. Raises Unknown if the embedding is more than a table."""
     module = model.model.embed_tokens
     if type(module) is not torch.nn.Embedding:
         raise Unknown(f"embedding {type(module).__name__}")
@@ -308,27 +310,21 @@ def embedding(model: Any) -> Tensor:
 
 
 def rotary(module: Any, hidden: Tensor, tokens: TokenRow) -> tuple[Tensor, Tensor]:
-    """Cosines and signed sines [T, 1, D] of the tokens' positions, by the model's own module."""
+    """Returns cosines and signed sines [T, 1, D] for the tokens' positions, using the model's own module."""
     cos, sin = (part[0][:, None] for part in module(hidden[None], tokens.positions_T[None]))
     return cos, signed(sin)
 
 
 def _in_dtype(layer: Layer, dtype: torch.dtype) -> Layer:
-    """Returns the layer with adapters in that dtype, so that they are cast once instead of at each step."""
+    """Returns the layer with adapters in this dtype, so they are cast once instead of every step."""
     return Layer._make(part.in_dtype(dtype) if isinstance(part, Projection) else part for part in layer)
 
 
-Blocks = list[Tensor]  # hidden states in blocks of BLOCK rows; the last block may have fewer
-
-BLOCK = 512  # rows computed together between two attentions, few enough that their states stay in the caches
-SHARE = 1 / 8  # the largest copy's share of the machine's memory. The weights themselves take as much once more
-
-
 class MergedDecoder:
-    """A model's weights in the order they are used, as they were when this was made."""
+    """A merged copy of a model's weights in order of use."""
 
     def __init__(self, model: Any) -> None:
-        """`model`: a transformers causal LM, adapters put in. Raises Unknown."""
+        """`model`: a transformers causal LM, including adapters. Raises Unknown."""
         check_model(model)
         _check_machine(model)
         self._embed = embedding(model)
@@ -339,7 +335,7 @@ class MergedDecoder:
         self._head = _Product([read_projection(model.lm_head)], norm)
 
     def logits(self, tokens: TokenRow, rows: Tensor) -> Tensor:
-        """Returns [len(rows), V]"""
+        """Returns [len(rows), V]."""
         hidden = F.embedding(tokens.tokens_T, self._embed)  # [T, hidden]
         turns = list(zip(*(torch.split(part, BLOCK) for part in rotary(self._rotary, hidden, tokens)), strict=True))
         blocks = [_padded(block) for block in torch.split(hidden, BLOCK)]
@@ -351,9 +347,7 @@ class MergedDecoder:
 
 def _check_machine(model: Any) -> None:
     weight = next(model.parameters())
-    has_onednn: bool = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
-    has_products = hasattr(torch.ops.mkldnn, "_linear_pointwise")  # not public: a torch version may lack it
-    if weight.device.type != "cpu" or weight.dtype != torch.float32 or not (has_onednn and has_products):
+    if weight.device.type != "cpu" or weight.dtype != torch.float32 or not has_onednn():
         raise Unknown("not float32 on a CPU with oneDNN")
     num_bytes, limit = sum(parameter.nbytes for parameter in model.parameters()), SHARE * memory_size()
     if num_bytes > limit:
@@ -377,10 +371,10 @@ class _MergedLayer:
     def __call__(
         self, blocks: Blocks, tokens: TokenRow, turns: list[tuple[Tensor, ...]], rows: Tensor | None = None
     ) -> Blocks:
-        """Blocks of hidden states with both residuals added. Rows past the T tokens are padding.
+        """Returns blocks of hidden states with both residuals added. Rows past the T tokens are padding.
 
-        `rows`: the only rows whose result is read, and the only ones of the result. The others leave their keys and
-        values in the cache.
+        With `rows`, only these rows are computed after attention and returned. The other rows still write their keys
+        and values into the cache.
         """
         parts = [self._states(block, cos, sin) for block, (cos, sin) in zip(blocks, turns, strict=True)]
         rotated, value = (_whole(list(part)) for part in zip(*parts, strict=True))
@@ -401,17 +395,17 @@ class _MergedLayer:
         return rotate(rotated, cos, sin), value
 
     def _after(self, out: Tensor, hidden: Tensor) -> Tensor:
-        """Computes the part of a layer that follows the attention's output."""
+        """Computes the part of the layer after attention."""
         hidden = self._out.plus(_padded(out), hidden)
         normed = _scaled(hidden, self._layer.mlp_norm.epsilon)
         return self._down.plus(self._up.times(normed, self._gate.silu(normed)), hidden)
 
 
 class _Product:
-    """Projections with the same input as one product, their outputs side by side."""
+    """Several projections with the same input, computed as one product."""
 
     def __init__(self, projections: list[Projection], norm: Norm | None = None) -> None:
-        """`norm`: its weight is multiplied into the product, so that the caller only scales the input."""
+        """`norm`: its weight is folded into the product, so the caller only needs to scale the input."""
         parts = torch.cat([_merged(projection) for projection in projections])
         weight = parts if norm is None else parts * norm.weight.detach()
         self._weight = torch.ops.mkldnn._reorder_linear_weight(weight, None)
@@ -425,11 +419,11 @@ class _Product:
         return self._run(x, "swish")
 
     def plus(self, x: Tensor, other: Tensor) -> Tensor:
-        """other + self(x)"""
+        """Returns other + self(x)."""
         return self._run_with(x, other, "add")
 
     def times(self, x: Tensor, other: Tensor) -> Tensor:
-        """other * self(x)"""
+        """Returns other * self(x)."""
         return self._run_with(x, other, "mul")
 
     def _run(self, x: Tensor, then: str) -> Tensor:
@@ -442,7 +436,7 @@ class _Product:
 
 
 def _merged(projection: Projection) -> Tensor:
-    """W + s B A"""
+    """Returns W + s B A."""
     weight = projection.weight.detach()
     if projection.down is None or projection.up is None:
         return weight
@@ -454,9 +448,9 @@ def _whole(blocks: Blocks) -> Tensor:
 
 
 def _padded(states: Tensor) -> Tensor:
-    """Rows of zeros below, up to the next of four numbers per doubling: 1 to 8, 10, 12, 14, 16, 20, 24, 28, 32, 40, ...
+    """Pads with rows of zeros up to one of four sizes per doubling: 1 to 8, 10, 12, 14, 16, 20, 24, 28, 32, 40, ...
 
-    oneDNN writes code for each number of rows that it meets and keeps it, 0.2 MB each; so there are only a few of them.
+    oneDNN generates and keeps code for every number of rows, 0.2 MB each, so only a few different sizes are used.
     """
     num = len(states)
     step = 2 ** max((num - 1).bit_length() - 3, 0)
@@ -464,6 +458,6 @@ def _padded(states: Tensor) -> Tensor:
 
 
 def _scaled(x: Tensor, epsilon: float) -> Tensor:
-    """RMSNorm over the last dimension without its weight."""
+    """Applies RMSNorm over the last dimension, without its weight."""
     norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
     return x * torch.rsqrt(norm * norm / x.shape[-1] + epsilon)

@@ -1,16 +1,16 @@
-"""Layers with gradients that take fewer passes over memory than the model's own, and keep less for the backward pass.
+"""Layers with gradients that need fewer passes over memory than the model's own, and keep less for the backward pass.
 
-`known_layers` changes a model's modules while it is in use. The sums stay the same, forward and backward:
+`known_layers` temporarily changes a model's modules. The sums stay the same, forward and backward:
 
-    a layer known here                  two autograd functions around its attention (forward.py has the picture)
-    another layer's LoRA projections    W x + s B A x with one matrix of the output's size, where PEFT makes three
-    another frozen RMSNorm, gated MLP   one function each
+    a known layer                       two autograd functions around its attention (see the picture in forward.py)
+    LoRA projections in other layers    W x + s B A x with one matrix of the output's size, PEFT makes three
+    other frozen RMSNorms, gated MLPs   one function each
 
-Autograd on the model's own layers keeps, for each token, every input of every product and norm. The two functions keep
-x, y, the heads before their norms, gate and up, and compute the elementwise rest again. After its attention the last
-layer computes only the tokens that predict something, because nothing reads the others.
+With the model's own layers, autograd keeps every input to every product and norm. The two functions keep x, y, the
+heads before their norms, gate and up, and recompute the remaining elementwise operations. After attention, the last
+layer only computes tokens that predict something, because nothing reads the others.
 
-The caller compares packs on these layers with the model's own layers before it uses them.
+The caller compares these layers with the model's own layers on packs before use.
 """
 
 import contextlib
@@ -45,20 +45,20 @@ from art_cli.models.decoder.maths import (
 Attend = Callable[..., tuple[Tensor, None]]  # a function for transformers' AttentionInterface
 Forward = Callable[..., Tensor]
 
-# Number of tokens, in widths of the model, above which MKL multiplies faster by weights with the adapter added in. At
-# 135M parameters (576 wide) and 780 tokens the sums take 4.3 ms a layer, and separate products 2.2 ms.
+# Sequence length, in model widths, above which MKL multiplies faster by weights merged with the adapter. With 135M
+# parameters (width 576) and 780 tokens, merging takes 4.3 ms a layer, and separate products 2.2 ms.
 LONG = 2.5
 
 
 class TreeLike(Protocol):
-    """The argument `tree` of the model's forward."""
+    """The argument `tree` to the model's forward."""
 
-    rows: Tensor  # positions of the tokens that predict something, ascending
+    rows: Tensor  # positions of predicting tokens, ascending
 
 
 @contextlib.contextmanager
 def known_layers(model: Any, attend: Attend) -> Iterator[None]:
-    """While inside, modules that are known here are computed here; whole layers only where they are given a `tree`."""
+    """Inside, known modules are computed here; whole layers only if they receive a `tree`."""
     layers = getattr(model.base_model, "layers", [])
     changed = []
     try:
@@ -77,7 +77,7 @@ def known_layers(model: Any, attend: Attend) -> Iterator[None]:
             del module.forward
 
 
-# --- which modules are known, and what is computed in their place -----------------------------------------------------
+# --- known modules and their replacements -----------------------------------------------------------------------------
 
 
 def _is_known(layer: Any) -> bool:
@@ -93,7 +93,7 @@ def _layer(layer: Any, attend: Attend, *, is_last: bool) -> Forward:
     def forward(hidden: Tensor, **given: Any) -> Tensor:
         tree: TreeLike | None = given.get("tree")
         cos, sin = given["position_embeddings"]
-        if tree is None or cos.shape[-1] != layer.self_attn.head_dim:  # rotary embedding of a part of each head
+        if tree is None or cos.shape[-1] != layer.self_attn.head_dim:  # the rotary embedding covers only part of a head
             return own(hidden, **given)
         run = partial(_run, layer, attend, cos=cos[0], sin=sin[0], tree=tree, rows=tree.rows if is_last else None)
         if layer.gradient_checkpointing and layer.training:
@@ -107,8 +107,8 @@ def _layer(layer: Any, attend: Attend, *, is_last: bool) -> Forward:
 def _run(
     module: Any, attend: Attend, hidden: Tensor, *, cos: Tensor, sin: Tensor, tree: TreeLike, rows: Tensor | None
 ) -> Tensor:
-    """Returns [1, T, hidden]; with `rows` of those only."""
-    # read at every call, because sharding puts whole tensors in place only while a layer runs
+    """Returns [1, T, hidden]; with `rows`, only these rows."""
+    # read on every call, because sharding puts whole tensors in place only while a layer runs
     layer = read_layer(module)
     if prefers_onednn() or len(hidden[0]) > LONG * hidden.shape[-1]:
         layer = layer.merging()
@@ -120,22 +120,16 @@ def _run(
 
 
 def _projection(module: Any) -> Forward | None:
-    """LoRA around a frozen linear layer."""
-
-    def read() -> Projection:
-        return read_projection(module)
-
-    if not hasattr(module, "base_layer"):
+    """Replaces LoRA around a frozen linear layer."""
+    if not hasattr(module, "base_layer") or _is_trained(module.base_layer):
         return None
     try:
-        read()
+        read_projection(module)
     except Unknown:
-        return None
-    if _is_trained(module.base_layer):
         return None
 
     def forward(x: Tensor) -> Tensor:
-        projection = read()  # read at every call, as above; adapters may be off
+        projection = read_projection(module)  # read on every call, as above; adapters may be off
         rows = x.reshape(-1, x.shape[-1])
         out: Tensor = _Project.apply(rows, projection, projection.down, projection.up)  # type: ignore[no-untyped-call]
         return out.view(*x.shape[:-1], -1)
@@ -152,9 +146,8 @@ def _norm(module: Any) -> Forward | None:
 
 
 def _gated_mlp(module: Any) -> Forward | None:
-    if {name for name, _ in module.named_children()} != {"gate_proj", "up_proj", "down_proj", "act_fn"}:
-        return None
-    if not is_silu(module.act_fn):
+    children = {name for name, _ in module.named_children()}
+    if children != {"gate_proj", "up_proj", "down_proj", "act_fn"} or not is_silu(module.act_fn):
         return None
     return lambda x: module.down_proj(_Gate.apply(module.gate_proj(x), module.up_proj(x)))  # type: ignore[no-untyped-call]
 
@@ -167,7 +160,7 @@ def _is_trained(module: torch.nn.Module) -> bool:
 
 
 class _Inputs(torch.autograd.Function):
-    """Query, key and value [T, heads, D] of x [T, hidden]; cos and sin [T, D]; `tensors`: `layer.input_tensors`."""
+    """Query, key and value [T, heads, D] for x [T, hidden]; cos and sin [T, D]; `tensors`: `layer.input_tensors`."""
 
     @staticmethod
     def forward(
@@ -181,7 +174,7 @@ class _Inputs(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         layer: Layer = ctx.layer
-        x, cos, sin, query, key, *inners = ctx.saved_tensors  # read once: checkpointing computes them at each reading
+        x, cos, sin, query, key, *inners = ctx.saved_tensors  # read once: checkpointing recomputes them at each reading
         cos, sin = cos[:, None], signed(sin)[:, None]
         grad_query, grad_key = (rotate_backward(grad, cos, sin) for grad in grads[:2])
         of_norms: list[Tensor | None] = [None, None]
@@ -205,9 +198,9 @@ class _Inputs(torch.autograd.Function):
 
 
 class _Outputs(torch.autograd.Function):
-    """[1, T, hidden] of a layer whose attention gave `out` [T, heads * D] for x [T, hidden]; with `rows` of those only.
+    """[1, T, hidden] layer result when attention gave `out` [T, heads * D] for x [T, hidden]; optionally `rows` only.
 
-    `tensors`: `layer.output_tensors`. The result is no view, because FSDP2 sets hooks on it, which a view may lose.
+    `tensors`: `layer.output_tensors`. The result is not a view, because FSDP2 sets hooks on it that views may lose.
     """
 
     @staticmethod
@@ -250,7 +243,7 @@ def _spread(states: Tensor, rows: Tensor, length: int) -> Tensor:
 
 
 class _Project(torch.autograd.Function):
-    """[T, out] of x [T, in]."""
+    """[T, out] for x [T, in]."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, projection: Projection, down: Tensor | None, up: Tensor | None) -> Tensor:

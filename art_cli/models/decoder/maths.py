@@ -1,21 +1,21 @@
-"""The mathematics of a decoder layer, forward and backward; its products, and the attentions that share a call.
+"""The mathematics of a decoder layer, forward and backward; its products; attentions in a joint call.
 
-The parts are norm, rotary embedding, gate, and linear layer with adapter. Pure: tensors and numbers in, tensors out.
-Below float32 norms are computed in float32 and rounded where the models round; an adapter, which stays float32, is
-multiplied in the dtype of the states, as autocast would.
-T tokens; D numbers of a head.
+The parts are norm, rotary embedding, gate, and linear layer with adapter. Pure functions of tensors and numbers. Below
+float32, norms are computed in float32 and rounded like the models do. Adapters stay float32, but are multiplied in the
+states' dtype, like autocast.
+T tokens; D head size.
 
-Products use the faster of torch's two libraries. torch gives float32 matmuls to MKL, which on AMD's processors uses
-half the width of their registers. Measured on an EPYC with AVX-512, 1,024 rows and 384 to 2,048 columns: 95 GFLOP/s of
-a core by MKL and 225 by oneDNN, with the same rounding. oneDNN writes code for each shape that it meets (1 ms and
-0.5 MB), so it gets only large products, and callers keep the number of shapes small.
+Products use the faster one of torch's two libraries. torch gives float32 matmuls to MKL, which uses only half the
+register width on AMD processors. Measured on an EPYC with AVX-512, 1,024 rows and 384 to 2,048 columns: 95 GFLOP/s per
+core with MKL and 225 with oneDNN, with the same rounding. oneDNN generates code for each new shape (1 ms and 0.5 MB),
+so it only gets large products, and callers keep the number of shapes small.
 
-Intel's processors use MKL. On a Xeon (AVX-512, family 6, model 207) both give 145 GFLOP/s of a core, but oneDNN takes
-two to three times as long where an adapter's rank is summed over. Any number of rows is as fast as the next, so that
-rows need no padding. bfloat16 without AMX gives 83 GFLOP/s there and is no way to a faster step.
+Intel processors use MKL. On a Xeon (AVX-512, family 6, model 207) both give 145 GFLOP/s per core, but oneDNN takes two
+to three times longer when summing over an adapter's rank. All row counts are equally fast, so rows need no padding.
+bfloat16 without AMX gives 83 GFLOP/s there, so it cannot speed up a step.
 
-Short attentions share a call: neighbours join while their padding costs less than another call, measured on a CPU with
-float32. The engine joins chunks of prompts by it, the learner short segments of a tree.
+Short attentions share a call: neighbors join while their padding costs less than another call, measured on a CPU with
+float32. The engine joins prompt chunks this way, the learner short tree segments.
 """
 
 import functools
@@ -29,13 +29,14 @@ from torch.nn import functional as F
 
 Item = TypeVar("Item")
 
-CALL_COST = 8192  # pairs of a query and a key that are attended in the time that one more call takes
+CALL_COST = 8192  # query-key pairs attended in the time of one additional call
+SMALLEST = 1 << 20  # multiplications that justify oneDNN's call overhead of 30 us
 
 
 def join_calls(items: Iterable[Item], num_pairs: Callable[[Sequence[Item]], int]) -> list[list[Item]]:
-    """Returns the items in order, neighbours grouped.
+    """Groups neighboring items, in order.
 
-    `num_pairs`: what one call for a group computes, padding included.
+    `num_pairs`: number of query-key pairs in one call for a group, including padding.
     """
     groups: list[list[Item]] = []
     for item in items:
@@ -46,11 +47,8 @@ def join_calls(items: Iterable[Item], num_pairs: Callable[[Sequence[Item]], int]
     return groups
 
 
-SMALLEST = 1 << 20  # number of multiplications from which oneDNN's call, which takes 30 us, is worth it
-
-
 def product(x: Tensor, weight: Tensor) -> Tensor:
-    """x w^T: [T, out] of x [T, in] and w [out, in]. Carries no gradient."""
+    """Returns x w^T: [T, out] for x [T, in] and w [out, in]. Carries no gradient."""
     if _is_one_bfloat16_row(x):
         return torch.mv(weight, x[0])[None]
     if not _is_ours(x, weight):
@@ -60,7 +58,7 @@ def product(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def add_product(base: Tensor, x: Tensor, weight: Tensor, *, is_spare: bool = False) -> Tensor:
-    """base + x w^T, a new tensor. `is_spare`: the caller needs `base` no more, and its memory may be the result's."""
+    """Returns base + x w^T, a new tensor. `is_spare`: the memory of `base` may be reused."""
     if _is_one_bfloat16_row(x):
         return torch.addmv(base[0], weight, x[0])[None]
     if not _is_ours(x, weight):
@@ -70,10 +68,10 @@ def add_product(base: Tensor, x: Tensor, weight: Tensor, *, is_spare: bool = Fal
 
 
 def inner_product(left: Tensor, right: Tensor) -> Tensor:
-    """left^T right: [a, b] of [T, a] and [T, b], summed over the tokens."""
+    """Returns left^T right: [a, b] for [T, a] and [T, b], summed over the tokens."""
     if not _is_ours(left.t(), right.t()):
         return left.t() @ right
-    if left.shape[1] > right.shape[1]:  # oneDNN is slow where the second matrix is the thin one
+    if left.shape[1] > right.shape[1]:  # oneDNN is slow with a thin second matrix
         return inner_product(right, left).t()
     return product(left.t(), right.t())
 
@@ -84,18 +82,18 @@ def _is_ours(x: Tensor, weight: Tensor) -> bool:
 
 
 def _is_one_bfloat16_row(x: Tensor) -> bool:
-    """Returns whether oneDNN's product of a matrix and a vector does it, which reads the matrix 1.5 times as fast."""
+    """Whether oneDNN's matrix-vector product applies, which reads the matrix 1.5 times faster."""
     return len(x) == 1 and x.dtype == torch.bfloat16 and x.device.type == "cpu"
 
 
 def is_shape_costly(dtype: torch.dtype) -> bool:
-    """Returns whether products on the CPU are oneDNN's, for which callers keep the number of shapes small."""
+    """Whether CPU products use oneDNN, so callers should keep the number of shapes small."""
     return dtype.itemsize < 4 or prefers_onednn()
 
 
 @functools.cache
 def prefers_onednn() -> bool:
-    """Returns True if float32 products are oneDNN's here: on all processors but Intel's, which MKL is made for."""
+    """Returns True if float32 products use oneDNN: on all processors except Intel's, which MKL is made for."""
     return has_onednn() and not (torch.backends.mkl.is_available() and _is_intel())  # type: ignore[no-untyped-call]
 
 
@@ -106,7 +104,7 @@ def _is_intel() -> bool:
 
 @functools.cache
 def has_onednn() -> bool:
-    """Returns True if torch came with oneDNN and its products. They are not public, so a version may lack them."""
+    """Returns True if torch includes oneDNN and its products. They are private, so a torch version may lack them."""
     is_there: bool = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
     return is_there and hasattr(torch.ops.mkldnn, "_linear_pointwise")
 
@@ -122,9 +120,9 @@ class Norm(NamedTuple):
         return self.weight * F.rms_norm(exact, x.shape[-1:], None, self.epsilon).to(x.dtype)
 
     def backward(self, grad: Tensor, x: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Returns the gradients of x and of w; that of w is None if it is not trained.
+        """Returns the gradients of x and w; None for a frozen w.
 
-        With r = 1 / rms and v = w * grad they are r v - x r^3 (x . v) / n, and the sum of grad * r x over all rows.
+        With r = 1 / rms and v = w * grad they are r v - x r^3 (x . v) / n, and grad * r x summed over all rows.
         """
         slope = grad * self.weight
         if x.dtype.itemsize < 4:
@@ -140,7 +138,7 @@ class Norm(NamedTuple):
 
 
 class Projection(NamedTuple):
-    """A linear layer, and its adapter where it has one: W x + bias + s B A x.
+    """A linear layer with an optional adapter: W x + bias + s B A x.
 
     LoRA, Hu et al. 2021 (arXiv:2106.09685), equation 3.
     """
@@ -150,10 +148,10 @@ class Projection(NamedTuple):
     down: Tensor | None = None  # A, [rank, in]
     up: Tensor | None = None  # B, [out, rank]
     scaling: float = 0.0
-    is_merged: bool = False  # whether W + s B A is multiplied, which for many tokens costs less than three products
+    is_merged: bool = False  # whether to multiply by W + s B A, which for many tokens costs less than three products
 
     def apply(self, x: Tensor, base: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
-        """Returns [T, out], on top of `base` where given; and [T, rank] A x, which the backward pass needs."""
+        """Returns [T, out], added to `base` if given; and [T, rank] A x for the backward pass."""
         weight = self._merged() if self.is_merged else self.weight
         out = product(x, weight) if base is None else add_product(base, x, weight)
         if self.bias is not None:
@@ -174,10 +172,9 @@ class Projection(NamedTuple):
     def backward(
         self, grad: Tensor, x: Tensor, inner: Tensor | None, into: Tensor | None = None
     ) -> tuple[Tensor, *tuple[Tensor | None, ...]]:
-        """Returns the gradients of x and of `tensors`; None for one that is not trained.
+        """Returns the gradients of x and of `tensors`; None for frozen tensors.
 
-        `inner`: what `apply` gave beside its result. `into`: a gradient of x that this one's is added to, and that the
-        caller needs no more.
+        `inner`: A x as returned by `apply`. `into`: a gradient of x to accumulate into; it may be overwritten.
         """
         grad_inner, *found = self._backward_tensors(grad, x, inner)
         weight = (self._merged() if self.is_merged else self.weight).t()
@@ -201,32 +198,32 @@ class Projection(NamedTuple):
         return grad_inner, of_weight, of_bias, inner_product(grad_inner, x).to(self.down.dtype), of_up.to(self.up.dtype)
 
     def merging(self) -> "Projection":
-        """The same with `is_merged`, where that loses nothing: below float32 the sum would round the change away."""
+        """Sets `is_merged` if this loses nothing: below float32 the sum would round the adapter's change away."""
         if self.down is None or self.up is None:
             return self
         is_exact = self.weight.dtype == self.down.dtype == self.up.dtype and self.weight.dtype.itemsize >= 4
         return self._replace(is_merged=is_exact)
 
     def _merged(self) -> Tensor:
-        """W + s B A"""
+        """Returns W + s B A."""
         assert self.down is not None and self.up is not None
         return add_product(self.weight, self.up * self.scaling, self.down.t())
 
     def in_dtype(self, dtype: torch.dtype) -> "Projection":
-        """Returns the same with its adapter in that dtype, and the scaling in B."""
+        """Returns a copy with the adapter in this dtype and the scaling folded into B."""
         if self.down is None or self.up is None:
             return self
         return self._replace(down=self.down.to(dtype), up=self.up.to(dtype) * self.scaling, scaling=1.0)
 
 
 def signed(sin: Tensor) -> Tensor:
-    """Returns the sines as `rotate` takes them: the first half of each head's negated."""
+    """Returns the sines in the form `rotate` expects: the first half of every head negated."""
     half = sin.shape[-1] // 2
     return torch.cat((-sin[..., :half], sin[..., half:]), dim=-1)
 
 
 def rotate(states: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Returns [T, heads, D] turned by each token's position; cos and signed sin [T, 1, D].
+    """Returns [T, heads, D] rotated by token position; cos and signed sin [T, 1, D].
 
     Su et al. 2021 (arXiv:2104.09864), equation 34. With halves a, b of each head: a cos - b sin, b cos + a sin.
     """
@@ -234,7 +231,7 @@ def rotate(states: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def rotate_backward(grad: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Returns the transpose of `rotate`."""
+    """Applies the transpose of `rotate`."""
     half = grad.shape[-1] // 2
     turned, slanted = grad * cos, grad * sin
     turned[..., :half] += slanted[..., half:]
@@ -243,12 +240,12 @@ def rotate_backward(grad: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def gate(gates: Tensor, up: Tensor) -> Tensor:
-    """silu(gates) * up. Shazeer 2020 (arXiv:2002.05202), the inside of SwiGLU."""
+    """Returns silu(gates) * up. Shazeer 2020 (arXiv:2002.05202), the inside of SwiGLU."""
     return F.silu(gates).mul_(up)
 
 
 def gate_backward(grad: Tensor, gates: Tensor, up: Tensor, active: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns the gradients of gates and up. Overwrites `grad`, and `active`, which is silu(gates)."""
+    """Returns the gradients of gates and up. Overwrites `grad` and `active`, which holds silu(gates)."""
     grad_up = active.mul_(grad)
     grad_gates: Tensor = torch.ops.aten.silu_backward(grad.mul_(up), gates)
     return grad_gates, grad_up
