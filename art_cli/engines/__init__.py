@@ -1,11 +1,11 @@
 """Engines, which sample from the policy: the Engine protocol and the table of built-ins.
 
 An engine owns an endpoint (OpenAI-compatible, on loopback unless it is foreign) and knows which step's weights it
-samples from. Its interface is plain data (paths, numbers, token ids), so an engine can run in another process or on
-another machine.
+samples from. Its interface is plain data (paths, numbers, token ids), so engines can run in separate processes and on
+remote machines.
 
 To add an engine, write a module, a section in config/sections/engine_config.py and an entry in BUILT_INS here. Users
-can name a class in a file next to the configuration: `engine: {entry: "mine.py:MyEngine", options: {...}}`. It is
+can name a class in a file beside the configuration: `engine: {entry: "mine.py:MyEngine", options: {...}}`. It is
 constructed as `MyEngine(setup)` and used through the Engine protocol. Its class attributes are its EngineTraits.
 """
 
@@ -86,7 +86,7 @@ class Engine(Protocol):
 
 
 class EngineTraits(NamedTuple):
-    """Capabilities of an engine, read from attributes of its config section or of the user's class."""
+    """Engine capabilities, read from attributes on the config section or the user's class."""
 
     can_train: bool = True  # False: it brings a fixed model and cannot load checkpoints
     swaps_adapters: bool = False  # can load a new adapter while still answering with the previous adapter

@@ -24,7 +24,7 @@ USED_SUFFIXES = (".json", ".jinja", ".model", ".safetensors")
 
 
 def gguf_files(path: Path) -> list[Path]:
-    """Returns the GGUF file at this path, or all of them in a directory without config.json."""
+    """Returns the GGUF file at this path, or the GGUF files in a directory without config.json."""
     if path.is_dir():
         return [] if (path / "config.json").exists() else sorted(path.glob("*.gguf"))
     return [path] if path.suffix == ".gguf" and path.is_file() else []

@@ -209,11 +209,8 @@ def smollm2_135m(directory: Path) -> None:
     import huggingface_hub
 
     try:
-        found = Path(
-            huggingface_hub.snapshot_download(
-                SMOLLM2_REPO, allow_patterns=SMOLLM2_FILES, ignore_patterns=["*/*"], etag_timeout=10.0
-            )
-        )
+        wanted: dict[str, Any] = {"allow_patterns": SMOLLM2_FILES, "ignore_patterns": ["*/*"]}
+        found = Path(huggingface_hub.snapshot_download(SMOLLM2_REPO, etag_timeout=10.0, **wanted))
     except Exception as error:  # the boundary to the hub's client, which raises arbitrary transport errors
         raise UsageError(
             f"builtin:smollm2-135m is not on this machine, and the hub could not give it ({one_line(error)[:200]}); "

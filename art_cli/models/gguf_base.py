@@ -21,7 +21,7 @@ from functools import partial
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from art_cli.models.base_cache import take_or_make
 from art_cli.models.base_files import gguf_files
@@ -121,12 +121,6 @@ def _convert(file: Path, directory: Path, num_elements: int) -> None:
     tokenizer.save_pretrained(directory)
 
 
-class _Tensor(NamedTuple):
-    num_elements: int
-    num_bytes: int
-    start: int  # offset in the data section
-
-
 def check_header(file: Path) -> int:
     """Returns the total number of tensor elements, after checking every count in the header against the file size.
 
@@ -185,14 +179,14 @@ class _Header:
             raise ValueError(f"an alignment of {alignment}")
         tensors = [self._tensor() for _ in range(num_tensors)]
         begin = -(-self.at // alignment) * alignment
-        for tensor in tensors:
-            if begin + tensor.start + tensor.num_bytes > len(self.data):
-                raise ValueError(f"cut off: a tensor ends at byte {begin + tensor.start + tensor.num_bytes}")
-        if sum(tensor.num_bytes for tensor in tensors) > len(self.data):
+        if (end := begin + max((start + size for _, size, start in tensors), default=0)) > len(self.data):
+            raise ValueError(f"cut off: a tensor ends at byte {end}")
+        if sum(size for _, size, _ in tensors) > len(self.data):
             raise ValueError("its tensors overlap")
-        return sum(tensor.num_elements for tensor in tensors)
+        return sum(elements for elements, _, _ in tensors)
 
-    def _tensor(self) -> _Tensor:
+    def _tensor(self) -> tuple[int, int, int]:
+        """Returns the tensor's number of elements, its bytes, and its offset in the data section."""
         from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 
         if self._string().startswith((b"rope_freqs.weight", b"rope_factors_")):
@@ -204,7 +198,7 @@ class _Header:
         kind, start = self._unpack("IQ")
         num_elements = math.prod(shape)
         of_block, bytes_of_block = GGML_QUANT_SIZES[GGMLQuantizationType(kind)]
-        return _Tensor(num_elements, -(-num_elements // of_block) * bytes_of_block, start)
+        return num_elements, -(-num_elements // of_block) * bytes_of_block, start
 
     def _value(self, kind: int) -> float:
         """Skips a value. Returns a number, 0 for a string, infinity for an array."""

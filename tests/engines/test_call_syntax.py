@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from art_cli.chat.chat_errors import ChatError
 from art_cli.chat.requests import Request, Sampling
 from art_cli.engines.embedded.call_syntax import GLM, HERMES, LLAMA, MISTRAL, PHI, XML, find_syntax
-from art_cli.engines.embedded.chat_prompts import MessageParser, render
+from art_cli.engines.embedded.chat_prompts import MessageParser, Prompt, render
 from art_cli.engines.embedded.reply_text import Vocabulary
 from tests.support.models.tiny import tiny_tokenizer
 
@@ -51,7 +51,7 @@ TEMPLATES = {
 
 
 def parse(text: str, cuts: list[int], **how: Any) -> Json:
-    parser = MessageParser(**{"has_tools": True, "has_thinking": True, "schemas": SCHEMAS, **how})
+    parser = MessageParser(Prompt([], **{"has_tools": True, "has_thinking": True, "schemas": SCHEMAS, **how}))
     start = 0
     for end in [*sorted({cut for cut in cuts if cut < len(text)}), len(text)]:
         parser.push(text[start:end])
@@ -91,7 +91,7 @@ def test_arguments_written_as_json_stay_the_text_that_was_sampled(family: str) -
 def test_a_call_of_mistral_has_the_id_that_was_sampled_or_one_that_its_templates_accept(
     text: str, id: str | None
 ) -> None:
-    parser = MessageParser(has_tools=True, has_thinking=False, syntax=MISTRAL)
+    parser = MessageParser(Prompt([], has_tools=True, syntax=MISTRAL))
     parser.push(text)
     parser.flush()
     [call] = parser.calls
@@ -156,7 +156,7 @@ def test_a_request_is_read_in_the_syntax_of_its_template_and_refuses_to_force_wh
     tokenizer.chat_template = "{% if false %}" + TEMPLATES["xml"] + "{% endif %}{{ messages[0].content }}"
     tools = [{"type": "function", "function": {"name": "move", "parameters": MOVE}}]
     asked = {"model": "m", "sampling": Sampling(), "messages": [{"role": "user", "content": "hi"}], "tools": tools}
-    parser = render(Vocabulary(tokenizer), Request(**asked)).parser()
+    parser = MessageParser(render(Vocabulary(tokenizer), Request(**asked)))
     parser.push(TEXTS["xml"][1])
     parser.flush()
     assert json.loads(parser.calls[0]["function"]["arguments"]) == {"to": "é4", "n": 7}

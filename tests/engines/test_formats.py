@@ -30,8 +30,9 @@ from art_cli.chat.wires import OpenAIChat
 from art_cli.config.schema import EmbeddedEngineConfig, GrpoConfig, TorchLearnerConfig, TrainConfig
 from art_cli.engines.embedded import chat_prompts as messages
 from art_cli.engines.embedded import token_sampling as sampling
-from art_cli.engines.embedded.chat_prompts import MessageParser
+from art_cli.engines.embedded.chat_prompts import MessageParser, Prompt
 from art_cli.engines.embedded.embedded_engine import EmbeddedEngine
+from art_cli.engines.embedded.grammars import Format
 from art_cli.engines.embedded.token_sampling import Allowed, Knobs
 from art_cli.learners import LearnerSetup
 from art_cli.learners.torch_learner import TorchLearner
@@ -382,7 +383,7 @@ async def test_with_tools_a_reply_is_a_call_or_in_the_format() -> None:
 
 
 def test_text_in_a_format_is_no_call() -> None:
-    parser = MessageParser(has_tools=True, has_thinking=False, is_held=True)
+    parser = MessageParser(Prompt([], has_tools=True, format=Format("", (), "response_format")))
     text = '{"a": "<tool_call>{\\"name\\": \\"f\\"}</tool_call>"}'
     for letter in text:
         parser.push(letter)
@@ -559,7 +560,8 @@ async def test_a_forced_call_that_is_cut_leaves_no_markup(choice: Any) -> None:
 def test_a_cut_marker_of_a_held_reply_is_no_content() -> None:
     """After a thought the model writes the marker itself; of a free reply it stays content."""
     for is_held, content in ((True, ""), (False, "<tool_ca")):
-        parser = MessageParser(has_tools=True, has_thinking=True, opening="<think>", is_held=is_held)
+        format = Format("", (), "response_format") if is_held else None
+        parser = MessageParser(Prompt([], opening="<think>", has_tools=True, has_thinking=True, format=format))
         parser.push("so\n</think>\n\n<tool_ca")
         parser.flush()
         assert parser.message == {"role": "assistant", "content": content, "reasoning_content": "so"}

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from art_cli.chat.chat_errors import ChatError
 from art_cli.chat.replies import token_bytes, token_text
 from art_cli.chat.requests import Request, Sampling
-from art_cli.engines.embedded.chat_prompts import MessageParser, render
+from art_cli.engines.embedded.chat_prompts import MessageParser, Prompt, render
 from art_cli.engines.embedded.reply_text import Detokenizer, StopWatch, Vocabulary
 from tests.support.models.tiny import CHAT_TEMPLATE, tiny_tokenizer
 
@@ -35,7 +35,7 @@ def encode(text: str) -> list[int]:
 
 def parse(text: str, *, pieces: list[int] | None = None, **how: Any) -> Json:
     """The message of a text, pushed in pieces that end at those places; ids of calls left out."""
-    parser = MessageParser(**{"has_tools": True, "has_thinking": True, **how})
+    parser = MessageParser(Prompt([], **{"has_tools": True, "has_thinking": True, **how}))
     ends = [*sorted(set(pieces or [])), len(text)]
     deltas: list[Json] = []
     start = 0
@@ -155,7 +155,7 @@ def test_a_message_is_the_same_however_its_text_is_cut_up(
 def next_prompt(messages: list[Json], sampled: str, following: list[Json], **extra: Any) -> tuple[list[int], list[int]]:
     """(tokens of a turn, the prompt of the next one) when the model sampled that text and then its stop token."""
     prompt = render(VOCABULARY, request(messages, **extra))
-    parser = prompt.parser()
+    parser = MessageParser(prompt)
     parser.push(sampled)
     parser.flush()
     turn = prompt.ids + encode(sampled + "<|im_end|>")
@@ -215,7 +215,7 @@ def test_a_forced_call_begins_in_the_prompt() -> None:
     named = {"type": "function", "function": {"name": "look"}}
     for choice, rest in (("required", 'look", "arguments": {}}\n</tool_call>'), (named, "{}}\n</tool_call>")):
         prompt = render(VOCABULARY, request(user, tools=TOOLS, tool_choice=choice))
-        parser = prompt.parser()
+        parser = MessageParser(prompt)
         parser.push(rest)
         parser.flush()
         assert [made["function"] for made in parser.message["tool_calls"]] == [{"name": "look", "arguments": "{}"}]
@@ -285,7 +285,7 @@ def test_text_is_cut_before_the_first_stop_string(text: str, stops: list[str], c
         assert not any(stop in shown for stop in stops)
     shown += watch.flush()
     found = [text.find(stop) for stop in stops if stop in text]
-    assert watch.is_stopped == bool(found)
+    assert (watch.found is not None) == bool(found)
     if not found:
         assert (shown, watch.found) == (text, None)
     else:

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from art_cli.engines.embedded.call_syntax import find_syntax
-from art_cli.engines.embedded.chat_prompts import MessageParser
+from art_cli.engines.embedded.chat_prompts import MessageParser, Prompt
 from art_cli.models.builtin_models import TOOLS_TEMPLATE, make_tokenizer
 
 
@@ -44,7 +44,7 @@ def test_a_call_is_its_words_and_a_token_for_each_piece_around_them(
     said = text.rpartition("<|im_start|>assistant\n")[2].removesuffix("<|im_end|>\n")
     pieces = [TOKENIZER.decode([id]) for id in TOKENIZER.encode(said)]
     assert pieces[1:-1] == tokens or (pieces, tokens) == ([said], [])
-    parser = MessageParser(has_tools=True, has_thinking=False, syntax=find_syntax(TOOLS_TEMPLATE))
+    parser = MessageParser(Prompt([], has_tools=True, syntax=find_syntax(TOOLS_TEMPLATE)))
     for piece in pieces:
         parser.push(piece)
     parser.flush()

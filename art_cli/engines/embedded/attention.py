@@ -232,19 +232,16 @@ class SlotCache:
 
     def write(self, layer: int, key: Tensor, value: Tensor, rows: Tensor) -> None:
         """Writes keys and values `[T, heads, head_dim]` into these slab rows, one row per token and head."""
-        if layer not in self.keys:
-            self.keys[layer] = self._slab(key)
-            self.values[layer] = self._slab(value)
-        for slab, states in ((self.keys[layer], key), (self.values[layer], value)):
-            slab.view(-1, slab.shape[3]).index_copy_(0, rows, states.reshape(-1, slab.shape[3]))
+        for slabs, states in ((self.keys, key), (self.values, value)):
+            _, heads, head_dim = states.shape
+            if layer not in slabs:
+                slabs[layer] = states.new_zeros(self.shape.slots, heads, self.shape.length, head_dim)
+            slabs[layer].view(-1, head_dim).index_copy_(0, rows, states.reshape(-1, head_dim))
 
     def clear(self) -> None:
         """Frees all slabs."""
         self.keys.clear()
         self.values.clear()
-
-    def _slab(self, states: Tensor) -> Tensor:
-        return states.new_zeros(self.shape.slots, states.shape[1], self.shape.length, states.shape[2])
 
 
 class Layout:

@@ -44,7 +44,7 @@ class CallSyntax:
     end: str  # "" if a call extends to the end of the reply
     read: Callable[[str, Schemas], list[Json] | None]
     is_quoted: Callable[[str], bool] = lambda body: False  # whether an end mark after this text is part of an argument
-    is_bare_json: bool = False  # whether a reply that is one JSON object with a name is also a call
+    is_bare_json: bool = False  # whether a whole reply in JSON with a name is also a call
 
     @property
     def can_be_forced(self) -> bool:
@@ -115,7 +115,7 @@ def _json_call(text: str) -> Json | None:
 
 
 def read_object(text: str) -> dict[str, str] | None:
-    """Returns a JSON object's fields with each value as raw text; None if the text is not a single object."""
+    """Returns a JSON object's fields with each value as raw text; None for any other text."""
     parts = _split(text, "{")
     if parts is None:
         return None

@@ -48,16 +48,6 @@ class Prompt:
     schemas: Schemas = field(default_factory=dict)
     is_guarded: bool = False  # whether the tokenizer alone would have turned client text into control tokens
 
-    def parser(self) -> "MessageParser":
-        return MessageParser(
-            has_tools=self.has_tools,
-            has_thinking=self.has_thinking,
-            opening=self.opening,
-            is_held=self.format is not None,
-            syntax=self.syntax,
-            schemas=self.schemas,
-        )
-
 
 def render(vocabulary: Vocabulary, request: Request, max_length: int = MAX_LENGTH) -> Prompt:
     """Returns a request's prompt for a context of `max_length` tokens. It may take seconds: use a thread.
@@ -142,10 +132,8 @@ def _encode(
     except UnicodeEncodeError:
         raise invalid(f"{param}: a lone surrogate (\\ud800 to \\udfff) is no text", param) from None
     try:
-        if guard is None:  # plain-text prompts belong to the client, control tokens included
-            ids = vocabulary.encode(text, most=max_length, adds_special=True)
-        else:
-            ids = vocabulary.encode_chat(text, guard, most=max_length)
+        # Without a guard, a plain-text prompt belongs to the client, control tokens included.
+        ids = vocabulary.encode(text, most=max_length, adds_special=guard is None, guard=guard)
     except ValueError as error:
         raise invalid(f"{param}: {error}", param) from error
     if ids is None:
@@ -207,7 +195,7 @@ class StandIns:
         return changed
 
     def replaced(self, text: str) -> str | None:
-        """Returns the text with the arguments restored; None if the template did not simply write the placeholders."""
+        """Returns the text with the arguments restored; None when the template altered the placeholders."""
         for number, arguments in enumerate(self.texts.values()):
             stand_in = json.dumps({self._name: number})
             if text.count(stand_in) != 1:
@@ -230,26 +218,17 @@ def _call_opening(choice: str | Json, template: str, syntax: CallSyntax) -> str:
 
 
 class MessageParser:
-    """An assistant message that grows by text. Each push returns the new parts as OpenAI deltas.
+    """The assistant message in a prompt's reply, growing by text. Each push returns the new parts as OpenAI deltas.
 
     `message` is the sum of the deltas, so streamed and whole replies are the same.
     """
 
-    def __init__(
-        self,
-        *,
-        has_tools: bool,
-        has_thinking: bool,
-        opening: str = "",
-        is_held: bool = False,
-        syntax: CallSyntax = HERMES,
-        schemas: Schemas | None = None,
-    ) -> None:
-        """`is_held`: the reply follows a grammar, so it contains calls only if it starts with one."""
-        self._has_tools, self._is_held = has_tools, is_held
-        self._syntax, self._schemas = syntax, schemas or {}
-        self._held = opening  # text that cannot be classified yet
-        self._state = "start" if has_thinking else "content"  # start, think, content, call
+    def __init__(self, prompt: Prompt) -> None:
+        self._has_tools = prompt.has_tools
+        self._is_held = prompt.format is not None  # a reply with a grammar contains calls only if it starts with one
+        self._syntax, self._schemas = prompt.syntax, prompt.schemas
+        self._held = prompt.opening  # text that cannot be classified yet
+        self._state = "start" if prompt.has_thinking else "content"  # start, think, content, call
         self._quoted = list[int]()  # indices of end marks inside the open call's arguments
         self._gap = ""  # white space after a call; shown only if text follows
         self._content: list[str] = []
@@ -349,7 +328,7 @@ class MessageParser:
         return self._show(self._syntax.begin + body + found) if calls is None else self._call(calls)
 
     def _end_of_call(self, is_last: bool) -> int:
-        """Returns the index of the open call's end mark, or -1 while it is missing.
+        """Returns the index of the open call's end mark, or -1 until one arrives.
 
         Quoted marks inside arguments are skipped, unless the whole reply has no later mark.
         """

@@ -9,7 +9,7 @@ from art_cli.chat.chat_errors import invalid
 from art_cli.chat.replies import Choice, Echo, join_deltas
 from art_cli.chat.requests import Json, Request
 from art_cli.engines.embedded import chat_prompts
-from art_cli.engines.embedded.chat_prompts import Prompt
+from art_cli.engines.embedded.chat_prompts import MessageParser, Prompt
 from art_cli.engines.embedded.reply_text import Detokenizer, StopWatch, Vocabulary
 from art_cli.runtime.errors import EngineError
 
@@ -39,7 +39,7 @@ class ChoiceWriter:
         self._vocabulary, self._request, self._index = vocabulary, request, index
         self._detokenizer = Detokenizer(vocabulary, context_of(prompt))
         self._stops = StopWatch(request.sampling.stop)
-        self._parser = prompt.parser() if request.messages is not None else None
+        self._parser = MessageParser(prompt) if request.messages is not None else None
         self._texts: list[str] = []
         self._is_first = True
         self._echo = echo  # sent with the opening piece

@@ -1,9 +1,9 @@
-"""EmbeddedEngine: samples from the policy in this process. This is its asyncio side; engine_thread.py runs the model.
+"""EmbeddedEngine: samples from the policy in this process. This is the asyncio side; engine_thread.py runs the model.
 
     Request -> chat_prompts.render -> Generations -> EngineThread samples -> Pieces -> ChoiceWriter -> Reply or Chunks
 
-It answers requests (`backend` is the engine itself) and serves no port. With `shares_weights` a learner in this process
-updates the same weights that it samples from, so `load` only records the step. Otherwise `load` reads the checkpoint.
+It answers requests (`backend` is the engine itself) without opening a port. With `shares_weights`, a learner in this
+process updates the same weights, so `load` only records the step. Otherwise `load` reads the checkpoint.
 """
 
 import asyncio
@@ -17,7 +17,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn, Self, TypeVar
+from typing import NoReturn, Self, TypeVar
 
 import msgspec
 import numpy as np
@@ -45,16 +45,16 @@ from art_cli.runtime.errors import EngineError
 
 Result = TypeVar("Result")
 
-LOCK_DEADLINE_S = 600.0  # longest wait for the weights; a learner holds them for a whole step
+LOCK_DEADLINE_S = 600.0  # longest wait for the weights, because a learner holds them for a whole step
 REPLY_DEADLINE_S = 3600.0
 CLOSE_DEADLINE_S = 60.0
 WATCH_EVERY_S = 1.0
 DRAIN_EVERY_S = 0.01
-MAX_ALTERNATIVES = 2**21  # top_logprobs of all whole replies being sampled; each takes some 160 bytes
+MAX_ALTERNATIVES = 2**21  # top_logprobs in all unstreamed replies together; each takes some 160 bytes
 
 
 class EmbeddedEngine:
-    """Engine and Backend in one. All requests in flight are sampled together."""
+    """Engine and Backend in one. Samples all requests in flight together."""
 
     def __init__(
         self,
@@ -89,7 +89,7 @@ class EmbeddedEngine:
     # --- Engine -------------------------------------------------------------------------------------------------------
 
     async def start(self) -> None:
-        """Raises EngineError: a model that cannot run here."""
+        """Raises EngineError if the model cannot run here."""
         assert self._thread is None, "started twice"
         self._runner = ForwardRunner(self._weights)
         scheduler = Scheduler(
@@ -98,18 +98,12 @@ class EmbeddedEngine:
             max_length=self._weights.max_length,
             max_tokens=self._runner.token_budget(),
         )
-        self._thread = EngineThread(
-            self._runner,
-            scheduler,
-            stop_ids=self._weights.stop_ids,
-            vocab=self._weights.vocabulary,
-            step=self.endpoint.step,
-        )
+        self._thread = EngineThread(self._runner, scheduler, step=self.endpoint.step)
         self._thread.start()
-        openmp.release_pool()  # the runner's check of the model used this thread's pool
+        openmp.release_pool()  # the runner's check of the model has used this thread's pool
 
     async def load(self, checkpoint: Path, step: int) -> None:
-        """Raises CheckpointError if the checkpoint does not fit; EngineError if the weights are held for too long."""
+        """Raises CheckpointError if the checkpoint does not fit; EngineError if the weights stay locked too long."""
         thread = self._running_thread()
 
         def load() -> None:
@@ -117,18 +111,15 @@ class EmbeddedEngine:
                 load_checkpoint(self._weights, checkpoint)
             thread.set_step(step)
 
-        if self._shares_weights:
+        async with contextlib.nullcontext() if self._shares_weights else self._drained(thread):
             await self._with_weights(load)
-        else:
-            async with self._drained(thread):
-                await self._with_weights(load)
         self.endpoint = msgspec.structs.replace(self.endpoint, step=step)
 
     @contextlib.asynccontextmanager
     async def _drained(self, thread: EngineThread) -> AsyncIterator[None]:
-        """Runs the block between two replies, so that none is sampled from two policies; further ones wait meanwhile.
+        """Runs the block while no reply is in flight, so no reply mixes two policies; new requests wait meanwhile.
 
-        Raises EngineError if the replies that had begun do not end in time.
+        Raises EngineError if replies in flight do not end in time.
         """
         deadline = time.monotonic() + REPLY_DEADLINE_S
         thread.hold(True)
@@ -154,11 +145,11 @@ class EmbeddedEngine:
         return self._running_thread().occupancy()
 
     async def sleep(self) -> None:
-        """Frees keys and values; the weights stay, because the learner holds them. Running generations go on later."""
+        """Frees keys and values; the learner keeps the weights. Running generations continue later."""
         await self._with_weights(self._running_thread().let_go)
 
     async def wake(self) -> None:
-        """Nothing to do: sampling starts with the next request."""
+        """Does nothing: sampling starts with the next request."""
 
     async def watch(self) -> NoReturn:
         while True:
@@ -198,7 +189,7 @@ class EmbeddedEngine:
             with self._submitted(job):
                 async with _deadline():
                     pieces = [await job.next() for _ in range(request.sampling.n)]
-        pieces.sort(key=lambda taken: taken.choice)
+        pieces.sort(key=lambda taken: taken[0])
         return Reply(
             id=job.id,
             created=job.created,
@@ -252,8 +243,11 @@ class EmbeddedEngine:
         return job
 
     async def _echo(self, request: Request, ids: list[int]) -> Echo:
-        """Returns the prompt with its logprobs, if they are asked for. A part at a time holds the weights, so that
-        others are sampled meanwhile; if the weights change between two parts, it begins again."""
+        """Returns the prompt, with logprobs if requested.
+
+        The weights are held for one part at a time, so other requests are sampled in between. Scoring restarts if the
+        weights change between parts.
+        """
         version: object = None
         found: list[ScoredPart] = []
         thread, runner = self._running_thread(), self._runner
@@ -264,28 +258,27 @@ class EmbeddedEngine:
             return (self._weights.version, thread.step), next(parts, None)
 
         parts: Iterator[ScoredPart] = iter(())
-        is_whole = not request.wants_logprobs
-        while not is_whole:
+        while request.wants_logprobs:
             now, part = await self._with_weights(next_part)
             if now != version:
                 version, found, parts = now, [], runner.score_parts(ids, num_top)
-            elif part is not None:
-                found.append(part)
+            elif part is None:
+                break
             else:
-                is_whole = True
+                found.append(part)
         logprobs = [logprob for part in found for logprob in part.logprobs]
         top = [likeliest for part in found for likeliest in part.top]
         return await threads.call_in_thread(echo_of, self._vocabulary, request, ids, logprobs, top)
 
     async def _prompt(self, request: Request) -> Prompt:
-        """Rendered on the event loop where that is sooner done than handed to a thread."""
+        """Renders short requests on the event loop, where this is faster than using a thread."""
         if chat_prompts.is_short(request):
             return chat_prompts.render(self._vocabulary, request, self._weights.max_length)
         return await self._reader.read(chat_prompts.render, self._vocabulary, request, self._weights.max_length)
 
     @contextlib.contextmanager
     def _submitted(self, job: "_Job") -> Iterator[None]:
-        """The job's generations are sampled inside. Leaving early cancels those that have not ended."""
+        """Inside, the job's generations are sampled. Leaving early cancels unfinished generations."""
         try:
             thread = self._running_thread()
             thread.add(job.generations)
@@ -306,7 +299,7 @@ class EmbeddedEngine:
 
 
 class _Mailbox:
-    """Passes the pieces of one step to an event loop in one call. It drops them when the loop is closed."""
+    """Passes each step's pieces to an event loop in a single call. Pieces for a closed loop are dropped."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = weakref.ref(loop)
@@ -319,16 +312,11 @@ class _Mailbox:
     @staticmethod
     def _hand_out(pieces: list[tuple[Generation, Piece]]) -> None:
         for generation, piece in pieces:
-            generation.owner.put(generation, piece)
-
-
-class IndexedPiece(NamedTuple):
-    choice: int
-    piece: Piece
+            generation.owner.put(generation.choice, piece)
 
 
 class _Job:
-    """One request being answered: its generations, and the pieces that have come and were not taken yet."""
+    """A request being answered: its generations, and a queue of their pieces."""
 
     def __init__(
         self,
@@ -343,76 +331,61 @@ class _Job:
         limit = reply_limit(request, prompt, weights.max_length, weights.vocabulary)
         self.id = f"{'chatcmpl' if request.messages is not None else 'cmpl'}-{uuid.uuid4().hex}"
         self.created = int(time.time())
-        self.request, self.prompt, self._ends = request, prompt, ends
+        self.request, self.prompt = request, prompt
         self.sampling = msgspec.structs.replace(request.sampling, max_tokens=limit - len(prompt.ids))
         self.num_open = request.sampling.n
         self.echo: Echo | None = None
-        self._pieces: asyncio.Queue[IndexedPiece] = asyncio.Queue()
-        ids = np.array(prompt.ids, np.int64)
-        seed = request.sampling.seed if request.sampling.seed is not None else secrets.randbits(64)
+        self._pieces: asyncio.Queue[tuple[int, Piece]] = asyncio.Queue()  # choice number and piece
+        self.num_top = request.top_logprobs if request.wants_logprobs else 0
+        ids, sampling = np.array(prompt.ids, np.int64), request.sampling
+        barred = np.array([*ends, *sampling.stop_ids], np.int64)
+        seed = sampling.seed if sampling.seed is not None else secrets.randbits(64)
         self.generations = [
-            self._generation(ids, limit, token_sampling.seed_of(seed, index), vocabulary, mailbox, is_stream)
-            for index in range(request.sampling.n if limit > len(ids) else 0)
+            Generation(
+                sequence=TokenSequence(ids, limit),
+                sampling=sampling,
+                seed=token_sampling.seed_of(seed, index),
+                owner=self,
+                choice=index,
+                mailbox=mailbox,
+                is_stream=is_stream,
+                num_top=self.num_top,
+                top_temperature=sampling.temperature if request.is_processed else 0.0,
+                reshaping=Reshaping(sampling, ids, barred) if sampling.reshaping else None,
+                text=Detokenizer(vocabulary, context_of(prompt)) if sampling.stop else None,
+            )
+            for index in range(sampling.n if limit > len(ids) else 0)
         ]
-        self._index = {id(generation): index for index, generation in enumerate(self.generations)}
-
-    def _generation(
-        self, ids: Any, limit: int, seed: int, vocabulary: Vocabulary, mailbox: _Mailbox, is_stream: bool
-    ) -> Generation:
-        knobs = self.request.sampling
-        reshaping = None
-        if knobs.reshaping:
-            reshaping = Reshaping(knobs, ids, np.array([*self._ends, *knobs.stop_ids], np.int64))
-        generation = Generation(
-            sequence=TokenSequence(ids, limit),
-            temperature=knobs.temperature,
-            top_p=knobs.top_p,
-            top_k=knobs.top_k,
-            seed=seed,
-            owner=self,
-            mailbox=mailbox,
-            is_stream=is_stream,
-            num_top=self.request.top_logprobs if self.request.wants_logprobs else 0,
-            top_temperature=knobs.temperature if self.request.is_processed else 0.0,
-            stops=knobs.stop,
-            stop_ids=frozenset(knobs.stop_ids),
-            min_tokens=knobs.min_tokens,
-            ignores_ends=knobs.ignore_eos,
-            reshaping=reshaping,
-            text=Detokenizer(vocabulary, context_of(self.prompt)) if knobs.stop else None,
-        )
-        generation.sequence.payload = generation
-        return generation
+        for generation in self.generations:
+            generation.sequence.payload = generation
 
     def end_unsampled(self, step: int) -> None:
-        """Ends every choice of a request that samples nothing."""
+        """Ends all choices without sampling."""
         for index in range(self.num_open):
-            self._pieces.put_nowait(IndexedPiece(index, Piece([], [], [], None, step, "length")))
+            self.put(index, Piece([], [], [], None, step, "length"))
 
     @property
     def num_alternatives(self) -> int:
-        """The number of top_logprobs that the reply may have."""
-        num_top = self.request.top_logprobs if self.request.wants_logprobs else 0
-        return self.sampling.n * (self.sampling.max_tokens or 0) * num_top
+        """The largest number of top_logprobs in the reply."""
+        return self.sampling.n * (self.sampling.max_tokens or 0) * self.num_top
 
-    def put(self, generation: Generation, piece: Piece) -> None:
-        self._pieces.put_nowait(IndexedPiece(self._index[id(generation)], piece))
+    def put(self, choice: int, piece: Piece) -> None:
+        self._pieces.put_nowait((choice, piece))
 
-    async def next(self) -> IndexedPiece:
-        """Returns the next piece of any choice. Raises ChatError 400 if its grammar failed, 500 if the engine
-        failed."""
-        taken = await self._pieces.get()
-        if isinstance(taken.piece.failure, GrammarError):
+    async def next(self) -> tuple[int, Piece]:
+        """Returns the next choice number and piece. Raises ChatError 400 for a grammar error, 500 for the engine's."""
+        choice, piece = await self._pieces.get()
+        if isinstance(piece.failure, GrammarError):
             assert self.prompt.format is not None
-            raise invalid(f"{self.prompt.format.param}: {taken.piece.failure}", self.prompt.format.param)
-        if taken.piece.failure is not None:
-            raise ChatError(500, str(taken.piece.failure))
-        self.num_open -= taken.piece.finish_reason is not None
-        return taken
+            raise invalid(f"{self.prompt.format.param}: {piece.failure}", self.prompt.format.param)
+        if piece.failure is not None:
+            raise ChatError(500, str(piece.failure))
+        self.num_open -= piece.finish_reason is not None
+        return choice, piece
 
 
 class _Room:
-    """Room for so many numbers. Those who take some wait for it, first come, first served, on any event loop."""
+    """A limit on numbers held at the same time. Requests wait for room in arrival order, on any event loop."""
 
     def __init__(self, size: int) -> None:
         self._size = self._free = size
@@ -421,7 +394,7 @@ class _Room:
 
     @contextlib.asynccontextmanager
     async def taken(self, num: int) -> AsyncIterator[None]:
-        """Raises ChatError 400 if they never fit."""
+        """Reserves room for `num` numbers. Raises ChatError 400 if they exceed the limit."""
         if num > self._size:
             message = f"n x max_tokens x top_logprobs is {num}, more than {self._size}; ask for fewer, or a stream"
             raise invalid(message, "top_logprobs")
@@ -450,7 +423,7 @@ class _Room:
             self._admit()
 
     def _admit(self) -> None:
-        """Lets the first waiting requests in, as many as fit. The caller holds the lock."""
+        """Admits waiting requests in order while they fit. The caller holds the lock."""
         while self._waiting and self._waiting[0][0] <= self._free:
             num, entered = self._waiting.popleft()
             try:

@@ -14,6 +14,7 @@ import queue
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -21,6 +22,7 @@ import numpy.typing as npt
 import torch
 
 from art_cli.chat import EngineLoad
+from art_cli.chat.requests import Sampling
 from art_cli.engines.embedded import token_sampling
 from art_cli.engines.embedded.choices import Piece, Top
 from art_cli.engines.embedded.grammars import GrammarError, Masks, reason
@@ -42,20 +44,15 @@ class Generation:
     """One choice being sampled: its settings, and the mailbox for its pieces."""
 
     sequence: TokenSequence
-    temperature: float
-    top_p: float
-    top_k: int
+    sampling: Sampling
     seed: int  # a number in [0, 2**64)
     owner: Any  # the caller's object, opaque to the thread
+    choice: int  # index among the request's choices
     mailbox: "Mailbox"
     is_stream: bool = False  # True: a piece for every token; False: one piece at the end
     num_top: int = 0
     top_temperature: float = 0.0  # temperature for the reported likeliest tokens; 0: softmax(logits)
-    stops: tuple[str, ...] = ()
-    stop_ids: frozenset[int] = frozenset()  # additional stop tokens
     text: Detokenizer | None = None  # decodes sampled text if there are stop strings
-    min_tokens: int = 0  # number of initial tokens in which stop strings do not count
-    ignores_ends: bool = False  # whether the model's own stop tokens are ignored
     reshaping: Reshaping | None = None  # penalties and biases
     matcher: "LLMatcher | None" = None  # the required grammar, advanced by every sampled token
     step: int | None = None  # policy step that sampled the initial token
@@ -65,50 +62,6 @@ class Generation:
 
 
 Mailbox = Callable[[list[tuple[Generation, Piece]]], None]
-
-
-class _Commands:
-    """Requests from other threads. The queue closes when the thread ends."""
-
-    def __init__(self) -> None:
-        self._queue: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        self._ended: EngineError | None = None
-        self._gate = threading.Lock()
-
-    @property
-    def is_empty(self) -> bool:
-        return self._queue.empty()
-
-    @property
-    def num_waiting(self) -> int:
-        return self._queue.qsize()
-
-    def put(self, command: Callable[[], None]) -> None:
-        """Raises EngineError if the thread has ended."""
-        with self._gate:
-            self.check()
-            self._queue.put(command)
-
-    def check(self) -> None:
-        """Raises EngineError if the thread has ended."""
-        if self._ended is not None:
-            raise self._ended
-
-    def run_next(self, *, waits: bool) -> bool:
-        """Runs the next command in this thread. Returns False if the queue is empty."""
-        try:
-            command = self._queue.get(block=waits)
-        except queue.Empty:
-            return False
-        command()
-        return True
-
-    def end(self, error: EngineError) -> None:
-        """Rejects new commands from now on, and runs those already queued."""
-        with self._gate:
-            self._ended = error
-        while self.run_next(waits=False):
-            pass
 
 
 class _SlotSettings:
@@ -127,14 +80,15 @@ class _SlotSettings:
         self.is_watched = np.zeros(size, np.bool_)  # whether it streams or has stop strings
 
     def set(self, slot: int, generation: Generation) -> None:
-        self.temperature[slot], self.top_p[slot] = generation.temperature, generation.top_p
-        self.top_k[slot], self.seeds[slot] = generation.top_k, generation.seed
+        sampling = generation.sampling
+        self.temperature[slot], self.top_p[slot] = sampling.temperature, sampling.top_p
+        self.top_k[slot], self.seeds[slot] = sampling.top_k, generation.seed
         self.num_top[slot] = generation.num_top
         self.is_held[slot] = generation.matcher is not None
-        self.has_stop_ids[slot] = bool(generation.stop_ids)
-        self.ignores_ends[slot] = generation.ignores_ends
+        self.has_stop_ids[slot] = bool(sampling.stop_ids)
+        self.ignores_ends[slot] = sampling.ignore_eos
         self.is_reshaped[slot] = generation.reshaping is not None
-        self.is_watched[slot] = generation.is_stream or bool(generation.stops)
+        self.is_watched[slot] = generation.is_stream or bool(sampling.stop)
 
     def knobs(self, plan: StepPlan) -> Knobs:
         slots = plan.slots
@@ -144,18 +98,19 @@ class _SlotSettings:
 class EngineThread:
     """Owns the scheduler. After `start`, other threads need the weights' lock to use the runner."""
 
-    def __init__(
-        self, runner: ForwardRunner, scheduler: Scheduler, *, stop_ids: Sequence[int], vocab: int, step: int
-    ) -> None:
+    def __init__(self, runner: ForwardRunner, scheduler: Scheduler, *, step: int) -> None:
         self.step = step
         self._runner, self._scheduler = runner, scheduler
-        self._commands = _Commands()
+        self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()  # requests from other threads
+        self._ended: EngineError | None = None  # the error for later commands
+        self._gate = threading.Lock()  # between new commands and the thread's end
         self._version = runner.weights.version
         self._is_stale = False
         self._is_closing = False
         self._out: dict[Mailbox, list[tuple[Generation, Piece]]] = {}  # pieces from this step
+        vocab = runner.weights.vocabulary
         self._stop_table = np.zeros(vocab, np.bool_)
-        self._stop_table[[id for id in stop_ids if id < vocab]] = True
+        self._stop_table[[id for id in runner.weights.stop_ids if id < vocab]] = True
         self._settings = _SlotSettings(scheduler.max_slots)
         self._masks: Masks | None = None  # built when a grammar is needed
         self._thread = threading.Thread(target=self._run, name="art-embedded-engine", daemon=True)
@@ -166,13 +121,13 @@ class EngineThread:
         self._thread.start()
 
     def add(self, generations: Sequence[Generation]) -> None:
-        """Raises EngineError if the thread has ended."""
+        """Raises EngineError after the thread's end."""
 
         def command() -> None:
             for generation in generations:
                 self._scheduler.add(generation.sequence)
 
-        self._commands.put(command)
+        self._put(command)
 
     def cancel(self, generations: Sequence[Generation]) -> None:
         def command() -> None:
@@ -180,19 +135,21 @@ class EngineThread:
                 self._scheduler.cancel(generation.sequence)
 
         with contextlib.suppress(EngineError):
+            self._put(command)
+
+    def _put(self, command: Callable[[], None]) -> None:
+        with self._gate:
+            self.check()
             self._commands.put(command)
 
     def check(self) -> None:
-        """Raises EngineError if the thread has ended."""
-        self._commands.check()
+        """Raises EngineError after the thread's end."""
+        if self._ended is not None:
+            raise self._ended
 
     def hold(self, is_held: bool) -> None:
         """Stops or resumes admitting new generations."""
-
-        def command() -> None:
-            self._scheduler.is_held = is_held
-
-        self._commands.put(command)
+        self._put(partial(setattr, self._scheduler, "is_held", is_held))
 
     @property
     def is_drained(self) -> bool:
@@ -200,7 +157,7 @@ class EngineThread:
         return self._scheduler.is_held and not self._scheduler.has_begun
 
     def occupancy(self) -> EngineLoad:
-        scheduler, num_new = self._scheduler, self._commands.num_waiting
+        scheduler, num_new = self._scheduler, self._commands.qsize()
         running, waiting = len(scheduler.running), len(scheduler.waiting) + num_new
         return EngineLoad(running, waiting, scheduler.room, computed=scheduler.num_computed)
 
@@ -211,19 +168,15 @@ class EngineThread:
         self._is_stale = True
 
     def let_go(self) -> None:
-        """Frees the cache and weight copies. The caller holds the weights, which ensures that no step is running."""
+        """Frees the cache and weight copies. The caller owns the weights, so no step can be running."""
         self._runner.cache.clear()
         self._runner.refresh()
         self._is_stale = True
 
     def close(self, timeout_s: float) -> bool:
         """Ends the thread; unfinished generations get an error. Returns False if it still runs after `timeout_s`."""
-
-        def command() -> None:
-            self._is_closing = True
-
         with contextlib.suppress(EngineError):
-            self._commands.put(command)
+            self._put(partial(setattr, self, "_is_closing", True))
         if self._thread.is_alive():
             self._thread.join(timeout_s)
         return not self._thread.is_alive()
@@ -244,11 +197,20 @@ class EngineThread:
     def _take_commands(self) -> bool:
         """Runs queued commands; waits while idle. Returns False after `close`."""
         while not self._is_closing:
-            if self._scheduler.is_idle and self._commands.is_empty:
+            if self._scheduler.is_idle and self._commands.empty():
                 openmp.release_pool()
-            if not self._commands.run_next(waits=self._scheduler.is_idle):
+            if not self._run_next(waits=self._scheduler.is_idle):
                 return True
         return False
+
+    def _run_next(self, *, waits: bool) -> bool:
+        """Runs the next command. Returns False if the queue is empty."""
+        try:
+            command = self._commands.get(block=waits)
+        except queue.Empty:
+            return False
+        command()
+        return True
 
     def _step(self) -> None:
         with self._runner.weights.lock:
@@ -310,7 +272,7 @@ class EngineThread:
         finished = self._scheduler.commit(plan, ids, logprobs, raw_logprobs, self._stops(plan, ids))
         for generation in watched:
             sequence = generation.sequence
-            if generation.stops and self._meets_stop(generation):
+            if generation.sampling.stop and self._meets_stop(generation):
                 if sequence.slot >= 0:
                     self._scheduler.finish(sequence, "stop")
                     finished.append(sequence)
@@ -325,7 +287,7 @@ class EngineThread:
         """Returns [R] whether each drawn token ends its generation."""
         stops: npt.NDArray[np.bool_] = self._stop_table[ids] & ~self._settings.ignores_ends[plan.slots]
         for row in np.flatnonzero(self._settings.has_stop_ids[plan.slots]):
-            stops[row] |= int(ids[row]) in self._scheduler.running[int(plan.slots[row])].payload.stop_ids
+            stops[row] |= int(ids[row]) in self._scheduler.running[int(plan.slots[row])].payload.sampling.stop_ids
         return stops
 
     def _meets_stop(self, generation: Generation) -> bool:
@@ -334,11 +296,12 @@ class EngineThread:
         num_sampled = self._scheduler.num_sampled(generation.sequence)
         ids, _, _ = self._scheduler.sampled_since(generation.sequence, num_sampled - 1)
         text = generation.text.push(ids.tolist())
-        if num_sampled <= generation.min_tokens:
+        if num_sampled <= generation.sampling.min_tokens:
             return False
+        stops = generation.sampling.stop
         generation.seen += text
-        is_met = any(stop in generation.seen for stop in generation.stops)
-        generation.seen = generation.seen[-max(map(len, generation.stops)) :]
+        is_met = any(stop in generation.seen for stop in stops)
+        generation.seen = generation.seen[-max(map(len, stops)) :]
         return is_met
 
     def _collect_top(self, plan: StepPlan, logits: torch.Tensor) -> None:
@@ -375,10 +338,12 @@ class EngineThread:
 
     def _end(self, ended: EngineError) -> None:
         """Passes the error to every generation, including those still in the command queue."""
-        self._commands.end(ended)
+        with self._gate:
+            self._ended = ended
+        while self._run_next(waits=False):
+            pass
         for sequence in [*self._scheduler.running.values(), *self._scheduler.waiting]:
             generation: Generation = sequence.payload
-            self._out.setdefault(generation.mailbox, []).append(
-                (generation, Piece([], [], [], None, self.step, None, ended))
-            )
+            piece = Piece([], [], [], None, self.step, None, ended)
+            self._out.setdefault(generation.mailbox, []).append((generation, piece))
         self._send()

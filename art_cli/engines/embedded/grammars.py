@@ -4,7 +4,7 @@ A Format is text: llguidance's Lark, with `%json` rules and special tokens by id
 thought may precede the answer. If there are tools and the choice is free, calls may replace the answer. Calls are
 written as chat_prompts.py reads them.
 
-llguidance compiles formats and masks tokens. A schema is compiled in a child process before anything else
+llguidance compiles formats and masks tokens. A schema is tried out in a child process
 (grammar_trial.py). The child is killed when it exceeds its limits, because the library's own limits do not hold
 everywhere. Then the schema is compiled here, in a thread. Compiled formats and rejections are cached.
 """
@@ -245,7 +245,7 @@ class Masks:
         self._executor = LLExecutor(num_threads)
 
     def allowed(self, matchers: Sequence["LLMatcher"]) -> Bools:
-        """Returns [n, V] masks with at least one token per row: stop tokens if nothing else fits or on an error."""
+        """Returns [n, V] masks with at least one token per row: stop tokens as the fallback, also on errors."""
         words = np.zeros((len(matchers), -(-self._vocab // 32)), np.int32)
         jobs = [(matcher, row) for row, matcher in enumerate(matchers)]
         self._executor.unsafe_compute_mask_ptr(jobs, words.ctypes.data, words.shape[1] * 4, len(matchers))

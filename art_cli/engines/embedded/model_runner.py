@@ -5,8 +5,8 @@ layers and reproduces the model's logprobs on a probe. Otherwise the model compu
 of large models use Decoder: it multiplies each matrix by a single row, and plain weights do this in two thirds of the
 time that packed weights take.
 
-It has no queue and decides nothing about requests. The caller holds `weights.lock` so that a learner in the same
-process does not run or change the model meanwhile. No gradients are recorded. `no_grad` is used because a learner could
+It never queues or schedules requests. The caller holds `weights.lock`, because a learner in the same process may run
+and change the model. No gradients are recorded. `no_grad` is used because a learner could
 not use tensors from `inference_mode` later.
 """
 
@@ -99,7 +99,7 @@ class ForwardRunner:
         self._decoder = None
 
     def bytes_per_token(self) -> int:
-        """Returns the size of one token's keys and values in all layers, from the configuration."""
+        """Returns the size in bytes of a token's keys and values across layers, from the configuration."""
         config = self._model.config
         heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads

@@ -5,7 +5,7 @@ knows neither messages (chat_prompts.py) nor torch.
 
 TextEncoder caches tokens because most text was tokenized before: a continued conversation resends its earlier messages,
 and all attempts in a group send the same opening messages. Chat templates write each message behind a special token,
-such as <|im_start|>, and tokenizers split text at special tokens before anything else. So a part from one special token
+such as <|im_start|>, and tokenizers split text at special tokens initially. So a part from one special token
 to the next has the same tokens in any text. Texts are tokenized whole if a part's tokens could depend on preceding
 text, or if the caller wants the tokenizer's extra tokens.
 
@@ -142,9 +142,8 @@ class TextEncoder:
         whole = guard.restored(text)
         if not controls.differ(text, whole):
             return self.encode(whole, adds_special=False)
-        parts = (
-            [] if self._marks is None or controls.folds else [(p, guard.restored(p)) for p in _cut(text, self._marks)]
-        )
+        cuts = [] if self._marks is None or controls.folds else _cut(text, self._marks)
+        parts = [(part, guard.restored(part)) for part in cuts]
         keys = [f"{part}\0{own}\0" if controls.differ(part, own) else own for part, own in parts]
         if not parts or sum(key not in self._known for key in keys) > MAX_NEW:
             return controls.encode_apart(text, whole)
@@ -214,7 +213,7 @@ def _overlaps(other: str, mark: str) -> bool:
 
 
 def _is_separate(step: Any, kinds: frozenset[str]) -> bool:
-    """Whether a tokenizer step, or every member of a sequence, is one of these kinds."""
+    """Whether all parts of the tokenizer step have these kinds."""
     return step is None or _are_kinds(json.loads(step.__getstate__()), kinds)
 
 
@@ -245,19 +244,20 @@ class Vocabulary:
         """Length of the longest token in characters. A text n times as long has at least n tokens."""
         return max(map(len, self.tokenizer.get_vocab()))
 
-    def encode(self, text: str, *, most: int, adds_special: bool) -> list[int] | None:
-        """Returns the tokens; None for more than `most`. Very long texts are rejected without tokenizing them whole."""
-        if len(text) > most * self.longest or (len(text) > SURE * most and self._is_too_long(text, most)):
-            return None
-        ids = self._encoder.encode(text, adds_special=adds_special)
-        return ids if len(ids) <= most else None
+    def encode(
+        self, text: str, *, most: int, adds_special: bool = False, guard: Guard | None = None
+    ) -> list[int] | None:
+        """Returns the tokens; None when they exceed `most`. Overlong texts are rejected without tokenizing them whole.
 
-    def encode_chat(self, text: str, guard: Guard, *, most: int) -> list[int] | None:
-        """Like `encode`, for text rendered by the chat template from guarded values. Raises like ControlTokens."""
-        whole = guard.restored(text)
+        `guard`: the chat template has rendered the text from its values. Raises like ControlTokens.
+        """
+        whole = text if guard is None else guard.restored(text)
         if len(whole) > most * self.longest or (len(whole) > SURE * most and self._is_too_long(whole, most)):
             return None
-        ids = self._encoder.encode_chat(text, guard, self.controls)
+        if guard is None:
+            ids = self._encoder.encode(text, adds_special=adds_special)
+        else:
+            ids = self._encoder.encode_chat(text, guard, self.controls)
         return ids if len(ids) <= most else None
 
     def _is_too_long(self, text: str, most: int) -> bool:
@@ -361,13 +361,9 @@ class StopWatch:
         self._held = ""
         self.found: str | None = None  # the matched stop string
 
-    @property
-    def is_stopped(self) -> bool:
-        return self.found is not None
-
     def push(self, text: str) -> str:
         """Returns text that can be shown now; "" after a match."""
-        if self.is_stopped:
+        if self.found is not None:
             return ""
         text = self._held + text
         found = [(start, stop) for stop in self._stops if (start := text.find(stop)) >= 0]
@@ -385,7 +381,7 @@ class StopWatch:
 
 
 def overlap(text: str, marker: str) -> int:
-    """Returns the length of the longest proper prefix of `marker` that ends `text`. overlap("a <to", "<tool>") is 3."""
+    """Returns the length of an incomplete `marker` at the end of `text`, or 0. overlap("a <to", "<tool>") is 3."""
     for length in range(min(len(text), len(marker) - 1), 0, -1):
         if text.endswith(marker[:length]):
             return length

@@ -41,7 +41,7 @@ class TokenSequence:
     """
 
     prompt: Ints  # [P]
-    limit: int  # total length, prompt included, that ends the sequence with finish_reason "length"
+    limit: int  # largest total length, prompt included; then finish_reason is "length"
     payload: Any = None  # the caller's object, opaque to the scheduler
     slot: int = -1  # -1 while waiting and after the end
     sampled: Ints = field(default_factory=lambda: np.empty(0, np.int64))  # filled when the sequence leaves its slot
@@ -129,7 +129,7 @@ class Scheduler:
         self.waiting.append(sequence)
 
     def cancel(self, sequence: TokenSequence) -> None:
-        """Drops the sequence and frees its slot. Does nothing after its end."""
+        """Drops the sequence and frees its slot. Ended sequences are ignored."""
         if sequence.slot >= 0:
             self._release(sequence)
         elif sequence in self.waiting:
@@ -333,7 +333,9 @@ class Scheduler:
     def _pick_slot(self, keep: int) -> int:
         """Returns an idle slot to overwrite: the lowest empty slot, else the least recently used; avoids `keep`."""
         allowed = self._num_slots(self.shape.length)
-        if (empty := self._first_empty(allowed)) is not None:
+        is_empty = self._last_used[:allowed] < 0
+        if is_empty.any():
+            empty = int(is_empty.argmax())
             if empty >= self.shape.slots:
                 self._set_shape(Shape(min(allowed, max(8, 2 * self.shape.slots)), self.shape.length))
             return empty
@@ -342,11 +344,6 @@ class Scheduler:
         if keep >= 0 and len(self.running) + 1 < self.shape.slots:
             last_used[keep] = NEVER
         return int(last_used.argmin())
-
-    def _first_empty(self, allowed: int) -> int | None:
-        is_empty = self._last_used[:allowed] < 0
-        slot = int(is_empty.argmax())
-        return slot if is_empty[slot] else None
 
     def _occupy(self, slot: int, sequence: TokenSequence, tokens: Ints, *, computed: int) -> None:
         self._tokens[slot, : len(tokens)] = tokens

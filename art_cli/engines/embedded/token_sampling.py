@@ -35,9 +35,7 @@ class Knobs(NamedTuple):
     num_sampled: npt.NDArray[np.int64]  # tokens sampled before this one
 
     def at(self, rows: npt.NDArray[np.int64]) -> "Knobs":
-        return Knobs(
-            self.temperature[rows], self.top_p[rows], self.top_k[rows], self.seeds[rows], self.num_sampled[rows]
-        )
+        return Knobs._make(part[rows] for part in self)
 
 
 class Allowed(NamedTuple):

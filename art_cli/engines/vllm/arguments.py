@@ -13,6 +13,7 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import msgspec
 from pydantic import JsonValue
@@ -101,23 +102,23 @@ def find_vllm(python: Path | None = None, *, timeout_s: float = PROBE_DEADLINE_S
     """Returns the facts about a Python's vLLM, by default this Python's. Failures are stored in `error`."""
     program = str(python or sys.executable)
     try:
-        done = subprocess.run(
-            [program, "-c", PROGRAM],
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            timeout=timeout_s,
-            env=child_environment(),
-        )
-        line = done.stdout.strip().rpartition("\n")[2]
-        return msgspec.convert({"python": program, **msgspec.json.decode(line)}, VllmFacts)
+        done = _run([program, "-c", PROGRAM], child_environment(), timeout_s)
+        return msgspec.convert({"python": program, **msgspec.json.decode(_last_line(done.stdout))}, VllmFacts)
     except subprocess.TimeoutExpired:
         return VllmFacts(python=program, error=f"importing vLLM took longer than {timeout_s:.0f} s")
     except OSError as error:
         return VllmFacts(python=program, error=f"it cannot be run: {error.strerror}")
     except msgspec.MsgspecError:
-        last = done.stderr.strip().rpartition("\n")[2]
-        return VllmFacts(python=program, error=f"exit status {done.returncode}: {last}")
+        return VllmFacts(python=program, error=f"exit status {done.returncode}: {_last_line(done.stderr)}")
+
+
+def _run(command: Sequence[str], env: Mapping[str, str], timeout_s: float) -> subprocess.CompletedProcess[str]:
+    streams: dict[str, Any] = {"stdin": subprocess.DEVNULL, "capture_output": True, "text": True}
+    return subprocess.run(command, env=env, timeout=timeout_s, **streams)
+
+
+def _last_line(text: str) -> str:
+    return text.strip().rpartition("\n")[2]
 
 
 def own_server(engine: object) -> VllmEngineConfig | None:
@@ -134,10 +135,9 @@ def free_share(
     measures the memory, so no CUDA context stays on the GPUs even if the learner runs in other processes.
     """
     own = {name: value for name, value in environment.items() if name not in NOT_INHERITED}
-    command = [str(python), "-c", MEMORY_PROGRAM, str(num)]
     try:
-        done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, env=own, timeout=timeout_s)
-        memory = msgspec.json.decode(done.stdout.strip().rpartition(b"\n")[2], type=list[tuple[int, int]])
+        done = _run([str(python), "-c", MEMORY_PROGRAM, str(num)], own, timeout_s)
+        memory = msgspec.json.decode(_last_line(done.stdout), type=list[tuple[int, int]])
     except (subprocess.TimeoutExpired, OSError, msgspec.MsgspecError):
         return None
     return min((share(total, free) for free, total in memory), default=None)
@@ -328,11 +328,8 @@ def check_gpus(config: VllmEngineConfig) -> None:
 
 
 def visible_gpus(variables: Mapping[str, str]) -> Sequence[str]:
-    """Returns the names of the GPUs usable in this environment, on a machine with GPUs."""
-    return _visible(variables) or _gpu_indices()
-
-
-def _gpu_indices() -> list[str]:
-    """Returns GPU indices from their device files; at least one, because `has_gpu` found a GPU."""
+    """Returns the names of the GPUs usable in this environment. Call it only if `has_gpu` found GPUs."""
+    if visible := _visible(variables):
+        return visible
     number = len(list(Path("/dev").glob("nvidia[0-9]*"))) or len(list(Path("/dev/dri").glob("renderD*"))) or 1
     return [str(index) for index in range(number)]

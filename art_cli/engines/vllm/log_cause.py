@@ -17,7 +17,7 @@ MAX_CAUSE = 400  # characters; some messages are long, for example vLLM's list o
 
 
 def find_cause(log: str, *, has_server: bool = True) -> str:
-    """Returns the cause found in a log, in one line; "" if there is no error.
+    """Returns the cause found in a log, in one line, or "".
 
     `has_server` False ignores the API server's errors.
     Example: "ValueError: To serve at least one request with the model's max seq len (40960), 5.6 GiB is needed".
@@ -36,7 +36,7 @@ def find_cause(log: str, *, has_server: bool = True) -> str:
 
 
 def _first_failure(lines: list[tuple[int, str]]) -> tuple[int, str] | None:
-    """Returns line number and text of a process's earliest exception, or of the last exception chained to it."""
+    """Returns line number and text of the process's earliest exception; with chaining, of its last link."""
     failure, is_inside, is_chained = None, False, False
     for (number, text), (_, after) in pairwise([*lines, (0, "")]):
         if text.startswith("Traceback (most recent call last)"):

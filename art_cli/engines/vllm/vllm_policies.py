@@ -7,6 +7,7 @@ their adapters on next use. Every load uses a new name, so prefix caches are nev
 """
 
 import asyncio
+import contextlib
 import itertools
 import logging
 import math
@@ -25,7 +26,7 @@ from art_cli.chat.requests import Request
 from art_cli.config.sections.engine_config import VllmEngineConfig
 from art_cli.engines.proof import WeightProof
 from art_cli.engines.vllm.control import FILES, LoadedAdapters, Unreachable
-from art_cli.engines.vllm.vllm_engine import MAX_RESTARTS, VllmEngine, complete_logprobs, until
+from art_cli.engines.vllm.vllm_engine import MAX_RESTARTS, NOTICE_S, VllmEngine, complete_logprobs, until
 from art_cli.engines.vllm.vllm_server import OwnServer
 from art_cli.models.policy_spec import PolicySpec
 from art_cli.runs.manifest import Probe
@@ -33,8 +34,6 @@ from art_cli.runtime.errors import CheckpointError, EngineError
 
 log = logging.getLogger(__name__)
 Result = TypeVar("Result")
-
-NOTICE_S = 10.0  # longest delay between a failed call and noticing the server's death
 
 
 class VllmPolicies(VllmEngine):
@@ -75,11 +74,10 @@ class VllmPolicies(VllmEngine):
         """Whether the server died during a failed call. Always False for a server at an address."""
         if not self.pid:
             return False
-        try:
-            await until(lambda: self._is_lost(adapters), NOTICE_S, "it lives")
-        except EngineError:
-            return False
-        return True
+        with contextlib.suppress(EngineError):
+            await until(partial(self._is_lost, adapters), NOTICE_S, "it lives")
+            return True
+        return False
 
 
 class VllmPolicy:

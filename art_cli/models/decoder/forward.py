@@ -396,9 +396,9 @@ class _MergedLayer:
 
     def _after(self, out: Tensor, hidden: Tensor) -> Tensor:
         """Computes the part of the layer after attention."""
-        hidden = self._out.plus(_padded(out), hidden)
+        hidden = self._out.onto(hidden, "add", _padded(out))
         normed = _scaled(hidden, self._layer.mlp_norm.epsilon)
-        return self._down.plus(self._up.times(normed, self._gate.silu(normed)), hidden)
+        return self._down.onto(hidden, "add", self._up.onto(self._gate(normed, "swish"), "mul", normed))
 
 
 class _Product:
@@ -412,26 +412,14 @@ class _Product:
         biases = [projection.bias.detach() for projection in projections if projection.bias is not None]
         self._bias = torch.cat(biases) if biases else None
 
-    def __call__(self, x: Tensor) -> Tensor:
-        return self._run(x, "none")
-
-    def silu(self, x: Tensor) -> Tensor:
-        return self._run(x, "swish")
-
-    def plus(self, x: Tensor, other: Tensor) -> Tensor:
-        """Returns other + self(x)."""
-        return self._run_with(x, other, "add")
-
-    def times(self, x: Tensor, other: Tensor) -> Tensor:
-        """Returns other * self(x)."""
-        return self._run_with(x, other, "mul")
-
-    def _run(self, x: Tensor, then: str) -> Tensor:
+    def __call__(self, x: Tensor, then: str = "none") -> Tensor:
+        """Returns [T, out], after oneDNN's elementwise function `then`: "swish" is silu."""
         out: Tensor = torch.ops.mkldnn._linear_pointwise.default(x, self._weight, self._bias, then, [], "")
         return out
 
-    def _run_with(self, x: Tensor, other: Tensor, then: str) -> Tensor:
-        out: Tensor = torch.ops.mkldnn._linear_pointwise.binary(x, other, self._weight, self._bias, then)
+    def onto(self, other: Tensor, how: str, x: Tensor) -> Tensor:
+        """Returns other + self(x) for `how` "add", other * self(x) for "mul"."""
+        out: Tensor = torch.ops.mkldnn._linear_pointwise.binary(x, other, self._weight, self._bias, how)
         return out
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from art_cli.chat.replies import Choice, Chunk, Reply, join_deltas
 from art_cli.chat.requests import Request
-from art_cli.engines.embedded.chat_prompts import Prompt, render
+from art_cli.engines.embedded.chat_prompts import MessageParser, Prompt, render
 from art_cli.engines.embedded.reply_text import Detokenizer, Vocabulary
 from tests.support.models.tiny import CHAT_TEMPLATE, tiny_tokenizer
 
@@ -49,7 +49,7 @@ class TemplateBackend:
 
     def read(self, prompt: Prompt, text: str) -> Json:
         """The assistant message in a whole text."""
-        parser = prompt.parser()
+        parser = MessageParser(prompt)
         parser.push(text)
         parser.flush()
         return parser.message
@@ -70,7 +70,7 @@ class TemplateBackend:
 
     async def stream(self, request: Request) -> AsyncIterator[Chunk]:
         prompt, ids, _ = self._ask(request)
-        parser, detokenizer = prompt.parser(), Detokenizer(self.vocabulary)
+        parser, detokenizer = MessageParser(prompt), Detokenizer(self.vocabulary)
         for place, id in enumerate(ids):
             is_last = place == len(ids) - 1
             text = "" if is_last and id in self.vocabulary.hidden else detokenizer.push([id])
