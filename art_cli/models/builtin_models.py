@@ -93,29 +93,34 @@ def build(
 
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        model = _qwen3(
-            tokenizer,
-            hidden_size=hidden,
-            intermediate_size=3 * hidden,
-            num_hidden_layers=layers,
-            num_attention_heads=heads,
-            num_key_value_heads=heads,
-            head_dim=hidden // heads,
-            max_position_embeddings=positions,
-            rope_theta=rope_theta,
-            tie_word_embeddings=True,
-            initializer_range=0.05,
-        )
+        sizes = {"width": hidden, "inner": 3 * hidden, "layers": layers, "heads": heads, "head": hidden // heads}
+        settings: dict[str, Any] = {"rope_theta": rope_theta, "tie_word_embeddings": True, "initializer_range": 0.05}
+        model = _qwen3(tokenizer, **sizes, positions=positions, **settings)
         torch.nn.init.normal_(model.model.embed_tokens.weight, std=0.3)  # wide enough for the tied head
     save(directory, model, tokenizer)
 
 
-def _qwen3(tokenizer: Any, **sizes: Any) -> Any:
+def _qwen3(
+    tokenizer: Any, *, width: int, inner: int, layers: int, heads: int, head: int, positions: int, **settings: Any
+) -> Any:
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     make_config: Any = Qwen3Config  # its signature lacks rope_theta
-    tokens = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id, "bos_token_id": None}
-    return Qwen3ForCausalLM(make_config(vocab_size=len(tokenizer), **sizes, **tokens))
+    config = make_config(
+        vocab_size=len(tokenizer),
+        hidden_size=width,
+        intermediate_size=inner,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=heads,
+        head_dim=head,
+        max_position_embeddings=positions,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+        bos_token_id=None,
+        **settings,
+    )
+    return Qwen3ForCausalLM(config)
 
 
 def save(directory: Path, model: Any, tokenizer: Any) -> None:
@@ -256,18 +261,8 @@ class _Talker:
         self.torch, self.tokenizer = torch, tokenizer
         with torch.random.fork_rng(devices=[]), torch.no_grad():
             torch.manual_seed(0)
-            self.model = _qwen3(
-                tokenizer,
-                hidden_size=WIDTH,
-                intermediate_size=NEURONS,
-                num_hidden_layers=2,
-                num_attention_heads=HEADS,
-                num_key_value_heads=HEADS,
-                head_dim=HEAD,
-                max_position_embeddings=4096,
-                rope_theta=1e20,
-                tie_word_embeddings=False,
-            )
+            sizes = {"width": WIDTH, "inner": NEURONS, "layers": 2, "heads": HEADS, "head": HEAD, "positions": 4096}
+            self.model = _qwen3(tokenizer, **sizes, rope_theta=1e20, tie_word_embeddings=False)
             self.codes = torch.randn(len(tokenizer), CODE).sign() / math.sqrt(CODE)  # [V, CODE], unit length
             self.words = {
                 space: [ids[0] for word in words() if len(ids := tokenizer.encode(space + word)) == 1]

@@ -97,7 +97,10 @@ def _ends_in_string(body: str) -> bool:
 
 def _calls_in(body: str, read: Callable[[str], Json | None]) -> list[Json] | None:
     text = body.strip(SPACE)
-    texts = _split(text, "[") if text.startswith("[") else _split_objects(text)
+    try:
+        texts = _split(text, "[") if text.startswith("[") else _values(text, SPACE + ";")
+    except (ValueError, RecursionError):
+        return None
     calls = [read(one) for one in texts or ()]
     return [call for call in calls if call is not None] if calls and None not in calls else None
 
@@ -130,32 +133,22 @@ def _split(text: str, opening: str) -> list[str] | None:
         return None
     if not text.startswith(opening):
         return None
-    parts, offset = [], 1
-    while text[offset] not in "]}":
-        if text[offset] in SPACE + ",:":
-            offset += 1
-        else:
-            _, end = _DECODER.raw_decode(text, offset)
-            parts.append(text[offset:end])
-            offset = end
-    return parts
+    return _values(text.rstrip(SPACE)[1:-1].strip(SPACE), SPACE + ",:")
 
 
-def _split_objects(text: str) -> list[str] | None:
-    items, offset = [], 0
+def _values(text: str, separators: str) -> list[str]:
+    """Splits text into JSON values, as raw text. Raises ValueError or RecursionError if it is anything else."""
+    values, offset = [], 0
     while offset < len(text):
-        try:
-            _, end = _DECODER.raw_decode(text, offset)
-        except (ValueError, RecursionError):
-            return None
-        items.append(text[offset:end])
+        _, end = _DECODER.raw_decode(text, offset)
+        values.append(text[offset:end])
         offset = end
-        while offset < len(text) and text[offset] in SPACE + ";":
+        while offset < len(text) and text[offset] in separators:
             offset += 1
-    return items
+    return values
 
 
-# --- the others -------------------------------------------------------------------------------------------------------
+# --- other syntaxes ---------------------------------------------------------------------------------------------------
 
 
 def read_mistral_calls(body: str, schemas: Schemas) -> list[Json] | None:

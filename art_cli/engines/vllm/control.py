@@ -140,7 +140,11 @@ class Control:
         await self._call("POST", "/v1/load_lora_adapter", body, timeout_s=ADAPTER_DEADLINE_S)
 
     async def unload_adapter(self, name: str) -> None:
-        await self._call("POST", "/v1/unload_lora_adapter", {"lora_name": name}, timeout_s=CALL_DEADLINE_S)
+        """Unloads an adapter. Failures are only logged, because a leftover adapter merely costs memory."""
+        try:
+            await self._call("POST", "/v1/unload_lora_adapter", {"lora_name": name}, timeout_s=CALL_DEADLINE_S)
+        except EngineError as error:
+            log.info("%s was not unloaded: %s", name, error)
 
     async def score(
         self,
@@ -156,18 +160,11 @@ class Control:
 
         vLLM skips the prefix cache exactly when prompt logprobs are requested. `rank` selects a replica.
         """
-        body: Json = {
-            "model": model,
-            "prompt": token_ids,
-            "max_tokens": 1,
-            "temperature": temperature,
-            "top_p": 1.0,
-            "top_k": 0,
-            "logprobs": NUM_TOP,
-            "return_tokens_as_token_ids": True,
-        }
+        wanted: Json = {"logprobs": NUM_TOP, "return_tokens_as_token_ids": True}
         if not is_cached:
-            body["prompt_logprobs"] = 0
+            wanted["prompt_logprobs"] = 0
+        sampling = {"max_tokens": 1, "temperature": temperature, "top_p": 1.0, "top_k": 0}
+        body = {"model": model, "prompt": token_ids, **sampling, **wanted}
         headers = {} if rank is None else {"X-data-parallel-rank": str(rank)}
         answer = await self._call("POST", "/v1/completions", body, timeout_s=timeout_s, headers=headers)
         try:
@@ -333,11 +330,7 @@ class LoadedAdapters:
             task.add_done_callback(self._ends.discard)
 
     async def _end(self, adapter: Adapter, *, unload: bool) -> None:
-        """Unloads an adapter. Failures are only logged, because a leftover adapter merely costs memory."""
         self._alive.discard(adapter)
         await adapter.backend.close()
         if unload and not adapter.is_base:
-            try:
-                await self.control.unload_adapter(adapter.name)
-            except EngineError as error:
-                log.info("%s was not unloaded: %s", adapter.name, error)
+            await self.control.unload_adapter(adapter.name)

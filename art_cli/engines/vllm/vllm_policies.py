@@ -9,7 +9,6 @@ their adapters on next use. Every load uses a new name, so prefix caches are nev
 import asyncio
 import contextlib
 import itertools
-import logging
 import math
 import secrets
 from collections.abc import Awaitable, Callable
@@ -32,7 +31,6 @@ from art_cli.models.policy_spec import PolicySpec
 from art_cli.runs.manifest import Probe
 from art_cli.runtime.errors import CheckpointError, EngineError
 
-log = logging.getLogger(__name__)
 Result = TypeVar("Result")
 
 
@@ -85,8 +83,7 @@ class VllmPolicy:
 
     def __init__(self, server: VllmPolicies, adapter: Path | None, probe: Probe) -> None:
         self._server, self._adapter, self._probe = server, adapter, probe
-        self._there: LoadedAdapters | None = None  # the server with this policy
-        self._client: HttpBackend | None = None
+        self._loaded: tuple[LoadedAdapters, HttpBackend] | None = None  # the server with this policy, and its client
         self._loading = asyncio.Lock()
 
     async def score(self, token_ids: list[int]) -> list[float]:
@@ -113,16 +110,12 @@ class VllmPolicy:
     async def close(self, *, unload: bool = True) -> None:
         """Unloads the policy, unless its server is already gone."""
         self._server.policies.discard(self)
-        there, self._there = self._there, None
-        client, self._client = self._client, None
-        if client is None:
+        if self._loaded is None:
             return
+        (there, client), self._loaded = self._loaded, None
         await client.close()
-        if unload and there is not None and self._adapter is not None:
-            try:
-                await there.control.unload_adapter(client.model)
-            except EngineError as error:
-                log.info("%s was not unloaded: %s", client.model, error)
+        if unload and self._adapter is not None:
+            await there.control.unload_adapter(client.model)
 
     async def ask(self, work: Callable[[HttpBackend, LoadedAdapters], Awaitable[Result]]) -> Result:
         """Returns the result of `work`, repeated if the server died meanwhile and a new server answers.
@@ -142,19 +135,22 @@ class VllmPolicy:
     async def _ready(self, adapters: LoadedAdapters) -> HttpBackend:
         """Returns this policy's client in the given server, loading the adapter if necessary."""
         async with self._loading:
-            if self._client is None or self._there is not adapters:
-                if self._client is not None:
-                    await self._client.close()
-                    self._client = None
-                self._server.policies.add(self)
-                self._client, self._there = self._server.make_backend(await self._load(adapters), 0), adapters
-                try:
-                    found = await self._score(self._client, adapters, self._probe.tokens)
-                    self._server.proof.check([found], self._probe, dtype=self._server.dtype)
-                except BaseException:
-                    await self.close()
-                    raise
-            return self._client
+            if self._loaded is not None:
+                there, client = self._loaded
+                if there is adapters:
+                    return client
+                self._loaded = None
+                await client.close()
+            self._server.policies.add(self)
+            client = self._server.make_backend(await self._load(adapters), 0)
+            self._loaded = adapters, client
+            try:
+                found = await self._score(client, adapters, self._probe.tokens)
+                self._server.proof.check([found], self._probe, dtype=self._server.dtype)
+            except BaseException:
+                await self.close()
+                raise
+            return client
 
     async def _score(self, client: HttpBackend, adapters: LoadedAdapters, token_ids: list[int]) -> list[float]:
         timeout_s = self._server.timeout_s

@@ -33,6 +33,14 @@ from torch import Tensor
 from art_cli.models.decoder.maths import Norm, Projection, gate, has_onednn, rotate, signed
 from art_cli.runtime.allocator import memory_size
 
+ROUNDINGS = 8  # largest gap as a multiple of the model's own movement by rounding
+FAMILIES = ("Llama", "Mistral", "Qwen2", "Qwen3")
+PACKAGES = ("transformers", __name__.partition(".")[0])
+BLOCK = 512  # rows computed together between two attentions, few enough for the CPU caches
+SHARE = 1 / 8  # largest merged copy as a share of machine memory. The weights themselves need the same amount again
+
+Blocks = list[Tensor]  # hidden states in blocks of BLOCK rows; the last block may be shorter
+
 
 class Gap(NamedTuple):
     """The difference between two ways to compute a model. Example: Gap(2e-7, 1e-6)."""
@@ -52,14 +60,7 @@ BOUNDS = {
     torch.float16: Gap(1e-2, 0.05),  # 4e-3 nats and 8e-3
     torch.bfloat16: Gap(3e-2, 0.1),  # 3e-2 nats and 6e-2
 }
-ROUNDINGS = 8  # largest gap as a multiple of the model's own movement by rounding
 LIMIT = Gap(0.1, 0.25)  # beyond this, rounding looks like another model
-FAMILIES = ("Llama", "Mistral", "Qwen2", "Qwen3")
-PACKAGES = ("transformers", __name__.partition(".")[0])
-BLOCK = 512  # rows computed together between two attentions, few enough for the CPU caches
-SHARE = 1 / 8  # largest merged copy as a share of machine memory. The weights themselves need the same amount again
-
-Blocks = list[Tensor]  # hidden states in blocks of BLOCK rows; the last block may be shorter
 
 
 def bound_of(dtype: torch.dtype, gap: Gap, rounding: Callable[[], Gap]) -> Gap:

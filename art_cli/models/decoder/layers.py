@@ -191,7 +191,7 @@ class _Inputs(torch.autograd.Function):
             if needs_normed:
                 total, *found = projection.backward(grad.flatten(1), normed, inner, into=total)
             else:
-                found = list(projection.backward_tensors(grad.flatten(1), normed, inner))
+                _, *found = projection.backward_tensors(grad.flatten(1), normed, inner)
             of_projections += found
         grad_x, of_norm = (None, None) if total is None else layer.attention_norm.backward(total, x)
         return grad_x, None, None, None, of_norm, *of_norms, *of_projections
@@ -257,7 +257,7 @@ class _Project(torch.autograd.Function):
         x, inner = ctx.saved_tensors
         projection: Projection = ctx.projection
         if not ctx.needs_input_grad[0]:
-            return None, None, *projection.backward_tensors(grad, x, inner)[2:]
+            return None, None, *projection.backward_tensors(grad, x, inner)[3:]
         grad_x, *found = projection.backward(grad, x, inner)
         return grad_x, None, *found[2:]
 

@@ -176,7 +176,7 @@ class Projection(NamedTuple):
 
         `inner`: A x as returned by `apply`. `into`: a gradient of x to accumulate into; it may be overwritten.
         """
-        grad_inner, *found = self._backward_tensors(grad, x, inner)
+        grad_inner, *found = self.backward_tensors(grad, x, inner)
         weight = (self._merged() if self.is_merged else self.weight).t()
         grad_x = product(grad, weight) if into is None else add_product(into, grad, weight, is_spare=True)
         if grad_inner is not None and self.down is not None and not self.is_merged:
@@ -184,11 +184,7 @@ class Projection(NamedTuple):
         return grad_x, *found
 
     def backward_tensors(self, grad: Tensor, x: Tensor, inner: Tensor | None) -> tuple[Tensor | None, ...]:
-        """Returns the gradients of `tensors`, as in `backward`."""
-        return self._backward_tensors(grad, x, inner)[1:]
-
-    def _backward_tensors(self, grad: Tensor, x: Tensor, inner: Tensor | None) -> tuple[Tensor | None, ...]:
-        """Returns the gradients of A x and of `tensors`."""
+        """Returns the gradients of A x and `tensors`."""
         of_weight = inner_product(grad, x) if self.weight.requires_grad else None
         of_bias = grad.sum(0) if self.bias is not None and self.bias.requires_grad else None
         if self.down is None or self.up is None or inner is None:
