@@ -106,7 +106,7 @@ def test_several_calls_in_one_reply() -> None:
 
 
 def test_a_value_is_what_its_schema_says() -> None:
-    """A string stays text even where it reads as a number; without a schema the text's own JSON decides."""
+    """Strings stay text even if they look like numbers; lacking a schema, valid JSON is parsed."""
     text = "<tool_call><function=f><parameter=s>7</parameter><parameter=x>7</parameter></function></tool_call>"
     schemas = {"f": {"properties": {"s": {"type": "string"}}}}
     [call] = parse(text, [], syntax=XML, schemas=schemas)["tool_calls"]
@@ -188,7 +188,7 @@ def test_an_argument_has_the_type_that_its_schema_names(schema: Any, text: str, 
 
 
 def test_an_answer_in_json_with_a_field_name_is_no_call() -> None:
-    """Llama writes calls without a marker; only the name of a tool makes one of an object."""
+    """Llama writes calls without markers; a JSON object counts as a call only if it names a tool."""
     syntax, text = TEXTS["llama"]
     assert parse(text, [], syntax=syntax)["tool_calls"]
     answer = '{"name": "Alice", "age": 30}'
@@ -198,7 +198,7 @@ def test_an_answer_in_json_with_a_field_name_is_no_call() -> None:
 
 MARKS = ("<tool_call>", "</tool_call>", "<parameter=to>", "</parameter>", "</function>", "<function=f>", "<arg_value>")
 MARKS += ("</arg_value>", "<arg_key>", "[TOOL_CALLS]", "[ARGS]", "<|python_tag|>", "<|tool_call|>", "<|/tool_call|>")
-# How each family writes a call of move(to=VALUE). A value of xml and glm is there as it is, in the others as JSON.
+# How each family writes a call of move(to=VALUE). xml and glm contain raw values, other syntaxes JSON.
 QUOTES = {
     "hermes": '<tool_call>\n{"name": "move", "arguments": {"to": VALUE}}\n</tool_call>',
     "xml": "<tool_call>\n<function=move>\n<parameter=to>\nVALUE\n</parameter>\n</function>\n</tool_call>",
@@ -227,7 +227,7 @@ def test_marks_that_an_argument_quotes_are_its_text(family: str, parts: list[str
     if any(end in value for end in ENDS.get(family, ())):
         return
     text = QUOTES[family].replace("VALUE", value if family in PLAIN else json.dumps(value))
-    num = num if family in ("hermes", "xml", "glm", "phi") else 1  # the others write all calls of a reply in one text
+    num = num if family in ("hermes", "xml", "glm", "phi") else 1  # other syntaxes write all calls in one text
     calls = parse("\n".join([text] * num), cuts, syntax=TEXTS[family][0])["tool_calls"]
     assert [json.loads(call["arguments"]) for call in calls] == [{"to": value}] * num
 

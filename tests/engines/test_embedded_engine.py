@@ -92,7 +92,7 @@ async def test_logprobs_are_those_of_a_full_forward() -> None:
 
 
 async def test_turns_that_reuse_a_prefix_have_the_logprobs_of_a_full_forward() -> None:
-    """Four conversations of four turns at once, twice the same one among them, each turn from what was said before."""
+    """Four concurrent conversations with four turns, two of them identical; every turn includes the earlier turns."""
     weights = tiny_weights()
     async with running(weights) as engine:
         histories = [list(f"talk {index // 2}: ".encode() * 20) for index in range(4)]
@@ -148,7 +148,7 @@ async def test_a_load_marks_the_step_and_drops_the_caches() -> None:
 
 @pytest.mark.slow
 async def test_a_rest_frees_the_cache_also_under_a_running_request() -> None:
-    """The request goes on from its tokens: the same ones as without the rest in between, with the same logprobs."""
+    """The request continues: same tokens and same logprobs as without the pause."""
     weights = tiny_weights()
     async with running(weights) as engine:
         request = chat("hello", seed=1, max_tokens=300)
@@ -189,7 +189,7 @@ async def test_weights_of_its_own_are_read_from_the_checkpoint(tmp_path: Path) -
 
 
 async def test_no_reply_of_the_embedded_engine_is_sampled_from_two_policies(tmp_path: Path) -> None:
-    """A long reply is under way when the weights are loaded: it ends as it began, and the next one is of the new."""
+    """A long reply in flight during a load finishes under the old weights; the next reply uses the new weights."""
     changed = tiny_weights()
     change(changed)
     save_weights(changed, tmp_path)
@@ -264,7 +264,7 @@ async def test_more_requests_than_slots_all_come_out_right() -> None:
 
 
 async def test_a_cancelled_request_frees_its_slot() -> None:
-    """One slot: the second request can only be answered once the first, of 900 tokens, is gone."""
+    """One slot: the second request must wait until the 900-token request is cancelled."""
     async with running(max_batch=1) as engine:
         long = asyncio.create_task(engine.reply(chat(max_tokens=900, temperature=0.0, stop=("never seen",))))
         stream = engine.stream(chat(max_tokens=900, temperature=0.0))
@@ -299,7 +299,7 @@ async def test_a_stop_string_ends_the_reply_and_its_tokens_stay() -> None:
 
 
 async def test_the_stop_token_is_recorded_and_not_shown() -> None:
-    """256 is no stop token, 258 is: a model that prefers it ends there with reason stop."""
+    """258 is a stop token, unlike 256: a model that prefers 258 stops with reason stop."""
     weights = tiny_weights()
     with torch.no_grad():
         head = weights.model.get_output_embeddings().weight

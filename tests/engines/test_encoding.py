@@ -1,4 +1,4 @@
-"""TextEncoder gives the tokenizer's own tokens, whatever it has seen before."""
+"""TextEncoder returns the tokenizer's own tokens, regardless of its cache."""
 
 import tracemalloc
 from typing import Any
@@ -62,7 +62,7 @@ ENCODERS = {name: TextEncoder(tokenizer) for name, tokenizer in TOKENIZERS.items
 @settings(max_examples=150, deadline=None)
 @given(texts=st.lists(TEXTS, max_size=3))
 def test_the_tokens_are_those_of_the_whole_text(name: str, texts: list[str]) -> None:
-    """Also the second time, and where one text goes on from another."""
+    """This also holds for repeated texts and for continued texts."""
     whole = "".join(texts)
     for text in (*texts, whole, whole):
         assert ENCODERS[name].encode(text, adds_special=False) == TOKENIZERS[name].encode(
@@ -89,7 +89,7 @@ def test_a_message_that_was_seen_is_not_tokenized_again() -> None:
 
 
 def test_a_text_of_many_new_parts_is_tokenized_as_a_whole() -> None:
-    """One by one takes ten times as long, which a client with thousands of short messages would make use of."""
+    """Part-by-part tokenization takes ten times longer, which clients with many short messages could exploit."""
     tokenizer = merging(*CHAT)
     encoder = TextEncoder(tokenizer)
     text = "".join(f"<|im_start|>{number}" for number in range(1000))

@@ -57,7 +57,7 @@ def test_neighbours_are_read_together_and_far_ones_apart() -> None:
 
 
 def test_attempts_of_a_group_read_their_prompt_once() -> None:
-    """Two groups of 4 and a stranger; all begin with the same 70 tokens, a group with 1,000."""
+    """Two groups of 4 and a single sequence; all share 70 tokens, members of a group share 1,000."""
     shared = np.array([0, 1000, 1000, 1000, 70, 1000, 1000, 1000, 0])
     runs = plan_runs(np.arange(9), np.full(9, 1100), shared, COSTS, CPU)
     assert [(run.first, run.last, run.shared) for run in runs] == [(0, 4, 1000), (4, 8, 1000), (8, 9, 0)]
@@ -124,7 +124,7 @@ GROUPS = [[*range(200), *range(100), tail] for tail in range(9)] + [[7] * 40, [9
 
 
 def test_shared_spans_give_what_a_full_forward_gives() -> None:
-    """20 attempts that differ after 950 tokens: 19 * 950 need not be read again, more than the 10,240 it takes."""
+    """20 attempts diverge after 950 tokens: sharing saves 19 * 950 reads, and costs 10,240."""
     weights = tiny_weights()
     attempts = [[*range(250), *range(250), *range(250), *range(200), tail] for tail in range(20)]
     assert Costs.of(token_bytes=2 * 2 * 16 * 4).shared == 10240 < 19 * 950
@@ -213,7 +213,7 @@ def adapted_weights(name: str) -> Weights:
 
 
 class LlamaForCausalLM(transformers.LlamaForCausalLM):
-    """By its name one that the fused layers know, by its numbers another."""
+    """A known class name with an unknown computation."""
 
     def forward(self, *args, **kwargs):  # type: ignore[no-untyped-def]
         output = super().forward(*args, **kwargs)
@@ -256,7 +256,7 @@ def test_layers_that_are_right_are_used_however_far_rounding_moves_the_model(cap
 
 
 class Damaged(MergedDecoder):
-    """Made of another model than the one it is asked for."""
+    """A decoder built from the wrong model."""
 
     source: Any
 

@@ -93,7 +93,7 @@ def test_a_wide_flat_distribution_is_cut_where_it_reaches_top_p() -> None:
 
 
 def test_temperature_zero_takes_the_likeliest() -> None:
-    """A greedy draw is certain: logprob 0 under what it was drawn from, log_softmax(logits) raw."""
+    """Greedy draws are certain: logprob 0 under the sampling distribution, raw log_softmax(logits)."""
     logits = torch.stack([random_logits(100, seed) for seed in range(8)])
     drawn = draw(logits, knobs(8, temperature=0.0, top_p=0.5, top_k=3))
     assert drawn.ids.tolist() == logits.argmax(-1).tolist()
@@ -150,7 +150,7 @@ def test_seeds_of_several_answers_differ_and_the_first_is_that_of_one_answer() -
 
 
 def test_top_logprobs_are_the_likeliest_tokens_at_the_temperature_they_are_drawn_at() -> None:
-    """Each row under softmax(logits / temperature); the last is greedy, where it is softmax(logits)."""
+    """Each row under softmax(logits / temperature); the final row is greedy and uses softmax(logits)."""
     logits = torch.stack([random_logits(50, seed) for seed in range(4)])
     values, ids = top_logprobs(logits, 4, np.array([1, 0.5, 2, 0], np.float32))
     expected = (logits / torch.tensor([1, 0.5, 2, 1])[:, None]).log_softmax(-1).sort(-1, descending=True)

@@ -1,7 +1,7 @@
 """The scheduler against a model of the cache: a slot's row holds what was computed there, token by token.
 
-The key-value entry of a token is modelled as the hash of all tokens up to it and of the weights' version, and the next
-token as a function of that hash. So any stale, foreign or missing entry changes what comes out.
+A token's key-value entry is modeled as a hash of its prefix and the weights' version, and the next token as a function
+of this hash. So any stale, foreign or missing entry changes the output.
 """
 
 from typing import Any
@@ -39,7 +39,7 @@ Cell = tuple[int, int] | None  # (entry, token); None: nothing was ever computed
 
 
 class FakeRunner:
-    """Does what the plan says on rows of entries, and fails where a token would attend to a wrong one."""
+    """Executes a plan on rows of entries, and fails if any token would attend to a wrong entry."""
 
     def __init__(self) -> None:
         self.rows: list[list[Cell]] = []
@@ -68,7 +68,7 @@ class FakeRunner:
         self.rows += [[None] * length for _ in range(slots - len(self.rows))]
 
     def _check(self, slot: int, end: int) -> int:
-        """The last of a row's first `end` entries, all of which have to be right."""
+        """Returns entry `end - 1` of a row, after checking all entries up to it."""
         last = 0
         for cell in self.rows[slot][:end]:
             assert cell is not None, "attends to an entry that was never computed"
@@ -171,7 +171,7 @@ class Play:
 def test_every_sequence_ends_as_if_it_were_alone(
     todo: list[tuple[str, Any, Any]], max_slots: int, prefill_tokens: int, max_tokens: int
 ) -> None:
-    """Whatever is added, cancelled, preempted or reused: each result is the one computed from its prompt alone."""
+    """After any sequence of adds, cancels, preemptions and reuses, results equal those computed from prompts alone."""
     play = Play(make(max_slots, prefill_tokens, max_tokens))
     for action in todo:
         play.do(*action)
@@ -216,7 +216,7 @@ def test_the_next_turn_computes_only_what_is_new() -> None:
 
 
 def test_conversations_keep_their_slots_while_others_run() -> None:
-    """Three conversations of 5 turns in turn, 4 slots: each turn reuses all but its last token and what is new."""
+    """Three interleaved conversations with 5 turns, 4 slots: turns reuse all but the final token and the new text."""
     scheduler, runner = make(max_slots=4), FakeRunner()
     histories = [[stem] * 20 for stem in range(3)]
     for turn in range(5):
@@ -230,7 +230,7 @@ def test_conversations_keep_their_slots_while_others_run() -> None:
 
 
 def test_a_branch_leaves_the_old_sequence_its_slot() -> None:
-    """A: 40 tokens and 20 sampled. B begins with 30 of them: copied, and A's next turn still finds its own."""
+    """A: 40 tokens and 20 sampled. B shares 30 of them: they are copied, and A's next turn still finds all."""
     scheduler, runner = make(max_slots=3), FakeRunner()
     one = sequence(list(range(40)), 20)
     scheduler.add(one)
@@ -261,7 +261,7 @@ def test_the_least_recently_used_slot_is_overwritten() -> None:
 
 
 def test_changed_weights_leave_nothing_to_reuse() -> None:
-    """A running sequence is computed again from its tokens; a prompt that an idle slot held is computed whole."""
+    """Running sequences are recomputed from their tokens; prompts cached in idle slots are recomputed whole."""
     scheduler, runner = make(), FakeRunner()
     idle, running = sequence(list(range(60)), 3), sequence([9] * 30, 40)
     scheduler.add(idle)
@@ -306,7 +306,7 @@ def test_cancelling_frees_the_slot_and_the_queue() -> None:
 
 
 def test_long_prompts_come_in_chunks_beside_decoding() -> None:
-    """A prompt of 100 with 16 tokens a step takes 7 steps (6 * 16 + 4); the other sequence samples in each of them."""
+    """A prompt with 100 tokens at 16 per step takes 7 steps (6 * 16 + 4); meanwhile the other sequence samples."""
     scheduler, runner = make(prefill_tokens=16), FakeRunner()
     first = sequence([1], 50)
     scheduler.add(first)

@@ -165,7 +165,7 @@ ANY = st.recursive(ATOMS, lambda inner: st.one_of(arrays(inner), objects(inner),
 
 @pytest.fixture(scope="module")
 def shared() -> Iterator[tuple[asyncio.Runner, EmbeddedEngine]]:
-    """One engine for all examples, on a loop of its own."""
+    """One engine for all examples, on a separate event loop."""
     engine = EmbeddedEngine(tiny_weights(), name="policy", config=EmbeddedEngineConfig())
     with asyncio.Runner() as runner:
         runner.run(engine.start())
@@ -199,7 +199,7 @@ def test_every_completed_reply_validates(shared: tuple[asyncio.Runner, EmbeddedE
 
 
 async def test_a_reply_held_to_a_schema_has_no_white_space_but_in_its_texts() -> None:
-    """24 replies to a strict schema of two booleans, and to one that is not strict: none is cut by its limit."""
+    """24 replies to a strict schema with two booleans, and to a non-strict schema: no reply hits max_tokens."""
     schema = {**PERSON, "properties": {"a": {"type": "boolean"}, "b": {"type": "boolean"}}, "required": ["a", "b"]}
     loose = {"type": "json_schema", "json_schema": {"name": "it", "schema": schema}}
     async with running() as engine:
@@ -325,7 +325,7 @@ async def test_a_greedy_reply_takes_the_likeliest_of_the_allowed() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 async def test_the_learner_computes_the_logprobs_that_were_reported(temperature: float) -> None:
-    """Contract 2 for held tokens: what is reported is the policy's own distribution, without the grammar."""
+    """Contract 2 with a grammar: reported logprobs are the policy's own, ignoring the grammar."""
     weights = tiny_weights()
     async with running(weights) as engine:
         reply = await engine.reply(ask(format=held(PERSON), n=4, temperature=temperature))
@@ -394,7 +394,7 @@ def test_text_in_a_format_is_no_call() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("prompt", ["<think>\\n", "<think>\\n\\n</think>\\n\\n", ""])
 async def test_a_thought_comes_before_the_format(prompt: str) -> None:
-    """A prompt that has begun a thought, one that has ended it, and one that leaves it to the model."""
+    """Prompts with an open thought, with a finished thought, and without any thought."""
     weights = tiny_weights(vocab=266)
     template = CHAT_TEMPLATE.replace(
         "<|im_start|>assistant\\n' }}{% endif", f"<|im_start|>assistant\\n{prompt}' }}}}{{% endif"
@@ -519,7 +519,7 @@ ODD: list[tuple[str, Json, str]] = [
 @pytest.mark.slow
 @pytest.mark.parametrize(("schema", "example"), [odd[1:] for odd in ODD], ids=[odd[0] for odd in ODD])
 async def test_a_formats_schema_is_advice_unless_it_is_strict(schema: Json, example: str) -> None:
-    """As OpenAI documents `strict`, also where it is not given: a grammar then holds what it can of the schema."""
+    """As OpenAI documents `strict`. Without it, the grammar enforces the schema as far as possible."""
     async with running() as engine:
         for strict in (None, False):
             wanted = held(schema)
@@ -558,7 +558,7 @@ async def test_a_forced_call_that_is_cut_leaves_no_markup(choice: Any) -> None:
 
 
 def test_a_cut_marker_of_a_held_reply_is_no_content() -> None:
-    """After a thought the model writes the marker itself; of a free reply it stays content."""
+    """Following a thought, the model writes the marker itself; in free replies it stays content."""
     for is_held, content in ((True, ""), (False, "<tool_ca")):
         format = Format("", (), "response_format") if is_held else None
         parser = MessageParser(Prompt([], opening="<think>", has_tools=True, has_thinking=True, format=format))

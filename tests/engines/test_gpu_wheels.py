@@ -1,4 +1,4 @@
-"""All that we send to vLLM and call of Unsloth is defined in their wheels for GPUs, of which the CPU's may differ.
+"""Everything we send to vLLM and call in Unsloth exists in their GPU wheels, which may differ from the CPU wheels.
 
 The names of the wheels are in gpu_wheels/*.json, as tests/support/others/gpu_wheels.py reads them. What we send is not
 listed here: the argument builder and the engine run, against a server that writes down each call.
@@ -188,7 +188,7 @@ async def session(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Json]
 
 @pytest.mark.parametrize("name", VLLM)
 async def test_every_call_is_one_of_vllm_s(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its routes, the fields of its bodies, their query parameters. vLLM ignores fields that it does not know."""
+    """Its routes, body fields and query parameters. vLLM silently ignores unknown fields."""
     known = wheel(name)
     routes = {route.split(" ")[1]: parameters for route, parameters in known["routes"].items()}
     calls = await session(tmp_path, monkeypatch)
@@ -255,7 +255,7 @@ def unsloth_calls() -> dict[str, set[str]]:
 
 @pytest.mark.parametrize("name", UNSLOTH)
 def test_every_argument_for_unsloth_is_one_of_its_own(name: str) -> None:
-    """Its functions take any keyword, and pass over one that was renamed."""
+    """Its functions accept any keyword, and ignore renamed keywords."""
     functions, calls = wheel(name)["functions"], unsloth_calls()
     assert calls.keys() == {"FastLanguageModel.from_pretrained", "FastLanguageModel.get_peft_model"}
     assert calls["FastLanguageModel.from_pretrained"] <= {*functions["FastLanguageModel.from_pretrained"]}

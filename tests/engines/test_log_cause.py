@@ -1,4 +1,4 @@
-"""The cause of a vLLM that did not start, by its log: files of real ones, and vLLM's format with several processes."""
+"""Why vLLM did not start, read from logs: real log files, and vLLM's format with several processes."""
 
 from pathlib import Path
 

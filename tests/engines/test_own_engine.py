@@ -1,4 +1,4 @@
-"""A user's own engine trains from a file beside the configuration; a policy that lives elsewhere is never loaded."""
+"""A user's own engine, defined next to the configuration, can train; policies that live elsewhere are never loaded."""
 
 import asyncio
 import json
@@ -62,7 +62,7 @@ def load(project: Path, *overrides: str) -> LoadedConfig:
 @pytest.mark.slow
 @pytest.mark.parametrize("staleness", [0, 1])
 def test_an_engine_from_a_file_beside_the_configuration_trains(project: Path, staleness: int) -> None:
-    """After every step it is proved to hold the learner's weights; what it sampled has the learner's logprobs."""
+    """After every step its weights are proven; sampled tokens have the learner's logprobs."""
     engine = "engine={entry: 'mine.py:PlainEngine', options: {max_tokens: 4}}"
     loaded = load(
         project,
@@ -166,7 +166,7 @@ def test_no_model_is_loaded_here_where_engine_and_learner_have_processes_of_thei
 ) -> None:
     """vLLM samples, two processes train, the loop only talks to them: it loads no weights and makes no model.
 
-    The server is a fake whose logprobs are its own, so that the proof and the drift bound are left out here.
+    The fake server invents its logprobs, so proof and drift bound are disabled here.
     """
     python = project / "python"
     python.write_text(f'#!/bin/sh\nshift 2\nexec "{sys.executable}" "{fake_vllm.__file__}" "$@"\n')

@@ -1,4 +1,4 @@
-"""The proof of weights: right adapters pass in every dtype, wrong ones fail, and what rounding hides is undecided.
+"""Weight proofs: right adapters pass in all dtypes, wrong adapters fail, and gaps within rounding are undecided.
 
 The engine is a stand-in that rounds as vLLM's fused kernels do (tests/support/standins/fused_rounding.py).
 benchmarks/attacks/weight_proof.py has the same with a real vLLM and a real model.
@@ -102,7 +102,7 @@ def test_wrong_adapters_fail(kind: str, dtype: str) -> None:
 
 @pytest.mark.parametrize("kind", ["the base", "another run", "twice the scale"])
 def test_one_manifest_alone_tells_wrong_adapters(kind: str) -> None:
-    """As `art serve` has it: nothing was loaded before."""
+    """As in `art serve`: there is no previous load."""
     base = policy("bfloat16")
     before = moved(base, seed=1)
     now = moved(before, seed=2)
@@ -111,7 +111,7 @@ def test_one_manifest_alone_tells_wrong_adapters(kind: str) -> None:
 
 
 def test_a_change_below_rounding_is_undecided_and_said_once(caplog: pytest.LogCaptureFixture) -> None:
-    """Neither the right adapter nor the one before is called wrong, and the run goes on."""
+    """Both the right adapter and the previous adapter pass, and the run continues."""
     caplog.set_level(logging.WARNING)
     before = moved(policy("bfloat16"), seed=1)
     now = moved(before, seed=2, size=1e-4)
@@ -189,7 +189,7 @@ def added(*parts: list[float]) -> list[float]:
 @pytest.mark.parametrize("engine_rounds", [0.3, 1.0, 3.0])
 @pytest.mark.parametrize("size", [0.0, 0.1, 1.0, 10.0])
 def test_rounding_alone_is_never_called_wrong(engine_rounds: float, size: float) -> None:
-    """100 right loads each: changes of `size` roundings, by an engine that rounds less or more than the learner."""
+    """100 correct loads each: changes sized in roundings, with an engine that rounds less or more than the learner."""
     rng = random.Random(0)
     for _ in range(100):
         old = drawn(rng, 255, 1.0)

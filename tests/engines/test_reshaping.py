@@ -60,7 +60,7 @@ def test_logits_are_changed_as_defined(settings: dict[str, Any]) -> None:
 
 
 async def test_each_request_of_a_batch_has_its_own_penalties() -> None:
-    """Seven greedy requests at once, on a cache of three slots, each as if it were alone and each forward whole."""
+    """Seven concurrent greedy requests in three slots give the same replies as alone."""
     weights = tiny_weights()
     prompt, max_tokens = list(b"a banana and a bandana"), 24
     async with running(weights, max_batch=3) as engine:
@@ -94,7 +94,7 @@ async def test_reported_logprobs_are_those_of_the_changed_logits() -> None:
 
 
 async def test_the_end_comes_as_early_as_it_may() -> None:
-    """A bias of 100 makes every token that ends a reply the next one: at once, after `min_tokens`, or never."""
+    """A bias of 100 forces every stop token: immediately, after `min_tokens`, or never."""
     async with running() as engine:
         ends = tuple((id, 100.0) for id in engine._stop_ids)
 
@@ -111,7 +111,7 @@ async def test_the_end_comes_as_early_as_it_may() -> None:
 
 @pytest.mark.parametrize("is_stream", [False, True])
 async def test_no_stop_string_counts_before_min_tokens(is_stream: bool) -> None:
-    """A bias of 100 has the reply be `bbbb...`: it stops before its sixth letter, not before its first."""
+    """A bias of 100 forces the reply `bbbb...`: it stops at letter six, not at letter one."""
     request = text_request([1, 2], max_tokens=12, min_tokens=5, stop=("b",), logit_bias=((65, 100.0),))
     async with running() as engine:
         if is_stream:
@@ -125,7 +125,7 @@ async def test_no_stop_string_counts_before_min_tokens(is_stream: bool) -> None:
 
 @pytest.mark.parametrize("settings", [{"min_tokens": 2}, {"ignore_eos": True}], ids=str)
 async def test_an_end_that_a_format_decides_is_not_barred(settings: dict[str, Any]) -> None:
-    """A 400, because no token could follow the whole answer; the engine goes on."""
+    """Returns 400, because no token could follow the complete answer; the engine keeps working."""
     async with running() as engine:
         request = Request(
             model="policy",

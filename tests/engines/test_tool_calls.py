@@ -34,7 +34,7 @@ def encode(text: str) -> list[int]:
 
 
 def parse(text: str, *, pieces: list[int] | None = None, **how: Any) -> Json:
-    """The message of a text, pushed in pieces that end at those places; ids of calls left out."""
+    """Parses a text, pushed in pieces ending at these offsets; call ids are removed."""
     parser = MessageParser(Prompt([], **{"has_tools": True, "has_thinking": True, **how}))
     ends = [*sorted(set(pieces or [])), len(text)]
     deltas: list[Json] = []
@@ -52,7 +52,7 @@ def parse(text: str, *, pieces: list[int] | None = None, **how: Any) -> Json:
 
 
 def joined(deltas: list[Json]) -> Json:
-    """What a client makes of streamed deltas."""
+    """Joins streamed deltas like a client."""
     whole: Json = {}
     for delta in deltas:
         for name, value in delta.items():
@@ -73,7 +73,7 @@ def call(name: str, arguments: str) -> Json:
 
 
 def test_calls_and_the_text_before_them() -> None:
-    """The arguments are the very text that was sampled; the line break before a call belongs to the template."""
+    """Arguments equal the sampled text; line breaks before calls belong to the template."""
     look = '<tool_call>\n{"name": "look", "arguments": {}}\n</tool_call>'
     assert parse(f"I go.\n\n{CALL}\n{look}") == {
         "role": "assistant",
@@ -175,7 +175,7 @@ def test_the_next_prompt_goes_on_from_the_tokens_sampled(sampled: str) -> None:
 
 
 def test_a_sampled_marker_that_is_no_call_comes_back_as_text() -> None:
-    """So that turn branches. The letters of the marker are what a policy that spells it would sample."""
+    """So that turn branches. A policy spelling the marker would sample its letters."""
     user, following = [{"role": "user", "content": "go"}], [{"role": "user", "content": "and?"}]
     turn, prompt = next_prompt(user, "<tool_call>no json", following, tools=TOOLS)
     place = len(turn) - len(encode("<tool_call>no json<|im_end|>"))
@@ -183,7 +183,7 @@ def test_a_sampled_marker_that_is_no_call_comes_back_as_text() -> None:
 
 
 def test_arguments_are_given_to_the_template_as_it_expects_them() -> None:
-    """As an object where a template writes `arguments | tojson` alone, as their text where it asks for a string."""
+    """Arguments are an object for templates with `arguments | tojson` only, and text for those testing for strings."""
     tokenizer = tiny_tokenizer()
     message = {
         "role": "assistant",
@@ -276,7 +276,7 @@ def test_special_tokens_are_no_text_and_tool_tags_are() -> None:
     st.lists(st.integers(0, 30), max_size=8),
 )
 def test_text_is_cut_before_the_first_stop_string(text: str, stops: list[str], cuts: list[int]) -> None:
-    """Pushed in pieces: what is shown is the text up to the stop string that is complete first."""
+    """Pushed in pieces: the shown text ends at the earliest complete stop string."""
     watch = StopWatch(stops)
     ends = [*sorted(cut for cut in cuts if cut < len(text)), len(text)]
     shown = ""
@@ -294,7 +294,7 @@ def test_text_is_cut_before_the_first_stop_string(text: str, stops: list[str], c
 
 @pytest.mark.parametrize("thinks", [None, True, False])
 def test_a_wish_to_think_is_set_where_the_template_reads_it(thinks: bool | None) -> None:
-    """And is no error where it does not; what the client sets itself goes before the wish."""
+    """Unread wishes are ignored, and client variables override wishes."""
     asked = request([{"role": "user", "content": "hi"}], thinks=thinks)
     tokenizer = tiny_tokenizer()
     plain = Vocabulary(tokenizer)

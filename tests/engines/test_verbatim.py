@@ -1,4 +1,4 @@
-"""Arguments of calls stay as they were written: in templates that vLLM gets, and in the replies that it parses."""
+"""Call arguments are preserved verbatim: in the templates sent to vLLM, and in vLLM's parsed replies."""
 
 import copy
 import json

@@ -159,7 +159,7 @@ def test_arguments_go_through_by_their_own_names_and_win_over_our_defaults() -> 
 
 
 def test_the_model_decides_what_the_server_can_hold() -> None:
-    """A LoRA rank of 4 needs vLLM's smallest, 8; logprobs are those of the distribution sampled from."""
+    """LoRA rank 4 is raised to vLLM's minimum of 8; logprobs come from the sampling distribution."""
     text = " ".join(flags())
     for there in (
         "--model org/model",
@@ -444,7 +444,7 @@ async def test_a_stale_prefix_cache_stops_the_run(fake: Fake) -> None:
 
 
 async def test_every_load_has_a_name_of_its_own_and_the_old_one_goes(fake: Fake) -> None:
-    """Names differ by step, so the prefix cache of one is never read by another; a step loaded twice too."""
+    """Names differ by step and by load, so no step reads another step's prefix cache."""
     async with fake.running() as engine:
         for step in (1, 2, 2):
             await engine.load(fake.adapter("a"), step)
@@ -504,7 +504,7 @@ async def test_a_failed_start_names_the_first_error_of_the_process_that_failed(f
 async def test_the_model_is_fetched_before_the_time_of_the_start_begins(
     fake: Fake, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A download may take longer than engine.start_timeout_s; one that fails is left to the server to report."""
+    """Downloads do not count toward engine.start_timeout_s; the server reports failed downloads."""
     fetched: list[tuple[str, bool]] = []
 
     def find_files(base: str) -> Path:
@@ -670,7 +670,7 @@ async def test_the_second_death_fails_the_engine_with_the_logs_last_lines(fake: 
 
 
 async def test_a_death_in_the_middle_of_a_load_is_made_good(fake: Fake) -> None:
-    """The server dies while it loads; the second one is asked again, dies too, and that is told."""
+    """The server dies during a load; the second server gets the load again, also dies, and the error is reported."""
     async with fake.running("die at load") as engine:
         with pytest.raises(EngineError, match=r"the server ended \(exit status 5\)"):
             await engine.load(fake.adapter("a"), 1)
@@ -679,7 +679,7 @@ async def test_a_death_in_the_middle_of_a_load_is_made_good(fake: Fake) -> None:
 
 @pytest.mark.usefixtures("has_time_to_notice")
 async def test_a_dead_engine_core_counts_as_dead(fake: Fake) -> None:
-    """vLLM's front end lives on for a while and answers 503 to health checks when its core is gone."""
+    """After its core died, vLLM's front end still answers health checks for a while, with 503."""
     async with fake.running() as engine:
         with pytest.raises(ChatError) as lost:
             await engine.reply(chat("core"))
@@ -691,8 +691,7 @@ async def test_a_dead_engine_core_counts_as_dead(fake: Fake) -> None:
 
 @pytest.mark.slow
 async def test_rollouts_of_an_engine_that_failed_for_good_stay_owed(fake: Fake) -> None:
-    """Two rollouts whose every call kills the server: the second death ends the playing, and nothing is handed over as
-    a rollout that failed."""
+    """Two rollouts whose calls always kill the server: the second death stops playing; no rollout counts as failed."""
     ask = (
         'await policy.client.chat.completions.create(model=policy.model, messages=[{"role": "user", "content": "die"}])'
     )
@@ -863,7 +862,7 @@ LOOK_TOOL: Json = {"type": "function", "function": {"name": "look", "parameters"
 
 @asynccontextmanager
 async def knowing(fake: Fake, template: str = CHAT_TEMPLATE) -> AsyncIterator[VllmEngine]:
-    """An engine that has the policy's tokenizer and template."""
+    """An engine with the policy's tokenizer and template."""
     tiny_tokenizer().save_pretrained(fake.directory / "base")
     model = structs.replace(MODEL, base=str(fake.directory / "base"), chat_template=template, max_length=4096)
     model = structs.replace(model, vocabulary=265)
@@ -876,7 +875,7 @@ async def knowing(fake: Fake, template: str = CHAT_TEMPLATE) -> AsyncIterator[Vl
 
 
 async def test_a_conversation_with_a_marker_in_a_text_reaches_the_server_as_our_tokens(fake: Fake) -> None:
-    """Whole and streamed; one without a marker goes to the server's own chat, as do texts that only look alike."""
+    """Whole and streamed; texts without markers use the server's own chat API, even if they look similar."""
     vocabulary = Vocabulary(tiny_tokenizer())
     async with knowing(fake) as engine:
         for text in ("> a <b> c <|im_", "hello"):
@@ -908,7 +907,7 @@ async def test_a_marker_that_arguments_escape_is_found(fake: Fake) -> None:
 
 
 async def test_thoughts_are_no_part_of_the_answer(fake: Fake) -> None:
-    """The server would leave them in it, as it has no parser for them."""
+    """The server would keep them in the text, because no parser is configured."""
     text = "long\n</think>\n\n42"
     ids = tiny_tokenizer().encode(text)
     choice = Choice(index=0, text=text, token_ids=ids, logprobs=[0.0] * len(ids), finish_reason="stop")

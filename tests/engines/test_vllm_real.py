@@ -140,7 +140,7 @@ async def test_a_prompt_has_the_arguments_of_earlier_calls_as_they_were_written(
 
 
 async def test_a_text_with_markers_stays_text(bench: Bench) -> None:
-    """Whole, streamed, and with a forced call: the prompt is ours, and the logprobs are the policy's over it."""
+    """Whole, streamed and forced calls: the prompt is ours, with the policy's logprobs."""
     await bench.load("a", 1)
     vocabulary = Vocabulary(bench.weights.tokenizer)
     parameters = {"type": "object", "properties": {"at": {"enum": ["door", "hall"]}}, "required": ["at"]}
@@ -188,7 +188,7 @@ async def test_the_proof_of_weights_fails_on_the_wrong_adapter(bench: Bench) -> 
 
 
 async def test_a_name_used_twice_leaves_a_stale_cache_and_is_found_out(bench: Bench, tmp_path: Path) -> None:
-    """Why every load has a name of its own: vLLM finds cached prefixes by an adapter's name and path alone."""
+    """Every load needs a new name, because vLLM looks up cached prefixes by adapter name and path alone."""
     probe = [index % 256 for index in range(LONG_PROBE)]
     place = shutil.copytree(bench.checkpoints["a"], tmp_path / "place")
     await bench.engine.load(place, 5)
@@ -250,7 +250,7 @@ def letters(runs: Path, *overrides: str) -> LoadedConfig:
 
 
 def sockets() -> set[Path]:
-    """The sockets that lie bare among the temporary files."""
+    """Sockets directly in the temporary directory."""
     return {path for path in Path(tempfile.gettempdir()).iterdir() if path.is_socket()}
 
 
@@ -293,7 +293,7 @@ async def test_a_run_whose_server_is_killed_finishes_and_loses_nothing(
 
 
 async def test_a_run_in_bfloat16_takes_its_steps(tmp_path: Path) -> None:
-    """No step ends for rounding, and each has the numbers of its proof."""
+    """Rounding stops no step, and every step records its proof metrics."""
     run = RunDir(tmp_path / "letters")
     result = await train(letters(tmp_path, "model.dtype=bfloat16", "train.steps=2"))
     assert result.step == 2

@@ -1,4 +1,4 @@
-"""The user's cache of converted bases: shared by links, safe beside other processes, mended where it is damaged."""
+"""The user's cache of converted bases: shared through links, safe with concurrent processes, repaired after damage."""
 
 import errno
 import os

@@ -49,7 +49,7 @@ TOOLS = [
 
 
 def replies(directory: Path, num: int, tools: list[dict[str, Any]] | None) -> list[str]:
-    """What the model samples at temperature 1 for a question."""
+    """Samples a reply to a question at temperature 1."""
     tokenizer: Any = AutoTokenizer.from_pretrained(directory)
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
     text = tokenizer.apply_chat_template(

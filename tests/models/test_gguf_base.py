@@ -61,7 +61,7 @@ def test_smollm2_comes_from_its_package_and_knows_the_capital_of_france(tmp_path
 def test_smollm2_comes_from_the_hub_where_its_package_is_missing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The files of the hub's cache are copied, because a run keeps what it stands on."""
+    """Files from the hub's cache are copied, so the run keeps its base."""
     monkeypatch.setattr(builtin_models, "smollm2_file", lambda: None)
     (tmp_path / "cache").mkdir()
     builtin_models.tiny(tmp_path / "cache")
@@ -118,7 +118,7 @@ def file(source: Path) -> Path:
 
 
 def same_model(base: Path, source: Path) -> bool:
-    """Whether both directories have one model, rounded to half precision, and one tokenizer with its template."""
+    """Whether both directories hold the same model in half precision, the same tokenizer and the same template."""
     ours, theirs = (load_file(path / "model.safetensors") for path in (base, source))
     tokenizers: list[Any] = [AutoTokenizer.from_pretrained(path) for path in (base, source)]
     texts = [each.encode("The 12 groups\n <|im_end|>") for each in tokenizers]
@@ -182,7 +182,7 @@ def test_a_base_whose_cached_bytes_were_changed_in_place_is_refused_and_built_ag
 
 
 def test_a_file_without_a_chat_template_is_refused_by_its_own_name(source: Path, tmp_path: Path) -> None:
-    """Not by that of the directory that it was converted into. A file in model.chat_template cures it."""
+    """The converted directory's name does not matter. A file in model.chat_template cures it."""
     tokenizer = AutoTokenizer.from_pretrained(source)
     tokenizer.chat_template = None
     write_model(tmp_path / "bare.gguf", AutoModelForCausalLM.from_pretrained(source), tokenizer, kind="f16", name="x")
@@ -242,7 +242,7 @@ def test_a_header_that_describes_a_larger_model_than_the_tensors_is_refused(file
 
 
 def small_header() -> bytes:
-    """A file of one tensor of 2 x 32 values, with values of each kind in its header."""
+    """A file with a 2 x 32 tensor and all value types in the header."""
     with tempfile.TemporaryDirectory() as temporary:
         path = Path(temporary) / "one.gguf"
         writer = gguf.GGUFWriter(str(path), "llama")
@@ -262,7 +262,7 @@ HEADER = small_header()
 
 
 def checked(data: bytes, path: Path) -> int | None:
-    """The number of elements, or None if the file is refused, in one line and with memory below a MiB."""
+    """Returns the number of elements; None for a one-line error. Checks that memory stays below 1 MiB."""
     path.write_bytes(data)
     tracemalloc.start()
     try:
@@ -299,7 +299,7 @@ def test_no_number_of_the_header_makes_memory(tmp_path: Path, number: int) -> No
 def test_more_layers_than_the_tensors_can_be_are_refused_before_anything_is_built(
     kind: str, count: int, tmp_path: Path
 ) -> None:
-    """S7: transformers makes each layer, with kilobytes of its own, before it looks for its tensors."""
+    """S7: transformers creates all layers, kilobytes each, before looking for their tensors."""
     writer = gguf.GGUFWriter(str(path := tmp_path / "deep.gguf"), "qwen2")
     getattr(writer, kind)("qwen2.block_count", [count] if kind == "add_array" else count)
     for number in range(7):
@@ -320,7 +320,7 @@ def test_no_damage_does_more_than_a_refusal(tmp_path: Path, at: int, noise: byte
 
 @pytest.mark.parametrize("tensor", ["rope_freqs.weight", "rope_factors_long.weight", None])
 def test_a_model_whose_positions_are_scaled_is_refused(tmp_path: Path, tensor: str | None) -> None:
-    """transformers leaves the scaling out, so that it would be another model."""
+    """transformers ignores rope scaling, so the model would compute something else."""
     path = tmp_path / "scaled.gguf"
     writer = gguf.GGUFWriter(str(path), "llama")
     writer.add_context_length(8)

@@ -1,4 +1,4 @@
-"""Fused layers compute what the model's own layers compute, forward and backward, and leave the model as it was."""
+"""Fused layers match the model's own layers, forward and backward, and leave the model unchanged."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -17,7 +17,7 @@ IDS = torch.arange(40)[None] * 5 % 250
 
 
 def results(model: Any, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
-    """Logits and the gradient of every trained weight, of a loss that weighs all logits differently."""
+    """Returns logits and all trained weights' gradients, for a loss with different weights for all logits."""
     model.zero_grad()
     logits = model(IDS, use_cache=False).logits
     (logits.float() * torch.linspace(-1, 1, logits.numel()).view(logits.shape)).sum().backward()
@@ -35,7 +35,7 @@ def model() -> Iterator[Any]:
     torch.manual_seed(0)
     for name, parameter in model.named_parameters():
         if name.endswith("norm.weight"):
-            nn.init.normal_(parameter, mean=1.0, std=0.3)  # a weight of 1 would hide that it is left out
+            nn.init.normal_(parameter, mean=1.0, std=0.3)  # a weight of 1 would hide its omission
     yield model
 
 

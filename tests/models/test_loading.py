@@ -1,4 +1,4 @@
-"""Checkpoints put into a model: those that do not fit change nothing."""
+"""Loading checkpoints into a model: mismatched checkpoints change nothing."""
 
 import os
 from pathlib import Path
@@ -21,7 +21,7 @@ def numbers(weights: Weights) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("targets", ["all-linear", None])
 def test_a_checkpoint_of_another_shape_changes_no_weight(tmp_path: Path, targets: str | None) -> None:
-    """One of the attention alone for an adapter of all layers; one of a wider model for whole weights."""
+    """An attention-only adapter for an all-layer adapter; a wider model's weights for whole weights."""
     bare = tiny_weights(lora_rank=None)
     if targets is None:
         weights, other = bare, tiny_weights(lora_rank=None, vocab=300)

@@ -1,4 +1,4 @@
-"""`dtype: auto` is what the device has, whatever the load; a run keeps what was decided at its start."""
+"""`dtype: auto` depends on the device, never on its load; a run keeps its initial dtype."""
 
 import asyncio
 import json
@@ -27,7 +27,7 @@ from art_cli.serving.served_policies import Loader, engine_config
 from tests.support.models.tiny import save_tiny_base, tiny_weights
 from tests.support.paths import LETTERS
 
-# Three processes decide beside four that compute until this one ends. What they need is imported before, once.
+# Three processes decide beside four that compute until this one ends. Their imports are done beforehand.
 DECIDE = """
 import os, sys
 import torch
@@ -136,7 +136,7 @@ def recorded(run: RunDir, step: int) -> tuple[str, str, str]:
 
 @pytest.fixture(scope="module")
 def halves(tmp_path_factory: pytest.TempPathFactory) -> RunDir:
-    """A run that began in bfloat16 on a CPU with AMX and went on for another step on one without."""
+    """A run started in bfloat16 on a CPU with AMX, then continued on a CPU without AMX."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(precision, "has_amx", lambda: True)
         patch.setattr(precision, "SMALL", 0)
@@ -198,7 +198,7 @@ def test_export_writes_the_runs_dtype_and_what_is_asked_for(art: Any, halves: Ru
 
 @pytest.mark.slow
 def test_a_run_of_an_older_version_goes_on_and_writes_what_it_goes_on_with(tmp_path: Path, no_amx: None) -> None:
-    """Its record says auto, its manifests have a field that is gone and none for the dtype."""
+    """The record says auto; the manifests have a removed field and lack the dtype."""
     run = start(tmp_path, "train.steps=1")
     record = json.loads(run.config_path.read_text())
     record["model"]["dtype"] = "auto"
@@ -214,7 +214,7 @@ def test_a_run_of_an_older_version_goes_on_and_writes_what_it_goes_on_with(tmp_p
 
 
 def test_a_manifest_is_held_against_its_own_hash_with_every_field(tmp_path: Path) -> None:
-    """What another version wrote counts as well; text that no JSON writer takes has no hash."""
+    """Hashes from other versions count as well; text that JSON cannot represent is not hashed."""
     data = msgspec.json.encode(Manifest(step=1, base="b", config_hash="h"))
     other = {**msgspec.json.decode(data), "later": 1}
     assert len({manifest_digest(data), manifest_digest(msgspec.json.encode(other))}) == 2
@@ -224,7 +224,7 @@ def test_a_manifest_is_held_against_its_own_hash_with_every_field(tmp_path: Path
 @pytest.mark.slow
 @pytest.mark.parametrize("device", ["gpu9", "gpu", "cuda:99", "cuda:", "cuda:-1", "CPU", "meta", "cpu:x", "0", ""])
 def test_a_device_that_is_not_there_is_one_line(device: str, art: Any, tmp_path: Path) -> None:
-    """One that torch does not have by the schema, and one that this machine does not have when the model is loaded."""
+    """The schema rejects devices unknown to torch; loading rejects devices missing on this machine."""
     base = save_tiny_base(tmp_path, hidden=32)
     code, out, errors = art("backend", "--base", str(base), "learner=torch", f"learner.device='{device}'")
     last = errors.strip().splitlines()[-1]

@@ -19,7 +19,7 @@ def library(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.mark.parametrize("is_view", [False, True])
 @pytest.mark.parametrize("width", [8, 200])
 def test_products_are_those_of_float64(library: None, width: int, is_view: bool) -> None:
-    """A view of a transposed matrix, or of some columns, is multiplied as its values are."""
+    """Views of transposed matrices or column ranges are multiplied correctly."""
     x, weight, base = (_matrix(*shape, is_view) for shape in ((300, 96), (width, 96), (300, width)))
     exact = x.double() @ weight.double().t()
     torch.testing.assert_close(product(x, weight).double(), exact, **TOLERANCE)

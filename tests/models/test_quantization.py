@@ -1,4 +1,4 @@
-"""A base in 4 bits: what it computes is its dequantised weights' logprobs, and training on it keeps the contracts."""
+"""4-bit bases compute the logprobs of their dequantized weights, and training on them keeps the contracts."""
 
 import json
 from collections.abc import Callable

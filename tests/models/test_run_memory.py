@@ -1,4 +1,4 @@
-"""The estimates of a GPU's memory: counted activations against what autograd saves, shares against vLLM's own check."""
+"""GPU memory estimates: activations against autograd's storage, shares against vLLM's own check."""
 
 import ast
 import math
@@ -37,12 +37,12 @@ CARDS = (22.0, 23.5, 39.4, 44.3, 79.2, 139.8)  # GiB that torch reports of L4, R
 
 
 def saved_per_token(config: Any) -> float:
-    """Returns the bytes of a token that autograd keeps of a pack, each storage once, weights apart."""
+    """Returns the bytes per token kept by autograd for a pack, counting every storage once, excluding weights."""
     runner = PackRunner(adapted(config, "all-linear"), TorchLearnerConfig(gradient_checkpointing=False))
     runner.can_pack = True
     [pack] = pack_samples(samples(), budget=1000, share=True)
     sizes: dict[int, int] = {}
-    kept = []  # so that no address is used twice
+    kept = []  # so addresses stay unique
 
     def keep(tensor: torch.Tensor) -> torch.Tensor:
         kept.append(tensor)
@@ -63,7 +63,7 @@ KINDS = {"llama": transformers.LlamaConfig, "qwen2": transformers.Qwen2Config, "
 def test_a_layer_keeps_the_numbers_that_are_counted(kind: str, head_dim: int) -> None:
     """Two models that differ by six layers, so that embeddings and head cancel out. The adapters have rank 4."""
     if kind == "qwen2":
-        head_dim = SHAPE["hidden_size"] // SHAPE["num_attention_heads"]  # it has no other
+        head_dim = SHAPE["hidden_size"] // SHAPE["num_attention_heads"]  # its only dtype
     knobs = {} if kind == "qwen2" else {"head_dim": head_dim}
     small, large = (KINDS[kind](**SHAPE | {"num_hidden_layers": layers}, **knobs) for layers in (2, 8))
     found = (saved_per_token(large) - saved_per_token(small)) / 6
@@ -83,7 +83,7 @@ def test_parameters_and_adapters_are_those_of_the_model() -> None:
 
 
 def requested(free: float, total: float, share: float) -> None:
-    """Raises ValueError where vLLM refuses to start, by its own request_memory in v1/worker/utils.py if it is here.
+    """Raises ValueError if vLLM would refuse to start, using its request_memory in v1/worker/utils.py if installed.
 
     Without vLLM it is the condition that stands there, in 0.32 and 0.33: less is free than the share of the total.
     """
@@ -95,7 +95,7 @@ def requested(free: float, total: float, share: float) -> None:
 
 
 def own_request() -> Any:
-    """Returns vLLM's own request_memory, cut out of its source, or None without vLLM."""
+    """Extracts request_memory from vLLM's source, if vLLM is installed."""
     python = Path(os.environ.get("ART_VLLM_PYTHON") or ROOT / ".venv-vllm" / "bin" / "python")
     for source in python.parent.parent.glob("lib/python3*/site-packages/vllm/v1/worker/utils.py"):
         functions = [each for each in ast.parse(source.read_text()).body if isinstance(each, ast.FunctionDef)]
@@ -116,7 +116,7 @@ def own_request() -> Any:
 def test_vllm_starts_with_the_share_that_is_measured_and_where_it_fits_its_cache_has_room(
     base: str, is_4bit: bool, total: float
 ) -> None:
-    """What is free when vLLM asks: the GPU without the learner, and without both processes' contexts."""
+    """Free memory when vLLM asks: the GPU minus the learner and both processes' contexts."""
     run = run_memory(size_of(published(base)), element=2, is_4bit=is_4bit, rank=16, tokens=8192)
     free = total * GIB - run.learner - 2 * CONTEXT
     found = share(total * GIB, free)
