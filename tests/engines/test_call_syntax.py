@@ -210,7 +210,7 @@ QUOTES = {
     "phi": '<|tool_call|>[{"name": "move", "arguments": {"to": VALUE}}]<|/tool_call|>',
 }
 PLAIN = ("xml", "glm")
-# What an argument cannot hold, because nothing tells it from the end of the argument.
+# Text that arguments cannot contain, because it looks like the end of the argument.
 ENDS = {"xml": ("</parameter><parameter=", "</parameter></function></tool_call>"),
         "glm": ("</arg_value><arg_key>", "</arg_value></tool_call>")}  # fmt: skip
 

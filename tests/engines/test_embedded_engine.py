@@ -221,7 +221,7 @@ async def test_the_probe_is_scored_as_by_a_full_forward() -> None:
 
 
 async def test_sampling_changes_no_weight_and_leaves_training_possible() -> None:
-    """No inference tensor may get into parameters that a learner in this process trains; nor another attention."""
+    """Parameters trained in this process must not become inference tensors, and their attention must be restored."""
     weights = tiny_weights()
     before = {name: parameter.clone() for name, parameter in weights.model.named_parameters()}
     attention = weights.model.config._attn_implementation
@@ -430,7 +430,9 @@ async def test_what_does_not_fit_the_context_is_refused_in_openai_words() -> Non
         clipped = await engine.reply(
             Request(model="policy", prompt=[65] * 1000, sampling=Sampling(max_tokens=500, temperature=0.0))
         )
-    assert len(clipped.choices[0].token_ids) <= 24  # 1024 - 1000: what is left, since the client asked for nothing
+    assert (
+        len(clipped.choices[0].token_ids) <= 24
+    )  # 1024 - 1000: the remaining context, because the client set no limit
 
 
 async def test_an_unknown_model_is_a_404() -> None:

@@ -12,7 +12,7 @@ NUM = 20_000
 
 
 def knobs(num: int, temperature: float = 1.0, top_p: float = 1.0, top_k: int = 0, seed: int = 0) -> Knobs:
-    """`num` rows of one request: the same seed, counted on."""
+    """`num` rows from a single request: the same seed with increasing counts."""
     return Knobs(
         np.full(num, temperature, np.float32),
         np.full(num, top_p, np.float32),

@@ -175,7 +175,7 @@ def shared() -> Iterator[tuple[asyncio.Runner, EmbeddedEngine]]:
 
 @pytest.mark.slow
 def test_every_completed_reply_validates(shared: tuple[asyncio.Runner, EmbeddedEngine]) -> None:
-    """Four replies for each of 48 schemas; endless digits are the model's right and end at the limit."""
+    """Four replies per schema, 48 schemas; the model may write endless digits up to the limit."""
     runner, engine = shared
     reasons: list[str] = []
 
@@ -400,7 +400,7 @@ async def test_a_thought_comes_before_the_format(prompt: str) -> None:
         "<|im_start|>assistant\\n' }}{% endif", f"<|im_start|>assistant\\n{prompt}' }}}}{{% endif"
     )
     weights.tokenizer.chat_template = template + "{# <think></think> #}"
-    weights.tokenizer.add_tokens(["</think>"])  # a token of its own, which a random model hits upon
+    weights.tokenizer.add_tokens(["</think>"])  # a separate token that random models sample
     async with running(weights) as engine:
         reply = await engine.reply(ask(format=held(PERSON), n=4, max_tokens=900))
         calls = await engine.reply(ask(tools=[LOOK], tool_choice="required", n=4, max_tokens=600))

@@ -79,7 +79,7 @@ def pairs(argv: list[str]) -> list[tuple[str, str | None]]:
 
 @pytest.mark.parametrize("name", VLLM)
 def test_every_flag_is_one_of_vllm_s(name: str) -> None:
-    """A flag with a value is none that is on or off, `--no-x` is a flag that can be off."""
+    """Flags with values are not boolean; `--no-x` exists for boolean flags."""
     known = wheel(name)["flags"]
     for argv in commands():
         for flag, value in pairs(argv):
@@ -118,7 +118,7 @@ def test_every_variable_is_one_of_vllm_s(name: str) -> None:
 
 @pytest.mark.parametrize("name", VLLM)
 def test_every_name_that_is_imported_there_is_defined(name: str) -> None:
-    """By the program that looks at the other Python, and by `python -m`."""
+    """Imported by the probe program, or run by `python -m`."""
     modules = wheel(name)["modules"]
     assert "main" in modules[MODULE] or MODULE in modules
     for node in ast.walk(ast.parse(PROGRAM)):
@@ -227,7 +227,7 @@ def test_the_answers_of_the_fake_server_are_those_of_vllm(name: str) -> None:
     ]
     prompt = chat.pop("prompt_token_ids")
     assert prompt and "prompt_token_ids" in classes["ChatCompletionResponse"]
-    text.pop("prompt_token_ids")  # a completion has it in its choice
+    text.pop("prompt_token_ids")  # completions report it per choice
     for answer, kind in [(chat, "ChatCompletionResponse"), *answers]:
         assert answer.keys() <= {*classes[kind]}, kind
 

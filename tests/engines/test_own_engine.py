@@ -1,4 +1,4 @@
-"""A user's own engine, defined next to the configuration, can train; policies that live elsewhere are never loaded."""
+"""A user's own engine class can train; policies that live elsewhere are never loaded."""
 
 import asyncio
 import json

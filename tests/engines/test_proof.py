@@ -1,7 +1,7 @@
 """Weight proofs: right adapters pass in all dtypes, wrong adapters fail, and gaps within rounding are undecided.
 
-The engine is a stand-in that rounds as vLLM's fused kernels do (tests/support/standins/fused_rounding.py).
-benchmarks/attacks/weight_proof.py has the same with a real vLLM and a real model.
+The engine is a stand-in with the rounding of vLLM's fused kernels (tests/support/standins/fused_rounding.py).
+benchmarks/attacks/weight_proof.py uses a real vLLM with a real model.
 """
 
 import copy
@@ -41,7 +41,7 @@ def policy(dtype: str, *, lora_rank: int | None = 4) -> Weights:
 
 
 def moved(weights: Weights, *, seed: int, size: float = STEP) -> Weights:
-    """A copy whose B has moved by `size` in each number, as Adam's first step moves it, in a direction of that seed."""
+    """Returns a copy whose B has moved by `size` per number, like Adam's initial step, in a seeded direction."""
     other, draw = clone_trainable(weights), torch.Generator().manual_seed(seed)
     for name, parameter in other.model.named_parameters():
         if "lora_B" in name:
@@ -189,7 +189,7 @@ def added(*parts: list[float]) -> list[float]:
 @pytest.mark.parametrize("engine_rounds", [0.3, 1.0, 3.0])
 @pytest.mark.parametrize("size", [0.0, 0.1, 1.0, 10.0])
 def test_rounding_alone_is_never_called_wrong(engine_rounds: float, size: float) -> None:
-    """100 correct loads each: changes sized in roundings, with an engine that rounds less or more than the learner."""
+    """100 correct loads each: changes sized in roundings, with engines whose rounding differs from the learner's."""
     rng = random.Random(0)
     for _ in range(100):
         old = drawn(rng, 255, 1.0)

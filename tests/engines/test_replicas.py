@@ -1,4 +1,4 @@
-"""Several replicas in one vLLM server: startup, and proof that every replica has the step's weights.
+"""Several replicas in one vLLM server: startup, and a weight proof for each replica.
 
 Against a fake server (fake_vllm.py), a real process over real HTTP; test_replicas_real.py has two real replicas.
 """

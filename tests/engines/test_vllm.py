@@ -61,7 +61,7 @@ PROBE = [7, 3, 41, 0, 12, 9]
 
 
 class Fake:
-    """The files of one test: a Python that runs the fake server, its calls, adapters."""
+    """A test's files: a Python that runs the fake server, recorded calls, adapters."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
@@ -314,7 +314,7 @@ def test_sleep_without_a_gpu_is_refused() -> None:
 
 
 async def test_the_key_is_in_the_environment_and_nowhere_else(fake: Fake) -> None:
-    """The fake writes its key to the log; what an error would show of the log does not."""
+    """The fake writes its key to the log; errors that quote the log redact the key."""
     async with fake.running() as engine:
         key = engine._server.key
         (start,) = fake.starts()
@@ -379,7 +379,7 @@ async def test_raw_logprobs_are_known_where_the_sampled_ones_tell_them(fake: Fak
 
 @pytest.mark.parametrize("is_stream", [False, True], ids=["plain", "streamed"])
 async def test_logprobs_of_a_held_reply_are_marked_as_masked(fake: Fake, is_stream: bool) -> None:
-    """A mask or a penalty that no learner knows is in them; they would stop the run as a gap."""
+    """They include a mask or penalty unknown to the learner, and would stop the run as a gap."""
     held = msgspec.structs.replace(chat("hi"), response_format={"type": "json_object"})
     async with fake.running() as engine:
         for request in (plain := chat("hi"), held, chat("hi", presence_penalty=1.0)):
@@ -431,7 +431,7 @@ async def test_the_score_is_of_the_given_tokens_under_the_adapter(fake: Fake) ->
 
 
 async def test_a_stale_prefix_cache_stops_the_run(fake: Fake) -> None:
-    """The fake's cache keeps what the first adapter computed, whatever is asked for later."""
+    """The fake's cache always returns the initial adapter's results."""
     async with fake.running("stale") as engine:
         await engine.load(fake.adapter("a"), 1)
         await engine.score(PROBE)
@@ -616,7 +616,7 @@ asyncio.run(main())
 
 
 async def test_a_dead_server_is_noticed_and_started_once_more(fake: Fake) -> None:
-    """What was in flight fails as transport (5xx); what comes after waits and is answered by the same adapter."""
+    """Requests in flight fail with transport errors (5xx); later requests wait for the same adapter."""
     async with fake.running() as engine:
         await engine.load(fake.adapter("a"), 6)
         flying = asyncio.create_task(engine.reply(chat("hang")))
@@ -815,7 +815,7 @@ def answers(port: int) -> bool:
 
 async def test_a_running_server_is_used_and_left_as_it_was(fake: Fake, monkeypatch: pytest.MonkeyPatch) -> None:
     async with foreign(fake, monkeypatch) as url:
-        for _ in range(2):  # the second run finds nothing of the first
+        for _ in range(2):  # the second run sees no leftovers
             config = VllmEngineConfig(name="vllm", url=url, api_key_env="THEIR_KEY")
             engine = VllmEngine(config, MODEL, name="policy", logs=fake.logs)
             await engine.start()

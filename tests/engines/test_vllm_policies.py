@@ -1,4 +1,4 @@
-"""Several policies in one vLLM server: which adapter answers, and what happens when the server ends. A fake server
+"""Several policies in one vLLM server: choice of adapter, and recovery from the server's death. A fake server
 whose distributions depend on the adapter's bytes (fake_vllm.py); tests/tinker/test_vllm_backend.py has the real one.
 """
 

@@ -211,7 +211,7 @@ async def test_the_log_holds_no_key(bench: Bench) -> None:
 
 
 async def test_its_load_is_read_from_its_metrics(bench: Bench) -> None:
-    """Requests appear in it while they are answered, and keep memory; afterwards nothing runs or waits."""
+    """Requests in flight are counted and use memory; afterwards the counts are zero."""
     loads = []
     replies = [
         asyncio.create_task(bench.engine.reply(chat(f"word {i}", max_tokens=150, ignore_eos=True))) for i in range(100)
