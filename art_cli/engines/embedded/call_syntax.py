@@ -91,7 +91,7 @@ def read_json_calls(body: str, _: Schemas) -> list[Json] | None:
 
 
 def _ends_in_string(body: str) -> bool:
-    """Whether the text ends inside a JSON string."""
+    """Returns True if the text ends inside a JSON string."""
     return _ESCAPE.sub("", body).count('"') % 2 == 1
 
 
@@ -236,7 +236,7 @@ def _typed(text: str, schema: Any) -> Any:
 
 
 def _may_be_text(schema: Any) -> bool:
-    """Whether a schema admits strings: by type, list of types, enum, or a union as pydantic writes `str | None`."""
+    """Returns True if a schema admits strings: by type, types, enum, or a union as pydantic writes `str | None`."""
     if not isinstance(schema, dict):
         return False
     kind, values = schema.get("type"), schema.get("enum")

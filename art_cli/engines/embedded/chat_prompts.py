@@ -77,7 +77,7 @@ def render(vocabulary: Vocabulary, request: Request, max_length: int = MAX_LENGT
 
 
 def is_short(request: Request) -> bool:
-    """Whether `render` takes a few milliseconds at most, whatever the request's content."""
+    """Returns True if `render` takes a few milliseconds at most, whatever the request's content."""
     if request.template_kwargs or demands_format(request):
         return False
     left = SHORT
@@ -344,7 +344,7 @@ class MessageParser:
         return self._quoted[0] if is_last and self._quoted else -1
 
     def _may_be_bare_call(self) -> bool:
-        """Whether the whole reply may still be one call without a marker."""
+        """Returns True if the whole reply may still be one call without a marker."""
         is_first = not self.calls and not self._content
         return self._syntax.is_bare_json and is_first and self._held.lstrip(SPACE)[:1] in ("", "{")
 

@@ -291,7 +291,7 @@ class EngineThread:
         return stops
 
     def _meets_stop(self, generation: Generation) -> bool:
-        """Whether the newest token completes a stop string."""
+        """Returns True if the newest token completes a stop string."""
         assert generation.text is not None
         num_sampled = self._scheduler.num_sampled(generation.sequence)
         ids, _, _ = self._scheduler.sampled_since(generation.sequence, num_sampled - 1)

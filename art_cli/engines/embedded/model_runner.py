@@ -148,7 +148,7 @@ class ForwardRunner:
         return self.weights.device.type == "cpu" and count_parameters(self._model).whole < SMALL
 
     def _is_right(self, kind: DecoderKind) -> bool:
-        """Whether this decoder knows the model and reproduces its logprobs within rounding."""
+        """Returns True if this decoder knows the model and reproduces its logprobs within rounding."""
         tokens = np.arange(PROBE) * 37 % self._model.config.vocab_size
         rows = torch.arange(PROBE, device=self.weights.device)
         try:

@@ -204,7 +204,7 @@ def _marks(tokenizer: Any) -> "re.Pattern[str] | None":
 
 
 def _overlaps(other: str, mark: str) -> bool:
-    """Whether an occurrence of `mark` in a text may lie or begin inside an occurrence of the token `other`."""
+    """Returns True if an occurrence of `mark` in a text may lie or begin inside an occurrence of the token `other`."""
     if other == mark:
         return any(mark[-length:] == mark[:length] for length in range(1, len(mark)))
     if mark in other or other in mark:
@@ -213,7 +213,7 @@ def _overlaps(other: str, mark: str) -> bool:
 
 
 def _is_separate(step: Any, kinds: frozenset[str]) -> bool:
-    """Whether all parts of the tokenizer step have these kinds."""
+    """Returns True if all parts of the tokenizer step have these kinds."""
     return step is None or _are_kinds(json.loads(step.__getstate__()), kinds)
 
 
@@ -261,7 +261,7 @@ class Vocabulary:
         return ids if len(ids) <= most else None
 
     def _is_too_long(self, text: str, most: int) -> bool:
-        """Whether the text's parts have more than `most` tokens, with slack for extra tokens at the cuts."""
+        """Returns True if the text's parts have more than `most` tokens, with slack for extra tokens at the cuts."""
         num_tokens = 0
         for number, start in enumerate(range(0, len(text), size := max(most, SMALLEST_PART)), 1):
             num_tokens += len(self.tokenizer.encode(text[start : start + size], add_special_tokens=False))

@@ -422,7 +422,7 @@ class Scheduler:
         self.num_preempted += 1
 
     def _reserve(self, needed: int) -> bool:
-        """Whether slots of `needed` tokens are free without preemption. Shrinks a long cache if this helps."""
+        """Returns True if slots of `needed` tokens are free without preemption. Shrinks a long cache if this helps."""
         length = self.shape.length
         if needed > length:
             length = self._roomy(needed)

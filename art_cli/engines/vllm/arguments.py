@@ -275,9 +275,9 @@ def sleep_level(config: VllmEngineConfig, model: PolicySpec, *, inherited: Mappi
 def shares_gpu(
     config: VllmEngineConfig, learner_device: str | None, learner_gpus: int, inherited: Mapping[str, str]
 ) -> bool:
-    """Whether any of the server's GPUs also belongs to the learner, which has `learner_gpus` from `learner_device` on.
+    """Returns True if the server and the learner have a GPU in common.
 
-    GPUs are compared by their system names.
+    The learner uses `learner_gpus` GPUs starting at `learner_device`. GPUs are compared by their system names.
     """
     if learner_device is None or not learner_device.startswith("cuda"):
         return False

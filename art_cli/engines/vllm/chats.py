@@ -82,7 +82,7 @@ class Chats:
         return RenderedChat(vocabulary, request, prompt, self._left(request, prompt))
 
     def _is_read_here(self, vocabulary: Vocabulary, request: Request) -> bool:
-        """Whether the server would miss thoughts or calls in the reply that we can parse."""
+        """Returns True if the server would miss thoughts or calls in the reply that we can parse."""
         template = vocabulary.tokenizer.chat_template or ""
         knows_calls = find_syntax(template) != HERMES
         if self._has_parsers or (request.tools and not knows_calls and CALL not in template):
@@ -113,7 +113,7 @@ class Chats:
 
 
 def _has_marker(vocabulary: Vocabulary, request: Request, messages: list[Json]) -> bool:
-    """Whether any text in the conversation may contain a marker."""
+    """Returns True if any text in the conversation may contain a marker."""
     talk = [for_template(message) for message in messages]
     guard = Guard(vocabulary.controls, talk, request.tools, request.template_kwargs)
     guard.messages(talk)

@@ -69,7 +69,7 @@ class VllmPolicies(VllmEngine):
         return f"policy-{self._own}@{next(self._numbers):04d}"
 
     async def is_lost(self, adapters: LoadedAdapters) -> bool:
-        """Whether the server died during a failed call. Always False for a server at an address."""
+        """Returns True if the server died during a failed call. Always False for a server at an address."""
         if not self.pid:
             return False
         with contextlib.suppress(EngineError):

@@ -82,12 +82,12 @@ def _is_ours(x: Tensor, weight: Tensor) -> bool:
 
 
 def _is_one_bfloat16_row(x: Tensor) -> bool:
-    """Whether oneDNN's matrix-vector product applies, which reads the matrix 1.5 times faster."""
+    """Returns True if oneDNN's matrix-vector product applies, which reads the matrix 1.5 times faster."""
     return len(x) == 1 and x.dtype == torch.bfloat16 and x.device.type == "cpu"
 
 
 def is_shape_costly(dtype: torch.dtype) -> bool:
-    """Whether CPU products use oneDNN, so callers should keep the number of shapes small."""
+    """Returns True if CPU products use oneDNN, so callers should keep the number of shapes small."""
     return dtype.itemsize < 4 or prefers_onednn()
 
 
