@@ -8,8 +8,8 @@ from art_cli.engines import EngineTraits
 from art_cli.learners import describe_processes, has_own_weights, load_policy
 from art_cli.loop.decide import Decided, computes_here, describe
 from art_cli.loop.policy_sampler import read_origin
-from art_cli.models.loading import Weights, clone_trainable, count_parameters
 from art_cli.models.policy_spec import PolicySpec, read_spec, spec_of
+from art_cli.models.weights import Weights, clone_trainable, count_parameters
 from art_cli.runs.manifest import Origin
 
 
