@@ -13,7 +13,7 @@ from art_cli.chat.chat_app import closing_stream
 from art_cli.chat.chat_errors import ChatError
 from art_cli.chat.replies import Choice, Chunk, ReplyBuilder
 from art_cli.chat.requests import Request, Sampling
-from art_cli.serving.serve_service import Backlog, join, read_ahead
+from art_cli.serving.backlog import Backlog, join, read_ahead
 from tests.support.standins.scripted import ScriptedBackend, tool_call
 
 USER = {"role": "user", "content": "hi"}

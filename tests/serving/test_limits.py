@@ -18,8 +18,8 @@ from art_cli.config.schema import EmbeddedEngineConfig
 from art_cli.engines.embedded import embedded_engine as engine
 from art_cli.engines.embedded import grammars
 from art_cli.runs.run_dir import RunDir
+from art_cli.serving.dispatch import Dispatch
 from art_cli.serving.middleware import Admission, Meter
-from art_cli.serving.serve_service import Dispatch
 from art_cli.serving.served_model import find_source
 from art_cli.serving.served_policies import Loader, Policies, ServedPolicy
 from tests.support.attacks.hostile import NUM_MUTATIONS, MemoryBound

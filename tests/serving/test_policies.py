@@ -17,8 +17,8 @@ from art_cli.runs.manifest import Manifest, new_checkpoint
 from art_cli.runs.run_dir import RunDir
 from art_cli.runtime.errors import ArtError, CheckpointError, UsageError
 from art_cli.serving import served_policies
+from art_cli.serving.dispatch import Dispatch
 from art_cli.serving.middleware import Admission, Meter
-from art_cli.serving.serve_service import Dispatch
 from art_cli.serving.served_model import Source, find_source
 from art_cli.serving.served_policies import Loader, Policies, ServedPolicy, engine_config, read_knobs
 from tests.support.models.tiny import tiny_weights
