@@ -1,16 +1,17 @@
-"""The chain of a run, chain.jsonl: a link for each checkpoint, which names by hashes all that it was made from.
+"""A run's provenance chain, chain.jsonl. Each checkpoint adds a link with the hashes of its inputs.
 
-    Link(step=0, files={its checkpoint}, inputs={"config.json": ...})
-    Link(step=1, files={its checkpoint}, inputs={"step_0000/scored.jsonl": ..., ...}, before=<digest of the link of 0>)
+    Link(step=0, files={checkpoint files}, inputs={"config.json": ...})
+    Link(step=1, files={checkpoint files}, inputs={"step_0000/scored.jsonl": ..., ...}, before=<digest of link 0>)
     ...
-    Link(step=9, files={}, inputs={all that came after the last checkpoint})          when a training begins or ends
+    Link(step=9, files={}, inputs={files newer than the last checkpoint})       written when training begins or ends
 
-A link is written when its checkpoint is whole; a start that finds the newest checkpoint without one adds it, also where
-a kill has torn the line. Until then nothing proves that checkpoint, and the chain ends before it. The files of a step
-are named once they are complete, and metrics.jsonl as far as it goes then; later bytes replace none that a link named.
-Two things differ: config.json is written anew, and a step that is done again after a loss has new files. So whoever
-changes a byte of a run has to write all links from there on anew or once more. The digest of the newest link, which one
-can write down elsewhere, is another then.
+A link is written once its checkpoint is complete. If the newest checkpoint has no link, or a kill tore the line, the
+next start adds the link. Until then the chain ends before this checkpoint, and nothing proves it.
+
+A link names a step's files once they are complete. It also names metrics.jsonl up to its current length. Named bytes
+are never overwritten, with two exceptions: config.json is rewritten on each start, and a step repeated after a loss
+gets new files. Changing one byte of a run therefore means rewriting every later link, and that changes the digest of
+the newest link. Users can write this digest down elsewhere.
 """
 
 import hashlib
@@ -42,59 +43,61 @@ from art_cli.runtime.errors import CheckpointError, DataError, one_line
 
 NAME, CERTIFICATE = "chain.jsonl", "certificate.json"
 GO_ON = "art train writes the link when it goes on with the run"
-CONFIG, METRICS = "config.json", "metrics.jsonl"  # grows while the run goes on
-LABELS = "labels.jsonl"  # a person's, who may go on labelling
+METRICS = "metrics.jsonl"  # grows while the run trains
+CONFIG = "config.json"
+LABELS = "labels.jsonl"  # written by a person, who may continue labeling at any time
 READ_BYTES = 2**20
-MAX_CERTIFICATE = 256 * 2**20  # bytes; a thousand links have 4 MB
+MAX_CERTIFICATE = 256 * 2**20  # bytes; a certificate with a thousand links takes 4 MB
 
 
 class FilePart(NamedTuple):
-    """The first bytes of a file. Example: FilePart(8123, "9f3c...")"""
+    """A file prefix: its length in bytes and its hash. Example: FilePart(8123, "9f3c...")"""
 
     size: int
     sha256: str
 
 
 class Link(msgspec.Struct, frozen=True, kw_only=True):
-    """One checkpoint, and what it was made from. Paths are those below the run's directory."""
+    """A checkpoint with its inputs. Paths are relative to the run directory."""
 
     schema_version: int = SCHEMA_VERSION
     step: int
-    before: str = ""  # digest of the link before; "" in the first
+    before: str = ""  # digest of the previous link; "" in the first
     origin: Origin
     probe: Probe | None = None
-    files: dict[str, str]  # the checkpoint's files, as in its manifest; empty: what came after it
-    inputs: dict[str, FilePart]  # the files it was made from, and those that the run had written beside it
-    digest: str = ""  # sha256 of this link without its digest
+    files: dict[str, str]  # the checkpoint's files, copied from the manifest; empty when a link has no checkpoint
+    inputs: dict[str, FilePart]  # files that the training step read, and files written in the meantime
+    digest: str = ""  # sha256 of this link with an empty `digest`
 
     @property
     def policy(self) -> str:
-        """The digest that replies of the checkpoint carry; "" for a link without one."""
+        """The policy digest that the checkpoint's replies carry ("" for a link without a checkpoint)."""
         return policy_digest(self.origin, self.files) if self.files else ""
 
 
 def is_evaluated(run: RunDir, step: int, digest: str) -> bool:
-    """Returns whether the policy of a step has an evaluation; that of a lost policy, which was made again, is none."""
+    """Returns whether a step's policy was evaluated. An evaluation of a lost, repeated step does not count."""
     done = [line.policy for line in run.metrics() if (line.split, line.step) == ("eval", step)]
     return bool(done) and (not done[-1] or digest in ("", done[-1]))
 
 
 class Flaw(NamedTuple):
-    """One place where a run is not what its chain says. Example: Flaw("step_0003/scored.jsonl", "was changed")"""
+    """A place where a run differs from its chain. Example: Flaw("step_0003/scored.jsonl", "was changed")"""
 
     place: str
     what: str
 
 
 def read_chain(run: RunDir) -> list[Link]:
-    """Returns the links, oldest first; none for a run of a version that wrote none. Raises DataError: damaged."""
+    """Returns the links, oldest first (empty for runs made before chains existed). Raises DataError if the file is
+    damaged."""
     return list(run.lines(run.root / NAME, Link))
 
 
 def add_link(run: RunDir, manifest: Manifest, *, rest: int | None = None) -> None:
-    """Writes the link of the newest checkpoint, if it has none.
+    """Writes the newest checkpoint's link unless it exists.
 
-    With `rest` also one without a checkpoint of what is new beside it: records, and files of steps before `rest`.
+    With `rest`, also writes a link without a checkpoint that names new records and new files of steps before `rest`.
     """
     links = read_chain(run)
     if manifest.origin is None:
@@ -106,9 +109,9 @@ def add_link(run: RunDir, manifest: Manifest, *, rest: int | None = None) -> Non
 
 
 def _new_parts(run: RunDir, links: list[Link], until: int) -> dict[str, FilePart]:
-    """Returns the files that no link names as they are now, of the records and the steps before `until`."""
+    """Returns records and files of steps before `until` whose current content no link names."""
     known = {name: part for link in links for name, part in link.inputs.items()}
-    first = min(links[-1].step, until - 1) if links else 0  # a step that was done again may have a link already
+    first = min(links[-1].step, until - 1) if links else 0  # a repeated step may already have a link
     written = _written(run, range(first, until))
     return {name: part for name in written if (part := _part(run.root / name)) != known.get(name)}
 
@@ -128,17 +131,18 @@ def _write(
 
 
 def find_flaws(run: RunDir, links: list[Link]) -> Iterator[Flaw]:
-    """Yields each place where links, inputs or checkpoints are not what the chain says. Every byte is read."""
+    """Yields each link, input and checkpoint that differs from the chain. Reads every byte."""
     yield from broken_links(links)
     known = iter(links)
     for number, _, line in json_lines.lines(run.root / NAME, within=run.root):
         link = next(known, None)
         if link is None and json_lines.is_torn(line):
             yield Flaw(f"{NAME}:{number}", f"is torn, so that nothing proves what it named; {GO_ON}")
-        elif link is not None and line.rstrip(b"\n") != msgspec.json.encode(link):  # also a field that no version knows
+        # unknown fields also count as a change
+        elif link is not None and line.rstrip(b"\n") != msgspec.json.encode(link):
             yield Flaw(f"{NAME}:{number}", "is not written as it was")
     parts = _named(links)[0]
-    for name, its in parts.items():  # earlier ones are the beginnings of the last
+    for name, its in parts.items():  # earlier parts are prefixes of the last part
         if found := [flaw for part in its if (flaw := _flaw(run.root / name, part, run.root, part is its[-1]))]:
             yield Flaw(name, found[0])
     of_step, there = made_by(links), sorted(_step_of(path.name) for path in run.root.glob("step_*"))
@@ -162,7 +166,7 @@ def find_flaws(run: RunDir, links: list[Link]) -> Iterator[Flaw]:
         if step not in of_step:  # a run that trains may have added it meanwhile
             of_step |= made_by(read_chain(run))
         if step not in of_step:
-            if manifest.origin is not None:  # an imported one has none
+            if manifest.origin is not None:  # imported checkpoints have no origin
                 yield Flaw(place, f"has no link, so that nothing proves it; {GO_ON}")
         elif manifest.files != of_step[step].files:
             names = dict(manifest.files.items() ^ of_step[step].files.items())
@@ -172,7 +176,7 @@ def find_flaws(run: RunDir, links: list[Link]) -> Iterator[Flaw]:
 
 
 def broken_links(links: list[Link]) -> list[Flaw]:
-    """Returns each link that was changed, does not follow the one before it, or replaces what an earlier one named."""
+    """Returns each link that was changed, does not follow the previous link, or renames a file that must not change."""
     changed = [number for number, link in enumerate(links, 1) if link.digest != _digest(link)]
     digests = ["", *(link.digest for link in links)]
     torn = [number for number, link in enumerate(links, 1) if link.before != digests[number - 1]]
@@ -182,14 +186,14 @@ def broken_links(links: list[Link]) -> list[Flaw]:
 
 
 def _named(links: list[Link]) -> tuple[dict[str, list[FilePart]], list[Flaw]]:
-    """Returns for each file the parts that links name, oldest first, and each link that names one once too often.
+    """Returns each file's parts, oldest first, and a flaw for each link that names a fixed file again.
 
-    A file of a step is fixed once a checkpoint was made from it, unless the step was done again. Until then it may
-    grow, as the metrics may always.
+    A step's file becomes fixed once a checkpoint uses it, unless the step repeats. Before that it may grow.
+    metrics.jsonl may always grow.
     """
     parts, flaws, free, made = dict[str, list[FilePart]](), list[Flaw](), set[str](), -1
     for number, link in enumerate(links, 1):
-        if link.files and link.step <= made:  # its first checkpoint was lost
+        if link.files and link.step <= made:  # the first checkpoint of this step was lost
             free |= {name for name in parts if _step_of(name) >= link.step - 1}
         for name, part in link.inputs.items():
             if name in free or name == CONFIG:
@@ -208,7 +212,7 @@ def _step_of(name: str) -> int:
 
 
 def made_by(links: Iterable[Link]) -> dict[int, Link]:
-    """Returns the link of each step that has a policy now. A step that is done again takes the later ones with it."""
+    """Returns the link of each step that currently has a policy. Repeating a step drops the links of later steps."""
     made = dict[int, Link]()
     for link in links:
         if link.files and made and link.step <= next(reversed(made)):
@@ -222,7 +226,7 @@ def _digest(record: "Link | Certificate") -> str:
 
 
 def _written(run: RunDir, numbers: Iterable[int]) -> list[str]:
-    """Returns the files that the run has written: its records, and those of these steps."""
+    """Returns the run's records and the files of the given steps."""
     steps = [path for step in numbers for path in sorted(run.trajectories_path(step).parent.glob("*.json*"))
              if path.name != LABELS]  # fmt: skip
     records = [path for path in (run.config_path, run.metrics_path) if path.is_file()]
@@ -238,7 +242,7 @@ def _part(path: Path) -> FilePart:
 
 
 def _flaw(path: Path, part: FilePart, within: Path, is_last: bool) -> str:
-    """Returns what is wrong with the first bytes of a file, or "" if they are those of the part, its last or not."""
+    """Compares a file's first bytes with a part; returns the difference, or "". `is_last`: the file must end there."""
     hashed, left = hashlib.sha256(), part.size
     try:
         with open_file(path, within=within) as file:
@@ -247,31 +251,31 @@ def _flaw(path: Path, part: FilePart, within: Path, is_last: bool) -> str:
                 left -= len(data)
             if left == 0 and is_last and path.name != METRICS and file.read(1):
                 return f"has more than {part.size} bytes"
-    except (OSError, ValueError) as error:  # a chain may name anything
+    except (OSError, ValueError) as error:  # a chain may name any path
         return f"cannot be read: {getattr(error, 'strerror', None) or error}"
     if left > 0:
         return f"has {part.size - left} bytes instead of {part.size}"
     return "" if hashed.hexdigest() == part.sha256 else "was changed"
 
 
-# --- handed on with a model -------------------------------------------------------------------------------------------
+# --- certificates of exported models -------------------------------------------------------------------------------
 
 
 class Certificate(msgspec.Struct, kw_only=True):
-    """certificate.json beside an exported model: the chain up to its checkpoint, and hashes of the exported files."""
+    """certificate.json in an exported model: the chain up to its checkpoint and hashes of the exported files."""
 
     schema_version: int = SCHEMA_VERSION
     policy: str  # digest of the checkpoint that was exported
     links: list[Link]
     files: dict[str, str]  # path in the export -> sha256
-    digest: str = ""  # sha256 of this certificate without its digest
+    digest: str = ""  # sha256 of this certificate with an empty `digest`
 
 
 def write_certificate(export: Path, run: RunDir, step: int) -> None:
-    """Writes the certificate of a model that was exported from a run's step; nothing for a run without a chain."""
+    """Writes the certificate of a model exported from a run's step. Runs without a chain get no certificate."""
     links = read_chain(run)
     made = [place for place, link in enumerate(links) if link.files and link.step == step]
-    if made:  # the last one, where the step was done again
+    if made:  # a repeated step has several links; the newest counts
         after = (place for place in range(made[-1] + 1, len(links)) if links[place].files)
         certificate = Certificate(
             policy=links[made[-1]].policy, links=links[: next(after, len(links))], files=hash_files(export)
@@ -281,7 +285,7 @@ def write_certificate(export: Path, run: RunDir, step: int) -> None:
 
 
 def check_certificate(export: Path) -> tuple[Certificate, list[Flaw]]:
-    """Returns the certificate of an exported model, and what is not as it says. Raises DataError: damaged."""
+    """Returns an exported model's certificate and all differences from it. Raises DataError if the file is damaged."""
     path = export / CERTIFICATE
     try:
         data = read_file(path, max_bytes=MAX_CERTIFICATE)

@@ -1,7 +1,7 @@
-"""Files that survive a kill: records as JSON lines, whole files, whole directories, and the lock of a directory.
+"""Files that survive a kill: JSON-lines records, whole files, whole directories, and directory locks.
 
-Appends are flushed line by line. Whole files and directories are written beside their place, fsynced and renamed.
-Reading tolerates a torn last line and refuses any other damage with `file:line`.
+Each appended line is flushed. Whole files and directories are written to a temporary sibling, fsynced and renamed.
+Readers skip a torn last line and report any other damage with `file:line`.
 """
 
 import contextlib
@@ -31,9 +31,10 @@ from art_cli.runtime.scratch import make_directory, owner_only
 log = logging.getLogger(__name__)
 Record = TypeVar("Record")
 
-HOLD_TRIES = 20  # number of times that a file is opened again because it was replaced while it was being locked
-NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)  # errors of file systems that have no locks
-TAIL_BYTES = 2**16  # bytes read at a time, from the end, in search of the last line
+HOLD_TRIES = 20  # number of attempts to open and lock a file that others keep replacing
+NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)  # errors from file systems without locks
+_LOCKED = set[Path]()  # directories that this process has locked
+TAIL_BYTES = 2**16  # bytes per read when searching backwards for the last line
 MAX_OBJECT_BYTES, MAX_OBJECT_DEPTH = 16 * 2**20, 64  # a configuration has a few kilobytes and five levels
 
 
@@ -41,12 +42,12 @@ MAX_OBJECT_BYTES, MAX_OBJECT_DEPTH = 16 * 2**20, 64  # a configuration has a few
 
 
 def read_lines(path: Path, kind: type[Record], *, within: Path | None = None) -> Iterator[Record]:
-    """Yields the records of a JSON-lines file, one at a time; none if there is no such file.
+    """Yields the records of a JSON-lines file one at a time. A missing file yields nothing.
 
-    `within`: the run's directory, out of which a link may not lead.
+    `within` is the run directory. Links that lead out of it are refused.
 
-    A last line that breaks off is torn, because its writer was killed, and is left out. Raises DataError with the
-    line: it is not a `kind`, or its `schema_version` is newer than this program's.
+    If a kill tore the last line, the line is skipped with a warning. Raises DataError with the line number if a line is
+    not a `kind` or its `schema_version` is newer than this program's.
     """
     if not path.exists():
         return
@@ -67,7 +68,7 @@ def read_lines(path: Path, kind: type[Record], *, within: Path | None = None) ->
 
 @functools.lru_cache(maxsize=1000)
 def _warn_of_torn(path: Path, number: int) -> None:
-    """Warns once of each line, however often its file is read."""
+    """Logs the warning once per line, even when the file is read repeatedly."""
     log.warning("%s:%d: the last line is torn; left out", path, number)
 
 
@@ -76,7 +77,7 @@ class _Version(msgspec.Struct):
 
 
 def _explain(error: Exception, line: bytes) -> str:
-    """Returns the reason why a line cannot be read: the error, or that a newer program wrote it."""
+    """Explains why a line cannot be read: the decoding error, or a newer schema."""
     with contextlib.suppress(ValueError):
         version = json_lines.decode(line, msgspec.json.Decoder(_Version)).schema_version
         if version > SCHEMA_VERSION:
@@ -90,12 +91,12 @@ def newer_schema(version: int) -> str:
 
 
 class LineWriter:
-    """Appends records to a JSON-lines file; each is flushed to the system before `append` returns.
+    """Appends records to a JSON-lines file and flushes each append.
 
-    Opening locks the file for as long as this process lives, and cuts off a torn last line, so that the next record
-    starts on a line of its own. `is_fresh` empties the file once it is locked.
+    Opening locks the file while this process lives and cuts off a torn last line, so the next record starts on a new
+    line. `is_fresh` empties the file after locking it.
 
-    Raises RunError: another writer holds the lock; DataError: this class did not write the end of the file.
+    Raises RunError if another writer holds the lock, and DataError if the file ends in something else.
     """
 
     def __init__(self, path: Path, *, is_fresh: bool = False) -> None:
@@ -115,7 +116,7 @@ class LineWriter:
         self.append_all([record])
 
     def append_all(self, records: Iterable[Any]) -> None:
-        """Appends all of them at once. Raises OSError (a full disk) after removing what was written of them."""
+        """Appends all records together. On OSError (such as a full disk) it removes the partial write and raises."""
         lines = b"".join(msgspec.json.encode(record) + b"\n" for record in records)
         with self._lock:
             start = os.fstat(self._file.fileno()).st_size
@@ -128,7 +129,7 @@ class LineWriter:
                 raise
 
     def sync(self) -> None:
-        """Returns when all that was appended is on the disk. Raises OSError: the disk could not take it."""
+        """Waits until everything appended is on disk. Raises OSError if the disk fails."""
         os.fdatasync(self._file.fileno())
 
     def truncate(self, size: int) -> None:
@@ -136,7 +137,7 @@ class LineWriter:
         os.ftruncate(self._file.fileno(), size)
 
     def is_in_place(self) -> bool:
-        """Returns True if `path` still names the file that is written; false after it was removed or replaced."""
+        """Returns whether `path` still names the open file. It does not after a removal or replacement."""
         return _is_at(self._file.fileno(), self.path)
 
     def close(self) -> None:
@@ -151,9 +152,9 @@ class LineWriter:
 
 
 def _hold(path: Path) -> io.FileIO:
-    """The file, opened for appending and locked; it is made if there is none. Raises RunError: another holds the lock.
+    """Opens a file for appending, creating it if needed, and locks it. Raises RunError if another process has the lock.
 
-    The lock is on the file, not on its name, so a file that was replaced before it was locked is closed again.
+    The lock belongs to the file, not the name. If the file was replaced before locking, it is closed and reopened.
     """
     for _ in range(HOLD_TRIES):
         file = io.FileIO(os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o600), "a+")
@@ -162,9 +163,7 @@ def _hold(path: Path) -> io.FileIO:
         except BlockingIOError:
             file.close()
             raise RunError(f"{path}: another process is writing it; wait for it, or name another file") from None
-        except (
-            OSError
-        ) as error:  # a file system without locks, where the user has to see to it that there is one writer
+        except OSError as error:  # no locks on this file system: the user must run one writer at a time
             log.debug("%s: not locked: %s", path, error)
         if _is_at(file.fileno(), path):
             return file
@@ -182,7 +181,7 @@ def _is_at(handle: int, path: Path) -> bool:
 def _mend_tail(handle: int, path: Path) -> None:
     """Ends the file with a newline: completes a whole last line, cuts off a torn one.
 
-    Raises DataError: the last line is no record.
+    Raises DataError if the last line is not a record.
     """
     size = os.fstat(handle).st_size
     start, tail = size, b""
@@ -204,16 +203,13 @@ def _mend_tail(handle: int, path: Path) -> None:
     os.write(handle, b"\n")
 
 
-_LOCKED = set[Path]()  # the directories that this process has locked
-
-
 @contextlib.contextmanager
 def lock_directory(directory: Path, path: Path) -> Iterator[None]:
-    """Locks `directory` for this process by the file `path`. The system releases the lock when the process dies.
+    """Locks `directory` for this process through the file `path`. The system releases the lock when the process dies.
 
-    On a file system without locks it warns, and the user has to see to it that there is one process.
+    On a file system without locks it logs a warning, and the user must run one process at a time.
 
-    Raises RunError: another process holds the lock, or something else is in the place of its file.
+    Raises RunError if another process holds the lock or `path` is not a regular file.
     """
     make_directory(path.parent)
     if os.path.lexists(path) and (path.is_symlink() or not path.is_file()):  # a link's target would be overwritten
@@ -240,11 +236,11 @@ def lock_directory(directory: Path, path: Path) -> Iterator[None]:
             yield
         finally:
             _LOCKED.discard(directory.resolve())
-            file.truncate(0)  # a process of a container may get the same number again
+            file.truncate(0)  # in a container, another process may reuse this process id
 
 
 def is_locked_here(directory: Path) -> bool:
-    """Returns whether this process holds the directory's lock."""
+    """Returns whether this process holds the directory lock."""
     return directory.resolve() in _LOCKED
 
 
@@ -252,9 +248,9 @@ def is_locked_here(directory: Path) -> bool:
 
 
 def read_object(path: Path, *, within: Path | None = None) -> dict[str, Any]:
-    """Returns the JSON object in a file. Raises DataError: no such file, too large, not JSON, too deep, or no object.
+    """Returns the JSON object in a file. Raises DataError if it is missing, too large, too deep, or not a JSON object.
 
-    `within`: the run's directory, out of which a link may not lead.
+    `within` is the run directory. Links that lead out of it are refused.
     """
     try:
         value = json.loads(read_file(path, max_bytes=MAX_OBJECT_BYTES, within=within))
@@ -274,12 +270,12 @@ def read_object(path: Path, *, within: Path | None = None) -> dict[str, Any]:
 
 
 def write_file(path: Path, data: bytes) -> None:
-    """Writes `path` beside its place, fsynced, then renamed, so that a reader sees the old content or the new."""
+    """Writes a temporary sibling, fsyncs it and renames it to `path`. Readers see the old content or the new."""
     _write_pieces(path, [data])
 
 
 def write_lines(path: Path, records: Iterable[Any]) -> None:
-    """Writes a whole JSON-lines file, as `write_file` does, with one record in memory at a time."""
+    """Writes a whole JSON-lines file like `write_file`, with one record in memory at a time."""
     _write_pieces(path, (msgspec.json.encode(record) + b"\n" for record in records))
 
 
@@ -290,7 +286,7 @@ def _write_pieces(path: Path, pieces: Iterable[bytes]) -> None:
 
 @contextlib.contextmanager
 def new_file(path: Path) -> Iterator[IO[bytes]]:
-    """Yields an empty file beside `path`. On a clean exit it is fsynced and replaces `path` by a rename."""
+    """Yields an empty temporary file in the same directory. On a clean exit it is fsynced and renamed to `path`."""
     make_directory(path.parent)
     beside = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.tmp")
     try:
@@ -306,9 +302,9 @@ def new_file(path: Path) -> Iterator[IO[bytes]]:
 
 @contextlib.contextmanager
 def new_directory(path: Path, *, is_private: bool = True) -> Iterator[Path]:
-    """Yields an empty directory beside `path`. On a clean exit it is fsynced and replaces `path` by a rename.
+    """Yields an empty temporary directory next to `path`. On a clean exit it is fsynced and renamed to `path`.
 
-    `is_private`: only its owner can read it, whichever program wrote its files.
+    `is_private` limits access to the owner, whatever modes the files were written with.
     """
     make_directory(path.parent)
     beside = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.tmp")
@@ -320,7 +316,7 @@ def new_directory(path: Path, *, is_private: bool = True) -> Iterator[Path]:
                 with file.open("rb") as handle:
                     os.fsync(handle.fileno())
             if is_private and not file.is_symlink():
-                file.chmod(0o700 if file.is_dir() else file.stat().st_mode & 0o600)  # a read-only one stays so
+                file.chmod(0o700 if file.is_dir() else file.stat().st_mode & 0o600)  # read-only files stay read-only
         sync_directory(beside)
         _replace(path, beside)
     finally:
@@ -328,7 +324,7 @@ def new_directory(path: Path, *, is_private: bool = True) -> Iterator[Path]:
 
 
 def _replace(path: Path, new: Path) -> None:
-    """Renames `new` to `path`. What was there stays whole until then, and is back where the renaming fails."""
+    """Renames `new` to `path`. An existing `path` is kept until the rename succeeds and restored if it fails."""
     old = new.with_suffix(".old")
     try:
         if os.path.lexists(path):
@@ -343,7 +339,7 @@ def _replace(path: Path, new: Path) -> None:
 
 
 def remove(path: Path) -> None:
-    """Removes a directory with its content, a file, or a link but not its target; nothing if there is none."""
+    """Removes a file, a directory with its content, or a link (not its target). A missing path is fine."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:

@@ -1,12 +1,12 @@
-"""History: the numbers of a run by step; Failures: failed rollouts with their commonest cause. Both are plain data.
+"""History: a run's numbers by step. Failures: counts of failed rollouts with the most common cause. Plain data.
 
     metrics.jsonl, step_0036/evaluation.json -> History -> findings.py, run_report.py
 
-The training loop keeps a History; a report reads one from files. Numbers that no run of ours writes (infinite, or too
-large to compute with) are left out, because the files may be damaged or anyone's.
+The training loop updates a History; reports read one from files. Infinite and huge numbers are dropped, because files
+may be damaged or come from strangers.
 
-Every command that plays rollouts, and `art report`, ends with the words about failures, and about whether anything can
-be learned from the rollouts played. A Fault is the one rule for exit code 1.
+`art report` and every command that plays rollouts end by printing Failures, plus a Fault when the rollouts cannot teach
+anything. Exit code 1 depends on Fault alone.
 """
 
 import logging
@@ -22,8 +22,8 @@ from art_cli.runtime.errors import DataError
 
 log = logging.getLogger(__name__)
 
-MAX_CAUSE = 300  # characters of a cause that are shown
-MAX_ID = 100  # characters of the scenario's id behind it
+MAX_CAUSE = 300  # characters shown of a cause
+MAX_ID = 100  # characters shown of the scenario id after the cause
 MEND_AGENT = "art check plays two attempts and shows what they do"
 CALL_THE_MODEL = "policy.client, or policy.base_url and policy.api_key in the agent's own client (docs/rollouts.md)"
 FIND_SIGNAL = (
@@ -31,6 +31,7 @@ FIND_SIGNAL = (
     "rewards with more levels, or a judge that ranks the attempts (judge=ruler)"
 )
 
+MAX_NUMBER, MAX_STEP = 1e15, 10**9  # larger numbers are dropped
 _NUMBER = re.compile(r"\d+")
 
 
@@ -39,12 +40,12 @@ class Failures(NamedTuple):
 
     num: int
     num_played: int
-    cause: str  # the commonest error, in the words of one trajectory; "": none failed
+    cause: str  # the most common error, quoted from one trajectory; "" when nothing failed
     num_alike: int  # number of trajectories with that cause; errors that differ only in numbers are one cause
 
     @property
     def is_all(self) -> bool:
-        """Whether rollouts were played and none of them finished."""
+        """True if rollouts were played and all failed."""
         return 0 < self.num == self.num_played
 
     def __str__(self) -> str:
@@ -56,7 +57,7 @@ class Failures(NamedTuple):
 
 
 def count_failures(trajectories: Iterable[Trajectory]) -> Failures:
-    """Returns the failures among the trajectories. Of causes that are equally common the first one counts."""
+    """Counts the failed trajectories. Equally common causes: the first counts."""
     num_played, examples, counts = 0, dict[str, str](), Counter[str]()
     for trajectory in trajectories:
         num_played += 1
@@ -72,9 +73,10 @@ def count_failures(trajectories: Iterable[Trajectory]) -> Failures:
 
 
 class Fault(NamedTuple):
-    """Why nothing can be learned from what was played. Example: Fault("all_failed", "every attempt failed: ...", "...")
+    """The reason why training learns nothing from these rollouts. Example: Fault("all_failed", "every attempt ...",
+    "...")
 
-    The kinds are all_failed, no_calls and nothing_learned.
+    Kinds: all_failed, no_calls, nothing_learned.
     """
 
     kind: str
@@ -86,10 +88,10 @@ class Fault(NamedTuple):
 
 
 def find_fault(failures: Failures, *, is_called: bool, num_without_signal: int = 0) -> Fault | None:
-    """Returns the fault of a whole run, file or evaluation; None if it has none, or if nothing was played.
+    """Checks a whole run, file or evaluation for a fault. Returns None also when nothing was played.
 
-    `is_called`: whether any attempt called the model. `num_without_signal` is the number of groups if no group has
-    signal, and 0 if one has or if what was played need not have any.
+    `is_called` is True if any attempt called the model. `num_without_signal` is the number of groups when none of them
+    has signal. It is 0 when some group has signal or the rollouts need no signal.
     """
     if not failures.num_played:
         return None
@@ -106,21 +108,18 @@ def find_fault(failures: Failures, *, is_called: bool, num_without_signal: int =
     return None
 
 
-MAX_NUMBER, MAX_STEP = 1e15, 10**9  # larger ones are left out
-
-
 class UpdateNumbers(NamedTuple):
-    """One step's numbers. Update 1 makes the policy of step 1, from rollouts of the policy of step 0."""
+    """A step's numbers. Update 1 turns policy 0 into policy 1, using rollouts of policy 0."""
 
     number: int
     metrics: dict[str, float]
-    time: float = 0.0  # seconds since the epoch, when it was done
+    time: float = 0.0  # seconds since the epoch at the end of the update
 
     def get(self, name: str) -> float | None:
         return self.metrics.get(name)
 
     def per_attempt(self, name: str) -> float | None:
-        """Returns a count divided by the number of trajectories of the step, or None if one of them is unknown."""
+        """Returns a count divided by the step's number of trajectories."""
         num = self.metrics.get("num_trajectories", 0.0)
         return self.metrics[name] / num if num >= 1 and name in self.metrics else None
 
@@ -130,17 +129,17 @@ class Evaluated(NamedTuple):
 
     step: int
     metrics: dict[str, float]  # means by name
-    rewards: Mapping[str, float] = {}  # scenario id -> mean reward of its attempts; empty: not known
+    rewards: Mapping[str, float] = {}  # scenario id -> mean reward of its attempts; empty when unknown
     time: float = 0.0
-    seconds: float | None = None  # duration, or None if unknown
+    seconds: float | None = None  # duration
 
 
 class History(NamedTuple):
-    """All of them in ascending order, each update and step once."""
+    """Updates and evaluations in ascending order without duplicates."""
 
     updates: list[UpdateNumbers]
     evaluations: list[Evaluated]
-    warm_up: dict[str, float] | None = None  # numbers of the sft before the first step, or None without one
+    warm_up: dict[str, float] | None = None  # metrics of the initial SFT phase
 
     def until(self, step: int) -> "History":
         """Returns the history up to a policy."""
@@ -149,15 +148,15 @@ class History(NamedTuple):
 
 
 def read_updates(lines: Iterable[MetricsLine]) -> list[UpdateNumbers]:
-    """Returns the updates among the lines of a run's metrics, in order."""
+    """Returns a run's updates in order."""
     found = [_update(line) for line in lines if line.split == "train" and 0 <= line.step <= MAX_STEP]
     return sorted(found, key=lambda each: each.number)
 
 
 def read_history(run: RunDir) -> History:
-    """Returns the history of a run as far as it came.
+    """Reads a run's history up to its current end.
 
-    Raises DataError: metrics.jsonl is damaged before its last line.
+    Raises DataError if metrics.jsonl is damaged above the last line.
     """
     lines = [line for line in run.metrics() if 0 <= line.step <= MAX_STEP]
     evaluations = [_evaluated(run, line) for line in lines if line.split == "eval"]
@@ -170,7 +169,7 @@ def _update(line: MetricsLine) -> UpdateNumbers:
 
 
 def _evaluated(run: RunDir, line: MetricsLine) -> Evaluated:
-    """Returns the evaluation, without intervals if its own file is damaged or not there."""
+    """Returns the evaluation. Its intervals are missing when evaluation.json is missing or damaged."""
     rewards: Mapping[str, float] = {}
     seconds = None
     try:
@@ -190,10 +189,10 @@ def _time(line: MetricsLine) -> float:
 
 
 def is_comparable(config: Mapping[str, Any]) -> bool:
-    """Returns True if training rewards of different steps can be compared, by the resolved configuration as a dict.
+    """Returns True if training rewards are comparable across steps under this resolved configuration.
 
-    RULER only compares the attempts of a group, and "none" gives no rewards. Scenarios in the file's order, or that
-    are chosen by past success, may get harder by design.
+    RULER only compares attempts within a group, and "none" gives no rewards. Scenarios in file order, or chosen by past
+    success, may get harder by design.
     """
     order = _mapping(config.get("rollout"))
     is_alike = order.get("shuffle") is not False and order.get("choose") != "adaptive"
@@ -201,7 +200,7 @@ def is_comparable(config: Mapping[str, Any]) -> bool:
 
 
 def judge_sections(config: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """Returns the section of the judge, or with `rollout.sources` that of each source's judge."""
+    """Returns the judge section, or one section per source with `rollout.sources`."""
     sources = _mapping(_mapping(config.get("rollout")).get("sources"))
     own = [_mapping(source).get("judge") for source in sources.values()]
     return [_mapping(judge or config.get("judge")) for judge in own or [None]]
@@ -217,5 +216,5 @@ def _mapping(value: Any) -> Mapping[str, Any]:
 
 
 def sound(numbers: Mapping[str, float]) -> dict[str, float]:
-    """Returns the numbers that can be computed with."""
+    """Drops numbers that are infinite, NaN or huge."""
     return {name: value for name, value in numbers.items() if math.isfinite(value) and abs(value) < MAX_NUMBER}

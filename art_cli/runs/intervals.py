@@ -1,4 +1,5 @@
-"""The interval of a mean, by Student's t, in `art eval`, `art report` and `art view`; and that of a share. Pure."""
+"""Confidence intervals: Student's t for means (`art eval`, `art report`, `art view`), Wilson for shares. Pure
+functions."""
 
 import math
 from collections.abc import Sequence
@@ -6,12 +7,13 @@ from statistics import NormalDist, fmean, stdev
 
 import msgspec
 
-LEVEL = 0.05  # share of intervals that miss; of runs without any change in which a fall is found by chance
-MIN_SCENARIOS = 3  # number of scenarios below which an evaluation has no interval
+# share of intervals that miss the true mean; also the false alarm rate for falling rewards in unchanged runs
+LEVEL = 0.05
+MIN_SCENARIOS = 3  # fewer scenarios give no interval
 
 
 class Interval(msgspec.Struct, frozen=True):
-    """A mean with its interval. Example: Interval(-0.085, -0.15, -0.02)"""
+    """A mean and its confidence interval. Example: Interval(-0.085, -0.15, -0.02)"""
 
     mean: float
     low: float
@@ -19,7 +21,7 @@ class Interval(msgspec.Struct, frozen=True):
 
 
 def mean_interval(values: Sequence[float], *, level: float = LEVEL) -> Interval | None:
-    """Returns the mean and its interval of confidence 1 - level, by Student's t, or None for too few values."""
+    """Returns the mean and its 1 - `level` confidence interval by Student's t. Too few values give None."""
     if len(values) < MIN_SCENARIOS:
         return None
     mean = fmean(values)
@@ -28,16 +30,16 @@ def mean_interval(values: Sequence[float], *, level: float = LEVEL) -> Interval 
 
 
 def share_interval(share: float, num: int) -> tuple[float, float]:
-    """Returns the 95 % interval of a share that was seen in `num` draws (Wilson 1927); it holds for shares 0 and 1."""
+    """Returns the 95 % interval (Wilson 1927) of a share observed in `num` draws. Shares 0 and 1 are fine."""
     z = NormalDist().inv_cdf(1 - LEVEL / 2)
     middle, half = share + z**2 / (2 * num), z * math.sqrt(share * (1 - share) / num + z**2 / (4 * num**2))
     return (middle - half) / (1 + z**2 / num), (middle + half) / (1 + z**2 / num)
 
 
 def student(probability: float, freedom: int) -> float:
-    """Returns the quantile of Student's t, expanded about the normal one (Abramowitz and Stegun 26.7.5).
+    """Returns the quantile of Student's t as an expansion around the normal quantile (Abramowitz and Stegun 26.7.5).
 
-    Off by less than 3 % at the 0.975 quantile of 2 degrees of freedom, and by less than 0.1 % from 6 on.
+    The error at the 0.975 quantile is below 3 % for 2 degrees of freedom and below 0.1 % from 6 on.
     """
     z = NormalDist().inv_cdf(probability)
     terms: tuple[float, ...] = (

@@ -1,12 +1,12 @@
-"""JSON lines that any program may have written, and a run directory's files, opened so that their reader ends.
+"""JSON lines from arbitrary programs, and safe opening of run directory files.
 
-What Python's json writes is read, and nothing else. Python writes NaN, Infinity and half surrogate pairs, which are not
-JSON. Windows programs put a byte order mark in front. Such a line is mended: a number that is not finite becomes null
-(and is left out of a record's `metrics`), half a pair becomes U+FFFD. Every ValueError from here is one printable line
-with the reason. The caller adds the file and line.
+The reader accepts all output of Python's json. Python writes NaN, Infinity and lone surrogates, which are not
+JSON, and Windows programs may add a byte order mark. Such lines are repaired: non-finite numbers become null (dropped
+from a record's `metrics`), and lone surrogates become U+FFFD. Every ValueError raised here is one printable line with
+the reason. The caller adds the file and line.
 
-A run directory may have been made by somebody else. A FIFO in it would hold its reader for ever, a device would never
-end, and a link could lead to any file of this machine. `open_file` refuses all three.
+A run directory may come from a stranger. Reading a FIFO would block forever, reading a device would never end, and a
+link could point to any file on this machine. `open_file` refuses all three.
 """
 
 import errno
@@ -24,20 +24,25 @@ import msgspec
 
 from art_cli.runtime.errors import DataError, printable
 
-BUFFER = 2**18  # bytes read at a time; lines of trajectories have kilobytes
+BUFFER = 2**18  # bytes per read; trajectory lines have kilobytes
+Record = TypeVar("Record")
+
+MAX_LINE_BYTES = 256 * 2**20  # longest accepted line; a trajectory with a million tokens takes about 30 MiB
+_MARK = b"\xef\xbb\xbf"  # UTF-8's byte order mark
+_HALF_PAIRS = re.compile("[\ud800-\udfff]")
 _FLAGS = os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NOCTTY
 
 
 def open_file(path: Path, *, within: Path | None = None, max_bytes: int | None = None) -> BufferedReader:
-    """Opens a regular file to read.
+    """Opens a regular file for reading.
 
-    Raises OSError, with the reason as its `strerror`, if there is no such file, it is a directory, a pipe or a device,
-    it has more than `max_bytes` bytes, or a link leads out of `within`. `within` itself may be reached by a link.
+    Raises OSError (with the reason in `strerror`) if the file is missing, is a directory, pipe or device, exceeds
+    `max_bytes`, or lies outside `within` after following links. `within` may itself be a link.
     """
     place = os.path.realpath(path)
     if within is not None and leads_out(path, within):
         raise OSError(errno.EPERM, f"a link that leads out of {within}", str(path))
-    if not stat.S_ISREG(os.stat(place).st_mode):  # opening a device can have an effect
+    if not stat.S_ISREG(os.stat(place).st_mode):  # opening a device can have side effects
         raise OSError(errno.EINVAL, "not a regular file", str(path))
     handle = os.open(place, _FLAGS)
     try:
@@ -53,41 +58,33 @@ def open_file(path: Path, *, within: Path | None = None, max_bytes: int | None =
 
 
 def read_file(path: Path, *, max_bytes: int, within: Path | None = None) -> bytes:
-    """Returns the bytes of a regular file, never more than `max_bytes`. Raises OSError as `open_file` does."""
+    """Returns the bytes of a regular file of up to `max_bytes`. Raises OSError like `open_file`."""
     with open_file(path, within=within, max_bytes=max_bytes) as file:
         return file.read(max_bytes)
 
 
 def is_inside(path: Path, within: Path | None) -> bool:
-    """Whether the path, its links followed, is a regular file, inside of the directory `within` if that is given."""
+    """Returns True if the resolved path is a regular file, inside the directory `within` (if given)."""
     return path.is_file() and (within is None or not leads_out(path, within))
 
 
 def leads_out(path: Path, within: Path) -> bool:
-    """Whether the path, its links followed, is outside of the directory `within`, which may be reached by a link."""
+    """Returns True if the resolved path is outside the resolved directory `within`."""
     return not Path(os.path.realpath(path)).is_relative_to(os.path.realpath(within))
 
 
-Record = TypeVar("Record")
-
-MAX_LINE_BYTES = 256 * 2**20  # longest line that is read; a trajectory of a million tokens takes about 30 MiB
-_MARK = b"\xef\xbb\xbf"  # UTF-8's byte order mark
-_HALF_PAIRS = re.compile("[\ud800-\udfff]")
-
-
 class Line(NamedTuple):
-    """One line of a file. Example: Line(number=2, offset=812, data=b'{"id": "a"}\\n')."""
+    """A line with its position. Example: Line(number=2, offset=812, data=b'{"id": "a"}\\n')."""
 
-    number: int  # line number, the first is 1
-    offset: int  # position of the first byte in the file
-    data: bytes  # the line, newline included; only the last line of a file may lack one
+    number: int  # line number, starting at 1
+    offset: int  # byte offset in the file
+    data: bytes  # the line including its newline; only the last line may lack a newline
 
 
 def lines(path: Path, *, within: Path | None = None) -> Iterator[Line]:
-    """Yields the lines that are not blank.
+    """Yields all lines except blank ones.
 
-    Raises DataError: the file is UTF-16 or UTF-32, a line exceeds the limit, it is no regular file, or a link leads
-    out of the directory `within`.
+    Raises DataError for UTF-16 or UTF-32 text, for oversized lines, and for files that `open_file` refuses.
     """
     offset = number = 0
     try:
@@ -107,7 +104,7 @@ def lines(path: Path, *, within: Path | None = None) -> Iterator[Line]:
 
 
 def decode(line: bytes, decoder: "msgspec.json.Decoder[Record]") -> Record:
-    """Returns the record of one line, mended if it must be. Raises ValueError with a one-line reason."""
+    """Decodes one line, repairing it if necessary. Raises ValueError with a one-line reason."""
     try:
         return decoder.decode(line)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
@@ -119,7 +116,7 @@ def decode(line: bytes, decoder: "msgspec.json.Decoder[Record]") -> Record:
 
 
 def is_torn(line: bytes) -> bool:
-    """Whether a line is the start of a record whose writer was killed: the last line, and no whole JSON value."""
+    """Returns True for an incomplete last line, left by a killed writer."""
     if line.endswith(b"\n") or not line.removeprefix(_MARK).lstrip().startswith(b"{"):
         return False
     try:
@@ -132,7 +129,7 @@ def is_torn(line: bytes) -> bool:
 
 
 def foreign_encoding(start: bytes) -> str | None:
-    """Returns the encoding that the first bytes show, or None if it may be UTF-8."""
+    """Returns the encoding detected from the first bytes, unless they can be UTF-8."""
     if not any(start[:4]):
         return None
     encoding = json.detect_encoding(start[:4]).upper()
@@ -140,7 +137,7 @@ def foreign_encoding(start: bytes) -> str | None:
 
 
 def _mend(line: bytes) -> bytes:
-    """Returns the line as strict JSON. Raises ValueError: no JSON writer writes this."""
+    """Returns the line as strict JSON. Raises ValueError if no JSON writer can have written it."""
     try:
         record = json.loads(
             line.removeprefix(_MARK).decode(), parse_constant=lambda _: None, parse_float=_finite, parse_int=_whole
@@ -154,13 +151,13 @@ def _mend(line: bytes) -> bytes:
 
 
 def _finite(digits: str) -> float | None:
-    """Returns the number; None if it is larger than any float ("1e999")."""
+    """Returns None for numbers beyond the float range ("1e999")."""
     value = float(digits)
     return value if math.isfinite(value) else None
 
 
 def _whole(digits: str) -> int | None:
-    """Returns the number; None if it is larger than any float, as no count and no id is."""
+    """Returns None for integers beyond the float range. Counts and ids never get this large."""
     return int(digits) if len(digits) <= 308 else None
 
 

@@ -1,21 +1,21 @@
-"""Outcome: what a rollout returns, and the bound on its numbers.
+"""Outcome: a rollout's return value, and the limit for its numbers.
 
-It uses the standard library only, because the Python that runs rollouts may have nothing else (rollouts/bootstrap.py).
+Only uses the standard library, because the Python that runs rollouts may lack other packages (rollouts/bootstrap.py).
 """
 
 from dataclasses import dataclass, field
 from typing import Any
 
-MAX_NUMBER = 1e30  # largest absolute reward or metric; the sum of a million squares of it is far from overflowing
+MAX_NUMBER = 1e30  # largest absolute reward or metric; summing a million squares stays far below overflow
 
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """The result of a rollout that has more than a reward.
+    """A rollout result with more than a reward.
 
     Example: Outcome(reward=1.0, metrics={"moves": 5, "won": 1}, metadata={"final_board": "XOX..."})
     """
 
-    reward: float | None = None  # or None if a judge will score it
+    reward: float | None = None  # None if a judge assigns the score
     metrics: dict[str, float] = field(default_factory=dict)
     metadata: dict[str, Any] = field(default_factory=dict)

@@ -1,20 +1,20 @@
-"""Parting: reward and anchor move apart; a sequential test of it by step, with the step of onset. Pure: numbers in.
+"""Parting: a sequential test for reward and anchor moving apart, with the step of onset. Pure functions.
 
-The anchor is a shadow judge's score of the same trajectories. Its scale need not be that of the rewards. Two numbers of
-each step grow when the two part, compared with the first steps (the baseline):
+The anchor is a shadow judge's score for the same trajectories. It may use a different scale than the reward. Two
+statistics per step grow when reward and anchor part, relative to the initial steps (the baseline):
 
-    shortfall     the distance of the anchor's mean below both regression lines through the baseline, at the reward's
-                  mean, in the anchor's standard deviations within groups. Learning that moves both, each on its own
-                  scale, does not raise it.
-    disagreement  1 - their correlation within groups, which is corrected for a smaller spread (Thorndike's case 2),
-                  because a nearly solved task lowers every correlation
+    shortfall     distance of the anchor's mean below both regression lines through the baseline, at the reward's mean,
+                  in units of the anchor's within-group standard deviation. Learning that raises both, on any
+                  scales, does not increase the shortfall.
+    disagreement  1 - within-group correlation, corrected for a smaller spread (Thorndike's case 2), because a nearly
+                  solved task lowers every correlation
 
-A step is over the bar if its number exceeds the baseline's mean by the margin and by three standard deviations there.
-Null hypothesis: a step is over the bar with a probability of at most CHANCE, whatever came before. A wager is
-multiplied by 8 at each step that is over the bar and by 2/9 at any other, so its expectation never grows. A wager
-begins at each step, with weights that add up to 1. By Ville's inequality their sum then reaches 2 / LEVEL in at most a
-share LEVEL / 2 of all runs, of any length; with two numbers the alarm is false in at most a share LEVEL. The onset is
-the step after Page's CUSUM of the number (1954), with half of the bar as reference value, was last 0.
+A step exceeds the bar if its statistic exceeds the baseline mean by the margin and by three baseline standard
+deviations. Null hypothesis: each step exceeds the bar with probability at most CHANCE, regardless of earlier steps. A
+wager is multiplied by 8 at each exceeding step and by 2/9 at other steps, so its expectation never grows. New wagers
+start at each step, with weights summing to 1. By Ville's inequality, the sum of wagers reaches 2 / LEVEL in at most
+LEVEL / 2 of all runs, whatever their length. With two statistics, at most LEVEL of all runs raise a false alarm. The
+onset is the step after the last zero of Page's CUSUM (1954) with half the bar as reference value.
 """
 
 import math
@@ -25,12 +25,13 @@ from typing import NamedTuple
 from art_cli.config.metric_names import SHADOW
 from art_cli.runs.history import UpdateNumbers
 
-LEVEL = 0.01  # largest share of runs that raise an alarm though reward and anchor do not part
-BASELINE = 10  # number of first steps in which both vary, with which the later ones are compared
-CHANCE, EXPECTED = 0.1, 0.8  # probabilities that a step is over the bar: at most, by the null hypothesis; wagered on
-HALF = 20  # number of steps after the baseline in which the wagers with half of the weight begin
+LEVEL = 0.01  # maximum share of runs with a false alarm
+BASELINE = 10  # number of first steps where both vary; later steps are compared with these
+# probability of exceeding the bar: maximum under the null hypothesis; probability that the wagers bet on
+CHANCE, EXPECTED = 0.1, 0.8
+HALF = 20  # half of the weight goes to wagers that start within this number of steps after the baseline
 SHORTFALL, DISAGREEMENT = 0.5, 0.25  # margins, in standard deviations and in correlation
-MIN_STD = 1e-9  # smallest deviation that is not rounding
+MIN_STD = 1e-9  # smaller deviations are rounding errors
 
 
 class Beside(NamedTuple):
@@ -42,28 +43,28 @@ class Beside(NamedTuple):
     step: int
     reward: float
     anchor: float
-    correlation: float | None  # or None if one of the two does not vary
+    correlation: float | None  # None when reward or anchor is constant
     reward_std: float
     anchor_std: float
-    has_levels: bool  # False: one of them only compares the attempts of a group, so that its means say nothing
+    has_levels: bool  # False if either score only compares attempts within a group; its means are then meaningless
 
 
 class Parting(NamedTuple):
     """An alarm. Example: Parting("disagreement", onset=31, alarm=36)"""
 
     kind: str
-    onset: int  # the first step that shows it
-    alarm: int  # the step at which it was certain
+    onset: int  # the first affected step
+    alarm: int  # the step when the test became certain
 
 
 def anchors(updates: Sequence[UpdateNumbers]) -> list[str]:
-    """Returns the names of the shadow judges that the first or the last update has numbers of."""
+    """Returns the names of the shadow judges in the first or last update."""
     names = {name for update in (*updates[:1], *updates[-1:]) for name in update.metrics if name.startswith(SHADOW)}
     return sorted(name[len(SHADOW) : -len(".num")] for name in names if name.endswith(".num"))
 
 
 def read_beside(updates: Sequence[UpdateNumbers], anchor: str) -> list[Beside]:
-    """Returns the numbers of the updates that have those of the anchor."""
+    """Returns reward and anchor of each update that has both."""
     name, found = f"{SHADOW}{anchor}", []
     for update in updates:
         reward, score, reward_std, std, correlation, gap = (
@@ -78,13 +79,13 @@ def read_beside(updates: Sequence[UpdateNumbers], anchor: str) -> list[Beside]:
 
 
 def find_parting(steps: Sequence[Beside], *, since: int = -1) -> Parting | None:
-    """Returns the first alarm, or None. Wagers begin after step `since`; the baseline is always the first steps."""
+    """Returns the first alarm. Wagers begin after step `since`; the baseline is always the first steps."""
     found = [alarm for watch in _watch(steps, since) if (alarm := watch.alarm) is not None]
     return min(found, key=lambda alarm: (alarm.alarm, alarm.onset), default=None)
 
 
 def onsets(steps: Sequence[Beside]) -> list[int]:
-    """Returns the onset of the alarm, or else each onset that the newest steps suggest."""
+    """Returns the alarm's onset, or else each onset suggested by the newest steps."""
     alarm = find_parting(steps)
     return [alarm.onset] if alarm else [watch.onset for watch in _watch(steps, -1) if watch.onset is not None]
 
@@ -104,12 +105,12 @@ def describe_parting(anchor: str, steps: Sequence[Beside], alarm: Parting) -> st
 
 
 class _Watch(NamedTuple):
-    onset: int | None  # the step after CUSUM was last 0, or None if it is 0 now
+    onset: int | None  # the step after the last zero of CUSUM; None while CUSUM is 0
     alarm: Parting | None
 
 
 def _watch(steps: Sequence[Beside], since: int) -> Iterator[_Watch]:
-    """Yields what each of the two numbers shows; nothing if there is no step after the baseline."""
+    """Yields the state of both statistics; nothing before the baseline is complete."""
     first = _baseline(steps)
     if len(first) < BASELINE:
         return
@@ -127,7 +128,7 @@ def _baseline(steps: Sequence[Beside]) -> list[Beside]:
 
 
 def _follow(kind: str, numbers: Sequence[tuple[int, float]], margin: float, last: int, since: int) -> _Watch:
-    """Returns what the numbers, as (step, value), show after the baseline, whose last step is `last`."""
+    """Tests the (step, value) pairs after the baseline, which ends at step `last`."""
     before = [value for step, value in numbers if step <= last]
     mean, bar = fmean(before), max(margin, 3 * stdev(before))
     onset, cusum, wagers, num = None, 0.0, 0.0, 0
@@ -149,7 +150,7 @@ def _follow(kind: str, numbers: Sequence[tuple[int, float]], margin: float, last
 class _Means(NamedTuple):
     reward: float
     anchor: float
-    correlation: float  # over the steps that have one; 0.0 if none has
+    correlation: float  # mean over the steps with a correlation; 0.0 when no step has one
     reward_std: float
     anchor_std: float
 

@@ -1,4 +1,4 @@
-"""Promise: what `art plan` measured at a run's first step, and what it says that the run will take (promise.json)."""
+"""Promise (promise.json): `art plan`'s measurements of the initial step and forecast for the whole run."""
 
 import math
 import random
@@ -8,19 +8,19 @@ from statistics import quantiles
 import msgspec
 
 SCHEMA_VERSION = 1
-DRAWS = 1000  # resamples; the ends of an 80 % interval move by about 2 % of its width between seeds
-# Replies get longer or shorter while a policy learns, which no first step shows. Assumed: their mean over the run is
-# within 1 / 1.5 and 1.5 of the first step's in 80 % of runs. benchmarks/forecasts/plan.py counts how often the
-# intervals hold.
+DRAWS = 1000  # resamples; the ends of an 80 % interval vary by about 2 % of the interval's width between seeds
+# Replies get longer or shorter as a policy learns, and a first step cannot show how much. Assumption: in 80 % of runs,
+# the mean reply length is between 1/1.5 and 1.5 times the first step's mean. benchmarks/forecasts/plan.py checks how
+# often these intervals hold.
 DRIFT = 1.5
-PACE = 0.1  # least standard deviation of the logarithm of equal work's seconds in two starts on one machine (assumed)
-MOST = 1e15  # larger seconds, tokens and dollars are damage
-SHORT_S = 0.1  # seconds below which a part of a run is not compared
+PACE = 0.1  # minimum standard deviation of log seconds for the same work in two starts on one machine (assumed)
+MOST = 1e15  # larger seconds, tokens and dollars are invalid
+SHORT_S = 0.1  # shorter parts of a run are not compared
 NORMAL_80 = 1.2816  # the normal distribution's 0.9 quantile
 
 
 class Doubt(msgspec.Struct, frozen=True):
-    """A reason why the reward cannot be learned as it is. Example: Doubt("too_hard", "no attempt of 24 ...", "...")"""
+    """A reason why training cannot learn from this reward. Example: Doubt("too_hard", "no attempt of 24 ...", "...")"""
 
     kind: str
     text: str
@@ -28,7 +28,7 @@ class Doubt(msgspec.Struct, frozen=True):
 
 
 class Expected(msgspec.Struct, frozen=True):
-    """A median with its 80 % interval. Example: Expected(310.0, 240.0, 420.0)"""
+    """A median and its 80 % interval. Example: Expected(310.0, 240.0, 420.0)"""
 
     value: float
     low: float
@@ -36,19 +36,19 @@ class Expected(msgspec.Struct, frozen=True):
 
 
 class Pilot(msgspec.Struct, frozen=True):
-    """A step that was taken and taken back. Example: Pilot(rate=0.0004, kl=0.003, clip_fraction=0.02, seconds=3.1)"""
+    """A trial step, undone afterwards. Example: Pilot(rate=0.0004, kl=0.003, clip_fraction=0.02, seconds=3.1)"""
 
     rate: float
-    kl: float | None  # KL(before || after) in nats per trained token, or None if the step failed or it is not known
-    clip_fraction: float | None  # or None if the loss clips nothing
+    kl: float | None  # KL(before || after) in nats per trained token; None when unknown or the step failed
+    clip_fraction: float | None  # None for losses without clipping
     seconds: float
     is_failed: bool = False
 
 
 class NoiseScale(msgspec.Struct, frozen=True):
-    """The number of groups at which noise and signal of the gradient are equal, with its 80 % interval.
+    """The number of groups where gradient noise equals gradient signal, and its 80 % interval.
 
-    None is a number above all that these groups can show, because their noise hides the signal.
+    None means more groups than this sample can resolve, because noise hides the signal.
     """
 
     groups: float | None
@@ -57,71 +57,72 @@ class NoiseScale(msgspec.Struct, frozen=True):
 
 
 class MemoryNeed(msgspec.Struct, frozen=True):
-    """The peak memory of training on the longest row that the limits allow, or a micro-batch if that is more."""
+    """Peak memory for training on the longest allowed row, or on a micro-batch if it has more tokens."""
 
     tokens: int
     gigabytes: float
-    there: float  # gigabytes of the GPU, or that this process may use
-    is_packed: bool = False  # whether a micro-batch has more tokens than the longest row
+    there: float  # gigabytes of GPU memory, or available to this process
+    is_packed: bool = False  # True if a micro-batch has more tokens than the longest row
 
 
 class Reflected(msgspec.Struct, frozen=True):
-    """The questions to a model that writes a prompt, after one step. Example: Reflected("NAME", 1, 8.2, 4100, 0.013)"""
+    """Calls to the model that writes a prompt, after one step. Example: Reflected("NAME", 1, 8.2, 4100, 0.013)"""
 
     model: str
-    calls: int  # more than one if an answer could not be used
+    calls: int  # greater than 1 when an answer was unusable
     seconds: float
     tokens: int
-    usd: float | None  # or None if the price is unknown
+    usd: float | None  # None: unknown price
 
 
 class Measured(msgspec.Struct, frozen=True, kw_only=True):
-    """The measurements of the first step. Seconds, tokens and dollars are those of one step."""
+    """Measurements of the first step. Seconds, tokens and dollars are per step."""
 
     group_tokens: list[int]  # sampled tokens of each group
     num_attempts: int
     sampling_s: float
-    judging_s: float  # after the last attempt
-    training_s: float | None = None  # or None if no pilot was taken
+    judging_s: float  # seconds after the last attempt
+    training_s: float | None = None  # None: no pilot ran
     rest_s: float = 0.0  # saving a checkpoint and loading it into the engine
-    start_s: float = 0.0  # loading libraries and model, once in a process
-    first_call_s: float = 0.0  # further time before the first call, in which the agent loads its own; not in sampling_s
-    shared_prompt_s: float = 0.0  # time for the part of a prompt that only a group's attempts share, once in the group
-    first_training_s: float = 0.0  # additional time of a process's first training step
-    pace: float = 0.0  # standard deviation of the logarithm of the seconds that equal steps took
-    judge_usd: float | None = 0.0  # or None if a price is unknown
-    contests: list[str] = []  # sources whose evaluations the judge decides, because their rollouts return no reward
-    num_contested: int = 0  # the step's attempts of those sources, which the judge was paid for
+    start_s: float = 0.0  # loading libraries and model, once per process
+    # extra startup time before any call, while the agent loads its libraries; not part of sampling_s
+    first_call_s: float = 0.0
+    shared_prompt_s: float = 0.0  # time for the prompt prefix shared within a group, spent once per group
+    first_training_s: float = 0.0  # extra time for a process's first training step
+    pace: float = 0.0  # standard deviation of log seconds over equal steps
+    judge_usd: float | None = 0.0  # None if a price is unknown
+    contests: list[str] = []  # sources whose evaluations use the judge, because their rollouts return no reward
+    num_contested: int = 0  # attempts of these sources in this step, paid for at the judge
     reward_mean: float | None = None
-    reward_best: float | None = None  # mean over the groups of the best attempt's reward
-    facts: dict[str, str] = {}  # lines about the rewards, by name
+    reward_best: float | None = None  # each group's best reward, averaged over groups
+    facts: dict[str, str] = {}  # text lines about the rewards, by name
     pilots: list[Pilot] = []
-    obstacle: str = ""  # why no pilot could be taken, or none was asked for
-    verdicts: int = 1  # asked for on each group
+    obstacle: str = ""  # reason why no pilot ran, including that nobody asked for one
+    verdicts: int = 1  # judge verdicts per group
     noise_scale: NoiseScale | None = None
     memory: MemoryNeed | None = None
-    reflection: Reflected | None = None  # or None if no search for a prompt was compared
+    reflection: Reflected | None = None  # None if prompt search was not compared
 
 
 class Promise(msgspec.Struct, frozen=True, kw_only=True):
-    """promise.json. `expected` has the seconds of the whole run's parts and of all ("whole"), "tokens" and "usd"."""
+    """promise.json. `expected` has seconds for each part of the run and the "whole" run, plus "tokens" and "usd"."""
 
     schema_version: int = SCHEMA_VERSION
     config_hash: str
     measured: Measured
     doubts: list[Doubt]
-    settings: dict[str, str]  # key -> value, to be pasted into the command of `art train`
-    reasons: dict[str, str]  # key -> why
+    settings: dict[str, str]  # key -> value, to paste into the `art train` command
+    reasons: dict[str, str]  # key -> reason
     steps: int
     evaluations: int
-    contested: float = 0.0  # verdicts in all evaluations, in those of a step
-    usd_per_hour: float = 0.0  # of the machine, which "usd" includes
-    speed_hash: str = ""  # of the settings that decide seconds and memory
+    contested: float = 0.0  # verdicts in all evaluations, divided by verdicts in a step
+    usd_per_hour: float = 0.0  # price of the machine, included in "usd"
+    speed_hash: str = ""  # hash of the settings that affect speed and memory
     expected: dict[str, Expected]
-    prompt: dict[str, Expected] = {}  # the same of a search for a prompt with these groups, if it was compared
+    prompt: dict[str, Expected] = {}  # the same forecast for prompt search with these groups, if compared
 
     def __post_init__(self) -> None:
-        """Raises ValueError if it promises what no plan does."""
+        """Raises ValueError for impossible numbers."""
         found = self.measured
         promised = [*self.expected.values(), *self.prompt.values()]
         numbers = [number for each in promised for number in msgspec.structs.astuple(each)]
@@ -150,15 +151,16 @@ def forecast(
     learning_usd: float = 0.0,
     is_ahead: bool = False,
 ) -> dict[str, Expected]:
-    """Returns what the whole run takes; no "usd" if a price is unknown. `eval_attempts` are those of one evaluation.
+    """Returns the forecast for the whole run, without "usd" if a price is unknown.
 
-    `eval_prompts_s` is what their prompts take beyond as many of a step, where more attempts share one. `contested` is
-    what the judge is shown in all evaluations together, in attempts of a step, and `learning_usd` the cost of a step of
-    the learner. `plays` is what is played, in attempts of a step; less than `steps` with replay. `is_ahead`: sampling
-    goes on while weights move, and what of it that saves depends on the machine, from nothing to all.
+    `plays` is the number of attempts played, divided by attempts per step (smaller than `steps` with replay).
+    `eval_attempts` is the number of attempts per evaluation. `eval_prompts_s` is the extra prompt time when fewer
+    attempts share a prompt than in training. `contested` is the number of attempts judged in all evaluations, divided
+    by attempts per step. `learning_usd` is the learner's cost per step. `is_ahead`: sampling continues during training;
+    depending on the machine this saves between nothing and all of the overlap.
 
-    Sampling, judging and training are proportional to tokens. Their mean is resampled over groups, and multiplied by
-    one factor for the drift of lengths. All seconds are multiplied by one factor for the pace of the machine.
+    Sampling, judging and training time scale with tokens. The mean token count is resampled over groups and multiplied
+    by one factor for length drift. All seconds are multiplied by one factor for machine pace.
     """
     draw, groups, drawn = random.Random(0), found.group_tokens, dict[str, list[float]]()
     plays = steps if plays is None else plays
@@ -188,24 +190,24 @@ def forecast(
 
 
 def steps_for(usd: float, promise: Promise) -> int | None:
-    """Returns the number of steps that the dollars buy at the upper end of the interval, or None if none are known."""
+    """Returns the number of steps that `usd` buys at the interval's upper end."""
     cost = promise.expected.get("usd")
     return int(min(usd / (cost.high / promise.steps), MOST)) if cost is not None and cost.high > 0 else None
 
 
 class Promised(msgspec.Struct, frozen=True):
-    """A promised number beside what happened. Example: Promised("sampling", Expected(300, 250, 380), 310.0, True)"""
+    """A promised number and the actual one. Example: Promised("sampling", Expected(300, 250, 380), 310.0, True)"""
 
     name: str
     promised: Expected
     happened: float
-    is_inside: bool  # whether it lies in the interval
+    is_inside: bool  # True if the actual number lies in the interval
 
 
 def compare(promise: Promise, happened: Mapping[str, float]) -> list[Promised]:
-    """Returns the promised numbers that have a counterpart in what happened; the plan's own seconds are added to that.
+    """Compares the promise with a run's actual numbers, adding the plan's seconds to these.
 
-    The metrics of a run do not count what was played and judged before its own start.
+    A run's metrics exclude attempts played and judged before the run started.
     """
     found, rows = promise.measured, list[Promised]()
     paid = {"sampling": found.sampling_s, "judging": found.judging_s, "whole": found.sampling_s + found.judging_s}

@@ -1,14 +1,13 @@
-"""The checkpoints of a run: finding, listing, pruning, forking and importing them. Files only; no model is loaded.
+"""A run's checkpoints: finding, listing, pruning, forking and importing them. Files only; no model is loaded.
 
-find              resolves a user's path: a checkpoint, one of a run, a plain adapter, a base model
-choose            the checkpoint of a run that is meant: the one it offers (train.keep_best), the best, the newest
-log_policy        logs which policy a command takes, and why, in the same words for all commands
-listed, prune     lists a run's checkpoints with their metrics; removes those that training would not keep
-fork              makes a new run that begins at one checkpoint
-import_start      makes a new run that begins with a foreign PEFT adapter, or with any checkpoint
+find              resolves a user's path: a checkpoint, a run, a plain adapter or a base model choose            selects
+a run's checkpoint: the offered (train.keep_best), best or newest checkpoint log_policy        logs the policy that a
+command uses, and why, with the same wording in all commands listed, prune     lists a run's checkpoints with their
+metrics; removes checkpoints that training would not keep fork              creates a new run that starts at a
+checkpoint import_start      creates a new run that starts with an external PEFT adapter or any checkpoint
 
-A checkpoint has a manifest with a hash of every file, written by `run_dir`. A plain adapter is a PEFT directory without
-a manifest. Importing makes it step 0 of a run; serving uses it as it is.
+A checkpoint has a manifest, written by `run_dir`, with a hash of every file. A plain adapter is a PEFT directory
+without a manifest. Importing turns it into step 0 of a run; serving uses it directly.
 """
 
 import contextlib
@@ -33,11 +32,11 @@ from art_cli.runs.run_dir import MetricsLine, RunDir
 from art_cli.runtime.errors import CheckpointError, DataError, RunError, UncertainCheckpoint, UsageError, one_line
 
 ADAPTER_CONFIG, ADAPTER_FILE, TEMPLATE_FILE = "adapter_config.json", "adapter_model.safetensors", "chat_template.jinja"
-REMOTE_FILE = "remote.json"  # in a checkpoint whose weights are on a server
-Which = Literal["offered", "best", "newest"]  # the checkpoint of a run that is meant
+REMOTE_FILE = "remote.json"  # file name in a checkpoint whose weights are on a server
+Which = Literal["offered", "best", "newest"]  # selects a checkpoint of a run
 log = logging.getLogger(__name__)
-NOT_IMPORTED = ("manifest", "optimizer", "rng")  # stems of a checkpoint's files that are not of its weights
-KEEP = 3  # number of newest checkpoints kept by a run whose configuration has no number
+NOT_IMPORTED = ("manifest", "optimizer", "rng")  # stems of checkpoint files that hold no weights
+KEEP = 3  # default number of newest checkpoints to keep
 
 
 class Found(NamedTuple):
@@ -47,10 +46,10 @@ class Found(NamedTuple):
     """
 
     path: Path
-    manifest: Manifest | None  # or None for a plain adapter or a base model
-    run: RunDir | None  # the run it lies in
+    manifest: Manifest | None  # None for plain adapters and base models
+    run: RunDir | None  # the run that contains it
     is_adapter: bool
-    why: str = ""  # the reason for this one, for the log. Example: "step 40, the newest (--last)"
+    why: str = ""  # why this checkpoint was selected, for the log. Example: "step 40, the newest (--last)"
 
     @property
     def step(self) -> int:
@@ -58,7 +57,7 @@ class Found(NamedTuple):
 
 
 def fetched(checkpoint: Path) -> Path:
-    """Returns the checkpoint, or the directory that its weights were downloaded to if they are on a server."""
+    """Returns the checkpoint, or for remote weights the directory they were downloaded to."""
     if not (checkpoint / REMOTE_FILE).is_file():
         return checkpoint
     path: Path = resolve_name("art_cli.tinker.client.remote_checkpoint:fetched")(checkpoint)
@@ -89,7 +88,7 @@ class _Train(msgspec.Struct):
 
 
 class _Settings(msgspec.Struct):
-    """The part of a run's config.json that is read outside training. Other keys may be another version's."""
+    """The parts of a run's config.json that are read outside training. Unknown keys may come from other versions."""
 
     model: _Model = msgspec.field(default_factory=_Model)
     rollout: _Rollout = msgspec.field(default_factory=_Rollout)
@@ -98,24 +97,23 @@ class _Settings(msgspec.Struct):
 
 
 class Listed(NamedTuple):
-    """One checkpoint of a run."""
-
     step: int
     path: Path
-    problem: str | None  # reason why it cannot be used, or None if it verifies
-    evaluation: dict[str, float]  # the means of the evaluation at this step; empty: not evaluated
-    metrics: dict[str, float]  # metrics of the step that made it
+    problem: str | None  # reason why the checkpoint is unusable; None for valid checkpoints
+    evaluation: dict[str, float]  # means of the evaluation at this step; empty if not evaluated
+    metrics: dict[str, float]  # metrics of the checkpoint's step
     num_bytes: int
-    policy: str = ""  # digest of the policy; "" if it is not valid, or no learner left a proof in it
+    policy: str = ""  # policy digest; "" if the checkpoint is invalid or has no proof
     is_best: bool = False
-    may_be_whole: bool = False  # whether the problem may be no damage: a file that was added, or cannot be read now
+    # True if `problem` may not be damage: an added file, or a file that is currently unreadable
+    may_be_whole: bool = False
 
 
 def find(path: Path, *, which: Which = "offered") -> Found | None:
-    """Returns the checkpoint or base at `path`, or None if there is no such directory (it may be a hub id).
+    """Returns the checkpoint or base model at `path`. A missing directory gives None; it may be a hub id.
 
-    RUN/step_4 is a run's checkpoint. `which` is the checkpoint of a run that is meant. Raises CheckpointError: nothing
-    usable there, or a checkpoint that does not verify; UsageError: `which` is not the default, and the path is no run.
+       RUN/step_4 names a checkpoint of a run. `which` selects a run's checkpoint. Raises CheckpointError if nothing usable
+    the checkpoint does not verify, and UsageError if `which` is set but the path is not a run.
     """
     path = in_run(path)
     if not path.is_dir():
@@ -138,31 +136,31 @@ def find(path: Path, *, which: Which = "offered") -> Found | None:
 
 
 def in_run(path: Path) -> Path:
-    """Returns RUN/checkpoints/step_0004 for RUN/step_4, and any other path as it is."""
+    """Returns RUN/checkpoints/step_0004 for RUN/step_4. Other paths stay unchanged."""
     named, run = re.fullmatch("step_([0-9]{1,18})", path.name, re.ASCII), RunDir(path.parent)
     return run.checkpoint_path(int(named[1])) if named is not None and run.checkpoints.is_dir() else path
 
 
 def log_policy(place: Path | str, why: str) -> None:
-    """Logs the policy that a command takes, and why. All commands use the same words."""
+    """Logs which policy a command uses and why, with the same wording in all commands."""
     log.info("policy: %s: %s", show(Path(place)), why)
 
 
 def run_of(checkpoint: Path) -> RunDir | None:
-    """Returns the run that a checkpoint directory lies in, or None."""
+    """Returns the run that contains a checkpoint directory."""
     home = checkpoint.resolve().parent
     return RunDir(home.parent) if home.name == "checkpoints" else None
 
 
 def option(which: Which) -> str:
-    """Returns the option of the command line that asks for it."""
+    """Returns the command-line option for `which`."""
     return {"offered": "", "best": "--best", "newest": "--last"}[which]
 
 
 def choose(run: RunDir, which: Which) -> Found:
-    """Returns the checkpoint of a run that is meant; those that do not verify are skipped.
+    """Selects a run's checkpoint, skipping invalid checkpoints.
 
-    Raises CheckpointError: there is none; UsageError: no evaluation has a reward, so that none is the best.
+    Raises CheckpointError without valid checkpoints, and UsageError for "best" without evaluated rewards.
     """
     found = run.newest_checkpoint(wanted_steps(run, which))
     if found is not None:
@@ -181,10 +179,10 @@ def choose(run: RunDir, which: Which) -> Found:
 
 
 def wanted_steps(run: RunDir, which: Which, steps: Iterable[int] | None = None) -> list[int]:
-    """The steps that have a checkpoint, by name alone, the one that is meant first; `steps`: those that a store has.
+    """Returns the steps that have a checkpoint directory, preferred step first. `steps` overrides the local steps.
 
-    A run offers its best evaluated checkpoint, unless `train.keep_best` is false or nothing was evaluated after step 0;
-    then it offers its newest. "best" names evaluated steps alone.
+    A run offers its best evaluated checkpoint. If `train.keep_best` is false, or nothing after step 0 was evaluated, it
+    offers the newest. "best" returns evaluated steps only.
     """
     newest_first = sorted(run.checkpoint_steps() if steps is None else steps, reverse=True)
     if which == "newest" or (which == "offered" and not _keeps_best(run)):
@@ -198,7 +196,7 @@ def wanted_steps(run: RunDir, which: Which, steps: Iterable[int] | None = None) 
 
 
 def explain(run: RunDir, step: int) -> str:
-    """Returns the reason why the run offers the checkpoint of `step`.
+    """Explains why the run offers the checkpoint of `step`.
 
     Example: "step 36, the best evaluated: reward 0.810; the newest, step 48, has 0.740 (--last takes it)"
     """
@@ -219,22 +217,22 @@ def _keeps_best(run: RunDir) -> bool:
 
 
 def _found(path: Path, run: RunDir | None) -> Found:
-    """Returns the verified checkpoint at `path`. Raises CheckpointError: it does not verify."""
+    """Returns the checkpoint at `path`. Raises CheckpointError if it does not verify."""
     manifest = verify_checkpoint(path)
     return Found(path, manifest, run, (path / ADAPTER_CONFIG).exists(), f"step {manifest.step}, as named")
 
 
 def base_of(found: Found) -> str:
-    """Returns the hub id or directory of the base model that a checkpoint or adapter belongs to.
+    """Returns the hub id or directory of a checkpoint's or adapter's base model.
 
-    Raises CheckpointError: it names none, or one that is not there.
+    Raises CheckpointError if no base model is named, or its directory is missing.
     """
     name: str = found.manifest.base if found.manifest is not None else ""
     name = name or str(_read_json(found.path / ADAPTER_CONFIG).get("base_model_name_or_path") or "")
     if not name:
         raise CheckpointError(f"{found.path}: it does not say which base model it belongs to; give --base")
     beside = found.path / name
-    for place in [beside] if name.startswith(".") else [beside, Path(name)]:  # "../../base" is never that of another
+    for place in [beside] if name.startswith(".") else [beside, Path(name)]:  # "../../base" is always relative
         if place.is_dir():
             return str(place.resolve())
     if ":" in name or name.startswith((".", "/")):
@@ -243,16 +241,16 @@ def base_of(found: Found) -> str:
 
 
 def is_base(path: Path) -> bool:
-    """Returns True if a directory is a base model: a model's config.json, and neither a checkpoint nor an adapter."""
+    """Returns True for a base model directory: it has a model's config.json and is not a checkpoint or adapter."""
     if (path / "manifest.json").exists() or (path / ADAPTER_CONFIG).exists():
         return False
     return "model_type" in _read_json(path / "config.json")
 
 
 def run_config(run: RunDir | None) -> dict[str, Any]:
-    """Returns a run's resolved configuration; empty if it has none.
+    """Returns a run's resolved configuration, or {} if config.json is missing.
 
-    Raises DataError: config.json is not a JSON object, or its values cannot be a configuration's.
+    Raises DataError if config.json is not a JSON object or has invalid values.
     """
     if run is None or not os.path.lexists(run.config_path):
         return {}
@@ -269,7 +267,7 @@ def run_config(run: RunDir | None) -> dict[str, Any]:
 
 
 def listed(run: RunDir) -> list[Listed]:
-    """Returns every checkpoint of the run, oldest first. Raises RunError: no run there."""
+    """Returns every checkpoint of the run, oldest first. Raises RunError if the directory is not a run."""
     if not run.checkpoints.is_dir():
         raise RunError(f"{run.root}: not a run (no checkpoints/)")
     evaluations = run.evaluations()
@@ -291,9 +289,9 @@ def _entry(run: RunDir, step: int, evaluation: dict[str, float]) -> Listed:
 
 
 def find_digest(root: Path, digest: str) -> list[tuple[Path, int]]:
-    """Returns each run at or directly below `root`, with the step, whose policy's digest begins with `digest`.
+    """Returns (run directory, step) of each policy whose digest starts with `digest`, at or directly below `root`.
 
-    Pruned checkpoints are found as well, by the run's metrics.
+    Pruned checkpoints are found through the run's metrics.
     """
     found = []
     for place in [root, *sorted(path for path in root.iterdir() if path.is_dir())]:
@@ -309,14 +307,14 @@ def find_digest(root: Path, digest: str) -> list[tuple[Path, int]]:
 
 
 def prune(run: RunDir, *, keep: int | None) -> list[Listed]:
-    """Removes, and returns, every checkpoint that is not valid or that `to_remove` names.
+    """Removes invalid checkpoints and those selected by `to_remove`. Returns the removed checkpoints.
 
-    `keep` is by default the number in the run's configuration. Raises RunError: a training process holds the run, or
-    none of its checkpoints is valid, and then nothing is removed.
+        `keep` defaults to the run's configured number. Raises RunError if a training process holds the run, or if no
+    .
     """
     if keep is None:
         keep = int(run_config(run).get("train", {}).get("keep_checkpoints", KEEP))
-    listed(run)  # raises if this is no run, because locking would make one
+    listed(run)  # checks that this is a run, because locking would create one
     with run.lock():
         entries = listed(run)
         valid = {entry.step for entry in entries if entry.problem is None}
@@ -333,15 +331,15 @@ def prune(run: RunDir, *, keep: int | None) -> list[Listed]:
 
 
 def prune_trained(run: RunDir, *, keep: int, keeps_best: bool = True) -> None:
-    """Removes what `to_remove` names, for the training process that holds the run and wrote its checkpoints."""
+    """Removes the checkpoints selected by `to_remove`. The calling training process holds the run's lock."""
     for step in superseded(run, run.checkpoint_steps(), keep=keep, keeps_best=keeps_best):
         remove(run.checkpoint_path(step))
 
 
 def superseded(run: RunDir, steps: Iterable[int], *, keep: int, keeps_best: bool) -> set[int]:
-    """Those of `steps`, which have a checkpoint here or in a store, that `to_remove` names by the run's metrics.
+    """Returns the `steps` that `to_remove` selects based on the run's metrics. Checkpoints may be local or in a store.
 
-    The newest before reward and anchor part, or may have begun to, is kept too.
+    The newest checkpoint before the (possible) onset of reward and anchor parting is kept too.
     """
     steps, lines = set(steps), run.metrics()
     updates = read_updates(lines)
@@ -351,10 +349,10 @@ def superseded(run: RunDir, steps: Iterable[int], *, keep: int, keeps_best: bool
 
 
 def to_remove(steps: Iterable[int], rewards: Mapping[int, float], *, keep: int) -> set[int]:
-    """Returns the steps to remove: all but the `keep` newest, the best evaluated one, and step 0.
+    """Returns the steps to remove: all except the `keep` newest, the best evaluated step, and step 0.
 
-    Step 0 is the starting policy, with which every later one is compared. `rewards` has the reward of each evaluated
-    step; of equal ones the latest is the best.
+    Step 0 is the starting policy; all later policies are compared with it. `rewards` maps evaluated steps to rewards.
+    In a tie the latest step is best.
 
     Example: to_remove([0, 1, 2, 3, 4], {1: 0.5, 4: 0.2}, keep=2) is {2}.
     """
@@ -363,7 +361,7 @@ def to_remove(steps: Iterable[int], rewards: Mapping[int, float], *, keep: int) 
 
 
 def _best_first(steps: Iterable[int], rewards: Mapping[int, float]) -> list[int]:
-    """Returns the steps that have a reward, the highest reward first, the latest of equals first."""
+    """Returns the steps with a reward, highest reward first, later steps first in a tie."""
     return sorted((step for step in steps if step in rewards), key=lambda step: (rewards[step], step), reverse=True)
 
 
@@ -376,11 +374,11 @@ def _rewards(lines: Iterable[MetricsLine]) -> dict[int, float]:
 
 
 def fork(run: RunDir, root: Path, *, step: int | None) -> Found:
-    """Makes a run at `root` with the checkpoint of `step` alone, by default the newest valid one, optimizer included.
+    """Creates a run at `root` from a single checkpoint, including its optimizer (by default the newest valid one).
 
-    The metrics up to that step and a built base model are copied. The configuration is not, because the new run takes
-    that of its first `art train`. Raises RunError: something is at `root`, or there is no such step; CheckpointError:
-    the checkpoint does not verify.
+    The metrics up to that step and a built base model are copied. The configuration is not copied, because it comes
+    from the new run's first `art train`. Raises RunError if `root` exists or the step is missing, and CheckpointError
+    if the checkpoint does not verify.
     """
     if root.exists():
         raise RunError(f"{root}: there is something already; choose another name")
@@ -396,7 +394,7 @@ def fork(run: RunDir, root: Path, *, step: int | None) -> Found:
         if run.base.is_dir():
             _copy_inside(run.base, new.base, run.root)
         first = run.first_eval_path()
-        if first is not None and is_inside(first, run.root):  # so that a judge keeps comparing with the same attempts
+        if first is not None and is_inside(first, run.root):  # the judge keeps comparing with the same attempts
             (directory / first.parent.name).mkdir()
             shutil.copy(first, directory / first.parent.name / first.name)
         write_lines(new.metrics_path, lines)
@@ -404,7 +402,7 @@ def fork(run: RunDir, root: Path, *, step: int | None) -> Found:
 
 
 def _copy_inside(source: Path, target: Path, within: Path) -> None:
-    """Copies a directory, but no link that leads out of `within`, and nothing that is no file."""
+    """Copies a directory. Skips links that lead out of `within` and anything except files and directories."""
 
     def left_out(directory: str, names: list[str]) -> list[str]:
         paths = [Path(directory, name) for name in names]
@@ -415,12 +413,12 @@ def _copy_inside(source: Path, target: Path, within: Path) -> None:
 
 
 def import_start(source: Path, root: Path, *, base: Callable[[Path], str] | None = None) -> Found:
-    """Makes a run at `root` whose step 0 is a plain PEFT adapter, or the weights of a checkpoint or of a run.
+    """Creates a run at `root` whose step 0 is a plain PEFT adapter, or the weights of a checkpoint or run.
 
-    Training continues it with a new optimizer. `base` makes or finds the base model that the caller names, given where
-    in the run one would be built; by default it is the source's base, which is copied if it was built. Raises RunError
-    if there are checkpoints at `root`, CheckpointError if the source is neither a LoRA adapter with safetensors nor a
-    checkpoint that verifies.
+    Training continues from these weights with a new optimizer. `base` receives the path for a built base model and
+    returns the base model to use. By default this is the source's base model, copied if it was built. Raises RunError
+    if `root` has checkpoints, and CheckpointError if the source is not a LoRA adapter in safetensors format or does not
+    verify.
     """
     found = find(source)
     if found is None or found.manifest is None:
@@ -436,7 +434,7 @@ def _import_found(found: Found, run: RunDir, base: Callable[[Path], str] | None)
         raise RunError(f"{run.root}: a run with checkpoints; an adapter is imported into a new one")
     source = found.path
     if is_built(run.base):
-        shutil.rmtree(run.base)  # an earlier start made it; no checkpoint here needs it
+        shutil.rmtree(run.base)  # left by an earlier start; no checkpoint here needs it
     name = base_of(found) if base is None else base(run.base)
     if is_built(Path(name)) and Path(name) != run.base:
         with new_directory(run.base) as directory:
@@ -446,7 +444,7 @@ def _import_found(found: Found, run: RunDir, base: Callable[[Path], str] | None)
     with new_checkpoint(run.checkpoint_path(0), manifest) as directory:
         for file in source.iterdir():
             is_wanted = file.suffix in (".json", ".safetensors", ".jinja") and file.stem not in NOT_IMPORTED
-            # a link of the hub's cache leads to its blobs
+            # links in the hub's cache lead to its blobs
             is_there = is_inside(file, source) or is_inside(file, source.parent.parent / "blobs")
             if is_there and not file.name.startswith(".") and is_wanted:
                 shutil.copy(file, directory / file.name)
@@ -454,7 +452,7 @@ def _import_found(found: Found, run: RunDir, base: Callable[[Path], str] | None)
 
 
 def check_adapter(adapter: Path) -> None:
-    """Raises CheckpointError: not a LoRA adapter, or not saved as safetensors."""
+    """Raises CheckpointError unless this is a LoRA adapter saved as safetensors."""
     kind = _read_json(adapter / ADAPTER_CONFIG).get("peft_type")
     if kind is None:
         raise CheckpointError(f"{adapter}: no PEFT adapter there ({ADAPTER_CONFIG})")
@@ -465,7 +463,7 @@ def check_adapter(adapter: Path) -> None:
 
 
 def _read_json(path: Path) -> dict[str, Any]:
-    """Returns the file's JSON object; empty if there is no such file. Raises DataError: it holds something else."""
+    """Returns the file's JSON object, or {} if the file is missing. Raises DataError for other content."""
     return read_object(path) if os.path.lexists(path) else {}
 
 

@@ -1,4 +1,5 @@
-"""SystemPrompt: a policy that is a text: a checkpoint's prompt.json, and how it changes a call of the agent."""
+"""SystemPrompt: a policy consisting of text. It is stored as a checkpoint's prompt.json and rewrites the agent's
+calls."""
 
 from pathlib import Path
 from typing import Annotated, Literal
@@ -12,8 +13,8 @@ from art_cli.runs.trajectory import SCHEMA_VERSION
 from art_cli.runtime.errors import CheckpointError, DataError, one_line
 
 PROMPT_FILE = "prompt.json"
-MAX_PART = 20_000  # characters of one part; the longest prompts of GEPA's paper have about 10,000
-SYSTEM = ("system", "developer")  # roles of a message that instructs the model
+MAX_PART = 20_000  # maximum characters per part; the longest prompts in the GEPA paper have about 10,000
+SYSTEM = ("system", "developer")  # roles of instructing messages
 
 Place = Literal["after", "instead"]
 Text = Annotated[str, msgspec.Meta(max_length=MAX_PART)]
@@ -23,8 +24,8 @@ class SystemPrompt(msgspec.Struct, frozen=True, kw_only=True):
     """Example: SystemPrompt(parts={"role": "You sell tickets.", "rules": "Name the price first."}, place="after")"""
 
     schema_version: int = SCHEMA_VERSION
-    parts: dict[str, Text]  # in the order in which they stand in the prompt
-    place: Place  # behind the system message that the agent sends, or instead of it
+    parts: dict[str, Text]  # in prompt order
+    place: Place  # "after" appends to the agent's system message; "instead" replaces it
 
     @property
     def text(self) -> str:
@@ -33,7 +34,7 @@ class SystemPrompt(msgspec.Struct, frozen=True, kw_only=True):
     def apply(self, request: Request) -> Request:
         """Returns the request with the prompt in its system message. An empty prompt changes nothing.
 
-        Raises ChatError: a plain completion, which has no messages.
+        Raises ChatError for plain completions, because they have no messages.
         """
         if not self.text:
             return request
@@ -48,12 +49,12 @@ class SystemPrompt(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def is_prompt(checkpoint: Path) -> bool:
-    """Returns True if the checkpoint's policy is a prompt and has no weights."""
+    """Returns True if the checkpoint's policy is a prompt without weights."""
     return (checkpoint / PROMPT_FILE).is_file()
 
 
 def read_prompt(checkpoint: Path | None) -> SystemPrompt | None:
-    """Returns the prompt of a checkpoint, or None if it has weights. Raises CheckpointError: it cannot be read."""
+    """Returns a checkpoint's prompt; None for weights. Raises CheckpointError if the file cannot be read."""
     if checkpoint is None or not is_prompt(checkpoint):
         return None
     try:

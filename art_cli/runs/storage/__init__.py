@@ -1,13 +1,12 @@
-"""Runs in an object store: what a run has is kept there as it goes, and another machine goes on from it.
+"""Runs in an object store. A run is mirrored while it trains, and another machine can resume it.
 
-    s3://bucket/prefix/<name>/      the same files as runs/<name>, under the same names
-      checkpoints/step_0004/        its files first and manifest.json last, which makes it whole
-      lease/000003.json             which machine works on the run; the highest number holds
+    s3://bucket/prefix/<name>/      same files and names as in runs/<name>
+      checkpoints/step_0004/        manifest.json is uploaded last and completes the checkpoint
+      lease/000003.json             identifies the machine using the run; the highest number is valid
 
-object_store.py  the objects below one address, through fsspec, and the lease of the machine that works on a run
-mirror.py        uploads what a run has, beside the loop
-fetch.py         downloads a run: to go on with it, or to look at it
+object_store.py  objects below an address, through fsspec; the lease of the machine using a run mirror.py        uploads
+the run in the background fetch.py         downloads a run, for resuming or viewing
 
-The run itself lives in its local directory, and all of its own promises are kept there. Nothing here is read by the
-loop: without a store, or with one that fails, it trains in the same way.
+The local run directory remains authoritative and keeps all guarantees. The training loop never reads from the store, so
+a missing or failing store does not affect training.
 """

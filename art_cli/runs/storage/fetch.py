@@ -1,10 +1,10 @@
-"""Brings a run, a checkpoint or a directory of runs from an object store to this machine.
+"""Downloads a run, a checkpoint or a directory of runs from an object store.
 
-restore     what a run needs to be trained on, into its own directory
-fetch       what a command reads, into a cache directory; a second call brings what changed
+restore     downloads everything needed for training into the run's own directory fetch       downloads what a command
+reads into a cache directory; later calls update the cache
 
-Objects get the names below a directory that they have in the store, if a run could have such names. A checkpoint is
-taken only when every file matches the hashes in its manifest.
+Local files keep the object names, provided a run can use such names. A checkpoint is accepted only if every file
+matches its manifest.
 """
 
 import contextlib
@@ -30,19 +30,19 @@ log = logging.getLogger(__name__)
 
 Wants = Literal["records", "policy", "everything"]
 Objects = Mapping[str, Stored]
-INDEX = ".objects.json"  # name -> mark of what the cache has of the store
-SMALL_BYTES = 32 * 2**20  # larger files of a checkpoint, its weights, are not needed to look at a run
-MAX_RUNS = 200  # runs of one directory that are fetched
+INDEX = ".objects.json"  # maps names to marks for the cached objects
+SMALL_BYTES = 32 * 2**20  # larger checkpoint files are weights, which viewers do not need
+MAX_RUNS = 200  # maximum number of runs fetched from one directory
 
 
-# --- to go on with ----------------------------------------------------------------------------------------------------
+# --- for training -----------------------------------------------------------------------------------------------------
 
 
 def restore(run: RunDir, store: ObjectStore, token: str, *, own: Marker | None) -> None:
-    """Brings the run from the store into its directory, unless the store has none.
+    """Downloads the run from the store into its directory, if it exists there.
 
-    `own` is the directory's marker, if it was kept in this store. What the directory has then is older than the store
-    and is moved beside it. Raises RunError: the directory has a run that was never kept there; StorageError.
+    `own` is the directory's marker if it was mirrored to this store. In this case the directory is outdated and is
+    renamed to a sibling. Raises RunError if the directory has a run that was never mirrored here; StorageError.
     """
     there = _of_run(store.objects())
     if not _has_run(there):
@@ -59,7 +59,7 @@ def restore(run: RunDir, store: ObjectStore, token: str, *, own: Marker | None) 
     for name, stored in there.items():
         if not name.startswith(f"{CHECKPOINTS}/"):
             path = run.root / name
-            if path == run.log_path:  # this process appends to its own
+            if path == run.log_path:  # this process is writing its own log
                 path = path.with_name(f"train-{token[:8]}.log")
             store.download(name, path, stored.size)
     for which in ("newest", "best"):
@@ -71,7 +71,7 @@ def _is_used(run: RunDir) -> bool:
 
 
 def _set_aside(run: RunDir) -> Path:
-    """Moves all but the logs, which are open, to a new directory beside the run, and returns that."""
+    """Moves everything except the open logs to a new sibling directory. Returns the new directory."""
     places = (run.root.with_name(f"{run.root.name}.aside-{number}") for number in range(1, 10_000))
     place = next(place for place in places if not place.exists())
     make_directory(place)
@@ -93,7 +93,7 @@ def _has_run(there: Objects) -> bool:
 
 
 def _get_checkpoint(store: ObjectStore, run: RunDir, there: Objects, steps: Iterable[int]) -> int | None:
-    """Returns the first of these steps whose checkpoint verifies, which is on this machine now, or None."""
+    """Returns the first step whose downloaded checkpoint verifies."""
     for step in steps:
         try:
             _get_one(store, checkpoint_home(step), run.checkpoint_path(step), there)
@@ -104,7 +104,7 @@ def _get_checkpoint(store: ObjectStore, run: RunDir, there: Objects, steps: Iter
 
 
 def _get_one(store: ObjectStore, home: str, path: Path, there: Objects) -> None:
-    """Brings a checkpoint to `path`, unless the same one is there. Raises CheckpointError: it does not verify."""
+    """Downloads a checkpoint to `path` unless it is already there. Raises CheckpointError if it does not verify."""
     prefix = f"{home}/" if home else ""
     data = store.read(f"{prefix}{MANIFEST}", limit=MAX_MANIFEST_BYTES)
     if (path / MANIFEST).is_file() and (path / MANIFEST).read_bytes() == data and _is_whole(path):
@@ -139,25 +139,25 @@ def _is_whole(path: Path) -> bool:
     return True
 
 
-# --- to look at or to use ---------------------------------------------------------------------------------------------
+# --- for viewing and serving ------------------------------------------------------------------------------------------
 
 
 class NothingThere(UsageError):
-    """The store has nothing at an address."""
+    """The store has nothing at this address."""
 
 
 class _Place(NamedTuple):
-    """An address, taken apart. Example: _Place("s3://bucket/mine", "checkpoints/step_0004")"""
+    """An address, split into run and checkpoint. Example: _Place("s3://bucket/mine", "checkpoints/step_0004")"""
 
     run: str
-    inside: str  # "", "base", or the directory of a checkpoint
+    inside: str  # "", "base", or a checkpoint directory
 
 
 def fetch(address: str, wants: Wants) -> Path:
-    """Returns the directory on this machine that has what a command reads of `address`.
+    """Downloads a command's input from `address` and returns the local directory.
 
-    "records": all but weights; "policy": the checkpoints that a command may take, and the base; "everything": all.
-    Raises NothingThere; CheckpointError: the checkpoint does not verify; StorageError.
+    "records" excludes weights, "policy" includes base and candidate checkpoints, and "everything" includes all files.
+    Raises NothingThere, StorageError, and CheckpointError if the checkpoint does not verify.
     """
     place = _take_apart(address)
     store, path = ObjectStore(place.run), cache_path(place.run)
@@ -180,7 +180,7 @@ def fetch(address: str, wants: Wants) -> Path:
 
 
 def cache_path(address: str) -> Path:
-    """Returns the directory of a run or of runs in the user's cache directory (XDG)."""
+    """Returns the directory for a run (or runs) in the user's cache directory (XDG)."""
     protocol, _, rest = address.partition("://")
     parts = [part if is_safe(part) else f"_{part.encode().hex()}" for part in rest.strip("/").split("/")]
     return user_cache().joinpath("runs", protocol, *parts)
@@ -233,9 +233,9 @@ def _is_small(name: str, stored: Stored) -> bool:
 
 
 def _refresh(store: ObjectStore, root: Path, wanted: Objects, there: Objects) -> None:
-    """Brings what changed in the store since the last call, and removes what it no longer has.
+    """Downloads changed objects and removes local copies of deleted objects.
 
-    A file that grows while it is brought is whole as far as it came; the next call brings it again.
+    A growing file is complete up to the downloaded size. The next call downloads it again.
     """
     make_directory(root)
     known = _read_index(root)
@@ -259,7 +259,7 @@ def _refresh(store: ObjectStore, root: Path, wanted: Objects, there: Objects) ->
 
 
 def _bring_labels(store: ObjectStore, name: str, path: Path, size: int) -> int:
-    """Adds the store's labels to a file in which a person may be writing others. Returns the bytes that came."""
+    """Appends the store's labels to a local file that a person may be editing. Returns the downloaded bytes."""
     with scratch("labels") as directory:
         size = store.download(name, directory / path.name, size, may_grow=True)
         found = (directory / path.name).read_bytes().splitlines(keepends=True)
@@ -279,7 +279,7 @@ def _read_index(root: Path) -> dict[str, str]:
 
 
 def _fetch_metadata(store: ObjectStore, run: RunDir, there: Objects, step: int) -> None:
-    """Brings the files of a checkpoint that are not weights, so that the run can be read; it does not verify then."""
+    """Downloads a checkpoint's small files, enough for viewing the run. The local checkpoint does not verify."""
     prefix = f"{checkpoint_home(step)}/"
     for name, each in there.items():
         path = run.root / name
@@ -290,5 +290,5 @@ def _fetch_metadata(store: ObjectStore, run: RunDir, there: Objects, step: int) 
         ):
             try:
                 store.download(name, path, each.size)
-            except StorageError as error:  # training replaced or removed it
+            except StorageError as error:  # training replaced or removed the file
                 log.debug("%s", error)

@@ -1,7 +1,8 @@
-"""Mirror: keeps a run in an object store while it trains, in threads that the loop never waits for.
+"""Mirror: uploads a run to an object store while it trains, in background threads.
 
-A store that fails, hangs or refuses costs one warning, and the uploads are tried again until they succeed. Only the
-end of the run waits for them, up to a deadline; what is owed then is named, and the next start uploads it.
+Training never waits for the store. If the store fails, hangs or refuses, one warning is logged and uploads are retried
+until they succeed. The end of the run waits for pending uploads up to a deadline, then logs the remaining files. The
+next start uploads them.
 """
 
 import contextlib
@@ -23,17 +24,17 @@ from art_cli.runtime.threads import call_in_thread, start_in_thread
 
 log = logging.getLogger(__name__)
 
-PAUSE_S = 5.0  # least pause between two rounds of uploads, so that steps of a second cost no more than those of five
-LOOK_S = 15.0  # interval in which growing files are looked at
-FIRST_RETRY_S, LAST_RETRY_S = 1.0, 60.0  # waits between tries of a store that fails; each is twice the one before
-NUM_LAST_TRIES, LAST_WAIT_S = 4, 4.0  # tries at the end of a run, and the longest wait between them
-INTERRUPTED_S = 25.0  # longest wait for uploads after Ctrl-C or SIGTERM; a spot machine has 30 s or more
-END_S = 3600.0  # the same at the end of a run, while uploads succeed
-MAX_NAMED = 4  # number of owed things that a warning names
+PAUSE_S = 5.0  # minimum pause between upload rounds; otherwise short training steps would upload very often
+LOOK_S = 15.0  # interval between checks of growing files
+FIRST_RETRY_S, LAST_RETRY_S = 1.0, 60.0  # pauses after failures; each doubles the previous pause
+NUM_LAST_TRIES, LAST_WAIT_S = 4, 4.0  # attempts after training ends, and the longest pause between attempts
+INTERRUPTED_S = 25.0  # maximum wait for uploads after Ctrl-C or SIGTERM; spot machines get 30 s or more
+END_S = 3600.0  # maximum wait after training, as long as uploads succeed
+MAX_NAMED = 4  # number of pending files listed in a warning
 
 
 class Mirror:
-    """The threads of one run: one uploads, one renews the lease. `NoMirror` has the same methods and does nothing."""
+    """A run's upload thread and lease renewal thread. `NoMirror` has the same methods and does nothing."""
 
     def __init__(self, run: RunDir, lease: Lease, *, keep: int, keeps_best: bool) -> None:
         self.run, self.lease, self.store = run, lease, lease.store
@@ -51,16 +52,16 @@ class Mirror:
             thread.start()
 
     def nudge(self) -> None:
-        """Begins the upload of a new checkpoint. Never waits."""
+        """Triggers the upload of a new checkpoint without waiting."""
         self._wake.set()
 
     def check(self) -> None:
-        """Raises RunError: another machine took the run over, so that this one must stop."""
+        """Raises RunError if another machine took over the run; this machine must then stop."""
         if self._refusal is not None:
             raise RunError(f"{self._refusal}; what it has is in {self.run.root}")
 
     async def close(self, timeout_s: float) -> None:
-        """Uploads what is owed and gives the lease back; after `timeout_s` it logs what is still owed instead."""
+        """Uploads pending files and releases the lease. After `timeout_s` it logs the remaining files instead."""
         self._is_ending.set()
         self._wake.set()
         await call_in_thread(self._end, timeout_s)
@@ -68,7 +69,7 @@ class Mirror:
     # --- threads ------------------------------------------------------------------------------------------------------
 
     def _upload(self) -> None:
-        """Uploads until the end, or until another machine has the run. The last tries at the end are few."""
+        """Uploads until the end or until another machine takes over. The final upload has few attempts."""
         wait_s, num_last = 0.0, NUM_LAST_TRIES
         while self._refusal is None and not self._is_over.is_set() and num_last:
             if self._is_ending.is_set():
@@ -89,14 +90,14 @@ class Mirror:
                 return
 
     def _try(self, *, everything: bool) -> bool:
-        """Returns True if all that is due is in the store. Logs the first failure."""
+        """Returns True when every due file is in the store. Logs the first failure."""
         try:
             while self.uploads.send(everything=everything) and not self._is_over.is_set():
                 pass
         except RunError as error:
             self._lose(error)
             return False
-        except Exception as error:  # the boundary to the store's client; training goes on whatever it raises
+        except Exception as error:  # boundary to the store's client; training continues after any error
             self._warn(error)
             return False
         if self._is_warned:
@@ -160,7 +161,7 @@ class Mirror:
 
 
 class NoMirror:
-    """The mirror of a run without a store."""
+    """The mirror for runs without a store."""
 
     def nudge(self) -> None:
         return None
@@ -173,9 +174,10 @@ class NoMirror:
 async def mirrored(
     run: RunDir, address: str | None, *, keep: int, keeps_best: bool
 ) -> AsyncIterator[Mirror | NoMirror]:
-    """Keeps the run at `address`/<its name> while the block runs. First brings here what another machine did.
+    """Mirrors the run at `address`/<run name> while the block runs. Changes from other machines are downloaded first.
 
-    Raises RunError: another machine works on it; StorageError: the store cannot be reached; UsageError: not at all.
+    Raises RunError if another machine is using the run, StorageError if the store is unreachable, and UsageError for
+    unusable addresses.
     """
     if address is None:
         yield NoMirror()
@@ -196,7 +198,7 @@ async def mirrored(
 
 
 def open_mirror(run: RunDir, address: str, keep: int, keeps_best: bool) -> Mirror:
-    """The mirror of a run at an address, with its lease, and the run's directory as new as the store. Not started.
+    """Takes the lease, brings the run's directory up to date with the store, and returns the mirror (not started).
 
     Raises RunError, StorageError, UsageError.
     """
@@ -204,7 +206,7 @@ def open_mirror(run: RunDir, address: str, keep: int, keeps_best: bool) -> Mirro
     marker = read_marker(run.root)
     own = marker if marker is not None and marker.address == store.address else None
     last = own or Marker(address=store.address, token="", is_whole=False)
-    token = last.next_token or uuid.uuid4().hex  # that of a start which came to nothing is taken again
+    token = last.next_token or uuid.uuid4().hex  # reuse the token if an earlier start failed before taking the lease
     write_marker(run.root, msgspec.structs.replace(last, next_token=token))
     lease = take(store, token, own=last.token, begun=last.next_token)
     try:

@@ -1,16 +1,16 @@
-"""ObjectStore: the objects below one address, through fsspec; Lease: the machine that works on a run kept there.
+"""ObjectStore: objects below an address, through fsspec. Lease: the machine that currently uses a stored run.
 
     ObjectStore("s3://bucket/prefix/mine").write("checkpoints/step_0004/manifest.json", data)
     lease/000003.json   {"token": "6f1c...", "owner": "gpu-1, process 812", "until": 1790000000.0}
 
-Keys and endpoints come from the environment, as the store's own client reads them. Every call has a deadline; one that
-overruns it is left behind in its thread. A store's text of an error becomes one line without secrets. Names that a
-run could not have, such as "../x", are left out of every list.
+The store's client reads keys and endpoints from the environment. Every call has a deadline; after the deadline, the
+call is abandoned in its thread. Error messages from the store are reduced to a single line without secrets. Listings
+skip names that a run cannot use, such as "../x".
 
-The lease with the highest number holds, until its time is over. Its owner renews it by writing it again. Another
-machine takes the run over by making the next number, which the store lets only one of two machines do; the first owner
-finds that number and stops. The file .store.json in the run's directory has the token of the lease under which the
-directory was last written. So a machine that starts again detects that another one worked on the run since.
+The lease with the highest number is valid until it expires. Its owner renews it by rewriting the object. Another
+machine takes over by creating the next number, and the store lets only one machine succeed. The previous owner sees the
+new number and stops. The file .store.json in the run directory contains the token of the last lease that wrote the
+directory. From this a restarted machine detects a takeover in the meantime.
 """
 
 import errno
@@ -39,42 +39,47 @@ from art_cli.runtime.threads import start_in_thread
 log = logging.getLogger(__name__)
 Result = TypeVar("Result")
 
-CALL_S = 60.0  # longest time of a call that moves little
-MIN_RATE = 2**18  # bytes per second; a transfer may take as long as it takes at this rate
-MAX_LEFT_BEHIND = 8  # number of overrun calls that may still run; with more the store counts as down
+CALL_S = 60.0  # timeout for small calls
+MIN_RATE = 2**18  # bytes per second; minimum transfer rate before a timeout
+MAX_LEFT_BEHIND = 8  # maximum number of abandoned calls; above this the store counts as down
 MAX_NAME, MAX_PARTS = 500, 8
 _PART = re.compile(r"[A-Za-z0-9_][A-Za-z0-9 ._+@=,-]*", re.ASCII)
 S3_OPTIONS = {"config_kwargs": {"connect_timeout": 10, "read_timeout": 60, "retries": {"max_attempts": 3}}}
+LEASE_S = 120.0  # validity of a lease after renewal
+RENEW_S = LEASE_S / 4
+SKEW_S = 15.0  # tolerated clock difference between two machines
+HOME = "lease"
+_NAME = re.compile(r"lease/([0-9]{6,12})\.json", re.ASCII)
+MAX_BYTES = 10_000
 
 
 class Stored(NamedTuple):
-    """The facts of one object in a list. Example: Stored(1024, '"9dd4e461268c"')"""
+    """An object's listed properties. Example: Stored(1024, '"9dd4e461268c"')"""
 
     size: int
-    mark: str  # changes with the content: an ETag, a hash or the time of the last change
+    mark: str  # changes with the content: an ETag, hash or modification time
 
 
 def is_safe(name: str) -> bool:
-    """Returns True if a run could have a file of this name, so that it may be written below a directory."""
+    """Returns True if a run may use this file name. Only such names are written below a directory."""
     parts = name.split("/")
     return len(name) <= MAX_NAME and len(parts) <= MAX_PARTS and all(map(_PART.fullmatch, parts))
 
 
 class ObjectStore:
-    """The objects below `address`. Making it reaches no network. Any thread may call.
+    """The objects below `address`. Construction does not use the network. Thread-safe.
 
-    All methods raise StorageError: the store cannot be reached, refuses, or does not answer in time.
+    All methods raise StorageError if the store is unreachable, refuses, or does not answer in time.
     """
 
     def __init__(self, address: str) -> None:
-        """Raises UsageError: no such kind of store, or its client is not installed."""
+        """Raises UsageError for unknown stores or missing client libraries."""
         if problem := problem_of(address) or missing_client(address):
             raise UsageError(f"{shown(address)}: {problem}")
         self.address = address.rstrip("/")
         self._secrets = find_secrets(os.environ)
-        self._left_behind: dict[
-            Future[Any], str
-        ] = {}  # calls that overran their time, and the object that each changes
+        # abandoned calls and the names of the objects they change
+        self._left_behind: dict[Future[Any], str] = {}
         self._fs, self._root = self._call(_open, self.address)
 
     def __truediv__(self, name: str) -> "ObjectStore":
@@ -83,7 +88,7 @@ class ObjectStore:
     # --- reading ------------------------------------------------------------------------------------------------------
 
     def objects(self, below: str = "") -> dict[str, Stored]:
-        """Every object by its name, or those below a directory; names that no run has are left out, with a warning."""
+        """Lists all objects by name, or only objects below a directory. Unsafe names are skipped with a warning."""
         place = f"{self._root}/{below}".rstrip("/")
         found = self._call(self._fs.find, place, detail=True)
         names = {str(path)[len(self._root) + 1 :]: info for path, info in found.items()}
@@ -95,7 +100,7 @@ class ObjectStore:
         return kept
 
     def directories(self) -> list[str]:
-        """Returns the first parts of the names below the address, such as the names of runs."""
+        """Returns the first name parts below the address, for example run names."""
         try:
             found = self._call(self._fs.ls, self._root, detail=False)
         except MissingObject:
@@ -104,16 +109,17 @@ class ObjectStore:
         return sorted(name for name in names if is_safe(name))
 
     def read(self, name: str, *, limit: int) -> bytes:
-        """Returns the object's bytes. Raises MissingObject; StorageError also: it has more than `limit` bytes."""
+        """Returns an object's bytes. Raises MissingObject, and StorageError above `limit` bytes."""
         data: bytes = self._call(self._fs.cat_file, self._path(name), start=0, end=limit + 1)
         if len(data) > limit:
             raise StorageError(f"{self.address}/{name}: more than {limit} bytes")
         return data
 
     def download(self, name: str, path: Path, size: int, *, may_grow: bool = False) -> int:
-        """Writes the object to `path`, beside its place and then renamed. Returns the bytes that came.
+        """Downloads the object to `path` through a temporary file. Returns the number of bytes.
 
-        Raises OSError: the disk cannot take it; StorageError also: other than `size` came, or less where it `may_grow`.
+        Raises OSError if the disk is full, and StorageError if the size differs from `size` (`may_grow` allows larger
+        sizes).
         """
         make_directory(path.parent)
         with new_file(path) as file:
@@ -125,21 +131,22 @@ class ObjectStore:
     # --- writing ------------------------------------------------------------------------------------------------------
 
     def write(self, name: str, data: bytes) -> None:
-        """Makes or replaces the object, at once."""
+        """Creates or replaces the object atomically."""
         if self._is_local:
             self._call(_write_locally, Path(self._path(name)), data, changes=name)
         else:
             self._call(self._fs.pipe_file, self._path(name), data, changes=name)
 
     def upload(self, name: str, path: Path, size: int) -> None:
-        """Makes or replaces the object with what the file has. Raises FileNotFoundError: there is no such file."""
+        """Creates or replaces the object with the file's content. Raises FileNotFoundError if the file is missing."""
         if not path.exists():
             raise FileNotFoundError(errno.ENOENT, "no such file", str(path))
         function = _copy_locally if self._is_local else self._fs.put_file
         self._call(function, str(path), self._path(name), timeout_s=self._transfer_s(size), changes=name)
 
     def create(self, name: str, data: bytes) -> bool:
-        """Whether the object was made; False: there is one already, also if another machine made it at this moment."""
+        """Creates the object and returns True. Returns False if it exists, even if another machine created it just
+        now."""
         try:
             if self._is_local:
                 self._call(_create_locally, Path(self._path(name)), data)
@@ -150,7 +157,7 @@ class ObjectStore:
         return True
 
     def delete(self, names: Iterable[str]) -> None:
-        """Removes objects, one after the other in this order; one that is not there is no error."""
+        """Removes objects sequentially in this order. Missing objects are fine."""
         for name in names:
             try:
                 self._call(self._fs.rm_file, self._path(name), changes=name)
@@ -178,10 +185,10 @@ class ObjectStore:
         changes: str = "",
         **knobs: Any,
     ) -> Result:
-        """Returns the result of a call in another thread, which is left behind when it overruns its time.
+        """Runs a call in a thread and returns the result. Calls that time out are abandoned.
 
-        `changes`: the object that it writes or removes. A call that was left behind may still do so, and would undo
-        what a later one did; so there is none until it has ended.
+        `changes` names the object that the call writes or removes. An abandoned call may still finish and undo a later
+        call on the same object, so later calls are refused until the abandoned call ends.
         """
         timeout_s = timeout_s or CALL_S
         self._left_behind = {each: name for each, name in self._left_behind.items() if not each.done()}
@@ -213,11 +220,11 @@ class ObjectStore:
 
 
 class MissingObject(StorageError):
-    """There is no such object, or no such bucket."""
+    """The object or bucket does not exist."""
 
 
 class ObjectExists(StorageError):
-    """There is such an object already."""
+    """The object already exists."""
 
 
 def _open(address: str) -> tuple[Any, str]:
@@ -234,7 +241,7 @@ def _stored(info: dict[str, Any]) -> Stored:
 
 
 def _is_hidden(name: str) -> bool:
-    """Returns True if it is a file that another program's upload left, such as .DS_Store or a half-written file."""
+    """Returns True for files left by another program's upload, such as .DS_Store or a partial file."""
     return name.rpartition("/")[2].startswith(".") and ".." not in name.split("/")
 
 
@@ -243,7 +250,7 @@ def _copy_down(fs: Any, source: str, file: Any) -> None:
         while data := remote.read(2**23):
             try:
                 file.write(data)
-            except OSError as error:  # the error names the file, so that it is not taken for the store's disk
+            except OSError as error:  # with a file name, the error is not mistaken for a full disk at the store
                 raise OSError(error.errno, error.strerror, file.name) from error
 
 
@@ -253,7 +260,7 @@ def _write_locally(path: Path, data: bytes) -> None:
 
 
 def _create_locally(path: Path, data: bytes) -> None:
-    """Raises FileExistsError. No other process sees the file before it is whole."""
+    """Raises FileExistsError. The file becomes visible only when complete."""
     make_directory(path.parent)
     beside = path.with_name(f".{uuid.uuid4().hex}.tmp")
     try:
@@ -268,48 +275,40 @@ def _copy_locally(source: str, target: str) -> None:
         shutil.copyfileobj(file, copy, 2**23)
 
 
-LEASE_S = 120.0  # how long a lease holds after it was renewed
-RENEW_S = LEASE_S / 4
-SKEW_S = 15.0  # the clocks of two machines may differ by this much
-HOME = "lease"
-_NAME = re.compile(r"lease/([0-9]{6,12})\.json", re.ASCII)
-MAX_BYTES = 10_000
-
-
 class LeaseRecord(msgspec.Struct, kw_only=True):
-    """The object of one lease."""
+    """The object behind a lease."""
 
     schema_version: int = 1
     token: str
     owner: str
-    until: float  # seconds since the epoch; 0: given back
-    after: str = ""  # token of the lease before it; of starts that came to nothing, that of the one before them
+    until: float  # seconds since the epoch; 0 after release
+    after: str = ""  # token of the previous lease, ignoring failed starts
 
 
 class Marker(msgspec.Struct, kw_only=True):
-    """.store.json of a run's directory: the store that it is kept in, and the lease that it was last written under."""
+    """A run directory's .store.json: the store, and the lease at the latest write."""
 
     schema_version: int = 1
     address: str
-    token: str  # "": none yet
-    is_whole: bool  # False: the run is being downloaded into the directory
-    next_token: str = ""  # the lease that is about to be taken, for a process that dies in that moment
+    token: str  # "" until a lease is taken
+    is_whole: bool  # False while the run is being downloaded
+    next_token: str = ""  # token of a lease being taken, recorded in case this process dies before having the lease
 
 
 class Lease:
-    """The lease of one run, taken by `take`. Several threads may renew and confirm it."""
+    """A run's lease, acquired by `take`. Several threads may renew and confirm it."""
 
     def __init__(self, store: ObjectStore, number: int, record: LeaseRecord) -> None:
         self.store, self.number, self.record = store, number, record
 
     def renew(self) -> None:
-        """Extends the lease. Raises RunError: another machine took the run over; StorageError."""
+        """Extends the lease. Raises StorageError, and RunError if another machine took over the run."""
         self.confirm()
         self.record.until = time.time() + LEASE_S
         self._write()
 
     def confirm(self) -> None:
-        """Raises RunError: another machine took the run over; StorageError."""
+        """Raises StorageError, and RunError if another machine took over the run."""
         newest = _newest(self.store)
         if newest > self.number:
             other = _read(self.store, newest)
@@ -317,7 +316,7 @@ class Lease:
             raise RunError(f"{self.store.address}: taken over by {owner}, so this machine stops")
 
     def give_back(self) -> None:
-        """Ends the lease, so that another machine need not wait. Raises RunError, StorageError."""
+        """Ends the lease immediately for other machines. Raises RunError, StorageError."""
         self.confirm()
         self.record.until = 0.0
         self._write()
@@ -327,10 +326,10 @@ class Lease:
 
 
 def take(store: ObjectStore, token: str, *, own: str = "", begun: str = "") -> Lease:
-    """The lease of the run at `store`, under a new token. `own` was this directory's, whose process is dead; `begun`
-    was that of a start in it that came to nothing.
+    """Acquires the lease of the run at `store` under a new token. `own` is the token of this directory's previous
+    (dead) process. `begun` is the token of a failed start in this directory.
 
-    Raises RunError: another machine has it; StorageError.
+    Raises StorageError, and RunError if another machine has the lease.
     """
     newest = _newest(store)
     last = _read(store, newest) if newest else None
@@ -340,23 +339,24 @@ def take(store: ObjectStore, token: str, *, own: str = "", begun: str = "") -> L
     record = LeaseRecord(token=token, owner=_owner(), until=time.time() + LEASE_S, after=after)
     if not store.create(_name(newest + 1), msgspec.json.encode(record)):
         other = _read(store, newest + 1)
-        if other is None or other.token != token:  # else ours, whose answer was lost
+        if other is None or other.token != token:  # otherwise the store lost our answer
             raise RunError(_in_use(store, other) if other else f"{store.address}: another machine just took it")
     if (kept := _read(store, newest + 1)) is None or kept.token != record.token:
-        raise RunError(f"{store.address}: another machine took it in the same moment")  # a store without conditions
+        # the store lacks conditional writes
+        raise RunError(f"{store.address}: another machine took it in the same moment")
     store.delete(_name(number) for number in range(max(1, newest - 2), newest))
     return Lease(store, newest + 1, record)
 
 
 def holder(store: ObjectStore) -> str:
-    """Returns the machine that works on the run, and the latest end of its lease, or "". Raises StorageError."""
+    """Describes the machine using the run and its lease's latest end; "" if the run is free. Raises StorageError."""
     newest = _newest(store)
     last = _read(store, newest) if newest else None
     return _in_use(store, last) if last is not None and time.time() < last.until + SKEW_S else ""
 
 
 def read_marker(root: Path) -> Marker | None:
-    """Returns the marker of a run's directory, or None. Raises DataError if the file is damaged."""
+    """Returns a run directory's marker. Raises DataError if the file is damaged."""
     path = root / ".store.json"
     try:
         return msgspec.json.decode(path.read_bytes(), type=Marker)
@@ -383,13 +383,13 @@ def _owner() -> str:
 
 
 def _newest(store: ObjectStore) -> int:
-    """Returns the highest number of a lease; 0: there is none."""
+    """Returns the highest lease number; 0 without leases."""
     found = (_NAME.fullmatch(name) for name in store.objects(HOME))
     return max((int(match[1]) for match in found if match is not None), default=0)
 
 
 def _read(store: ObjectStore, number: int) -> LeaseRecord | None:
-    """Returns the lease, or None if it is not there or cannot be read, and is free then."""
+    """Returns the lease. Missing or unreadable leases count as free."""
     try:
         return msgspec.json.decode(store.read(_name(number), limit=MAX_BYTES), type=LeaseRecord)
     except (ValueError, RecursionError, MissingObject):

@@ -1,9 +1,9 @@
-"""Uploads: what a run's directory has and the store does not, and the order in which it goes there.
+"""Uploads: compares a run directory with the store and uploads missing files in a safe order.
 
-    what a checkpoint needs to be resumed from -> the newest checkpoint, its manifest last -> older ones -> the rest
+    files needed for resuming -> newest checkpoint (manifest last) -> older checkpoints -> other files
 
-A checkpoint counts from the moment that its manifest is there, and only its hashes make it valid. So a machine that
-dies at any moment leaves whole checkpoints, and beside them files that no reader takes.
+A checkpoint exists once its manifest is uploaded, and is valid if all hashes match. A machine that dies in the middle
+of an upload leaves complete checkpoints and some stray files that nobody reads.
 """
 
 import contextlib
@@ -26,16 +26,16 @@ from art_cli.runs.storage.object_store import ObjectStore, Stored, is_safe
 
 log = logging.getLogger(__name__)
 
-GROWING_S = 15.0  # least interval between two uploads of a file that grows
-LOGS_S = 120.0  # the same for logs, which nothing resumes from
-UPLOAD_SHARE = 0.05  # largest share of the time in which one growing file is uploaded
+GROWING_S = 15.0  # minimum seconds between uploads of a growing file
+LOGS_S = 120.0  # minimum for logs, which resuming does not need
+UPLOAD_SHARE = 0.05  # maximum share of time spent on uploading one growing file
 MAX_MANIFEST_BYTES = 16 * 2**20
 NOT_KEPT = frozenset({"logs/lock"})
 CHECKPOINTS = "checkpoints"
 
 
 class _State(NamedTuple):
-    """Identity of a file's content, to compare with an earlier one."""
+    """Identifies a file's content for comparison."""
 
     size: int
     changed: int  # nanoseconds
@@ -55,10 +55,10 @@ class _Sent(NamedTuple):
 
 
 class Uploads:
-    """The parts of one run that are in the store. One thread uses it.
+    """Tracks the uploaded parts of a run. Used by a single thread.
 
-    `confirm` is called before files go up and before a checkpoint becomes whole; it raises if another machine has the
-    run.
+    `confirm` is called before uploading files and before completing a checkpoint. It raises if another machine took
+    over.
     """
 
     def __init__(
@@ -67,16 +67,16 @@ class Uploads:
         self.run, self.store, self._confirm = run, store, confirm
         self._keep, self._keeps_best = keep, keeps_best
         self._sent: dict[str, _Sent] = {}
-        self._whole: dict[int, str] = {}  # step -> sha256 of the manifest that is in the store
-        self._refused: dict[int, str] = {}  # step -> the same of a checkpoint here that lacks a file
-        self._is_untidy = True  # checkpoints may be there that are not to be kept, also parts of one
+        self._whole: dict[int, str] = {}  # step -> sha256 of the manifest in the store
+        self._refused: dict[int, str] = {}  # step -> manifest sha256 of a local checkpoint with missing files
+        self._is_untidy = True  # the store may contain unwanted or partial checkpoints
         self.num_bytes = 0  # bytes uploaded so far
 
     def look(self) -> None:
-        """Reads what is in the store already. Raises StorageError."""
+        """Reads the store's current content. Raises StorageError."""
         there = self.store.objects()
         for name, _, state in self._files():
-            # Files of steps only grow, and bases never change; so one of the same size is the same.
+            # Files in step directories only grow and base files never change, so equal size means equal content.
             if "/" in name and name in there and there[name].size == state.size:
                 self._sent[name] = _Sent(state, 0.0, 0.0)
         for step in steps_of(there):
@@ -84,20 +84,20 @@ class Uploads:
             self._whole[step] = hashlib.sha256(data).hexdigest()
 
     def send(self, *, everything: bool) -> bool:
-        """Uploads what is owed of files, and one checkpoint; `everything`: also growing files that just went up.
+        """Uploads pending files and one checkpoint. `everything` includes growing files uploaded recently.
 
-        Returns whether another checkpoint is owed. Raises StorageError; RunError: another machine has the run.
+        Returns True if more checkpoints are pending. Raises StorageError, and RunError if another machine took over.
         """
         newest = max(self.run.checkpoint_steps(), default=None)
-        if newest is None:  # a run that never began leaves nothing
+        if newest is None:  # a run that never started has nothing to keep
             return False
         files, now = self._changed(), time.monotonic()
-        if files or self._unsent():  # a machine that slept may have been overtaken
+        if files or self._unsent():  # another machine may have taken over while this machine was asleep
             self._confirm()
         needed = [file for file in files if _is_needed(file.name, newest)]
         for file in needed:
             self._send_file(file)
-        # One that is newer by now has to wait for the files of its own step.
+        # A newer checkpoint must wait until the files of its step are uploaded.
         if owed := [step for step in self._unsent() if step <= newest]:
             self._send_checkpoint(owed[0])
             self._is_untidy = True
@@ -110,7 +110,7 @@ class Uploads:
         return bool(self._unsent())
 
     def owed(self) -> list[str]:
-        """Returns what is not in the store: checkpoints, then files."""
+        """Returns pending checkpoints and files."""
         checkpoints = [checkpoint_home(step) for step in self._unsent()]
         files = [file.name for file in self._changed() if not file.name.startswith("logs/")]
         return checkpoints + files if self.run.checkpoint_steps() else []
@@ -118,7 +118,7 @@ class Uploads:
     # --- files --------------------------------------------------------------------------------------------------------
 
     def _files(self) -> Iterator[_File]:
-        """Yields every file of the run that is kept, but those of checkpoints."""
+        """Yields every mirrored file outside checkpoints."""
         for place, directories, names in os.walk(self.run.root):
             inside = os.path.relpath(place, self.run.root)
             prefix = "" if inside == "." else f"{inside}/"
@@ -129,7 +129,7 @@ class Uploads:
             )
             for name in sorted(names):
                 if is_safe(prefix + name) and prefix + name not in NOT_KEPT:
-                    with contextlib.suppress(OSError):  # it was replaced or removed
+                    with contextlib.suppress(OSError):  # the file was replaced or removed
                         path = Path(place, name)
                         status = path.lstat()
                         if path.is_file() and not path.is_symlink():
@@ -137,7 +137,7 @@ class Uploads:
                             yield _File(prefix + name, path, state)
 
     def _changed(self) -> list[_File]:
-        """Returns the files whose content is not in the store, in the order of their steps."""
+        """Returns files whose current content is not yet uploaded, ordered by step."""
         return [file for file in self._files() if self._sent.get(file.name, (None,))[0] != file.state]
 
     def _is_due(self, name: str, now: float) -> bool:
@@ -151,7 +151,7 @@ class Uploads:
         begin = time.monotonic()
         try:
             self.store.upload(file.name, file.path, file.state.size)
-        except FileNotFoundError:  # it was removed meanwhile
+        except FileNotFoundError:  # the file was removed meanwhile
             return
         self.num_bytes += file.state.size
         self._sent[file.name] = _Sent(file.state, time.monotonic(), time.monotonic() - begin)
@@ -159,7 +159,7 @@ class Uploads:
     # --- checkpoints --------------------------------------------------------------------------------------------------
 
     def _unsent(self) -> list[int]:
-        """Returns the steps whose checkpoint here is to be kept and is not the one in the store, the newest first."""
+        """Returns the steps of pending checkpoints, newest first. Superseded checkpoints are not uploaded."""
         steps = self.run.checkpoint_steps()
         unwanted = superseded(self.run, {*steps, *self._whole}, keep=self._keep, keeps_best=self._keeps_best)
         wanted = (step for step in steps[::-1] if step not in unwanted)
@@ -167,23 +167,23 @@ class Uploads:
         return [step for step in wanted if self._digest(step) not in known[step]]
 
     def _digest(self, step: int) -> str:
-        """sha256 of the manifest of the checkpoint here; "": it was removed."""
+        """Returns the sha256 of the local checkpoint's manifest; "" after removal."""
         try:
             return hashlib.sha256((self.run.checkpoint_path(step) / MANIFEST).read_bytes()).hexdigest()
         except OSError:
             return ""
 
     def _send_checkpoint(self, step: int) -> None:
-        """Makes the checkpoint whole in the store, unless training removed it before it could be held.
+        """Uploads a complete checkpoint. Does nothing if training already removed it.
 
-        One that lacks a file is refused with a warning, so that the others go up.
+        A checkpoint with a missing file is refused with a warning, and other checkpoints are still uploaded.
         """
         home = checkpoint_home(step)
         try:
             with self._held(step) as held:
                 data = (held / MANIFEST).read_bytes()
                 sizes = {name: (held / name).stat().st_size for name in msgspec.json.decode(data, type=Manifest).files}
-                if step in self._whole:  # another content under this name: first it ends to be whole
+                if step in self._whole:  # replacing different content: invalidate the old checkpoint first
                     self.store.delete([f"{home}/{MANIFEST}"])
                     del self._whole[step]
                 for name, size in sizes.items():
@@ -200,13 +200,14 @@ class Uploads:
 
     @contextlib.contextmanager
     def _held(self, step: int) -> Iterator[Path]:
-        """Yields a directory with links to the checkpoint's files, so that training may remove the checkpoint."""
+        """Yields a directory of hard links to the checkpoint, so training may remove the checkpoint during the
+        upload."""
         there, held = self.run.checkpoint_path(step), self.run.checkpoints / f".step_{step:04d}.upload.tmp"
         try:
             remove(held)
             try:
                 shutil.copytree(there, held, copy_function=os.link)
-            except (OSError, shutil.Error):  # it was removed, or the file system has no links
+            except (OSError, shutil.Error):  # the checkpoint was removed, or the file system lacks hard links
                 yield there
                 return
             yield held
@@ -214,7 +215,7 @@ class Uploads:
             shutil.rmtree(held, ignore_errors=True)
 
     def _prune(self) -> None:
-        """Removes the checkpoints that training would not keep, and what uploads of dead machines left."""
+        """Removes checkpoints that training would not keep, and partial uploads from dead machines."""
         unwanted = superseded(self.run, self._whole, keep=self._keep, keeps_best=self._keeps_best)
         there = self.store.objects(CHECKPOINTS)
         kept = self._whole.keys() - unwanted
@@ -225,25 +226,25 @@ class Uploads:
 
 
 def steps_of(there: Mapping[str, Stored]) -> list[int]:
-    """Returns the steps whose checkpoint has a manifest in the store, ascending."""
+    """Returns the steps with a checkpoint manifest in the store, ascending."""
     steps = {_step_of(name) for name in there if name.endswith(f"/{MANIFEST}") and name.count("/") == 2}
     return sorted(step for step in steps if step is not None and f"{checkpoint_home(step)}/{MANIFEST}" in there)
 
 
 def checkpoint_home(step: int) -> str:
-    """Returns the directory of a checkpoint in the store."""
+    """Returns a checkpoint's directory name in the store."""
     return f"{CHECKPOINTS}/step_{step:04d}"
 
 
 def _step_of(name: str) -> int | None:
-    """Returns the step of an object of a checkpoint, or None for any other object."""
+    """Returns the checkpoint step of an object name; None for other objects."""
     parts = name.split("/")
     match = STEP_NAME.fullmatch(parts[1]) if parts[0] == CHECKPOINTS and len(parts) > 2 else None
     return int(match[1]) if match is not None else None
 
 
 def _is_needed(name: str, newest: int) -> bool:
-    """Returns True if a run that goes on from its newest checkpoint may read this file."""
+    """Returns True if resuming from the newest checkpoint may need this file."""
     first = name.partition("/")[0]
     match = STEP_NAME.fullmatch(first)
     return int(match[1]) < newest if match is not None else first != "logs"
