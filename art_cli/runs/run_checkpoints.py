@@ -112,8 +112,8 @@ class Listed(NamedTuple):
 def find(path: Path, *, which: Which = "offered") -> Found | None:
     """Returns the checkpoint or base model at `path`. A missing directory gives None; it may be a hub id.
 
-       RUN/step_4 names a checkpoint of a run. `which` selects a run's checkpoint. Raises CheckpointError if nothing usable
-    the checkpoint does not verify, and UsageError if `which` is set but the path is not a run.
+    RUN/step_4 names a checkpoint of a run. `which` selects a run's checkpoint. Raises CheckpointError for unusable or
+    invalid checkpoints, and UsageError if `which` is set but the path is not a run.
     """
     path = in_run(path)
     if not path.is_dir():
@@ -309,8 +309,8 @@ def find_digest(root: Path, digest: str) -> list[tuple[Path, int]]:
 def prune(run: RunDir, *, keep: int | None) -> list[Listed]:
     """Removes invalid checkpoints and those selected by `to_remove`. Returns the removed checkpoints.
 
-        `keep` defaults to the run's configured number. Raises RunError if a training process holds the run, or if no
-    .
+    `keep` defaults to the run's configured number. Raises RunError and removes nothing if a training process holds the
+    run's lock or all checkpoints are invalid.
     """
     if keep is None:
         keep = int(run_config(run).get("train", {}).get("keep_checkpoints", KEEP))

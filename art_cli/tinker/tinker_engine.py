@@ -1,9 +1,9 @@
-"""TinkerEngine: samples from the policy on a server of the Tinker protocol. Tokens go there and tokens come back.
+"""TinkerEngine: samples from a policy on a Tinker server. Token ids are sent and token ids come back.
 
     Request -> our own chat template -> tokens -> the server samples -> tokens, logprobs -> our own parser -> Reply
 
-So the prompt is the one that every other engine would send, and what is trained on is what was sampled. The server
-reports logprobs of the policy itself, at temperature 1 and with nothing cut, whatever it sampled with.
+All engines therefore send identical prompts, and training uses exactly the sampled tokens. The server reports the
+policy's own logprobs at temperature 1 without top_p or top_k, regardless of the sampling settings.
 """
 
 import asyncio
@@ -36,7 +36,7 @@ from art_cli.tinker.client.remote_server import RemoteSession, find_server
 
 
 class TinkerEngine:
-    """Engine and Backend in one. Before the first `load` it samples from the base model."""
+    """Engine and Backend. Samples from the base model until `load` is called."""
 
     def __init__(self, config: TinkerEngineConfig, policy: PolicySpec, *, name: str, step: int = 0) -> None:
         """Raises RemoteError if the key of the server is missing."""
@@ -46,7 +46,7 @@ class TinkerEngine:
         self._connection: RemoteSession | None = None
         self._vocabulary: Vocabulary | None = None
         self._stop_ids: list[int] = []
-        self._sampler: Any = None  # the SDK's sampling client; None before the first sample
+        self._sampler: Any = None  # the SDK's sampling client, created on demand
         self._making = asyncio.Lock()
         self._reader = RequestReader()
         self._is_lost, self._loss = asyncio.Event(), ""
@@ -63,7 +63,7 @@ class TinkerEngine:
     # --- Engine -------------------------------------------------------------------------------------------------------
 
     async def start(self) -> None:
-        """Raises EngineError if the server cannot be reached, or has no such base model."""
+        """Raises EngineError if the server is unreachable or lacks the base model."""
         assert self._connection is None, "started twice"
         with _as_engine_error():
             self._connection = await call_in_thread(self._open)
@@ -81,7 +81,7 @@ class TinkerEngine:
         return tokenizer
 
     async def load(self, checkpoint: Path, step: int) -> None:
-        """Raises CheckpointError if its weights are not on a server; EngineError if the server does not have them."""
+        """Raises CheckpointError if the weights are not on a server, and EngineError if the server lost them."""
         remote, connection = await call_in_thread(read_remote, checkpoint), self._opened()
         with _as_engine_error():
             sampler = await call_in_thread(lambda: connection.sampler(path=remote.sampler))
@@ -94,7 +94,7 @@ class TinkerEngine:
             prompt = connection.types.ModelInput.from_ints(token_ids)
             sampler = await self._present_sampler()
             found = await connection.wait_async(sampler.compute_logprobs(prompt), "the probe's logprobs")
-        values = list(found or ())[1 - len(token_ids) :]  # the first token has none, or no place at all as with SkyRL
+        values = list(found or ())[1 - len(token_ids) :]  # the initial token has no logprob; SkyRL omits it
         if len(values) != len(token_ids) - 1 or not all(isinstance(each, float) for each in values):
             raise EngineError(f"{self._server.url}: it gave no logprob for each token of the probe")
         return values
@@ -104,10 +104,10 @@ class TinkerEngine:
         return self._policy.max_length * self._vocabulary.longest
 
     async def sleep(self) -> None:
-        """Does nothing, because the memory is the server's."""
+        """Does nothing, because the server owns the memory."""
 
     async def wake(self) -> None:
-        """Does nothing, because it never sleeps."""
+        """Does nothing, because the engine never sleeps."""
 
     async def watch(self) -> NoReturn:
         await self._is_lost.wait()
@@ -163,7 +163,7 @@ class TinkerEngine:
         )
 
     async def stream(self, request: Request) -> AsyncIterator[Chunk]:
-        """Yields the whole reply, a chunk for each choice, because the protocol does not stream."""
+        """Yields the whole reply, one chunk per choice, because the protocol does not stream."""
         reply = await self.reply(request)
         for choice in reply.choices:
             yield Chunk(
@@ -178,9 +178,9 @@ class TinkerEngine:
             )
 
     async def _sample(self, prompt: Prompt, sampling: Sampling) -> tuple[int, list[Any]]:
-        """Returns the step of the policy that sampled, and the SDK's sequences.
+        """Returns the policy step and the SDK's sampled sequences.
 
-        Raises ChatError if the server refuses the request, or is gone.
+        Raises ChatError if the server is lost or refuses the request.
         """
         try:
             connection, sampler, step = self._opened(), await self._present_sampler(), self.endpoint.step
@@ -208,7 +208,7 @@ class TinkerEngine:
         return step, list(answer.sequences)
 
     def _stops(self, sampling: Sampling) -> list[int] | list[str]:
-        """Returns the ends of a reply: token ids. With stop strings all as text, as a request takes one kind only."""
+        """Returns stop token ids. If there are stop strings, returns text, because a request accepts only one kind."""
         ids = [*self._stop_ids, *(id for id in sampling.stop_ids if id not in self._stop_ids)]
         if not sampling.stop:
             return ids
@@ -216,7 +216,7 @@ class TinkerEngine:
         return [*sampling.stop, *self._vocabulary.tokenizer.convert_ids_to_tokens(ids)]
 
     def _piece(self, sequence: Any, sampling: Sampling, step: int) -> Piece:
-        """Returns a sequence of the server, checked."""
+        """Validates a sequence from the server."""
         ids, raw = [int(id) for id in sequence.tokens], sequence.logprobs
         if raw is None or len(raw) != len(ids) or not all(math.isfinite(value) for value in raw):
             raise self._broken("no finite logprob for each sampled token")
@@ -231,7 +231,7 @@ class TinkerEngine:
 
 
 class _as_engine_error:
-    """A RemoteError inside becomes an EngineError."""
+    """Turns a RemoteError inside the block into an EngineError."""
 
     def __enter__(self) -> None:
         pass
@@ -242,7 +242,7 @@ class _as_engine_error:
 
 
 def _refuse(request: Request) -> None:
-    """Raises ChatError 400 for what the protocol cannot do."""
+    """Raises ChatError 400 for unsupported request options."""
     if demands_format(request):
         raise invalid(
             "response_format, tool_choice: engine 'tinker' cannot enforce a format; the protocol has no grammars"
@@ -260,6 +260,6 @@ def _choice(vocabulary: Vocabulary, request: Request, prompt: Prompt, index: int
     writer = ChoiceWriter(vocabulary, request, prompt, index)
     choice = writer.write(piece)
     choice.text, choice.message = writer.text, writer.message
-    # The logprobs are those of temperature 1; the distribution that was sampled from at another one is not known here.
+    # The server reports logprobs at temperature 1, so at other temperatures the sampling distribution is unknown.
     choice.is_masked = request.sampling.temperature not in (0.0, 1.0)
     return choice

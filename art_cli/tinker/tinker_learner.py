@@ -1,15 +1,15 @@
-"""TinkerLearner: the Learner whose weights are on a server of the Tinker protocol.
+"""TinkerLearner: the Learner with weights on a Tinker server.
 
-    groups -> samples, as every learner makes them -> each token's numbers -> forward_backward, optim_step on the server
+    groups -> samples, built like in other learners -> numbers per token -> forward_backward, optim_step on the server
 
-Credit, masks, means, the schedule and the clip are computed here, and the server's loss is a sum (tinker_losses.py).
-The torch learner's step is the same step. A checkpoint directory holds the server's paths of what it saved
-(remote.json).
+Credit, masks, means, the schedule and gradient clipping are computed here. The server's loss is a plain sum
+(tinker_losses.py), and a step equals the torch learner's step. A checkpoint directory contains the server's paths to
+the saved weights (remote.json).
 
-Nothing is applied twice (tinker_trainer.py). After a failure in a step the weights are those of the last checkpoint.
+No update is applied twice (tinker_trainer.py). After a failed step, the weights are reset to the last checkpoint.
 
-RemoteSft is a supervised warm-up there, by the server's cross_entropy, which any such server has. Weights and optimizer
-are the server's; `sft/` in a checkpoint directory holds the sums and the path of what is kept.
+RemoteSft is supervised warm-up with the server's cross_entropy, available on every Tinker server. Weights and optimizer
+stay on the server; `sft/` in a checkpoint directory contains the running sums and the path of the saved weights.
 """
 
 import contextlib
@@ -48,21 +48,21 @@ from art_cli.tinker.tinker_trainer import SHARES, RemoteTrainer, logprobs_of
 
 log = logging.getLogger(__name__)
 
-# Number of optimizer steps that are sent before the first of them is answered, so that the server never waits for us.
+# Number of optimizer steps sent ahead of the server's answers, to keep the server busy.
 AHEAD = 2
 
 
 class _Update(NamedTuple):
-    """One optimizer step to come."""
+    """An upcoming optimizer step."""
 
     samples: list[WeightedSample]
-    # its passes, the same in every epoch: samples, their data, the server's loss; empty if the loss takes two passes,
-    # because the numbers of the second follow from the first
+    # Passes, identical in each epoch: samples, data, server loss. Empty if the loss takes two passes, because the
+    # second pass depends on results of the first.
     requests: list[tuple[list[WeightedSample], list[Any], str]] = []
 
 
 class _Sent(NamedTuple):
-    """One optimizer step on its way: its samples, and its passes with the samples of each."""
+    """An optimizer step in flight: its samples, and each pass with its samples."""
 
     samples: list[WeightedSample]
     passes: list[tuple[list[WeightedSample], Any]]
@@ -70,8 +70,8 @@ class _Sent(NamedTuple):
 
 class _Applied(NamedTuple):
     sent: _Sent
-    limit: float  # norm that its gradient is clipped to
-    future: Any  # its update's
+    limit: float  # gradient clipping norm
+    future: Any  # future of the weight update
 
 
 class _SentSft(NamedTuple):
@@ -81,7 +81,7 @@ class _SentSft(NamedTuple):
 
 
 class RemoteSft(Sft):
-    ahead = 3  # small updates need more than large ones, so that the server never waits
+    ahead = 3  # small updates need a deeper queue to keep the server busy
 
     def __init__(
         self,
@@ -94,7 +94,7 @@ class RemoteSft(Sft):
         tokenizer: Any,
         limits: Mapping[str, Any],
     ) -> None:
-        """`limits` are max_length, vocabulary and stops. Raises LearnerError if there is no example, or a bad one."""
+        """`limits` are max_length, vocabulary and stops. Raises LearnerError for missing or invalid examples."""
         given = [_samples(each, tokenizer, f"demo {number}", limits) for number, each in enumerate(examples, 1)]
         held_out = [
             sample
@@ -106,7 +106,7 @@ class RemoteSft(Sft):
         self.settings = warm_up_settings(config, self.batches.num_updates)
 
     def _begin(self) -> None:
-        """Begins with a new optimizer, if the weights were trained before."""
+        """Resets the optimizer if the weights were trained before."""
         if self.trainer.saved is not None:
             self.trainer.restart_from(self.trainer.saved.state)
 
@@ -142,7 +142,7 @@ class RemoteSft(Sft):
 
 
 def _samples(example: dict[str, Any], tokenizer: Any, name: str, limits: Mapping[str, Any]) -> list[Sample]:
-    """Raises LearnerError if the example cannot be trained on."""
+    """Raises LearnerError if the example is unusable for training."""
     samples = example_samples(example, tokenizer, name=name, **limits)
     for sample in samples:
         if (sample.temperatures != 1).any():
@@ -154,12 +154,12 @@ def _samples(example: dict[str, Any], tokenizer: Any, name: str, limits: Mapping
 
 
 class TinkerLearner(Learner):
-    """The Learner of `learner: tinker`. Failures raise RemoteError too."""
+    """The Learner for `learner: tinker`. Failures may also raise RemoteError."""
 
     def __init__(
         self, policy: PolicySpec, setup: LearnerSetup, *, engine: TinkerEngineConfig, lora: LoraConfig | None
     ) -> None:
-        """Raises RemoteError if the key of the server is missing."""
+        """Raises RemoteError if the server's key is missing."""
         train, loss = setup.train, setup.loss
         assert not isinstance(loss, AlgorithmConfig), (
             "a server computes no loss of a user; the configuration was checked"
@@ -169,8 +169,8 @@ class TinkerLearner(Learner):
         self.server_loss = server_loss(loss)
         self.trainer = RemoteTrainer(engine, lora, base=policy.base, seed=train.seed)
         self.warm_up: RemoteSft | None = None  # set between begin_sft and end_sft
-        self._is_shared = False  # whether the next checkpoint is a warm-up's result, which other runs may go on from
-        self._learned: list[LearnedTrajectory] = []  # lines of the last step, until they are written
+        self._is_shared = False  # the next checkpoint is a warm-up result that other runs may start from
+        self._learned: list[LearnedTrajectory] = []  # records of the last step, until written
         if lora is not None and "alpha" in lora.model_fields_set:
             log.warning(
                 "model.lora.alpha: the server sets the scale of an adapter, so that it has no effect here; "
@@ -178,10 +178,10 @@ class TinkerLearner(Learner):
             )
 
     def step(self, groups: Sequence[Sequence[ScoredTrajectory]], *, progress: Progress | None = None) -> StepMetrics:
-        """Takes one policy step. After any failure the weights are those of the last checkpoint.
+        """Takes a policy step. After any failure the weights are reset to the last checkpoint.
 
-        Raises LearnerError if the server cannot train on some tokens; DriftError if engine and learner hold different
-        weights.
+        Raises LearnerError if the server cannot train on some tokens, and DriftError if engine and learner have
+        different weights.
         """
         metrics, self._learned = take_step(
             groups, self, algorithm=self.algorithm, loss=self.loss, train=self.train_config, progress=progress
@@ -196,12 +196,12 @@ class TinkerLearner(Learner):
 
     @property
     def ahead(self) -> int:
-        return AHEAD if self.train_config.clip_to_history is None else 1  # the clip needs the norms of the steps before
+        return AHEAD if self.train_config.clip_to_history is None else 1  # clipping needs the norms of previous steps
 
     @contextlib.contextmanager
     def taking(self, plan: PlannedStep) -> Iterator[float]:
         _check_temperatures(plan)
-        assert self.trainer.client is not None  # a saved one has the number of steps taken
+        assert self.trainer.client is not None  # a saved client restores the number of steps
         try:
             yield self._rate
         except BaseException:
@@ -240,7 +240,7 @@ class TinkerLearner(Learner):
 
     def backward(self, update: _Update, at: Pass) -> _Sent:
         sent = self._send(update)
-        if at.number == 0:  # its gradient is applied after its logprobs were compared with the engine's
+        if at.number == 0:  # compare with the engine's logprobs before applying the gradient
             for each, new in zip(sent.samples, self._logprobs(sent), strict=True):
                 sample = each.sample
                 if sample.trajectory_id not in at.statistics.replayed:
@@ -273,7 +273,7 @@ class TinkerLearner(Learner):
         return statistics, record
 
     def _add_numbers(self, samples: Sequence[WeightedSample], logprobs: Sequence[Floats], at: Pass) -> None:
-        """Adds an optimizer step's losses, computed from the logprobs of the server's answers."""
+        """Adds an optimizer step's losses, computed from the server's logprobs."""
         total = 0.0
         for each, new in zip(samples, logprobs, strict=True):
             inside, is_imitated, lost = each.in_policy, ~np.isnan(each.imitation), 0.0
@@ -290,14 +290,14 @@ class TinkerLearner(Learner):
         at.statistics.losses.append(total)
 
     def _numbers_of(self, each: WeightedSample) -> dict[str, Floats]:
-        """Returns the numbers of the sample's tokens in policy, with the share apart where the server takes it."""
+        """Returns the values for a sample's policy tokens. The share is separate if the server supports it."""
         if not self.trainer.takes_shares:
             return {"advantages": each.advantages, "logprobs": each.old}
         shares = np.full(len(each.old), each.share)
         return {"advantages": each.sample.advantages, "logprobs": each.old, SHARES: shares}
 
     def _send(self, update: _Update) -> _Sent:
-        """Has the server add up the update's gradient."""
+        """Makes the server accumulate the update's gradient."""
         if self.server_loss.name is None:
             new = self.trainer.forward([each.sample for each in update.samples])
             return _Sent(update.samples, [(update.samples, self._send_slopes(update.samples, new))])
@@ -309,7 +309,7 @@ class TinkerLearner(Learner):
         return _Sent(update.samples, passes)
 
     def _send_slopes(self, update: list[WeightedSample], new: list[Floats]) -> Any:
-        """Sends the second of two passes: the slope of the loss by each logprob, as a weight of cross_entropy."""
+        """Sends the second of two passes: loss derivatives by logprob, as cross_entropy weights."""
         data = []
         for each, logprobs in zip(update, new, strict=True):
             weights, inside = np.nan_to_num(each.imitation), each.in_policy
@@ -320,7 +320,7 @@ class TinkerLearner(Learner):
         return self.trainer.client.forward_backward(data, "cross_entropy")
 
     def _logprobs(self, sent: _Sent) -> list[Floats]:
-        """Returns [N] the logprobs of each sample's targets at the weights that the gradient was computed with."""
+        """Returns [N] logprobs of each sample's targets, computed with the weights used for the gradient."""
         by_sample: dict[int, Floats] = {}
         for part, future in sent.passes:
             answer = self.trainer.wait(future, "forward_backward")
@@ -331,7 +331,7 @@ class TinkerLearner(Learner):
     # --- the warm-up --------------------------------------------------------------------------------------------------
 
     def begin_sft(self, examples: Sequence[dict[str, Any]], evaluated: Sequence[dict[str, Any]] = ()) -> int:
-        """Returns the number of optimizer steps. Raises LearnerError if there is no example, or a bad one."""
+        """Returns the number of optimizer steps. Raises LearnerError for missing or invalid examples."""
         assert self.sft_config is not None, "sft needs an sft section"
         tokenizer = load_tokenizer(self.policy.base)
         if self.policy.chat_template is not None:
@@ -368,7 +368,8 @@ class TinkerLearner(Learner):
     # --- other methods of the protocol --------------------------------------------------------------------------------
 
     def score(self, token_ids: Sequence[int], *, temperature: float = 1.0) -> list[float]:
-        """Returns [L - 1] logprobs in nats of each token after the first. Raises LearnerError at temperatures but 1."""
+        """Returns [L - 1] logprobs in nats for every token after the initial one. Raises LearnerError unless
+        temperature is 0 or 1."""
         if temperature not in (0.0, 1.0):
             raise LearnerError(f"a server of the Tinker protocol has no logprobs at temperature {temperature:g}")
         ids = np.asarray(token_ids, dtype=np.int64)
@@ -378,37 +379,38 @@ class TinkerLearner(Learner):
         return [float(value) for value in found]
 
     def measure(self, before: Probe | None = None) -> Probe:
-        """Returns a probe of random tokens, without a measured rounding: the protocol only scores."""
+        """Returns a probe with random tokens. It has no measured rounding, because the protocol only scores."""
         tokens = make_probe(self.policy.vocabulary) if before is None else before.tokens
         return Probe(tokens=tokens, logprobs=self.score(tokens))
 
     def save(self, directory: Path) -> None:
-        """Has the server save state and sampler weights, and writes their paths."""
+        """Saves the state and sampler weights on the server, and writes their paths."""
         write_remote(directory, self.trainer.save())
         if self.warm_up is not None:
             self.warm_up.save(directory)
-        if not self._is_shared:  # other runs go on from a finished warm-up, and none may unload this run's adapter
+        if not self._is_shared:  # other runs may start from a finished warm-up and must not unload this run's adapter
             self.trainer.lease(directory.parent)
         self._is_shared = False
         if self.policy.chat_template is not None:
             (directory / TEMPLATE_FILE).write_text(self.policy.chat_template, encoding="utf-8")
 
     def load(self, directory: Path) -> None:
-        """Continues from what `save` wrote, also on another machine. Raises CheckpointError if the file is missing."""
+        """Continues from a saved checkpoint, even on another machine. Raises CheckpointError if remote.json is
+        missing."""
         self._is_shared = False
         self.trainer.drop()
         saved = read_remote(directory)
-        if is_locked_here(directory.parent.parent):  # else the run may go on in another process, with that adapter
+        if is_locked_here(directory.parent.parent):  # otherwise another process may be using this adapter
             self.trainer.end_lease(directory.parent)
         self.trainer.go_on_from(saved)
         if self.warm_up is not None and (directory / SFT_DIRECTORY).is_dir():
             self.warm_up.load(directory)
 
     def start(self) -> None:
-        """Does nothing, because the server runs."""
+        """Does nothing, because the server is already running."""
 
     def check(self) -> None:
-        """Does nothing, because a wait for the server ends by itself when the server is gone."""
+        """Does nothing, because waiting for a lost server ends by itself."""
 
     def close(self) -> None:
         self.trainer.close()

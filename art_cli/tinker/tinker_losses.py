@@ -1,10 +1,10 @@
-"""Losses that a server of the Tinker protocol computes, and the numbers of each token for them. Numpy only.
+"""Losses computed by a Tinker server, and the required numbers per token. Numpy only.
 
-A server's loss is the sum over tokens of a value that each token's numbers give. So credit, masks and the share of a
-token in the mean are one number, which is sent as its advantage. All clipped objectives with a ratio of one
-token are the server's `ppo` or `cispo` then. An objective with one ratio for a whole sample takes two passes: the first
-gives the logprobs, from which the slope of the loss by each logprob follows, and the second sends that slope as the
-weight of `cross_entropy`, whose gradient is the same.
+A server's loss is a sum of per-token values. We multiply credit, mask and mean share into a single number per token and
+send it as the advantage. Clipped objectives with per-token ratios then map to the server's `ppo` or `cispo`. An
+objective with a per-sample ratio takes two passes. The first pass returns logprobs, which determine the derivative of
+the loss with respect to each logprob. The second pass sends these derivatives as `cross_entropy` weights; its gradient
+is identical.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,26 +20,26 @@ from art_cli.learners.step.step_samples import count
 
 
 class TokenValues(NamedTuple):
-    """The values of an objective for N tokens of one sample."""
+    """Objective values for N tokens of a sample."""
 
-    values: Floats  # [N] to be minimised
-    slopes: Floats  # [N] the derivative of their sum by each logprob
-    is_clipped: Floats  # [N] 1 where the clip holds the gradient back, else 0
+    values: Floats  # [N] values to minimize
+    slopes: Floats  # [N] derivatives of the summed values with respect to each logprob
+    is_clipped: Floats  # [N] 1 where clipping blocks the gradient, else 0
 
 
 class ServerLoss(NamedTuple):
-    """The server's form of an objective. Example: ServerLoss("ppo", {"clip_low_threshold": 0.8, ...}, ...)"""
+    """An objective in the server's terms. Example: ServerLoss("ppo", {"clip_low_threshold": 0.8, ...}, ...)"""
 
-    name: str | None  # the server's loss, or None for two passes, because the ratio is a whole sample's
+    name: str | None  # the server's loss; None for two passes (per-sample ratio)
     settings: dict[str, float]
-    values: Callable[[Floats, Floats, Floats], TokenValues]  # (new, old, advantages) of one sample's tokens
+    values: Callable[[Floats, Floats, Floats], TokenValues]  # (new, old, advantages) for a sample's tokens
 
 
 def server_loss(config: loss_config.LossConfig) -> ServerLoss:
-    """Returns the server's form of a preset's objective. Presets without one are refused before (config/checks.py)."""
+    """Returns a preset's objective in the server's terms. config/checks.py refuses other presets earlier."""
     low = high = getattr(config, "clip", 0.2)
     high = getattr(config, "clip_high", high)
-    low = min(low, 1.0)  # a ratio is never negative, so a lower bound below 0 is none
+    low = min(low, 1.0)  # ratios are never negative, so a lower bound below 0 has no effect
     settings = {"clip_low_threshold": 1 - low, "clip_high_threshold": 1 + high}
     if isinstance(config, loss_config.CispoConfig):
         return ServerLoss("cispo", settings, lambda new, old, a: _cispo(new, old, a, low, high))
@@ -51,7 +51,7 @@ def server_loss(config: loss_config.LossConfig) -> ServerLoss:
 
 
 def _clipped(ratio: Floats, advantages: Floats, low: float, high: float) -> TokenValues:
-    """Returns -min(r A, clip(r) A), equation 7 of PPO, as `clipped_surrogate` of algorithms/objectives.py does."""
+    """Returns -min(r A, clip(r) A), equation 7 of PPO, like `clipped_surrogate` in algorithms/objectives.py."""
     bounded = np.clip(ratio, 1 - low, 1 + high)
     is_clipped = ((ratio > 1 + high) & (advantages > 0)) | ((ratio < 1 - low) & (advantages < 0))
     slopes = np.where(is_clipped, 0.0, -ratio * advantages)
@@ -62,14 +62,14 @@ def _clipped(ratio: Floats, advantages: Floats, low: float, high: float) -> Toke
 def _whole(
     new: Floats, old: Floats, advantages: Floats, low: float, high: float, of_sample: Callable[[Floats], float]
 ) -> TokenValues:
-    """Returns the same as `_clipped`, with one ratio exp(sum or mean of the tokens' new - old) for all of them."""
+    """Like `_clipped`, with a single ratio exp(sum or mean of new - old) for all tokens."""
     found = _clipped(np.full(len(new), np.exp(of_sample(new - old))), advantages, low, high)
     each = 1.0 / len(new) if of_sample is np.mean else 1.0
     return found._replace(slopes=np.full(len(new), found.slopes.sum() * each))
 
 
 def _cispo(new: Floats, old: Floats, advantages: Floats, low: float, high: float) -> TokenValues:
-    """Returns -clip(r) A new, the clipped ratio a number, as `clip_weights` of algorithms/objectives.py does."""
+    """Returns -clip(r) A new with a constant ratio, like `clip_weights` in algorithms/objectives.py."""
     ratio = np.exp(new - old)
     factor = np.clip(ratio, 1 - low, 1 + high) * advantages
     is_clipped = (ratio < 1 - low) | (ratio > 1 + high)
@@ -77,13 +77,13 @@ def _cispo(new: Floats, old: Floats, advantages: Floats, low: float, high: float
 
 
 class WeightedSample(NamedTuple):
-    """One sample with the numbers of its N trained tokens as a server takes them."""
+    """A sample with the server's numbers for N trained tokens."""
 
     sample: Sample
-    advantages: Floats  # [N] advantage times share in the mean; NaN: not in policy
-    imitation: Floats  # [N] weight times share in cross_entropy; NaN: not in it
-    old: Floats  # [N] logprobs in nats of the policy that sampled; NaN: not known yet
-    share: float  # the share of each of its policy tokens in the mean
+    advantages: Floats  # [N] advantage times mean share; NaN: not in policy
+    imitation: Floats  # [N] weight times share in cross_entropy; NaN: not imitated
+    old: Floats  # [N] logprobs in nats under the sampling policy; NaN: unknown so far
+    share: float  # mean share per policy token
 
     @property
     def in_policy(self) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
@@ -95,16 +95,16 @@ class WeightedSample(NamedTuple):
         return bool(np.isnan(self.old[self.in_policy]).any())
 
     def with_old(self, logprobs: Floats) -> "WeightedSample":
-        """Returns the sample with these logprobs where none were known."""
+        """Fills in unknown logprobs."""
         return self._replace(old=np.where(np.isnan(self.old), logprobs, self.old))
 
 
 def weigh(
     samples: Sequence[Sample], algorithm: Algorithm, finished: FinishedCounts | None, *, mean_over: loss_config.MeanOver
 ) -> list[WeightedSample]:
-    """Returns the samples of one optimizer step, with each token's share in the means over it.
+    """Returns the weighted samples of an optimizer step.
 
-    `finished` is the step's part of the finished trajectories, or None for that of its samples.
+    `finished` is the step's part of the finished trajectories; None uses the samples' own trajectories.
     """
     counts = count(samples, finished)
     found = []
@@ -119,7 +119,7 @@ def weigh(
 
 
 def _product(weights: Floats, share: float) -> Floats:
-    """Returns [N] weights times the share, rounded as in the torch learner's backward pass: both are float32 there."""
+    """Returns [N] weights times share, rounded like the torch learner's backward pass: both factors are float32."""
     return (weights.astype(np.float32) * np.float32(share)).astype(np.float64)
 
 

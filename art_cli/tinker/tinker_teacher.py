@@ -1,8 +1,7 @@
-"""TinkerTeacher: a teacher on a server of the Tinker protocol, asked through the official SDK.
+"""TinkerTeacher: a teacher on a Tinker server, queried through the official SDK.
 
-The server gives the logprobs of a prompt under softmax(logits), so that tokens sampled at another temperature than 1
-cannot be taught. The protocol has no way to cut a text into tokens: that the server's model has the policy's vocabulary
-is taken on trust, and said.
+The server returns a prompt's logprobs under softmax(logits), so tokens sampled at temperatures other than 1 cannot be
+taught. The protocol offers no tokenization, so the vocabularies cannot be compared. A warning says so.
 """
 
 import logging
@@ -23,8 +22,8 @@ from art_cli.tinker.client.remote_server import RemoteSession, server_at
 
 log = logging.getLogger(__name__)
 
-KEY_NAME = "TINKER_API_KEY"  # the SDK's own
-PATH = "tinker://"  # how the path of saved weights begins; any other model is a base of the server
+KEY_NAME = "TINKER_API_KEY"  # the SDK's default variable
+PATH = "tinker://"  # prefix of saved weights; other model names are base models
 
 
 class TinkerTeacher:
@@ -51,7 +50,7 @@ class TinkerTeacher:
         return divided(samples, self._ranks, self._read)
 
     def _read(self, samples: Sequence[Sample]) -> list[Floats]:
-        """Returns [N] of each sample. A sequence that several samples have is asked for once."""
+        """Returns [N] logprobs for each sample. A sequence shared by several samples is requested once."""
         sequences = list({sample.token_ids.tobytes(): sample.token_ids.tolist() for sample in samples}.items())
         found: dict[bytes, Floats] = {}
         at_once = self._config.concurrency
@@ -69,8 +68,8 @@ class TinkerTeacher:
         return self._session.types.ModelInput.from_ints(token_ids)
 
     def _checked(self, given: Any, num_tokens: int) -> Floats:
-        """Returns [L] the logprob of each token given those before it; NaN for the first."""
-        values = list(given or ())[1 - num_tokens :]  # the first token has none, or no place at all
+        """Returns [L] each token's logprob given the preceding tokens; NaN for the initial token."""
+        values = list(given or ())[1 - num_tokens :]  # the initial token has no logprob; some servers omit it
         if len(values) != num_tokens - 1 or not all(isinstance(each, float) and each <= 0 for each in values):
             raise LearnerError(f"{self.name}: its answer has no logprob for some of {num_tokens} tokens")
         return np.array([np.nan, *values])

@@ -1,9 +1,9 @@
-"""RemoteTrainer: the adapter in training on a server of the Tinker protocol: made, trained, saved, given up.
+"""RemoteTrainer: creates, trains, saves and drops an adapter on a Tinker server.
 
-Nothing is applied twice. The SDK numbers its requests, and a server runs each number once. A failure drops the training
-client, and the next call makes one from the last saved state, as a new process does.
+No update is applied twice. The SDK numbers its requests, and a server runs each number once. After a failure the
+training client is dropped, and the next call creates a client from the last saved state, like a new process does.
 
-Samples become what such a server takes, and logprobs and norms are read from its answers. No torch.
+Also converts samples to the protocol's data, and reads logprobs and norms from answers. No torch.
 """
 
 import logging
@@ -24,15 +24,19 @@ from art_cli.tinker.client.remote_server import RemoteSession, find_server
 
 log = logging.getLogger(__name__)
 
-# numbers that a datum may bring beside its loss's, where the server's capabilities name them (server/passes.py)
+# optional datum inputs, supported if the server's capabilities list them (server/passes.py)
 MASK, SHARES = "mask", "shares"
+ATTENTION = {"q_proj", "k_proj", "v_proj", "o_proj"}
+MLP = {"gate_proj", "up_proj", "down_proj"}
+ANY_RANK = 1  # the protocol requires a rank; servers that train all weights ignore it
 
 
 def make_datum(types: Any, sample: Sample, *, can_mask: bool, **numbers: Floats) -> Any:
-    """Returns the sample shifted by one, as the protocol has it, with one number for each trained token by name.
+    """Returns the sample in the protocol's format (shifted by one), with the named numbers for each trained token.
 
-    Other tokens have 0. With `can_mask` they are left out, so that the server computes what the torch learner does;
-    the sample is sent whole then, because its length decides on its pack. Without, it ends with its last target.
+    Other tokens have 0. With `can_mask` they are masked, so the server computes the same as the torch learner. The
+    whole sample is sent in this case, because the packing depends on sample lengths. Otherwise the datum stops at the
+    last target.
     """
     end = len(sample.token_ids) - 1 if can_mask else int(sample.targets[-1])
     inputs: dict[str, Any] = {"target_tokens": sample.token_ids[1 : end + 1].astype(np.int64)}
@@ -46,7 +50,7 @@ def make_datum(types: Any, sample: Sample, *, can_mask: bool, **numbers: Floats)
 
 
 def logprobs_of(answer: Any, samples: Sequence[Sample]) -> list[Floats]:
-    """Returns [N] of each sample's targets. Raises RemoteError if the server gave something else."""
+    """Returns [N] logprobs of each sample's targets. Raises RemoteError for invalid answers."""
     outputs = answer.loss_fn_outputs
     found: list[Floats] = []
     if len(outputs) == len(samples):
@@ -61,46 +65,39 @@ def logprobs_of(answer: Any, samples: Sequence[Sample]) -> list[Floats]:
 
 
 def norm_of(answer: Any) -> float:
-    """Returns the norm of the gradient before the clip; NaN if the server does not report it."""
+    """Returns the gradient norm before clipping; NaN if the server does not report the norm."""
     metrics = getattr(answer, "metrics", None) or {}
     for name, value in metrics.items():
-        if name.partition(":")[0].rpartition("/")[2] == "grad_norm":  # SkyRL puts its own address before
+        if name.partition(":")[0].rpartition("/")[2] == "grad_norm":  # SkyRL adds an address prefix
             return float(value)
     return math.nan
 
 
-ATTENTION = {"q_proj", "k_proj", "v_proj", "o_proj"}
-MLP = {"gate_proj", "up_proj", "down_proj"}
-ANY_RANK = 1  # the protocol wants a rank; a server that trains all weights has no use for it
-
-
 class Counters(NamedTuple):
-    """The part of a checkpoint besides the server's paths. Example: Counters(num_steps=3, num_updates=6)"""
+    """A checkpoint's counters. Example: Counters(num_steps=3, num_updates=6)"""
 
     num_steps: int = 0  # policy steps that changed weights; the learning rate's warm-up counts these
     num_updates: int = 0  # optimizer steps
-    norms: tuple[float, ...] = ()  # norms of the last gradients before clipping, the newest last
+    norms: tuple[float, ...] = ()  # recent gradient norms before clipping, newest last
 
 
 class RemoteTrainer:
-    """Opens its session with the first call that needs one. Failures raise RemoteError."""
+    """Opens the session on demand. Failures raise RemoteError."""
 
     def __init__(self, engine: TinkerEngineConfig, lora: LoraConfig | None, *, base: str, seed: int) -> None:
-        """Raises RemoteError if the key of the server is missing."""
+        """Raises RemoteError if the server's key is missing."""
         self.server, self.timeout_s = find_server(engine), engine.timeout_s
         self.base, self.lora, self.seed = engine.base_model or base, lora, seed
         self.counters = Counters()
-        self.saved: RemoteCheckpoint | None = (
-            None  # the next training client begins with it, or if None with a new adapter
-        )
-        self.with_optimizer = True  # whether it goes on with the saved optimizer too
+        self.saved: RemoteCheckpoint | None = None  # start of the next training client; None: a new adapter
+        self.with_optimizer = True  # also restore the saved optimizer
         self._connection: RemoteSession | None = None
-        self._extra: frozenset[str] = frozenset()  # the keys that a datum may bring are known once there is a session
-        self._client: Any = None  # the SDK's training client; if None, the next call makes one
+        self._extra: frozenset[str] = frozenset()  # optional datum inputs, known once a session is open
+        self._client: Any = None  # the SDK's training client, created on demand
 
     @property
     def types(self) -> Any:
-        """The SDK's module of records."""
+        """The SDK's types module."""
         return self.session.types
 
     @property
@@ -120,7 +117,7 @@ class RemoteTrainer:
 
     @property
     def client(self) -> Any:
-        """The training client; where there is none, one of the last saved state, or of a new adapter."""
+        """The training client. Created from the last saved state, or with a new adapter."""
         if self._client is None:
             saved, session = self.saved, self.session
             if saved is not None:
@@ -136,22 +133,22 @@ class RemoteTrainer:
     # --- training -----------------------------------------------------------------------------------------------------
 
     def datum(self, sample: Sample, **numbers: Floats) -> Any:
-        """Returns the sample as the server takes it."""
+        """Returns the sample in the server's format."""
         return make_datum(self.types, sample, can_mask=MASK in self._extra, **numbers)
 
     @property
     def takes_shares(self) -> bool:
-        """True if the server takes each token's share in the mean apart from its advantage."""
+        """True if the server accepts mean shares separately from advantages."""
         assert self.session is not None
         return SHARES in self._extra
 
     def forward(self, samples: Sequence[Sample]) -> list[Floats]:
-        """Returns [N] the logprobs of each sample's targets at the present weights."""
+        """Returns [N] logprobs of each sample's targets under the current weights."""
         data = [self.datum(sample, weights=np.ones(len(sample.targets))) for sample in samples]
         return logprobs_of(self.wait(self.client.forward(data, "cross_entropy"), "forward"), samples)
 
     def submit_update(self, config: TrainConfig, rate: float, limit: float) -> Any:
-        """Returns the future of an optimizer step on the gradients so far, which are clipped to the norm `limit`."""
+        """Returns the future of an optimizer step with the accumulated gradients, clipped to the norm `limit`."""
         adam = self.types.AdamParams(
             learning_rate=rate,
             beta1=config.betas[0],
@@ -163,7 +160,7 @@ class RemoteTrainer:
         return self.client.optim_step(adam)
 
     def wait_for_update(self, future: Any) -> float:
-        """Returns the norm of the gradient before the clip, once the step is taken; NaN if it is not reported."""
+        """Waits for the step and returns the gradient norm before clipping; NaN if not reported."""
         norm = norm_of(self.wait(future, "optim_step"))
         self.counters = self.counters._replace(num_updates=self.counters.num_updates + 1)
         return norm
@@ -171,14 +168,15 @@ class RemoteTrainer:
     def wait(self, future: Any, what: str) -> Any:
         return self.session.wait(future, what)
 
-    # --- what is kept -------------------------------------------------------------------------------------------------
+    # --- saving
+    # ---------------------------------------------------------------------------------------------------------
 
     def save_state(self) -> str:
-        """Returns the server's path of weights and optimizer as they are now."""
+        """Saves weights and optimizer; returns the server's path."""
         return str(self.wait(self.client.save_state(self._new_name()), "saving the weights").path)
 
     def save(self) -> RemoteCheckpoint:
-        """Has the server save its state, and weights to sample from."""
+        """Saves the training state and sampler weights on the server."""
         client, name = self.client, self._new_name()
         futures = client.save_state(name), client.save_weights_for_sampler(name)
         state, sampler = (str(self.wait(future, "saving the weights").path) for future in futures)
@@ -199,33 +197,33 @@ class RemoteTrainer:
         return self.saved
 
     def _new_name(self) -> str:
-        return f"{self.counters.num_updates:06d}-{secrets.token_hex(6)}"  # no other save has it, so none is overwritten
+        return f"{self.counters.num_updates:06d}-{secrets.token_hex(6)}"  # unique, so saves never overwrite each other
 
     def go_on_from(self, saved: RemoteCheckpoint) -> None:
-        """Drops the training client and makes one of what was saved, with its optimizer."""
+        """Replaces the training client by a saved one, including its optimizer."""
         self.drop()
         self.saved, self.with_optimizer = saved, True
         assert self.client is not None
 
     def restart_from(self, state: str) -> None:
-        """Goes on from the weights of a saved state, with a new optimizer and new counters."""
+        """Continues from saved weights with a new optimizer and new counters."""
         self.drop()
         self.saved = RemoteCheckpoint(url=self.server.url, base_model=self.base, state=state, sampler=state)
         self.with_optimizer = False
         assert self.client is not None
 
     def drop(self) -> None:
-        """Gives the training client up, with the gradients that it holds."""
+        """Drops the training client and its accumulated gradients."""
         client, self._client = self._client, None
         if client is not None:
             self.server.tell("unload_model", {"model_id": str(client.model_id)})
 
     def lease(self, checkpoints: Path) -> None:
-        """Notes beside a run's checkpoints which adapter it trains, for the process after a kill."""
+        """Records which adapter the run trains, for cleanup after a kill."""
         write_lease(checkpoints, self.server.url, str(self.client.model_id))
 
     def end_lease(self, checkpoints: Path) -> None:
-        """Has the adapter unloaded that a process before this one has left."""
+        """Unloads an adapter left by a previous process."""
         if model_id := read_lease(checkpoints, self.server.url):
             self.server.tell("unload_model", {"model_id": model_id})
 
@@ -236,7 +234,7 @@ class RemoteTrainer:
 
 
 def parts_of(lora: LoraConfig) -> tuple[bool, bool]:
-    """Returns whether attention and MLP get an adapter. Raises LearnerError if the protocol cannot name the modules."""
+    """Returns whether attention and MLP get an adapter. Raises LearnerError for unsupported module names."""
     if lora.targets == "all-linear":
         return True, True
     named = {lora.targets} if isinstance(lora.targets, str) else set(lora.targets)

@@ -1,7 +1,7 @@
-"""RemoteCheckpoint: remote.json in a checkpoint directory, which names the server's paths of the weights.
+"""RemoteCheckpoint: remote.json in a checkpoint directory, with the server's paths to the weights.
 
-The directory has the usual manifest, so that it is proven whole as any other. Where the weights are needed here, to
-serve or to export them, `fetched` downloads the adapter once, to a checkpoint beside.
+The directory has the usual manifest and is verified like any checkpoint. Serving and exporting need the weights
+locally: `fetched` downloads the adapter once into a separate checkpoint.
 """
 
 import io
@@ -29,14 +29,14 @@ log = logging.getLogger(__name__)
 
 URL_VARIABLE, KEY_VARIABLE = "TINKER_BASE_URL", "TINKER_API_KEY"
 LEASE_FILE = ".adapter.json"
-HOME = ".fetched"  # directory beside the checkpoints of a run, for what was downloaded
+HOME = ".fetched"  # directory for downloads, inside a run's checkpoints/
 ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
-WHOLE_FILES = ("config.json", "model.safetensors")  # these come from a server that trains all weights
+WHOLE_FILES = ("config.json", "model.safetensors")  # files from a server that trains all weights
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "generation_config.json", "chat_template.jinja")
 TEMPLATE_FILE = "chat_template.jinja"
-DOWNLOAD_S = 600.0  # longest wait for a part of a download
+DOWNLOAD_S = 600.0  # timeout per part of a download
 MAX_ARCHIVE = 64 * 2**30
-# SkyRL names weights to sample from without their kind: tinker://RUN/NAME
+# SkyRL's paths for sampler weights lack the kind: tinker://RUN/NAME
 _PATH = re.compile(r"tinker://[\w.:-]{1,200}(/[\w.-]{1,100})?/[\w.:-]{1,200}", re.ASCII)
 _PART = 2**20
 
@@ -48,13 +48,13 @@ class RemoteCheckpoint(msgspec.Struct, kw_only=True):
 
     schema_version: int = SCHEMA_VERSION
     url: str
-    base_model: str  # its name at the server
-    state: str  # adapter and optimizer, to go on training from
-    sampler: str  # the same adapter, to sample from and to download
+    base_model: str  # the server's name for it
+    state: str  # adapter and optimizer, for further training
+    sampler: str  # the same adapter, for sampling and downloading
     num_steps: int = 0  # policy steps that changed weights; the learning rate's warm-up counts these
     num_updates: int = 0  # optimizer steps
-    norms: tuple[float, ...] = ()  # norms of the last gradients before clipping, the newest last
-    api_key_env: str = KEY_VARIABLE  # the environment variable that held the server's key
+    norms: tuple[float, ...] = ()  # recent gradient norms before clipping, newest last
+    api_key_env: str = KEY_VARIABLE  # environment variable with the server's key
 
     def __post_init__(self) -> None:
         for path in (self.state, self.sampler):
@@ -63,7 +63,7 @@ class RemoteCheckpoint(msgspec.Struct, kw_only=True):
 
 
 def read_remote(directory: Path) -> RemoteCheckpoint:
-    """Returns remote.json. Raises CheckpointError if there is none, or it cannot be read."""
+    """Reads remote.json. Raises CheckpointError if the file is missing or invalid."""
     try:
         found = msgspec.json.decode((directory / REMOTE_FILE).read_bytes(), type=RemoteCheckpoint)
     except FileNotFoundError:
@@ -83,31 +83,31 @@ def write_remote(directory: Path, remote: RemoteCheckpoint) -> None:
 
 
 class _Lease(msgspec.Struct, frozen=True):
-    """The adapter in training that belongs to a run. It is in the run's checkpoints/, and in no copy of one of them."""
+    """A run's adapter in training, recorded in the run's checkpoints/ and never copied."""
 
     url: str
     model_id: str
 
 
 def write_lease(checkpoints: Path, url: str, model_id: str) -> None:
-    """Notes which adapter on the server the run trains, so that the process after a kill can have it unloaded."""
+    """Records which adapter the run trains, so that a later process can unload it after a kill."""
     if checkpoints.name == "checkpoints":
         write_file(checkpoints / LEASE_FILE, msgspec.json.encode(_Lease(url, model_id)))
 
 
 def read_lease(checkpoints: Path, url: str) -> str | None:
-    """Returns the id of the adapter that a process before this one trained on that server, or None if there is none."""
+    """Returns the id of the adapter that a previous process trained on this server."""
     try:
         lease = msgspec.json.decode((checkpoints / LEASE_FILE).read_bytes(), type=_Lease)
     except (OSError, ValueError, RecursionError):
-        return None  # the server unloads it when its session is over
+        return None  # the server unloads the adapter when the session expires
     return lease.model_id if lease.url == url else None
 
 
 def fetched(directory: Path) -> Path:
-    """Returns the directory that the checkpoint's adapter was downloaded to.
+    """Returns the directory with the checkpoint's downloaded adapter.
 
-    Raises RemoteError if the server cannot be asked; CheckpointError if its files are no adapter.
+    Raises RemoteError if the server is unreachable, and CheckpointError if the files are not an adapter.
     """
     place = directory.parent / HOME / directory.name
     remote, manifest = read_remote(directory), verify_checkpoint(directory)
@@ -123,7 +123,7 @@ def fetched(directory: Path) -> Path:
     kept = Manifest(
         step=manifest.step,
         base=str(base.resolve()) if base.is_dir() else manifest.base,
-        config_hash=remote.sampler,  # records what was downloaded, because a fetched checkpoint trains nothing
+        config_hash=remote.sampler,  # identifies the download; fetched checkpoints are never trained
         dtype=manifest.dtype,
     )
     with new_checkpoint(place, kept) as made:
@@ -134,14 +134,12 @@ def fetched(directory: Path) -> Path:
 
 
 def _server_of(directory: Path, remote: RemoteCheckpoint) -> "RemoteServer":
-    """Returns the server to download from. A checkpoint may be a stranger's: a key goes only where the user sends it.
+    """Returns the download server. A checkpoint may come from a stranger, so keys go only to servers chosen by the
+    user.
 
-    The checkpoint names the variable that holds it. What is there is sent only if it looks like a key of this protocol.
+    The checkpoint names the key's environment variable. Its value is sent only if it looks like a Tinker key.
     """
-    from art_cli.tinker.client.remote_server import (  # only here, so that a run without a server has no aiohttp
-        is_local,
-        server_at,
-    )
+    from art_cli.tinker.client.remote_server import is_local, server_at  # runs without a server do not load aiohttp
 
     named = os.environ.get(URL_VARIABLE, "")
     if not named and not is_local(remote.url):
@@ -153,14 +151,14 @@ def _server_of(directory: Path, remote: RemoteCheckpoint) -> "RemoteServer":
 
 
 def reachable(location: str, url: str) -> str:
-    """Returns an address of the server as this client reaches it: behind a proxy the server does not know of https."""
+    """Returns an address as this client reaches it: behind a proxy, the server does not know about https."""
     there, ours = urlsplit(location), urlsplit(url)
     is_same = there.hostname == ours.hostname
     return there._replace(scheme=ours.scheme, netloc=ours.netloc).geturl() if is_same else location
 
 
 def _download(server: "RemoteServer", path: str, directory: Path) -> None:
-    """Writes the files of the adapter at that path. Raises RemoteError, CheckpointError."""
+    """Downloads the adapter's files. Raises RemoteError, CheckpointError."""
     import httpx
 
     from art_cli.tinker.client.remote_server import is_local
@@ -195,15 +193,15 @@ def _download(server: "RemoteServer", path: str, directory: Path) -> None:
 
 
 def name_targets(directory: Path) -> None:
-    """Writes the layers of the adapter, if its configuration lacks them, as SkyRL's does.
+    """Adds the adapter's layer names to its configuration if missing (SkyRL omits them).
 
-    Raises CheckpointError if the files are no adapter.
+    Raises CheckpointError if the files are not an adapter.
     """
     from safetensors import SafetensorError, safe_open
 
     config, tensors = (directory / name for name in ADAPTER_FILES)
     if not config.is_file():
-        return  # a whole model
+        return  # a complete model
     try:
         fields = msgspec.json.decode(config.read_bytes(), type=dict[str, Any])
         if fields.get("target_modules") is not None:
@@ -216,7 +214,7 @@ def name_targets(directory: Path) -> None:
 
 
 def _unpack(file: IO[bytes] | io.BytesIO, path: str, directory: Path) -> None:
-    """Takes the files of an adapter, or of a whole model with its tokenizer, out of a tar file, and nothing else."""
+    """Extracts the files of an adapter, or of a complete model with tokenizer, from a tar file. Ignores other files."""
     taken = (*ADAPTER_FILES, *WHOLE_FILES, *TOKENIZER_FILES)
     try:
         with tarfile.open(fileobj=file, mode="r|*") as archive:
@@ -231,5 +229,6 @@ def _unpack(file: IO[bytes] | io.BytesIO, path: str, directory: Path) -> None:
     wanted = WHOLE_FILES if (directory / WHOLE_FILES[1]).is_file() else ADAPTER_FILES
     if missing := [name for name in wanted if not (directory / name).is_file()]:
         raise CheckpointError(f"{path}: the server's archive has no {missing[0]}")
-    for name in TOKENIZER_FILES if wanted == ADAPTER_FILES else ():  # an adapter's prompts are rendered by its base
+    # prompts for an adapter use the base model's tokenizer
+    for name in TOKENIZER_FILES if wanted == ADAPTER_FILES else ():
         (directory / name).unlink(missing_ok=True)

@@ -1,9 +1,9 @@
-"""RemoteServer: the address of a server of the Tinker protocol, and its capabilities, by plain HTTP without the SDK.
+"""RemoteServer: address and capabilities of a Tinker server, through plain HTTP without the SDK.
 
-RemoteSession: one session of the official SDK with such a server, in which every wait has a deadline. The SDK sends a
-request again after a lost reply, under the same number, so that the server runs it once. It does so for minutes or for
-ever. Here a wait ends when its time is up, and earlier when the server has not answered at all for GONE_S. The SDK
-keeps a thread with an event loop, which lives as long as the process.
+RemoteSession: a session of the official SDK with a deadline for every wait. After a lost reply, the SDK resends the
+request under the same number, so the server runs it once. The SDK retries for minutes or forever. Here, waiting stops
+at the deadline, or earlier if the server does not respond at all for GONE_S. The SDK keeps an event loop thread alive
+as long as the process.
 """
 
 import asyncio
@@ -33,25 +33,29 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-ASK_S = 15.0  # longest wait for an answer that needs no computing
+ASK_S = 15.0  # timeout for requests without computation
 ALIVE_S = 5.0
-AGAIN_S = 10.0  # how long a server that is just starting, or whose connection breaks, is asked again
+AGAIN_S = 10.0  # retry period for servers that are starting and for broken connections
 PAUSE_S = 0.5
-PASSING = (408, 429, 500, 502, 503, 504)  # statuses that may pass: a proxy's while its server starts, a full server's
-MAX_ANSWER = 2**20  # bytes of such an answer
+PASSING = (408, 429, 500, 502, 503, 504)  # transient statuses, from a starting server's proxy or a full server
+MAX_ANSWER = 2**20  # maximum bytes of a capabilities answer
 NO_SERVER = "no server of the Tinker protocol answers there"
-ANY_KEY = "tml-any"  # the SDK wants a key, also for a server on this machine that asks for none
+ANY_KEY = "tml-any"  # the SDK requires a key even for local servers that need none
+OLDEST = (0, 24, 1)  # oldest SDK version with all features used here
+PROBE_S = 10.0  # interval between checks whether a silent server still responds
+GONE_S = 60.0  # a server counts as lost after this much silence
+# the server's message inside the SDK's report of a failed request
+_WRAPPED = re.compile(r"Request failed: (.*) for self\.request_id=.*", re.DOTALL)
+EXTRA = "pip install 'art-cli[tinker]'"
 
 
 class SupportedModel(msgspec.Struct):
-    """One base model of a server. Only `art backend` sends the last two."""
+    """A server's base model. Only `art backend` sends the last two fields."""
 
     model_name: str
-    max_context_length: int | None = (
-        None  # tokens of prompt and reply together, or None if the server does not report it
-    )
-    loss_fn_inputs: list[str] = []  # numbers that a datum may bring beside those of its loss (tinker/server/passes.py)
-    is_lora: bool = True  # False: all weights are trained, a copy for each client
+    max_context_length: int | None = None  # prompt and reply tokens together; None: not reported
+    loss_fn_inputs: list[str] = []  # optional inputs of a datum besides the loss inputs (tinker/server/passes.py)
+    is_lora: bool = True  # False: trains all weights, with a separate copy per client
 
 
 class _Capabilities(msgspec.Struct):
@@ -60,19 +64,19 @@ class _Capabilities(msgspec.Struct):
 
 @dataclass(frozen=True)
 class RemoteServer:
-    """The address of a server, and the key for it.
+    """A server's address and key.
 
     Example: RemoteServer("http://gpu:8100", "tml-...", "TINKER_API_KEY")
     """
 
     url: str
     key: str = field(repr=False)
-    key_name: str  # the environment variable that holds the key, for messages
+    key_name: str  # name of the key's environment variable, for messages
 
     def capabilities(self) -> list[SupportedModel]:
-        """Returns the base models that it trains. After a broken connection or a full server's refusal it asks again.
+        """Returns the server's base models. Retries after broken connections and when the server is full.
 
-        Raises RemoteError if it cannot be asked.
+        Raises RemoteError if the server is unreachable.
         """
         end = time.monotonic() + AGAIN_S
         while True:
@@ -98,7 +102,7 @@ class RemoteServer:
             raise RemoteError(f"{self.url}: {NO_SERVER}: {one_line(error)}") from None
 
     def _get(self, path: str) -> tuple[int, bytes]:
-        """Returns status and body of an answer. Raises RemoteError if it is too long, and httpx's errors."""
+        """Returns status and body. Raises RemoteError for oversized answers, and httpx errors."""
         with self._client(ASK_S) as client, client.stream("GET", path) as answer:
             body = b""
             for part in answer.iter_bytes():
@@ -108,7 +112,7 @@ class RemoteServer:
         return answer.status_code, body
 
     def find_model(self, name: str) -> SupportedModel:
-        """Returns the base model of that name. Raises RemoteError if it has none or cannot be asked."""
+        """Returns the base model with this name. Raises RemoteError if the server lacks it or is unreachable."""
         models = self.capabilities()
         for model in models:
             if model.model_name == name:
@@ -120,7 +124,7 @@ class RemoteServer:
         )
 
     def is_alive(self) -> bool:
-        """Returns whether it answers at all."""
+        """Returns True if the server responds."""
         import httpx
 
         try:
@@ -130,7 +134,7 @@ class RemoteServer:
             return False
 
     def tell(self, path: str, fields: dict[str, object]) -> bool:
-        """Sends what needs no answer. Whether the server took it."""
+        """Sends a request whose answer does not matter. Returns True if the server accepted it."""
         import httpx
 
         try:
@@ -149,12 +153,12 @@ class RemoteServer:
             base_url=self.url,
             headers={"X-API-Key": self.key},
             timeout=timeout_s,
-            trust_env=not is_local(self.url),  # a proxy of the network does not know this machine's ports
+            trust_env=not is_local(self.url),  # network proxies cannot reach this machine's ports
         )
 
 
 def find_server(config: TinkerEngineConfig) -> RemoteServer:
-    """Returns the configured server. Raises RemoteError if there is no key for it, or none that the SDK takes."""
+    """Returns the configured server. Raises RemoteError if the key is missing or the SDK rejects its format."""
     return server_at(config.base_url, config.api_key_env)
 
 
@@ -180,36 +184,28 @@ def _transport_errors() -> tuple[type[Exception], ...]:
 
 
 def _is_refused(error: Exception) -> bool:
-    """Returns whether nothing listens or the address cannot be, so that asking again would hide a wrong address."""
+    """Returns True if nothing listens or the address is invalid. Retrying would only hide a wrong address."""
     import httpx
 
     return isinstance(error, httpx.ConnectError | httpx.InvalidURL | httpx.UnsupportedProtocol)
 
 
-OLDEST = (0, 24, 1)  # the first version of the SDK that has all that is used here
-PROBE_S = 10.0  # interval between two looks whether a server that does not answer is there
-GONE_S = 60.0  # a server that does not answer for so long is gone
-# the server's words in the SDK's report of a failed request
-_WRAPPED = re.compile(r"Request failed: (.*) for self\.request_id=.*", re.DOTALL)
-EXTRA = "pip install 'art-cli[tinker]'"
-
-
 class RemoteSession:
-    """A session. `types` is the SDK's module of records. Failures raise RemoteError, which never holds the key."""
+    """A session. `types` is the SDK's types module. Failures raise RemoteError without revealing the key."""
 
     def __init__(self, server: RemoteServer, *, timeout_s: float) -> None:
         self.server, self._timeout_s = server, timeout_s
         self._sdk = load_sdk()
         self.types = self._sdk.types
         self._secrets = find_secrets({}, values=[server.key], urls=[server.url])
-        server.capabilities()  # the SDK would try a wrong address for minutes
+        server.capabilities()  # the SDK would retry a wrong address for minutes
         self._service: Any = self._sdk.ServiceClient(base_url=server.url, api_key=server.key)
         self.session = str(self.call("a session", lambda: self._service.holder.get_session_id()))
 
     # --- clients ------------------------------------------------------------------------------------------------------
 
     def new_trainer(self, base: str, *, rank: int, seed: int, attention: bool, mlp: bool) -> Any:
-        """Returns a training client of a fresh adapter."""
+        """Returns a training client with a new adapter."""
         return self.call(
             "a new adapter",
             lambda: self._service.create_lora_training_client(
@@ -218,7 +214,7 @@ class RemoteSession:
         )
 
     def saved_trainer(self, path: str, *, optimizer: bool = True) -> Any:
-        """Returns a training client that goes on from a saved state."""
+        """Returns a training client that continues from a saved state."""
         service = self._service
         make = service.create_training_client_from_state
         if optimizer:
@@ -226,7 +222,7 @@ class RemoteSession:
         return self.call(f"the saved state {path}", lambda: make(path))
 
     def sampler(self, *, path: str | None = None, base: str | None = None) -> Any:
-        """Returns a sampling client of saved weights, or of the base model."""
+        """Returns a sampling client for saved weights or the base model."""
         what = f"the saved weights {path}" if path else f"the base model {base}"
         make = self._service.create_sampling_client
         return self.call(what, lambda: make(model_path=path) if path else make(base_model=base))
@@ -234,7 +230,7 @@ class RemoteSession:
     # --- waiting ------------------------------------------------------------------------------------------------------
 
     def call(self, what: str, function: Callable[[], Any]) -> Any:
-        """Returns the function's result, or that of the future that it returns. It runs in a thread of its own."""
+        """Runs the function in a thread and returns its result. If the result is a future, waits for it."""
 
         def run() -> Any:
             result = function()
@@ -243,7 +239,7 @@ class RemoteSession:
         return self.wait(start_in_thread(run), what)
 
     def wait(self, future: Any, what: str) -> Any:
-        """Returns the result of one of the SDK's futures."""
+        """Waits for an SDK future and returns its result."""
         plain, waiting = _plain(future), _Waiting(self.server, what, self._timeout_s)
         while True:
             try:
@@ -256,7 +252,7 @@ class RemoteSession:
                 raise self._told(error, what) from None
 
     async def wait_async(self, future: Any, what: str) -> Any:
-        """Does the same as `wait` in an event loop. Cancelling it gives the request up."""
+        """Async version of `wait`. Cancellation abandons the request."""
         wrapped, waiting = asyncio.wrap_future(_plain(future)), _Waiting(self.server, what, self._timeout_s)
         try:
             while not wrapped.done():
@@ -272,7 +268,7 @@ class RemoteSession:
             wrapped.cancel()
 
     def close(self) -> None:
-        """Ends the session, so that the server unloads its adapters. What was saved stays."""
+        """Ends the session, so the server unloads its adapters. Saved weights remain."""
         if hasattr(self._service, "close"):
             try:
                 self.call("the end of the session", lambda: self._service.close("success"))
@@ -282,7 +278,7 @@ class RemoteSession:
             self.server.tell(f"sessions/{self.session}/finish", {"reason": {"type": "success"}})
 
     def _told(self, error: Exception, what: str) -> RemoteError:
-        """Returns the error as a RemoteError."""
+        """Converts the error to a RemoteError."""
         sdk, url = self._sdk, self.server.url
         if isinstance(error, RemoteError):
             return error
@@ -310,7 +306,7 @@ class RemoteSession:
 
 
 class _Waiting:
-    """One wait: when its time is up, and how long the server has been silent."""
+    """Deadline and server silence of a single wait."""
 
     def __init__(self, server: RemoteServer, what: str, timeout_s: float) -> None:
         self._server, self._what, self._timeout_s = server, what, timeout_s
@@ -321,7 +317,7 @@ class _Waiting:
         return max(0.0, min(PROBE_S, self._end - time.monotonic()))
 
     def check(self) -> None:
-        """Raises RemoteError if the server is gone or the time is up."""
+        """Raises RemoteError on timeout or if the server is lost."""
         now = time.monotonic()
         if self._server.is_alive():
             self._silent_since = None
@@ -337,9 +333,9 @@ class _Waiting:
 
 
 def load_sdk() -> Any:
-    """Returns the SDK's module, with its telemetry off. Raises RemoteError if it is not installed or too old."""
+    """Imports the SDK and turns its telemetry off. Raises RemoteError if it is not installed or too old."""
     os.environ["TINKER_TELEMETRY"] = "0"
-    # It warns of missed heartbeats for as long as the process lives; here a wait raises when a server does not answer.
+    # The SDK keeps warning about missed heartbeats. Our waits already raise when a server stops responding.
     logging.getLogger("tinker.lib.internal_client_holder").setLevel(logging.ERROR)
     try:
         sdk = import_module("tinker")
@@ -348,7 +344,7 @@ def load_sdk() -> Any:
     with contextlib.suppress(ImportError):
         states: Any = import_module("tinker.lib.queue_state_logger")
         if hasattr(states, "PAUSE_GRACE_PERIOD"):
-            states.PAUSE_GRACE_PERIOD = 0  # the SDK would print after 15 minutes why a full server lets it wait
+            states.PAUSE_GRACE_PERIOD = 0  # otherwise the SDK prints, after 15 minutes, why a full server lets it wait
     found = _version(sdk)
     numbers = tuple(int(part) for part in found.split(".")[:3] if part.isdigit())
     if numbers < OLDEST:
@@ -361,17 +357,17 @@ def _version(sdk: Any) -> str:
 
 
 def _is_other_version(error: Exception) -> bool:
-    """Returns whether the SDK cannot read the server's answer, or the server the SDK's request."""
+    """Returns True if SDK and server cannot read each other's messages."""
     said = str(error)
     return (
-        getattr(error, "status_code", None) in (415, 422)  # SkyRL's refusals of JSON, and of requests it does not know
+        getattr(error, "status_code", None) in (415, 422)  # SkyRL's answers for JSON and for unknown requests
         or "which this SDK version only supports as proto" in said
-        or "always carry sample_sequence_ids" in said  # SDKs since 0.26 want what older servers do not send
+        or "always carry sample_sequence_ids" in said  # SDKs since 0.26 need fields that older servers omit
     )
 
 
 def _plain(future: Any) -> Future[Any]:
-    """Returns the concurrent.futures.Future behind one of the SDK's."""
+    """Returns the concurrent.futures.Future behind an SDK future."""
     plain = future.future() if hasattr(future, "future") else future
     assert isinstance(plain, Future), type(plain)
     return plain
