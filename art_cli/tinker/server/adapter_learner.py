@@ -1,10 +1,9 @@
-"""AdapterLearner: one adapter that a client trains call by call: gradients add up until the client asks for an update.
+"""AdapterLearner: trains an adapter with one client call at a time. Gradients accumulate until the client's update.
 
     data, loss -> packs -> logprobs -> values of the loss -> backward, into `.grad` ... -> AdamW
 
-It has no algorithm, schedule or loop, which are the client's. Several adapters may stand on one base, each
-with a learner; the caller runs one of them at a time. A call that fails leaves weights, gradients and optimizer as they
-were before it.
+Algorithm, schedule and training loop belong to the client. Several adapters can share a base model. Each has a separate
+learner, and the caller runs one learner at a time. A failed call leaves weights, gradients and optimizer unchanged.
 """
 
 import contextlib
@@ -42,31 +41,31 @@ from art_cli.tinker.server.datums import (
 
 
 class Passed(NamedTuple):
-    """The result of one pass over the data."""
+    """The result of a pass over the data."""
 
-    logprobs: list[Floats]  # [n, K] of each datum's targets; 0 in rows that are not computed
-    loss: float  # the sum over all tokens
+    logprobs: list[Floats]  # [n, K] for each datum's targets; 0 in skipped rows
+    loss: float  # sum over all tokens
     num_tokens: int
-    clip_fraction: float | None  # share of the tokens that the loss clipped, or None if it does not clip
+    clip_fraction: float | None  # share of clipped tokens; None for losses without clipping
 
 
 class _Part(NamedTuple):
-    """One process's part of a pass."""
+    """A pass's result from a single process."""
 
-    logprobs: dict[int, Floats]  # each is filed by the index of its datum
+    logprobs: dict[int, Floats]  # by datum index
     loss: float
     num_tokens: int
     num_clipped: int | None  # None if the loss does not clip or no pack ran here
 
 
 class AdapterLearner:
-    """Trains the adapter of `weights`, or all of them where they have none.
+    """Trains the adapter of `weights`, or all weights if there is no adapter.
 
     Failures raise LearnerError or CheckpointError.
     """
 
     def __init__(self, weights: Weights, config: BaseLearnerConfig, *, ranks: Ranks | None = None) -> None:
-        """`ranks` are the processes that share each pass and make the same calls, or None if this one is alone."""
+        """`ranks` are the processes sharing each pass. All make the same calls. None means a single process."""
         self.weights = weights
         self.ranks = ranks or Ranks()
         self.runner = PackRunner(weights, config, self.ranks)
@@ -81,11 +80,11 @@ class AdapterLearner:
 
     @property
     def rank(self) -> int:
-        """The adapter's rank; 0: there is none, and all weights are trained."""
+        """The adapter's rank; 0 when all weights are trained."""
         return int(self.weights.model.peft_config["default"].r) if self.weights.has_adapter else 0
 
     def close(self) -> None:
-        """Does nothing, because there is no other process."""
+        """Does nothing, because there are no other processes."""
 
     def run(
         self,
@@ -96,9 +95,9 @@ class AdapterLearner:
         backward: bool,
         progress: Progress | None = None,
     ) -> Passed:
-        """Returns the logprobs of the data's targets and the sum of the loss; with `backward` its gradient is added up.
+        """Returns the data's target logprobs and the summed loss. With `backward`, also accumulates gradients.
 
-        Raises LearnerError if a loss or a gradient is not finite, or memory runs out; then no gradient was added.
+        Raises LearnerError without accumulating gradients if a loss or gradient is not finite or memory runs out.
         """
         samples = datum_samples(data)
         if backward:
@@ -121,9 +120,10 @@ class AdapterLearner:
         return passed
 
     def update(self, adam: Adam, *, max_norm: float) -> float:
-        """Takes one step of AdamW on the gradients so far and drops them. Returns their norm before clipping.
+        """Takes an AdamW step with the accumulated gradients and clears them. Returns their norm before clipping.
 
-        `max_norm` 0 does not clip them. Raises LearnerError if they are not finite; no weight was changed.
+        `max_norm` 0 disables clipping. If gradients are not finite, raises LearnerError and leaves the weights
+        unchanged.
         """
         with self.weights.lock:
             try:
@@ -137,11 +137,11 @@ class AdapterLearner:
         return norm
 
     def clear(self) -> None:
-        """Drops the gradients."""
+        """Clears the gradients."""
         self.optimizer.clear()
 
     def score(self, token_ids: Sequence[int]) -> list[float]:
-        """Returns [L - 1] logprobs in nats of each token after the first."""
+        """Returns [L - 1] logprobs in nats for every token after the initial one."""
         ids = np.asarray(token_ids, dtype=np.int64)
         sample = bare_sample(ids, np.arange(1, len(ids)), "probe")
         with self._running([sample], compares=False), torch.no_grad():
@@ -150,26 +150,26 @@ class AdapterLearner:
         return scores
 
     def measure(self, before: Probe | None = None) -> Probe:
-        """Returns a probe of the weights as they are now, on the text of `before`, an earlier one of the same base."""
+        """Returns a probe of the current weights, using the tokens of `before`, an earlier probe of this base model."""
         return measure_probe(self.weights, self.score, before)
 
     def copy_weights(self) -> Weights:
-        """Returns the policy as it is now; later updates do not reach it."""
+        """Returns a copy of the current policy. Later updates do not affect it."""
         return clone_trainable(self.weights)
 
     def save(self, directory: Path, *, optimizer: bool) -> None:
-        """Writes adapter and tokenizer, and the optimizer's state if it is wanted. The first process writes."""
+        """Writes adapter and tokenizer, and optionally the optimizer state. Only the first process writes."""
         with self.weights.lock:
             if self.ranks.rank == 0:
                 save_weights(self.weights, directory)
                 if optimizer:
                     self.optimizer.save(directory)
-            self.ranks.gather(True, bool)  # the others change no weight before it is written
+            self.ranks.gather(True, bool)  # other processes wait here before changing weights
 
     def load(self, directory: Path, *, optimizer: bool) -> int:
-        """Continues from what `save` wrote; without `optimizer` with a new optimizer. Drops the gradients.
+        """Loads a saved adapter, with its optimizer state or a new optimizer. Clears the gradients.
 
-        Returns the number of updates that the adapter has taken.
+        Returns the adapter's number of updates.
         """
         with self.weights.lock:
             load_checkpoint(self.weights, directory)
@@ -194,7 +194,7 @@ class AdapterLearner:
         packs = self.runner.deal(samples)
         for num_done, made in enumerate(packs, 1):
             if not made.samples:
-                continue  # a pass that only other processes have work in
+                continue  # only other processes have work in this pass
             asked = ask_for_targets(made, data)
             new = self.runner.run(asked.pack).logprobs[self._tensor(asked.edge_of)]
             numbers = self._numbers(asked, data, loss, settings)
@@ -222,7 +222,7 @@ class AdapterLearner:
         return _total(parts, len(data))
 
     def _add_up(self) -> None:
-        """Adds the gradients of all processes up, in one message."""
+        """Sums the gradients of all processes in one message."""
         if self.ranks.size == 1:
             return
         parameters = list(self.parameters.values())
@@ -234,7 +234,7 @@ class AdapterLearner:
     def _numbers(
         self, asked: DatumPack, data: Sequence[Datum], loss: TokenLoss, settings: Mapping[str, float]
     ) -> dict[str, Tensor]:
-        """Returns the loss's numbers as tensors of the pack's terms, or scalars where no datum brings them."""
+        """Returns the loss's numbers as tensors over the pack's terms. Settings that no datum overrides are scalars."""
         numbers = {}
         for name in (*loss.needs, *loss.takes, *loss.may_bring, SHARES):
             if any(name in data[index].numbers for index in asked.order):
@@ -252,7 +252,7 @@ class AdapterLearner:
 
     @contextlib.contextmanager
     def _running(self, samples: Sequence[Sample], *, compares: bool) -> Iterator[None]:
-        """Holds the weights. `compares`: the first batch shows whether packs hold, before there are gradients."""
+        """Locks the weights. `compares` validates packing on the first batch, before any gradients."""
         try:
             with self.weights.lock:
                 self.packing.probe(samples[0])
@@ -270,7 +270,7 @@ class AdapterLearner:
 
 
 def _total(parts: Sequence[_Part], num_data: int) -> Passed:
-    """Returns the pass of all processes. A process that ran no pack has no clip."""
+    """Merges the results of all processes. Processes without packs do not count clipping."""
     logprobs = {index: row for part in parts for index, row in part.logprobs.items()}
     num_tokens = sum(part.num_tokens for part in parts)
     clipped = [part.num_clipped for part in parts if part.num_clipped is not None]
@@ -283,7 +283,7 @@ def _total(parts: Sequence[_Part], num_data: int) -> Passed:
 
 
 def _by_datum(order: Sequence[int], values: Floats, data: Sequence[Datum]) -> dict[int, Floats]:
-    """Returns [n, K] the values of a pack's terms, by the index of their datum."""
+    """Splits a pack's values by datum index: [n, K] each."""
     found, start = {}, 0
     for index in order:
         size = data[index].num_terms

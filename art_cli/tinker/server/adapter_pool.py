@@ -1,10 +1,10 @@
-"""AdapterReplicas: adapters of clients that several processes train. Each process holds the whole base.
+"""AdapterReplicas: client adapters trained by several processes. Each process has a full copy of the base model.
 
-    a pass: all data go to every process -> each runs its packs -> gradients are added up, logprobs collected
+    a pass: all data go to every process -> each process runs its packs -> gradients are summed, logprobs collected
 
-The processes are Workers (learners/processes/workers.py), and each has AdapterLearners. All make the same calls in the
-same order and hold the same adapters; the first one writes checkpoints. The weights here are the base's, from which
-engines sample, and never change.
+The processes are Workers (learners/processes/workers.py) with AdapterLearners. All processes make the same calls in the
+same order and have the same adapters; the first process writes checkpoints. The weights in this module are the constant
+base weights, used for sampling.
 """
 
 import threading
@@ -24,11 +24,11 @@ from art_cli.models.weights import Weights, clone_trainable
 from art_cli.runtime.scratch import scratch
 from art_cli.tinker.server.adapter_learner import AdapterLearner
 
-LoadPolicy = Callable[[Path], Weights]  # the base with the adapter of a directory
+LoadPolicy = Callable[[Path], Weights]  # loads the base with the adapter from a directory
 
 
 class AdapterJob(Section):
-    """The settings that a process needs to hold adapters."""
+    """Settings that a process needs for its adapters."""
 
     base: str
     """A hub id or directory."""
@@ -46,17 +46,17 @@ class AdapterReplicas:
         model = ModelConfig.model_validate(settings | {"chat_template": chat_template})
         self.job = AdapterJob(base=base.base, model=model, learner=learner)
         self._workers = Workers(learner.processes, logs=logs)
-        # every process must get the calls in the same order, because each pass waits for the others
+        # Every process needs the calls in the same order, because each pass waits for the other processes.
         self._lock = threading.Lock()
         self._num_adapters = 0
 
     def start(self) -> None:
-        """Returns when all processes have loaded the base."""
+        """Returns when all processes have loaded the base model."""
         self._workers.start()
         self._workers.call("open", {"adapters": self.job.model_dump(mode="json")})
 
     def new_adapter(self, lora: LoraConfig | None, seed: int, load_policy: LoadPolicy) -> "ReplicatedAdapter":
-        """Returns a fresh adapter; without `lora` a copy of all weights."""
+        """Returns a new adapter, or a copy of all weights when `lora` is None."""
         self._num_adapters += 1
         id = str(self._num_adapters)
         self.call("add_adapter", id=id, lora=None if lora is None else lora.model_dump(mode="json"), seed=seed)
@@ -75,7 +75,7 @@ class AdapterReplicas:
 
 
 class ReplicatedAdapter:
-    """One adapter of AdapterReplicas, with the methods of an AdapterLearner."""
+    """An adapter in AdapterReplicas, with the methods of AdapterLearner."""
 
     run = RemoteMethod(AdapterLearner.run)
     clear = RemoteMethod(AdapterLearner.clear)
@@ -112,12 +112,12 @@ class ReplicatedAdapter:
 
 
 class AdapterLearners:
-    """The adapters in one of the processes. Its worker calls them as `Adapters` (learners/processes/worker.py)."""
+    """The adapters inside a process. The worker calls them as `Adapters` (learners/processes/worker.py)."""
 
     methods = remote_methods(ReplicatedAdapter)
 
     def __init__(self, settings: dict[str, Any], deadline_s: float) -> None:
-        """Loads the base of an AdapterJob. `deadline_s` is the longest wait in a collective.
+        """Loads the base model of an AdapterJob. `deadline_s` is the timeout for collectives.
 
         Raises LearnerError if GPUs are missing.
         """
@@ -129,7 +129,7 @@ class AdapterLearners:
         self._weights = load_weights(job.model, job.base, device=str(device))
 
     def add(self, id: str, lora: dict[str, Any] | None, seed: int) -> None:
-        """Adds a fresh adapter; without `lora` a copy of all weights."""
+        """Adds a new adapter, or a copy of all weights when `lora` is None."""
         if lora is None:
             weights = clone_trainable(self._weights)
         else:

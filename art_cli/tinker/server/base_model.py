@@ -1,4 +1,4 @@
-"""Base: the model that all clients' adapters stand on, loaded once, and what is the same for all of them."""
+"""Base: the base model shared by all clients' adapters, loaded once, with shared facts."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -20,27 +20,27 @@ from art_cli.tinker.server.adapter_learner import AdapterLearner, Passed
 from art_cli.tinker.server.adapter_pool import AdapterReplicas
 from art_cli.tinker.server.datums import Datum
 
-ALPHA = 32  # the adapters' scale where no configuration names one; it does not grow with the rank
+ALPHA = 32  # default adapter scale, independent of the rank
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj", "qkv_proj")
 MLP = ("gate_proj", "up_proj", "down_proj", "gate_up_proj", "fc1", "fc2")
 
 
 class Parts(NamedTuple):
-    """The layers of a model that get an adapter. The head never gets one, whatever a client asks for."""
+    """The adapted layers of a model. The head is never adapted, even on request."""
 
     attention: bool = True
     mlp: bool = True
 
 
 class ClientLearner(Protocol):
-    """The learner of one client's weights: an AdapterLearner, or a ReplicatedAdapter in several processes."""
+    """Trains a client's weights: an AdapterLearner, or a ReplicatedAdapter for several processes."""
 
     @property
     def num_updates(self) -> int: ...
 
     @property
     def rank(self) -> int:
-        """The adapter's rank; 0: there is none, and all weights are trained."""
+        """The adapter's rank; 0 when all weights are trained."""
 
     def run(self, data: Sequence[Datum], loss: str, settings: Mapping[str, float], *, backward: bool) -> Passed: ...
 
@@ -59,14 +59,14 @@ class ClientLearner(Protocol):
     def load(self, directory: Path, *, optimizer: bool) -> int: ...
 
     def close(self) -> None:
-        """Ends it; no method may be called afterwards."""
+        """Closes the learner for good."""
 
 
 class Base:
-    """`name` is what clients call it; `names` are what else they may call it.
+    """`name` is the model's name for clients; `names` are accepted alternatives.
 
-    `lora` is the default shape of their adapters, or None for the protocol's. `is_whole`: there are no
-    adapters, and each client trains a copy of all weights.
+    `lora` is the default adapter shape; None uses the protocol's default. `is_whole`: each client trains a copy of all
+    weights instead of an adapter.
     """
 
     def __init__(
@@ -84,24 +84,24 @@ class Base:
         self._lora, self._learner, self._chat_template = lora, learner, chat_template
         self.vocabulary = weights.vocabulary
         self.max_length = weights.max_length
-        self.replicas: AdapterReplicas | None = None  # the processes that train, or None if this one does
+        self.replicas: AdapterReplicas | None = None  # training processes; None: this process trains
         self._probe: Probe | None = None
 
     def probe(self) -> Probe:
-        """Returns the probe of the base alone, whose text all policies are proven on. The first call computes."""
+        """Returns the base model's probe. All policies are proven on its tokens. Computed on the first call."""
         if self._probe is None:
             own = measure_probe(self.weights, partial(token_logprobs, self.weights))
             self._probe = msgspec.structs.replace(own, base=own.logprobs, base_rounded=own.rounded)
         return self._probe
 
     def start(self, logs: Path) -> None:
-        """Starts the processes of a learner that has several. Raises LearnerError if they do not start."""
+        """Starts the learner's processes, if it has several. Raises LearnerError on failure."""
         if self._learner.name == "torch" and self._learner.processes > 1:
             self.replicas = AdapterReplicas(self.weights, self._learner, chat_template=self._chat_template, logs=logs)
             self.replicas.start()
 
     def check_alive(self) -> None:
-        """Raises LearnerError if a process of the learner is dead."""
+        """Raises LearnerError if a learner process is dead."""
         if self.replicas is not None:
             self.replicas.check()
 
@@ -110,30 +110,30 @@ class Base:
             self.replicas.close()
 
     def check(self, name: str | None) -> None:
-        """Raises ChatError 400 if it is another model."""
+        """Raises ChatError 400 for other model names."""
         if name is not None and name not in self.names:
             raise invalid(f"base_model {name[:200]!r}: this server has {self.name!r}")
 
     def new_learner(self, rank: int, seed: int, parts: Parts) -> ClientLearner:
-        """Returns a learner of a fresh adapter. Raises UsageError if the model lacks a layer to adapt."""
+        """Returns a learner for a new adapter. Raises UsageError if the model lacks a layer to adapt."""
         if self.is_whole:
             return self._make(None, seed)
         alpha = self._lora.alpha if self._lora is not None else ALPHA
         return self._make(LoraConfig(rank=rank, alpha=alpha, targets=self._targets(parts)), seed)
 
     def saved_learner(self, adapter: Path) -> ClientLearner:
-        """Returns a learner of an adapter of that shape; its tensors are loaded by the caller."""
+        """Returns a learner shaped like a saved adapter. The caller loads the tensors."""
         return self._make(None if self.is_whole else lora_of(adapter), 0)
 
     def _make(self, lora: LoraConfig | None, seed: int) -> ClientLearner:
-        """Returns a learner of a fresh adapter, or of a copy of all weights."""
+        """Returns a learner for a new adapter, or for a copy of all weights."""
         if self.replicas is not None:
             return self.replicas.new_adapter(lora, seed, self.policy)
         own = clone_trainable(self.weights) if lora is None else with_adapter(self.weights, lora, seed)
         return AdapterLearner(own, self._learner)
 
     def policy(self, adapter: Path | None) -> Weights:
-        """Returns the base with a saved adapter, or without one."""
+        """Returns the base model, optionally with a saved adapter."""
         if self.is_whole and adapter is not None:
             weights = clone_trainable(self.weights)
             load_checkpoint(weights, adapter)
@@ -162,7 +162,7 @@ def lora_of(adapter: Path) -> LoraConfig:
 
 
 def parts_of(lora: LoraConfig) -> Parts:
-    """Returns the layers that the adapter is on."""
+    """Returns the adapted layers."""
     if isinstance(lora.targets, str):
         return Parts()
     return Parts(any(name in ATTENTION for name in lora.targets), any(name in MLP for name in lora.targets))

@@ -1,13 +1,13 @@
-"""Store: checkpoints on the disk by their tinker:// paths; Downloads: secret addresses of their files, for a while.
+"""Store: saved checkpoints by tinker:// path. Downloads: temporary secret addresses for their files.
 
-    ROOT/<training run>/run.json                        whose it is, its base model, its adapter
-    ROOT/<training run>/weights/<name>/                 a checkpoint with its optimizer: tinker://<run>/weights/<name>
-    ROOT/<training run>/sampler_weights/<name>/         one without
-    ROOT/<training run>/external_weights/<name>/        one without, whose files a client may download
-    ROOT/<training run>/notes/<kind>/<name>.json        what may change later: when it expires, who may read it
+    ROOT/<training run>/run.json                        owner, base model, adapter
+    ROOT/<training run>/weights/<name>/                 checkpoint with optimizer: tinker://<run>/weights/<name>
+    ROOT/<training run>/sampler_weights/<name>/         checkpoint without optimizer
+    ROOT/<training run>/external_weights/<name>/        checkpoint without optimizer; clients may download its files
+    ROOT/<training run>/notes/<kind>/<name>.json        mutable facts: expiry time, public or private
 
-Each checkpoint is a plain PEFT directory with a manifest, which `art serve` and `art export` take. A restarted server
-finds what is there. Only the client that asked for a download knows its address.
+Each checkpoint is a plain PEFT directory with a manifest. `art serve` and `art export` accept these directories. A
+restarted server finds all checkpoints again. Only the client that requested a download knows its address.
 """
 
 import contextlib
@@ -30,7 +30,7 @@ from art_cli.runs.durable import remove, write_file
 from art_cli.runs.manifest import STEP_NAME, Manifest, new_checkpoint, verify_checkpoint
 from art_cli.runtime.scratch import make_directory
 
-OFFER_S = 900.0  # how long an address works
+OFFER_S = 900.0  # lifetime of a download address
 MAX_OFFERS = 10_000
 BLOCK = tarfile.BLOCKSIZE
 PIECE_BYTES = 2**20
@@ -45,7 +45,7 @@ class Downloads:
         return secrets.token_hex(16)
 
     def offer(self, root: str, path: Path) -> tuple[str, float]:
-        """Returns the address of a file or directory on the server at `root`, and until when it works."""
+        """Returns a download address for a file or directory, and its expiry time. `root` is the server's address."""
         token, expires = self.token(), time.time() + OFFER_S
         self._offers[token] = path, expires
         while len(self._offers) > MAX_OFFERS:
@@ -53,7 +53,7 @@ class Downloads:
         return f"{root.rstrip('/')}/api/v1/downloads/{token}", expires
 
     def take(self, token: str) -> Path:
-        """Raises ChatError 404 if there is no such address, or its time is over."""
+        """Raises ChatError 404 for unknown or expired addresses."""
         path, expires = self._offers.get(token, (None, 0.0))
         if path is None or expires < time.time() or not path.exists():
             raise ChatError(404, "this address does not work, or no longer; ask for another")
@@ -61,20 +61,20 @@ class Downloads:
 
 
 def tar_length(directory: Path) -> int:
-    """Bytes of the tar file of the directory's files."""
+    """Returns the size of the directory's tar file in bytes."""
     size = sum(BLOCK + _padded(path.stat().st_size, BLOCK) for path in _files(directory))
     return _padded(size + 2 * BLOCK, tarfile.RECORDSIZE)
 
 
 def tar_pieces(directory: Path) -> Iterator[bytes]:
-    """Yields the pieces of the tar file, made while it is sent. All files are opened first: none is replaced."""
+    """Yields the tar file in pieces. All files are opened first, so none can be replaced during the transfer."""
     with contextlib.ExitStack() as held:
         files = [(path, held.enter_context(path.open("rb"))) for path in _files(directory)]
         sent = 0
         for path, file in files:
             head = tarfile.TarInfo(str(path.relative_to(directory)))
             head.size = os.fstat(file.fileno()).st_size
-            yield head.tobuf(tarfile.GNU_FORMAT)  # one block whatever the file's size
+            yield head.tobuf(tarfile.GNU_FORMAT)  # always one block
             while piece := file.read(PIECE_BYTES):
                 yield piece
             yield bytes(_padded(head.size, BLOCK) - head.size)
@@ -93,13 +93,13 @@ def _padded(size: int, unit: int) -> int:
 KINDS = {"weights": "training", "sampler_weights": "sampler", "external_weights": "external"}
 RUN_ID = re.compile(r"[0-9a-f]{32}:train:[0-9]{1,9}", re.ASCII)
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}", re.ASCII)
-MAX_METADATA = 64  # entries of a client's own notes
+MAX_METADATA = 64  # entries in a client's metadata
 MAX_METADATA_BYTES = 16_384
-UNFINISHED_S = 3600.0  # time without a change after which no process writes a file any more; servers may share a root
+UNFINISHED_S = 3600.0  # a temporary file unchanged this long has no writer; several servers may share a root
 
 
 class RunNotes(msgspec.Struct, kw_only=True):
-    """run.json: one training run, which is one adapter that a client trained."""
+    """run.json: a training run, meaning a client's adapter."""
 
     id: str
     owner: str
@@ -110,7 +110,7 @@ class RunNotes(msgspec.Struct, kw_only=True):
 
 
 class Notes(msgspec.Struct, kw_only=True):
-    """The notes on a checkpoint besides its files."""
+    """Facts about a checkpoint that are not in its files."""
 
     created: float
     expires: float | None = None
@@ -120,7 +120,7 @@ class Notes(msgspec.Struct, kw_only=True):
 
 
 class Place(NamedTuple):
-    """The path of a checkpoint in its parts. Example: Place("4f...:train:0", "weights", "step-7")"""
+    """A parsed checkpoint path. Example: Place("4f...:train:0", "weights", "step-7")"""
 
     run: str
     kind: str
@@ -132,7 +132,7 @@ class Place(NamedTuple):
 
 
 def parse(uri: str) -> Place:
-    """Raises ChatError 400 if it is no tinker:// path of a checkpoint."""
+    """Parses a checkpoint's tinker:// path. Raises ChatError 400 for other text."""
     parts = uri.removeprefix("tinker://").split("/")
     if not uri.startswith("tinker://") or len(parts) != 3:
         raise invalid(f"{uri[:200]!r}: expected tinker://<training run>/weights/<name>")
@@ -140,7 +140,7 @@ def parse(uri: str) -> Place:
 
 
 def place(run: str, kind: str, name: str) -> Place:
-    """Raises ChatError 400 if a part of it cannot be."""
+    """Raises ChatError 400 if a part is invalid."""
     if not RUN_ID.fullmatch(run):
         raise invalid(f"{run[:200]!r} is no training run")
     if kind not in KINDS:
@@ -151,7 +151,7 @@ def place(run: str, kind: str, name: str) -> Place:
 
 
 class Store:
-    """The checkpoints below `root`. `quota` limits the bytes of one client's, if not None."""
+    """The checkpoints below `root`. `quota` limits each client's bytes."""
 
     def __init__(self, root: Path, *, base: str, dtype: str, quota: int | None) -> None:
         self.root, self._base, self._dtype, self._quota = root, base, dtype, quota
@@ -163,21 +163,21 @@ class Store:
         write_file(self.root / notes.id / "run.json", msgspec.json.encode(notes))
 
     def run(self, id: str, owner: str) -> RunNotes:
-        """Raises ChatError 404 if this client has no such training run."""
+        """Returns the client's training run. Raises ChatError 404 for unknown runs."""
         found = self._read_run(id) if RUN_ID.fullmatch(id) else None
         if found is None or found.owner != owner:
             raise ChatError(404, f"no training run {id[:200]!r}")
         return found
 
     def any_run(self, id: str) -> RunNotes:
-        """Returns the training run, of any client. Raises ChatError 404 if there is none."""
+        """Returns any client's training run. Raises ChatError 404 for unknown runs."""
         found = self._read_run(id)
         if found is None:
             raise ChatError(404, f"no training run {id[:200]!r}")
         return found
 
     def runs(self, owner: str) -> list[RunNotes]:
-        """Returns the client's training runs, the newest first."""
+        """Returns the client's training runs, newest first."""
         found = [self._read_run(path.name) for path in self.root.iterdir() if RUN_ID.fullmatch(path.name)]
         mine = [run for run in found if run is not None and run.owner == owner]
         return sorted(mine, key=lambda run: run.created, reverse=True)
@@ -193,23 +193,23 @@ class Store:
         return self.root / at.run / at.kind / at.name
 
     def readable(self, at: Place, owner: str) -> Path:
-        """Returns the checkpoint's directory. Raises ChatError 404 if this client may read none."""
+        """Returns the checkpoint directory. Raises ChatError 404 if the client may not read it."""
         notes, run = self.notes(at), self._read_run(at.run)
         if notes is None or run is None or (run.owner != owner and not notes.is_public):
             raise ChatError(404, f"no checkpoint {at.uri}")
         return self.path(at)
 
     def find(self, at: Place, owner: str) -> Path:
-        """Returns `readable`, verified. Call it in a thread, because it reads all files.
+        """Returns `readable` after verification. Call it in a thread, because it reads all files.
 
-        Raises CheckpointError if its files are damaged.
+        Raises CheckpointError if files are damaged.
         """
         path = self.readable(at, owner)
         verify_checkpoint(path)
         return path
 
     def notes(self, at: Place) -> Notes | None:
-        """Returns the notes, or None if there is no such checkpoint, or it has expired."""
+        """Returns a checkpoint's notes. Missing and expired checkpoints give None."""
         with contextlib.suppress(OSError, msgspec.MsgspecError):
             notes = msgspec.json.decode(self._notes_path(at).read_bytes(), type=Notes)
             if self.path(at).is_dir() and (notes.expires is None or notes.expires > time.time()):
@@ -217,31 +217,32 @@ class Store:
         return None
 
     def owned(self, at: Place, owner: str) -> Notes:
-        """Raises ChatError 404 if this client has no such checkpoint."""
+        """Returns the notes on the client's checkpoint. Raises ChatError 404 for unknown checkpoints."""
         run, notes = self._read_run(at.run), self.notes(at)
         if run is None or notes is None or run.owner != owner:
             raise ChatError(404, f"no checkpoint {at.uri}")
         return notes
 
     def save(self, at: Place, owner: str, step: int, notes: Notes, fill: Callable[[Path], None], *, over: bool) -> None:
-        """Writes the checkpoint, whole or not at all. Raises ChatError 400 if it is there, or the quota is used up."""
+        """Writes the checkpoint atomically. Raises ChatError 400 if the name is taken or the quota is exceeded."""
         if self.notes(at) is not None and not over:
             raise invalid(f"{at.uri} is there already; choose another name, or overwrite it")
         if self._quota is not None and self.used(owner) >= self._quota:
             raise invalid(f"the checkpoints of this client take {self._quota / 2**30:g} GiB; delete some")
         named = STEP_NAME.fullmatch(at.name)
-        step = int(named[1]) if named else step  # a directory of that name holds that step
+        step = int(named[1]) if named else step  # directories named step_N must hold step N
         manifest = Manifest(step=step, base=self._base, config_hash="", dtype=self._dtype)
         with new_checkpoint(self.path(at), manifest) as directory:
             fill(directory)
             notes.num_bytes = sum(path.stat().st_size for path in directory.rglob("*") if path.is_file())
-            self.note(at, notes)  # before the directory has its name: one without notes would stay for ever
+            # written before the directory is renamed: a checkpoint without notes would never be deleted
+            self.note(at, notes)
 
     def note(self, at: Place, notes: Notes) -> None:
         write_file(self._notes_path(at), msgspec.json.encode(notes))
 
     def delete(self, at: Place) -> None:
-        """Removes the checkpoint. What a kill leaves of it is swept later."""
+        """Removes the checkpoint. After a kill, `sweep` removes the remains."""
         doomed = self.path(at).with_name(f".{at.name}.{uuid.uuid4().hex[:8]}.tmp")
         with contextlib.suppress(FileNotFoundError):
             self.path(at).rename(doomed)
@@ -249,7 +250,7 @@ class Store:
         shutil.rmtree(doomed, ignore_errors=True)
 
     def checkpoints(self, run: str) -> list[tuple[Place, Notes]]:
-        """Returns those of a training run, the oldest first."""
+        """Returns a training run's checkpoints, oldest first."""
         found = []
         for at in self._places(run):
             notes = self.notes(at)
@@ -258,11 +259,11 @@ class Store:
         return sorted(found, key=lambda entry: entry[1].created)
 
     def used(self, owner: str) -> int:
-        """Bytes of the client's checkpoints."""
+        """Returns the total bytes of the client's checkpoints."""
         return sum(notes.num_bytes for run in self.runs(owner) for _, notes in self.checkpoints(run.id))
 
     def sweep(self) -> None:
-        """Deletes what has expired, and what killed servers left half written."""
+        """Deletes expired checkpoints and partial files from killed servers."""
         for pattern in ("*/.*.tmp", "*/*/.*.tmp", "*/notes/*/.*.tmp"):
             for path in list(self.root.glob(pattern)):
                 if time.time() - _last_written(path) > UNFINISHED_S:
@@ -273,7 +274,7 @@ class Store:
                     self.delete(at)
 
     def _is_being_saved(self, at: Place) -> bool:
-        """Returns whether its notes are new and its directory has no name yet."""
+        """Returns True if the notes are recent and the directory does not exist yet."""
         return not self.path(at).is_dir() and time.time() - _last_written(self._notes_path(at)) < UNFINISHED_S
 
     def _places(self, run: str) -> Iterator[Place]:
@@ -287,7 +288,8 @@ class Store:
 
 
 def _last_written(path: Path) -> float:
-    """Returns when the file, or anything in the directory, was last changed; now, if it is gone meanwhile."""
+    """Returns the latest modification time of a file or directory tree. A file deleted meanwhile counts as just
+    modified."""
     try:
         return max(each.stat().st_mtime for each in (path, *path.rglob("*")))
     except FileNotFoundError:
@@ -295,14 +297,14 @@ def _last_written(path: Path) -> float:
 
 
 def make_notes(ttl_s: int | None, user_metadata: dict[str, str] | None) -> Notes:
-    """Raises ChatError 400 if metadata is out of bounds."""
+    """Raises ChatError 400 if metadata is too large."""
     now = time.time()
     expires = None if ttl_s is None else now + ttl_s
     return Notes(created=now, expires=expires, user_metadata=check_metadata(user_metadata))
 
 
 def check_metadata(found: dict[str, Any] | None) -> Any:
-    """Returns the client's notes. Raises ChatError 400 if they are too large."""
+    """Returns the client's metadata. Raises ChatError 400 if it is too large."""
     encode_notes(user_metadata=found)
     if len(found or ()) > MAX_METADATA:
         raise invalid(f"user_metadata: {len(found or ())} entries; at most {MAX_METADATA}")
@@ -310,7 +312,7 @@ def check_metadata(found: dict[str, Any] | None) -> Any:
 
 
 def encode_notes(**notes: Any) -> bytes:
-    """Returns JSON of what a client may name. Raises ChatError 400 if it is too large."""
+    """Returns client-provided text as JSON. Raises ChatError 400 above the size limit."""
     encoded = msgspec.json.encode(notes)
     if len(encoded) > MAX_METADATA_BYTES:
         raise invalid(f"{' and '.join(notes)}: {len(encoded)} bytes; at most {MAX_METADATA_BYTES}")

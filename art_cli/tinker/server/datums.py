@@ -1,23 +1,23 @@
-"""Datums: token sequences whose loss a client weighs itself, the losses that it names, and the packs that compute them.
+"""Datums: token sequences with client-provided loss weights; token losses; and packs to compute them.
 
-A datum's rows are shifted by one already: its targets at row i are predicted from its inputs up to and with row i. A
-row has K targets, usually one, and they need not be the next input, because a client may ask about any token.
+A datum's rows are already shifted by one: the targets in row i are predicted from inputs 0 to i. A row has K targets,
+usually one. Targets may differ from the next input, because clients may query any token.
 
     inputs 5 6 7    targets 6 7 8    the sequence 5 6 7 8, trained on its last three tokens
-    inputs 5 6 7    targets 6 9 8    the 9 is predicted after 5 6, and the 7 follows there all the same
+    inputs 5 6 7    targets 6 9 8    9 is predicted after 5 6, although 7 follows in the inputs
 
-A client may leave rows out. Then the packs of its data are those of the torch learner's samples, whose prompts are not
-trained on either, and so are the sums in them, bit for bit.
+Clients may omit rows. The packs then equal the torch learner's packs, whose prompts are also untrained, and sums over
+them are identical bit for bit.
 
-A TokenLoss gives a value for every token, tensors in and tensors out, and the loss is their sum: means, masks and the
-like are in the client's weights. The names and the numbers that they take are those of the Tinker protocol.
+A TokenLoss computes a tensor of values, one per token. The loss is their sum. Clients put means and masks into the
+weights. Loss names and inputs follow the Tinker protocol.
 
     cross_entropy        -w log p
-    importance_sampling  -r A                                r = exp(log p - log q), q the policy that sampled
+    importance_sampling  -r A                                r = exp(log p - log q), q the sampling policy
     ppo                  -min(r A, clip(r, low, high) A)     Schulman et al. 2017 (arXiv:1707.06347), equation 7
     cispo                -sg[clip(r, low, high)] A log p     CISPO (arXiv:2506.13585), equations 4 and 5
     dro                  -A log p + beta/2 (log p - log q)^2 DRO (arXiv:2405.19107), equation 4 with a given advantage
-    gspo                 ppo with one r for a whole datum: the geometric mean of its tokens' (arXiv:2507.18071)
+    gspo                 ppo with r per datum: the geometric mean of its tokens' ratios (arXiv:2507.18071)
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -32,20 +32,20 @@ from art_cli.learners.algorithms.objectives import Objective, clipped_surrogate
 from art_cli.learners.packs.packing import Edges, Pack
 from art_cli.learners.samples import Floats, Ints, Sample, bare_sample
 
-SHARES = "shares"  # name of numbers that any datum may bring: factors of each token's value; 1 where there are none
-Numbers = Mapping[str, Tensor]  # [N] by name, or a scalar for the whole request
+SHARES = "shares"  # optional input of any datum: a factor for each token's loss value (default 1)
+Numbers = Mapping[str, Tensor]  # [N] by name, or a scalar for the request
 _SAMPLED = ("logprobs", "advantages")
 _CLIP = {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2}
 
 
 class TokenLoss(NamedTuple):
-    """One loss by name."""
+    """A named loss."""
 
     values: Callable[[Tensor, Numbers, Tensor], Objective]  # (log p [N], numbers, datum of each term [N])
-    needs: tuple[str, ...]  # numbers that every datum brings
-    # settings with their default, or None if it must be given. A datum may bring them too
+    needs: tuple[str, ...]  # required datum inputs
+    # settings with defaults; None: required. A datum may override them per token
     takes: Mapping[str, float | None]
-    may_bring: tuple[str, ...] = ()  # further numbers that a datum may bring
+    may_bring: tuple[str, ...] = ()  # optional datum inputs
 
 
 def _cross_entropy(new: Tensor, numbers: Numbers, datums: Tensor) -> Objective:
@@ -110,23 +110,23 @@ TOKEN_LOSSES: Mapping[str, TokenLoss] = {
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Datum:
-    """One sequence of n rows with K targets each.
+    """A sequence of n rows with K targets per row.
 
     Example: Datum(inputs=[5 6 7], targets=[[6] [7] [8]], numbers={"weights": [[0.0] [1.0] [1.0]]})
     """
 
     inputs: Ints  # [n] token ids
     targets: Ints  # [n, K] token ids
-    numbers: Mapping[str, Floats]  # [n, K] by name, as the loss needs them: weights, advantages, logprobs
-    rows: Ints | None = None  # [m] ascending rows that are computed, at least one; None means all
+    numbers: Mapping[str, Floats]  # [n, K] the loss inputs by name: weights, advantages, logprobs
+    rows: Ints | None = None  # [m] computed rows, ascending, at least one; None: all rows
 
     @property
     def computed(self) -> Ints:
-        """[m] the rows that are computed."""
+        """[m] indices of the computed rows."""
         return np.arange(len(self.inputs)) if self.rows is None else self.rows
 
     def numbers_of(self, name: str) -> Floats:
-        """Returns [m * K] the numbers of that name in the computed rows."""
+        """Returns [m * K] the named numbers in computed rows."""
         return (self.numbers[name] if self.rows is None else self.numbers[name][self.rows]).ravel()
 
     @property
@@ -134,7 +134,7 @@ class Datum:
         return self.targets.size if self.rows is None else self.targets.shape[1] * len(self.rows)
 
     def whole(self, values: Floats) -> Floats:
-        """Returns [n, K] values of the computed rows among all rows; the others have 0."""
+        """Returns [n, K] values for all rows; skipped rows have 0."""
         if self.rows is None:
             return values.reshape(self.targets.shape)
         found = np.zeros(self.targets.shape, values.dtype)
@@ -143,16 +143,16 @@ class Datum:
 
 
 class DatumPack(NamedTuple):
-    """A pack and its N terms, datum after datum, row after row."""
+    """A pack and its N terms, ordered by datum, then row."""
 
     pack: Pack
-    edge_of: Ints  # [N] index of the edge that predicts each term
-    datum_of: Ints  # [N] index of each term's datum among all that were packed
-    order: list[int]  # the indexes of the pack's datums, in the order of its terms
+    edge_of: Ints  # [N] index of the predicting edge
+    datum_of: Ints  # [N] index of the term's datum in the request
+    order: list[int]  # indices of the pack's datums, in term order
 
 
 def datum_samples(data: Sequence[Datum]) -> list[Sample]:
-    """Returns the datums as samples to pack. The last token of each only makes room for the last row's prediction."""
+    """Returns the datums as samples for packing. The last token only makes room for the last row's prediction."""
     return [
         bare_sample(
             np.concatenate([datum.inputs, datum.targets[-1, :1]]),
@@ -165,7 +165,7 @@ def datum_samples(data: Sequence[Datum]) -> list[Sample]:
 
 
 def ask_for_targets(pack: Pack, data: Sequence[Datum]) -> DatumPack:
-    """Returns the pack of `datum_samples` with edges that predict the datums' targets instead of the next tokens."""
+    """Returns the pack from `datum_samples` with edges for the datums' targets instead of the next tokens."""
     order = [sample.turn for sample in pack.samples]
     if all(_asks_for_next(data[sample.turn], sample) for sample in pack.samples):
         return DatumPack(pack, pack.terms.edges, np.array(order)[pack.terms.samples], order)
@@ -179,6 +179,6 @@ def ask_for_targets(pack: Pack, data: Sequence[Datum]) -> DatumPack:
 
 
 def _asks_for_next(datum: Datum, sample: Sample) -> bool:
-    """Returns whether each computed row has one target, the token that follows in the sample."""
+    """Returns True if each computed row has a single target, the next token in the sample."""
     rows = sample.targets - 1
     return datum.targets.shape[1] == 1 and bool((datum.targets[rows, 0] == sample.token_ids[sample.targets]).all())

@@ -1,8 +1,8 @@
-"""Futures: the answers that clients ask for later, by the id of their request. Each request is run once.
+"""Futures: stored answers by request id. Clients poll for them, and each request runs once.
 
-A client that got no answer sends its request again, and asks for the same answer again: both find what is there. An
-answer is kept until room is needed. The client that holds most makes room, first with what it has fetched, so that
-no client loses an answer by what others send.
+Clients resend requests and polls after a lost reply; both reach the existing future. Answers are kept until room is
+needed. The client with the most stored answers makes room, starting with fetched answers, so clients cannot push out
+answers of other clients.
 """
 
 import asyncio
@@ -19,26 +19,26 @@ log = logging.getLogger(__name__)
 
 Json = dict[str, Any]
 
-MAX_KEPT = 20_000  # answers that are kept, of all clients together
+MAX_KEPT = 20_000  # maximum number of stored answers, over all clients
 MAX_KEPT_BYTES = 512 * 2**20
-SMALL = 512  # bytes that an answer without tokens counts
+SMALL = 512  # size of answers without tokens
 
 
 class FutureAnswer(NamedTuple):
-    """The answer to a request. Both forms are made when a client asks, because one of them is enough."""
+    """An answer to a request. Encoded when the client fetches it, because only one format is needed."""
 
     as_json: Callable[[], Json]
-    as_proto: Callable[[], bytes] | None = None  # None if this kind of answer is JSON only
+    as_proto: Callable[[], bytes] | None = None  # None for JSON-only answers
     num_bytes: int = SMALL
 
 
 def plain_answer(fields: Json) -> FutureAnswer:
-    """Returns an answer that is JSON only, and small."""
+    """Returns a small, JSON-only answer."""
     return FutureAnswer(lambda: fields)
 
 
 class Failure(NamedTuple):
-    """Why a request gave nothing. `is_users`: the client can mend it."""
+    """The reason why a request failed. `is_users`: the client can fix it."""
 
     message: str
     is_users: bool
@@ -46,15 +46,15 @@ class Failure(NamedTuple):
 
 @dataclass(eq=False)
 class Future:
-    """One request that was accepted."""
+    """An accepted request."""
 
     id: str
     owner: str
-    digest: bytes  # hash of what was asked
+    digest: bytes  # hash of the request
     state: str = "queued"  # queued, running, done
-    waits_for: str = ""  # the reason for waiting that a client gets
+    waits_for: str = ""  # reason for waiting, shown to the client
     result: FutureAnswer | Failure | None = None
-    num_bytes: int = 0  # the request's size, until it is answered
+    num_bytes: int = 0  # the request's size while unanswered
     done: asyncio.Event = field(default_factory=asyncio.Event)
     task: asyncio.Task[None] | None = None
 
@@ -66,11 +66,11 @@ class Future:
 
 @dataclass(eq=False)
 class _Account:
-    """The answers held for one client. The oldest answers come first."""
+    """The stored answers of a client, oldest first."""
 
-    num_open: int = 0  # unanswered requests
-    open_bytes: int = 0  # their size
-    num_bytes: int = 0  # the answers' size
+    num_open: int = 0  # number of unanswered requests
+    open_bytes: int = 0  # size of unanswered requests
+    num_bytes: int = 0  # size of answers
     fetched: OrderedDict[str, Future] = field(default_factory=OrderedDict)
     unfetched: OrderedDict[str, Future] = field(default_factory=OrderedDict)
 
@@ -80,7 +80,7 @@ class _Account:
 
 
 class Futures:
-    """`pending` and `pending_bytes` bound the unanswered requests of one client, and what they hold."""
+    """`pending` and `pending_bytes` limit the number and size of unanswered requests per client."""
 
     def __init__(self, *, pending: int, pending_bytes: int) -> None:
         self._pending, self._pending_bytes = pending, pending_bytes
@@ -97,10 +97,10 @@ class Futures:
     def add(
         self, id: str, owner: str, digest: bytes, *, is_owed: bool = False, num_bytes: int = 0
     ) -> tuple[Future, bool]:
-        """Returns the future of the request, and whether it is new. Raises ChatError if another had that id (400), or
-        too many of this client's are unanswered (429), or the server is stopping (503).
+        """Returns the request's future, and whether it is new. Raises ChatError if a different request used this id
+        (400), if the client has too many unanswered requests (429), or if the server is stopping (503).
 
-        `is_owed`: others wait for this request, so that it is accepted however many these are.
+        `is_owed`: later requests wait for this request, so it is accepted beyond the limit.
         """
         known = self._futures.get(id)
         if known is not None:
@@ -121,18 +121,18 @@ class Futures:
         return future, True
 
     def get(self, id: str, owner: str) -> Future:
-        """Raises ChatError 404 if this client has no such request, or its answer was dropped."""
+        """Returns the client's future. Raises ChatError 404 for unknown requests and dropped answers."""
         future = self._futures.get(id)
         if future is None or future.owner != owner:
             raise ChatError(404, f"no request {id[:200]!r}: it was never sent, or its answer is no longer kept")
         return future
 
     def start(self, future: Future, work: Coroutine[Any, Any, FutureAnswer]) -> None:
-        """Runs the work by itself, beside all others."""
+        """Runs the work concurrently with other requests."""
         future.task = asyncio.create_task(self.run(future, work))
 
     async def run(self, future: Future, work: Coroutine[Any, Any, FutureAnswer]) -> None:
-        """Runs the work and keeps its result. Never raises but when it is cancelled."""
+        """Runs the work and stores its result. Raises only when cancelled."""
         future.state = "running"
         try:
             result: FutureAnswer | Failure = await work
@@ -143,7 +143,7 @@ class Futures:
             result = Failure(error.message, is_users=error.status < 500)
         except ArtError as error:
             result = Failure(one_line(error), is_users=True)
-        except Exception as error:  # the boundary to the learner and the engine: one request must not end the server
+        except Exception as error:  # boundary to learner and engine: a failing request must not stop the server
             if is_full_disk(error):
                 log.error("%s: no space left on the disk of the checkpoints; nothing was saved", future.id)
                 result = Failure("no space left on the server's disk; nothing was saved: free some there", False)
@@ -153,7 +153,7 @@ class Futures:
         self.settle(future, result)
 
     def settle(self, future: Future, result: FutureAnswer | Failure) -> None:
-        """Gives the future its result, and drops old answers where room is needed."""
+        """Stores the result and drops old answers if room is needed."""
         if future.result is not None:
             return
         future.finish(result)
@@ -167,7 +167,7 @@ class Futures:
             richest = max(self._accounts.values(), key=lambda each: each.num_bytes if is_large else each.num_kept)
             held = richest.fetched or richest.unfetched
             old = next(iter(held.values()))
-            if old is future:  # one answer is kept, however large it is
+            if old is future:  # always keep at least one answer, regardless of size
                 return
             del held[old.id], self._futures[old.id]
             self._count(richest, old, -1)
@@ -179,13 +179,13 @@ class Futures:
         self._num_kept += sign
 
     def mark_fetched(self, future: Future) -> None:
-        """Puts it among the first of its client that make room."""
+        """Marks an answer as droppable before unfetched answers."""
         account = self._accounts[future.owner]
         if account.unfetched.pop(future.id, None) is not None:
             account.fetched[future.id] = future
 
     async def wait(self, future: Future, timeout_s: float) -> bool:
-        """Returns whether the result is there, at the latest when the time is up."""
+        """Waits up to `timeout_s`; returns True when the result is ready."""
         try:
             async with asyncio.timeout(timeout_s):
                 await future.done.wait()
@@ -198,16 +198,16 @@ class Futures:
             future.task.cancel()
 
     def refuse(self) -> None:
-        """Accepts nothing more."""
+        """Refuses new requests."""
         self._is_closing = True
 
     async def finish(self) -> None:
-        """Returns when the requests that run by themselves have ended."""
+        """Waits for the concurrent requests to end."""
         if tasks := self._tasks():
             await asyncio.wait(tasks)
 
     async def close(self) -> None:
-        """Accepts nothing more; what is unanswered fails."""
+        """Refuses new requests; unanswered requests fail."""
         self.refuse()
         tasks = self._tasks()
         for task in tasks:
@@ -223,6 +223,6 @@ class Futures:
 
 
 def _size(future: Future) -> int:
-    """Bytes of its result."""
+    """Returns the result's size in bytes."""
     result = future.result
     return SMALL + len(result.message) if isinstance(result, Failure) else result.num_bytes if result else 0

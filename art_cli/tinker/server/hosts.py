@@ -1,8 +1,8 @@
-"""Hosts: what opens a policy for sampling: an embedded engine for each, or one vLLM server for all.
+"""Hosts open policies for sampling: an embedded engine per policy, or a shared vLLM server.
 
     copy of a learner's weights, or a saved adapter -> SampledPolicy -> host.open -> OpenPolicy: scores, replies
 
-A policy that vLLM samples from is a directory, because the server is another process.
+vLLM is a separate process, so its policies are directories.
 """
 
 import asyncio
@@ -32,10 +32,10 @@ from art_cli.tinker.server.base_model import Base, ClientLearner
 
 
 class OpenPolicy(Protocol):
-    """Samples from one policy."""
+    """Samples from a policy."""
 
     async def score(self, token_ids: list[int]) -> list[float]:
-        """Returns [L - 1] logprobs in nats of each token after the first, at temperature 1."""
+        """Returns [L - 1] logprobs in nats at temperature 1, for every token after the initial one."""
 
     async def reply(self, request: Request) -> Reply: ...
 
@@ -44,13 +44,13 @@ class OpenPolicy(Protocol):
 
 @dataclass(eq=False)
 class SampledPolicy:
-    """Weights to sample from, and what samples from them while it is open. Without adapter and weights: the base."""
+    """Weights for sampling, with an engine while open. Without adapter and weights, this is the base model."""
 
     key: str
-    adapter: Path | None = None  # the directory of a saved one
-    weights: Weights | None = None  # a copy in memory
-    probe: Probe | None = None  # or None if the files of a saved one are scored when it is opened
-    is_temporary: bool = False  # True: the directory is this policy's own, and goes with it
+    adapter: Path | None = None  # directory of a saved adapter
+    weights: Weights | None = None  # copy in memory
+    probe: Probe | None = None  # None: computed from a saved adapter's files when opened
+    is_temporary: bool = False  # the directory belongs to this policy and is removed with it
     opened: OpenPolicy | None = None
     num_users: int = 0
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
@@ -60,7 +60,7 @@ class SampledPolicy:
         return self.adapter is None and self.weights is None
 
     def forget(self) -> None:
-        """Removes what is only this policy's own."""
+        """Removes the policy's temporary files."""
         if self.is_temporary and self.adapter is not None:
             shutil.rmtree(self.adapter, ignore_errors=True)
 
@@ -68,23 +68,23 @@ class SampledPolicy:
 class PolicyHost(Protocol):
     """Opens policies. Failures raise EngineError, DriftError or CheckpointError."""
 
-    num_open: int  # adapters that may be open at once
+    num_open: int  # maximum number of open adapters
 
     async def start(self) -> None: ...
 
     async def open(self, policy: SampledPolicy) -> OpenPolicy: ...
 
     def copy(self, key: str, learner: ClientLearner) -> SampledPolicy:
-        """Returns the learner's weights as they are now. It computes; call it in a thread."""
+        """Copies the learner's current weights. Blocks; call it in a thread."""
 
     async def watch(self) -> NoReturn:
-        """Never returns; raises EngineError once nothing can be sampled any more."""
+        """Runs forever; raises EngineError when sampling becomes impossible."""
 
     async def close(self) -> None: ...
 
 
 class EmbeddedHost:
-    """An engine in this process for each policy. All share the base's tensors."""
+    """An engine per policy in this process. All engines share the base tensors."""
 
     def __init__(self, base: Base, config: EmbeddedEngineConfig, limits: BackendLimits, logs: Path) -> None:
         self.num_open = limits.samplers
@@ -132,10 +132,10 @@ class _EmbeddedPolicy:
 
 
 class VllmHost:
-    """One vLLM server, which art starts or which runs at a URL, and an adapter in it for each policy."""
+    """A vLLM server, started by art or already running at a URL, with an adapter per policy."""
 
     def __init__(self, base: Base, config: VllmEngineConfig, limits: BackendLimits, logs: Path) -> None:
-        """Raises EngineError if there is no such Python, or this machine cannot have a setting."""
+        """Raises EngineError if the configured Python is missing or this machine lacks support for a setting."""
         spec = _spec(base, limits)
         if config.base_url is None:
             config = _with_room(config, limits)
@@ -144,7 +144,7 @@ class VllmHost:
         self._server = VllmPolicies(config, spec, logs=logs)
 
     async def start(self) -> None:
-        """Returns when the server answers with the base's weights."""
+        """Returns when the server answers with the base weights."""
         await self._server.start()
         base = await self.open(SampledPolicy("base"))
         await base.close()
@@ -155,7 +155,7 @@ class VllmHost:
         return await self._server.open(policy.adapter, probe)
 
     def _score(self, adapter: Path | None) -> Probe:
-        """Returns a probe of the base with a saved adapter, or without one."""
+        """Returns a probe of the base model, optionally with a saved adapter."""
         if adapter is None:
             return self._base.probe()
         weights = _load(self._base, adapter)
@@ -175,26 +175,26 @@ class VllmHost:
 
 
 def _load(base: Base, adapter: Path | None) -> Weights:
-    """Returns the base with a saved adapter, or without one. Raises CheckpointError if its files are damaged."""
+    """Returns the base model, optionally with a saved adapter. Raises CheckpointError for damaged files."""
     if adapter is not None:
         verify_checkpoint(adapter)
     return base.policy(adapter)
 
 
 def _spec(base: Base, limits: BackendLimits) -> PolicySpec:
-    """Returns the served model: the base with adapters of any rank that clients may ask for."""
+    """Returns the served model: the base with adapters up to the maximum rank."""
     processes = 1 if base.replicas is None else base.replicas.job.learner.processes
     return msgspec.structs.replace(spec_of(base.weights), lora_rank=limits.rank, learner_gpus=processes)
 
 
 def _with_room(config: VllmEngineConfig, limits: BackendLimits) -> VllmEngineConfig:
-    """Returns the configuration with room for the samplers' adapters. vLLM never sleeps."""
+    """Returns the configuration with room for all adapters. vLLM never sleeps here."""
     args = {"max-loras": limits.samplers, **{name.replace("_", "-"): value for name, value in config.args.items()}}
     return config.model_copy(update={"args": args, "sleep": 0})
 
 
 def make_host(base: Base, engine: EngineConfig, limits: BackendLimits, logs: Path) -> PolicyHost:
-    """Raises EngineError if it cannot be made here."""
+    """Raises EngineError if this machine lacks support for the engine."""
     if isinstance(engine, VllmEngineConfig):
         return VllmHost(base, engine, limits, logs)
     assert isinstance(engine, EmbeddedEngineConfig), engine

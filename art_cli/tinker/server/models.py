@@ -1,8 +1,7 @@
-"""Models: the adapters in training, each with a learner; Turns: one model's requests in the order of their numbers.
+"""Models: adapters in training, each with a learner. Turns: runs a model's requests in numerical order.
 
-A client numbers its requests 1, 2, 3, ... and sends several at once, so that they may arrive in any order. A request
-whose predecessors are missing waits for them, and each runs once. All models share one device, on which their requests
-take turns.
+A client numbers its requests 1, 2, 3, ... and sends several concurrently, so they may arrive in any order. A request
+waits for missing predecessors, and each request runs once. All models share a device and take turns.
 """
 
 import asyncio
@@ -26,27 +25,27 @@ from art_cli.tinker.server.checkpoint_store import Notes, Place, RunNotes, Store
 from art_cli.tinker.server.futures import SMALL, Failure, Future, FutureAnswer, Futures, plain_answer
 from art_cli.tinker.server.samplers import Samplers
 
-MAX_AHEAD = 4096  # how far a request's number may be ahead of the next one to run
+MAX_AHEAD = 4096  # maximum distance between a request's number and the next number to run
 Work = Callable[[], Coroutine[Any, Any, FutureAnswer]]
 
 
 class Turns:
-    """The requests of the model `name`."""
+    """The ordered requests of the model `name`."""
 
     def __init__(self, name: str, futures: Futures, device: asyncio.Lock) -> None:
         self.name = name
         self._futures, self._device = futures, device
         self._next = 1
-        self._newest = 0  # highest number so far
+        self._newest = 0  # highest number seen
         self._waiting: dict[int, tuple[Future, Work]] = {}
         self._arrived = asyncio.Event()
         self._task = asyncio.create_task(self._run())
         self._is_closed = False
 
     def submit(self, number: int | None, owner: str, digest: bytes, work: Work, num_bytes: int = 0) -> Future:
-        """Returns the future of the request with that number, or with the one after all so far if it is None.
+        """Returns the future of request `number`. None assigns the next free number.
 
-        Raises ChatError if its number was used for another request, or is too far ahead.
+        Raises ChatError if another request used the number or the number is too far ahead.
         """
         if self._is_closed:
             raise ChatError(404, f"{self.name}: the model was unloaded")
@@ -57,7 +56,7 @@ class Turns:
         future, is_new = self._futures.add(id, owner, digest, is_owed=number == self._next, num_bytes=num_bytes)
         if not is_new:
             return future
-        if number < self._next:  # it was run, and its answer is no longer kept
+        if number < self._next:  # already run, and its answer was dropped
             self._futures.settle(future, Failure("this request was run, and its answer is no longer kept", True))
             return future
         self._waiting[number] = future, work
@@ -79,7 +78,7 @@ class Turns:
                 future.waits_for = ""
                 running = asyncio.create_task(self._futures.run(future, work()))
                 try:
-                    # a request that has begun is run to its end, because the thread cannot be broken off
+                    # Finish the running request, because its thread cannot be interrupted.
                     await asyncio.shield(running)
                 except asyncio.CancelledError:
                     await asyncio.wait((running,))
@@ -88,7 +87,7 @@ class Turns:
             self._next += 1
 
     async def close(self) -> None:
-        """Ends after the request that is running. Those that wait fail."""
+        """Finishes the running request. Waiting requests fail."""
         self._is_closed = True
         self._task.cancel()
         await asyncio.wait((self._task,))
@@ -103,18 +102,18 @@ class AdamParams(msgspec.Struct, forbid_unknown_fields=True):
     beta2: Decay = 0.95
     eps: Setting = 1e-12
     weight_decay: Setting = 0.0
-    grad_clip_norm: Annotated[float, Meta(ge=-(10**6), le=10**6)] = 0.0  # 0 and less: nothing is clipped
+    grad_clip_norm: Annotated[float, Meta(ge=-(10**6), le=10**6)] = 0.0  # values up to 0 disable clipping
 
 
 class NewModel(NamedTuple):
-    """A model to make: a fresh adapter, or a saved one."""
+    """A new model: a new adapter, or a saved one."""
 
     session: str
     number: int
     rank: int = 32
     seed: int = 0
     parts: Parts = Parts()
-    source: Place | None = None  # the checkpoint to go on from
+    source: Place | None = None  # checkpoint to start from
     with_optimizer: bool = False
     user_metadata: dict[str, Any] | None = None
 
@@ -132,12 +131,12 @@ class SaveTo(NamedTuple):
 
 
 class Model:
-    """One adapter in training."""
+    """An adapter in training."""
 
     def __init__(self, run: RunNotes, learner: ClientLearner, turns: Turns) -> None:
         self.run, self.learner, self.turns = run, learner, turns
-        self.used = time.time()  # when its last request came
-        self.has_failed = False  # whether a part of the gradient is missing, because its pass failed
+        self.used = time.time()  # time of the last request
+        self.has_failed = False  # a pass failed, so the accumulated gradient is incomplete
 
 
 class Models:
@@ -146,11 +145,11 @@ class Models:
         self.models: dict[str, Model] = {}
         self._device = asyncio.Lock()
         self._room = asyncio.Semaphore(limits.models)
-        self._owed: dict[str, Future] = {}  # requests for models that wait for room
-        self._making: dict[str, bool] = {}  # models that are being made, and whether their session has ended meanwhile
+        self._owed: dict[str, Future] = {}  # requests for models that wait for capacity
+        self._making: dict[str, bool] = {}  # models being created -> True if their session ended in the meantime
 
     def get(self, id: str, owner: str) -> Model:
-        """Raises ChatError 404 if this client has no such model."""
+        """Returns the client's model. Raises ChatError 404 for unknown models."""
         found = self.models.get(id)
         if found is None or found.run.owner != owner:
             raise ChatError(404, f"no model {id[:200]!r}; it was unloaded, or the server was started anew")
@@ -160,7 +159,7 @@ class Models:
     # --- coming and going ---------------------------------------------------------------------------------------------
 
     def create(self, new: NewModel, owner: str, digest: bytes) -> str:
-        """Returns the id of the request for the model. Raises ChatError 400 if rank or metadata are out of bounds."""
+        """Returns the id of the creation request. Raises ChatError 400 if rank or metadata are out of bounds."""
         rank = new.rank
         if new.source is not None:
             path = self.store.readable(new.source, owner)
@@ -176,7 +175,7 @@ class Models:
         return future.id
 
     def give_up(self, session: str) -> None:
-        """Cancels the models that a session waits for. One that is being made is closed as soon as it is made."""
+        """Cancels a session's pending models. A model under construction is closed once complete."""
         for id, future in list(self._owed.items()):
             if id.startswith(f"{session}:"):
                 self.futures.cancel(future)
@@ -245,10 +244,10 @@ class Models:
         for model in list(self.models.values()):
             await model.turns.close()
 
-    # --- requests of one model ----------------------------------------------------------------------------------------
+    # --- requests to a model ------------------------------------------------------------------------------------------
 
     def run_pass(self, asked: passes.ForwardBackward, owner: str, digest: bytes) -> str:
-        """Returns the id of the request, which fails if something is wrong with it."""
+        """Returns the request id. Invalid requests fail later, in their turn."""
         model = self.get(asked.model_id, owner)
         bounds = {"vocabulary": self.base.vocabulary, "max_length": self.base.max_length, "max_data": self.limits.data}
 
@@ -312,7 +311,7 @@ class Models:
         return self._submit(model, seq_id, digest, load)
 
     def sample_from(self, id: str, seq_id: int | None, sampler: str, owner: str, digest: bytes) -> str:
-        """Returns the id of the request for `sampler` to sample from the weights as they are then, without a save."""
+        """Returns the id of a request that lets `sampler` sample from a copy of the weights, without saving them."""
         model = self.get(id, owner)
 
         async def work() -> FutureAnswer:
@@ -322,9 +321,10 @@ class Models:
         return model.turns.submit(seq_id, owner, digest, work).id
 
     def refuse(self, id: object, seq_id: object, error: ChatError, owner: str, digest: bytes, *, is_pass: bool) -> str:
-        """Returns the id of a request that fails with the error, so that those after it do not wait for its number.
+        """Returns the id of a request that fails in its turn, so later requests do not wait for its number.
 
-        `is_pass`: the gradient lacks its part. Raises the error itself where the request names no model and number.
+        `is_pass`: the gradient is now incomplete. Raises the error directly if the request lacks a valid model or
+        number.
         """
         model = self.models.get(id) if isinstance(id, str) else None
         if model is None or model.run.owner != owner or not isinstance(seq_id, int) or isinstance(seq_id, bool):
@@ -347,7 +347,7 @@ def _load(learner: ClientLearner, path: Path, optimizer: bool) -> None:
 
 
 def describe(store: Store, at: Place, owner: str) -> dict[str, Any]:
-    """Returns the facts that a client needs to load a checkpoint: weights_info."""
+    """Returns weights_info: the facts a client needs for loading a checkpoint."""
     found, run = store.find(at, owner), store.any_run(at.run)
     if not run.rank:
         return {"base_model": run.base_model, "is_lora": False, "lora_rank": None}

@@ -1,6 +1,6 @@
-"""A forward or forward_backward request: out of JSON or of protocol buffers, checked, as the learner's datums.
+"""Decodes and checks forward and forward_backward requests, and encodes answers. JSON and protocol buffers.
 
-The answer is made in both forms too, because SDK 0.24.1 reads either and later ones read protocol buffers only.
+SDK 0.24.1 reads both formats; later versions only read protocol buffers.
 """
 
 import math
@@ -23,28 +23,28 @@ REFUSED = {
     "custom": "custom losses run in the client here: forward_backward_custom with a function",
 }
 OUTPUT_TYPE = "ArrayRecord"
-# Numbers that a datum may bring beside its loss's. Servers elsewhere do not know them, so that this one lists
-# them in its capabilities. With them the sums of a pass are those of the torch learner, bit for bit.
-MASK = "mask"  # 0 in rows that are left out: they cost nothing, and their logprob in the answer is 0
+# Optional datum inputs, unknown to other servers and therefore listed in this server's capabilities. With these inputs,
+# the sums of a pass equal the torch learner's sums bit for bit.
+MASK = "mask"  # 0 in omitted rows: they are not computed, and their logprob is 0 in the answer
 EXTRA = (MASK, SHARES)
-MAX_UNLISTED = 1 << 22  # numbers of a request beyond its bytes: those that its sparse tensors do not list
+MAX_UNLISTED = 1 << 22  # maximum numbers in a request beyond its byte size: the implicit zeros of sparse tensors
 
 
 class RawDatum(NamedTuple):
-    """A datum as it was sent: token ids, and arrays by name."""
+    """A datum as received: token ids and named arrays."""
 
     tokens: Array
     arrays: dict[str, Array]
 
 
 class _Budget:
-    """The count of numbers that a request of `num_bytes` may hold. A sparse tensor of a few bytes may name millions."""
+    """Limits the numbers in a request of `num_bytes`. A sparse tensor of a few bytes may expand to millions."""
 
     def __init__(self, num_bytes: int) -> None:
         self._left = num_bytes + MAX_UNLISTED
 
     def spend(self, datum: RawDatum) -> RawDatum:
-        """Returns the datum. Raises ValueError if it is too much."""
+        """Returns the datum. Raises ValueError above the limit."""
         self._left -= sum(array.size for array in datum.arrays.values())
         if self._left < 0:
             raise ValueError("the request's sparse tensors hold too many numbers; send fewer data at once")
@@ -52,7 +52,7 @@ class _Budget:
 
 
 class ForwardBackward(NamedTuple):
-    """One request for a pass over data."""
+    """A request for a pass over data."""
 
     model_id: str
     seq_id: int | None
@@ -63,19 +63,19 @@ class ForwardBackward(NamedTuple):
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of its numbers."""
+        """Returns the size of the decoded arrays in bytes."""
         return sum(array.nbytes for datum in self.raw for array in (datum.tokens, *datum.arrays.values()))
 
 
 class Checked(NamedTuple):
-    """A pass that can be run. `is_flat`: of each datum whether its targets were one list."""
+    """A valid pass. `is_flat`: for each datum, whether the targets were a flat list."""
 
     data: list[Datum]
     is_flat: list[bool]
 
 
 class BadPass(ChatError):
-    """A request for a pass that cannot be read, with what of it could be."""
+    """An unreadable pass request, with its readable fields."""
 
     def __init__(self, error: ChatError, model_id: object, seq_id: object) -> None:
         super().__init__(error.status, error.message)
@@ -113,7 +113,7 @@ class _Request(msgspec.Struct):
 
 
 def of_json(body: bytes, *, backward: bool) -> ForwardBackward:
-    """Returns the pass. Raises BadPass if a field does not fit; ChatError 400 if the body is no JSON object."""
+    """Decodes the pass. Raises BadPass for invalid fields, and ChatError 400 unless the body is a JSON object."""
     fields = decode_object(body)
     try:
         return _of_json(fields, backward, _Budget(len(body)))
@@ -136,7 +136,7 @@ def _of_json(fields: dict[str, Any], backward: bool, budget: _Budget) -> Forward
 
 
 def token_ids(given: ModelInput) -> list[int]:
-    """Returns the tokens of a model input. Raises ChatError 400 if a part of it is no text."""
+    """Returns the input's tokens. Raises ChatError 400 for non-text chunks."""
     for chunk in given.chunks:
         if chunk.type != "encoded_text":
             raise invalid(f"model_input: a chunk of type {chunk.type!r}; only encoded_text is served")
@@ -147,7 +147,7 @@ def token_ids(given: ModelInput) -> list[int]:
 
 
 def of_proto(body: bytes) -> ForwardBackward:
-    """Returns the pass of a message ForwardBackwardRequest. Raises BadPass if the body is none, or a field is wrong."""
+    """Decodes a ForwardBackwardRequest. Raises BadPass for invalid messages and fields."""
     request = messages.ForwardBackwardRequest()
     try:
         request = read_message(messages.ForwardBackwardRequest, body)
@@ -179,7 +179,7 @@ def _datum(datum: Any) -> RawDatum:
 
 
 class _naming:
-    """A block whose errors become a ChatError 400 that names the datum."""
+    """Errors inside the block become a ChatError 400 that names the datum."""
 
     def __init__(self, number: int) -> None:
         self._number = number
@@ -202,7 +202,7 @@ def _numbers(settings: dict[str, float | str]) -> dict[str, float]:
 
 
 def check(asked: ForwardBackward, *, vocabulary: int, max_length: int, max_data: int) -> Checked:
-    """Returns the pass as the learner takes it. Raises ChatError 400 with the first thing wrong and its datum."""
+    """Returns the pass for the learner. Raises ChatError 400 for the first invalid datum or setting."""
     loss = TOKEN_LOSSES.get(asked.loss)
     if loss is None:
         why = REFUSED.get(asked.loss, f"there are {', '.join(TOKEN_LOSSES)}")
@@ -259,7 +259,7 @@ def _checked(raw: RawDatum, names: tuple[set[str], set[str]], vocabulary: int, m
 
 
 def _rows(mask: npt.NDArray[np.float64] | None) -> npt.NDArray[np.int64] | None:
-    """Returns the rows that a mask leaves in, or None without a mask."""
+    """Returns the computed rows; None without a mask."""
     if mask is None:
         return None
     if not (mask == mask[:, :1]).all() or not mask.any():
@@ -271,7 +271,7 @@ def _rows(mask: npt.NDArray[np.float64] | None) -> npt.NDArray[np.int64] | None:
 
 
 def metrics(passed: Passed) -> dict[str, float]:
-    """Returns the metrics by name and how several answers are reduced to one."""
+    """Returns metrics by name, with the SDK's reduction as suffix."""
     found = {"loss:sum": passed.loss, "tokens:sum": float(passed.num_tokens)}
     return found if passed.clip_fraction is None else {**found, "clip_fraction:mean": passed.clip_fraction}
 
@@ -285,7 +285,7 @@ def as_json(passed: Passed, is_flat: Sequence[bool]) -> dict[str, Any]:
 
 
 def as_proto(passed: Passed, is_flat: Sequence[bool]) -> bytes:
-    """Returns a message ForwardBackwardOutput. Data whose rows have the same number of targets share a record."""
+    """Encodes a ForwardBackwardOutput. Adjacent data with equally many targets per row share a record."""
     records, start = [], 0
     for end in range(1, len(is_flat) + 1):
         if end < len(is_flat) and _trailing(passed, is_flat, end) == _trailing(passed, is_flat, start):
@@ -304,7 +304,7 @@ def _trailing(passed: Passed, is_flat: Sequence[bool], index: int) -> list[int]:
 
 
 def _record(passed: Passed, is_flat: Sequence[bool], start: int, end: int) -> Any:
-    """Returns a message ArrayRecord of the data from `start` to `end`."""
+    """Encodes an ArrayRecord for the data from `start` to `end`."""
     parts = [passed.logprobs[index].astype("<f4").tobytes() for index in range(start, end)]
     tensor = messages.BatchedTensor(
         data=b"".join(parts),

@@ -1,7 +1,7 @@
-"""Messages and tensors of the Tinker protocol: protocol buffers, as the SDK ships them, read within a bound on fields.
+"""Tinker protocol messages and tensors: the SDK's protocol buffers, read with a limit on fields.
 
-A message of a few bytes may hold thousands of others, each of which becomes an object. So a request is scanned first.
-Tensors, dense or sparse rows out of JSON or of protocol buffers, become numpy arrays.
+A message of a few bytes may contain thousands of nested messages, and each becomes an object. Requests are therefore
+scanned first. Dense and sparse tensors, from JSON or protocol buffers, become numpy arrays.
 """
 
 import math
@@ -18,7 +18,7 @@ from art_cli.tinker.server import Count, Finite
 
 Array = npt.NDArray[Any]  # float64 or int64
 
-MAX_NUMBERS = 1 << 22  # numbers of one tensor, the unlisted ones of a sparse one included
+MAX_NUMBERS = 1 << 22  # maximum numbers in a tensor, including implicit zeros
 FLOAT32, INT64, INT32 = 1, 2, 3
 DTYPES = {FLOAT32: "<f4", INT64: "<i8", INT32: "<i4"}
 
@@ -34,7 +34,7 @@ class TensorData(msgspec.Struct, forbid_unknown_fields=True):
 
 
 def of_json(tensor: TensorData) -> Array:
-    """Returns the array of a tensor in JSON. Raises ValueError if its parts do not fit each other."""
+    """Returns a JSON tensor as an array. Raises ValueError for inconsistent parts."""
     values: Array = np.asarray(tensor.data, dtype=np.float64)
     if tensor.dtype == "int64":
         values = _whole(values)
@@ -47,7 +47,7 @@ def of_json(tensor: TensorData) -> Array:
 
 
 def of_proto(tensor: Any) -> Array:
-    """Returns the array of a message Tensor. Raises ValueError if its parts do not fit each other."""
+    """Returns a Tensor message as an array. Raises ValueError for inconsistent parts."""
     dtype, shape = DTYPES.get(tensor.dtype), list(tensor.shape)
     if dtype is None:
         raise ValueError(f"dtype {tensor.dtype} is none that is sent")
@@ -59,7 +59,7 @@ def of_proto(tensor: Any) -> Array:
 
 
 def int32s(raw: bytes) -> npt.NDArray[np.int64]:
-    """Returns token ids as protocol buffers carry them. Raises ValueError if bytes are missing."""
+    """Decodes packed token ids. Raises ValueError if bytes are missing."""
     return _numbers(raw, "<i4").astype(np.int64)
 
 
@@ -85,7 +85,7 @@ def _shaped(values: Array, shape: list[int] | None) -> Array:
 
 
 def _dense(values: Array, rows: Array, columns: Array, shape: list[int] | None) -> Array:
-    """Returns the matrix of compressed sparse rows; unlisted entries are 0."""
+    """Expands compressed sparse rows; unlisted entries are 0."""
     if shape is None or len(shape) != 2 or min(shape) < 0 or math.prod(shape) > MAX_NUMBERS:
         raise ValueError("a sparse tensor needs a shape of two dimensions")
     is_whole = len(rows) == shape[0] + 1 and len(columns) == len(values) and rows[0] == 0 and rows[-1] == len(values)
@@ -96,17 +96,17 @@ def _dense(values: Array, rows: Array, columns: Array, shape: list[int] | None) 
     return dense
 
 
-messages: Any = tinker_public_pb2  # its classes differ between versions of the SDK
+messages: Any = tinker_public_pb2  # the classes differ between SDK versions
 
-MAX_FIELDS = 400_000  # fields of one request, the numbers of packed ones included; scanning them takes 0.4 s
+MAX_FIELDS = 400_000  # maximum fields in a request, including packed numbers; scanning takes 0.4 s
 MAX_VARINT = 10  # bytes
-SIZES = {1: 8, 5: 4}  # bytes of a value, by its kind on the wire
+SIZES = {1: 8, 5: 4}  # wire type -> bytes of a value
 VARINT, BYTES = 0, 2
 WHOLE = (FieldDescriptor.TYPE_BYTES, FieldDescriptor.TYPE_STRING)
 
 
 def read_message(kind: Any, body: bytes) -> Any:
-    """Returns the message of that class. Raises ValueError if the body is none, or has too many fields."""
+    """Decodes a message. Raises ValueError for invalid bodies and too many fields."""
     _count(body, kind.DESCRIPTOR, 0)
     try:
         return kind.FromString(body)
@@ -115,7 +115,7 @@ def read_message(kind: Any, body: bytes) -> Any:
 
 
 def _count(data: bytes, kind: Any, num: int) -> int:
-    """Returns `num` and the number of fields, those of the messages inside included. `kind` is a descriptor."""
+    """Returns `num` plus the number of fields, including nested messages. `kind` is a descriptor."""
     index = 0
     while index < len(data):
         key, index = _varint(data, index)
@@ -141,7 +141,7 @@ def _count(data: bytes, kind: Any, num: int) -> int:
 
 
 def _varint(data: bytes, index: int) -> tuple[int, int]:
-    """Returns a number and the index after it."""
+    """Returns a number and the following index."""
     number = 0
     for count, byte in enumerate(data[index : index + MAX_VARINT]):
         number |= (byte & 0x7F) << 7 * count

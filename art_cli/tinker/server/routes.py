@@ -1,7 +1,7 @@
-"""The routes of the Tinker protocol, for SDK 0.24.1 (JSON) and later (protobuf): one method for each path.
+"""Routes of the Tinker protocol for SDK 0.24.1 (JSON) and later (protobuf), one method per path.
 
-A request that changes something is answered with an id at once, and its result is asked for by that id. A model's
-requests are run in the order of their numbers.
+Requests with side effects are answered immediately with an id, and the client polls for the result by this id. A
+model's requests run in numerical order.
 """
 
 import time
@@ -51,18 +51,18 @@ from art_cli.tinker.server.wire import (
 
 Record = TypeVar("Record")
 
-POLL_S = 20.0  # longest wait for a result; the SDK gives up after 45 s
-PAUSED_S = 3.0  # longest wait for one that waits for room itself, because its client is to know why
+POLL_S = 20.0  # maximum wait for a result; the SDK times out after 45 s
+PAUSED_S = 3.0  # maximum wait for a queued request, so its client learns the reason sooner
 
 
 class Routes:
-    """Each method gets the request and the owner of what the client has."""
+    """Each method receives the request and the client's owner name."""
 
     def __init__(self, state: BackendState) -> None:
         self.state = state
 
     async def _asked(self, http: Request, kind: type[Record]) -> Record:
-        """Returns the body as a record of this kind. Raises ChatError 400 if it is none."""
+        """Returns the decoded body. Raises ChatError 400 for invalid bodies."""
         return convert(await self.state.bodies.fields(http), kind)
 
     async def healthz(self, http: Request, owner: str) -> Response:
@@ -74,7 +74,7 @@ class Routes:
         return reply({"supported_models": [{**supported, "trainable": True, "sampleable": True, **own}]})
 
     async def client_config(self, http: Request, owner: str) -> Response:
-        """Offers JSON to SDKs that can speak it; one request loads a model from a checkpoint."""
+        """Selects JSON where the SDK supports it, and single-request loading from checkpoints."""
         await self.state.bodies.fields(http)
         return reply(
             {
@@ -84,7 +84,7 @@ class Routes:
                 "proto_compress_fwdbwd": False,
                 "create_model_via_load_weights": True,
                 "fwdbwd_max_chunk_len": self.state.limits.data,
-                # one request for all data of an update, where it fits, so that its packs are those of a local step
+                # Sends an update's data in one request where possible, so that packs equal those of local training.
                 "fwdbwd_max_chunk_bytes_count": self.state.limits.body_bytes // 2,
             }
         )
@@ -94,7 +94,7 @@ class Routes:
         return reply({"refresh_interval_sec": 300, "sample_cancel_enabled": True})
 
     async def telemetry(self, http: Request, owner: str) -> Response:
-        """Accepts and drops it."""
+        """Accepts and ignores telemetry."""
         await self.state.bodies.fields(http)
         return reply({"status": "accepted"})
 
@@ -139,7 +139,7 @@ class Routes:
     # --- results ------------------------------------------------------------------------------------------------------
 
     async def retrieve(self, http: Request, owner: str) -> Response:
-        """Returns the result of a request. After a while without one, try_again, and what the request waits for."""
+        """Returns a request's result. If none is ready in time, returns try_again and the reason for waiting."""
         asked = await self._asked(http, Retrieve)
         future = self.state.futures.get(asked.request_id, owner)
         if not await self.state.futures.wait(future, PAUSED_S if future.waits_for else POLL_S):
@@ -170,7 +170,7 @@ class Routes:
         return reply({"type": "session_heartbeat"})
 
     async def finish_session(self, http: Request, owner: str) -> Response:
-        """Ends the session: its models are unloaded, its checkpoints stay."""
+        """Ends the session: unloads its models and keeps its checkpoints."""
         session = self.state.sessions.get(http.path_params["id"], owner)
         fields = await self.state.bodies.fields(http)
         reason = fields.get("reason")
@@ -253,7 +253,7 @@ class Routes:
     async def get_info(self, http: Request, owner: str) -> Response:
         asked = await self._asked(http, OfModel)
         model = self.state.models.get(asked.model_id, owner)
-        # the SDK loads the tokenizer of this name, from the hub or from a directory of the client
+        # the SDK loads this tokenizer from the hub or a directory on the client
         data = {"arch": type(self.state.base.weights.model).__name__, "model_name": self.state.base.name}
         return reply(
             {
@@ -295,7 +295,7 @@ class Routes:
         return reply({"request_id": id})
 
     async def _in_turn(self, http: Request, owner: str, submit: Callable[[Json, bytes], str]) -> Response:
-        """Returns the result of `submit` for the body. A refused request of a model takes its turn and fails in it."""
+        """Submits the body and returns the request id. A rejected model request takes its turn and fails then."""
         fields, digest = await self.state.bodies.signed(http)
         try:
             id = submit(fields, digest)
@@ -345,7 +345,7 @@ class Routes:
         return await self._in_turn(http, owner, submit)
 
     async def load_weights(self, http: Request, owner: str) -> Response:
-        """Loads into a model, or as a new one: its session and number are given then."""
+        """Loads into an existing model, or into a new model if session and number are given."""
 
         def submit(fields: Json, digest: bytes) -> str:
             asked = convert(fields, Load)
@@ -429,7 +429,7 @@ class Routes:
         return reply({})
 
     async def publish(self, http: Request, owner: str) -> Response:
-        """Lets every client of this server read the checkpoint; DELETE takes that back."""
+        """Makes a checkpoint readable for all clients of this server. DELETE reverts this."""
         at = place_of(http)
         notes = self.state.store.owned(at, owner)
         notes.is_public = http.method == "POST"
@@ -445,7 +445,7 @@ class Routes:
         return reply({})
 
     async def archive(self, http: Request, owner: str) -> Response:
-        """Returns an address to download the checkpoint as one file, for a while, without a key."""
+        """Returns a temporary address for downloading the checkpoint as a single file without a key."""
         path = await call_in_thread(self.state.store.find, place_of(http), owner)
         url, expires = self.state.downloads.offer(str(http.base_url), path)
         headers = {"location": url, "expires": format_datetime(datetime.fromtimestamp(expires, UTC), usegmt=True)}
@@ -465,7 +465,7 @@ class Routes:
         return reply({"urls": {name: url for name, (url, _) in offers.items()}, "expires": moment(expires)})
 
     async def download(self, http: Request) -> Response:
-        """Returns the offered file. It needs no key, because its address is secret."""
+        """Returns the offered file. No key is needed, because the address is secret."""
         path = self.state.downloads.take(http.path_params["token"])
         if path.is_file():
             return FileResponse(path, filename=path.name)

@@ -1,8 +1,8 @@
-"""Samplers: the sampling sessions of clients: on the base, on saved checkpoints, on copies of weights in training.
+"""Samplers: clients' sampling sessions, on the base model, saved checkpoints, or copies of weights in training.
 
-A request is read, checked, sampled as engines take it, and answered in JSON or in protocol buffers. OpenPolicies has
-the policies that are open for sampling, a few at once; a request for another one waits. A policy is opened when it is
-first sampled from, and proves its weights before a client gets a sample.
+A request is decoded, checked, converted for the engine, sampled, and answered in JSON or protocol buffers. OpenPolicies
+keeps a limited number of policies open; requests for other policies wait. A policy is opened on first use, and its
+weights are proven before any sample is returned.
 """
 
 import asyncio
@@ -30,7 +30,10 @@ from art_cli.tinker.server.protobuf import messages
 
 REFUSED = ("topk_prompt_logprobs", "topk_sample_logprobs", "target_prompt_logprobs", "prompt_alt_tokens_k")
 MAX_STOPS = 64
-TOKEN_BYTES = 100  # a sampled token takes so much: its id and two logprobs as Python numbers, and its text
+TOKEN_BYTES = 100  # memory per sampled token: id and two logprobs as Python numbers, plus text
+ROOM_DEADLINE_S = 3600.0  # maximum wait for room
+MAX_SAMPLERS = 1000  # sampling sessions per client
+SAMPLE_DEADLINE_S = 3600.0  # maximum sampling time per request
 
 
 class SamplingParams(msgspec.Struct, forbid_unknown_fields=True):
@@ -61,7 +64,7 @@ class SampleRequest(msgspec.Struct, forbid_unknown_fields=True):
 
 
 def sampling_request(request: SampleRequest, base: Base, *, max_samples: int) -> Request:
-    """Returns the request as engines take it. Raises ChatError 400 with what is wrong with it."""
+    """Returns the request for the engine. Raises ChatError 400 for invalid requests."""
     for name in REFUSED:
         if getattr(request, name):
             raise invalid(f"{name}: not served here")
@@ -92,13 +95,13 @@ def sampling_request(request: SampleRequest, base: Base, *, max_samples: int) ->
 
 
 def sample_answer(reply: Reply, scores: list[float] | None) -> FutureAnswer:
-    """Returns the answer; `scores` are the prompt's logprobs, if they are asked for."""
+    """Returns the answer. `scores` are prompt logprobs, if requested."""
     size = SMALL + TOKEN_BYTES * (sum(len(choice.token_ids) for choice in reply.choices) + len(scores or ()))
     return FutureAnswer(lambda: _as_json(reply, scores), lambda: _as_proto(reply, scores), size)
 
 
 def _logprobs(choice: Any) -> list[float]:
-    """Returns those of the policy itself, which forward_backward computes too, whatever the temperature was."""
+    """Returns the policy's own logprobs at temperature 1, matching forward_backward."""
     found: list[float] = choice.logprobs if choice.raw_logprobs is None else choice.raw_logprobs
     return found
 
@@ -117,7 +120,7 @@ def _as_json(reply: Reply, scores: list[float] | None) -> dict[str, Any]:
 
 
 def _as_proto(reply: Reply, scores: list[float] | None) -> bytes:
-    """Returns a message SampleResponse."""
+    """Encodes a SampleResponse."""
     sequences = [
         messages.SampledSequence(
             stop_reason=int(choice.finish_reason == "length"),
@@ -131,17 +134,14 @@ def _as_proto(reply: Reply, scores: list[float] | None) -> bytes:
     return raw
 
 
-ROOM_DEADLINE_S = 3600.0  # longest wait for room
-
-
 class OpenPolicies:
-    """Policies by their keys. The base needs no room."""
+    """Policies by key. The base model needs no room."""
 
     def __init__(self, host: PolicyHost) -> None:
         self.host = host
-        self._policies: OrderedDict[str, SampledPolicy] = OrderedDict()  # the ones used last come last
-        self._leaving: set[SampledPolicy] = set()  # dropped, and still in use
-        self._entering = asyncio.Lock()  # fair, so that policies in constant use cannot keep others out
+        self._policies: OrderedDict[str, SampledPolicy] = OrderedDict()  # least recently used first
+        self._leaving: set[SampledPolicy] = set()  # dropped but still in use
+        self._entering = asyncio.Lock()  # fair, so busy policies cannot starve others
         self._freed = asyncio.Event()
 
     def get(self, key: str, make: Callable[[], SampledPolicy]) -> SampledPolicy:
@@ -154,13 +154,13 @@ class OpenPolicies:
 
     @contextlib.asynccontextmanager
     async def using(self, policy: SampledPolicy, on_wait: Callable[[str], None]) -> AsyncIterator[OpenPolicy]:
-        """Holds the policy open for the block. `on_wait` gets the reason where it has to wait for room.
+        """Keeps the policy open during the block. `on_wait` receives the reason for waiting, if any.
 
-        Raises ChatError 503 if there was no room in time.
+        Raises ChatError 503 if no room became free in time.
         """
         await self._enter(policy, on_wait)
         if not policy.is_base and self._policies.get(policy.key) is not policy:
-            self._leaving.add(policy)  # it was dropped while this request waited for room
+            self._leaving.add(policy)  # dropped while this request waited for room
         try:
             async with policy.lock:
                 if policy.opened is None:
@@ -174,7 +174,7 @@ class OpenPolicies:
             self._freed.set()
 
     def can_enter(self, policy: SampledPolicy) -> bool:
-        """Returns whether a request for it need not wait for room."""
+        """Returns True if a request for the policy can start without waiting."""
         return not self._entering.locked() and (self._has_room(policy) or self._idle() is not None)
 
     async def _enter(self, policy: SampledPolicy, on_wait: Callable[[str], None]) -> None:
@@ -203,14 +203,14 @@ class OpenPolicies:
         return _takes_room(policy) or sum(map(_takes_room, self._all())) < self.host.num_open
 
     def _idle(self) -> SampledPolicy | None:
-        """Returns the open policy that is not in use and was not used for longest."""
+        """Returns the least recently used open policy without users."""
         return next((each for each in self._all() if each.opened is not None and not each.num_users), None)
 
     def _all(self) -> list[SampledPolicy]:
         return [policy for policy in (*self._policies.values(), *self._leaving) if not policy.is_base]
 
     async def drop(self, policy: SampledPolicy) -> None:
-        """Lets no more requests sample from it. Requests that sample from it now are answered first."""
+        """Refuses new sampling requests for the policy. Running requests finish."""
         self._policies.pop(policy.key, None)
         if policy.num_users:
             self._leaving.add(policy)
@@ -218,7 +218,7 @@ class OpenPolicies:
             await self._end(policy)
 
     async def close(self) -> None:
-        """Closes all, also those in use."""
+        """Closes all policies, even those in use."""
         for policy in [*self._policies.values(), *self._leaving]:
             await self._end(policy)
         self._policies.clear()
@@ -241,19 +241,15 @@ def _takes_room(policy: SampledPolicy) -> bool:
     return policy.opened is not None or policy.num_users > 0
 
 
-MAX_SAMPLERS = 1000  # sampling sessions of one client
-SAMPLE_DEADLINE_S = 3600.0  # longest time that one request is sampled
-
-
 @dataclass(eq=False)
 class SamplingSession:
-    """One sampling session of a client."""
+    """A client's sampling session."""
 
     id: str
     owner: str
     policy: SampledPolicy
     model_path: str | None
-    model: str | None = None  # the model in training whose copy it samples from
+    model: str | None = None  # id of the model in training, for a copy of its weights
 
 
 class Samplers:
@@ -263,16 +259,16 @@ class Samplers:
         self.policies = OpenPolicies(host)
 
     def get(self, id: str, owner: str) -> SamplingSession:
-        """Raises ChatError 404 if this client has no such sampling session."""
+        """Returns the client's sampling session. Raises ChatError 404 for unknown sessions."""
         found = self.samplers.get(id)
         if found is None or found.owner != owner:
             raise ChatError(404, f"no sampling session {id[:200]!r}; it ended, or newer ones of its model replaced it")
         return found
 
     async def add(self, id: str, owner: str, at: Place | None) -> None:
-        """Makes a sampling session of a checkpoint, or of the base. The client's oldest one makes room.
+        """Adds a sampling session for a checkpoint or the base model. The client's oldest session makes room.
 
-        Raises ChatError 404 if there is no such checkpoint.
+        Raises ChatError 404 for unknown checkpoints.
         """
         if (known := self.samplers.get(id)) is not None:
             if known.owner != owner or known.model_path != (at.uri if at else None):
@@ -283,8 +279,8 @@ class Samplers:
             await self._end(old)
 
     def _policy_of(self, at: Place | None, owner: str) -> SampledPolicy:
-        path = None if at is None else self._store.readable(at, owner)  # verified when it is opened
-        key = "base" if at is None else f"{at.uri}@{self._written(at)}"  # a checkpoint may be overwritten
+        path = None if at is None else self._store.readable(at, owner)  # verified when opened
+        key = "base" if at is None else f"{at.uri}@{self._written(at)}"  # checkpoints may be overwritten
         return self.policies.get(key, lambda: SampledPolicy(key, path))
 
     def _written(self, at: Place) -> float:
@@ -292,15 +288,16 @@ class Samplers:
         return notes.created if notes is not None else 0.0
 
     async def add_snapshot(self, id: str, owner: str, model: str, learner: ClientLearner) -> None:
-        """Makes a sampling session of a copy of a model's weights. Raises DriftError if the engine has others."""
+        """Adds a sampling session for a copy of a model's weights. Raises DriftError if the engine's weights differ."""
         if id in self.samplers:
             raise invalid(f"{id}: another sampling session was made under this number")
         policy = await threads.compute(self.policies.host.copy, id, learner)
         self.policies.add(policy)
         try:
-            if self.policies.can_enter(policy):  # else its first request waits for room, and no other client's training
+            # otherwise wait at the first request, so training of other clients is not delayed
+            if self.policies.can_enter(policy):
                 async with self.policies.using(policy, _drop_reason):
-                    pass  # opening it proves its weights
+                    pass  # opening proves the weights
         except BaseException:
             await self.policies.drop(policy)
             raise
@@ -310,7 +307,7 @@ class Samplers:
             await self._end(old)
 
     async def forget(self, model: str) -> None:
-        """Ends the sampling sessions of a model that is unloaded."""
+        """Ends the sampling sessions of an unloaded model."""
         for sampler in [sampler for sampler in self.samplers.values() if sampler.model == model]:
             await self._end(sampler)
 
@@ -330,7 +327,7 @@ class Samplers:
     # --- sampling -----------------------------------------------------------------------------------------------------
 
     def prepare(self, request: SampleRequest, owner: str) -> tuple[SampledPolicy, Request]:
-        """Returns the policy and the request to sample. Raises ChatError with what is wrong with the request."""
+        """Returns the policy and the engine request. Raises ChatError for invalid requests."""
         if request.sampling_session_id is not None:
             policy = self.get(request.sampling_session_id, owner).policy
         else:
@@ -347,9 +344,9 @@ class Samplers:
         wants_prompt: bool,
         on_wait: Callable[[str], None],
     ) -> FutureAnswer:
-        """Returns the samples, and if wanted the prompt's logprobs: of its last `last_n` tokens, or all if None.
+        """Returns the samples, and optionally logprobs for the last `last_n` prompt tokens (None: all prompt tokens).
 
-        `on_wait` gets the reason while the request waits for room.
+        `on_wait` receives the reason while the request waits for room.
         """
         assert isinstance(request.prompt, list)
         async with self.policies.using(policy, on_wait) as opened:
@@ -360,7 +357,7 @@ class Samplers:
 
 
 async def _prompt_scores(opened: OpenPolicy, prompt: list[int], last_n: int | None) -> list[float]:
-    """Returns [L] logprobs of the prompt's tokens. The first one's, and those before the last `last_n`, are NaN."""
+    """Returns [L] prompt logprobs. The initial token and tokens before the last `last_n` have NaN."""
     scores = [float("nan"), *await opened.score(prompt)]
     hidden = 0 if last_n is None else max(0, len(scores) - last_n)
     scores[:hidden] = [float("nan")] * hidden
@@ -368,4 +365,4 @@ async def _prompt_scores(opened: OpenPolicy, prompt: list[int], last_n: int | No
 
 
 def _drop_reason(reason: str) -> None:
-    """Drops the reason, for a request that has another reason for waiting."""
+    """Ignores the reason; the request already reports another reason."""

@@ -1,6 +1,6 @@
-"""Sessions: what one client process made, and its last heartbeat; a client's name by its key; the state of all routes.
+"""Sessions: a client process's objects and last heartbeat. Also client names from keys, and shared server state.
 
-BackendState holds models, samplers, sessions, and the answers that are kept.
+BackendState combines models, samplers, sessions and stored answers.
 """
 
 import contextlib
@@ -22,7 +22,7 @@ from art_cli.tinker.server.models import Models
 from art_cli.tinker.server.samplers import Samplers
 from art_cli.tinker.server.wire import Bodies
 
-MAX_SESSIONS = 1000  # number of sessions that one client may have
+MAX_SESSIONS = 1000  # maximum sessions per client
 ANYONE = "anyone"  # the owner of everything on a server without keys
 SALT = b"art backend: the owner of a checkpoint"
 
@@ -31,10 +31,10 @@ SALT = b"art backend: the owner of a checkpoint"
 class ClientSession:
     id: str
     owner: str
-    notes: bytes  # JSON of what the client calls it, which takes less room than its objects
+    notes: bytes  # JSON of the client's metadata, smaller in memory than objects
     created: float = field(default_factory=time.time)
-    heard: float = field(default_factory=time.monotonic)  # when its last heartbeat came
-    ended: str | None = None  # how its client said that it ended
+    heard: float = field(default_factory=time.monotonic)  # time of the last heartbeat
+    ended: str | None = None  # the client's reason for ending the session
 
     @property
     def user_metadata(self) -> dict[str, Any] | None:
@@ -53,7 +53,7 @@ class Sessions:
         self._sessions: dict[str, ClientSession] = {}
 
     def add(self, owner: str, user_metadata: dict[str, Any] | None, name: str | None) -> ClientSession:
-        """Raises ChatError if notes are out of bounds (400), or sessions too many (429)."""
+        """Raises ChatError if metadata is too large (400) or the client has too many sessions (429)."""
         notes = encode_notes(user_metadata=user_metadata, display_name=name)
         if sum(session.owner == owner for session in self._sessions.values()) >= MAX_SESSIONS:
             raise ChatError(429, f"this client has {MAX_SESSIONS} sessions", retry_after="60")
@@ -62,14 +62,14 @@ class Sessions:
         return session
 
     def get(self, id: str, owner: str) -> ClientSession:
-        """Raises ChatError 404 if this client has no such session."""
+        """Returns the client's session. Raises ChatError 404 for unknown sessions."""
         found = self._sessions.get(id)
         if found is None or found.owner != owner:
             raise ChatError(404, f"no session {id[:200]!r}; it ended, or the server was started anew")
         return found
 
     def active(self, id: str, owner: str) -> ClientSession:
-        """Raises ChatError if there is no such session (404), or its client has ended it (400)."""
+        """Returns the client's session. Raises ChatError for unknown (404) and ended (400) sessions."""
         session = self.get(id, owner)
         if session.ended is not None:
             raise invalid(f"the session {id} was ended ({session.ended})")
@@ -77,11 +77,11 @@ class Sessions:
         return session
 
     def of(self, owner: str) -> list[ClientSession]:
-        """Returns the newest first."""
+        """Returns the owner's sessions, newest first."""
         return sorted((s for s in self._sessions.values() if s.owner == owner), key=lambda s: s.created, reverse=True)
 
     def expired(self) -> list[ClientSession]:
-        """Removes and returns those that were not heard of for too long."""
+        """Removes and returns sessions without recent heartbeats."""
         before = time.monotonic() - self._timeout_s
         old = [session for session in self._sessions.values() if session.heard < before]
         for session in old:
@@ -91,7 +91,7 @@ class Sessions:
 
 @functools.lru_cache(maxsize=256)
 def owner_of(key: str | None) -> str:
-    """Returns a name for the client of this key, which can be written down: it takes long to guess the key by it."""
+    """Returns a client name for this key. It may be stored, because recovering the key from it is expensive."""
     if key is None:
         return ANYONE
     return hashlib.scrypt(key.encode(errors="surrogateescape"), salt=SALT, n=2**14, r=8, p=1, dklen=16).hex()
@@ -108,9 +108,9 @@ class BackendState:
         self.bodies = Bodies(limits.body_bytes)
 
     async def end(self, session: ClientSession) -> None:
-        """Unloads what the session made, and gives up what it waits for."""
+        """Unloads the session's models and cancels pending ones."""
         self.models.give_up(session.id)
         for id in [id for id in self.models.models if id.startswith(f"{session.id}:")]:
-            with contextlib.suppress(ChatError):  # its client unloads it at this moment
+            with contextlib.suppress(ChatError):  # the client is unloading the model right now
                 await self.models.unload(id, session.owner)
         await self.samplers.end_session(session.id)

@@ -1,12 +1,11 @@
-"""BackendService: one base model on a port, from its loading to the last request, and its ASGI application.
+"""BackendService: a base model on a port, from loading to the last request, with its ASGI application.
 
-    load -> listen -> ... -> stopping: what runs is ended, what waits fails, nothing is saved half -> closed
+    load -> listen -> ... -> stopping: running requests finish, waiting requests fail, no partial saves -> closed
 
-SIGTERM and SIGINT stop it; a second signal does not wait for what runs.
+SIGTERM and SIGINT stop the service; a second signal stops it immediately.
 
-The application has the routes, the owner of a request, and the answers to wrong ones. The key comes before the route,
-so that a stranger cannot find out what is served. Whatever a client sends, it is answered with what is wrong with it.
-What this server does not do is refused by its name.
+The application contains routes, client authentication, and error answers. Keys are checked before routes, so strangers
+cannot discover what is served. Every client error gets an explanation. Unsupported features are refused by name.
 """
 
 import asyncio
@@ -48,8 +47,10 @@ log = logging.getLogger(__name__)
 ROOT = "/api/v1"
 ANY = ("GET", "POST", "PUT", "DELETE")
 CHECKPOINT = "/training_runs/{id}/checkpoints/{kind}/{name}"
-OPEN = re.compile(rf"/health|{ROOT}/downloads/[0-9a-f]+")  # a download's address is secret itself
+OPEN = re.compile(rf"/health|{ROOT}/downloads/[0-9a-f]+")  # download addresses are secret
 KINDS_OF_BODY = ("application/json", PROTO)
+CHECK_S = 2.0  # interval between checks that learner processes are alive
+SWEEP_S = 30.0  # interval between cleanups of expired sessions and checkpoints
 NO_ACCOUNTS = "audit logs, billing and storage usage belong to a hosted service; there are no accounts here"
 NO_PROJECTS = "there are no projects here; any of the client's checkpoints is loaded by its path"
 REFUSED = {
@@ -129,7 +130,7 @@ def _refusal(why: str) -> Answerer:
 
 
 class _Doorkeeper:
-    """Refuses a request without a valid key, whatever its path and method; OPEN needs none.
+    """Refuses requests without a valid key for every path and method, except OPEN.
 
     A server without keys refuses web pages and other machines instead.
     """
@@ -147,7 +148,7 @@ class _Doorkeeper:
         await self._app(scope, receive, send)
 
     def _owner(self, http: Request) -> str:
-        """Returns the client's name. Raises ChatError for wrong or several keys (401), or a web page without (403)."""
+        """Returns the client's name. Raises ChatError for invalid or conflicting keys (401) and for web pages (403)."""
         if not self._keys:
             check_sender(http.method, http.headers, KINDS_OF_BODY)
             return ANYONE
@@ -170,7 +171,7 @@ async def _answer(work: Answerer, http: Request) -> Response:
 
 
 async def _guarded(work: Callable[[Request], Awaitable[Response]], http: Request) -> Response:
-    """Returns the answer of `work`, or one that names the client's mistake."""
+    """Returns the answer of `work`, or an error answer for the client."""
     try:
         return await work(http)
     except ChatError as error:
@@ -181,7 +182,7 @@ async def _guarded(work: Callable[[Request], Awaitable[Response]], http: Request
 
 
 async def _health(http: Request) -> Response:
-    """Answers the monitor of the machine."""
+    """Health check for monitoring."""
     return reply({"status": "ok"})
 
 
@@ -203,10 +204,6 @@ async def _bug(http: Request, error: Exception) -> Response:
     return reply({"detail": f"this is a bug in art: {type(error).__name__}"}, 500)
 
 
-CHECK_S = 2.0  # time between two looks whether the learner's processes live
-SWEEP_S = 30.0  # time between two looks for sessions and checkpoints whose time is over
-
-
 class BackendService:
     def __init__(
         self, base: Base, *, root: Path, engine: EngineConfig, keys: Keys, limits: BackendLimits, logs: Path
@@ -223,9 +220,9 @@ class BackendService:
         self.stopping = Stopping(limits.drain_s, refuse=lambda: None, num_running=lambda: self.futures.num_open)
 
     async def run(self, host: str, port: int, on_ready: Callable[[str], None]) -> None:
-        """Serves until a signal; `on_ready` gets the root, `http://127.0.0.1:8100`.
+        """Serves until a signal arrives. `on_ready` receives the root URL, `http://127.0.0.1:8100`.
 
-        Raises EngineError if the address is not available, or the engine does not start or ended for good.
+        Raises EngineError if the address is unavailable or the engine fails.
         """
         try:
             await call_in_thread(self.base.start, self._logs)
@@ -244,7 +241,7 @@ class BackendService:
             await call_in_thread(self.base.close)
 
     async def _finish(self) -> None:
-        """Returns when the requests that run have ended."""
+        """Waits for running requests to finish."""
         await self.models.close()
         await self.futures.finish()
 
@@ -254,7 +251,7 @@ class BackendService:
                 group.create_task(work)
 
     async def _watch_learner(self) -> NoReturn:
-        """Raises LearnerError if a process of the learner is dead, and the adapters in training with it."""
+        """Raises LearnerError if a learner process is dead. Its adapters are then lost."""
         while True:
             await call_in_thread(self.base.check_alive)
             await asyncio.sleep(CHECK_S)
@@ -270,5 +267,5 @@ class BackendService:
                 log.info("session %s sent nothing for %g s; its models go", session.id, self.limits.session_s)
                 try:
                     await self.state.end(session)
-                except Exception:  # the boundary to one client's session, whose end must not end the server
+                except Exception:  # boundary to a client's session: an error must not stop the server
                     log.exception("session %s did not end as it should", session.id)

@@ -1,6 +1,6 @@
-"""The JSON of requests and answers: their bodies, the records that clients send, and the answers made of records.
+"""JSON requests and answers: request bodies, request types, and answer fields.
 
-A body is read within bounds, as JSON fields, with the hash by which a repeated request is known.
+Bodies are read within limits, and hashed to recognize repeated requests.
 """
 
 import hashlib
@@ -23,11 +23,12 @@ from art_cli.tinker.server.models import AdamParams
 Json = dict[str, Any]
 
 PROTO = "application/x-protobuf"
-BODY_S = 120.0  # longest wait for a request's body
+BODY_S = 120.0  # timeout for reading a request body
+MAX_PAGE = 1000
 
 
 class Bodies:
-    """Reads bodies of at most `max_bytes`."""
+    """Reads request bodies of up to `max_bytes`."""
 
     def __init__(self, max_bytes: int) -> None:
         self._limit = BodyLimit(max_bytes)
@@ -44,7 +45,7 @@ class Bodies:
         return (await self.signed(http))[0]
 
     async def signed(self, http: Request) -> tuple[Json, bytes]:
-        """Returns the body's fields, and its hash, by which a repeated request is known."""
+        """Returns the body's fields and hash."""
         body = await self.raw(http)
         fields: Json = await self.reader.read(decode_object, body or b"{}")
         return fields, digest_of(http, body)
@@ -55,11 +56,8 @@ def content_type(headers: Headers) -> str:
 
 
 def digest_of(http: Request, body: bytes) -> bytes:
-    """Returns the hash of what is asked, by which a repeated request is known."""
+    """Returns the request hash, used to recognize repeated requests."""
     return hashlib.blake2b(http.url.path.encode() + b"\0" + body, digest_size=16).digest()
-
-
-MAX_PAGE = 1000
 
 
 class NewSession(msgspec.Struct):
@@ -113,7 +111,7 @@ class Save(msgspec.Struct, forbid_unknown_fields=True):
     path: str | None = None
     seq_id: SequenceNumber | None = None
     sampling_session_seq_id: SequenceNumber | None = None
-    kind: str = "snapshot"  # a snapshot keeps the promise of "inflight" too: these weights or newer ones
+    kind: str = "snapshot"  # "snapshot" also satisfies "inflight", which accepts these weights or newer ones
     ttl_seconds: TtlSeconds | None = None
     overwrite: bool = False
     user_metadata: dict[str, str] | None = None
@@ -192,11 +190,11 @@ def cursor(offset: int, limit: int, total: int) -> Json:
 
 
 def moment(seconds: float) -> str:
-    """Returns the moment as text. Example: "2026-08-01T12:00:00+00:00"."""
+    """Returns an ISO timestamp. Example: "2026-08-01T12:00:00+00:00"."""
     return datetime.fromtimestamp(seconds, UTC).isoformat()
 
 
 def page(http: Request) -> tuple[int, int]:
-    """Returns offset and limit of a listing. Raises ChatError 400 if they are no counts."""
+    """Returns a listing's offset and limit. Raises ChatError 400 for invalid numbers."""
     asked = convert(dict(http.query_params), Page, strict=False)
     return asked.offset, min(asked.limit, MAX_PAGE)
