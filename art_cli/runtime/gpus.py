@@ -1,9 +1,8 @@
-"""The GPUs that the system shows, without torch: device files, driver, memory, and what compiles kernels for them.
+"""Detects GPUs without torch: device files, driver, memory, and the kernel compiler.
 
-has_gpu, has_nvidia, driver     what /dev and /sys show
-cards                           the memory that nvidia-smi reports
-idle_gpu                        why torch does not use the GPU, with the cure
-compiler_problem                why Triton could not compile a kernel for a Python, with the cure
+has_gpu, has_nvidia, driver     from /dev and /sys cards                           memory reported by nvidia-smi
+idle_gpu                        why torch does not use the GPU, and the fix compiler_problem                why Triton
+cannot compile kernels for a Python, and the fix
 """
 
 import contextlib
@@ -14,22 +13,22 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-PROBE_TIMEOUT_S = 20.0  # longest wait for nvidia-smi, or for another Python to answer
-NVIDIA = (Path("/dev/nvidiactl"), Path("/usr/lib/wsl/lib/libcuda.so.1"))  # of Linux; of Windows' Linux, from its driver
+PROBE_TIMEOUT_S = 20.0  # timeout for nvidia-smi or another Python
+NVIDIA = (Path("/dev/nvidiactl"), Path("/usr/lib/wsl/lib/libcuda.so.1"))  # Linux; WSL, from the Windows driver
 OTHERS = (Path("/dev/kfd"), Path("/dev/dxg"))
 DRIVER = Path("/sys/module/nvidia/version")
-OLDEST_DRIVER = {"12": 525, "13": 580}  # by the major version of CUDA; NVIDIA, CUDA Compatibility
+OLDEST_DRIVER = {"12": 525, "13": 580}  # by CUDA's major version; source: NVIDIA, CUDA Compatibility
 SMI = ("nvidia-smi", "--format=csv,noheader")
-INCLUDE = "import sysconfig; print(sysconfig.get_paths('posix_prefix')['include'])"  # where Triton looks for Python.h
+INCLUDE = "import sysconfig; print(sysconfig.get_paths('posix_prefix')['include'])"  # Triton looks for Python.h there
 
 
 def has_gpu(environment: Mapping[str, str]) -> bool:
-    """Returns True if this machine shows a GPU: an NVIDIA or AMD device file, not hidden by the environment."""
+    """Returns True if this machine has a GPU: an NVIDIA or AMD device file, not hidden by the environment."""
     return not _is_hidden(environment) and any(path.exists() for path in (*NVIDIA, *OTHERS))
 
 
 def has_nvidia(environment: Mapping[str, str]) -> bool:
-    """Returns True for an NVIDIA GPU. The other device files are also there for a laptop's own graphics."""
+    """Returns True for an NVIDIA GPU. The other device files also exist for integrated graphics."""
     return not _is_hidden(environment) and any(path.exists() for path in NVIDIA)
 
 
@@ -38,22 +37,22 @@ def _is_hidden(environment: Mapping[str, str]) -> bool:
 
 
 def driver() -> str:
-    """Returns the version of NVIDIA's driver, or "" if the system does not show it."""
+    """Returns NVIDIA's driver version; "" if unknown."""
     with contextlib.suppress(OSError):
         return DRIVER.read_text(errors="replace").strip()[:20]
     return _output(*SMI, "--query-gpu=driver_version").partition("\n")[0][:20]
 
 
 def cards() -> list[str]:
-    """Returns a line for each card of nvidia-smi, "NVIDIA H100 80GB HBM3, 20480 MiB, 81559 MiB", free memory first."""
+    """Returns a line per nvidia-smi card, "NVIDIA H100 80GB HBM3, 20480 MiB, 81559 MiB", free memory first."""
     return _output(*SMI, "--query-gpu=name,memory.free,memory.total").splitlines()
 
 
 def idle_gpu(torch: str, cuda: str | None, reason: str, driver: str) -> str:
-    """Returns why a torch without a usable GPU does not use the one that is here, with the cure.
+    """Explains why torch does not use the local GPU, with a fix.
 
-    `torch` and `cuda` are the versions of the wheel, and `reason` is what torch says of it.
-    Example: idle_gpu("2.13.0", "13.0", "The NVIDIA driver on your system is too old", "570.86.15")
+    `torch` and `cuda` are the wheel's versions, and `reason` is torch's own message. Example: idle_gpu("2.13.0",
+    "13.0", "The NVIDIA driver on your system is too old", "570.86.15")
     """
     here = f"this machine has an NVIDIA GPU (driver {driver or 'unknown'}), and torch {torch}"
     if cuda is None:
@@ -72,7 +71,7 @@ def idle_gpu(torch: str, cuda: str | None, reason: str, driver: str) -> str:
 
 
 def compiler_problem(python: Path | None, environment: Mapping[str, str]) -> str:
-    """Returns why Triton could not compile its launcher for `python` (None is this one), or ""."""
+    """Explains why Triton cannot compile its launcher for `python` (None: this Python); "" if it can."""
     missing = []
     path = environment.get("PATH")
     compilers = [environment["CC"]] if "CC" in environment else ["gcc", "clang"]
@@ -85,7 +84,7 @@ def compiler_problem(python: Path | None, environment: Mapping[str, str]) -> str
 
 
 def _output(*command: str) -> str:
-    """Returns what a short program prints, or "" if it fails."""
+    """Returns a short program's output, or "" on failure."""
     try:
         done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, timeout=PROBE_TIMEOUT_S)
     except (OSError, subprocess.TimeoutExpired):

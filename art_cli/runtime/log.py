@@ -1,8 +1,8 @@
-"""Logging to stderr, one line a record; the command line sets it up once. The progress bar on a terminal.
+"""Logging to stderr, one line per record, set up once by the command line. Terminal progress bars.
 
-Modules log with `logging.getLogger(__name__)`. Results go to stdout and numbers to metrics.jsonl, elsewhere. A record
-may quote models, providers and files. Such text must not control the terminal or look like a line of art, so every
-record goes through `printable` (errors.py) here.
+Modules log with `logging.getLogger(__name__)`. Results go to stdout and numbers to metrics.jsonl, elsewhere. Records
+may quote models, providers and files. Such text must not control the terminal or imitate art's messages, so every
+record goes through `printable` (errors.py).
 """
 
 import contextlib
@@ -19,7 +19,7 @@ from art_cli.runtime.terminal import can_draw
 
 
 class _Formatter(logging.Formatter):
-    """One line a record; a traceback's newlines stay."""
+    """Formats a record on one line, keeping newlines of tracebacks."""
 
     def formatMessage(self, record: logging.LogRecord) -> str:
         return printable(super().formatMessage(record))
@@ -29,22 +29,22 @@ class _Formatter(logging.Formatter):
 
 
 def set_up(*, verbose: bool = False) -> None:
-    """Sends the package's records to stderr: warnings and above of other packages, everything from INFO of this one."""
+    """Sends records to stderr: INFO and above from this package, WARNING and above from other packages."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(_Formatter("%(levelname).1s %(name)s: %(message)s" if verbose else "%(message)s"))
     logging.basicConfig(level=logging.WARNING, handlers=[handler], force=True)
     logging.getLogger("art_cli").setLevel(logging.DEBUG if verbose else logging.INFO)
-    # peft imports bitsandbytes where it is installed, and that warns each time about a CPU kernel it could download
+    # peft imports bitsandbytes if installed, which always warns about a downloadable CPU kernel
     logging.getLogger("bitsandbytes.backends.cpu").setLevel(logging.ERROR)
 
 
 def is_verbose() -> bool:
-    """Returns whether the user asked for details, with --verbose."""
+    """Returns True with --verbose."""
     return logging.getLogger("art_cli").isEnabledFor(logging.DEBUG)
 
 
 class _Redacted(_Formatter):
-    """Lines with the time in front and every secret replaced."""
+    """Formats a line with a timestamp and redacted secrets."""
 
     def __init__(self, redact: Callable[[str], str]) -> None:
         super().__init__("%(asctime)s %(levelname).1s %(name)s: %(message)s")
@@ -56,23 +56,23 @@ class _Redacted(_Formatter):
 
 class _Kept(logging.FileHandler):
     def handleError(self, record: logging.LogRecord) -> None:
-        """Drops a line that a full disk refuses, because it was on stderr."""
+        """Ignores lines that a full disk refuses, because stderr already has them."""
 
 
 @contextlib.contextmanager
 def kept(path: Path, redact: Callable[[str], str]) -> Iterator[None]:
-    """Appends what is logged inside to the file `path` as well, and the failure that ends it.
+    """Also appends log records inside the block, and the block's failure, to the file `path`.
 
-    `redact` removes the secrets from a line. Records below INFO are kept if stderr shows them too.
+    `redact` removes secrets from each line. Records below INFO are included if stderr shows them.
     """
     make_directory(path.parent)
-    with open(path, "a", opener=owner_only):  # the file is made readable by its owner only, before the handler opens it
+    with open(path, "a", opener=owner_only):  # creates the file with owner-only permissions before the handler opens it
         pass
     handler = _Kept(path, encoding="utf-8", errors="backslashreplace")
     handler.setFormatter(_Redacted(redact))
     root, ours = logging.getLogger(), logging.getLogger("art_cli")
     level = ours.level
-    if ours.getEffectiveLevel() > logging.INFO:  # logging is not set up, as in a notebook
+    if ours.getEffectiveLevel() > logging.INFO:  # logging is not set up, for example in a notebook
         ours.setLevel(logging.INFO)
     root.addHandler(handler)
     try:
@@ -88,16 +88,16 @@ def kept(path: Path, redact: Callable[[str], str]) -> Iterator[None]:
 
 
 class Bar(Protocol):
-    """Moves a progress bar. `facts` are words that are shown behind the counts."""
+    """Updates a progress bar. `facts` is text shown after the counts."""
 
     def __call__(self, done: int, total: int, facts: str = "") -> None: ...
 
 
 class Stages(Protocol):
-    """The display of stages in place of bars: the panel of `art train`."""
+    """Shows stages instead of bars: the panel of `art train`."""
 
     def stage(self, title: str) -> contextlib.AbstractContextManager[Bar]:
-        """Returns the function that moves the progress of a stage, for as long as the stage lasts."""
+        """Yields a function to update the stage's progress."""
 
 
 _panel: ContextVar[Stages | None] = ContextVar("panel", default=None)
@@ -105,7 +105,7 @@ _panel: ContextVar[Stages | None] = ContextVar("panel", default=None)
 
 @contextlib.contextmanager
 def showing_stages(panel: Stages) -> Iterator[None]:
-    """Inside, `shown_bar` shows progress on that panel."""
+    """Redirects `shown_bar` to this panel inside the block."""
     token = _panel.set(panel)
     try:
         yield
@@ -115,9 +115,10 @@ def showing_stages(panel: Stages) -> Iterator[None]:
 
 @contextlib.contextmanager
 def shown_bar(title: str) -> Iterator[Bar | None]:
-    """Yields the function that moves a bar on stderr; None if nothing can be drawn there. The bar is gone at the end.
+    """Yields an update function for a progress bar on stderr, if there is a terminal. The bar disappears at the
+    end.
 
-    Where a panel is shown, it shows the progress.
+    If a panel is shown, the panel shows the progress instead.
     """
     if (panel := _panel.get()) is not None:
         with panel.stage(title) as bar:

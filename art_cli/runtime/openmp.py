@@ -1,7 +1,7 @@
-"""The OpenMP threads that torch computes with on a CPU.
+"""OpenMP threads for torch computations on a CPU.
 
-This drives GNU's OpenMP and does nothing where torch came with another one. Each thread that computes with torch keeps
-a separate pool of OpenMP threads.
+Controls GNU OpenMP; has no effect if torch uses another OpenMP. Each thread that runs torch has a separate pool of
+OpenMP threads.
 """
 
 import contextlib
@@ -10,17 +10,17 @@ import os
 from collections.abc import Iterator
 from functools import cache
 
-_LOADED = getattr(os, "RTLD_NOLOAD", 0)  # finds the library only where torch has loaded it
+_LOADED = getattr(os, "RTLD_NOLOAD", 0)  # only finds a library that torch has already loaded
 _SOFT = 1  # omp_pause_soft (OpenMP 5.2, section 18.6.2)
 
 
 def release_pool() -> None:
-    """Ends the pool of the calling thread. Its next computation starts it again, which takes 0.1 ms.
+    """Ends the calling thread's pool. Its next computation restarts the pool, which takes 0.1 ms.
 
-    While there are more threads in all pools than cores, GNU's OpenMP lets idle ones sleep at once and wakes them for
-    every product, which takes half the time of small ones
-    (https://gcc.gnu.org/onlinedocs/libgomp/GOMP_005fSPINCOUNT.html). So a thread that has finished computing for now
-    releases its pool.
+    If all pools together have more threads than there are cores, GNU OpenMP puts idle threads to sleep immediately and
+    wakes them for every product. For small products this costs half the time
+    (https://gcc.gnu.org/onlinedocs/libgomp/GOMP_005fSPINCOUNT.html). A thread that stops computing therefore releases
+    its pool.
     """
     with contextlib.suppress(OSError, AttributeError):
         _library().omp_pause_resource_all(_SOFT)
@@ -28,7 +28,7 @@ def release_pool() -> None:
 
 @contextlib.contextmanager
 def single_threaded() -> Iterator[None]:
-    """Inside, the calling thread computes without a pool; other threads keep theirs."""
+    """Makes the calling thread compute without a pool inside the block. Other threads keep their pools."""
     before = compute_alone()
     try:
         yield
@@ -37,16 +37,16 @@ def single_threaded() -> Iterator[None]:
 
 
 def compute_alone() -> int:
-    """From now on the calling thread computes without a pool. Returns how many threads it had."""
+    """Makes the calling thread compute without a pool. Returns its previous number of threads."""
     import torch
 
-    before = torch.get_num_threads()  # its first call in a thread sets torch's default, which would undo this
+    before = torch.get_num_threads()  # a thread's first call sets torch's default and would otherwise undo this setting
     _set_num_threads(1)
     return before
 
 
 def num_cores() -> int:
-    """Returns the cores that this process may use, whatever else runs on them."""
+    """Returns the number of cores available to this process."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
@@ -57,5 +57,5 @@ def _set_num_threads(num: int) -> None:
 
 @cache
 def _library() -> ctypes.CDLL:
-    """Raises OSError: torch has not loaded GNU's."""
+    """Raises OSError unless torch has loaded GNU OpenMP."""
     return ctypes.CDLL("libgomp.so.1", mode=_LOADED)

@@ -1,7 +1,7 @@
-"""Resolves plug-in strings: `file.py:attr` beside the config, or `package.module:attr` from the environment.
+"""Resolves plug-in strings: `file.py:attr` in the config's directory, or `package.module:attr` from the environment.
 
-This is the one place where a string of a configuration becomes an object. A file is loaded once, as a module of its
-own name, and its directory is importable, so that a rollout can import its neighbours.
+Only this module turns configuration strings into objects. A file is loaded once under a unique module name. Its
+directory is importable, so rollouts can import neighboring files.
 """
 
 import importlib
@@ -17,13 +17,13 @@ from typing import Any
 
 from art_cli.runtime.errors import UsageError, message_of
 
-_loading: defaultdict[str, threading.RLock] = defaultdict(threading.RLock)  # per module: one thread runs its file
+_loading: defaultdict[str, threading.RLock] = defaultdict(threading.RLock)  # per module: a single thread runs the file
 
 
 def resolve(entry: str, *, base: Path) -> Any:
-    """Returns the object that `entry` names; a path in it is relative to the directory `base`.
+    """Returns the object named by `entry`. Paths are relative to the directory `base`.
 
-    Raises UsageError: not of the form `module:attr`, no such file or module, an import that fails, no such attribute.
+    Raises UsageError for malformed entries, missing files, modules or attributes, and failing imports.
     """
     module_name, separator, attribute = entry.rpartition(":")
     if not separator or not module_name or not attribute:
@@ -42,7 +42,7 @@ def _load_file(path: Path, entry: str) -> ModuleType:
     if not path.is_file():
         raise UsageError(f"{entry}: no such file: {path}")
     name = f"art_plugin_{path.stem}_{abs(hash(str(path))):x}"
-    with _loading[name]:  # a second thread waits until the file has run to its end
+    with _loading[name]:  # other threads wait until the file has run
         return sys.modules.get(name) or _run_file(path, name, entry)
 
 
@@ -50,7 +50,7 @@ def _run_file(path: Path, name: str, entry: str) -> ModuleType:
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec and spec.loader, path
     module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # before it runs, because dataclasses and pickling look their module up there
+    sys.modules[name] = module  # set before running, because dataclasses and pickle look up the module
     if str(path.parent) not in sys.path:
         sys.path.insert(0, str(path.parent))
     try:
@@ -72,7 +72,7 @@ def _import(module_name: str, entry: str, base: Path) -> ModuleType:
 
 
 def _where(error: BaseException, path: Path) -> str:
-    """`file:line` of the error: the innermost frame inside the user's file, or a syntax error in it."""
+    """Returns `file:line` of the innermost frame in the user's file, or the line of a syntax error."""
     if isinstance(error, SyntaxError) and error.filename:
         return f"{error.filename}:{error.lineno}"
     lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if Path(frame.filename) == path]
@@ -80,7 +80,7 @@ def _where(error: BaseException, path: Path) -> str:
 
 
 def place_of(error: BaseException, root: Path) -> str | None:
-    """Returns `file:line` of the innermost frame in a user's file under `root`, relative to it, or None."""
+    """Returns `file:line` of the innermost frame in a file under `root`, relative to `root`."""
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
         path = Path(frame.filename)
         if path.is_relative_to(root) and "site-packages" not in path.parts:

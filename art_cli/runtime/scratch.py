@@ -1,16 +1,15 @@
-"""Scratch: a temporary directory that is removed with its process; files and directories that only their owner reads.
+"""Scratch: a temporary directory, removed with its process. Also creates files and directories with owner-only access.
 
     /tmp/art-serve-k3x9/
-      .art-scratch-owner     locked while its process lives; the system frees the lock however the process dies
+      .art-scratch-owner     locked while the process lives; the system releases the lock on any kind of death
       base/  vllm.log  ...
 
-Each new one first removes those whose process is dead, also one that was killed. A directory without the lock file is
-never touched. When the work in it fails, its logs stay, because the error names them; only the system or the user
-removes those.
+Each new Scratch first removes directories left by dead processes. Directories without the lock file are never touched.
+When the work fails, logs stay, because the error message names them. Only the system or the user removes these logs.
 
-Runs, verdicts and logs quote people. So every file with such content is opened through `owner_only`, and every
-directory for it is made by `make_directory`. Files and directories that exist keep their mode, so a user's `chmod`
-lasts. Exported weights are not private, since they are made to be handed on.
+Runs, verdicts and logs quote people. Files with such content are opened through `owner_only`, and their directories are
+created by `make_directory`. Existing files and directories keep their mode, so a user's `chmod` lasts. Exported weights
+are not private, because they are meant for sharing.
 """
 
 import contextlib
@@ -28,29 +27,29 @@ log = logging.getLogger(__name__)
 FILE, DIRECTORY = 0o600, 0o700
 
 
+PREFIX = "art-"
+OWNER = ".art-scratch-owner"
+
+
 def owner_only(path: str, flags: int) -> int:
-    """Returns an opener for `open`. Example: open(path, "ab", opener=owner_only)."""
+    """An opener for `open`. Example: open(path, "ab", opener=owner_only)."""
     return os.open(path, flags, FILE)
 
 
 def make_directory(path: Path) -> None:
-    """Makes the directory and its missing parents. Raises OSError: it cannot be made, or a file is in the way."""
+    """Creates the directory and missing parents. Raises OSError on failure, for example if a file is in the way."""
     for place in reversed([path, *path.parents]):
         if place == path or not place.exists():
             place.mkdir(mode=DIRECTORY, exist_ok=True)
 
 
 def user_cache() -> Path:
-    """Returns the directory of `art` in the user's cache directory (XDG)."""
+    """Returns art's directory in the user's cache directory (XDG)."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "art"
 
 
-PREFIX = "art-"
-OWNER = ".art-scratch-owner"
-
-
 class Scratch:
-    """An empty directory `path` that only this user can read. Example: Scratch("serve").path is /tmp/art-serve-k3x9."""
+    """An empty directory readable only by this user. Example: Scratch("serve").path is /tmp/art-serve-k3x9."""
 
     def __init__(self, name: str) -> None:
         remove_abandoned()
@@ -58,14 +57,14 @@ class Scratch:
         self._owner = _own(self.path)
 
     def close(self) -> None:
-        """Removes it, unless its logs were kept."""
+        """Removes the directory unless its logs were kept."""
         if self._owner < 0:
             return
         shutil.rmtree(self.path, ignore_errors=True)
         self._release()
 
     def keep_logs(self) -> None:
-        """Removes everything but the logs, which this module never removes. Without logs it removes everything."""
+        """Removes everything except the logs. Without logs, removes the directory."""
         if self._owner < 0:
             return
         logs = [path for path in self.path.glob("*.log") if path.is_file() and path.stat().st_size]
@@ -87,7 +86,7 @@ class Scratch:
 
 @contextlib.contextmanager
 def scratch(name: str) -> Iterator[Path]:
-    """Yields a Scratch's path. It is removed after the block, except its logs where the block failed."""
+    """Yields a Scratch's path and removes it after the block. If the block fails, logs are kept."""
     made = Scratch(name)
     try:
         yield made.path
@@ -101,7 +100,7 @@ def scratch(name: str) -> Iterator[Path]:
 
 
 def remove_abandoned() -> None:
-    """Removes this user's scratch directories whose process is dead, as far as the system lets it."""
+    """Removes this user's scratch directories of dead processes, as permissions allow."""
     with contextlib.suppress(OSError), os.scandir(tempfile.gettempdir()) as entries:
         for entry in entries:
             if entry.name.startswith(PREFIX) and entry.is_dir(follow_symlinks=False):
@@ -110,17 +109,18 @@ def remove_abandoned() -> None:
 
 
 def _own(directory: Path) -> int:
-    """Returns the locked lock file. It gets its name after it is locked, so that no process finds it unlocked."""
+    """Creates the lock file, returning its descriptor. It is renamed only after locking, so it is never visible
+    unlocked."""
     unnamed = directory / f"{OWNER}.new"
     owner = os.open(unnamed, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
-    with contextlib.suppress(OSError):  # the file system has no locks; then the directory is never removed
+    with contextlib.suppress(OSError):  # no locks on this file system; the directory is then never removed
         fcntl.flock(owner, fcntl.LOCK_EX | fcntl.LOCK_NB)
         unnamed.rename(directory / OWNER)
     return owner
 
 
 def _remove_if_abandoned(directory: Path) -> None:
-    """Raises OSError: no lock file, or its owner lives."""
+    """Raises OSError if the lock file is missing or its owner is alive."""
     owner = os.open(directory / OWNER, os.O_RDWR | os.O_NOFOLLOW)
     try:
         statuses = [os.fstat(owner), directory.lstat()]

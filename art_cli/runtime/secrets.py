@@ -1,10 +1,9 @@
-"""Secrets: keys and passwords, found in the environment and addresses, kept out of files, logs and errors; .env files.
+"""Finds keys and passwords in the environment and URLs, and keeps them out of files, logs and errors. Loads .env files.
 
-Every text that comes back from a provider or an endpoint goes through `Secrets` before it reaches any of those.
+All text from providers and endpoints passes through `Secrets` before it is written, logged or raised.
 
-`load_environment` adds the variables of .env files to the environment of this process. A variable of the environment
-wins over a .env file. Values of a .env file are taken as they are written: python-dotenv neither expands variables in
-them here, nor does it ever run anything.
+`load_environment` adds variables from .env files to this process. Existing environment variables take precedence.
+Values are used literally: python-dotenv neither expands variables here nor runs anything.
 """
 
 import base64
@@ -23,61 +22,60 @@ from dotenv import dotenv_values
 
 from art_cli.runtime.errors import UsageError, one_line
 
+_SECRET_NAME = re.compile(r"KEY|TOKEN|SECRET|PASSWORD|CREDENTIAL", re.IGNORECASE)
+_SECRET_PARAM = re.compile(r"api_?key|secret|password|credential|headers|authorization|[a-z]_token$", re.IGNORECASE)
+_USERINFO = re.compile(r"(?<=://)[^/@\s]+@")
+# An escaped character: %2d, \\u002d (also \\\\u002d), \\x2d, &#45;, &#x2d;, or any character after backslashes.
+# The possessive `{1,8}+` does not backtrack, which cannot match; a text of backslashes then takes 40 % of the time.
+_ESCAPE = re.compile(
+    r"""(?:%|\\{1,8}+(?:u00|u\{|x))(?P<hex>[0-9a-fA-F]{2})\}?"""
+    r"""|&\#[xX]0{0,6}(?P<hash>[0-9a-fA-F]{2});?|&\#0{0,6}(?P<decimal>[0-9]{2,3});?|\\{1,8}+(?P<char>[^\\])""",
+    re.DOTALL,
+)
+_CONTROLS = {"n": "\n", "r": "\r", "t": "\t"}  # controls written as a backslash and a letter
+_BREAK = re.compile(r"[\r\n]")
+_BLANKS = " \t"
+_MARKS = ("%", "\\", "&")  # start of every escape
+_BASE64 = frozenset(string.ascii_letters + string.digits + "+/-_=")
+_URL_SAFE = str.maketrans("+/", "-_")
+MAX_ESCAPES = 50_000  # default limit of undone escapes per text
+MAX_ROUNDS = 3  # rounds of undoing escapes, for example for a key in a URL in nested JSON texts
+MIN_LENGTH = 6  # characters; shorter values are not keys, and replacing them would garble texts
+
+Span = tuple[int, int]  # (start, end) offsets
+
 
 def load_environment(directory: Path) -> None:
-    """Adds to the environment what it lacks and a .env file has: the working directory's, then that of `directory`.
+    """Adds missing environment variables from .env files: the working directory's, then the one in `directory`.
 
-    Raises UsageError: a .env file cannot be read.
+    Raises UsageError if a .env file cannot be read.
     """
     for path in dict.fromkeys((Path.cwd() / ".env", directory.resolve() / ".env")):
         try:
             for name, value in dotenv_values(path, interpolate=False, encoding="utf-8-sig").items():
                 if value is not None:
                     os.environ.setdefault(name, value)
-        except (OSError, ValueError) as error:  # ValueError: bytes that are not UTF-8, a name or value with a NUL
+        except (OSError, ValueError) as error:  # ValueError: not UTF-8, or a NUL in a name or value
             raise UsageError(f"{path}: {one_line(error)}") from error
 
 
-_SECRET_NAME = re.compile(r"KEY|TOKEN|SECRET|PASSWORD|CREDENTIAL", re.IGNORECASE)
-_SECRET_PARAM = re.compile(r"api_?key|secret|password|credential|headers|authorization|[a-z]_token$", re.IGNORECASE)
-_USERINFO = re.compile(r"(?<=://)[^/@\s]+@")
-# One escaped character: %2d, \\u002d (also \\\\u002d), \\x2d, &#45;, &#x2d;, or any other behind backslashes.
-# `{1,8}+` is not tried again with fewer, which never match: a text of backslashes takes 40 % of the time.
-_ESCAPE = re.compile(
-    r"""(?:%|\\{1,8}+(?:u00|u\{|x))(?P<hex>[0-9a-fA-F]{2})\}?"""
-    r"""|&\#[xX]0{0,6}(?P<hash>[0-9a-fA-F]{2});?|&\#0{0,6}(?P<decimal>[0-9]{2,3});?|\\{1,8}+(?P<char>[^\\])""",
-    re.DOTALL,
-)
-_CONTROLS = {"n": "\n", "r": "\r", "t": "\t"}  # controls that these letters mean behind backslashes
-_BREAK = re.compile(r"[\r\n]")
-_BLANKS = " \t"
-_MARKS = ("%", "\\", "&")  # every escape begins with one
-_BASE64 = frozenset(string.ascii_letters + string.digits + "+/-_=")
-_URL_SAFE = str.maketrans("+/", "-_")
-MAX_ESCAPES = 50_000  # default number of escapes that are undone in one text
-MAX_ROUNDS = 3  # times that escapes are undone, for example of a key in a URL in a JSON text in a JSON text
-MIN_LENGTH = 6  # characters; a shorter value is no key, and replacing it would garble texts
-
-Span = tuple[int, int]  # (start, end) offsets
-
-
 class Secrets:
-    """The values that must not be shown, in any of the forms in which they come back.
+    """Secret values that must not be shown, in all forms in which they may come back.
 
-    Example: for sk-a/b1 these are masked as well: "SK-A/B1", "sk-a\\/b1", "\\u0073k-a/b1", "sk-a%2fb1", "sk-a%252Fb1",
-    "&#115;k-a/b1", base64 of any text that holds it, and its hexadecimal digits; each also where line breaks and
-    indentation, which may be escaped themselves, stand within it.
+    Example: for sk-a/b1, these are also masked: "SK-A/B1", "sk-a\\/b1", "\\u0073k-a/b1", "sk-a%2fb1", "sk-a%252Fb1",
+    "&#115;k-a/b1", base64 of any text containing it, and its hexadecimal digits. Line breaks and indentation inside a
+    form, even escaped, are ignored.
     """
 
     def __init__(self, values: Iterable[str], *, max_escapes: int = MAX_ESCAPES) -> None:
-        """`max_escapes`: a text is cut off behind as many escapes, because undoing them takes time."""
+        """Text after `max_escapes` escapes is cut off, because undoing escapes takes time."""
         self._max_escapes = max_escapes
         values = {form for value in values for form in (value, value.strip()) if len(form.strip()) >= MIN_LENGTH}
         readings = {_lower(reading) for value in values for reading in _readings(value) if len(reading) >= MIN_LENGTH}
         self._plain = sorted(readings, key=len, reverse=True)
         self._plain += sorted({value.encode("utf-8", "surrogatepass").hex() for value in values})
         self._encoded = sorted({form for value in values for form in _base64_forms(value)})
-        forms = (self._plain, self._encoded)  # a squeezed text has them with or without their blanks
+        forms = (self._plain, self._encoded)  # squeezed text may lack blanks
         self._sought = [{each for form in some for each in (form, re.sub(r"[ \t]", "", form))} for some in forms]
 
     def redact(self, text: str) -> str:
@@ -89,14 +87,14 @@ class Secrets:
         return _USERINFO.sub("***@", text) if "://" in text else text
 
     def _shortened(self, text: str) -> str:
-        """Returns the text up to where it has too many escapes, which no verdict and no error has."""
+        """Cuts the text before it exceeds the escape limit. Real verdicts and errors never do."""
         if sum(map(text.count, _MARKS)) <= self._max_escapes:
             return text
         too_many = next(itertools.islice(_ESCAPE.finditer(text), self._max_escapes, None), None)
         return text if too_many is None else text[: too_many.start()]
 
     def _may_occur(self, text: str) -> bool:
-        """Returns whether `_find` can find anything. It is much faster, because it records no offsets."""
+        """Returns True if `_find` may find something. Much faster than `_find`, because no offsets are recorded."""
         plain, encoded = self._sought
         for _ in range(MAX_ROUNDS + 1):
             squeezed = _squeezed(text)
@@ -111,7 +109,7 @@ class Secrets:
         return False
 
     def _find(self, text: str) -> Iterator[Span]:
-        """Yields the spans of secrets in the text, as it is and with its escapes undone up to MAX_ROUNDS times."""
+        """Yields the spans of secrets, in the text itself and with escapes undone up to MAX_ROUNDS times."""
         lines = _Derived(text, None)
         for _ in range(MAX_ROUNDS + 1):
             joined = lines.join_lines()
@@ -121,7 +119,7 @@ class Secrets:
             for form in self._encoded:
                 for start in _occurrences(joined.text, form):
                     end = start + len(form)
-                    word = _around(lines.text, *joined.source(start, end))  # a word ends where the line does
+                    word = _around(lines.text, *joined.source(start, end))  # words end at line ends
                     beside = joined.source(*_around(joined.text, start, end, most=1))
                     yield lines.origin(min(word[0], beside[0]), max(word[1], beside[1]))
             if (undone := joined.undo_escapes()) is None:
@@ -133,25 +131,25 @@ class Secrets:
 
 
 class _Derived:
-    """A text made from another one, `parent`, by taking parts away and replacing parts by one character each."""
+    """A text derived from `parent` by removing parts and replacing parts by single characters."""
 
     def __init__(self, text: str, parent: "_Derived | None") -> None:
         self.text, self.parent = text, parent
-        # Piece i begins here at _begins[i], and comes from _firsts[i] up to _lasts[i] of the parent's text.
+        # Piece i starts at _begins[i] and corresponds to _firsts[i] up to _lasts[i] in the parent's text.
         self._begins, self._firsts, self._lasts = array("q"), array("q"), array("q")
 
     def origin(self, start: int, end: int) -> Span:
-        """Returns the span of the original that a span of this text comes from."""
+        """Maps a span of this text to the original text."""
         return (start, end) if self.parent is None else self.parent.origin(*self.source(start, end))
 
     def source(self, start: int, end: int) -> Span:
-        """Returns the span of the parent's text that a span of this one comes from."""
+        """Maps a span of this text to the parent's text."""
         first, last = bisect_right(self._begins, start) - 1, bisect_right(self._begins, end - 1) - 1
         after = self._begins[last + 1] if last + 1 < len(self._begins) else len(self.text)
         return self._firsts[first] + start - self._begins[first], self._lasts[last] - (after - end)
 
     def join_lines(self) -> "_Derived":
-        """Returns the text as `_joined` has it."""
+        """Applies `_joined` and records offsets."""
         derived = _Derived(_joined(self.text), self)
         begin = place = 0
         for line in _BREAK.split(self.text):
@@ -164,7 +162,7 @@ class _Derived:
         return derived
 
     def undo_escapes(self) -> "_Derived | None":
-        """Returns the text with one round of escapes undone, or None if it has none."""
+        """Undoes one round of escapes; None without escapes."""
         pieces: list[str] = []
         derived = _Derived("", self)
         before = begin = 0
@@ -189,14 +187,14 @@ class _Derived:
 
 
 def _joined(text: str) -> str:
-    """Returns the text without its line breaks and the blanks around them."""
+    """Removes line breaks and surrounding blanks."""
     if "\n" not in text and "\r" not in text:
         return text.strip(_BLANKS)
     return "".join([line.strip(_BLANKS) for line in _BREAK.split(text)])
 
 
 def _squeezed(text: str) -> str:
-    """Returns a text of one line as it is, and others without any white space, which is faster than `_joined`."""
+    """Removes all white space from multi-line text, which is faster than `_joined`. Single lines stay unchanged."""
     if "\n" not in text and "\r" not in text:
         return text
     data = text.encode("utf-8", "surrogatepass").translate(None, b" \t\r\n")
@@ -204,7 +202,7 @@ def _squeezed(text: str) -> str:
 
 
 def _readings(value: str) -> Iterator[str]:
-    """Yields the value as it reads when escapes are undone in a text that quotes it; several if it has escapes."""
+    """Yields the value, and its forms after undoing escapes."""
     for _ in range(MAX_ROUNDS + 1):
         value = _joined(value)
         yield value
@@ -214,7 +212,7 @@ def _readings(value: str) -> Iterator[str]:
 
 
 def _character(escape: "re.Match[str]") -> str:
-    """Returns the one character that an escape stands for."""
+    """Returns the character for an escape."""
     digits = next((group for group in escape.group("hex", "hash") if group), "")
     try:
         code = int(digits, 16) if digits else int(escape["decimal"])
@@ -224,7 +222,7 @@ def _character(escape: "re.Match[str]") -> str:
 
 
 def _lower(text: str) -> str:
-    """Returns the text in lower case, as long as before: a character that would become several stays as it is."""
+    """Lowercases without changing the length: characters that would expand stay unchanged."""
     lowered = text.lower()
     return lowered if len(lowered) == len(text) else "".join(c if len(c.lower()) != 1 else c.lower() for c in text)
 
@@ -237,9 +235,9 @@ def _occurrences(text: str, value: str) -> Iterator[int]:
 
 
 def _around(text: str, start: int, end: int, *, most: int | None = None) -> Span:
-    """Returns the base64 word around a span of it, because the characters beside a key encode some of its bits.
+    """Returns the base64 word around a span, because adjacent characters encode some of a key's bits.
 
-    `most`: so many further characters on each side.
+    `most` limits the additional characters on each side.
     """
     least, highest = (0, len(text)) if most is None else (max(0, start - most), min(len(text), end + most))
     while start > least and text[start - 1] in _BASE64:
@@ -250,7 +248,7 @@ def _around(text: str, start: int, end: int, *, most: int | None = None) -> Span
 
 
 def _base64_forms(value: str) -> Iterator[str]:
-    """Yields the part of the value's base64 that is the same in every text that holds it: 3 alignments, 2 alphabets."""
+    """Yields the part of the value's base64 common to all texts containing it: 3 alignments, 2 alphabets."""
     data = value.encode("utf-8", "surrogatepass")
     for shift in range(3):
         whole = base64.b64encode(b"\0" * shift + data).rstrip(b"=")
@@ -262,7 +260,7 @@ def _base64_forms(value: str) -> Iterator[str]:
 
 
 def _mask(text: str, spans: Sequence[Span]) -> str:
-    """Returns the text with *** in place of the spans, which are in order and may overlap."""
+    """Replaces the spans by ***. Spans are sorted and may overlap."""
     pieces: list[str] = []
     before = 0
     for start, end in spans:
@@ -283,9 +281,8 @@ def find_secrets(
     params: Iterable[Any] = (),
     max_escapes: int = MAX_ESCAPES,
 ) -> Secrets:
-    """Finds the secrets of a process: `values`, variables named like secrets or in `names`, passwords and queries
-    in `urls`, and from `params` the headers and the values under a name like a secret's.
-    """
+    """Finds a process's secrets: `values`, environment variables named like secrets or listed in `names`, passwords and
+    queries in `urls`, and in `params` all headers and values with secret-like names."""
     named = set(names)
     found = [*values, *(value for name, value in environment.items() if name in named or _SECRET_NAME.search(name))]
     for url in urls:
@@ -306,7 +303,7 @@ def _secrets_of_url(url: str) -> list[str]:
 
 
 def without_secrets(value: Any, *, is_params: bool = False) -> Any:
-    """Returns a configuration without what stands under names like a secret's in its `params`, and under headers."""
+    """Masks values with secret-like names in a configuration's `params`, and headers."""
     if isinstance(value, list):
         return [without_secrets(each, is_params=is_params) for each in value]
     if not isinstance(value, dict):
@@ -320,7 +317,7 @@ def without_secrets(value: Any, *, is_params: bool = False) -> Any:
 
 
 def _secrets_of_params(value: Any, *, is_secret: bool) -> list[str]:
-    """Returns the texts in parameters that stand under a name like a secret's, or under headers."""
+    """Returns the texts in parameters with secret-like names, or in headers."""
     if isinstance(value, dict):
         return [
             text

@@ -1,8 +1,8 @@
-"""LiveTerminal: a picture at the bottom of the terminal that is drawn again and again, with all other output above it.
+"""LiveTerminal: a live picture at the bottom of the terminal, with other output above it.
 
-While it runs, what any part of this process or of its children writes to the terminal comes through a pipe and is
-printed above the picture, line by line. Such text may quote models and users' code, so nothing in it can steer the
-terminal. The cursor stays visible throughout, so that a process that is killed leaves a terminal that works.
+All terminal output from this process and its children goes through a pipe and is printed above the picture, line by
+line. Such text may quote models and user code, so it must not control the terminal. The cursor stays visible, so a
+killed process leaves a working terminal.
 """
 
 import codecs
@@ -21,25 +21,25 @@ from art_cli.runtime.errors import printable
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
 
-REDRAW_S = 0.5  # time between two drawings
-MAX_LINE = 10_000  # characters of a line of foreign output; a longer one is cut there
-CLOSE_TIMEOUT_S = 5.0  # longest wait for the last output to be printed
-DUMB = ("", "dumb", "unknown")  # values of TERM of terminals that cannot move the cursor
+REDRAW_S = 0.5  # interval between redraws
+MAX_LINE = 10_000  # maximum characters per line of foreign output; longer lines are cut
+CLOSE_TIMEOUT_S = 5.0  # maximum wait for the last output to be printed
+DUMB = ("", "dumb", "unknown")  # TERM values of terminals without cursor movement
 
 
 def can_draw(environment: Mapping[str, str] = os.environ) -> bool:
-    """Returns whether standard error is a terminal on which a picture can be drawn again."""
+    """Returns True if stderr is a terminal that supports redrawing."""
     return sys.stderr.isatty() and environment.get("TERM", "").lower() not in DUMB
 
 
 @contextlib.contextmanager
 def drawn(render: Callable[["Console"], "RenderableType"]) -> Iterator[None]:
-    """Draws what `render` gives for as long as the block runs; at the end the picture is gone."""
+    """Draws the output of `render` while the block runs, then removes it."""
     from rich.live import Live
 
     sys.stdout.flush()
     sys.stderr.flush()
-    if not os.isatty(2):  # sys.stderr is another stream than the process's own
+    if not os.isatty(2):  # sys.stderr is not the process's real stderr
         yield
         return
     saved = {number: os.dup(number) for number in (1, 2) if os.isatty(number)}
@@ -47,9 +47,9 @@ def drawn(render: Callable[["Console"], "RenderableType"]) -> Iterator[None]:
     live = Live(
         get_renderable=lambda: render(console),
         console=console,
-        auto_refresh=False,  # the relay's thread draws, because rich leaves remnants where two threads print
+        auto_refresh=False,  # the relay thread draws, because rich leaves artifacts when two threads print
         transient=True,
-        redirect_stdout=False,  # the pipe takes it
+        redirect_stdout=False,  # the pipe captures it
         redirect_stderr=False,
     )
     source, sink = os.pipe()
@@ -72,12 +72,12 @@ def drawn(render: Callable[["Console"], "RenderableType"]) -> Iterator[None]:
             with contextlib.suppress(OSError):
                 close()
         for number, terminal in saved.items():
-            if number != 2:  # the console's own
+            if number != 2:  # owned by the console
                 os.close(terminal)
 
 
 def _console(terminal: int) -> "Console":
-    """Returns a console on the terminal itself, whatever the process's standard streams are."""
+    """Returns a console on the terminal itself, independent of the standard streams."""
     from rich.console import Console, ConsoleDimensions
 
     class OnTerminal(Console):
@@ -90,7 +90,7 @@ def _console(terminal: int) -> "Console":
             return ConsoleDimensions(columns or 80, lines or 25)
 
         def show_cursor(self, show: bool = True) -> bool:
-            """Leaves the cursor visible, because a process that is killed could not show it again."""
+            """Keeps the cursor visible, because a killed process could not restore it."""
             return False
 
     encoding = sys.stderr.encoding or "utf-8"
@@ -98,13 +98,13 @@ def _console(terminal: int) -> "Console":
 
 
 class _Relay:
-    """A thread that reads a pipe and prints its lines, and draws the picture again in between."""
+    """A thread that prints lines from a pipe and redraws the picture in between."""
 
     def __init__(self, source: int, show: Callable[[str], Any], *, redraw: Callable[[], Any]) -> None:
         self._source, self._show, self._redraw = source, show, redraw
         self._wake, self._waker = os.pipe()
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
-        self._rest = ""  # the text after the last newline
+        self._rest = ""  # text after the last newline
         self._drawn_at = time.monotonic()
         self._thread = threading.Thread(target=self._run, name="terminal", daemon=True)
 
@@ -113,11 +113,11 @@ class _Relay:
         self._thread.start()
 
     def close(self) -> None:
-        """Prints all that was written before. Processes that still hold the pipe can no longer print."""
+        """Prints all earlier output. Processes still holding the pipe can no longer print."""
         os.close(self._waker)
         if self._thread.ident is not None:
             self._thread.join(CLOSE_TIMEOUT_S)
-        if not self._thread.is_alive():  # a terminal that is stopped (Ctrl-S) takes nothing
+        if not self._thread.is_alive():  # a stopped terminal (Ctrl-S) accepts nothing
             for handle in (self._source, self._wake):
                 os.close(handle)
 
@@ -126,7 +126,7 @@ class _Relay:
         while is_open:
             ready, _, _ = select.select([self._source, self._wake], [], [], REDRAW_S)
             is_open, has_more = self._wake not in ready, True
-            while has_more:  # also where the output never pauses, the picture is drawn again
+            while has_more:  # redraw even if the output never pauses
                 has_more = self._read()
                 if is_open and time.monotonic() - self._drawn_at >= REDRAW_S:
                     with contextlib.suppress(OSError):
@@ -136,7 +136,7 @@ class _Relay:
             self._print(self._rest)
 
     def _read(self) -> bool:
-        """Prints what is there; whether there may be more."""
+        """Prints available output. Returns True if more may follow."""
         try:
             data = os.read(self._source, 65536)
         except BlockingIOError:
@@ -148,7 +148,7 @@ class _Relay:
         return bool(data)
 
     def _print(self, line: str) -> None:
-        """Prints a line; of one that was overwritten, as bars are, only its last state."""
+        """Prints a line. For lines overwritten in place (progress bars), prints only the last state."""
         shown = line.rstrip("\r").rpartition("\r")[2]
-        with contextlib.suppress(OSError):  # the terminal is gone; the pipe is read on, so that nobody waits for it
+        with contextlib.suppress(OSError):  # the terminal is lost; keep reading so that writers do not block
             self._show(printable(shown.expandtabs(), limit=MAX_LINE))

@@ -1,15 +1,13 @@
-"""Code that cannot hold up this process's event loop, because it runs in another loop or thread; and Ctrl-C meanwhile.
+"""Runs blocking code without blocking this process's event loop, and handles Ctrl-C meanwhile.
 
-calling          the effect of Ctrl-C and SIGTERM while an event loop runs
-run              a coroutine to its end, in the fastest event loop there is
-LoopThread       an event loop in a thread, for async functions that may block
-end              cancels tasks and waits for them
-start_in_thread  a blocking function in a new thread; returns its future, for code that waits with a deadline
-call_in_thread   the same, awaited
-compute          a function that computes with torch, in a thread
+calling          sets the effect of Ctrl-C and SIGTERM while an event loop runs run              runs a coroutine in the
+fastest available event loop LoopThread       an event loop in a thread, for async functions that may block end
+cancels tasks and waits for them start_in_thread  runs a blocking function in a new thread; returns its future, for
+callers with a deadline call_in_thread   runs a blocking function in a new thread and awaits it compute          runs a
+torch computation in a thread
 
-The threads are daemons and belong to no pool. A function that never returns keeps no other call waiting and does not
-hold up the end of the process. worker_pool.py bounds the number and the time of such calls.
+The threads are daemons without a pool. A function that never returns does not delay other calls or the process's exit.
+worker_pool.py limits the number and duration of such calls.
 """
 
 import asyncio
@@ -26,13 +24,14 @@ from art_cli.runtime.errors import message_of
 from art_cli.runtime.openmp import release_pool
 
 NUMBERS = (signal.SIGINT, signal.SIGTERM)
+Result = TypeVar("Result")
 
 
 @contextlib.contextmanager
 def calling(act: Callable[[], object]) -> Iterator[None]:
-    """Inside, SIGINT and SIGTERM call `act` in the running event loop.
+    """Makes SIGINT and SIGTERM call `act` in the running event loop while the block runs.
 
-    Only a process's main thread gets signals. In any other thread nothing is set up, and its owner calls `act`.
+    Only a process's main thread receives signals. In other threads nothing is set up, and their owner calls `act`.
     """
     loop = asyncio.get_running_loop()
     numbers = NUMBERS if threading.current_thread() is threading.main_thread() else ()
@@ -45,26 +44,24 @@ def calling(act: Callable[[], object]) -> Iterator[None]:
             loop.remove_signal_handler(number)
 
 
-Result = TypeVar("Result")
-
-
 def run(main: Coroutine[Any, Any, Result]) -> Result:
-    """Returns the coroutine's result, as `asyncio.run` gives it, in the event loop of `new_event_loop`."""
+    """Like `asyncio.run`, but uses the event loop from `new_event_loop`."""
     with asyncio.Runner(loop_factory=new_event_loop) as runner:
         return runner.run(main)
 
 
 def new_event_loop() -> asyncio.AbstractEventLoop:
-    """uvloop where it is installed: the gateway answers 1.5 times as many calls (benchmarks/serving/gateway.py)."""
+    """Returns a uvloop event loop if installed: the gateway then answers 1.5 times as many calls
+    (benchmarks/serving/gateway.py)."""
     try:
         import uvloop
-    except ModuleNotFoundError:  # not on Windows
+    except ModuleNotFoundError:  # uvloop does not support Windows
         return asyncio.new_event_loop()
     return uvloop.new_event_loop()
 
 
 async def end(*tasks: asyncio.Future[Any], timeout_s: float) -> None:
-    """Cancels the tasks and waits for them, at most `timeout_s`. What they raise meanwhile counts as seen."""
+    """Cancels the tasks and waits up to `timeout_s`. Their errors are marked as retrieved."""
     for task in tasks:
         task.cancel()
     if tasks:
@@ -77,7 +74,7 @@ async def end(*tasks: asyncio.Future[Any], timeout_s: float) -> None:
 def start_in_thread(function: Callable[..., Result], *arguments: Any, is_awaited: bool = False) -> Future[Result]:
     """Starts `function(*arguments)` in a daemon thread with a copy of this context, and returns its future.
 
-    An event loop may await it with `is_awaited`, which passes an error on as `contained` makes it.
+    With `is_awaited`, an event loop may await the future. Errors are then converted by `contained`.
     """
     future: Future[Result] = Future()
     context = contextvars.copy_context()
@@ -85,27 +82,27 @@ def start_in_thread(function: Callable[..., Result], *arguments: Any, is_awaited
     def work() -> None:
         try:
             result = context.run(function, *arguments)
-        except BaseException as error:  # also SystemExit, which would end this thread without a word
+        except BaseException as error:  # includes SystemExit, which would end this thread silently
             finish(future, error=contained(error) if is_awaited else error)
         else:
             finish(future, result=result)
 
-    # not the function itself where it has no name, because the repr of a partial shows its arguments, tensors included
+    # for unnamed functions, the type's name: a partial's repr would include its arguments, even tensors
     name = getattr(function, "__name__", type(function).__name__)
     threading.Thread(target=work, name=f"call {name}", daemon=True).start()
     return future
 
 
 async def call_in_thread(function: Callable[..., Result], *arguments: Any) -> Result:
-    """Returns `function(*arguments)`. A caller that is cancelled leaves at once; the thread runs on."""
+    """Returns `function(*arguments)`. A cancelled caller returns immediately; the thread continues."""
     return await asyncio.wrap_future(start_in_thread(function, *arguments, is_awaited=True))
 
 
 async def compute(function: Callable[..., Result], *arguments: Any, **knobs: Any) -> Result:
-    """Returns the result, as `asyncio.to_thread` gives it. The thread's OpenMP pool is gone afterwards (openmp.py).
+    """Like `asyncio.to_thread`, and then releases the thread's OpenMP pool (openmp.py).
 
-    The next computation runs in another thread, whose pool must not share the cores with an idle one, and whose heap
-    may be another one than that which holds the memory freed here.
+    The next computation may run in a different thread. Its pool must not share cores with an idle pool, and its heap
+    may differ from the heap that keeps the freed memory.
     """
 
     def work() -> Result:
@@ -119,9 +116,9 @@ async def compute(function: Callable[..., Result], *arguments: Any, **knobs: Any
 
 
 def contained(error: BaseException) -> BaseException:
-    """Returns the error in a form that can cross into an event loop without breaking it.
+    """Returns the error in a form that is safe to pass into an event loop.
 
-    A SystemExit or KeyboardInterrupt would end the loop itself, and asyncio's futures refuse a StopIteration.
+    SystemExit and KeyboardInterrupt would end the loop, and asyncio futures refuse StopIteration.
     """
     if isinstance(error, Exception) and not isinstance(error, StopIteration):
         return error
@@ -129,7 +126,7 @@ def contained(error: BaseException) -> BaseException:
 
 
 def finish(future: Future[Any], *, result: Any = None, error: BaseException | None = None) -> None:
-    """Gives the future its result or error, unless its caller was cancelled."""
+    """Sets the future's result or error unless its caller was cancelled."""
     if future.set_running_or_notify_cancel():
         if error is not None:
             future.set_exception(error)
@@ -138,15 +135,16 @@ def finish(future: Future[Any], *, result: Any = None, error: BaseException | No
 
 
 def is_being_cancelled() -> bool:
-    """Returns whether the current task is asked to end; if not, its CancelledError is of code that cancelled itself."""
+    """Returns True if the current task is being cancelled. Otherwise, its CancelledError comes from code that cancelled
+    itself."""
     task = asyncio.current_task()
     return task is not None and task.cancelling() > 0
 
 
 class LoopThread:
-    """An event loop in a daemon thread, which starts with the first coroutine.
+    """An event loop in a daemon thread, started by the first coroutine.
 
-    All coroutines share the loop. Code that stops it gets a RuntimeError, and it goes on after a SystemExit of a task.
+    All coroutines share the loop. Code that stops the loop gets a RuntimeError. The loop survives a task's SystemExit.
     """
 
     def __init__(self, name: str) -> None:
@@ -155,15 +153,16 @@ class LoopThread:
         self._thread: threading.Thread | None = None
 
     async def run(self, coroutine: Coroutine[Any, Any, Result]) -> Result:
-        """Returns the coroutine's result to another loop. A caller that is cancelled cancels the coroutine."""
+        """Runs the coroutine and returns its result to the caller's loop. Cancelling the caller cancels the
+        coroutine."""
         return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(_contain(coroutine), self._start()))
 
     def run_here(self, coroutine: Coroutine[Any, Any, Result]) -> Result:
-        """Returns the coroutine's result, while this thread waits. Not to be called in that loop."""
+        """Runs the coroutine while this thread waits. Must not be called from the loop itself."""
         return asyncio.run_coroutine_threadsafe(coroutine, self._start()).result()
 
     async def is_blocked(self, timeout_s: float) -> bool:
-        """Returns whether code blocks the loop, so that it runs nothing else within that time."""
+        """Returns True if code blocks the loop for the whole timeout."""
         if self._loop is None:
             return False
         turn = threading.Event()
@@ -171,11 +170,11 @@ class LoopThread:
         return not await asyncio.to_thread(turn.wait, timeout_s)
 
     async def close(self, timeout_s: float, last: Callable[[], Awaitable[None]] | None = None) -> None:
-        """Cancels what runs there, awaits `last` and stops the loop. Code that does not end in time is given up."""
+        """Cancels running tasks, awaits `last` and stops the loop. Code that does not end in time is abandoned."""
         await asyncio.to_thread(self.end, timeout_s, last)
 
     def end(self, timeout_s: float, last: Callable[[], Awaitable[None]] | None = None) -> None:
-        """Closes as `close` does, while this thread waits."""
+        """Like `close`, but blocks this thread."""
         if self._loop is None or self._thread is None:
             return
         loop, thread = self._loop, self._thread
@@ -183,7 +182,7 @@ class LoopThread:
         endings = []
         work = _wind_up(last, timeout_s, self._is_over)
         loop.call_soon_threadsafe(lambda: endings.append(loop.create_task(work)))
-        thread.join(2 * timeout_s)  # code that blocks keeps the thread until it returns, or for ever
+        thread.join(2 * timeout_s)  # blocking code keeps the thread until it returns, possibly forever
 
     def _start(self) -> asyncio.AbstractEventLoop:
         if self._loop is None:
@@ -200,7 +199,7 @@ def _run(loop: asyncio.AbstractEventLoop, is_over: threading.Event) -> None:
     asyncio.set_event_loop(loop)
     try:
         while not is_over.is_set():
-            with contextlib.suppress(SystemExit, KeyboardInterrupt):  # raised by a task or callback, through the loop
+            with contextlib.suppress(SystemExit, KeyboardInterrupt):  # raised by a task or callback
                 loop.run_forever()
     finally:
         loop.close()

@@ -1,6 +1,6 @@
-"""WorkerPool: calls in daemon threads, a few at once, each with a deadline.
+"""WorkerPool: a limited number of concurrent calls in daemon threads, each with a deadline.
 
-Python cannot end a thread. So a call that takes too long is abandoned: its caller gets an error, its thread runs on.
+Python cannot stop a thread. After the deadline a call is abandoned: its caller gets an error, and its thread continues.
 """
 
 import asyncio
@@ -21,20 +21,21 @@ class Overran(Exception):
 
 
 class WorkerPool:
-    """At most `size` calls at once, in order, beside at most `max_abandoned` abandoned ones. It serves one event loop.
+    """Runs up to `size` calls concurrently in FIFO order, plus up to `max_abandoned` abandoned calls. Serves one event
+    loop.
 
-    A call is abandoned after `run_s`, or when its caller is cancelled. Its turn goes to the next call at once, or, if
-    `max_abandoned` others still run, as soon as one of them has returned. Abandoned calls share the interpreter with
-    all others, so that a server allows fewer of them.
+    A call is abandoned after `run_s`, or when its caller is cancelled. Its slot is freed immediately. If
+    `max_abandoned` other calls are still running, the slot is freed when any of them returns. Abandoned calls still
+    compete for the interpreter, so servers allow fewer of them.
     """
 
     def __init__(self, *, size: int, wait_s: float, run_s: float, max_abandoned: int = 8) -> None:
         self._turns, self._wait_s, self._run_s = asyncio.Semaphore(size), wait_s, run_s
         self._max_abandoned = max_abandoned
-        self._num_abandoned = 0  # abandoned calls that have not returned yet
+        self._num_abandoned = 0  # abandoned calls still running
 
     async def call(self, function: Callable[..., Result], *arguments: Any) -> Result:
-        """Returns `function(*arguments)`. Raises Crowded, Overran, or what the function raises."""
+        """Returns `function(*arguments)`. Raises Crowded, Overran, or the function's error."""
         try:
             async with asyncio.timeout(self._wait_s):
                 await self._turns.acquire()
@@ -60,7 +61,7 @@ class WorkerPool:
 
     def _on_return(self, call: asyncio.Task[Any]) -> None:
         if not call.cancelled():
-            call.exception()  # counts as seen
+            call.exception()  # marks the error as retrieved
         if self._num_abandoned > self._max_abandoned:
             self._turns.release()
         self._num_abandoned -= 1

@@ -1,11 +1,10 @@
-"""Child processes: how they start, are called, and end.
+"""Child processes: starting, calling and ending them.
 
-child.py           ChildProcess: one program, started, waited for and ended; the last lines of its log
-process_calls.py   calls to another process over a stream socket; progress, results and errors by name come back
-process_server.py  answers them with an object's methods, in the child
-authenticated.py   a connection between machines that share a secret, for calls over a network
-supervisor.py      the process between: when the program or its owner ends, nothing of the program is left
-plain_json.py      JSON with the standard library alone
+child.py           ChildProcess: starts, awaits and ends a program; reads its log
+process_calls.py   calls to another process over a stream socket; returns progress, results and errors by name
+process_server.py  answers calls with an object's methods, in the child authenticated.py   a network connection between
+machines that share a secret supervisor.py      intermediate process: ends the whole process tree when the program or
+its owner ends plain_json.py      JSON with the standard library alone
 
-The room needs the standard library only, because the Python that runs rollouts may have nothing else.
+These modules only use the standard library, because the Python that runs rollouts may lack other packages.
 """

@@ -1,12 +1,12 @@
-"""A connection between two machines that share a secret: both prove that they know it, and every message is sealed.
+"""An authenticated connection between two machines that share a secret. Every message carries a seal.
 
     listener -> dialler   MAGIC and 32 random bytes
-    dialler -> listener   32 random bytes, and a proof: HMAC-SHA256 under the secret over its role and both random parts
-    listener -> dialler   b"+" and its own proof, or b"-" when the dialler's was wrong; then it closes
-    from then on          8 bytes of length, 32 bytes of seal, the message
+    dialler -> listener   32 random bytes, and a proof: HMAC-SHA256 with the secret over role and both nonces
+    listener -> dialler   b"+" and the listener's proof, or b"-" and close if the dialler's proof is wrong
+    afterwards            8 bytes of length, 32 bytes of seal, the message
 
-The seal is the HMAC of the message and its number in its direction, under a key of this connection and direction. So a
-message that another party wrote, changed, repeated, left out or moved ends the connection. Messages are not encrypted.
+The seal is an HMAC over the message and its sequence number, with a key for this connection and direction. Forged,
+changed, repeated, missing or reordered messages end the connection. Messages are not encrypted.
 """
 
 import asyncio
@@ -17,33 +17,33 @@ from typing import NamedTuple
 MAGIC = b"art-sealed-1\n"
 NONCE, SEAL, LENGTH = 32, 32, 8  # bytes
 HANDSHAKE_DEADLINE_S = 10.0
-FIRST_BYTES = 2**20  # longest message until the caller trusts the other end with more
+FIRST_BYTES = 2**20  # maximum message size until the caller trusts the peer
 
 
 class SecretRefused(Exception):
-    """The other end does not have our secret."""
+    """The peer has a different secret."""
 
 
 class Tampered(ValueError):
-    """A message is not as the other end wrote it."""
+    """A message differs from the peer's original."""
 
 
 class SealedReader:
-    """Messages that come from the other end, each as it was written. `max_bytes` is the longest that is read."""
+    """Reads authenticated messages from the peer. `max_bytes` is the maximum message size."""
 
     def __init__(self, reader: asyncio.StreamReader, key: bytes) -> None:
         self.max_bytes = FIRST_BYTES
         self._reader, self._key, self._number = reader, key, 0
 
     async def readline(self) -> bytes:
-        """Returns the next message; b"" when there are no more. Raises Tampered: too long, or its seal is wrong."""
+        """Returns the next message; b"" at the end. Raises Tampered for oversized messages and wrong seals."""
         try:
             head = await self._reader.readexactly(LENGTH + SEAL)
             size = int.from_bytes(head[:LENGTH])
             if size > self.max_bytes:
                 raise Tampered(f"a message of {size} bytes")
             message = await self._reader.readexactly(size)
-        except (asyncio.IncompleteReadError, OSError):  # the other end is gone, or the network to it
+        except (asyncio.IncompleteReadError, OSError):  # the peer or the network is down
             return b""
         if not hmac.compare_digest(_seal(self._key, self._number, message), head[LENGTH:]):
             raise Tampered("the seal of a message is wrong, so that another party wrote or changed it")
@@ -52,7 +52,7 @@ class SealedReader:
 
 
 class SealedWriter:
-    """Writes messages to the other end."""
+    """Writes messages to the peer."""
 
     def __init__(self, writer: asyncio.StreamWriter, key: bytes) -> None:
         self._writer, self._key, self._number = writer, key, 0
@@ -73,16 +73,16 @@ class SealedWriter:
 
 
 class Sealed(NamedTuple):
-    """Both directions of a connection whose other end has proven that it knows the secret."""
+    """Both directions of an authenticated connection."""
 
     reader: SealedReader
     writer: SealedWriter
 
 
 async def listen(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, secret: bytes) -> Sealed:
-    """Returns the connection that the other end has opened.
+    """Authenticates a connection that the peer opened.
 
-    Raises SecretRefused if it has another secret; ConnectionError, TimeoutError if it is another program.
+    Raises SecretRefused for a different secret, and ConnectionError or TimeoutError if the peer is another program.
     """
     async with asyncio.timeout(HANDSHAKE_DEADLINE_S):
         ours = os.urandom(NONCE)
@@ -98,9 +98,9 @@ async def listen(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, sec
 
 
 async def dial(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, secret: bytes) -> Sealed:
-    """Returns the connection that this end has opened.
+    """Authenticates a connection that this side opened.
 
-    Raises SecretRefused if the other end has another secret; ConnectionError, TimeoutError if it is another program.
+    Raises SecretRefused for a different secret, and ConnectionError or TimeoutError if the peer is another program.
     """
     async with asyncio.timeout(HANDSHAKE_DEADLINE_S):
         if await _read(reader, len(MAGIC)) != MAGIC:

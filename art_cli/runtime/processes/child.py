@@ -1,8 +1,8 @@
-"""ChildProcess: one program, started, waited for and ended; the last lines of its log. It knows nothing of messages.
+"""ChildProcess: starts, awaits and ends a program, and reads its log. Messages are handled elsewhere.
 
-The program runs under a supervisor (supervisor.py), so that it and all that descends from it end with this process,
-however this one ends. Both lead new sessions, so that a Ctrl-C in the terminal reaches this process alone,
-which decides when its children end.
+The program runs under a supervisor (supervisor.py), so it and all its descendants end with this process, even if this
+process is killed. Supervisor and program have separate sessions: Ctrl-C in the terminal reaches only this process,
+which decides when to end its children.
 """
 
 import asyncio
@@ -19,21 +19,21 @@ from typing import IO, NamedTuple
 
 from art_cli.runtime.processes import supervisor
 
-PID_DEADLINE_S = 30.0  # longest wait for the supervisor to start the program
-STOP_DEADLINE_S = supervisor.KILL_DEADLINE_S + 6.0  # longest wait for a program's end, beyond its grace period
-TAIL_WIDTH = 240  # characters of a log's line that a message shows
+PID_DEADLINE_S = 30.0  # timeout for the supervisor to start the program
+STOP_DEADLINE_S = supervisor.KILL_DEADLINE_S + 6.0  # timeout for a program's end, beyond its grace period
+TAIL_WIDTH = 240  # characters shown per log line
 TAIL_BYTES = 64 * 1024
-MAX_OUTPUT_BYTES = 2**20  # largest part that is read of a program's output, its end
-MAX_WRITTEN_BYTES = 2**28  # largest output that a program may write, which lies on a disk until it ends
+MAX_OUTPUT_BYTES = 2**20  # maximum bytes read from the tail of a program's output
+MAX_WRITTEN_BYTES = 2**28  # maximum output of a program; stored on disk until the program exits
 
 Stream = int | IO[bytes] | None
 
-_before: dict[str, str | None] = {}  # variables that an import changed, with their values before, None if not set
+_before: dict[str, str | None] = {}  # variables changed by an import -> earlier value, None if unset
 
 
 @contextlib.contextmanager
 def kept_from_children() -> Iterator[None]:
-    """Keeps changes of os.environ inside the block, as Unsloth's import makes, to this process: no child gets them."""
+    """Keeps changes to os.environ inside the block (such as Unsloth's import) away from child processes."""
     before = dict(os.environ)
     try:
         yield
@@ -44,19 +44,19 @@ def kept_from_children() -> Iterator[None]:
 
 
 def child_environment() -> dict[str, str]:
-    """Returns os.environ for a child process, without the changes in `kept_from_children`."""
+    """Returns os.environ for a child process, without changes made in `kept_from_children`."""
     return {name: value for name, value in {**os.environ, **_before}.items() if value is not None}
 
 
 class ChildProcess:
-    """Started once with `start`, stopped once with `stop`. Example: `child = await ChildProcess.start(["sleep", "9"])`
+    """A child process, started by `start` and ended by `stop`. Example: `await ChildProcess.start(["sleep", "9"])`
 
-    `supervisor_pid` is the process that everything of the program descends from.
+    `supervisor_pid` is the ancestor of all the program's processes.
     """
 
     def __init__(self, process: asyncio.subprocess.Process, control: socket.socket, grace_s: float) -> None:
         self.supervisor_pid = process.pid
-        self.stdout = process.stdout  # a reader where `stdout` was PIPE
+        self.stdout = process.stdout  # a reader if `stdout` was PIPE
         self._process, self._control, self._grace_s = process, control, grace_s
 
     @classmethod
@@ -72,12 +72,12 @@ class ChildProcess:
         keep: int = -1,
         grace_s: float = 0.0,
     ) -> "ChildProcess":
-        """Returns the child; its supervisor runs, the program soon will. Raises OSError if no process can be started.
+        """Returns the child; the supervisor is running and will start the program. Raises OSError if no process can
+        start.
 
-        `environment` None is `child_environment()`, which a caller that adds to it begins with as well.
-        `keep` is one more descriptor for the program, which has its number in an argument. `grace_s` is the time that
-        the program has between SIGTERM and SIGKILL; 0 is SIGKILL at once. A program that does not exist ends with
-        status 127 and a line on standard error.
+        `environment` defaults to `child_environment()`, which is also the basis for callers that add variables. `keep`
+        is an extra descriptor for the program; its number is passed as an argument. `grace_s` is the time between
+        SIGTERM and SIGKILL (0: SIGKILL immediately). A missing program ends with status 127 and a line on stderr.
         """
         ours, theirs = socket.socketpair()
         with theirs:
@@ -96,7 +96,7 @@ class ChildProcess:
             )
             try:
                 return cls(await asyncio.shield(starting), ours, grace_s)
-            except asyncio.CancelledError:  # the process may be there by now, and must not be left behind
+            except asyncio.CancelledError:  # the process may already exist and must not be left behind
                 await cls(await starting, ours, grace_s).stop()
                 raise
             except BaseException:
@@ -104,7 +104,7 @@ class ChildProcess:
                 raise
 
     async def program_pid(self) -> int:
-        """Returns the process id of the program; 0 where it never started. To be asked once."""
+        """Returns the program's process id; 0 if it never started. Call this only once."""
         self._control.setblocking(False)
         try:
             async with asyncio.timeout(PID_DEADLINE_S):
@@ -113,32 +113,32 @@ class ChildProcess:
             return 0
 
     async def wait(self) -> int:
-        """Returns the program's exit status when it has ended; negative for the signal that ended it."""
+        """Waits for the program and returns its exit status (negative signal number if killed)."""
         return await self._process.wait()
 
     def terminate(self) -> None:
-        """Begins the program's end, and returns at once."""
-        with contextlib.suppress(OSError):  # it is over
+        """Starts ending the program, without waiting."""
+        with contextlib.suppress(OSError):  # already ended
             self._control.shutdown(socket.SHUT_WR)
 
     async def stop(self) -> None:
-        """Ends the program and everything that descends from it."""
+        """Kills the program and its descendants."""
         self.terminate()
         try:
             async with asyncio.timeout(self._grace_s + STOP_DEADLINE_S):
                 await self._process.wait()
         except TimeoutError:
             with contextlib.suppress(ProcessLookupError):
-                self._process.kill()  # the supervisor; on Linux the program dies with it
+                self._process.kill()  # the supervisor; on Linux the program dies too
         finally:
             self._control.close()
 
 
 class Finished(NamedTuple):
-    """The end of a program. Example: Finished(0, b"1.0\\n", b"")"""
+    """A finished program. Example: Finished(0, b"1.0\\n", b"")"""
 
-    status: int  # negative for the signal that ended it
-    stdout: bytes  # the last MAX_OUTPUT_BYTES at most
+    status: int  # negative signal number if killed
+    stdout: bytes  # the last MAX_OUTPUT_BYTES
     stderr: bytes
 
 
@@ -151,10 +151,10 @@ async def run_program(
     environment: Mapping[str, str] | None = None,
     on_start: Callable[[ChildProcess], None] = lambda child: None,
 ) -> Finished:
-    """Runs the program with `given` on standard input; nothing of it is left. Raises OSError, also where its output has
-    more than MAX_WRITTEN_BYTES, and TimeoutError.
+    """Runs the program with `given` on standard input, then ends all its processes. Raises TimeoutError, and OSError
+    also for output above MAX_WRITTEN_BYTES.
 
-    Files, not pipes, take its output, because a background process could keep a pipe open.
+    Output goes to files instead of pipes, because a background process could keep a pipe open.
     """
     with tempfile.TemporaryFile() as stdin, tempfile.TemporaryFile() as stdout, tempfile.TemporaryFile() as stderr:
         stdin.write(given)
@@ -172,7 +172,7 @@ async def run_program(
 
 
 async def _bounded(child: ChildProcess, *outputs: IO[bytes]) -> int:
-    """Returns the exit status. Raises OSError if the outputs grow past what a disk should hold."""
+    """Returns the exit status. Raises OSError if the output grows too large."""
     waiting = asyncio.ensure_future(child.wait())
     try:
         while not (await asyncio.wait({waiting}, timeout=1.0))[0]:
@@ -184,20 +184,20 @@ async def _bounded(child: ChildProcess, *outputs: IO[bytes]) -> int:
 
 
 def _tail(file: IO[bytes], size: int, start: int = 0) -> bytes:
-    """Returns the last `size` bytes of a file, none of them before byte `start`."""
+    """Returns the last `size` bytes of a file, starting at byte `start` or later."""
     file.seek(max(start, file.seek(0, os.SEEK_END) - size))
     return file.read()
 
 
 def describe_end(status: int) -> str:
-    """Returns how a process ended, from its exit status. Examples: 1 is "exit status 1", -9 is "killed by SIGKILL"."""
+    """Describes an exit status. Examples: 1 is "exit status 1", -9 is "killed by SIGKILL"."""
     with contextlib.suppress(ValueError):
         return f"killed by {signal.Signals(-status).name}" if status < 0 else f"exit status {status}"
     return f"exit status {status}"
 
 
 def last_lines(log: Path, *, count: int, start: int = 0, secrets: Sequence[str] = ()) -> str:
-    """Returns the last `count` lines of a log from byte `start` on, indented, with secrets as "***"."""
+    """Returns the last `count` lines of a log after byte `start`, indented, with secrets masked by "***"."""
     if not log.is_file():
         return ""
     with log.open("rb") as file:

@@ -1,7 +1,7 @@
-"""JSON as the run's files hold it, written and read with the standard library alone.
+"""The JSON of run files, read and written with the standard library alone.
 
-The rollout process may be a Python that has none of our dependencies (bootstrap.py), so it has no msgspec. What msgspec
-writes of the common types that JSON lacks (a date, a set, a dataclass), this writes as well; NaN becomes null.
+The rollout process may be a Python without our dependencies (bootstrap.py), so msgspec is unavailable. Common types
+that JSON lacks (dates, sets, dataclasses) are encoded like msgspec does; NaN becomes null.
 """
 
 import base64
@@ -13,14 +13,14 @@ from enum import Enum
 from typing import Any
 from uuid import UUID
 
-MAX_DEPTH = 200  # lists and objects inside each other; Python versions differ in how many their json can read
+MAX_DEPTH = 200  # maximum nesting of lists and objects; Python versions have different json limits
 
 
 def dump(value: Any) -> bytes:
-    """Returns one line of JSON, without its newline.
+    """Returns a line of JSON without its newline.
 
-    Raises TypeError, which names the type that JSON has no form for; ValueError: text that is not Unicode, an object
-    that holds itself, nesting that Python's json cannot follow, a number of thousands of digits.
+    Raises TypeError for types without a JSON form, and ValueError for invalid Unicode, circular references, too deep
+    nesting, and integers with thousands of digits.
     """
     try:
         return _ENCODER.encode(value).encode()
@@ -29,7 +29,7 @@ def dump(value: Any) -> bytes:
 
 
 def load(data: bytes) -> Any:
-    """Returns the value of a JSON text. Raises ValueError: it is none, is nested too deeply, or has a huge number."""
+    """Decodes JSON. Raises ValueError for invalid JSON, too deep nesting, and huge numbers."""
     try:
         return _DECODER.decode(data.decode())
     except RecursionError as error:
@@ -37,7 +37,7 @@ def load(data: bytes) -> Any:
 
 
 def is_deep(value: Any, depth: int = MAX_DEPTH + 1) -> bool:
-    """Returns whether more than `depth` lists and objects stand inside each other, the outermost one counted."""
+    """Returns True if lists and objects are nested more than `depth` levels, counting the outermost."""
     level = [value]
     for _ in range(depth):
         inner = (item for each in level for item in (each.values() if isinstance(each, dict) else each))
@@ -48,7 +48,7 @@ def is_deep(value: Any, depth: int = MAX_DEPTH + 1) -> bool:
 
 
 def _as_plain(value: Any) -> Any:
-    """Returns what stands in JSON for a value of a type that it lacks."""
+    """Returns the JSON form for a value of a type that JSON lacks."""
     match value:
         case set() | frozenset():
             return list(value)

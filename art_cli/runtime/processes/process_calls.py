@@ -1,13 +1,13 @@
-"""Calls to another process: requests go one way; progress, results and errors by name come back.
+"""Calls to another process. Requests are sent; progress, results and errors by name come back.
 
-    to the process      Call, Cancel; the end of the stream: the process ends
-    from it             Heartbeat and Advance while it works on calls; Returned or Raised once for each call; Raised
-                        with FAREWELL as its id before it ends by itself
+    to the process      Call, Cancel; end of stream: the process exits
+    from the process    Heartbeat and Advance during calls; Returned or Raised once per call; Raised with id FAREWELL
+                        before the process exits on its own
 
-A message is one line of JSON over a connected stream socket: a socket pair, a Unix socket or TCP. Between machines it
-is sealed (authenticated.py). process_server.py is the other end. What comes from there may have been written in one
-process with the user's code, or on another machine. So each line is checked whole before it is used; the caller checks
-each result.
+A message is a line of JSON over a connected stream socket: a socket pair, a Unix socket or TCP. Between machines,
+messages are sealed (authenticated.py). process_server.py implements the answering side. Its messages may come from a
+process that runs user code, or from another machine. Each line is therefore fully checked before use; callers check the
+results.
 """
 
 import asyncio
@@ -24,9 +24,9 @@ from art_cli.runtime.processes.plain_json import dump, load
 
 Json = dict[str, Any]
 
-MAX_LINE_BYTES = 2**30  # longest message
+MAX_LINE_BYTES = 2**30  # maximum message length
 FIRST_ID = 1  # rollouts/bootstrap.py answers the first call without reading it
-FAREWELL = 0  # id of the last message of a process that ends by itself
+FAREWELL = 0  # id of the farewell message sent before exiting
 
 
 @dataclass(frozen=True)
@@ -45,12 +45,12 @@ class Cancel:
 
 @dataclass(frozen=True)
 class Heartbeat:
-    """The process runs and works on a call."""
+    """The process is alive and working on a call."""
 
 
 @dataclass(frozen=True)
 class Advance:
-    """Progress of a call. Example: Advance(7, 3, 8) is 3 of 8."""
+    """Progress of a call. Example: Advance(7, 3, 8) means 3 of 8."""
 
     id: int
     done: int
@@ -65,7 +65,7 @@ class Returned:
 
 @dataclass(frozen=True)
 class Raised:
-    """An error of errors.py. Example: Raised(7, "LearnerError", "the loss is not finite")"""
+    """An error from errors.py. Example: Raised(7, "LearnerError", "the loss is not finite")"""
 
     id: int
     kind: str
@@ -78,7 +78,7 @@ FROM_PROCESS = (Heartbeat, Advance, Returned, Raised)
 
 
 class ConnectionEnded(Exception):
-    """The other end closed the connection; `fault` is its last error, or what it sent that is no message."""
+    """The peer closed the connection. `fault` is the peer's final error, or describes an invalid message."""
 
     def __init__(self, fault: str) -> None:
         super().__init__(fault)
@@ -86,13 +86,13 @@ class ConnectionEnded(Exception):
 
 
 class MessageReader(Protocol):
-    """The source of messages: an asyncio.StreamReader or a SealedReader."""
+    """A message source: an asyncio.StreamReader or a SealedReader."""
 
     async def readline(self) -> bytes: ...
 
 
 class MessageWriter(Protocol):
-    """The sink of messages: an asyncio.StreamWriter or a SealedWriter."""
+    """A message sink: an asyncio.StreamWriter or a SealedWriter."""
 
     def write(self, data: bytes, /) -> None: ...
 
@@ -104,12 +104,12 @@ class MessageWriter(Protocol):
 
 
 class CallingEnd:
-    """This end of a connection to a process that answers calls. It reads until the other end is gone."""
+    """The calling side of a connection. Reads until the peer closes it."""
 
     def __init__(self, reader: MessageReader, writer: MessageWriter) -> None:
-        self.fault = ""  # why the last line that came is no message, or the other end's last error
-        self.farewell: ArtError | None = None  # error that the other end sent before it ended by itself
-        self.heard: Callable[[Message], None] = lambda message: None  # called with each message that comes
+        self.fault = ""  # describes an invalid message, or the peer's last error
+        self.farewell: ArtError | None = None  # the peer's error before it exited on its own
+        self.heard: Callable[[Message], None] = lambda message: None  # called with each received message
         self._writer = writer
         self._ids = itertools.count(FIRST_ID)
         self._pending: dict[int, _Pending] = {}
@@ -124,9 +124,9 @@ class CallingEnd:
         return self._reading.done()
 
     async def call(self, method: str, params: Json, *, progress: Callable[[int, int], None] | None = None) -> Any:
-        """Returns the result of the method there, unchecked. A caller that is cancelled cancels the call.
+        """Returns the remote method's result, unchecked. Cancelling the caller cancels the call.
 
-        Raises the ArtError that the method raised; ConnectionEnded: no answer will come.
+        Raises the method's ArtError, and ConnectionEnded if no answer can arrive.
         """
         if self.has_ended:
             raise ConnectionEnded(self.fault)
@@ -144,17 +144,17 @@ class CallingEnd:
             del self._pending[id]
 
     def hang_up(self) -> None:
-        """Ends the stream, so that the other end ends its process."""
+        """Ends the stream, so the peer's process exits."""
         if not self.has_ended:
             self._writer.write_eof()
 
     async def close(self) -> None:
-        """Closes the connection; every call that waits has failed then."""
+        """Closes the connection. All pending calls fail."""
         self._writer.close()
         await asyncio.wait({self._reading})
 
     async def _read(self, reader: MessageReader) -> None:
-        """Returns when no more messages come; then every call that waits has failed."""
+        """Reads messages until the connection ends. All pending calls then fail."""
         try:
             while (line := await reader.readline()).endswith(b"\n"):
                 self._take(decode(line, FROM_PROCESS))
@@ -197,7 +197,7 @@ def _resolve(future: "asyncio.Future[Any]", *, result: object = None, error: Exc
 
 
 def error_named(kind: str, message: str) -> ArtError:
-    """Returns the error of errors.py with that name, or its nearest base class that is made of a message alone."""
+    """Returns the named error from errors.py, or the nearest base class whose only argument is a message."""
     named = getattr(errors, kind, None)
     if not isinstance(named, type) or not issubclass(named, ArtError):
         return ArtError(f"{kind}: {message}")
@@ -206,12 +206,12 @@ def error_named(kind: str, message: str) -> ArtError:
 
 
 def encode(message: Message) -> bytes:
-    """Returns the message's line. Raises TypeError or ValueError: it holds a value that JSON has no form for."""
+    """Encodes a message as a line. Raises TypeError or ValueError for values without a JSON form."""
     return dump({"type": type(message).__name__, **vars(message)}) + b"\n"
 
 
 def decode(line: bytes, kinds: tuple[type, ...]) -> Any:
-    """Returns the message of a line, one of these kinds. Raises ValueError: it is none, or has a wrong field."""
+    """Decodes a message of these kinds. Raises ValueError for other messages and wrong fields."""
     given = load(line)
     if not isinstance(given, dict):
         raise ValueError(f"a message is a JSON object, not {type(given).__name__}")
@@ -223,7 +223,7 @@ def decode(line: bytes, kinds: tuple[type, ...]) -> Any:
 
 
 def checked(kind: type, given: object) -> Any:
-    """Makes the dataclass `kind` of an object of JSON. Raises ValueError: other fields, or a field of another type."""
+    """Creates the dataclass `kind` from a JSON object. Raises ValueError for wrong fields or field types."""
     wanted = _types(kind)
     if not isinstance(given, dict) or given.keys() != wanted.keys():
         raise ValueError(f"{kind.__name__}: its fields are {', '.join(wanted)}")
@@ -235,5 +235,5 @@ def checked(kind: type, given: object) -> Any:
 
 @cache
 def _types(kind: type) -> dict[str, Any]:
-    """Returns the type that each field's value is an instance of."""
+    """Returns field names with their runtime types."""
     return {each.name: dict if get_origin(each.type) is dict else each.type for each in fields(kind)}

@@ -1,6 +1,6 @@
-"""Answers calls with an object's methods: the end of process_calls.py that is in the child process.
+"""Answers calls with an object's methods: the child process side of process_calls.py.
 
-Standard library only, here and in all that is imported, because the process may be a Python without our dependencies.
+This module and its imports only use the standard library, because the Python may lack our dependencies.
 """
 
 import asyncio
@@ -34,15 +34,15 @@ from art_cli.runtime.processes.process_calls import (
     encode,
 )
 
-FAREWELL_DEADLINE_S = 2.0  # longest wait until the last message is with the system
+FAREWELL_DEADLINE_S = 2.0  # timeout for sending the last message
 
 
 async def serve(connection: socket.socket, target: object, *, heartbeat_s: float | None = None) -> None:
-    """Answers calls with the public methods of `target` until the other end is gone.
+    """Answers calls with the public methods of `target` until the peer closes the connection.
 
-    Coroutine methods run in this event loop, many at once. Plain ones run one after the other in one thread. A method
-    with a parameter `progress` gets a function of (done, total). An ArtError is the answer to its call. Any other
-    exception is a defect, and is raised here. While a call is worked on, a heartbeat is sent every `heartbeat_s`.
+    Coroutine methods run concurrently in this event loop. Plain methods run sequentially in a thread. A method with a
+    parameter `progress` receives a function of (done, total). An ArtError is sent as the call's answer. Any other
+    exception is a bug and is raised here. During calls, a heartbeat is sent every `heartbeat_s`.
     """
     reader, writer = await asyncio.open_connection(sock=connection, limit=MAX_LINE_BYTES)
     await answer(reader, writer, target, heartbeat_s=heartbeat_s)
@@ -56,9 +56,9 @@ async def answer(
     heartbeat_s: float | None = None,
     watch: Callable[[], Coroutine[Any, Any, None]] | None = None,
 ) -> None:
-    """Answers calls over a connection that is open. `watch` runs beside the calls and raises an ArtError to end them.
+    """Answers calls over an open connection. `watch` runs concurrently and raises an ArtError to stop the process.
 
-    The other end gets that error before the connection closes.
+    The peer receives this error before the connection closes.
     """
     await _AnsweringEnd(writer, target).answer(reader, heartbeat_s, watch)
 
@@ -66,9 +66,9 @@ async def answer(
 def run_and_exit(
     main: Coroutine[Any, Any, None], *, status_of: Callable[[BaseException], int] = lambda error: 1
 ) -> NoReturn:
-    """Runs `main`, then ends the process, whatever its other threads still do.
+    """Runs `main`, then ends the process without waiting for other threads.
 
-    `status_of` gives the exit status after an exception.
+    `status_of` maps an exception to an exit status.
     """
     status = 0
     try:
@@ -94,7 +94,7 @@ class _AnsweringEnd:
         heartbeat_s: float | None,
         watch: Callable[[], Coroutine[Any, Any, None]] | None,
     ) -> None:
-        """Returns when the other end is gone. Raises the defect of a method, or what `watch` raises."""
+        """Runs until the peer closes the connection. Raises unexpected errors of methods, and errors of `watch`."""
         around = [asyncio.create_task(self._read(reader))]
         if heartbeat_s is not None:
             around.append(asyncio.create_task(self._beat(heartbeat_s)))

@@ -1,21 +1,19 @@
-"""Runs one program and leaves nothing of it behind: `supervisor.py CONTROL KEEP GRACE_S PROGRAM ...`.
+"""Runs a program and cleans up its whole process tree: `supervisor.py CONTROL KEEP GRACE_S PROGRAM ...`.
 
-It is a separate process, which ChildProcess starts (child.py). It needs nothing of this package, so that it starts
-in a hundredth of a second.
+ChildProcess (child.py) starts this as a separate process. It imports nothing from this package, so it starts in 10 ms.
 
-    CONTROL  one end of a socket pair, whose other end only the owner holds; the program's process id is written to it
-    KEEP     a descriptor that the program gets besides standard input, output and error; -1: none
-    GRACE_S  seconds between SIGTERM and SIGKILL when the program is ended; 0: SIGKILL at once
-    exit     the program's own exit status, or the signal that ended it
+    CONTROL  a socket pair's end; only the owner has the peer end. The program's process id is written to it
+    KEEP     a descriptor for the program besides standard input, output and error; -1: none
+    GRACE_S  seconds between SIGTERM and SIGKILL; 0: SIGKILL immediately
+    exit     with the program's exit status or signal
 
-The program is ended when the owner shuts its end of CONTROL down, and when the owner dies, also by SIGKILL. When the
-program is over, everything that descends from it is killed.
+The program is ended when the owner shuts down CONTROL or dies, even by SIGKILL. After the program's end, all its
+descendants are killed.
 
-On Linux this process is the subreaper of all that descends from it (prctl(2), PR_SET_CHILD_SUBREAPER): a process whose
-parent has ended becomes a child of this one, whatever sessions and forks lie between. It kills its children until it
-has none. macOS has no subreaper: there the program's process group is killed, and a descendant that made a session of
-its own survives. Two cases cannot be covered: a program that kills this process, and work that a program has another
-one do, such as a container that a daemon starts.
+On Linux this process is a subreaper (prctl(2), PR_SET_CHILD_SUBREAPER): orphaned descendants become its children,
+regardless of sessions and forks. It kills its children until none remain. macOS lacks subreapers. There, the program's
+process group is killed, and descendants in separate sessions survive. Two cases are not covered: a program that kills
+this process, and work delegated to another process, such as a container started by a daemon.
 """
 
 import contextlib
@@ -27,8 +25,8 @@ import signal
 import sys
 import time
 
-KILL_DEADLINE_S = 4.0  # longest wait for killed processes; one in an uninterruptible wait of the system takes longer
-POLL_S = 0.25  # how often the owner's life is checked by its process id
+KILL_DEADLINE_S = 4.0  # timeout for killed processes; uninterruptible system calls take longer
+POLL_S = 0.25  # polling interval for the owner's process id
 _SUBREAPER, _PARENT_DEATH, _DUMPABLE = 36, 1, 4  # prctl's options, linux/prctl.h
 
 
@@ -40,14 +38,14 @@ def main() -> None:
     os.set_blocking(waker, False)
     signal.set_wakeup_fd(waker)
     for number in (signal.SIGCHLD, signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-        signal.signal(number, lambda *_: None)  # wakes the poll below; a program that is started gets the defaults
+        signal.signal(number, lambda *_: None)  # wakes the poll below; the started program gets the defaults
     _prctl(_SUBREAPER, 1)
-    _prctl(_DUMPABLE, 0)  # its environment holds a key
+    _prctl(_DUMPABLE, 0)  # its environment contains a key
     program = _start(command)
-    with contextlib.suppress(OSError):  # the owner is gone
+    with contextlib.suppress(OSError):  # the owner is dead
         os.write(control, f"{program}\n".encode())
     if keep >= 0:
-        os.close(keep)  # the other end of it shall see when the program closes its own
+        os.close(keep)  # the peer must notice when the program closes its copy
     status = _wait(program, control, wake, owner)
     if status is None:
         status = _terminate(program, grace_s)
@@ -56,13 +54,13 @@ def main() -> None:
 
 
 def _prctl(option: int, value: int) -> None:
-    """Does nothing where the system has no prctl."""
+    """Has no effect on systems without prctl."""
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
 
 
 def _start(command: list[str]) -> int:
-    """Returns the id of the program, in a new session, so that its signals to its group do not reach this process."""
+    """Returns the program's id. It runs in a new session, so signals to its group do not reach this process."""
     supervisor = os.getpid()
     program = os.fork()
     if program:
@@ -70,7 +68,7 @@ def _start(command: list[str]) -> int:
     try:
         os.setsid()
         _prctl(_PARENT_DEATH, signal.SIGKILL)
-        for number in (signal.SIGPIPE, signal.SIGXFSZ):  # Python ignores them, and a program would inherit that
+        for number in (signal.SIGPIPE, signal.SIGXFSZ):  # Python ignores them, and the program would inherit this
             signal.signal(number, signal.SIG_DFL)
         if os.getppid() == supervisor:
             os.execvp(command[0], command)
@@ -80,9 +78,9 @@ def _start(command: list[str]) -> int:
 
 
 def _wait(program: int, control: int, wake: int, owner: int) -> int | None:
-    """Returns the program's wait status when it has ended; None when it is to be ended.
+    """Waits for the program and returns its wait status; None when asked to stop it.
 
-    The owner's process id is looked at too, because a child that the owner forked may hold its end of CONTROL open.
+    Also checks the owner's process id, because a child forked by the owner may hold CONTROL open.
     """
     poll = select.poll()
     poll.register(control, select.POLLIN)
@@ -94,11 +92,11 @@ def _wait(program: int, control: int, wake: int, owner: int) -> int | None:
         if control in ready or os.getppid() != owner:
             return None
         if wake in ready and set(os.read(wake, 4096)) - {signal.SIGCHLD}:
-            return None  # this process was asked to end
+            return None  # this process was asked to stop
 
 
 def _terminate(program: int, grace_s: float) -> int:
-    """Returns the program's wait status; SIGKILL's where it does not end within the grace period."""
+    """Ends the program and returns its wait status; SIGKILL after the grace period."""
     deadline = time.monotonic() + grace_s
     if grace_s > 0:
         with contextlib.suppress(ProcessLookupError, PermissionError):
@@ -111,7 +109,7 @@ def _terminate(program: int, grace_s: float) -> int:
 
 
 def _reap(program: int) -> int | None:
-    """Returns the program's status if it has ended; every other child that has ended is waited for as well."""
+    """Reaps ended children. Returns the program's status, or None while it runs."""
     status = None
     while True:
         try:
@@ -124,9 +122,9 @@ def _reap(program: int) -> int | None:
 
 
 def _kill_all(program: int) -> None:
-    """Nothing that descends from this process is left, or the deadline has passed.
+    """Kills all descendants until none remain or the deadline passes.
 
-    Only children are killed, because their ids cannot be another's until they are waited for; theirs are children next.
+    Only children are killed, because their ids cannot be reused before they are reaped. Orphans then become children.
     """
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(program, signal.SIGKILL)
@@ -144,7 +142,7 @@ def _kill_all(program: int) -> None:
 
 
 def _children() -> list[int]:
-    """Returns the process ids of this process's children; without /proc, none."""
+    """Returns the process ids of this process's children; [] without /proc."""
     try:
         with open(f"/proc/self/task/{os.getpid()}/children") as file:
             return [int(pid) for pid in file.read().split()]
@@ -153,7 +151,7 @@ def _children() -> list[int]:
 
 
 def _children_by_stat() -> list[int]:
-    """Returns the same for a kernel that was built without the list of children."""
+    """Returns the children on kernels built without the children file."""
     own, found = str(os.getpid()), []
     with contextlib.suppress(OSError):
         for name in filter(str.isdigit, os.listdir("/proc")):
@@ -164,7 +162,7 @@ def _children_by_stat() -> list[int]:
 
 
 def _end_as(status: int) -> None:
-    """Ends this process by the wait status."""
+    """Ends this process like the wait status."""
     if os.WIFSIGNALED(status):
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         with contextlib.suppress(OSError, ValueError):  # SIGKILL has no handler
