@@ -50,6 +50,7 @@ log = logging.getLogger(__name__)
 # a command may search for the newest checkpoint several times
 _warn_once = functools.lru_cache(maxsize=1000)(log.warning)
 Record = TypeVar("Record")
+PAUSE = "pause"  # split for pauses; their metrics map a stop rule to its value
 
 
 class MetricsLine(msgspec.Struct, kw_only=True):
@@ -61,9 +62,6 @@ class MetricsLine(msgspec.Struct, kw_only=True):
     metrics: dict[str, float]
     policy: str = ""  # digest of the resulting (or evaluated) policy; "" if unknown
     time: float  # seconds since the epoch
-
-
-PAUSE = "pause"  # split for pauses; their metrics map a stop rule to its value
 
 
 class Evaluation(msgspec.Struct, kw_only=True):

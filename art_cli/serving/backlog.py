@@ -16,12 +16,12 @@ from art_cli.chat.chat_app import closing_stream
 from art_cli.chat.replies import Choice, Chunk, join_deltas
 from art_cli.runtime.threads import end
 
-CANCEL_TIMEOUT_S = 10.0  # longest wait for a backend to free what a cancelled request held
-MIN_JOIN = 64  # number of chunks up to which joining costs more than it saves
+CANCEL_TIMEOUT_S = 10.0  # timeout for a backend to release a cancelled request's resources
+MIN_JOIN = 64  # joining fewer chunks costs more time than it saves
 
 
 async def read_ahead(stream: AsyncIterator[Chunk]) -> AsyncIterator[Chunk]:
-    """Yields the stream's chunks, some joined. The stream is read as fast as it yields; leaving early closes it."""
+    """Yields the stream's chunks, some joined. Reads the stream as fast as possible, and closes it on early exit."""
     backlog = Backlog()
     reading = asyncio.create_task(backlog.fill(stream))
     try:
@@ -41,7 +41,7 @@ class Backlog:
         self._news = asyncio.Event()
 
     async def fill(self, stream: AsyncIterator[Chunk]) -> None:
-        """Adds the whole stream. Raises what the stream raises."""
+        """Adds the whole stream. Raises the stream's errors."""
         try:
             async with closing_stream(stream) as chunks:
                 async for chunk in chunks:
@@ -58,7 +58,7 @@ class Backlog:
         self._news.set()
 
     async def take(self) -> list[Chunk]:
-        """Returns all waiting chunks, at least one; an empty list once the stream has ended or failed."""
+        """Returns all waiting chunks, waiting for at least one. [] means the stream has ended or failed."""
         while not self._chunks and not self._is_ended:
             self._news.clear()
             await self._news.wait()
@@ -67,7 +67,7 @@ class Backlog:
 
 
 def join(chunks: Iterable[Chunk]) -> list[Chunk]:
-    """Joins successive pieces of a choice, so that there are fewer chunks. A tool call stays apart."""
+    """Joins successive chunks of a choice. Chunks with tool calls stay separate."""
     runs: list[list[Chunk]] = []
     newest: dict[int, list[Chunk]] = {}  # each choice's latest run
     for chunk in chunks:
@@ -80,7 +80,7 @@ def join(chunks: Iterable[Chunk]) -> list[Chunk]:
 
 
 def _fit(first: Choice, second: Choice) -> bool:
-    """Returns whether two pieces can be joined: neither calls a tool, and both report the same of their tokens."""
+    """Returns True for joinable chunks: no tool calls, and the same kinds of token data."""
     if any("tool_calls" in (choice.message or ()) for choice in (first, second)):
         return False
     reported = [
@@ -91,7 +91,7 @@ def _fit(first: Choice, second: Choice) -> bool:
 
 
 def _joined(run: list[Chunk]) -> Chunk:
-    """Returns one chunk from several chunks of one choice. `run` is not changed."""
+    """Returns a single chunk from several chunks of a choice. `run` is not changed."""
     choices = [chunk.choice for chunk in run]
     choice = msgspec.structs.replace(
         choices[-1],
@@ -111,6 +111,6 @@ def _joined(run: list[Chunk]) -> Chunk:
 
 
 def _concat(lists: Iterable[list[Any] | None]) -> Any:
-    """Returns the lists as one; None if all are None."""
+    """Concatenates the lists; None if all are None."""
     found = [part for part in lists if part is not None]
     return [item for part in found for item in part] if found else None

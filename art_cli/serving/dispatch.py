@@ -19,14 +19,14 @@ log = logging.getLogger(__name__)
 
 
 class Dispatch:
-    """Backend in front of the engines of all policies."""
+    """A Backend in front of all policies' engines."""
 
     def __init__(self, policies: Policies, admission: Admission, meter: Meter, *, logs_content: bool) -> None:
         self._policies, self._admission, self._meter = policies, admission, meter
         self._logs_content = logs_content
 
     def models(self) -> list[str]:
-        """Returns the models' names. Raises ChatError 503 until calls are answered."""
+        """Returns the models' names. Raises ChatError 503 while loading."""
         self._admission.check_loaded()
         return list(self._policies.served)
 
@@ -41,7 +41,7 @@ class Dispatch:
         return reply
 
     async def stream(self, request: Request) -> AsyncIterator[Chunk]:
-        """Yields the chunks at the client's speed. The slot is free once all is sampled, however slow the client is."""
+        """Yields chunks at the client's speed. The slot is freed when sampling ends, even if the client is slow."""
         async with closing_stream(read_ahead(self._sample(request))) as chunks:
             async for chunk in chunks:
                 yield chunk
@@ -50,7 +50,7 @@ class Dispatch:
         begin = time.perf_counter()
         builder = ReplyBuilder(request) if self._logs_content else None
         num_prompt = num_sampled = 0
-        usage: tuple[int, int] | None = None  # the endpoint's counts, if it gives no ids
+        usage: tuple[int, int] | None = None  # the endpoint's token counts, if it returns no token ids
         try:
             async with (
                 self._engine(request) as (backend, filled, step),
@@ -67,16 +67,16 @@ class Dispatch:
                     if builder is not None:
                         builder.add(chunk)
                     yield chunk
-        finally:  # tokens sampled for a client that went away count too
+        finally:  # also count tokens for clients that disconnected
             self._count(request, *(usage if usage is not None and not num_prompt else (num_prompt, num_sampled)))
         if builder is not None:
             _log_content(request, builder.reply())
 
     @contextlib.asynccontextmanager
     async def _engine(self, request: Request) -> AsyncIterator[tuple[Backend, Request, int | None]]:
-        """Yields the engine that answers, once it has a free slot, and the request with its policy's defaults.
+        """Waits for a slot. Yields the engine, the request with the policy's defaults, and a step.
 
-        The third is the step of a policy that is a prompt, which its engine does not have; None for weights.
+        The step overrides the engine's step for policies that are prompts; None for weights.
         """
         policy = self._policies.served[request.model]
         async with self._admission.slot():

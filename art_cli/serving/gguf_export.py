@@ -1,9 +1,9 @@
-"""GGUF exports: a policy as a file for llama.cpp and Ollama, the proof that it is the policy, and a Modelfile.
+"""GGUF exports for llama.cpp and Ollama: the policy as a file, the proof that it equals the policy, and a Modelfile.
 
-The adapter is merged into the base in float32 and each tensor is rounded once. Then transformers reads the file back.
-It and the policy in float32 score the policy's saved prompts token by token, and both tokenizers encode their text. If
-the logprobs differ by more than a bound, or a token differs, the export is deleted. `--gguf-adapter` writes the adapter
-alone, which llama.cpp adds to a GGUF file of the base.
+The adapter is merged into the base in float32, and each tensor is rounded once. transformers then reads the file back.
+The file and the float32 policy score the policy's saved prompts token by token, and both tokenizers encode their text.
+If logprobs differ by more than the bound, or tokens differ, the export is deleted. `--gguf-adapter` writes only the
+adapter, which llama.cpp adds to a GGUF file of the base.
 """
 
 import re
@@ -21,18 +21,18 @@ from art_cli.runtime.scratch import scratch
 from art_cli.serving.merged_export import Exported, check, compare, load_source, saved_prompts, write_card
 from art_cli.serving.served_model import Source
 
-# Largest difference of a token's logprob from float32, measured as in merged_export.BOUNDS. benchmarks/serving/gguf.py
-# measures it: these are several times the largest that it finds, so that an error is found and rounding passes.
+# Largest logprob difference from float32 per token, measured like merged_export.BOUNDS. The bounds are several times
+# the largest differences found by benchmarks/serving/gguf.py: rounding passes, and errors are detected.
 BOUNDS = {"f16": 5e-2, "q8_0": 1.0, "q4_0": 8.0}
 
 
 def export(
     source: Source, output: Path, *, kind: str, bound: float | None, probe: Callable[[int], list[int]]
 ) -> Exported:
-    """Writes `output` with the file, a Modelfile and the model card. Arguments as in merged_export.
+    """Writes the GGUF file, a Modelfile and the model card to `output`. Arguments as in merged_export.
 
-    Raises UsageError: no such kind, or a model that the format has no place for; RunError: `output` exists; DriftError:
-    the written model is not the policy.
+    Raises UsageError for unknown kinds and models that GGUF cannot store, RunError if `output` exists, and DriftError
+    if the written model differs from the policy.
     """
     if kind not in BOUNDS:
         raise UsageError(f"--gguf {kind}: one of {', '.join(BOUNDS)}")
@@ -58,9 +58,9 @@ def export(
 
 
 def export_adapter(source: Source, output: Path) -> Path:
-    """Writes `output` with the adapter as a GGUF file and a Modelfile that adds it to a base, and returns the file.
+    """Writes the adapter as a GGUF file to `output`, with a Modelfile that adds it to a base. Returns the file.
 
-    Raises UsageError: the policy has no adapter, or one that the format has no place for; RunError: `output` exists.
+    Raises UsageError if the policy has no adapter or GGUF cannot store it, and RunError if `output` exists.
     """
     if source.adapter is None:
         raise UsageError(f"--gguf-adapter: {source.name} is a whole model; --gguf writes it")
@@ -77,7 +77,7 @@ def export_adapter(source: Source, output: Path) -> Path:
 
 
 def file_name(name: str) -> str:
-    """Returns the name with every letter that a file or a Modelfile might not take replaced by "-"."""
+    """Replaces characters that may be invalid in a file name or Modelfile by "-"."""
     return re.sub(r"[^A-Za-z0-9._-]+", "-", name).strip("-.") or "model"
 
 
@@ -90,7 +90,7 @@ def _read_back(file: Path, directory: Path, source: Source) -> Weights:
 
 
 def _check_tokenizer(ours: Any, theirs: Any, prompts: list[list[int]]) -> None:
-    """Raises DriftError: the two encode a prompt's text differently."""
+    """Raises DriftError if the tokenizers encode a prompt's text differently."""
     for ids in prompts:
         text = ours.decode(ids)
         if ours(text).input_ids != theirs(text).input_ids:
@@ -98,7 +98,7 @@ def _check_tokenizer(ours: Any, theirs: Any, prompts: list[list[int]]) -> None:
 
 
 class _Form(NamedTuple):
-    """A chat format in Ollama's template language, and how it writes one message and the beginning of a reply."""
+    """A chat format: its Ollama template, and its rendering of a message and a reply's beginning."""
 
     message: str
     reply: str
@@ -129,7 +129,7 @@ LLAMA3 = _Form(
 
 
 def modelfile(first: str, tokenizer: Any) -> str:
-    """Returns the text of a Modelfile for `ollama create`, with a TEMPLATE if the chat template is a known one."""
+    """Returns a Modelfile for `ollama create`. Known chat templates get a TEMPLATE."""
     form = next((form for form in (CHATML, GEMMA, LLAMA3) if _writes(form, tokenizer)), None)
     lines = [first]
     if form is not None:
@@ -142,14 +142,14 @@ def modelfile(first: str, tokenizer: Any) -> str:
 
 
 def _writes(form: _Form, tokenizer: Any) -> bool:
-    """Returns True if the tokenizer's chat template writes a conversation without tools in this form."""
+    """Returns True if the tokenizer's chat template renders conversations without tools in this format."""
     roles = ["user", "assistant", "user"]
     messages = [{"role": role, "content": f"text {index}"} for index, role in enumerate(roles)]
     system = [{"role": "system", "content": "text"}]
-    for asked in (messages, system + messages):  # a template may add a system message of its own to the first
+    for asked in (messages, system + messages):  # a template may add a default system message
         try:
             text = tokenizer.apply_chat_template(asked, tokenize=False, add_generation_prompt=True)
-        except Exception:  # a template may raise anything at a role that it does not take
+        except Exception:  # a template may raise anything for unsupported roles
             continue
         names = {"assistant": form.reply_role}
         wanted = "".join(

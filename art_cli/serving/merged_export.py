@@ -1,9 +1,9 @@
-"""Merged weights: a policy as a whole model, the proof that the model is the policy, and the model card.
+"""Merged weights: the policy as a standalone model, the proof that it equals the policy, and the model card.
 
-The base is loaded in float32, the adapter is merged into it, and the sum is rounded once to the output dtype. Then the
-written model is read back. It and base plus adapter in that dtype both score the policy's saved prompts, token by
-token. If their logprobs differ by more than a bound, the export is deleted. An adapter trained on a 4-bit base is
-merged into the unquantized base. The card is Markdown for the hub: base, run and step, evaluation, checks.
+The base is loaded in float32, the adapter is merged, and the sum is rounded once to the output dtype. The written model
+is then read back. It and base plus adapter in that dtype score the policy's saved prompts, token by token. If logprobs
+differ by more than the bound, the export is deleted. An adapter trained on a 4-bit base is merged into the unquantized
+base. The card is Markdown for the hub: base, run and step, evaluation, checks.
 """
 
 import json
@@ -27,11 +27,19 @@ from art_cli.serving.served_model import Source, base_config
 
 log = logging.getLogger(__name__)
 
+# Largest logprob difference per token, by dtype: in nats, and relative for logprobs below -1, because rounding errors
+# grow with them. In float32 only the summation order differs. In bfloat16, weights have 8 significant bits. Merging
+# rounds the sum, whereas base and adapter were rounded separately.
+BOUNDS: dict[str, float] = {"float32": 1e-4, "bfloat16": 5e-1}
+MAX_PROMPTS = 32
+MAX_TOKENS = 1024  # maximum scored tokens per prompt
+
 
 def model_card(source: Source, *, evaluation: Mapping[str, float], checks: Mapping[str, object]) -> str:
-    """Returns the card's text. `evaluation` has the means at that step, if any; `checks` what the export measured.
+    """Returns the card's text. `evaluation` has the means at this step, if evaluated; `checks` are the export's
+    results.
 
-    It shows only the last name of a local directory, not its path.
+    For a local base directory, only its name is shown, not its path.
     """
     is_hub_id = not Path(source.base).is_dir()
     facts = {
@@ -60,32 +68,25 @@ def _shown(value: object) -> str:
     return f"{value:.4g}" if isinstance(value, float) else str(value).replace("|", "\\|")
 
 
-# Largest difference of a token's logprob, by dtype: in nats, and relative for logprobs below -1, because rounding grows
-# with them. In float32 only the order of sums differs. In bfloat16 weights have 8 significant bits, and merging rounds
-# the sum, where base and adapter were rounded apart.
-BOUNDS: dict[str, float] = {"float32": 1e-4, "bfloat16": 5e-1}
-MAX_PROMPTS = 32
-MAX_TOKENS = 1024  # tokens of a prompt that are scored
-
-
 class Exported(NamedTuple):
-    """The export, and the distance of its logprobs from the policy's."""
+    """An export, and its logprob differences from the policy."""
 
     path: Path
     num_prompts: int
     num_tokens: int  # tokens whose logprobs were compared
     max_gap: float  # nats
     mean_gap: float  # nats
-    max_share: float  # largest gap as a share of max(1 nat, |logprob|), which the bound limits
-    quantize: str | None = None  # quantization of the base in training; the export has the unquantized base
+    max_share: float  # largest gap as a share of max(1 nat, |logprob|); limited by the bound
+    quantize: str | None = None  # quantization of the base during training; the export uses the unquantized base
 
 
 def export(
     source: Source, output: Path, *, dtype: str, bound: float | None, probe: Callable[[int], list[int]]
 ) -> Exported:
-    """Writes `output`. `probe(vocabulary)` makes a prompt if the run saved none.
+    """Writes `output`. `probe(vocabulary)` generates a prompt if the run saved none.
 
-    Raises UsageError: no such dtype; RunError: `output` exists; DriftError: the merged weights are not the policy.
+    Raises UsageError for unknown dtypes, RunError if `output` exists, and DriftError if the merged weights differ from
+    the policy.
     """
     if dtype not in BOUNDS:
         raise UsageError(f"--dtype {dtype}: one of {', '.join(BOUNDS)}")
@@ -110,7 +111,7 @@ def _logprobs(weights: Weights, prompts: Sequence[list[int]]) -> list[list[float
 
 
 def saved_prompts(run: RunDir | None) -> list[list[int]]:
-    """Returns the last turns of the run's newest trajectories, prompt and sampled tokens; empty if there are none."""
+    """Returns the final turns (prompt and sampled tokens) of the run's newest trajectories."""
     if run is None:
         return []
     for path in sorted(run.root.glob("step_*/trajectories.jsonl"), reverse=True):
@@ -123,7 +124,7 @@ def saved_prompts(run: RunDir | None) -> list[list[int]]:
 
 
 def compare(output: Path, wanted: Sequence[list[float]], found: Sequence[list[float]]) -> Exported:
-    """Returns the result of comparing two lists of logprobs of the same tokens."""
+    """Compares two lists of logprobs for the same tokens."""
     pairs = [pair for ours, theirs in zip(wanted, found, strict=True) for pair in zip(ours, theirs, strict=True)]
     gaps = [abs(a - b) for a, b in pairs]
     max_share = max(gap / max(1.0, abs(a)) for gap, (a, _) in zip(gaps, pairs, strict=True))
@@ -131,7 +132,7 @@ def compare(output: Path, wanted: Sequence[list[float]], found: Sequence[list[fl
 
 
 def check(exported: Exported, bound: float) -> None:
-    """Raises DriftError: the logprobs differ by more than `bound`, measured as in BOUNDS."""
+    """Raises DriftError if logprobs differ by more than `bound`, measured like BOUNDS."""
     if not (exported.max_share <= bound and math.isfinite(exported.mean_gap)):  # a maximum can hide a NaN
         raise DriftError(
             f"{exported.path}: not written: the merged weights are not the policy: over {exported.num_tokens} tokens, "
@@ -141,14 +142,14 @@ def check(exported: Exported, bound: float) -> None:
 
 
 def load_source(source: Source, dtype: str) -> Weights:
-    """Returns the policy on its unquantized base in that dtype."""
+    """Returns the policy on its unquantized base in this dtype."""
     config = base_config(source).model_copy(update={"dtype": dtype, "quantize": None})
     base = load_weights(config, source.base, named=source.named)
     return base if source.adapter is None else on_base(base, source.adapter)
 
 
 def write_card(directory: Path, source: Source, exported: Exported, dtype: str) -> None:
-    """Writes README.md, the model card."""
+    """Writes the model card, README.md."""
     evaluation = {}
     if source.run is not None and source.manifest is not None:
         lines = [line for line in source.run.metrics() if line.split == "eval" and line.step == source.step]

@@ -1,18 +1,18 @@
-"""Middleware: the ASGI application around the application: keys, Admission of requests, access log, and Meter.
+"""Middleware: the outer ASGI application, with API keys, Admission, access log, and Meter.
 
-Where the server has keys, everything but /health needs one, also paths that do not exist, so that a client without a
-key learns nothing. Where it has none, programs on this machine may ask and web pages may not, /health included.
-The log has method, path, status and seconds, never headers, query strings or content. Of an unknown path it shows only
-the plain words, because some clients put a key in the path. Meter has the same as Prometheus metrics, without content
-and keys.
+On a server with keys, every path except /health requires a key, even unknown paths, so clients without a key learn
+nothing. On a server without keys, programs on this machine may send requests and web pages may not, even to /health.
+The access log contains method, path, status and seconds, never headers, query strings or content. Unknown paths are
+reduced to plain words, because some clients put keys into paths. Meter exports the same as Prometheus metrics, without
+content and keys.
 
-Admission counts the requests in flight and decides whether more are admitted. It uses neither HTTP nor engines.
+Admission counts running requests and decides whether to admit more. It does not depend on HTTP or engines.
 
-    loading -> open -> draining        requests are admitted only while it is open
+    loading -> open -> draining        requests are only admitted in state open
 
-An admitted request is read, then waits for a slot at the engine, first come first served. It holds the slot until its
-whole answer is sampled, and is in flight until the client has taken that answer or gone. `concurrency` requests have
-slots at once; `queue` more may be in flight.
+An admitted request is read, and then waits for an engine slot in FIFO order. It keeps the slot until its answer is
+fully sampled, and is in flight until the client has read the answer or disconnected. `concurrency` requests can have
+slots; `queue` more may be in flight.
 """
 
 import asyncio
@@ -36,37 +36,47 @@ log = logging.getLogger(__name__)
 
 LONGEST_RETRY_S = 60
 LOADING_RETRY_S = 5
-SMOOTHING = 0.1  # weight of the newest answer in the mean duration of answers
+SMOOTHING = 0.1  # weight of the newest answer in the moving average of durations
+CONTENT_TYPE = CONTENT_TYPE_PLAIN_0_0_4
+BUCKETS_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
+READY = ("/ready", "/health/ready")  # answer 200 once requests are served
+WATCHED = (*READY, "/metrics", HEALTH)  # polled by machines every few seconds, so logged at debug level
+KNOWN = (*(wire.path for wire in WIRES), *WATCHED, "/v1/models")
+WORD = re.compile(
+    r"v\d|[a-z_]{1,24}"
+)  # a plain path part, as in /v1/embeddings; keys contain digits, capitals, or more
+MAX_WORDS = 8
+GONE = 499  # nginx's status for disconnected clients
 
 
 class Admission:
     def __init__(self, *, concurrency: int, queue: int) -> None:
         self.concurrency, self.queue = concurrency, queue
         self.state = "loading"  # loading, open, draining
-        self.num_in_flight = 0  # admitted requests whose client has neither taken the answer nor gone
-        self.num_waiting = 0  # requests in flight that wait for a slot
-        self.num_answering = 0  # requests in flight that have a slot
+        self.num_in_flight = 0  # admitted requests whose client is still connected and has not read the whole answer
+        self.num_waiting = 0  # requests in flight, waiting for a slot
+        self.num_answering = 0  # requests in flight with a slot
         self._slots = asyncio.Semaphore(concurrency)
         self._empty = asyncio.Event()
         self._empty.set()
-        self._answer_s = 1.0  # smoothed mean duration of an answer
+        self._answer_s = 1.0  # moving average of answer durations
 
     def open(self) -> None:
-        """Admits requests from now on, unless it drains already."""
+        """Admits requests from now on, unless already draining."""
         if self.state == "loading":
             self.state = "open"
 
     def drain(self) -> None:
-        """Admits no request from now on."""
+        """Refuses new requests from now on."""
         self.state = "draining"
 
     async def emptied(self) -> None:
-        """Returns when no request is in flight."""
+        """Waits until no requests are in flight."""
         await self._empty.wait()
 
     @contextlib.contextmanager
     def admitted(self) -> Iterator[None]:
-        """Counts one request in flight. Raises ChatError: 503 if it is not open, 429 if too many are in flight."""
+        """Counts a request in flight. Raises ChatError 503 unless open, and 429 for too many requests."""
         self._check()
         self.num_in_flight += 1
         self._empty.clear()
@@ -79,7 +89,7 @@ class Admission:
 
     @contextlib.asynccontextmanager
     async def slot(self) -> AsyncIterator[None]:
-        """Yields a slot at the engine, first come first served."""
+        """Yields an engine slot, in FIFO order."""
         self.num_waiting += 1
         try:
             await self._slots.acquire()
@@ -95,7 +105,7 @@ class Admission:
             self._answer_s += SMOOTHING * (time.perf_counter() - begin - self._answer_s)
 
     def check_loaded(self) -> None:
-        """Raises ChatError 503 while the model is being loaded."""
+        """Raises ChatError 503 while the model is loading."""
         if self.state == "loading":
             raise ChatError(503, "the model is being loaded", code="loading", retry_after=str(LOADING_RETRY_S))
 
@@ -108,17 +118,13 @@ class Admission:
             raise ChatError(429, message, "rate_limit_error", None, "overloaded", retry_after=str(self._retry_s()))
 
     def _retry_s(self) -> int:
-        """Estimated seconds until the waiting requests are answered, from the mean duration of an answer."""
+        """Estimates the seconds until waiting requests are answered, based on the mean duration."""
         rounds = self.num_waiting / self.concurrency
         return max(1, min(LONGEST_RETRY_S, round(rounds * self._answer_s)))
 
 
-CONTENT_TYPE = CONTENT_TYPE_PLAIN_0_0_4
-BUCKETS_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
-
-
 class Meter:
-    """The metrics of one service, in a separate registry. The service gives the gauges their functions."""
+    """A service's metrics, in a separate registry. The service sets the gauges' functions."""
 
     def __init__(self) -> None:
         own = self._registry = CollectorRegistry()
@@ -142,16 +148,8 @@ class Meter:
         return generate_latest(self._registry)
 
 
-READY = ("/ready", "/health/ready")  # paths that answer 200 when calls are answered
-WATCHED = (*READY, "/metrics", HEALTH)  # machines ask these every few seconds, so they are logged at debug level
-KNOWN = (*(wire.path for wire in WIRES), *WATCHED, "/v1/models")
-WORD = re.compile(r"v\d|[a-z_]{1,24}")  # a part of a path such as /v1/embeddings; keys have digits, capitals, or more
-MAX_WORDS = 8
-GONE = 499  # nginx's status for a client that went away
-
-
 class Middleware:
-    """An ASGI application around another."""
+    """The outer ASGI application."""
 
     def __init__(self, app: ASGIApp, keys: Keys, admission: Admission, meter: Meter) -> None:
         self._app, self._keys, self._admission, self._meter = app, keys, admission, meter
@@ -168,7 +166,7 @@ class Middleware:
 
         try:
             await self._pass(scope, receive, send_noting)
-        except asyncio.CancelledError:  # the time of those in flight is up
+        except asyncio.CancelledError:  # the deadline for running requests has passed
             if status != GONE:
                 raise
             await _refuse(_shutting_down(), scope, receive, send_noting)
@@ -204,7 +202,7 @@ class Middleware:
         log.log(level, "%s %s %d %.3f s", scope["method"], self._shown(path), status, seconds)
 
     def _shown(self, path: str) -> str:
-        """Returns the path without parts that may be keys: /v1/models/* of /v1/models/sk-42."""
+        """Returns the path without possible keys, for example /v1/models/* for /v1/models/sk-42."""
         if path in KNOWN:
             return path
         parts = path.split("/")
@@ -224,9 +222,9 @@ def _shutting_down() -> ChatError:
 
 
 def _until_taken(send: Send) -> Send:
-    """`send`, but the end of a reply returns only when the client has taken the reply or gone.
+    """Returns `send`, except that a reply's final message waits until the client has read the reply or disconnected.
 
-    The end is sent apart from the last piece, because a send waits for the pieces before it
+    The final message is sent separately from the last piece of content, because a send waits for preceding pieces
     (chat/http_server.py).
     """
 

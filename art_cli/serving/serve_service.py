@@ -33,24 +33,24 @@ from art_cli.serving.served_policies import Policies, ServedPolicy, follow
 
 log = logging.getLogger(__name__)
 
-GRACE_S = 1  # longest wait for connections to close; requests have had `drain_s` before
-ESCAPED = 6  # bytes of the longest way in which JSON writes a character: \u0041
-ASIDE_BYTES = 2 * 2**20  # room in a body for schemas of answers, and for thoughts that a chat template drops
+GRACE_S = 1  # timeout for closing connections, after requests had `drain_s`
+ESCAPED = 6  # maximum JSON bytes per character: \u0041
+ASIDE_BYTES = 2 * 2**20  # extra room in a body for response schemas, and for reasoning that chat templates drop
 
 
 @dataclass(frozen=True)
 class Limits:
-    concurrency: int = 256  # requests at the engine at once
-    queue: int = 1024  # more requests in flight
+    concurrency: int = 256  # requests at the engine
+    queue: int = 1024  # additional requests in flight
     max_body_bytes: int = BodyLimit().num_bytes
     body_timeout_s: float = BODY_TIMEOUT_S
-    drain_s: float = 30.0  # longest wait for requests in flight when the service stops
+    drain_s: float = 30.0  # maximum wait for running requests when the service stops
     timeouts: Timeouts = field(default_factory=Timeouts)
 
 
 class Service:
-    """Serves `policies`. With `follows`, each follows that checkpoint of its run; with `is_processed`, clients get the
-    logprobs of the distribution sampled from."""
+    """Serves `policies`. With `follows`, each policy follows this checkpoint of its run. With `is_processed`, clients
+    get logprobs of the actual sampling distribution."""
 
     def __init__(
         self,
@@ -94,9 +94,9 @@ class Service:
         return meter
 
     async def run(self, host: str, port: int, on_ready: Callable[[str], None]) -> None:
-        """Serves until `stop` is called; `on_ready` gets the root, `http://127.0.0.1:8000`.
+        """Serves until `stop` is called. `on_ready` receives the root URL, `http://127.0.0.1:8000`.
 
-        Raises EngineError: the address is not available, or an engine failed; ArtError: a policy cannot be loaded.
+        Raises EngineError if the address is unavailable or an engine fails, and ArtError if a policy cannot be loaded.
         """
         async with serve(self.app, host, port, timeouts=self.limits.timeouts, grace_s=GRACE_S) as root:
             with threads.calling(self._stopping.stop):
@@ -112,10 +112,11 @@ class Service:
                     await self.policies.close()
 
     def stop(self) -> None:
-        """Refuses new requests, waits for those in flight, then ends. A second call ends the wait."""
+        """Refuses new requests, waits for running requests, then stops. A second call skips the waiting."""
         self._stopping.stop()
 
-    # --- from start to end --------------------------------------------------------------------------------------------
+    # --- lifecycle
+    # ------------------------------------------------------------------------------------------------------
 
     @contextlib.asynccontextmanager
     async def _followers(self) -> AsyncIterator[None]:
@@ -130,7 +131,7 @@ class Service:
             await cancel(*tasks)
 
     def _body_limit(self) -> BodyLimit:
-        """Returns the limit that the user set, or a lower one if no longer body holds a prompt that fits here."""
+        """Returns the user's limit, or a lower limit that still fits the longest possible prompt."""
         letters = [policy.longest_prompt() for policy in self.policies.served.values()]
         most = self.limits.max_body_bytes
         known = [number for number in letters if number is not None]

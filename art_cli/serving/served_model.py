@@ -1,8 +1,7 @@
-"""Source: the model to serve or export, resolved from files, without the YAML that it was trained with.
+"""Source: the model to serve or export, resolved from files without the training YAML.
 
-A checkpoint's manifest names its base model, adapter_config.json describes its adapter, and the run's config.json has
-the dtype, context and sampling of its training. A plain PEFT adapter, the directory of a whole model and a hub id are
-sources as well.
+A checkpoint's manifest names the base model, adapter_config.json describes the adapter, and the run's config.json
+contains dtype, context and sampling settings. Plain PEFT adapters, model directories and hub ids also work.
 """
 
 import re
@@ -33,18 +32,18 @@ class Source(NamedTuple):
     """
 
     name: str  # model name in requests
-    base: str  # hub id or directory; a checkpoint of all weights is its own base
-    adapter: Path | None  # adapter on that base; None for the base alone
+    base: str  # hub id or directory; full checkpoints name themselves
+    adapter: Path | None  # adapter on the base; None: only the base
     step: int
     dtype: str  # dtype of the base: "auto", "float32", "bfloat16"
-    max_length: int | None  # tokens of prompt and reply together; None for the base model's context
-    defaults: Sampling  # sampling for fields that a request leaves out; a run's sources have the run's
+    max_length: int | None  # prompt and reply tokens; None: the base model's context
+    defaults: Sampling  # default sampling for requests; a run's sources use the run's settings
     run: RunDir | None = None
     manifest: Manifest | None = None
-    quantize: str | None = None  # "4bit": the base was quantized when the adapter was trained on it
-    named: str | None = None  # how errors name the base, as the user knows it: "--base 'x'"
-    prompt: SystemPrompt | None = None  # the text for each request, if the policy is a prompt
-    is_hosted: bool = False  # True: the model is that of the run's endpoint, and `base` its name there
+    quantize: str | None = None  # "4bit": the adapter was trained on a quantized base
+    named: str | None = None  # the base's description in error messages: "--base 'x'"
+    prompt: SystemPrompt | None = None  # the text added to each request, if the policy is a prompt
+    is_hosted: bool = False  # True: the run's endpoint hosts the model, and `base` is its name there
 
     def __str__(self) -> str:
         what = f"step {self.step} of {self.run.root}" if self.run else str(self.adapter or self.base)
@@ -52,7 +51,7 @@ class Source(NamedTuple):
 
 
 def base_config(source: Source) -> ModelConfig:
-    """Returns the configuration of the base alone, with the adapter's chat template, because a base may have none."""
+    """Returns the base model's configuration, with the adapter's chat template if present."""
     own = source.adapter / run_checkpoints.TEMPLATE_FILE if source.adapter is not None else None
     return ModelConfig.model_validate(
         {
@@ -67,7 +66,7 @@ def base_config(source: Source) -> ModelConfig:
 
 
 def parse_name(text: str) -> tuple[str | None, str]:
-    """("mine", "runs/a") of "mine=runs/a"; (None, "runs/a") of "runs/a"."""
+    """Splits "mine=runs/a" into ("mine", "runs/a"), and "runs/a" into (None, "runs/a")."""
     name, separator, target = text.partition("=")
     if not separator or Path(text).exists():
         return None, text
@@ -84,10 +83,10 @@ def find_source(
     dtype: str | None = None,
     built: Path | None = None,
 ) -> Source:
-    """Returns the source that `[NAME=]CHECKPOINT` means. `base` and `dtype` override the files.
+    """Resolves `[NAME=]CHECKPOINT`. `base` and `dtype` override the files.
 
-    With a directory `built` it may also be any base that model.base names, which is built there if need be. Raises
-    CheckpointError: the directory holds nothing to serve; UsageError: neither a directory nor a base.
+    With a directory `built`, any value of model.base is allowed; built base models go there. Raises CheckpointError if
+    the directory has nothing to serve, and UsageError for other invalid texts.
     """
     if dtype is not None and dtype not in DTYPES:
         raise UsageError(f"--dtype {dtype}: one of {', '.join(DTYPES)}")
@@ -107,7 +106,7 @@ def find_source(
     run_checkpoints.log_policy(target, "the base model, as named")
     path, own = target, name or target.removeprefix("builtin:")
     if built is not None and is_built:
-        from art_cli.models.base_source import find_base  # its import takes seconds
+        from art_cli.models.base_source import find_base  # slow import
 
         path = find_base(target, directory=Path.cwd(), built=built / re.sub(r"\W", "_", target), named=repr(target))
     return Source(own, path, None, 0, dtype or "auto", None, Sampling(), named=repr(target))
@@ -119,14 +118,14 @@ def _refuse(target: str, which: Which) -> None:
 
 
 def _run_of_base(target: str) -> RunDir | None:
-    """Returns the run if `target` is "RUN/base" and means that run's base model; None if it means anything else."""
+    """Returns the run for "RUN/base", which means the run's base model. Other targets give None."""
     path = Path(target)
     run = RunDir(path.parent)
     return run if target and path.name == "base" and run.checkpoint_steps() and run.config_path.exists() else None
 
 
 def of_base(run: RunDir, *, name: str | None = None, base: str | None = None, dtype: str | None = None) -> Source:
-    """Returns the base model of a run without an adapter, with the run's sampling."""
+    """Returns a run's base model without an adapter, with the run's sampling settings."""
     trained = of_checkpoint(run_checkpoints.choose(run, "newest"), base=base, dtype=dtype)
     if trained.is_hosted:
         raise UsageError(f"{run.root}/base: the run's model is that of an endpoint, which needs no art serve")
@@ -138,7 +137,7 @@ def of_base(run: RunDir, *, name: str | None = None, base: str | None = None, dt
 def of_checkpoint(
     found: Found, *, name: str | None = None, base: str | None = None, dtype: str | None = None
 ) -> Source:
-    """Returns the source in a checkpoint, an adapter or a model's directory."""
+    """Returns the source for a checkpoint, an adapter or a model directory."""
     found = _downloaded(found)
     config = run_checkpoints.run_config(found.run)
     model, sampling = config.get("model", {}), config.get("rollout", {}).get("sampling", {})
@@ -171,7 +170,7 @@ def of_checkpoint(
 
 
 def _downloaded(found: Found) -> Found:
-    """Returns the checkpoint. One whose weights are on a server is downloaded: an adapter, or a whole model."""
+    """Downloads remote weights (an adapter or full model). Local checkpoints are returned unchanged."""
     path = run_checkpoints.fetched(found.path)
     if path == found.path or found.manifest is None:
         return found

@@ -1,14 +1,15 @@
-"""ServedPolicy: one model name, the engine that answers for it, its change to another checkpoint; Policies; Loader.
+"""ServedPolicy: a model name, its engine and checkpoint changes. Policies: all served policies. Loader: creates
+engines.
 
-A change drops no request, and no reply mixes two checkpoints: requests in flight end on the checkpoint that they began
-with, later ones go to the new one. vLLM does that by itself, because each step's adapter has its own name there. Other
-engines exist twice during a change: the new engine is ready before it gets a request, and the old one is closed when
-its last request ends. A checkpoint that cannot be loaded changes nothing. A policy that follows a run changes when
-another checkpoint, a new or a better one, is the one that is meant.
+A checkpoint change drops no requests, and no reply mixes two checkpoints: running requests finish on the old
+checkpoint, and later requests use the new checkpoint. vLLM supports this directly, because each step's adapter has a
+separate name. Other engines exist twice during a change. The new engine is ready before it receives requests, and the
+old engine is closed after its last request. If a checkpoint cannot be loaded, nothing changes. A policy that follows a
+run changes when the run's preferred checkpoint changes.
 
-Loader makes the engine of a source. Memory of the embedded engine: one base per (base, dtype, context, quantization),
-however many policies stand on it; per policy an adapter and a cache of keys and values, twice while the policy changes
-to another checkpoint. vLLM has its memory in another process.
+Loader creates the engine for a source. Memory of embedded engines: a base model per (base, dtype, context,
+quantization), shared by its policies; and per policy an adapter and a KV cache, doubled during a checkpoint change.
+vLLM uses memory in a separate process.
 """
 
 import asyncio
@@ -54,35 +55,36 @@ from art_cli.serving.served_model import Source, base_config, of_checkpoint
 
 log = logging.getLogger(__name__)
 
-# A user's own engine has no name to give on the command line; weights on another machine are downloaded to be served.
+# The command line cannot name a user's own engine. Weights on another machine are downloaded for serving.
 NOT_SERVED = (AutoEngineConfig, OwnEngineConfig, TinkerEngineConfig)
-# Engines that load a checkpoint, by name.
+# Engines that load checkpoints, by name.
 ENGINES: dict[str, type[EngineSection]] = {
     kind: section
     for kind, section in variants(RunConfig, "engine").items()
     if issubclass(section, EngineSection) and section.can_train and section not in NOT_SERVED
 }
-# Settings of a run that would send prompts and a key to another server; `url` is the old name of `base_url`.
+# Run settings that would send prompts and keys to another server. `url` is the old name of `base_url`.
 NEVER_TAKEN = ("url", "base_url", "api_key_env")
-PROGRAMS = ("python", "args", "env")  # settings of a run's vLLM that decide which code runs
-MAX_SHOWN = 160  # characters of those settings that an error quotes
+PROGRAMS = ("python", "args", "env")  # vLLM settings that decide which code runs
+MAX_SHOWN = 160  # maximum characters of these settings quoted in errors
+POLL_S = 1.0
 
 
 @dataclass
 class Loader:
-    """Makes engines by one configuration. Example: Loader(EmbeddedEngineConfig(max_batch=256), logs=Path("logs"))"""
+    """Creates engines from a configuration. Example: Loader(EmbeddedEngineConfig(max_batch=256), logs=Path("logs"))"""
 
     config: EngineConfig
-    logs: Path  # directory for the log of an engine's own process
+    logs: Path  # log directory for separate engine processes
     _bases: dict[tuple[str, str, int | None, str | None], Weights] = field(default_factory=dict)
 
     @property
     def swaps_adapters(self) -> bool:
-        """Whether its engines load another adapter while they answer requests with the old one."""
+        """True if the engines can load another adapter while serving the old one."""
         return self.config.swaps_adapters
 
     async def make(self, source: Source) -> Engine:
-        """Returns an engine that samples from the source. Raises ArtError if it cannot be loaded or run here."""
+        """Returns a started engine for the source. Raises ArtError if it cannot be loaded or run on this machine."""
         policy: Weights | PolicySpec | None = None
         if self.config.can_train:
             policy = await call_in_thread(self._weights if self.config.weights == "here" else _spec, source)
@@ -97,9 +99,7 @@ class Loader:
         return engine
 
     def _weights(self, source: Source) -> Weights:
-        if (
-            source.adapter is None and source.prompt is None and source.run is not None
-        ):  # a checkpoint of all weights, which no other policy shares
+        if source.adapter is None and source.prompt is None and source.run is not None:  # full weights are never shared
             return self._load(source)
         key = (source.base, source.dtype, source.max_length, source.quantize)
         if key not in self._bases:
@@ -109,7 +109,7 @@ class Loader:
         weights = on_base(base, source.adapter)
         if weights.tokenizer is not base.tokenizer:
             return weights
-        # The base's tokenizer has the chat template of the source that the base was loaded for.
+        # The base tokenizer uses the chat template of the source that loaded the base.
         tokenizer = templated_tokenizer(base_config(source), source.base, named=source.named)
         return replace(weights, tokenizer=tokenizer)
 
@@ -122,10 +122,10 @@ def _spec(source: Source) -> PolicySpec:
 
 
 def check_trust(trained: Mapping[str, Any], knobs: Mapping[str, Any], *, place: Path) -> None:
-    """Raises UsageError: the run's configuration, the file `place`, decides which code runs, and no knob overrides it.
+    """Raises UsageError if the run configuration `place` decides which code runs and `knobs` do not override this.
 
-    A run directory may be a stranger's, and its configuration is data. So its `engine.python`, `engine.args` and
-    `engine.env` are used only if the user trusts the run.
+    A run directory may come from a stranger, and its configuration is only data. `engine.python`, `engine.args` and
+    `engine.env` are therefore used only if the user trusts the run.
     """
     if trained.get("name") != "vllm":
         return
@@ -147,10 +147,10 @@ def engine_config(
     has_prompts: bool = False,
     is_trusted: bool = False,
 ) -> EngineConfig:
-    """Returns the engine's configuration: the one of its training run, if the engine is the same, with `knobs` over it.
+    """Returns the engine's configuration: `knobs` over the training run's settings for the same engine.
 
-    With `has_prompts` alone it may be an endpoint; its address is the run's if that is trusted. Raises UsageError: no
-    such engine or knob, or an invalid value.
+    `has_prompts` also allows endpoints; a trusted run may set their address. Raises UsageError for unknown engines and
+    knobs, and invalid values.
     """
     engines = ENGINES | HOSTED if has_prompts else ENGINES
     if name not in engines:
@@ -168,7 +168,7 @@ def engine_config(
 
 
 def read_knobs(knobs: Sequence[str]) -> dict[str, Any]:
-    """{"max_batch": 256} for ["max_batch=256"]; values are YAML. Raises UsageError: no KEY=VALUE."""
+    """Parses ["max_batch=256"] into {"max_batch": 256}; values are YAML. Raises UsageError for other formats."""
     settings = {}
     for knob in knobs:
         key, separator, value = knob.partition("=")
@@ -179,7 +179,7 @@ def read_knobs(knobs: Sequence[str]) -> dict[str, Any]:
 
 
 class _Generation:
-    """One engine of a policy, and the number of requests that it is answering."""
+    """A policy's engine, and its number of running requests."""
 
     def __init__(self, engine: Engine) -> None:
         self.engine, self.proof = engine, WeightProof()
@@ -199,7 +199,7 @@ class _Generation:
                 self.is_idle.set()
 
     async def retire(self) -> None:
-        """Closes an engine that gets no new requests: when its last request has ended, or at once when cancelled."""
+        """Closes the replaced engine after its last request, or immediately on cancellation."""
         try:
             await self.is_idle.wait()
         finally:
@@ -210,23 +210,23 @@ class _Generation:
 
 
 class ServedPolicy:
-    """One model name and the engine that answers for it now."""
+    """A model name and its current engine."""
 
     def __init__(self, source: Source, loader: Loader) -> None:
         self.source = source
         self.proven = ProvenSteps()
         self._loader = loader
-        self._digests: dict[str, str] = {}  # base -> its digest; every checkpoint of a run has the same one
+        self._digests: dict[str, str] = {}  # base -> digest; identical for all checkpoints in a run
         self._generation: _Generation | None = None
         self._retiring: set[asyncio.Task[None]] = set()
 
     async def start(self) -> None:
-        """Raises ArtError: the source cannot be loaded, or not run here."""
+        """Raises ArtError if the source cannot be loaded or run on this machine."""
         assert self._generation is None, "started twice"
         self._generation = await self._make(self.source)
 
     async def change(self, source: Source) -> None:
-        """New requests are answered by `source` once it returns. Raises ArtError; then nothing has changed."""
+        """Switches new requests to `source`. On ArtError, nothing changes."""
         if source.prompt is not None:  # the engine keeps its model
             self.source = source
             return
@@ -252,15 +252,15 @@ class ServedPolicy:
         return made
 
     async def _prove(self, of: _Generation, source: Source) -> str:
-        """Returns the digest of the source, which the engine is proven to sample from, or "" if it has no proof.
+        """Proves that the engine samples from the source. Returns the source's digest, or "" without a proof.
 
-        Raises DriftError if the engine samples from other weights; CheckpointError if the chat template was changed.
+        Raises DriftError if the engine's weights differ, and CheckpointError if the chat template was changed.
         """
         manifest = source.manifest
         if manifest is None or manifest.origin is None:
             log.info("%s: no learner left a proof in it, so that its replies carry no digest", source)
             return ""
-        base = manifest.origin.base  # right where the checkpoint is its own base
+        base = manifest.origin.base  # correct for full checkpoints
         if source.adapter is not None:
             if source.base not in self._digests:
                 self._digests[source.base] = await call_in_thread(base_digest, source.base)
@@ -270,7 +270,7 @@ class ServedPolicy:
         return proven.digest if proven is not None else ""
 
     async def _swap(self, of: _Generation, source: Source) -> None:
-        """Loads and proves another adapter. If either fails, the engine gets the old one back."""
+        """Loads and proves another adapter. On failure the previous adapter is restored."""
         assert source.adapter is not None, source
         engine = of.engine
         try:
@@ -283,20 +283,20 @@ class ServedPolicy:
             raise
 
     def fill(self, request: Request) -> Request:
-        """Returns the request with the policy's prompt, and its sampling where the client gave none."""
+        """Adds the policy's prompt, and the policy's sampling settings where the client set none."""
         prompted = request if self.source.prompt is None else self.source.prompt.apply(request)
         return with_defaults(prompted, self.source.defaults)
 
     def lease(self) -> contextlib.AbstractContextManager[Backend]:
-        """Returns the backend that answers now. Its engine stays open until the lease ends, also after a change."""
+        """Returns the current backend. Its engine stays open until the lease ends, even after a checkpoint change."""
         return self._current().lease()
 
     def longest_prompt(self) -> int | None:
-        """Returns the number of characters that no prompt exceeds, or None if it is unknown or nothing is loaded."""
+        """Returns the maximum characters of a prompt; None if unknown."""
         return None if self._generation is None else self._generation.engine.longest_prompt()
 
     async def watch(self) -> NoReturn:
-        """Never returns. Raises EngineError once its engine can answer no more."""
+        """Runs forever; raises EngineError when the engine fails."""
         while True:
             current = self._current()
             watching = asyncio.create_task(current.engine.watch())
@@ -320,7 +320,7 @@ class ServedPolicy:
 
 
 class Policies:
-    """All policies of a service, by name. They are loaded one after the other."""
+    """All policies of a service, by name. Loading is sequential."""
 
     def __init__(self, served: Sequence[ServedPolicy]) -> None:
         names = [policy.source.name for policy in served]
@@ -334,7 +334,7 @@ class Policies:
             log.info("loaded %s", policy.source)
 
     async def watch(self) -> NoReturn:
-        """Never returns. Raises an ExceptionGroup of EngineErrors once an engine can answer no more."""
+        """Runs forever; raises an ExceptionGroup of EngineErrors when an engine fails."""
         async with asyncio.TaskGroup() as group:
             for policy in self.served.values():
                 group.create_task(policy.watch())
@@ -345,13 +345,10 @@ class Policies:
             await policy.close()
 
 
-POLL_S = 1.0
-
-
 async def follow(policy: ServedPolicy, run: RunDir, meter: Meter, *, which: Which) -> None:
-    """Never returns. A checkpoint that cannot be loaded is logged once and skipped; the policy stays as it is.
+    """Runs forever. A checkpoint that cannot be loaded is logged once and skipped, without changing the policy.
 
-    Any other failure, as of a disk, is logged once and tried again.
+    Other failures, for example of a disk, are logged once and retried.
     """
     skipped: set[tuple[int, int]] = set()
     problem = ""
@@ -364,7 +361,7 @@ async def follow(policy: ServedPolicy, run: RunDir, meter: Meter, *, which: Whic
                 if policy.source.step != wanted[0]:
                     skipped.add(wanted)
             problem = ""
-        except Exception as error:  # the boundary to the run's files and to the engine
+        except Exception as error:  # boundary to the run's files and the engine
             if (message := describe(error)) != problem:
                 log.warning(
                     "%s: stays at step %d, and tries again: %s", policy.source.name, policy.source.step, message
@@ -382,7 +379,7 @@ async def _try_change(policy: ServedPolicy, run: RunDir, meter: Meter, which: Wh
 
 
 async def _change(policy: ServedPolicy, run: RunDir, which: Which) -> None:
-    """Changes to the checkpoint that is meant and verifies, unless the policy has it already."""
+    """Changes to the run's preferred checkpoint unless already serving it."""
     found = await call_in_thread(lambda: run_checkpoints.choose(run, which))
     if found.step != policy.source.step:
         run_checkpoints.log_policy(found.path, found.why)
@@ -392,6 +389,6 @@ async def _change(policy: ServedPolicy, run: RunDir, which: Which) -> None:
 
 
 def _wanted(run: RunDir, which: Which) -> tuple[int, int] | None:
-    """Returns the step that is meant, by directory names and metrics alone, and the time when it was made."""
+    """Returns the preferred step (based only on directory names and metrics) and its modification time."""
     step = next(iter(run_checkpoints.wanted_steps(run, which)), None)
     return None if step is None else (step, run.checkpoint_path(step).stat().st_mtime_ns)

@@ -1,15 +1,15 @@
-"""`art gateway`: the capturing gateway alone, for days, in front of an endpoint or a checkpoint.
+"""`art gateway`: the standalone capturing gateway, in front of an endpoint or a checkpoint.
 
-    redaction.py           Redactor: replaces keys, and what the user's rules match, before anything is written
-    entries.py             JournalEntry: one recorded call as a line of the journal, and back
-    journaled_recorder.py  JournaledRecorder: a Recorder that writes each call to the journal before it takes it;
-                           trajectory and group of a conversation's entries
-    journal.py             Journal: the directory's files; journals become files of trajectories, and survive any kill
-    conversations.py       Conversations: which one a call belongs to, and when one is over
-    gateway_service.py     GatewayService: all of it on a port, from the first call to the last file
-                           Clients: the API keys, and the client and conversation that a key names
-                           ClientBackend: answers one client's calls, and returns once they are on the disk
+    redaction.py           Redactor: replaces keys and matches of the user's rules before anything is written
+    entries.py             JournalEntry: a recorded call as a journal line
+    journaled_recorder.py  JournaledRecorder: a Recorder that writes each call to the journal first;
+                           trajectory and group from a conversation's entries
+    journal.py             Journal: the directory's files; turns journals into trajectory files; survives any kill
+    conversations.py       Conversations: assigns calls to conversations and ends conversations
+    gateway_service.py     GatewayService: everything on a port, from the first call to the last file
+                           Clients: API keys, with the client and conversation named by a key
+                           ClientBackend: answers a client's calls, and returns once they are on disk
 
-A call goes: middleware -> application (chat/chat_app.py) -> backend -> conversation -> rollouts/rollout_gateway.py ->
+A call passes: middleware -> application (chat/chat_app.py) -> backend -> conversation -> rollouts/rollout_gateway.py ->
 engine.
 """

@@ -1,18 +1,18 @@
-"""Conversations: they take calls, and end.
+"""Conversations: assigns calls to conversations, and ends conversations.
 
-A call belongs, among the open conversations of its client, to
+A call joins the first match among its client's open conversations:
 
-    the one whose name it sends                                    X-Art-Conversation, or the name behind its key
-    else the one whose call failed or was left, and is sent again  an SDK's retry
-    else the one with which it shares most, one reply or more      it goes on from there, or branches off
-    else a new one
+    the conversation whose name it sends                           X-Art-Conversation, or the name in its key
+    the conversation with a failed or lost call that it repeats    an SDK's retry
+    the conversation sharing the longest history with replies      continues from there, or branches off
+    otherwise a new conversation
 
-What is shared is found by a digest of the messages up to each reply that was sampled here. System messages are left
-out, because clients put the time into them. Two attempts at one task begin alike and share no reply, so they are two
-conversations; should their replies be the same too, the one that nothing has followed yet is taken.
+Shared history is found by a digest of the messages up to each sampled reply. System messages are ignored, because
+clients put the time into them. Two attempts at a task start with the same messages but share no reply, so they become
+two conversations. If their replies are also equal, the call joins the conversation without a continuation.
 
-A conversation is over when it has been idle for long enough, is too large, or makes room for others. It is then only
-forgotten: the journal has all of it.
+A conversation ends when it has been idle for long enough, is too large, or makes room for others. Ending only means
+forgetting: the journal still contains the whole conversation.
 """
 
 import contextlib
@@ -39,28 +39,28 @@ from art_cli.serving.gateway.redaction import Redactor
 
 log = logging.getLogger(__name__)
 
-MAX_CALLS = 1000  # calls of one conversation, because each is compared with those before it
-MAX_BYTES = 128 * 2**20  # memory of one conversation; its trajectory is one line, of which 256 MB are read
+MAX_CALLS = 1000  # maximum calls per conversation, because each call is compared with its predecessors
+MAX_BYTES = 128 * 2**20  # maximum memory per conversation; readers accept trajectory lines of up to 256 MB
 MB = 1e6
 LEFT_OUT = ("system", "developer")
 
 
 class Conversation:
-    """One open conversation."""
+    """An open conversation."""
 
     def __init__(self, recorder: JournaledRecorder, backend: RecordingBackend, now: float) -> None:
         self.recorder, self.backend = recorder, backend
         self.about = recorder.about
-        self.last_at = now  # time by the clock of Conversations
+        self.last_at = now  # time on the clock of Conversations
         self.num_in_flight = 0
-        self.is_attached = True  # False: no further call joins it, because it is over or too large
-        self.num_counted = 0  # bytes of it in the sum over all
-        self.keys: set[bytes] = set()  # its entries in the index
-        self.ends: set[bytes] = set()  # those of them that nothing has followed yet
+        self.is_attached = True  # False: accepts no more calls, because it has ended or is too large
+        self.num_counted = 0  # bytes of this conversation included in the total
+        self.keys: set[bytes] = set()  # this conversation's index keys
+        self.ends: set[bytes] = set()  # keys without a continuation
 
 
 class Conversations:
-    """The open conversations of all clients, the longest idle first."""
+    """All clients' open conversations, longest idle first."""
 
     def __init__(
         self,
@@ -75,14 +75,15 @@ class Conversations:
         self.open: OrderedDict[str, Conversation] = OrderedDict()  # id -> conversation
         self.num_bytes = 0
         self._named: dict[tuple[str, str], Conversation] = {}
-        self._index: dict[bytes, list[Conversation]] = {}  # digest of messages up to a reply -> those that have it
-        self._retries: dict[str, Retries] = {}  # client -> its latest calls
-        self._attempted: WeakKeyDictionary[Attempted, str] = WeakKeyDictionary()  # -> id of the conversation
+        # digest of messages up to a reply -> conversations with this reply
+        self._index: dict[bytes, list[Conversation]] = {}
+        self._retries: dict[str, Retries] = {}  # client -> recent calls
+        self._attempted: WeakKeyDictionary[Attempted, str] = WeakKeyDictionary()  # call -> conversation id
         self._is_text_only_told = False
 
     @contextlib.contextmanager
     def calling(self, client: str, request: Request, redacted: Request) -> Iterator[Conversation]:
-        """Yields the conversation of a call while it lasts. `redacted`: the call by `Redactor.request`."""
+        """Yields the call's conversation while the call runs. `redacted` is the request after `Redactor.request`."""
         retries = self._retries.setdefault(client, Retries())
         replaced = retries.replaced(request)
         conversation = self._find(client, redacted, replaced) or self._begin(client, redacted)
@@ -99,7 +100,7 @@ class Conversations:
             self._touch(conversation)
 
     def restore(self, outline: Outline) -> None:
-        """Opens the conversations of a journal again that are not over yet."""
+        """Reopens a journal's unfinished conversations."""
         by_age = sorted(outline.lines, key=outline.last_at)
         young = [name for name in by_age if time.time() - outline.last_at(name) < self._config.idle_s]
         for name in young[-self._config.max_open :]:
@@ -109,18 +110,19 @@ class Conversations:
         log.info("%d conversations go on from before", len(self.open))
 
     def end_idle(self) -> None:
-        """Forgets what has been idle for too long."""
+        """Ends conversations after the idle time."""
         now = self._clock()
         for conversation in list(self.open.values()):
             if now - conversation.last_at >= self._config.idle_s and not conversation.num_in_flight:
                 self._end(conversation)
 
-    # --- which one ----------------------------------------------------------------------------------------------------
+    # --- assigning calls
+    # ------------------------------------------------------------------------------------------------
 
     def _find(self, client: str, request: Request, replaced: Attempted | None) -> Conversation | None:
         if request.conversation is not None:
             return self._named.get((client, self._redactor.text(request.conversation)))
-        is_lost = replaced is not None and replaced.state == "lost"  # an answered one may be another attempt's
+        is_lost = replaced is not None and replaced.state == "lost"  # an answered call may belong to another attempt
         before = self.open.get(self._attempted.get(replaced, "")) if replaced is not None and is_lost else None
         if before is not None and before.is_attached:
             return before
@@ -136,7 +138,8 @@ class Conversations:
         return None
 
     def _find_text(self, client: str, prompt: str | list[int] | None) -> Conversation | None:
-        """Returns the conversation that a plain prompt goes on from. Token ids have no text: they begin a new one."""
+        """Returns the conversation that a plain prompt continues. Token ids have no text and start a new
+        conversation."""
         if not isinstance(prompt, str):
             return None
         for conversation in reversed(self.open.values()):
@@ -169,7 +172,7 @@ class Conversations:
         self._count(conversation)
 
     def _note(self, conversation: Conversation, request: Request, recorded: Recorded) -> None:
-        """Adds the replies of a recorded call to the index."""
+        """Adds a recorded call's replies to the index."""
         if request.messages is None or not conversation.is_attached:
             return
         for each in recorded.conversations:
@@ -179,10 +182,11 @@ class Conversations:
                 conversation.keys.add(key)
                 self._index.setdefault(key, []).append(conversation)
 
-    # --- until when ---------------------------------------------------------------------------------------------------
+    # --- ending conversations
+    # -------------------------------------------------------------------------------------------
 
     def _touch(self, conversation: Conversation) -> None:
-        """Notes that a call has ended, and makes room."""
+        """Records that a call has ended, and makes room."""
         recorder = conversation.recorder
         conversation.last_at = self._clock()
         if recorder.has_foreign_replies and not self._is_text_only_told:
@@ -215,13 +219,13 @@ class Conversations:
         return len(self.open) > self._config.max_open or self.num_bytes > self._config.max_open_mb * MB
 
     def _end(self, conversation: Conversation) -> None:
-        """Forgets a conversation of which no call is in flight."""
+        """Forgets a conversation without running calls."""
         self._detach(conversation)
         del self.open[conversation.about.id]
         self.num_bytes -= conversation.num_counted
 
     def _detach(self, conversation: Conversation) -> None:
-        """Lets no further call join the conversation."""
+        """Stops accepting calls for the conversation."""
         conversation.is_attached, about = False, conversation.about
         if about.name is not None and self._named.get((about.client, about.name)) is conversation:
             del self._named[about.client, about.name]
@@ -235,7 +239,7 @@ class Conversations:
 
 
 def _prefixes(client: str, messages: Sequence[Json]) -> list[bytes]:
-    """Returns a digest of the client and the messages up to each one, system messages left out of it."""
+    """Returns cumulative digests of client and messages, ignoring system messages."""
     digest = hashlib.blake2b(client.encode(), digest_size=16).digest()
     found = []
     for message in messages:
@@ -248,7 +252,7 @@ def _prefixes(client: str, messages: Sequence[Json]) -> list[bytes]:
 
 
 def _call(name: str, arguments: str | None) -> list[object]:
-    """Returns a tool call in a form that spaces, order of keys, and 1 for 1.0 in its arguments do not change."""
+    """Returns a canonical tool call: spaces, key order, and 1 versus 1.0 in arguments do not matter."""
     return [name, msgspec.json.encode(_whole(input_of(arguments or "")), order="deterministic").decode()]
 
 

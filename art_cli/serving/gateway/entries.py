@@ -1,7 +1,7 @@
-"""Entry: one line of the journal. A conversation's entries, read in the order of their numbers, give its recorder back.
+"""Journal entries. Replaying a conversation's entries in numerical order restores its recorder.
 
-A call holds only what it adds to the conversation that was recorded before it: messages after the first `kept` ones,
-token ids of the prompt after the first `prompt_kept` ones. So a conversation of n calls takes as much room as its last.
+A call only stores what it adds to the previously recorded call: messages after the first `kept`, and prompt token ids
+after the first `prompt_kept`. A conversation of n calls therefore takes as much space as its last call.
 """
 
 from array import array
@@ -15,44 +15,44 @@ from art_cli.runs.trajectory import SCHEMA_VERSION
 
 
 class CapturedCall(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """The parts of one answered call that a recorder takes, redacted.
+    """The recorded parts of an answered call, redacted.
 
     Example, a conversation's second call: CapturedCall(kept=2, messages=[{"role": "user", "content": "again?"}], ...)
     """
 
-    kept: int = 0  # number of leading messages that are those of the conversation recorded last, its reply included
-    messages: list[Json] | None = None  # the messages after them; None for a plain completion
+    kept: int = 0  # number of leading messages shared with the last recorded conversation, including its reply
+    messages: list[Json] | None = None  # the remaining messages; None for plain completions
     prompt: str | list[int] | None = None
-    tools: list[Json] = []  # the tools that no earlier call of the conversation offered
+    tools: list[Json] = []  # tools not offered in earlier calls of this conversation
     overridden: Json = {}
     state: str | None = None
-    digest: str = ""  # hexadecimal digits of Request.digest, by which a retry is known after a restart
+    digest: str = ""  # hexadecimal Request.digest, to recognize retries after a restart
     num_retries: int = 0
-    prompt_kept: int = 0  # number of leading token ids of the prompt that are those of the last turn's sequence
-    reply: Reply  # its prompt_ids are the ids after them
-    is_left: bool = False  # the client left before the end
+    prompt_kept: int = 0  # number of leading prompt token ids shared with the last turn's sequence
+    reply: Reply  # `prompt_ids` contains the remaining ids
+    is_left: bool = False  # the client disconnected early
 
 
 class JournalEntry(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """One line: a call, or a call that the client gave up.
+    """A journal line: a call, or a note that the client gave up a call.
 
-    Example: JournalEntry(conversation="4f0c...", number=3, at=1764.2, abandons=2): by the fourth entry the reply
-    in the third was never seen.
+    Example: JournalEntry(conversation="4f0c...", number=3, at=1764.2, abandons=2): the client never saw the reply of
+    entry 2.
     """
 
     schema_version: int = SCHEMA_VERSION
-    conversation: str  # id, which becomes the trajectory's
-    number: int  # position among the entries of its conversation, from 0
+    conversation: str  # id, also used for the trajectory
+    number: int  # position in the conversation, from 0
     at: float  # seconds since the epoch
-    client: str = ""  # "key 2"; the key itself is written nowhere
-    name: str | None = None  # the client's own name for the conversation
-    scenario: str = ""  # the id that attempts at the same task share
+    client: str = ""  # "key 2"; keys are never written
+    name: str | None = None  # the client's name for the conversation
+    scenario: str = ""  # id shared by attempts at the same task
     call: CapturedCall | None = None
-    abandons: int | None = None  # number of the entry whose call the client gave up and made again
+    abandons: int | None = None  # number of the entry whose call the client gave up and repeated
 
 
 class Head(msgspec.Struct):
-    """The fields of a JournalEntry that an outline of a journal needs; the others are skipped."""
+    """The fields of a JournalEntry needed for an outline; other fields are skipped."""
 
     conversation: str
     number: int
@@ -64,8 +64,8 @@ class Head(msgspec.Struct):
 def call_of(
     request: Request, reply: Reply, *, last: list[Json], sequence: bytes, seen: list[Json], is_left: bool
 ) -> CapturedCall:
-    """Makes the entry of a call. `last` are the messages recorded last, `sequence` the last turn's packed ids, `seen`
-    the tools of earlier calls."""
+    """Creates the entry for a call. `last` are the previously recorded messages, `sequence` the last turn's packed ids,
+    and `seen` the tools of earlier calls."""
     prompt = array("I", reply.prompt_ids).tobytes()
     prompt_kept = common_prefix(prompt, sequence)
     kept = 0 if request.messages is None else _count_equal(request.messages, last)
@@ -91,7 +91,7 @@ def call_of(
 
 
 def request_of(call: CapturedCall, *, last: list[Json]) -> Request:
-    """Returns the request of a call, as far as a recorder reads it."""
+    """Restores the recorded parts of a call's request."""
     return Request(
         model="",
         sampling=Sampling(),
@@ -106,7 +106,7 @@ def request_of(call: CapturedCall, *, last: list[Json]) -> Request:
 
 
 def reply_of(call: CapturedCall, *, sequence: bytes) -> Reply:
-    """Returns the reply of a call. Raises msgspec.ValidationError: its sampling is none."""
+    """Restores a call's reply. Raises msgspec.ValidationError for invalid sampling settings."""
     before = array("I", sequence)[: call.prompt_kept].tolist()
     return msgspec.structs.replace(
         call.reply,
@@ -116,6 +116,6 @@ def reply_of(call: CapturedCall, *, sequence: bytes) -> Reply:
 
 
 def _count_equal(messages: list[Json], last: list[Json]) -> int:
-    """Counts the messages that are equal at the beginning of both."""
+    """Counts equal leading messages."""
     pairs = enumerate(zip(messages, last, strict=False))
     return next((place for place, (one, other) in pairs if one != other), min(len(messages), len(last)))

@@ -1,21 +1,19 @@
-"""GatewayService: the capturing gateway on a port, from the first call to the last file, with its keys and its backend.
+"""GatewayService: the capturing gateway on a port, from the first call to the last file, with its clients and backend.
 
-    listen -> answer, record, rotate -> stopping: 503 for new calls, those in flight end -> the last file is written
+    listen -> answer, record, rotate -> stopping: 503 for new calls; running calls finish -> the last file is written
 
-SIGTERM and SIGINT stop it; a second signal ends it without waiting for calls in flight. A kill needs no end: the next
-start goes on with what the journal holds.
+SIGTERM and SIGINT stop the gateway; a second signal stops it immediately. After a kill, the next start continues from
+the journal.
 
-Clients has the API keys, and the client and the conversation that a key names:
+Clients manages API keys. A key identifies a client and optionally a conversation:
 
-    KEY           one of the keys; conversations differ by how they go on
-    KEY:NAME      the same client; all calls with it are the conversation NAME
+    KEY           a key; conversations are told apart by their messages
+    KEY:NAME      the same client; all calls with this key belong to conversation NAME
 
-NAME is chosen by the client. It reaches the application as the header X-Art-Conversation, which a client may also send
-itself.
+The client chooses NAME. It reaches the application as header X-Art-Conversation, which clients may also send directly.
 
-ClientBackend answers one client's calls from the engine, each in its conversation, and records them. An answer ends
-when its call is on the disk. What cannot be recorded is not answered: it is a 503, if possible before the engine is
-asked.
+ClientBackend answers a client's calls through the engine and records each in its conversation. An answer ends when the
+call is on disk. Calls that cannot be recorded get a 503, if possible before reaching the engine.
 """
 
 import asyncio
@@ -54,15 +52,20 @@ from art_cli.serving.middleware import CONTENT_TYPE, Admission, Meter, Middlewar
 
 log = logging.getLogger(__name__)
 
-ANYONE = "anyone"  # the client of every call where there are no keys
+ANYONE = "anyone"  # client name for all calls on a server without keys
 SEPARATOR = ":"
+CONCURRENCY = 1024  # calls in flight; additional calls get 429
+SWEEPS = 10  # checks for idle conversations and due files per `gateway.idle_s`
+LONGEST_SWEEP_S = 10.0
+GRACE_S = 1  # timeout for closing connections, after calls had `drain_s`
+NO_LIMIT = 2**31 - 1
 
 
 class Clients(Keys):
-    """The valid keys, in order. Without any key, every caller on this machine is one client."""
+    """The valid keys, in order. Without keys, all callers on this machine count as the same client."""
 
     def __init__(self, keys: Sequence[str]) -> None:
-        """Raises UsageError: a key is too short to be kept out of texts."""
+        """Raises UsageError for keys that are too short to redact."""
         super().__init__(keys)
         for number, key in enumerate(keys, 1):
             if len(key) < MIN_LENGTH:
@@ -71,22 +74,22 @@ class Clients(Keys):
 
     @property
     def labels(self) -> list[str]:
-        """The clients by the names that the files have for them: "key 1", "key 2", ..."""
+        """The clients' names in files: "key 1", "key 2", ..."""
         return [f"key {number}" for number in range(1, len(self._single) + 1)] or [ANYONE]
 
     def admits(self, key: str | None) -> bool:
         return self.label(key) is not None
 
     def label(self, key: str | None) -> str | None:
-        """Returns the client with this key, or None if the key is not valid."""
+        """Returns the key's client; None for invalid keys."""
         if not self._single:
             return ANYONE
         base, _ = self.split(key)
-        admitted = [keys.admits(base) for keys in self._single]  # all of them, so that the time reveals nothing
+        admitted = [keys.admits(base) for keys in self._single]  # checks all keys, so timing reveals nothing
         return next((label for label, is_its in zip(self.labels, admitted, strict=True) if is_its), None)
 
     def split(self, key: str | None) -> tuple[str | None, str]:
-        """Returns the key itself, and the name behind it; "" where there is none."""
+        """Splits a key into the actual key and the conversation name ("" without a name)."""
         if key is None or super().admits(key) and self._single:
             return key, ""
         base, _, name = key.partition(SEPARATOR)
@@ -94,7 +97,7 @@ class Clients(Keys):
 
 
 class NamedConversations:
-    """An application around another: the name behind a key becomes a header, unless the client sends that header."""
+    """An outer application that turns the name in a key into a header, unless the client sends this header."""
 
     def __init__(self, app: ASGIApp, clients: Clients) -> None:
         self._app, self._clients = app, clients
@@ -109,7 +112,7 @@ class NamedConversations:
 
 
 class ClientBackend:
-    """The calls of one client, which the files name `client` ("key 2")."""
+    """The calls of a client. Files call it `client` ("key 2")."""
 
     def __init__(
         self,
@@ -122,7 +125,7 @@ class ClientBackend:
     ) -> None:
         self._client, self._upstream, self._reader = client, upstream, reader
         self._conversations, self._journal, self._redactor = conversations, journal, redactor
-        self.num_calls = 0  # answered and recorded
+        self.num_calls = 0  # number of answered and recorded calls
 
     def models(self) -> list[str]:
         return [self._upstream.endpoint.model]
@@ -160,14 +163,14 @@ class ClientBackend:
             self.num_calls += 1
 
     async def _redacted(self, request: Request) -> Request:
-        """Returns the request redacted, in a thread if it is long. Its recorder takes it from the redactor's memory."""
+        """Redacts the request, in a thread if it is long. The recorder then reuses the redactor's cache."""
         if self._redactor.num_new_bytes(request) <= READ_HERE_BYTES:
             return self._redactor.request(request)
         return await self._reader.read(self._redactor.request, request)
 
     @contextlib.contextmanager
     def _failures_logged(self) -> Iterator[None]:
-        """Logs one line for a call that the engine failed to answer, or whose client left."""
+        """Logs calls that the engine failed to answer or whose client disconnected."""
         try:
             yield
         except ChatError as error:
@@ -176,24 +179,17 @@ class ClientBackend:
             raise
 
 
-CONCURRENCY = 1024  # calls in flight; more get 429
-SWEEPS = 10  # times in `gateway.idle_s` that idle conversations and due files are looked for
-LONGEST_SWEEP_S = 10.0
-GRACE_S = 1  # longest wait for connections to close; calls have had `drain_s` before
-NO_LIMIT = 2**31 - 1
-
-
 class Totals(NamedTuple):
-    """The output of one gateway. Example: Totals(num_calls=310, num_trajectories=120, num_exact=118, num_files=2)"""
+    """The results of a gateway. Example: Totals(num_calls=310, num_trajectories=120, num_exact=118, num_files=2)"""
 
     num_calls: int
     num_trajectories: int
-    num_exact: int  # trajectories in which every call has token ids and logprobs
+    num_exact: int  # trajectories with token ids and logprobs for every call
     num_files: int
 
 
 class GatewayService:
-    """Records the calls to a started engine in the files of an opened journal."""
+    """Records calls to a started engine in an open journal."""
 
     def __init__(
         self,
@@ -208,8 +204,8 @@ class GatewayService:
         drain_s: float = 30.0,
         max_body_bytes: int = BodyLimit().num_bytes,
     ) -> None:
-        """`secrets_known` are the keys of the clients and of the endpoint, which no file may hold. `policy` is the
-        digest of the weights that the engine was proven to have."""
+        """`secrets_known` are the clients' and endpoint's keys, which must not reach any file. `policy` is the digest
+        of the engine's proven weights."""
         self._engine, self._journal, self._config = engine, journal, config
         self.admission = Admission(concurrency=CONCURRENCY, queue=0)
         self.stopping = Stopping(drain_s, refuse=self.admission.drain, num_running=lambda: self.admission.num_in_flight)
@@ -217,7 +213,7 @@ class GatewayService:
         gateway = Gateway(
             engine,
             defaults=Sampling(),
-            seed=secrets.randbits(31),  # another one after a restart, so that no call is sampled as one before it
+            seed=secrets.randbits(31),  # changes after a restart, so samples do not repeat
             max_turns=NO_LIMIT,
             enforces_formats=enforces_formats,
         )
@@ -250,13 +246,13 @@ class GatewayService:
         )
 
     async def run(self, host: str, port: int, on_ready: Callable[[str], None]) -> None:
-        """Serves until it is stopped; `on_ready` gets the root, `http://127.0.0.1:8000`.
+        """Serves until stopped. `on_ready` receives the root URL, `http://127.0.0.1:8000`.
 
-        Raises EngineError: the address is not available, or the engine failed; OSError: the last file cannot be
-        written, and the next start writes it.
+        Raises EngineError if the address is unavailable or the engine fails, and OSError if the last file cannot be
+        written. The next start then writes this file.
         """
         self.conversations.restore(self._journal.outline())
-        with threads.calling(self.stopping.stop):  # also while the last file is written
+        with threads.calling(self.stopping.stop):  # also while writing the last file
             async with serve(self.app, host, port, grace_s=GRACE_S) as root:
                 self.admission.open()
                 on_ready(root)
@@ -273,7 +269,7 @@ class GatewayService:
             group.create_task(self._sweep())
 
     async def _sweep(self) -> None:
-        """Ends idle conversations and writes files when they are due. A file that cannot be written is tried again."""
+        """Ends idle conversations and writes due files. If writing fails, it is retried."""
         while True:
             await asyncio.sleep(min(LONGEST_SWEEP_S, self._config.idle_s / SWEEPS, self._config.rotate_s / SWEEPS))
             self.conversations.end_idle()

@@ -1,17 +1,18 @@
-"""Journal: the files of one gateway's directory, for writing and for reading.
+"""Journal: the files of a gateway's directory, written and read.
 
-    lock                                   held by the process that writes here
-    calls-20261122-195028.jsonl            the journal: a line for each answered call, appended before its answer ends
-    trajectories-20261122-195028.jsonl     what became of that journal: one trajectory per line, group after group
+    lock                                   held by the writing process
+    calls-20261122-195028.jsonl            the journal: a line per answered call, appended before its answer ends
+    trajectories-20261122-195028.jsonl     the trajectories from that journal: one per line, ordered by group
 
-A journal is the only record of what was answered. Rotation begins a new one, writes the conversations of the old one
-that are over as a file of trajectories, copies the calls of the others to the new one, and removes the old one:
+The journal is the only record of answered calls. Rotation starts a new journal, writes the old journal's ended
+conversations as a trajectory file, copies the calls of open conversations to the new journal, and removes the old
+journal:
 
-    begin the new journal  ->  write the trajectories beside their place and rename them  ->  copy  ->  remove
+    start the new journal  ->  write a temporary trajectory file and rename it  ->  copy  ->  remove
 
-So a conversation becomes a trajectory once, at whichever point the process is killed: a journal beside its file of
-trajectories still owes the copy, and an older journal without one is copied whole. A call that was copied twice counts
-once, because its number in its conversation is the same.
+Each conversation becomes a trajectory exactly once, even if the process is killed at any point. A journal that already
+has a trajectory file still needs copying; an older journal without a trajectory file is copied whole. A call copied
+twice counts once, because both copies have the same number in the conversation.
 """
 
 import asyncio
@@ -43,7 +44,7 @@ log = logging.getLogger(__name__)
 CALLS, TRAJECTORIES = "calls", "trajectories"
 NAME = re.compile(r"(calls|trajectories)-(\d{8}-\d{6})\.jsonl")
 STAMP = "%Y%m%d-%H%M%S"
-MIN_FREE = 64 * 2**20  # free bytes on the disk below which no call is taken, because its answer might not be recorded
+MIN_FREE = 64 * 2**20  # with less free disk space, calls are refused, because recording their answers might fail
 RETRY_S = "30"
 
 _HEAD = msgspec.json.Decoder(Head)
@@ -51,15 +52,15 @@ _ENTRY = msgspec.json.Decoder(JournalEntry)
 
 
 class WrittenFile(NamedTuple):
-    """One file of trajectories. Example: WrittenFile(Path("trajectories-20261122-195028.jsonl"), 120, num_exact=118)"""
+    """A trajectory file. Example: WrittenFile(Path("trajectories-20261122-195028.jsonl"), 120, num_exact=118)"""
 
     path: Path
     num: int
-    num_exact: int  # trajectories in which every call has token ids and logprobs
+    num_exact: int  # trajectories with token ids and logprobs for every call
 
 
 class _Line(NamedTuple):
-    """The position of one entry."""
+    """An entry's position."""
 
     offset: int
     length: int
@@ -67,7 +68,7 @@ class _Line(NamedTuple):
 
 
 class Outline(NamedTuple):
-    """The conversations of a journal. `lines`: conversation -> number -> position of that entry."""
+    """A journal's conversations. `lines`: conversation -> number -> entry position."""
 
     path: Path
     lines: dict[str, dict[int, _Line]]
@@ -77,9 +78,9 @@ class Outline(NamedTuple):
         return max(line.at for line in self.lines[conversation].values())
 
     def read(self, conversation: str) -> list[JournalEntry]:
-        """Returns the entries of a conversation in the order of their numbers, up to the first one that is missing.
+        """Returns a conversation's entries in numerical order, up to the first gap.
 
-        Raises DataError: a line is no entry.
+        Raises DataError for invalid lines.
         """
         entries = []
         with self.path.open("rb") as file:
@@ -95,7 +96,7 @@ class Outline(NamedTuple):
         return entries
 
     def copy(self, conversations: Iterable[str]) -> Iterator[tuple[str, list[msgspec.Raw]]]:
-        """Yields the lines of each conversation, as they are."""
+        """Yields each conversation's raw lines."""
         with self.path.open("rb") as file:
             for conversation in conversations:
                 lines = []
@@ -106,15 +107,15 @@ class Outline(NamedTuple):
 
 
 class _Retired(NamedTuple):
-    """A journal that is being made trajectories of."""
+    """A journal being turned into trajectories."""
 
     path: Path
-    open: frozenset[str]  # conversations that go on in the new journal
-    copied: set[str]  # those of them that are there already
+    open: frozenset[str]  # conversations that continue in the new journal
+    copied: set[str]  # open conversations already copied
 
 
 class Journal:
-    """Use it as `with Journal(...) as journal`. A file of trajectories is due at `rotate_bytes` of calls, or when the
+    """Use it as `with Journal(...) as journal`. A trajectory file is due after `rotate_bytes` of calls, or when the
     oldest call is `rotate_s` seconds old."""
 
     def __init__(self, directory: Path, *, group_size: int, rotate_bytes: float, rotate_s: float) -> None:
@@ -122,21 +123,21 @@ class Journal:
         self._rotate_bytes, self._rotate_s = rotate_bytes, rotate_s
         self._writer: LineWriter
         self._retired: _Retired | None = None
-        self._conversations: set[str] = set()  # those that have entries in the current journal
-        self._num_bytes = 0  # size of the new calls in the current journal
-        self._first_at: float | None = None  # when the first of them was made
+        self._conversations: set[str] = set()  # conversations in the current journal
+        self._num_bytes = 0  # size of new calls in the current journal
+        self._first_at: float | None = None  # time of the oldest new call
         self._num_appended = self._num_synced = 0
         self._syncing: asyncio.Task[None] | None = None
-        self._folding = threading.Lock()  # a rotation may still run in its thread when the gateway stops
+        self._folding = threading.Lock()  # a rotation thread may still be running when the gateway stops
         self._stack = ExitStack()
-        self.written: list[WrittenFile] = []  # the files of trajectories since it was opened
+        self.written: list[WrittenFile] = []  # trajectory files written since opening
 
     def __enter__(self) -> Self:
-        """Raises RunError: another process writes here; DataError: a file of it cannot be read."""
+        """Raises RunError if another process writes here, and DataError for unreadable files."""
         make_directory(self.directory)
         with ExitStack() as stack:
             stack.enter_context(lock_directory(self.directory, self.directory / "lock"))
-            for path in self.directory.glob(f".{TRAJECTORIES}-*.tmp"):  # a writer left it that was killed
+            for path in self.directory.glob(f".{TRAJECTORIES}-*.tmp"):  # left by a killed writer
                 path.unlink(missing_ok=True)
             self._recover()
             self._stack = stack.pop_all()
@@ -149,17 +150,17 @@ class Journal:
     # --- appending ----------------------------------------------------------------------------------------------------
 
     def check_room(self) -> None:
-        """Raises ChatError 503: the disk is all but full, so that an answer might not be recorded."""
+        """Raises ChatError 503 if the disk is almost full, because recording an answer might fail."""
         free = shutil.disk_usage(self.directory).free
         if free < MIN_FREE:
             raise _unwritable(f"only {free >> 20} MB are free on its disk")
 
     def append(self, entry: JournalEntry) -> int:
-        """Writes the line to the system, and returns its length. Raises ChatError 503 if that fails."""
+        """Passes the line to the system and returns its length. Raises ChatError 503 on failure."""
         line = msgspec.json.encode(entry)
         try:
             self._writer.append(msgspec.Raw(line))
-        except (OSError, ValueError) as error:  # ValueError: it was closed, because the gateway has stopped
+        except (OSError, ValueError) as error:  # ValueError: closed, because the gateway has stopped
             reason = getattr(error, "strerror", None) or str(error)
             log.error("%s: a call is not recorded: %s", self._writer.path, reason)
             raise _unwritable(reason) from error
@@ -170,9 +171,9 @@ class Journal:
         return len(line)
 
     async def sync(self) -> None:
-        """Returns when all that was appended before is on the disk. Raises ChatError 503: the disk does not take it.
+        """Waits until all earlier appends are on disk. Raises ChatError 503 if the disk fails.
 
-        Calls that wait at the same time share one write.
+        Concurrent calls share a single write.
         """
         needed = self._num_appended
         while self._num_synced < needed:
@@ -192,16 +193,16 @@ class Journal:
     # --- rotation -----------------------------------------------------------------------------------------------------
 
     def is_due(self, now: float) -> bool:
-        """Returns whether to write a file of trajectories: by size or age, or because that failed before."""
+        """Returns True if a trajectory file is due by size or age, or because an earlier attempt failed."""
         if self._retired is not None:
             return True
         is_old = self._first_at is not None and now - self._first_at >= self._rotate_s
         return self._num_bytes >= self._rotate_bytes or is_old
 
     async def rotate(self, open_conversations: AbstractSet[str]) -> None:
-        """Makes trajectories of all conversations but the open ones, if there are any.
+        """Turns all conversations except the open ones into trajectories.
 
-        Raises OSError: the disk does not take them. What is missing is made by the next call.
+        Raises OSError on disk failures. The next call then completes the work.
         """
         if self._retired is None:
             if self._conversations <= open_conversations:
@@ -217,7 +218,8 @@ class Journal:
         await asyncio.to_thread(self._end_retired)
 
     def finish(self) -> None:
-        """Makes trajectories of everything. Raises OSError: the disk does not take them; the next start makes them."""
+        """Turns everything into trajectories. Raises OSError on disk failures; the next start then completes the
+        work."""
         self._end_retired()
         self._writer.close()
         with self._folding:
@@ -261,7 +263,7 @@ class Journal:
         log.info("%s: %d trajectories, %d of them exact", target, len(found), num_exact)
 
     def _begin(self) -> None:
-        """Begins a journal that is younger than every file here."""
+        """Starts a journal with a newer timestamp than all existing files."""
         latest = max((_stamp(path) for path in self._files(CALLS, TRAJECTORIES)), default="")
         now = datetime.now(UTC)
         if latest and now.strftime(STAMP) <= latest:  # rotated twice within a second, or the clock was set back
@@ -276,7 +278,7 @@ class Journal:
     # --- after a kill -------------------------------------------------------------------------------------------------
 
     def _recover(self) -> None:
-        """Ends what a killed process had begun, and opens the journal that it wrote last."""
+        """Completes a killed process's work and opens its latest journal."""
         older = sorted(self._files(CALLS))
         if older and not _beside(older[-1], TRAJECTORIES).exists():
             self._open(older.pop())
@@ -291,7 +293,7 @@ class Journal:
         self._num_bytes = sum(line.length for line in lines)
 
     def _take_over(self, path: Path) -> None:
-        """Copies what an older journal still holds to the current one, and removes it."""
+        """Copies an older journal's remaining calls to the current journal, then removes the older journal."""
         done = _ids(_beside(path, TRAJECTORIES))
         outline = _outline(path)
         here = self.outline().lines
@@ -303,7 +305,7 @@ class Journal:
         path.unlink()
 
     def outline(self) -> Outline:
-        """Returns the conversations of the current journal."""
+        """Returns the current journal's conversations."""
         return _outline(self._writer.path)
 
     def _files(self, *kinds: str) -> Iterator[Path]:
@@ -313,7 +315,7 @@ class Journal:
 
 
 def _outline(path: Path) -> Outline:
-    """Raises DataError: a line that is not the last one is no entry."""
+    """Raises DataError for invalid lines, except a torn last line."""
     lines: dict[str, dict[int, _Line]] = {}
     scenarios: dict[str, str] = {}
     for line in json_lines.lines(path):
@@ -336,7 +338,7 @@ class _Id(msgspec.Struct):
 
 
 def _ids(path: Path) -> set[str]:
-    """Returns the ids of the trajectories in a file; none if there is no such file."""
+    """Returns the trajectory ids in a file; empty if the file is missing."""
     if not path.exists():
         return set()
     decoder = msgspec.json.Decoder(_Id)

@@ -1,6 +1,6 @@
-"""JournaledRecorder: a Recorder that writes each call to the journal, redacted, before it takes the call itself.
+"""JournaledRecorder: a Recorder that first writes each call to the journal, redacted.
 
-`trajectory_of` replays a conversation's entries and makes its trajectory, with its scenario and its group.
+`trajectory_of` replays a conversation's entries and returns its trajectory, with scenario and group.
 """
 
 import hashlib
@@ -24,13 +24,14 @@ from art_cli.serving.gateway.redaction import Redactor
 
 log = logging.getLogger(__name__)
 
-# Writes one line and returns its length. Raises ChatError 503: it cannot be written.
+# Writes a line and returns its length. Raises ChatError 503 on failure.
 Write = Callable[[JournalEntry], int]
-OBJECTS_PER_BYTE = 3  # bytes of memory that a byte of JSON takes as Python's objects, about
+OBJECTS_PER_BYTE = 3  # approximate memory in bytes of Python objects per byte of JSON
+NOTHING = Redactor(RedactConfig(), Secrets([]))  # entries are already redacted
 
 
 class About(NamedTuple):
-    """The identity of a conversation. Example: About("4f0c...", client="key 2", name=None, scenario="9a31...")"""
+    """Identifies a conversation. Example: About("4f0c...", client="key 2", name=None, scenario="9a31...")"""
 
     id: str
     client: str
@@ -39,18 +40,18 @@ class About(NamedTuple):
 
 
 class JournaledRecorder(Recorder):
-    """Records redacted calls. A call that cannot be written is not recorded, and its client gets an error instead."""
+    """Records redacted calls. If a call cannot be written, it is not recorded and its client gets an error."""
 
     def __init__(self, about: About, redactor: Redactor, write: Write) -> None:
         super().__init__()
         self.about = about
-        self.num_bytes = 0  # estimate of the memory that it takes
-        self.num_text_only = 0  # calls that are recorded without token ids
-        self.has_foreign_replies = False  # the endpoint reported none
-        self.on_call: Callable[[Request, Recorded], None] | None = None  # called with each call that is taken, redacted
+        self.num_bytes = 0  # estimated memory use
+        self.num_text_only = 0  # calls recorded without token ids
+        self.has_foreign_replies = False  # the endpoint did not report token ids
+        self.on_call: Callable[[Request, Recorded], None] | None = None  # called with each recorded call, redacted
         self._redactor = redactor
         self._write = write
-        self._entries: list[Recorded | None] = []  # the turns of each entry of the journal
+        self._entries: list[Recorded | None] = []  # the turns of each journal entry
         self._is_leaving = False
 
     @property
@@ -58,13 +59,14 @@ class JournaledRecorder(Recorder):
         return len(self._entries)
 
     def is_continued_by(self, prompt: str) -> bool:
-        """Returns whether a plain prompt goes on from the text of a plain completion."""
+        """Returns True if the prompt continues the text of a plain completion."""
         return any(each.text and prompt.startswith(each.text) for each in self._conversations)
 
-    # --- what RecordingBackend calls ----------------------------------------------------------------------------------
+    # --- interface of RecordingBackend
+    # ----------------------------------------------------------------------------------
 
     def record(self, request: Request, reply: Reply) -> Recorded:
-        """Raises ChatError 503: the call cannot be written."""
+        """Raises ChatError 503 if the call cannot be written."""
         self.has_foreign_replies |= not reply.prompt_ids
         request, reply = self._redacted(request, reply)
         call = call_of(
@@ -74,7 +76,7 @@ class JournaledRecorder(Recorder):
         return self._take(request, reply, num_bytes)
 
     def leave(self, request: Request, reply: Reply | None) -> Recorded | None:
-        """Records as a Recorder does. A call that cannot be written is only logged, because its client is gone."""
+        """Like Recorder.leave. Write failures are only logged, because the client has disconnected."""
         self._is_leaving = True
         try:
             return super().leave(request, reply)
@@ -96,7 +98,7 @@ class JournaledRecorder(Recorder):
     def replay(
         self, entries: Iterable[JournalEntry], on_call: Callable[[Request, Recorded], None] | None = None
     ) -> None:
-        """Takes what the journal holds of this conversation, in the order of its numbers. Nothing is written."""
+        """Restores the recorder from a conversation's journal entries, in numerical order, without writing."""
         for entry in entries:
             if entry.abandons is not None:
                 if (recorded := self._entries[entry.abandons]) is not None:
@@ -133,7 +135,7 @@ class JournaledRecorder(Recorder):
         self._entries.append(recorded)
         self.num_text_only += not recorded.turns
         self.num_bytes += OBJECTS_PER_BYTE * num_bytes + sum(len(self._sequences[turn]) for turn in recorded.turns)
-        if num_conversations and len(self._conversations) > num_conversations:  # a branch, which is written whole
+        if num_conversations and len(self._conversations) > num_conversations:  # a branch is written whole
             self.num_bytes += len(msgspec.json.encode(recorded.conversations[0].messages))
         if self.on_call is not None:
             self.on_call(request, recorded)
@@ -148,7 +150,7 @@ class JournaledRecorder(Recorder):
     # --- redaction ----------------------------------------------------------------------------------------------------
 
     def _redacted(self, request: Request, reply: Reply) -> tuple[Request, Reply]:
-        """Both without what must not be written. If anything is replaced, the reply has no token ids and logprobs."""
+        """Redacts a call. If anything is replaced, token ids and logprobs are dropped from the reply."""
         redact, prompt = self._redactor, request.prompt
         messages = None if request.messages is None else redact.messages(request.messages)
         tools, overridden = redact.messages(request.tools), redact.value(request.overridden)
@@ -174,21 +176,18 @@ class JournaledRecorder(Recorder):
         return msgspec.structs.replace(choice, message=message, text=text)
 
 
-NOTHING = Redactor(RedactConfig(), Secrets([]))  # entries are redacted already
-
-
 class PlaceInGroup(NamedTuple):
-    """A trajectory's place in its group. Example: PlaceInGroup("9a31...-195028-0", group_size=4, position=2)"""
+    """A trajectory's position in its group. Example: PlaceInGroup("9a31...-195028-0", group_size=4, position=2)"""
 
     group_id: str
     group_size: int
-    position: int  # 0 for the first
+    position: int  # starts at 0
 
 
 def scenario_of(request: Request) -> str:
-    """Returns the scenario that attempts at one task share: the client's name for it, or a digest of the beginning.
+    """Returns the scenario shared by attempts at a task: the client's name for it, or a digest of the initial messages.
 
-    That is all messages up to the first one of the user: the system prompt and the question. `request` is redacted.
+    These are all messages up to the first user message: system prompt and question. `request` is redacted.
     """
     if request.scenario:
         return request.scenario
@@ -200,10 +199,10 @@ def scenario_of(request: Request) -> str:
 
 
 def places(scenarios: Mapping[str, str], *, group_size: int, file: str) -> dict[str, PlaceInGroup]:
-    """Returns the group and index of each conversation. `scenarios`: conversation -> scenario; `file`: its stamp.
+    """Returns each conversation's group and index. `scenarios`: conversation -> scenario; `file`: timestamp.
 
-    The attempts at one scenario in one file are divided into groups as equal as possible, of at most `group_size`.
-    The file's stamp is part of a group's id, so that the groups of several files can be read as one file.
+    All attempts at a scenario in a file are divided evenly into groups of up to `group_size`. Group ids include the
+    file's timestamp, so several files can be combined.
     """
     by_scenario: dict[str, list[str]] = {}
     for conversation, scenario in scenarios.items():
@@ -219,7 +218,7 @@ def places(scenarios: Mapping[str, str], *, group_size: int, file: str) -> dict[
 
 
 def trajectory_of(entries: Sequence[JournalEntry], place: PlaceInGroup) -> Trajectory:
-    """Returns the trajectory of a conversation's entries, at least one, in the order of their numbers."""
+    """Returns the trajectory of a conversation from its entries (at least one, in numerical order)."""
     first, last = entries[0], entries[-1]
     recorder = JournaledRecorder(About(first.conversation, first.client, first.name, first.scenario), NOTHING, _refuse)
     recorder.replay(entries)

@@ -1,7 +1,7 @@
-"""Redactor: replaces keys and what the user's rules match, in everything that is written of a call.
+"""Redactor: replaces keys and matches of the user's rules in everything written about a call.
 
-It sees a call before the journal does. A value in which nothing is replaced comes back as the same object, so that the
-caller knows whether the call's token ids may be written: they would tell what the text does not.
+It runs before the journal. Unchanged values are returned as the same object, so the caller knows whether token ids may
+be written: they would reveal replaced text.
 """
 
 import hashlib
@@ -23,16 +23,18 @@ Value = TypeVar("Value")
 Json = dict[str, Any]
 
 REDACTED = "[redacted]"
-MAX_REMEMBERED = 1024  # number of messages whose outcome is remembered, because each call sends all earlier ones again
-MAX_REMEMBERED_BYTES = 64 * 2**20  # bytes of all redacted messages that are remembered
-MAX_NESTED = 8  # levels of JSON in strings of JSON that are read
-MAX_DEPTH = 64  # levels of lists and objects in such JSON; deeper ones are replaced as a whole
-STRUCTURE = ("role", "type")  # names whose values are the protocol's words, in which only keys are looked for
-DATA = ("parameters", "input_schema", "schema", "arguments", "input", "metadata")  # names below which it has no words
+MAX_REMEMBERED = 1024  # maximum cached messages; cached because each call repeats all earlier messages
+MAX_REMEMBERED_BYTES = 64 * 2**20  # maximum bytes of cached redacted messages
+MAX_NESTED = 8  # maximum levels of JSON inside JSON strings
+MAX_DEPTH = 64  # maximum nesting of such JSON; deeper values are replaced entirely
+STRUCTURE = ("role", "type")  # protocol fields, only searched for keys
+# fields with user data: no protocol fields inside
+DATA = ("parameters", "input_schema", "schema", "arguments", "input", "metadata")
 
 
 class Redactor:
-    """Example: with keys ["password"], '{"user": "x", "password": "y"}' is '{"user":"x","password":"[redacted]"}'."""
+    """Example: with keys ["password"], '{"user": "x", "password": "y"}' becomes
+    '{"user":"x","password":"[redacted]"}'."""
 
     def __init__(self, rules: RedactConfig, secrets: Secrets) -> None:
         self._secrets = secrets
@@ -40,9 +42,9 @@ class Redactor:
         self._names = frozenset(name.lower() for name in rules.keys)
         names = "|".join(re.escape(name) for name in rules.keys)
         self._named = re.compile(rf'"(?:{names})"\s*:\s*', re.IGNORECASE) if rules.keys else None
-        # Digest of a message -> it redacted, or None if nothing is replaced, and the bytes that this takes.
+        # message digest -> (redacted message or None if unchanged, size in bytes)
         self._remembered: OrderedDict[bytes, tuple[Json | None, int]] = OrderedDict()
-        self._num_bytes = 0  # of all that is remembered
+        self._num_bytes = 0  # total size of cached messages
         self._lock = threading.Lock()  # long requests are redacted in a thread, short ones on the event loop
 
     @property
@@ -50,32 +52,32 @@ class Redactor:
         return bool(self._patterns or self._names)
 
     def messages(self, messages: list[Json]) -> list[Json]:
-        """Returns the messages; the same list if nothing is replaced."""
+        """Redacts the messages; returns the same list if unchanged."""
         redacted = [self._message(message) for message in messages]
         return messages if all(map(_is_same, redacted, messages)) else redacted
 
     def prompt(self, prompt: str) -> str:
-        """Returns the prompt of a plain completion, which is remembered as a message is."""
+        """Redacts a plain completion's prompt, with caching."""
         text: str = self._message({"prompt": prompt})["prompt"]
         return text
 
     def request(self, request: Request) -> Request:
-        """Returns the request with its messages, tools and prompt redacted, without a prompt of token ids."""
+        """Redacts messages, tools and prompt. Token ids are dropped."""
         prompt = self.prompt(request.prompt) if isinstance(request.prompt, str) else None
         messages = None if request.messages is None else self.messages(request.messages)
         return msgspec.structs.replace(request, messages=messages, tools=self.messages(request.tools), prompt=prompt)
 
     def value(self, value: Value) -> Value:
-        """Any JSON value with its strings redacted, also strings that are JSON; the same object if nothing is."""
+        """Redacts all strings in a JSON value, including JSON inside strings. Returns the same object if unchanged."""
         redacted: Value = self._walk(value, is_document=False, nested=0)
         return redacted
 
     def text(self, text: str) -> str:
-        """Returns the text; the same object if nothing is replaced."""
+        """Redacts a text; returns the same object if unchanged."""
         return self._text(text, nested=0)
 
     def num_new_bytes(self, request: Request) -> int:
-        """Returns the size of what it has not seen lately of a request, which is the work that `request` would be."""
+        """Returns the size of the request's uncached parts, which `request` would have to process."""
         prompts = [{"prompt": request.prompt}] if isinstance(request.prompt, str) else []
         encoded = map(msgspec.json.encode, [*(request.messages or ()), *request.tools, *prompts])
         return sum(len(data) for data in encoded if _digest(data) not in self._remembered)
@@ -97,9 +99,9 @@ class Redactor:
         return redacted
 
     def _walk(self, value: Any, *, is_document: bool, nested: int, is_data: bool = False) -> Any:
-        """`is_document`: the value was read from a string, so that its keys are data and not the protocol's.
+        """`is_document`: the value was parsed from a string, so its fields are user data instead of protocol fields.
 
-        `is_data`: it is below one of DATA, so that `role` and `type` are no words of the protocol.
+        `is_data`: the value is below a DATA field, so `role` and `type` are not protocol fields.
         """
         if isinstance(value, str):
             return self._text(value, nested=nested)
@@ -123,7 +125,7 @@ class Redactor:
         return value if is_same else found
 
     def _number(self, value: Any) -> Any:
-        """Returns a number or word of JSON; it becomes a string where a pattern matches its digits."""
+        """Redacts a JSON number or constant: it becomes a string if a pattern matches its digits."""
         if isinstance(value, bool) or value is None:
             return value
         text = json.dumps(value)
@@ -142,7 +144,7 @@ class Redactor:
         return self._secrets.redact(text)
 
     def _in_json(self, text: str, nested: int) -> str:
-        """Returns a text that is one JSON object or list, with its values redacted, written anew if any is."""
+        """Redacts the values in a text that is a JSON object or list. Changed text is re-encoded."""
         stripped = text.strip()
         if not stripped.startswith(("{", "[")) or not stripped.endswith(("}", "]")):
             return text
@@ -156,7 +158,7 @@ class Redactor:
         return text if walked is value else msgspec.json.encode(walked).decode()
 
     def _named_values(self, text: str) -> str:
-        """Returns a text that quotes JSON, with the named keys' values replaced, a cut one to the line's end."""
+        """Redacts the values of named keys in quoted JSON. A truncated value is replaced up to the line's end."""
         pieces, end = list[str](), 0
         while self._named is not None and (found := self._named.search(text, end)):
             pieces += text[end : found.end()], f'"{REDACTED}"'

@@ -34,6 +34,12 @@ OFFER_S = 900.0  # lifetime of a download address
 MAX_OFFERS = 10_000
 BLOCK = tarfile.BLOCKSIZE
 PIECE_BYTES = 2**20
+KINDS = {"weights": "training", "sampler_weights": "sampler", "external_weights": "external"}
+RUN_ID = re.compile(r"[0-9a-f]{32}:train:[0-9]{1,9}", re.ASCII)
+NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}", re.ASCII)
+MAX_METADATA = 64  # entries in a client's metadata
+MAX_METADATA_BYTES = 16_384
+UNFINISHED_S = 3600.0  # a temporary file unchanged this long has no writer; several servers may share a root
 
 
 class Downloads:
@@ -88,14 +94,6 @@ def _files(directory: Path) -> list[Path]:
 
 def _padded(size: int, unit: int) -> int:
     return -(-size // unit) * unit
-
-
-KINDS = {"weights": "training", "sampler_weights": "sampler", "external_weights": "external"}
-RUN_ID = re.compile(r"[0-9a-f]{32}:train:[0-9]{1,9}", re.ASCII)
-NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}", re.ASCII)
-MAX_METADATA = 64  # entries in a client's metadata
-MAX_METADATA_BYTES = 16_384
-UNFINISHED_S = 3600.0  # a temporary file unchanged this long has no writer; several servers may share a root
 
 
 class RunNotes(msgspec.Struct, kw_only=True):

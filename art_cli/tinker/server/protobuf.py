@@ -17,10 +17,16 @@ from tinker.proto import tinker_public_pb2
 from art_cli.tinker.server import Count, Finite
 
 Array = npt.NDArray[Any]  # float64 or int64
+messages: Any = tinker_public_pb2  # the classes differ between SDK versions
 
 MAX_NUMBERS = 1 << 22  # maximum numbers in a tensor, including implicit zeros
 FLOAT32, INT64, INT32 = 1, 2, 3
 DTYPES = {FLOAT32: "<f4", INT64: "<i8", INT32: "<i4"}
+MAX_FIELDS = 400_000  # maximum fields in a request, including packed numbers; scanning takes 0.4 s
+MAX_VARINT = 10  # bytes
+SIZES = {1: 8, 5: 4}  # wire type -> bytes of a value
+VARINT, BYTES = 0, 2
+WHOLE = (FieldDescriptor.TYPE_BYTES, FieldDescriptor.TYPE_STRING)
 
 
 class TensorData(msgspec.Struct, forbid_unknown_fields=True):
@@ -94,15 +100,6 @@ def _dense(values: Array, rows: Array, columns: Array, shape: list[int] | None) 
     dense = np.zeros(shape, values.dtype)
     dense[np.repeat(np.arange(shape[0]), np.diff(rows)), columns] = values
     return dense
-
-
-messages: Any = tinker_public_pb2  # the classes differ between SDK versions
-
-MAX_FIELDS = 400_000  # maximum fields in a request, including packed numbers; scanning takes 0.4 s
-MAX_VARINT = 10  # bytes
-SIZES = {1: 8, 5: 4}  # wire type -> bytes of a value
-VARINT, BYTES = 0, 2
-WHOLE = (FieldDescriptor.TYPE_BYTES, FieldDescriptor.TYPE_STRING)
 
 
 def read_message(kind: Any, body: bytes) -> Any:
