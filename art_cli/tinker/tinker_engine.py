@@ -7,10 +7,11 @@ policy's own logprobs at temperature 1 without top_p or top_k, regardless of the
 """
 
 import asyncio
+import contextlib
 import math
 import time
 import uuid
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any, NoReturn, Self
 
@@ -230,15 +231,13 @@ class TinkerEngine:
         return ChatError(502, f"{self._server.url}: it gave {what}")
 
 
-class _as_engine_error:
+@contextlib.contextmanager
+def _as_engine_error() -> Iterator[None]:
     """Turns a RemoteError inside the block into an EngineError."""
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if isinstance(error, RemoteError):
-            raise EngineError(str(error)) from error
+    try:
+        yield
+    except RemoteError as error:
+        raise EngineError(str(error)) from error
 
 
 def _refuse(request: Request) -> None:

@@ -418,14 +418,9 @@ class TinkerLearner(Learner):
 
 def _check_temperatures(plan: PlannedStep) -> None:
     for sample in (sample for part in plan.parts for sample in part):
-        if (sample.temperatures != 1).any():
-            raise LearnerError(_refused_temperature(sample))
-
-
-def _refused_temperature(sample: Sample) -> str:
-    other = float(sample.temperatures[sample.temperatures != 1][0])
-    return (
-        f"trajectory {sample.trajectory_id}: sampled at temperature {other:g}, and a server of the Tinker protocol "
-        "computes logprobs at 1 only: rollout.sampling.temperature=1, and rollout.sampling.force=true where the agent "
-        "sets its own"
-    )
+        if others := sample.temperatures[sample.temperatures != 1].tolist():
+            raise LearnerError(
+                f"trajectory {sample.trajectory_id}: sampled at temperature {others[0]:g}, and a server of the Tinker "
+                "protocol computes logprobs at 1 only: rollout.sampling.temperature=1, and rollout.sampling.force=true "
+                "where the agent sets its own"
+            )

@@ -1,25 +1,24 @@
 """Base: the base model shared by all clients' adapters, loaded once, with shared facts."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import msgspec
 
 from art_cli.chat.chat_errors import invalid
 from art_cli.config.schema import LoraConfig
-from art_cli.learners.optimizer import Adam
 from art_cli.learners.probe import measure_probe
 from art_cli.models.adapters import on_base, with_adapter
 from art_cli.models.saved_weights import load_checkpoint
 from art_cli.models.weights import Weights, clone_trainable, token_logprobs
 from art_cli.runs.manifest import Probe
-from art_cli.tinker.server.adapter_learner import AdapterLearner, Passed
-from art_cli.tinker.server.adapter_pool import AdapterReplicas
-from art_cli.tinker.server.datums import Datum
+from art_cli.tinker.server.adapter_learner import AdapterLearner
+from art_cli.tinker.server.adapter_pool import AdapterReplicas, ReplicatedAdapter
 
+ClientLearner = AdapterLearner | ReplicatedAdapter  # trains a client's weights in this process, or in several
 ALPHA = 32  # default adapter scale, independent of the rank
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj", "qkv_proj")
 MLP = ("gate_proj", "up_proj", "down_proj", "gate_up_proj", "fc1", "fc2")
@@ -30,36 +29,6 @@ class Parts(NamedTuple):
 
     attention: bool = True
     mlp: bool = True
-
-
-class ClientLearner(Protocol):
-    """Trains a client's weights: an AdapterLearner, or a ReplicatedAdapter for several processes."""
-
-    @property
-    def num_updates(self) -> int: ...
-
-    @property
-    def rank(self) -> int:
-        """The adapter's rank; 0 when all weights are trained."""
-
-    def run(self, data: Sequence[Datum], loss: str, settings: Mapping[str, float], *, backward: bool) -> Passed: ...
-
-    def update(self, adam: Adam, *, max_norm: float) -> float: ...
-
-    def clear(self) -> None: ...
-
-    def score(self, token_ids: Sequence[int]) -> list[float]: ...
-
-    def measure(self, before: Probe | None = None) -> Probe: ...
-
-    def copy_weights(self) -> Weights: ...
-
-    def save(self, directory: Path, *, optimizer: bool) -> None: ...
-
-    def load(self, directory: Path, *, optimizer: bool) -> int: ...
-
-    def close(self) -> None:
-        """Closes the learner for good."""
 
 
 class Base:

@@ -11,14 +11,14 @@ import shutil
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import NoReturn, Protocol
+from typing import Any, NoReturn, Protocol
 
 import msgspec
 
 from art_cli.chat.replies import Reply
 from art_cli.chat.requests import Request
 from art_cli.config.schema import EmbeddedEngineConfig, EngineConfig, VllmEngineConfig
-from art_cli.engines import Engine, make_engine
+from art_cli.engines import make_engine
 from art_cli.engines.proof import WeightProof
 from art_cli.engines.vllm.vllm_policies import VllmPolicies
 from art_cli.learners.probe import measure_probe
@@ -96,7 +96,7 @@ class EmbeddedHost:
     async def open(self, policy: SampledPolicy) -> OpenPolicy:
         if (weights := policy.weights) is None:
             weights = await call_in_thread(_load, self._base, policy.adapter)
-        engine = make_engine(self._config, weights, name="policy", logs=self._logs, shares_weights=False)
+        engine: Any = make_engine(self._config, weights, name="policy", logs=self._logs, shares_weights=False)
         await engine.start()
         try:
             if (probe := policy.probe) is not None:
@@ -104,7 +104,8 @@ class EmbeddedHost:
         except BaseException:
             await engine.close()
             raise
-        return _EmbeddedPolicy(engine)
+        opened: OpenPolicy = engine  # an embedded engine is a Backend itself
+        return opened
 
     def copy(self, key: str, learner: ClientLearner) -> SampledPolicy:
         return SampledPolicy(key, weights=learner.copy_weights(), probe=learner.measure(self._base.probe()))
@@ -115,20 +116,6 @@ class EmbeddedHost:
 
     async def close(self) -> None:
         pass
-
-
-class _EmbeddedPolicy:
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
-
-    async def score(self, token_ids: list[int]) -> list[float]:
-        return await self._engine.score(token_ids)
-
-    async def reply(self, request: Request) -> Reply:
-        return await self._engine.backend.reply(request)
-
-    async def close(self) -> None:
-        await self._engine.close()
 
 
 class VllmHost:

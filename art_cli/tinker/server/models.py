@@ -21,7 +21,7 @@ from art_cli.runtime.errors import LearnerError
 from art_cli.tinker.server import BackendLimits, Decay, Setting, passes
 from art_cli.tinker.server.adapter_learner import Passed
 from art_cli.tinker.server.base_model import Base, ClientLearner, Parts, lora_of, parts_of
-from art_cli.tinker.server.checkpoint_store import Notes, Place, RunNotes, Store, check_metadata, place
+from art_cli.tinker.server.checkpoint_store import Notes, Place, RunNotes, Store, check_metadata
 from art_cli.tinker.server.futures import SMALL, Failure, Future, FutureAnswer, Futures, plain_answer
 from art_cli.tinker.server.samplers import Samplers
 
@@ -348,7 +348,7 @@ def _load(learner: ClientLearner, path: Path, optimizer: bool) -> None:
 
 def describe(store: Store, at: Place, owner: str) -> dict[str, Any]:
     """Returns weights_info: the facts a client needs for loading a checkpoint."""
-    found, run = store.find(at, owner), store.any_run(at.run)
+    found, run = store.find(at, owner), store.run(at.run)
     if not run.rank:
         return {"base_model": run.base_model, "is_lora": False, "lora_rank": None}
     lora = lora_of(found)
@@ -361,9 +361,3 @@ def describe(store: Store, at: Place, owner: str) -> dict[str, Any]:
         "train_mlp": parts.mlp,
         "train_attn": parts.attention,
     }
-
-
-def new_place(model: str, kind: str, name: str | None) -> Place:
-    if name is None:
-        raise invalid("path: a checkpoint needs a name")
-    return place(model, kind, name)

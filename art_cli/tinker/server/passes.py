@@ -3,8 +3,9 @@
 SDK 0.24.1 reads both formats; later versions only read protocol buffers.
 """
 
+import contextlib
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import msgspec
@@ -178,20 +179,15 @@ def _datum(datum: Any) -> RawDatum:
 # --- checking ---------------------------------------------------------------------------------------------------------
 
 
-class _naming:
+@contextlib.contextmanager
+def _naming(number: int) -> Iterator[None]:
     """Errors inside the block become a ChatError 400 that names the datum."""
-
-    def __init__(self, number: int) -> None:
-        self._number = number
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
-        if isinstance(error, ValueError | ArithmeticError | AssertionError):
-            raise invalid(f"data[{self._number}]: {error}") from None
-        if isinstance(error, ChatError):
-            raise invalid(f"data[{self._number}]: {error.message}") from None
+    try:
+        yield
+    except (ValueError, ArithmeticError, AssertionError) as error:
+        raise invalid(f"data[{number}]: {error}") from None
+    except ChatError as error:
+        raise invalid(f"data[{number}]: {error.message}") from None
 
 
 def _numbers(settings: dict[str, float | str]) -> dict[str, float]:

@@ -17,37 +17,14 @@ from art_cli.chat.chat_errors import ChatError, invalid
 from art_cli.chat.reading import convert, decode_object
 from art_cli.chat.requests import Json
 from art_cli.runtime.threads import call_in_thread
-from art_cli.tinker.server import passes
+from art_cli.tinker.server import passes, wire
 from art_cli.tinker.server.base_model import Parts
 from art_cli.tinker.server.checkpoint_store import Place, RunNotes, make_notes, parse, place, tar_length, tar_pieces
 from art_cli.tinker.server.futures import Failure, plain_answer
-from art_cli.tinker.server.models import AdamParams, NewModel, SaveTo, describe, new_place
+from art_cli.tinker.server.models import AdamParams, NewModel, SaveTo, describe
 from art_cli.tinker.server.samplers import SampleRequest
 from art_cli.tinker.server.sessions import BackendState, ClientSession
-from art_cli.tinker.server.wire import (
-    MAX_PAGE,
-    PROTO,
-    CreateModel,
-    Load,
-    NewSampler,
-    NewSession,
-    OfModel,
-    OfPath,
-    OfSession,
-    OptimStep,
-    Retrieve,
-    Save,
-    Search,
-    Ttl,
-    checkpoint_of,
-    content_type,
-    cursor,
-    digest_of,
-    moment,
-    page,
-    reply,
-    try_again,
-)
+from art_cli.tinker.server.wire import reply
 
 Record = TypeVar("Record")
 
@@ -101,7 +78,7 @@ class Routes:
     # --- sampling -----------------------------------------------------------------------------------------------------
 
     async def create_sampling_session(self, http: Request, owner: str) -> Response:
-        asked = await self._asked(http, NewSampler)
+        asked = await self._asked(http, wire.NewSampler)
         self.state.sessions.active(asked.session_id, owner)
         self.state.base.check(asked.base_model)
         if asked.base_model is None and asked.model_path is None:
@@ -117,7 +94,7 @@ class Routes:
     async def asample(self, http: Request, owner: str) -> Response:
         body = await self.state.bodies.raw(http)
         asked: SampleRequest = await self.state.bodies.reader.read(lambda: convert(decode_object(body), SampleRequest))
-        digest = digest_of(http, body)
+        digest = wire.digest_of(http, body)
         policy, request = self.state.samplers.prepare(asked, owner)
         session = asked.sampling_session_id
         numbered = session is not None and asked.seq_id is not None
@@ -140,33 +117,33 @@ class Routes:
 
     async def retrieve(self, http: Request, owner: str) -> Response:
         """Returns a request's result. If none is ready in time, returns try_again and the reason for waiting."""
-        asked = await self._asked(http, Retrieve)
+        asked = await self._asked(http, wire.Retrieve)
         future = self.state.futures.get(asked.request_id, owner)
         if not await self.state.futures.wait(future, PAUSED_S if future.waits_for else POLL_S):
-            return reply(try_again(future))
+            return reply(wire.try_again(future))
         result = future.result
         assert result is not None
         self.state.futures.mark_fetched(future)
         if isinstance(result, Failure):
             return reply({"error": result.message, "category": "user" if result.is_users else "server"})
-        if result.as_proto is not None and PROTO in http.headers.get("accept", ""):
-            return Response(await call_in_thread(result.as_proto), media_type=PROTO)
+        if result.as_proto is not None and wire.PROTO in http.headers.get("accept", ""):
+            return Response(await call_in_thread(result.as_proto), media_type=wire.PROTO)
         return reply(await call_in_thread(result.as_json))
 
     async def cancel(self, http: Request, owner: str) -> Response:
-        asked = await self._asked(http, Retrieve)
+        asked = await self._asked(http, wire.Retrieve)
         self.state.futures.cancel(self.state.futures.get(asked.request_id, owner))
         return reply({})
 
     # --- sessions: made, kept alive, found and ended ------------------------------------------------------------------
 
     async def create_session(self, http: Request, owner: str) -> Response:
-        asked = await self._asked(http, NewSession)
+        asked = await self._asked(http, wire.NewSession)
         session = self.state.sessions.add(owner, asked.user_metadata, asked.display_name)
         return reply({"type": "create_session", "session_id": session.id})
 
     async def heartbeat(self, http: Request, owner: str) -> Response:
-        self.state.sessions.active((await self._asked(http, OfSession)).session_id, owner)
+        self.state.sessions.active((await self._asked(http, wire.OfSession)).session_id, owner)
         return reply({"type": "session_heartbeat"})
 
     async def finish_session(self, http: Request, owner: str) -> Response:
@@ -180,12 +157,12 @@ class Routes:
         return reply({})
 
     async def list_sessions(self, http: Request, owner: str) -> Response:
-        offset, limit = page(http)
+        offset, limit = wire.page(http)
         found = self.state.sessions.of(owner)[offset : offset + limit]
         return reply({"sessions": [session.id for session in found]})
 
     async def search_sessions(self, http: Request, owner: str) -> Response:
-        asked = await self._asked(http, Search)
+        asked = await self._asked(http, wire.Search)
         words = (asked.display_name or "").lower().split()
         wanted = asked.user_metadata.items()
         found = [
@@ -195,7 +172,7 @@ class Routes:
             and wanted <= (session.user_metadata or {}).items()
             and all(word in (session.display_name or "").lower() for word in words)
         ]
-        shown = found[: min(asked.limit, MAX_PAGE)]
+        shown = found[: min(asked.limit, wire.MAX_PAGE)]
 
         def summaries() -> list[Json]:
             runs = self.state.store.runs(owner)
@@ -207,7 +184,7 @@ class Routes:
         kept = [notes for run in runs for _, notes in self.state.store.checkpoints(run.id)]
         return {
             "session_id": session.id,
-            "created_at": moment(session.created),
+            "created_at": wire.moment(session.created),
             "owner": session.owner,
             "project_id": "",
             "status": {"type": "active"} if session.ended is None else None,
@@ -232,7 +209,7 @@ class Routes:
 
     async def create_model(self, http: Request, owner: str) -> Response:
         fields, digest = await self.state.bodies.signed(http)
-        asked = convert(fields, CreateModel)
+        asked = convert(fields, wire.CreateModel)
         self.state.sessions.active(asked.session_id, owner)
         self.state.base.check(asked.base_model)
         if asked.lora_config is None:
@@ -251,7 +228,7 @@ class Routes:
         return reply({"request_id": self.state.models.create(new, owner, digest), "model_id": new.id})
 
     async def get_info(self, http: Request, owner: str) -> Response:
-        asked = await self._asked(http, OfModel)
+        asked = await self._asked(http, wire.OfModel)
         model = self.state.models.get(asked.model_id, owner)
         # the SDK loads this tokenizer from the hub or a directory on the client
         data = {"arch": type(self.state.base.weights.model).__name__, "model_name": self.state.base.name}
@@ -268,24 +245,18 @@ class Routes:
 
     async def unload_model(self, http: Request, owner: str) -> Response:
         fields, digest = await self.state.bodies.signed(http)
-        asked = convert(fields, OfModel)
+        asked = convert(fields, wire.OfModel)
         await self.state.models.unload(asked.model_id, owner)
         future, is_new = self.state.futures.add(f"{asked.model_id}:unload", owner, digest)
         if is_new:
             self.state.futures.settle(future, plain_answer({"model_id": asked.model_id, "type": "unload_model"}))
         return reply({"request_id": future.id})
 
-    async def forward(self, http: Request, owner: str) -> Response:
-        return await self._run_pass(http, owner, backward=False)
-
-    async def forward_backward(self, http: Request, owner: str) -> Response:
-        return await self._run_pass(http, owner, backward=True)
-
-    async def _run_pass(self, http: Request, owner: str, *, backward: bool) -> Response:
+    async def run_pass(self, http: Request, owner: str, *, backward: bool) -> Response:
         body = await self.state.bodies.raw(http)
-        digest = digest_of(http, body)
+        digest = wire.digest_of(http, body)
         try:
-            if content_type(http.headers) == PROTO:
+            if wire.content_type(http.headers) == wire.PROTO:
                 asked = await self.state.bodies.reader.read(passes.of_proto, body)
             else:
                 asked = await self.state.bodies.reader.read(lambda: passes.of_json(body, backward=backward))
@@ -309,7 +280,7 @@ class Routes:
 
     async def optim_step(self, http: Request, owner: str) -> Response:
         def submit(fields: Json, digest: bytes) -> str:
-            asked = convert(fields, OptimStep)
+            asked = convert(fields, wire.OptimStep)
             if asked.optimizer_params is not None:
                 raise invalid("optimizer_params: only adam_params are served")
             return self.state.models.update(
@@ -320,25 +291,18 @@ class Routes:
 
     # --- their weights ------------------------------------------------------------------------------------------------
 
-    async def save_weights(self, http: Request, owner: str) -> Response:
-        return await self._save(http, owner, "weights")
-
-    async def save_for_sampler(self, http: Request, owner: str) -> Response:
-        return await self._save(http, owner, "sampler_weights")
-
-    async def save_external(self, http: Request, owner: str) -> Response:
-        return await self._save(http, owner, "external_weights")
-
-    async def _save(self, http: Request, owner: str, kind: str) -> Response:
+    async def save(self, http: Request, owner: str, *, kind: str) -> Response:
         def submit(fields: Json, digest: bytes) -> str:
-            asked = convert(fields, Save)
+            asked = convert(fields, wire.Save)
             if asked.age_encryption_recipients:
                 raise invalid("age_encryption_recipients: files are not encrypted here")
             if asked.path is None and kind == "sampler_weights" and asked.sampling_session_seq_id is not None:
                 session = asked.model_id.partition(":")[0]
                 sampler = f"{session}:sample:{asked.sampling_session_seq_id}"
                 return self.state.models.sample_from(asked.model_id, asked.seq_id, sampler, owner, digest)
-            at = new_place(asked.model_id, kind, asked.path)
+            if asked.path is None:
+                raise invalid("path: a checkpoint needs a name")
+            at = place(asked.model_id, kind, asked.path)
             to = SaveTo(at, make_notes(asked.ttl_seconds, asked.user_metadata), asked.overwrite)
             return self.state.models.save(asked.model_id, asked.seq_id, to, owner, digest)
 
@@ -348,7 +312,7 @@ class Routes:
         """Loads into an existing model, or into a new model if session and number are given."""
 
         def submit(fields: Json, digest: bytes) -> str:
-            asked = convert(fields, Load)
+            asked = convert(fields, wire.Load)
             at = parse(asked.path)
             self.state.base.check(asked.base_model)
             if asked.weights_access_token is not None:
@@ -374,16 +338,16 @@ class Routes:
     # --- training runs and their checkpoints: listed, published, deleted, downloaded ----------------------------------
 
     async def weights_info(self, http: Request, owner: str) -> Response:
-        asked = await self._asked(http, OfPath)
+        asked = await self._asked(http, wire.OfPath)
         return reply(await call_in_thread(describe, self.state.store, parse(asked.tinker_path), owner))
 
     async def list_runs(self, http: Request, owner: str) -> Response:
-        offset, limit = page(http)
+        offset, limit = wire.page(http)
 
         def shown() -> Json:
             runs = self.state.store.runs(owner)
             described = [self._run(run) for run in runs[offset : offset + limit]]
-            return {"training_runs": described, "cursor": cursor(offset, limit, len(runs))}
+            return {"training_runs": described, "cursor": wire.cursor(offset, limit, len(runs))}
 
         return reply(await call_in_thread(shown))
 
@@ -392,7 +356,7 @@ class Routes:
 
     def _run(self, run: RunNotes) -> Json:
         kept = self.state.store.checkpoints(run.id)
-        last = {at.kind: checkpoint_of(at, notes) for at, notes in kept}
+        last = {at.kind: wire.checkpoint_of(at, notes) for at, notes in kept}
         model = self.state.models.models.get(run.id)
         used = model.used if model is not None else max([run.created, *(notes.created for _, notes in kept)])
         return {
@@ -402,7 +366,7 @@ class Routes:
             "is_lora": run.rank > 0,
             "corrupted": False,
             "lora_rank": run.rank or None,
-            "last_request_time": moment(used),
+            "last_request_time": wire.moment(used),
             "last_checkpoint": last.get("weights"),
             "last_sampler_checkpoint": last.get("sampler_weights"),
             "user_metadata": run.user_metadata,
@@ -410,15 +374,15 @@ class Routes:
 
     async def list_checkpoints(self, http: Request, owner: str) -> Response:
         run = self.state.store.run(http.path_params["id"], owner)
-        return reply({"checkpoints": [checkpoint_of(*entry) for entry in self.state.store.checkpoints(run.id)]})
+        return reply({"checkpoints": [wire.checkpoint_of(*entry) for entry in self.state.store.checkpoints(run.id)]})
 
     async def list_all_checkpoints(self, http: Request, owner: str) -> Response:
-        offset, limit = page(http)
+        offset, limit = wire.page(http)
         store = self.state.store
 
         def shown() -> Json:
-            kept = [checkpoint_of(*each) for run in store.runs(owner) for each in store.checkpoints(run.id)]
-            return {"checkpoints": kept[offset : offset + limit], "cursor": cursor(offset, limit, len(kept))}
+            kept = [wire.checkpoint_of(*each) for run in store.runs(owner) for each in store.checkpoints(run.id)]
+            return {"checkpoints": kept[offset : offset + limit], "cursor": wire.cursor(offset, limit, len(kept))}
 
         return reply(await call_in_thread(shown))
 
@@ -438,7 +402,7 @@ class Routes:
 
     async def set_ttl(self, http: Request, owner: str) -> Response:
         at = place_of(http)
-        asked = await self._asked(http, Ttl)
+        asked = await self._asked(http, wire.Ttl)
         notes = self.state.store.owned(at, owner)
         notes.expires = None if asked.ttl_seconds is None else time.time() + asked.ttl_seconds
         await call_in_thread(self.state.store.note, at, notes)
@@ -462,7 +426,7 @@ class Routes:
             if file.is_file()
         }
         expires = max((expires for _, expires in offers.values()), default=time.time())
-        return reply({"urls": {name: url for name, (url, _) in offers.items()}, "expires": moment(expires)})
+        return reply({"urls": {name: url for name, (url, _) in offers.items()}, "expires": wire.moment(expires)})
 
     async def download(self, http: Request) -> Response:
         """Returns the offered file. No key is needed, because the address is secret."""

@@ -296,7 +296,7 @@ class Samplers:
         try:
             # otherwise wait at the first request, so training of other clients is not delayed
             if self.policies.can_enter(policy):
-                async with self.policies.using(policy, _drop_reason):
+                async with self.policies.using(policy, lambda reason: None):
                     pass  # opening proves the weights
         except BaseException:
             await self.policies.drop(policy)
@@ -362,7 +362,3 @@ async def _prompt_scores(opened: OpenPolicy, prompt: list[int], last_n: int | No
     hidden = 0 if last_n is None else max(0, len(scores) - last_n)
     scores[:hidden] = [float("nan")] * hidden
     return scores
-
-
-def _drop_reason(reason: str) -> None:
-    """Ignores the reason; the request already reports another reason."""

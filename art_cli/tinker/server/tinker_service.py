@@ -85,12 +85,12 @@ def build_app(state: BackendState, keys: Keys) -> Starlette:
         ("POST", "/create_model", routes.create_model),
         ("POST", "/get_info", routes.get_info),
         ("POST", "/unload_model", routes.unload_model),
-        ("POST", "/forward", routes.forward),
-        ("POST", "/forward_backward", routes.forward_backward),
+        ("POST", "/forward", partial(routes.run_pass, backward=False)),
+        ("POST", "/forward_backward", partial(routes.run_pass, backward=True)),
         ("POST", "/optim_step", routes.optim_step),
-        ("POST", "/save_weights", routes.save_weights),
-        ("POST", "/save_weights_for_sampler", routes.save_for_sampler),
-        ("POST", "/save_weights_external", routes.save_external),
+        ("POST", "/save_weights", partial(routes.save, kind="weights")),
+        ("POST", "/save_weights_for_sampler", partial(routes.save, kind="sampler_weights")),
+        ("POST", "/save_weights_external", partial(routes.save, kind="external_weights")),
         ("POST", "/load_weights", routes.load_weights),
         ("POST", "/weights_info", routes.weights_info),
         ("GET", "/training_runs", routes.list_runs),
@@ -111,7 +111,7 @@ def build_app(state: BackendState, keys: Keys) -> Starlette:
     ]
     answered = [Route(ROOT + path, partial(_answer, work), methods=[method]) for method, path, work in table]
     refused = [Route(ROOT + path, partial(_answer, _refusal(why)), methods=ANY) for path, why in REFUSED.items()]
-    health = Route("/health", _health, methods=["GET"])
+    health = Route("/health", partial(_answer, routes.healthz), methods=["GET"])
     download = Route(f"{ROOT}/downloads/{{token}}", partial(_guarded, routes.download), methods=["GET"])
     app = Starlette(
         routes=[*answered, *refused, download, health],
@@ -179,11 +179,6 @@ async def _guarded(work: Callable[[Request], Awaitable[Response]], http: Request
         return reply({"detail": error.message}, error.status, headers)
     except ArtError as error:
         return reply({"detail": one_line(error)}, 400)
-
-
-async def _health(http: Request) -> Response:
-    """Health check for monitoring."""
-    return reply({"status": "ok"})
 
 
 async def _no_route(http: Request, error: Exception) -> Response:
