@@ -1,10 +1,11 @@
 """A run's checkpoints: finding, listing, pruning, forking and importing them. Files only; no model is loaded.
 
-find              resolves a user's path: a checkpoint, a run, a plain adapter or a base model choose            selects
-a run's checkpoint: the offered (train.keep_best), best or newest checkpoint log_policy        logs the policy that a
-command uses, and why, with the same wording in all commands listed, prune     lists a run's checkpoints with their
-metrics; removes checkpoints that training would not keep fork              creates a new run that starts at a
-checkpoint import_start      creates a new run that starts with an external PEFT adapter or any checkpoint
+find              resolves a user's path: a checkpoint, a run, a plain adapter or a base model
+choose            selects a run's checkpoint: the offered (train.keep_best), best or newest checkpoint
+log_policy        logs the policy that a command uses, and why, with the same wording in all commands
+listed, prune     lists a run's checkpoints with their metrics; removes checkpoints that training would not keep
+fork              creates a new run that starts at a checkpoint
+import_start      creates a new run that starts with an external PEFT adapter or any checkpoint
 
 A checkpoint has a manifest, written by `run_dir`, with a hash of every file. A plain adapter is a PEFT directory
 without a manifest. Importing turns it into step 0 of a run; serving uses it directly.
