@@ -29,6 +29,7 @@ from art_cli.runtime.processes.plain_json import is_deep
 from art_cli.runtime.scratch import make_directory, owner_only
 
 log = logging.getLogger(__name__)
+_warn_once = functools.lru_cache(maxsize=1000)(log.warning)  # files may be read repeatedly
 Record = TypeVar("Record")
 
 HOLD_TRIES = 20  # number of attempts to open and lock a file that others keep replacing
@@ -54,7 +55,7 @@ def read_lines(path: Path, kind: type[Record], *, within: Path | None = None) ->
     decoder = msgspec.json.Decoder(kind)
     for number, _, line in json_lines.lines(path, within=within):
         if json_lines.is_torn(line):
-            _warn_of_torn(path, number)
+            _warn_once("%s:%d: the last line is torn; left out", path, number)
             return
         try:
             record = json_lines.decode(line, decoder)
@@ -64,12 +65,6 @@ def read_lines(path: Path, kind: type[Record], *, within: Path | None = None) ->
         if version > SCHEMA_VERSION:
             raise DataError(newer_schema(version), path, number)
         yield record
-
-
-@functools.lru_cache(maxsize=1000)
-def _warn_of_torn(path: Path, number: int) -> None:
-    """Logs the warning once per line, even when the file is read repeatedly."""
-    log.warning("%s:%d: the last line is torn; left out", path, number)
 
 
 class _Version(msgspec.Struct):
@@ -271,17 +266,14 @@ def read_object(path: Path, *, within: Path | None = None) -> dict[str, Any]:
 
 def write_file(path: Path, data: bytes) -> None:
     """Writes a temporary sibling, fsyncs it and renames it to `path`. Readers see the old content or the new."""
-    _write_pieces(path, [data])
+    with new_file(path) as file:
+        file.write(data)
 
 
 def write_lines(path: Path, records: Iterable[Any]) -> None:
     """Writes a whole JSON-lines file like `write_file`, with one record in memory at a time."""
-    _write_pieces(path, (msgspec.json.encode(record) + b"\n" for record in records))
-
-
-def _write_pieces(path: Path, pieces: Iterable[bytes]) -> None:
     with new_file(path) as file:
-        file.writelines(pieces)
+        file.writelines(msgspec.json.encode(record) + b"\n" for record in records)
 
 
 @contextlib.contextmanager

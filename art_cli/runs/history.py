@@ -149,7 +149,8 @@ class History(NamedTuple):
 
 def read_updates(lines: Iterable[MetricsLine]) -> list[UpdateNumbers]:
     """Returns a run's updates in order."""
-    found = [_update(line) for line in lines if line.split == "train" and 0 <= line.step <= MAX_STEP]
+    trained = (line for line in lines if line.split == "train" and 0 <= line.step <= MAX_STEP)
+    found = [UpdateNumbers(line.step + 1, sound(line.metrics), _time(line)) for line in trained]
     return sorted(found, key=lambda each: each.number)
 
 
@@ -162,10 +163,6 @@ def read_history(run: RunDir) -> History:
     evaluations = [_evaluated(run, line) for line in lines if line.split == "eval"]
     warm_up = next((sound(line.metrics) for line in lines if line.split == "sft"), None)
     return History(read_updates(lines), sorted(evaluations, key=lambda e: e.step), warm_up)
-
-
-def _update(line: MetricsLine) -> UpdateNumbers:
-    return UpdateNumbers(line.step + 1, sound(line.metrics), _time(line))
 
 
 def _evaluated(run: RunDir, line: MetricsLine) -> Evaluated:

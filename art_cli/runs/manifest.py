@@ -221,7 +221,9 @@ def _verify_files(directory: Path, proof: Manifest | Hashes) -> None:
     allowed, because nothing reads them.
     """
     try:
-        there = {str(path.relative_to(directory)) for path in directory.rglob("*") if not _is_plain_directory(path)}
+        there = {
+            str(path.relative_to(directory)) for path in directory.rglob("*") if path.is_symlink() or not path.is_dir()
+        }
         for name in proof.files.keys() & there:
             size = (directory / name).stat().st_size
             if proof.sizes.get(name, size) != size:
@@ -242,7 +244,3 @@ def _verify_files(directory: Path, proof: Manifest | Hashes) -> None:
         is_proof = Path(name).name in (MANIFEST, HASHES)  # includes the proof of a base model inside the checkpoint
         if not is_proof and not name.startswith(".") and not name.endswith(".md"):
             raise UncertainCheckpoint(f"{directory}: {printable(name)} was put there by hand; remove it")
-
-
-def _is_plain_directory(path: Path) -> bool:
-    return path.is_dir() and not path.is_symlink()

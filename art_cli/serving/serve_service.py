@@ -150,7 +150,8 @@ class Service:
             {"id": name, "step": policy.source.step} | ({"policy": digest} if (digest := policy.proven.newest) else {})
             for name, policy in self.policies.served.items()
         ]
-        return _json({"status": "ready", "models": models})
+        body = msgspec.json.encode({"status": "ready", "models": models})
+        return Response(body, media_type="application/json")
 
     async def _metrics(self, http: HttpRequest) -> Response:
         return Response(self.meter.render(), media_type=CONTENT_TYPE)
@@ -158,7 +159,3 @@ class Service:
 
 def _step_of(policy: ServedPolicy) -> float:
     return policy.source.step
-
-
-def _json(value: object) -> Response:
-    return Response(msgspec.json.encode(value), media_type="application/json")

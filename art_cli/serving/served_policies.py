@@ -370,22 +370,19 @@ async def follow(policy: ServedPolicy, run: RunDir, meter: Meter, *, which: Whic
 
 
 async def _try_change(policy: ServedPolicy, run: RunDir, meter: Meter, which: Which) -> None:
+    """Changes to the run's preferred checkpoint unless already serving it."""
     try:
-        await _change(policy, run, which)
+        found = await call_in_thread(lambda: run_checkpoints.choose(run, which))
+        if found.step != policy.source.step:
+            run_checkpoints.log_policy(found.path, found.why)
+            old = policy.source
+            keeps_base = old.adapter is not None or (old.prompt is not None and not old.is_hosted)
+            base = old.base if keeps_base else None
+            await policy.change(of_checkpoint(found, name=old.name, base=base, dtype=old.dtype))
         meter.changes.labels(policy.source.name).inc()
         log.info("%s: answers from step %d now", policy.source.name, policy.source.step)
     except ArtError as error:
         log.warning("%s: stays at step %d: %s", policy.source.name, policy.source.step, error)
-
-
-async def _change(policy: ServedPolicy, run: RunDir, which: Which) -> None:
-    """Changes to the run's preferred checkpoint unless already serving it."""
-    found = await call_in_thread(lambda: run_checkpoints.choose(run, which))
-    if found.step != policy.source.step:
-        run_checkpoints.log_policy(found.path, found.why)
-        old = policy.source
-        keeps_base = old.adapter is not None or (old.prompt is not None and not old.is_hosted)
-        await policy.change(of_checkpoint(found, name=old.name, base=old.base if keeps_base else None, dtype=old.dtype))
 
 
 def _wanted(run: RunDir, which: Which) -> tuple[int, int] | None:

@@ -53,19 +53,16 @@ class TinkerTeacher:
         """Returns [N] logprobs for each sample. A sequence shared by several samples is requested once."""
         sequences = list({sample.token_ids.tobytes(): sample.token_ids.tolist() for sample in samples}.items())
         found: dict[bytes, Floats] = {}
-        at_once = self._config.concurrency
+        at_once, prompt = self._config.concurrency, self._session.types.ModelInput.from_ints
         try:
             for begin in range(0, len(sequences), at_once):
                 some = sequences[begin : begin + at_once]
-                asked = [(key, ids, self._sampler.compute_logprobs(self._prompt(ids))) for key, ids in some]
+                asked = [(key, ids, self._sampler.compute_logprobs(prompt(ids))) for key, ids in some]
                 for key, ids, future in asked:
                     found[key] = self._checked(self._session.wait(future, "the teacher's logprobs"), len(ids))
         except RemoteError as error:
             raise LearnerError(f"{self.name}: {error}") from error
         return [found[sample.token_ids.tobytes()][sample.targets] for sample in samples]
-
-    def _prompt(self, token_ids: list[int]) -> Any:
-        return self._session.types.ModelInput.from_ints(token_ids)
 
     def _checked(self, given: Any, num_tokens: int) -> Floats:
         """Returns [L] each token's logprob given the preceding tokens; NaN for the initial token."""

@@ -1,7 +1,7 @@
 """Downloads a run, a checkpoint or a directory of runs from an object store.
 
-restore     downloads everything needed for training into the run's own directory fetch       downloads what a command
-reads into a cache directory; later calls update the cache
+restore     downloads everything needed for training into the run's own directory
+fetch       downloads what a command reads into a cache directory; later calls update the cache
 
 Local files keep the object names, provided a run can use such names. A checkpoint is accepted only if every file
 matches its manifest.
@@ -12,7 +12,7 @@ import json
 import logging
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import msgspec
 
@@ -107,8 +107,10 @@ def _get_one(store: ObjectStore, home: str, path: Path, there: Objects) -> None:
     """Downloads a checkpoint to `path` unless it is already there. Raises CheckpointError if it does not verify."""
     prefix = f"{home}/" if home else ""
     data = store.read(f"{prefix}{MANIFEST}", limit=MAX_MANIFEST_BYTES)
-    if (path / MANIFEST).is_file() and (path / MANIFEST).read_bytes() == data and _is_whole(path):
-        return
+    if (path / MANIFEST).is_file() and (path / MANIFEST).read_bytes() == data:
+        with contextlib.suppress(CheckpointError):
+            verify_checkpoint(path)
+            return
     try:
         names = list(msgspec.json.decode(data, type=Manifest).files)
     except (ValueError, RecursionError) as error:
@@ -131,26 +133,11 @@ def _get_one(store: ObjectStore, home: str, path: Path, there: Objects) -> None:
             raise CheckpointError(f"{store.address}/{home}: {MANIFEST} is that of step {manifest.step}")
 
 
-def _is_whole(path: Path) -> bool:
-    try:
-        verify_checkpoint(path)
-    except CheckpointError:
-        return False
-    return True
-
-
 # --- for viewing and serving ------------------------------------------------------------------------------------------
 
 
 class NothingThere(UsageError):
     """The store has nothing at this address."""
-
-
-class _Place(NamedTuple):
-    """An address, split into run and checkpoint. Example: _Place("s3://bucket/mine", "checkpoints/step_0004")"""
-
-    run: str
-    inside: str  # "", "base", or a checkpoint directory
 
 
 def fetch(address: str, wants: Wants) -> Path:
@@ -159,23 +146,23 @@ def fetch(address: str, wants: Wants) -> Path:
     "records" excludes weights, "policy" includes base and candidate checkpoints, and "everything" includes all files.
     Raises NothingThere, StorageError, and CheckpointError if the checkpoint does not verify.
     """
-    place = _take_apart(address)
-    store, path = ObjectStore(place.run), cache_path(place.run)
+    run, inside = _take_apart(address)
+    store, path = ObjectStore(run), cache_path(run)
     there = _of_run(store.objects())
-    if not place.inside and MANIFEST in there:
+    if not inside and MANIFEST in there:
         with _locked(path):
             _get_one(store, "", path, there)
         return path
     if _has_run(there):
         with _locked(path):
-            _fetch_run(store, RunDir(path), there, place.inside, wants)
-        return path / place.inside if place.inside else path
-    runs = [] if place.inside else [name for name in store.directories() if name != CHECKPOINTS][:MAX_RUNS]
+            _fetch_run(store, RunDir(path), there, inside, wants)
+        return path / inside
+    runs = [] if inside else [name for name in store.directories() if name != CHECKPOINTS][:MAX_RUNS]
     found = [name for name in runs if _has_run(_of_run((store / name).objects()))]
     if not found:
         raise NothingThere(f"{address}: no run and no checkpoint there")
     for name in found:
-        fetch(f"{place.run}/{name}", wants)
+        fetch(f"{run}/{name}", wants)
     return path
 
 
@@ -190,19 +177,23 @@ def _locked(path: Path) -> contextlib.AbstractContextManager[None]:
     return lock_directory(path, path.with_name(f".{path.name}.lock"))
 
 
-def _take_apart(address: str) -> _Place:
+def _take_apart(address: str) -> tuple[str, str]:
+    """Splits an address into a run's address and "", "base" or a checkpoint directory like "checkpoints/step_0004"."""
     head, _, last = address.rstrip("/").rpartition("/")
     if last == "base":
-        return _Place(head, last)
+        return head, last
     if head.endswith(f"/{CHECKPOINTS}") and STEP_NAME.fullmatch(last):
-        return _Place(head.removesuffix(f"/{CHECKPOINTS}"), f"{CHECKPOINTS}/{last}")
-    return _Place(address.rstrip("/").removesuffix(f"/{CHECKPOINTS}"), "")
+        return head.removesuffix(f"/{CHECKPOINTS}"), f"{CHECKPOINTS}/{last}"
+    return address.rstrip("/").removesuffix(f"/{CHECKPOINTS}"), ""
 
 
 def _fetch_run(store: ObjectStore, run: RunDir, there: Objects, inside: str, wants: Wants) -> None:
     records = {name: each for name, each in there.items() if not name.startswith(f"{CHECKPOINTS}/")}
     if wants == "policy":
-        records = {name: each for name, each in records.items() if _is_of_policy(name)}
+        needed = (
+            name for name in records if "/" not in name or name.startswith("base/") or name.endswith("/evaluation.json")
+        )
+        records = {name: records[name] for name in needed}
     elif wants == "records":
         records = {
             name: each for name, each in records.items() if not name.startswith("base/") or _is_small(name, each)
@@ -222,10 +213,6 @@ def _fetch_run(store: ObjectStore, run: RunDir, there: Objects, inside: str, wan
     else:
         for step in steps:
             _fetch_metadata(store, run, there, step)
-
-
-def _is_of_policy(name: str) -> bool:
-    return "/" not in name or name.startswith("base/") or name.endswith("/evaluation.json")
 
 
 def _is_small(name: str, stored: Stored) -> bool:

@@ -38,7 +38,7 @@ class Mirror:
 
     def __init__(self, run: RunDir, lease: Lease, *, keep: int, keeps_best: bool) -> None:
         self.run, self.lease, self.store = run, lease, lease.store
-        self.uploads = Uploads(run, lease.store, keep=keep, keeps_best=keeps_best, confirm=self._confirm)
+        self.uploads = Uploads(run, lease.store, keep=keep, keeps_best=keeps_best, confirm=lease.confirm)
         self._refusal: RunError | None = None  # another machine took the run over
         self._is_warned = False
         self._wake, self._is_over, self._is_ending = threading.Event(), threading.Event(), threading.Event()
@@ -113,9 +113,6 @@ class Mirror:
                 self._lose(error)
             except Exception as error:
                 self._warn(error)
-
-    def _confirm(self) -> None:
-        self.lease.confirm()
 
     def _lose(self, error: RunError) -> None:
         if self._refusal is None:

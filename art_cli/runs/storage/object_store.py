@@ -133,7 +133,7 @@ class ObjectStore:
     def write(self, name: str, data: bytes) -> None:
         """Creates or replaces the object atomically."""
         if self._is_local:
-            self._call(_write_locally, Path(self._path(name)), data, changes=name)
+            self._call(write_file, Path(self._path(name)), data, changes=name)
         else:
             self._call(self._fs.pipe_file, self._path(name), data, changes=name)
 
@@ -252,11 +252,6 @@ def _copy_down(fs: Any, source: str, file: Any) -> None:
                 file.write(data)
             except OSError as error:  # with a file name, the error is not mistaken for a full disk at the store
                 raise OSError(error.errno, error.strerror, file.name) from error
-
-
-def _write_locally(path: Path, data: bytes) -> None:
-    with new_file(path) as file:
-        file.write(data)
 
 
 def _create_locally(path: Path, data: bytes) -> None:

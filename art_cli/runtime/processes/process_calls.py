@@ -16,13 +16,16 @@ import socket
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from functools import cache
-from typing import Any, NamedTuple, Protocol, Self, get_origin
+from typing import Any, NamedTuple, Self, get_origin
 
 from art_cli.runtime import errors
 from art_cli.runtime.errors import ArtError, printable
+from art_cli.runtime.processes.authenticated import SealedReader, SealedWriter
 from art_cli.runtime.processes.plain_json import dump, load
 
 Json = dict[str, Any]
+MessageReader = asyncio.StreamReader | SealedReader
+MessageWriter = asyncio.StreamWriter | SealedWriter
 
 MAX_LINE_BYTES = 2**30  # maximum message length
 FIRST_ID = 1  # rollouts/bootstrap.py answers the first call without reading it
@@ -83,24 +86,6 @@ class ConnectionEnded(Exception):
     def __init__(self, fault: str) -> None:
         super().__init__(fault)
         self.fault = fault
-
-
-class MessageReader(Protocol):
-    """A message source: an asyncio.StreamReader or a SealedReader."""
-
-    async def readline(self) -> bytes: ...
-
-
-class MessageWriter(Protocol):
-    """A message sink: an asyncio.StreamWriter or a SealedWriter."""
-
-    def write(self, data: bytes, /) -> None: ...
-
-    def write_eof(self) -> None: ...
-
-    def close(self) -> None: ...
-
-    async def drain(self) -> None: ...
 
 
 class CallingEnd:

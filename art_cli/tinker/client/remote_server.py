@@ -78,12 +78,15 @@ class RemoteServer:
 
         Raises RemoteError if the server is unreachable.
         """
+        import httpx
+
+        hopeless = (httpx.ConnectError, httpx.InvalidURL, httpx.UnsupportedProtocol)  # retrying hides a wrong address
         end = time.monotonic() + AGAIN_S
         while True:
             try:
                 status, body = self._get("/api/v1/get_server_capabilities")
-            except _transport_errors() as error:
-                if time.monotonic() >= end or _is_refused(error):
+            except (httpx.HTTPError, httpx.InvalidURL, OSError) as error:
+                if time.monotonic() >= end or isinstance(error, hopeless):
                     reason = one_line(error, limit=120)
                     raise RemoteError(
                         f"{self.url}: nothing answers ({reason}); start it, or mend engine.base_url"
@@ -125,23 +128,21 @@ class RemoteServer:
 
     def is_alive(self) -> bool:
         """Returns True if the server responds."""
-        import httpx
-
-        try:
-            with self._client(ALIVE_S) as client:
-                return client.get("/api/v1/healthz").status_code < 500
-        except (httpx.HTTPError, OSError):
-            return False
+        return 0 < self._status("GET", "healthz") < 500
 
     def tell(self, path: str, fields: dict[str, object]) -> bool:
         """Sends a request whose answer does not matter. Returns True if the server accepted it."""
+        return self._status("POST", path, fields) == 200
+
+    def _status(self, method: str, path: str, fields: dict[str, object] | None = None) -> int:
+        """Returns the answer's status; 0 if the connection fails."""
         import httpx
 
         try:
             with self._client(ALIVE_S) as client:
-                return client.post(f"/api/v1/{path}", json=fields).status_code == 200
+                return client.request(method, f"/api/v1/{path}", json=fields).status_code
         except (httpx.HTTPError, OSError):
-            return False
+            return 0
 
     def refused_key(self) -> str:
         return f"{self.url}: it refused the key; set the environment variable {self.key_name} to the server's"
@@ -175,19 +176,6 @@ def server_at(url: str, key_name: str) -> RemoteServer:
 
 def is_local(url: str) -> bool:
     return urlsplit(url).hostname in LOCAL
-
-
-def _transport_errors() -> tuple[type[Exception], ...]:
-    import httpx
-
-    return httpx.HTTPError, httpx.InvalidURL, OSError
-
-
-def _is_refused(error: Exception) -> bool:
-    """Returns True if nothing listens or the address is invalid. Retrying would only hide a wrong address."""
-    import httpx
-
-    return isinstance(error, httpx.ConnectError | httpx.InvalidURL | httpx.UnsupportedProtocol)
 
 
 class RemoteSession:
