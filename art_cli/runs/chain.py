@@ -9,7 +9,7 @@ A link is written once its checkpoint is complete. If the newest checkpoint has 
 next start adds the link. Until then the chain ends before this checkpoint, and nothing proves it.
 
 A link names a step's files once they are complete. It also names metrics.jsonl up to its current length. Named bytes
-are never overwritten, with two exceptions: config.json is rewritten on each start, and a step repeated after a loss
+are never overwritten, with two exceptions: config.json may be rewritten, and a step repeated after a loss
 gets new files. Changing one byte of a run therefore means rewriting every later link, and that changes the digest of
 the newest link. Users can write this digest down elsewhere.
 """

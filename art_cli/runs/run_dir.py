@@ -164,11 +164,10 @@ class RunDir:
         return None
 
     def set_aside(self, *, above: int) -> None:
-        """Renames the checkpoints of steps after `above`, the newest verified step, because training repeats these
-        steps.
+        """Renames the checkpoints above the newest verified step, because training repeats their steps.
 
-        Otherwise pruning would count them as newest checkpoints. Raises UncertainCheckpoint before any renaming
-        if one of them may be intact.
+        Otherwise pruning would count them as newest checkpoints. Raises UncertainCheckpoint before any renaming if a
+        checkpoint may be intact.
         """
         paths = [self.checkpoint_path(step) for step in self.checkpoint_steps() if step > above]
         for path in paths:
