@@ -47,12 +47,40 @@ log = logging.getLogger(__name__)
 Result = TypeVar("Result")
 
 CANCEL_TIMEOUT_S = 10.0  # longest wait for the other prompts to end when one has failed or the client has gone
+READ_HERE_BYTES = 64 * 2**10  # longest body that is parsed on the event loop, which takes 2 ms at most
+CONVERSATION_HEADER = "X-Art-Conversation"  # percent-encoded like X-Art-State, with the same length limit
+SCENARIO_HEADER = "X-Art-Scenario"
+HEALTH = "/health"  # the only path that needs no key
+RETRIES = "x-stainless-retry-count"  # header of many SDKs: number of earlier sends of this request
 
-
+BackendFor = Callable[[str | None], Backend | None]  # the backend for a client's key, which may be None
 _News = tuple[int, Chunk | Exception | None]  # a chunk of one prompt, its failure, or its end
 
 
+def wrong_key(key: str | None) -> ChatError:
+    """Returns the error for an invalid key, without the key, or for a request without a key."""
+    message = "no API key in the request" if key is None else "this API key is not, or no longer, valid here"
+    return ChatError(401, message, "authentication_error", None, "invalid_api_key")
+
+
+@dataclass(frozen=True, kw_only=True)
+class AppSettings:
+    """The settings of one application.
+
+    Example: `AppSettings(body_limit=lambda: BodyLimit(2**20), is_processed=True)`
+    """
+
+    wires: Wires = WIRES
+    refuse_key: Callable[[str | None], ChatError] = wrong_key  # makes the error for a key without a backend
+    body_limit: Callable[[], BodyLimit] = BodyLimit  # called for each request
+    body_timeout_s: float = BODY_TIMEOUT_S
+    is_processed: bool = False  # whether clients get logprobs of the distribution that tokens were sampled from
+    policy_of: Callable[[str], str] = lambda name: ""  # model name -> digest of the policy that answers now
+
+
 class PromptList:
+    """Answers a request with several prompts by one request per prompt, all in flight together."""
+
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
 
@@ -139,49 +167,14 @@ def _placed(choice: Choice, request: Request, number: int, prompt_ids: list[int]
     return msgspec.structs.replace(choice, index=index, echo=echo, prompt_ids=prompt_ids)
 
 
-RefuseKey = Callable[[str | None], ChatError]
-BackendFor = Callable[[str | None], Backend | None]  # the backend for a client's key, which may be None
-
-
-READ_HERE_BYTES = 64 * 2**10  # length up to which a body is parsed on the event loop, which takes 2 ms at most
-CONVERSATION_HEADER = "X-Art-Conversation"  # percent-encoded like X-Art-State, and as long
-SCENARIO_HEADER = "X-Art-Scenario"
-HEALTH = "/health"  # the only path that needs no key
-RETRIES = "x-stainless-retry-count"  # header of many SDKs: how often they have sent this request before
-
-
-def build_app(
-    backend_for: BackendFor,
-    *,
-    wires: Wires = WIRES,
-    defaults: Sampling | None = None,
-    refuse_key: RefuseKey | None = None,
-    body_limit: Callable[[], BodyLimit] = BodyLimit,
-    body_timeout_s: float = BODY_TIMEOUT_S,
-    is_processed: bool = False,
-    policy_of: Callable[[str], str] = lambda name: "",
-    more: Sequence[Route] = (),
-) -> Starlette:
-    """Builds the application. `defaults` fill sampling fields that a client leaves out; a backend may fill them anew.
-
-    `refuse_key` makes the error for a key that has no backend; `wrong_key` unless given. `body_limit` is asked at each
-    request. With `is_processed` clients get the logprobs of the distribution sampled from. `policy_of` is asked for the
-    digest of the policy that answers now under a model's name. `more` are the caller's routes.
-    """
-    routes = _Routes(
-        backend_for,
-        wires,
-        refuse_key or wrong_key,
-        defaults or Sampling(),
-        body_limit,
-        body_timeout_s,
-        is_processed,
-        policy_of,
-    )
+def build_app(backend_for: BackendFor, settings: AppSettings | None = None, *, more: Sequence[Route] = ()) -> Starlette:
+    """Builds the application. `backend_for` returns None for an invalid key. `more` are the caller's routes."""
+    settings = settings or AppSettings()
+    routes = _Routes(backend_for, settings)
     refusals = _Refusals(routes)
     app = Starlette(
         routes=[
-            *(Route(wire.path, partial(routes.answer, wire), methods=["POST"]) for wire in wires),
+            *(Route(wire.path, partial(routes.answer, wire), methods=["POST"]) for wire in settings.wires),
             Route("/v1/models", routes.models, methods=["GET"]),
             Route("/v1/models/{name:path}", routes.model, methods=["GET"]),
             Route(HEALTH, _health, methods=["GET"]),
@@ -203,13 +196,7 @@ class _Routes:
     """One method per path."""
 
     backend_for: BackendFor
-    wires: Wires
-    refuse_key: RefuseKey
-    defaults: Sampling
-    body_limit: Callable[[], BodyLimit]
-    body_timeout_s: float
-    is_processed: bool
-    policy_of: Callable[[str], str]
+    settings: AppSettings
     reader: RequestReader = field(default_factory=RequestReader)
     memories: WeakKeyDictionary[Backend, Memory] = field(default_factory=WeakKeyDictionary)
 
@@ -219,9 +206,9 @@ class _Routes:
 
     async def _answer(self, wire: Wire, http: HttpRequest) -> Response:
         key, backend = self.authenticate(http)
-        body = await read_body(http, self.body_limit(), self.body_timeout_s)
+        body = await read_body(http, self.settings.body_limit(), self.settings.body_timeout_s)
         request = _with_headers(await self._parse(body, wire), http.headers)
-        if self.is_processed:
+        if self.settings.is_processed:
             request = msgspec.structs.replace(request, is_processed=True)
         _check_model(backend, request.model)
         memory = self.memories.setdefault(backend, Memory())
@@ -247,7 +234,7 @@ class _Routes:
     def _card(self, name: str) -> dict[str, Any]:
         """Returns the fields of OpenAI's model and those of Anthropic's, because both protocols have the same path."""
         openai = {"id": name, "object": "model", "created": 0, "owned_by": "art"}
-        digest = self.policy_of(name)
+        digest = self.settings.policy_of(name)
         return {
             **openai,
             **({"policy": digest} if digest else {}),
@@ -259,21 +246,21 @@ class _Routes:
 
     async def _parse(self, body: bytes, wire: Wire) -> Request:
         if len(body) <= READ_HERE_BYTES:
-            return _parse(wire, body, self.defaults)
-        return await self.reader.read(_parse, wire, body, self.defaults)
+            return _parse(wire, body)
+        return await self.reader.read(_parse, wire, body)
 
     def authenticate(self, http: HttpRequest) -> tuple[str | None, Backend]:
         """Returns the client's key and its backend. Raises ChatError if the key has none."""
-        key = self.wires.key(http.scope["path"], http.headers)
+        key = self.settings.wires.key(http.scope["path"], http.headers)
         backend = self.backend_for(key)
         if backend is None:
-            raise self.refuse_key(key)
+            raise self.settings.refuse_key(key)
         return key, backend
 
 
-def _parse(wire: Wire, body: bytes, defaults: Sampling) -> Request:
+def _parse(wire: Wire, body: bytes) -> Request:
     digest = hashlib.blake2b(body, digest_size=16).digest()
-    return msgspec.structs.replace(wire.parse(body, defaults), digest=digest)
+    return msgspec.structs.replace(wire.parse(body, Sampling()), digest=digest)
 
 
 def _with_headers(request: Request, headers: Headers) -> Request:
@@ -398,12 +385,6 @@ def _json(body: bytes, status: int = 200, headers: dict[str, str] | None = None)
     return Response(body, status, headers, media_type="application/json")
 
 
-def wrong_key(key: str | None) -> ChatError:
-    """Returns the refusal of a key, which it does not repeat, or of a request without one."""
-    message = "no API key in the request" if key is None else "this API key is not, or no longer, valid here"
-    return ChatError(401, message, "authentication_error", None, "invalid_api_key")
-
-
 def error_response(error: ChatError, wire: Wire) -> Response:
     """Returns the error as HTTP. After a 408 the connection closes, because the rest of the body may never arrive."""
     headers = {"retry-after": error.retry_after} if error.retry_after else {}
@@ -418,7 +399,7 @@ class _Refusals:
     """The answers to requests that end in an exception, in the protocol of their path."""
 
     def __init__(self, routes: _Routes) -> None:
-        self._wires = routes.wires
+        self._wires = routes.settings.wires
         self._authenticate = routes.authenticate
 
     async def refuse(self, http: HttpRequest, error: Exception) -> Response:

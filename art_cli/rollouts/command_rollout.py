@@ -52,16 +52,17 @@ class Peers:
     def remove(self, key: str) -> None:
         self._programs.pop(key, None)
 
-    def thief(self, key: str, client: Address, server: Address) -> str | None:
-        """Returns the key of the attempt whose program makes a call with another attempt's `key`; None if none does.
+    def owner_of(self, client: Address, server: Address, *, expected: str) -> str | None:
+        """Returns the key of the attempt whose program holds the client's end of a connection.
 
-        It reads files of /proc, which takes some hundred microseconds for each attempt, too long for an event loop.
+        Looks at the program of the `expected` key first. Reading /proc takes some hundred microseconds per attempt,
+        too long for an event loop.
         """
         inode = _inode(client[1], server[1])
-        programs = dict(self._programs)
-        if inode is None or _holds(programs.pop(key, 0), inode):
+        if inode is None:
             return None
-        return next((other for other, process in programs.items() if _holds(process, inode)), None)
+        programs = {expected: self._programs.get(expected, 0), **self._programs}
+        return next((key for key, process in programs.items() if _holds(process, inode)), None)
 
 
 def _inode(client_port: int, server_port: int) -> str | None:

@@ -25,14 +25,14 @@ import logging
 import secrets
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
-from typing import Any, Protocol
+from typing import Protocol
 
 import msgspec
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from art_cli.chat import Backend, EngineLoad
-from art_cli.chat.chat_app import build_app, closing_stream, error_response, wrong_key
+from art_cli.chat.chat_app import AppSettings, build_app, closing_stream, error_response, wrong_key
 from art_cli.chat.chat_errors import ChatError, invalid
 from art_cli.chat.http_server import serve
 from art_cli.chat.proven_steps import ProvenSteps
@@ -114,11 +114,9 @@ class Gateway:
         self.wires = wires
         app = build_app(
             lambda key: self._backends.get(key or ""),
-            wires=wires,
-            refuse_key=_unknown_key,
-            policy_of=lambda name: self.proven.newest,
+            AppSettings(wires=wires, refuse_key=_unknown_key, policy_of=lambda name: self.proven.newest),
         )
-        self.app = _RightfulCalls(app, self)
+        self.app = KeyOwnerMiddleware(app, self)
 
     @property
     def model(self) -> str:
@@ -188,16 +186,26 @@ class Gateway:
     def key_of(self, scope: Scope) -> str | None:
         return self.wires.key(scope["path"], Headers(scope=scope))
 
-    async def accuse(self, scope: Scope) -> bool:
-        """Returns whether the program of another attempt makes this call. If so, that attempt's record notes it."""
+    async def check_caller(self, scope: Scope) -> bool:
+        """Returns False if the program of another attempt makes this call, and notes the call in its record."""
         if self.peers.is_empty or not (scope.get("client") and scope.get("server")):
-            return False
+            return True
         if (key := self.key_of(scope)) not in self._backends:
-            return False
-        thief = await asyncio.to_thread(self.peers.thief, key, scope["client"], scope["server"])
-        if thief in self._backends:
-            self._backends[thief].recorder.used_foreign_key = True
-        return thief is not None
+            return True
+        owner = await asyncio.to_thread(self.peers.owner_of, scope["client"], scope["server"], expected=key)
+        if owner in (key, None):
+            return True
+        if owner in self._backends:
+            self._backends[owner].recorder.used_foreign_key = True
+        return False
+
+    def count(self, reply: Reply) -> None:
+        """Counts the tokens of an answered call."""
+        if self.on_first_reply is not None:
+            self.on_first_reply()
+            self.on_first_reply = None
+        num_sampled = sum(len(choice.token_ids) for choice in reply.choices)
+        self.num_sampled += num_sampled or (reply.usage[1] if reply.usage else 0)
 
     def close(self, key: str) -> Recorder:
         """Returns the record of the rollout's calls, which ends here. Raises KeyError: not open."""
@@ -206,7 +214,7 @@ class Gateway:
         return backend.recorder
 
 
-class _RightfulCalls:
+class KeyOwnerMiddleware:
     """The application behind `Peers`: a call with another attempt's key gets the 401 of a wrong key."""
 
     def __init__(self, app: ASGIApp, gateway: Gateway) -> None:
@@ -214,7 +222,7 @@ class _RightfulCalls:
         self._gateway = gateway
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and await self._gateway.accuse(scope):
+        if scope["type"] == "http" and not await self._gateway.check_caller(scope):
             wire = self._gateway.wires.at(scope["path"], Headers(scope=scope))
             refusal = error_response(wrong_key(self._gateway.key_of(scope)), wire)
             await refusal(scope, receive, send)
@@ -223,20 +231,30 @@ class _RightfulCalls:
 
 
 class _Call:
-    """One call in flight, and the part of its answer that was streamed so far."""
+    """One call of an attempt: in flight, then answered, left, or failed.
 
-    def __init__(self, request: Request, number: int, attempted: Attempted) -> None:
-        self.request = request
-        self.came_at = time.monotonic()
-        self.number = number
+        answered  `_record` has recorded the reply
+        left      the client left first; `_record` has recorded the part that was streamed
+        failed    the engine refused the call or failed, or `RecordingBackend.close` cancelled the call
+
+    A call aside (`Request.is_recorded` is False) has the same ends, but nothing is recorded.
+    """
+
+    def __init__(self, request: Request, sent: Request, num_admitted: int, attempted: Attempted) -> None:
+        self.request = request  # as it is recorded: with sampling settings and seed, without the policy's prompt
+        self.sent = sent  # as the engine gets it
+        self.num_admitted = num_admitted  # number of the attempt's calls so far, without calls aside
         self.attempted = attempted
-        self.task = asyncio.current_task()
+        self.came_at = time.monotonic()
         self.is_recorded = False
         self.builder = ReplyBuilder(request)
+        task = asyncio.current_task()
+        assert task is not None, "calls run in tasks"
+        self.task = task
 
 
 class RecordingBackend:
-    """Answers one open rollout from the engine. Every answer is recorded before the rollout sees its end."""
+    """Answers one attempt's calls from the engine. Each answer is recorded before the client sees its end."""
 
     def __init__(
         self,
@@ -256,12 +274,11 @@ class RecordingBackend:
         self._trajectory_id = trajectory_id
         self._group_id = group_id
         self._defaults = defaults
-        self._num_admitted = 0
-        self._num_unrecorded = 0
-        self._num_replaced = 0  # ended calls that count in the recorder and that a retry replaced
-        self._num_before_limit = 0  # calls admitted before the one that was refused for a limit
+        self._num_admitted = 0  # recorded calls
+        self._num_aside = 0  # calls that are not recorded
+        self._num_replaced = 0  # answered calls that a retry replaced; they don't count against the limit on turns
+        self._num_before_limit = 0  # calls admitted before the call that was refused for a limit
         self._in_flight: set[_Call] = set()
-        self._aside_tasks: set[asyncio.Task[Any]] = set()  # those of unrecorded calls in flight
         self._retries = Retries()
         self._is_closed = False
         self._idle_since = time.monotonic()
@@ -270,48 +287,36 @@ class RecordingBackend:
         return [self._gateway.model]
 
     async def reply(self, request: Request) -> Reply:
-        if not request.is_recorded:
-            with self._unrecorded():
-                reply = await self._gateway.upstream.backend.reply(self._aside(request))
-                await self._gateway.name_policy(reply)
-                return reply
-        call = self._begin(request)
+        call, engine = self._begin(request), self._gateway.upstream.backend
         with self._calling(call):
-            reply = await self._gateway.upstream.backend.reply(self._prompted(call.request))
+            reply = await engine.reply(call.sent)
             await self._gateway.name_policy(reply)
-            for _ in range(NUM_LOOKS):  # if the client has left by now, the call is cancelled here
-                await asyncio.sleep(0)
-            self._record(call, reply)
+            if request.is_recorded:
+                for _ in range(NUM_LOOKS):  # if the client has left by now, the call is cancelled here
+                    await asyncio.sleep(0)
+                self._record(call, reply)
         return reply
 
     async def stream(self, request: Request) -> AsyncIterator[Chunk]:
-        """Yields the answer's chunks. The one that completes it comes when the answer is recorded.
+        """Yields the answer's chunks. The chunk that completes the answer comes after the answer is recorded.
 
-        When the client leaves, the answer is recorded at once, and then the engine is waited for to stop it.
+        When the client leaves, the answer is recorded first. Only then does the stream wait for the engine to stop.
         """
-        if not request.is_recorded:
-            async with closing_stream(self._gateway.upstream.backend.stream(self._aside(request))) as chunks:
-                with self._unrecorded():
-                    async for chunk in chunks:
-                        await self._gateway.name_policy(chunk)
-                        yield chunk
-            return
-        call = self._begin(request)
-        prompted = self._prompted(call.request)
-        async with closing_stream(self._gateway.upstream.backend.stream(prompted)) as chunks:
+        call, engine = self._begin(request), self._gateway.upstream.backend
+        async with closing_stream(engine.stream(call.sent)) as chunks:
             with self._calling(call):
                 async for chunk in chunks:
                     await self._gateway.name_policy(chunk)
                     call.builder.add(chunk)
                     behind = list[Chunk]()
-                    if call.builder.is_complete and not call.is_recorded:
-                        behind = await self._counts(call, chunks)
+                    if request.is_recorded and call.builder.is_complete and not call.is_recorded:
+                        behind = await self._read_counts(call, chunks)
                         self._record(call, call.builder.reply())
                     for each in (chunk, *behind):
                         yield each
 
-    async def _counts(self, call: _Call, chunks: AsyncIterator[Chunk]) -> list[Chunk]:
-        """Returns the chunks behind the end of an answer up to its counts of tokens, none if its tokens are known."""
+    async def _read_counts(self, call: _Call, chunks: AsyncIterator[Chunk]) -> list[Chunk]:
+        """Returns the chunks after the answer's end up to its token counts; no chunks if the token ids are known."""
         behind = list[Chunk]()
         reply = call.builder.reply()
         if reply.prompt_ids or reply.usage is not None:
@@ -336,27 +341,35 @@ class RecordingBackend:
         self._is_closed = True
         if not self._in_flight:
             self._gateway.calls.idle_s += time.monotonic() - self._idle_since
-        for task in [call.task for call in self._in_flight if call.task is not None] + [*self._aside_tasks]:
-            task.cancel()
+        for call in self._in_flight:
+            call.task.cancel()
 
     def remember(self, request: Request, recorded: Recorded) -> None:
-        """Remembers a call that was recorded before this process began, so that a retry of it replaces it."""
+        """Remembers a call that an earlier process recorded, so that a retry can replace it."""
         attempted = self._retries.add(request)
         attempted.state, attempted.recorded, attempted.is_counted = "answered", recorded, True
 
     def _begin(self, request: Request) -> _Call:
+        """Admits a call, and completes its request with the run's sampling settings and a seed."""
         if self._is_closed:
             raise _finished()
-        number = self._num_admitted
+        if not request.is_recorded:
+            sampled = self._sampled(request, f"{self._trajectory_id}/unrecorded", self._num_aside)
+            self._num_aside += 1
+            return _Call(sampled, sampled, self._num_admitted, Attempted())
         if (replaced := self._retries.replaced(request)) is not None:
             self._abandon(replaced)
-        return _Call(self._admit(request), number, self._retries.add(request))
+        self._check(request)
+        sampled = self._sampled(self.recorder.as_sampled(request), self._trajectory_id, self._num_admitted)
+        self._num_admitted += 1
+        sent = sampled if self._prompt is None else self._prompt.apply(sampled)
+        return _Call(sampled, sent, self._num_admitted, self._retries.add(request))
 
-    def _admit(self, request: Request) -> Request:
-        """Returns the request as the engine gets it. Without sampling settings it gets the run's and a seed."""
-        num_in_flight = sum(not call.attempted.is_abandoned for call in self._in_flight)
+    def _check(self, request: Request) -> None:
+        """Raises ChatError if the call is over the limit on turns, or asks for what the engine cannot give."""
+        num_in_flight = sum(call.request.is_recorded and not call.attempted.is_abandoned for call in self._in_flight)
         if self.recorder.num_calls - self._num_replaced + num_in_flight >= self._max_turns:
-            self._limit(TURN_LIMIT, self._num_admitted)
+            self.recorder.limit, self._num_before_limit = TURN_LIMIT, self._num_admitted
             message = f"this rollout has made its {self._max_turns} model calls (rollout.max_turns)"
             raise ChatError(400, message, code=TURN_LIMIT)
         if not self._gateway.enforces_formats and demands_format(request):
@@ -368,44 +381,8 @@ class RecordingBackend:
                 names[0],
                 "unsupported_parameter",
             )
-        number = self._num_admitted
-        self._num_admitted += 1
-        return self._sampled(self.recorder.as_sampled(request), self._trajectory_id, number)
-
-    def _prompted(self, request: Request) -> Request:
-        return request if self._prompt is None else self._prompt.apply(request)
-
-    def _aside(self, request: Request) -> Request:
-        """Returns an unrecorded request as the engine gets it."""
-        if self._is_closed:
-            raise _finished()
-        number = self._num_unrecorded
-        self._num_unrecorded += 1
-        return self._sampled(request, f"{self._trajectory_id}/unrecorded", number)
-
-    @contextlib.contextmanager
-    def _unrecorded(self) -> Iterator[None]:
-        """Counts an engine's failure as in recorded calls, and so a prompt that the context has no room for."""
-        task = asyncio.current_task()
-        assert task is not None, "calls run in tasks"
-        self._aside_tasks.add(task)
-        try:
-            yield
-        except asyncio.CancelledError:
-            if self._is_closed and task.uncancel() == 0:  # by `close`, and the client did not leave as well
-                raise _finished() from None
-            raise
-        except ChatError as error:
-            if error.status >= 500:
-                self.recorder.fail(error.message)
-            if error.code == CONTEXT_LIMIT:
-                self._limit(CONTEXT_LIMIT, self._num_admitted)
-            raise
-        finally:
-            self._aside_tasks.discard(task)
 
     def _sampled(self, request: Request, whose: str, number: int) -> Request:
-        """With the run's sampling, and with a seed of the run where the call sets none."""
         request = cap_tokens(with_defaults(request, self._defaults), self._defaults.max_tokens)
         if self._gateway.is_forced:
             request = force_sampling(request, self._defaults)
@@ -416,8 +393,7 @@ class RecordingBackend:
 
     @contextlib.contextmanager
     def _calling(self, call: _Call) -> Iterator[None]:
-        """Keeps a call in flight. If the rollout ends first, it is cancelled, and its client gets an error."""
-        assert call.task is not None, "calls run in tasks"
+        """Keeps a call in flight. If the attempt ends first, the call is cancelled, and its client gets an error."""
         begin = time.monotonic()
         if not self._in_flight:
             self._gateway.calls.idle_s += begin - self._idle_since
@@ -425,9 +401,7 @@ class RecordingBackend:
         try:
             yield
         except asyncio.CancelledError:
-            if (
-                self._is_closed and call.task.uncancel() == 0
-            ):  # close() cancelled it, and the client did not leave as well
+            if self._is_closed and call.task.uncancel() == 0:  # only `close` cancelled it, the client has not left
                 raise _finished() from None
             self._leave(call)
             raise
@@ -440,7 +414,7 @@ class RecordingBackend:
             if error.status >= 500 or is_limited:
                 self.recorder.fail(error.message)
             if error.code == CONTEXT_LIMIT:
-                self._limit(CONTEXT_LIMIT, call.number + 1)
+                self.recorder.limit, self._num_before_limit = CONTEXT_LIMIT, call.num_admitted
             raise
         except Exception as error:  # the boundary to the engine: the application makes it a 500
             self.recorder.fail(f"{type(error).__name__}: {error}")
@@ -451,30 +425,24 @@ class RecordingBackend:
             self._idle_since = time.monotonic()
             self._gateway.calls.busy_s += self._idle_since - begin
 
-    def _leave(self, call: _Call) -> None:
-        """Records a call whose client left before the end of the answer. The streamed part is a turn."""
-        if self._is_closed or call.is_recorded:
-            return
-        call.is_recorded = True
-        reply = call.builder.partial_reply()
-        self._note(call, self.recorder.leave(call.request, reply))
-        self._count_sampled(reply)
-
     def _record(self, call: _Call, reply: Reply) -> None:
         if self._is_closed:
             raise _finished()
         call.is_recorded = True
         call.attempted.state = "answered"
-        self._note(call, self.recorder.record(call.request, reply))
-        self._count_sampled(reply)
+        self._count(call, self.recorder.record(call.request, reply), reply)
 
-    def _limit(self, limit: str, num_before: int) -> None:
-        self.recorder.limit = limit
-        self._num_before_limit = num_before
+    def _leave(self, call: _Call) -> None:
+        """Records the streamed part of an answer whose client left before the end."""
+        if self._is_closed or call.is_recorded or not call.request.is_recorded:
+            return
+        call.is_recorded = True
+        reply = call.builder.partial_reply()
+        self._count(call, self.recorder.leave(call.request, reply), reply)
 
-    def _note(self, call: _Call, recorded: Recorded | None) -> None:
-        if recorded is not None and call.number >= self._num_before_limit:
-            self.recorder.limit = None  # a later call of the rollout was answered in spite of it
+    def _count(self, call: _Call, recorded: Recorded | None, reply: Reply | None) -> None:
+        if recorded is not None and call.num_admitted > self._num_before_limit:
+            self.recorder.limit = None  # the engine answered a call after the call that was over the limit
         call.attempted.recorded, call.attempted.is_counted = recorded, True
         self._gateway.calls.answered += 1
         for index in () if recorded is None else recorded.turns:
@@ -483,21 +451,15 @@ class RecordingBackend:
             self.recorder.spans.append((call.came_at, time.monotonic()))
         if call.attempted.is_abandoned:
             self._abandon(call.attempted)
+        if reply is not None:
+            self._gateway.count(reply)
 
     def _abandon(self, attempted: Attempted) -> None:
-        """Marks a call that its client has given up on. If it is in flight, it is marked once it is recorded."""
+        """Marks a call that its client has given up on. A call in flight is marked again once it is recorded."""
         attempted.is_abandoned = True
         self._num_replaced += attempted.is_counted
         if attempted.recorded is not None:
             self.recorder.abandon(attempted.recorded)
-
-    def _count_sampled(self, reply: Reply | None) -> None:
-        if reply is not None:
-            if self._gateway.on_first_reply is not None:
-                self._gateway.on_first_reply()
-                self._gateway.on_first_reply = None
-            num_sampled = sum(len(choice.token_ids) for choice in reply.choices)
-            self._gateway.num_sampled += num_sampled or (reply.usage[1] if reply.usage else 0)
 
 
 def _unknown_key(key: str | None) -> ChatError:

@@ -20,7 +20,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from art_cli.chat.api_keys import Keys
-from art_cli.chat.chat_app import build_app, error_response
+from art_cli.chat.chat_app import AppSettings, build_app, error_response
 from art_cli.chat.chat_errors import ChatError
 from art_cli.chat.http_server import Stopping, Timeouts, cancel, serve
 from art_cli.chat.reading import BODY_TIMEOUT_S, BodyLimit
@@ -72,10 +72,12 @@ class Service:
         dispatch = Dispatch(policies, self.admission, self.meter, logs_content=logs_content)
         app = build_app(
             lambda key: dispatch,  # the middleware has checked the key
-            body_limit=self._body_limit,
-            body_timeout_s=limits.body_timeout_s,
-            is_processed=is_processed,
-            policy_of=lambda name: policies.served[name].proven.newest,
+            AppSettings(
+                body_limit=self._body_limit,
+                body_timeout_s=limits.body_timeout_s,
+                is_processed=is_processed,
+                policy_of=lambda name: policies.served[name].proven.newest,
+            ),
             more=[
                 *(Route(path, self._ready, methods=["GET"]) for path in READY),
                 Route("/metrics", self._metrics, methods=["GET"]),

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from art_cli.chat.chat_app import build_app
+from art_cli.chat.chat_app import AppSettings, build_app
 from art_cli.chat.chat_errors import ChatError
 from art_cli.chat.reading import BodyLimit
 from art_cli.chat.replies import Choice, Chunk, ReplyBuilder, are_same, input_of
@@ -380,7 +380,7 @@ def test_a_prompt_that_does_not_fit_is_called_so_as_clients_know_it() -> None:
 async def test_refusals_of_the_application_have_anthropics_form() -> None:
     """A wrong path below ours, a wrong method, a wrong key, a body that is too large, broken JSON."""
     backend = ScriptedBackend()
-    app = build_app(lambda key: backend if key == "right" else None, body_limit=lambda: BodyLimit(200))
+    app = build_app(lambda key: backend if key == "right" else None, AppSettings(body_limit=lambda: BodyLimit(200)))
     transport = httpx.ASGITransport(app)
     async with httpx.AsyncClient(transport=transport, base_url="http://x/v1", headers={"x-api-key": "right"}) as http:
         for reply, status, kind in (

@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from art_cli.chat import Backend
-from art_cli.chat.chat_app import build_app
+from art_cli.chat.chat_app import AppSettings, build_app
 from art_cli.chat.chat_errors import ChatError
 from art_cli.chat.client import HttpBackend
 from art_cli.chat.http_server import Connection, serve
@@ -40,7 +40,7 @@ TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type":
 @contextlib.asynccontextmanager
 async def serving(backend: Backend, **options: Any) -> AsyncIterator[str]:
     """The base URL of an application that answers KEY from `backend`."""
-    app = build_app(lambda key: backend if key == KEY else None, **options)
+    app = build_app(lambda key: backend if key == KEY else None, AppSettings(**options))
     async with serve(app) as root:
         yield f"{root}/v1"
 

@@ -14,7 +14,7 @@ import msgspec
 import pytest
 from starlette.datastructures import Headers
 
-from art_cli.chat.chat_app import build_app
+from art_cli.chat.chat_app import AppSettings, build_app
 from art_cli.chat.chat_errors import ChatError
 from art_cli.chat.http_server import serve
 from art_cli.chat.reading import convert, decode_object
@@ -112,7 +112,7 @@ PLUGGED = Wires(*WIRES, Talk(), TalkCount())
 
 @contextlib.asynccontextmanager
 async def through_app(backend: ScriptedBackend) -> AsyncIterator[httpx.AsyncClient]:
-    app = build_app(lambda key: backend if key == KEY else None, wires=PLUGGED)
+    app = build_app(lambda key: backend if key == KEY else None, AppSettings(wires=PLUGGED))
     async with serve(app) as root, httpx.AsyncClient(base_url=f"{root}/v1", headers={"x-api-key": KEY}) as http:
         yield http
 

@@ -32,7 +32,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from art_cli.chat.api_keys import Keys
-from art_cli.chat.chat_app import CONVERSATION_HEADER, READ_HERE_BYTES, build_app, closing_stream
+from art_cli.chat.chat_app import CONVERSATION_HEADER, READ_HERE_BYTES, AppSettings, build_app, closing_stream
 from art_cli.chat.chat_errors import ChatError
 from art_cli.chat.http_server import Stopping, serve
 from art_cli.chat.reading import BodyLimit, RequestReader
@@ -229,8 +229,10 @@ class GatewayService:
         self._meter.ready.set_function(lambda: self.admission.state == "open")
         app = build_app(
             lambda key: self._backends.get(clients.label(key) or ""),
-            body_limit=lambda: BodyLimit(max_body_bytes, "art gateway --max-body sets this limit"),
-            policy_of=lambda name: gateway.proven.newest,
+            AppSettings(
+                body_limit=lambda: BodyLimit(max_body_bytes, "art gateway --max-body sets this limit"),
+                policy_of=lambda name: gateway.proven.newest,
+            ),
             more=[Route("/metrics", self._metrics, methods=["GET"])],
         )
         self.app = Middleware(NamedConversations(app, clients), clients, self.admission, self._meter)
