@@ -1,19 +1,22 @@
 """Runs the user's agent: scenarios in, trajectories out.
 
-scenario_files.py    scenarios to train on and to evaluate with, and their order of play
-adaptive.py          the scenarios to play more often, and the groups to train on again
-policy.py            Policy, which a rollout function gets, and the Outcome of what it returns
-function_rollout.py  a Python function as a Rollout, with each attempt's key in the environment that they share
-process.py           that function in separate processes, as it runs by default
-bootstrap.py         starts such a process in any Python
-command_rollout.py   an external program as a Rollout, and the attempt whose program makes a call
-attempt_errors.py    errors of one attempt, those that are tried again, and its end as its process reports it
-rollout_runner.py    many rollouts at once: timeouts, limits, retries, progress; each becomes a Trajectory
-rollout_gateway.py   the capturing OpenAI-compatible proxy; a call's key names its trajectory
-recorder.py          one rollout's calls as trees of turns and of messages, and the call that a retry replaces
+scenario_files.py    training and evaluation scenarios, and their play order
+adaptive.py          chooses the scenarios to play more often and the groups to train on again
+policy.py            Policy, the argument of a rollout function, and how its result becomes an Outcome
+function_rollout.py  a Python function as a Rollout; attempts share the process environment
+process.py           runs the Python function in separate processes (the default)
+process_worker.py    the worker process
+bootstrap.py         starts a worker process in any Python
+command_rollout.py   an external program as a Rollout
+peers.py             finds the attempt whose program makes a call
+attempt_errors.py    errors of an attempt, and which errors are retried
+rollout_runner.py    plays many rollouts concurrently with timeouts, limits, retries, and progress
+rollout_gateway.py   the capturing OpenAI-compatible proxy; the API key names the trajectory
+recorder.py          one rollout's calls as trees of turns and messages
+concurrency.py       adapts the number of concurrent rollouts to the engine's load
 
-The runner's unit of work is `Rollout.play`: (endpoint, key, scenario) -> outcome. All of it is plain data, so that the
-work is done in another process and can be done on another host. Policy is that endpoint and key.
+The runner's unit of work is `Rollout.play`: (endpoint, key, scenario) -> outcome. Arguments and results are plain data,
+so another process or another host can do the work. Policy holds the endpoint and the key.
 """
 
 from typing import TYPE_CHECKING, Any, Protocol
@@ -24,15 +27,16 @@ if TYPE_CHECKING:
 
 
 class Rollout(Protocol):
-    """Plays attempts at scenarios, many at once. Cancelling a `play` frees what it holds."""
+    """Plays many attempts concurrently. Cancelling `play` frees its resources."""
 
     async def play(self, policy: "Policy", scenario: dict[str, Any], *, is_alone: bool = False) -> "Outcome":
-        """Returns the attempt's outcome. Raises AttemptError: this attempt failed; RolloutError: every attempt would.
+        """Returns the attempt's outcome.
 
-        With `is_alone` no other attempt shares its process, because the last process died during this attempt.
+        With `is_alone` the attempt gets a process of its own, because the previous process died during this attempt.
+        Raises AttemptError if this attempt failed, and RolloutError if every attempt would fail.
         """
 
     async def explain_timeout(self) -> str:
-        """Returns why attempts time out, or take longer than they need, as the end of a message; empty if unknown."""
+        """Returns the likely reason for slow attempts, to append to a message; empty if unknown."""
 
     async def close(self) -> None: ...

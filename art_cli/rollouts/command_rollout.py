@@ -1,106 +1,34 @@
-"""CommandRollout: an external program in any language as a rollout; Peers: the attempt whose program makes a call.
+"""CommandRollout: an external program in any language as a rollout.
 
-It gets the scenario as one JSON line on standard input, and in its environment OPENAI_BASE_URL, OPENAI_API_KEY and
-OPENAI_MODEL, and for Anthropic's clients ANTHROPIC_BASE_URL, ANTHROPIC_API_KEY and ANTHROPIC_MODEL. Of art's own
-variables, keys among them, it gets those of USUAL and those that the configuration names. The last line that it writes
-to standard output is its outcome: a number, null, or `{"reward": 1.0, "metrics": {...}, "metadata": {...}}`.
-It runs in a new session under a process that kills all that descends from it when the rollout is over, however
-it ends (runtime/processes/supervisor.py). Standard library only, because nodes of a cluster may have nothing else.
+The program reads the scenario as one JSON line from standard input. Its environment has OPENAI_BASE_URL,
+OPENAI_API_KEY, and OPENAI_MODEL, and ANTHROPIC_BASE_URL, ANTHROPIC_API_KEY, and ANTHROPIC_MODEL for Anthropic's
+clients. From art's environment, which holds API keys, the program gets only the variables in USUAL and the variables
+that the configuration names. The last line of its standard output is the outcome: a number, null, or
+`{"reward": 1.0, "metrics": {...}, "metadata": {...}}`.
 
-A key alone does not show whose call it is, because programs of one user can read each other's keys: the environment of
-a program (`/proc/PID/environ`) is open to every process of the same user. The gateway therefore looks at the process
-that holds the other end of a connection. If that process belongs to another attempt than the key does, the call is
-refused. A connection that belongs to no attempt's program is let through, because it may come from a container or a
-proxy that the program uses. All this works on Linux only; elsewhere every call is let through.
+The program runs in a new session under a supervisor process, which kills all descendants when the rollout ends
+(runtime/processes/supervisor.py). This module needs only the standard library, because cluster nodes may have nothing
+else installed.
 """
 
-import contextlib
 import errno
 import json
 import math
 import os
 import re
 import shutil
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, NoReturn
 
 from art_cli.rollouts.attempt_errors import MAX_ERROR_LENGTH, AttemptError, describe_exit
+from art_cli.rollouts.peers import Peers
 from art_cli.rollouts.policy import Json, Policy, past_proxies, read_outcome
 from art_cli.runs.outcome import Outcome
 from art_cli.runtime.errors import RolloutError, message_of
 from art_cli.runtime.processes.child import Finished, child_environment, run_program
 from art_cli.runtime.processes.plain_json import dump
-
-Address = tuple[str, int]  # host and port
-
-
-class Peers:
-    """The programs of the attempts that run."""
-
-    def __init__(self) -> None:
-        self._programs: dict[str, int] = {}  # key -> id of the process that all of the program descends from
-
-    @property
-    def is_empty(self) -> bool:
-        return not self._programs
-
-    def add(self, key: str, process: int) -> None:
-        self._programs[key] = process
-
-    def remove(self, key: str) -> None:
-        self._programs.pop(key, None)
-
-    def owner_of(self, client: Address, server: Address, *, expected: str) -> str | None:
-        """Returns the key of the attempt whose program holds the client's end of a connection.
-
-        Looks at the program of the `expected` key first. Reading /proc takes some hundred microseconds per attempt,
-        too long for an event loop.
-        """
-        inode = _inode(client[1], server[1])
-        if inode is None:
-            return None
-        programs = {expected: self._programs.get(expected, 0), **self._programs}
-        return next((key for key, process in programs.items() if _holds(process, inode)), None)
-
-
-def _inode(client_port: int, server_port: int) -> str | None:
-    """Returns the inode of the client's end of a TCP connection on this machine; None without such a connection."""
-    for table in ("/proc/net/tcp", "/proc/net/tcp6"):
-        with contextlib.suppress(OSError), open(table) as file:
-            next(file)  # the head
-            for line in file:
-                fields = line.split()
-                ports = [int(address.rpartition(":")[2], 16) for address in fields[1:3]]
-                if ports == [client_port, server_port] and fields[9] != "0":
-                    return fields[9]
-    return None
-
-
-def _holds(process: int, inode: str) -> bool:
-    """Returns whether the process or a descendant has the socket open; False where /proc does not show it."""
-    link = f"socket:[{inode}]"
-    return any(link == opened for descendant in _tree(process) for opened in _open_files(descendant))
-
-
-def _tree(process: int) -> Iterator[int]:
-    waiting = [process] if process else []
-    while waiting:
-        first = waiting.pop()
-        yield first
-        with contextlib.suppress(OSError):
-            for task in os.listdir(f"/proc/{first}/task"):
-                with open(f"/proc/{first}/task/{task}/children") as file:
-                    waiting += map(int, file.read().split())
-
-
-def _open_files(process: int) -> Iterator[str]:
-    with contextlib.suppress(OSError):
-        for descriptor in os.listdir(f"/proc/{process}/fd"):
-            with contextlib.suppress(OSError):
-                yield os.readlink(f"/proc/{process}/fd/{descriptor}")
-
 
 # Variables that a program needs to start and to make calls; none of them holds a key.
 USUAL = frozenset(

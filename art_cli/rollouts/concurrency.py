@@ -16,11 +16,11 @@ places cost requests.
 
 import asyncio
 import math
-from dataclasses import dataclass, fields
 from types import TracebackType
 
 from art_cli.chat import EngineLoad
 from art_cli.config.sections.rollout_config import MAX_AT_ONCE
+from art_cli.rollouts.call_counts import CallCounts
 
 FIRST = 128  # rollouts at first where the engine does not report its room, and the most where it reports nothing
 SAMPLE_S = 0.25  # time between two samples
@@ -32,22 +32,6 @@ FEW, ENOUGH, MANY = 1.2, 1.3, 1.5  # requests per request that the engine has ro
 FULL, CROWDED = 0.85, 0.95  # share of the memory up to which the number grows, and above which it becomes smaller
 MARGIN = 2.0  # weight of tokens read again against idle places
 GAIN = 0.25  # share of the growth in rollouts by which requests must grow, or the agents and not the engine are slow
-
-
-@dataclass
-class CallCounts:
-    """Counts of the calls of all rollouts since the counts before."""
-
-    answered: int = 0
-    refused: int = 0  # calls that were refused for a rate limit
-    tokens: int = 0  # in replies, and in prompts after the part that an earlier call of the rollout had
-    busy_s: float = 0.0  # seconds from request to reply, added up
-    idle_s: float = 0.0  # time of rollouts without a call
-    computed: int = 0  # tokens that the engine computed meanwhile; `Concurrency.note` sets it
-
-    def add(self, more: "CallCounts") -> None:
-        for field in fields(self):
-            setattr(self, field.name, getattr(self, field.name) + getattr(more, field.name))
 
 
 class Concurrency:

@@ -39,10 +39,9 @@ from art_cli.chat.proven_steps import ProvenSteps
 from art_cli.chat.replies import Chunk, Reply, ReplyBuilder
 from art_cli.chat.requests import Request, Sampling, cap_tokens, demands_format, force_sampling, with_defaults
 from art_cli.chat.wires import WIRES, Wires
-from art_cli.rollouts.command_rollout import Peers
-from art_cli.rollouts.concurrency import CallCounts
+from art_cli.rollouts.call_counts import CallCounts
+from art_cli.rollouts.peers import Peers
 from art_cli.rollouts.recorder import Attempted, Recorded, Recorder, Retries
-from art_cli.runs.system_prompt import SystemPrompt
 
 log = logging.getLogger(__name__)
 
@@ -57,6 +56,12 @@ OWN_CLIENT = (
     "Give each attempt a client of its own, with base_url=policy.base_url and api_key=policy.api_key, "
     "or use policy.client: attempts share their process's environment and globals"
 )
+
+
+class PolicyPrompt(Protocol):
+    """A policy's system prompt, put into each call on its way to the engine (runs/system_prompt.py)."""
+
+    def apply(self, request: Request) -> Request: ...
 
 
 class _Endpoint(Protocol):
@@ -103,7 +108,7 @@ class Gateway:
         self.seed = seed
         self.base_url = ""  # set while it is served
         self.proven = ProvenSteps()
-        self.prompt: SystemPrompt | None = None  # the policy's, for attempts that are opened without one
+        self.prompt: PolicyPrompt | None = None  # the policy's, for attempts that are opened without one
         self.calls = CallCounts()  # since the runner took the last ones
         self._num_unreported = 0  # times in a row that the engine's load could not be had
         self.num_sampled = 0  # tokens sampled in all answered calls
@@ -165,7 +170,7 @@ class Gateway:
         max_tokens: int | None = None,
         max_turns: int | None = None,
         group_id: str | None = None,
-        prompt: SystemPrompt | None = None,
+        prompt: PolicyPrompt | None = None,
     ) -> str:
         """Returns the key of one attempt at one rollout. Calls that set no temperature get `temperature`.
 
@@ -265,7 +270,7 @@ class RecordingBackend:
         *,
         group_id: str | None = None,
         max_turns: int | None = None,
-        prompt: SystemPrompt | None = None,
+        prompt: PolicyPrompt | None = None,
     ) -> None:
         self.recorder = recorder or Recorder()
         self._prompt = prompt

@@ -25,10 +25,12 @@ import msgspec
 from art_cli.config.schema import RolloutConfig
 from art_cli.rollouts import Rollout
 from art_cli.rollouts.attempt_errors import NODE, AttemptError
+from art_cli.rollouts.call_counts import CallCounts
 from art_cli.rollouts.cluster.cluster_rollout import ClusterRollout
-from art_cli.rollouts.command_rollout import CommandRollout, Peers
-from art_cli.rollouts.concurrency import SAMPLE_S, CallCounts, Concurrency, Openings
+from art_cli.rollouts.command_rollout import CommandRollout
+from art_cli.rollouts.concurrency import SAMPLE_S, Concurrency, Openings
 from art_cli.rollouts.function_rollout import load_function, what_to_load
+from art_cli.rollouts.peers import Peers
 from art_cli.rollouts.policy import Policy
 from art_cli.rollouts.process import ProcessRollout
 from art_cli.rollouts.recorder import Recorder

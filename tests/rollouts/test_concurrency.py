@@ -20,7 +20,8 @@ from art_cli.config.compose import load_config
 from art_cli.config.sections.rollout_config import MAX_AT_ONCE
 from art_cli.engines.vllm.control import parse_metrics
 from art_cli.loop.train import train
-from art_cli.rollouts.concurrency import FIRST, SAMPLE_S, CallCounts, Concurrency, Openings
+from art_cli.rollouts.call_counts import CallCounts
+from art_cli.rollouts.concurrency import FIRST, SAMPLE_S, Concurrency, Openings
 from art_cli.runs.run_dir import RunDir
 from tests.support.paths import LETTERS
 from tests.support.processes.stage import ASK, Stage
