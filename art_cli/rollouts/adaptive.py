@@ -1,22 +1,22 @@
-"""AdaptiveOrder: plays more often what is neither solved nor hopeless; Replay: an earlier group to train on again.
+"""AdaptiveOrder: prefers scenarios that are neither solved nor hopeless; Replay: an earlier group to train on again.
 
-Both take numbers and ids, and return indices or ids.
+Both use only numbers and ids, and return indices or ids.
 
-A group teaches as much as its rewards differ. For a success rate p the variance of a reward is p(1 - p): 0 for what is
-solved or hopeless, 1/4 at most. Each step draws its scenarios with probabilities that follow the variance expected of
-each one's next group:
+A group teaches more if its rewards differ more. With a success rate p, the variance of a reward is p(1 - p): 0 for
+solved or hopeless scenarios, and at most 1/4. Each step draws scenarios with probabilities proportional to the expected
+variance of their next group:
 
     signal = (PRIOR_DEGREES * PRIOR_SIGNAL + sum of d * S) / (PRIOR_DEGREES + sum of d * f)
 
-over the past groups of the scenario, or of its pool. S is the sum of squared deviations from the group's mean, f its
-degrees of freedom (attempts with a reward - 1), and d = 2^(-age / half-life) discounts what an older policy did. So a
-solved scenario slowly comes back to the prior, and with it into play.
+The sums run over past groups of the scenario or its pool. S is the sum of squared deviations from the group's mean, f
+the degrees of freedom (attempts with a reward - 1), and d = 2^(-age / half-life) discounts groups of older policies. A
+solved scenario therefore slowly returns to the prior and is drawn again.
 
-Candidates of a replay are the groups with signal of the last `max_age` steps. They are drawn without repetition, each
-with a probability among those left that follows the variance of its rewards divided by its age in steps: how much it
-teaches, and how far the policy has moved since. A group may be drawn again by a later step. Replay of aged rollouts
-under importance weights is RePO, Li et al. 2025 (arXiv:2506.09340), whose strategies of choosing by recency and by
-variance are joined here.
+Replay candidates are groups with signal from the last `max_age` steps. They are drawn without replacement, with
+probabilities proportional to reward variance divided by age in steps. The variance measures how much a group teaches,
+and the age measures how far the policy has moved. Later steps may draw the same group again. Replaying older rollouts
+with importance weights comes from RePO, Li et al. 2025 (arXiv:2506.09340); this code combines its recency and variance
+strategies.
 """
 
 import hashlib
@@ -29,29 +29,29 @@ from art_cli.runs.trajectory import GroupRewards, has_signal
 
 PRIOR_SIGNAL = 1 / 6  # the mean of p(1 - p) where every success rate p is as likely: 1/2 - 1/3
 PRIOR_DEGREES = 2.0  # the prior counts as much as this many degrees of freedom, as Beta(1, 1) counts as two attempts
-EXPLORED_SHARE = 0.1  # share of the probability that all scenarios have alike, whatever was seen of them
-MIN_HALF_LIFE = 8.0  # steps; fewer would forget a group before its scenario is drawn again
+EXPLORED_SHARE = 0.1  # share of the probability that is divided equally among all scenarios
+MIN_HALF_LIFE = 8.0  # steps; a shorter half-life would forget a group before its scenario is drawn again
 
 History = Mapping[int, Sequence[GroupRewards]]  # step -> its groups
 
 
 class AdaptiveOrder:
-    """The choice of the scenarios that each step plays, without repetition, by the signal expected of them.
+    """Chooses the scenarios for each step by expected signal, without repetition within the step.
 
-    A pure function of ids, pools, seed, step and history. It does not depend on the order of the ids.
+    A pure function of ids, pools, seed, step, and history. The order of the ids does not matter.
     """
 
     def __init__(self, ids: Sequence[str | int], *, seed: int, pools: Sequence[str] | None = None) -> None:
-        """`pools` are the pools of the scenarios, whose groups are seen as one; None means a pool for each."""
+        """Scenarios in the same pool share their history. By default each scenario has a separate pool."""
         assert ids, "no scenarios to order"
         self._ids = [str(id) for id in ids]
         self._pools = list(pools) if pools is not None else self._ids
         self._seed = seed
 
     def groups(self, step: int, groups_per_step: int, num_spare: int, history: History) -> list[int]:
-        """Indices in `ids` of the scenarios that a step plays, then of the `num_spare` that it may refill with.
+        """Returns indices into `ids`: the step's scenarios, followed by `num_spare` scenarios for refills.
 
-        Where more are wanted than there are, all of them are drawn a second time, and so on.
+        If the step needs more scenarios than exist, all of them are drawn again.
         """
         half_life = max(MIN_HALF_LIFE, len(set(self._pools)) / groups_per_step)
         probabilities = self.probabilities(expected_signal(history, step=step, half_life=half_life))
@@ -61,7 +61,9 @@ class AdaptiveOrder:
         return drawn[: groups_per_step + num_spare]
 
     def probabilities(self, signals: Mapping[str, float]) -> list[float]:
-        """Of each scenario, to be drawn first. `signals` are by pool; one that is missing has the prior's."""
+        """Returns each scenario's probability to be drawn first. `signals` maps pools to signals; the default is the
+        prior.
+        """
         found = [signals.get(pool, PRIOR_SIGNAL) for pool in self._pools]
         total, same = math.fsum(found), EXPLORED_SHARE / len(found)
         if total == 0:
@@ -70,20 +72,21 @@ class AdaptiveOrder:
 
 
 def draw(key: str, ids: Sequence[str], weights: Sequence[float]) -> list[int]:
-    """Returns all indices in the order of drawing one after the other, each with its weight's share among those left.
+    """Returns all indices in random order, drawn one by one with probabilities proportional to the remaining weights.
 
-    Weights are above 0. Efraimidis and Spirakis 2006: sorted by u^(1/w), u uniform in (0, 1), largest first. Here by
-    -log(u) / w, smallest first, with u from a hash of key and id.
+    Weights are positive. Efraimidis and Spirakis 2006 sort by u^(1/w), largest first, with u uniform in (0, 1). This
+    function sorts by -log(u) / w, smallest first, and takes u from a hash of key and id.
     """
     times = [-math.log(_uniform(f"{key}/{id}")) / w for id, w in zip(ids, weights, strict=True)]
     return sorted(range(len(times)), key=times.__getitem__)
 
 
 def expected_signal(history: History, *, step: int, half_life: float) -> dict[str, float]:
-    """Pool -> the variance expected between the rewards of its next group; only pools that were seen.
+    """Maps each known pool to the expected reward variance of its next group.
 
-    Rewards outside of [0, 1] anywhere in the history are measured in the range seen. A group with fewer than two
-    rewards, because its attempts failed, counts as one whose rewards are all equal.
+    If any reward in the history is outside of [0, 1], rewards are divided by the observed range. A group with fewer
+    than
+    two rewards, because its attempts failed, counts as a group with equal rewards.
     """
     scale = reward_scale(history)
     squares, degrees = defaultdict[str, float](float), defaultdict[str, float](float)
@@ -111,7 +114,7 @@ def squared_deviations(rewards: Sequence[float]) -> float:
 
 
 def _uniform(key: str) -> float:
-    """Returns a number in (0, 1), the same for the same key."""
+    """Returns a number in (0, 1) from a hash of the key."""
     return (int.from_bytes(hashlib.sha256(key.encode()).digest()[:8]) + 0.5) / 2**64
 
 
@@ -123,7 +126,7 @@ class Replay(NamedTuple):
 
 
 def choose_replays(history: History, *, step: int, num: int, max_age: int, seed: int) -> list[Replay]:
-    """Returns at most `num` groups; fewer where there are fewer candidates. A pure function of its arguments."""
+    """Returns up to `num` groups to replay. A pure function of its arguments."""
     candidates, weights = [], []
     for past in sorted(history):
         if not 1 <= step - past <= max_age:

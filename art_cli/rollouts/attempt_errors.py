@@ -1,10 +1,10 @@
-"""Errors of one attempt at a rollout, the choice of those that are tried again, and an attempt's end as plain data.
+"""Errors of an attempt, which errors are retried, and the attempt's result as plain data.
 
-An `AttemptError` becomes the `error` of a trajectory, which is kept and counted. A RolloutError stops the run, because
-every rollout would fail with it. Only failures of transport are tried again.
+An `AttemptError` becomes the `error` of a trajectory and is counted. A RolloutError stops the run, because every
+rollout would fail. Only transport failures are retried.
 
-The process of an attempt reports its end, an Outcome or an AttemptError, as plain JSON data. It also runs the user's
-code, so what it reports is checked whole. Standard library only, because it may be a Python that has none of our
+Worker processes report results, an Outcome or an AttemptError, as plain JSON. They also run the user's code, so the
+reports are fully validated. This module needs only the standard library, because a worker's Python may lack our
 dependencies (bootstrap.py).
 """
 
@@ -23,12 +23,12 @@ from art_cli.runtime.processes.process_calls import checked
 
 Json = dict[str, Any]
 
-MAX_ERROR_LENGTH = 2000  # characters of an error kept in a trajectory
-NODE = "node"  # the kind of error of an attempt whose machine was lost, which is not the attempt's doing
+MAX_ERROR_LENGTH = 2000  # maximum characters of a trajectory's error
+NODE = "node"  # error kind after a lost machine, which is not the attempt's fault
 MAX_LEAVES = 100  # number of errors looked at in an exception group
 MAX_CAUSES = 5  # number of errors looked at along a chain of `raise ... from`
 
-# Names of classes; an error is of this kind if one of its base classes is. The packages need not be installed.
+# Class names; an error matches if any of its base classes does. The packages need not be installed.
 _TRANSPORT = frozenset(
     {
         "builtins.ConnectionError",
@@ -59,14 +59,14 @@ class AttemptError(Exception):
 
 
 def _writable(text: str) -> str:
-    """Returns the text, cut to MAX_ERROR_LENGTH. A lone surrogate, which cannot be written, becomes a question mark."""
+    """Truncates the text to MAX_ERROR_LENGTH, and replaces lone surrogates by question marks."""
     return text[:MAX_ERROR_LENGTH].encode(errors="replace").decode()
 
 
 def from_exception(error: BaseException, root: Path) -> AttemptError:
-    """Returns the AttemptError of an exception of the user's code. It names the innermost line of a file under `root`.
+    """Converts an exception from the user's code. The message names the innermost line in a file under `root`.
 
-    For an exception group it has the group's text and that of the first error in it.
+    For an exception group the message has the group's text and the first error's text.
     """
     leaves = list(islice(_leaves(error), MAX_LEAVES))
     cause = leaves[0]
@@ -81,7 +81,7 @@ def from_exception(error: BaseException, root: Path) -> AttemptError:
 
 
 def _leaves(error: BaseException) -> Iterator[BaseException]:
-    """Yields the errors of a group and of the groups in it; the error itself where it is no group."""
+    """Yields the errors of a group, including nested groups; a plain error yields itself."""
     waiting = [error]
     while waiting:
         first = waiting.pop()
@@ -92,10 +92,9 @@ def _leaves(error: BaseException) -> Iterator[BaseException]:
 
 
 def is_transport_error(error: BaseException) -> bool:
-    """Returns whether a connection failed or the other side did, rather than the code that used it.
+    """Returns whether the connection or the server failed, and not the code that used it.
 
-    Frameworks raise other errors from those of their client (`raise ... from`). Such an error counts as the one
-    that it was raised from.
+    Frameworks wrap their client's errors (`raise ... from`), so the chain of causes counts.
     """
     cause: BaseException | None = error
     for _ in range(MAX_CAUSES):
@@ -112,13 +111,13 @@ def _is_named_transport(error: BaseException) -> bool:
 
 
 def describe_exit(status: int) -> str:
-    """Returns how a process ended, for an attempt's error. Examples: -9 is "signal 9", 3 is "status 3"."""
+    """Describes an exit status. Examples: -9 is "signal 9", 3 is "status 3"."""
     return f"signal {-status}" if status < 0 else f"status {status}"
 
 
 @dataclass(frozen=True)
 class Done:
-    """The fields of an Outcome. Raises ValueError: a number or metadata that a record cannot hold."""
+    """The fields of an Outcome. Raises ValueError if a record cannot hold a number or the metadata."""
 
     reward: float | None
     metrics: dict[str, float]
@@ -149,7 +148,7 @@ def report(ending: Outcome | AttemptError) -> Json:
 
 
 def read_report(value: object) -> Outcome | AttemptError:
-    """Returns the ending that `report` wrote. Raises ValueError: it is no report."""
+    """Parses a report. Raises ValueError for an invalid report."""
     match value:
         case {"done": fields, **more} if not more:
             return Outcome(**vars(checked(Done, fields)))

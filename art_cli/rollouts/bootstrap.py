@@ -1,12 +1,12 @@
-"""Starts a rollout process in any Python: `bootstrap.py SOCKET MODULE [PATH]`; process.py calls it.
+"""Starts a worker process in any Python: `bootstrap.py SOCKET MODULE [PATH]`; called by process.py.
 
-MODULE is the one of this room whose `main` answers calls at SOCKET. The Python may be the user's own
-(`rollout.python`), which has neither this package nor what it depends on. So the package is loaded from where this file
-lies, and nothing else beside it becomes importable. What the process imports (process_worker.py and
-cluster/ray_driver.py, and below) needs the standard library only, and Ray's driver Ray. PATH is given where both
-processes are the same Python: it is a JSON list, the `sys.path` of the process that starts this one.
+MODULE is the module in this package whose `main` answers calls at SOCKET. The Python may be the user's own
+(`rollout.python`), without this package and its dependencies. The package is therefore loaded from this file's
+directory, and neighboring packages do not become importable. The worker modules (process_worker.py,
+cluster/ray_driver.py, and their imports) need only the standard library, and Ray's driver also needs Ray. PATH is the
+parent's `sys.path` as a JSON list, passed if both processes use the same Python.
 
-A Python that is too old can still run this file, which then reports it.
+Python versions that are too old can still run this file, which then reports the problem.
 """
 
 import importlib
@@ -16,7 +16,7 @@ import os
 import sys
 
 OLDEST = (3, 11)
-FIRST_ID = 1  # the first call's (runtime/processes/process_calls.py)
+FIRST_ID = 1  # id of the first call (runtime/processes/process_calls.py)
 HERE = os.path.dirname(os.path.realpath(__file__))
 PACKAGE = os.path.dirname(HERE)
 
@@ -36,7 +36,7 @@ def main() -> None:
 
 
 def load_package() -> None:
-    """Makes `art_cli` importable, and nothing that lies beside it."""
+    """Makes `art_cli` importable, without neighboring packages."""
     initial = os.path.join(PACKAGE, "__init__.py")
     spec = importlib.util.spec_from_file_location("art_cli", initial, submodule_search_locations=[PACKAGE])
     assert spec and spec.loader, initial

@@ -1,16 +1,16 @@
-"""FunctionRollout: the user's Python function as a rollout; and a key for each attempt in the environment they share.
+"""FunctionRollout: the user's Python function as a rollout; and per-attempt keys in the shared process environment.
 
-It is `async def rollout(policy, scenario)` or a plain `def`, and so is a ready-made environment. Neither kind runs in
-the event loop of the gateway and the engine. Async functions share a loop in one thread; plain ones get a thread each.
-So a function that blocks holds up nothing but itself, and its timeout still counts.
+The function is `async def rollout(policy, scenario)` or a plain `def`. Ready-made environments have the same form.
+Neither form runs in the event loop of the gateway and the engine: async functions share a loop in a separate thread,
+and each plain function call gets a thread. A blocking function therefore only delays its own process's rollouts, and
+its timeout still works.
 
-Suppose that a rollout sets OPENAI_API_KEY to its `policy.api_key`. Then the calls of all attempts in the process would
-go into the trajectory of the last attempt that did so. Therefore a variable that holds an attempt's key reads as the
-key of the attempt whose code reads it.
+If a rollout sets OPENAI_API_KEY to `policy.api_key`, other attempts in the same process would make their calls with
+this key. Therefore reading a variable that holds an attempt's key returns the key of the attempt that reads it.
 
-Code outside every attempt's context, such as a thread of a pool, may belong to any of them. While several attempts run,
-it reads SHARED_KEY, which the gateway refuses with the cure. A child process that is given no
-`env` inherits the variable as it was set last.
+Code outside an attempt's context, such as a thread pool, could belong to any attempt. While several attempts run, such
+code reads SHARED_KEY, and the gateway refuses it with a message that explains the fix. A child process without an
+explicit `env` inherits the last value that was set.
 """
 
 import asyncio
@@ -61,9 +61,9 @@ class _Environment(os._Environ[str]):
 
 @contextlib.contextmanager
 def reading_own(key: str) -> Iterator[None]:
-    """Makes the block part of the attempt with this key, with all tasks and threads that get its context.
+    """Runs the block as part of the attempt with this key, including tasks and threads that inherit its context.
 
-    The caller must run in a task or thread whose context no other attempt shares.
+    The caller must run in a task or thread whose context belongs to this attempt only.
     """
     os.environ.__class__ = _Environment
     _own.set(key)
@@ -75,12 +75,12 @@ def reading_own(key: str) -> Iterator[None]:
 
 
 CURE = "await what waits, or make it a plain `def`"
-CLOSE_TIMEOUT_S = 5.0  # longest wait for cancelled rollouts to end
-Ending = Outcome | AttemptError | RolloutError  # how a rollout ends
+CLOSE_TIMEOUT_S = 5.0  # longest wait for cancelled rollouts to finish
+Ending = Outcome | AttemptError | RolloutError  # result of a rollout
 
 PING_TIMEOUT_S = 2.0  # an event loop that runs nothing for this long is blocked
-TICK_S = 0.05  # time between two looks at the event loop
-MIN_STILL_S = 0.1  # shorter pauses of the loop are those of any program
+TICK_S = 0.05  # interval between two checks of the event loop
+MIN_STILL_S = 0.1  # shorter pauses are normal
 MIN_PLAYED_S = 1.0  # shorter attempts show nothing
 
 
@@ -97,14 +97,16 @@ class FunctionRollout:
         )
         self._loop = LoopThread("rollouts")
         self._num_playing = 0
-        self._played_s = self._still_s = 0.0  # time of all attempts; part of it in which the loop stood still
+        self._played_s = self._still_s = 0.0  # total time of all attempts, and the part in which the loop was blocked
         self._watching: asyncio.Task[None] | None = None
         self._connections = Connections(has_one_loop=self._is_async)
 
     async def play(self, policy: Policy, scenario: Json, *, is_alone: bool = False) -> Outcome:
-        """Returns the function's outcome. Raises AttemptError for what it raised, RolloutError for a wrong type."""
+        """Returns the function's outcome. Raises AttemptError if the function failed, and RolloutError for a wrong
+        type.
+        """
         os.environ.update(past_proxies(policy.base_url))
-        ending = await self._run(policy, copy.deepcopy(scenario))  # the function may change its own
+        ending = await self._run(policy, copy.deepcopy(scenario))  # the function may modify its copy
         if isinstance(ending, Outcome):
             return ending
         raise ending
@@ -118,7 +120,7 @@ class FunctionRollout:
             if is_being_cancelled():
                 raise
             raise AttemptError("CancelledError", "the rollout cancelled itself") from error
-        except Exception as error:  # a GeneratorExit of an awaited task closes the coroutine around the user's as well
+        except Exception as error:  # a GeneratorExit in an awaited task also closes the coroutine around it
             raise from_exception(error.__cause__ or error, self._root) from error
 
     async def explain_timeout(self) -> str:
@@ -134,7 +136,7 @@ class FunctionRollout:
         else:
             await self._connections.close()
 
-    # These run in the user's loop or thread, because looking at what the user's code raised or returned runs its code.
+    # These run in the user's loop or thread, because inspecting returned values and exceptions can run user code.
 
     async def _call_async(self, policy: Policy, scenario: Json) -> Ending:
         policy.share(self._connections)
@@ -154,9 +156,9 @@ class FunctionRollout:
         return self._read(value)
 
     async def _watch(self) -> None:
-        """Counts the time in which attempts are played, and the part of it in which the loop stood still and waited.
+        """Measures how long attempts run, and how long the event loop is blocked without computing.
 
-        An agent that computes is no mistake, and neither is a machine that is busy.
+        Computing agents and busy machines do not count as blocked.
         """
         while self._num_playing:
             begin, worked = time.monotonic(), _worked_s()
@@ -181,12 +183,12 @@ class FunctionRollout:
             return read_outcome(value, entry=self._entry)
         except (AttemptError, RolloutError) as error:
             return error
-        except BaseException as error:  # the boundary to the user's code: a `__float__` or `__repr__` of its own
+        except BaseException as error:  # the boundary to the user's code, such as `__float__` or `__repr__`
             return from_exception(error, self._root)
 
 
 def _worked_s() -> float:
-    """Returns the seconds in which this thread computed. On Linux those are added in which it waited for a core."""
+    """Returns this thread's CPU seconds; on Linux including the time it waited for a core."""
     try:
         computed, waited = Path("/proc/thread-self/schedstat").read_bytes().split()[:2]
         return (int(computed) + int(waited)) / 1e9
@@ -210,7 +212,7 @@ def _check_signature(function: object, entry: str) -> None:
 
 
 def what_to_load(config: "RolloutConfig") -> tuple[str, Json | None]:
-    """`entry` and `environment` of load_function for a configuration without a command."""
+    """Returns `entry` and `environment` for load_function. The configuration must not have a command."""
     if config.environment is not None:
         chosen = config.environment
         environment = chosen.model_dump(include={"name", "args", "system"})
@@ -221,9 +223,10 @@ def what_to_load(config: "RolloutConfig") -> tuple[str, Json | None]:
 
 
 def load_function(entry: str, directory: Path, environment: Json | None = None) -> FunctionRollout:
-    """Returns the function, loaded. Raises UsageError: it cannot be; RolloutError: it does not take (policy, scenario).
+    """Loads the function. Raises UsageError if it cannot be loaded, and RolloutError unless it takes (policy,
+    scenario).
 
-    `environment` has the fields of `environments.Settings`; then that environment is played, and `entry` is its name.
+    With `environment`, the fields of `environments.Settings`, the environment is loaded and `entry` is its name.
     """
     if environment is not None:
         settings = Settings(**environment, directory=str(directory))

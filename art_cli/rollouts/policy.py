@@ -1,6 +1,6 @@
-"""Policy, which a rollout function gets, and the Outcome of what the function returns.
+"""Policy, the argument of a rollout function, and how its return value becomes an Outcome.
 
-Standard library only, because the Python that runs rollouts may have nothing else (bootstrap.py).
+Needs only the standard library, because the Python that runs rollouts may have no other packages (bootstrap.py).
 """
 
 import contextlib
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 Json = dict[str, Any]
 
-MAX_METADATA_BYTES = 16 * 2**20  # largest metadata of an outcome, as JSON
+MAX_METADATA_BYTES = 16 * 2**20  # maximum size of an outcome's metadata as JSON
 
 
 def past_proxies(base_url: str) -> dict[str, str]:
@@ -40,11 +40,11 @@ def past_proxies(base_url: str) -> dict[str, str]:
 
 
 class Connections:
-    """The HTTP clients that rollouts share, so that calls reuse connections. Each is made when first needed.
+    """HTTP clients shared by rollouts to reuse connections. Clients are created on first use.
 
-    An async client belongs to one event loop. It is shared where all rollouts run in the same loop (`has_one_loop`);
-    otherwise each policy makes its own. The clients are of the kind that the user's openai package needs: httpx's up to
-    openai 2, httpx2's from openai 3 on.
+    An async client belongs to one event loop. It is shared if all rollouts run in the same loop (`has_one_loop`);
+    otherwise each policy creates a client. The client class depends on the installed openai package: httpx for openai 2
+    and older, httpx2 for openai 3.
     """
 
     def __init__(self, *, has_one_loop: bool) -> None:
@@ -74,11 +74,12 @@ class Connections:
 
 
 def _make_client(*names: str) -> Any:
-    """Returns openai's own HTTP client, the first of these names, without the environment's proxies, or None.
+    """Returns the first available openai HTTP client class from `names`, created without proxy settings.
 
-    The gateway is reached directly, on this machine and from the nodes of a cluster. The client over aiohttp is first:
-    with 128 calls at once a call takes 1.2 ms of processor time, over httpx 5.8 ms. It is an extra of openai, and older
-    ones have neither.
+    The gateway is reached directly, from this machine and from cluster nodes. The aiohttp client comes first because
+    128
+    concurrent calls take 1.2 ms of CPU time per call, compared with 5.8 ms for httpx. It is an optional extra of openai
+    and missing in older versions.
     """
     openai = _import_openai()
     for name in names:
@@ -88,9 +89,9 @@ def _make_client(*names: str) -> Any:
 
 
 def import_client() -> None:
-    """Imports what `policy.client` needs, which takes most of a second, before the first attempt waits for it.
+    """Imports the modules for `policy.client` early, because the import takes most of a second.
 
-    A package that is not there, or that fails, is reported by the attempt that asks for a client.
+    Import errors are reported later, by the attempt that asks for a client.
     """
     with contextlib.suppress(Exception):
         _import_openai()
@@ -111,14 +112,15 @@ def _import_openai() -> ModuleType:
 
 
 class Policy:
-    """The model being trained, as one attempt at one rollout sees it.
+    """The policy in training, from the view of a single attempt.
 
-    `client` is the ordinary `openai.AsyncOpenAI` pointed at the gateway, `sync_client` the ordinary `openai.OpenAI`;
-    `base_url` and `api_key` serve any other framework, and `anthropic_base_url` serves Anthropic's clients. The key is
-    for this attempt alone: calls with it are recorded. `headers` hold the value of `state`; a client made with them
-    (`default_headers=policy.headers`) sends it. `unrecorded` are headers of a call that is answered and not recorded:
-    it is no turn and not trained on. With `extra_headers=policy.unrecorded` the policy plays another role, such as
-    an opponent.
+    `client` is a standard `openai.AsyncOpenAI` and `sync_client` a standard `openai.OpenAI`, both pointed at the
+    gateway.
+    Other frameworks use `base_url` and `api_key`, and Anthropic clients use `anthropic_base_url`. The key belongs to
+    this
+    attempt, and calls with the key are recorded. `headers` carry the current `state`; pass them to other clients
+    (`default_headers=policy.headers`). Calls with `extra_headers=policy.unrecorded` are answered but not recorded or
+    trained on, for example when the policy also plays an opponent.
     """
 
     def __init__(self, *, base_url: str, api_key: str, model: str, step: int) -> None:
@@ -134,21 +136,22 @@ class Policy:
 
     @property
     def anthropic_base_url(self) -> str:
-        """`base_url` without its /v1, which Anthropic's clients add themselves."""
+        """`base_url` without /v1, because Anthropic clients add /v1 themselves."""
         return self.base_url.removesuffix("/v1")
 
     def state(self, key: str | None) -> None:
-        """Names the state of the environment in which the next calls act, until it is called again. None is no name.
+        """Names the environment's state for the next calls, until the next call of this method. None removes the name.
 
-        Example: policy.state(board). Algorithms with credit per step (gigpo, gagpo) compare the replies that a group's
-        attempts gave in the same state. Without a name, states are the same where the prompts are, token for token.
+        Example: policy.state(board). Algorithms with step-level credit (gigpo, gagpo) compare a group's replies in
+        equal
+        states. Without names, states are equal if the prompt tokens are equal.
         """
         if key is not None and not isinstance(key, str):
             raise TypeError(f"policy.state takes text, such as a board or a page's address, not {type(key).__name__}")
         self.headers[STATE_HEADER] = write_header(key or "")
 
     def share(self, connections: Connections) -> None:
-        """Makes the clients use these connections from now on. FunctionRollout calls this."""
+        """Makes the clients use these connections. Called by FunctionRollout."""
         self._connections = connections
 
     @property
@@ -180,11 +183,12 @@ class Policy:
 
 
 def read_outcome(value: Any, *, entry: str) -> Outcome:
-    """Returns the Outcome, in plain data, of a rollout's return value: None, a number, a bool, or an Outcome.
+    """Converts a rollout's return value (None, a number, a bool, or an Outcome) to an Outcome of plain data.
 
-    Raises RolloutError for any other type, because every rollout would return it. Raises AttemptError for a value that
-    only this rollout may have: a number that is not finite or exceeds MAX_NUMBER, or metadata that JSON cannot hold. A
-    conversion runs the user's code, which may raise anything.
+    Raises RolloutError for other types, because every rollout would fail. Raises AttemptError for values that may
+    affect
+    only this rollout: numbers that are not finite or exceed MAX_NUMBER, and metadata that JSON cannot represent. The
+    conversion runs user code, which may raise anything.
     """
     outcome = value if isinstance(value, Outcome) else Outcome(reward=value)
     if not isinstance(outcome.metrics, dict) or not isinstance(outcome.metadata, dict):
@@ -195,13 +199,13 @@ def read_outcome(value: Any, *, entry: str) -> Outcome:
 
 
 def _plain(metadata: Json, entry: str) -> Json:
-    """Returns the metadata as they will be read from the disk."""
+    """Returns the metadata as a reader will load them from disk."""
     try:
         written = dump(metadata)
         plain: Json = load(written)
     except TypeError as error:
         raise RolloutError(f"{entry}: metadata must be plain JSON data: {error}") from error
-    except ValueError as error:  # a lone surrogate, a dict that holds itself, a number of a thousand digits
+    except ValueError as error:  # a lone surrogate, a circular dict, or a number with a thousand digits
         raise AttemptError("metadata", f"it cannot be written as JSON: {error}") from error
     if len(written) > MAX_METADATA_BYTES:
         size, limit = len(written) / 2**20, MAX_METADATA_BYTES / 2**20
@@ -218,7 +222,7 @@ def _name(name: object) -> str:
 
 
 def _number(name: str, value: Any, entry: str) -> float:
-    if not isinstance(value, Real) and not hasattr(type(value), "__float__"):  # a tensor or Decimal has the latter
+    if not isinstance(value, Real) and not hasattr(type(value), "__float__"):  # tensors and Decimals have `__float__`
         what = f"{entry}: {name} is {type(value).__name__} {value!r:.60}"
         raise RolloutError(f"{what}; a rollout returns a number, None or Outcome(reward=...)")
     try:

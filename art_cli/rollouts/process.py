@@ -1,12 +1,12 @@
-"""ProcessRollout: the user's Python function in separate processes (process_worker.py).
+"""ProcessRollout: runs the user's Python function in separate processes (process_worker.py).
 
-That is this interpreter, or `python`: one that has the function's packages and need not have ours (bootstrap.py).
-What the function computes does not take the interpreter from the engine and the gateway here, several processors can
-work for it, and an attempt that kills its process does not kill the run. The processes answer calls over a socket pair
+The processes use this interpreter or `python`, an interpreter with the function's packages that need not have ours
+(bootstrap.py). Separate processes keep the function's CPU work away from the engine and the gateway, use several cores,
+and protect the run from attempts that kill their process. The processes answer calls over a socket pair
 (runtime/processes/process_calls.py): `load`, `play`, `explain_timeout`.
 
-A process that dies fails the attempts in it as transport, which is tried again; the next attempt starts a new process.
-The last try has a process to itself, so that an attempt that kills its process fails no other one.
+If a process dies, its attempts fail as transport errors and are retried; the next attempt starts a new process. The
+last retry runs in a separate process, so an attempt that kills its process affects no other attempt.
 """
 
 import asyncio
@@ -33,24 +33,25 @@ START_DEADLINE_S = 300.0  # longest import of the user's modules
 LONE_PER_CORE = 4  # number of processes per core that play a single attempt
 EXPLAIN_DEADLINE_S = 5.0
 CLOSE_DEADLINE_S = 15.0  # longest wait for a process to close the function's clients and end
-EXIT_GRACE_S = 1.0  # time that a process has to end after its socket, so that its exit status is known
-OUTPUT_DEADLINE_S = 10.0  # longest wait for the rest of its output
+EXIT_GRACE_S = 1.0  # time for a process to exit after its socket closed, so that the exit status is known
+OUTPUT_DEADLINE_S = 10.0  # longest wait for the remaining output
 FUNCTION = "process_worker"  # the module that plays a function (bootstrap.py)
-# Variables with which another Python would import our packages, or take itself for this one.
+# Variables that would make another Python import our packages or mistake itself for this interpreter.
 OWN_VARIABLES = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "__PYVENV_LAUNCHER__")
 
 
 def show(text: str) -> None:
-    """Writes what a process prints to standard error here, above a progress bar where one is drawn."""
+    """Writes a process's output to stderr, above the progress bar."""
     sys.stderr.write(text)
     sys.stderr.flush()
 
 
 class ProcessRollout:
-    """Plays the function `entry` of `directory` in `processes` processes, each attempt in the least busy one.
+    """Plays the function `entry` in `processes` processes. Each attempt goes to the least busy process.
 
-    `python` is the interpreter that runs them; None means this one, with its `sys.path`. With `environment`, the fields
-    of its Settings, they play that environment, and `entry` is its name. `printed` gets what they print.
+    `python` is the interpreter; None means this interpreter with its `sys.path`. `environment` holds the fields of
+    environment Settings; the processes then play this environment, and `entry` is its name. `printed` receives their
+    output.
     """
 
     def __init__(
@@ -70,11 +71,11 @@ class ProcessRollout:
 
     @property
     def version(self) -> str:
-        """The version of the Python that has loaded the function, such as "3.12.1"; empty before `open`."""
+        """Python version of the loaded process, such as "3.12.1"; empty before `open`."""
         return self._processes[0].version
 
     async def begin(self) -> None:
-        """Starts all processes and has them load the function; `open` waits for that."""
+        """Starts all processes and begins loading; `open` waits until the function is loaded."""
         try:
             await asyncio.gather(*(process.begin() for process in self._processes))
         except BaseException:
@@ -82,7 +83,9 @@ class ProcessRollout:
             raise
 
     async def open(self) -> None:
-        """Loads the function in all processes. Raises UsageError: it cannot be; RolloutError: it does not fit."""
+        """Loads the function in all processes. Raises UsageError if loading fails, and RolloutError for a wrong
+        signature.
+        """
         try:
             await asyncio.gather(*(process.start() for process in self._processes))
         except BaseException:
@@ -90,14 +93,13 @@ class ProcessRollout:
             raise
 
     async def play(self, policy: Policy, scenario: Json, *, is_alone: bool = False) -> Outcome:
-        """Raises AttemptError: this attempt failed, or its process died; RolloutError: every attempt would."""
+        """Raises AttemptError if this attempt or its process failed, and RolloutError if every attempt would fail."""
         if is_alone:
             return await self._play_alone(policy, scenario)
         process = min(self._processes, key=lambda process: process.num_playing)
         return await process.play(policy, scenario)
 
     async def _play_alone(self, policy: Policy, scenario: Json) -> Outcome:
-        """Plays in a process for this attempt only, so that an attempt that kills its process fails no other one."""
         async with self._lone:
             process = self._make()
             try:
@@ -114,16 +116,16 @@ class ProcessRollout:
 
 
 class RolloutProcess:
-    """One process that plays attempts, started when it is needed and not there.
+    """One worker process, started on demand.
 
-    `module` answers its calls (bootstrap.py), the first of which is `load` with the parameters `what`. Messages name it
-    `title`, and name `python` by its `key` in the configuration. Standard error goes to `errors`, or to `printed`,
-    as standard output does, if that is None.
+    `module` is the worker module (bootstrap.py). Its first call is `load` with the parameters `what`. Messages name
+    the worker by its `title`, and `python` by its configuration `key`. Standard error goes to `errors`, or to `printed`
+    like standard output.
     """
 
-    version = ""  # its Python's, once that has loaded the function
-    num_playing = 0  # number of attempts in it
-    verb = "imported"  # a word for what it does at its start, for messages
+    version = ""  # Python version after loading
+    num_playing = 0  # attempts in progress
+    verb = "imported"  # verb for startup messages
 
     def __init__(
         self,
@@ -141,7 +143,7 @@ class RolloutProcess:
         self._child: ChildProcess | None = None
         self._calls: CallingEnd | None = None
         self._output: asyncio.Task[None] | None = None
-        self._loading: asyncio.Task[Any] | None = None  # the loading that `begin` has begun
+        self._loading: asyncio.Task[Any] | None = None  # loading started by `begin`
         self._starting: asyncio.Task[None] | None = None  # the latest start, which may be over
 
     @property
@@ -152,12 +154,12 @@ class RolloutProcess:
         """Returns when there is a process that loads the function."""
         await self._launch()
         self._loading = asyncio.create_task(self._load())
-        await asyncio.sleep(0)  # the task sends its message now, as what the caller does next may hold up the loop
+        await asyncio.sleep(0)  # lets the task send its message now, because the caller may block the loop next
 
     async def start(self) -> None:
-        """Returns when a process has loaded the function, the present one or a new one.
+        """Returns when a running or newly started process has loaded the function.
 
-        A start goes on when its caller is cancelled, because an import may take longer than an attempt.
+        Cancelling the caller does not stop the start, because an import may take longer than an attempt.
         """
         if self._starting is None or self._starting.done():
             if self.is_running and self._loading is None:
@@ -174,13 +176,13 @@ class RolloutProcess:
                     await self._launch()
                 self.version = str(await (loading or self._load()))
         except BaseException as error:
-            await self._end()  # it is not asked to end, because a process that imports reads nothing
+            await self._end()  # stopped without a request, because a process does not read messages during imports
             if (explained := self._explain_start(error)) is error:
                 raise
             raise explained from error
 
     async def _load(self) -> Any:
-        """Returns the version of the Python that has loaded the function."""
+        """Returns the Python version of the worker."""
         return await self.ask("load", **self._what)
 
     async def _launch(self) -> None:
@@ -200,7 +202,7 @@ class RolloutProcess:
         self._output = asyncio.create_task(_pass_on(self._child.stdout, self._printed))
 
     def _explain_start(self, error: BaseException) -> BaseException:
-        """Returns the error of a start as the user reads it, with the Python where that is the user's choice."""
+        """Returns the startup error for the user, with the interpreter if the user chose it."""
         where = f" ({self._key}: {self._python})" if self._python is not None else ""
         match error:
             case TimeoutError():
@@ -219,7 +221,7 @@ class RolloutProcess:
             ending = read_report(await self.ask("play", scenario=scenario, is_alone=is_alone, **plain))
         except ValueError as error:
             raise AttemptError("process", f"its process answered with no outcome: {error}") from error
-        except OSError as error:  # no memory or file for another process at the moment
+        except OSError as error:  # currently not enough memory or file descriptors for another process
             raise AttemptError("process", f"its process cannot start: {describe(error)}", is_transport=True) from error
         finally:
             self.num_playing -= 1
@@ -236,10 +238,10 @@ class RolloutProcess:
         return ""
 
     async def close(self) -> None:
-        """Closes the function's clients, then ends the process and every one that descends from it."""
+        """Closes the function's clients, then stops the process and its descendants."""
         if self._starting is not None:
             await end(self._starting, timeout_s=CLOSE_DEADLINE_S)
-        if self._loading is not None:  # it was never opened, and a process that imports reads nothing
+        if self._loading is not None:  # never opened, and a process does not read messages during imports
             await end(self._loading, timeout_s=CLOSE_DEADLINE_S)
         elif self._calls is not None:
             self._calls.hang_up()
@@ -249,7 +251,7 @@ class RolloutProcess:
         await self._end()
 
     async def ask(self, method: str, *, progress: Callable[[int, int], None] | None = None, **params: Any) -> Any:
-        """Returns the method's result. Raises the ArtError that it raised; AttemptError if the process ended."""
+        """Returns the method's result. Raises the worker's ArtError, or AttemptError if the process ended."""
         assert self._calls is not None and self._child is not None
         child = self._child
         try:
@@ -260,7 +262,7 @@ class RolloutProcess:
             raise AttemptError("process", f"its process ended ({status}{fault})", is_transport=True) from error
 
     async def _exit_of(self, child: ChildProcess, *, is_at_fault: bool) -> str:
-        """Returns how a process ended whose connection is over. One that still runs is ended."""
+        """Returns the exit status after the connection ended. Terminates the process if it is still running."""
         if not is_at_fault:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(child.wait(), EXIT_GRACE_S)
@@ -268,7 +270,7 @@ class RolloutProcess:
         return describe_exit(await child.wait())
 
     async def _end(self) -> None:
-        """Ends the process and every one that descends from it, and passes their last output on."""
+        """Stops the process and its descendants, and forwards their remaining output."""
         if self._child is not None:
             await self._child.stop()
         if self._calls is not None:
@@ -283,7 +285,7 @@ async def _pass_on(output: asyncio.StreamReader, printed: Callable[[str], None])
 
 
 def _environment(python: Path) -> dict[str, str]:
-    """Returns the variables for another Python: ours, as if its environment had been activated instead of this one."""
+    """Returns the environment for another Python, as if its virtual environment were activated instead of this one."""
     environment = {name: value for name, value in child_environment().items() if name not in OWN_VARIABLES}
     home = python.parent.parent
     if (home / "pyvenv.cfg").is_file():

@@ -1,7 +1,7 @@
-"""A process that plays attempts at the user's function; bootstrap.py begins it, process.py calls it.
+"""The worker process that plays attempts; started by bootstrap.py and called by process.py.
 
-Standard library only, here and in all that is imported, because its Python may have none of our dependencies.
-When the other end of its socket closes, this process cancels what it plays and ends.
+This module and its imports need only the standard library, because the worker's Python may lack our dependencies.
+When the parent closes the socket, the worker cancels its attempts and exits.
 """
 
 import socket
@@ -24,7 +24,7 @@ def main() -> None:
 
 
 def serve_and_exit(served: "ServedRollout") -> NoReturn:
-    """Answers calls at the socket that the command line names, until its other end is closed. Ends this process."""
+    """Answers calls at the socket from the command line until the other end closes, then exits."""
     run_and_exit(_serve(socket.socket(fileno=int(sys.argv[1])), served))
 
 
@@ -48,7 +48,7 @@ class ServedRollout:
             return report(error)
         except ArtError:
             raise
-        except Exception as error:  # the boundary to a defect of art, which must not end the other attempts here
+        except Exception as error:  # the boundary to a bug in art, which must not stop the other attempts
             return report(AttemptError(type(error).__name__, message_of(error)))
 
     async def explain_timeout(self) -> str:
@@ -69,13 +69,14 @@ class ServedFunction(ServedRollout):
 
 
 def _mentions_client(file: Path) -> bool:
-    """Returns whether a file's attempts need the openai package, by its text: as policy.client, or for another library.
+    """Returns whether a file's attempts use the openai package, judged by its source text.
 
-    Many libraries that take `policy.base_url` import it with their first call. Where attempts do so in several threads
-    at once, Python may show one thread a half-made module, rather than have two wait for each other for ever.
+    Many libraries that take `policy.base_url` import openai during their first call. If several threads import openai
+    at
+    the same time, Python may expose a partially initialized module to avoid a deadlock.
     """
     try:
         text = file.read_bytes()
-    except OSError:  # a module by its dotted name
+    except OSError:  # a dotted module name
         return False
     return any(name in text for name in (b"policy.client", b"policy.sync_client", b"policy.base_url"))

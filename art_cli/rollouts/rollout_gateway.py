@@ -1,21 +1,22 @@
-"""The capturing OpenAI-compatible proxy: rollouts call it, an engine answers, and a Recorder per rollout records.
+"""The capturing OpenAI-compatible proxy: rollouts call it, an engine answers, and one Recorder per attempt records.
 
-    open(trajectory_id) -> key      the rollout makes its calls with the key, over HTTP
-    close(key) -> Recorder          from here on the key gets 401, and calls in flight are cancelled
+    open(trajectory_id) -> key      the attempt calls the gateway with this key
+    close(key) -> Recorder          later calls with the key get a 401, and calls in flight are cancelled
 
-A call whose client leaves before its end counts like any other. The text streamed until then was sampled and seen, so
-it is recorded as a turn with the finish reason "cancelled".
+If a client leaves before the end of the answer, the streamed text is recorded as a turn with the finish reason
+"cancelled". The call counts like any other call.
 
-An SDK that gives up on a call sends it again. The new call replaces the old one (recorder.py), and a reply to the old
-one is marked as abandoned. The two count once against the limit on turns.
+An SDK repeats a call after a timeout. The new call replaces the old call (recorder.py), whose reply is marked as
+abandoned. Both calls count once against the limit on turns.
 
-A policy that is a prompt is put into each recorded call on its way to the engine. What is recorded is what the agent
-sent, so that a judge compares attempts without seeing which prompt made them.
+If the policy is a prompt, the gateway adds the prompt to each recorded call on its way to the engine. The record has
+only the agent's own messages. A judge therefore cannot see which prompt an attempt used.
 
-A call with `Request.is_recorded` False is answered, and neither recorded nor counted: it only asks about a prompt, or
-the policy plays another role. It has other seeds, so that the recorded calls sample as without it.
+Calls with `Request.is_recorded` False are answered, but not recorded or counted. They ask about a prompt, or the policy
+plays another role. Their seeds come from a separate sequence, so the recorded calls sample the same with and without
+them.
 
-Nothing is kept of a rollout that is closed. The keys are random and never logged, and each is given to one rollout.
+A closed attempt leaves no state. Keys are random, never logged, and never reused.
 """
 
 import asyncio
@@ -45,13 +46,13 @@ from art_cli.rollouts.recorder import Attempted, Recorded, Recorder, Retries
 
 log = logging.getLogger(__name__)
 
-TURN_LIMIT = "turn_limit"  # error codes of the two limits that a policy itself runs into
+TURN_LIMIT = "turn_limit"  # error codes of the two limits that depend on the policy
 CONTEXT_LIMIT = "context_length_exceeded"
-RATE_LIMITED = (429, 529)  # statuses of an endpoint that gets too many requests; 529 is Anthropic's
-LOAD_TIMEOUT_S = 5.0  # longest wait for the engine's report of its load
-MAX_UNREPORTED = 3  # failures in a row, after which it is not asked any more
-COUNTS_TIMEOUT_S = 5.0  # longest wait for the counts of tokens that an endpoint sends behind a streamed answer
-NUM_LOOKS = 8  # turns of the event loop in which the end of a client's connection cancels its call
+RATE_LIMITED = (429, 529)  # status codes for rate limits; Anthropic uses 529
+LOAD_TIMEOUT_S = 5.0  # longest wait for the engine to report its load
+MAX_UNREPORTED = 3  # consecutive failures after which the gateway stops asking for the load
+COUNTS_TIMEOUT_S = 5.0  # longest wait for token counts after the end of a streamed answer
+NUM_LOOKS = 8  # event-loop iterations in which a disconnect can still cancel a call
 OWN_CLIENT = (
     "Give each attempt a client of its own, with base_url=policy.base_url and api_key=policy.api_key, "
     "or use policy.client: attempts share their process's environment and globals"
@@ -72,7 +73,7 @@ class _Endpoint(Protocol):
 
 
 class Upstream(Protocol):
-    """The part of an engine that the gateway needs."""
+    """The engine interface that the gateway needs."""
 
     @property
     def backend(self) -> Backend: ...
@@ -81,7 +82,7 @@ class Upstream(Protocol):
 
 
 class Gateway:
-    """Stands between the rollouts of one run or evaluation and the engine."""
+    """Connects the rollouts of one run or evaluation to the engine."""
 
     def __init__(
         self,
@@ -95,10 +96,12 @@ class Gateway:
         wires: Wires = WIRES,
         on_first_reply: Callable[[], None] | None = None,
     ) -> None:
-        """With `is_forced` the defaults' temperature, top_p and top_k replace those that calls set, and penalties and
-        biases are refused.
+        """`is_forced` replaces the temperature, top_p, and top_k of each call by the defaults, and refuses penalties
+        and
+        biases.
 
-        Without `enforces_formats` a call that demands a format or a tool call is refused, because the engine would
+        Without `enforces_formats` the gateway refuses calls that demand a format or a tool call, because the engine
+        would
         ignore the demand.
         """
         self.enforces_formats = enforces_formats
@@ -106,16 +109,16 @@ class Gateway:
         self.is_forced = is_forced
         self.max_turns = max_turns
         self.seed = seed
-        self.base_url = ""  # set while it is served
+        self.base_url = ""  # set by `serve`
         self.proven = ProvenSteps()
-        self.prompt: PolicyPrompt | None = None  # the policy's, for attempts that are opened without one
+        self.prompt: PolicyPrompt | None = None  # for attempts that are opened without a prompt
         self.calls = CallCounts()  # since the runner took the last ones
-        self._num_unreported = 0  # times in a row that the engine's load could not be had
-        self.num_sampled = 0  # tokens sampled in all answered calls
-        self.on_first_reply = on_first_reply  # called once, when the first call is answered
+        self._num_unreported = 0  # consecutive failures to report the load
+        self.num_sampled = 0  # tokens sampled for all answered calls
+        self.on_first_reply = on_first_reply  # called once, after the first answered call
         self._defaults = defaults
         self._backends: dict[str, RecordingBackend] = {}  # key -> open rollout
-        self.peers = Peers()  # CommandRollout registers the programs that it starts
+        self.peers = Peers()  # CommandRollout registers its programs here
         self.wires = wires
         app = build_app(
             lambda key: self._backends.get(key or ""),
@@ -128,9 +131,9 @@ class Gateway:
         return self.upstream.endpoint.model
 
     async def name_policy(self, part: Reply | Chunk) -> None:
-        """Sets the digest of the policy that sampled it; another server's reply keeps the one that came with it.
+        """Sets the policy digest for the step that sampled this part. Replies from other servers keep their digest.
 
-        Raises ChatError if the proof of its weights failed.
+        Raises ChatError if the policy's weights could not be proven.
         """
         part.policy = await self.proven.digest(part.step)
 
@@ -140,7 +143,7 @@ class Gateway:
         return self.upstream.endpoint.step
 
     async def load(self) -> EngineLoad | None:
-        """Returns the engine's load, or None if it does not report it. After three failures it is not asked again."""
+        """Returns the engine's load if the engine reports it. After three failures the gateway stops asking."""
         report = getattr(self.upstream, "occupancy", None)
         if report is None or self._num_unreported == MAX_UNREPORTED:
             return None
@@ -157,7 +160,7 @@ class Gateway:
 
     @contextlib.asynccontextmanager
     async def serve(self, host: str = "127.0.0.1", port: int = 0) -> AsyncIterator[str]:
-        """Yields the base URL for clients while it listens. Raises EngineError: the port is not free."""
+        """Yields the base URL for clients while the gateway listens. Raises EngineError if the port is in use."""
         async with serve(self.app, host, port) as root:
             self.base_url = f"{root}/v1"
             yield self.base_url
@@ -172,10 +175,11 @@ class Gateway:
         group_id: str | None = None,
         prompt: PolicyPrompt | None = None,
     ) -> str:
-        """Returns the key of one attempt at one rollout. Calls that set no temperature get `temperature`.
+        """Returns the key for one attempt at one rollout.
 
-        The limits are the gateway's where they are None. The calls of one `group_id` go to the same server where the
-        engine has several. They have the system message of `prompt`, by default the policy's.
+        `temperature`, `max_tokens`, and `max_turns` override the gateway's defaults. An engine with several servers
+        sends
+        all calls of a `group_id` to the same server. `prompt` overrides the policy's prompt.
         """
         key = secrets.token_urlsafe(32)
         defaults = self._defaults
@@ -192,7 +196,7 @@ class Gateway:
         return self.wires.key(scope["path"], Headers(scope=scope))
 
     async def check_caller(self, scope: Scope) -> bool:
-        """Returns False if the program of another attempt makes this call, and notes the call in its record."""
+        """Returns False if another attempt's program makes this call, and marks that attempt's record."""
         if self.peers.is_empty or not (scope.get("client") and scope.get("server")):
             return True
         if (key := self.key_of(scope)) not in self._backends:
@@ -205,7 +209,7 @@ class Gateway:
         return False
 
     def count(self, reply: Reply) -> None:
-        """Counts the tokens of an answered call."""
+        """Adds the tokens of an answered call."""
         if self.on_first_reply is not None:
             self.on_first_reply()
             self.on_first_reply = None
@@ -220,7 +224,7 @@ class Gateway:
 
 
 class KeyOwnerMiddleware:
-    """The application behind `Peers`: a call with another attempt's key gets the 401 of a wrong key."""
+    """Checks calls against `Peers`. A call with another attempt's key gets the same 401 as an unknown key."""
 
     def __init__(self, app: ASGIApp, gateway: Gateway) -> None:
         self._app = app
@@ -236,17 +240,17 @@ class KeyOwnerMiddleware:
 
 
 class _Call:
-    """One call of an attempt: in flight, then answered, left, or failed.
+    """One call of an attempt. A call in flight ends in one of three ways:
 
         answered  `_record` has recorded the reply
-        left      the client left first; `_record` has recorded the part that was streamed
+        left      the client left first; `_leave` has recorded the streamed part
         failed    the engine refused the call or failed, or `RecordingBackend.close` cancelled the call
 
-    A call aside (`Request.is_recorded` is False) has the same ends, but nothing is recorded.
+    A call aside (`Request.is_recorded` is False) ends in the same ways, but is never recorded.
     """
 
     def __init__(self, request: Request, sent: Request, num_admitted: int, attempted: Attempted) -> None:
-        self.request = request  # as it is recorded: with sampling settings and seed, without the policy's prompt
+        self.request = request  # recorded form: with sampling settings and seed, without the policy's prompt
         self.sent = sent  # as the engine gets it
         self.num_admitted = num_admitted  # number of the attempt's calls so far, without calls aside
         self.attempted = attempted
@@ -259,7 +263,7 @@ class _Call:
 
 
 class RecordingBackend:
-    """Answers one attempt's calls from the engine. Each answer is recorded before the client sees its end."""
+    """Answers one attempt's calls from the engine, and records each answer before the client sees its end."""
 
     def __init__(
         self,
@@ -281,8 +285,8 @@ class RecordingBackend:
         self._defaults = defaults
         self._num_admitted = 0  # recorded calls
         self._num_aside = 0  # calls that are not recorded
-        self._num_replaced = 0  # answered calls that a retry replaced; they don't count against the limit on turns
-        self._num_before_limit = 0  # calls admitted before the call that was refused for a limit
+        self._num_replaced = 0  # answered calls that a retry replaced; these don't count against the limit on turns
+        self._num_before_limit = 0  # calls admitted before a limit refused a call
         self._in_flight: set[_Call] = set()
         self._retries = Retries()
         self._is_closed = False
@@ -321,7 +325,7 @@ class RecordingBackend:
                         yield each
 
     async def _read_counts(self, call: _Call, chunks: AsyncIterator[Chunk]) -> list[Chunk]:
-        """Returns the chunks after the answer's end up to its token counts; no chunks if the token ids are known."""
+        """Returns the chunks that follow the answer's end, up to the token counts. Skipped if token ids are known."""
         behind = list[Chunk]()
         reply = call.builder.reply()
         if reply.prompt_ids or reply.usage is not None:
@@ -339,7 +343,7 @@ class RecordingBackend:
         return behind
 
     def close(self) -> None:
-        """Cancels the calls in flight. The parts of their answers that were streamed are recorded."""
+        """Cancels the calls in flight, and records the streamed parts of their answers."""
         for call in self._in_flight:
             if call.builder.partial_reply() is not None:
                 self._leave(call)
@@ -350,12 +354,12 @@ class RecordingBackend:
             call.task.cancel()
 
     def remember(self, request: Request, recorded: Recorded) -> None:
-        """Remembers a call that an earlier process recorded, so that a retry can replace it."""
+        """Adds a call from an earlier process, so that a retry can replace the call."""
         attempted = self._retries.add(request)
         attempted.state, attempted.recorded, attempted.is_counted = "answered", recorded, True
 
     def _begin(self, request: Request) -> _Call:
-        """Admits a call, and completes its request with the run's sampling settings and a seed."""
+        """Admits a call. Adds the run's sampling settings and a seed to its request."""
         if self._is_closed:
             raise _finished()
         if not request.is_recorded:
@@ -371,7 +375,7 @@ class RecordingBackend:
         return _Call(sampled, sent, self._num_admitted, self._retries.add(request))
 
     def _check(self, request: Request) -> None:
-        """Raises ChatError if the call is over the limit on turns, or asks for what the engine cannot give."""
+        """Raises ChatError if the call exceeds the limit on turns or needs a feature that the engine lacks."""
         num_in_flight = sum(call.request.is_recorded and not call.attempted.is_abandoned for call in self._in_flight)
         if self.recorder.num_calls - self._num_replaced + num_in_flight >= self._max_turns:
             self.recorder.limit, self._num_before_limit = TURN_LIMIT, self._num_admitted
@@ -398,7 +402,7 @@ class RecordingBackend:
 
     @contextlib.contextmanager
     def _calling(self, call: _Call) -> Iterator[None]:
-        """Keeps a call in flight. If the attempt ends first, the call is cancelled, and its client gets an error."""
+        """Keeps a call in flight. If the attempt ends first, the call is cancelled and its client gets an error."""
         begin = time.monotonic()
         if not self._in_flight:
             self._gateway.calls.idle_s += begin - self._idle_since
@@ -410,7 +414,7 @@ class RecordingBackend:
                 raise _finished() from None
             self._leave(call)
             raise
-        except GeneratorExit:  # the client left while a chunk was sent to it
+        except GeneratorExit:  # the client left while the server was sending a chunk
             self._leave(call)
             raise
         except ChatError as error:
@@ -438,7 +442,7 @@ class RecordingBackend:
         self._count(call, self.recorder.record(call.request, reply), reply)
 
     def _leave(self, call: _Call) -> None:
-        """Records the streamed part of an answer whose client left before the end."""
+        """Records the streamed part after the client left."""
         if self._is_closed or call.is_recorded or not call.request.is_recorded:
             return
         call.is_recorded = True
@@ -447,7 +451,7 @@ class RecordingBackend:
 
     def _count(self, call: _Call, recorded: Recorded | None, reply: Reply | None) -> None:
         if recorded is not None and call.num_admitted > self._num_before_limit:
-            self.recorder.limit = None  # the engine answered a call after the call that was over the limit
+            self.recorder.limit = None  # the policy continued after the limit
         call.attempted.recorded, call.attempted.is_counted = recorded, True
         self._gateway.calls.answered += 1
         for index in () if recorded is None else recorded.turns:
@@ -460,7 +464,7 @@ class RecordingBackend:
             self._gateway.count(reply)
 
     def _abandon(self, attempted: Attempted) -> None:
-        """Marks a call that its client has given up on. A call in flight is marked again once it is recorded."""
+        """Marks a call that its client gave up on. A call in flight is marked again after recording."""
         attempted.is_abandoned = True
         self._num_replaced += attempted.is_counted
         if attempted.recorded is not None:
@@ -468,7 +472,7 @@ class RecordingBackend:
 
 
 def _unknown_key(key: str | None) -> ChatError:
-    """Returns the refusal of a key of no running attempt. Most often the client came from another attempt."""
+    """Returns the error for an unknown key. The usual cause is a client that was created by another attempt."""
     error = wrong_key(key)
     if key is not None:
         error.message = f"{error.message}: no running attempt has it. {OWN_CLIENT}"
@@ -481,6 +485,6 @@ def _finished() -> ChatError:
 
 
 def call_seed(run_seed: int, trajectory_id: str, number: int) -> int:
-    """Returns the seed of one call of one rollout, whatever else runs. It has 31 bits, the most for some endpoints."""
+    """Returns a deterministic seed for one call. Seeds have 31 bits because some endpoints accept no more."""
     digest = hashlib.sha256(f"{run_seed}/{trajectory_id}/{number}".encode()).digest()
     return int.from_bytes(digest[:4], "big") >> 1

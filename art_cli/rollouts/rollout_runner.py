@@ -1,10 +1,10 @@
-"""Runner: many rollouts at once, each made a Trajectory: concurrency, timeouts, turn limits, retries, progress.
+"""Runner: plays many rollouts concurrently and turns each one into a Trajectory. Handles timeouts, retries, progress.
 
-It knows nothing of steps, judges or files: the caller plans the rollouts and writes their trajectories. A rollout that
-fails becomes a trajectory with `error`. Only an error that every rollout would have stops the run. Failures of
-transport are tried again. Reaching a limit on turns or context is the policy's own doing and no failure: the rollout's
-reward counts, or `limit_reward`. The counts of a run of rollouts are shown as a bar on a terminal, otherwise as a log
-line every ten seconds.
+The caller plans the rollouts and writes their trajectories. The runner does not depend on steps, judges, or files. A
+failed rollout becomes a trajectory with `error` set. Only an error that would affect every rollout stops the run.
+Transport failures are retried. Reaching a limit on turns or context is not a failure, because it depends on the policy:
+the reward is the rollout's return value, or `limit_reward`. Progress is shown as a bar on a terminal, and otherwise as
+a log line every ten seconds.
 """
 
 import asyncio
@@ -48,12 +48,12 @@ Json = dict[str, Any]
 log = logging.getLogger(__name__)
 
 REDRAW_S = 0.2
-LINE_S = 10.0  # time between log lines where there is no terminal
+LINE_S = 10.0  # interval of log lines without a terminal
 
 
 @dataclass
 class Progress:
-    """Progress of a run of rollouts. A trajectory is counted after it was handed over."""
+    """Counts of a set of rollouts. A trajectory is counted after the caller has received it."""
 
     title: str
     total: int = 0
@@ -63,10 +63,11 @@ class Progress:
     reward_sum: float = 0.0
     num_rewards: int = 0
     started: float = field(default_factory=time.monotonic)
-    is_handed_out: asyncio.Event = field(default_factory=asyncio.Event)  # every rollout is played or has a worker
+    # every rollout is finished or assigned to a worker
+    is_handed_out: asyncio.Event = field(default_factory=asyncio.Event)
 
     def begin(self, num: int, sampled: Callable[[], int]) -> None:
-        """Notes that `num` further rollouts begin; `sampled` counts the tokens from here on."""
+        """Adds `num` rollouts to the total. `sampled` returns the tokens sampled since this call."""
         self.total += num
         self.sampled, self.started = sampled, time.monotonic()
 
@@ -79,7 +80,7 @@ class Progress:
 
     @property
     def mean_reward(self) -> float | None:
-        """The mean over rollouts that returned a reward; None before the first."""
+        """Mean reward over the rollouts that returned a reward."""
         return self.reward_sum / self.num_rewards if self.num_rewards else None
 
     @property
@@ -123,13 +124,13 @@ OnFinished = Callable[[Trajectory], Awaitable[None] | None]
 MAX_MOVES = 10  # how often an attempt whose machine is lost is played again besides `rollout.retries`
 BACKOFF_S = 0.5  # pause before the second try; doubled for each further one
 NUM_ALIKE = 16  # the agent is broken when this many first rollouts all fail in the same way
-# Kinds of errors that are the fault of the user's code also after a limit: a useless return value, or no end.
+# Errors that are the user's fault even after a limit: an invalid return value or a timeout.
 NEVER_A_LIMIT = frozenset({"timeout", "reward", "metadata", "foreign_key"})
 WRITE_TIMEOUT_S = 30.0  # longest wait for a trajectory to be written when the run is cancelled
 
 
 class RolloutPlan(msgspec.Struct, frozen=True, kw_only=True):
-    """One rollout to be played. Example: attempt 5 of 8 at scenario "easy-3", the third of step 2."""
+    """A rollout to play. Example: attempt 5 of 8 at scenario "easy-3", the third of step 2."""
 
     trajectory_id: str
     group_id: str
@@ -137,13 +138,13 @@ class RolloutPlan(msgspec.Struct, frozen=True, kw_only=True):
     index: int  # position in the group, from 0
     scenario: Json
     step: int  # the training step, or the step of the evaluated policy
-    temperature: float | None = None  # None means that of rollout.sampling
+    temperature: float | None = None  # None means rollout.sampling.temperature
     prompt: SystemPrompt | None = None  # None means the policy's, if the policy is a prompt
-    source: str = ""  # key of rollout.sources, or "" without sources
+    source: str = ""  # key in rollout.sources, or "" without sources
 
 
 class _Attempt(NamedTuple):
-    """One try: its recorded calls, and its outcome or error."""
+    """One try: the recorded calls and the outcome or error."""
 
     recorder: Recorder
     outcome: Outcome
@@ -197,7 +198,7 @@ def process_rollout(config: RolloutConfig, directory: Path, *, processes: int = 
 
 
 class _Agent:
-    """The agent of one source: its rollout, its limits, and what its first attempts show."""
+    """The agent of one source, with its limits and the checks on its first attempts."""
 
     def __init__(self, config: RolloutConfig, rollout: Rollout) -> None:
         self.config, self.rollout = config, rollout
@@ -206,7 +207,7 @@ class _Agent:
 
 
 class Runner:
-    """Plays rollouts against a gateway that is being served. Use it as `async with Runner(...) as runner`."""
+    """Plays rollouts against a running gateway. Use it as `async with Runner(...) as runner`."""
 
     def __init__(
         self,
@@ -218,8 +219,9 @@ class Runner:
         cluster: ClusterRollout | None = None,
         begun: Mapping[str, ProcessRollout] | None = None,
     ) -> None:
-        """With a `cluster` it plays the rollouts, else this machine does. `begun` is what `begin_rollouts` returned;
-        a rollout that it lacks is loaded when this is entered.
+        """`cluster` plays the rollouts on its nodes instead of this machine. `begun` comes from `begin_rollouts`;
+        entering
+        the runner loads all other rollouts.
         """
         self._cluster = cluster
         self._config = config
@@ -230,7 +232,7 @@ class Runner:
         self._backoff_s = backoff_s
         self._secrets = find_secrets(os.environ)
         self.openings = Openings(config.most_at_once)  # shared by all runs
-        self.concurrency: Concurrency | None = None  # or None if the configuration sets the number
+        self.concurrency: Concurrency | None = None  # None if the configuration sets the number
         self._following: asyncio.Task[None] | None = None
         self.is_watched = True  # False once failures and silence are no fault of the agent
 
@@ -252,7 +254,7 @@ class Runner:
         return self
 
     async def _follow(self, concurrency: Concurrency) -> None:
-        """Resizes the openings as the engine's load asks, until it is cancelled."""
+        """Adapts the openings to the engine's load until cancelled."""
         while True:
             await asyncio.sleep(SAMPLE_S)
             calls, self._gateway.calls = self._gateway.calls, CallCounts()
@@ -272,17 +274,17 @@ class Runner:
             await agent.rollout.close()
 
     async def explain_slowness(self) -> str:
-        """Returns why attempts took longer than they need, or "" if there is no known cause."""
+        """Returns the likely reason for slow attempts; empty if unknown."""
         return "".join([await agent.rollout.explain_timeout() for agent in self._agents.values()]).removeprefix("; ")
 
     async def run(
         self, plans: Sequence[RolloutPlan], on_finished: OnFinished, progress: Progress | None = None
     ) -> Progress:
-        """Plays every plan, in order, as many at a time as there are openings. Returns the counts (`progress`).
+        """Plays the plans in order, with as many concurrent attempts as there are openings. Returns `progress`.
 
-        Each trajectory is handed to `on_finished` and counted when that has returned. When the caller cancels this,
-        trajectories that are being written are finished and attempts are dropped. Raises RolloutError: every rollout
-        would fail.
+        Each trajectory is passed to `on_finished` and counted when that call returns. On cancellation, pending writes
+        finish
+        and running attempts are dropped. Raises RolloutError if every rollout would fail.
         """
         progress = progress or Progress("rollouts")
         before = self._gateway.num_sampled
@@ -338,7 +340,9 @@ class Runner:
         )
 
     async def _attempts(self, plan: RolloutPlan) -> tuple[_Attempt, int]:
-        """Returns the first try without a failure of transport, or the last one in time, and the number of retries."""
+        """Returns the first try without a transport failure, or the last try before the deadline, and the number of
+        retries.
+        """
         loop, config = asyncio.get_running_loop(), self._agents[plan.source].config
         deadline = loop.time() + config.timeout_s
         is_alone = False
@@ -347,7 +351,7 @@ class Runner:
             if self._cluster is not None:
                 deadline += await self._cluster.ready()
             attempt = await self._attempt(plan, deadline, is_alone=is_alone)
-            is_last = number + 1 >= config.retries  # the next one, if there is one
+            is_last = number + 1 >= config.retries  # whether the next try is the last
             is_alone = is_last and attempt.error is not None and attempt.error.kind == "process"
             pause = self._backoff_s * 2**number
             if attempt.error is None or not attempt.error.is_transport or loop.time() + pause >= deadline:
@@ -362,9 +366,9 @@ class Runner:
         return attempt, number + num_moves
 
     async def _attempt(self, plan: RolloutPlan, deadline: float, *, is_alone: bool) -> _Attempt:
-        """Makes one try, with a new key and a new recorder."""
+        """Makes one try with a new key and a new recorder."""
         agent = self._agents[plan.source]
-        own = agent.config if plan.source else None  # or None if its limits are the gateway's
+        own = agent.config if plan.source else None  # None if the gateway's limits apply
         key = self._gateway.open(
             plan.trajectory_id,
             temperature=plan.temperature,
@@ -392,23 +396,23 @@ class Runner:
         error = self._judge_error(recorder, error, key)
         if (
             recorder.limit is None or recorder.num_calls == 0
-        ):  # a first prompt that is too long is not the policy's doing
+        ):  # a first prompt that is too long is not the policy's fault
             return _Attempt(recorder, outcome, error)
         return _judge_limit(_Attempt(recorder, outcome, error), agent.config.limit_reward)
 
     def _judge_error(self, recorder: Recorder, error: AttemptError | None, key: str) -> AttemptError | None:
-        """Returns the error that counts. The gateway's record of the calls shows more than the rollout's exception."""
+        """Returns the error to record. The gateway's record of the calls explains more than the rollout's exception."""
         if recorder.used_foreign_key:
             return AttemptError("foreign_key", "its program made a call with the key of another attempt")
         if error is None or error.kind == "timeout":
             return error
         is_transport = error.is_transport or recorder.upstream_error is not None
-        message = self._secrets.redact(error.message).replace(key, "***")  # an error may show a request with its key
+        message = self._secrets.redact(error.message).replace(key, "***")  # errors may quote a request with its key
         return AttemptError(error.kind, message, is_transport=is_transport)
 
 
 def _judge_limit(attempt: _Attempt, limit_reward: float) -> _Attempt:
-    """Returns the attempt without its error. Its reward is what it returned after the limit, or `limit_reward`."""
+    """Removes an error that followed a limit. The reward is the returned value or `limit_reward`."""
     error, outcome = attempt.error, attempt.outcome
     if error is not None and (error.is_transport or error.kind in NEVER_A_LIMIT):
         return attempt
@@ -423,7 +427,7 @@ async def _timeout_error(agent: _Agent) -> AttemptError:
 
 
 async def _hand_over(trajectory: Trajectory, on_finished: OnFinished) -> None:
-    """Returns when `on_finished` has the trajectory written. A cancellation waits for that."""
+    """Passes the trajectory to `on_finished` and waits until it is written, even on cancellation."""
     result = on_finished(trajectory)
     if not inspect.isawaitable(result):
         return
@@ -433,17 +437,17 @@ async def _hand_over(trajectory: Trajectory, on_finished: OnFinished) -> None:
     except asyncio.CancelledError:
         await asyncio.wait((writing,), timeout=WRITE_TIMEOUT_S)
         if writing.done() and not writing.cancelled():
-            writing.exception()  # marks it as seen, because the run has ended for another reason
+            writing.exception()  # retrieves the exception; the run has already ended for another reason
         raise
 
 
 class _AgentWatch:
-    """Notices that the very first rollouts all fail alike, so that a broken agent does not burn a whole run."""
+    """Stops a run whose first rollouts all fail in the same way."""
 
     def __init__(self) -> None:
         self._alike: tuple[str, str] | None = None
         self._num = 0
-        self._is_proven = False  # a rollout succeeded, or failed in another way
+        self._is_proven = False  # a rollout succeeded or failed in a different way
 
     def check(self, trajectory: Trajectory) -> None:
         """Raises RolloutError when NUM_ALIKE have failed alike."""
@@ -460,14 +464,16 @@ class _AgentWatch:
 
 
 class _SilenceWatch:
-    """Notices rollouts with a reward and no call while others made calls, which may include those that are missing."""
+    """Warns about rollouts that return a reward without a call while other rollouts make calls. Calls may be
+    misattributed.
+    """
 
     def __init__(self, *, is_told: bool) -> None:
         self._has_calls = self._has_silent = False
         self._is_told = is_told
 
     def check(self, trajectory: Trajectory) -> None:
-        """Logs one warning. No rollout fails for it, because a rollout may make no call on purpose."""
+        """Logs one warning. This is not an error, because a rollout may intentionally make no call."""
         self._has_calls |= not trajectory.is_silent
         self._has_silent |= trajectory.is_silent and trajectory.error is None and trajectory.returned_reward is not None
         if self._has_calls and self._has_silent and not self._is_told:
@@ -476,6 +482,6 @@ class _SilenceWatch:
 
 
 def _nature(error: str) -> tuple[str, str]:
-    """Kind and line of an error, which one mistake shares in all rollouts."""
+    """Returns the error's kind and source line, which are equal for all rollouts with the same bug."""
     place = re.search(r"\(([^()]+:\d+)\)$", error)
     return error.partition(":")[0], place[1] if place else ""

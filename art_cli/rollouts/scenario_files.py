@@ -1,8 +1,8 @@
-"""Scenarios out of files and functions: those to train on, those held out, their overlap, and the order of play.
+"""Loads scenarios from files and functions: training and held-out scenarios, their overlap, and the play order.
 
-A scenario is a JSON object with an `id`. With `eval.held_out` the scenarios for training and for evaluation are parts
-of one set, disjoint by construction: the hash of a scenario's id decides its part, whatever other scenarios there are
-and in which order. So a scenario that is added later moves no other.
+A scenario is a JSON object with an `id`. With `eval.held_out` the training and evaluation scenarios are disjoint parts
+of the same set. The hash of the scenario's id decides its part, so adding or reordering scenarios moves no scenario to
+the other part.
 """
 
 import hashlib
@@ -27,14 +27,14 @@ from art_cli.runtime.plugins import resolve
 
 Json = dict[str, Any]
 
-MAX_SCENARIOS = 1_000_000  # an iterable with more is taken to be endless
+MAX_SCENARIOS = 1_000_000  # larger iterables are assumed to be endless
 
 
 def load_scenarios(source: str | ScenariosConfig, directory: Path) -> list[Json]:
-    """Returns the scenarios of a source, in order: a file, a dataset, a query, "file.py:function" or "module:function".
+    """Loads a source's scenarios in order: a file, dataset, query, "file.py:function", or "module:function".
 
-    A plain string is a source without further settings. Paths are relative to `directory`. Raises DataError: no such
-    file, a line, row or item that is no scenario, an id twice, none at all; UsageError where the function cannot be
+    A plain string is a source without other settings. Paths are relative to `directory`. Raises DataError for a missing
+    file, an invalid line, row, or item, a duplicate id, or an empty source, and UsageError if the function cannot be
     loaded.
     """
     source = ScenariosConfig(source=source) if isinstance(source, str) else source
@@ -51,7 +51,7 @@ def load_scenarios(source: str | ScenariosConfig, directory: Path) -> list[Json]
 
 
 def is_function(source: ScenariosConfig, directory: Path) -> bool:
-    """Returns whether the scenarios are made by a Python function when they are needed."""
+    """Returns whether a Python function generates the scenarios."""
     return ":" in source.source and not (directory / source.source).exists() and not is_table(source, directory)
 
 
@@ -72,7 +72,7 @@ def _read(path: Path, columns: Columns) -> list[Json]:
 
 
 def _lines(path: Path) -> Iterator[tuple[int, Json]]:
-    """(number, object) of each line."""
+    """Yields (line number, object)."""
     decoder = msgspec.json.Decoder()
     for number, _, line in json_lines.lines(path):
         try:
@@ -130,9 +130,9 @@ def _an_object(value: Any, source: object, line: int | None = None) -> Json:
 
 
 def pools_of(scenarios: Sequence[Json], key: str | None) -> list[str]:
-    """Returns the pool of each scenario: its value of `key`; its id where `key` is None.
+    """Returns each scenario's pool: its value of `key`, or its id if `key` is None.
 
-    Raises DataError: a scenario has no such key, or a value that is not a string or a number.
+    Raises DataError if a scenario lacks the key or its value is not a string or number.
     """
     if key is None:
         return [str(scenario["id"]) for scenario in scenarios]
@@ -144,10 +144,10 @@ def pools_of(scenarios: Sequence[Json], key: str | None) -> list[str]:
 
 
 class ScenarioOrder:
-    """The scenarios that each step plays. Epochs follow each other, each in a new seeded order.
+    """Chooses each step's scenarios. Each epoch has a new seeded order.
 
-    A pure function of ids, seed and step, so that a resumed run needs to remember nothing. With `shuffle` it does not
-    depend on the order of the ids either.
+    A pure function of ids, seed, and step, so a resumed run needs no saved state. With `shuffle` the order of the ids
+    does not matter.
     """
 
     def __init__(self, ids: Sequence[str | int], *, seed: int, shuffle: bool = True) -> None:
@@ -155,17 +155,20 @@ class ScenarioOrder:
         self._ids = [str(id) for id in ids]
         self._seed = seed
         self._shuffle = shuffle
-        self._epoch = lru_cache(maxsize=2)(self._order)  # a step seldom spans more than two
+        self._epoch = lru_cache(maxsize=2)(self._order)  # a step rarely spans more than two epochs
 
     def groups(self, step: int, groups_per_step: int, num_spare: int = 0, *, first: int | None = None) -> list[int]:
-        """Indices in `ids` of the scenarios that a step plays, then of the `num_spare` that it may refill with.
+        """Returns indices into `ids`: the step's scenarios, followed by `num_spare` scenarios for refills.
 
-        A step longer than an epoch plays some twice. Spare ones that the step has already come last. With `shuffle`
-        the next step begins after the spare ones, so that no scenario comes twice in an epoch; those that were not
-        needed wait for another epoch. Without it the next step begins with the spare ones, because in a fixed order
-        the same scenarios might never be needed.
+        A step that is longer than an epoch repeats scenarios. Spare scenarios that the step already plays come last.
+        With
+        `shuffle` the next step starts after the spare scenarios, so no scenario repeats within an epoch, and unused
+        spare
+        scenarios wait for the next epoch. Without `shuffle` the next step starts with the spare scenarios, because a
+        fixed
+        order could skip the same scenarios forever.
 
-        `first` is the position of the step's first scenario, or None if all steps have as many as this one.
+        `first` is the position of the step's first scenario; None means that all steps have equal size.
         """
         if first is None:
             first = step * self.stride(groups_per_step, num_spare)
@@ -175,11 +178,11 @@ class ScenarioOrder:
         return own + sorted(spare, key=set(own).__contains__)
 
     def stride(self, groups_per_step: int, num_spare: int) -> int:
-        """Returns the number of positions from the first scenario of such a step to that of the next."""
+        """Returns the distance from a step's first scenario to the next step's first scenario."""
         return groups_per_step + num_spare if self._shuffle else groups_per_step
 
     def _order(self, epoch: int) -> list[int]:
-        """Returns the permutation of one epoch, sorted by the hash of seed, epoch and id."""
+        """Returns the epoch's permutation, sorted by a hash of seed, epoch, and id."""
         indices = list(range(len(self._ids)))
         if not self._shuffle:
             return indices
@@ -191,7 +194,7 @@ class Overlap(NamedTuple):
     """The ids of evaluation scenarios that are trained on as well."""
 
     same_id: list[str]
-    same_content: list[str]  # equal in all but the id to a scenario that is trained on
+    same_content: list[str]  # ids of scenarios that equal a training scenario except for the id
 
     def __str__(self) -> str:
         """Example: "2 of the evaluation's scenarios are trained on as well (easy-1, easy-2)"; "": none are."""
@@ -207,15 +210,15 @@ class Overlap(NamedTuple):
 
 
 def is_held_out(id: str | int, share: float) -> bool:
-    """Returns whether the scenario with that id belongs to the held-out share of its set."""
+    """Returns whether the scenario belongs to the held-out share."""
     return int.from_bytes(hashlib.sha256(f"held out/{id}".encode()).digest()[:8]) < share * 2**64
 
 
 class RunScenarios:
-    """The scenarios of a configuration. Each file is read once, when it is first needed, and each function called once.
-    Where it has sources, `by_source` has them.
+    """The scenarios of a configuration. Files are read and functions called once, on first use. `by_source` has the
+    sources.
 
-    Every attribute raises DataError or UsageError as `load_scenarios` does, and DataError if no scenario is left.
+    Attributes raise DataError or UsageError like `load_scenarios`, and DataError if no scenario remains.
     """
 
     def __init__(self, config: RunConfig, directory: Path) -> None:
@@ -223,7 +226,7 @@ class RunScenarios:
 
     @cached_property
     def by_source(self) -> "dict[str, RunScenarios]":
-        """The scenarios of each source of rollout.sources; without sources these, as those of ""."""
+        """Scenarios by source; without sources the key is ""."""
         parts = self.config.by_source.items()
         return {name: RunScenarios(part, self.directory) if name else self for name, part in parts}
 
@@ -286,10 +289,10 @@ def _all(config: RunConfig, directory: Path) -> list[Json]:
 
 
 def find_overlap(training: Sequence[Json], evaluation: Sequence[Json]) -> Overlap:
-    """Returns the evaluation's scenarios that are trained on.
+    """Finds evaluation scenarios that are also in the training set.
 
-    Contents are compared only if they differ within each set. Otherwise the id itself names what is played
-    (a seed, for example), and scenarios with equal content are different ones.
+    Contents are compared only if they are unique within each set. Otherwise the id itself determines the task (a seed,
+    for example), and scenarios with equal content are different tasks.
     """
     ids = {str(scenario["id"]) for scenario in training}
     same_id = [str(scenario["id"]) for scenario in evaluation if str(scenario["id"]) in ids]
