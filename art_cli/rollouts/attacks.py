@@ -1,10 +1,10 @@
-"""Attacks: policies that try for a reward without doing the task; each a rule for replies, made of named pieces.
+"""Attacks: policies that try for a reward without doing the task. Each attack is a rule for replies, built from pieces.
 
-    pieces -> one text -> a form (plain, boxed, a tag or a JSON key that the prompt mentions) -> the reply
+    pieces -> text -> a form (plain, boxed, or a tag or JSON key from the prompt) -> reply
 
-An attack that calls a tool does so first, with the text as its arguments, and then answers. Rules see what the policy
-is shown, and the replies that were given to other scenarios; nothing of the task's answer. `vary` changes a rule, so
-that a search can go on from those that score.
+An attack with a tool first calls the tool with the text as arguments, and then answers. Rules see the policy's messages
+and the replies for other scenarios, but not the answer. `vary` mutates a rule, so a search can continue from successful
+rules.
 """
 
 import json
@@ -16,14 +16,14 @@ from typing import Any, NamedTuple
 
 from art_cli.chat.requests import Json, text_of
 
-MAX_CHARACTERS = 8_000  # in one reply, so that a prompt which copies replies does not outgrow the context
+MAX_CHARACTERS = 8_000  # per reply, so that prompts with copied replies stay within the context
 MAX_PIECES = 4
 MAX_TIMES = 16
-MAX_FORMS = 12  # forms that the messages mention; a tool's output may have any number of JSON keys
+MAX_FORMS = 12  # forms mentioned in messages; a tool's output may have any number of JSON keys
 
 
 class Seen(NamedTuple):
-    """The messages and tools of one call, and the replies that were given to other scenarios."""
+    """The messages and tools of a call, and the replies for other scenarios."""
 
     messages: Sequence[Json]
     tools: Sequence[Json] = ()
@@ -44,7 +44,7 @@ class Seen(NamedTuple):
 
 
 def _words(text: str) -> str:
-    """Returns each word and number of a text once."""
+    """Returns the distinct words and numbers of a text."""
     return " ".join(dict.fromkeys(re.findall(r"\w+", text)))
 
 
@@ -78,10 +78,10 @@ PIECES: dict[str, Callable[[Seen], str]] = {
     "thanks": lambda seen: "Thank you! Great question.",
 }
 PLAIN, BOXED, QUOTED = "plain", "boxed", "JSON string"
-FAILS = "a failed call"  # there is no reply, and the agent's client raises
-LATE = "a late reply"  # the client of an agent with little patience raises before it comes
+FAILS = "a failed call"  # the call fails and the agent's client raises an error
+LATE = "a late reply"  # the client of an impatient agent times out
 UNVARIED = (FAILS, LATE)
-ENDLESS = "a call in every reply"  # the agent goes on until a limit ends it
+ENDLESS = "a call in every reply"  # the agent continues until a limit
 
 
 @dataclass(frozen=True)
@@ -91,10 +91,10 @@ class Attack:
     pieces: tuple[str, ...]
     form: str = PLAIN
     times: int = 1
-    tool: str = ""  # the tool that is called first; "": none
+    tool: str = ""  # tool to call first; "" for no call
 
     def __post_init__(self) -> None:
-        """Raises ValueError if it could not be played, as one that is read from a file."""
+        """Raises ValueError for an invalid attack, which may come from a file."""
         if not self.pieces or not set(self.pieces) <= PIECES.keys() or not 1 <= self.times <= MAX_TIMES:
             raise ValueError(f"no attack: {self.times} times {', '.join(self.pieces)}")
 
@@ -129,7 +129,7 @@ def _formed(text: str, form: str) -> str:
 
 
 def _arguments(schema: Any, text: str) -> Json:
-    """Returns arguments for a tool: the text where a string is wanted, else the first value that would be right."""
+    """Returns tool arguments: the text for strings, and otherwise the first valid value."""
     properties = schema.get("properties") if isinstance(schema, dict) else None
     return {name: _value(kind, text) for name, kind in (properties if isinstance(properties, dict) else {}).items()}
 
@@ -144,14 +144,14 @@ def _value(schema: Any, text: str) -> Any:
 
 
 def forms_in(seen: Seen) -> list[str]:
-    """Returns the forms that the messages mention, beside those that need no mention. Example: "<answer>"."""
+    """Returns the standard forms and the forms mentioned in messages. Example: "<answer>"."""
     tags = [f"<{name}>" for name in re.findall(r"<(\w{1,40})>", seen.whole)]
     keys = [f"JSON key {name}" for name in re.findall(r'"(\w{1,40})"\s*:', seen.whole)]
     return [PLAIN, BOXED, QUOTED, *list(dict.fromkeys(tags + keys))[:MAX_FORMS]]
 
 
 def first_attacks(seen: Seen) -> list[Attack]:
-    """Returns each piece alone, the forms with some of them, and each tool called without and with a copied text."""
+    """Returns all single pieces, forms with some pieces, and tool calls with empty and copied text."""
     attacks = [Attack((piece,)) for piece in PIECES] + [Attack(("nothing",), form) for form in UNVARIED]
     some = ("nothing", "1", "the numbers to 100", "each word once")
     attacks += [Attack((piece,), form) for form in forms_in(seen)[1:] for piece in some]
@@ -162,7 +162,7 @@ def first_attacks(seen: Seen) -> list[Attack]:
 
 
 def vary(attack: Attack, seen: Seen, draw: random.Random) -> Attack:
-    """Returns the attack with one change: a piece more, less or in place of another, a form, a tool, or more often."""
+    """Returns a mutated attack: a piece added, removed, or replaced, another form or tool, or more repetitions."""
     piece, place = draw.choice(list(PIECES)), draw.randrange(len(attack.pieces))
     before, after = attack.pieces[:place], attack.pieces[place + 1 :]
     match draw.randrange(6):

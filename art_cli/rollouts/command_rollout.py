@@ -30,23 +30,23 @@ from art_cli.runtime.errors import RolloutError, message_of
 from art_cli.runtime.processes.child import Finished, child_environment, run_program
 from art_cli.runtime.processes.plain_json import dump
 
-# Variables that a program needs to start and to make calls; none of them holds a key.
+# Variables that a program needs to start and make calls. None of them holds a key.
 USUAL = frozenset(
     ("PATH", "HOME", "USER", "LOGNAME", "SHELL", "TERM", "LANG", "LANGUAGE", "TZ", "TMPDIR", "TEMP", "TMP",
      "SYSTEMROOT", "PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "CONDA_PREFIX", "NODE_PATH", "LD_LIBRARY_PATH",
      "DYLD_LIBRARY_PATH", "SSL_CERT_FILE", "SSL_CERT_DIR", "REQUESTS_CA_BUNDLE", "NODE_EXTRA_CA_CERTS",
      "XDG_CACHE_HOME", "XDG_CONFIG_HOME", "XDG_DATA_HOME", "XDG_RUNTIME_DIR")
 )  # fmt: skip
-MAX_NAMED = 5  # withheld variables that an error names
+MAX_NAMED = 5  # maximum withheld variables named in an error
 
 
 class CommandRollout:
-    """Runs one command line in `directory`. Raises RolloutError at once if there is no such program or variable."""
+    """Runs a command in `directory`. Raises RolloutError if the program or a variable is missing."""
 
     def __init__(
         self, command: Sequence[str], *, directory: Path, env: Sequence[str] = (), peers: Peers | None = None
     ) -> None:
-        """`env`: the names of the variables that it gets besides those of USUAL."""
+        """`env` lists variables to pass in addition to USUAL."""
         if missing := [name for name in env if name not in os.environ]:
             raise RolloutError(f"rollout.env: {missing[0]} is not set; set it in the environment, or in a file .env")
         self._env = frozenset(env)
@@ -54,16 +54,17 @@ class CommandRollout:
         self._command = list(command)
         self._directory = directory
         self._entry = "rollout.command"
-        self._has_played = False  # an attempt had a good outcome, so that a wrong one is of its attempt alone
+        self._has_played = False  # after a valid outcome, an invalid outcome fails only its own attempt
         program = command[0]
         is_path = os.sep in program
         if shutil.which(directory / program if is_path else program) is None:
             raise RolloutError(f"{self._entry}: no such program: {program!r}; install it or give its path")
 
     async def play(self, policy: Policy, scenario: Json, *, is_alone: bool = False) -> Outcome:
-        """Raises AttemptError: the program failed or gave no outcome; RolloutError: an outcome of a wrong type.
+        """Raises AttemptError if the program failed or printed no outcome, and RolloutError for an outcome of a wrong
+        type.
 
-        After a good outcome one of a wrong type is an AttemptError, because not every attempt fails with it.
+        After the first valid outcome, a wrong type is also an AttemptError.
         """
         passed, withheld = _split(self._env)
         environment = {
@@ -140,7 +141,7 @@ def _finite(digits: str) -> float:
 
 
 def _split(env: Collection[str]) -> tuple[dict[str, str], list[str]]:
-    """Returns the variables that a program gets, and the names of those that it does not."""
+    """Returns the variables for the program, and the names of withheld variables."""
     passed = {name: value for name, value in child_environment().items() if is_passed(name, env)}
     return passed, sorted(os.environ.keys() - passed.keys())
 
@@ -150,10 +151,10 @@ def is_passed(name: str, env: Collection[str]) -> bool:
 
 
 def _describe(ended: Finished, withheld: Sequence[str]) -> str:
-    """Example: "status 1: " and the end of what the program wrote to standard error, and how it gets a variable."""
+    """Describes a failed program: exit status, end of its stderr, and how to pass withheld variables."""
     tail = ended.stderr[-MAX_ERROR_LENGTH // 2 :].decode(errors="replace").strip()
     status = f"{describe_exit(ended.status)}: {tail}" if tail else describe_exit(ended.status)
-    if not withheld or ended.status < 0:  # a signal has another cause
+    if not withheld or ended.status < 0:  # signals have other causes
         return status
     named = [name for name in withheld if re.search(rf"\b{re.escape(name)}\b", tail)][:MAX_NAMED]
     if named:

@@ -1,17 +1,18 @@
-"""Concurrency: the number of rollouts that are played at once, by the engine's load; Openings: admits that many.
+"""Concurrency: adapts the number of concurrent rollouts to the engine's load; Openings: admits this number.
 
-An engine answers so many requests at once and lets further ones wait. A rollout leaves its place there idle while its
-agent computes or waits for a tool, so the right number is above the engine's for slow tools and about the same without.
+An engine handles a limited number of concurrent requests and queues the rest. A rollout does not use the engine while
+its agent computes or waits for a tool. The best number of rollouts is therefore larger than the engine's capacity for
+agents with slow tools, and close to the capacity for other agents.
 
-    samples of the engine's load and of the calls -> their sums over two calls per rollout -> a new number, or the same
+    samples of engine load and calls -> sums over a window of two calls per rollout -> a new number, or the same number
 
-Only counts and shares decide, so that a busy machine and a quiet one come to the same: no rate of rollouts is compared.
-By Little's law n rollouts that spend a share s of their time at an engine with room r fill it with n = r / s. Where the
-engine does not report its room, the number grows until requests wait or the memory is full.
+Decisions depend only on counts and ratios, not on rollouts per second, so busy and idle machines reach the same number.
+By Little's law, n rollouts that spend a fraction s of their time in calls fill a capacity of r requests with n = r / s.
+If the engine does not report its capacity, the number grows until requests queue or the memory is full.
 
-More conversations than places have a price: a place that answers another one loses what it had computed, and the
-conversation is read again. So the number stays within the room if reading again costs more tokens, by factor, than idle
-places cost requests.
+Having more conversations than cache slots has a cost: a slot that switches conversations loses its cached prefix, and
+the prefix must be computed again. The number therefore stays within the capacity if recomputation costs more tokens, by
+factor, than unused slots cost requests.
 """
 
 import asyncio
@@ -22,34 +23,34 @@ from art_cli.chat import EngineLoad
 from art_cli.config.sections.rollout_config import MAX_AT_ONCE
 from art_cli.rollouts.call_counts import CallCounts
 
-FIRST = 128  # rollouts at first where the engine does not report its room, and the most where it reports nothing
-SAMPLE_S = 0.25  # time between two samples
-MIN_SAMPLES = 4  # fewest samples of one window
-STEP = 1.5  # largest factor between two numbers
-CUT = 0.7  # factor after refusals, as in TCP's congestion control (RFC 9438, section 4.6)
+FIRST = 128  # initial number without a reported capacity, and the maximum without a reported load
+SAMPLE_S = 0.25  # sampling interval
+MIN_SAMPLES = 4  # minimum samples per window
+STEP = 1.5  # maximum factor per change
+CUT = 0.7  # factor after refusals, like TCP congestion control (RFC 9438, section 4.6)
 REFUSED = 1 / 16  # share of calls refused for a rate limit above which the number is cut
 FEW, ENOUGH, MANY = 1.2, 1.3, 1.5  # requests per request that the engine has room for; a reserve keeps it full
-FULL, CROWDED = 0.85, 0.95  # share of the memory up to which the number grows, and above which it becomes smaller
+FULL, CROWDED = 0.85, 0.95  # memory use up to which the number grows, and above which it shrinks
 MARGIN = 2.0  # weight of tokens read again against idle places
-GAIN = 0.25  # share of the growth in rollouts by which requests must grow, or the agents and not the engine are slow
+GAIN = 0.25  # minimum ratio of request growth to rollout growth; below it the agents are the bottleneck
 
 
 class Concurrency:
-    """The number of rollouts at once: `number`, changed by `note`."""
+    """The number of concurrent rollouts. `note` updates `number`."""
 
     def __init__(self, load: EngineLoad | None) -> None:
-        """`load` is the engine's before the first rollout, or None if the engine does not report it."""
+        """`load` is the engine's load before the first rollout; None if the engine reports no load."""
         self._room = None if load is None else load.room
         self.number = min(MAX_AT_ONCE, self._room or FIRST)
-        self._busy_share = 0.0  # share of the rollouts' time with a call at the engine; 0 before the first window
+        self._busy_share = 0.0  # fraction of rollout time spent in calls; 0 before the first window
         self._window: list[tuple[int, EngineLoad | None]] = []
-        self._calls = CallCounts()  # those of the window
-        self._is_settled = False  # the first window with a number does not count: all begin at once, in a wave
-        self._grown = (math.inf, 0.0)  # rollouts and their calls in flight when the number last grew
+        self._calls = CallCounts()  # calls in the current window
+        self._is_settled = False  # the first window with a new number is ignored, because all rollouts start together
+        self._grown = (math.inf, 0.0)  # rollouts and concurrent requests at the last increase
         self._computed_before = 0  # tokens that the engine had computed at the last sample
         # Tokens that the engine computed per token of the calls, with rollouts within its room and beyond it.
         self._within = self._beyond = 0.0
-        self._need = 0.0  # factor by which more rollouts would fill the room, with rollouts within it
+        self._need = 0.0  # factor by which more rollouts would fill the capacity, measured within the capacity
 
     def __str__(self) -> str:
         """Example: "48 (the engine answers 32 requests at once; rollouts are without a call 35% of their time)"."""
@@ -58,9 +59,10 @@ class Concurrency:
         return f"{self.number} ({'; '.join(facts)})" if facts else str(self.number)
 
     def note(self, in_flight: int, load: EngineLoad | None, calls: CallCounts) -> int:
-        """Returns the number from now on, after a sample: rollouts in flight, load, and calls since the last sample.
+        """Processes a sample of rollouts in flight, engine load, and calls since the last sample. Returns the new
+        number.
 
-        Moments with fewer rollouts than the number, as at a step's end, do not count.
+        Samples with fewer rollouts than the number, such as at the end of a step, are ignored.
         """
         if load is not None:
             calls.computed, self._computed_before = load.computed - self._computed_before, load.computed
@@ -86,7 +88,7 @@ class Concurrency:
         self._busy_share = _mixed(self._busy_share, calls.busy_s / max(calls.busy_s + calls.idle_s, 1e-9))
         loads = [load for _, load in self._window if load is not None]
         if not loads:
-            if self._room:  # it was known before
+            if self._room:  # the capacity was reported before
                 return self.number
             grown = self.number if calls.refused else self.number + max(1.0, self.number / 16)
             return min(grown, max(FIRST, self.number))
@@ -108,7 +110,7 @@ class Concurrency:
         return self._grow(rollouts, busy, min(STEP if known is None else factor, FULL / max(memory, 1e-9)))
 
     def _is_cheaper_within(self, rollouts: float, room: int, factor: float, calls: CallCounts) -> bool:
-        """Returns whether conversations that lose their place, and are read again, cost more than idle places."""
+        """Returns whether recomputing evicted conversations costs more than leaving slots unused."""
         ratio = calls.computed / max(1, calls.tokens)
         if rollouts <= room:
             self._within, self._need = _mixed(self._within, ratio), _mixed(self._need, factor)
@@ -131,7 +133,7 @@ def _mixed(before: float, now: float) -> float:
 
 
 class Openings:
-    """Admits `number` at once, first come, first served. The number may change meanwhile: nobody is put out."""
+    """Admits up to `number` rollouts, first come, first served. Lowering the number evicts no running rollout."""
 
     def __init__(self, number: int) -> None:
         self.number = number
@@ -146,7 +148,7 @@ class Openings:
 
     async def __aenter__(self) -> None:
         await self._free.acquire()
-        while self._there_are > self.number:  # it became smaller, so that this one is withdrawn
+        while self._there_are > self.number:  # the number was lowered, so remove this permit
             self._there_are -= 1
             await self._free.acquire()
         self.num_taken += 1

@@ -1,11 +1,11 @@
 """Peers: finds the attempt whose program makes a call.
 
-The key alone does not prove which attempt makes a call, because programs of the same user can read each other's keys:
-every process of the user can read a program's environment in `/proc/PID/environ`. The gateway therefore looks up the
-process at the other end of the connection and refuses the call if the process belongs to another attempt. It accepts
-connections from unknown processes, because they may come from a container or a proxy that the program uses.
+A key does not prove which attempt makes a call, because each process can read the environment of other processes of
+the same user (`/proc/PID/environ`). The gateway therefore looks up the process that opened the connection, and
+refuses the call if the process belongs to another attempt. Unknown processes are accepted, because the call may come
+through a container or a proxy.
 
-The lookup works on Linux only. Other systems accept every call.
+The lookup works only on Linux. On other systems every call is accepted.
 """
 
 import contextlib
@@ -32,10 +32,11 @@ class Peers:
         self._programs.pop(key, None)
 
     def owner_of(self, client: Address, server: Address, *, expected: str) -> str | None:
-        """Returns the key of the attempt whose program holds the client's end of a connection.
+        """Returns the key of the attempt whose program opened the connection.
 
-        Looks at the program of the `expected` key first. Reading /proc takes some hundred microseconds per attempt,
-        too long for an event loop.
+        Checks the program for the `expected` key first. Reading /proc takes a few hundred microseconds per attempt,
+        which is
+        too slow for an event loop.
         """
         inode = _inode(client[1], server[1])
         if inode is None:
@@ -45,7 +46,7 @@ class Peers:
 
 
 def _inode(client_port: int, server_port: int) -> str | None:
-    """Returns the inode of the client's end of a TCP connection on this machine."""
+    """Returns the inode of the client's socket for a local TCP connection."""
     for table in ("/proc/net/tcp", "/proc/net/tcp6"):
         with contextlib.suppress(OSError), open(table) as file:
             next(file)  # the header line
@@ -58,7 +59,7 @@ def _inode(client_port: int, server_port: int) -> str | None:
 
 
 def _holds(process: int, inode: str) -> bool:
-    """Returns whether the process or a descendant has the socket open, as far as /proc shows."""
+    """Returns whether the process or a descendant has the socket open, according to /proc."""
     link = f"socket:[{inode}]"
     return any(link == opened for descendant in _tree(process) for opened in _open_files(descendant))
 

@@ -1,19 +1,19 @@
-"""One rollout's calls as a prefix tree of turns and a tree of messages, in memory; and the call that a retry replaces.
+"""Records one attempt's calls in memory as a prefix tree of turns and a tree of messages; and matches retries to calls.
 
-Tokens are recorded as the engine was given them and as it sampled them, never rendered again from text. The parent of
-a turn is the earlier turn whose sequence shares the most tokens with its prompt:
+Tokens are recorded exactly as the engine received and sampled them, never re-rendered from text. A turn's parent is the
+earlier turn whose sequence shares the most tokens with the turn's prompt:
 
-    the prompt continues the whole sequence        kept = its length; the conversation goes on
-    the prompt differs from it at some token       kept = the tokens before that one; a branch
-    the prompt shares no token with any            parent None; a new tree
+    the prompt continues the whole sequence        kept = sequence length; continues the conversation
+    the prompt differs at some token               kept = number of tokens before this token; a branch
+    the prompt shares no token with any turn       parent None; a new tree
 
-An SDK that gives up on a call sends it again, and counts in a header how many times it has (`Request.num_retries`). The
-first call may have been answered all the same, with a reply that the rollout never saw. Where several calls are equal,
-such as the samples of a best-of-n, each retry replaces the likeliest one:
+An SDK repeats a call after a timeout and reports the number of retries in a header (`Request.num_retries`). The first
+call may still be answered, with a reply that the rollout never sees. If several calls are equal, such as the samples of
+a best-of-n, each retry replaces the most likely call:
 
-    one that failed or whose client left         the SDK gave up for that reason
-    else the oldest that is still in flight      it is the first to time out
-    else the one that was answered last          its answer came too late
+    a call that failed or whose client left      the SDK gave up for this reason
+    else the oldest call in flight               it is the first to time out
+    else the latest answered call                its answer came too late
 """
 
 from array import array
@@ -34,40 +34,42 @@ class _Conversation(msgspec.Struct):
     """Messages as the client sent them, the last reply included."""
 
     messages: list[Json]
-    identity: list[tuple[object, ...]]  # per message: the fields that a client keeps when it sends the message back
-    text: str | None = None  # plain completions: the last prompt and what was sampled after it
+    identity: list[tuple[object, ...]]  # per message: the fields that a client preserves when it sends the message back
+    text: str | None = None  # for plain completions: the last prompt and its completion
     is_abandoned: bool = False  # the rollout never saw the last reply
 
 
 class Recorded(NamedTuple):
-    """The turns of one call, and the conversations that end in its replies."""
+    """A call's turns, and the conversations that end in its replies."""
 
     turns: range
     conversations: list[_Conversation]
 
 
 class Recorder:
-    """Example: two calls, the second with the first one's reply in its prompt.
+    """Example: two calls. The second call's prompt contains the first call's reply.
 
     turns     [Turn(parent=None, kept=0, ...), Turn(parent=0, kept=<all of turn 0>, ...)]
-    messages  the second call's messages and its reply; branches is empty
+    messages  the second call's messages and reply; branches is empty
     """
 
     def __init__(self) -> None:
         self.turns: list[Turn] = []
-        self.spans: list[tuple[float, float]] = []  # of each turn, when its call came and was answered (monotonic)
-        self.tools: list[Json] = []  # every tool that a call offered, once
-        self.num_calls = 0  # calls that were answered, and calls that the rollout left before their end
+        self.spans: list[tuple[float, float]] = []  # per turn: the times of its call and its answer (monotonic)
+        self.tools: list[Json] = []  # distinct tools offered by any call
+        self.num_calls = 0  # answered calls, and calls whose client left early
         self.num_cancelled = 0  # calls that the rollout left before their end
         self.num_abandoned = 0  # answered calls that the rollout had given up on and made again
-        self.usage: tuple[int, int] | None = None  # (prompt, completion) tokens that an endpoint counted without ids
-        self.limit: str | None = None  # turn_limit or context_length_exceeded, where the latest call was refused for it
-        self.used_foreign_key = False  # its program made a call with the key of another rollout
-        self.upstream_error: str | None = None  # why the engine failed to answer the latest call
-        self._arguments: dict[str, str] = {}  # id of a tool call in a reply -> its arguments as they were sampled
-        self._texts: dict[str, str] = {}  # id of a reply's first tool call -> the reply's text
+        # (prompt, completion) token counts from endpoints that return no token ids
+        self.usage: tuple[int, int] | None = None
+        # turn_limit or context_length_exceeded if the latest call was refused for this reason
+        self.limit: str | None = None
+        self.used_foreign_key = False  # the attempt's program made a call with another attempt's key
+        self.upstream_error: str | None = None  # why the engine could not answer the latest call
+        self._arguments: dict[str, str] = {}  # tool call id -> arguments as sampled
+        self._texts: dict[str, str] = {}  # id of a reply's first tool call -> text of the reply
         self._sequences: list[bytes] = []  # [turn] packed token ids, prompt and sampled
-        self._conversations: list[_Conversation] = []  # the last one is the current one
+        self._conversations: list[_Conversation] = []  # the current conversation is last
 
     @property
     def messages(self) -> list[Json]:
@@ -77,7 +79,7 @@ class Recorder:
 
     @property
     def branches(self) -> list[list[Json]]:
-        """The other conversations, each whole, without those that end in a reply that the rollout never saw."""
+        """All other conversations, except for conversations that end in a reply that the rollout never saw."""
         current = self._current()
         return [c.messages for c in self._conversations if c is not current and not c.is_abandoned]
 
@@ -87,11 +89,11 @@ class Recorder:
         return candidates[-1] if candidates else None
 
     def as_sampled(self, request: Request) -> Request:
-        """Returns the request with earlier replies that call tools written as they were sampled.
+        """Restores the sampled form of earlier replies with tool calls.
 
-        A client that parses arguments and writes them again changes spaces and the order of keys. Another drops a text
-        that is only white space, or white space around the text. Its prompt would not continue the sampled tokens,
-        although the client sends the same.
+        Some clients parse arguments and serialize them again, which changes spaces and key order. Others drop text that
+        is
+        only white space, or strip the text. Without this step the prompt would not continue the sampled tokens.
         """
         if not self._arguments or not request.messages:
             return request
@@ -115,9 +117,9 @@ class Recorder:
         return {**call, "function": {**function, "arguments": sampled}}
 
     def record(self, request: Request, reply: Reply) -> Recorded:
-        """Adds one answered call: a turn and a conversation per choice.
+        """Records an answered call: one turn and one conversation per choice.
 
-        A reply without token ids or logprobs, as foreign endpoints give it, adds messages and no turn.
+        A reply without token ids or logprobs, from a third-party endpoint, adds messages but no turn.
         """
         self.num_calls += 1
         self.upstream_error = None
@@ -130,12 +132,12 @@ class Recorder:
             self._keep_calls(choice.message or {})
             if reply.prompt_ids and choice.token_ids and len(choice.logprobs) == len(choice.token_ids):
                 self._add_turn(request, reply, choice)
-        # reversed, because most clients go on with the first choice, and the last conversation is the current one
+        # reversed because most clients continue with the first choice, and the current conversation is last
         conversations = [self._add_conversation(request, choice) for choice in reversed(reply.choices)]
         return Recorded(range(num_before, len(self.turns)), conversations)
 
     def _keep_calls(self, message: Json) -> None:
-        """Keeps how a reply with calls was sampled. An endpoint may give calls without an id or of another kind."""
+        """Stores the sampled form of a reply's tool calls. Endpoints may omit ids or send other types of calls."""
         calls = message.get("tool_calls") or []
         for call in calls:
             if isinstance(id := call.get("id"), str) and (function := call.get("function")):
@@ -144,7 +146,7 @@ class Recorder:
             self._texts[first] = text_of(message.get("content"))
 
     def leave(self, request: Request, reply: Reply | None) -> Recorded | None:
-        """Adds a call that the rollout left before its end. `reply` is the streamed part; None where nothing was."""
+        """Records a call whose client left early. `reply` is the streamed part, if any."""
         self.num_cancelled += 1
         if reply is None:
             self.num_calls += 1
@@ -152,7 +154,7 @@ class Recorder:
         return self.record(request, reply)
 
     def abandon(self, recorded: Recorded) -> None:
-        """Marks a call that the rollout gave up on. It still counts where a later prompt continues it."""
+        """Marks a call that the rollout gave up on. The call still counts if a later prompt continues it."""
         self.num_abandoned += 1
         for index in recorded.turns:
             self.turns[index] = msgspec.structs.replace(self.turns[index], is_abandoned=True)
@@ -164,12 +166,11 @@ class Recorder:
         self.upstream_error = error
 
     def metrics(self) -> dict[str, float]:
-        """Counts of the rollout: calls, calls that it left, calls that it gave up on, branches, sampled tokens.
+        """Returns counts for metrics: calls, calls left early, abandoned calls, branches, sampled tokens.
 
-        Where an endpoint gave no token ids, its own counts of tokens are added.
-
-        num_branches is the number of leaves of the token tree, less one. It is 0 where every prompt continued the turn
-        before. Abandoned leaves are not counted.
+        Token counts reported by the endpoint are added if it returns no token ids. num_branches is the number of leaves
+        in
+        the token tree minus one, without abandoned leaves; 0 if every prompt continued the previous turn.
         """
         continued = {
             turn.parent
@@ -215,7 +216,7 @@ class Recorder:
         self._sequences.append(prompt + array("I", choice.token_ids).tobytes())
 
     def _find_parent(self, prompt: bytes) -> tuple[int | None, int]:
-        """Returns the latest turn that shares the most tokens with `prompt`, and their number, or (None, 0)."""
+        """Returns the latest turn with the longest prefix in common with `prompt`, and its length, or (None, 0)."""
         parent, kept = None, 0
         for index in reversed(range(len(self._sequences))):
             if len(self._sequences[index]) > kept * _WIDTH:
@@ -227,7 +228,7 @@ class Recorder:
     # --- messages -----------------------------------------------------------------------------------------------------
 
     def _add_conversation(self, request: Request, choice: Choice) -> _Conversation:
-        """Adds the call's conversation, which replaces the longest one that it continues."""
+        """Adds the call's conversation and drops the longest conversation that it extends."""
         if request.messages is None:
             return self._add_text(request.prompt, choice.text)
         message = choice.message or {"role": "assistant", "content": choice.text}
@@ -245,7 +246,7 @@ class Recorder:
         return self._replace(extended, _Conversation(messages, [], text + sampled))
 
     def _replace(self, extended: Sequence[_Conversation], new: _Conversation) -> _Conversation:
-        if extended:  # where a lost reply and the retry's are equal, it goes on from the retry's
+        if extended:  # if an abandoned reply equals the retry's reply, extend the retry's conversation
             longest = max(extended, key=lambda c: (len(c.messages), not c.is_abandoned))
             self._conversations = [c for c in self._conversations if c is not longest]
             longest.messages, longest.identity = [], []  # its call is remembered, and would keep another whole history
@@ -269,7 +270,7 @@ def common_prefix(first: bytes, second: bytes) -> int:
     low, high = 0, min(len(first), len(second)) // _WIDTH
     if first[: high * _WIDTH] == second[: high * _WIDTH]:
         return high
-    while high - low > 1:  # the first `low` tokens agree, the first `high` do not
+    while high - low > 1:  # invariant: the first `low` tokens agree, the first `high` tokens differ
         middle = (low + high) // 2
         part = slice(low * _WIDTH, middle * _WIDTH)
         low, high = (middle, high) if first[part] == second[part] else (low, middle)
@@ -277,28 +278,28 @@ def common_prefix(first: bytes, second: bytes) -> int:
 
 
 MAX_CALLS = 1000  # number of different calls remembered for a rollout; an SDK retries within seconds
-MAX_EQUAL = 128  # number of equal calls remembered, as many as one call may have choices
+MAX_EQUAL = 128  # maximum number of equal calls to remember; equals the maximum number of choices per call
 
 State = Literal["in flight", "lost", "answered"]
 
 
 class Attempted:
-    """One call and what came of it so far."""
+    """One call and its state."""
 
     def __init__(self) -> None:
         self.state: State = "in flight"
         self.recorded: Recorded | None = None  # its turns and conversations, once they are recorded
-        self.is_counted = False  # whether it has ended and counts in `num_calls`
+        self.is_counted = False  # whether the call has ended and counts in `num_calls`
         self.is_abandoned = False
 
     def end(self) -> None:
-        """Records the end of a call. Without an answer it is lost."""
+        """Ends a call. A call without an answer is lost."""
         if self.state == "in flight":
             self.state = "lost"
 
 
 class Retries:
-    """The calls of one rollout that a retry may replace."""
+    """An attempt's calls that a retry may replace."""
 
     def __init__(self) -> None:
         self._calls: dict[
@@ -315,7 +316,7 @@ class Retries:
         return attempted
 
     def replaced(self, request: Request) -> Attempted | None:
-        """Returns the call that this one replaces, or None if it is no retry of a known one. It is replaced once."""
+        """Returns and forgets the call that this request retries, if any."""
         equal = self._calls.get((request.digest, request.num_retries - 1))
         if not equal:
             return None

@@ -1,8 +1,9 @@
-"""ClusterRollout: the user's rollout on the nodes of a Ray cluster, seen from the process that trains.
+"""ClusterRollout: the user's rollout on the nodes of a Ray cluster, seen from the training process.
 
-It speaks only to its child process, Ray's driver (ray_driver.py). If that ends, because Ray has lost the cluster, the
-attempts in it fail as `node` and are played again when another driver has found the cluster. If none does, the run ends
-with one line, and goes on where it was when it is started again.
+It communicates only with its child process, Ray's driver (ray_driver.py). If Ray loses the cluster and the driver
+exits,
+running attempts fail as `node` errors and are retried once another driver has found the cluster. Without a cluster, the
+run ends with an error message and can be resumed.
 """
 
 import asyncio
@@ -30,7 +31,7 @@ from art_cli.runtime.secrets import load_environment
 
 log = logging.getLogger(__name__)
 
-TELL_S = 10.0  # time between two lines about attempts that wait for a place
+TELL_S = 10.0  # interval of log lines about waiting attempts
 MAX_TAIL = 4096  # bytes of Ray's last words
 WILDCARDS = ("0.0.0.0", "::", "")  # hosts that stand for every address of this machine
 DRIVER = "cluster.ray_driver"
@@ -70,17 +71,19 @@ class ClusterRollout:
         self._told = 0.0
 
     async def connect(self) -> ClusterFacts:
-        """Returns the facts of the cluster. Raises UsageError, RolloutError if it cannot be used, or there is none."""
+        """Returns the cluster's facts. Raises UsageError or RolloutError if the cluster is missing or unusable."""
         await self._start()
         return _facts(await self._driver.ask("facts"))
 
     def open(self, host: str, port: int | None) -> None:
-        """Notes the address at which nodes reach the gateway, unless the configuration has another one."""
+        """Stores the gateway address for the nodes, unless the configuration sets one."""
         address = f"[{host}]" if ":" in host else host
         self._gateway = self._config.gateway_url or f"http://{address}:{port}"
 
     async def ready(self) -> float:
-        """Returns the seconds until an actor was placed. Raises RolloutError if none was, or no cluster answers."""
+        """Returns the seconds spent waiting for an actor. Raises RolloutError if no actor was placed or no cluster
+        answers.
+        """
         begin = time.monotonic()
         try:
             async with asyncio.timeout(self._config.wait_s):
@@ -95,7 +98,7 @@ class ClusterRollout:
             raise RolloutError(f"rollout.cluster: no place in the cluster was free for {limit}; {cure}") from None
 
     async def play(self, policy: Policy, scenario: Json, *, is_alone: bool = False) -> Outcome:
-        """Raises AttemptError: this attempt failed, or its node was lost; RolloutError: every attempt would."""
+        """Raises AttemptError if this attempt failed or lost its node, and RolloutError if every attempt would fail."""
         there = Policy(base_url=f"{self._gateway}/v1", api_key=policy.api_key, model=policy.model, step=policy.step)
         try:
             return await self._driver.play(there, scenario, is_alone=is_alone)
@@ -109,7 +112,7 @@ class ClusterRollout:
         return await self._driver.explain_timeout()
 
     async def close(self) -> None:
-        """No actor of this run is left. It may be closed twice."""
+        """Stops all actors of this run. May be called twice."""
         await self._driver.close()
         self._words.close()
 
@@ -129,7 +132,7 @@ class ClusterRollout:
             self._told = time.monotonic()
 
     def _last_words(self) -> str:
-        """Returns the last line that Ray wrote before its driver ended by itself; "" if it wrote none."""
+        """Returns Ray's last log line before the driver exited by itself; empty if Ray wrote nothing."""
         if self._driver.is_running:
             return ""
         end = self._words.seek(0, os.SEEK_END)
@@ -141,9 +144,9 @@ class ClusterRollout:
 
 @contextlib.asynccontextmanager
 async def serve_cluster(config: RunConfig, directory: Path, gateway: Gateway) -> AsyncIterator[ClusterRollout]:
-    """Yields the rollout while this process is connected to the cluster and the gateway is served to its nodes.
+    """Yields the rollout while this process is connected to the cluster and the gateway is reachable from the nodes.
 
-    Unless `gateway.host` is set, the gateway listens on this machine's address in the cluster only.
+    Unless `gateway.host` is set, the gateway listens only on this machine's cluster address.
     """
     rollout = cluster_rollout(config, directory)
     try:
@@ -157,7 +160,7 @@ async def serve_cluster(config: RunConfig, directory: Path, gateway: Gateway) ->
 
 
 def cluster_rollout(config: RunConfig, directory: Path) -> ClusterRollout:
-    """Returns the rollout of a configuration with a cluster. Raises UsageError if a variable of it is not set."""
+    """Returns the rollout for a configuration with a cluster. Raises UsageError if a variable is missing."""
     chosen = config.rollout
     entry, environment = what_to_load(chosen) if chosen.command is None else (None, None)
     played = {"entry": entry, "environment": environment, "command": chosen.command}
@@ -165,7 +168,7 @@ def cluster_rollout(config: RunConfig, directory: Path) -> ClusterRollout:
 
 
 def _variables(key: str, names: list[str], directory: Path) -> dict[str, str]:
-    """Returns the variables of this environment that the nodes get. Raises UsageError: one is not set."""
+    """Returns the environment variables for the nodes. Raises UsageError if a variable is missing."""
     if names:
         load_environment(directory)
     for name in names:

@@ -1,12 +1,11 @@
 """RayRollout: Ray's driver, in a separate process that cluster_rollout.py calls; and the packages for the nodes.
 
-bootstrap.py begins the process. It places one actor (ray_node.py) for each process of rollouts, and each attempt goes
-to the actor that plays the fewest. An actor that is lost, with its node or alone, fails the attempts in it as `node`,
-which the runner plays again, and another one is placed. Standard library and Ray only.
+bootstrap.py starts the process. The driver places one actor (ray_node.py) per rollout process and sends each attempt to
+the least busy actor. If an actor or its node is lost, its attempts fail as `node` errors, which the runner retries, and
+the driver places another actor. Needs only the standard library and Ray.
 
-The packages are copies of the config's directory and of this package, in a directory. Not sent are hidden files (.env,
-.git, .venv), the runs, environments of Python, and single files above a size. So keys that lie in a .env file stay
-here.
+The packages are copies of the config's directory and of this package. The copies omit hidden files (.env, .git, .venv),
+runs, Python environments, and files above a size limit. Keys in a .env file therefore stay on this machine.
 """
 
 import asyncio
@@ -39,7 +38,7 @@ from art_cli.runtime.threads import end
 log = logging.getLogger(__name__)
 
 MAX_FILES = 20_000
-MAX_BYTES = 200 * 10**6  # Ray takes 500 MiB, which each node would load before its first attempt
+MAX_BYTES = 200 * 10**6  # Ray's limit is 500 MiB, which each node would download before its first attempt
 MB = 10**6
 NEVER = ("__pycache__",)
 NOT_PLAYED = ("view", "recipes")  # rooms of the package that hold no code of rollouts
@@ -54,7 +53,7 @@ class Sent(NamedTuple):
 
 
 def copy_project(directory: Path, target: Path, *, runs: Path, exclude: Sequence[str], max_file_mb: float) -> Sent:
-    """Copies what nodes need of `directory`. Raises UsageError: it is too much, or cannot be read."""
+    """Copies the files that nodes need from `directory`. Raises UsageError if they are too large or unreadable."""
     num_files = num_bytes = 0
     sizes: list[tuple[int, str]] = []
     too_large: list[str] = []
@@ -94,7 +93,7 @@ def copy_package(target: Path) -> None:
 
 
 def _files(directory: Path, runs: Path, exclude: Sequence[str]) -> Iterator[Path]:
-    seen = {os.path.realpath(directory)}  # so that no link leads round and round
+    seen = {os.path.realpath(directory)}  # guards against circular links
     for place, directories, files in os.walk(directory, followlinks=True):
         here = Path(place)
         sent = [name for name in sorted(directories) if _is_sent(here / name, directory, runs, exclude)]
@@ -123,19 +122,19 @@ def _too_much(directory: Path, sizes: list[tuple[int, str]]) -> str:
 
 ANSWER_DEADLINE_S = 5.0  # longest wait for the cluster's address to take a connection
 ASK_DEADLINE_S = 20.0  # longest wait for the cluster's own account of itself
-LAST_OUTPUT_S = 2.0  # longest wait for what the attempts printed last
+LAST_OUTPUT_S = 2.0  # longest wait for the attempts' last output
 CLOSE_DEADLINE_S = 8.0  # longest wait for the actors to close the function's clients
 EXPLAIN_DEADLINE_S = 4.0
 OURS = frozenset({"working_dir", "py_modules", "excludes", "env_vars"})  # fields of runtime_env
-TELL_S = 2.0  # time between two notes of how many actors are placed
+TELL_S = 2.0  # interval of messages about placed actors
 AGAIN_S = 1.0  # pause before an actor is placed again
-FAILED_AGAIN_S = 30.0  # the same where it could not load the rollout
-MORE_CALLS = 16  # calls of an actor besides attempts: its output, its end
-MAX_PRINTED = 2**17  # characters of one answer with output; a node may answer anything
+FAILED_AGAIN_S = 30.0  # the same wait after a failed load
+MORE_CALLS = 16  # concurrent actor calls in addition to attempts: output and close
+MAX_PRINTED = 2**17  # maximum characters of output in an answer; nodes are not trusted
 
 
 def main() -> None:
-    """Runs the driver. Standard output has what the attempts and this driver print; Ray prints to standard error."""
+    """Runs the driver. Attempts and the driver print to stdout, and Ray prints to stderr."""
     output = os.fdopen(os.dup(1), "w", buffering=1, errors="replace")
     os.dup2(2, 1)
     with contextlib.redirect_stderr(output):
@@ -144,7 +143,7 @@ def main() -> None:
 
 
 class ServedCluster(ServedRollout):
-    """The methods that cluster_rollout.py calls, besides those of every rollout."""
+    """The methods that cluster_rollout.py calls, in addition to the standard rollout methods."""
 
     _rollout: "RayRollout"
 
@@ -152,10 +151,11 @@ class ServedCluster(ServedRollout):
         self._show = show
 
     async def load(self, cluster: Json, project: Json, played: Json, processes: int | None, concurrency: int) -> str:
-        """Connects to the cluster, and returns the version of this Python. It blocks: Ray connects in the main thread.
+        """Connects to the cluster and returns the Python version. Blocks, because Ray connects in the main thread.
 
-        `cluster` is the section of the configuration; `project` has the directory and the runs in it; `played` has the
-        parameters of ServedNode.load but the gateway.
+        `cluster` is the configuration section, `project` has the directory and its runs, and `played` has the
+        parameters for
+        ServedNode.load except the gateway.
         """
         connect(cluster, project)
         self._rollout = RayRollout(cluster, played, processes=processes, concurrency=concurrency, show=self._show)
@@ -170,7 +170,7 @@ class ServedCluster(ServedRollout):
 
 @dataclass(frozen=True)
 class ClusterFacts:
-    """Facts of a cluster. Example: ClusterFacts("10.0.0.1", "2.60.0", 3, 24.0, 20.0)"""
+    """Facts about a cluster. Example: ClusterFacts("10.0.0.1", "2.60.0", 3, 24.0, 20.0)"""
 
     host: str  # this machine's address in the cluster
     version: str  # Ray's
@@ -209,7 +209,7 @@ def connect(cluster: Json, project: Json) -> None:
                 log_to_driver=False,
                 logging_level=logging.ERROR,
             )
-        except Exception as error:  # Ray raises its own and Python's errors, of any kind
+        except Exception as error:  # Ray raises many kinds of errors
             raise RolloutError(f"rollout.cluster: {_explain(error)}") from error
 
 
@@ -228,7 +228,7 @@ def _look_for(address: str) -> None:
 
 
 def _explain(error: Exception) -> str:
-    """Why Ray refused this process, as one line with a cure."""
+    """Explains in one line why Ray refused this process, and how to fix it."""
     text = message_of(error)
     found = re.findall(r"(?m)^\s*(?:Ray|Python): *(\S+)", text)
     if "mismatch" in text and len(found) == 4:
@@ -242,11 +242,11 @@ def _explain(error: Exception) -> str:
 
 
 async def ask_facts() -> ClusterFacts:
-    """Returns the facts of the cluster now. Raises RolloutError if it does not answer."""
+    """Returns the cluster's current facts. Raises RolloutError if the cluster does not answer."""
     try:
         async with asyncio.timeout(ASK_DEADLINE_S):
             return await asyncio.to_thread(_facts)
-    except Exception as error:  # Ray raises its own errors when it has lost the cluster
+    except Exception as error:  # Ray's errors after losing the cluster
         raise RolloutError(f"rollout.cluster: the cluster does not answer: {one_line(error)}") from error
 
 
@@ -262,7 +262,7 @@ def _facts() -> ClusterFacts:
 
 
 class RayRollout:
-    """A Rollout that is played by actors. `ready` places them."""
+    """A Rollout played by actors. `ready` places the actors."""
 
     def __init__(
         self, cluster: Json, played: Json, *, processes: int | None, concurrency: int, show: Callable[[str], Any]
@@ -288,7 +288,7 @@ class RayRollout:
                 await asyncio.wait_for(self._changed.wait(), TELL_S)
 
     def _failure(self) -> ArtError | None:
-        """Why no actor can load the rollout; None where one may yet."""
+        """Returns the error if no actor can load the rollout."""
         if any(place.node and place.failure is None for place in self._places):
             return None
         return next((place.failure for place in self._places if place.failure is not None), None)
@@ -299,7 +299,7 @@ class RayRollout:
         self._keeping = [asyncio.create_task(place.keep()) for place in self._places]
 
     def _fitting(self, facts: ClusterFacts) -> int:
-        """Returns the number of actors that fit on the free processors, at least 1 and at most one for each attempt."""
+        """Returns the number of actors that fit on the free CPUs, between 1 and the number of attempts."""
         wanted = {"CPU": self._cluster["cpus"], **self._cluster["resources"]}
         number = min(int(facts.resources.get(name, 0.0) // amount) for name, amount in wanted.items())
         return max(1, min(number, self._concurrency))
@@ -324,7 +324,7 @@ class RayRollout:
         self._changed.set()
 
     async def play(self, policy: Policy, scenario: Json, *, is_alone: bool = False) -> Outcome:
-        """Raises AttemptError: this attempt failed, or its actor was lost; RolloutError: every attempt would."""
+        """Raises AttemptError if the attempt failed or lost its actor, and RolloutError if every attempt would fail."""
         there_are = [place for place in self._places if place.is_ready]
         if not there_are:
             raise AttemptError(NODE, "no node of the cluster plays any more", is_transport=True)
@@ -339,7 +339,7 @@ class RayRollout:
         return next(filter(None, guesses), "")
 
     async def close(self) -> None:
-        """Ends the actors and leaves the cluster."""
+        """Stops the actors and disconnects from the cluster."""
         import ray
 
         with contextlib.suppress(TimeoutError):
@@ -364,9 +364,9 @@ class _Place:
 
     num_playing = 0
     is_ready = False
-    node = ""  # the name of its machine, once it is placed
+    node = ""  # machine name after placement
     _is_closing = False
-    failure: ArtError | None = None  # why it could not load the rollout
+    failure: ArtError | None = None  # error from loading the rollout
 
     def __init__(self, make: Callable[[], Any], load: Json, owner: RayRollout) -> None:
         self._make, self._load, self._owner = make, load, owner
@@ -374,7 +374,7 @@ class _Place:
         self._ids = itertools.count(1)
 
     async def keep(self) -> None:
-        """Keeps an actor there until it is cancelled."""
+        """Keeps an actor running until cancelled."""
         while not self._is_closing:
             try:
                 self._actor = self._make()
@@ -391,7 +391,7 @@ class _Place:
                     log.warning("node %s is lost (%s); its attempts are played again", self.node, lost)
                 self._forget()
                 await asyncio.sleep(AGAIN_S)
-            except Exception as error:  # the rollout raised it while it was loaded, or Ray did
+            except Exception as error:  # raised by the rollout during loading, or by Ray
                 self._fail(error)
                 await asyncio.sleep(FAILED_AGAIN_S)
 
@@ -409,11 +409,11 @@ class _Place:
         self._owner.tell()
 
     def kill(self) -> None:
-        """Ends the actor, with its child process and all that descends from it. Returns at once."""
+        """Kills the actor, its child process, and all descendants. Returns immediately."""
         import ray
 
         if self._actor is not None:
-            with contextlib.suppress(Exception):  # the cluster is gone
+            with contextlib.suppress(Exception):  # the cluster may be lost
                 ray.kill(self._actor)
             self._actor = None
 
@@ -437,14 +437,14 @@ class _Place:
         return ""
 
     async def close(self) -> None:
-        """Closes the function's clients. Where it is not ready yet, there is nothing to close."""
+        """Closes the function's clients, if the actor is ready."""
         self._is_closing = True
         if self.is_ready:
             with contextlib.suppress(Lost, ArtError):
                 await self._ask("close")
 
     async def _ask(self, method: str, **params: Any) -> Any:
-        """Returns the result of a method of ServedNode, unchecked. Raises its ArtError; Lost; ValueError."""
+        """Returns the unvalidated result of a ServedNode method. Raises the node's ArtError, Lost, or ValueError."""
         if self._actor is None:
             raise Lost("it is being placed again")
         line = encode(Call(next(self._ids), method, params))
@@ -454,7 +454,7 @@ class _Place:
         return answer.value
 
     async def _await(self, method: str, *given: bytes) -> Any:
-        """Returns the result of the actor's method. A caller that is cancelled cancels it on the node. Raises Lost."""
+        """Returns the result of an actor method. Cancellation also cancels the call on the node. Raises Lost."""
         import ray
 
         try:
@@ -462,7 +462,7 @@ class _Place:
             try:
                 return await asyncio.wrap_future(reference.future())
             except asyncio.CancelledError:
-                with contextlib.suppress(Exception):  # the actor is gone
+                with contextlib.suppress(Exception):  # the actor may be lost
                     ray.cancel(reference)
                 raise
         except ray.exceptions.RuntimeEnvSetupError as error:
@@ -473,14 +473,14 @@ class _Place:
 
 
 def _setup_error(text: str) -> str:
-    """Returns the line of a failed setup of a node with the reason: the last error that pip or Ray names."""
+    """Returns the line with the reason of a failed node setup: the last error from pip or Ray."""
     lines = [line.strip() for line in text.splitlines() if line.strip()] or ["Ray gives no reason"]
     errors = [line for line in lines if re.match(r"[\w.]*error: ", line, re.IGNORECASE)]
     return printable((errors or lines)[-1 if errors else 0], limit=300)
 
 
 def _reason(error: Exception) -> str:
-    """Ray's reason in a few words, without the ids of what it happened to."""
+    """Returns Ray's reason in a few words, without object ids."""
     lines = [line.strip() for line in message_of(error).splitlines() if line.strip()] or [type(error).__name__]
     if any("is unavailable" in line for line in lines):
         return "it does not answer"

@@ -1,8 +1,8 @@
-"""NodeActor: plays attempts on a node of a Ray cluster, with the classes that play them without one.
+"""NodeActor: plays attempts on a Ray node, with the same classes as without a cluster.
 
-The user's code runs in a child process of the actor, so nothing of it reaches Ray, and an attempt that kills its
-process costs the node nothing. What comes in and goes out is lines of JSON (runtime/processes/process_calls.py).
-Standard library only.
+The user's code runs in a child process of the actor. Its objects never reach Ray, and an attempt that kills its process
+does not affect the node. All input and output is JSON lines (runtime/processes/process_calls.py). Needs only the
+standard library.
 """
 
 import asyncio
@@ -25,8 +25,8 @@ from art_cli.runtime.processes.process_calls import Call, Raised, Returned, deco
 
 REACH_DEADLINE_S = 10.0  # longest wait for the gateway's first answer
 QUIET_S = 20.0  # longest wait for output before an empty answer
-PAUSE_S = 0.5  # pause between two parts of the output
-MAX_OUTPUT = 2**16  # characters of output kept between two parts
+PAUSE_S = 0.5  # pause between two pieces of output
+MAX_OUTPUT = 2**16  # maximum buffered characters of output
 
 
 class NodeActor:
@@ -36,7 +36,7 @@ class NodeActor:
         self._served = ServedNode()
 
     async def where(self) -> str:
-        """Returns the name of its machine, once it is placed."""
+        """Returns the machine's name after placement."""
         return socket.gethostname()
 
     async def answer(self, line: bytes) -> bytes:
@@ -57,7 +57,7 @@ class ServedNode(ServedRollout):
     async def load(
         self, entry: str | None, environment: Json | None, command: list[str] | None, gateway: str, variables: Json
     ) -> str:
-        """Returns the version of the Python that has loaded the rollout. Raises UsageError, RolloutError."""
+        """Returns the Python version after loading the rollout. Raises UsageError or RolloutError."""
         await asyncio.to_thread(_reach, gateway)
         os.environ.update(variables)
         if command is not None:
@@ -74,12 +74,12 @@ class ServedNode(ServedRollout):
         return rollout.version
 
     async def close(self) -> None:
-        """Ends the rollout; a call of `output` that waits is answered at once."""
+        """Closes the rollout; a waiting `output` call returns immediately."""
         await super().close()
         self._printed.end()
 
     async def output(self) -> str:
-        """Returns what was printed since the last call, as soon as there is something, or "" after a while."""
+        """Returns the output since the last call, or "" after a timeout."""
         return await self._printed.take()
 
 

@@ -1,24 +1,24 @@
-"""Environments that need no code of the user: libraries of puzzles and games, each behind the same small protocol.
+"""Environments without user code: libraries of puzzles and games, all with the same small protocol.
 
     rollout: {environment: reasoning_gym/countdown}
 
-reasoning_gym.py    reasoning-gym's generators of puzzles, each with its scorer, and the answers that one may evaluate
-textarena.py        textarena's games; one policy plays all seats
-openenv_servers.py  any OpenEnv server, by its address
-verifiers_tasks.py  tasksets of verifiers, played by its harnesses, or by ours where a taskset has none
-verifiers_chat.py   ours: a conversation with the task's tools
-mcp.py              any MCP server; its tools become the agent's
-mcp_connection.py   how an MCP server is reached, and the limits on what it sends
-servers.py          the parts that the two behind a server share
+reasoning_gym.py    reasoning-gym: puzzle generators and scorers, and a check of answers before they are evaluated
+textarena.py        textarena games; the policy plays all seats
+openenv_servers.py  any OpenEnv server, by URL
+verifiers_tasks.py  verifiers tasksets, played by verifiers' harnesses or by ours
+verifiers_chat.py   our harness: a conversation with the task's tools
+mcp.py              any MCP server; its tools become the agent's tools
+mcp_connection.py   connections to MCP servers, with limits on their data
+servers.py          code shared by environments with a server
+listing.py          lists libraries and environments
 
-A name is LIBRARY/NAME. A package of the user adds a library by an entry point in the group `art_cli.environments`,
-which names a class like `Library`. An environment is opened and played in the rollout process, so that neither the
-import of its package nor its dependencies reach the command line, and `rollout.python` may name a Python for them.
-Standard library only, here and in each file but mcp_connection.py; a library's package is imported when its methods are
-called.
+Names have the form LIBRARY/NAME. Other packages can add a library with an entry point in the group
+`art_cli.environments` that names a class like `Library`. Environments are opened and played in the rollout process, so
+the command line never imports their packages, and `rollout.python` can choose another Python for them. All modules
+except mcp_connection.py need only the standard library; a library's package is imported when its methods are called.
 
-A scenario is a seed, {"id": "seed-17", "seed": 17}, unless the library makes others. Texts of a game, of a generator
-and of the policy are data, and nothing of them is evaluated as code.
+A scenario is a seed, {"id": "seed-17", "seed": 17}, unless the library defines others. Texts from games, generators,
+and the policy are data and are never evaluated as code.
 """
 
 from collections.abc import Iterable, Iterator
@@ -43,15 +43,15 @@ BUILT_IN = {
     "textarena": "art_cli.rollouts.environments.textarena:TextArena",
     "verifiers": "art_cli.rollouts.environments.verifiers_tasks:Verifiers",
 }
-GROUP = "art_cli.environments"  # the group of entry points with which other packages add libraries
+GROUP = "art_cli.environments"  # entry point group for libraries from other packages
 
 
 class EnvironmentFault(Exception):
-    """The environment itself failed, so that the attempt is no measure of the policy."""
+    """The environment failed, so the attempt does not measure the policy."""
 
 
 class Listing(NamedTuple):
-    """One environment of a library. Example: Listing("countdown", "Generates Countdown Number Game tasks")."""
+    """An environment in a library. Example: Listing("countdown", "Generates Countdown Number Game tasks")."""
 
     name: str
     about: str
@@ -60,51 +60,51 @@ class Listing(NamedTuple):
 
 @dataclass(frozen=True)
 class Settings:
-    """The configuration of an environment, as plain data."""
+    """An environment's configuration as plain data."""
 
     name: str  # LIBRARY/NAME, such as "reasoning_gym/countdown"
     args: Json = field(default_factory=dict)
     system: str | None = None  # the system message; None means the library's, "" none
     directory: str = "."  # the configuration's, in which programs are started
-    num_seeds: int = 0  # the scenarios' seeds are below this; 0: the scenarios come from a file
+    num_seeds: int = 0  # upper bound of the scenarios' seeds; 0 if scenarios come from a file
 
 
 class Environment(Protocol):
-    """One environment, opened with its settings."""
+    """An environment with its settings."""
 
     async def play(self, policy: "Policy", scenario: Json) -> "Outcome":
-        """Plays one attempt, by `policy.client`. What it raises fails the attempt."""
+        """Plays one attempt with `policy.client`. Any exception fails the attempt."""
 
 
 class Library(Protocol):
-    """A package of environments, or another source of them."""
+    """A package of environments, or another source."""
 
-    package: str  # the module that is imported, "" where none is needed
+    package: str  # module to import; "" if none is needed
     extra: str  # the extra that installs it: pip install 'art-cli[EXTRA]'; "": the package itself is installed
     about: str  # one line
-    takes_one_turn: bool  # whether an attempt is one model call
+    takes_one_turn: bool  # whether an attempt is a single model call
     makes_scenarios: bool  # whether its scenarios are seeds; otherwise `rollout.scenarios` names them
 
     def listed(self) -> Iterable[Listing]:
-        """Returns all its environments, with those that cannot be played here."""
+        """Returns all environments, including environments that cannot be played here."""
 
     def defaults(self, name: str) -> Json:
-        """Returns the arguments that `rollout.environment.args` may set. Raises UsageError: no such name.
+        """Returns the arguments for `rollout.environment.args`. Raises UsageError for an unknown name.
 
-        A default of None takes any value.
+        A default of None accepts any value.
         """
 
     def open(self, name: str, settings: Settings) -> Environment:
-        """Opens the environment, tried once. Raises UsageError: no such name, wrong arguments, or not playable."""
+        """Opens and tests the environment. Raises UsageError for an unknown name, invalid arguments, or a failed test."""
 
 
 def library_names() -> list[str]:
-    """Returns the names of all libraries, whether their packages are installed or not."""
+    """Returns the names of all libraries, including libraries whose package is not installed."""
     return list(_entries())
 
 
 def _entries() -> dict[str, EntryPoint]:
-    """Returns the entry point of each library by name; none of them is imported."""
+    """Returns each library's entry point by name, without importing it."""
     built_in = [EntryPoint(name, place, GROUP) for name, place in BUILT_IN.items()]
     return {entry.name: entry for entry in (*entry_points(group=GROUP), *built_in)}
 
@@ -119,7 +119,7 @@ def _load(entry: EntryPoint) -> Library:
 
 
 def find_library(name: str) -> tuple[Library, str]:
-    """Returns the library of "LIBRARY/NAME", and NAME. Raises UsageError: not of that form, no such library."""
+    """Splits "LIBRARY/NAME" into the library and NAME. Raises UsageError for another form or an unknown library."""
     library, _, rest = name.partition("/")
     found = library_named(library)
     if not rest:
@@ -128,7 +128,7 @@ def find_library(name: str) -> tuple[Library, str]:
 
 
 def library_named(name: str) -> Library:
-    """Returns the library, the only one that is imported. Raises UsageError: there is none."""
+    """Imports and returns the library. Raises UsageError for an unknown library."""
     known = _entries()
     if name not in known:
         raise UsageError(no_such_option("library of environments", name, sorted(known)))
@@ -136,7 +136,7 @@ def library_named(name: str) -> Library:
 
 
 def not_installed(library: Library) -> str:
-    """Why the library cannot be used by this Python; "": it can, as far as one sees without importing it."""
+    """Returns why this Python cannot use the library, as far as is known without an import; empty if it can."""
     if not library.package or find_spec(library.package) is not None:
         return ""
     return f"{library.package} is not installed; {cure(library)}"
@@ -156,17 +156,17 @@ def open_environment(settings: Settings) -> Environment:
         return library.open(name, settings)
     except UsageError:
         raise
-    except Exception as error:  # the boundary to the library, which asserts what it expects of arguments
+    except Exception as error:  # the boundary to the library, which may assert on arguments
         raise refused(settings, error) from error
 
 
 def seeds(first: int, count: int) -> Iterator[Json]:
-    """Returns the scenarios of an environment: `count` seeds from `first` on."""
+    """Returns an environment's scenarios: `count` seeds starting with `first`."""
     return ({"id": f"seed-{seed}", "seed": seed} for seed in range(first, first + count))
 
 
 def seed_of(scenario: Json) -> int:
-    """Returns the scenario's seed. Raises EnvironmentFault: it has none."""
+    """Returns the scenario's seed. Raises EnvironmentFault if the seed is missing."""
     seed = scenario.get("seed")
     if not isinstance(seed, int) or isinstance(seed, bool) or seed < 0:
         raise EnvironmentFault('the scenario has no "seed", a whole number from 0 on')
@@ -174,7 +174,9 @@ def seed_of(scenario: Json) -> int:
 
 
 def unknown(what: str, name: str, known: Iterable[str]) -> UsageError:
-    """Returns the refusal of a name. Example: unknown("rollout.environment.args", "min_number", ["min_numbers"])."""
+    """Returns the error for an unknown name. Example: unknown("rollout.environment.args", "min_number",
+    ["min_numbers"]).
+    """
     there_are = sorted(known)
     near = get_close_matches(name, there_are, n=1)
     hint = f"; did you mean {near[0]!r}?" if near else f"; there are: {', '.join(there_are)}" if there_are else ""
@@ -182,12 +184,12 @@ def unknown(what: str, name: str, known: Iterable[str]) -> UsageError:
 
 
 def refused(settings: Settings, error: BaseException) -> UsageError:
-    """Returns the error of an environment that cannot be made with these arguments."""
+    """Returns the error for arguments that the environment rejects."""
     return UsageError(f"rollout.environment {settings.name}: cannot be played with these args: {describe(error)}")
 
 
 def check_args(settings: Settings, defaults: Json) -> None:
-    """Raises UsageError: an argument that the environment does not take, or of another kind than its default."""
+    """Raises UsageError for an unknown argument, or an argument whose type differs from its default."""
     for name, value in settings.args.items():
         if name not in defaults:
             raise unknown(f"rollout.environment.args of {settings.name}", name, defaults)

@@ -1,8 +1,8 @@
-"""A listing of the libraries of environments and their names, as plain data, also by another Python.
+"""Lists environment libraries and their environments as plain data, also from another Python.
 
     [{"library": "mcp", "about": ..., "problem": "", "environments": [{"name": ..., "about": ..., "problem": ""}]}]
 
-Standard library only, as in all files here, because the other Python may have none of our packages.
+Needs only the standard library, because the other Python may lack our packages.
 """
 
 import io
@@ -16,7 +16,7 @@ from art_cli.rollouts.environments import Json, Library, Listing, cure, library_
 from art_cli.runtime.errors import UsageError, describe
 from art_cli.runtime.processes.child import child_environment
 
-TIMEOUT_S = 300.0  # longest wait for another Python, which imports what it lists
+TIMEOUT_S = 300.0  # longest wait for another Python, which imports the listed packages
 PROGRAM = """
 import json, sys
 sys.path.insert(0, sys.argv[1])
@@ -29,15 +29,15 @@ print("\\n" + json.dumps(look(json.loads(sys.argv[2]))))
 
 
 def look(name: str | None) -> list[Json]:
-    """Returns all libraries, or the one with this name. Raises UsageError: there is none."""
-    with redirect_stdout(io.StringIO()):  # some games print while they are made
+    """Returns all libraries, or the named library. Raises UsageError for an unknown name."""
+    with redirect_stdout(io.StringIO()):  # some games print during construction
         return [_look(name, library_named(name))] if name is not None else [*map(_look_safely, library_names())]
 
 
 def _look_safely(name: str) -> Json:
     try:
         return _look(name, library_named(name))
-    except UsageError as error:  # a package that is broken costs no other library
+    except UsageError as error:  # a broken package does not affect other libraries
         return {"library": name, "about": "", "problem": str(error), "environments": []}
 
 
@@ -54,7 +54,7 @@ def _look(name: str, library: Library) -> Json:
 
 
 def look_with(python: Path, name: str | None) -> list[Json]:
-    """Returns `look` of another Python, a program or the directory of its environment. Raises UsageError."""
+    """Runs `look` in another Python (a program or the directory of an environment). Raises UsageError."""
     program = python / "bin" / "python" if python.is_dir() else python
     command = [str(program.absolute()), "-c", PROGRAM, str(Path(__file__).parent.parent), json.dumps(name)]
     try:

@@ -1,14 +1,14 @@
-"""MCP servers: `mcp/COMMAND` or `mcp/URL`; the server's tools become the agent's (modelcontextprotocol.io).
+"""MCP servers: `mcp/COMMAND` or `mcp/URL`; the server's tools become the agent's tools (modelcontextprotocol.io).
 
     rollout: {environment: "mcp/python server.py", scenarios: tasks.jsonl}
 
-Each attempt has a new connection (mcp_connection.py), and of a command a new process, which runs in the configuration's
+Each attempt opens a new connection (mcp_connection.py). A command also starts a new process in the configuration's
 directory. A scenario is {"id": ..., "task": ...}, and the task is the first user message. The policy calls tools until
-it answers without a call. A scenario with an "answer" has the reward 1 where the last reply has that answer in it as
-words, else 0. Without one a judge gives the reward.
+it replies without a call. If the scenario has an "answer", the reward is 1 if the last reply contains the answer as
+whole words, and 0 otherwise. Without an "answer" a judge gives the reward.
 
-A call that the policy got wrong (no such tool, arguments that are not JSON or do not fit) is answered with the mistake.
-A server that cannot be reached, that ends or takes too long fails the attempt.
+Wrong calls by the policy (unknown tools, invalid JSON, invalid arguments) are answered with an error message. The
+attempt fails if the server is unreachable, exits, or times out.
 """
 
 import json
@@ -33,7 +33,7 @@ DEFAULTS: Json = {
     "headers": None,
     "transport": None,
 }
-INVALID_PARAMS, METHOD_NOT_FOUND = -32602, -32601  # JSON-RPC's codes for what the caller got wrong
+INVALID_PARAMS, METHOD_NOT_FOUND = -32602, -32601  # JSON-RPC error codes for mistakes by the caller
 
 
 class McpServers:
@@ -47,9 +47,9 @@ class McpServers:
         return iter(())
 
     def defaults(self, name: str) -> Json:
-        """`tools`: only these; []: all. `variables`: names of variables that a command gets in its environment.
+        """`tools` selects tools by name; [] selects all. `variables` names environment variables for a command.
 
-        `headers`: of requests to a URL, each with the name of the variable that holds its value.
+        `headers` maps a URL's request headers to the names of the variables that hold their values.
         """
         return dict(DEFAULTS)
 
@@ -63,19 +63,19 @@ class McpServers:
 
 
 class McpServer:
-    """One server with its settings. Each attempt connects to it anew."""
+    """A server with its settings. Each attempt opens a new connection."""
 
     def __init__(self, name: str, settings: Settings) -> None:
         from art_cli.rollouts.environments.mcp_connection import find_place
 
-        self.tools: list[Json] = []  # those that are offered, as they were when it was opened
+        self.tools: list[Json] = []  # selected tools, listed when the environment was opened
         self._name = settings.name
         self._args = DEFAULTS | settings.args
         self._system = settings.system or ""
         self._place = find_place(name, settings.directory, self._args)
 
     def check(self, tools: list[Json]) -> None:
-        """Raises UsageError: the server has no tools, or not those that the settings name."""
+        """Raises UsageError if the server lacks tools, or lacks tools named in the settings."""
         names = [tool["function"]["name"] for tool in tools]
         if missing := [name for name in self._args["tools"] if name not in names]:
             raise UsageError(f"rollout.environment.args.tools: {self._name} has no {missing[0]!r}, but {names}")
@@ -127,7 +127,7 @@ class McpServer:
         return Outcome(reward=reward, metrics=metrics | ({} if reward is None else {"solved": reward}))
 
     async def _call(self, client: Any, call: Any, known: set[str]) -> tuple[str, bool]:
-        """Returns the tool's answer as the model gets it, and whether it is an error."""
+        """Returns the tool's result for the model, and whether it is an error."""
         from mcp import MCPError
 
         name = call.function.name
@@ -145,7 +145,7 @@ class McpServer:
             if error.error.code in (INVALID_PARAMS, METHOD_NOT_FOUND):
                 return describe(error), True
             raise EnvironmentFault(f"{self._name}: the tool {name}: {describe(error)}") from error
-        except Exception as error:  # the boundary to the server, whose results may have any shape
+        except Exception as error:  # the boundary to the server, whose results may have any form
             raise EnvironmentFault(f"{self._name}: the tool {name}: {describe(error)}") from error
         return self._text(result), bool(result.is_error)
 
@@ -159,15 +159,15 @@ class McpServer:
 
 
 def _shown(part: Any) -> str:
-    """Returns a part of a result: its text, the text of a resource in it, or that it is not shown."""
+    """Returns the text of a result part, the text of its resource, or a note that it is not shown."""
     text = getattr(part, "text", None) or getattr(getattr(part, "resource", None), "text", None)
     return text or f"[{part.type}, which is not shown]" if part.type != "text" else part.text
 
 
 def has_answer(reply: str, answer: str) -> bool:
-    """Returns whether the words of the answer stand in the reply, whatever their case and spaces.
+    """Returns whether the reply contains the answer's words, ignoring case and spacing.
 
-    A number stands there as a whole: 4 is not in 4.5, 1,400, -4 or 14.
+    Numbers must match as a whole: 4 does not match 4.5, 1,400, -4, or 14.
     """
     words, said = (" ".join(text.casefold().split()) for text in (answer, reply.rpartition("</think>")[2]))
     before = r"(?<!\w)" + (r"(?<![-\u2212])(?<!\d[.,])" if words[:1].isdigit() else "")
@@ -176,7 +176,7 @@ def has_answer(reply: str, answer: str) -> bool:
 
 
 def _check_values(args: Json) -> None:
-    """Raises UsageError: a value that could not be kept to."""
+    """Raises UsageError for unusable settings."""
     for key in ("timeout_s", "max_result"):
         if key in args and not 0 < args[key] < float("inf"):
             raise UsageError(f"rollout.environment.args.{key}: a number above 0, not {args[key]}")

@@ -1,7 +1,7 @@
-"""Connections to an MCP server: a command over its pipes, a URL over streamable HTTP or the older SSE.
+"""Connections to an MCP server: a command over pipes, or a URL over streamable HTTP or the older SSE transport.
 
-Bounds hold what a server may send and how long it may take. This module is imported where a connection is made,
-because it imports the package `mcp`, which the other libraries of environments do without.
+Limits apply to the size and duration of the server's answers. This module imports the `mcp` package and is therefore
+imported only when a connection is opened.
 """
 
 import asyncio
@@ -24,23 +24,23 @@ from art_cli.rollouts.environments import Json
 from art_cli.runtime.errors import UsageError, describe, printable
 
 LOGGERS = ("mcp.client.stdio", "mcp.client.sse", "mcp.client.streamable_http", "mcp.client.client", "client")
-MAX_MESSAGE = 1 << 26  # bytes of one answer of a URL; the mcp package's own limit for SSE is 1 MiB
-MAX_TOOLS = 1_000_000  # characters of all tools as JSON, which are part of every prompt
-MAX_NAME = 128  # characters of a tool's name, as in the protocol
+MAX_MESSAGE = 1 << 26  # maximum bytes of an HTTP answer; the mcp package limits SSE events to 1 MiB
+MAX_TOOLS = 1_000_000  # maximum characters of all tools as JSON, because they are part of every prompt
+MAX_NAME = 128  # maximum characters of a tool name, as in the protocol
 MAX_PAGES = 50  # most pages of the server's list of tools
 
 
 class ServerAddress(NamedTuple):
-    """The address of a server.
+    """A server's address.
 
     Example: ServerAddress("https://host/mcp", None, {"Authorization": "Bearer ..."}, "http", 60.0)
     """
 
     url: str
-    command: StdioServerParameters | None  # None if it is the URL
+    command: StdioServerParameters | None  # None if `url` is set
     headers: dict[str, str]
     transport: str  # "http" or "sse", for a URL
-    timeout_s: float  # longest wait for an answer, for a connection, and for its end
+    timeout_s: float  # timeout for answers, for connecting, and for closing
 
 
 def find_place(name: str, directory: str, args: Json) -> ServerAddress:
@@ -69,7 +69,7 @@ def _command(name: str, directory: str, variables: dict[str, str]) -> StdioServe
 
 
 def _variable(key: str, name: Any) -> str:
-    """Returns the value of an environment variable. Raises UsageError: it is not set."""
+    """Returns an environment variable's value. Raises UsageError if it is not set."""
     if not isinstance(name, str) or name not in os.environ:
         raise UsageError(f"rollout.environment.args.{key}: {printable(str(name), limit=80)} is not set")
     return os.environ[name]
@@ -77,7 +77,7 @@ def _variable(key: str, name: Any) -> str:
 
 @asynccontextmanager
 async def connected(place: ServerAddress) -> AsyncIterator[Client]:
-    """Yields a client that is connected. Raises whatever the connection does, TimeoutError among it."""
+    """Yields a connected client. Raises any connection error, including TimeoutError."""
     loop = asyncio.get_running_loop()
     client = Client(_transport(place), read_timeout_seconds=place.timeout_s, cache=None)
     async with asyncio.timeout(place.timeout_s) as deadline:
@@ -86,12 +86,12 @@ async def connected(place: ServerAddress) -> AsyncIterator[Client]:
             try:
                 yield client
             finally:
-                with suppress(RuntimeError):  # it has passed already
+                with suppress(RuntimeError):  # the deadline has already passed
                     deadline.reschedule(loop.time() + place.timeout_s)
 
 
 def _without_traceback(record: logging.LogRecord) -> bool:
-    """Makes one line of a record of the mcp package, which logs a traceback for each line that it cannot read."""
+    """Shortens log records of the mcp package, which logs a traceback for each invalid line."""
     if record.exc_info and record.exc_info[1] is not None:
         record.msg, record.args = "MCP: %s: %s", (record.getMessage(), describe(record.exc_info[1]))
         record.exc_info = record.exc_text = None
@@ -100,7 +100,7 @@ def _without_traceback(record: logging.LogRecord) -> bool:
 
 def _transport(place: ServerAddress) -> Any:
     for name in LOGGERS:
-        logging.getLogger(name).addFilter(_without_traceback)  # the same one is added once
+        logging.getLogger(name).addFilter(_without_traceback)  # adding the same filter again has no effect
     if place.command is not None:
         return stdio_client(place.command, errlog=_errors())
     if place.transport == "http":
@@ -127,7 +127,7 @@ async def _streamable_http(place: ServerAddress) -> AsyncIterator[Any]:
 
 
 def _http_client(place: ServerAddress) -> httpx2.AsyncClient:
-    """Returns the client of a URL. A stream may be silent as long as the policy thinks; calls have a deadline."""
+    """Returns the HTTP client for a URL. Streams may be silent while the policy thinks; calls have a deadline."""
     return httpx2.AsyncClient(
         headers={**place.headers, "Accept-Encoding": "identity"},
         timeout=httpx2.Timeout(place.timeout_s, read=None),
@@ -136,9 +136,9 @@ def _http_client(place: ServerAddress) -> httpx2.AsyncClient:
 
 
 async def _limit(response: httpx2.Response) -> None:
-    """Bounds an answer. A stream of events is not bounded as a whole, but by the size of each event.
+    """Limits the size of an answer. For event streams the limit applies to each event.
 
-    The mcp package reports a refused request only as an error, so that a wrong key is named here.
+    Explains refused keys, because the mcp package reports a refused request only as a generic error.
     """
     if response.status_code in (401, 403):
         raise httpx2.RequestError(f"the server answers {response.status_code}; args.headers names the key's variable")
@@ -168,7 +168,7 @@ class _Limited(httpx2.AsyncByteStream):
 
 
 async def list_tools(client: Client, chosen: list[str]) -> list[Json]:
-    """Returns the `chosen` tools of the server, or all for [], as OpenAI's. Raises ValueError if one is unusable."""
+    """Returns the `chosen` tools, or all tools for [], in OpenAI's format. Raises ValueError for unusable tools."""
     found: dict[str, Json] = {}
     cursor = None
     for _ in range(MAX_PAGES):

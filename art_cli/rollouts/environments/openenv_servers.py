@@ -1,11 +1,12 @@
-"""OpenEnv servers: `openenv/URL` (github.com/meta-pytorch/OpenEnv), over their WebSocket, one session per attempt.
+"""OpenEnv servers: `openenv/URL` (github.com/meta-pytorch/OpenEnv), over WebSocket with one session per attempt.
 
-    reset {"seed": ...} -> observation      then, until it is done:      the policy's reply -> step {...} -> observation
+    reset {"seed": ...} -> observation      then, until done:      the policy's reply -> step {...} -> observation
 
-The server's schema defines an action. Where that is one text, the reply is the action; otherwise the reply is a
-JSON object with the action's fields, and the schema stands in the system message. An observation is shown as the field
-that `observation` names, or as JSON. The reward is the sum of the steps' rewards, or the last one. Where no step has
-one, a judge gives it. An action that the server refuses by its schema is answered with the reason.
+The server's schema defines an action. If the action is a single text, the reply is the action. Otherwise the reply is a
+JSON object with the action's fields, and the system message contains the schema. An observation is shown as the field
+named by `observation`, or as JSON. The reward is the sum of the steps' rewards, or the last reward. Without rewards
+from
+the server a judge gives the reward. Actions that violate the schema are answered with the reason.
 """
 
 import asyncio
@@ -23,9 +24,9 @@ if TYPE_CHECKING:
     from art_cli.rollouts.policy import Policy
 
 DEFAULTS: Json = {"action": None, "observation": None, "reward": "sum", "timeout_s": 60.0, "reset": None}
-MAX_ANSWER = 2**22  # bytes of one message of the server
-MAX_AHEAD = 4  # messages of the server that wait to be read; there is one answer to each question
-LIMITS = ("turn_limit", "context_length_exceeded")  # codes of the gateway; what was earned until then counts
+MAX_ANSWER = 2**22  # maximum bytes of a server message
+MAX_AHEAD = 4  # maximum unread server messages; each request has one answer
+LIMITS = ("turn_limit", "context_length_exceeded")  # gateway error codes; earlier rewards count
 ASK = "Each of your replies is one action: a JSON object that fits this schema, and nothing else.\n"
 
 
@@ -40,7 +41,7 @@ class OpenEnvServers:
         return iter(())
 
     def defaults(self, name: str) -> Json:
-        """`action`, `observation`: the fields that hold their text. `reset`: further settings of each episode."""
+        """`action` and `observation` name the text fields. `reset` has extra settings for each episode."""
         return dict(DEFAULTS)
 
     def open(self, name: str, settings: Settings) -> "OpenEnvServer":
@@ -55,7 +56,7 @@ class OpenEnvServers:
 
 
 class _Heard(NamedTuple):
-    """An answer of the server. `refusal`: why it did not take the action; "": it did."""
+    """A server's answer. `refusal` is the reason why the action was rejected; empty if it was accepted."""
 
     said: str
     reward: float | None
@@ -64,17 +65,17 @@ class _Heard(NamedTuple):
 
 
 class OpenEnvServer:
-    """One server with its settings."""
+    """A server with its settings."""
 
     def __init__(self, url: str, settings: Settings) -> None:
         self._url, self._name = url, settings.name
         self._args = DEFAULTS | settings.args
         self._system = settings.system
-        self._field: str | None = None  # the action's field that the reply is; None if the reply is JSON
+        self._field: str | None = None  # action field that takes the reply; None if the reply is JSON
         self._schema = ""
 
     async def fetch_schema(self) -> Json:
-        """Returns the JSON schema of an action. Raises ValueError if the answer is none, or is too large."""
+        """Returns the JSON schema of an action. Raises ValueError if the schema is invalid or too large."""
         import aiohttp
 
         timeout = aiohttp.ClientTimeout(total=self._args["timeout_s"])
@@ -92,7 +93,7 @@ class OpenEnvServer:
         return action
 
     def learn(self, schema: Json) -> None:
-        """Decides how a reply becomes an action. Raises UsageError: the action has no such field."""
+        """Chooses how replies become actions. Raises UsageError if the action lacks the field."""
         fields = {name: field for name, field in schema["properties"].items() if name != "metadata"}
         if (wanted := self._args["action"]) is not None and wanted not in fields:
             raise UsageError(f"rollout.environment.args.action: {self._name} has no {wanted!r}, but {sorted(fields)}")
@@ -139,7 +140,7 @@ class OpenEnvServer:
         return Outcome(reward=reward, metrics={"steps": num_steps, "refused": num_refused, "ended": heard.is_done})
 
     def _action(self, reply: str) -> "Json | _Heard":
-        """Returns the action, or an observation for the policy in place of it."""
+        """Returns the action, or an observation that tells the policy what is wrong."""
         if self._field is not None:
             return {self._field: reply}
         try:
@@ -150,7 +151,7 @@ class OpenEnvServer:
 
 
 async def _reply(policy: "Policy", messages: Any) -> str | None:
-    """Returns the policy's reply, or None if it has reached a limit on its calls or its context."""
+    """Returns the policy's reply; None after a limit on calls or context."""
     import openai
 
     try:
@@ -163,8 +164,9 @@ async def _reply(policy: "Policy", messages: Any) -> str | None:
 
 
 async def _listen(socket: Any, answers: "asyncio.Queue[Any]") -> None:
-    """Puts the server's messages into the queue, and at the end the error. Its pings are answered while the policy
-    thinks, because aiohttp does that only while it receives."""
+    """Queues the server's messages, followed by the final error. Receiving also answers pings while the policy thinks,
+    because aiohttp answers pings only while receiving.
+    """
     try:
         while True:
             await answers.put(await socket.receive_str())

@@ -1,12 +1,11 @@
-"""reasoning-gym: generators of puzzles, each with its scorer (github.com/open-thought/reasoning-gym).
+"""reasoning-gym: puzzle generators, each with a scorer (github.com/open-thought/reasoning-gym).
 
-A scenario's puzzle is the first entry of the generator's dataset of that seed. The policy answers in one turn. What it
-writes between the last <answer> and </answer> is scored, or else its whole reply. An answer that makes the scorer fail
-gets 0 and counts in the metric `malformed`, unless the generator's own answer makes it fail as well.
+A scenario's seed selects the first entry of the generator's dataset with this seed. The policy answers in one turn. The
+scorer gets the text in the last <answer>...</answer>, or the whole reply. If an answer makes the scorer fail, its score
+is 0 and the metric `malformed` counts it, unless the generator's correct answer makes the scorer fail too.
 
-Some scorers call `eval` on an answer, or SymPy's `parse_expr`, which does. An answer may be anything that a model can
-write: a call of `os.system`, or `9**9**9**9`, which computes until the memory is full. So such a scorer gets only
-answers that are harmless by their syntax tree.
+Some scorers call `eval`, or SymPy's `parse_expr` which uses `eval`. A model can write any answer, such as a call of
+`os.system`, or `9**9**9**9`, which fills the memory. These scorers only get answers whose syntax tree is harmless.
 
 The library's arguments `size` and `seed` are `rollout.environment.size` and `.seed`.
 """
@@ -38,7 +37,7 @@ if TYPE_CHECKING:
     from art_cli.rollouts.policy import Policy
 
 MAX_LENGTH = 4000  # characters; the longest right answer of the nine generators has fewer than 500
-MAX_NODES = 400  # most nodes of an expression's syntax tree
+MAX_NODES = 400  # maximum nodes of an expression's syntax tree
 MAX_EXPONENT_DIGITS = 3
 MAX_EXPONENT = 64  # the largest exponent, and the largest product of exponents of exponents
 FUNCTIONS = frozenset(
@@ -73,9 +72,9 @@ def is_harmless_fraction(text: str) -> bool:
 
 
 def is_harmless_expression(text: str) -> bool:
-    """Returns whether the text is an expression of numbers, symbols, + - * / **, and a few functions, of bounded size.
+    """Returns whether the text is a small expression of numbers, symbols, + - * / **, and a few functions.
 
-    A text that does not parse is refused too, because SymPy rewrites texts before it evaluates them.
+    Invalid syntax is refused too, because SymPy rewrites text before evaluating it.
     """
     if len(text) > MAX_LENGTH:
         return False
@@ -106,7 +105,7 @@ def _is_expression(node: ast.expr) -> bool:
 
 
 def _stays_small(node: ast.expr) -> bool:
-    """Returns whether an exponential function of the expression can be written as a number, or is no number at all."""
+    """Returns whether the expression's exponential functions have representable values or none at all."""
     inside = list(ast.walk(node))
     has_symbol = any(isinstance(each, ast.Name) and each.id not in FUNCTIONS | NUMBERS for each in inside)
     is_nested = any(isinstance(each, ast.Name) and each.id in GROWING for each in inside)
@@ -122,7 +121,7 @@ def _degree(node: ast.AST) -> float:
 
 
 def _bound(node: ast.expr) -> float:
-    """Returns an upper bound of an exponent's size, where each symbol counts as 1; infinite for anything unusual."""
+    """Returns an upper bound for an exponent's magnitude; symbols count as 1, and unusual expressions as infinite."""
     match node:
         case ast.Constant(value=int() | float() as value):
             return abs(value) if abs(value) <= MAX_EXPONENT else math.inf
@@ -141,8 +140,8 @@ def _bound(node: ast.expr) -> float:
 
 SYSTEM = "Think as long as it helps. Then write the final answer, and nothing else, between <answer> and </answer>."
 CALL_S = 60.0  # longest time to generate a puzzle, or to score an answer
-WAIT_S = 600.0  # longest wait for the one thread that does both
-NUM_KEPT = 256  # puzzles that a process remembers; the attempts of a group share one
+WAIT_S = 600.0  # longest wait for the worker thread
+NUM_KEPT = 256  # puzzles cached per process; the attempts of a group share a puzzle
 PLAIN = (bool, int, float, str, list, tuple, type(None))
 EVALUATED = re.compile(r"\beval\(\s*answer\b")
 PARSED = re.compile(r"\bparse_expr\(\s*answer\b")
@@ -150,7 +149,7 @@ FRACTION = re.compile(r"\bFraction\(\s*answer\b")
 
 
 class ReasoningGym:
-    """The library; its names are those of its generators."""
+    """The library. Environment names are generator names."""
 
     package, extra = "reasoning_gym", "reasoning-gym"
     takes_one_turn, makes_scenarios = True, True
@@ -178,7 +177,7 @@ class ReasoningGym:
 
 
 def _generators() -> dict[str, tuple[Any, Any]]:
-    """Name -> (class of the dataset, class of its configuration). "composite" is made of others and has no puzzle."""
+    """Maps names to (dataset class, configuration class). "composite" combines generators and has no puzzles."""
     from reasoning_gym.factory import DATASETS
 
     return {name: made for name, made in DATASETS.items() if name != "composite"}
@@ -189,7 +188,7 @@ def _full_names() -> list[str]:
 
 
 class Generator:
-    """One generator with its arguments."""
+    """A generator with its arguments."""
 
     def __init__(self, name: str, settings: Settings) -> None:
         self._name = name
@@ -223,7 +222,7 @@ class Generator:
             raise EnvironmentFault(f"reasoning_gym/{self._name}: {what} took more than {CALL_S:.0f} s") from error
 
     def _entry(self, seed: int) -> tuple[Any, Json]:
-        """Returns the dataset of that seed, and its first entry."""
+        """Returns the seed's dataset and its first entry."""
         config = self._config_class(**self._args, seed=seed, size=1)
         if hasattr(config, "validate"):
             config.validate()
@@ -231,7 +230,9 @@ class Generator:
         return dataset, dataset[0]
 
     def _score(self, dataset: Any, entry: Json, answer: str) -> float | None:
-        """Returns the score, or None if the answer makes the scorer fail. Raises EnvironmentFault if the right does."""
+        """Returns the score; None if the answer makes the scorer fail. Raises EnvironmentFault if the correct answer
+        does too.
+        """
         try:
             return _number(dataset.score_answer(answer if self._may_score(answer) else "", entry))
         except Exception as error:  # the boundary to the library
@@ -243,7 +244,7 @@ class Generator:
 
 
 def read_answer(reply: str) -> str:
-    """Returns the answer of a reply: the text in its last pair of answer tags, or all text after the thoughts."""
+    """Returns a reply's answer: the text in the last answer tags, or all text after the thoughts."""
     said = reply.rpartition("</think>")[2]
     before, closing, _ = said.rpartition("</answer>")
     if closing and "<answer>" in before:
@@ -252,7 +253,7 @@ def read_answer(reply: str) -> str:
 
 
 def _guard(dataset: type) -> Callable[[str], bool]:
-    """Returns a check of whether an answer may go to this scorer, which may evaluate it as Python."""
+    """Returns a predicate for answers that are safe to score, because the scorer may evaluate them as Python."""
     source = inspect.getsource(sys.modules[dataset.__module__])
     if PARSED.search(source):
         return is_harmless_expression

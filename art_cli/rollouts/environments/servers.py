@@ -1,4 +1,4 @@
-"""The parts that environments behind a server share: one question to it, and a connection for each attempt."""
+"""Shared code for environments with a server: a question asked once, and a connection per attempt."""
 
 import asyncio
 import logging
@@ -21,7 +21,7 @@ Connection = TypeVar("Connection")
 def ask_once(settings: Settings, question: Coroutine[Any, Any, Answer]) -> Answer:
     """Returns the server's answer, while this thread waits. Raises UsageError if it failed."""
     try:
-        with ThreadPoolExecutor(1) as thread:  # an event loop runs in this one
+        with ThreadPoolExecutor(1) as thread:  # this thread already runs an event loop
             return thread.submit(asyncio.run, question).result()
     except Exception as error:  # the boundary to the server and its package
         raise refused(settings, first_error(error)) from error
@@ -32,9 +32,9 @@ async def play_connected(
     connection: AbstractAsyncContextManager[Connection],
     converse: Callable[[Connection], Awaitable["Outcome"]],
 ) -> "Outcome":
-    """Returns the outcome of `converse`. Raises what it raises, or EnvironmentFault if the connection failed.
+    """Returns the outcome of `converse`. Raises its exceptions, and EnvironmentFault if the connection failed.
 
-    A connection that fails when it is closed, with the outcome there, is no failure of the attempt.
+    Errors while closing the connection are ignored once the outcome is known.
     """
     failure: Exception | None = None
     outcome: Outcome | None = None

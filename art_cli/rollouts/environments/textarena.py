@@ -1,13 +1,13 @@
-"""textarena: text games for one player or several (github.com/LeonGuertler/TextArena).
+"""textarena: text games for one or more players (github.com/LeonGuertler/TextArena).
 
-A scenario's seed is the game's. The policy plays all seats, each in a separate conversation: texts of the game and of
-the other players are user messages. It is trained on one seat, `seed % number of seats`, by that seat's reward. The
-calls of the other seats are answered by the same policy and not recorded, because one trajectory has one reward, and
-what is good for one seat is bad for another.
+The scenario's seed is the game's seed. The policy plays all seats, each in a separate conversation in which the texts
+of
+the game and of other players are user messages. Training uses one seat, `seed % number of seats`, and its reward. The
+same policy answers the other seats' calls, but these calls are not recorded, because a trajectory has one reward and
+opponents' moves would count with the wrong sign.
 
-A game that downloads (nltk's word lists), asks a model by an API key, or cannot be imported here is refused with the
-reason. Games draw from Python's global generator of random numbers, so each gets a separate state, and one runs at
-a time.
+Games that download data (nltk word lists), call a model API, or fail to import are refused with the reason. Games use
+Python's global random generator, so each game gets a separate generator state and only one game runs at a time.
 """
 
 import contextlib
@@ -38,11 +38,11 @@ if TYPE_CHECKING:
     from art_cli.rollouts.policy import Policy
 
 CALL_S = 30.0  # longest time for a game to begin, or to answer a move; PublicGoodsGame can loop for ever
-WAIT_S = 600.0  # longest wait for the one thread in which games run
+WAIT_S = 600.0  # longest wait for the thread in which games run
 MAX_PLAYERS = 15
-MAX_ACTION = 4000  # characters of a reply that a game gets to see, the last ones
+MAX_ACTION = 4000  # maximum characters of a reply that a game sees; the end is kept
 INVALID_REWARD = -1.0  # textarena's own for an invalid move
-OTHER_VERSIONS = ("-raw", "-train")  # ids of the same games with other observations
+OTHER_VERSIONS = ("-raw", "-train")  # suffixes of ids that vary a game's observations
 PLAIN = (bool, int, float, str, list, tuple, type(None))
 
 
@@ -64,7 +64,7 @@ class TextArena:
         spec = _spec(name)
         try:
             parameters = inspect.signature(_game_class(spec)).parameters.values()
-        except Exception as error:  # the boundary to the library: a file that does not parse, a package that is missing
+        except Exception as error:  # the boundary to the library: invalid files or missing packages
             raise refused(Settings(f"textarena/{name}"), error) from error
         own = {each.name: None if each.default is each.empty else each.default for each in parameters} | spec.kwargs
         plain = {name: list(value) if isinstance(value, tuple) else value for name, value in own.items()}
@@ -88,7 +88,7 @@ def _listed(names: list[str]) -> Listing:
 
 
 def _about(spec: Any) -> str:
-    """Returns the first sentence of the class's docstring, or "" if it is a placeholder."""
+    """Returns the first sentence of the class's docstring; empty for a placeholder."""
     about = first_sentence(vars(_game_class(spec)).get("__doc__") or "")
     return f", {about.rstrip('.')}" if about else ""
 
@@ -115,14 +115,14 @@ def _game_class(spec: Any) -> Any:
 
 
 def _refuse_downloads() -> None:
-    """nltk.download, which games call when they are imported, finds what is there and downloads nothing."""
+    """Replaces nltk.download, which games call on import. Finds installed data and never downloads."""
     import nltk
 
     nltk.download = _find_data
 
 
 def _find_data(names: str | list[str], **_: Any) -> bool:
-    """Raises LookupError: nltk has no such data here."""
+    """Raises LookupError if nltk's data is not installed."""
     import nltk
 
     for name in [names] if isinstance(names, str) else names:
@@ -140,7 +140,7 @@ def _is_found(find: Callable[[str], Any], place: str) -> bool:
 
 
 class _View(NamedTuple):
-    """The next move: the seat that makes it, and the observation for it. `is_done` means that the game is over."""
+    """The next move: its seat and observation. `is_done` means that the game is over."""
 
     is_done: bool
     seat: int
@@ -154,7 +154,7 @@ class _Ending(NamedTuple):
 
 
 class TextGame:
-    """One game with its arguments, to be played many times."""
+    """A game with its arguments. It can be played many times."""
 
     def __init__(self, name: str, settings: Settings) -> None:
         spec = _spec(name)
@@ -196,7 +196,7 @@ class TextGame:
 
 
 class _Talks:
-    """The conversation of each seat with the policy."""
+    """Each seat's conversation with the policy."""
 
     def __init__(self, policy: "Policy", system: str) -> None:
         self._policy = policy
@@ -204,7 +204,7 @@ class _Talks:
         self._messages: dict[int, list[Json]] = {}
 
     async def reply(self, seat: int, said: str, *, is_recorded: bool) -> str:
-        """Returns the policy's action in that seat, without its thoughts."""
+        """Returns the seat's next action, without the policy's thoughts."""
         messages: Any = self._messages.setdefault(seat, list(self._first))
         messages.append({"role": "user", "content": said})
         answered = await self._policy.client.chat.completions.create(
@@ -229,7 +229,8 @@ class _Match:
         with self._own_numbers():
             self._env = make()
             self._env.reset(num_players=num_players, seed=seed)
-        self.num_seats = int(getattr(self._env.state, "num_players", num_players))  # some games overrule what is asked
+        # some games ignore the requested number
+        self.num_seats = int(getattr(self._env.state, "num_players", num_players))
 
     @property
     def is_for_one(self) -> bool:
@@ -262,7 +263,7 @@ class _Match:
         return _View(False, seat, self._told(seat, heard) or "It is your turn.")
 
     def _told(self, seat: int, heard: Any) -> str:
-        """Returns the observation as text, without the seat's own actions, which its conversation has already."""
+        """Returns the observation as text, without the seat's own actions, which are already in its conversation."""
         if isinstance(heard, str):
             return heard
         from textarena.core import GAME_ID, ObservationType
@@ -292,7 +293,7 @@ class _Match:
 
 
 def _reward(value: Any) -> float:
-    """Returns a seat's reward. Some games give the reason of an invalid move in its place."""
+    """Returns a seat's reward. For an invalid move some games return the reason instead."""
     number = INVALID_REWARD if isinstance(value, str) else float(value)
     if not math.isfinite(number):
         raise ValueError(f"the reward is {number}")
@@ -311,10 +312,11 @@ def _make(spec: Any, kwargs: Json) -> Any:
 
 
 def _try_players(make: Callable[[], Any], wanted: int | None) -> tuple[int, int]:
-    """Returns the number of players to begin the game with, and the number of its seats.
+    """Returns the number of players to start the game with, and the number of seats.
 
-    If none is wanted, it is the game's own default, or else the smallest. Some games for many take one player too, who
-    then plays alone. Raises what the game raises for one player where it refuses every number.
+    The default is the game's own default, or the smallest valid number. Some multiplayer games also accept one player,
+    who
+    plays alone. If the game rejects every number, raises the game's error for one player.
     """
     refusals = []
     default = wanted or getattr(make(), "default_num_players", None)

@@ -1,8 +1,8 @@
-"""The harness of a verifiers taskset that brings none: a conversation with the task's tools, in this process.
+"""ChatHarness for verifiers tasksets without a harness: a conversation with the task's tools, in this process.
 
-verifiers' own harnesses are programs, which uv installs when they are first run and which take seconds to start. The
-contract of a harness allows a loop in this process, as long as every call of the model goes through the endpoint that
-it is given. It ends with the first reply that has no call.
+verifiers' own harnesses are programs that uv installs on first use and that take seconds to start. The harness contract
+also allows a loop in this process if every model call goes through the given endpoint. The conversation ends with the
+first reply without a tool call.
 """
 
 import json
@@ -15,8 +15,8 @@ from verifiers.v1 import Harness, HarnessConfig, ProgramResult
 from verifiers.v1.dialects.chat import message_to_wire
 from verifiers.v1.harnesses.utils.mcp import call_mcp, connect_mcp
 
-ID = "art_chat"  # the name by which verifiers imports this module
-MAX_RESULT = 20_000  # characters of a tool's result that the policy sees
+ID = "art_chat"  # module name under which verifiers imports this file
+MAX_RESULT = 20_000  # maximum characters of a tool result shown to the policy
 
 __all__ = ["ChatHarness"]
 
@@ -58,7 +58,7 @@ class ChatHarness(Harness[HarnessConfig]):  # type: ignore[misc]  # verifiers is
                     for call in calls:
                         result = await _result(connections, places, call)
                         messages.append({"role": "tool", "tool_call_id": call.id, "content": result})
-            except openai.APIError as error:  # a limit, a condition of the task that ends it, or the gateway's refusal
+            except openai.APIError as error:  # a limit, a stop condition of the task, or a refusal by the gateway
                 return ProgramResult(exit_code=1, stdout="", stderr=str(error))
         return ProgramResult(exit_code=0, stdout="", stderr="")
 

@@ -1,20 +1,16 @@
-"""verifiers: tasksets with their rewards, played by verifiers' own harnesses (github.com/PrimeIntellect-ai/verifiers).
+"""verifiers: tasksets with rewards, played by verifiers' own harnesses (github.com/PrimeIntellect-ai/verifiers).
 
     rollout: {environment: {name: verifiers/gsm8k_v1, args: {agent: {max_turns: 4}}}, python: verifiers/.venv}
 
-`args` is what verifiers calls the `[env]` block, by its own names: `taskset`, the roles of the agents such as `agent`,
-`timeout`. A scenario's seed is the number of a task in the taskset. Verifiers runs the episode, and all that it asks of
-the model goes through its own proxy, unchanged, to the gateway. The reward is the trace's; each of its parts and
-metrics is a metric.
+`args` is verifiers' `[env]` block with verifiers' names: `taskset`, agent roles such as `agent`, `timeout`. A
+scenario's seed is the task's index in the taskset. verifiers runs the episode. All model calls go through verifiers'
+proxy to the gateway unchanged. The reward is the trace's reward; reward components and metrics become metrics.
 
-A role without a harness has the taskset's own. If it has none, verifiers_chat.py talks in this process and calls the
-task's tools, because verifiers' own harnesses are programs, which uv installs when they are first run and which take
-seconds to start. The contract of a harness allows that, as long as every call of the model goes through the endpoint
-that it is given. The conversation ends with the first reply that has no call.
+A role without a harness uses the taskset's harness. If the taskset has none, verifiers_chat.py plays the role.
 
-Programs run on this machine, where verifiers would take a sandbox that is paid for. An environment with several roles
-trains one of them, the role `trained`; turns of the others are not recorded. verifiers pins what art's other extras
-need newer, so it has another Python (`rollout.python`).
+Programs run on this machine, and not in verifiers' paid sandbox. An environment with several roles trains the role
+`trained`; the other roles' turns are not recorded. verifiers pins versions that conflict with art's other extras, so it
+needs another Python (`rollout.python`).
 """
 
 import asyncio
@@ -38,20 +34,20 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-MAX_ATTEMPTS = 200  # attempts of one set of servers, which keep a client and its connection for each
-START_S = 300.0  # longest wait for the servers that an environment needs, tools among them
-TRAINED = "trained"  # our own argument beside verifiers': the role that is trained
+MAX_ATTEMPTS = 200  # attempts per set of servers, because servers keep a client and a connection for each attempt
+START_S = 300.0  # longest wait for an environment's servers, including tool servers
+TRAINED = "trained"  # our additional argument: the role to train
 
 
 class Verifiers:
-    """The library; its names are the modules of tasksets, such as "gsm8k_v1"."""
+    """The library. Environment names are taskset modules, such as "gsm8k_v1"."""
 
     package, extra = "verifiers", ""
     takes_one_turn, makes_scenarios = False, True
     about = "tasksets of verifiers with their rewards, played by its harnesses; in a Python of its own"
 
     def listed(self) -> Iterator[Listing]:
-        """Yields its own tasksets, and the installed packages that need verifiers."""
+        """Yields verifiers' tasksets and installed packages that require verifiers."""
         _check_version()
         from verifiers.v1 import tasksets
 
@@ -64,7 +60,7 @@ class Verifiers:
                 yield _listed(distribution.name.replace("-", "_").lower(), _summary(distribution))
 
     def defaults(self, name: str) -> Json:
-        """Returns the taskset's own settings, and what the one agent may set."""
+        """Returns the taskset's settings and the agent's settings."""
         config = _config(name, {})
         taskset = config.taskset.model_dump(mode="json", exclude={"id", "task", "system_prompt"})
         return {"taskset": taskset} if taskset else {}
@@ -76,7 +72,7 @@ class Verifiers:
 
 
 def _find_beside(directory: str) -> None:
-    """Makes a taskset that lies beside the configuration importable, also by the tool servers that it starts."""
+    """Makes a taskset next to the configuration importable, also for its tool servers."""
     if directory not in sys.path:
         sys.path.append(directory)
         os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), directory]))
@@ -122,7 +118,9 @@ def _config(name: str, args: Json) -> Any:
 
 
 def _harness(taskset: str, declared: Any) -> Json:
-    """Ours, where a role has none or the plain conversation; otherwise what the environment or the taskset brings."""
+    """Uses our harness if a role has none or the plain conversation, and otherwise the environment's or taskset's
+    harness.
+    """
     from verifiers.v1.utils.loaders import default_harness_id
 
     from art_cli.rollouts.environments import verifiers_chat
@@ -132,7 +130,7 @@ def _harness(taskset: str, declared: Any) -> Json:
 
 
 class VerifiersEnvironment:
-    """One environment with its settings, to be played many times."""
+    """An environment with its settings. It can be played many times."""
 
     def __init__(self, name: str, settings: Settings) -> None:
         from verifiers.v1.configs.agent import agent_config_fields
@@ -157,7 +155,7 @@ class VerifiersEnvironment:
         self._servers = _Servers(copy.copy(self._env))
 
     def _find(self, seed: int) -> Any:
-        """Returns the task with this number. A taskset without an end is read as far as this."""
+        """Returns the task with this index. Endless tasksets are read only up to this task."""
         while len(self._tasks) <= seed:
             try:
                 self._tasks.append(next(self._unread))
@@ -182,7 +180,7 @@ class VerifiersEnvironment:
         return self._outcome(episode)
 
     async def _episode(self, served: Any, policy: "Policy", task: Any, variable: str) -> Any:
-        """Returns the finished episode, in which all roles are the policy and one of them is recorded."""
+        """Returns the finished episode. The policy plays all roles, and one role is recorded."""
         from verifiers.v1 import EvalClientConfig, ModelContext
 
         client = EvalClientConfig(base_url=policy.base_url, api_key_var=variable)
@@ -191,9 +189,9 @@ class VerifiersEnvironment:
         others = {
             role: spec.model_copy(update={"client": unrecorded})
             for role, spec in specs.items()
-            if spec.client is None  # otherwise it is another model by its own configuration
+            if spec.client is None  # other roles use the model from their configuration
         }
-        env = copy.copy(served)  # the copy shares the servers, and has this attempt's clients
+        env = copy.copy(served)  # the copy shares the servers but uses this attempt's clients
         env.config = self._config.model_copy(update=others)
         return await env.run_episode(task, ModelContext(model=policy.model, client=client))
 
@@ -236,9 +234,9 @@ def _finite(name: str, reward: float) -> float:
 
 @contextmanager
 def _key(key: str) -> Iterator[str]:
-    """Yields the name of a variable that holds the attempt's key, which is the only way to hand verifiers one.
+    """Yields the name of a variable with the attempt's key, because verifiers reads keys only from variables.
 
-    Programs that verifiers starts do not inherit it, because of its name.
+    Programs started by verifiers do not inherit the variable, because of its name.
     """
     name = f"ART_API_KEY_{uuid4().hex.upper()}"
     os.environ[name] = key
@@ -249,10 +247,10 @@ def _key(key: str) -> Iterator[str]:
 
 
 class _Servers:
-    """verifiers' servers of one environment: they run while any attempt does, in a separate task.
+    """verifiers' servers for one environment. They run in a separate task while any attempt is running.
 
-    What verifiers opens has to be closed by the task that opened it. That is a client for each attempt, whose key is
-    its own, so that after MAX_ATTEMPTS others take over.
+    verifiers' resources must be closed by the task that opened them. Each attempt needs a client with its own key, so
+    another set of servers takes over after MAX_ATTEMPTS.
     """
 
     def __init__(self, env: Any) -> None:
@@ -264,7 +262,7 @@ class _Servers:
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[Any]:
-        """Yields the environment that they serve. Raises EnvironmentFault: they do not start."""
+        """Yields the served environment. Raises EnvironmentFault if the servers do not start."""
         self.num_begun += 1
         async with self._lock:
             if self._task is not None and (self._over.is_set() or self._task.done()):

@@ -1,8 +1,7 @@
-"""Scenarios out of tables: CSV, Parquet, datasets of Hugging Face, and SQL on a SQLite or DuckDB file.
+"""Scenarios from tables: CSV, Parquet, Hugging Face datasets, and SQL on SQLite or DuckDB files.
 
-A reader gives the rows of one source in order, and knows nothing of scenarios. `Columns` makes scenarios of rows:
-which column becomes which key, what the id is, what JSON can hold. Whatever lies in a file is data: no reader runs code
-of a dataset, and a query can only read the file that it is asked of.
+A reader yields a source's rows in order. `Columns` turns rows into scenarios: it maps columns to keys, chooses the id,
+and checks for JSON. File contents are data: no reader runs code from a dataset, and a query can only read its own file.
 """
 
 from collections.abc import Generator
@@ -23,7 +22,7 @@ def is_table(source: ScenariosConfig, directory: Path) -> bool:
 
 
 def table_scenarios(source: ScenariosConfig, directory: Path) -> list[Json]:
-    """Returns the scenarios of a table, in its order; [] if it has no rows. Raises DataError: what is wrong with it."""
+    """Returns a table's scenarios in order. Raises DataError for an invalid table."""
     columns = Columns(source.columns)
     with closing(_rows(source, directory / source.source, columns)) as rows:
         return columns.scenarios(rows, source.source)
@@ -59,7 +58,7 @@ def _rows(source: ScenariosConfig, path: Path, columns: Columns) -> Generator[Ta
 
 
 def _kind(path: Path) -> str | None:
-    """Returns sqlite, duckdb, parquet, csv, or dataset for a directory, or None if there is no table."""
+    """Returns sqlite, duckdb, parquet, csv, or dataset (a directory); None if the source is not a table."""
     if path.is_dir():
         return "dataset"
     if not path.is_file():

@@ -1,4 +1,4 @@
-"""Parquet files and datasets of Hugging Face (of the hub, of its cache here, or saved): Arrow rows as plain values."""
+"""Parquet files and Hugging Face datasets (hub, local cache, or saved): Arrow rows as plain values."""
 
 import importlib
 import json
@@ -11,12 +11,12 @@ from art_cli.config.sections.rollout_config import ScenariosConfig
 from art_cli.rollouts.tables.columns import MAX_BYTES, MAX_ROWS, Columns, Json, TableRow
 from art_cli.runtime.errors import DataError, describe, printable
 
-BATCH_ROWS = 64  # rows that are unpacked at once
-LARGE_BATCH = 64 * 2**20  # bytes of a batch whose rows are made one by one
+BATCH_ROWS = 64  # rows converted together
+LARGE_BATCH = 64 * 2**20  # batch size in bytes above which rows are converted one by one
 
 
 def parquet_rows(path: Path, columns: Columns) -> Generator[TableRow]:
-    """Yields the rows of a Parquet file. Raises DataError: another format, a type that JSON lacks, size, damage."""
+    """Yields a Parquet file's rows. Raises DataError for other formats, non-JSON types, oversized values, or damage."""
     pyarrow = needs("pyarrow", path)
     parquet = importlib.import_module("pyarrow.parquet")
     try:
@@ -49,7 +49,7 @@ def plain_rows(batches: Iterator[Any], source: object) -> Generator[TableRow]:
         while True:
             try:
                 row = next(values, None)
-            except ValueError as error:  # text that is not JSON, in a column of JSON
+            except ValueError as error:  # invalid JSON in a JSON column
                 raise DataError(f"row {number + 1}: {describe(error)}", source) from None
             if row is None:
                 break
@@ -58,7 +58,7 @@ def plain_rows(batches: Iterator[Any], source: object) -> Generator[TableRow]:
 
 
 def _values(batch: Any) -> Iterable[Json]:
-    """Returns the rows of a batch; of one with large cells each as it is needed, because plain values are copies."""
+    """Returns a batch's rows. Rows of large batches are converted lazily, because conversion copies the data."""
     with_texts = {field.name: field.type for field in batch.schema if "arrow.json" in str(field.type)}
     small = batch.nbytes < LARGE_BATCH
     rows = batch.to_pylist() if small else (batch.slice(at, 1).to_pylist()[0] for at in range(batch.num_rows))
@@ -110,20 +110,22 @@ def _is_json(kind: Any) -> bool:
 
 
 def needs(package: str, source: object) -> Any:
-    """Returns the module of an optional package. Raises DataError: it is not installed, and what to do."""
+    """Imports an optional package. Raises DataError with the install command if it is missing."""
     try:
         return importlib.import_module(package)
     except ImportError:
         raise DataError(f"reading it needs {package}: pip install 'art-cli[data]'", source) from None
 
 
-FORMATS = {"arrow", "cache", "csv", "json", "parquet", "text"}  # builders of `datasets` that only read plain data
+FORMATS = {"arrow", "cache", "csv", "json", "parquet", "text"}  # `datasets` builders that only read plain data
 
 COMMIT = re.compile("[0-9a-f]{40}")
 
 
 def dataset_rows(source: ScenariosConfig, path: Path, columns: Columns) -> Generator[TableRow]:
-    """Yields the rows of one split. Raises DataError: no such dataset or split, no network and no copy, or code."""
+    """Yields a split's rows. Raises DataError for an unknown dataset or split, missing network or cache, or dataset
+    code.
+    """
     datasets = needs("datasets", source.source)
     if int(datasets.__version__.split(".")[0]) < 4:
         raise DataError("datasets before 4 runs code of a dataset: pip install 'art-cli[data]'", source.source)

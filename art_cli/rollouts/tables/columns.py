@@ -1,4 +1,4 @@
-"""Columns: which columns of a table become which keys of a scenario, and what its id is."""
+"""Columns: maps table columns to scenario keys, and chooses the id."""
 
 import hashlib
 import json
@@ -15,21 +15,21 @@ log = logging.getLogger(__name__)
 
 Json = dict[str, Any]
 
-MAX_ROWS = 1_000_000  # the limit of a user's function too
-MAX_CELL = 16 * 2**20  # largest number of characters of one cell; a million tokens of text are about 4 million
-MAX_BYTES = 2 * 2**30  # largest number of bytes of all scenarios as JSON, because they are kept in memory
-MAX_LISTED = 12  # columns that an error names
+MAX_ROWS = 1_000_000  # same limit as for functions
+MAX_CELL = 16 * 2**20  # maximum characters of a cell; a million tokens of text are about 4 million characters
+MAX_BYTES = 2 * 2**30  # maximum bytes of all scenarios as JSON, because scenarios stay in memory
+MAX_LISTED = 12  # maximum columns named in an error
 
 
 class TableRow(NamedTuple):
-    """One row of a table. Example: TableRow("tasks.csv:3", {"question": "2+2", "answer": "4"})."""
+    """A table row. Example: TableRow("tasks.csv:3", {"question": "2+2", "answer": "4"})."""
 
-    place: str  # where it stands, for errors
-    values: Json  # column -> value; at least the columns that were asked for
+    place: str  # location for error messages
+    values: Json  # column -> value; includes at least the requested columns
 
 
 class Columns:
-    """Example: Columns({"question": "prompt", "id": "task"}) takes two columns, `prompt` and `task`.
+    """Example: Columns({"question": "prompt", "id": "task"}) takes the columns `prompt` and `task`.
 
     An empty mapping takes every column under its own name.
     """
@@ -43,9 +43,9 @@ class Columns:
         return bool(self._mapping)
 
     def wanted(self, there: Sequence[str], source: object) -> list[str]:
-        """Returns the columns of a table that are to be read, each once, in the table's order.
+        """Returns the columns to read, without duplicates, in the table's order.
 
-        Raises DataError: a column that is not there, or two with one name, or one without a name.
+        Raises DataError for missing columns, duplicate names, or empty names.
         """
         chosen = set(self._mapping.values()) or set(there)
         for name in self._mapping.values():
@@ -64,12 +64,13 @@ class Columns:
         return [name for name in there if name in chosen]
 
     def scenarios(self, rows: Iterable[TableRow], source: object) -> list[Json]:
-        """Returns a scenario for each row, with its `id` first.
+        """Returns a scenario for each row, with the `id` first.
 
-        The id is the column that is called so or mapped to it. Without one it is a hash of the scenario's content, so
-        that it depends on no other row and on no order; of rows that are equal then, the first one counts.
+        The id comes from the column named or mapped to `id`. Without such a column the id is a hash of the scenario's
+        content,
+        independent of other rows and their order; duplicate rows are dropped.
 
-        Raises DataError: no such column, a value that JSON cannot hold, an id twice, too many rows, too large ones.
+        Raises DataError for missing columns, non-JSON values, duplicate ids, and too many or too large rows.
         """
         found: dict[str, tuple[Json, str]] = {}  # id as text -> (scenario, place)
         num_bytes = num_equal = 0
@@ -111,13 +112,13 @@ class Columns:
 
 
 def check_id(id: object, source: object, line: int | None = None) -> None:
-    """Raises DataError: it is no id of a scenario."""
+    """Raises DataError for an invalid scenario id."""
     if not isinstance(id, str | int) or isinstance(id, bool) or id == "":
         raise DataError(f'"id" is a string or a whole number, not {brief(id)}', source, line)
 
 
 def brief(value: object) -> str:
-    """Returns a value of a file, short and printable, for an error."""
+    """Returns a short printable form of a value for error messages."""
     return printable(repr(value), limit=80)
 
 
@@ -129,7 +130,7 @@ def _no_column(name: str, there: Sequence[str]) -> str:
 
 
 def _refusal(value: object) -> str | None:
-    """Returns the name of a value that JSON cannot hold, or None if it can. Example: "NaN, which JSON has not"."""
+    """Describes a value that JSON cannot represent. Example: "NaN, which JSON has not"."""
     match value:
         case None | bool():
             return None

@@ -1,4 +1,4 @@
-"""CSV files: the first line names the columns, every value is text."""
+"""CSV files: the first line names the columns, and every value is text."""
 
 import csv
 from collections.abc import Generator, Iterator
@@ -9,14 +9,14 @@ from art_cli.rollouts.tables.columns import MAX_CELL, Columns, TableRow
 from art_cli.runs.json_lines import foreign_encoding
 from art_cli.runtime.errors import DataError, printable
 
-DELIMITERS = ",;\t"  # spreadsheets write one of these, by country and by format
+DELIMITERS = ",;\t"  # delimiters used by spreadsheets, depending on country and format
 
 
 def rows(path: Path, columns: Columns) -> Generator[TableRow]:
-    """Yields the rows of a CSV file in UTF-8. Its header shows whether comma, semicolon or tab divides it.
+    """Yields the rows of a UTF-8 CSV file. The delimiter (comma, semicolon, or tab) is detected from the header.
 
-    Raises DataError: another encoding, an empty file, a row that is longer or shorter than the header, a cell or line
-    of more than MAX_CELL characters, a quote that is never closed.
+    Raises DataError for other encodings, empty files, rows whose length differs from the header, cells or lines longer
+    than MAX_CELL characters, and unclosed quotes.
     """
     with path.open("rb") as file:
         if encoding := foreign_encoding(file.read(4)):
@@ -57,7 +57,7 @@ def _lines(text: TextIO) -> Iterator[str]:
 
 
 def _delimiter(path: Path) -> str:
-    """Returns the one that divides the header into most columns; a comma where none does."""
+    """Returns the delimiter that splits the header into the most columns; a comma by default."""
     with path.open(encoding="utf-8-sig", newline="") as text:
         header = next(_lines(text), "")
     return max(DELIMITERS, key=lambda each: len(next(csv.reader([header], delimiter=each), [])))

@@ -14,9 +14,9 @@ from art_cli.rollouts.tables.columns import MAX_CELL, Columns, TableRow
 from art_cli.runtime.errors import DataError, describe, printable
 
 ALLOWED = {sqlite3.SQLITE_SELECT, sqlite3.SQLITE_READ, sqlite3.SQLITE_FUNCTION, sqlite3.SQLITE_RECURSIVE}
-READ_BY_INDEXES = ("data_version", "page_size")  # a full-text index asks for these when it is opened
+READ_BY_INDEXES = ("data_version", "page_size")  # pragmas that a full-text index reads on opening
 REFUSALS = ("not authorized", "authorization denied", "prohibited", "one statement", "may not be modified", "readonly")
-INSTRUCTIONS = 10_000  # steps of SQLite's machine between two looks at the clock, well below a millisecond
+INSTRUCTIONS = 10_000  # SQLite VM instructions between two checks of the clock, well below a millisecond
 
 
 def sqlite_rows(path: Path, query: str, columns: Columns, timeout_s: float) -> Generator[TableRow]:
@@ -55,7 +55,7 @@ def _open(path: Path, deadline: float) -> sqlite3.Connection:
 
 
 def _authorize(action: int, first: str | None, second: str | None, *_: str | None) -> int:
-    """Allows what a SELECT does, and the declaration of columns when it opens a full-text index."""
+    """Allows the operations of a SELECT, and the declarations that a full-text index makes on opening."""
     is_loading = action == sqlite3.SQLITE_FUNCTION and second in ("load_extension", "fts3_tokenizer")
     is_declaring = action == sqlite3.SQLITE_UPDATE and first == "sqlite_master"
     is_asking = action == sqlite3.SQLITE_PRAGMA and first in READ_BY_INDEXES and second is None
@@ -64,7 +64,7 @@ def _authorize(action: int, first: str | None, second: str | None, *_: str | Non
 
 
 def _options(path: Path) -> str:
-    """Reading only. A file in WAL mode without a log is taken as it is, so that nothing is made beside it."""
+    """Opens a file read-only. A WAL file without a log is opened as immutable, so SQLite creates no files."""
     with path.open("rb") as file:
         is_wal = file.read(20)[18:] == b"\x02\x02"
     has_log = path.with_name(f"{path.name}-wal").exists()
@@ -72,11 +72,11 @@ def _options(path: Path) -> str:
 
 
 SETTINGS = {
-    "enable_external_access": False,  # no other file, no extension, no address
+    "enable_external_access": False,  # prevents access to other files, extensions, and URLs
     "autoinstall_known_extensions": False,
     "autoload_known_extensions": False,
     "allow_community_extensions": False,
-    "temp_directory": "",  # nothing is written beside the file
+    "temp_directory": "",  # prevents temporary files next to the database
     "lock_configuration": True,
     "memory_limit": "4GB",
     "threads": 2,
