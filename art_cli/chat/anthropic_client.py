@@ -1,11 +1,11 @@
-"""AnthropicBackend: any endpoint of Anthropic's Messages as a Backend: Anthropic's own, or another server of it.
+"""AnthropicBackend: any Anthropic Messages endpoint as a Backend, from Anthropic or another server.
 
 https://docs.claude.com/en/api/messages
 
-It is the reverse of wires/anthropic_messages.py: chat messages become content blocks, blocks and events become a Reply
-and Chunks. The endpoint reports neither token ids nor logprobs, so replies are text only. What its protocol has no
-place for is refused by name: plain completions, `response_format`, several choices, logprobs. Thoughts of earlier
-replies are not sent back, because the endpoint takes none without its own signature, which is not kept.
+It reverses wires/anthropic_messages.py: chat messages become content blocks, and blocks and events become a Reply and
+Chunks. The endpoint reports no token ids or logprobs, so replies are text only. Requests that the protocol cannot
+express are refused with the parameter's name: plain completions, `response_format`, several choices, logprobs. Thoughts
+of earlier replies are not sent back, because the endpoint requires its own signature, which is not stored.
 """
 
 from collections.abc import AsyncIterator, Iterator
@@ -29,7 +29,7 @@ FINISH_REASONS = {
     "tool_use": "tool_calls",
     "refusal": "content_filter",
 }
-# HTTP status of an error that comes in a stream
+# HTTP status for errors inside a stream
 STATUSES = {"overloaded_error": 529, "rate_limit_error": 429, "invalid_request_error": 400}
 
 
@@ -81,7 +81,7 @@ class _EventJson(msgspec.Struct):
 
 
 class AnthropicBackend(HttpBackend):
-    """Sends requests to `base_url` (`https://api.anthropic.com`), with `max_tokens` where a call sets none."""
+    """Sends requests to `base_url` (`https://api.anthropic.com`). `max_tokens` is the default for calls."""
 
     def __init__(
         self, base_url: str, api_key: str, model: str, *, max_tokens: int = 8192, timeout_s: float = 300.0
@@ -153,7 +153,7 @@ class AnthropicBackend(HttpBackend):
             body |= {"tools": [_tool(tool) for tool in request.tools], "tool_choice": _tool_choice(request.tool_choice)}
         if sampling.stop:
             body["stop_sequences"] = list(sampling.stop)
-        # Only what the client gave, because newer models refuse temperature and top_p together.
+        # Sends only explicit parameters, because newer models refuse temperature together with top_p.
         body |= {name: getattr(sampling, name) for name in ("temperature", "top_p") if name in given}
         if "top_k" in given and sampling.top_k > 0:
             body["top_k"] = sampling.top_k
@@ -180,7 +180,7 @@ def _mended(value: Any) -> Json:
         content = [{"type": "text", "text": content} if isinstance(content, str) else content]
     if isinstance(content, list):
         fields["content"] = [_mended(block) for block in content]
-    if isinstance(given := fields.get("input"), str):  # OpenAI's form of a call's arguments
+    if isinstance(given := fields.get("input"), str):  # arguments in OpenAI's format
         fields["input"] = msgspec.json.decode(given or "{}")
     for name in ("usage", "delta", "message", "content_block"):
         if name in fields:
@@ -191,13 +191,13 @@ def _mended(value: Any) -> Json:
 
 
 class _Stream:
-    """The chunks of one stream's events."""
+    """Converts a stream's events to chunks."""
 
     def __init__(self, request: Request, step: int) -> None:
         self._request, self._step = request, step
         self._id = ""
         self._num_prompt = 0
-        self._calls: dict[int, int] = {}  # index of a block -> index of its call
+        self._calls: dict[int, int] = {}  # block index -> call index
         self._newest = -1  # index of the newest block
         self.is_over = False
 
@@ -270,7 +270,7 @@ class _Stream:
 
 
 def _refuse(request: Request) -> None:
-    """Raises ChatError 400: the protocol has no place for what the client asks."""
+    """Raises ChatError 400 for a request that the protocol cannot express."""
     if request.messages is None:
         raise invalid("the endpoint behind speaks Anthropic's Messages, which have no plain completions", "prompt")
     asked = {
@@ -286,7 +286,7 @@ def _refuse(request: Request) -> None:
 
 
 def _messages(messages: list[Json]) -> tuple[str, list[Json]]:
-    """Returns the system prompt, and the other messages as content blocks; neighbours of one role are one message."""
+    """Returns the system prompt and the messages as content blocks. Adjacent messages with the same role are merged."""
     leading = next((i for i, message in enumerate(messages) if not _is_system(message)), len(messages))
     system = "\n\n".join(filter(None, (text_of(message.get("content")) for message in messages[:leading])))
     found: list[Json] = []

@@ -1,9 +1,9 @@
-"""Keys: the valid API keys, kept as hashes, compared in constant time, never shown or logged; the check of a sender.
+"""Keys: valid API keys, stored as hashes, compared in constant time, and never shown or logged; and a check of senders.
 
-The check keeps web pages out of a server without a key, because any page that a user opens can make the browser call
-this machine. A page can send a `text/plain` POST to any address without permission. It can also give its own host name
-the address 127.0.0.1 (DNS rebinding), and the browser then takes this server for the page's own. Browsers reveal both
-in headers that a page cannot change. Programs (curl, the OpenAI clients) send none of these headers.
+The check protects servers without a key from web pages, because any page can make the user's browser call this machine.
+A page can send a `text/plain` POST to any address without permission. It can also point its own host name to 127.0.0.1
+(DNS rebinding), which the browser then treats as the page's own server. Browsers reveal both attacks in headers that a
+page cannot change. Programs (curl, the OpenAI clients) do not send these headers.
 """
 
 import hashlib
@@ -32,7 +32,7 @@ class Keys:
         return f"Keys({len(self._hashes)} of them)"
 
     def admits(self, key: str | None) -> bool:
-        """Returns whether a client with this key may ask. The time it takes does not depend on the keys."""
+        """Returns whether the key is valid. The response time does not depend on the keys."""
         if not self._hashes:
             return True
         sent = _hash(key or "")
@@ -40,15 +40,15 @@ class Keys:
 
 
 def bearer(headers: Headers) -> str | None:
-    """Returns the key of `Authorization: Bearer KEY`, or None if there is none."""
+    """Returns the key from `Authorization: Bearer KEY`."""
     scheme, _, key = single(headers, "authorization").partition(" ")
     return (key.strip() or None) if scheme.lower() == "bearer" else None
 
 
 def single(headers: Headers, name: str) -> str:
-    """Returns the header's value; "" if it is missing, or sent several times with values that differ.
+    """Returns a header's value; "" if it is missing or repeated with different values.
 
-    A proxy and this server could otherwise each check another one of them.
+    With repeated values, a proxy and this server could check different values.
     """
     values = set(headers.getlist(name))
     return values.pop() if len(values) == 1 else ""
@@ -60,9 +60,10 @@ def read_keys(key: str | None, file: Path | None) -> Keys:
 
 
 def read_key_texts(key: str | None, file: Path | None) -> list[str]:
-    """Returns the keys of an option and of a file, one a line. Blank lines and lines that begin with # are skipped.
+    """Returns the keys from an option and a file with one key per line. Blank lines and lines starting with # are
+    skipped.
 
-    Raises UsageError: a file without keys, or a key that no header can carry.
+    Raises UsageError for a file without keys, or a key that is not valid in a header.
     """
     keys = [] if key is None else [key]
     if file is not None:
@@ -81,7 +82,7 @@ def read_key_texts(key: str | None, file: Path | None) -> list[str]:
 
 
 def check_exposure(host: str, keys: Keys) -> None:
-    """Raises UsageError: other machines can reach the address, and there is no key."""
+    """Raises UsageError if other machines can reach the address and no key is set."""
     if not keys and not is_loopback(host):
         raise UsageError(
             f"--host {host}: others can reach it, so it needs a key: set ART_API_KEY, or give --api-key-file"
@@ -110,12 +111,12 @@ def check_sender(
     kinds: Sequence[str] = ("application/json",),
     is_own: Callable[[str, str], bool] = lambda name, port: is_loopback(name),
 ) -> None:
-    """Raises ChatError: 421 for a foreign host name, 403 for another site's page, 415 for a POST that is no JSON.
+    """Raises ChatError: 421 for a foreign host name, 403 for another site's page, 415 for a POST that is not JSON.
 
-    `kinds` are the content types of a POST that are accepted. A page needs permission to send any of them. `is_own`
-    returns whether the name and the port ("" if none is given) of a Host header are this server's.
+    `kinds` lists the accepted content types of a POST. Pages need permission to send them. `is_own` returns whether the
+    name and port ("" if missing) from a Host header are this server's.
 
-    A request without a Host header is accepted, because browsers always send one and old health checks do not.
+    Requests without a Host header are accepted, because browsers always send the header and old health checks do not.
     """
     hosts = headers.getlist("host")
     if not all((parts := HOST.fullmatch(host)) and is_own(_bare(parts[1]), parts[2] or "") for host in hosts):

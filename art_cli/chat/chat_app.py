@@ -1,13 +1,13 @@
-"""The ASGI application over any Backend: the gateway, the embedded engine's server and `art serve` are this.
+"""The ASGI application over any Backend, used by the gateway, the embedded engine's server, and `art serve`.
 
-    POST the path of each wire (wires/)   GET /v1/models   GET /v1/models/{id}   GET /health (no key)
+    POST to the path of each wire (wires/)   GET /v1/models   GET /v1/models/{id}   GET /health (no key)
 
-The caller's key chooses the backend (`backend_for`); no backend is a 401. A client that goes away cancels its request.
-Every answer, also an error, is in the protocol that the request's path belongs to; only a defect of art is a 500.
+The caller's key selects the backend (`backend_for`); an unknown key gets a 401. If a client disconnects, its request is
+cancelled. All answers, including errors, use the protocol of the request's path. Only bugs in art return a 500.
 
-A request with several prompts goes through a PromptList as one request for each prompt, all at once, so that admission,
-recording and engines know no lists. The choices of prompt number i, of n each, have the indices i * n to i * n + n - 1,
-as OpenAI's do.
+PromptList splits a request with several prompts into one request per prompt. Admission, recording, and engines
+therefore handle only single prompts. As in OpenAI's API, the n choices of prompt i have the indices i * n to
+i * n + n - 1.
 """
 
 import asyncio
@@ -46,32 +46,32 @@ from art_cli.runtime.threads import end
 log = logging.getLogger(__name__)
 Result = TypeVar("Result")
 
-CANCEL_TIMEOUT_S = 10.0  # longest wait for the other prompts to end when one has failed or the client has gone
-READ_HERE_BYTES = 64 * 2**10  # longest body that is parsed on the event loop, which takes 2 ms at most
+CANCEL_TIMEOUT_S = 10.0  # longest wait for other prompts to end after a failure or a disconnect
+READ_HERE_BYTES = 64 * 2**10  # longest body to parse on the event loop, which takes up to 2 ms
 CONVERSATION_HEADER = "X-Art-Conversation"  # percent-encoded like X-Art-State, with the same length limit
 SCENARIO_HEADER = "X-Art-Scenario"
 HEALTH = "/health"  # the only path that needs no key
 RETRIES = "x-stainless-retry-count"  # header of many SDKs: number of earlier sends of this request
 
 BackendFor = Callable[[str | None], Backend | None]  # the backend for a client's key, which may be None
-_News = tuple[int, Chunk | Exception | None]  # a chunk of one prompt, its failure, or its end
+_News = tuple[int, Chunk | Exception | None]  # a prompt's index with a chunk, an error, or None at the end
 
 
 def wrong_key(key: str | None) -> ChatError:
-    """Returns the error for an invalid key, without the key, or for a request without a key."""
+    """Returns the error for a missing or invalid key, without quoting the key."""
     message = "no API key in the request" if key is None else "this API key is not, or no longer, valid here"
     return ChatError(401, message, "authentication_error", None, "invalid_api_key")
 
 
 @dataclass(frozen=True, kw_only=True)
 class AppSettings:
-    """The settings of one application.
+    """Settings of an application.
 
     Example: `AppSettings(body_limit=lambda: BodyLimit(2**20), is_processed=True)`
     """
 
     wires: Wires = WIRES
-    refuse_key: Callable[[str | None], ChatError] = wrong_key  # makes the error for a key without a backend
+    refuse_key: Callable[[str | None], ChatError] = wrong_key  # returns the error for an unknown key
     body_limit: Callable[[], BodyLimit] = BodyLimit  # called for each request
     body_timeout_s: float = BODY_TIMEOUT_S
     is_processed: bool = False  # whether clients get logprobs of the distribution that tokens were sampled from
@@ -79,7 +79,7 @@ class AppSettings:
 
 
 class PromptList:
-    """Answers a request with several prompts by one request per prompt, all in flight together."""
+    """Answers a request with several prompts. Sends one request per prompt to the backend concurrently."""
 
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
@@ -109,7 +109,7 @@ class PromptList:
         )
 
     async def stream(self, request: Request) -> AsyncIterator[Chunk]:
-        """Yields the chunks of all prompts as they come. A chunk's `usage` counts the prompts that have reported it."""
+        """Yields the chunks of all prompts as they arrive. `usage` sums the prompts that have reported usage so far."""
         requests = _parts(request)
         chunks: asyncio.Queue[_News] = asyncio.Queue(maxsize=1)  # so that prompts wait for a slow client
         tasks = [asyncio.create_task(self._read(part, number, chunks)) for number, part in enumerate(requests)]
@@ -148,7 +148,7 @@ class PromptList:
 
 
 def _parts(request: Request) -> list[Request]:
-    """Returns a request for each prompt. Each has another digest, so that none is taken for a retry of another."""
+    """Returns one request per prompt. Their digests differ, so they are not mistaken for retries of each other."""
     assert request.prompt is not None, "chat has no prompts"
     return [
         msgspec.structs.replace(
@@ -159,7 +159,7 @@ def _parts(request: Request) -> list[Request]:
 
 
 def _placed(choice: Choice, request: Request, number: int, prompt_ids: list[int] | None) -> Choice:
-    """Returns the choice at its index among those of all prompts, with its own prompt."""
+    """Returns the choice with its index among all prompts' choices."""
     echo = choice.echo
     if request.echo and echo is None and isinstance(request.prompt, str):
         echo = Echo(text=request.prompt)
@@ -168,7 +168,7 @@ def _placed(choice: Choice, request: Request, number: int, prompt_ids: list[int]
 
 
 def build_app(backend_for: BackendFor, settings: AppSettings | None = None, *, more: Sequence[Route] = ()) -> Starlette:
-    """Builds the application. `backend_for` returns None for an invalid key. `more` are the caller's routes."""
+    """Builds the application. `backend_for` returns None for an unknown key. `more` lists additional routes."""
     settings = settings or AppSettings()
     routes = _Routes(backend_for, settings)
     refusals = _Refusals(routes)
@@ -232,7 +232,7 @@ class _Routes:
         return _json(msgspec.json.encode(self._card(name)))
 
     def _card(self, name: str) -> dict[str, Any]:
-        """Returns the fields of OpenAI's model and those of Anthropic's, because both protocols have the same path."""
+        """Returns the fields of OpenAI's and Anthropic's models, because both protocols use this path."""
         openai = {"id": name, "object": "model", "created": 0, "owned_by": "art"}
         digest = self.settings.policy_of(name)
         return {
@@ -250,7 +250,7 @@ class _Routes:
         return await self.reader.read(_parse, wire, body)
 
     def authenticate(self, http: HttpRequest) -> tuple[str | None, Backend]:
-        """Returns the client's key and its backend. Raises ChatError if the key has none."""
+        """Returns the client's key and backend. Raises ChatError for an unknown key."""
         key = self.settings.wires.key(http.scope["path"], http.headers)
         backend = self.backend_for(key)
         if backend is None:
@@ -264,7 +264,7 @@ def _parse(wire: Wire, body: bytes) -> Request:
 
 
 def _with_headers(request: Request, headers: Headers) -> Request:
-    """Returns the request with the fields from its headers."""
+    """Adds the fields that come from headers."""
     fields: dict[str, Any] = {
         "num_retries": _num_retries(headers),
         "state": read_header(headers.get(STATE_HEADER, "")),
@@ -278,7 +278,7 @@ def _with_headers(request: Request, headers: Headers) -> Request:
 
 
 def _num_retries(headers: Headers) -> int:
-    """Returns the number of earlier sends that the client's SDK reports; 0 for anything that is not a small number."""
+    """Returns the number of earlier sends reported by the client's SDK; 0 for invalid values."""
     reported = headers.get(RETRIES, "")
     return int(reported) if re.fullmatch("[0-9]{1,4}", reported) else 0
 
@@ -297,12 +297,12 @@ def _policy_header(policy: str) -> dict[str, str]:
 
 
 async def _guard(work: Coroutine[Any, Any, Result]) -> Result:
-    """Returns the result of the work. An exception that is no answer to a client is logged and becomes a ChatError."""
+    """Returns the result of `work`. Unexpected exceptions are logged and become a ChatError."""
     try:
         return await work
     except (ChatError, ClientDisconnect):
         raise
-    except Exception as error:  # boundary to the backend: a defect there must not take the connection down
+    except Exception as error:  # boundary to the backend: a bug must not close the connection
         raise _internal(error) from error
 
 
@@ -312,9 +312,9 @@ def _internal(error: Exception) -> ChatError:
 
 
 class _EventStream(Response):
-    """Streams a backend's chunks. A failure before the first chunk is an ordinary error reply, later an error event.
+    """Streams a backend's chunks. A failure before the first chunk is a normal error reply, and later an error event.
 
-    The whole stream runs in one task, because a backend may keep hold of the task that started it.
+    The stream runs in a single task, because a backend may refer to the task that started it.
     """
 
     def __init__(self, backend: Backend, request: Request, wire: Wire, keep: Callable[[Reply], None]) -> None:
@@ -322,7 +322,7 @@ class _EventStream(Response):
         self._backend = backend
         self._request = request
         self._wire = wire
-        self._keep = keep  # takes the reply of a request that is kept, once it is whole
+        self._keep = keep  # stores the complete reply, if the request is stored
         del self.headers["content-length"]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -351,7 +351,7 @@ class _EventStream(Response):
             assert is_open, "a stream without chunks"
             if builder is not None:
                 self._keep(builder.reply())
-        except Exception as error:  # boundary to the backend, as in _guard
+        except Exception as error:  # boundary to the backend, like _guard
             failure = error if isinstance(error, ChatError) else _internal(error)
             if not is_open:
                 await error_response(failure, self._wire)(scope, receive, send)
@@ -362,7 +362,7 @@ class _EventStream(Response):
 
 @contextlib.asynccontextmanager
 async def closing_stream(chunks: AsyncIterator[Chunk]) -> AsyncIterator[AsyncIterator[Chunk]]:
-    """Yields the stream, and closes it. Otherwise one that is left early would end with its garbage collection."""
+    """Yields the stream and closes it on exit. Otherwise an abandoned stream would only end at garbage collection."""
     try:
         yield chunks
     finally:
@@ -386,7 +386,9 @@ def _json(body: bytes, status: int = 200, headers: dict[str, str] | None = None)
 
 
 def error_response(error: ChatError, wire: Wire) -> Response:
-    """Returns the error as HTTP. After a 408 the connection closes, because the rest of the body may never arrive."""
+    """Returns the error as an HTTP response. A 408 closes the connection, because the rest of the body may never
+    arrive.
+    """
     headers = {"retry-after": error.retry_after} if error.retry_after else {}
     if error.status == 408:
         headers["connection"] = "close"
@@ -396,7 +398,7 @@ def error_response(error: ChatError, wire: Wire) -> Response:
 
 
 class _Refusals:
-    """The answers to requests that end in an exception, in the protocol of their path."""
+    """Converts exceptions to error replies in the protocol of the request's path."""
 
     def __init__(self, routes: _Routes) -> None:
         self._wires = routes.settings.wires
@@ -407,7 +409,7 @@ class _Refusals:
         return error_response(error, self._wires.at(http.scope["path"], http.headers))
 
     async def refuse_route(self, http: HttpRequest, error: Exception) -> Response:
-        """No such path, or not with this method. A client without a valid key is refused as everywhere."""
+        """Handles unknown paths and methods. Clients without a valid key get the usual refusal."""
         assert isinstance(error, HTTPException), error
         if http.scope["path"] != HEALTH:
             try:
@@ -426,5 +428,5 @@ class _Refusals:
 
 
 async def _gone(http: HttpRequest, error: Exception) -> Response:
-    """Returns an answer that no client reads, because the client went away."""
+    """Returns a placeholder response for a client that disconnected."""
     return Response(status_code=499)

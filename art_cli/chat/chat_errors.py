@@ -1,12 +1,12 @@
-"""ChatError: a refused or failed request, with its HTTP status. A wire (wires/) renders it for the client.
+"""ChatError: a refused or failed request with its HTTP status. A wire (wires/) renders it for the client.
 
-It travels from the place where a request fails to the client that sent it. It is no ArtError, because the command line
-never shows it. Messages never hold a key. `type`, `param` and `code` are OpenAI's fields.
+ChatError is not an ArtError, because it goes to the client and never to the command line. Messages never contain a key.
+`type`, `param`, and `code` are OpenAI's fields.
 """
 
 INVALID_REQUEST = "invalid_request_error"
 SERVER_ERROR = "server_error"
-MAX_MESSAGE = 4096  # characters of a message, which may quote what a client or an endpoint sent
+MAX_MESSAGE = 4096  # maximum characters of a message, which may quote clients or endpoints
 
 
 class ChatError(Exception):

@@ -1,12 +1,12 @@
-"""HttpBackend: any OpenAI-compatible endpoint as a Backend: vLLM, art's own server, a hosted model.
+"""HttpBackend: any OpenAI-compatible endpoint as a Backend, such as vLLM, art's own server, or a hosted model.
 
-It asks for logprobs and token ids. vLLM and art report both for every token, other endpoints often the text alone.
-vLLM's logprobs must be those of the distribution sampled from (`--logprobs-mode processed_logprobs`); art reports
-these apart, as `sampled_logprobs`.
+It requests logprobs and token ids. vLLM and art report both for every token; other endpoints often report only text.
+vLLM must report logprobs of the distribution sampled from (`--logprobs-mode processed_logprobs`). art reports these
+logprobs separately as `sampled_logprobs`.
 
-It uses aiohttp because the gateway spends its time here: a call costs 0.1 ms of CPU, with httpx 1.2 ms (32 calls at
-once, 18 kB each). `open_session` and `read_answer` serve other clients as well. An answer is read up to a size, and
-aiohttp decompresses it in pieces, so that a decompression bomb is stopped too.
+It uses aiohttp because the gateway spends most of its time here: a call costs 0.1 ms of CPU, compared with 1.2 ms for
+httpx (32 concurrent calls of 18 kB). Other clients use `open_session` and `read_answer` too. Answers have a size limit.
+aiohttp decompresses incrementally, so the limit also stops decompression bombs.
 """
 
 import re
@@ -25,9 +25,9 @@ from art_cli.chat.requests import RESHAPING, Json, Request, Sampling, needs_echo
 from art_cli.runtime.secrets import find_secrets
 
 LOCAL = ("127.0.0.1", "localhost", "::1")  # names of this machine
-IDLE_S = 4.0  # below uvicorn's keep-alive of 5 s, so that this side closes idle connections, never both at once
+IDLE_S = 4.0  # shorter than uvicorn's keep-alive of 5 s, so only this side closes idle connections
 MAX_ANSWER = 64 << 20  # bytes; 8 choices of 32k tokens with ids and logprobs take 40 MB
-MAX_ERROR = 1 << 20  # bytes of an error answer, which is only quoted in a message
+MAX_ERROR = 1 << 20  # maximum bytes of an error answer, which is quoted in a message
 
 
 class AnswerTooLarge(aiohttp.ClientError):
@@ -35,7 +35,7 @@ class AnswerTooLarge(aiohttp.ClientError):
 
 
 class ErrorAnswer(msgspec.Struct):
-    """The parts of an endpoint's error."""
+    """The fields of an endpoint's error."""
 
     message: str = ""
     type: str | None = None
@@ -62,7 +62,7 @@ async def read_answer(response: aiohttp.ClientResponse, limit: int = MAX_ANSWER)
 
 
 def read_error(answer: bytes) -> ErrorAnswer:
-    """Returns the error of an OpenAI body, vLLM's older flat body, or FastAPI's `detail`; empty for other answers."""
+    """Returns the error from an OpenAI body, vLLM's older flat body, or FastAPI's `detail`; otherwise empty."""
     try:
         fields = msgspec.json.decode(answer)
         error = fields.get("error", fields) if isinstance(fields, dict) else {}
@@ -75,19 +75,21 @@ def read_error(answer: bytes) -> ErrorAnswer:
 
 
 CONNECT_TIMEOUT_S = 10.0
-MAX_MESSAGE = 10_000  # characters of an endpoint's error that reach the client
+MAX_MESSAGE = 10_000  # maximum characters of an endpoint's error for the client
 
 
 class HttpBackend:
-    """Sends requests to `base_url` (`http://127.0.0.1:8000/v1`). It asks for `model`, whatever the client asked for.
+    """Sends requests to `base_url` (`http://127.0.0.1:8000/v1`) for `model`, regardless of the client's model name.
 
-    A digest that the endpoint names is its own word, which nothing here proves; it is left out.
+    Policy digests from the endpoint are dropped, because they are not proven here.
     """
 
     def __init__(self, base_url: str, api_key: str, model: str, *, step: int = 0, timeout_s: float = 300.0) -> None:
         self.model = model
-        self.step = step  # step to record when the endpoint does not report one; the caller updates it after a load
-        self._url = str(URL(base_url.rstrip("/")).with_user(None))  # has no password, because messages show it
+        # step to record if the endpoint does not report one; the caller updates it after loading weights
+        self.step = step
+        # without the password, because messages contain the URL
+        self._url = str(URL(base_url.rstrip("/")).with_user(None))
         self._api_key = api_key
         self._secrets = find_secrets({}, values=[api_key], urls=[base_url])
         self._timeout_s = timeout_s
@@ -98,7 +100,7 @@ class HttpBackend:
         return [self.model]
 
     async def reply(self, request: Request) -> Reply:
-        """Raises ChatError: the endpoint's refusal, 502 when it cannot be reached, 504 when it is too slow."""
+        """Raises ChatError: the endpoint's refusal, 502 if it is unreachable, 504 on a timeout."""
         async with self._post(request, is_stream=False) as response:
             body = await read_answer(response)
         reader = ReplyReader(request)
@@ -119,7 +121,7 @@ class HttpBackend:
         )
 
     async def stream(self, request: Request) -> AsyncIterator[Chunk]:
-        """Raises ChatError as `reply` does, also when the stream ends before its choices do."""
+        """Raises ChatError like `reply`, and if the stream ends before its choices."""
         open_choices = set(range(request.sampling.n))
         begun, reader = set[int](), ReplyReader(request)
         async with self._post(request, is_stream=True) as response:
@@ -179,7 +181,7 @@ class HttpBackend:
         return {"Authorization": f"Bearer {self._api_key}", "Content-Type": "application/json"}
 
     def _body(self, request: Request, *, is_stream: bool) -> Json:
-        """Raises ChatError 400: the protocol has no place for something that the client asks."""
+        """Raises ChatError 400 for a request that the protocol cannot express."""
         return self._dialect.body(request, self.model, is_stream=is_stream)
 
     def _learn(self, request: Request, status: int, answer: bytes) -> bool:
@@ -202,7 +204,7 @@ class HttpBackend:
             raise ChatError(502, message, code="upstream_unreachable") from error
 
     def _refusal(self, status: int, answer: bytes, retry_after: str | None = None) -> ChatError:
-        """Returns the endpoint's error without our key, which it may quote."""
+        """Returns the endpoint's error with our key removed."""
         if status in (401, 403):
             return ChatError(status, f"{self._url}: it refused our API key", code="upstream_authentication")
         error = read_error(answer)
@@ -248,10 +250,10 @@ _REFUSED = re.compile(r"unsupported|not support|unrecognized|unknown|not permitt
 
 
 class _Dialect:
-    """The request body with the fields that one endpoint understands, learnt from its refusals.
+    """The request fields that an endpoint supports, learned from its refusals.
 
-    All sampling fields are sent, because endpoints have other defaults (vLLM takes the model's
-    generation_config.json). A field that the client did not ask for is left out once the endpoint has refused it.
+    All sampling fields are sent, because endpoints have different defaults (vLLM uses the model's
+    generation_config.json). If the endpoint refuses a field that the client did not set, the field is omitted.
     """
 
     def __init__(self) -> None:
@@ -275,7 +277,7 @@ class _Dialect:
         return body
 
     def learn(self, request: Request, status: int, answer: bytes) -> bool:
-        """Returns whether the endpoint refused a field that can be left out; from now on it is."""
+        """Returns whether the endpoint refused an optional field, and omits the field from now on."""
         error = read_error(answer)
         if status not in (400, 422) or not _REFUSED.search(error.message):
             return False
@@ -336,7 +338,7 @@ def _sampling(sampling: Sampling) -> Json:
 
 
 async def read_events(response: aiohttp.ClientResponse) -> AsyncIterator[bytes]:
-    """Yields the data of each server-sent event. aiohttp's line reader refuses lines as long as token ids."""
+    """Yields the data of each server-sent event. Avoids aiohttp's line reader, which limits the line length."""
     rest = bytearray()
     async for piece in response.content.iter_any():
         *lines, last = piece.split(b"\n")

@@ -1,19 +1,19 @@
-"""ControlTokens: the tokens of a rendered conversation, of which the template's own markers alone are control tokens.
+"""ControlTokens: tokenizes rendered conversations so that only the template's own markers become control tokens.
 
-A tokenizer makes `<|im_start|>` a control token wherever it stands. So a text of a user, a tool or the policy itself
-could write a whole turn. Here it cannot:
+A tokenizer turns every `<|im_start|>` into a control token. Text from a user, a tool, or the policy could therefore
+forge an entire turn. This module prevents it:
 
-    values of the request   {"role": "user", "content": "a<|im_end|>b"}
+    request values          {"role": "user", "content": "a<|im_end|>b"}
     Guard.messages          {"role": "user", "content": "a?|im_end|>b"}    ? is a private-use character
-    the chat template       <|im_start|>user\\na?|im_end|>b<|im_end|>\\n
+    chat template           <|im_start|>user\\na?|im_end|>b<|im_end|>\\n
     ControlTokens.encode    [<|im_start|>] user \\n a < | im _ end | > b [<|im_end|>] \\n
 
-Stand-ins are put where a text holds a marker, begins with the end of one, or ends with the beginning of one, so that no
-marker is put together from several texts either. What stands in the rendered text as a marker was written by the
-template. A conversation without such texts stays the very same object, and is tokenized as it always was.
+Stand-in characters replace part of each marker in a text. They also replace partial markers at the beginning and end of
+a text, because several texts could combine to a marker. All markers in the rendered text then come from the template.
+Conversations without markers are passed through as the same object and tokenized as usual.
 
-Whatever is text is tokenized by the same model without its control tokens. These are the special tokens, and added
-tokens that look like tags (`<think>`, `[INST]`). Other added tokens, such as words or runs of spaces, are vocabulary.
+Text is tokenized by the same model without its control tokens. Control tokens are the special tokens and added tokens
+that look like tags (`<think>`, `[INST]`). Other added tokens, such as words or runs of spaces, are vocabulary.
 """
 
 import json
@@ -30,18 +30,18 @@ Json = dict[str, Any]
 
 THINK, THINK_END = "<think>", "</think>"
 ROLES = frozenset({"system", "developer", "user", "assistant", "tool", "function"})  # roles are structure, not text
-# Fields of a message that hold free text. Other strings may be names that a template compares or looks up.
+# Message fields with free text. Other strings may be names that a template compares or looks up.
 _FREE = frozenset({"role", "content", "text", "name", "reasoning_content", "reasoning", "thinking", "refusal"})
 _TAG = re.compile(r"<.+>|\[.+\]", re.DOTALL)
 _JSON_STRING = re.compile(r'"((?:[^"\\]|\\.)*)"', re.DOTALL)
 _STAND_INS = (*range(0xE000, 0xF900), *range(0xF0000, 0xFFFFE))  # private-use characters
-_MARK, _GAP = "\U0010ffff", "\U0010fffe"  # no characters, so that no text needs them
+_MARK, _GAP = "\U0010ffff", "\U0010fffe"  # not valid characters, so no text needs them
 _NO_TEXT = {ord(_MARK): "\ufffd", ord(_GAP): "\ufffd"}
 _CONTROL = {code: None for code in (*range(9), *range(14, 28), 127)}  # control characters of ASCII but white space
 
 
 class ControlTokens:
-    """`tokenizer` is one of transformers. Tokens that are added to it later are not seen. Any thread may call."""
+    """`tokenizer` comes from transformers. Tokens added later are ignored. Thread-safe."""
 
     def __init__(self, tokenizer: Any) -> None:
         self.tokenizer = tokenizer
@@ -53,7 +53,7 @@ class ControlTokens:
         self._texts |= {id: text for id, text in texts.items() if any(mark in text for mark in marks)}
         self._others = [token for id, token in sorted(added.items()) if id not in self._texts]
         backend = getattr(tokenizer, "backend_tokenizer", None)
-        # A token that is looked for in the normalized text may be written in many ways.
+        # Tokens that match normalized text have many spellings.
         self.folds = getattr(backend, "normalizer", None) is not None and any(
             added[id].normalized for id in self._texts
         )
@@ -68,9 +68,9 @@ class ControlTokens:
         self._find = _finder(marks)
 
     def places(self, text: str, *, is_free: bool) -> set[int]:
-        """Returns the characters without which the text has no part in any marker, by index.
+        """Returns the characters to replace, by index, so that the text has no part of a marker.
 
-        `is_free`: also where the text may be the middle of one, as "user" in <|user|>.
+        `is_free` also covers the middle of a marker, such as "user" in <|user|>.
         """
         if not self.folds:
             return self._places(text, is_free=is_free)
@@ -95,21 +95,21 @@ class ControlTokens:
         return found
 
     def _ends(self, text: str, end: int) -> set[int]:
-        """Returns the indices at which the beginning of a marker starts that ends the text before `end`."""
+        """Returns the start indices of partial markers that end at `end`."""
         near = range(max(0, end - self._longest), end)
         return {index for index in near if text[index] in self._first and text[index:end] in self._heads}
 
     def _starts(self, text: str, start: int) -> set[int]:
-        """Returns the indices at which the end of a marker stops that begins the text from `start` on."""
+        """Returns the end indices of partial markers that begin at `start`."""
         near = range(start, min(len(text), start + self._longest))
         return {index for index in near if text[index] in self._last and text[start : index + 1] in self._tails}
 
     def marks_in(self, text: str) -> list[str]:
-        """Returns the markers that stand in a text."""
+        """Returns the markers in a text."""
         return [match[0] + (match[match.lastindex] if match.lastindex else "") for match in self._find.finditer(text)]
 
     def chat_ids(self, messages: Sequence[Json], tools: Sequence[Json] = ()) -> list[int]:
-        """Returns the tokens of a conversation in the tokenizer's template. Raises what that raises, and ValueError."""
+        """Tokenizes a conversation with the tokenizer's template. Raises the template's errors and ValueError."""
         messages = [for_template(message) for message in messages]
         guard = Guard(self, messages, tools)
         text = self.tokenizer.apply_chat_template(
@@ -118,9 +118,9 @@ class ControlTokens:
         return self.encode(text, guard)
 
     def encode(self, text: str, guard: "Guard") -> list[int]:
-        """Returns the tokens of a text that was rendered from a guard's values.
+        """Tokenizes text that was rendered from guarded values.
 
-        Raises ValueError: the tokenizer has no way to encode a marker as text.
+        Raises ValueError if the tokenizer cannot encode a marker as plain text.
         """
         whole = guard.restored(text)
         if not self.differ(text, whole):
@@ -129,7 +129,7 @@ class ControlTokens:
         return self.encode_apart(text, whole)
 
     def differ(self, text: str, whole: str) -> bool:
-        """Returns whether the text without stand-ins, `whole`, may have control tokens beside the template's."""
+        """Returns whether `whole`, the text without stand-ins, may have more control tokens than the template wrote."""
         return text != whole and (self.folds or self._marks(whole) != self._marks(text))
 
     def encode_apart(self, text: str, whole: str) -> list[int]:
@@ -151,14 +151,14 @@ class ControlTokens:
         return [(match.start(), match[match.lastindex or 0]) for match in self._find.finditer(text)]
 
     def _encode_text(self, text: str, written: list[int]) -> list[int]:
-        """Returns the tokens of the text. Only _MARK is a control token in it: the next one that was written."""
+        """Returns the text's tokens. The only control token is _MARK, which marks the next template marker."""
         tokenizer, own_ids = self._without
         encoding = tokenizer.encode(text, add_special_tokens=False)
         rest, ids = iter(written), []
         for id, (start, end) in zip(encoding.ids, encoding.offsets, strict=True):
             if text[start:end] == _MARK:
                 ids.append(next(rest))
-            elif id in self._texts and text[start:end] == self._texts[id]:  # a model whose vocabulary has the marker
+            elif id in self._texts and text[start:end] == self._texts[id]:  # the model's vocabulary contains the marker
                 ids += [part.id for letter in text[start:end] for part in tokenizer.model.tokenize(letter)]
             else:
                 ids.append(own_ids.get(id, id))
@@ -168,9 +168,9 @@ class ControlTokens:
 
     @cached_property
     def _without(self) -> tuple[Any, dict[int, int]]:
-        """The tokenizer without its control tokens, and the ids of other added tokens where it has given new ones.
+        """Returns the tokenizer without control tokens, and a map of the added tokens whose ids changed.
 
-        The model is shared, so that this takes neither time nor memory. Raises ValueError: there is no such model.
+        The model is shared, so this is cheap in time and memory. Raises ValueError if the model is missing.
         """
         from tokenizers import AddedToken, Tokenizer
 
@@ -190,18 +190,18 @@ class ControlTokens:
 
 @lru_cache(maxsize=4)
 def controls_of(tokenizer: Any) -> ControlTokens:
-    """Returns the ControlTokens of a tokenizer, made once: the first text that holds a marker takes 80 ms."""
+    """Returns a tokenizer's cached ControlTokens. The first text with a marker takes 80 ms."""
     return ControlTokens(tokenizer)
 
 
 class Guard:
-    """Puts stand-ins into the values of one request, and takes them out of what was rendered from them.
+    """Replaces characters in a request's values by stand-ins, and restores them after rendering.
 
-    `letters` holds the character of each stand-in. It is empty where no text has a part in a marker.
+    `letters` maps stand-ins to characters. It is empty if no text contains part of a marker.
     """
 
     def __init__(self, controls: ControlTokens, *values: Any) -> None:
-        """`values`: everything that will be guarded. Its characters are no stand-ins."""
+        """`values` are all guarded values. Their characters are not used as stand-ins."""
         self._controls, self._values = controls, values
         self.letters: dict[str, str] = {}
         self._stand_ins: dict[str, str] = {}
@@ -217,7 +217,7 @@ class Guard:
         return self._value(value, is_free=False)
 
     def json(self, text: str) -> str:
-        """Returns the JSON text of a call's arguments."""
+        """Returns a call's arguments as JSON text."""
         whole, place, pieces = text, 0, []
         for match in _JSON_STRING.finditer(text):  # JSON itself stands around its strings
             pieces += [text[place : match.start(1)], self._text(match[1], is_free=False)]
@@ -265,7 +265,7 @@ class Guard:
         return self._call(value) if key == "function" else self._value(value, is_free=False)
 
     def _reply(self, text: str, *, has_thought: bool) -> str:
-        """Returns an assistant's content. A thought at its beginning stays one if the template has them."""
+        """Returns the assistant's content. Leading thoughts remain thoughts if the template supports them."""
         template = str(self._controls.tokenizer.chat_template)
         before, begin, rest = text.partition(THINK)
         thought, end, answer = rest.partition(THINK_END)
@@ -308,7 +308,7 @@ class Guard:
 
 
 def _same(value: Any, guarded: Any) -> Any:
-    """Returns the value itself if nothing in it changed, so that the caller can compare by identity."""
+    """Returns the same object if nothing changed, so the caller can compare by identity."""
     pairs = zip(value, guarded, strict=True)
     if isinstance(value, dict):
         pairs = zip((*value, *value.values()), (*guarded, *guarded.values()), strict=True)
@@ -323,7 +323,9 @@ def _has(text: str, letters: str) -> bool:
 
 
 def _finder(marks: Sequence[str]) -> "re.Pattern[str]":
-    """Finds every place where a mark begins, also inside another one. Its group is the rest of the longest mark."""
+    """Matches all positions where a mark begins, including inside other marks. The group is the rest of the longest
+    mark.
+    """
     by_first: dict[str, list[str]] = {}
     for mark in sorted(marks, key=len, reverse=True):
         by_first.setdefault(mark[0], []).append(re.escape(mark[1:]))
@@ -333,7 +335,7 @@ def _finder(marks: Sequence[str]) -> "re.Pattern[str]":
 
 
 def _folded(text: str) -> str:
-    """Returns the text without what a normalizer may take away: case, accents, width, invisible characters."""
+    """Returns the text without properties that a normalizer may remove: case, accents, width, invisible characters."""
     return text.lower().translate(_CONTROL) if text.isascii() else "".join(map(_folded_letter, text))
 
 

@@ -1,12 +1,12 @@
-"""Runs an ASGI application on a port of this machine, on the running event loop, with deadlines for start and stop.
+"""Runs an ASGI application on a local port on the running event loop, with deadlines for start and stop.
 
-uvicorn by itself waits for ever for a slow client. Connection stands between the transport and uvicorn's protocol and
-passes every event on. It counts the bytes of headers, and cuts a client off that sends its request or takes its reply
-too slowly (`Timeouts`). It uses asyncio's and httptools' documented interfaces only, and nothing inside uvicorn.
+uvicorn alone waits forever for a slow client. Connection sits between the transport and uvicorn's protocol and forwards
+every event. It limits the header size and disconnects clients that send a request or read a reply too slowly
+(`Timeouts`). It uses only documented interfaces of asyncio and httptools, and no uvicorn internals.
 
-Writing is paused while the system has not taken everything, so an ASGI `send` returns once all earlier pieces have
-left for the client, or the client is gone. `unless_disconnected` cancels an application's work when its client goes
-away. Stopping is the end of a server: a signal refuses new requests, and those in flight end or run out of time.
+Writing is paused until the operating system has accepted all data. An ASGI `send` therefore returns after all earlier
+data was sent or the client disconnected. `unless_disconnected` cancels an application's work when its client
+disconnects. Stopping implements shutdown: a signal refuses new requests, and requests in flight finish or time out.
 """
 
 import asyncio
@@ -31,9 +31,9 @@ Result = TypeVar("Result")
 
 
 async def unless_disconnected(receive: Receive, work: Coroutine[Any, Any, Result]) -> Result:
-    """Returns the result of `work`. Raises ClientDisconnect if the client goes away; `work` is cancelled and has ended.
+    """Returns the result of `work`. Raises ClientDisconnect, after cancelling `work`, if the client disconnects.
 
-    It runs in the caller's task, which a second, short one watches over.
+    `work` runs in the caller's task. A second task watches the connection.
     """
     watch = _Watch(receive)
     try:
@@ -44,7 +44,7 @@ async def unless_disconnected(receive: Receive, work: Coroutine[Any, Any, Result
         raise
     finally:
         watch.end()
-    if watch.has_cancelled:  # amid the last step of the work, so that the next wait will notice
+    if watch.has_cancelled:  # cancelled during the last step of the work, so the next await will raise
         try:
             await asyncio.sleep(0)
         except asyncio.CancelledError:
@@ -55,7 +55,7 @@ async def unless_disconnected(receive: Receive, work: Coroutine[Any, Any, Result
 
 
 class _Watch:
-    """Cancels the present task when its client goes away, until `end`."""
+    """Cancels the current task when its client disconnects, until `end` is called."""
 
     def __init__(self, receive: Receive) -> None:
         task = asyncio.current_task()
@@ -73,23 +73,21 @@ class _Watch:
         self._watching.cancel()
 
 
-MAX_HEADER_BYTES = 64 * 2**10  # size limit of a request's headers; nginx allows 32 KiB
+MAX_HEADER_BYTES = 64 * 2**10  # maximum header size; nginx allows 32 KiB
 
 
 class Timeouts(NamedTuple):
-    """The longest times, in seconds, that a client may be slow."""
+    """Time limits for slow clients, in seconds."""
 
-    request_s: float = (
-        75.0  # longest time from a request's first byte to its last; the application's own limit is shorter
-    )
-    read_s: float = 60.0  # longest time in which a client takes no byte of its reply
+    request_s: float = 75.0  # from a request's first byte to the last byte; the application's limit is shorter
+    read_s: float = 60.0  # longest time in which a client reads no data
 
 
 class Connection(asyncio.Protocol):
-    """Passes one client's events on to uvicorn's protocol; parses its requests only to know where they end."""
+    """Forwards a client's events to uvicorn's protocol, and parses requests only to find where they end."""
 
     def __init__(self, *, timeouts: Timeouts, **given: Any) -> None:
-        """`given` are the arguments that uvicorn's server creates a protocol with."""
+        """`given` are the arguments that uvicorn's server passes to a protocol."""
         self._server = HttpToolsProtocol(**given)
         self._timeouts = timeouts
         self._parser: httptools.HttpRequestParser | None = httptools.HttpRequestParser(self)
@@ -99,7 +97,7 @@ class Connection(asyncio.Protocol):
         self._is_in_headers = True
         self._num_header_bytes = 0
         self._num_requests = 0  # requests that have arrived whole
-        self._num_unread = 0  # bytes in the transport's buffer when it was last looked at
+        self._num_unread = 0  # buffered bytes at the last check
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast("asyncio.Transport", transport)
@@ -164,7 +162,9 @@ class Connection(asyncio.Protocol):
             self._transport.abort()
 
     def _refuse(self, status: int, reason: str) -> None:
-        """Answers a request that has not reached the application. Later ones may come amid an answer: no words then."""
+        """Refuses a request before it reaches the application. Closes without an answer if another answer may be in
+        progress.
+        """
         if self._num_requests or not self._is_in_headers:
             self._transport.abort()
         elif not self._transport.is_closing():
@@ -195,7 +195,7 @@ class Connection(asyncio.Protocol):
 
 START_TIMEOUT_S = 30.0
 GRACE_S = 5  # longest wait for requests in flight when the server stops
-KEEP_ALIVE_S = 75.0  # longer than clients keep idle connections (httpx: 5 s), so that the clients close them
+KEEP_ALIVE_S = 75.0  # longer than clients keep idle connections (httpx: 5 s), so the clients close them
 BACKLOG = 2048
 
 
@@ -208,9 +208,9 @@ async def serve(
     timeouts: Timeouts | None = None,
     grace_s: int = GRACE_S,
 ) -> AsyncIterator[str]:
-    """Yields the server's root, `http://127.0.0.1:41233`, while it answers there; port 0 takes any free one.
+    """Yields the server's root, such as `http://127.0.0.1:41233`, while it is running. Port 0 selects any free port.
 
-    When it stops, requests in flight have `grace_s` seconds to end. Raises EngineError: the address is not available.
+    On exit, requests in flight have `grace_s` seconds to finish. Raises EngineError if the address is not available.
     """
     listener = _listen(host, port)
     server = _Server(_configure(app, timeouts or Timeouts(), grace_s))
@@ -231,8 +231,9 @@ async def serve(
 
 def _listen(host: str, port: int) -> socket.socket:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    # The protocol is named because asyncio sets TCP_NODELAY only if it is. Without TCP_NODELAY each reply waits 40 ms
-    # for the client's delayed acknowledgement of its head.
+    # asyncio sets TCP_NODELAY only if the protocol is given. Without TCP_NODELAY each reply waits 40 ms for the
+    # client's
+    # delayed acknowledgement of the headers.
     listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -248,13 +249,13 @@ def _listen(host: str, port: int) -> socket.socket:
 
 
 def _authority(host: str) -> str:
-    """Returns the host name by which clients on this machine reach a server that listens on `host`."""
+    """Returns the host name for clients on this machine of a server that listens on `host`."""
     reachable = {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}.get(host, host)
     return f"[{reachable}]" if ":" in reachable else reachable
 
 
 class _Server(uvicorn.Server):
-    """Leaves signals to the owner of the process, and sets `is_ready` when it listens."""
+    """Leaves signals to the process, and sets `is_ready` once it is listening."""
 
     def __init__(self, config: uvicorn.Config) -> None:
         super().__init__(config)
@@ -295,11 +296,13 @@ async def _until_ready(ready: asyncio.Event, task: asyncio.Task[None]) -> None:
         raise EngineError(f"the server did not start within {START_TIMEOUT_S:.0f} s")
 
 
-CANCEL_TIMEOUT_S = 60.0  # longest wait for cancelled work to end; a vLLM server stopped during its start takes 20 s
+CANCEL_TIMEOUT_S = 60.0  # longest wait for cancelled work; a vLLM server stopped during startup takes 20 s
 
 
 class Stopping:
-    """The end of one server. `refuse` refuses new requests; those in flight, `num_running` of them, have `drain_s`."""
+    """Graceful shutdown of a server. `refuse` starts refusing requests; `num_running` requests have `drain_s` to
+    finish.
+    """
 
     def __init__(self, drain_s: float, *, refuse: Callable[[], None], num_running: Callable[[], int]) -> None:
         self._drain_s, self._refuse, self._num_running = drain_s, refuse, num_running
@@ -310,7 +313,7 @@ class Stopping:
         return self._stop.is_set()
 
     def stop(self) -> None:
-        """Refuses new requests. A second call ends the wait for those in flight."""
+        """Refuses new requests. A second call stops waiting for requests in flight."""
         if self._stop.is_set():
             self._stop_at_once.set()
             return
@@ -332,7 +335,7 @@ class Stopping:
             await cancel(task)
 
     async def drain(self, work: Coroutine[Any, Any, None]) -> None:
-        """Returns when `work`, which waits for those in flight, is done, the time is up, or `stop` was called again."""
+        """Waits for `work`, which waits for requests in flight, until the time is up or `stop` is called again."""
         task, at_once = asyncio.create_task(work), asyncio.create_task(self._stop_at_once.wait())
         await asyncio.wait((task, at_once), timeout=self._drain_s, return_when=asyncio.FIRST_COMPLETED)
         if not task.done():

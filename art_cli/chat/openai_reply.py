@@ -1,14 +1,14 @@
-"""ReplyReader: the answer of an OpenAI-compatible endpoint, whole or streamed, as choices.
+"""ReplyReader: converts an OpenAI-compatible endpoint's answer, whole or streamed, to choices.
 
-    what endpoints write                               what is read
-    null, "" or nothing for id, counts, role, text     the same as absent
-    arguments as an object; one call without a list    JSON text; a list of one
-    streamed calls without index, or all of index 0    a call for each new id or second name
+    endpoint writes                                    read as
+    null, "" or nothing for id, counts, role, text     absent
+    arguments as an object; one call without a list    JSON text; a list with one call
+    streamed calls without index, or all with index 0  a call for each new id or second name
     content as parts; the older `function_call`        text; a tool call
-    logprobs of which one is null                      no logprobs: the reply is recorded as text
+    logprobs with a null                               no logprobs: the reply is recorded as text
 
-A value that could mean two things is refused with its name. Covered: chat and plain completions, with the token ids and
-logprobs of vLLM and art. Not covered: sound and pictures.
+Ambiguous values are refused with the field's name. Supports chat and plain completions, and the token ids and logprobs
+of vLLM and art. Does not support audio and images.
 """
 
 import json
@@ -45,7 +45,7 @@ class _LogprobsJson(msgspec.Struct):
 
 
 class ChoiceJson(msgspec.Struct):
-    """One choice, or a piece of one."""
+    """A choice, or a piece of a streamed choice."""
 
     index: int = 0
     message: Json | None = None
@@ -53,11 +53,11 @@ class ChoiceJson(msgspec.Struct):
     text: str | None = None
     logprobs: _LogprobsJson | None = None
     finish_reason: str | None = None
-    stop_reason: Any = None  # vLLM's: the stop string that ended it, or the id of the stop token
+    stop_reason: Any = None  # vLLM's stop string or stop token id
     token_ids: list[int] | None = None  # vLLM's and art's
     prompt_token_ids: list[int] | None = None  # vLLM's, in plain completions
     raw_logprobs: list[float] | None = None  # art's
-    sampled_logprobs: list[float] | None = None  # art's, whose `logprobs` are the raw ones
+    sampled_logprobs: list[float] | None = None  # art's sampled logprobs; `logprobs` are then the raw logprobs
 
 
 class _UsageJson(msgspec.Struct):
@@ -88,11 +88,11 @@ class ReplyJson(msgspec.Struct):
 
 
 class ReplyReader:
-    """Reads one answer. It keeps which tool call each piece of a stream belongs to."""
+    """Reads one answer, and tracks the tool calls of a stream."""
 
     def __init__(self, request: Request) -> None:
         self._request = request
-        self._calls: dict[int, _StreamedCalls] = {}  # index of a choice -> its calls
+        self._calls: dict[int, _StreamedCalls] = {}  # choice index -> calls
 
     def read(self, data: bytes) -> ReplyJson:
         """Raises ValueError, which names what cannot be read."""
@@ -102,7 +102,9 @@ class ReplyReader:
             return msgspec.convert(_mended(msgspec.json.decode(data)), ReplyJson, strict=False)
 
     def choice(self, parsed: ChoiceJson) -> Choice:
-        """Returns a choice, or the new part of one. Raises ValueError, which names what cannot be read."""
+        """Returns a choice, or the new part of a streamed choice. Raises ValueError with the name of an unreadable
+        field.
+        """
         if not 0 <= parsed.index < self._request.sampling.n:
             raise ValueError(f"a choice of index {parsed.index}, where {self._request.sampling.n} were asked for")
         given = parsed.message if parsed.message is not None else parsed.delta
@@ -139,7 +141,7 @@ class ReplyReader:
 
 
 def without_nulls(value: Any) -> Json:
-    """Returns an object's fields that are not null. Raises ValueError if the value is no object."""
+    """Returns an object's non-null fields. Raises ValueError for other types."""
     if not isinstance(value, dict):
         raise ValueError(f"a {_kind(value)} in place of an object")
     return {name: field for name, field in value.items() if field is not None}
@@ -169,7 +171,7 @@ def _mended_choice(choice: Any, index: int) -> Json:
 
 
 def _converted(value: Any, kind: Any) -> Any:
-    """Returns a value that nobody's answer depends on, or None if it is not of its kind."""
+    """Returns an unimportant value, or None if it has the wrong type."""
     try:
         return msgspec.convert(without_nulls(value) if isinstance(value, dict) else value, kind, strict=False)
     except (ValueError, OverflowError):
@@ -202,7 +204,7 @@ def _message(given: Json) -> Json:
 
 
 def _texts(value: Any, name: str) -> tuple[str, str]:
-    """Returns (thoughts, text) of a text or of its parts; Mistral sends thoughts as parts of the content."""
+    """Returns (thoughts, text) from text or content parts; Mistral sends thoughts as content parts."""
     thoughts, texts = list[str](), list[str]()
     for part in value if isinstance(value, list) else [value]:
         if isinstance(part, str):
@@ -221,7 +223,7 @@ def _texts(value: Any, name: str) -> tuple[str, str]:
 
 
 def _call(given: Any) -> Json:
-    """Returns a call or a piece of one: {"index", "id", "name", "arguments"}; None for what it does not have."""
+    """Returns a call or a piece of a call: {"index", "id", "name", "arguments"}, with None for missing values."""
     call = without_nulls(given)
     function = call.get("function", call)
     if not isinstance(function, dict) or ("function" not in call and "name" not in call):
@@ -246,24 +248,24 @@ def _whole(call: Json) -> Json:
 
 
 def new_id() -> str:
-    """Returns an id for a call that came without one, because clients answer a call by its id."""
+    """Returns a new id for a call without an id, because clients answer calls by id."""
     return f"call_{uuid.uuid4().hex[:24]}"
 
 
 class _StreamedCalls:
-    """The calls of one choice, and to which of them each piece belongs.
+    """Assigns the pieces of a stream to a choice's calls.
 
-    OpenAI gives each piece its call's index, and the first piece its id and name. Gemini's endpoint gives no index,
-    older Ollama gives index 0 to each call. So a new id or a second name begins a call.
+    OpenAI sends the call's index with each piece, and the id and name with the first piece. Gemini's endpoint sends no
+    index, and older Ollama sends index 0 for every call. Therefore a new id or a second name starts a call.
     """
 
     def __init__(self) -> None:
         self._calls: list[Json] = []
-        self._by_index: dict[int, Json] = {}  # the endpoint's index -> the newest call with it
+        self._by_index: dict[int, Json] = {}  # endpoint's index -> its newest call
         self._by_id: dict[str, Json] = {}
 
     def piece(self, piece: Json) -> Json:
-        """Returns the piece as a delta in OpenAI's form, with the index that is right."""
+        """Returns the piece as an OpenAI delta with the correct index."""
         call = self._find(piece)
         is_new = call is None
         if call is None:
@@ -290,7 +292,7 @@ class _StreamedCalls:
             raise ValueError("tool_calls: a call without a name")
 
     def _find(self, piece: Json) -> Json | None:
-        """Returns the call that the piece continues, or None if it begins a new call."""
+        """Returns the call that the piece continues; None starts a new call."""
         index, id = piece["index"], piece["id"]
         newest = self._calls[-1] if self._calls else None
         call = newest if index is None else self._by_index.get(index)
@@ -321,7 +323,7 @@ def _is_second(piece: Json, call: Json) -> bool:
 
 
 def _split_echo(request: Request, choice: Choice, parsed: _LogprobsJson) -> None:
-    """Takes the prompt's part out of a choice's text and lists, in which it comes before the sampled tokens."""
+    """Removes the prompt from a choice's text and lists, where it precedes the sampled tokens."""
     if request.sampling.max_tokens == 0:
         choice.token_ids = []  # vLLM samples one and does not show it
     tokens, logprobs, tops = parsed.tokens or [], parsed.token_logprobs or [], parsed.top_logprobs or []

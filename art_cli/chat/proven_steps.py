@@ -1,6 +1,6 @@
-"""ProvenSteps: which policy a reply came from, by the step that its engine names, once its weights are proven.
+"""ProvenSteps: maps a reply's step to its policy's digest, once the policy's weights are proven.
 
-engines/proof.py has the proof, and runs/manifest.py the digest.
+engines/proof.py defines the proof, and runs/manifest.py the digest.
 """
 
 import asyncio
@@ -10,11 +10,11 @@ from collections.abc import AsyncIterator
 from art_cli.chat.chat_errors import ChatError
 
 POLICY_HEADER = "x-art-policy"  # the reply's header with the digest of the weights that sampled it
-PROOF_TIMEOUT_S = 600.0  # longest wait of a reply for the proof of its weights
+PROOF_TIMEOUT_S = 600.0  # longest time a reply waits for the proof
 
 
 class ProvenSteps:
-    """The digests of the policies that one engine has proven, by step. No reply of a step gets by before its proof."""
+    """Digests of an engine's proven policies by step. Replies wait for the proof of their step."""
 
     def __init__(self) -> None:
         self.newest = ""  # digest of the policy that answers now, or "" if unknown
@@ -24,7 +24,7 @@ class ProvenSteps:
         self._failed: set[int] = set()
 
     def add(self, step: int, digest: str) -> None:
-        """Names the policy of a step, which answers now."""
+        """Sets the policy of a step, which is now the newest."""
         self.newest = self._digests[step] = digest
         self._failed.discard(step)
 
@@ -45,9 +45,9 @@ class ProvenSteps:
             self._is_settled.set()
 
     async def digest(self, step: int) -> str:
-        """Returns the digest of the policy that sampled a reply at `step`, or "" if no proof was left for it.
+        """Returns the policy digest for replies of `step`; "" if no proof was requested.
 
-        Raises ChatError if its proof failed, or has not ended in time.
+        Raises ChatError if the proof failed or timed out.
         """
         if (known := self._digests.get(step)) is not None:
             return known

@@ -1,9 +1,8 @@
-"""The reading of requests: bodies within a size and a time, then JSON within bounds, off the event loop.
+"""Reads request bodies with size and time limits, and parses JSON with limits, off the event loop.
 
-`read_body` receives a body within a number of bytes and of seconds, whatever the client sends. RequestReader makes
-objects of it in a thread. C code that makes objects of a whole body holds the interpreter, so that no other thread runs
-meanwhile, the event loop included. So the number of values in a body is bounded, whatever its length, and bodies are
-scanned in slices.
+`read_body` limits the bytes and seconds of a body. RequestReader parses it in a thread. C code that creates a large
+number of objects holds the GIL and blocks all other threads, including the event loop. The number of values in a body
+is therefore limited independently of its length, and bodies are scanned in slices.
 """
 
 import asyncio
@@ -22,18 +21,20 @@ Json = dict[str, Any]
 Result = TypeVar("Result")
 
 BODY_TIMEOUT_S = 60.0  # longest wait for a client to send its whole request
-MAX_DISCARDED = 64 * 2**20  # bytes of a refused body that are read only so that the client sees the answer
+MAX_DISCARDED = 64 * 2**20  # bytes of a refused body that are discarded so that the client can read the answer
 
 
 class BodyLimit(NamedTuple):
-    """The largest body of a request, and the reason. Example: BodyLimit(2**20, "no longer prompt fits the context")"""
+    """The maximum body size and its reason. Example: BodyLimit(2**20, "no longer prompt fits the context")"""
 
     num_bytes: int = 32 * 2**20  # enough for a context of a million tokens as text
     reason: str = ""
 
 
 async def read_body(http: HttpRequest, limit: BodyLimit, timeout_s: float) -> bytes:
-    """Returns the whole body. Raises ChatError: too large (413), also by its header alone; too slow (408)."""
+    """Returns the complete body. Raises ChatError 413 if it is too large, also by its header, and 408 if it is too
+    slow.
+    """
     declared = http.headers.get("content-length", "")
     is_over = declared.isdecimal() and int(declared[:20]) > limit.num_bytes
     if is_over and not _must_discard(http):
@@ -56,10 +57,10 @@ async def read_body(http: HttpRequest, limit: BodyLimit, timeout_s: float) -> by
 
 
 def _must_discard(http: HttpRequest) -> bool:
-    """Returns whether a body that is refused must be read all the same.
+    """Returns whether a refused body must still be read.
 
-    If the client wants the connection closed, an answer before the body's end resets the connection, and the client
-    never sees the answer. A client that expects "100 Continue" has not begun to send.
+    If the client requested to close the connection, an early answer would reset the connection and the client would not
+    see the answer. A client that expects "100 Continue" has not sent the body yet.
     """
     closes = http.headers.get("connection", "").lower() == "close" or http.scope["http_version"] == "1.0"
     return closes and "expect" not in http.headers
@@ -71,25 +72,27 @@ def _too_large(limit: BodyLimit) -> ChatError:
 
 
 WAIT_S = 60.0  # longest wait for the reading thread
-READ_S = 20.0  # longest time that one request is read; a prompt of a million tokens takes 5 s
+READ_S = 20.0  # longest time to parse a request; a prompt of a million tokens takes 5 s
 MAX_DEPTH = 64  # levels of nested JSON; a tool's schema nests 10 to 20 deep
-MAX_NODES = 50_000  # brackets and colons outside a body's strings; making that many objects takes 0.03 s
+MAX_NODES = 50_000  # brackets and colons outside of strings; creating this many objects takes 0.03 s
 MAX_VALUES = 1_200_000  # commas outside a body's strings, as between a million token ids; making them takes 0.06 s
-_SLICE = 2**20  # bytes scanned at once
+_SLICE = 2**20  # bytes per scan
 _IN_STRING = re.compile(rb'(?:[^"\\]++|\\.)*+', re.DOTALL)
 
 
 class RequestReader:
-    """Runs the work on a request before it is sampled: parsing, the chat template, the tokenizer.
+    """Prepares requests for sampling: parsing, chat template, tokenizer.
 
-    It has one thread. A second one would take the interpreter from the event loop and from the first one.
+    Uses a single thread, because more threads would compete for the GIL with the event loop.
     """
 
     def __init__(self) -> None:
         self._workers = WorkerPool(size=1, wait_s=WAIT_S, run_s=READ_S, max_abandoned=2)
 
     async def read(self, function: Callable[..., Result], *arguments: Any) -> Result:
-        """Returns the function's result. Raises ChatError: 400 when it takes too long, 503 when too many calls wait."""
+        """Returns the function's result. Raises ChatError 400 if it takes too long, and 503 if too many calls are
+        waiting.
+        """
         try:
             return await self._workers.call(function, *arguments)
         except Overran:
@@ -99,7 +102,7 @@ class RequestReader:
 
 
 def decode_object(body: bytes) -> Json:
-    """Returns the fields of a JSON object. Raises ChatError 400: not an object, nested too deep, or too many values."""
+    """Returns a JSON object's fields. Raises ChatError 400 for other types, deep nesting, or too many values."""
     check_size(body)
     try:
         fields = msgspec.json.decode(body)
@@ -113,9 +116,9 @@ def decode_object(body: bytes) -> Json:
 
 
 def convert(fields: Json, kind: type[Result], *, strict: bool = True) -> Result:
-    """Returns the fields as a msgspec.Struct. Raises ChatError 400 that names the first field that does not fit.
+    """Converts the fields to a msgspec.Struct. Raises ChatError 400 with the name of the first invalid field.
 
-    Without `strict`, numbers may be written as strings.
+    Without `strict`, numbers may be strings.
     """
     try:
         return msgspec.convert(fields, kind, strict=strict)
@@ -128,7 +131,7 @@ def convert(fields: Json, kind: type[Result], *, strict: bool = True) -> Result:
 
 
 def check_size(body: bytes, what: str = "the body", param: str | None = None) -> None:
-    """Raises ChatError 400: this JSON has too many values."""
+    """Raises ChatError 400 if the JSON has too many values."""
     if _is_within(body, [(0, len(body))]) or _is_within(body, _outside_strings(body)):
         return
     bounds = f"{MAX_NODES:,} lists, objects and keys, or more than {MAX_VALUES:,} values"
@@ -136,7 +139,7 @@ def check_size(body: bytes, what: str = "the body", param: str | None = None) ->
 
 
 def _outside_strings(body: bytes) -> Iterator[tuple[int, int]]:
-    """Begin and end of each span between strings."""
+    """Yields the start and end of each span between strings."""
     start = 0
     while (quote := body.find(b'"', start)) >= 0:
         yield start, quote
@@ -145,9 +148,9 @@ def _outside_strings(body: bytes) -> Iterator[tuple[int, int]]:
 
 
 def _end_of_string(body: bytes, start: int) -> int:
-    """Returns the index behind the closing quote of the string that begins at `start`, or the body's end.
+    """Returns the index after the closing quote of the string that begins at `start`, or the end of the body.
 
-    A slice may end amid an escape; the next slice then begins with its backslash.
+    If a slice ends inside an escape, the next slice begins at its backslash.
     """
     while start < len(body):
         found = _IN_STRING.match(body, start, start + _SLICE)
@@ -161,7 +164,7 @@ def _end_of_string(body: bytes, start: int) -> int:
 
 
 def _is_within(body: bytes, spans: Iterable[tuple[int, int]]) -> bool:
-    """Returns whether these spans of a body together have no more brackets, colons and commas than the bounds allow."""
+    """Returns whether the brackets, colons, and commas of these spans are within the limits."""
     num_nodes = num_commas = 0
     for begin, end in spans:
         for start in range(begin, end, _SLICE):

@@ -1,10 +1,9 @@
-"""Reply: a whole answer; Chunk: a piece of a streamed one. ReplyBuilder joins the chunks of a stream to its Reply.
+"""Reply: a complete answer; Chunk: a piece of a streamed answer. ReplyBuilder joins a stream's chunks to a Reply.
 
-These records are the same for every client protocol. wires/ renders them to each protocol's JSON.
+All client protocols use these records. wires/ renders them to each protocol's JSON.
 
-A model samples the arguments of a tool call as text. A protocol that hands them out as an object (`input_of`) loses how
-they were written: the spaces, the order of the keys, 1.0 or 1. So a call that came back and the call that was sampled
-are compared by their values (`are_same`).
+A model samples tool call arguments as text. Protocols with arguments as objects (`input_of`) lose the original text:
+spaces, key order, 1.0 or 1. Therefore calls are compared by their values (`are_same`).
 """
 
 from collections.abc import Iterable, Sequence
@@ -20,7 +19,7 @@ MAX_DEPTH = 32  # levels of arguments handed out as an object; a client must be 
 
 
 def input_of(arguments: str) -> Json:
-    """Returns the arguments as an object. Text that is no object, as in a cut call, is its field `arguments`.
+    """Returns the arguments as an object. Invalid text, such as a truncated call, becomes the field `arguments`.
 
     Example: input_of('{"a": 2}') is {"a": 2}, and input_of('{"a": ') is {"arguments": '{"a": '}.
     """
@@ -32,10 +31,10 @@ def input_of(arguments: str) -> Json:
 
 
 def are_same(sampled: str, returned: str) -> bool:
-    """Returns whether two texts of arguments are the same JSON value, numbers compared as numbers."""
+    """Returns whether two argument texts have the same JSON value. Numbers are compared by value."""
     if sampled == returned:
         return True
-    if len(returned) > MAX_GROWTH * (len(sampled) + 1):  # so that no long text is read which cannot be the same
+    if len(returned) > MAX_GROWTH * (len(sampled) + 1):  # skips long texts that cannot be equal
         return False
     try:
         return _is_same(input_of(sampled), msgspec.json.decode(returned))
@@ -54,7 +53,7 @@ def _is_same(first: Any, second: Any) -> bool:
 
 
 class Echo(msgspec.Struct, kw_only=True):
-    """The prompt of a plain completion, P tokens, as the answer repeats it; the lists only if logprobs are asked for.
+    """A plain completion's prompt with P tokens, echoed in the answer; the lists are set if logprobs are requested.
 
     Example: Echo(text="2 + 2", tokens=["2", " +", " 2"], offsets=[0, 1, 3], logprobs=[None, -4.1, -1.2])
     """
@@ -77,15 +76,15 @@ class Choice(msgspec.Struct, kw_only=True):
     message: Json | None = None  # chat only: the assistant message in OpenAI's form, tool calls parsed
     text: str = ""  # the sampled text without special tokens
     token_ids: list[int] = []  # [L] sampled tokens, the stop token included
-    logprobs: list[float] = []  # [L] logprobs under the distribution sampled from, before a grammar's mask
+    logprobs: list[float] = []  # [L] logprobs under the sampled distribution, before a grammar's mask
     raw_logprobs: list[float] | None = None  # [L] logprobs under the unmodified softmax(logits)
-    is_masked: bool = False  # True: `logprobs` are those behind a grammar's mask, as vLLM reports them
+    is_masked: bool = False  # whether `logprobs` were computed after a grammar's mask, as in vLLM
     tokens: list[str] = []  # [L] each token as text, if the client asked for logprobs; see `token_bytes`
     top_logprobs: list[list[tuple[str, float]]] | None = None  # [L][k]
     finish_reason: str = "stop"  # stop, length, tool_calls
     echo: Echo | None = None  # set for a request that `needs_echo`
-    prompt_ids: list[int] | None = None  # set for one of several prompts; None means those of the reply
-    stop_string: str | None = None  # the stop string that ended it, if the endpoint reports one
+    prompt_ids: list[int] | None = None  # set for requests with several prompts; default: the reply's prompt
+    stop_string: str | None = None  # matched stop string, if the endpoint reports it
 
 
 class Reply(msgspec.Struct, kw_only=True):
@@ -98,27 +97,27 @@ class Reply(msgspec.Struct, kw_only=True):
     prompt_ids: list[int]
     step: int = 0  # policy step that sampled it
     policy: str = ""  # digest of the proven policy that sampled it; "" if unknown
-    sampling: Any = None  # the Sampling used, defaults filled in, or None if the endpoint does not report it
+    sampling: Any = None  # Sampling with all defaults, if the endpoint reports it
     usage: tuple[int, int] | None = None  # (prompt, sampled) token counts, if the endpoint reports counts and no ids
 
     @property
     def num_tokens(self) -> tuple[int, int]:
-        """Of the prompt, and sampled in all choices."""
+        """Tokens of the prompt, and tokens of all choices."""
         return self.usage or (len(self.prompt_ids), sum(len(choice.token_ids) for choice in self.choices))
 
 
 class Chunk(msgspec.Struct, kw_only=True):
-    """A piece of one choice of a streamed answer.
+    """A piece of a streamed choice.
 
-    The first chunk of a stream carries `prompt_ids`; the last of each choice carries `finish_reason`. `choice` holds
-    only what is new: its `message` is an OpenAI delta, its token lists are the new tokens.
+    The first chunk of a stream has `prompt_ids`; the last chunk of each choice has `finish_reason`. `choice` has only
+    new content: its `message` is an OpenAI delta, and its token lists are the new tokens.
     """
 
     id: str
     created: int
     model: str
     choice: Choice
-    is_last: bool = False  # True: the last chunk of its choice, whose finish_reason counts
+    is_last: bool = False  # whether this is the choice's last chunk, whose finish_reason counts
     prompt_ids: list[int] | None = None
     step: int = 0
     policy: str = ""  # see Reply
@@ -132,12 +131,12 @@ def thoughts_of(message: Json) -> str:
 
 
 def token_bytes(token: str) -> bytes:
-    """Returns a token's bytes. In its text, bytes of an incomplete character are lone surrogates (PEP 383)."""
+    """Returns a token's bytes. In the text, bytes of an incomplete character are lone surrogates (PEP 383)."""
     return token.encode(errors="surrogateescape")
 
 
 def token_text(token: str) -> str:
-    """Returns a token as clients see it, with U+FFFD for bytes of an incomplete character."""
+    """Returns a token for display, with U+FFFD for bytes of an incomplete character."""
     return token if token.isascii() else token_bytes(token).decode(errors="replace")
 
 
@@ -145,7 +144,7 @@ def token_text(token: str) -> str:
 
 
 def join_deltas(deltas: Iterable[Json]) -> Json:
-    """Joins a choice's deltas: texts and tool calls in sequence, the role once, the newest of other values."""
+    """Joins a choice's deltas: concatenates text and tool calls, and keeps the newest of other values."""
     joined: Json = {}
     texts: dict[str, list[str]] = {}  # joined once at the end, so that long texts are copied once
     for delta in deltas:
@@ -160,7 +159,7 @@ def join_deltas(deltas: Iterable[Json]) -> Json:
 
 
 class ReplyBuilder:
-    """Joins the chunks of one request's stream. It is complete once every choice that was asked for has ended."""
+    """Joins the chunks of a stream. Complete once every requested choice has ended."""
 
     def __init__(self, request: Request) -> None:
         self._request = request
@@ -203,7 +202,7 @@ class ReplyBuilder:
         )
 
     def partial_reply(self) -> Reply | None:
-        """Returns the part that was streamed before the client left, or None if no choice has a token or text."""
+        """Returns the streamed part of an answer; None if no choice has a token or text."""
         if self._last is None:
             return None
         reply = self.reply()
@@ -225,9 +224,9 @@ def _extend(whole: Choice, piece: Choice) -> None:
 
 
 def _finished(choice: Choice) -> Choice:
-    """Returns a copy with None for lists that no piece had, as more pieces may follow: endpoints send the usage last.
+    """Returns a copy with None for missing lists. More chunks may follow, because endpoints send the usage last.
 
-    Its content is null beside tool calls, else text.
+    The content is null if there are tool calls but no text.
     """
     num_tokens = len(choice.logprobs)
     message = choice.message
@@ -250,7 +249,7 @@ def _extend_message(message: Json, delta: Json) -> None:
 
 
 def _extend_calls(calls: list[Json], deltas: Sequence[Json]) -> None:
-    """Adds deltas to tool calls by their `index`: a call's first delta names it, later ones extend its arguments."""
+    """Merges tool call deltas by `index`: the first delta has the name, and later deltas extend the arguments."""
     for position, delta in enumerate(deltas):
         index = delta.get("index", position)
         while len(calls) <= index:

@@ -1,4 +1,4 @@
-"""Request: what a client asks, the same record for every client protocol. wires/ parses each protocol's JSON to it."""
+"""Request: a client's request, the same record for every client protocol. wires/ parses each protocol's JSON."""
 
 from typing import Any
 
@@ -6,8 +6,8 @@ import msgspec
 
 Json = dict[str, Any]
 
-# Names that no client may set in `template_kwargs`: parameters of transformers' `apply_chat_template`, and variables
-# that it gives to every template.
+# Names that clients may not set in `template_kwargs`: parameters of transformers' `apply_chat_template`, and variables
+# that it passes to every template.
 RENDERERS_OWN = frozenset(
     {
         *("self", "conversation", "messages", "tools", "documents", "chat_template", "add_generation_prompt"),
@@ -20,26 +20,26 @@ RENDERERS_OWN = frozenset(
 
 
 class Sampling(msgspec.Struct, frozen=True, kw_only=True):
-    """Sampling settings of one request."""
+    """Sampling settings of a request."""
 
     temperature: float = 1.0  # 0: greedy
     top_p: float = 1.0
     top_k: int = 0  # 0: off
     max_tokens: int | None = None  # None means up to the end of the context
     stop: tuple[str, ...] = ()
-    stop_ids: tuple[int, ...] = ()  # tokens that end the reply besides the model's own
+    stop_ids: tuple[int, ...] = ()  # tokens that end the reply, in addition to the model's own
     seed: int | None = None
     n: int = 1
-    presence_penalty: float = 0.0  # taken once from the logit of each token that was sampled
-    frequency_penalty: float = 0.0  # taken from it as often as it was sampled
+    presence_penalty: float = 0.0  # subtracted once from the logit of each sampled token
+    frequency_penalty: float = 0.0  # subtracted for each time a token was sampled
     repetition_penalty: float = 1.0  # divides positive and multiplies negative logits of the tokens so far
     logit_bias: tuple[tuple[int, float], ...] = ()  # (token id, number added to its logit)
-    min_tokens: int = 0  # number of sampled tokens before which none may end the reply
+    min_tokens: int = 0  # minimum number of sampled tokens before the reply may end
     ignore_eos: bool = False  # the model's own end tokens are sampled and end nothing
 
     @property
     def reshaping(self) -> list[str]:
-        """Names of the given fields that change the logits, so that no learner can compute what was sampled from."""
+        """Names of the active fields that change the logits, so a learner cannot compute the sampled distribution."""
         return [name for name in RESHAPING if getattr(self, name) != getattr(_NEUTRAL, name)]
 
 
@@ -52,16 +52,16 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
 
     model: str
     sampling: Sampling
-    id: str = ""  # a name for the reply; "": the wire takes the reply's own
-    messages: list[Json] | None = None  # messages in OpenAI's chat form, whatever the client's protocol
+    id: str = ""  # id of the reply; "": the wire uses the reply's id
+    messages: list[Json] | None = None  # messages in OpenAI's chat format, for all client protocols
     prompt: str | list[int] | None = None
-    more_prompts: list[str | list[int]] = []  # the prompts after the first; the application asks for each by itself
+    more_prompts: list[str | list[int]] = []  # further prompts; the application sends a request for each
     tools: list[Json] = []
     tool_choice: str | Json = "auto"  # "auto", "none", "required", or a named function
     response_format: Json | None = None  # OpenAI's json_object or json_schema; None means text
     template_kwargs: Json = {}  # chat_template_kwargs: {"enable_thinking": false}
-    thinks: bool | None = None  # whether the model thinks, if its template has that choice; None means its default
-    caps_tokens: bool = False  # True: max_tokens is only a bound, and the context may end the reply earlier
+    thinks: bool | None = None  # whether the model thinks, if the template supports it; None for the template's default
+    caps_tokens: bool = False  # whether max_tokens is only a bound; the context may end the reply earlier
     is_stream: bool = False
     wants_usage: bool = False  # stream_options.include_usage
     wants_running_usage: bool = False  # vLLM's stream_options.continuous_usage_stats: usage in each event
@@ -72,25 +72,25 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     top_logprobs: int = 0
     wants_token_ids: bool = False  # vLLM's return_token_ids
     echo: bool = False  # the wire puts the prompt before the text
-    instructions: str | None = None  # the beginning of the system message that holds for this call only
+    instructions: str | None = None  # prefix of the system message, only for this call
     previous: str | None = (
-        None  # id of an earlier reply that the messages go on from (`Memory` in wires/openai_responses.py)
+        None  # id of the earlier reply that the messages continue (`Memory` in wires/openai_responses.py)
     )
     is_kept: bool = False  # whether later requests may refer to the reply by `id`
-    repeated: Json = {}  # fields that the wire repeats in its reply; backends ignore them
-    digest: bytes = b""  # hash of the body, by which the gateway recognises a retry
+    repeated: Json = {}  # fields that the wire echoes in its reply; backends ignore them
+    digest: bytes = b""  # hash of the body, used by the gateway to recognize retries
     is_recorded: bool = True  # False: the gateway writes no turn down (a question about a prompt, an opponent's move)
     num_retries: int = 0  # number of earlier times that the client's SDK sent this body and gave up
-    group: str | None = None  # id of the attempt's group, whose prompts begin alike; several servers are routed by it
+    group: str | None = None  # id of the attempt's group, whose prompts share a prefix; used for routing to servers
     state: str | None = None  # key of the environment's state, from the header X-Art-State
-    conversation: str | None = None  # X-Art-Conversation, by which `art gateway` knows what the call belongs to
-    scenario: str | None = None  # X-Art-Scenario, by which `art gateway` knows attempts at the same task
+    conversation: str | None = None  # X-Art-Conversation; assigns calls to conversations in `art gateway`
+    scenario: str | None = None  # X-Art-Scenario; groups attempts at the same task in `art gateway`
     user_set: frozenset[str] = frozenset()  # names of the sampling fields that the client gave
     overridden: Json = {}  # sampling fields that the gateway replaced, with the values that the client gave
 
 
 def needs_echo(request: Request) -> bool:
-    """Returns whether the backend has to fill in `Choice.echo`, because the wire has the prompt's text only."""
+    """Returns whether the backend must fill in `Choice.echo`, because the wire only has the prompt's text."""
     return request.echo and (request.wants_logprobs or not isinstance(request.prompt, str))
 
 
@@ -105,12 +105,12 @@ def with_defaults(request: Request, defaults: Sampling) -> Request:
     return msgspec.structs.replace(request, sampling=msgspec.structs.replace(defaults, **given))
 
 
-# Sampling fields that `force_sampling` replaces. They make attempts alike, or logprobs those of a cut distribution.
+# Sampling fields replaced by `force_sampling`. They reduce variety between attempts or truncate the distribution.
 FORCED = ("temperature", "top_p", "top_k", "seed")
 
 
 def force_sampling(request: Request, defaults: Sampling) -> Request:
-    """Returns the request with `defaults` for the fields in FORCED. `overridden` has the client's other values."""
+    """Replaces the fields in FORCED by `defaults`. `overridden` holds the client's different values."""
     given = {name: getattr(request.sampling, name) for name in FORCED if name in request.user_set}
     overridden = {name: value for name, value in given.items() if value != getattr(defaults, name)}
     forced = {name: getattr(defaults, name) for name in FORCED}
@@ -119,7 +119,7 @@ def force_sampling(request: Request, defaults: Sampling) -> Request:
 
 
 def cap_tokens(request: Request, most: int | None) -> Request:
-    """Returns the request with at most `most` tokens, if max_tokens is only a bound. `overridden` has the client's."""
+    """Limits max_tokens to `most`, if max_tokens is only a bound. `overridden` holds the client's value."""
     asked = request.sampling.max_tokens
     if not request.caps_tokens or most is None or asked is None or asked <= most:
         return request
@@ -128,7 +128,7 @@ def cap_tokens(request: Request, most: int | None) -> Request:
 
 
 def text_of(content: str | list[Json] | None) -> str:
-    """Returns a message's content as one string: a list of text parts is joined, null is empty."""
+    """Returns a message's content as a string: text parts are joined, and null is empty."""
     return _joined(content, "")
 
 

@@ -15,14 +15,14 @@ from art_cli.chat.requests import Json, prompt_text
 
 
 def keeps_text(template: str) -> bool:
-    """Returns True if the template writes arguments that are JSON text as they are (Qwen3, Mistral)."""
+    """Returns whether the template writes JSON text arguments unchanged (Qwen3, Mistral)."""
     return "arguments is string" in template or "arguments is not string" in template
 
 
 def for_template(message: Json, *, keeps_text: bool = False) -> Json:
-    """Returns the message with content as a string and the arguments of its calls as objects, and without nulls.
+    """Returns the message with string content, arguments as objects, and without nulls.
 
-    With `keeps_text`, arguments that are JSON text stay JSON text. Raises ChatError 400 if arguments are not JSON.
+    With `keeps_text`, JSON text arguments stay text. Raises ChatError 400 for invalid JSON arguments.
     """
     role = "system" if message["role"] == "developer" else message["role"]
     content = prompt_text(message.get("content")) or message.get("refusal") or ""

@@ -85,8 +85,7 @@ def expected_signal(history: History, *, step: int, half_life: float) -> dict[st
     """Maps each known pool to the expected reward variance of its next group.
 
     If any reward in the history is outside of [0, 1], rewards are divided by the observed range. A group with fewer
-    than
-    two rewards, because its attempts failed, counts as a group with equal rewards.
+    than two rewards, because its attempts failed, counts as a group with equal rewards.
     """
     scale = reward_scale(history)
     squares, degrees = defaultdict[str, float](float), defaultdict[str, float](float)

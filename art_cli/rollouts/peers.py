@@ -35,8 +35,7 @@ class Peers:
         """Returns the key of the attempt whose program opened the connection.
 
         Checks the program for the `expected` key first. Reading /proc takes a few hundred microseconds per attempt,
-        which is
-        too slow for an event loop.
+        which is too slow for an event loop.
         """
         inode = _inode(client[1], server[1])
         if inode is None:

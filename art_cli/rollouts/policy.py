@@ -77,9 +77,8 @@ def _make_client(*names: str) -> Any:
     """Returns the first available openai HTTP client class from `names`, created without proxy settings.
 
     The gateway is reached directly, from this machine and from cluster nodes. The aiohttp client comes first because
-    128
-    concurrent calls take 1.2 ms of CPU time per call, compared with 5.8 ms for httpx. It is an optional extra of openai
-    and missing in older versions.
+    128 concurrent calls take 1.2 ms of CPU time per call, compared with 5.8 ms for httpx. It is an optional extra of
+    openai and missing in older versions.
     """
     openai = _import_openai()
     for name in names:
@@ -115,12 +114,10 @@ class Policy:
     """The policy in training, from the view of a single attempt.
 
     `client` is a standard `openai.AsyncOpenAI` and `sync_client` a standard `openai.OpenAI`, both pointed at the
-    gateway.
-    Other frameworks use `base_url` and `api_key`, and Anthropic clients use `anthropic_base_url`. The key belongs to
-    this
-    attempt, and calls with the key are recorded. `headers` carry the current `state`; pass them to other clients
-    (`default_headers=policy.headers`). Calls with `extra_headers=policy.unrecorded` are answered but not recorded or
-    trained on, for example when the policy also plays an opponent.
+    gateway. Other frameworks use `base_url` and `api_key`, and Anthropic clients use `anthropic_base_url`. The key
+    belongs to this attempt, and calls with the key are recorded. `headers` carry the current `state`; pass them to
+    other clients (`default_headers=policy.headers`). Calls with `extra_headers=policy.unrecorded` are answered but not
+    recorded or trained on, for example when the policy also plays an opponent.
     """
 
     def __init__(self, *, base_url: str, api_key: str, model: str, step: int) -> None:
@@ -143,8 +140,7 @@ class Policy:
         """Names the environment's state for the next calls, until the next call of this method. None removes the name.
 
         Example: policy.state(board). Algorithms with step-level credit (gigpo, gagpo) compare a group's replies in
-        equal
-        states. Without names, states are equal if the prompt tokens are equal.
+        equal states. Without names, states are equal if the prompt tokens are equal.
         """
         if key is not None and not isinstance(key, str):
             raise TypeError(f"policy.state takes text, such as a board or a page's address, not {type(key).__name__}")
@@ -186,9 +182,8 @@ def read_outcome(value: Any, *, entry: str) -> Outcome:
     """Converts a rollout's return value (None, a number, a bool, or an Outcome) to an Outcome of plain data.
 
     Raises RolloutError for other types, because every rollout would fail. Raises AttemptError for values that may
-    affect
-    only this rollout: numbers that are not finite or exceed MAX_NUMBER, and metadata that JSON cannot represent. The
-    conversion runs user code, which may raise anything.
+    affect only this rollout: numbers that are not finite or exceed MAX_NUMBER, and metadata that JSON cannot represent.
+    The conversion runs user code, which may raise anything.
     """
     outcome = value if isinstance(value, Outcome) else Outcome(reward=value)
     if not isinstance(outcome.metrics, dict) or not isinstance(outcome.metadata, dict):

@@ -72,8 +72,7 @@ def _mentions_client(file: Path) -> bool:
     """Returns whether a file's attempts use the openai package, judged by its source text.
 
     Many libraries that take `policy.base_url` import openai during their first call. If several threads import openai
-    at
-    the same time, Python may expose a partially initialized module to avoid a deadlock.
+    at the same time, Python may expose a partially initialized module to avoid a deadlock.
     """
     try:
         text = file.read_bytes()

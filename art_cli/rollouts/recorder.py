@@ -92,8 +92,7 @@ class Recorder:
         """Restores the sampled form of earlier replies with tool calls.
 
         Some clients parse arguments and serialize them again, which changes spaces and key order. Others drop text that
-        is
-        only white space, or strip the text. Without this step the prompt would not continue the sampled tokens.
+        is only white space, or strip the text. Without this step the prompt would not continue the sampled tokens.
         """
         if not self._arguments or not request.messages:
             return request
@@ -169,8 +168,7 @@ class Recorder:
         """Returns counts for metrics: calls, calls left early, abandoned calls, branches, sampled tokens.
 
         Token counts reported by the endpoint are added if it returns no token ids. num_branches is the number of leaves
-        in
-        the token tree minus one, without abandoned leaves; 0 if every prompt continued the previous turn.
+        in the token tree minus one, without abandoned leaves; 0 if every prompt continued the previous turn.
         """
         continued = {
             turn.parent

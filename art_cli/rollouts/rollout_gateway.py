@@ -97,12 +97,10 @@ class Gateway:
         on_first_reply: Callable[[], None] | None = None,
     ) -> None:
         """`is_forced` replaces the temperature, top_p, and top_k of each call by the defaults, and refuses penalties
-        and
-        biases.
+        and biases.
 
         Without `enforces_formats` the gateway refuses calls that demand a format or a tool call, because the engine
-        would
-        ignore the demand.
+        would ignore the demand.
         """
         self.enforces_formats = enforces_formats
         self.upstream = upstream
@@ -178,8 +176,7 @@ class Gateway:
         """Returns the key for one attempt at one rollout.
 
         `temperature`, `max_tokens`, and `max_turns` override the gateway's defaults. An engine with several servers
-        sends
-        all calls of a `group_id` to the same server. `prompt` overrides the policy's prompt.
+        sends all calls of a `group_id` to the same server. `prompt` overrides the policy's prompt.
         """
         key = secrets.token_urlsafe(32)
         defaults = self._defaults

@@ -220,8 +220,7 @@ class Runner:
         begun: Mapping[str, ProcessRollout] | None = None,
     ) -> None:
         """`cluster` plays the rollouts on its nodes instead of this machine. `begun` comes from `begin_rollouts`;
-        entering
-        the runner loads all other rollouts.
+        entering the runner loads all other rollouts.
         """
         self._cluster = cluster
         self._config = config
@@ -283,8 +282,7 @@ class Runner:
         """Plays the plans in order, with as many concurrent attempts as there are openings. Returns `progress`.
 
         Each trajectory is passed to `on_finished` and counted when that call returns. On cancellation, pending writes
-        finish
-        and running attempts are dropped. Raises RolloutError if every rollout would fail.
+        finish and running attempts are dropped. Raises RolloutError if every rollout would fail.
         """
         progress = progress or Progress("rollouts")
         before = self._gateway.num_sampled

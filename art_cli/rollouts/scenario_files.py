@@ -161,12 +161,9 @@ class ScenarioOrder:
         """Returns indices into `ids`: the step's scenarios, followed by `num_spare` scenarios for refills.
 
         A step that is longer than an epoch repeats scenarios. Spare scenarios that the step already plays come last.
-        With
-        `shuffle` the next step starts after the spare scenarios, so no scenario repeats within an epoch, and unused
-        spare
-        scenarios wait for the next epoch. Without `shuffle` the next step starts with the spare scenarios, because a
-        fixed
-        order could skip the same scenarios forever.
+        With `shuffle` the next step starts after the spare scenarios, so no scenario repeats within an epoch, and
+        unused spare scenarios wait for the next epoch. Without `shuffle` the next step starts with the spare scenarios,
+        because a fixed order could skip the same scenarios forever.
 
         `first` is the position of the step's first scenario; None means that all steps have equal size.
         """

@@ -1,16 +1,15 @@
-"""Wire: one client protocol, from the request's body to the last event of a streamed answer.
+"""Wire: a client protocol, from the request body to the last event of a streamed answer.
 
-    openai_shared.py       what OpenAI's protocols share: key, error body, sampling parameters, usage
+    openai_shared.py       shared by OpenAI's protocols: key, error body, sampling parameters, usage
     openai_chat.py         OpenAIChat: POST /v1/chat/completions
     openai_completions.py  OpenAICompletions: POST /v1/completions
-    openai_responses.py    OpenAIResponses: POST /v1/responses, and the replies that it keeps
-    responses_items.py     items of OpenAI's Responses as chat messages, and back
+    openai_responses.py    OpenAIResponses: POST /v1/responses; Memory: stored replies
+    responses_items.py     converts OpenAI Responses items to chat messages and back
     anthropic_messages.py  AnthropicMessages, AnthropicCountTokens: POST /v1/messages, /v1/messages/count_tokens
 
-A wire translates between JSON and the records of requests.py and replies.py. It answers nothing by itself: the
-application (chat_app.py) receives the body, asks a backend and sends what the wire has written. To add a protocol,
-write a class of the shape `Wire` in a new file here and name it in WIRES. The gateway and `art serve` read
-that table.
+A wire converts between JSON and the records of requests.py and replies.py. The application (chat_app.py) receives the
+body, asks a backend, and sends the wire's output. To add a protocol, write a class like `Wire` in a new file and add it
+to WIRES, which the gateway and `art serve` read.
 """
 
 from collections.abc import Iterator
@@ -31,20 +30,20 @@ class Events(Protocol):
     """One streamed answer as server-sent events. Each method returns events, as bytes to send."""
 
     def render(self, chunk: Chunk) -> bytes:
-        """Returns the events of one chunk; empty when the chunk holds nothing that the client asked for."""
+        """Returns a chunk's events; empty if the client asked for none of its content."""
 
     def finish(self) -> bytes:
-        """Returns the last events of a stream that ended well."""
+        """Returns the final events of a successful stream."""
 
     def fail(self, error: ChatError) -> bytes:
-        """Returns the last events of a stream that broke after it had begun."""
+        """Returns the final events of a stream that failed after it started."""
 
 
 class Wire(Protocol):
-    """One client protocol at one path. It holds no state, so that all requests share it.
+    """A client protocol at one path. Stateless, so all requests share an instance.
 
-    A protocol with several paths is several wires. A path that only asks about a prompt (a count of its tokens) parses
-    its body to a Request with `is_recorded=False`: the gateway answers it and writes no turn down.
+    A protocol with several paths has several wires. A path that only asks about a prompt (such as its token count)
+    parses to a Request with `is_recorded=False`, which the gateway answers without recording a turn.
     """
 
     @property
@@ -53,32 +52,32 @@ class Wire(Protocol):
 
     @property
     def header(self) -> str:
-        """A header that only clients of this protocol send; "" where there is none."""
+        """header that only this protocol's clients send, if any"""
 
     def key(self, headers: Headers) -> str | None:
-        """Returns the API key that the client sent; None when it sent none."""
+        """Returns the client's API key."""
 
     def parse(self, body: bytes, defaults: Sampling) -> Request:
-        """Returns the request in a body; `defaults` fill the sampling parameters that the client left out.
+        """Parses a body; `defaults` fill in sampling parameters.
 
-        Raises ChatError with status 400 when the body is not a request that this endpoint understands.
+        Raises ChatError 400 for an invalid body.
         """
 
     def render(self, request: Request, reply: Reply) -> bytes:
-        """Returns the JSON body of a whole reply."""
+        """Returns a complete reply as JSON."""
 
     def stream(self, request: Request) -> Events:
-        """Returns the renderer of one streamed reply."""
+        """Returns the renderer for a streamed reply."""
 
     def error(self, error: ChatError) -> bytes:
-        """Returns the JSON body of a refusal or failure."""
+        """Returns an error as JSON."""
 
     def status(self, error: ChatError) -> int:
-        """Returns its HTTP status: `error.status`, unless the protocol has another one for this failure."""
+        """Returns the HTTP status: `error.status`, unless the protocol defines another status."""
 
 
 class Wires:
-    """The wires that one server speaks, found by path. The first one also speaks for paths that belong to no wire."""
+    """The wires of a server by path. The first wire also handles paths without a wire."""
 
     def __init__(self, *wires: Wire) -> None:
         self._by_path = {wire.path: wire for wire in wires}
@@ -91,13 +90,13 @@ class Wires:
         return path in self._by_path
 
     def at(self, path: str, headers: Headers | None = None) -> Wire:
-        """Returns the path's wire; of a path that belongs to none, the first wire whose own header the client sent."""
+        """Returns the path's wire; for other paths, the first wire whose header the client sent."""
         if path in self or headers is None:
             return self._by_path.get(path, self._default)
         return next((wire for wire in self if wire.header in headers), self._default)
 
     def key(self, path: str, headers: Headers) -> str | None:
-        """Returns the key of a request to `path`: where the path's wire has it, or any wire for a path without one."""
+        """Returns the key of a request to `path`, as the path's wire reads it. Other paths accept any wire's form."""
         wires = [self._by_path[path]] if path in self else self
         return next((key for wire in wires if (key := wire.key(headers)) is not None), None)
 

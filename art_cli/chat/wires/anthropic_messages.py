@@ -1,23 +1,23 @@
-"""AnthropicMessages: Anthropic's Messages as a wire, both ways; AnthropicCountTokens: the number of a prompt's tokens.
+"""AnthropicMessages: the wire for Anthropic's Messages API; AnthropicCountTokens: counts a prompt's tokens.
 
 https://docs.claude.com/en/api/messages
 
-A parameter is honoured, or it is harmless to ignore, or it is an error that names it. Headers such as `anthropic-beta`
-change nothing. What only Anthropic's servers or Anthropic's models can do is refused by name: images, documents, tools
-with another type, a reply that is begun for the model.
+Each parameter is supported, harmless to ignore, or refused by name. Headers such as `anthropic-beta` have no effect.
+Features that only Anthropic's servers or models have are refused by name: images, documents, tools with another type,
+prefilled replies.
 
-Some clients write a header for billing into the system prompt, with another hash at each request. It is left out,
-because no conversation would ever continue its own tokens with it.
+Some clients write a billing header into the system prompt, with a new hash for each request. The header is removed,
+because otherwise no conversation would continue its own tokens.
 
-    {"role": "user", "content": [tool_result, tool_result, text]}   tool messages, in the order of the calls; then user
-    {"role": "assistant", "content": [thinking, text, tool_use]}    one message, whatever the blocks' order
-    a tool with `defer_loading`                                     is not in the prompt until a tool_reference names it
-    {"role": "system"} behind another message                       a user message, as templates refuse a system there
+    {"role": "user", "content": [tool_result, tool_result, text]}   tool messages, in call order, then a user message
+    {"role": "assistant", "content": [thinking, text, tool_use]}    one message, in any block order
+    a tool with `defer_loading`                                     omitted from the prompt until a tool_reference
+    {"role": "system"} after another message                        a user message, because templates refuse it
 
-A reply is a whole message or a stream of events. Thoughts come before text, and text before calls. A block of thoughts
-carries a signature, because clients drop thoughts without one; it is a digest of the thoughts, and nothing checks it.
-The `input` of a call is the object that its sampled arguments are (`input_of` in replies.py). It is streamed in one
-piece once the call is whole, because cut arguments are no object.
+A reply is a complete message or a stream of events. Thoughts come before text, and text before calls. Thinking blocks
+have a signature, because clients drop thoughts without one. The signature is a digest of the thoughts and is never
+verified. The `input` of a call is the object from its sampled arguments (`input_of` in replies.py). It is streamed in a
+single piece at the end of the call, because truncated arguments are not an object.
 """
 
 import hashlib
@@ -58,7 +58,7 @@ def message_of(reply: Reply) -> Json:
 
 
 def signature_of(thoughts: str) -> str:
-    """Returns the same signature for the same thoughts, so that a message that is sent again is the same one."""
+    """Returns a deterministic signature, so a message that is sent back is unchanged."""
     return b64encode(hashlib.blake2b(thoughts.encode(errors="replace"), digest_size=48).digest()).decode()
 
 
@@ -72,18 +72,18 @@ def _reply_blocks(message: Json) -> Iterator[Json]:
 
 
 def _tool_use(call: Json) -> Json:
-    """Returns the block of a call without its input. It has an id, which an endpoint may not give."""
+    """Returns a call's block without its input. Adds an id if the endpoint sent none."""
     id = call.get("id") or f"toolu_{uuid.uuid4().hex[:24]}"
     return {"type": "tool_use", "id": id, "name": _function(call).get("name") or ""}
 
 
 def _function(call: Json) -> Json:
-    """Returns the function that is called; empty for a call of another kind, which some endpoints have."""
+    """Returns the called function; empty for other types of calls, which some endpoints send."""
     return call.get("function") or {}
 
 
 def _head(model: str) -> Json:
-    """Returns the message's head. Its id is new, because Claude Code joins messages of one id."""
+    """Returns the message's head. The id is new, because Claude Code joins messages with the same id."""
     return {"id": f"msg_{uuid.uuid4().hex[:24]}", "type": "message", "role": "assistant", "model": model}
 
 
@@ -95,7 +95,7 @@ def _ending(choice: Choice) -> Json:
 
 
 def _usage(num_prompt: int, num_sampled: int) -> Json:
-    """Nothing is counted as cached, so that the prompt's tokens are one number."""
+    """Reports no cached tokens, so the prompt's tokens are a single number."""
     caches = {"cache_creation_input_tokens": 0, "cache_read_input_tokens": 0}
     return {"input_tokens": num_prompt, **caches, "output_tokens": num_sampled}
 
@@ -104,21 +104,21 @@ def _usage(num_prompt: int, num_sampled: int) -> Json:
 
 
 class MessageEvents:
-    """The events of one message: message_start, each block's start, deltas and stop, message_delta, message_stop."""
+    """The events of a message: message_start, each block's start, deltas and stop, message_delta, message_stop."""
 
     def __init__(self, wire: _RendersErrors) -> None:
         self._wire = wire
         self._last: Chunk | None = None
-        self._ended = Choice(index=0)  # the piece that ended the answer; a chunk with counts may follow it
+        self._ended = Choice(index=0)  # final piece of the answer; a chunk with token counts may follow
         self._num_prompt = self._num_sampled = 0
         self._index = -1  # position of the newest block
-        self._open = ""  # type of the block that is open; "": none is
+        self._open = ""  # type of the open block; "" if none
         self._thoughts: list[str] = []
-        self._call: Json | None = None  # the call that is not yet whole
+        self._call: Json | None = None  # incomplete call
         self._call_index = -1
 
     def render(self, chunk: Chunk) -> bytes:
-        """Returns the events of one chunk; empty when it holds nothing that the client would see."""
+        """Returns a chunk's events; empty if the client would see none of its content."""
         is_first, self._last = self._last is None, chunk
         if chunk.is_last:
             self._ended = chunk.choice
@@ -151,7 +151,7 @@ class MessageEvents:
         return _event({"type": "message_start", "message": {**message, "usage": _usage(*counts)}})
 
     def _piece(self, kind: str, text: str) -> bytes:
-        """Returns the text in a block of this type, which is opened if another one or none is open."""
+        """Returns the text in a block of this type, and opens the block if needed."""
         events = self._end_call()
         if self._open != kind:
             empty = {"type": kind, kind: "", **({"signature": ""} if kind == "thinking" else {})}
@@ -161,7 +161,7 @@ class MessageEvents:
         return events + self._delta({"type": f"{kind}_delta", kind: text})
 
     def _extend_call(self, piece: Json, index: int) -> bytes:
-        """Returns the events of a piece of a call. The first has its name, later ones the rest of its arguments."""
+        """Returns the events for a piece of a call. The first piece has the name, later pieces the arguments."""
         events = b""
         if self._call is None or index != self._call_index:
             events = self._end_call()
@@ -173,7 +173,7 @@ class MessageEvents:
         return events
 
     def _end_call(self) -> bytes:
-        """Returns the whole block of the call that has ended."""
+        """Returns the block of the completed call."""
         if (call := self._call) is None:
             return b""
         self._call = None
@@ -190,7 +190,7 @@ class MessageEvents:
         return _event({"type": "content_block_delta", "index": self._index, "delta": delta})
 
     def _close(self) -> bytes:
-        """Returns the end of the open block; thoughts end with their signature."""
+        """Returns the end of the open block; thoughts end with a signature."""
         if not self._open:
             return b""
         signed = b""
@@ -202,7 +202,7 @@ class MessageEvents:
 
 
 def _event(data: Json) -> bytes:
-    """Returns one server-sent event, named by its type."""
+    """Returns a named server-sent event."""
     name: str = data["type"]
     return b"event: " + name.encode() + b"\ndata: " + msgspec.json.encode(data) + b"\n\n"
 
@@ -210,7 +210,7 @@ def _event(data: Json) -> bytes:
 BILLING = "x-anthropic-billing-header:"  # begins a line of Claude Code's system prompt
 _Name = Annotated[str, Meta(max_length=1024)]  # bounded because errors repeat it
 _Stop = Annotated[str, Meta(min_length=1, max_length=1024)]  # bounded because each token's text is searched for it
-_SHOWN = 80  # characters of a client's name that an error repeats
+_SHOWN = 80  # maximum characters of client-provided names in errors
 
 # Parameters accepted and ignored: they identify, bill, cache or diagnose, ask for a place or a speed of the service, or
 # let the service shorten a long conversation, which stays whole here.
@@ -220,7 +220,7 @@ HARMLESS = frozenset(
         *("fallbacks", "fallback_credit_token", "context_management", "user_profile_id", "workspace_id", "betas"),
     }
 )
-# Parameters accepted only where they ask for nothing: Anthropic's servers would do the work.
+# Parameters accepted only with neutral values, because Anthropic's servers would do the work.
 PROVIDERS = ("container", "mcp_servers", "compaction", "thread")
 
 TYPES = {
@@ -286,7 +286,7 @@ class _OutputConfig(msgspec.Struct):
 
 
 class MessagesBody(msgspec.Struct, kw_only=True):
-    """The JSON body of a request; null means that the client gave no value."""
+    """The JSON body of a request; null means no value."""
 
     model: _Name
     messages: Annotated[list[_Message], Meta(min_length=1)]
@@ -316,7 +316,7 @@ class Anthropic:
     def error(self, error: ChatError) -> bytes:
         """`{"type": "error", "error": {"type": ..., "message": ...}}`
 
-        A prompt that is too long is called so in the words by which clients know that they must shorten it.
+        Prompts that are too long get Anthropic's wording, which clients recognize.
         """
         status = self.status(error)
         kind = TYPES.get(status, "api_error" if status >= 500 else "invalid_request_error")
@@ -326,7 +326,7 @@ class Anthropic:
         return msgspec.json.encode({"type": "error", "error": {"type": kind, "message": message}})
 
     def status(self, error: ChatError) -> int:
-        """Anthropic's status of a service that cannot answer just now is 529."""
+        """Anthropic uses 529 for an overloaded service."""
         return 529 if error.status == 503 else error.status
 
     def _request(self, body: MessagesBody, defaults: Sampling, sampling: Json) -> Request:
@@ -358,7 +358,7 @@ class AnthropicMessages(Anthropic):
         return msgspec.structs.replace(request, is_stream=bool(parsed.stream))
 
     def render(self, request: Request, reply: Reply) -> bytes:
-        """Returns the JSON body of a message."""
+        """Returns a message as JSON."""
         return msgspec.json.encode(message_of(reply))
 
     def stream(self, request: Request) -> MessageEvents:
@@ -405,7 +405,7 @@ def _sampling(body: MessagesBody) -> Json:
 
 
 def _tool(index: int, tool: _Tool) -> Json:
-    """Returns the tool in OpenAI's form. Raises ChatError 400: it is one of Anthropic's own."""
+    """Returns the tool in OpenAI's format. Raises ChatError 400 for Anthropic's own tools."""
     if tool.type not in (None, "custom"):
         message = f"the tool {tool.type[:_SHOWN]!r} is Anthropic's own; give a tool with an input_schema"
         raise invalid(f"tools[{index}]: {message}", f"tools[{index}].type")
@@ -498,7 +498,7 @@ class _Reader:
         self._messages.append(message)
 
     def _result(self, place: str, block: _Block) -> str:
-        """Returns the text of a tool's result. The name of a tool that was found becomes the tool's definition."""
+        """Returns the text of a tool result. The name of a discovered tool is replaced by its definition."""
         if block.tool_use_id is None:
             raise invalid(f"{place}.tool_use_id: required", f"{place}.tool_use_id")
         if isinstance(block.content, dict):
@@ -507,7 +507,7 @@ class _Reader:
         return _texts(f"{place}.content", found)
 
     def _found(self, block: _Block) -> _Block:
-        """Returns a reference to a tool as text; any other block as it is."""
+        """Returns a tool reference as text, and other blocks unchanged."""
         if block.type != "tool_reference":
             return block
         tool = self._deferred.get(block.tool_name or "")
@@ -519,7 +519,7 @@ def _blocks(content: str | list[_Block]) -> list[_Block]:
 
 
 def _text(place: str, block: _Block) -> str:
-    """Returns the text of a block. Raises ChatError 400 for any other block, with its type."""
+    """Returns a block's text. Raises ChatError 400 with the type for other blocks."""
     if block.type != "text":
         message = f"{block.type[:_SHOWN]!r} blocks cannot be read here; send text"
         raise invalid(f"{place}: {message}", place, "unsupported_content")
@@ -542,7 +542,7 @@ def _call(place: str, block: _Block) -> Json:
 
 
 def _without_billing(system: str) -> str:
-    """Returns the system prompt without the lines that begin with BILLING."""
+    """Returns the system prompt without lines that begin with BILLING."""
     if BILLING not in system:
         return system
     return "".join(line for line in system.splitlines(keepends=True) if not line.startswith(BILLING))

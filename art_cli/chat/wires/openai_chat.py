@@ -76,7 +76,7 @@ class _NamedSchema(msgspec.Struct):
     schema: Json
     name: str | None = None
     description: str | None = None
-    strict: bool | None = None  # True: exactly; else what a grammar can hold of the schema
+    strict: bool | None = None  # True: exactly; otherwise as far as a grammar can express the schema
 
 
 class _SchemaFormat(msgspec.Struct, tag="json_schema"):
@@ -124,7 +124,7 @@ class OpenAIChat(OpenAI):
         )
 
     def render(self, request: Request, reply: Reply) -> bytes:
-        """Returns the JSON body of a chat.completion."""
+        """Returns a chat.completion as JSON."""
         choices = [
             {
                 "index": choice.index,

@@ -1,4 +1,4 @@
-"""OpenAICompletions: OpenAI's plain completions as a wire. A prompt is text or token ids; a request may have several.
+"""OpenAICompletions: the wire for OpenAI's plain completions. Prompts are text or token ids; requests may have several.
 
 https://platform.openai.com/docs/api-reference/completions
 """
@@ -26,15 +26,15 @@ from art_cli.chat.wires.openai_shared import (
     wanted_usage,
 )
 
-MAX_PROMPTS = 128  # number of prompts of a request
-MAX_CHOICES = 512  # number of choices of all its prompts
+MAX_PROMPTS = 128  # maximum prompts per request
+MAX_CHOICES = 512  # maximum choices for all prompts of a request
 MAX_ECHOED = 2**20  # logprobs of prompts in one answer, about 100 bytes each
-_TOKEN_CHARACTERS = 3  # number of characters of a text that are counted as a token
+_TOKEN_CHARACTERS = 3  # characters of text counted as one token
 _TokenId = Annotated[int, Meta(ge=0, le=INT32)]
 
 
 class CompletionBody(Body, kw_only=True):
-    """The JSON body of a request for a plain completion."""
+    """The JSON body of a plain completion request."""
 
     prompt: str | list[_TokenId | str | list[_TokenId]]
     max_tokens: Annotated[int, Meta(ge=0, le=INT32)] | None = None  # 0: with `echo`, the prompt's logprobs alone
@@ -69,7 +69,7 @@ class OpenAICompletions(OpenAI):
         )
 
     def render(self, request: Request, reply: Reply) -> bytes:
-        """Returns the JSON body of a text_completion."""
+        """Returns a text_completion as JSON."""
         choices = [
             {
                 "index": choice.index,
@@ -88,7 +88,7 @@ class OpenAICompletions(OpenAI):
 
 
 def _prompts(value: str | list[int | str | list[int]]) -> list[str | list[int]]:
-    """Returns the prompts of a request, each text or token ids: one, or those of a list. Raises ChatError 400."""
+    """Returns a request's prompts, each text or token ids. Raises ChatError 400."""
     is_list = isinstance(value, list) and bool(value) and not isinstance(value[0], int)
     prompts = cast("list[int | str | list[int | str | list[int]]]", value if is_list else [value])
     if len(prompts) > MAX_PROMPTS:
@@ -132,7 +132,7 @@ def _prompt_ids(request: Request, choice: Choice, reply: Reply) -> Json:
 
 
 def _whole_logprobs(request: Request, choice: Choice) -> Json:
-    """Returns the logprobs of the prompt, if it is repeated, and of the choice."""
+    """Returns the logprobs of the echoed prompt and of the choice."""
     sampled = _logprobs(request, choice, len(_echo_text(request, choice)))
     if not request.echo:
         return sampled
@@ -174,9 +174,9 @@ def _logprobs(request: Request, choice: Choice, offset: int) -> Json:
 
 
 def _top_texts(token: str, logprob: float, top: list[tuple[str, float]]) -> dict[str, float]:
-    """Logprobs of the likeliest tokens by text, and that of the token in their place, which OpenAI always adds.
+    """Returns the top tokens' logprobs by text. As in OpenAI's API, the actual token is always included.
 
-    When several tokens have the same text, the likeliest, which is the first, is kept.
+    If several tokens have the same text, the most likely token is kept.
     """
     texts: dict[str, float] = {}
     for text, value in [*((token_text(each), value) for each, value in top), (token, logprob)]:

@@ -1,17 +1,18 @@
-"""OpenAIResponses: OpenAI's Responses as a wire, both ways; Memory: replies that a client may refer to by their ids.
+"""OpenAIResponses: the wire for OpenAI's Responses API; Memory: replies that clients can reference by id.
 
 https://platform.openai.com/docs/api-reference/responses
 
-The input is a list of items (responses_items.py). What only a hosted service has is refused by name: its own tools (web
-search, code interpreter, MCP), images and files, conversations that it keeps, work in the background.
+The input is a list of items (responses_items.py). Features that need a hosted service are refused by name: built-in
+tools (web search, code interpreter, MCP), images and files, stored conversations, background work.
 
-A whole response and the events of a streamed one have one content: `response.completed` carries the whole answer. A
-streamed call that text follows is the one difference: the text before it and the text after it are two messages, where
-a whole answer has one.
+A complete response and a streamed response have the same content: `response.completed` contains the complete answer.
+The only difference is text after a streamed call: the texts before and after the call are two messages, and in a
+complete answer one message.
 
-A response is kept unless the client sends `store: false`. Later requests name its id as `previous_response_id`, or the
-id of one of its items as an `item_reference`, instead of sending the conversation again. What is kept belongs to one
-backend and one key: in the gateway to one rollout, with which it ends. It is in memory only, and the oldest go first.
+Responses are stored unless the client sends `store: false`. Later requests can send its id as `previous_response_id`,
+or an item's id as an `item_reference`, instead of the conversation. Stored responses belong to a backend and a key. In
+the gateway they belong to a single rollout and are dropped when it ends. They are kept only in memory, and the oldest
+are dropped first.
 """
 
 import hashlib
@@ -56,25 +57,25 @@ from art_cli.chat.wires.responses_items import (
 )
 
 MAX_REPLIES = 1000
-MAX_BYTES = 16 * 2**20  # size of all conversations that are kept, as JSON; an agent's 100 turns of 100 KB are 10 MB
+MAX_BYTES = 16 * 2**20  # total size of stored conversations as JSON; 100 turns of 100 KB are 10 MB
 
 
 class _Kept(NamedTuple):
-    """A conversation up to and with one reply, without the instructions of its call."""
+    """A conversation up to and including a reply, without the call's instructions."""
 
     messages: list[Json]
     num_bytes: int
 
 
 class Memory:
-    """The conversations kept for the clients of one backend."""
+    """The stored conversations of a backend's clients."""
 
     def __init__(self) -> None:
         self._kept: OrderedDict[tuple[bytes, str], _Kept] = OrderedDict()  # digest of the key, id -> conversation
         self._num_bytes = 0
 
     def recall(self, request: Request, key: str | None) -> Request:
-        """Returns the request with its whole conversation. Raises ChatError 400 if that is not kept."""
+        """Returns the request with its whole conversation. Raises ChatError 400 if the conversation is not stored."""
         messages = request.messages
         if messages is None or (request.previous is None and not any("reply_id" in sent for sent in messages)):
             return request
@@ -87,7 +88,7 @@ class Memory:
         return msgspec.structs.replace(request, messages=conversation(request.instructions, resolved))
 
     def keep(self, request: Request, key: str | None, reply: Reply) -> None:
-        """Keeps the reply to a request that was recalled."""
+        """Stores the reply to a recalled request."""
         if not request.is_kept or request.messages is None:
             return
         answer = {"role": "assistant", **(reply.choices[0].message or {"content": reply.choices[0].text})}
@@ -117,18 +118,18 @@ def _not_kept() -> ChatError:
     return invalid(message, "previous_response_id", "previous_response_not_found")
 
 
-ENCRYPTED = "reasoning.encrypted_content"  # value of `include` that asks for it
+ENCRYPTED = "reasoning.encrypted_content"  # value of `include` that requests encrypted content
 
 
 def whole_response(request: Request, reply: Reply) -> Json:
-    """Returns the JSON body of a response that is not streamed."""
+    """Returns a complete response as JSON."""
     choice = reply.choices[0]
     counts = reply.num_tokens
     return _response(request, reply.created, _status(choice.finish_reason), _output(request, choice), counts)
 
 
 def _response(request: Request, created: int, status: str, output: list[Json], counts: tuple[int, int] | None) -> Json:
-    """Returns the response as it is now; `counts` are the tokens of prompt and answer."""
+    """Returns the current response; `counts` are the tokens of the prompt and answer."""
     repeated = {name: value for name, value in request.repeated.items() if name != "include"}
     return {
         "id": f"resp_{request.id}",
@@ -160,7 +161,7 @@ def _usage(num_prompt: int, num_sampled: int) -> Json:
 
 
 def _output(request: Request, choice: Choice) -> list[Json]:
-    """Returns the items of a whole answer: the thought, the text, the calls. An empty answer is an empty message."""
+    """Returns an answer's items: thoughts, text, calls. An empty answer has an empty message."""
     message = choice.message or {"content": choice.text}
     thought, text, calls = thoughts_of(message), message.get("content") or "", message.get("tool_calls") or []
     status = _status(choice.finish_reason)
@@ -190,9 +191,9 @@ Event = tuple[str, Json]  # name without "response.", and fields
 
 
 class _OpenItem:
-    """One item that grows: the events of its beginning, of each piece, of its end."""
+    """A growing item, with the events for its start, pieces, and end."""
 
-    prefix: str  # beginning of its id
+    prefix: str  # prefix of the id
 
     def __init__(self, request: Request, place: int) -> None:
         self.request = request
@@ -200,7 +201,7 @@ class _OpenItem:
         self.text = ""
 
     def item(self, status: str) -> Json:
-        """Returns the item as it is now."""
+        """Returns the current item."""
         raise NotImplementedError
 
     def begin(self) -> list[Event]:
@@ -291,21 +292,21 @@ class _OpenCall(_OpenItem):
 
 
 class ResponseEvents:
-    """The events of one streamed response. One item is open at a time, the last one; the next item closes it."""
+    """The events of a streamed response. Only the last item is open; the next item closes it."""
 
     def __init__(self, request: Request) -> None:
         self._request = request
         self._num_events = 0
         self._open: _OpenItem | None = None
-        self._items: list[Json] = []  # those that are closed
-        self._call = -1  # index of the open call among the calls of the reply
+        self._items: list[Json] = []  # closed items
+        self._call = -1  # index of the open call in the reply
         self._logprobs: list[Any] = []  # one for each token that came while no message was open
-        self._counts = [0, 0]  # tokens of the prompt and of the answer
+        self._counts = [0, 0]  # tokens of the prompt and answer
         self._finish_reason = "stop"
         self._last: Chunk | None = None
 
     def render(self, chunk: Chunk) -> bytes:
-        """Returns the events of one chunk; empty when it holds nothing to show."""
+        """Returns a chunk's events; empty if nothing is visible."""
         events = self._begin(chunk) if self._last is None else b""
         self._last = chunk
         if chunk.is_last:  # a chunk with counts alone may follow
@@ -324,7 +325,7 @@ class ResponseEvents:
         return events
 
     def finish(self) -> bytes:
-        """Returns the end of the last item and of the response."""
+        """Returns the end of the last item and the response."""
         assert self._last is not None, "a stream without chunks"
         status = _status(self._finish_reason)
         events = b"" if self._items or self._open else self._grow(_OpenText, "")
@@ -332,9 +333,9 @@ class ResponseEvents:
         return events + self._event(f"response.{status}", {"response": self._body(status)})
 
     def fail(self, error: ChatError) -> bytes:
-        """Returns the failed response, and the error once more in the form in which OpenAI's clients raise it.
+        """Returns the failed response and the error in the form that OpenAI's clients raise.
 
-        They take `response.failed` for an event like any other, so that its error would be missed.
+        OpenAI's clients treat `response.failed` like any other event, so they would miss the error.
         """
         shown = {"code": error.code or error.type, "message": error.message}
         body = {**self._body("failed"), "error": shown}
@@ -347,13 +348,13 @@ class ResponseEvents:
         return b"".join(self._event(f"response.{name}", {"response": body}) for name in ("created", "in_progress"))
 
     def _body(self, status: str) -> Json:
-        """Returns the response as it is once its last item is closed."""
+        """Returns the response after its last item is closed."""
         last = self._last
         counts = (self._counts[0], self._counts[1]) if last is None or last.usage is None else last.usage
         return _response(self._request, 0 if last is None else last.created, status, self._items, counts)
 
     def _grow(self, kind: type[_OpenItem], text: str) -> bytes:
-        """Returns the events of a piece of the open item, which is opened anew unless it is of that kind."""
+        """Returns the events for a piece of the open item. Opens a new item if the type changed."""
         events = b""
         if not isinstance(self._open, kind):
             events = self._close("completed")
@@ -365,7 +366,7 @@ class ResponseEvents:
         return events + self._tell(self._open.grow(text))
 
     def _grow_call(self, index: int, delta: Json) -> bytes:
-        """Returns the events of a piece of a call. Its first piece has the name."""
+        """Returns the events for a piece of a call. The first piece has the name."""
         function = delta.get("function") or {}
         events = b""
         if not isinstance(self._open, _OpenCall) or index != self._call:
@@ -384,7 +385,7 @@ class ResponseEvents:
         return added + self._tell(item.begin())
 
     def _close(self, status: str) -> bytes:
-        """Returns the end of the open item, if there is one."""
+        """Returns the end of the open item, if any."""
         if (item := self._open) is None:
             return b""
         if isinstance(item, _OpenText):
@@ -423,7 +424,7 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
 }
 _MAX_REPEATED = 16 * 1024  # characters as JSON; OpenAI's own metadata are 16 pairs of 576 at most
 _LOGPROBS = "message.output_text.logprobs"
-# Everything else that a client may ask to include belongs to tools and images, which are refused.
+# All other values of `include` belong to tools and images, which are refused.
 _INCLUDABLE = frozenset(
     {
         *(_LOGPROBS, ENCRYPTED, "file_search_call.results", "web_search_call.results"),
@@ -431,7 +432,7 @@ _INCLUDABLE = frozenset(
         *("code_interpreter_call.outputs",),
     }
 )
-# Fields of the request that a response repeats, with their values where the client gave none.
+# Request fields that a response echoes, with their default values.
 _REPEATED: tuple[tuple[str, Any], ...] = (
     *(("instructions", None), ("max_output_tokens", None), ("metadata", {}), ("parallel_tool_calls", True)),
     *(
@@ -452,7 +453,7 @@ class _Tool(msgspec.Struct, tag_field="type", tag="function", kw_only=True):
 
 
 class _Namespace(msgspec.Struct, tag_field="type", tag="namespace", kw_only=True):
-    """Functions of the client's that share a prefix, as Codex has them."""
+    """Client functions that share a prefix, as in Codex."""
 
     name: _Text
     tools: list[_Tool]
@@ -475,16 +476,16 @@ class _SchemaFormat(msgspec.Struct, tag_field="type", tag="json_schema"):
     schema: Json
     name: str | None = None
     description: str | None = None
-    strict: bool | None = None  # True: exactly; else what a grammar can hold of the schema
+    strict: bool | None = None  # True: exactly; otherwise as far as a grammar can express the schema
 
 
 class _TextOptions(msgspec.Struct):
     format: _PlainFormat | _ObjectFormat | _SchemaFormat | None = None
-    verbosity: str | None = None  # ignored, as on the other wires
+    verbosity: str | None = None  # ignored, as in the other wires
 
 
 class ResponsesBody(msgspec.Struct, kw_only=True):
-    """The JSON body of a request for a response; null means that the client gave none."""
+    """The JSON body of a response request; null means no value."""
 
     model: Name
     input: str | Annotated[list[Item], Meta(min_length=1)]
@@ -545,7 +546,7 @@ class OpenAIResponses(OpenAI):
         return msgspec.json.encode(body)
 
     def render(self, request: Request, reply: Reply) -> bytes:
-        """Returns the JSON body of a response."""
+        """Returns a response as JSON."""
         return msgspec.json.encode(whole_response(request, reply))
 
     def stream(self, request: Request) -> ResponseEvents:
@@ -560,7 +561,7 @@ def _unsupported(param: str, message: str) -> ChatError:
 
 
 def _refuse_by_name(fields: Json) -> None:
-    """Raises ChatError 400 for tools, items and parts that only a hosted service has."""
+    """Raises ChatError 400 for tools, items, and parts that need a hosted service."""
     tools, choice = fields.get("tools"), fields.get("tool_choice")
     for place, tool in enumerate(tools if isinstance(tools, list) else []):
         inner = tool.get("tools") if isinstance(tool, dict) and tool.get("type") == "namespace" else None
@@ -577,7 +578,7 @@ def _refuse_by_name(fields: Json) -> None:
 
 
 def _repeated(fields: Json) -> Json:
-    """Returns the fields that a response repeats. Fields without another bound are short, because events carry them."""
+    """Returns the echoed fields. Their size is limited, because events carry them."""
     for name in ("metadata", "reasoning", "user", "parallel_tool_calls"):
         if len(msgspec.json.encode(fields.get(name))) > _MAX_REPEATED:
             raise invalid(f"{name}: more than {_MAX_REPEATED} characters", name)
@@ -600,7 +601,7 @@ def _include_of(asked: ResponsesBody) -> frozenset[str]:
 
 
 def _chat_tools(tools: list[Json]) -> list[Json]:
-    """Returns the tools as chat has them, so that a policy sees the same prompt on both wires. Raises ChatError 400."""
+    """Returns the tools in chat format, so a policy sees the same prompt on both wires. Raises ChatError 400."""
     functions = functions_of(tools)
     name, number = next(iter(Counter(name for name, _ in functions).most_common(1)), ("", 0))
     if number > 1:

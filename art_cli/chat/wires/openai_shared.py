@@ -1,11 +1,11 @@
-"""The parts that OpenAI's protocols share: the key, the error body, sampling parameters, usage.
+"""Shared by OpenAI's protocols: key, error body, sampling parameters, usage.
 
-A parameter is honoured, or it is harmless to ignore, or it is an error. Beside OpenAI's parameters, clients may send
-vLLM's `top_k`, `repetition_penalty`, `min_tokens`, `ignore_eos`, `return_token_ids` and `chat_template_kwargs`. A reply
-to a request with `return_token_ids` carries vLLM's fields `prompt_token_ids` (in each choice of a plain completion) and
-`choices[].token_ids` and three more: `step`, the policy's step, `choices[].raw_logprobs`, each token's logprob
-under the unmodified softmax(logits), and `choices[].sampled_logprobs`, that under the distribution sampled from.
-`logprobs` has the former, as in vLLM (`reported_logprobs`).
+Each parameter is supported, harmless to ignore, or an error. In addition to OpenAI's parameters, clients may send
+vLLM's `top_k`, `repetition_penalty`, `min_tokens`, `ignore_eos`, `return_token_ids`, and `chat_template_kwargs`. A
+reply to a request with `return_token_ids` has vLLM's fields `prompt_token_ids` (in each choice of a plain completion)
+and `choices[].token_ids`, and three more: `step`, the policy's step, `choices[].raw_logprobs`, each token's logprob
+under the unmodified softmax(logits), and `choices[].sampled_logprobs`, the logprob under the sampled distribution.
+`logprobs` has the raw logprobs, as in vLLM (`reported_logprobs`).
 """
 
 from collections.abc import Iterator, Mapping
@@ -21,7 +21,7 @@ from art_cli.chat.reading import convert, decode_object
 from art_cli.chat.replies import Choice, Chunk, Reply, token_bytes, token_text
 from art_cli.chat.requests import RENDERERS_OWN, Json, Request
 
-# Bounds without a source in the protocol keep hostile numbers from reaching tensors: ids and counts fit 32 bits.
+# Limits without a source in the protocol keep hostile numbers from reaching tensors: ids and counts fit 32 bits.
 INT32 = 2**31 - 1
 LOWEST_TEMPERATURE = 1e-6  # logits divided by a lower temperature leave the range of float32
 LOWEST_LOGPROB = -9999.0  # OpenAI's and vLLM's stand-in for -inf, which JSON cannot express
@@ -35,7 +35,7 @@ _Stop = Annotated[str, Meta(min_length=1, max_length=1024)]  # bounded because e
 _MAX_VARIABLES = 16 * 1024  # characters of chat_template_kwargs as JSON
 _MAX_VARIABLE = 1_000_000  # largest number in chat_template_kwargs; a template may repeat a text that often
 
-# Parameters accepted and ignored: they identify, bill or cache, or ask a hosted service for what a model does anyway.
+# Parameters accepted and ignored: they identify, bill, or cache, or request something that the model does anyway.
 HARMLESS = frozenset(
     {
         "user",
@@ -94,7 +94,7 @@ AnyBody = TypeVar("AnyBody", bound=Body)
 
 
 def parse_body(body: bytes, kind: type[AnyBody]) -> tuple[Json, AnyBody]:
-    """Returns the fields of a JSON body as the client sent them, and checked. Raises ChatError 400."""
+    """Returns a JSON body's fields in raw and validated form. Raises ChatError 400."""
     fields = decode_object(body)
     checked = convert(fields, kind)
     check_names(fields, kind, HARMLESS, NEUTRAL)
@@ -109,9 +109,9 @@ def check_names(
     neutral: Mapping[str, tuple[Any, ...]],
     where: str = "",
 ) -> None:
-    """Raises ChatError 400 that names all fields that are none of `kind`'s, not harmless, and not neutral.
+    """Raises ChatError 400 with the names of all unknown fields that are neither harmless nor neutral.
 
-    `where`: the path of the object that has the fields, with a dot.
+    `where` is the path of the object that has the fields, with a dot.
     """
     others = sorted(fields.keys() - set(kind.__struct_fields__) - harmless)
     unknown = [f"{where}{name[:80]}" for name in others if name not in neutral]
@@ -129,7 +129,7 @@ def check_names(
 
 
 def given_sampling(*, temperature: float | None, top_k: int | None, **others: Any) -> Json:
-    """Returns what the client gave, under the names of `Sampling`. Raises ChatError 400 if it is too cold."""
+    """Returns the client's settings with the names of `Sampling`. Raises ChatError 400 for a tiny temperature."""
     if temperature is not None and 0 < temperature < LOWEST_TEMPERATURE:
         raise invalid(f"temperature: 0 (greedy) or at least {LOWEST_TEMPERATURE}", "temperature")
     given = {"temperature": temperature, "top_k": None if top_k is None else max(top_k, 0), **others}
@@ -158,7 +158,7 @@ def sampling_of(body: Body, max_tokens: int | None) -> Json:
 
 
 def _bias(pair: tuple[str, float]) -> tuple[int, float]:
-    """Returns the token id and its bias. Raises ChatError 400: it is no token id."""
+    """Returns the token id and its bias. Raises ChatError 400 for an invalid token id."""
     token = pair[0]
     if not (token.isascii() and token.isdecimal() and len(token) <= 10 and int(token) <= INT32):
         raise invalid(f"logit_bias: {token[:80]!r} is no token id", "logit_bias")
@@ -166,7 +166,7 @@ def _bias(pair: tuple[str, float]) -> tuple[int, float]:
 
 
 def wanted_usage(body: Body) -> Json:
-    """Returns the fields of a Request by which a stream reports usage, at its end and in each event."""
+    """Returns the Request fields that control usage reports of a stream, at the end and in each event."""
     options = body.stream_options
     if options is None:
         return {}
@@ -177,7 +177,7 @@ def wanted_usage(body: Body) -> Json:
 
 
 def template_kwargs(variables: Json) -> Json:
-    """Returns the variables for the chat template. The backend checks which of them its template reads."""
+    """Returns the variables for the chat template. The backend checks which variables the template supports."""
     for name in variables:
         if name in RENDERERS_OWN:
             param = f"chat_template_kwargs.{name}"
@@ -239,10 +239,10 @@ class TokenLogprob(msgspec.Struct):
 
 
 def reported_logprobs(request: Request, choice: Choice) -> list[float]:
-    """Returns each token's logprob as clients see it, under the same distribution as its `top_logprobs`.
+    """Returns the tokens' logprobs for the client, under the same distribution as the `top_logprobs`.
 
-    That is the model's own, softmax(logits), unless the server was set to report what was sampled from, or the backend
-    reports nothing else. A greedy token has the model's own either way.
+    The distribution is the model's softmax(logits), unless the server is configured to report the sampled distribution
+    or the backend reports nothing else. Greedy tokens always get the model's logprob.
     """
     raw = choice.raw_logprobs
     wants_sampled = request.is_processed and request.sampling.temperature > 0
@@ -250,7 +250,7 @@ def reported_logprobs(request: Request, choice: Choice) -> list[float]:
 
 
 def token_logprobs(request: Request, choice: Choice) -> list[TokenLogprob]:
-    """Returns one entry for each token; its bytes are those of a part of a character where the token is one."""
+    """Returns an entry per token. A token with part of a character has the bytes of this part."""
     content = [
         TokenLogprob(token_text(token), max(logprob, LOWEST_LOGPROB), list(token_bytes(token)))
         for token, logprob in zip(tokens_of(choice), reported_logprobs(request, choice), strict=True)
@@ -296,9 +296,9 @@ class OpenAI:
 
 
 class OpenAIEvents:
-    """The events of one stream: each choice's beginning, its pieces, at last usage and [DONE].
+    """The events of a stream: the start and pieces of each choice, then usage and [DONE].
 
-    A subclass makes the beginning and the pieces of a choice.
+    Subclasses render the start and pieces of a choice.
     """
 
     kind: str  # value of the field `object`
@@ -312,7 +312,7 @@ class OpenAIEvents:
         self._last: Chunk | None = None
 
     def render(self, chunk: Chunk) -> bytes:
-        """Returns the events of one chunk; empty when the chunk holds nothing that the client asked for."""
+        """Returns a chunk's events; empty if the client asked for none of its content."""
         self._last = chunk
         self._num_prompt += len(chunk.prompt_ids or ())
         self._num_sampled += len(chunk.choice.token_ids)
@@ -328,7 +328,7 @@ class OpenAIEvents:
         return events
 
     def finish(self) -> bytes:
-        """Returns the usage chunk if the client asked for it, and the end of the stream."""
+        """Returns the usage chunk if requested, and the end of the stream."""
         done = event(b"[DONE]")
         if self._last is None or not self._request.wants_usage:
             return done
@@ -340,22 +340,22 @@ class OpenAIEvents:
         return event(self._wire.error(error))
 
     def first_content(self, choice: Choice) -> Json:
-        """Returns the content of a choice's first event; empty when the choice needs none."""
+        """Returns the content of a choice's first event; empty if no first event is needed."""
         raise NotImplementedError
 
     def with_prompt(self, event: Json, prompt_ids: list[int]) -> Json:
-        """Returns a choice's first event with the prompt's token ids where the protocol has them."""
+        """Returns a choice's first event, with the prompt's token ids if the protocol has them."""
         return {**event, "prompt_token_ids": prompt_ids}
 
     def content(self, choice: Choice) -> Json:
-        """Returns the new text of a choice, under the field's name in this protocol."""
+        """Returns a choice's new text, under the protocol's field name."""
         raise NotImplementedError
 
     def logprobs(self, choice: Choice) -> Json:
         raise NotImplementedError
 
     def _begin(self, chunk: Chunk) -> bytes:
-        """Returns a choice's first event; the prompt's token ids go with it."""
+        """Returns a choice's first event, with the prompt's token ids."""
         prompt_ids = chunk.prompt_ids if self._request.wants_token_ids else None
         if not (content := self.first_content(chunk.choice)) and prompt_ids is None:
             return b""

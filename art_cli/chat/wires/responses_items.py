@@ -1,9 +1,8 @@
-"""Items of OpenAI's Responses as chat messages, and an assistant message as items.
+"""Converts OpenAI Responses items to chat messages, and assistant messages to items.
 
-A reply is several items: a `reasoning`, a `message`, and one `function_call` for each call. Sent back as input, they
-have to become the one assistant message that they were made of, because the chat template then renders the tokens that
-were sampled. The ids of items name the response that they belong to; where a client leaves them out, the sequence of
-items decides.
+A reply has several items: a `reasoning`, a `message`, and a `function_call` for each call. When a client sends them
+back as input, they must become the same assistant message again, so that the chat template renders the sampled tokens.
+Item ids contain the response's id. If a client omits the ids, the order of the items decides.
 """
 
 import base64
@@ -16,7 +15,7 @@ import msgspec
 from art_cli.chat.chat_errors import invalid
 from art_cli.chat.requests import Json
 
-_ID = re.compile(r"(?:rs|msg|fc)_([0-9a-f]{32})_\d+")  # an id that `item_id` has written
+_ID = re.compile(r"(?:rs|msg|fc)_([0-9a-f]{32})_\d+")  # an id from `item_id`
 _ENCRYPTED = "art-reasoning-1."  # the beginning of our `encrypted_content`; base64 of the text follows
 _PARTS = ("input_text", "output_text", "text", "summary_text", "refusal")
 
@@ -60,7 +59,7 @@ class ReasoningItem(_Item, tag="reasoning", kw_only=True):
 
 
 class ReferenceItem(_Item, tag="item_reference", kw_only=True):
-    """An item of a reply that is kept. It stands for the whole reply, because no client sends a part of one."""
+    """An item of a stored reply. It represents the whole reply, because no client sends a part of a reply."""
 
 
 Item = MessageItem | CallItem | OutputItem | ReasoningItem | ReferenceItem
@@ -68,7 +67,7 @@ KINDS = ("message", "function_call", "function_call_output", "reasoning", "item_
 
 
 def name_kinds(items: Any) -> None:
-    """Writes the type into messages that were sent without one. Raises ChatError 400: items or parts of other kinds."""
+    """Adds the type to messages without one. Raises ChatError 400 for unsupported items or parts."""
     for place, item in enumerate(items if isinstance(items, list) else []):
         if not isinstance(item, dict):
             continue
@@ -104,9 +103,9 @@ class _Fold:
 
     def __init__(self) -> None:
         self._messages: list[Json] = []
-        self._assistant: Json | None = None  # the assistant message that was written last
-        self._response: str | None = None  # response that this message came from, if an id of its items names it
-        self._follows: Literal["nothing", "outputs", "more"] = "nothing"  # the kind of item written after it
+        self._assistant: Json | None = None  # the last assistant message
+        self._response: str | None = None  # the message's response, if an item id names it
+        self._follows: Literal["nothing", "outputs", "more"] = "nothing"  # the type of item after the message
 
     def add(self, item: Item) -> None:
         match item:
@@ -162,18 +161,18 @@ def _text(content: str | list[TextPart]) -> str:
 
 
 def _thought(item: ReasoningItem) -> str:
-    """Returns the text of a reasoning item: as it is, as we packed it, or its summary."""
+    """Returns a reasoning item's text: plain, from our encrypted content, or the summary."""
     if item.content:
         return _text(item.content)
     return _text(item.summary) if item.encrypted_content is None else decrypted(item.encrypted_content)
 
 
 def conversation(instructions: str | None, messages: Sequence[Json]) -> list[Json]:
-    """Returns the messages as chat templates take them.
+    """Returns the messages for chat templates.
 
-    The system messages at the beginning are one, `instructions` first, and later ones are the user's, because most
-    templates take no more. Outputs of functions that were called in one message stand in the order of its calls,
-    because templates show no ids.
+    Leading system messages are merged into one, with `instructions` first, and later system messages become user
+    messages, because most templates support no more. Outputs of functions called in the same message are sorted in call
+    order, because templates show no ids.
     """
     first = next((place for place, sent in enumerate(messages) if sent["role"] != "system"), len(messages))
     texts = [text for text in (instructions, *(sent["content"] for sent in messages[:first])) if text]
@@ -183,7 +182,7 @@ def conversation(instructions: str | None, messages: Sequence[Json]) -> list[Jso
 
 
 def without_instructions(instructions: str | None, messages: list[Json]) -> list[Json]:
-    """Returns the messages without a response's instructions, which are not those of the next one."""
+    """Returns the messages without a response's instructions, which do not apply to the next response."""
     if not instructions:
         return messages
     rest = messages[0]["content"].removeprefix(instructions).removeprefix("\n\n")
@@ -192,7 +191,7 @@ def without_instructions(instructions: str | None, messages: list[Json]) -> list
 
 def _in_order_of_calls(messages: Sequence[Json]) -> list[Json]:
     ordered: list[Json] = []
-    places: dict[str, int] = {}  # id of a call of the last assistant message -> its place among the calls
+    places: dict[str, int] = {}  # call id -> position in the last assistant message
     outputs: list[Json] = []
 
     def flush() -> None:
@@ -215,12 +214,12 @@ def _in_order_of_calls(messages: Sequence[Json]) -> list[Json]:
 
 
 def full_name(namespace: str | None, name: str) -> str:
-    """Returns the name by which a model calls a function: `mcp__mail__send` for `send` in the namespace `mcp__mail`."""
+    """Returns the model's name for a function: `mcp__mail__send` for `send` in the namespace `mcp__mail`."""
     return f"{namespace.removesuffix('__')}__{name}" if namespace else name
 
 
 def functions_of(tools: Sequence[Json]) -> list[tuple[str, Json]]:
-    """Returns the functions among the tools by their full names, those in namespaces included."""
+    """Returns the tools' functions by full name, including functions in namespaces."""
     functions = []
     for tool in tools:
         namespace = tool["name"] if tool["type"] == "namespace" else None
@@ -233,18 +232,18 @@ def functions_of(tools: Sequence[Json]) -> list[tuple[str, Json]]:
 
 
 def item_id(prefix: str, response: str, place: int) -> str:
-    """Returns the id of an item at this place of the output of `response`, 32 hexadecimal digits."""
+    """Returns the id for an item at this position in the output of `response`, 32 hexadecimal digits."""
     return f"{prefix}_{response}_{place}"
 
 
 def response_of(id: str | None) -> str | None:
-    """Returns the response that an item's id names, or None if `art` did not make the id."""
+    """Returns the response in an item's id, if `art` made the id."""
     found = _ID.fullmatch(id or "")
     return found[1] if found else None
 
 
 def reasoning_item(id: str, text: str, status: str, *, is_encrypted: bool) -> Json:
-    """Returns the thought as text, and with `is_encrypted` also as the field that every client sends back."""
+    """Returns the thoughts as text, and with `is_encrypted` also in the field that every client sends back."""
     item: Json = {"id": id, "type": "reasoning", "summary": [], "content": [reasoning_part(text)], "status": status}
     return item | ({"encrypted_content": encrypted(text)} if is_encrypted else {})
 
@@ -255,9 +254,9 @@ def message_item(id: str, text: str, status: str, logprobs: Sequence[Any] = ()) 
 
 
 def call_item(id: str, call: Json, status: str, functions: Mapping[str, Json]) -> Json:
-    """Returns the call of one of these functions, which are by their full names.
+    """Returns a call of one of these functions, which are keyed by full name.
 
-    An endpoint may give a call without an id, which then has the item's, or without a name or arguments.
+    Endpoints may omit the id, name, or arguments. A missing id is replaced by the item's id.
     """
     function = call.get("function") or {}
     name = function.get("name") or ""
@@ -277,12 +276,12 @@ def reasoning_part(text: str) -> Json:
 
 
 def encrypted(text: str) -> str:
-    """Returns the text as `encrypted_content`. It hides nothing: it is there for clients that keep no other field."""
+    """Returns the text as `encrypted_content`. The text is not secret; some clients keep no other field."""
     return _ENCRYPTED + base64.b64encode(text.encode(errors="replace")).decode()
 
 
 def decrypted(packed: str) -> str:
-    """Returns the text that `encrypted` packed. Raises ChatError 400: another endpoint made it."""
+    """Returns the text from `encrypted`. Raises ChatError 400 if another endpoint made it."""
     message = "input: the encrypted_content of a reasoning item does not come from this endpoint; leave the item out"
     if not packed.startswith(_ENCRYPTED):
         raise invalid(message, "input")

@@ -1,9 +1,8 @@
 """ClusterRollout: the user's rollout on the nodes of a Ray cluster, seen from the training process.
 
 It communicates only with its child process, Ray's driver (ray_driver.py). If Ray loses the cluster and the driver
-exits,
-running attempts fail as `node` errors and are retried once another driver has found the cluster. Without a cluster, the
-run ends with an error message and can be resumed.
+exits, running attempts fail as `node` errors and are retried once another driver has found the cluster. Without a
+cluster, the run ends with an error message and can be resumed.
 """
 
 import asyncio

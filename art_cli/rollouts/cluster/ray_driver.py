@@ -154,8 +154,7 @@ class ServedCluster(ServedRollout):
         """Connects to the cluster and returns the Python version. Blocks, because Ray connects in the main thread.
 
         `cluster` is the configuration section, `project` has the directory and its runs, and `played` has the
-        parameters for
-        ServedNode.load except the gateway.
+        parameters for ServedNode.load except the gateway.
         """
         connect(cluster, project)
         self._rollout = RayRollout(cluster, played, processes=processes, concurrency=concurrency, show=self._show)

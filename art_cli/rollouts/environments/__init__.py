@@ -95,7 +95,7 @@ class Library(Protocol):
         """
 
     def open(self, name: str, settings: Settings) -> Environment:
-        """Opens and tests the environment. Raises UsageError for an unknown name, invalid arguments, or a failed test."""
+        """Opens and tests the environment. Raises UsageError for an unknown name, wrong arguments, or a failed test."""
 
 
 def library_names() -> list[str]:

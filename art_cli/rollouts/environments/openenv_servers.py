@@ -5,8 +5,7 @@
 The server's schema defines an action. If the action is a single text, the reply is the action. Otherwise the reply is a
 JSON object with the action's fields, and the system message contains the schema. An observation is shown as the field
 named by `observation`, or as JSON. The reward is the sum of the steps' rewards, or the last reward. Without rewards
-from
-the server a judge gives the reward. Actions that violate the schema are answered with the reason.
+from the server a judge gives the reward. Actions that violate the schema are answered with the reason.
 """
 
 import asyncio

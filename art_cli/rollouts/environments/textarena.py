@@ -1,10 +1,9 @@
 """textarena: text games for one or more players (github.com/LeonGuertler/TextArena).
 
 The scenario's seed is the game's seed. The policy plays all seats, each in a separate conversation in which the texts
-of
-the game and of other players are user messages. Training uses one seat, `seed % number of seats`, and its reward. The
-same policy answers the other seats' calls, but these calls are not recorded, because a trajectory has one reward and
-opponents' moves would count with the wrong sign.
+of the game and of other players are user messages. Training uses one seat, `seed % number of seats`, and its reward.
+The same policy answers the other seats' calls, but these calls are not recorded, because a trajectory has one reward
+and opponents' moves would count with the wrong sign.
 
 Games that download data (nltk word lists), call a model API, or fail to import are refused with the reason. Games use
 Python's global random generator, so each game gets a separate generator state and only one game runs at a time.
@@ -315,8 +314,7 @@ def _try_players(make: Callable[[], Any], wanted: int | None) -> tuple[int, int]
     """Returns the number of players to start the game with, and the number of seats.
 
     The default is the game's own default, or the smallest valid number. Some multiplayer games also accept one player,
-    who
-    plays alone. If the game rejects every number, raises the game's error for one player.
+    who plays alone. If the game rejects every number, raises the game's error for one player.
     """
     refusals = []
     default = wanted or getattr(make(), "default_num_players", None)

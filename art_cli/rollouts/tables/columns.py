@@ -67,8 +67,7 @@ class Columns:
         """Returns a scenario for each row, with the `id` first.
 
         The id comes from the column named or mapped to `id`. Without such a column the id is a hash of the scenario's
-        content,
-        independent of other rows and their order; duplicate rows are dropped.
+        content, independent of other rows and their order; duplicate rows are dropped.
 
         Raises DataError for missing columns, non-JSON values, duplicate ids, and too many or too large rows.
         """
