@@ -60,8 +60,7 @@ def read_keys(key: str | None, file: Path | None) -> Keys:
 
 
 def read_key_texts(key: str | None, file: Path | None) -> list[str]:
-    """Returns the keys from an option and a file with one key per line. Blank lines and lines starting with # are
-    skipped.
+    """Returns the keys from an option and a file with one key per line. Skips blank lines and lines starting with #.
 
     Raises UsageError for a file without keys, or a key that is not valid in a header.
     """

@@ -148,7 +148,7 @@ class PromptList:
 
 
 def _parts(request: Request) -> list[Request]:
-    """Returns one request per prompt. Their digests differ, so they are not mistaken for retries of each other."""
+    """Returns one request per prompt. Different digests keep them from looking like retries."""
     assert request.prompt is not None, "chat has no prompts"
     return [
         msgspec.structs.replace(

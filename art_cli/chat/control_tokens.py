@@ -68,7 +68,7 @@ class ControlTokens:
         self._find = _finder(marks)
 
     def places(self, text: str, *, is_free: bool) -> set[int]:
-        """Returns the characters to replace, by index, so that the text has no part of a marker.
+        """Returns the characters to replace, by index, which removes all parts of markers from the text.
 
         `is_free` also covers the middle of a marker, such as "user" in <|user|>.
         """

@@ -162,9 +162,7 @@ class Connection(asyncio.Protocol):
             self._transport.abort()
 
     def _refuse(self, status: int, reason: str) -> None:
-        """Refuses a request before it reaches the application. Closes without an answer if another answer may be in
-        progress.
-        """
+        """Refuses a request that has not reached the application. During another answer, only closes the connection."""
         if self._num_requests or not self._is_in_headers:
             self._transport.abort()
         elif not self._transport.is_closing():
@@ -208,7 +206,7 @@ async def serve(
     timeouts: Timeouts | None = None,
     grace_s: int = GRACE_S,
 ) -> AsyncIterator[str]:
-    """Yields the server's root, such as `http://127.0.0.1:41233`, while it is running. Port 0 selects any free port.
+    """Yields the root URL, such as `http://127.0.0.1:41233`, while the server is running. Port 0 selects any free port.
 
     On exit, requests in flight have `grace_s` seconds to finish. Raises EngineError if the address is not available.
     """

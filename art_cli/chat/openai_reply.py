@@ -102,9 +102,7 @@ class ReplyReader:
             return msgspec.convert(_mended(msgspec.json.decode(data)), ReplyJson, strict=False)
 
     def choice(self, parsed: ChoiceJson) -> Choice:
-        """Returns a choice, or the new part of a streamed choice. Raises ValueError with the name of an unreadable
-        field.
-        """
+        """Returns a choice or a piece of a choice. Raises ValueError with the name of an unreadable field."""
         if not 0 <= parsed.index < self._request.sampling.n:
             raise ValueError(f"a choice of index {parsed.index}, where {self._request.sampling.n} were asked for")
         given = parsed.message if parsed.message is not None else parsed.delta
@@ -171,7 +169,7 @@ def _mended_choice(choice: Any, index: int) -> Json:
 
 
 def _converted(value: Any, kind: Any) -> Any:
-    """Returns an unimportant value, or None if it has the wrong type."""
+    """Returns an unimportant value. Values of a wrong type become None."""
     try:
         return msgspec.convert(without_nulls(value) if isinstance(value, dict) else value, kind, strict=False)
     except (ValueError, OverflowError):

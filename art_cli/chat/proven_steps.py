@@ -14,7 +14,7 @@ PROOF_TIMEOUT_S = 600.0  # longest time a reply waits for the proof
 
 
 class ProvenSteps:
-    """Digests of an engine's proven policies by step. Replies wait for the proof of their step."""
+    """Digests of an engine's proven policies by step. Replies wait until their step is proven."""
 
     def __init__(self) -> None:
         self.newest = ""  # digest of the policy that answers now, or "" if unknown

@@ -32,9 +32,7 @@ class BodyLimit(NamedTuple):
 
 
 async def read_body(http: HttpRequest, limit: BodyLimit, timeout_s: float) -> bytes:
-    """Returns the complete body. Raises ChatError 413 if it is too large, also by its header, and 408 if it is too
-    slow.
-    """
+    """Returns the complete body. Raises ChatError 413 for large bodies (also judged by the header), 408 for slow ones."""
     declared = http.headers.get("content-length", "")
     is_over = declared.isdecimal() and int(declared[:20]) > limit.num_bytes
     if is_over and not _must_discard(http):

@@ -159,7 +159,7 @@ def join_deltas(deltas: Iterable[Json]) -> Json:
 
 
 class ReplyBuilder:
-    """Joins the chunks of a stream. Complete once every requested choice has ended."""
+    """Joins a stream's chunks. Complete when every requested choice has ended."""
 
     def __init__(self, request: Request) -> None:
         self._request = request
@@ -202,7 +202,7 @@ class ReplyBuilder:
         )
 
     def partial_reply(self) -> Reply | None:
-        """Returns the streamed part of an answer; None if no choice has a token or text."""
+        """Returns the streamed part of an answer, if any choice has a token or text."""
         if self._last is None:
             return None
         reply = self.reply()

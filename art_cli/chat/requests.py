@@ -60,8 +60,8 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     tool_choice: str | Json = "auto"  # "auto", "none", "required", or a named function
     response_format: Json | None = None  # OpenAI's json_object or json_schema; None means text
     template_kwargs: Json = {}  # chat_template_kwargs: {"enable_thinking": false}
-    thinks: bool | None = None  # whether the model thinks, if the template supports it; None for the template's default
-    caps_tokens: bool = False  # whether max_tokens is only a bound; the context may end the reply earlier
+    thinks: bool | None = None  # whether the model thinks, if the template supports it; default: the template's default
+    caps_tokens: bool = False  # whether max_tokens is only an upper bound, so the context may end the reply earlier
     is_stream: bool = False
     wants_usage: bool = False  # stream_options.include_usage
     wants_running_usage: bool = False  # vLLM's stream_options.continuous_usage_stats: usage in each event

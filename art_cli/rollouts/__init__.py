@@ -32,7 +32,7 @@ class Rollout(Protocol):
     async def play(self, policy: "Policy", scenario: dict[str, Any], *, is_alone: bool = False) -> "Outcome":
         """Returns the attempt's outcome.
 
-        With `is_alone` the attempt gets a process of its own, because the previous process died during this attempt.
+        With `is_alone` the attempt gets a separate process, because the previous process died during this attempt.
         Raises AttemptError if this attempt failed, and RolloutError if every attempt would fail.
         """
 

@@ -30,7 +30,7 @@ from art_cli.runtime.errors import RolloutError, message_of
 from art_cli.runtime.processes.child import Finished, child_environment, run_program
 from art_cli.runtime.processes.plain_json import dump
 
-# Variables that a program needs to start and make calls. None of them holds a key.
+# Variables that a program needs to start and make calls. They contain no keys.
 USUAL = frozenset(
     ("PATH", "HOME", "USER", "LOGNAME", "SHELL", "TERM", "LANG", "LANGUAGE", "TZ", "TMPDIR", "TEMP", "TMP",
      "SYSTEMROOT", "PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "CONDA_PREFIX", "NODE_PATH", "LD_LIBRARY_PATH",
@@ -61,8 +61,8 @@ class CommandRollout:
             raise RolloutError(f"{self._entry}: no such program: {program!r}; install it or give its path")
 
     async def play(self, policy: Policy, scenario: Json, *, is_alone: bool = False) -> Outcome:
-        """Raises AttemptError if the program failed or printed no outcome, and RolloutError for an outcome of a wrong
-        type.
+        """Raises AttemptError if the program failed or printed no outcome, and RolloutError for a wrong type of
+        outcome.
 
         After the first valid outcome, a wrong type is also an AttemptError.
         """
@@ -151,7 +151,7 @@ def is_passed(name: str, env: Collection[str]) -> bool:
 
 
 def _describe(ended: Finished, withheld: Sequence[str]) -> str:
-    """Describes a failed program: exit status, end of its stderr, and how to pass withheld variables."""
+    """Describes a failed program: exit status, the last lines of stderr, and advice about withheld variables."""
     tail = ended.stderr[-MAX_ERROR_LENGTH // 2 :].decode(errors="replace").strip()
     status = f"{describe_exit(ended.status)}: {tail}" if tail else describe_exit(ended.status)
     if not withheld or ended.status < 0:  # signals have other causes

@@ -23,7 +23,7 @@ from art_cli.chat import EngineLoad
 from art_cli.config.sections.rollout_config import MAX_AT_ONCE
 from art_cli.rollouts.call_counts import CallCounts
 
-FIRST = 128  # initial number without a reported capacity, and the maximum without a reported load
+FIRST = 128  # initial number if the capacity is unknown, and the maximum if the load is unknown
 SAMPLE_S = 0.25  # sampling interval
 MIN_SAMPLES = 4  # minimum samples per window
 STEP = 1.5  # maximum factor per change
@@ -39,7 +39,7 @@ class Concurrency:
     """The number of concurrent rollouts. `note` updates `number`."""
 
     def __init__(self, load: EngineLoad | None) -> None:
-        """`load` is the engine's load before the first rollout; None if the engine reports no load."""
+        """`load` is the engine's load before the first rollout, if known."""
         self._room = None if load is None else load.room
         self.number = min(MAX_AT_ONCE, self._room or FIRST)
         self._busy_share = 0.0  # fraction of rollout time spent in calls; 0 before the first window
@@ -50,7 +50,7 @@ class Concurrency:
         self._computed_before = 0  # tokens that the engine had computed at the last sample
         # Tokens that the engine computed per token of the calls, with rollouts within its room and beyond it.
         self._within = self._beyond = 0.0
-        self._need = 0.0  # factor by which more rollouts would fill the capacity, measured within the capacity
+        self._need = 0.0  # capacity per request, with a reserve, measured while rollouts are within the capacity
 
     def __str__(self) -> str:
         """Example: "48 (the engine answers 32 requests at once; rollouts are without a call 35% of their time)"."""
@@ -59,10 +59,9 @@ class Concurrency:
         return f"{self.number} ({'; '.join(facts)})" if facts else str(self.number)
 
     def note(self, in_flight: int, load: EngineLoad | None, calls: CallCounts) -> int:
-        """Processes a sample of rollouts in flight, engine load, and calls since the last sample. Returns the new
-        number.
+        """Takes a sample (rollouts in flight, engine load, calls since the last sample) and returns the new number.
 
-        Samples with fewer rollouts than the number, such as at the end of a step, are ignored.
+        Samples with fewer rollouts than the number, such as during a step's last rollouts, are ignored.
         """
         if load is not None:
             calls.computed, self._computed_before = load.computed - self._computed_before, load.computed

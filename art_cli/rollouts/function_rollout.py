@@ -223,7 +223,7 @@ def what_to_load(config: "RolloutConfig") -> tuple[str, Json | None]:
 
 
 def load_function(entry: str, directory: Path, environment: Json | None = None) -> FunctionRollout:
-    """Loads the function. Raises UsageError if it cannot be loaded, and RolloutError unless it takes (policy,
+    """Loads the function. Raises UsageError if loading fails, and RolloutError for other parameters than (policy,
     scenario).
 
     With `environment`, the fields of `environments.Settings`, the environment is loaded and `entry` is its name.

@@ -88,7 +88,7 @@ def _make_client(*names: str) -> Any:
 
 
 def import_client() -> None:
-    """Imports the modules for `policy.client` early, because the import takes most of a second.
+    """Imports the modules for `policy.client` early, because the import takes almost a second.
 
     Import errors are reported later, by the attempt that asks for a client.
     """

@@ -33,7 +33,7 @@ START_DEADLINE_S = 300.0  # longest import of the user's modules
 LONE_PER_CORE = 4  # number of processes per core that play a single attempt
 EXPLAIN_DEADLINE_S = 5.0
 CLOSE_DEADLINE_S = 15.0  # longest wait for a process to close the function's clients and end
-EXIT_GRACE_S = 1.0  # time for a process to exit after its socket closed, so that the exit status is known
+EXIT_GRACE_S = 1.0  # time for a process to exit after its socket closed, which makes its exit status available
 OUTPUT_DEADLINE_S = 10.0  # longest wait for the remaining output
 FUNCTION = "process_worker"  # the module that plays a function (bootstrap.py)
 # Variables that would make another Python import our packages or mistake itself for this interpreter.
@@ -49,9 +49,9 @@ def show(text: str) -> None:
 class ProcessRollout:
     """Plays the function `entry` in `processes` processes. Each attempt goes to the least busy process.
 
-    `python` is the interpreter; None means this interpreter with its `sys.path`. `environment` holds the fields of
-    environment Settings; the processes then play this environment, and `entry` is its name. `printed` receives their
-    output.
+    `python` is the interpreter; by default this interpreter with its `sys.path`. `environment` holds the fields of
+    environment Settings. The processes then play this environment, and `entry` is the environment's name. `printed`
+    receives their output.
     """
 
     def __init__(
@@ -118,9 +118,9 @@ class ProcessRollout:
 class RolloutProcess:
     """One worker process, started on demand.
 
-    `module` is the worker module (bootstrap.py). Its first call is `load` with the parameters `what`. Messages name
-    the worker by its `title`, and `python` by its configuration `key`. Standard error goes to `errors`, or to `printed`
-    like standard output.
+    `module` is the worker module (bootstrap.py). Its first call is `load` with the parameters `what`. Error messages
+    contain `title`, and the configuration `key` of `python`. Standard error goes to `errors`, or to `printed` like
+    standard output.
     """
 
     version = ""  # Python version after loading
@@ -176,7 +176,7 @@ class RolloutProcess:
                     await self._launch()
                 self.version = str(await (loading or self._load()))
         except BaseException as error:
-            await self._end()  # stopped without a request, because a process does not read messages during imports
+            await self._end()  # stopped immediately, because processes do not read messages during imports
             if (explained := self._explain_start(error)) is error:
                 raise
             raise explained from error
@@ -285,7 +285,7 @@ async def _pass_on(output: asyncio.StreamReader, printed: Callable[[str], None])
 
 
 def _environment(python: Path) -> dict[str, str]:
-    """Returns the environment for another Python, as if its virtual environment were activated instead of this one."""
+    """Returns the environment for another Python, as if that Python's virtual environment were activated."""
     environment = {name: value for name, value in child_environment().items() if name not in OWN_VARIABLES}
     home = python.parent.parent
     if (home / "pyvenv.cfg").is_file():

@@ -24,7 +24,7 @@ def main() -> None:
 
 
 def serve_and_exit(served: "ServedRollout") -> NoReturn:
-    """Answers calls at the socket from the command line until the other end closes, then exits."""
+    """Answers calls at the socket from the command line, and exits when the parent closes the socket."""
     run_and_exit(_serve(socket.socket(fileno=int(sys.argv[1])), served))
 
 

@@ -34,7 +34,7 @@ class _Conversation(msgspec.Struct):
     """Messages as the client sent them, the last reply included."""
 
     messages: list[Json]
-    identity: list[tuple[object, ...]]  # per message: the fields that a client preserves when it sends the message back
+    identity: list[tuple[object, ...]]  # per message: the fields that clients preserve when they send the message back
     text: str | None = None  # for plain completions: the last prompt and its completion
     is_abandoned: bool = False  # the rollout never saw the last reply
 
@@ -55,7 +55,7 @@ class Recorder:
 
     def __init__(self) -> None:
         self.turns: list[Turn] = []
-        self.spans: list[tuple[float, float]] = []  # per turn: the times of its call and its answer (monotonic)
+        self.spans: list[tuple[float, float]] = []  # per turn: (call time, answer time), monotonic
         self.tools: list[Json] = []  # distinct tools offered by any call
         self.num_calls = 0  # answered calls, and calls whose client left early
         self.num_cancelled = 0  # calls that the rollout left before their end
@@ -131,7 +131,7 @@ class Recorder:
             self._keep_calls(choice.message or {})
             if reply.prompt_ids and choice.token_ids and len(choice.logprobs) == len(choice.token_ids):
                 self._add_turn(request, reply, choice)
-        # reversed because most clients continue with the first choice, and the current conversation is last
+        # reversed because most clients continue with choice 0, and the current conversation is last
         conversations = [self._add_conversation(request, choice) for choice in reversed(reply.choices)]
         return Recorded(range(num_before, len(self.turns)), conversations)
 
@@ -287,7 +287,7 @@ class Attempted:
     def __init__(self) -> None:
         self.state: State = "in flight"
         self.recorded: Recorded | None = None  # its turns and conversations, once they are recorded
-        self.is_counted = False  # whether the call has ended and counts in `num_calls`
+        self.is_counted = False  # whether the call is over and counts in `num_calls`
         self.is_abandoned = False
 
     def end(self) -> None:

@@ -51,7 +51,7 @@ CONTEXT_LIMIT = "context_length_exceeded"
 RATE_LIMITED = (429, 529)  # status codes for rate limits; Anthropic uses 529
 LOAD_TIMEOUT_S = 5.0  # longest wait for the engine to report its load
 MAX_UNREPORTED = 3  # consecutive failures after which the gateway stops asking for the load
-COUNTS_TIMEOUT_S = 5.0  # longest wait for token counts after the end of a streamed answer
+COUNTS_TIMEOUT_S = 5.0  # longest wait for token counts after a streamed answer
 NUM_LOOKS = 8  # event-loop iterations in which a disconnect can still cancel a call
 OWN_CLIENT = (
     "Give each attempt a client of its own, with base_url=policy.base_url and api_key=policy.api_key, "
@@ -173,7 +173,7 @@ class Gateway:
         group_id: str | None = None,
         prompt: PolicyPrompt | None = None,
     ) -> str:
-        """Returns the key for one attempt at one rollout.
+        """Returns the key for a new attempt.
 
         `temperature`, `max_tokens`, and `max_turns` override the gateway's defaults. An engine with several servers
         sends all calls of a `group_id` to the same server. `prompt` overrides the policy's prompt.
@@ -260,7 +260,7 @@ class _Call:
 
 
 class RecordingBackend:
-    """Answers one attempt's calls from the engine, and records each answer before the client sees its end."""
+    """Answers an attempt's calls from the engine. Each answer is recorded before the client receives all of it."""
 
     def __init__(
         self,
@@ -351,7 +351,7 @@ class RecordingBackend:
             call.task.cancel()
 
     def remember(self, request: Request, recorded: Recorded) -> None:
-        """Adds a call from an earlier process, so that a retry can replace the call."""
+        """Adds a call from an earlier process. Retries can then replace the call."""
         attempted = self._retries.add(request)
         attempted.state, attempted.recorded, attempted.is_counted = "answered", recorded, True
 
@@ -461,7 +461,7 @@ class RecordingBackend:
             self._gateway.count(reply)
 
     def _abandon(self, attempted: Attempted) -> None:
-        """Marks a call that its client gave up on. A call in flight is marked again after recording."""
+        """Marks an abandoned call. A call in flight is marked again after recording."""
         attempted.is_abandoned = True
         self._num_replaced += attempted.is_counted
         if attempted.recorded is not None:

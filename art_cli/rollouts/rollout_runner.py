@@ -198,7 +198,7 @@ def process_rollout(config: RolloutConfig, directory: Path, *, processes: int = 
 
 
 class _Agent:
-    """The agent of one source, with its limits and the checks on its first attempts."""
+    """A source's agent, its limits, and checks on the first attempts."""
 
     def __init__(self, config: RolloutConfig, rollout: Rollout) -> None:
         self.config, self.rollout = config, rollout
@@ -231,7 +231,7 @@ class Runner:
         self._backoff_s = backoff_s
         self._secrets = find_secrets(os.environ)
         self.openings = Openings(config.most_at_once)  # shared by all runs
-        self.concurrency: Concurrency | None = None  # None if the configuration sets the number
+        self.concurrency: Concurrency | None = None  # unset if the configuration fixes the number
         self._following: asyncio.Task[None] | None = None
         self.is_watched = True  # False once failures and silence are no fault of the agent
 
@@ -366,7 +366,7 @@ class Runner:
     async def _attempt(self, plan: RolloutPlan, deadline: float, *, is_alone: bool) -> _Attempt:
         """Makes one try with a new key and a new recorder."""
         agent = self._agents[plan.source]
-        own = agent.config if plan.source else None  # None if the gateway's limits apply
+        own = agent.config if plan.source else None  # the gateway's limits apply without sources
         key = self._gateway.open(
             plan.trajectory_id,
             temperature=plan.temperature,
@@ -392,9 +392,7 @@ class Runner:
         if is_late:
             error = await _timeout_error(agent)
         error = self._judge_error(recorder, error, key)
-        if (
-            recorder.limit is None or recorder.num_calls == 0
-        ):  # a first prompt that is too long is not the policy's fault
+        if recorder.limit is None or recorder.num_calls == 0:  # an oversized first prompt is not the policy's fault
             return _Attempt(recorder, outcome, error)
         return _judge_limit(_Attempt(recorder, outcome, error), agent.config.limit_reward)
 
@@ -425,7 +423,7 @@ async def _timeout_error(agent: _Agent) -> AttemptError:
 
 
 async def _hand_over(trajectory: Trajectory, on_finished: OnFinished) -> None:
-    """Passes the trajectory to `on_finished` and waits until it is written, even on cancellation."""
+    """Passes the trajectory to `on_finished` and waits for the write, even on cancellation."""
     result = on_finished(trajectory)
     if not inspect.isawaitable(result):
         return

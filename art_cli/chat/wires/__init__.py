@@ -30,13 +30,13 @@ class Events(Protocol):
     """One streamed answer as server-sent events. Each method returns events, as bytes to send."""
 
     def render(self, chunk: Chunk) -> bytes:
-        """Returns a chunk's events; empty if the client asked for none of its content."""
+        """Returns the events for a chunk, if the client asked for its content."""
 
     def finish(self) -> bytes:
         """Returns the final events of a successful stream."""
 
     def fail(self, error: ChatError) -> bytes:
-        """Returns the final events of a stream that failed after it started."""
+        """Returns the final events after a failure during the stream."""
 
 
 class Wire(Protocol):

@@ -118,7 +118,7 @@ class MessageEvents:
         self._call_index = -1
 
     def render(self, chunk: Chunk) -> bytes:
-        """Returns a chunk's events; empty if the client would see none of its content."""
+        """Returns the events for a chunk, if the client would see its content."""
         is_first, self._last = self._last is None, chunk
         if chunk.is_last:
             self._ended = chunk.choice
@@ -161,7 +161,7 @@ class MessageEvents:
         return events + self._delta({"type": f"{kind}_delta", kind: text})
 
     def _extend_call(self, piece: Json, index: int) -> bytes:
-        """Returns the events for a piece of a call. The first piece has the name, later pieces the arguments."""
+        """Returns the events for a piece of a call. The first piece has the name, and later pieces have arguments."""
         events = b""
         if self._call is None or index != self._call_index:
             events = self._end_call()
@@ -209,7 +209,7 @@ def _event(data: Json) -> bytes:
 
 BILLING = "x-anthropic-billing-header:"  # begins a line of Claude Code's system prompt
 _Name = Annotated[str, Meta(max_length=1024)]  # bounded because errors repeat it
-_Stop = Annotated[str, Meta(min_length=1, max_length=1024)]  # bounded because each token's text is searched for it
+_Stop = Annotated[str, Meta(min_length=1, max_length=1024)]  # limited, because every token is checked for it
 _SHOWN = 80  # maximum characters of client-provided names in errors
 
 # Parameters accepted and ignored: they identify, bill, cache or diagnose, ask for a place or a speed of the service, or
@@ -498,7 +498,7 @@ class _Reader:
         self._messages.append(message)
 
     def _result(self, place: str, block: _Block) -> str:
-        """Returns the text of a tool result. The name of a discovered tool is replaced by its definition."""
+        """Returns a tool result's text. The definition of a discovered tool replaces its name."""
         if block.tool_use_id is None:
             raise invalid(f"{place}.tool_use_id: required", f"{place}.tool_use_id")
         if isinstance(block.content, dict):

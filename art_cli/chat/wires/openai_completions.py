@@ -132,7 +132,7 @@ def _prompt_ids(request: Request, choice: Choice, reply: Reply) -> Json:
 
 
 def _whole_logprobs(request: Request, choice: Choice) -> Json:
-    """Returns the logprobs of the echoed prompt and of the choice."""
+    """Returns the logprobs of the choice, after the logprobs of an echoed prompt."""
     sampled = _logprobs(request, choice, len(_echo_text(request, choice)))
     if not request.echo:
         return sampled

@@ -306,7 +306,7 @@ class ResponseEvents:
         self._last: Chunk | None = None
 
     def render(self, chunk: Chunk) -> bytes:
-        """Returns a chunk's events; empty if nothing is visible."""
+        """Returns the events for a chunk, if any content is visible."""
         events = self._begin(chunk) if self._last is None else b""
         self._last = chunk
         if chunk.is_last:  # a chunk with counts alone may follow
@@ -422,7 +422,7 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "context_management": ([],),
     "moderation": (),
 }
-_MAX_REPEATED = 16 * 1024  # characters as JSON; OpenAI's own metadata are 16 pairs of 576 at most
+_MAX_REPEATED = 16 * 1024  # characters as JSON; OpenAI's own metadata has at most 16 pairs of 576
 _LOGPROBS = "message.output_text.logprobs"
 # All other values of `include` belong to tools and images, which are refused.
 _INCLUDABLE = frozenset(

@@ -30,7 +30,7 @@ Name = Annotated[str, Meta(max_length=1024)]  # bounded because errors repeat it
 Temperature = Annotated[float, Meta(ge=0, le=100)]
 TopP = Annotated[float, Meta(gt=0, le=1)]
 TopK = Annotated[int, Meta(ge=-1, le=INT32)]  # vLLM's parameter; 0 and -1 turn it off
-_Stop = Annotated[str, Meta(min_length=1, max_length=1024)]  # bounded because each token's text is searched for it
+_Stop = Annotated[str, Meta(min_length=1, max_length=1024)]  # limited, because every token is checked for it
 
 _MAX_VARIABLES = 16 * 1024  # characters of chat_template_kwargs as JSON
 _MAX_VARIABLE = 1_000_000  # largest number in chat_template_kwargs; a template may repeat a text that often
@@ -166,7 +166,7 @@ def _bias(pair: tuple[str, float]) -> tuple[int, float]:
 
 
 def wanted_usage(body: Body) -> Json:
-    """Returns the Request fields that control usage reports of a stream, at the end and in each event."""
+    """Returns the Request fields that control a stream's usage reports."""
     options = body.stream_options
     if options is None:
         return {}
@@ -250,7 +250,7 @@ def reported_logprobs(request: Request, choice: Choice) -> list[float]:
 
 
 def token_logprobs(request: Request, choice: Choice) -> list[TokenLogprob]:
-    """Returns an entry per token. A token with part of a character has the bytes of this part."""
+    """Returns an entry per token. For a partial character, the entry has the partial bytes."""
     content = [
         TokenLogprob(token_text(token), max(logprob, LOWEST_LOGPROB), list(token_bytes(token)))
         for token, logprob in zip(tokens_of(choice), reported_logprobs(request, choice), strict=True)
@@ -312,7 +312,7 @@ class OpenAIEvents:
         self._last: Chunk | None = None
 
     def render(self, chunk: Chunk) -> bytes:
-        """Returns a chunk's events; empty if the client asked for none of its content."""
+        """Returns the events for a chunk, if the client asked for its content."""
         self._last = chunk
         self._num_prompt += len(chunk.prompt_ids or ())
         self._num_sampled += len(chunk.choice.token_ids)

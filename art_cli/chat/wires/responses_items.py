@@ -59,7 +59,7 @@ class ReasoningItem(_Item, tag="reasoning", kw_only=True):
 
 
 class ReferenceItem(_Item, tag="item_reference", kw_only=True):
-    """An item of a stored reply. It represents the whole reply, because no client sends a part of a reply."""
+    """An item of a stored reply. It represents the whole reply, because clients never send partial replies."""
 
 
 Item = MessageItem | CallItem | OutputItem | ReasoningItem | ReferenceItem
@@ -243,7 +243,7 @@ def response_of(id: str | None) -> str | None:
 
 
 def reasoning_item(id: str, text: str, status: str, *, is_encrypted: bool) -> Json:
-    """Returns the thoughts as text, and with `is_encrypted` also in the field that every client sends back."""
+    """Returns the thoughts as text. `is_encrypted` adds the field that every client sends back."""
     item: Json = {"id": id, "type": "reasoning", "summary": [], "content": [reasoning_part(text)], "status": status}
     return item | ({"encrypted_content": encrypted(text)} if is_encrypted else {})
 

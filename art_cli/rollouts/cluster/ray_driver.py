@@ -38,7 +38,7 @@ from art_cli.runtime.threads import end
 log = logging.getLogger(__name__)
 
 MAX_FILES = 20_000
-MAX_BYTES = 200 * 10**6  # Ray's limit is 500 MiB, which each node would download before its first attempt
+MAX_BYTES = 200 * 10**6  # Ray's limit is 500 MiB, which each node would download before playing
 MB = 10**6
 NEVER = ("__pycache__",)
 NOT_PLAYED = ("view", "recipes")  # rooms of the package that hold no code of rollouts

@@ -136,7 +136,7 @@ def library_named(name: str) -> Library:
 
 
 def not_installed(library: Library) -> str:
-    """Returns why this Python cannot use the library, as far as is known without an import; empty if it can."""
+    """Returns why this Python cannot use the library, checked without importing it; empty if usable."""
     if not library.package or find_spec(library.package) is not None:
         return ""
     return f"{library.package} is not installed; {cure(library)}"

@@ -159,7 +159,7 @@ class McpServer:
 
 
 def _shown(part: Any) -> str:
-    """Returns the text of a result part, the text of its resource, or a note that it is not shown."""
+    """Returns the text of a result part or resource, or a note about content that is not shown."""
     text = getattr(part, "text", None) or getattr(getattr(part, "resource", None), "text", None)
     return text or f"[{part.type}, which is not shown]" if part.type != "text" else part.text
 

@@ -70,7 +70,7 @@ class OpenEnvServer:
         self._url, self._name = url, settings.name
         self._args = DEFAULTS | settings.args
         self._system = settings.system
-        self._field: str | None = None  # action field that takes the reply; None if the reply is JSON
+        self._field: str | None = None  # action field for the reply, unless the reply is JSON
         self._schema = ""
 
     async def fetch_schema(self) -> Json:

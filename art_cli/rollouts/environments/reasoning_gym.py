@@ -222,7 +222,7 @@ class Generator:
             raise EnvironmentFault(f"reasoning_gym/{self._name}: {what} took more than {CALL_S:.0f} s") from error
 
     def _entry(self, seed: int) -> tuple[Any, Json]:
-        """Returns the seed's dataset and its first entry."""
+        """Returns (dataset, entry 0) for the seed."""
         config = self._config_class(**self._args, seed=seed, size=1)
         if hasattr(config, "validate"):
             config.validate()
@@ -230,8 +230,9 @@ class Generator:
         return dataset, dataset[0]
 
     def _score(self, dataset: Any, entry: Json, answer: str) -> float | None:
-        """Returns the score; None if the answer makes the scorer fail. Raises EnvironmentFault if the correct answer
-        does too.
+        """Returns the score; None for an answer that makes the scorer fail.
+
+        Raises EnvironmentFault if the generator's correct answer also makes the scorer fail.
         """
         try:
             return _number(dataset.score_answer(answer if self._may_score(answer) else "", entry))

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 CALL_S = 30.0  # longest time for a game to begin, or to answer a move; PublicGoodsGame can loop for ever
 WAIT_S = 600.0  # longest wait for the thread in which games run
 MAX_PLAYERS = 15
-MAX_ACTION = 4000  # maximum characters of a reply that a game sees; the end is kept
+MAX_ACTION = 4000  # maximum characters of an action; longer replies lose their beginning
 INVALID_REWARD = -1.0  # textarena's own for an invalid move
 OTHER_VERSIONS = ("-raw", "-train")  # suffixes of ids that vary a game's observations
 PLAIN = (bool, int, float, str, list, tuple, type(None))

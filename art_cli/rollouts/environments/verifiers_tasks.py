@@ -72,7 +72,7 @@ class Verifiers:
 
 
 def _find_beside(directory: str) -> None:
-    """Makes a taskset next to the configuration importable, also for its tool servers."""
+    """Makes a taskset from the configuration's directory importable, including for the taskset's tool servers."""
     if directory not in sys.path:
         sys.path.append(directory)
         os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), directory]))

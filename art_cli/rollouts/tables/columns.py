@@ -64,7 +64,7 @@ class Columns:
         return [name for name in there if name in chosen]
 
     def scenarios(self, rows: Iterable[TableRow], source: object) -> list[Json]:
-        """Returns a scenario for each row, with the `id` first.
+        """Returns a scenario for each row, starting with its `id`.
 
         The id comes from the column named or mapped to `id`. Without such a column the id is a hash of the scenario's
         content, independent of other rows and their order; duplicate rows are dropped.

@@ -55,7 +55,7 @@ def _open(path: Path, deadline: float) -> sqlite3.Connection:
 
 
 def _authorize(action: int, first: str | None, second: str | None, *_: str | None) -> int:
-    """Allows the operations of a SELECT, and the declarations that a full-text index makes on opening."""
+    """Allows what a SELECT needs, and the declarations from opening a full-text index."""
     is_loading = action == sqlite3.SQLITE_FUNCTION and second in ("load_extension", "fts3_tokenizer")
     is_declaring = action == sqlite3.SQLITE_UPDATE and first == "sqlite_master"
     is_asking = action == sqlite3.SQLITE_PRAGMA and first in READ_BY_INDEXES and second is None
@@ -76,7 +76,7 @@ SETTINGS = {
     "autoinstall_known_extensions": False,
     "autoload_known_extensions": False,
     "allow_community_extensions": False,
-    "temp_directory": "",  # prevents temporary files next to the database
+    "temp_directory": "",  # no temporary files in the database's directory
     "lock_configuration": True,
     "memory_limit": "4GB",
     "threads": 2,
