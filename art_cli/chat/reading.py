@@ -32,7 +32,7 @@ class BodyLimit(NamedTuple):
 
 
 async def read_body(http: HttpRequest, limit: BodyLimit, timeout_s: float) -> bytes:
-    """Returns the complete body. Raises ChatError 413 for a large body (also judged by its header) and 408 for a slow one."""
+    """Returns the complete body. Raises ChatError 413 for a large body, also by its header, and 408 for a slow one."""
     declared = http.headers.get("content-length", "")
     is_over = declared.isdecimal() and int(declared[:20]) > limit.num_bytes
     if is_over and not _must_discard(http):

@@ -66,16 +66,14 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     wants_usage: bool = False  # stream_options.include_usage
     wants_running_usage: bool = False  # vLLM's stream_options.continuous_usage_stats: usage in each event
     wants_logprobs: bool = False
-    is_processed: bool = (
-        False  # reported logprobs are under the distribution sampled from; False: under softmax(logits)
-    )
+    # whether reported logprobs are under the sampled distribution instead of softmax(logits)
+    is_processed: bool = False
     top_logprobs: int = 0
     wants_token_ids: bool = False  # vLLM's return_token_ids
     echo: bool = False  # the wire puts the prompt before the text
     instructions: str | None = None  # prefix of the system message, only for this call
-    previous: str | None = (
-        None  # id of the earlier reply that the messages continue (`Memory` in wires/openai_responses.py)
-    )
+    # id of the earlier reply that the messages continue (`Memory` in wires/openai_responses.py)
+    previous: str | None = None
     is_kept: bool = False  # whether later requests may refer to the reply by `id`
     repeated: Json = {}  # fields that the wire echoes in its reply; backends ignore them
     digest: bytes = b""  # hash of the body, used by the gateway to recognize retries

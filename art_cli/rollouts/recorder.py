@@ -300,9 +300,8 @@ class Retries:
     """An attempt's calls that a retry may replace."""
 
     def __init__(self) -> None:
-        self._calls: dict[
-            tuple[bytes, int], deque[Attempted]
-        ] = {}  # digest and number of retries -> equal calls, oldest first
+        # (digest, number of retries) -> equal calls, oldest first
+        self._calls: dict[tuple[bytes, int], deque[Attempted]] = {}
 
     def add(self, request: Request) -> Attempted:
         attempted = Attempted()

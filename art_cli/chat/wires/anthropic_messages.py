@@ -36,7 +36,7 @@ from art_cli.chat.chat_errors import ChatError, invalid
 from art_cli.chat.reading import convert, decode_object
 from art_cli.chat.replies import Choice, Chunk, Reply, input_of, thoughts_of
 from art_cli.chat.requests import Json, Request, Sampling, text_of
-from art_cli.chat.wires.openai_shared import INT32, Count, given_sampling
+from art_cli.chat.wires.openai_shared import INT32, Count, given_sampling, tool_choice_of
 
 STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use", "content_filter": "refusal"}
 
@@ -354,7 +354,8 @@ class AnthropicMessages(Anthropic):
             raise invalid("max_tokens: required", "max_tokens")
         if parsed.messages[-1].role == "assistant":
             raise invalid("messages: a reply cannot be begun for this model; end with a user message", "messages")
-        request = self._request(parsed, defaults, _sampling(parsed))
+        stop = tuple(parsed.stop_sequences) if parsed.stop_sequences else None
+        request = self._request(parsed, defaults, given_sampling(parsed, stop=stop))
         return msgspec.structs.replace(request, is_stream=bool(parsed.stream))
 
     def render(self, request: Request, reply: Reply) -> bytes:
@@ -393,17 +394,6 @@ def _parse(body: bytes) -> MessagesBody:
     return parsed
 
 
-def _sampling(body: MessagesBody) -> Json:
-    """Returns the sampling parameters that the client gave, under the names of `Sampling`."""
-    return given_sampling(
-        temperature=body.temperature,
-        top_p=body.top_p,
-        top_k=body.top_k,
-        max_tokens=body.max_tokens,
-        stop=tuple(body.stop_sequences) if body.stop_sequences else None,
-    )
-
-
 def _tool(index: int, tool: _Tool) -> Json:
     """Returns the tool in OpenAI's format. Raises ChatError 400 for Anthropic's own tools."""
     if tool.type not in (None, "custom"):
@@ -418,16 +408,9 @@ def _tool(index: int, tool: _Tool) -> Json:
 
 
 def _tool_choice(body: MessagesBody) -> str | Json:
-    choice, names = body.tool_choice, {tool.name for tool in body.tools or [] if not tool.defer_loading}
-    if choice is None or choice.type in ("auto", "none"):
-        return "auto" if choice is None else choice.type
-    if choice.type == "any":
-        if not names:
-            raise invalid("tool_choice: 'any' needs tools", "tool_choice")
-        return "required"
-    if choice.name not in names:
-        raise invalid(f"tool_choice: no tool is named {choice.name!r}", "tool_choice")
-    return {"type": "function", "function": {"name": choice.name}}
+    names = {tool.name for tool in body.tools or [] if not tool.defer_loading}
+    choice = body.tool_choice or _ToolChoice("auto")
+    return tool_choice_of(choice.type, choice.name or "" if choice.type == "tool" else None, names)
 
 
 def _response_format(body: MessagesBody) -> Json | None:

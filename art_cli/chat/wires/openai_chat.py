@@ -21,6 +21,7 @@ from art_cli.chat.wires.openai_shared import (
     template_kwargs,
     token_fields,
     token_logprobs,
+    tool_choice_of,
     wanted_usage,
 )
 
@@ -112,7 +113,7 @@ class OpenAIChat(OpenAI):
             sampling=msgspec.structs.replace(defaults, **sampling),
             messages=fields["messages"],
             tools=fields.get("tools") or [],
-            tool_choice=_tool_choice(fields, chat),
+            tool_choice=_tool_choice(chat),
             response_format=None if isinstance(chat.response_format, _PlainFormat) else fields.get("response_format"),
             template_kwargs=template_kwargs(chat.chat_template_kwargs or {}),
             is_stream=bool(chat.stream),
@@ -145,16 +146,11 @@ class OpenAIChat(OpenAI):
 # --- the request ------------------------------------------------------------------------------------------------------
 
 
-def _tool_choice(fields: Json, chat: ChatBody) -> str | Json:
-    names = {tool.function.name for tool in chat.tools or []}
-    if isinstance(chat.tool_choice, _Tool):
-        if chat.tool_choice.function.name not in names:
-            raise invalid(f"tool_choice: no tool is named {chat.tool_choice.function.name!r}", "tool_choice")
-        named: Json = fields["tool_choice"]
-        return named
-    if chat.tool_choice == "required" and not names:
-        raise invalid("tool_choice: 'required' needs tools", "tool_choice")
-    return chat.tool_choice or "auto"
+def _tool_choice(chat: ChatBody) -> str | Json:
+    names, choice = {tool.function.name for tool in chat.tools or []}, chat.tool_choice
+    if isinstance(choice, _Tool):
+        return tool_choice_of(None, choice.function.name, names)
+    return tool_choice_of(choice, None, names)
 
 
 # --- the reply --------------------------------------------------------------------------------------------------------

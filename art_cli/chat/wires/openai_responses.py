@@ -40,6 +40,7 @@ from art_cli.chat.wires.openai_shared import (
     given_sampling,
     template_kwargs,
     token_logprobs,
+    tool_choice_of,
 )
 from art_cli.chat.wires.responses_items import (
     Item,
@@ -191,7 +192,7 @@ Event = tuple[str, Json]  # name without "response.", and fields
 
 
 class _OpenItem:
-    """A growing item, with the events for its start, pieces, and end."""
+    """A growing item. Subclasses return the item and the events for its start, pieces, and end."""
 
     prefix: str  # prefix of the id
 
@@ -199,19 +200,6 @@ class _OpenItem:
         self.request = request
         self.id = item_id(self.prefix, request.id, place)
         self.text = ""
-
-    def item(self, status: str) -> Json:
-        """Returns the current item."""
-        raise NotImplementedError
-
-    def begin(self) -> list[Event]:
-        raise NotImplementedError
-
-    def grow(self, text: str) -> list[Event]:
-        raise NotImplementedError
-
-    def end(self) -> list[Event]:
-        raise NotImplementedError
 
 
 class _OpenThought(_OpenItem):
@@ -230,10 +218,9 @@ class _OpenThought(_OpenItem):
         return [("reasoning_text.delta", {"content_index": 0, "delta": text})]
 
     def end(self) -> list[Event]:
-        part = reasoning_part(self.text)
         return [
             ("reasoning_text.done", {"content_index": 0, "text": self.text}),
-            ("content_part.done", {"content_index": 0, "part": part}),
+            ("content_part.done", {"content_index": 0, "part": reasoning_part(self.text)}),
         ]
 
 
@@ -259,11 +246,10 @@ class _OpenText(_OpenItem):
         return [("output_text.delta", {"content_index": 0, "delta": text, "logprobs": new})] if text or new else []
 
     def end(self) -> list[Event]:
-        part = text_part(self.text, self.logprobs)
         return [
             *self.grow(""),
             ("output_text.done", {"content_index": 0, "text": self.text, "logprobs": self.logprobs}),
-            ("content_part.done", {"content_index": 0, "part": part}),
+            ("content_part.done", {"content_index": 0, "part": text_part(self.text, self.logprobs)}),
         ]
 
 
@@ -291,13 +277,16 @@ class _OpenCall(_OpenItem):
         return [("function_call_arguments.done", {"name": name, "arguments": self.text})]
 
 
+_Open = _OpenThought | _OpenText | _OpenCall
+
+
 class ResponseEvents:
     """The events of a streamed response. Only the last item is open; the next item closes it."""
 
     def __init__(self, request: Request) -> None:
         self._request = request
         self._num_events = 0
-        self._open: _OpenItem | None = None
+        self._open: _Open | None = None
         self._items: list[Json] = []  # closed items
         self._call = -1  # index of the open call in the reply
         self._logprobs: list[Any] = []  # one for each token that came while no message was open
@@ -353,7 +342,7 @@ class ResponseEvents:
         counts = (self._counts[0], self._counts[1]) if last is None or last.usage is None else last.usage
         return _response(self._request, 0 if last is None else last.created, status, self._items, counts)
 
-    def _grow(self, kind: type[_OpenItem], text: str) -> bytes:
+    def _grow(self, kind: type[_Open], text: str) -> bytes:
         """Returns the events for a piece of the open item. Opens a new item if the type changed."""
         events = b""
         if not isinstance(self._open, kind):
@@ -377,7 +366,7 @@ class ResponseEvents:
             events += self._start(call)
         return events + self._grow(_OpenCall, function.get("arguments") or "")
 
-    def _start(self, item: _OpenItem) -> bytes:
+    def _start(self, item: _Open) -> bytes:
         self._open = item
         added = self._event(
             "response.output_item.added", {"output_index": len(self._items), "item": item.item("in_progress")}
@@ -435,12 +424,7 @@ _INCLUDABLE = frozenset(
 # Request fields that a response echoes, with their default values.
 _REPEATED: tuple[tuple[str, Any], ...] = (
     *(("instructions", None), ("max_output_tokens", None), ("metadata", {}), ("parallel_tool_calls", True)),
-    *(
-        ("previous_response_id", None),
-        ("reasoning", None),
-        ("temperature", None),
-        ("text", {"format": {"type": "text"}}),
-    ),
+    *(("previous_response_id", None), ("reasoning", None), ("temperature", None), ("text", {})),
     *(("tool_choice", "auto"), ("tools", []), ("top_p", None), ("truncation", "disabled"), ("user", None)),
 )
 
@@ -517,7 +501,8 @@ class OpenAIResponses(OpenAI):
         check_names(fields, ResponsesBody, _HARMLESS, _NEUTRAL)
         if asked.background:
             raise _unsupported("background", "this endpoint answers while the client waits")
-        sampling, tools = _sampling_of(asked), _chat_tools(fields.get("tools") or [])
+        sampling = given_sampling(asked, max_tokens=asked.max_output_tokens)
+        tools = _chat_tools(fields.get("tools") or [])
         include, previous = _include_of(asked), asked.previous_response_id
         return Request(
             id=uuid.uuid4().hex,
@@ -586,13 +571,6 @@ def _repeated(fields: Json) -> Json:
     return repeated | {"text": {"format": {"type": "text"}, **(fields.get("text") or {})}}
 
 
-def _sampling_of(asked: ResponsesBody) -> Json:
-    """Returns the sampling parameters that the client gave, under the names of `Sampling`."""
-    return given_sampling(
-        temperature=asked.temperature, top_p=asked.top_p, top_k=asked.top_k, max_tokens=asked.max_output_tokens
-    )
-
-
 def _include_of(asked: ResponsesBody) -> frozenset[str]:
     include = frozenset(asked.include or ())
     if unknown := sorted(include - _INCLUDABLE):
@@ -614,13 +592,10 @@ def _described(tool: Json) -> Json:
 
 
 def _tool_choice(asked: ResponsesBody, tools: list[Json]) -> str | Json:
-    if isinstance(asked.tool_choice, _NamedTool):
-        if asked.tool_choice.name not in {tool["function"]["name"] for tool in tools}:
-            raise invalid(f"tool_choice: no tool is named {asked.tool_choice.name!r}", "tool_choice")
-        return {"type": "function", "function": {"name": asked.tool_choice.name}}
-    if asked.tool_choice == "required" and not tools:
-        raise invalid("tool_choice: 'required' needs tools", "tool_choice")
-    return asked.tool_choice or "auto"
+    names, choice = [tool["function"]["name"] for tool in tools], asked.tool_choice
+    if isinstance(choice, _NamedTool):
+        return tool_choice_of(None, choice.name, names)
+    return tool_choice_of(choice, None, names)
 
 
 def _response_format(asked: ResponsesBody) -> Json | None:

@@ -8,7 +8,7 @@ under the unmodified softmax(logits), and `choices[].sampled_logprobs`, the logp
 `logprobs` has the raw logprobs, as in vLLM (`reported_logprobs`).
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Annotated, Any, TypeVar
 
 import msgspec
@@ -19,7 +19,7 @@ from art_cli.chat.api_keys import bearer
 from art_cli.chat.chat_errors import ChatError, invalid
 from art_cli.chat.reading import convert, decode_object
 from art_cli.chat.replies import Choice, Chunk, Reply, token_bytes, token_text
-from art_cli.chat.requests import RENDERERS_OWN, Json, Request
+from art_cli.chat.requests import RENDERERS_OWN, Json, Request, Sampling
 
 # Limits without a source in the protocol keep hostile numbers from reaching tensors: ids and counts fit 32 bits.
 INT32 = 2**31 - 1
@@ -38,16 +38,8 @@ _MAX_VARIABLE = 1_000_000  # largest number in chat_template_kwargs; a template 
 # Parameters accepted and ignored: they identify, bill, or cache, or request something that the model does anyway.
 HARMLESS = frozenset(
     {
-        "user",
-        "metadata",
-        "store",
-        "service_tier",
-        "parallel_tool_calls",
-        "prompt_cache_key",
-        "prompt_cache_retention",
-        "safety_identifier",
-        "reasoning_effort",
-        "verbosity",
+        *("user", "metadata", "store", "service_tier", "parallel_tool_calls", "prompt_cache_key"),
+        *("prompt_cache_retention", "safety_identifier", "reasoning_effort", "verbosity"),
     }
 )
 # Parameters accepted only with the value that changes nothing.
@@ -128,33 +120,43 @@ def check_names(
         raise invalid("; ".join(problems), (unknown or unsupported)[0], code)
 
 
-def given_sampling(*, temperature: float | None, top_k: int | None, **others: Any) -> Json:
-    """Returns the client's settings with the names of `Sampling`. Raises ChatError 400 for a tiny temperature."""
-    if temperature is not None and 0 < temperature < LOWEST_TEMPERATURE:
+def given_sampling(body: msgspec.Struct, **named: Any) -> Json:
+    """Returns the settings that the client gave, with the names of `Sampling`.
+
+    `named` holds settings that have another name or form in the body. Raises ChatError 400 for a tiny temperature.
+    """
+    given = {name: getattr(body, name, None) for name in Sampling.__struct_fields__} | named
+    if given["temperature"] is not None and 0 < given["temperature"] < LOWEST_TEMPERATURE:
         raise invalid(f"temperature: 0 (greedy) or at least {LOWEST_TEMPERATURE}", "temperature")
-    given = {"temperature": temperature, "top_k": None if top_k is None else max(top_k, 0), **others}
+    if given["top_k"] is not None:
+        given["top_k"] = max(given["top_k"], 0)
     return {name: value for name, value in given.items() if value is not None}
 
 
 def sampling_of(body: Body, max_tokens: int | None) -> Json:
-    """Returns the sampling parameters that the client gave, under the names of `Sampling`."""
+    """Returns the settings of a chat or plain completion that the client gave, with the names of `Sampling`."""
     if None not in (body.min_tokens, max_tokens) and (body.min_tokens or 0) > (max_tokens or 0):
         raise invalid("min_tokens: more than max_tokens", "min_tokens")
+    stop, bias = body.stop, body.logit_bias
     return given_sampling(
-        temperature=body.temperature,
-        top_p=body.top_p,
-        top_k=body.top_k,
+        body,
         max_tokens=max_tokens,
-        stop=(body.stop,) if isinstance(body.stop, str) else None if body.stop is None else tuple(body.stop),
-        seed=body.seed,
-        n=body.n,
-        presence_penalty=body.presence_penalty,
-        frequency_penalty=body.frequency_penalty,
-        repetition_penalty=body.repetition_penalty,
-        logit_bias=None if body.logit_bias is None else tuple(map(_bias, body.logit_bias.items())),
-        min_tokens=body.min_tokens,
-        ignore_eos=body.ignore_eos,
+        stop=(stop,) if isinstance(stop, str) else None if stop is None else tuple(stop),
+        logit_bias=None if bias is None else tuple(map(_bias, bias.items())),
     )
+
+
+def tool_choice_of(choice: str | None, name: str | None, tools: Collection[str]) -> str | Json:
+    """Returns a tool choice in chat format; `name` is the named tool. Raises ChatError 400 if a tool is missing."""
+    if name is not None:
+        if name not in tools:
+            raise invalid(f"tool_choice: no tool is named {name!r}", "tool_choice")
+        return {"type": "function", "function": {"name": name}}
+    if choice in ("required", "any"):
+        if not tools:
+            raise invalid(f"tool_choice: {choice!r} needs tools", "tool_choice")
+        return "required"
+    return choice or "auto"
 
 
 def _bias(pair: tuple[str, float]) -> tuple[int, float]:
