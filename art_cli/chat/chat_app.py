@@ -15,10 +15,10 @@ import contextlib
 import hashlib
 import logging
 import re
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import msgspec
@@ -44,7 +44,6 @@ from art_cli.runtime.state_key import NO_RECORD, RECORD_HEADER, STATE_HEADER, re
 from art_cli.runtime.threads import end
 
 log = logging.getLogger(__name__)
-Result = TypeVar("Result")
 
 CANCEL_TIMEOUT_S = 10.0  # longest wait for other prompts to end after a failure or a disconnect
 READ_HERE_BYTES = 64 * 2**10  # longest body to parse on the event loop, which takes up to 2 ms
@@ -171,7 +170,6 @@ def build_app(backend_for: BackendFor, settings: AppSettings | None = None, *, m
     """Builds the application. `backend_for` returns None for an unknown key. `more` lists additional routes."""
     settings = settings or AppSettings()
     routes = _Routes(backend_for, settings)
-    refusals = _Refusals(routes)
     app = Starlette(
         routes=[
             *(Route(wire.path, partial(routes.answer, wire), methods=["POST"]) for wire in settings.wires),
@@ -181,10 +179,10 @@ def build_app(backend_for: BackendFor, settings: AppSettings | None = None, *, m
             *more,
         ],
         exception_handlers={
-            ChatError: refusals.refuse,
-            HTTPException: refusals.refuse_route,
+            ChatError: routes.refuse,
+            HTTPException: routes.refuse_route,
             ClientDisconnect: _gone,
-            Exception: refusals.fail,
+            Exception: routes.fail,
         },
     )
     app.router.redirect_slashes = False
@@ -193,7 +191,7 @@ def build_app(backend_for: BackendFor, settings: AppSettings | None = None, *, m
 
 @dataclass
 class _Routes:
-    """One method per path."""
+    """One method per path, and per kind of exception."""
 
     backend_for: BackendFor
     settings: AppSettings
@@ -201,8 +199,12 @@ class _Routes:
     memories: WeakKeyDictionary[Backend, Memory] = field(default_factory=WeakKeyDictionary)
 
     async def answer(self, wire: Wire, http: HttpRequest) -> Response:
-        """Returns the reply to a request of this wire."""
-        return await _guard(self._answer(wire, http))
+        try:
+            return await self._answer(wire, http)
+        except (ChatError, ClientDisconnect):
+            raise
+        except Exception as error:  # boundary to the backend: a bug must not close the connection
+            raise _internal(error) from error
 
     async def _answer(self, wire: Wire, http: HttpRequest) -> Response:
         key, backend = self.authenticate(http)
@@ -257,6 +259,30 @@ class _Routes:
             raise self.settings.refuse_key(key)
         return key, backend
 
+    # --- exceptions, answered in the protocol of the request's path ---------------------------------------------------
+
+    async def refuse(self, http: HttpRequest, error: Exception) -> Response:
+        assert isinstance(error, ChatError), error
+        return error_response(error, self.settings.wires.at(http.scope["path"], http.headers))
+
+    async def refuse_route(self, http: HttpRequest, error: Exception) -> Response:
+        """Handles unknown paths and methods. Clients without a valid key get the usual refusal."""
+        assert isinstance(error, HTTPException), error
+        if http.scope["path"] != HEALTH:
+            try:
+                self.authenticate(http)
+            except ChatError as refusal:
+                return await self.refuse(http, refusal)
+        message = f"{http.method} {http.scope['path']}: {error.detail.lower()}"
+        if http.scope["path"] == "/v1/embeddings":
+            message += "; the models here write text and give no embeddings"
+        response = await self.refuse(http, ChatError(error.status_code, message))
+        response.headers.update(error.headers or {})
+        return response
+
+    async def fail(self, http: HttpRequest, error: Exception) -> Response:
+        return await self.refuse(http, ChatError(500, "internal error; the server's log has the details"))
+
 
 def _parse(wire: Wire, body: bytes) -> Request:
     digest = hashlib.blake2b(body, digest_size=16).digest()
@@ -294,16 +320,6 @@ def _policy_header(policy: str) -> dict[str, str]:
 
 
 # --- answering while the client is there ------------------------------------------------------------------------------
-
-
-async def _guard(work: Coroutine[Any, Any, Result]) -> Result:
-    """Returns the result of `work`. Unexpected exceptions are logged and become a ChatError."""
-    try:
-        return await work
-    except (ChatError, ClientDisconnect):
-        raise
-    except Exception as error:  # boundary to the backend: a bug must not close the connection
-        raise _internal(error) from error
 
 
 def _internal(error: Exception) -> ChatError:
@@ -351,7 +367,7 @@ class _EventStream(Response):
             assert is_open, "a stream without chunks"
             if builder is not None:
                 self._keep(builder.reply())
-        except Exception as error:  # boundary to the backend, like _guard
+        except Exception as error:  # boundary to the backend, as in `answer`
             failure = error if isinstance(error, ChatError) else _internal(error)
             if not is_open:
                 await error_response(failure, self._wire)(scope, receive, send)
@@ -395,36 +411,6 @@ def error_response(error: ChatError, wire: Wire) -> Response:
     if error.status == 401:
         headers["www-authenticate"] = "Bearer"
     return _json(wire.error(error), wire.status(error), headers)
-
-
-class _Refusals:
-    """Converts exceptions to error replies in the protocol of the request's path."""
-
-    def __init__(self, routes: _Routes) -> None:
-        self._wires = routes.settings.wires
-        self._authenticate = routes.authenticate
-
-    async def refuse(self, http: HttpRequest, error: Exception) -> Response:
-        assert isinstance(error, ChatError), error
-        return error_response(error, self._wires.at(http.scope["path"], http.headers))
-
-    async def refuse_route(self, http: HttpRequest, error: Exception) -> Response:
-        """Handles unknown paths and methods. Clients without a valid key get the usual refusal."""
-        assert isinstance(error, HTTPException), error
-        if http.scope["path"] != HEALTH:
-            try:
-                self._authenticate(http)
-            except ChatError as refusal:
-                return await self.refuse(http, refusal)
-        message = f"{http.method} {http.scope['path']}: {error.detail.lower()}"
-        if http.scope["path"] == "/v1/embeddings":
-            message += "; the models here write text and give no embeddings"
-        response = await self.refuse(http, ChatError(error.status_code, message))
-        response.headers.update(error.headers or {})
-        return response
-
-    async def fail(self, http: HttpRequest, error: Exception) -> Response:
-        return await self.refuse(http, ChatError(500, "internal error; the server's log has the details"))
 
 
 async def _gone(http: HttpRequest, error: Exception) -> Response:

@@ -154,25 +154,21 @@ class Policy:
     def client(self) -> "openai.AsyncOpenAI":
         """For `async def rollout`."""
         if self._client is None:
-            self._client = _import_openai().AsyncOpenAI(
-                base_url=self.base_url,
-                api_key=self.api_key,
-                default_headers=self.headers,  # the client keeps this very dict, so later states are sent too
-                http_client=self._connections.async_client(),
-            )
+            self._client = self._made("AsyncOpenAI", self._connections.async_client())
         return self._client
 
     @property
     def sync_client(self) -> "openai.OpenAI":
         """For `def rollout`."""
         if self._sync_client is None:
-            self._sync_client = _import_openai().OpenAI(
-                base_url=self.base_url,
-                api_key=self.api_key,
-                default_headers=self.headers,
-                http_client=self._connections.client(),
-            )
+            self._sync_client = self._made("OpenAI", self._connections.client())
         return self._sync_client
+
+    def _made(self, kind: str, http_client: Any) -> Any:
+        """Returns a client of openai's class `kind`. It keeps the dict `headers`, so later states are sent too."""
+        return getattr(_import_openai(), kind)(
+            base_url=self.base_url, api_key=self.api_key, default_headers=self.headers, http_client=http_client
+        )
 
     def __repr__(self) -> str:  # must not show the key
         return f"Policy({self.base_url}, {self.model}, step {self.step})"

@@ -238,7 +238,7 @@ class RunScenarios:
     @cached_property
     def training(self) -> list[Json]:
         """The scenarios to train on, in order."""
-        return _part(self.config, self._whole, is_evaluation=False)
+        return self._part(is_evaluation=False)
 
     @cached_property
     def evaluation(self) -> list[Json]:
@@ -246,11 +246,30 @@ class RunScenarios:
         assert self.config.eval is not None, "no eval section"
         if self.config.eval.scenarios is not None:
             return load_scenarios(self.config.eval.scenarios, self.directory)
-        return _part(self.config, self._whole, is_evaluation=True)
+        return self._part(is_evaluation=True)
 
     @cached_property
     def _whole(self) -> list[Json]:
-        return _all(self.config, self.directory)
+        rollout = self.config.rollout
+        if rollout.scenarios is not None:
+            return load_scenarios(rollout.scenarios, self.directory)
+        assert rollout.environment is not None, "a rollout without scenarios has an environment"
+        return list(environments.seeds(rollout.environment.seed, rollout.environment.size))
+
+    def _part(self, *, is_evaluation: bool) -> list[Json]:
+        config, scenarios = self.config, self._whole
+        share = config.eval.held_out if config.eval is not None else None
+        if share is None:
+            return scenarios
+        part = [scenario for scenario in scenarios if is_held_out(scenario["id"], share) == is_evaluation]
+        if not part:
+            what = "to evaluate on" if is_evaluation else "to train on"
+            raise DataError(
+                f"eval.held_out = {share:g} of {len(scenarios)} scenarios leaves none {what}; "
+                "choose another share, or name a file in eval.scenarios",
+                config.rollout.scenarios.source if config.rollout.scenarios else "rollout.environment",
+            )
+        return part
 
 
 def training_scenarios(config: RunConfig, directory: Path) -> list[Json]:
@@ -261,28 +280,6 @@ def training_scenarios(config: RunConfig, directory: Path) -> list[Json]:
 def evaluation_scenarios(config: RunConfig, directory: Path) -> list[Json]:
     """Returns `RunScenarios.evaluation`."""
     return RunScenarios(config, directory).evaluation
-
-
-def _part(config: RunConfig, scenarios: list[Json], *, is_evaluation: bool) -> list[Json]:
-    share = config.eval.held_out if config.eval is not None else None
-    if share is None:
-        return scenarios
-    part = [scenario for scenario in scenarios if is_held_out(scenario["id"], share) == is_evaluation]
-    if not part:
-        what = "to evaluate on" if is_evaluation else "to train on"
-        raise DataError(
-            f"eval.held_out = {share:g} of {len(scenarios)} scenarios leaves none {what}; "
-            "choose another share, or name a file in eval.scenarios",
-            config.rollout.scenarios.source if config.rollout.scenarios else "rollout.environment",
-        )
-    return part
-
-
-def _all(config: RunConfig, directory: Path) -> list[Json]:
-    if config.rollout.scenarios is not None:
-        return load_scenarios(config.rollout.scenarios, directory)
-    assert config.rollout.environment is not None, "a rollout without scenarios has an environment"
-    return list(environments.seeds(config.rollout.environment.seed, config.rollout.environment.size))
 
 
 def find_overlap(training: Sequence[Json], evaluation: Sequence[Json]) -> Overlap:

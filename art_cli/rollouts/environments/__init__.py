@@ -21,6 +21,7 @@ A scenario is a seed, {"id": "seed-17", "seed": 17}, unless the library defines 
 and the policy are data and are never evaluated as code.
 """
 
+import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from difflib import get_close_matches
@@ -42,6 +43,14 @@ BUILT_IN = {
     "reasoning_gym": "art_cli.rollouts.environments.reasoning_gym:ReasoningGym",
     "textarena": "art_cli.rollouts.environments.textarena:TextArena",
     "verifiers": "art_cli.rollouts.environments.verifiers_tasks:Verifiers",
+}
+PLAIN = (bool, int, float, str, list, type(None))
+KINDS: dict[type, str] = {
+    bool: "true or false",
+    int: "a whole number",
+    float: "a number",
+    str: "a text",
+    list: "a list",
 }
 GROUP = "art_cli.environments"  # entry point group for libraries from other packages
 
@@ -199,13 +208,22 @@ def check_args(settings: Settings, defaults: Json) -> None:
             raise UsageError(f"{where}: {settings.name} takes {kind} there, not {printable(repr(value), limit=80)}")
 
 
-KINDS: dict[type, str] = {
-    bool: "true or false",
-    int: "a whole number",
-    float: "a number",
-    str: "a text",
-    list: "a list",
-}
+def plain_defaults(values: Json) -> Json:
+    """Returns the defaults that a configuration can set. Tuples are lists there."""
+    plain = {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
+    return {name: value for name, value in plain.items() if isinstance(value, PLAIN)}
+
+
+def with_tuples(args: Json, defaults: Json) -> Json:
+    """Returns the arguments with tuples where the library's defaults are tuples."""
+    return {name: tuple(value) if isinstance(defaults.get(name), tuple) else value for name, value in args.items()}
+
+
+def finite(number: float, what: str) -> float:
+    """Raises ValueError for infinity and NaN."""
+    if not math.isfinite(number):
+        raise ValueError(f"{what} is {number}")
+    return number
 
 
 def _is_of_kind(value: Any, default: Any) -> bool:

@@ -18,7 +18,7 @@ from contextlib import AbstractAsyncContextManager
 from typing import TYPE_CHECKING, Any
 
 from art_cli.rollouts.environments import EnvironmentFault, Json, Listing, Settings, check_args
-from art_cli.rollouts.environments.servers import ask_once, play_connected
+from art_cli.rollouts.environments.servers import ask_once, play_connected, read_call
 from art_cli.runs.outcome import Outcome
 from art_cli.runtime.errors import UsageError, describe
 
@@ -131,14 +131,8 @@ class McpServer:
         from mcp import MCPError
 
         name = call.function.name
-        if name not in known:
-            return f"there is no tool {name!r}, but: {', '.join(sorted(known))}", True
-        try:
-            arguments = json.loads(call.function.arguments or "{}")
-        except (ValueError, RecursionError) as error:
-            return f"the arguments are not JSON: {error}", True
-        if not isinstance(arguments, dict):
-            return "the arguments are not a JSON object", True
+        if isinstance(arguments := read_call(call, known), str):
+            return arguments, True
         try:
             result = await client.call_tool(name, arguments)
         except MCPError as error:

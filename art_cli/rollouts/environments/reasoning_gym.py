@@ -26,8 +26,11 @@ from art_cli.rollouts.environments import (
     Listing,
     Settings,
     check_args,
+    finite,
+    plain_defaults,
     seed_of,
     unknown,
+    with_tuples,
 )
 from art_cli.runs.outcome import Outcome
 from art_cli.runtime.errors import describe, first_sentence
@@ -142,7 +145,6 @@ SYSTEM = "Think as long as it helps. Then write the final answer, and nothing el
 CALL_S = 60.0  # longest time to generate a puzzle, or to score an answer
 WAIT_S = 600.0  # longest wait for the worker thread
 NUM_KEPT = 256  # puzzles cached per process; the attempts of a group share a puzzle
-PLAIN = (bool, int, float, str, list, tuple, type(None))
 EVALUATED = re.compile(r"\beval\(\s*answer\b")
 PARSED = re.compile(r"\bparse_expr\(\s*answer\b")
 FRACTION = re.compile(r"\bFraction\(\s*answer\b")
@@ -161,13 +163,10 @@ class ReasoningGym:
 
     def defaults(self, name: str) -> Json:
         if name not in _generators():
-            raise unknown("rollout.environment.name", f"reasoning_gym/{name}", _full_names())
-        config = _generators()[name][1]()
-        values = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
-        plain = {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
-        return {
-            name: value for name, value in plain.items() if name not in ("seed", "size") and isinstance(value, PLAIN)
-        }
+            known = [f"reasoning_gym/{each}" for each in _generators()]
+            raise unknown("rollout.environment.name", f"reasoning_gym/{name}", known)
+        values = _fields(_generators()[name][1]())
+        return {name: value for name, value in plain_defaults(values).items() if name not in ("seed", "size")}
 
     def open(self, name: str, settings: Settings) -> "Generator":
         check_args(settings, self.defaults(name))
@@ -183,8 +182,8 @@ def _generators() -> dict[str, tuple[Any, Any]]:
     return {name: made for name, made in DATASETS.items() if name != "composite"}
 
 
-def _full_names() -> list[str]:
-    return [f"reasoning_gym/{name}" for name in _generators()]
+def _fields(config: Any) -> Json:
+    return {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
 
 
 class Generator:
@@ -194,12 +193,7 @@ class Generator:
         self._name = name
         self._system = SYSTEM if settings.system is None else settings.system
         self._dataset_class, self._config_class = _generators()[name]
-        types = {
-            field.name: getattr(self._config_class(), field.name) for field in dataclasses.fields(self._config_class)
-        }
-        self._args = {
-            name: tuple(value) if isinstance(types[name], tuple) else value for name, value in settings.args.items()
-        }
+        self._args = with_tuples(settings.args, _fields(self._config_class()))
         self._may_score = _guard(self._dataset_class)
         self._workers = WorkerPool(size=1, wait_s=WAIT_S, run_s=CALL_S)
         self.entry = lru_cache(NUM_KEPT)(self._entry)
@@ -235,10 +229,10 @@ class Generator:
         Raises EnvironmentFault if the generator's correct answer also makes the scorer fail.
         """
         try:
-            return _number(dataset.score_answer(answer if self._may_score(answer) else "", entry))
+            return finite(float(dataset.score_answer(answer if self._may_score(answer) else "", entry)), "the score")
         except Exception as error:  # the boundary to the library
             try:
-                _number(dataset.score_answer(entry["answer"], entry))
+                finite(float(dataset.score_answer(entry["answer"], entry)), "the score")
             except Exception:
                 raise EnvironmentFault(f"reasoning_gym/{self._name}: its scorer raised {describe(error)}") from error
             return None
@@ -261,10 +255,3 @@ def _guard(dataset: type) -> Callable[[str], bool]:
     if FRACTION.search(source):
         return is_harmless_fraction
     return is_harmless_literal if EVALUATED.search(source) else lambda answer: True
-
-
-def _number(score: Any) -> float:
-    number = float(score)
-    if not math.isfinite(number):
-        raise ValueError(f"the score is {number}")
-    return number

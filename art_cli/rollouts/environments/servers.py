@@ -1,13 +1,14 @@
-"""Shared code for environments with a server: a question asked once, and a connection per attempt."""
+"""Shared code for environments with a server: a question asked once, a connection per attempt, the calls of tools."""
 
 import asyncio
+import json
 import logging
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Collection, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractAsyncContextManager
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from art_cli.rollouts.environments import EnvironmentFault, Settings, refused
+from art_cli.rollouts.environments import EnvironmentFault, Json, Settings, refused
 from art_cli.runtime.errors import describe, first_error
 
 if TYPE_CHECKING:
@@ -52,3 +53,14 @@ async def play_connected(
         raise failure
     assert outcome is not None, "the conversation ended"
     return outcome
+
+
+def read_call(call: Any, known: Collection[str]) -> Json | str:
+    """Returns the arguments of a tool call in OpenAI's format, or what is wrong with the call, for the policy."""
+    if call.function.name not in known:
+        return f"there is no tool {call.function.name!r}, but: {', '.join(sorted(known)) or 'none'}"
+    try:
+        arguments = json.loads(call.function.arguments or "{}")
+    except (ValueError, RecursionError) as error:
+        return f"the arguments are not JSON: {error}"
+    return arguments if isinstance(arguments, dict) else "the arguments are not a JSON object"

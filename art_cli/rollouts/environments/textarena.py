@@ -11,7 +11,6 @@ Python's global random generator, so each game gets a separate generator state a
 
 import contextlib
 import inspect
-import math
 import random
 import sys
 from collections.abc import Callable, Iterator
@@ -25,9 +24,12 @@ from art_cli.rollouts.environments import (
     Listing,
     Settings,
     check_args,
+    finite,
+    plain_defaults,
     refused,
     seed_of,
     unknown,
+    with_tuples,
 )
 from art_cli.runs.outcome import Outcome
 from art_cli.runtime.errors import describe, first_sentence, one_line
@@ -42,7 +44,6 @@ MAX_PLAYERS = 15
 MAX_ACTION = 4000  # maximum characters of an action; longer replies lose their beginning
 INVALID_REWARD = -1.0  # textarena's own for an invalid move
 OTHER_VERSIONS = ("-raw", "-train")  # suffixes of ids that vary a game's observations
-PLAIN = (bool, int, float, str, list, tuple, type(None))
 
 
 class TextArena:
@@ -66,8 +67,7 @@ class TextArena:
         except Exception as error:  # the boundary to the library: invalid files or missing packages
             raise refused(Settings(f"textarena/{name}"), error) from error
         own = {each.name: None if each.default is each.empty else each.default for each in parameters} | spec.kwargs
-        plain = {name: list(value) if isinstance(value, tuple) else value for name, value in own.items()}
-        return {name: value for name, value in plain.items() if isinstance(value, PLAIN)} | {"num_players": None}
+        return plain_defaults(own) | {"num_players": None}
 
     def open(self, name: str, settings: Settings) -> "TextGame":
         check_args(settings, self.defaults(name))
@@ -159,11 +159,8 @@ class TextGame:
         spec = _spec(name)
         args = dict(settings.args)
         wanted = args.pop("num_players", None)
-        kwargs = {
-            key: tuple(value) if isinstance(spec.kwargs.get(key), tuple) else value for key, value in args.items()
-        }
         self._name, self._system = name, settings.system or ""
-        self._make = partial(_make, spec, kwargs)
+        self._make = partial(_make, spec, with_tuples(args, spec.kwargs))
         self._begin, self.num_players = _try_players(self._make, wanted)
         self._workers = WorkerPool(size=1, wait_s=WAIT_S, run_s=CALL_S)
 
@@ -293,10 +290,7 @@ class _Match:
 
 def _reward(value: Any) -> float:
     """Returns a seat's reward. For an invalid move some games return the reason instead."""
-    number = INVALID_REWARD if isinstance(value, str) else float(value)
-    if not math.isfinite(number):
-        raise ValueError(f"the reward is {number}")
-    return number
+    return finite(INVALID_REWARD if isinstance(value, str) else float(value), "the reward")
 
 
 def _make(spec: Any, kwargs: Json) -> Any:

@@ -5,7 +5,6 @@ also allows a loop in this process if every model call goes through the given en
 first reply without a tool call.
 """
 
-import json
 import sys
 from contextlib import AsyncExitStack
 from typing import Any
@@ -14,6 +13,8 @@ import openai
 from verifiers.v1 import Harness, HarnessConfig, ProgramResult
 from verifiers.v1.dialects.chat import message_to_wire
 from verifiers.v1.harnesses.utils.mcp import call_mcp, connect_mcp
+
+from art_cli.rollouts.environments.servers import read_call
 
 ID = "art_chat"  # module name under which verifiers imports this file
 MAX_RESULT = 20_000  # maximum characters of a tool result shown to the policy
@@ -74,16 +75,9 @@ async def _turn(client: openai.AsyncOpenAI, model: str, messages: list[Any], too
 
 async def _result(connections: Any, places: Any, call: Any) -> str:
     """Returns the answer to the policy's call."""
-    name = call.function.name
-    if name not in places:
-        return f"there is no tool {name!r}, but: {', '.join(sorted(places)) or 'none'}"
-    try:
-        arguments = json.loads(call.function.arguments or "{}")
-    except (ValueError, RecursionError) as error:
-        return f"the arguments are not JSON: {error}"
-    if not isinstance(arguments, dict):
-        return "the arguments are not a JSON object"
-    content = await call_mcp(connections, places, name, arguments)
+    if isinstance(arguments := read_call(call, places), str):
+        return arguments
+    content = await call_mcp(connections, places, call.function.name, arguments)
     if isinstance(content, list):
         parts = [part.get("text", f"[{part['type']}, which is not shown]") for part in content]
         content = "\n".join(parts)

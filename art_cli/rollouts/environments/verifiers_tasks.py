@@ -208,8 +208,10 @@ class VerifiersEnvironment:
         values = {name: sum(each) / len(each) for name, each in {**metrics, **rewards}.items() if each}
         reward = sum(trace.reward for trace in own) / len(own) if any(rewards.values()) else None
         stops = [trace.stop_condition for trace in own]
+        if reward is not None and not math.isfinite(reward):
+            raise EnvironmentFault(f"{self._name}: the reward is {reward}")
         return Outcome(
-            reward=None if reward is None else _finite(self._name, reward),
+            reward=reward,
             metrics={name: value for name, value in values.items() if math.isfinite(value)},
             metadata={"role": self._trained, "stopped_by": stops[-1]},
         )
@@ -224,12 +226,6 @@ def _choose(trained: Any, roles: list[str], name: str) -> str:
             f"rollout.environment.args.{TRAINED} of {name}: {problem}; one of {', '.join(roles)} is trained"
         )
     return str(trained)
-
-
-def _finite(name: str, reward: float) -> float:
-    if not math.isfinite(reward):
-        raise EnvironmentFault(f"{name}: the reward is {reward}")
-    return reward
 
 
 @contextmanager
