@@ -18,6 +18,10 @@ from starlette.datastructures import Headers
 from art_cli.chat.chat_errors import ChatError
 from art_cli.runtime.errors import UsageError
 
+HOST = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[^\[\]:]+)(?::(\d{0,5}))?")
+OWN_SITES = ("same-origin", "none")  # "none" means that the user typed the address
+CURE = "start the server with a key (ART_API_KEY) to reach it this way"
+
 
 class Keys:
     """The valid keys. Without any key, every client may ask."""
@@ -97,11 +101,6 @@ def is_loopback(host: str) -> bool:
 
 def _hash(key: str) -> bytes:
     return hashlib.sha256(key.encode(errors="surrogateescape")).digest()
-
-
-HOST = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[^\[\]:]+)(?::(\d{0,5}))?")
-OWN_SITES = ("same-origin", "none")  # "none" means that the user typed the address
-CURE = "start the server with a key (ART_API_KEY) to reach it this way"
 
 
 def check_sender(

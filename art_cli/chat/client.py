@@ -28,6 +28,9 @@ LOCAL = ("127.0.0.1", "localhost", "::1")  # names of this machine
 IDLE_S = 4.0  # shorter than uvicorn's keep-alive of 5 s, so only this side closes idle connections
 MAX_ANSWER = 64 << 20  # bytes; 8 choices of 32k tokens with ids and logprobs take 40 MB
 MAX_ERROR = 1 << 20  # maximum bytes of an error answer, which is quoted in a message
+CONNECT_TIMEOUT_S = 10.0
+MAX_MESSAGE = 10_000  # maximum characters of an endpoint's error for the client
+_REFUSED = re.compile(r"unsupported|not support|unrecognized|unknown|not permitted|unexpected", re.IGNORECASE)
 
 
 class AnswerTooLarge(aiohttp.ClientError):
@@ -72,10 +75,6 @@ def read_error(answer: bytes) -> ErrorAnswer:
     except (ValueError, RecursionError, AttributeError):
         return ErrorAnswer()
     return ErrorAnswer(**{name: str(value) for name, value in texts.items() if value is not None})
-
-
-CONNECT_TIMEOUT_S = 10.0
-MAX_MESSAGE = 10_000  # maximum characters of an endpoint's error for the client
 
 
 class HttpBackend:
@@ -245,8 +244,6 @@ class HttpBackend:
 
 
 # --- what an endpoint understands -------------------------------------------------------------------------------------
-
-_REFUSED = re.compile(r"unsupported|not support|unrecognized|unknown|not permitted|unexpected", re.IGNORECASE)
 
 
 class _Dialect:

@@ -28,6 +28,12 @@ from art_cli.runtime.errors import EngineError, first_of_group
 
 log = logging.getLogger(__name__)
 Result = TypeVar("Result")
+MAX_HEADER_BYTES = 64 * 2**10  # maximum header size; nginx allows 32 KiB
+START_TIMEOUT_S = 30.0
+GRACE_S = 5  # longest wait for requests in flight when the server stops
+KEEP_ALIVE_S = 75.0  # longer than clients keep idle connections (httpx: 5 s), so the clients close them
+BACKLOG = 2048
+CANCEL_TIMEOUT_S = 60.0  # longest wait for cancelled work; a vLLM server stopped during startup takes 20 s
 
 
 async def unless_disconnected(receive: Receive, work: Coroutine[Any, Any, Result]) -> Result:
@@ -71,9 +77,6 @@ class _Watch:
 
     def end(self) -> None:
         self._watching.cancel()
-
-
-MAX_HEADER_BYTES = 64 * 2**10  # maximum header size; nginx allows 32 KiB
 
 
 class Timeouts(NamedTuple):
@@ -191,12 +194,6 @@ class Connection(asyncio.Protocol):
             self._transport.abort()
 
 
-START_TIMEOUT_S = 30.0
-GRACE_S = 5  # longest wait for requests in flight when the server stops
-KEEP_ALIVE_S = 75.0  # longer than clients keep idle connections (httpx: 5 s), so the clients close them
-BACKLOG = 2048
-
-
 @contextlib.asynccontextmanager
 async def serve(
     app: ASGIApp,
@@ -292,9 +289,6 @@ async def _until_ready(ready: asyncio.Event, task: asyncio.Task[None]) -> None:
         waiter.cancel()
     if not ready.is_set():
         raise EngineError(f"the server did not start within {START_TIMEOUT_S:.0f} s")
-
-
-CANCEL_TIMEOUT_S = 60.0  # longest wait for cancelled work; a vLLM server stopped during startup takes 20 s
 
 
 class Stopping:

@@ -22,6 +22,13 @@ Result = TypeVar("Result")
 
 BODY_TIMEOUT_S = 60.0  # longest wait for a client to send its whole request
 MAX_DISCARDED = 64 * 2**20  # bytes of a refused body that are discarded so that the client can read the answer
+WAIT_S = 60.0  # longest wait for the reading thread
+READ_S = 20.0  # longest time to parse a request; a prompt of a million tokens takes 5 s
+MAX_DEPTH = 64  # levels of nested JSON; a tool's schema nests 10 to 20 deep
+MAX_NODES = 50_000  # brackets and colons outside of strings; creating this many objects takes 0.03 s
+MAX_VALUES = 1_200_000  # commas outside a body's strings, as between a million token ids; making them takes 0.06 s
+_SLICE = 2**20  # bytes per scan
+_IN_STRING = re.compile(rb'(?:[^"\\]++|\\.)*+', re.DOTALL)
 
 
 class BodyLimit(NamedTuple):
@@ -67,15 +74,6 @@ def _must_discard(http: HttpRequest) -> bool:
 def _too_large(limit: BodyLimit) -> ChatError:
     reason = f"; {limit.reason}" if limit.reason else ""
     return ChatError(413, f"the body is larger than {limit.num_bytes} bytes{reason}", code="request_too_large")
-
-
-WAIT_S = 60.0  # longest wait for the reading thread
-READ_S = 20.0  # longest time to parse a request; a prompt of a million tokens takes 5 s
-MAX_DEPTH = 64  # levels of nested JSON; a tool's schema nests 10 to 20 deep
-MAX_NODES = 50_000  # brackets and colons outside of strings; creating this many objects takes 0.03 s
-MAX_VALUES = 1_200_000  # commas outside a body's strings, as between a million token ids; making them takes 0.06 s
-_SLICE = 2**20  # bytes per scan
-_IN_STRING = re.compile(rb'(?:[^"\\]++|\\.)*+', re.DOTALL)
 
 
 class RequestReader:

@@ -17,6 +17,9 @@ RENDERERS_OWN = frozenset(
         *("unk_token", "sep_token", "cls_token", "mask_token", "additional_special_tokens"),
     }
 )
+RESHAPING = ("presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias", "min_tokens")
+# Sampling fields replaced by `force_sampling`. They reduce variety between attempts or truncate the distribution.
+FORCED = ("temperature", "top_p", "top_k", "seed")
 
 
 class Sampling(msgspec.Struct, frozen=True, kw_only=True):
@@ -43,7 +46,6 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True):
         return [name for name in RESHAPING if getattr(self, name) != getattr(_NEUTRAL, name)]
 
 
-RESHAPING = ("presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias", "min_tokens")
 _NEUTRAL = Sampling()
 
 
@@ -101,10 +103,6 @@ def with_defaults(request: Request, defaults: Sampling) -> Request:
     """Returns the request with `defaults` for the sampling fields that the client did not give."""
     given = {name: getattr(request.sampling, name) for name in request.user_set}
     return msgspec.structs.replace(request, sampling=msgspec.structs.replace(defaults, **given))
-
-
-# Sampling fields replaced by `force_sampling`. They reduce variety between attempts or truncate the distribution.
-FORCED = ("temperature", "top_p", "top_k", "seed")
 
 
 def force_sampling(request: Request, defaults: Sampling) -> Request:

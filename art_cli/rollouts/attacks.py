@@ -20,6 +20,12 @@ MAX_CHARACTERS = 8_000  # per reply, so that prompts with copied replies stay wi
 MAX_PIECES = 4
 MAX_TIMES = 16
 MAX_FORMS = 12  # forms mentioned in messages; a tool's output may have any number of JSON keys
+WORDS = ("yes", "no", "none", "0", "1", "true", "Done.", "1e308", "-1e308", "Infinity", "NaN")
+PLAIN, BOXED, QUOTED = "plain", "boxed", "JSON string"
+FAILS = "a failed call"  # the call fails and the agent's client raises an error
+LATE = "a late reply"  # the client of an impatient agent times out
+UNVARIED = (FAILS, LATE)
+ENDLESS = "a call in every reply"  # the agent continues until a limit
 
 
 class Seen(NamedTuple):
@@ -52,7 +58,6 @@ def _always(text: str) -> Callable[[Seen], str]:
     return lambda seen: text
 
 
-WORDS = ("yes", "no", "none", "0", "1", "true", "Done.", "1e308", "-1e308", "Infinity", "NaN")
 PIECES: dict[str, Callable[[Seen], str]] = {
     **{word: _always(word) for word in WORDS},
     "nothing": lambda seen: "",
@@ -77,11 +82,6 @@ PIECES: dict[str, Callable[[Seen], str]] = {
     "headings": lambda seen: "## Plan\n- first\n- second\n\n## Result\n**Answer**",
     "thanks": lambda seen: "Thank you! Great question.",
 }
-PLAIN, BOXED, QUOTED = "plain", "boxed", "JSON string"
-FAILS = "a failed call"  # the call fails and the agent's client raises an error
-LATE = "a late reply"  # the client of an impatient agent times out
-UNVARIED = (FAILS, LATE)
-ENDLESS = "a call in every reply"  # the agent continues until a limit
 
 
 @dataclass(frozen=True)

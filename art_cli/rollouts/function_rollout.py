@@ -40,6 +40,13 @@ SHARED_KEY = "the-key-of-one-of-several-attempts"  # no gateway gives this key
 _own: contextvars.ContextVar[str | None] = contextvars.ContextVar("own_key", default=None)
 _playing: set[str] = set()  # keys of the attempts that run in this process
 _holding: set[str] = set()  # names of the variables that hold an attempt's key
+CURE = "await what waits, or make it a plain `def`"
+CLOSE_TIMEOUT_S = 5.0  # longest wait for cancelled rollouts to finish
+Ending = Outcome | AttemptError | RolloutError  # result of a rollout
+PING_TIMEOUT_S = 2.0  # an event loop that runs nothing for this long is blocked
+TICK_S = 0.05  # interval between two checks of the event loop
+MIN_STILL_S = 0.1  # shorter pauses are normal
+MIN_PLAYED_S = 1.0  # shorter attempts show nothing
 
 
 class _Environment(os._Environ[str]):
@@ -72,16 +79,6 @@ def reading_own(key: str) -> Iterator[None]:
         yield
     finally:
         _playing.discard(key)
-
-
-CURE = "await what waits, or make it a plain `def`"
-CLOSE_TIMEOUT_S = 5.0  # longest wait for cancelled rollouts to finish
-Ending = Outcome | AttemptError | RolloutError  # result of a rollout
-
-PING_TIMEOUT_S = 2.0  # an event loop that runs nothing for this long is blocked
-TICK_S = 0.05  # interval between two checks of the event loop
-MIN_STILL_S = 0.1  # shorter pauses are normal
-MIN_PLAYED_S = 1.0  # shorter attempts show nothing
 
 
 class FunctionRollout:

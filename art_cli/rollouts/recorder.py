@@ -28,6 +28,9 @@ from art_cli.chat.requests import Request, Sampling, text_of
 from art_cli.runs.trajectory import Json, Turn
 
 _WIDTH = array("I").itemsize  # bytes per token id in a packed sequence
+MAX_CALLS = 1000  # number of different calls remembered for a rollout; an SDK retries within seconds
+MAX_EQUAL = 128  # maximum number of equal calls to remember; equals the maximum number of choices per call
+State = Literal["in flight", "lost", "answered"]
 
 
 class _Conversation(msgspec.Struct):
@@ -273,12 +276,6 @@ def common_prefix(first: bytes, second: bytes) -> int:
         part = slice(low * _WIDTH, middle * _WIDTH)
         low, high = (middle, high) if first[part] == second[part] else (low, middle)
     return low
-
-
-MAX_CALLS = 1000  # number of different calls remembered for a rollout; an SDK retries within seconds
-MAX_EQUAL = 128  # maximum number of equal calls to remember; equals the maximum number of choices per call
-
-State = Literal["in flight", "lost", "answered"]
 
 
 class Attempted:

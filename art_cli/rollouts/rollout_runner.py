@@ -49,6 +49,13 @@ log = logging.getLogger(__name__)
 
 REDRAW_S = 0.2
 LINE_S = 10.0  # interval of log lines without a terminal
+OnFinished = Callable[[Trajectory], Awaitable[None] | None]
+MAX_MOVES = 10  # how often an attempt whose machine is lost is played again besides `rollout.retries`
+BACKOFF_S = 0.5  # pause before the second try; doubled for each further one
+NUM_ALIKE = 16  # the agent is broken when this many first rollouts all fail in the same way
+# Errors that are the user's fault even after a limit: an invalid return value or a timeout.
+NEVER_A_LIMIT = frozenset({"timeout", "reward", "metadata", "foreign_key"})
+WRITE_TIMEOUT_S = 30.0  # longest wait for a trajectory to be written when the run is cancelled
 
 
 @dataclass
@@ -117,16 +124,6 @@ async def _report(progress: Progress) -> None:
     while True:
         await asyncio.sleep(LINE_S)
         log.info("%s: %d/%d rollouts  %s", progress.title, progress.done, progress.total, progress.facts())
-
-
-OnFinished = Callable[[Trajectory], Awaitable[None] | None]
-
-MAX_MOVES = 10  # how often an attempt whose machine is lost is played again besides `rollout.retries`
-BACKOFF_S = 0.5  # pause before the second try; doubled for each further one
-NUM_ALIKE = 16  # the agent is broken when this many first rollouts all fail in the same way
-# Errors that are the user's fault even after a limit: an invalid return value or a timeout.
-NEVER_A_LIMIT = frozenset({"timeout", "reward", "metadata", "foreign_key"})
-WRITE_TIMEOUT_S = 30.0  # longest wait for a trajectory to be written when the run is cancelled
 
 
 class RolloutPlan(msgspec.Struct, frozen=True, kw_only=True):

@@ -39,6 +39,31 @@ from art_cli.chat.requests import Json, Request, Sampling, text_of
 from art_cli.chat.wires.openai_shared import INT32, Count, given_sampling, tool_choice_of
 
 STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use", "content_filter": "refusal"}
+BILLING = "x-anthropic-billing-header:"  # begins a line of Claude Code's system prompt
+_Name = Annotated[str, Meta(max_length=1024)]  # bounded because errors repeat it
+_Stop = Annotated[str, Meta(min_length=1, max_length=1024)]  # limited, because every token is checked for it
+_SHOWN = 80  # maximum characters of client-provided names in errors
+# Parameters accepted and ignored: they identify, bill, cache or diagnose, ask for a place or a speed of the service, or
+# let the service shorten a long conversation, which stays whole here.
+HARMLESS = frozenset(
+    {
+        *("metadata", "service_tier", "cache_control", "inference_geo", "speed", "diagnostics", "billing_policy"),
+        *("fallbacks", "fallback_credit_token", "context_management", "user_profile_id", "workspace_id", "betas"),
+    }
+)
+# Parameters accepted only with neutral values, because Anthropic's servers would do the work.
+PROVIDERS = ("container", "mcp_servers", "compaction", "thread")
+TYPES = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    402: "billing_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    504: "timeout_error",
+    529: "overloaded_error",
+}
 
 
 class _RendersErrors(Protocol):
@@ -205,35 +230,6 @@ def _event(data: Json) -> bytes:
     """Returns a named server-sent event."""
     name: str = data["type"]
     return b"event: " + name.encode() + b"\ndata: " + msgspec.json.encode(data) + b"\n\n"
-
-
-BILLING = "x-anthropic-billing-header:"  # begins a line of Claude Code's system prompt
-_Name = Annotated[str, Meta(max_length=1024)]  # bounded because errors repeat it
-_Stop = Annotated[str, Meta(min_length=1, max_length=1024)]  # limited, because every token is checked for it
-_SHOWN = 80  # maximum characters of client-provided names in errors
-
-# Parameters accepted and ignored: they identify, bill, cache or diagnose, ask for a place or a speed of the service, or
-# let the service shorten a long conversation, which stays whole here.
-HARMLESS = frozenset(
-    {
-        *("metadata", "service_tier", "cache_control", "inference_geo", "speed", "diagnostics", "billing_policy"),
-        *("fallbacks", "fallback_credit_token", "context_management", "user_profile_id", "workspace_id", "betas"),
-    }
-)
-# Parameters accepted only with neutral values, because Anthropic's servers would do the work.
-PROVIDERS = ("container", "mcp_servers", "compaction", "thread")
-
-TYPES = {
-    400: "invalid_request_error",
-    401: "authentication_error",
-    402: "billing_error",
-    403: "permission_error",
-    404: "not_found_error",
-    413: "request_too_large",
-    429: "rate_limit_error",
-    504: "timeout_error",
-    529: "overloaded_error",
-}
 
 
 # --- the body ---------------------------------------------------------------------------------------------------------

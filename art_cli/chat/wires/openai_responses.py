@@ -59,6 +59,35 @@ from art_cli.chat.wires.responses_items import (
 
 MAX_REPLIES = 1000
 MAX_BYTES = 16 * 2**20  # total size of stored conversations as JSON; 100 turns of 100 KB are 10 MB
+ENCRYPTED = "reasoning.encrypted_content"  # value of `include` that requests encrypted content
+Event = tuple[str, Json]  # name without "response.", and fields
+_Text = Annotated[str, Meta(min_length=1)]
+_HARMLESS = (HARMLESS - {"reasoning_effort", "verbosity"}) | {
+    *("reasoning", "stream_options", "max_tool_calls", "client_metadata", "prompt_cache_options"),
+}
+_NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "truncation": ("disabled",),
+    "conversation": (),
+    "prompt": (),
+    "context_management": ([],),
+    "moderation": (),
+}
+_MAX_REPEATED = 16 * 1024  # characters as JSON; OpenAI's own metadata has at most 16 pairs of 576
+_LOGPROBS = "message.output_text.logprobs"
+# All other values of `include` belong to tools and images, which are refused.
+_INCLUDABLE = frozenset(
+    {
+        *(_LOGPROBS, ENCRYPTED, "file_search_call.results", "web_search_call.results"),
+        *("web_search_call.action.sources", "message.input_image.image_url", "computer_call_output.output.image_url"),
+        *("code_interpreter_call.outputs",),
+    }
+)
+# Request fields that a response echoes, with their default values.
+_REPEATED: tuple[tuple[str, Any], ...] = (
+    *(("instructions", None), ("max_output_tokens", None), ("metadata", {}), ("parallel_tool_calls", True)),
+    *(("previous_response_id", None), ("reasoning", None), ("temperature", None), ("text", {})),
+    *(("tool_choice", "auto"), ("tools", []), ("top_p", None), ("truncation", "disabled"), ("user", None)),
+)
 
 
 class _Kept(NamedTuple):
@@ -117,9 +146,6 @@ def _owner(key: str | None) -> bytes:
 def _not_kept() -> ChatError:
     message = "the response that this request refers to is not, or no longer, kept here; send the conversation as input"
     return invalid(message, "previous_response_id", "previous_response_not_found")
-
-
-ENCRYPTED = "reasoning.encrypted_content"  # value of `include` that requests encrypted content
 
 
 def whole_response(request: Request, reply: Reply) -> Json:
@@ -187,8 +213,6 @@ def _wants_encrypted(request: Request) -> bool:
 
 
 # --- the streamed reply -----------------------------------------------------------------------------------------------
-
-Event = tuple[str, Json]  # name without "response.", and fields
 
 
 class _OpenItem:
@@ -397,36 +421,6 @@ class ResponseEvents:
         data = msgspec.json.encode({"type": name, "sequence_number": self._num_events, **fields})
         self._num_events += 1
         return b"event: " + name.encode() + b"\ndata: " + data + b"\n\n"
-
-
-_Text = Annotated[str, Meta(min_length=1)]
-
-_HARMLESS = (HARMLESS - {"reasoning_effort", "verbosity"}) | {
-    *("reasoning", "stream_options", "max_tool_calls", "client_metadata", "prompt_cache_options"),
-}
-_NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "truncation": ("disabled",),
-    "conversation": (),
-    "prompt": (),
-    "context_management": ([],),
-    "moderation": (),
-}
-_MAX_REPEATED = 16 * 1024  # characters as JSON; OpenAI's own metadata has at most 16 pairs of 576
-_LOGPROBS = "message.output_text.logprobs"
-# All other values of `include` belong to tools and images, which are refused.
-_INCLUDABLE = frozenset(
-    {
-        *(_LOGPROBS, ENCRYPTED, "file_search_call.results", "web_search_call.results"),
-        *("web_search_call.action.sources", "message.input_image.image_url", "computer_call_output.output.image_url"),
-        *("code_interpreter_call.outputs",),
-    }
-)
-# Request fields that a response echoes, with their default values.
-_REPEATED: tuple[tuple[str, Any], ...] = (
-    *(("instructions", None), ("max_output_tokens", None), ("metadata", {}), ("parallel_tool_calls", True)),
-    *(("previous_response_id", None), ("reasoning", None), ("temperature", None), ("text", {})),
-    *(("tool_choice", "auto"), ("tools", []), ("top_p", None), ("truncation", "disabled"), ("user", None)),
-)
 
 
 class _Tool(msgspec.Struct, tag_field="type", tag="function", kw_only=True):

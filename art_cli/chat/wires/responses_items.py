@@ -18,6 +18,7 @@ from art_cli.chat.requests import Json
 _ID = re.compile(r"(?:rs|msg|fc)_([0-9a-f]{32})_\d+")  # an id from `item_id`
 _ENCRYPTED = "art-reasoning-1."  # the beginning of our `encrypted_content`; base64 of the text follows
 _PARTS = ("input_text", "output_text", "text", "summary_text", "refusal")
+KINDS = ("message", "function_call", "function_call_output", "reasoning", "item_reference")
 
 
 # --- from the client --------------------------------------------------------------------------------------------------
@@ -63,7 +64,6 @@ class ReferenceItem(_Item, tag="item_reference", kw_only=True):
 
 
 Item = MessageItem | CallItem | OutputItem | ReasoningItem | ReferenceItem
-KINDS = ("message", "function_call", "function_call_output", "reasoning", "item_reference")
 
 
 def name_kinds(items: Any) -> None:

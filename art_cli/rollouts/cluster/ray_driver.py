@@ -42,6 +42,17 @@ MAX_BYTES = 200 * 10**6  # Ray's limit is 500 MiB, which each node would downloa
 MB = 10**6
 NEVER = ("__pycache__",)
 NOT_PLAYED = ("view", "recipes")  # rooms of the package that hold no code of rollouts
+ANSWER_DEADLINE_S = 5.0  # longest wait for the cluster's address to take a connection
+ASK_DEADLINE_S = 20.0  # longest wait for the cluster's own account of itself
+LAST_OUTPUT_S = 2.0  # longest wait for the attempts' last output
+CLOSE_DEADLINE_S = 8.0  # longest wait for the actors to close the function's clients
+EXPLAIN_DEADLINE_S = 4.0
+OURS = frozenset({"working_dir", "py_modules", "excludes", "env_vars"})  # fields of runtime_env
+TELL_S = 2.0  # interval of messages about placed actors
+AGAIN_S = 1.0  # pause before an actor is placed again
+FAILED_AGAIN_S = 30.0  # the same wait after a failed load
+MORE_CALLS = 16  # concurrent actor calls in addition to attempts: output and close
+MAX_PRINTED = 2**17  # maximum characters of output in an answer; nodes are not trusted
 
 
 class Sent(NamedTuple):
@@ -118,19 +129,6 @@ def _too_much(directory: Path, sizes: list[tuple[int, str]]) -> str:
         f"{directory}: more than {MAX_FILES:,} files or {MAX_BYTES / MB:.0f} MB would be sent to each node, such as "
         f"{largest}; leave some out with rollout.cluster.exclude"
     )
-
-
-ANSWER_DEADLINE_S = 5.0  # longest wait for the cluster's address to take a connection
-ASK_DEADLINE_S = 20.0  # longest wait for the cluster's own account of itself
-LAST_OUTPUT_S = 2.0  # longest wait for the attempts' last output
-CLOSE_DEADLINE_S = 8.0  # longest wait for the actors to close the function's clients
-EXPLAIN_DEADLINE_S = 4.0
-OURS = frozenset({"working_dir", "py_modules", "excludes", "env_vars"})  # fields of runtime_env
-TELL_S = 2.0  # interval of messages about placed actors
-AGAIN_S = 1.0  # pause before an actor is placed again
-FAILED_AGAIN_S = 30.0  # the same wait after a failed load
-MORE_CALLS = 16  # concurrent actor calls in addition to attempts: output and close
-MAX_PRINTED = 2**17  # maximum characters of output in an answer; nodes are not trusted
 
 
 def main() -> None:

@@ -53,6 +53,13 @@ GROWING = frozenset({"exp", "sinh", "cosh"})
 NUMBERS = frozenset({"pi", "E", "I", "oo", "zoo", "nan", "GoldenRatio", "TribonacciConstant", "EulerGamma", "Catalan"})
 LITERALS = (ast.Expression, ast.Constant, ast.List, ast.Tuple, ast.Name, ast.Load, ast.UnaryOp, ast.USub, ast.UAdd)
 OPERATORS = (ast.Add, ast.Sub, ast.Mult, ast.Div, ast.Pow, ast.USub, ast.UAdd)
+SYSTEM = "Think as long as it helps. Then write the final answer, and nothing else, between <answer> and </answer>."
+CALL_S = 60.0  # longest time to generate a puzzle, or to score an answer
+WAIT_S = 600.0  # longest wait for the worker thread
+NUM_KEPT = 256  # puzzles cached per process; the attempts of a group share a puzzle
+EVALUATED = re.compile(r"\beval\(\s*answer\b")
+PARSED = re.compile(r"\bparse_expr\(\s*answer\b")
+FRACTION = re.compile(r"\bFraction\(\s*answer\b")
 
 
 def is_harmless_literal(text: str) -> bool:
@@ -139,15 +146,6 @@ def _bound(node: ast.expr) -> float:
         case ast.BinOp(left=left, op=ast.Div(), right=ast.Constant(value=int() as divisor)) if divisor >= 1:
             return _bound(left)
     return math.inf
-
-
-SYSTEM = "Think as long as it helps. Then write the final answer, and nothing else, between <answer> and </answer>."
-CALL_S = 60.0  # longest time to generate a puzzle, or to score an answer
-WAIT_S = 600.0  # longest wait for the worker thread
-NUM_KEPT = 256  # puzzles cached per process; the attempts of a group share a puzzle
-EVALUATED = re.compile(r"\beval\(\s*answer\b")
-PARSED = re.compile(r"\bparse_expr\(\s*answer\b")
-FRACTION = re.compile(r"\bFraction\(\s*answer\b")
 
 
 class ReasoningGym:

@@ -13,6 +13,8 @@ from art_cli.runtime.errors import DataError, describe, printable
 
 BATCH_ROWS = 64  # rows converted together
 LARGE_BATCH = 64 * 2**20  # batch size in bytes above which rows are converted one by one
+FORMATS = {"arrow", "cache", "csv", "json", "parquet", "text"}  # `datasets` builders that only read plain data
+COMMIT = re.compile("[0-9a-f]{40}")
 
 
 def parquet_rows(path: Path, columns: Columns) -> Generator[TableRow]:
@@ -115,11 +117,6 @@ def needs(package: str, source: object) -> Any:
         return importlib.import_module(package)
     except ImportError:
         raise DataError(f"reading it needs {package}: pip install 'art-cli[data]'", source) from None
-
-
-FORMATS = {"arrow", "cache", "csv", "json", "parquet", "text"}  # `datasets` builders that only read plain data
-
-COMMIT = re.compile("[0-9a-f]{40}")
 
 
 def dataset_rows(source: ScenariosConfig, path: Path, columns: Columns) -> Generator[TableRow]:

@@ -17,6 +17,16 @@ ALLOWED = {sqlite3.SQLITE_SELECT, sqlite3.SQLITE_READ, sqlite3.SQLITE_FUNCTION, 
 READ_BY_INDEXES = ("data_version", "page_size")  # pragmas that a full-text index reads on opening
 REFUSALS = ("not authorized", "authorization denied", "prohibited", "one statement", "may not be modified", "readonly")
 INSTRUCTIONS = 10_000  # SQLite VM instructions between two checks of the clock, well below a millisecond
+SETTINGS = {
+    "enable_external_access": False,  # prevents access to other files, extensions, and URLs
+    "autoinstall_known_extensions": False,
+    "autoload_known_extensions": False,
+    "allow_community_extensions": False,
+    "temp_directory": "",  # no temporary files in the database's directory
+    "lock_configuration": True,
+    "memory_limit": "4GB",
+    "threads": 2,
+}
 
 
 def sqlite_rows(path: Path, query: str, columns: Columns, timeout_s: float) -> Generator[TableRow]:
@@ -69,18 +79,6 @@ def _options(path: Path) -> str:
         is_wal = file.read(20)[18:] == b"\x02\x02"
     has_log = path.with_name(f"{path.name}-wal").exists()
     return "mode=ro&immutable=1" if is_wal and not has_log else "mode=ro"
-
-
-SETTINGS = {
-    "enable_external_access": False,  # prevents access to other files, extensions, and URLs
-    "autoinstall_known_extensions": False,
-    "autoload_known_extensions": False,
-    "allow_community_extensions": False,
-    "temp_directory": "",  # no temporary files in the database's directory
-    "lock_configuration": True,
-    "memory_limit": "4GB",
-    "threads": 2,
-}
 
 
 def duckdb_rows(path: Path, query: str, columns: Columns, timeout_s: float) -> Generator[TableRow]:
