@@ -163,10 +163,6 @@ class Recorder:
         for conversation in recorded.conversations:
             conversation.is_abandoned = True
 
-    def fail(self, error: str) -> None:
-        """Notes that the engine failed to answer a call."""
-        self.upstream_error = error
-
     def metrics(self) -> dict[str, float]:
         """Returns counts for metrics: calls, calls left early, abandoned calls, branches, sampled tokens.
 

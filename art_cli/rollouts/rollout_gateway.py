@@ -418,12 +418,12 @@ class RecordingBackend:
             is_limited = error.status in RATE_LIMITED
             self._gateway.calls.refused += is_limited
             if error.status >= 500 or is_limited:
-                self.recorder.fail(error.message)
+                self.recorder.upstream_error = error.message
             if error.code == CONTEXT_LIMIT:
                 self.recorder.limit, self._num_before_limit = CONTEXT_LIMIT, call.num_admitted
             raise
         except Exception as error:  # the boundary to the engine: the application makes it a 500
-            self.recorder.fail(f"{type(error).__name__}: {error}")
+            self.recorder.upstream_error = f"{type(error).__name__}: {error}"
             raise
         finally:
             call.attempted.end()

@@ -13,7 +13,7 @@ import tempfile
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 from urllib.parse import urlsplit
 
 from art_cli.config.schema import RolloutConfig, RunConfig
@@ -72,7 +72,11 @@ class ClusterRollout:
     async def connect(self) -> ClusterFacts:
         """Returns the cluster's facts. Raises UsageError or RolloutError if the cluster is missing or unusable."""
         await self._start()
-        return _facts(await self._driver.ask("facts"))
+        try:
+            facts: ClusterFacts = checked(ClusterFacts, await self._driver.ask("facts"))
+        except ValueError as error:
+            raise RolloutError(f"rollout.cluster: its driver answers with no facts: {error}") from error
+        return facts
 
     def open(self, host: str, port: int | None) -> None:
         """Stores the gateway address for the nodes, unless the configuration sets one."""
@@ -174,11 +178,3 @@ def _variables(key: str, names: list[str], directory: Path) -> dict[str, str]:
         if name not in os.environ:
             raise UsageError(f"{key}: {name} is not set; set it in the environment, or in a file .env")
     return {name: os.environ[name] for name in names}
-
-
-def _facts(given: Any) -> ClusterFacts:
-    try:
-        facts: ClusterFacts = checked(ClusterFacts, given)
-    except ValueError as error:
-        raise RolloutError(f"rollout.cluster: its driver answers with no facts: {error}") from error
-    return facts

@@ -14,7 +14,6 @@ attempt fails if the server is unreachable, exits, or times out.
 import json
 import re
 from collections.abc import Iterator
-from contextlib import AbstractAsyncContextManager
 from typing import TYPE_CHECKING, Any
 
 from art_cli.rollouts.environments import EnvironmentFault, Json, Listing, Settings, check_args
@@ -66,13 +65,14 @@ class McpServer:
     """A server with its settings. Each attempt opens a new connection."""
 
     def __init__(self, name: str, settings: Settings) -> None:
-        from art_cli.rollouts.environments.mcp_connection import find_place
+        from art_cli.rollouts.environments import mcp_connection
 
+        self._mcp = mcp_connection
         self.tools: list[Json] = []  # selected tools, listed when the environment was opened
         self._name = settings.name
         self._args = DEFAULTS | settings.args
         self._system = settings.system or ""
-        self._place = find_place(name, settings.directory, self._args)
+        self._place = mcp_connection.find_place(name, settings.directory, self._args)
 
     def check(self, tools: list[Json]) -> None:
         """Raises UsageError if the server lacks tools, or lacks tools named in the settings."""
@@ -83,30 +83,22 @@ class McpServer:
             raise UsageError(f"rollout.environment {self._name}: the server has no tools")
 
     async def list_tools(self) -> list[Json]:
-        async with self._connected() as client:
-            return await self._tools(client)
+        async with self._mcp.connected(self._place) as client:
+            return await self._mcp.list_tools(client, self._args["tools"])
 
     async def play(self, policy: "Policy", scenario: Json) -> Outcome:
         if not isinstance(task := scenario.get("task"), str):
             raise EnvironmentFault('the scenario has no "task", a text')
         answer = scenario.get("answer")
         return await play_connected(
-            self._name, self._connected(), lambda client: self._converse(policy, client, task, answer)
+            self._name,
+            self._mcp.connected(self._place),
+            lambda client: self._converse(policy, client, task, answer),
         )
-
-    def _connected(self) -> AbstractAsyncContextManager[Any]:
-        from art_cli.rollouts.environments.mcp_connection import connected
-
-        return connected(self._place)
-
-    async def _tools(self, client: Any) -> list[Json]:
-        from art_cli.rollouts.environments.mcp_connection import list_tools
-
-        return await list_tools(client, self._args["tools"])
 
     async def _converse(self, policy: "Policy", client: Any, task: str, answer: Any) -> Outcome:
         try:
-            tools: Any = await self._tools(client)
+            tools: Any = await self._mcp.list_tools(client, self._args["tools"])
         except Exception as error:  # the boundary to the server
             raise EnvironmentFault(f"{self._name}: its tools: {describe(error)}") from error
         messages: Any = [{"role": "system", "content": self._system}] if self._system else []

@@ -37,10 +37,7 @@ def sqlite_rows(path: Path, query: str, columns: Columns, timeout_s: float) -> G
             cursor = database.execute(query)
             if cursor.description is None:
                 raise DataError("the query is empty; it is one SELECT", path)
-            names = [column[0] for column in cursor.description]
-            wanted = [(name, names.index(name)) for name in columns.wanted(names, path)]
-            for number, values in enumerate(cursor, 1):
-                yield TableRow(f"{path}, row {number}", {name: values[place] for name, place in wanted})
+            yield from _fetch(cursor, path, columns)
     except (sqlite3.Error, sqlite3.Warning, ValueError) as error:
         if any(words in str(error) for words in REFUSALS):
             raise DataError(f"the query is not one SELECT, and nothing else is run: {printable(error)}", path) from None
