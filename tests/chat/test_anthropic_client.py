@@ -60,7 +60,7 @@ async def ask(backend: AnthropicBackend, request: Request, *, is_stream: bool) -
 
 @pytest.mark.parametrize("is_stream", [False, True], ids=["whole", "streamed"])
 async def test_a_conversation_with_tools_arrives_as_it_was_sent_and_its_reply_comes_back(is_stream: bool) -> None:
-    """The wire is the reference: what it reads of Anthropic's blocks is the chat conversation that was translated."""
+    """The wire is the reference: reading the translated blocks returns the original conversation."""
     asked = ScriptedBackend(lambda request: tool_call("add", a=3, b=7))
     given = frozenset({"temperature", "top_k"})
     request = call(

@@ -1,4 +1,4 @@
-"""Anthropic's Messages as a wire: what a body means, what is refused by name, and that a stream is its message."""
+"""The wire for Anthropic's Messages API: parsing, refusals by name, and equality of streams and messages."""
 
 import json
 from typing import Any
@@ -146,7 +146,7 @@ def test_thinking_is_a_wish_to_the_template(kind: str, thinks: bool | None) -> N
 
 
 def test_beta_headers_and_unknown_fields_of_blocks_change_nothing() -> None:
-    """What Claude Code sends beside what is read: caching, citations, callers, budgets, ids of its user."""
+    """Fields of Claude Code that are ignored: caching, citations, callers, budgets, user ids."""
     plain = body(messages=[{"role": "user", "content": [text("hi")]}], system=[text("Be.")], tools=[TOOL])
     full = body(
         messages=[
@@ -265,7 +265,7 @@ def streamed(deltas: list[Json], finish: Json) -> tuple[Json, Json]:
 @settings(max_examples=60)
 @given(DELTAS, st.booleans())
 def test_a_streamed_message_is_the_whole_one(pieces: list[Json], is_cut: bool) -> None:
-    """Whatever the pieces are. Text that follows a call is a block of its own in a stream; joined it is the same."""
+    """For all ways to split. Text after a call is a separate block in a stream, and the joined text is equal."""
     seen: set[int] = set()
     deltas: list[Json] = []
     order: list[int] = []
@@ -324,7 +324,7 @@ def test_calls_that_an_endpoint_gives_without_an_id_or_a_function_are_blocks_all
 
 @pytest.mark.parametrize("text", ["", "{", "[1]", "7", '{"a": NaN}', '{"a":' * 40 + "1" + "}" * 40])
 def test_arguments_that_are_no_object_are_handed_out_as_their_text(text: str) -> None:
-    """Such as those of a reply that was cut; sent back, they are the text that was sampled."""
+    """Arguments of a truncated reply, for example; sent back, they equal the sampled text."""
     handed_out = input_of(text)
     assert handed_out == ({"arguments": text} if text else {})
     assert are_same(text, json.dumps(handed_out))

@@ -147,7 +147,7 @@ def test_parameters_that_change_nothing_are_accepted() -> None:
 
 
 def test_all_refused_parameters_are_named_in_one_message_in_one_sequence() -> None:
-    """Two that no endpoint has and two that this one cannot do, whatever their sequence in the body."""
+    """Two unknown parameters and two unsupported parameters, in any order."""
     bad = {"zeta": 1, "min_p": 0.5, "alpha": None, "best_of": 2}
     for names in (list(bad), list(reversed(bad))):
         with pytest.raises(ChatError) as caught:

@@ -1,7 +1,7 @@
-"""Requests that would hold the event loop: templates of a client's own, endless prompts, values without number.
+"""Requests that would block the event loop: client-supplied templates, endless prompts, countless values.
 
-What is measured is the event loop, by a heartbeat in this process; a machine that is busy with other work can delay a
-beat too, so each measurement has three attempts.
+A heartbeat in this process measures the event loop. Other work on the machine can also delay a beat, so each
+measurement has three attempts.
 """
 
 import asyncio
@@ -103,7 +103,7 @@ def rendered(template: str, **variables: Any) -> str:
 
 @pytest.mark.parametrize("name", OWN)
 def test_the_renderers_own_parameters_are_no_template_variables(name: str) -> None:
-    """Refused while the body is read, so also before a request goes on to vLLM or any other endpoint."""
+    """Refused while reading the body, so before a request reaches vLLM or another endpoint."""
     with pytest.raises(ChatError, match=name) as refusal:
         WIRE["chat"].parse(json.dumps(chat(chat_template_kwargs={name: SPIN})).encode(), Sampling())
     assert (refusal.value.status, refusal.value.param) == (400, f"chat_template_kwargs.{name}")
@@ -155,7 +155,9 @@ def test_the_text_is_that_of_transformers() -> None:
 
 
 async def test_a_template_that_does_not_end_is_broken_off_and_the_loop_goes_on() -> None:
-    """The model's own template never ends: the loop goes on, the request gets a 400, the next one is answered."""
+    """The model's own template never ends: the loop continues, the request gets a 400, and the next request is
+    answered.
+    """
     reader = RequestReader()
     reader._workers = WorkerPool(size=1, wait_s=30.0, run_s=2.0)
     body = WIRE["chat"].parse(json.dumps(chat()).encode(), Sampling())
@@ -190,8 +192,9 @@ ESCAPES = {
 
 @pytest.mark.parametrize("name", ESCAPES)
 async def test_a_models_template_can_neither_recurse_nor_reach_out(name: str) -> None:
-    """The template of a stranger's model directory: nothing of Python or of the machine is in the prompt, its time is
-    bounded, the event loop goes on, and the next request is answered."""
+    """An untrusted model directory's template: the prompt shows nothing of Python or the machine, the template's time
+    is limited, the event loop continues, and the next request is answered.
+    """
     reader = RequestReader()
     reader._workers = WorkerPool(size=1, wait_s=30.0, run_s=1.0)
     asked = WIRE["chat"].parse(json.dumps(chat()).encode(), Sampling())
@@ -216,7 +219,7 @@ async def test_a_models_template_can_neither_recurse_nor_reach_out(name: str) ->
 
 
 def one_response(size: int) -> list[Json]:
-    """Items that are all parts of one response, the outputs of its calls between them."""
+    """Items of a single response, with its calls' outputs between them."""
     text = "x" * (size // 6_000)
     ids = {"id": "msg_" + "0" * 32 + "_0"}
     called = {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}", **ids}
@@ -271,7 +274,7 @@ async def test_a_long_prompt_is_refused_and_the_loop_goes_on(kind: str) -> None:
 
 
 def test_a_text_is_not_tokenized_as_a_whole_where_it_is_far_too_long(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A text too long by its characters alone is refused; a shorter one is tokenized in parts, until it is too long."""
+    """A text with too many characters is refused; a shorter text is tokenized in parts until it is too long."""
     whole, asked = vocabulary(), []
     encode = whole.tokenizer.encode
 
@@ -332,7 +335,7 @@ def test_half_a_surrogate_pair_inside_an_object_of_arguments_stands_as_it_was_wr
 
 
 def render_arguments(arguments: str) -> list[int]:
-    """The prompt's tokens of a conversation that is one call, by a template that writes its arguments anew."""
+    """Returns the prompt tokens of a conversation with a single call, for a template that rewrites arguments."""
     call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": arguments}}
     talk = [USER, {"role": "assistant", "content": None, "tool_calls": [call]}]
     whole = vocabulary("{% for m in messages %}{% for c in m.tool_calls or [] %}{{ c.function.arguments | tojson }}"
@@ -539,7 +542,7 @@ async def rollout(policy: Policy, scenario: dict) -> Outcome:
 
 @pytest.mark.slow
 def test_a_rollout_that_attacks_its_engine_ends_alone(tmp_path: Path) -> None:
-    """The first attempt sends a template of its own, the second 28 MiB: both fail, the run and the others do not."""
+    """The first attempt sends a template, the second 28 MiB: both fail, but the run and the other attempts do not."""
     project = tmp_path / "project"
     shutil.copytree(LETTERS, project)
     (project / "rollout.py").write_text(ATTACKING_ROLLOUT)
@@ -583,7 +586,7 @@ async def healths(*roots: str, num: int) -> list[float]:
 
 
 async def ask_attacks(root: str, number: int) -> list[int]:
-    """Statuses of one request after the other, until the server is gone."""
+    """Returns the statuses of sequential requests until the server exits."""
     bodies = [*long_bodies(8).values(), ("chat", chat(chat_template_kwargs={"chat_template": SPIN}))]
     statuses = []
     async with httpx.AsyncClient(timeout=60) as client:

@@ -1,5 +1,7 @@
-"""Replies as real servers write them: fields that are null, absent, empty or of the neighbouring type, whole and
-streamed. What they mean is known to the test. It must be read, and what means nothing must be a 502 that names it."""
+"""Replies of real servers: null, missing, empty, or mistyped fields, complete and streamed.
+
+The tests know the meaning. Replies with a meaning must be read, and all others must be a 502 that names the field.
+"""
 
 import json
 from collections.abc import AsyncIterator

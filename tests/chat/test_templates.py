@@ -21,7 +21,7 @@ BRANCHING = {
 @pytest.mark.parametrize("arguments", [TIDY, LOOSE], ids=["tidy", "loose"])
 @pytest.mark.parametrize("family", FAMILIES)
 async def test_only_what_a_template_itself_changes_branches(family: str, arguments: str) -> None:
-    """Not the spaces of a call: the arguments stand in the next prompt as they were sampled."""
+    """Spaces in calls are exempt: the next prompt has the arguments as sampled."""
     assert [branch.turn for branch in await talk(family, arguments)] == BRANCHING.get(family, [])
 
 

@@ -1,7 +1,7 @@
-"""The seam for client protocols: a protocol defined in this file works in the application and in the gateway.
+"""The interface for client protocols: a protocol defined in this file works in the application and the gateway.
 
-It differs from OpenAI's in everything that a wire decides: path, key, parameters, reply, events, error body, and a
-second path that only counts tokens. It is a small likeness of Anthropic's Messages.
+It differs from OpenAI's protocols in every detail of a wire: path, key, parameters, reply, events, error body, and a
+second path that only counts tokens. It is a small copy of Anthropic's Messages API.
 """
 
 import contextlib

@@ -40,7 +40,7 @@ def test_a_pool_of_easy_and_hopeless_scenarios_has_no_signal_though_its_mean_is_
 
 
 def test_a_success_rate_p_is_estimated_as_p_times_one_minus_p() -> None:
-    """10,000 groups of 8 at p = 0.3: 0.21, within 5 standard errors of a variance's mean, 5 * 0.0011."""
+    """10,000 groups of 8 at p = 0.3: 0.21, within 5 standard errors of the mean variance, 5 * 0.0011."""
     draw = Random(1)
     groups = [group("a", *(float(draw.random() < 0.3) for _ in range(8))) for _ in range(10_000)]
     assert expected_signal({0: groups}, step=0, half_life=8)["a"] == pytest.approx(0.21, abs=0.0055)
@@ -60,7 +60,7 @@ def test_rewards_outside_of_0_and_1_are_measured_in_the_range_seen(rewards: tupl
 
 
 def test_the_probabilities_by_hand() -> None:
-    """0.9 * signal / sum + 0.1 / 3; what was never seen has the prior's 1/6. Sum: 0.25 + 0.05 + 1/6 = 0.46667."""
+    """0.9 * signal / sum + 0.1 / 3; unseen pools have the prior's 1/6. Sum: 0.25 + 0.05 + 1/6 = 0.46667."""
     order = AdaptiveOrder(["a", "b", "c"], seed=0)
     found = order.probabilities({"a": 0.25, "b": 0.05})
     total = 0.25 + 0.05 + 1 / 6

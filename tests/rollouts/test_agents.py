@@ -49,7 +49,7 @@ PARAMS = [
     NODE,
 ]
 SCENARIO = {"question": "What is 2 plus 3?", "answer": "The sum is 5."}
-OPENING = '<tool_call>\n{"name": "'  # stands in the prompt where a call is demanded
+OPENING = '<tool_call>\n{"name": "'  # part of the prompt when a call is required
 CALL, ANSWER = f'{OPENING}add", "arguments": {{"b":3,"a":  2}}}}\n</tool_call>', "The sum is 5."
 LAST = f'{OPENING}final_answer", "arguments": {{"answer": "{ANSWER}"}}}}\n</tool_call>'
 Json = dict[str, Any]
@@ -64,10 +64,10 @@ def right(request: Request) -> str:
 
 
 class Episode(NamedTuple):
-    """One attempt of an agent in a network that breaks.
+    """An agent's attempt with a failing network.
 
-    The first answer is lost on the way, the next call gets a 429, and the second turn's first call a 500. The AI SDK
-    does not say which of its calls are retries, so there the first request is lost, and not its answer.
+    The first answer is lost, the next call gets a 429, and the second turn's first call a 500. The AI SDK does not mark
+    retries, so there the first request is lost instead of the answer.
     """
 
     trajectory: Trajectory
@@ -212,9 +212,9 @@ def run(taught: RunDir, tmp_path_factory: pytest.TempPathFactory) -> RunDir:
 
 
 def assert_trained(run: RunDir, agent: str) -> None:
-    """Both steps played it, the tool ran, and all that was sampled was trained on.
+    """Both steps played the attempt, the tool ran, and all sampled tokens were trained on.
 
-    What the tiny model learned ends before the 4,000 characters of smolagents' prompt: its calls there are cut.
+    The tiny model's context is shorter than smolagents' prompt of 4,000 characters, so its calls there are truncated.
     """
     for step in range(NUM_STEPS):
         played = [scored for scored in run.scored(step) if scored.scenario["id"] == Path(agent).stem]
@@ -229,7 +229,7 @@ def assert_trained(run: RunDir, agent: str) -> None:
 
 
 def _tool(trajectory: Trajectory) -> Json:
-    """What a tool answered first; nothing where none was called."""
+    """Returns the first tool result, if a tool was called."""
     return next((message for message in trajectory.messages if message["role"] == "tool"), {})
 
 

@@ -29,7 +29,7 @@ Json = dict[str, Any]
 USER = {"role": "user", "content": "hi"}
 TOOL = {"name": "add", "description": "Add.", "input_schema": {"type": "object", "properties": {"a": {}, "b": {}}}}
 DEFAULTS = Sampling(temperature=0.7, max_tokens=500)
-# What a policy might write: JSON with its own spaces, order and numbers; text beside calls; several calls.
+# Possible replies: JSON with unusual spaces, order, and numbers; text next to calls; several calls.
 REPLIES = (
     'I add.\n<tool_call>\n{"name": "add", "arguments": {"b":  1.0, "a":2}}\n</tool_call>',
     '<tool_call>\n{"name": "add", "arguments": {"a": "é\\u00e9", "b": [true, null]}}\n</tool_call>\n'
@@ -76,7 +76,7 @@ async def converse(
 
 
 def assert_one_path(recorder: Recorder, replies: tuple[str, ...], backend: TemplateBackend) -> None:
-    """Each prompt begins with all tokens of the turn before, and what was sampled is what the policy wrote."""
+    """Each prompt continues all tokens of the previous turn, and the record equals the policy's tokens."""
     assert recorder.metrics()["num_branches"] == 0
     for index, text in enumerate(replies):
         turn = recorder.turns[index]
@@ -91,7 +91,7 @@ def assert_one_path(recorder: Recorder, replies: tuple[str, ...], backend: Templ
 
 @pytest.mark.parametrize("is_stream", [False, True], ids=["plain", "streamed"])
 async def test_a_conversation_with_tools_is_one_sequence(is_stream: bool) -> None:
-    """Four turns: a call beside text, two calls at once, text that ends in a space, thanks."""
+    """Four turns: text with a call, two calls, text with a trailing space, thanks."""
     backend = TemplateBackend(scripted(*REPLIES))
     async with gateway_of(backend) as (gateway, root, key), client_of(root, key) as client:
         messages = await converse(client, is_stream=is_stream)
@@ -143,7 +143,7 @@ async def test_arguments_that_a_client_changed_are_not_those_that_were_sampled()
 @pytest.mark.slow
 @pytest.mark.parametrize("is_stream", [False, True], ids=["plain", "streamed"])
 async def test_thoughts_come_first_and_come_back_with_their_signature(is_stream: bool) -> None:
-    """The signature is the same for the same thoughts, and the thoughts are in the next prompt, token for token."""
+    """Equal thoughts have equal signatures, and the next prompt contains the thoughts token for token."""
     assert THINKS != CHAT_TEMPLATE
     texts = tuple(f"<think>\nthought {number}\n\nmore\n</think>\n\n{text}" for number, text in enumerate(REPLIES))
     backend = TemplateBackend(scripted(*texts), template=THINKS)
@@ -178,7 +178,7 @@ LLAMA = ('{"name": "add", "parameters": {"b":  1.0, "a":2}}', '{"name": "add", "
 async def test_a_conversation_branches_only_where_its_real_template_writes_replies_anew(
     name: str, texts: tuple[str, ...], end: str, branching: list[int]
 ) -> None:
-    """Templates of model families as TRL has them. `branching`: the turns that do not continue the one before."""
+    """Templates of model families, taken from TRL. `branching` lists turns that do not continue the previous turn."""
     templates = Path(pytest.importorskip("trl").__file__).parent / "chat_templates"
     backend = TemplateBackend(scripted(*texts), template=(templates / f"{name}.jinja").read_text(), end=end)
     async with gateway_of(backend) as (gateway, root, key), client_of(root, key) as client:
@@ -222,7 +222,7 @@ async def test_counts_are_answered_and_never_recorded() -> None:
 
 
 async def test_a_retry_replaces_its_call_and_is_no_turn_of_its_own() -> None:
-    """The SDK sends the same body again and says so in its header: siblings, the first one abandoned."""
+    """The SDK repeats the body and reports it in a header: siblings, and the first is abandoned."""
     backend = TemplateBackend(scripted("one", "two", "three"))
     body = {"model": "policy", "max_tokens": 9, "messages": [USER]}
     async with gateway_of(backend) as (gateway, root, key), httpx.AsyncClient(base_url=root) as http:
@@ -263,7 +263,9 @@ print(float(reply.content[0].text == "yes" and "ANTHROPIC_AUTH_TOKEN" not in os.
 
 @pytest.mark.slow
 async def test_a_program_finds_the_gateway_in_its_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Anthropic's clients read it by themselves. A token of the user's own, which they prefer to a key, is left out."""
+    """Anthropic's clients read the variables themselves. The user's token is removed, because clients prefer it to the
+    key.
+    """
     monkeypatch.setenv("ANTHROPIC_AUTH_TOKEN", "the user's own")
     (tmp_path / "agent.py").write_text(PROGRAM)
     stage = Stage(tmp_path, TemplateBackend(scripted("yes")))

@@ -1,4 +1,4 @@
-"""Whatever a rollout returns, raises or does to its process fails that attempt at once; its siblings go on."""
+"""Invalid results, exceptions, and process crashes fail only their own attempt, immediately; its siblings continue."""
 
 import shutil
 import sys
@@ -15,9 +15,9 @@ from tests.support.processes import forked
 from tests.support.processes.stage import Stage
 from tests.support.standins.scripted import ScriptedBackend
 
-TIMEOUT_S = 120.0  # of an attempt: none of these may wait for it
+TIMEOUT_S = 120.0  # per attempt: none of these may take this long
 SOON_S = 45.0  # the machine may be busy
-NUM = 4  # attempts; one of them is bad
+NUM = 4  # attempts, including one bad attempt
 
 
 @pytest.fixture
@@ -26,7 +26,7 @@ def stage(tmp_path: Path) -> Stage:
 
 
 async def play(stage: Stage, source: str, **options: object) -> Trajectory:
-    """The bad attempt's trajectory, once it is sure that it was quick and that the others were good."""
+    """Returns the bad attempt's trajectory after checking that it was quick and that the others succeeded."""
     begin = time.monotonic()
     played = await stage.play(source, num=NUM, timeout_s=TIMEOUT_S, **options)
     assert time.monotonic() - begin < SOON_S
@@ -126,7 +126,7 @@ RAISES = {
     "sys.exit()": "SystemExit: (rollout.py:",
     "raise KeyboardInterrupt": "KeyboardInterrupt: (rollout.py:",
     "raise asyncio.CancelledError": "CancelledError",
-    "raise StopIteration(1)": "",  # a coroutine makes a RuntimeError of it
+    "raise StopIteration(1)": "",  # coroutines turn it into a RuntimeError
     "raise StopAsyncIteration": "",
     "raise BaseExceptionGroup('all', [KeyError('k'), SystemExit(1)])": "BaseExceptionGroup: all (2 sub-exceptions): "
     "KeyError: 'k' (rollout.py:",
@@ -205,7 +205,7 @@ async def test_what_ends_its_process_is_played_alone_in_the_end_and_takes_no_sib
 async def test_a_call_with_another_attempts_key_fails_the_attempt_that_makes_it(
     stage: Stage, name: str, processes: int
 ) -> None:
-    """A finished attempt's key, one that never was, and one that is no text of a header."""
+    """A finished attempt's key, an unknown key, and a key that is not valid in a header."""
     key = {"finished": "keys[0]", "foreign": "'x' * 43", "none": "chr(0xe9)"}[name]
     source = f"""
 import asyncio

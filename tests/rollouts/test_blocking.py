@@ -70,7 +70,7 @@ def url() -> Iterator[str]:
 
 @contextlib.contextmanager
 def load(num: int) -> Iterator[None]:
-    """Inside, so many processes compute without a pause."""
+    """Computes in this many processes during the block."""
     burners = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(num)]
     try:
         yield
@@ -81,7 +81,7 @@ def load(num: int) -> Iterator[None]:
 
 
 async def play_two(source: str, url: str) -> str:
-    """Returns what a rollout of this code is told after two attempts at once."""
+    """Returns the explanation for a rollout of this code after two concurrent attempts."""
     names: dict[str, Any] = {}
     exec(FETCH + source, names)
     rollout = FunctionRollout(names["rollout"], entry="mine.py:rollout", root=Path("/"))

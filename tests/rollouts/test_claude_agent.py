@@ -24,7 +24,7 @@ REPLIES = (f"<think>\nI add.\n</think>\n\n{CALL}", f"Once more. \n{CALL}", f" \n
 
 
 async def test_an_episode_of_the_claude_agent_sdk_is_one_sequence(tmp_path: Path) -> None:
-    """Four turns with thoughts, a tool, text that is only a space: each prompt continues all tokens before it."""
+    """Four turns with thoughts, a tool, and text of a single space: each prompt continues all previous tokens."""
     backend = TemplateBackend(scripted(*REPLIES), template=THINKS)
     shutil.copytree(PLACE, tmp_path / "place")
     source = (PLACE / "claude_sdk.py").read_text()
@@ -57,7 +57,7 @@ async def test_claude_code_as_a_command_finds_the_gateway_by_itself(
 
 @pytest.mark.slow
 def test_the_claude_agent_sdk_is_trained(tmp_path: Path) -> None:
-    """Two steps on the embedded engine. The model is random; that it says nothing of sense is recorded all the same."""
+    """Two steps on the embedded engine. The model is random, and its nonsense is recorded."""
     (tmp_path / "scenarios.jsonl").write_text('{"id": "one"}\n')
     config = tmp_path / "config.yaml"
     config.write_text(

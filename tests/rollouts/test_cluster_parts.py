@@ -1,4 +1,4 @@
-"""The parts of rollouts on a cluster that need no cluster: what is sent, what a node does, what is refused."""
+"""Parts of cluster rollouts that need no cluster: copies for nodes, a node's methods, and refusals."""
 
 import asyncio
 import json

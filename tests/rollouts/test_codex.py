@@ -22,7 +22,7 @@ def run(command: str) -> str:
 
 
 async def test_an_episode_of_codex_is_one_sequence(tmp_path: Path) -> None:
-    """Three turns: two commands with thoughts, then the answer. The outputs are those of real commands."""
+    """Three turns: two commands with thoughts, then the answer. The command outputs are real."""
     texts = [
         thinking("I look.") + run("ls"),
         thinking("I count.") + f"Now.\n{run('wc -l data.txt')}",

@@ -50,12 +50,12 @@ class Shape:
 class Rollout:
     def __init__(self, shape: Shape, chance: random.Random, now: float) -> None:
         self.left, self.length = shape.turns, chance.randint(*shape.prompt)
-        self.since = now  # of its last request or answer
+        self.since = now  # time of the last request or answer
         self.known = self.computed = self.sampled = self.wanted = 0
 
 
 class World:
-    """Plays rollouts without end, `number` at once, which `flow` changes if there is one."""
+    """Plays rollouts endlessly, with `number` in flight; `flow` adapts the number."""
 
     def __init__(self, shape: Shape, number: int, flow: Concurrency | None = None, seed: int = 0) -> None:
         self.shape, self.number, self.flow = shape, number, flow
@@ -206,7 +206,7 @@ def test_it_is_within_5_percent_of_the_best_fixed_number(name: str) -> None:
 
 @pytest.mark.slow
 def test_a_machine_that_is_ten_times_slower_gets_the_same_number() -> None:
-    """Engine and tools are slower, and a sample comes ten times as often: within a step of each other."""
+    """With slower engine and tools and ten times as many samples, the numbers differ by at most a step."""
     numbers = []
     for pace in (1.0, 10.0):
         world = adaptive(dataclasses.replace(SHAPES["very slow tools"], pace=pace))
@@ -227,7 +227,7 @@ def test_tools_that_are_the_narrow_place_do_not_let_the_number_grow_without_end(
 
 
 def feed(flow: Concurrency, load: EngineLoad | None, calls: CallCounts, num: int = 1) -> int:
-    """Notes so many windows of four samples with as many rollouts as the number allows."""
+    """Notes this many windows of four samples, with the allowed number of rollouts."""
     for _ in range(4 * num):
         flow.note(flow.number, load, calls)
     return flow.number
@@ -259,7 +259,9 @@ def test_a_step_changes_the_number_at_most_by_half() -> None:
 
 
 def test_refusals_lower_it_and_answers_raise_it_again() -> None:
-    """429s of a foreign endpoint: 0.7 times as many at each window of refusals; at last as many as at first."""
+    """A foreign endpoint's 429s: the number falls to 0.7 of itself for each window with refusals, and recovers at the
+    end.
+    """
     flow, refused, answered = Concurrency(None), CallCounts(10, refused=600), CallCounts(answered=1024, busy_s=1)
     assert [feed(flow, None, refused) for _ in range(3)] == [89, 62, 43]
     assert feed(flow, None, CallCounts(answered=1024, refused=1, busy_s=1), 4) == 43  # too few to lower it, or to raise
@@ -301,7 +303,7 @@ def test_places_that_are_few_for_long_sequences_are_followed() -> None:
 
 @pytest.mark.parametrize("numbers", [(3, 3, 3), (2, 6, 1), (8, 1, 5), (1, 9, 9), (5, 2, 1)])
 async def test_no_more_than_the_number_enter(numbers: tuple[int, ...]) -> None:
-    """After each change as many are inside as the number allows, or those that were inside before and still are."""
+    """After each change the number of admitted rollouts is the allowed number, or all that were admitted before."""
     openings, leave, order = Openings(numbers[0]), asyncio.Semaphore(0), []
 
     async def visit(index: int) -> None:
@@ -372,7 +374,7 @@ def play(directory: Path, concurrency: str) -> tuple[dict[str, float], list[tupl
 def test_a_run_finds_more_rollouts_than_slots_for_an_agent_that_waits(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Its rollouts are those of a run with a fixed number, which reports none."""
+    """The rollouts equal the rollouts of a run with a fixed number, which reports none."""
     caplog.set_level("INFO")
     metrics, rollouts = play(tmp_path / "auto", "auto")
     assert 4 < metrics["rollouts_at_once"] <= 48
@@ -389,7 +391,7 @@ def test_a_run_finds_more_rollouts_than_slots_for_an_agent_that_waits(
 
 @pytest.mark.slow
 async def test_calls_are_counted(tmp_path: Path) -> None:
-    """Two turns of 10 rollouts; one call of each is refused first. Time without a call is time of the agent."""
+    """Two turns of 10 rollouts; each rollout has one refused call first. Time without a call is the agent's time."""
     is_refused = itertools.cycle([True, False, False])
 
     def answer(request: Request) -> str:

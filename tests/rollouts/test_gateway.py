@@ -1,4 +1,4 @@
-"""The gateway: the key decides the trajectory, and what was sampled is what was recorded."""
+"""The gateway: the key selects the trajectory, and the record equals the sampled tokens."""
 
 import asyncio
 import hashlib
@@ -68,7 +68,7 @@ async def test_a_turn_under_a_penalty_is_no_sample_of_the_policy(field: dict[str
 
 @pytest.mark.parametrize("is_stream", [False, True], ids=["plain", "streamed"])
 async def test_a_game_of_turns_is_recorded_token_for_token(is_stream: bool) -> None:
-    """Two turns, the first a tool call. Turn 1 keeps all of turn 0; prompt and sampled ids are those of the backend."""
+    """Two turns, the first with a tool call. Turn 1 keeps all of turn 0; all ids equal the backend's ids."""
     answers = iter([tool_call("add", a=1, b=2), "three"])
     backend = ScriptedBackend(lambda request: next(answers))
     gateway = make_gateway(backend)
@@ -102,7 +102,7 @@ async def test_a_game_of_turns_is_recorded_token_for_token(is_stream: bool) -> N
 
 
 class Counting(ScriptedBackend):
-    """Its streams end in a chunk that only has counts, as those of vLLM and of `art serve` do."""
+    """Streams end with a chunk that only has token counts, as in vLLM and `art serve`."""
 
     async def stream(self, request: Request) -> AsyncIterator[Chunk]:
         async for chunk in super().stream(request):
@@ -122,7 +122,7 @@ async def test_counts_behind_the_end_of_a_stream_do_not_break_it() -> None:
 
 
 class Hosted(ScriptedBackend):
-    """An endpoint without token ids. Behind the end of a streamed answer comes `last`: counts, an error, or nothing."""
+    """An endpoint without token ids. Its streamed answers are followed by `last`: counts, an error, or nothing."""
 
     def __init__(self, last: str) -> None:
         super().__init__()
@@ -158,7 +158,7 @@ async def test_tokens_of_a_stream_without_ids_are_counted_though_the_counts_come
 
 
 async def test_each_key_records_into_its_own_trajectory() -> None:
-    """20 rollouts at once, 3 calls each: what each sent is in its own record, and in no other."""
+    """20 concurrent rollouts with 3 calls each: every rollout's calls are only in its record."""
     gateway = make_gateway(ScriptedBackend(lambda request: request.messages[-1]["content"]))
     keys = {number: gateway.open(f"t{number}") for number in range(20)}
     async with calling(gateway, "none") as client:
@@ -342,11 +342,11 @@ async def test_a_call_whose_client_goes_away_before_any_answer_counts_and_is_no_
     recorder = gateway.close(key)
     assert (refused.value.code, len(backend.requests)) == ("turn_limit", 2)
     assert (recorder.turns, recorder.messages) == ([], [])
-    assert recorder.metrics()["num_cancelled"] <= 2  # the limit counts one that is being let go of, too
+    assert recorder.metrics()["num_cancelled"] <= 2  # the limit also counts a call that is being cancelled
 
 
 async def test_of_a_stream_of_several_choices_those_that_ended_keep_their_end() -> None:
-    """The scripted backend streams choice after choice: the first has ended when the client leaves in the second."""
+    """The scripted backend streams one choice after another. The client leaves during the second choice."""
     backend = Paused(2, index=1)
     gateway = make_gateway(backend)
     key = gateway.open("t0")
@@ -411,7 +411,7 @@ async def test_defaults_fill_what_the_client_left_out_and_nothing_else() -> None
 
 
 def test_seeds_are_a_function_of_run_rollout_and_call() -> None:
-    """`printf 1/t/0 | sha256sum` begins with 847c4089; the first 31 bits of it count."""
+    """`printf 1/t/0 | sha256sum` starts with 847c4089; the seed is the first 31 bits."""
     seeds = {call_seed(run, id, number) for run in (0, 1) for id in ("a", "b") for number in (0, 1)}
     assert len(seeds) == 8
     assert all(0 <= seed < 2**31 for seed in seeds)
@@ -464,8 +464,7 @@ async def test_closing_breaks_off_calls_in_flight_with_a_401(is_stream: bool) ->
 
 
 async def test_the_turn_limit_counts_answered_and_running_calls() -> None:
-    """Limit 2: of three calls at once one is refused; a call that failed upstream takes none of the two, and its retry
-    one."""
+    """Limit 2: of three concurrent calls, one is refused. A failed call does not count, but its retry does."""
     fails = iter([True])
 
     async def answer(request: Request) -> str:

@@ -1,4 +1,4 @@
-"""Attempts of one process share its environment and its globals; their calls stay apart, or the user is told how."""
+"""Attempts share a process's environment and globals. Their calls stay separate, or the user gets an explanation."""
 
 import asyncio
 import logging
@@ -108,7 +108,7 @@ async def test_a_key_read_where_no_attempt_can_be_told_is_refused_with_the_cure(
     for trajectory in told:
         assert trajectory.error is not None and OWN_CLIENT in trajectory.error
         assert not trajectory.turns
-    assert len(told) >= 3  # the last one may have been alone by then, with its own key
+    assert len(told) >= 3  # the last attempt may have run alone, with its correct key
     stage.finished.clear()
     alone = await stage.play(SET + POOL, num=3, concurrency=1, timeout_s=100)
     assert [(t.error, len(t.turns)) for t in alone] == [(None, 1)] * 3
@@ -119,7 +119,7 @@ async def test_a_key_read_where_no_attempt_can_be_told_is_refused_with_the_cure(
 async def test_attempts_that_share_a_client_are_told(
     stage: Stage, processes: int, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Calls with the key of an attempt that is over are refused with the cure; before, their rewards are suspected."""
+    """Calls with a finished attempt's key are refused with an explanation; before that, a warning is logged."""
     caplog.set_level(logging.WARNING)
     played = await stage.play(SET + GLOBAL, num=6, processes=processes, timeout_s=100)
     silent = [trajectory for trajectory in played if not trajectory.turns]
@@ -153,7 +153,7 @@ async def rollout(policy, scenario):
 
 
 async def test_only_what_was_set_to_an_attempts_key_reads_as_anothers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also in copies of the environment that are made for child processes; a value set later is what it is."""
+    """This includes copies of the environment for child processes; a value that is set later is unchanged."""
     for name in ("HELD", "KEPT"):
         monkeypatch.setenv(name, "before")
     have_set, seen = asyncio.Barrier(2), {}

@@ -1,4 +1,4 @@
-"""`rollout.python`: the user's function in a Python of its own, which has none of our packages."""
+"""`rollout.python`: the user's function in a separate Python without our packages."""
 
 import json
 import os
@@ -36,7 +36,7 @@ def ask(policy):
 
 @pytest.fixture(scope="module")
 def bare(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The Python of an environment in which nothing is installed."""
+    """The Python of an empty virtual environment."""
     home = tmp_path_factory.mktemp("own") / "venv"
     venv.create(home, with_pip=False, symlinks=True)
     return home / "bin" / "python"
@@ -48,7 +48,7 @@ def stage(tmp_path: Path) -> Stage:
 
 
 def test_the_rollout_process_needs_the_standard_library_alone() -> None:
-    """-S leaves site-packages out, -I everything that the environment adds; `start` loads the package by its place."""
+    """-S omits site-packages, and -I ignores environment variables; `start` loads the package from its path."""
     program = f"""
 import importlib.util, sys
 spec = importlib.util.spec_from_file_location("start", {start.__file__!r})

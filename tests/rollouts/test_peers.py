@@ -1,4 +1,4 @@
-"""The key of one attempt's program is of no use to the program of another, which can read it."""
+"""Programs can read each other's keys, but cannot use them."""
 
 import asyncio
 import sys
@@ -10,8 +10,8 @@ from tests.support.processes.stage import Stage
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="only Linux says whose a connection is")
 
-# Attempt 0 calls from a grandchild in a session of its own, and waits until attempt 1 is done. Attempt 1 reads all that
-# it can of every other process, and calls with each key that it finds there.
+# Attempt 0 calls from a grandchild in a separate session, and waits until attempt 1 is done. Attempt 1 reads every
+# process it can, and makes calls with each key.
 AGENT = """
 import json, os, re, subprocess, sys, time, urllib.error, urllib.request
 from pathlib import Path

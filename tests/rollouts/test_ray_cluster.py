@@ -253,7 +253,7 @@ async def test_a_node_that_dies_costs_only_its_attempts_which_are_played_again_w
     played = await playing
     assert [(t.error, t.returned_reward, len(t.turns)) for t in played] == [(None, i, 2) for i in range(8)]
     assert {str(t.index) for t in played if t.metrics["num_retries"]} == moved
-    assert ray.gateway._backends == {}  # nothing is kept of an attempt that is over
+    assert ray.gateway._backends == {}  # a finished attempt leaves no state
 
 
 async def test_a_full_cluster_is_waited_for_and_then_the_run_stops_with_a_line(ray: Ray) -> None:

@@ -63,7 +63,7 @@ def calls(draw: st.DrawFn) -> list[tuple[list[int], list[list[int]]]]:
 @settings(max_examples=200)
 @given(calls())
 def test_every_turn_reproduces_exactly_what_was_sent_and_sampled(made: list[tuple[list[int], list[list[int]]]]) -> None:
-    """Property: prompt() and sequence() of every turn are the ids of its call, and no earlier turn shares more of them.
+    """Property: prompt() and sequence() of each turn equal the call's ids, and no earlier turn shares more tokens.
 
     The reference for `kept` compares token by token.
     """
@@ -218,7 +218,7 @@ def called(id: Any, arguments: str, content: str | None = None) -> Json:
 
 
 def recorded(*messages: Json) -> Recorder:
-    """A recorder of one reply with each of these messages."""
+    """Returns a recorder with one reply for each of these messages."""
     recorder = Recorder()
     for message in messages:
         choice = Choice(index=0, message=message, token_ids=[1], logprobs=[-1.0])
@@ -227,7 +227,7 @@ def recorded(*messages: Json) -> Recorder:
 
 
 def test_a_call_that_comes_back_written_otherwise_is_written_as_it_was_sampled() -> None:
-    """Space that was lost around the text beside it too; what says something else stays as the client says it."""
+    """Lost space around the text next to a call is restored too; changed text is kept as the client sent it."""
     recorder = recorded(called("one", '{"b":1.0,  "a": 2}', " \n"), called("two", "{}", "I say. "))
     for sent, meant in (
         (called("one", '{"a": 2, "b": 1}'), called("one", '{"b":1.0,  "a": 2}', " \n")),
@@ -251,7 +251,7 @@ def test_a_reply_with_calls_of_an_unknown_kind_is_recorded() -> None:
 
 
 def test_a_long_conversation_is_kept_once() -> None:
-    """What each call is remembered by, for its retries, holds no history of its own."""
+    """The data kept for matching retries does not include the history."""
     recorder, messages = Recorder(), [user("begin")]
     found = []
     for number in range(50):

@@ -57,7 +57,7 @@ class Bare(ScriptedBackend):
 
 @asynccontextmanager
 async def playing(backend: Any, *, max_turns: int = 20) -> AsyncIterator[tuple[openai.AsyncOpenAI, Recorder]]:
-    """A client with the key of one rollout, and the record of its calls."""
+    """Yields a client with a rollout's key, and the rollout's recorder."""
     gateway = Gateway(Engine(backend), defaults=Sampling(max_tokens=500), seed=0, max_turns=max_turns)
     key = gateway.open("t0")
     recorder = gateway._backends[key].recorder
@@ -131,7 +131,7 @@ WAYS: list[Rewrite] = [as_they_are, written_anew, without_ids, encrypted_only, w
 @pytest.mark.parametrize("is_stream", [False, True], ids=["plain", "streamed"])
 @pytest.mark.parametrize("rewrite", WAYS, ids=lambda rewrite: rewrite.__name__)
 async def test_eight_turns_do_not_come_back_as_eight_roots(rewrite: Rewrite, is_stream: bool) -> None:
-    """Thoughts, text and one or two calls in each turn. All of them are one sequence, whatever the client changes."""
+    """Each turn has thoughts, text, and one or two calls. All turns form a single sequence for every kind of client."""
     answers = [
         thinking(f"It is turn {turn}.")
         + f"I look.\n{call(city='Zürich', n=turn + 0.0)}"
@@ -275,7 +275,7 @@ async def test_a_stream_that_breaks_is_an_error_and_not_a_short_answer() -> None
 
 
 class Counting(ScriptedBackend):
-    """Its streams end in a chunk that only has counts, as those of vLLM and of `art serve` do."""
+    """Streams end with a chunk that only has token counts, as in vLLM and `art serve`."""
 
     async def stream(self, request: Request) -> AsyncIterator[Chunk]:
         async for chunk in super().stream(request):
@@ -297,7 +297,7 @@ async def test_an_answer_that_was_cut_off_says_so(kind: type[ScriptedBackend]) -
 
 
 async def test_a_retry_is_no_second_turn() -> None:
-    """Each response has an id of its own, and yet a retry is known by its body."""
+    """Each response has a new id, but a retry is recognized by its body."""
     async with playing(ScriptedBackend()) as (client, recorder):
         for number in range(2):
             await ask(client, "hi", extra_headers={"x-stainless-retry-count": str(number)})
@@ -353,7 +353,7 @@ async def test_the_key_says_which_rollout_calls_whatever_session_a_client_names(
 @pytest.mark.parametrize("is_stream", [False, True], ids=["plain", "streamed"])
 @pytest.mark.parametrize("way", ["previous_response_id", "item_reference"])
 async def test_a_conversation_by_reference_is_one_sequence(way: str, is_stream: bool) -> None:
-    """Two calls at once, whose outputs come in another order. Instructions hold for their call only."""
+    """Two calls together, with outputs in another order. Instructions apply only to their own call."""
     answers = [thinking("Hm.") + f"{call(n=1)}\n{call(n=2)}", thinking("So.") + call(n=3), "Nowhere."]
     backend = speaking(*answers)
     input: list[Any] = [{"role": "developer", "content": "In English."}, QUESTION]
@@ -383,7 +383,7 @@ async def test_the_instructions_of_a_response_are_not_those_of_the_next() -> Non
 
 
 async def test_a_response_that_is_not_kept_is_refused_and_no_turn() -> None:
-    """One that the client wanted not to be stored, one of another rollout, one that never was, one that is not ours."""
+    """An unstored response, another rollout's response, an unknown response, and an invalid id."""
     gateway = Gateway(Engine(ScriptedBackend()), defaults=Sampling(), seed=0, max_turns=9)
     keys = [gateway.open("t0"), gateway.open("t1")]
     async with gateway.serve() as url, openai.AsyncOpenAI(base_url=url, api_key=keys[0], max_retries=0) as client:

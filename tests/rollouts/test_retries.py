@@ -87,10 +87,10 @@ async def test_a_call_that_times_out_stops_the_engine_and_only_the_retry_is_trai
 @pytest.mark.parametrize("is_late", [False, True], ids=["answered", "in-flight"])
 @pytest.mark.parametrize("is_stream", [False, True], ids=["plain", "streamed"])
 async def test_a_reply_that_the_client_never_saw_is_marked_and_not_trained_on(is_stream: bool, is_late: bool) -> None:
-    """The engine answers before the retry comes, or only after the retry was answered; the gateway sees no one leave.
+    """The engine answers before the retry arrives, or after the retry was answered; the gateway sees no disconnect.
 
-    Once a later prompt goes on from the abandoned reply, it was used, and is trained on. Call and retry are one turn of
-    the limit.
+    If a later prompt continues the abandoned reply, the reply was used and is trained on. Call and retry count as one
+    turn.
     """
     numbers, may_answer, has_answered = itertools.count(), asyncio.Event(), asyncio.Event()
     answers = ["first", "second", "third"]
@@ -127,7 +127,7 @@ async def test_a_reply_that_the_client_never_saw_is_marked_and_not_trained_on(is
 
 
 async def test_a_client_that_has_gone_when_the_engine_answers_gets_no_turn() -> None:
-    """Its end of file and the answer come together."""
+    """The end of the file and the answer arrive together."""
     asked, may_answer = asyncio.Event(), asyncio.Event()
 
     async def answer(request: Request) -> str:
@@ -151,7 +151,7 @@ async def test_a_client_that_has_gone_when_the_engine_answers_gets_no_turn() -> 
 
 
 async def test_equal_calls_at_once_are_no_retries_of_each_other() -> None:
-    """Best of three by the agent: one call gets a 503 and is sent again, and the others keep their replies."""
+    """Best of three by the agent: one call gets a 503 and is repeated, and the other calls keep their replies."""
     numbers = itertools.count()
 
     def answer(request: Request) -> str:

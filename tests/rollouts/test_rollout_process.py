@@ -1,4 +1,4 @@
-"""Rollouts in processes of their own: what goes over, what comes back, and how they end."""
+"""Rollouts in separate processes: arguments, results, and how processes end."""
 
 import asyncio
 import os
@@ -167,7 +167,7 @@ async def test_an_import_that_takes_too_long_is_given_up(stage: Stage, monkeypat
 
 @pytest.mark.slow
 async def test_a_process_that_died_is_there_again_though_the_import_takes_longer_than_an_attempt(stage: Stage) -> None:
-    """The first attempt kills it. Those that wait for the import time out, and later ones are played."""
+    """The first attempt kills the process. Attempts during the import time out, and later attempts are played."""
     source = f"""
 import os, time
 from pathlib import Path
@@ -193,7 +193,7 @@ async def test_a_wrong_outcome_stops_the_run(stage: Stage) -> None:
 
 
 def test_it_does_not_outlive_whoever_started_it(tmp_path: Path) -> None:
-    """Which is killed, so that nothing of it can clean up."""
+    """The process is killed, so it cannot clean up."""
     (tmp_path / "rollout.py").write_text(
         "import os, time\nfrom pathlib import Path\n"
         f"Path({str(tmp_path / 'pid')!r}).write_text(str(os.getpid()))\n"

@@ -240,7 +240,7 @@ async def rollout(policy, scenario):
 
 @pytest.mark.slow
 async def test_a_limit_that_the_rollout_got_round_leaves_its_failure_its_own(tmp_path: Path) -> None:
-    """It shortens a conversation that was too long, goes on, and then breaks by itself."""
+    """The agent shortens an oversized conversation, continues, and then fails by itself."""
 
     def answer(request: Request) -> str:
         if len(request.messages or ()) > 1:
@@ -395,7 +395,7 @@ async def rollout(policy, scenario):
 """
     (trajectory,) = await stage.play(source, retries=2)
     keys = (stage.directory / "log").read_text().split()
-    assert len(keys) == len(set(keys)) == num_attempts  # a key of its own for each
+    assert len(keys) == len(set(keys)) == num_attempts  # a different key for each attempt
     assert trajectory.error is not None
     assert trajectory.metrics["num_retries"] == num_attempts - 1
 
@@ -405,7 +405,7 @@ async def rollout(policy, scenario):
 
 @pytest.mark.parametrize("keyword", ["async def", "def"])
 async def test_as_many_run_at_once_as_the_limit_says(stage: Stage, keyword: str) -> None:
-    """Limit 4: a barrier for 4 opens, so that many run at once; a counter never sees more."""
+    """Limit 4: a barrier for 4 opens, so attempts run concurrently; a counter never exceeds the limit."""
     wait = "await barrier.wait()" if keyword == "async def" else "barrier.wait(10)"
     source = f"""
 import asyncio, threading
@@ -438,7 +438,7 @@ def rollout(policy, scenario):
 
 
 async def test_a_trajectory_is_handed_over_before_it_is_counted(stage: Stage) -> None:
-    """With one place, each hand-over sees as many counted as were handed over before it."""
+    """With a single slot, each hand-over sees all previous trajectories counted."""
     seen = []
     (stage.directory / "rollout.py").write_text("def rollout(policy, scenario): return scenario['index']")
     async with stage.open(concurrency=1) as runner:

@@ -99,7 +99,7 @@ ids_strategy = st.lists(st.text(max_size=3), min_size=1, max_size=9, unique=True
 
 @given(ids_strategy, st.integers(0, 3), st.integers(1, 20), st.booleans())
 def test_every_epoch_plays_each_scenario_once(ids: list[str], seed: int, per_step: int, shuffle: bool) -> None:
-    """Property: the steps' places, one after the other, fall into blocks of len(ids) that are each a permutation."""
+    """Property: concatenated steps consist of blocks of len(ids) positions, and each block is a permutation."""
     order = ScenarioOrder(ids, seed=seed, shuffle=shuffle)
     places = [place for step in range(4 * len(ids)) for place in order.groups(step, per_step)]
     for start in range(0, len(places) - len(ids) + 1, len(ids)):
@@ -112,7 +112,7 @@ def test_every_epoch_plays_each_scenario_once(ids: list[str], seed: int, per_ste
 def test_a_step_is_a_pure_function_of_scenarios_seed_and_step(
     ids: list[str], seed: int, step: int, per_step: int, random: Random
 ) -> None:
-    """Property: asked first or last, and with the file in another order, step N plays the same scenarios in order."""
+    """Property: for every order of calls and of the file, step N plays the same scenarios."""
     played = [ids[place] for place in ScenarioOrder(ids, seed=seed).groups(step, per_step)]
     resumed = ScenarioOrder(ids, seed=seed)
     for earlier in range(step):

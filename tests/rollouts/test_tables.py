@@ -1,6 +1,6 @@
-"""Scenarios out of tables: the same rows in every format, ids that stay, one line for each wrong shape.
+"""Scenarios from tables: equal rows in every format, stable ids, and one error line for each invalid form.
 
-Every format is written here by its own library, so that what is read is what people have.
+The tests write every format with its usual library, so they read realistic files.
 """
 
 import csv
@@ -148,7 +148,7 @@ def test_a_dataset_of_the_hub_comes_from_the_cache_without_network(
 def test_a_derived_id_depends_on_its_row_alone(
     tmp_path_factory: pytest.TempPathFactory, prompts: list[str], order: random.Random
 ) -> None:
-    """Property: in another order, with rows added, and in another format, each row keeps id and side of the split."""
+    """Property: reordering, more rows, and other formats change neither the id nor the split of a row."""
     directory = tmp_path_factory.mktemp("ids")
     rows = [{"prompt": prompt, "note": str(number)} for number, prompt in enumerate(prompts)]
     moved = order.sample(rows[1:], len(rows) - 1)

@@ -1,6 +1,6 @@
-"""An MCP server over standard input and output, of the standard library only, so that it starts in a moment.
+"""An MCP server over stdin and stdout. It needs only the standard library, so it starts quickly.
 
-Its tools add, count their calls, fail and end the server.
+Its tools add numbers, count their calls, fail, and stop the server.
 """
 
 import json

@@ -167,7 +167,7 @@ class Serving:
 
 
 async def test_no_attempt_plays_without_the_servers_of_its_environment() -> None:
-    """The first attempt ends before they run. The third begins while those of the second end."""
+    """The first attempt ends before the servers run. The third starts while the second attempt's servers stop."""
     env = Serving()
     servers = verifiers_tasks._Servers(env)
     with pytest.raises(TimeoutError):

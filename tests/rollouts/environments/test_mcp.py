@@ -1,4 +1,4 @@
-"""An MCP server as an environment: its tools are the agent's, each attempt has a server of its own."""
+"""An MCP server as an environment: the agent gets its tools, and each attempt starts a separate server."""
 
 import logging
 import sys
@@ -38,7 +38,7 @@ def scripted(*answers: Answer) -> ScriptedBackend:
 
 
 async def test_the_servers_tools_are_called_until_the_policy_answers(tmp_path: Path) -> None:
-    """What the policy got wrong it is told. `count` is 1 in each attempt, because each has a server of its own."""
+    """Wrong calls get an error message. `count` is 1 in each attempt, because servers are not shared."""
     broken = tool_call("add")
     broken["tool_calls"][0]["function"]["arguments"] = "{"
     calls = [tool_call("add", a=17, b=25), broken, tool_call("add", a="x"), tool_call("sub"), tool_call("fail")]

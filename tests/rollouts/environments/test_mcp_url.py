@@ -74,7 +74,7 @@ class Keyed:
 
 @pytest.fixture(scope="module", params=["mcp", "sse"])
 def url(request: pytest.FixtureRequest) -> Iterator[str]:
-    """The address of a real server, in a thread of its own, which asks for a key."""
+    """The URL of a real server in a separate thread, which requires a key."""
     server = real_server()
     app = server.sse_app() if request.param == "sse" else server.streamable_http_app()
     running = uvicorn.Server(uvicorn.Config(Keyed(app), port=0, log_level="critical", timeout_graceful_shutdown=0))
@@ -89,8 +89,9 @@ def url(request: pytest.FixtureRequest) -> Iterator[str]:
 
 @pytest.mark.slow
 async def test_a_url_is_played_as_a_command_is(tmp_path: Path, url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Over streamable HTTP, and over SSE by the address that ends so. The key is in a variable. A result of 10 MB is
-    cut, over SSE one that is too large for an event fails the attempt."""
+    """Streamable HTTP, and SSE for URLs that end in /sse. The key is in a variable. A result of 10 MB is truncated;
+    over SSE an oversized event fails the attempt.
+    """
     monkeypatch.setenv("MCP_AUTHORIZATION", KEY)
     calls = [tool_call("add", a=17, b=25), tool_call("add", a="x", b=1), tool_call("look")]
     stage = Stage(tmp_path, scripted(*calls, "It is 42.", tool_call("long", length=10_000_000), "Long."))

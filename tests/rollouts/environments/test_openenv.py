@@ -1,4 +1,4 @@
-"""An OpenEnv server as an environment, over its WebSocket protocol: reset, then steps until it is done."""
+"""An OpenEnv server as an environment, over its WebSocket protocol: reset, followed by steps."""
 
 import asyncio
 import json

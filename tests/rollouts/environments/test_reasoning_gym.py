@@ -15,7 +15,7 @@ from tests.support.standins.scripted import ScriptedBackend
 
 
 async def played(stage: Stage, environment: Any, *seeds: int, **options: Any) -> list[Trajectory]:
-    """The trajectories of one attempt at each seed, one after the other."""
+    """Plays one attempt per seed, sequentially, and returns the trajectories."""
     common: dict[str, Any] = {"group_id": "g", "group_size": 1, "index": 0, "step": 0}
     plans = [
         RolloutPlan(trajectory_id=f"t{seed}", scenario={"id": str(seed), "seed": seed}, **common) for seed in seeds

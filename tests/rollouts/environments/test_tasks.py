@@ -1,4 +1,4 @@
-"""Tasks that a model writes: which answers are read, what is nearly the same, how the places are spread."""
+"""Tasks written by a model: valid answers, near duplicates, and an even spread."""
 
 import json
 from collections import Counter
@@ -65,7 +65,7 @@ def test_sameness_is_the_share_of_the_words_in_common(one: frozenset[Any], other
 
 
 def test_places_are_spread_over_tools_and_difficulties_that_have_few_tasks() -> None:
-    """Ten places over two tools are five each, one of each difficulty; what is there already is counted."""
+    """Ten tasks over two tools are five each, one per difficulty; existing tasks count."""
     assert Counter(Tasks(TOOLS).places(10)) == {TaskPlan(tool, level): 1 for tool in TOOLS for level in range(1, 6)}
     tasks = Tasks(TOOLS)
     for number in range(3):
@@ -75,7 +75,7 @@ def test_places_are_spread_over_tools_and_difficulties_that_have_few_tasks() -> 
 
 
 def test_of_too_many_tools_a_call_shows_those_that_it_is_about() -> None:
-    """500 tools of a thousand characters each would be more than a prompt takes. What is there already is cut too."""
+    """500 tools of a thousand characters each would exceed the prompt. Existing tasks are truncated too."""
     tools = [{"function": {"name": f"tool{number}", "description": "x" * 1000}} for number in range(500)]
     asked = questions(tools, [TaskPlan("tool7", 1)], Tasks(["tool7"], found=[{"task": "y" * 4000}]).near([]))
     assert '"tool7"' in asked[0]["content"] and '"tool8"' not in asked[0]["content"] and "tool8" in asked[0]["content"]

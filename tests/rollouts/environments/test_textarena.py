@@ -1,4 +1,4 @@
-"""textarena as an environment: one policy in all seats, trained on one, each game with its own random numbers."""
+"""textarena as an environment: the policy plays all seats and trains on one; each game has separate random numbers."""
 
 import random
 import re
@@ -22,7 +22,7 @@ def last_said(request: Request) -> str:
 
 
 def bisect(request: Request) -> str:
-    """A guess that halves what is left of 1 to 20."""
+    """A guess that halves the remaining range of 1 to 20."""
     low, high = 1, 20
     for guessed, heard in zip(request.messages[1::2], request.messages[2::2], strict=True):
         guess = int(text_of(guessed["content"]).strip("[]"))
@@ -31,13 +31,13 @@ def bisect(request: Request) -> str:
 
 
 def first_free(request: Request) -> str:
-    """The first cell of tic-tac-toe that is free: seat 0 wins in its fourth move, on 2, 4 and 6."""
+    """The first free cell of tic-tac-toe: seat 0 wins in its fourth move, on 2, 4, and 6."""
     cells = re.findall(r"'\[(\d)\]'", last_said(request).rpartition("Available Moves")[2])
     return f"<think>[8]</think>[{cells[0]}]"
 
 
 async def test_a_game_for_one_is_played_to_its_end(tmp_path: Path) -> None:
-    """Halving 1 to 20 takes 5 guesses at most. What the game says since the last guess is one message; no branches."""
+    """Halving 1 to 20 takes at most 5 guesses. The game's texts since the last guess are one message; no branches."""
     stage = Stage(tmp_path, ScriptedBackend(bisect))
     for attempt in await played(stage, "textarena/GuessTheNumber-v0", 1, 2, 3):
         assert (attempt.error, attempt.returned_reward, attempt.metrics["won"]) == (None, 1.0, 1.0)
@@ -48,7 +48,7 @@ async def test_a_game_for_one_is_played_to_its_end(tmp_path: Path) -> None:
 
 
 async def test_the_policy_plays_both_seats_and_each_seed_trains_one(tmp_path: Path) -> None:
-    """The calls of both seats reach the policy, those of one are recorded. Seat 0 wins, so seat 1 loses."""
+    """Both seats call the policy, but only the trained seat's calls are recorded. Seat 0 wins, so seat 1 loses."""
     stage = Stage(tmp_path, ScriptedBackend(first_free))
     first, second = await played(stage, "textarena/TicTacToe-v0", 4, 5, max_turns=4)
     assert (first.error, first.returned_reward, first.metrics["moves"]) == (None, 1.0, 4)
@@ -81,7 +81,7 @@ def test_games_at_once_draw_what_they_draw_alone() -> None:
 
 
 async def test_a_game_that_never_answers_is_a_failed_attempt() -> None:
-    """PublicGoodsGame of textarena 0.7.4 with one player looks for ever for another who is still in."""
+    """With one player, PublicGoodsGame of textarena 0.7.4 searches forever for another active player."""
     game = open_environment(Settings("textarena/PublicGoodsGame-v0"))
     assert isinstance(game, TextGame) and game.num_players == 3
     match = _Match(game._make, 1, seed=0)

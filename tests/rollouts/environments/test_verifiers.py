@@ -1,6 +1,6 @@
-"""Tasksets of the real verifiers, in its own Python: one turn, several turns, tools, and two roles of one policy.
+"""Tasksets of the real verifiers package in a separate Python: one turn, several turns, tools, and two roles.
 
-Verifiers takes seconds to import, so the tasksets of tests/clients/verifiers share few processes.
+verifiers takes seconds to import, so the tasksets in tests/clients/verifiers share a few processes.
 """
 
 import json
@@ -23,7 +23,7 @@ TASKSETS = CLIENTS / "verifiers"
 
 
 async def played(name: str, seeds: list[int], *answers: Answer, **args: Any) -> list[Trajectory]:
-    """Attempts at these tasks, one after the other."""
+    """Plays these tasks sequentially."""
     said: Iterator[Answer] = iter(answers)
     stage = Stage(TASKSETS, ScriptedBackend(lambda request: next(said)))
     common: dict[str, Any] = {"group_id": "g", "group_size": 1, "index": 0, "step": 0}
@@ -42,7 +42,9 @@ def roles(trajectory: Trajectory) -> list[str]:
 
 
 async def test_tasks_are_scenarios_and_parts_of_the_reward_are_metrics() -> None:
-    """Task n asks for n + n: right counts 1, short a half. A task that is not there is no attempt of the policy."""
+    """Task n asks for n + n: a correct answer scores 1, a short answer a half. A missing task is the environment's
+    fault.
+    """
     right, wrong, absent = await played("sums_v1", [2, 1, 7], "4", "It is surely 3.", taskset={"num_tasks": 3})
     assert (right.error, right.returned_reward) == (None, 1.5)
     assert right.metrics.items() >= {"right": 1.0, "short": 1.0, "turns": 1.0}.items()
@@ -54,7 +56,7 @@ async def test_tasks_are_scenarios_and_parts_of_the_reward_are_metrics() -> None
 async def test_an_environment_of_several_turns_is_one_sequence_and_ends_at_its_own_limit_or_ours() -> None:
     found, ended = await played("guess_v1", [0, 1], "3", "7", "1", "2", "3", "4")
     assert (found.error, found.returned_reward, roles(found)) == (None, 1.0, ["user", "assistant"] * 2)
-    assert found.metrics["num_branches"] == 0  # each prompt begins with all tokens before it
+    assert found.metrics["num_branches"] == 0  # each prompt continues all previous tokens
     assert (ended.error, ended.limit, len(ended.turns)) == (None, "turn_limit", 3)
 
 
