@@ -3,6 +3,7 @@
 https://platform.openai.com/docs/api-reference/completions
 """
 
+from collections.abc import Sequence
 from typing import Annotated, cast
 
 import msgspec
@@ -30,6 +31,7 @@ MAX_PROMPTS = 128  # maximum prompts per request
 MAX_CHOICES = 512  # maximum choices for all prompts of a request
 MAX_ECHOED = 2**20  # logprobs of prompts in one answer, about 100 bytes each
 _TOKEN_CHARACTERS = 3  # characters of text counted as one token
+_Tops = Sequence[list[tuple[str, float]] | None] | None  # per token: (text, logprob) of the likeliest tokens
 _TokenId = Annotated[int, Meta(ge=0, le=INT32)]
 
 
@@ -145,30 +147,27 @@ def _echo_logprobs(choice: Choice) -> Json:
     echo = choice.echo
     if echo is None or not echo.tokens:
         raise invalid("echo: the endpoint behind reports no logprobs of a prompt", "echo")
-    tokens = [token_text(token) for token in echo.tokens]
-    tops = None
-    if echo.top_logprobs is not None:
-        pairs = zip(tokens, echo.logprobs, echo.top_logprobs, strict=True)
-        tops = [None if top is None else _top_texts(token, logprob or 0.0, top) for token, logprob, top in pairs]
-    return {
-        "tokens": tokens,
-        "token_logprobs": [None if each is None else max(each, LOWEST_LOGPROB) for each in echo.logprobs],
-        "top_logprobs": tops,
-        "text_offset": echo.offsets,
-    }
+    return _lists(echo.tokens, echo.logprobs, echo.top_logprobs, echo.offsets)
 
 
 def _logprobs(request: Request, choice: Choice, offset: int) -> Json:
-    """Parallel lists, one item a token; the choice's text begins `offset` characters into the answer."""
-    offsets, tokens = [], [token_text(token) for token in tokens_of(choice)]
+    """Returns the lists of a choice whose text begins `offset` characters into the answer."""
+    tokens, offsets = tokens_of(choice), list[int]()
     for token in tokens:
         offsets.append(offset)
-        offset += len(token)
-    tops, logprobs = choice.top_logprobs, reported_logprobs(request, choice)
+        offset += len(token_text(token))
+    return _lists(tokens, reported_logprobs(request, choice), choice.top_logprobs or None, offsets)
+
+
+def _lists(tokens: list[str], logprobs: Sequence[float | None], tops: _Tops, offsets: list[int]) -> Json:
+    """Returns the parallel lists of plain completions, with one item per token."""
+    texts = [token_text(token) for token in tokens]
+    rows = [] if tops is None else zip(texts, logprobs, tops, strict=True)
+    likeliest = [None if top is None else _top_texts(text, logprob or 0.0, top) for text, logprob, top in rows]
     return {
-        "tokens": tokens,
-        "token_logprobs": [max(logprob, LOWEST_LOGPROB) for logprob in logprobs],
-        "top_logprobs": [_top_texts(*each) for each in zip(tokens, logprobs, tops, strict=True)] if tops else None,
+        "tokens": texts,
+        "token_logprobs": [None if each is None else max(each, LOWEST_LOGPROB) for each in logprobs],
+        "top_logprobs": None if tops is None else likeliest,
         "text_offset": offsets,
     }
 

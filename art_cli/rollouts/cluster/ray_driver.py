@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatch
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from art_cli.rollouts.attempt_errors import NODE, AttemptError, Json, read_report
 from art_cli.rollouts.bootstrap import PACKAGE
@@ -55,19 +55,14 @@ MORE_CALLS = 16  # concurrent actor calls in addition to attempts: output and cl
 MAX_PRINTED = 2**17  # maximum characters of output in an answer; nodes are not trusted
 
 
-class Sent(NamedTuple):
-    """Example: Sent(12, 40_000, ["data/big.csv (31.0 MB)"])"""
+def copy_project(directory: Path, target: Path, *, runs: Path, exclude: Sequence[str], max_file_mb: float) -> list[str]:
+    """Copies the files that nodes need from `directory`. Raises UsageError if they are too large or unreadable.
 
-    num_files: int
-    num_bytes: int
-    too_large: list[str]
-
-
-def copy_project(directory: Path, target: Path, *, runs: Path, exclude: Sequence[str], max_file_mb: float) -> Sent:
-    """Copies the files that nodes need from `directory`. Raises UsageError if they are too large or unreadable."""
-    num_files = num_bytes = 0
+    Returns the files above `max_file_mb`, which are not copied. Example: ["data/big.csv (31.0 MB)"]
+    """
     sizes: list[tuple[int, str]] = []
     too_large: list[str] = []
+    num_bytes = 0
     for path in _files(directory, runs, exclude):
         name = path.relative_to(directory).as_posix()
         try:
@@ -75,9 +70,9 @@ def copy_project(directory: Path, target: Path, *, runs: Path, exclude: Sequence
             if size > max_file_mb * MB:
                 too_large.append(f"{name} ({size / MB:,.1f} MB)")
                 continue
-            num_files, num_bytes = num_files + 1, num_bytes + size
             sizes.append((size, name))
-            if num_files > MAX_FILES or num_bytes > MAX_BYTES:
+            num_bytes += size
+            if len(sizes) > MAX_FILES or num_bytes > MAX_BYTES:
                 raise UsageError(_too_much(directory, sizes))
             (target / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(path, target / name)
@@ -86,7 +81,7 @@ def copy_project(directory: Path, target: Path, *, runs: Path, exclude: Sequence
         except OSError as error:
             cure = "rollout.cluster.exclude leaves it out"
             raise UsageError(f"{path}: it cannot be sent to the cluster: {message_of(error)}; {cure}") from error
-    return Sent(num_files, num_bytes, too_large)
+    return too_large
 
 
 def copy_package(target: Path) -> None:
@@ -193,9 +188,9 @@ def connect(cluster: Json, project: Json) -> None:
         work, package = copies / "work", copies / "package" / "art_cli"
         work.mkdir()
         limits = {name: cluster[name] for name in ("exclude", "max_file_mb")}
-        sent = copy_project(Path(project["directory"]), work, runs=Path(project["runs"]), **limits)
-        if sent.too_large:
-            listed = ", ".join(sent.too_large[:5])
+        too_large = copy_project(Path(project["directory"]), work, runs=Path(project["runs"]), **limits)
+        if too_large:
+            listed = ", ".join(too_large[:5])
             log.warning("not sent to the cluster, as too large (rollout.cluster.max_file_mb): %s", listed)
         copy_package(package)
         own = {"working_dir": str(work), "py_modules": [str(package)]}
