@@ -272,7 +272,7 @@ class _Stream:
 def _refuse(request: Request) -> None:
     """Raises ChatError 400 for a request that the protocol cannot express."""
     if request.messages is None:
-        raise invalid("the endpoint behind speaks Anthropic's Messages, which have no plain completions", "prompt")
+        raise invalid("the upstream endpoint speaks Anthropic's Messages API, which has no plain completions", "prompt")
     asked = {
         "response_format": request.response_format is not None,
         "n": request.sampling.n > 1,
@@ -282,7 +282,7 @@ def _refuse(request: Request) -> None:
         **dict.fromkeys(request.sampling.reshaping, True),
     }
     for name in (name for name, is_asked in asked.items() if is_asked):
-        raise invalid(f"{name}: the endpoint behind speaks Anthropic's Messages, which have no such thing", name)
+        raise invalid(f"{name}: the upstream endpoint speaks Anthropic's Messages API, which does not support it", name)
 
 
 def _messages(messages: list[Json]) -> tuple[str, list[Json]]:

@@ -238,7 +238,7 @@ class Guard:
             self._used = set(json.dumps([self._values, template], ensure_ascii=False, default=str))
         letter = next((chr(code) for code in self._codes if chr(code) not in self._used), None)
         if letter is None:
-            raise invalid("the text holds every private-use character of Unicode, and none is left to mark its markers")
+            raise invalid("the text uses every private-use character of Unicode, so its markers cannot be escaped")
         return letter
 
     def _message(self, message: Json) -> Json:

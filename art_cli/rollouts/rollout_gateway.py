@@ -54,7 +54,7 @@ MAX_UNREPORTED = 3  # consecutive failures after which the gateway stops asking 
 COUNTS_TIMEOUT_S = 5.0  # longest wait for token counts after a streamed answer
 NUM_LOOKS = 8  # event-loop iterations in which a disconnect can still cancel a call
 OWN_CLIENT = (
-    "Give each attempt a client of its own, with base_url=policy.base_url and api_key=policy.api_key, "
+    "Create a client for each attempt, with base_url=policy.base_url and api_key=policy.api_key, "
     "or use policy.client: attempts share their process's environment and globals"
 )
 

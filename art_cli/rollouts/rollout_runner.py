@@ -396,7 +396,7 @@ class Runner:
     def _judge_error(self, recorder: Recorder, error: AttemptError | None, key: str) -> AttemptError | None:
         """Returns the error to record. The gateway's record of the calls explains more than the rollout's exception."""
         if recorder.used_foreign_key:
-            return AttemptError("foreign_key", "its program made a call with the key of another attempt")
+            return AttemptError("foreign_key", "its program made a call with another attempt's key")
         if error is None or error.kind == "timeout":
             return error
         is_transport = error.is_transport or recorder.upstream_error is not None

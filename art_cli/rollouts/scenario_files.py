@@ -58,7 +58,7 @@ def is_function(source: ScenariosConfig, directory: Path) -> bool:
 def _read(path: Path, columns: Columns) -> list[Json]:
     if not path.is_file():
         hint = "a dataset of the hub needs `split`"
-        raise DataError(f"no such file; `rollout.scenarios` names a file of them or 'file.py:function'; {hint}", path)
+        raise DataError(f"no such file; `rollout.scenarios` is a file of scenarios or 'file.py:function'; {hint}", path)
     if columns.is_chosen or not any("id" in scenario for _, scenario in _lines(path)):
         return columns.scenarios((TableRow(f"{path}:{number}", item) for number, item in _lines(path)), path)
     scenarios: list[Json] = []
@@ -202,7 +202,7 @@ class Overlap(NamedTuple):
             )
         if self.same_content:
             few = _few(self.same_content)
-            parts.append(f"{len(self.same_content)} more differ only by their id from one that is trained on{few}")
+            parts.append(f"{len(self.same_content)} more equal a training scenario except for the id{few}")
         return "; ".join(parts)
 
 

@@ -125,7 +125,7 @@ async def test_attempts_that_share_a_client_are_told(
     silent = [trajectory for trajectory in played if not trajectory.turns]
     assert len(silent) == 5
     assert all(t.error is None or OWN_CLIENT in t.error for t in silent)
-    assert caplog.text.count("made no model call, while others made calls. Give each") == any(
+    assert caplog.text.count("made no model call, while others made calls. Create a client") == any(
         trajectory.error is None for trajectory in silent
     )
 

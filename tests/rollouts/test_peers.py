@@ -67,7 +67,7 @@ async def test_a_program_that_uses_the_key_of_another_attempt_is_refused_and_tol
     assert (robbed.error, robbed.returned_reward) == (None, 1.0)
     assert (robbed.metrics["own"], robbed.metrics["grandchild"]) == (200, 200)
     assert len(robbed.turns) == 2  # its own calls, and none of the thief's
-    assert thief.error == "foreign_key: its program made a call with the key of another attempt"
+    assert thief.error == "foreign_key: its program made a call with another attempt's key"
     assert 401 in thief.metadata["statuses"] and 200 not in thief.metadata["statuses"]
 
 

@@ -68,7 +68,7 @@ def test_scenarios_on_both_sides_are_found_by_id_and_by_content() -> None:
     assert overlap == (["1"], ["4"])
     assert str(overlap) == (
         "1 of the evaluation's scenarios are trained on as well (1); "
-        "1 more differ only by their id from one that is trained on (4)"
+        "1 more equal a training scenario except for the id (4)"
     )
     assert str(find_overlap(training, [{"id": 9, "ask": "z"}])) == ""
 

@@ -172,7 +172,7 @@ def test_rows_that_are_equal_count_once_so_that_none_is_on_both_sides(
 ) -> None:
     (tmp_path / "t.csv").write_text("q\na\nb\na\na\n")
     assert [row["q"] for row in load_scenarios("t.csv", tmp_path)] == ["a", "b"]
-    assert "2 rows are equal to earlier ones and left out" in caplog.text
+    assert "skipped 2 duplicate rows" in caplog.text
 
 
 # --- wrong shapes -----------------------------------------------------------------------------------------------------
@@ -358,7 +358,7 @@ def test_the_wrong_kind_of_source_is_named(tmp_path: Path) -> None:
     assert "no SQLite or DuckDB file" in refused(tmp_path, "t.csv", query="SELECT 1")
     assert "no such file" in refused(tmp_path, "no.db", query="SELECT 1")
     assert "one file has no splits" in refused(tmp_path, "t.csv", split="train")
-    assert "a directory that is no dataset" in refused(tmp_path, "plain")
+    assert "not a saved dataset" in refused(tmp_path, "plain")
     assert "a dataset of the hub needs `split`" in refused(tmp_path, "acme/puzzles")
 
 

@@ -54,7 +54,7 @@ class OpenAICompletions(OpenAI):
         first, *others = prompts = _prompts(text.prompt)
         _check_size(prompts, text)
         if text.best_of not in (None, text.n or 1):
-            raise invalid("best_of: this endpoint returns all that it samples; only n itself", "best_of")
+            raise invalid("best_of: it must equal n, because this endpoint returns all samples", "best_of")
         sampling = sampling_of(text, text.max_tokens)
         return Request(
             model=text.model,
@@ -124,7 +124,7 @@ def _echo_text(request: Request, choice: Choice) -> str:
     if not request.echo:
         return ""
     if choice.echo is None and not isinstance(request.prompt, str):
-        raise invalid("echo: the endpoint behind repeats no token ids", "echo")
+        raise invalid("echo: the upstream endpoint does not echo token ids", "echo")
     return choice.echo.text if choice.echo is not None else str(request.prompt)
 
 
@@ -146,7 +146,7 @@ def _echo_logprobs(choice: Choice) -> Json:
     """Returns the prompt's lists, whose first logprob is null. Raises ChatError 400: the backend reports none."""
     echo = choice.echo
     if echo is None or not echo.tokens:
-        raise invalid("echo: the endpoint behind reports no logprobs of a prompt", "echo")
+        raise invalid("echo: the upstream endpoint reports no prompt logprobs", "echo")
     return _lists(echo.tokens, echo.logprobs, echo.top_logprobs, echo.offsets)
 
 

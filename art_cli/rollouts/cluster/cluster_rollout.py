@@ -97,7 +97,7 @@ class ClusterRollout:
                         return time.monotonic() - begin
         except TimeoutError:
             limit = f"{self._config.wait_s:g} s (rollout.cluster.wait_s)"
-            cure = "when there is room, the same command goes on where this stopped"
+            cure = "run the same command again to resume when there is room"
             raise RolloutError(f"rollout.cluster: no place in the cluster was free for {limit}; {cure}") from None
 
     async def play(self, policy: Policy, scenario: Json, *, is_alone: bool = False) -> Outcome:

@@ -229,7 +229,7 @@ def _explain(error: Exception) -> str:
         return printable(f"the cluster runs {theirs}, and this is {ours}; {cure}")
     if isinstance(error, ConnectionError):
         start = "ray start --address=HOST:6379 --num-cpus=0"
-        return f"this machine is no node of a running Ray cluster: {one_line(error)}; `{start}` here makes it one"
+        return f"this machine is not part of a running Ray cluster: {one_line(error)}; `{start}` here makes it one"
     return f"Ray refuses: {type(error).__name__}: {one_line(error)}"
 
 

@@ -126,6 +126,6 @@ def _reach(gateway: str) -> None:
             json.load(answer)
     except (OSError, ValueError, http.client.HTTPException) as error:
         reason = error.reason if isinstance(error, urllib.error.URLError) else error
-        cure = "set gateway.host to an address of that machine which the nodes reach, or rollout.cluster.gateway_url"
+        cure = "set gateway.host to an address that the nodes can reach, or rollout.cluster.gateway_url"
         why = getattr(reason, "strerror", None) or str(reason)
         raise RolloutError(f"it cannot reach the gateway at {gateway}: {why}; {cure}") from error

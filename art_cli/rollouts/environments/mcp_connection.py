@@ -184,14 +184,16 @@ async def list_tools(client: Client, chosen: list[str]) -> list[Json]:
     else:
         raise ValueError(f"its list of tools has more than {MAX_PAGES} pages")
     if (size := _size(list(found.values()))) > MAX_TOOLS:
-        raise ValueError(f"its tools are {size:,} characters of JSON; name those that the agent needs in args.tools")
+        raise ValueError(
+            f"its tools are {size:,} characters of JSON; list the tools that the agent needs in args.tools"
+        )
     return list(found.values())
 
 
 def _as_function(tool: Any) -> Json:
     if not 0 < len(tool.name) <= MAX_NAME or not tool.name.isprintable() or " " in tool.name:
         shown = _shown_error(tool.name)
-        raise ValueError(f"{shown} is no name of a tool; name those that the agent needs in args.tools")
+        raise ValueError(f"{shown} is not a valid tool name; list the tools that the agent needs in args.tools")
     function = {"name": tool.name, "description": tool.description or "", "parameters": tool.input_schema}
     return {"type": "function", "function": function}
 
@@ -204,4 +206,4 @@ def _size(tools: list[Json]) -> int:
     try:
         return len(json.dumps(tools))
     except (ValueError, RecursionError):
-        raise ValueError("the schema of one of its tools is nested too deeply") from None
+        raise ValueError("a tool's schema is nested too deeply") from None

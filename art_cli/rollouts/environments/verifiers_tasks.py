@@ -44,7 +44,7 @@ class Verifiers:
 
     package, extra = "verifiers", ""
     takes_one_turn, makes_scenarios = False, True
-    about = "tasksets of verifiers with their rewards, played by its harnesses; in a Python of its own"
+    about = "verifiers tasksets with rewards, played by verifiers' harnesses; needs a separate Python"
 
     def listed(self) -> Iterator[Listing]:
         """Yields verifiers' tasksets and installed packages that require verifiers."""

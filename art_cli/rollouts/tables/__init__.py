@@ -42,7 +42,7 @@ def _rows(source: ScenariosConfig, path: Path, columns: Columns) -> Generator[Ta
         raise DataError(f"a {kind} file; add what to read from it, {{query: SELECT ... FROM ...}}", path)
     if kind == "dataset" or (source.split is not None and kind is None):
         if kind and not is_dataset(path):
-            raise DataError("a directory that is no dataset; `save_to_disk` of the library datasets writes one", path)
+            raise DataError("not a saved dataset; write one with `save_to_disk` of the library datasets", path)
         from art_cli.rollouts.tables import arrow
 
         return arrow.dataset_rows(source, path, columns)

@@ -33,7 +33,7 @@ def parquet_rows(path: Path, columns: Columns) -> Generator[TableRow]:
             raise DataError(f"{metadata.num_rows} rows; at most {MAX_ROWS} are read", path)
         groups = [metadata.row_group(number) for number in range(metadata.num_row_groups)]
         if sum(group.total_byte_size for group in groups) > MAX_BYTES:
-            raise DataError(f"more than {MAX_BYTES >> 30} GiB when it is unpacked", path)
+            raise DataError(f"more than {MAX_BYTES >> 30} GiB when it is decompressed", path)
         yield from plain_rows(file.iter_batches(BATCH_ROWS, columns=wanted), path)
 
 
@@ -143,7 +143,7 @@ def _saved(datasets: Any, source: ScenariosConfig, path: Path) -> Any:
         raise DataError(f"no dataset: {describe(error)}", path) from None
     if isinstance(table, datasets.Dataset):
         if source.split is not None:
-            raise DataError("a dataset of one split; leave `split` out", path)
+            raise DataError("the dataset has only one split; remove `split`", path)
         return table
     if source.split is None or source.split not in table:
         what = "which split?" if source.split is None else f"no split {source.split!r}."

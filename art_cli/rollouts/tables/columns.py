@@ -53,7 +53,7 @@ class Columns:
                 raise DataError(_no_column(name, there), source)
         twice = [name for name, count in Counter(there).items() if count > 1 and name in chosen]
         if twice:
-            raise DataError(f"two columns are called {brief(twice[0])}; give each a name of its own", source)
+            raise DataError(f"two columns are called {brief(twice[0])}; give each a different name", source)
         if "" in chosen:
             place = list(there).index("") + 1
             raise DataError(
@@ -91,7 +91,7 @@ class Columns:
             else:
                 raise DataError(f"the id {brief(scenario['id'])} is there already, at {found[name][1]}", row.place)
         if num_equal:
-            log.warning("%s: %d rows are equal to earlier ones and left out", source, num_equal)
+            log.warning("%s: skipped %d duplicate rows", source, num_equal)
         return [scenario for scenario, _ in found.values()]
 
     def _scenario(self, row: TableRow) -> Json:

@@ -238,11 +238,11 @@ def server() -> Iterator[Misbehaving]:
         ({"tools": [{"name": "x", "inputSchema": 5}]}, "inputSchema"),
         ({"tools": []}, "the server has no tools"),
         (tools("same", "same"), "two tools 'same'"),
-        (tools("bad name\n"), "no name of a tool"),
-        (tools("x" * 200), "no name of a tool"),
+        (tools("bad name\n"), "not a valid tool name"),
+        (tools("x" * 200), "not a valid tool name"),
         ({**tools("x"), "nextCursor": "again"}, "two tools 'x'"),
         ({"tools": [], "nextCursor": "again"}, "more than 3 pages"),
-        (tools("x", schema={"type": "object", "description": "y" * 1_100_000}), "name those that the agent needs"),
+        (tools("x", schema={"type": "object", "description": "y" * 1_100_000}), "list the tools that the agent needs"),
     ],
 )
 def test_a_server_whose_tools_cannot_be_offered_is_refused_in_words(
