@@ -1,14 +1,14 @@
-"""The Learner protocol: the owner of the weights, which updates them; the metrics of a step; the table of built-ins.
+"""The Learner protocol (a learner owns and updates the policy), step metrics, and the table of built-in learners.
 
-    scored groups -> credit (algorithms/) -> samples.py -> packs/packing.py -> objective, share (algorithms/) -> a
+    scored groups -> credit (algorithms/) -> samples.py -> packs/packing.py -> objective, share (algorithms/) ->
     gradient
 
     torch_learner.py     weights in this process; step/ takes the policy step, optimizer.py applies it
-    processes/           the same learner in several processes, on one machine or more
-    sft/, teachers/      the warm-up; models that give their logprobs of what the policy sampled
+    processes/           the same learner across several processes on one or several machines
+    sft/, teachers/      the warm-up; models that score the policy's samples with logprobs
     prompt/              the learner whose policy is a prompt
 
-A learner speaks in plain data (records, paths, numbers). Its methods block; the loop calls them in a thread.
+Learners exchange plain data (records, paths, numbers). Their methods block; the loop calls them in a thread.
 """
 
 import math
@@ -30,89 +30,90 @@ if TYPE_CHECKING:
     from art_cli.models.weights import Weights
     from art_cli.rollouts.rollout_runner import RolloutPlan
 
-# `unsloth` takes the same step on weights that Unsloth loads (unsloth.py)
+# `unsloth` uses the same class on weights loaded through Unsloth (unsloth.py)
 BUILT_INS = {
     **dict.fromkeys(("torch", "unsloth"), "art_cli.learners.torch_learner:TorchLearner"),
     "prompt": "art_cli.learners.prompt.prompt_learner:PromptLearner",
     "tinker": "art_cli.tinker.tinker_learner:TinkerLearner",
 }
 
-Progress = Callable[[int, int], None]  # (number done, total), counted in packs of a step or optimizer steps of an sft
+Progress = Callable[[int, int], None]  # (number done, total): packs in a policy step, optimizer steps in an sft
 
-SFT_DIRECTORY = "sft"  # directory in a checkpoint with the state of an unfinished warm-up
+SFT_DIRECTORY = "sft"  # checkpoint subdirectory for the state of an unfinished warm-up
 
 
 class StepMetrics(msgspec.Struct, kw_only=True):
-    """The metrics of one step. Counts are of the whole step; shares in [0, 1]; logprobs and entropy in nats per token.
+    """Metrics for one step. Counts cover the whole step; shares are in [0, 1]; logprobs and entropy in nats per token.
 
-    In a step without signal, num_updates is 0 and every number that needs a forward pass is NaN. `known` leaves NaN
-    out.
+    In a step without signal, num_updates is 0 and every number that needs a forward pass is NaN. `known` omits NaN
+    values.
     """
 
     reward_mean: float
     reward_std: float
-    no_signal_share: float  # share of groups whose rewards do not differ by more than 1e-8
+    no_signal_share: float  # share of groups whose rewards differ by 1e-8 or less
     num_groups: int
     num_samples: int
     num_trajectories: int
-    num_failed: int  # trajectories with an error, which are not trained on
+    num_failed: int  # trajectories with an error; they are not trained
     num_updates: int  # optimizer steps taken
-    tokens_trained: int  # tokens with a weight in the loss
-    tokens_flat: int  # number of tokens in one row per sample
-    tokens_computed: int  # number of tokens in the packs, which hold every shared token once
+    tokens_trained: int  # tokens with a loss weight
+    tokens_flat: int  # token count with one row per sample
+    tokens_computed: int  # token count in the packs, where shared tokens appear once
     tokens_imitated: int = 0  # trained tokens in cross_entropy: with loss.echo, the environment's answers
-    # share of replies whose state another reply of their group answered too; NaN: the algorithm compares no states
+    # share of replies whose state was answered by another reply in the same group; NaN: states are not compared
     shared_states: float = float("nan")
-    packed: float = float("nan")  # 1: samples ran as packs; 0: packs did not hold, so one sample ran at a time
+    packed: float = float("nan")  # 1: samples ran as packs; 0: packs failed the check, so samples ran one at a time
     loss: float = float("nan")
-    cross_entropy: float = float("nan")  # mean -log p of the tokens imitated; NaN: there are none
+    cross_entropy: float = float("nan")  # mean -log p over imitated tokens; NaN without imitation
     teacher_kl: float = float("nan")  # log student - log teacher, mean over sampled tokens: KL(student || teacher)
     taught_share: float = float("nan")  # share of finished trajectories that the teacher scored
     kl: float = float("nan")  # k3 estimate against the reference policy; NaN: not computed
-    # KL(before the step || now) by k3 of the tokens that loss.kl_cov holds, mean over updates; NaN: there are none
+    # KL(before the step || now) by k3 over tokens selected by loss.kl_cov, mean over updates; NaN without such tokens
     kl_cov: float = float("nan")
     entropy: float = float("nan")
-    entropy_coefficient: float = float("nan")  # reward of a nat of entropy in this step; NaN: no loss.entropy_floor
+    entropy_coefficient: float = float("nan")  # reward per nat of entropy in this step; NaN: no loss.entropy_floor
     clip_fraction: float = float("nan")
-    # mean |logprob now - logprob that sampled| at the updates after a step's first; NaN: there was one update
+    # mean |logprob now - logprob at sampling| over later updates in the step; NaN with a single update
     logprob_change: float = float("nan")
-    off_policy_masked: float = float("nan")  # share of policy tokens that loss.off_policy left out; NaN: not set
+    off_policy_masked: float = float("nan")  # share of policy tokens dropped by loss.off_policy; NaN: not set
     grad_norm: float = float("nan")  # before clipping, mean over updates
     grad_clip: float = float("nan")  # after clipping, mean over updates
     learning_rate: float = float("nan")
-    update_kl: float = float("nan")  # KL(before the step || after it) by k3; NaN: train.max_kl does not ask for it
-    update_share: float = float("nan")  # share of the last update that was kept; below 1: it passed train.max_kl
-    logprob_gap: float = float("nan")  # mean |engine - learner| over trained tokens, before the first update
+    update_kl: float = float("nan")  # KL(before the step || after) by k3; NaN without train.max_kl
+    # share of the last update that was kept; below 1: the update exceeded train.max_kl
+    update_share: float = float("nan")
+    logprob_gap: float = float("nan")  # mean |engine - learner| over trained tokens, before the initial update
     logprob_gap_max: float = float("nan")
-    value_loss: float = float("nan")  # mean clipped squared error of the critic's values; NaN: there is no critic
-    value_mean: float = float("nan")  # mean of the critic's values before the step
+    value_loss: float = float("nan")  # mean clipped squared error of the critic's values; NaN without a critic
+    value_mean: float = float("nan")  # mean critic value before the step
     explained_variance: float = float("nan")  # 1 - Var(return - value) / Var(return), before the step
-    peak_gb: float = float("nan")  # largest memory of the learner's GPU during the step; NaN: it has none
+    peak_gb: float = float("nan")  # peak GPU memory during the step; NaN on a CPU
     train_s: float = 0.0
 
     def known(self) -> dict[str, float]:
-        """Returns the numbers by name, without those that are NaN."""
+        """Returns the metrics by name, without NaN values."""
         return {name: value for name, value in msgspec.structs.asdict(self).items() if not math.isnan(value)}
 
 
 class SftProgress(msgspec.Struct, frozen=True, kw_only=True):
-    """The progress of a warm-up. Example: SftProgress(num_updates=40, is_done=False, numbers={"loss": 0.61})"""
+    """Warm-up progress. Example: SftProgress(num_updates=40, is_done=False, numbers={"loss": 0.61})"""
 
     num_updates: int  # optimizer steps taken so far
-    is_done: bool  # all are taken, or the evaluation loss stopped it
-    numbers: dict[str, float]  # means over all optimizer steps so far; `loss` covers the last epoch alone
+    is_done: bool  # all steps are taken, or the evaluation loss stopped the warm-up
+    numbers: dict[str, float]  # means over all optimizer steps so far; `loss` covers the last epoch only
 
 
 @dataclass(frozen=True)
 class LearnerSetup:
-    """The settings of a learner that trains weights, which is made as `Class(policy, setup)`."""
+    """Settings for a learner that trains weights, which is constructed as `Class(policy, setup)`."""
 
     train: "TrainConfig"
     loss: "LossConfig | AlgorithmConfig"
-    learner: "LearnerConfig"  # the learner's own section of the configuration
-    sft: "SftConfig | None" = None  # or None if there is no warm-up
-    sampling_max_tokens: int = 1024  # length limit of one reply
-    directory: Path = Path()  # the path of a user's algorithm is relative to it
+    learner: "LearnerConfig"  # the learner section of the configuration
+    sft: "SftConfig | None" = None  # None without a warm-up
+    sampling_max_tokens: int = 1024  # maximum tokens per reply
+    directory: Path = Path()  # base directory for a user's algorithm path
 
     @classmethod
     def of(cls, config: "RunConfig", directory: Path) -> Self:
@@ -129,74 +130,76 @@ class LearnerSetup:
 class Learner(Protocol):
     """Updates the policy. Failures raise LearnerError, CheckpointError or DriftError.
 
-    The built-in learners are subclasses and inherit the members with a default.
+    The built-in learners are subclasses and inherit the default members.
     """
 
     payer: "Payer | None" = None
-    """Counts the cost of the calls that the learner makes, or None if it makes none."""
+    """Counts the cost of the learner's model calls; None for learners that make no calls."""
 
     def arrange(self, plans: list["RolloutPlan"]) -> list["RolloutPlan"]:
-        """Returns a step's rollouts, each with the prompt that the learner gives it. By default they have none."""
+        """Returns a step's rollouts with the learner's prompts attached. The default adds no prompts."""
         return plans
 
     def step(self, groups: Sequence[Sequence[ScoredTrajectory]], *, progress: Progress | None = None) -> StepMetrics:
         """Takes one policy step on the scored trajectories of whole groups. Groups without signal change no weight."""
 
     def rehearse(self, num_tokens: int) -> float | None:
-        """Runs a forward and a backward pass over made-up rows of that length, as many as a pack holds.
+        """Runs forward and backward passes over made-up rows of this length, filling one pack.
 
-        Weights, optimizer and random state do not change. Returns the peak of memory in GB, or None if the system does
+        Weights, optimizer and random state do not change. Returns the peak memory in GB, or None when the system does
         not report it. The weights must be on this machine. Raises OutOfMemory.
         """
 
     def write_learned(self, path: Path) -> None:
-        """Writes a LearnedTrajectory for each trajectory of the last step, as a whole file of JSON lines.
+        """Writes one LearnedTrajectory per trajectory in the last step, as a complete JSON-lines file.
 
         Call it once after a step, and only with `train.record_learned`.
         """
 
     def begin_sft(self, examples: Sequence[dict[str, Any]], evaluated: Sequence[dict[str, Any]] = ()) -> int:
-        """Returns the number of optimizer steps of a supervised warm-up, which this call prepares.
+        """Prepares a supervised warm-up and returns its number of optimizer steps.
 
         Examples are chat transcripts `{"messages": [...], "tools": [...]}`, trained on the assistant's tokens, or
-        attempts `{"id": ..., "scenario": ..., "turns": [...]}`, trained on the sampled tokens. The loss is measured on
-        `evaluated`. The warm-up has a separate optimizer; `save` and `load` include its state until
+        attempts `{"id": ..., "scenario": ..., "turns": [...]}`, trained on the sampled tokens. The evaluation loss is
+        measured on `evaluated`. The warm-up has a separate optimizer, whose state `save` and `load` include until
         `end_sft`.
         """
 
     def take_sft(self, num_updates: int, *, progress: Progress | None = None) -> SftProgress:
-        """Takes at most `num_updates` more optimizer steps, with the evaluations that are due between them.
+        """Takes up to `num_updates` more optimizer steps and runs the evaluations due between them.
 
-        `progress` is called for each pack too, with the optimizer steps that are done by then.
+        `progress` is also called for each pack, with the number of completed optimizer steps.
         """
 
     def end_sft(self) -> None:
-        """Frees what the warm-up needed. The weights stay as they are."""
+        """Frees the warm-up's resources. The weights stay as they are."""
 
     def score(self, token_ids: Sequence[int], *, temperature: float = 1.0) -> list[float]:
-        """Returns [L - 1] logprobs in nats of each token after the first."""
+        """Returns [L - 1] logprobs in nats, for every token but the initial one."""
 
     def measure(self, before: Probe | None = None) -> Probe:
-        """Returns a probe of the weights as they are now, on the text of `before`, an earlier one of the same base."""
+        """Returns a probe of the current weights. It reuses the text of `before`, an earlier probe of the same base
+        model.
+        """
 
     def save(self, directory: Path) -> None:
         """Writes adapter, tokenizer, optimizer and RNG into a checkpoint directory. The caller writes the manifest."""
 
     def load(self, directory: Path) -> None:
-        """Continues from what `save` wrote. The next step is bit-identical to one without the interruption."""
+        """Continues from a saved checkpoint. The next step is bit-identical to an uninterrupted run's next step."""
 
     def start(self) -> None:
-        """Starts the learner's own processes and waits for its other nodes. Without it the first call does so."""
+        """Starts the learner's worker processes and waits for other nodes. If skipped, the next call does it."""
 
     def check(self) -> None:
-        """Raises LearnerError if a process of the learner is dead. Does not block; any thread may call it."""
+        """Raises LearnerError if a worker process is dead. Does not block; any thread may call it."""
 
     def close(self) -> None:
-        """Ends the learner's own processes. No method may be called after it."""
+        """Ends the worker processes. The learner cannot be used afterwards."""
 
 
 def load_policy(config: "RunConfig", base: str) -> "Weights":
-    """Returns the starting policy, loaded as the configured learner needs it. `base` is a hub id or a directory."""
+    """Returns the starting policy, loaded as the configured learner needs it. `base` is a hub id or directory."""
     from art_cli.models.loading import load_weights
 
     load = None
@@ -208,12 +211,11 @@ def load_policy(config: "RunConfig", base: str) -> "Weights":
 def make_learner(
     config: "RunConfig", policy: "Weights | PolicySpec | None", *, directory: Path = Path(), logs: Path | None = None
 ) -> Learner:
-    """Returns the configured learner on the policy's weights. Worker processes load the base themselves.
+    """Returns the configured learner for the policy's weights. Worker processes load the base model themselves.
 
-    The policy is None if the engine brings its model: then a prompt is learned.
-
-    A user's algorithm is relative to `directory`. Worker processes write their logs to `logs`, or to a temporary
-    directory if `logs` is None.
+    `policy` may be None when the engine brings the model, because the learner then only searches for a prompt. The path
+    to a user's algorithm is relative to `directory`. Worker processes write logs to `logs` (default: a temporary
+    directory).
     """
     from art_cli.config.schema import with_base_model
     from art_cli.models.policy_spec import PolicySpec, spec_of
@@ -239,12 +241,12 @@ def make_learner(
 
 
 def has_own_weights(config: "RunConfig") -> bool:
-    """Returns True if the learner keeps its weights elsewhere: weights in this process never change."""
+    """Returns True if training happens outside this process, so the weights loaded here never change."""
     return config.learner.weights != "here"
 
 
 def describe_processes(config: "RunConfig") -> str:
-    """Describes the worker processes of a learner. Example: "2 processes of its own", or "2 nodes x 4 processes"."""
+    """Describes a learner's worker processes. Example: "1 process of its own", or "2 nodes x 4 processes"."""
     learner = config.learner
     each = f"{learner.processes} process{'' if learner.processes == 1 else 'es'}"
     return f"{learner.nodes} nodes x {each}" if learner.nodes > 1 else f"{each} of its own"

@@ -1,6 +1,6 @@
 """Critic: a value head on the policy's trunk, with a separate optimizer, for PPO. The learner owns it.
 
-It reads and writes `critic/` in a checkpoint directory, beside the adapter, which stays as PEFT wrote it.
+It reads and writes `critic/` in a checkpoint directory, next to the adapter, which stays in PEFT's format.
 """
 
 import logging
@@ -20,12 +20,12 @@ STATE_DIRECTORY, HEAD_FILE = "critic", "value_head.safetensors"
 
 
 class Critic:
-    """The value head of one learner, which gives the runner's scores their values."""
+    """One learner's value head, which adds values to the runner's scores."""
 
     def __init__(
         self, runner: PackRunner, knobs: PpoConfig, train: TrainConfig, *, device: torch.device | None = None
     ) -> None:
-        """The optimizer's state lives on `device`, or if that is None beside the head."""
+        """The optimizer's state lives on `device` (default: where the head is)."""
         self.ranks = runner.ranks
         width = runner.model.config.get_text_config().hidden_size
         self.head = ValueHead(width, moves_trunk=knobs.value_trunk, device=runner.weights.device)
@@ -37,7 +37,7 @@ class Critic:
         )
 
     def save(self, directory: Path) -> None:
-        """Writes what `load` continues from. All processes must call it; the first one writes."""
+        """Writes the critic's state. All processes must call it; rank 0 writes."""
         place = directory / STATE_DIRECTORY
         if self.ranks.rank == 0:
             place.mkdir(exist_ok=True)
@@ -45,9 +45,9 @@ class Critic:
             self.optimizer.save(place)
 
     def load(self, directory: Path) -> None:
-        """Continues bit for bit from what `save` wrote; a checkpoint without a critic starts a new one.
+        """Restores saved state exactly; starts a new critic if the checkpoint has none.
 
-        Raises CheckpointError if it is unreadable, or of a model of another width.
+        Raises CheckpointError if the state is unreadable or the model's width differs.
         """
         place = directory / STATE_DIRECTORY
         if not place.is_dir():

@@ -1,12 +1,12 @@
-"""AdamW with a schedule and gradient clipping, and the entropy floor's coefficient, stored without pickle.
+"""AdamW with schedule, gradient clipping and the entropy floor's coefficient. State is stored without pickle.
 
-The state is written as tensors and numbers.
+Checkpoints hold the state as tensors and numbers.
 
-A parameter is updated in place, with two exceptions, in which the update is computed on a copy. A parameter below
-float32 has a copy in float32, because bfloat16 has 8 bits and would round most steps of 1e-5 on a weight of 0.02 away.
-With CPU offload the copy and the state live on the CPU, which saves the GPU 8 bytes for each trained weight.
+Parameters are updated in place, with two exceptions that update a copy. A parameter below float32 has a float32 copy,
+because bfloat16 has 8 bits of precision and would round away most steps of 1e-5 on a weight of 0.02. With CPU offload
+the copy and the state live on the CPU, which saves 8 bytes of GPU memory per trained weight.
 
-The entropy floor is a bonus for entropy whose coefficient grows while the policy's entropy is too low.
+The entropy floor is an entropy bonus whose coefficient grows while the policy's entropy is too low.
 """
 
 import math
@@ -24,29 +24,29 @@ from art_cli.learners.packs.ranks import Ranks
 from art_cli.learners.schedule import EPS, WINDOW, clip_limit, rate_of_step
 from art_cli.runtime.errors import CheckpointError
 
-MOMENTS = ("exp_avg", "exp_avg_sq")  # torch's names of a parameter's moments
+MOMENTS = ("exp_avg", "exp_avg_sq")  # torch's names for a parameter's moments
 STATE_FILE = "optimizer.safetensors"
 COUNTS_FILE = "optimizer.json"
 
 
 class EntropyState(msgspec.Struct, frozen=True):
-    """The state that one step leaves for the next. Example: EntropyState(coefficient=0.01, is_below=True)"""
+    """State carried from one step to the next. Example: EntropyState(coefficient=0.01, is_below=True)"""
 
     coefficient: float = 0.0
     is_below: bool = False  # whether the last measured entropy was below the floor
 
     @property
     def bonus(self) -> float:
-        """The bonus per nat that the next step gives: nothing above the floor."""
+        """The next step's bonus per nat; zero above the floor."""
         return self.coefficient if self.is_below else 0.0
 
     def after(self, entropy: float, *, floor: float, step: float) -> "EntropyState":
-        """Returns the state after a step of that mean entropy in nats: the coefficient is a `step` larger or smaller.
+        """Returns the state after a step with this mean entropy in nats: the coefficient changes by `step` either way.
 
-        Skywork-OR1, He et al. 2025 (arXiv:2505.22312), adaptive entropy control: c' = c + step if entropy < floor,
-        else c - step, here never below 0; the loss has -c * entropy where the entropy is at most the floor. The paper
-        asks that of the step's own entropy, and this of the step's before, so that nothing is computed twice. A step
-        whose entropy is NaN, because it trained no sampled token, changes nothing.
+        Skywork-OR1, He et al. 2025 (arXiv:2505.22312), adaptive entropy control: c' = c + step if entropy < floor, else
+        c - step, here never below 0. The loss includes -c * entropy while the entropy is at or below the floor. The
+        paper tests the current step's entropy; this code tests the previous step's entropy to avoid a second forward
+        pass. A NaN entropy (no sampled token was trained) changes nothing.
         """
         if math.isnan(entropy):
             return self
@@ -55,16 +55,16 @@ class EntropyState(msgspec.Struct, frozen=True):
 
 
 class Counts(msgspec.Struct, kw_only=True):
-    """optimizer.json: what a step leaves for the next besides tensors. Example: Counts(num_steps=3, num_updates=6)"""
+    """optimizer.json: non-tensor state between steps. Example: Counts(num_steps=3, num_updates=6)"""
 
     num_steps: int = 0  # policy steps that changed weights; warm-up counts these
     num_updates: int = 0  # optimizer steps
-    norms: tuple[float, ...] = ()  # norms of the last WINDOW optimizer steps' gradients before clipping, newest last
+    norms: tuple[float, ...] = ()  # gradient norms before clipping for the last WINDOW optimizer steps, newest last
     entropy: EntropyState = EntropyState()
 
 
 class Adam(NamedTuple):
-    """The settings of one update, in place of the configuration's."""
+    """Settings for one update, overriding the configuration."""
 
     learning_rate: float
     betas: tuple[float, float]
@@ -75,8 +75,9 @@ class Adam(NamedTuple):
 class Optimizer:
     """AdamW, Loshchilov and Hutter 2019 (arXiv:1711.05101), over named parameters.
 
-    State lives on `device`, where updates are computed on copies of the parameters, or if None beside each one.
-    `ranks` are the processes that hold the parameters' parts, or None if this process holds them whole.
+    With `device`, state lives there and updates run on copies of the parameters. Otherwise state lives with the
+    parameter. `ranks` are the processes across which parameters are sharded (default: this process holds whole
+    parameters).
     """
 
     def __init__(
@@ -91,13 +92,13 @@ class Optimizer:
         self.config = config
         self.ranks = ranks or Ranks()
         self.counts = Counts()
-        self._norm: float | None = None  # norm of the present gradients, once clipped
+        self._norm: float | None = None  # norm of the current gradients, once clipped
         self._copies = {
             name: torch.nn.Parameter(parameter.detach().to(device or parameter.device, _dtype(parameter), copy=True))
             for name, parameter in self.parameters.items()
             if device is not None or _is_low(parameter)
         }
-        self._updated = {**self.parameters, **self._copies}  # the tensors that AdamW updates, by parameter
+        self._updated = {**self.parameters, **self._copies}  # tensors that AdamW updates, by parameter name
         self._adamw = torch.optim.AdamW(
             self._updated.values(),
             lr=self.config.rate,
@@ -107,27 +108,27 @@ class Optimizer:
         )
 
     def reserve(self) -> None:
-        """Makes all moments that do not exist yet. Call it before a step's passes.
+        """Allocates all missing moments. Call it before a step's passes.
 
-        AdamW would make them in its first update, out of memory that a pass has just freed. There they would keep large
-        blocks from being given back to a GPU, and the engine that wakes next needs them.
+        Otherwise AdamW would allocate them during its initial update, in memory that a pass has just freed. Large
+        blocks could then not be returned to the GPU for the engine that wakes next.
         """
         for updated in self._updated.values():
             if not (state := self._adamw.state[updated]):
                 state |= {name: torch.zeros_like(updated.detach()) for name in MOMENTS} | {"step": torch.tensor(0.0)}
 
     def current_rate(self) -> float:
-        """Returns the learning rate of the current step."""
+        """Returns the current step's learning rate."""
         return rate_of_step(self.config, self.counts.num_steps)
 
     def clip_limit(self) -> float:
-        """Returns the norm that the next gradient may have."""
+        """Returns the next gradient's norm limit."""
         return clip_limit(self.config, self.counts.norms)
 
     def clip(self, limit: float | None = None) -> float:
-        """Returns the norm of all gradients before this call, which scales them down to the limit if it is larger.
+        """Scales gradients down to `limit` if their norm exceeds it. Returns the norm before scaling.
 
-        The limit is `clip_limit()` where none is given.
+        The default limit is `clip_limit()`.
         """
         limit = self.clip_limit() if limit is None else limit
         norm = torch.nn.utils.clip_grad_norm_(self.parameters.values(), limit)
@@ -135,7 +136,7 @@ class Optimizer:
         return self._norm
 
     def update(self, adam: Adam | None = None) -> None:
-        """Moves the parameters by their gradients. `adam` replaces the configuration's settings."""
+        """Applies the gradients to the parameters. `adam` overrides the configured settings."""
         for group in self._adamw.param_groups:
             group["lr"] = self.current_rate() if adam is None else adam.learning_rate
             if adam is not None:
@@ -152,14 +153,14 @@ class Optimizer:
         self.clear()
 
     def remember(self) -> dict[str, Tensor]:
-        """Returns a copy of the weights that the next update starts from, for `draw_back`."""
+        """Returns a copy of the weights before the next update, for `draw_back`."""
         for name, copy in self._copies.items():
             _refresh(copy, self.parameters[name])
         return {name: updated.detach().clone() for name, updated in self._updated.items()}
 
     @torch.no_grad()
     def draw_back(self, before: Mapping[str, Tensor], share: float) -> None:
-        """Moves the weights that share of the way back to what `remember` gave. AdamW's moments stay as they are."""
+        """Moves the weights by this share back toward the copy made by `remember`. AdamW's moments stay as they are."""
         for name, updated in self._updated.items():
             updated.lerp_(before[name], share)
         for name, copy in self._copies.items():
@@ -173,9 +174,9 @@ class Optimizer:
     # --- state --------------------------------------------------------------------------------------------------------
 
     def tensors(self) -> dict[str, Tensor]:
-        """Returns the moments of each parameter as `<name>:<which>`; empty before the first update.
+        """Returns each parameter's moments as `<name>:<moment>`; empty before any update.
 
-        The float32 copy of a parameter below float32 is there as `<name>:copy`.
+        For a parameter below float32, `<name>:copy` is the float32 copy.
         """
         tensors = {
             f"{name}:{which}": tensor
@@ -188,7 +189,7 @@ class Optimizer:
         return tensors
 
     def set_tensors(self, tensors: Mapping[str, Tensor]) -> None:
-        """Continues from what `tensors` gave. Raises ValueError if a parameter is unknown or of another shape."""
+        """Restores `tensors()` output. Raises ValueError for an unknown parameter or a shape mismatch."""
         self._forget()
         for key, tensor in tensors.items():
             name, _, which = key.rpartition(":")
@@ -209,13 +210,13 @@ class Optimizer:
 
     @torch.no_grad()
     def _forget(self) -> None:
-        """Drops all moments, and sets each copy to its parameter's present value."""
+        """Drops all moments and resets the copies to the current parameter values."""
         self._adamw.state.clear()
         for name, copy in self._copies.items():
             copy.copy_(self.parameters[name])
 
     def snapshot(self) -> "Snapshot":
-        """Returns a copy of everything that an update changes."""
+        """Returns a copy of all state that an update changes."""
         return Snapshot(
             {name: parameter.detach().clone() for name, parameter in self.parameters.items()},
             {name: tensor.clone() for name, tensor in self.tensors().items()},
@@ -230,7 +231,7 @@ class Optimizer:
         self.counts = snapshot.counts
 
     def save(self, directory: Path) -> None:
-        """Writes state and counts. All processes must call it; the first one writes."""
+        """Writes state and counts. All processes must call it; rank 0 writes."""
         tensors = self.ranks.collect(self.tensors())
         if self.ranks.rank > 0:
             return
@@ -238,7 +239,7 @@ class Optimizer:
         (directory / COUNTS_FILE).write_bytes(msgspec.json.format(msgspec.json.encode(self.counts)))
 
     def load(self, directory: Path) -> None:
-        """Continues from what `save` wrote. Raises CheckpointError if it is unreadable or of another model."""
+        """Restores saved state. Raises CheckpointError if the state is unreadable or belongs to a different model."""
         try:
             self.set_tensors(load_file(directory / STATE_FILE))
             self.counts = msgspec.json.decode((directory / COUNTS_FILE).read_bytes(), type=Counts)
@@ -251,15 +252,15 @@ def _is_low(parameter: Tensor) -> bool:
 
 
 def _dtype(parameter: Tensor) -> torch.dtype:
-    """Returns the dtype that its update is computed in."""
+    """Returns the dtype used to compute the parameter's update."""
     return torch.float32 if _is_low(parameter) else parameter.dtype
 
 
 @torch.no_grad()
 def _refresh(copy: torch.nn.Parameter, parameter: torch.nn.Parameter) -> None:
-    """Gives the copy the parameter's gradient, and the parameter's value wherever it is not the rounded copy.
+    """Updates the copy: takes over the parameter's gradient, and its value wherever the rounded copy differs from it.
 
-    So weights that were loaded or restored since the last update take effect, and the copy keeps its extra precision.
+    Weights loaded or restored since the last update thus take effect, and the copy keeps its extra precision.
     """
     value = parameter.detach().to(copy.device)
     copy.copy_(torch.where(copy.to(value.dtype) == value, copy, value.to(copy.dtype)))

@@ -1,5 +1,6 @@
-"""The probe of a policy: text of the model's own, and how the learner scores it, in two roundings, with its adapter and
-without. engines/proof.py compares an engine's scores with it.
+"""A policy's probe: text sampled from the model and its logprobs, with two roundings, with and without the adapter.
+
+engines/proof.py compares an engine's logprobs with the probe.
 """
 
 from collections.abc import Callable, Sequence
@@ -11,19 +12,19 @@ from art_cli.models.decoder.forward import rounded_otherwise
 from art_cli.models.weights import Weights
 from art_cli.runs.manifest import Probe
 
-# Tokens of a probe. Below float32, adapters one step apart differ by less than rounding at each token, and some
-# hundred tokens tell them apart (benchmarks/attacks/weight_proof.py).
+# Number of probe tokens. Below float32, one training step changes an adapter's logprobs by less than rounding error per
+# token, so several hundred tokens are needed to see the difference (benchmarks/attacks/weight_proof.py).
 NUM_TOKENS, NUM_TOKENS_FLOAT32 = 512, 96
-LENGTH = 32  # tokens of each text that is sampled
-MARK = "@@probe@@"  # takes a user's place in the chat template; the model writes what follows what comes before it
-DIGITS = 6  # digits after the point that are kept of a logprob; float32 rounds at the fifth
+LENGTH = 32  # tokens per sampled text
+MARK = "@@probe@@"  # stands for a user message in the chat template; the model continues the text before it
+DIGITS = 6  # decimal places kept per logprob; float32 rounds at the fifth
 Score = Callable[[Sequence[int]], list[float]]
 
 
 def measure_probe(weights: Weights, score: Score, before: Probe | None = None) -> Probe:
-    """Returns the probe of the weights as they are now. `score` gives [L - 1] logprobs by the present model.
+    """Returns a probe of the current weights. `score` gives [L - 1] logprobs from the current model.
 
-    `before` is an earlier probe of the same base model and dtype, whose text and scores of the base are taken.
+    `before` is an earlier probe with the same base model and dtype. Its text and base scores are reused.
     """
     with weights.lock:
         tokens = own_text(weights) if before is None else before.tokens
@@ -46,9 +47,9 @@ def _score_twice(weights: Weights, score: Score, tokens: list[int]) -> tuple[lis
 
 @torch.no_grad()
 def own_text(weights: Weights, *, seed: int = 0) -> list[int]:
-    """Returns token ids that the model samples at temperature 1: the beginnings of a few chats, one after the other."""
+    """Returns token ids sampled from the model at temperature 1: the concatenated beginnings of several chats."""
     model, draw = _bare(weights), torch.Generator().manual_seed(seed)
-    # Unsloth's models take a cache that is not transformers'
+    # Unsloth's models need a cache class other than transformers'
     has_cache = model.forward.__module__.startswith("transformers")
     num = min(NUM_TOKENS_FLOAT32 if weights.dtype == torch.float32 else NUM_TOKENS, weights.max_length - 1)
     chat = [{"role": "user", "content": MARK}]

@@ -1,24 +1,24 @@
-"""Samples: the token sequences to train on, cut out of a trajectory's prefix tree of turns, with their weights.
+"""Samples: the token sequences to train on, extracted from a trajectory's prefix tree of turns, plus token weights.
 
 Numpy only.
 
-turn 0   1 2 3 [4 5]              a leaf is a turn that no other turn continues whole;
-turn 1   1 2 3 [4 5] 6 [7]        each leaf is one sample, from the root of the tree to its last sampled token
+turn 0   1 2 3 [4 5]              [sampled tokens]; a leaf is a turn not continued in full by any later turn;
+turn 1   1 2 3 [4 5] 6 [7]        each leaf gives one sample, from the tree's root to the leaf's last sampled token
 turn 2   1 2 3  4  8 [9]
-                                  sample of turn 1: 1 2 3 4 5 6 7, trained on 4 5 7
-                                  sample of turn 2: 1 2 3 4 8 9,   trained on 9; the 4 is trained on once already
+                                  sample for turn 1: 1 2 3 4 5 6 7, trained on 4 5 7
+                                  sample for turn 2: 1 2 3 4 8 9,   trained on 9; token 4 was already trained once
 
-The rollout never saw what an abandoned turn sampled. It is not trained on, unless a later turn continues it.
+The rollout never saw the tokens sampled in an abandoned turn. They are not trained unless a later turn continues them.
 
-A token with a weight is trained, and counts by it, in each component of the loss. Usually the sampled ones have one.
+A token with a weight in some loss component is trained in that component. Usually only sampled tokens have weights.
 
     policy          the advantage, for the algorithm's objective; sampled tokens only
-    cross_entropy   -weight * log p: imitation of any token, a tool's output included
+    cross_entropy   -weight * log p: imitation, which may cover any token, including tool output
     reference_kl    weight * KL(policy || reference), estimator k3
-    value           the error of the critic's value of the state before the token; the number is the value's target
+    value           the critic's value error for the state before the token; the weight is the value target
 
-A token may be in several components, or in none. Each component is divided by its own counts over the whole optimizer
-step. M tokens of a trajectory: of each turn the prompt tokens that it adds, then the sampled ones.
+A token may belong to several components or to none. Each component is normalized by separate counts over the whole
+optimizer step. M counts a trajectory's tokens: per turn, the newly added prompt tokens, then the sampled tokens.
 """
 
 import math
@@ -42,36 +42,36 @@ Weights = float | Sequence[Sequence[float] | Floats]
 
 
 class Row(IntEnum):
-    """The rows of a weights array [6, N]: a number for each token, or NaN if the token is not in the row.
+    """Row indexes for a weights array [6, N]. Each entry is a token's number, NaN where the token is not in the row.
 
-    The first four rows are the components of the loss, each with separate counts.
+    The first four rows are the loss components, each normalized by separate counts.
     """
 
     POLICY = 0  # the advantage
-    CROSS_ENTROPY = 1  # the factor of -log p
-    REFERENCE_KL = 2  # the factor of KL(policy || reference)
-    VALUE = 3  # the target of the critic's value
-    OLD_VALUE = 4  # the critic's value before the step, of tokens in VALUE
-    NEAR_OLD = 5  # the factor of KL(old || new), of tokens in POLICY that loss.kl_cov holds
+    CROSS_ENTROPY = 1  # factor for -log p
+    REFERENCE_KL = 2  # factor for KL(policy || reference)
+    VALUE = 3  # target for the critic's value
+    OLD_VALUE = 4  # the critic's value before the step, for tokens in VALUE
+    NEAR_OLD = 5  # factor for KL(old || new), for POLICY tokens selected by loss.kl_cov
 
 
 COMPONENTS = (Row.POLICY, Row.CROSS_ENTROPY, Row.REFERENCE_KL, Row.VALUE)
 
 
 def mask_of(weights: Floats, row: Row) -> Mask:
-    """Returns [N] whether each token is in that row of [6, N] weights. A weight of 0 is in it, NaN is not."""
+    """Returns [N] whether each token is in this row of [6, N] weights. A weight of 0 counts; NaN does not."""
     mask: Mask = ~np.isnan(weights[row])
     return mask
 
 
 class Credit(NamedTuple):
-    """The weights of one trajectory's tokens. Example: Credit(policy=0.5, reference_kl=0.01)
+    """Token weights for one trajectory. Example: Credit(policy=0.5, reference_kl=0.01)
 
-    Each component is one weight for all sampled tokens, or a sequence of weights per turn, one for each of its
-    prompt_ids and sampled_ids, NaN where the token is not in the component. None if no token is in it.
+    Each component is one weight for all sampled tokens, or one sequence per turn with a weight for every token in
+    prompt_ids and sampled_ids (NaN where the token is not in the component). None leaves the component empty.
 
-    `value` holds targets of the critic, so a 0 there counts too, and `old_value` its values before the step. Only a
-    loss with a critic (loss=ppo) can train them.
+    `value` holds the critic's targets, so 0 counts as a target; `old_value` holds the critic's values before the step.
+    Both require a loss with a critic (loss=ppo).
     """
 
     policy: Weights | None = None
@@ -82,9 +82,9 @@ class Credit(NamedTuple):
 
 
 def token_weights(trajectory: Trajectory, credit: Credit | float) -> Floats:
-    """Returns [6, M] the weight of each token in each component, NaN outside it. A number is a policy weight.
+    """Returns [6, M] the weight of every token in each component, NaN where absent. A number is a policy weight.
 
-    Raises LearnerError if there is not one weight per token, an infinite one, or a policy weight in a prompt.
+    Raises LearnerError if the number of weights is wrong, a weight is infinite, or a prompt token has a policy weight.
     """
     credit = credit if isinstance(credit, Credit) else Credit(policy=credit)
     is_sampled = sampled_tokens(trajectory)
@@ -97,7 +97,7 @@ def token_weights(trajectory: Trajectory, credit: Credit | float) -> Floats:
 
 
 def turn_row(turn: Turn, first: float, rest: float) -> list[float]:
-    """Returns one turn's weights in a component of Credit: `first` at its first sampled token, `rest` at the others."""
+    """Returns one turn's weights for a Credit component: `first` at the initial sampled token, then `rest`."""
     sampled = [first, *[rest] * (len(turn.sampled_ids) - 1)] if turn.sampled_ids else []
     return [*[math.nan] * len(turn.prompt_ids), *sampled]
 
@@ -109,13 +109,13 @@ def sampled_tokens(trajectory: Trajectory) -> Mask:
 
 
 def observed_tokens(trajectory: Trajectory) -> Mask:
-    """Returns [M] whether a token is of the environment's answer to a reply: a tool's output, a further user message.
+    """Returns [M] whether each token comes from the environment's answer to a reply (tool output, next user message).
 
-    These are the prompt tokens that a turn adds right after the end of an earlier reply, with what the chat template
-    puts around the messages, which no record tells apart. A turn that leaves the earlier tokens elsewhere renders its
-    replies anew, or begins another conversation: its prompt tokens are not taken for the environment's.
+    Those are the prompt tokens that a turn adds directly after an earlier reply's end. They include the chat template's
+    markup around the messages, which the record cannot separate. A turn that diverges anywhere else has re-rendered
+    earlier replies or started another conversation, so its prompt tokens do not count.
     """
-    ends: list[set[int]] = []  # each turn's places in its whole sequence where a reply ends
+    ends: list[set[int]] = []  # per turn: the positions in its whole sequence where a reply ends
     parts = [np.zeros(0, dtype=np.bool_)]
     for turn in trajectory.turns:
         before = set() if turn.parent is None else {end for end in ends[turn.parent] if end <= turn.kept}
@@ -125,7 +125,6 @@ def observed_tokens(trajectory: Trajectory) -> Mask:
 
 
 def _row(name: str, weights: Weights | None, trajectory: Trajectory, is_sampled: Mask) -> Floats:
-    """Returns [M] the weights of one component."""
     row = np.full(len(is_sampled), np.nan)
     if isinstance(weights, float | int | np.number):
         row[is_sampled] = weights
@@ -145,7 +144,7 @@ def _row(name: str, weights: Weights | None, trajectory: Trajectory, is_sampled:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Sample:
-    """One token sequence to train on. L tokens, N of them trained.
+    """One token sequence to train on, with L tokens of which N are trained.
 
     Example: Sample(token_ids=[1 2 3 4 5], targets=[3 4], places=[3 4], logprobs=[-0.1 -0.7],
                     raw_logprobs=[-0.1 -0.7], temperatures=[1.0 1.0], weights=[[0.5 0.5] [nan nan] ...],
@@ -153,37 +152,38 @@ class Sample:
     """
 
     token_ids: Ints  # [L]
-    targets: Ints  # [N] places of the trained tokens, ascending; never 0, which nothing predicts
-    places: Ints  # [N] index of each among the tokens that the trajectory's turns add
-    logprobs: Floats  # [N] the engine's under softmax(logits / temperature); NaN: from a cut distribution, or a prompt
-    raw_logprobs: Floats  # [N] the engine's under softmax(logits); NaN: the engine did not report them
-    temperatures: Floats  # [N] divisors of the logits
+    targets: Ints  # [N] positions of the trained tokens, ascending; never 0, because nothing predicts position 0
+    places: Ints  # [N] each target's index among the trajectory's M tokens
+    # [N] engine logprobs under softmax(logits / temperature); NaN: truncated sampling, or a prompt token
+    logprobs: Floats
+    raw_logprobs: Floats  # [N] engine logprobs under softmax(logits); NaN: not reported
+    temperatures: Floats  # [N] divisors for the logits
     weights: Floats  # [6, N] by Row; NaN: the token is not in the row
     trajectory_id: str
-    turn: int  # index of the leaf
+    turn: int  # the leaf's turn index
 
     @property
     def advantages(self) -> Floats:
-        """[N] the weights in the policy component."""
+        """[N] weights in the policy component."""
         advantages: Floats = self.weights[Row.POLICY]
         return advantages
 
     def num_in(self, row: Row) -> int:
-        """Returns the number of tokens in that row of the weights."""
+        """Returns the number of tokens in this row of the weights."""
         return int(np.count_nonzero(mask_of(self.weights, row)))
 
 
 def trajectory_samples(trajectory: Trajectory, weights: Floats) -> list[Sample]:
-    """Returns the trajectory's samples. Every token with a weight is trained once, in the first leaf that holds it.
+    """Returns the trajectory's samples. Every weighted token is trained once, in the earliest leaf that contains it.
 
-    `weights` [6, M] come from `token_weights`. A trajectory without turns, or without weights, gives []. The first
-    token of a sequence is never trained, because nothing predicts it. Raises LearnerError if logprobs are
-    not one per sampled token, or not finite.
+    `weights` [6, M] come from `token_weights`. Returns [] for a trajectory without turns or weights. A sequence's
+    initial token is never trained, because nothing predicts it. Raises LearnerError if a sampled token has no logprob
+    or a non-finite one.
     """
     turns = trajectory.turns
     if not turns:
         return []
-    lengths: list[int] = []  # tokens of each turn's sequence
+    lengths: list[int] = []  # sequence length after each turn
     for index, turn in enumerate(turns):
         there = 0 if turn.parent is None else lengths[turn.parent]
         _check(turn, there, f"trajectory {trajectory.id}, turn {index}")
@@ -207,14 +207,14 @@ def trajectory_samples(trajectory: Trajectory, weights: Floats) -> list[Sample]:
 
 
 def count_sampled(trajectory: Trajectory) -> tuple[int, int]:
-    """Returns the numbers of tokens and of samples, if every sampled token had a weight."""
+    """Returns the numbers of tokens and samples that would be trained if every sampled token had a weight."""
     leaves = _trained_leaves(trajectory.turns, sampled_tokens(trajectory))
     sizes = [len(targets) for _, _, targets, _ in leaves]
     return sum(sizes), len(sizes)
 
 
 def bare_sample(token_ids: Ints, targets: Ints, name: str, *, temperature: float = 1.0, turn: int = 0) -> Sample:
-    """Returns a sample that no engine sampled, to imitate: its targets have weight 1 in the cross entropy."""
+    """Returns an imitation sample, not sampled by any engine: its targets have cross-entropy weight 1."""
     unknown = np.full(len(targets), np.nan)
     weights = np.full((len(Row), len(targets)), np.nan)
     weights[Row.CROSS_ENTROPY] = 1.0
@@ -232,7 +232,7 @@ def bare_sample(token_ids: Ints, targets: Ints, name: str, *, temperature: float
 
 
 def check_fits(samples: Iterable[Sample], *, max_length: int, vocabulary: int) -> None:
-    """Raises LearnerError if a sample has a token that the model does not have, or more tokens than its context."""
+    """Raises LearnerError if a sample exceeds the model's context or contains a token outside its vocabulary."""
     for sample in samples:
         where = f"trajectory {sample.trajectory_id}, turn {sample.turn}"
         if len(sample.token_ids) > max_length:
@@ -242,7 +242,7 @@ def check_fits(samples: Iterable[Sample], *, max_length: int, vocabulary: int) -
 
 
 def _check(turn: Turn, there: int, where: str) -> None:
-    """Raises LearnerError if the turn's numbers cannot be. `there` is the number of tokens before it."""
+    """Raises LearnerError if the turn's numbers are impossible. `there` is the parent sequence's length."""
     if not 0 <= turn.kept <= there:
         raise LearnerError(f"{where}: it keeps {turn.kept} tokens of the {there} before it")
     if not all(0 <= id <= MAX_TOKEN_ID for id in (*turn.prompt_ids, *turn.sampled_ids)):
@@ -259,7 +259,7 @@ def _check(turn: Turn, there: int, where: str) -> None:
 
 
 class _Tokens:
-    """The engine's numbers of a trajectory's tokens, in flat arrays of [M]; NaN for the tokens of prompts."""
+    """Engine numbers for a trajectory's tokens, as flat [M] arrays; NaN for prompt tokens."""
 
     def __init__(self, turns: Sequence[Turn]) -> None:
         logprobs, raw_logprobs, temperatures = [], [], []
@@ -267,7 +267,7 @@ class _Tokens:
             prompt, sampled = np.full(len(turn.prompt_ids), np.nan), np.full(len(turn.sampled_ids), np.nan)
             logprobs += [prompt, sampled if turn.is_truncated_sampling else np.asarray(turn.logprobs)]
             raw_logprobs += [prompt, sampled if turn.raw_logprobs is None else np.asarray(turn.raw_logprobs)]
-            # a greedy turn is trained as softmax(logits), because its temperature of 0 cannot divide
+            # a greedy turn is trained as softmax(logits), because logits cannot be divided by temperature 0
             temperatures += [np.ones(len(prompt)), np.full(len(sampled), turn.temperature or 1.0)]
         self.logprobs: Floats = np.concatenate(logprobs)
         self.raw_logprobs: Floats = np.concatenate(raw_logprobs)
@@ -275,8 +275,10 @@ class _Tokens:
 
 
 def _trained_leaves(turns: Sequence[Turn], is_owed: Mask) -> Iterator[tuple[int, Ints, Ints, Ints]]:
-    """Yields for each leaf with trained tokens: its turn, its token ids [L], and its N trained tokens' places and the
-    indexes among the trajectory's M tokens. `is_owed` [M] marks those to be trained; it is consumed.
+    """Yields (turn, token ids [L], target positions [N], target indexes among the M tokens [N]) for leaves with
+    targets.
+
+    `is_owed` [M] marks the tokens to train; each token is cleared once it is assigned to a leaf.
     """
     for index, token_ids, sources in _leaves(turns):
         targets = np.flatnonzero(is_owed[sources])
@@ -287,9 +289,9 @@ def _trained_leaves(turns: Sequence[Turn], is_owed: Mask) -> Iterator[tuple[int,
 
 
 def _leaves(turns: Sequence[Turn]) -> Iterator[tuple[int, Ints, Ints]]:
-    """Yields for each leaf: its turn, its token ids [L], and the index of each among the trajectory's M tokens [L].
+    """Yields (turn, token ids [L], each token's index among the trajectory's M tokens [L]) for every leaf.
 
-    The abandoned leaves come last, each without what it sampled.
+    Abandoned leaves come last, without their sampled tokens.
     """
     sequences: list[tuple[Ints, Ints]] = []
     num_tokens = 0

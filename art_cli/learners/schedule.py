@@ -1,4 +1,4 @@
-"""The schedule of an optimizer: the learning rate of each step, and the norm that a gradient may have. Numbers only."""
+"""An optimizer's schedule: learning rate by step, and gradient norm limit. Numbers only."""
 
 import math
 import statistics
@@ -7,15 +7,15 @@ from typing import Literal
 
 from art_cli.config.schema import SftConfig, TrainConfig
 
-EPS = 1e-8  # AdamW's, as torch has it by default
-WINDOW = 32  # number of past norms whose median clips: long enough to outlast a burst, short enough to follow the trend
-MIN_NORMS = 4  # least number of past norms that have a median to trust
+EPS = 1e-8  # torch's default for AdamW
+WINDOW = 32  # past norms in the clipping median: long enough to outlast a burst, short enough to follow the trend
+MIN_NORMS = 4  # minimum number of past norms for a reliable median
 
 
 def rate_of_step(config: TrainConfig, done: int) -> float:
-    """Returns the learning rate after `done` steps. It grows evenly over `warmup_steps`; the first step's is not zero.
+    """Returns the learning rate after `done` steps. It rises linearly over `warmup_steps`, starting above zero.
 
-    Then it decays, so that it would reach its end at step `steps`; the last step's is not zero.
+    Then it decays toward `decay_to`, which it would reach at step `steps`, so the last step's rate is above zero.
     """
     if done < config.warmup_steps:
         return config.rate * (done + 1) / config.warmup_steps
@@ -24,7 +24,7 @@ def rate_of_step(config: TrainConfig, done: int) -> float:
 
 
 def warm_up_settings(config: SftConfig, num_updates: int) -> TrainConfig:
-    """Returns the optimizer's settings of a warm-up of that many updates, with `train`'s defaults for the rest."""
+    """Returns the optimizer settings for a warm-up with `num_updates` steps. The rest keeps `train`'s defaults."""
     return TrainConfig(
         steps=num_updates,
         learning_rate=config.learning_rate,
@@ -37,10 +37,10 @@ def warm_up_settings(config: SftConfig, num_updates: int) -> TrainConfig:
 
 
 def clip_limit(config: TrainConfig, norms: Sequence[float]) -> float:
-    """Returns the norm that the next gradient may have: `max_grad_norm`, or a multiple of the median of those before.
+    """Returns the next gradient's norm limit: `max_grad_norm`, or a multiple of the past norms' median if lower.
 
-    As AutoClip, Seetharaman et al. 2020 (arXiv:2007.14469), it is a quantile of the gradients' own norms before
-    clipping; here times a factor, and over a window, because norms change while a policy learns.
+    AutoClip (Seetharaman et al. 2020, arXiv:2007.14469) clips at a quantile of past gradient norms before clipping.
+    Here the quantile is multiplied by a factor and covers a window, because norms change while a policy learns.
     """
     factor = config.clip_to_history
     median = statistics.median(norms) if len(norms) >= MIN_NORMS else 0.0
@@ -50,7 +50,7 @@ def clip_limit(config: TrainConfig, norms: Sequence[float]) -> float:
 
 
 def decayed(shape: Literal["none", "linear", "cosine"], progress: float, *, to: float) -> float:
-    """Returns the factor of the learning rate at a share of its decay: 1 at its start, `to` at its end.
+    """Returns the learning rate factor at this share of the decay, falling from 1 to `to`.
 
     Cosine: SGDR, Loshchilov and Hutter 2017 (arXiv:1608.03983), equation 5, without restarts.
     """

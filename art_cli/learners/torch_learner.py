@@ -1,10 +1,10 @@
-"""TorchLearner: updates the policy's weights with torch, in this process, sharing them with the engine.
+"""TorchLearner: updates the policy's weights with torch in this process, sharing them with the engine.
 
     groups -> batch -> per optimizer step: gradient -> clip -> AdamW -> a checkpoint directory
 
-It decides nothing about rewards (judges) or when to step (the loop). It reads and writes a checkpoint directory: the
-adapter and tokenizer in PEFT's format, the states of the optimizer and the RNG as safetensors and JSON. An update that
-moves the policy out of its trust region is drawn back toward the weights before it.
+It does not decide rewards (judges) or when to step (the loop). It reads and writes a checkpoint directory: adapter and
+tokenizer in PEFT's format, optimizer and RNG state as safetensors and JSON. When an update leaves the trust region, the
+weights are moved back toward their previous values.
 """
 
 import contextlib
@@ -55,16 +55,16 @@ from art_cli.runtime.errors import LearnerError, OutOfMemory
 
 log = logging.getLogger(__name__)
 
-MAX_HALVINGS = 5  # KL grows with the square of a small step, so that five halvings leave about a thousandth of it
+MAX_HALVINGS = 5  # KL is quadratic in small steps, so five halvings leave about a thousandth
 RNG_FILE = "rng.safetensors"
-SHORT = 128  # tokens of a rehearsal's row on which packs are compared with plain rows
+SHORT = 128  # tokens in the rehearsal row used to compare packs with plain rows
 
 
 class Held(NamedTuple):
     """The distance that the policy has moved. Example: Held(kl=0.004, share=0.5)"""
 
-    kl: float  # KL(before the step || now) in nats per token, over the tokens of the update; NaN: it has none
-    share: float  # share of the update that was kept; 1: it was within the bound
+    kl: float  # KL(before the step || now) in nats per token over the update's tokens; NaN without tokens
+    share: float  # share of the update that was kept; 1: within the bound
 
 
 def hold(
@@ -78,9 +78,9 @@ def hold(
 ) -> Held:
     """Halves the distance to the weights `before` the update until the policy is within `max_kl` of the step's start.
 
-    If five halvings are not enough, the update is taken back whole. The update has its packs' logprobs at the step's
-    start. Cost: one forward pass, and one for each halving. The bound is TRPO's, Schulman et al. 2015
-    (arXiv:1502.05477), equation 12, and so is the search back along the step; here the step is AdamW's.
+    After five halvings, the whole update is undone. The update must carry its packs' logprobs from the step's start.
+    Cost: one forward pass, plus one per halving. The bound and the search back along the step are TRPO's, Schulman et
+    al. 2015 (arXiv:1502.05477), equation 12; the step itself is AdamW's.
     """
     share = 1.0
     while not _is_within(kl := gradient.divergence(update, heartbeat=heartbeat), max_kl):
@@ -93,17 +93,17 @@ def hold(
 
 
 def _is_within(kl: float, bound: float) -> bool:
-    """Returns whether the KL is within the bound. NaN, the KL over no tokens, is."""
+    """Returns whether the KL is within the bound. NaN (no tokens) counts as within."""
     return math.isnan(kl) or kl <= bound
 
 
 class TorchLearner(Learner):
-    """The Learner of `learner: torch` and `learner: unsloth`. The protocol has the promises of its methods."""
+    """The Learner for `learner: torch` and `learner: unsloth`. The protocol documents the methods."""
 
     def __init__(self, weights: Weights, setup: LearnerSetup, *, ranks: Ranks | None = None) -> None:
-        """`ranks` are the processes that share the work, or None if this one is alone.
+        """`ranks` are the processes that share the work (default: this process only).
 
-        Raises LearnerError for a KL term without an adapter to switch off; UsageError if a user's algorithm cannot be
+        Raises LearnerError for a KL term without an adapter to disable; UsageError if a user's algorithm cannot be
         loaded.
         """
         train, loss, learner = setup.train, setup.loss, setup.learner
@@ -120,7 +120,7 @@ class TorchLearner(Learner):
             self.runner, self.algorithm, correction=build_correction(loss.off_policy), mean_over=loss.mean_over
         )
         self.warm_up: TorchSft | None = None  # set between begin_sft and end_sft
-        self._learned: list[LearnedTrajectory] = []  # lines of the last step, until they are written
+        self._learned: list[LearnedTrajectory] = []  # last step's lines, until they are written
         self.packing = PackingCheck(self.runner)
         self.algorithm.bind(Reader(self.runner, self.packing), setup.directory)
         self.parameters = {name: p for name, p in weights.model.named_parameters() if p.requires_grad}
@@ -129,15 +129,15 @@ class TorchLearner(Learner):
         self.critic: Critic | None = None
         if isinstance(self.algorithm, Ppo):
             self.critic = Critic(self.runner, self.algorithm.knobs, train, device=self.optimizer_device)
-        torch.manual_seed(train.seed)  # the same numbers in each process that begins the run, or takes its steps again
+        torch.manual_seed(train.seed)  # the same numbers in every process that starts the run or recomputes its steps
 
     @property
     def optimizers(self) -> list[Optimizer]:
-        """The policy's optimizer, then the critic's if there is one."""
+        """The policy's optimizer, followed by the critic's optimizer if present."""
         return [self.optimizer, *([] if self.critic is None else [self.critic.optimizer])]
 
     def step(self, groups: Sequence[Sequence[ScoredTrajectory]], *, progress: Progress | None = None) -> StepMetrics:
-        """Takes one policy step. After any failure every weight is what it was before.
+        """Takes one policy step. On any failure, all weights are restored.
 
         Raises LearnerError if a loss is not finite or memory runs out; DriftError if engine and learner hold different
         weights (contract 2).
@@ -164,7 +164,7 @@ class TorchLearner(Learner):
 
     def rehearse(self, num_tokens: int) -> float | None:
         ids = np.arange(num_tokens) * 7
-        num_rows = max(1, self.runner.micro_batch_tokens // num_tokens)  # as many as a pack holds
+        num_rows = max(1, self.runner.micro_batch_tokens // num_tokens)  # fills one pack
         made_up = [(ids + number) % self.weights.vocabulary for number in range(num_rows)]
         rows = [bare_sample(row, np.arange(1, num_tokens), "rehearsal") for row in made_up]
         random_state = _rng_state()
@@ -183,7 +183,7 @@ class TorchLearner(Learner):
         finally:
             _set_rng_state(random_state)
             for optimizer in self.optimizers:
-                optimizer.set_tensors(optimizer.tensors())  # without the moments that only the rehearsal needed
+                optimizer.set_tensors(optimizer.tensors())  # drops the moments that only the rehearsal needed
 
     def write_learned(self, path: Path) -> None:
         learned, self._learned = self._learned, []
@@ -191,7 +191,7 @@ class TorchLearner(Learner):
             write_lines(path, learned)
 
     def begin_sft(self, examples: Sequence[dict[str, Any]], evaluated: Sequence[dict[str, Any]] = ()) -> int:
-        """Returns the number of optimizer steps. Raises LearnerError if there is no example, or a bad one."""
+        """Returns the number of optimizer steps. Raises LearnerError for missing or invalid examples."""
         config = self.sft_config
         assert config is not None, "sft needs an sft section"
         batches = plan_batches(self._sft_samples(examples, "demo"), config, seed=self.train_config.seed)
@@ -221,7 +221,7 @@ class TorchLearner(Learner):
         self.warm_up = None
 
     def score(self, token_ids: Sequence[int], *, temperature: float = 1.0) -> list[float]:
-        """Returns [L - 1] logprobs in nats of each token after the first. Temperature 0 counts as 1."""
+        """Returns [L - 1] logprobs in nats, for every token but the initial one. Temperature 0 counts as 1."""
         ids = np.asarray(token_ids, dtype=np.int64)
         if len(ids) < 2:
             return []
@@ -232,7 +232,6 @@ class TorchLearner(Learner):
         return scores
 
     def measure(self, before: Probe | None = None) -> Probe:
-        """Returns a probe of the weights as they are now, on the text of `before`, an earlier one of the same base."""
         return measure_probe(self.weights, self.score, before)
 
     def save(self, directory: Path) -> None:
@@ -250,9 +249,9 @@ class TorchLearner(Learner):
             self._free_cache()
 
     def load(self, directory: Path) -> None:
-        """Continues from a checkpoint directory; one with weights alone starts a new optimizer.
+        """Restores a checkpoint directory. If it contains only weights, the optimizer starts anew.
 
-        Raises CheckpointError if there are no weights, or another model's.
+        Raises CheckpointError if weights are missing or belong to another model.
         """
         with self.weights.lock:
             load_checkpoint(self.weights, directory, part=self.ranks.part)
@@ -279,17 +278,17 @@ class TorchLearner(Learner):
         """Does nothing, because there is no other process."""
 
     def _entropy_bonus(self) -> float | None:
-        """Returns the reward of a nat of entropy in the present step, or None if the loss has no floor."""
+        """Returns the current step's reward per nat of entropy; None without an entropy floor."""
         return None if self.loss.entropy_floor is None else self.optimizer.counts.entropy.bonus
 
     # --- the updates of a step ----------------------------------------------------------------------------------------
 
-    ahead = 1  # each optimizer step is taken when it is applied
+    ahead = 1  # each optimizer step finishes when it is applied
 
     @contextlib.contextmanager
     def taking(self, plan: PlannedStep) -> Iterator[float]:
         first, is_bounded = plan.parts[0], self.train_config.max_kl is not None
-        for part in plan.parts:  # an id past the vocabulary would end the process on a GPU
+        for part in plan.parts:  # on a GPU, an id past the vocabulary would end the process
             check_fits(part, max_length=self.weights.max_length, vocabulary=self.weights.vocabulary)
         is_undone = self.train_config.epochs_per_step * len(plan.parts) > 1 or is_bounded
         is_undone = is_undone or isinstance(self.algorithm, UserAlgorithm)  # its `after_step` may fail
@@ -324,7 +323,7 @@ class TorchLearner(Learner):
         return update._replace(before=logprobs) if at.number == 0 else update
 
     def apply(self, sent: Update, at: Pass) -> bool:
-        """Returns whether the policy is still within `max_kl`. If not, the update is drawn back until it is."""
+        """Returns whether the policy is still within `max_kl`. If not, the update is moved back until it is."""
         before = {} if self.train_config.max_kl is None else self.optimizer.remember()
         self._apply(sent, at.statistics)
         if self.train_config.max_kl is None or not self._moves_policy(sent):
@@ -355,7 +354,7 @@ class TorchLearner(Learner):
         statistics.grad_clips.append(min(norm, limit))
 
     def _moves_policy(self, update: Update) -> bool:
-        """Returns whether the update moves the policy. If all advantages are zero, only the critic may learn."""
+        """Returns whether the update moves the policy. If all advantages are zero, perhaps only the critic learns."""
         moving = (Row.POLICY, Row.CROSS_ENTROPY, Row.REFERENCE_KL)
         is_moved_by_critic = self.critic is not None and self.critic.head.moves_trunk
         return is_moved_by_critic or any(update.counts[row].tokens for row in moving)
@@ -372,7 +371,7 @@ class TorchLearner(Learner):
 
     @contextlib.contextmanager
     def _running(self, sample: Sample, *, batch: Sequence[Sample] = ()) -> Iterator[None]:
-        """Holds the weights inside the block. Running out of memory becomes a LearnerError with its cure."""
+        """Holds the weights inside the block. Running out of memory raises a LearnerError with a cure."""
         with self.naming_memory(), self.weights.lock:
             self.packing.probe(sample)
             if batch:
@@ -382,7 +381,7 @@ class TorchLearner(Learner):
 
     @contextlib.contextmanager
     def naming_memory(self) -> Iterator[None]:
-        """Turns running out of memory inside the block into an OutOfMemory with its cure."""
+        """Converts out-of-memory errors inside the block to OutOfMemory with a cure."""
         try:
             yield
         except (RuntimeError, MemoryError) as error:
@@ -395,7 +394,9 @@ class TorchLearner(Learner):
 
     @contextlib.contextmanager
     def _changing_weights(self, sample: Sample, *, batch: Sequence[Sample] = ()) -> Iterator[None]:
-        """Does the same as `_running`. Afterwards there are no gradients, and a new version invalidates caches."""
+        """Like `_running`, but for changing weights: clears gradients and bumps the version so that caches are
+        invalidated.
+        """
         with self._running(sample, batch=batch):
             try:
                 yield
@@ -405,7 +406,7 @@ class TorchLearner(Learner):
                 self._free_cache()
 
     def _free_cache(self) -> None:
-        """Gives back what torch keeps of the GPU for later, because an engine starts or wakes there next."""
+        """Returns torch's cached GPU memory, because an engine starts or wakes there next."""
         if self.weights.device.type == "cuda":
             torch.cuda.empty_cache()
 

@@ -1,11 +1,11 @@
-"""Loads the policy through Unsloth, base (16 or 4 bits) and adapter, or gives the reason in one line.
+"""Loads the policy (base in 16 or 4 bits, plus adapter) through Unsloth, or explains in one line why it cannot.
 
-    obstacle() is None if it can be done   load_model, or load_bare without an adapter, for models/loading.py
+    obstacle() checks the installation; load_model, or load_bare without adapter, serve models/loading.py
 
-The step itself is TorchLearner's. When Unsloth is imported, it replaces forward passes of transformers and peft. So it
-must be imported before them, and the only import is where weights are loaded. On a GPU its attention ignores the tree
-of a pack; the learner notices that by comparing, and trains on plain rows. From version 2026.10.9 on it also runs
-without a GPU, with transformers' own attention.
+TorchLearner takes the step itself. Importing Unsloth replaces forward passes in transformers and peft, so Unsloth must
+be imported before both, and only the loading code imports it. On a GPU Unsloth's attention ignores a pack's tree; the
+learner detects this by comparison and trains on plain rows. From version 2026.10.9 on Unsloth also runs without a GPU,
+using transformers' attention.
 """
 
 import contextlib
@@ -26,16 +26,16 @@ from art_cli.runtime.errors import LearnerError, UsageError
 from art_cli.runtime.processes.child import kept_from_children
 from art_cli.runtime.scratch import user_cache
 
-FLOOR = "2026.10"  # the oldest version that pyproject.toml allows
-CPU_FLOOR = "2026.10.9"  # the first version that runs without a GPU; older ones raise NotImplementedError at import
-NEEDED = ("torch", "transformers", "peft", "trl", "unsloth_zoo")  # packages whose versions its import checks
-DEFAULT_LENGTH = 4096  # context in tokens of a model whose config does not give one
+FLOOR = "2026.10"  # oldest version that pyproject.toml allows
+CPU_FLOOR = "2026.10.9"  # oldest version that runs without a GPU; older versions raise NotImplementedError at import
+NEEDED = ("torch", "transformers", "peft", "trl", "unsloth_zoo")  # packages whose versions Unsloth checks at import
+DEFAULT_LENGTH = 4096  # context in tokens for a model whose config does not give one
 
 
 def obstacle() -> str | None:
-    """Returns one line with the reason why Unsloth cannot run here and a cure, or None if no obstacle is known.
+    """Returns one line with the reason why Unsloth cannot run here and a cure; None when no obstacle is known.
 
-    It reads the installed versions and asks torch for a GPU. It does not import Unsloth.
+    It reads installed versions and asks torch for a GPU. It does not import Unsloth.
     """
     try:
         installed = version("unsloth")
@@ -54,7 +54,7 @@ def obstacle() -> str | None:
 
 
 def _unmet_requirement() -> tuple[str, str] | None:
-    """Returns Unsloth's first requirement that does not hold. Example: ("transformers<=5.17", "5.23.0 is installed")"""
+    """Returns Unsloth's earliest unmet requirement. Example: ("transformers<=5.17", "5.23.0 is installed")"""
     from packaging.requirements import Requirement
 
     for text in requires("unsloth") or []:
@@ -73,7 +73,7 @@ def _unmet_requirement() -> tuple[str, str] | None:
 
 
 def load_model(config: ModelConfig, base: str, place: torch.device, dtype: torch.dtype, seed: int) -> Any:
-    """Returns the base with its fresh adapter, a PeftModel. Raises LearnerError if Unsloth cannot do it."""
+    """Returns the base with a fresh adapter, as a PeftModel. Raises LearnerError if Unsloth cannot do it."""
     if config.lora is None:
         raise LearnerError("learner 'unsloth' trains LoRA adapters only: set model.lora, or learner=torch")
     unsloth, model = _load(config, base, dtype, seed)
@@ -100,10 +100,10 @@ def load_model(config: ModelConfig, base: str, place: torch.device, dtype: torch
 
 
 def load_bare(config: ModelConfig, base: str, place: torch.device, dtype: torch.dtype, seed: int) -> Any:
-    """Returns the base without an adapter, on which the adapters of several clients may stand: they are PEFT's own.
+    """Returns the base without adapter. It can carry several clients' adapters, which are made by PEFT.
 
-    Unsloth's forward passes of the base are the same for all of them; its fused passes of adapters, which belong to a
-    model of one adapter, are not used. Raises LearnerError if Unsloth cannot do it.
+    The clients share Unsloth's base forward passes. Unsloth's fused adapter passes are not used, because they assume a
+    single adapter. Raises LearnerError if Unsloth cannot do it.
     """
     _, model = _load(config, base, dtype, seed)
     _check(model, config, place)
@@ -112,8 +112,10 @@ def load_bare(config: ModelConfig, base: str, place: torch.device, dtype: torch.
 
 
 def check_adapters(weights: Weights) -> None:
-    """Raises LearnerError if an adapter on a copy of a bare model changes nothing, because Unsloth's pass holds on to
-    the layers of the original."""
+    """Raises LearnerError if adapters on a copied bare model have no effect.
+
+    This happens when Unsloth's patched forward pass keeps references to the original model's layers.
+    """
     made = with_adapter(weights, LoraConfig(rank=1, targets="all-linear"), 0)
     with torch.no_grad():
         for name, parameter in made.model.named_parameters():
@@ -127,7 +129,7 @@ def check_adapters(weights: Weights) -> None:
 
 
 def _load(config: ModelConfig, base: str, dtype: torch.dtype, seed: int) -> tuple[ModuleType, Any]:
-    """Returns Unsloth, and the base that it loaded."""
+    """Returns the Unsloth module and the loaded base."""
     if (reason := obstacle()) is not None:
         raise LearnerError(f"learner 'unsloth' cannot run here: {reason}, or set learner=torch")
     if config.quantize is not None:
@@ -139,7 +141,8 @@ def _load(config: ModelConfig, base: str, dtype: torch.dtype, seed: int) -> tupl
             max_seq_length=config.max_length or _own_length(base),
             dtype=dtype,
             load_in_4bit=config.quantize == "4bit",
-            use_exact_model_name=True,  # otherwise it may load a copy in another quantisation, which the engine lacks
+            # otherwise Unsloth may load a copy in another quantization, which the engine lacks
+            use_exact_model_name=True,
             use_gradient_checkpointing=False,  # PackRunner does it, by learner.gradient_checkpointing
             random_state=seed,
         )
@@ -147,7 +150,7 @@ def _load(config: ModelConfig, base: str, dtype: torch.dtype, seed: int) -> tupl
 
 
 def _check(model: Any, config: ModelConfig, place: torch.device) -> None:
-    """Raises LearnerError where the model is not as asked. Unsloth itself only prints that it did something else."""
+    """Raises LearnerError if the loaded model differs from the request. Unsloth itself only prints a message."""
     base = model if config.lora is None else model.get_base_model()
     if config.quantize is not None and not precision.is_quantized(base):
         raise LearnerError(
@@ -162,14 +165,15 @@ def _check(model: Any, config: ModelConfig, place: torch.device) -> None:
 
 
 def _import() -> ModuleType:
-    """Returns Unsloth's module. Raises LearnerError if its import fails."""
+    """Imports and returns Unsloth. Raises LearnerError if the import fails."""
     try:
         with _kept_apart():
-            # Unsloth counts its users by a download at each load, and writes compiled code to the working directory
+            # by default Unsloth counts users through a download at every load, and writes compiled code to the working
+            # directory
             os.environ.setdefault("UNSLOTH_DISABLE_STATISTICS", "1")
             os.environ.setdefault("UNSLOTH_COMPILE_LOCATION", str(user_cache() / "unsloth"))
             import unsloth
-    except Exception as error:  # the boundary to its import, which checks and patches half a dozen packages
+    except Exception as error:  # boundary to Unsloth's import, which checks and patches half a dozen packages
         summary = " ".join(str(error).split())[:200]
         raise LearnerError(
             f"Unsloth {version('unsloth')} cannot be imported here ({type(error).__name__}: {summary}): "
@@ -181,14 +185,17 @@ def _import() -> ModuleType:
 
 @contextlib.contextmanager
 def _kept_apart() -> Iterator[None]:
-    """Keeps what Unsloth prints out of stdout, which holds results, and its variables (settings of the allocator and of
-    compilers) out of child processes. Restores torch's generator, which it seeds."""
+    """Isolates Unsloth's side effects.
+
+    Unsloth's prints go to stderr, because stdout holds results. The environment variables it sets (allocator and
+    compiler settings) stay out of child processes. Torch's generator, which Unsloth seeds, is restored.
+    """
     with contextlib.redirect_stdout(sys.stderr), torch.random.fork_rng(), kept_from_children():
         yield
 
 
 def _own_length(base: str) -> int:
-    """Returns the context in tokens that the model was made for."""
+    """Returns the model's context in tokens."""
     import transformers
 
     config: Any = transformers.AutoConfig.from_pretrained(base, trust_remote_code=False)
