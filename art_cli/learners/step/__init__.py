@@ -1,8 +1,8 @@
-"""One policy step: scored groups become samples, their gradient, and the numbers that the step reports.
+"""One policy step: scored groups become samples, then gradients, and the step reports its metrics.
 
-policy_step.py      the step itself, the same for weights here and on a server
+policy_step.py      the step itself, shared by local weights and weights on a server
   step_samples.py     groups -> samples, divided into optimizer steps
-  gradient.py         samples -> `.grad`, for weights here
-  step_statistics.py  counts and means, added up pack by pack
-  training_record.py  numbers of each trained token, if the run records them
+  gradient.py         samples -> `.grad`, for local weights
+  step_statistics.py  counts and means, accumulated pack by pack
+  training_record.py  per-token training numbers, if the run records them
 """

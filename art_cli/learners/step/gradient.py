@@ -1,4 +1,4 @@
-"""The gradient of one optimizer step: samples in, `.grad` out. Changes no weight.
+"""The gradient of one optimizer step: samples in, `.grad` out. Weights do not change.
 
 samples -> packs -> per pack: scores -> loss terms -> loss -> backward
 """
@@ -28,29 +28,27 @@ from art_cli.runtime.errors import LearnerError
 
 
 class Update(NamedTuple):
-    """One optimizer step to come: its packs, its counts, and the packs' logprobs at the weights that sampled."""
+    """One upcoming optimizer step: packs, counts, and the packs' logprobs under the sampling weights."""
 
-    packs: list[Pack]  # packs that this process runs
-    counts: list[UpdateCounts]  # counts of each component of the loss
-    # [N] logprobs of each pack's terms at the weights that sampled, or None if the present weights sampled them
+    packs: list[Pack]  # this process's packs
+    counts: list[UpdateCounts]  # counts for every loss component
+    # [N] per pack: the terms' logprobs under the sampling weights; None: the current weights sampled them
     before: Sequence[Tensor | None]
-    has_unknown: bool  # whether the engine's logprobs of some policy tokens are not comparable
-    entropy_bonus: float = 0.0  # reward of a nat of entropy, per token of the policy's component
+    has_unknown: bool  # whether some policy tokens lack comparable engine logprobs
+    entropy_bonus: float = 0.0  # reward per nat of entropy, for every token in the policy component
 
 
 class _Computed(NamedTuple):
-    """The scores, terms and loss of one pack."""
-
     scores: TokenScores
     terms: LossTerms
     loss: PackLoss
 
 
 class LossGradient:
-    """The gradient of an algorithm's loss, pack by pack.
+    """Computes an algorithm's loss gradient pack by pack.
 
-    `correction` gives the weights of tokens that another policy sampled, or None without any. `mean_over` names the
-    trajectories that the algorithm's share counts: those with signal, or all.
+    `correction` weights tokens sampled by another policy; None disables it. `mean_over` selects the trajectories
+    counted in the algorithm's share: those with signal, or all.
     """
 
     def __init__(
@@ -67,9 +65,9 @@ class LossGradient:
     def plan(
         self, samples: Sequence[Sample], finished: FinishedCounts | None = None, *, entropy_bonus: float = 0.0
     ) -> Update:
-        """Returns the update. `finished` is its part of the step's finished trajectories, or None for its samples'.
+        """Returns the update. `finished` is its part of the step's finished trajectories (default: count the samples).
 
-        `entropy_bonus` is the reward of a nat of entropy.
+        `entropy_bonus` is the reward per nat of entropy.
         """
         packs, counts = self.runner.deal(samples), count(samples, finished)
         if counts[Row.VALUE].tokens and self.runner.value_head is None:
@@ -82,9 +80,9 @@ class LossGradient:
         return Update(packs, counts, [None] * len(packs), has_unknown, entropy_bonus)
 
     def look_ahead(self, update: Update, at: Pass, *, always: bool = False) -> Update:
-        """Returns the update with its packs' logprobs at these weights, if its loss will need them after an update.
+        """Returns the update with its packs' logprobs at the current weights, if the loss needs them after an update.
 
-        `always`: also if its loss will not.
+        `always` computes them in any case.
         """
         if self.correction is None and not update.has_unknown and not always:
             return update
@@ -98,17 +96,18 @@ class LossGradient:
         return update._replace(before=before)
 
     def accumulate(self, update: Update, at: Pass) -> list[Tensor]:
-        """Adds the update's gradient to the parameters' `.grad`. Returns each pack's logprobs at the present weights.
+        """Adds the update's gradient to the parameters' `.grad`. Returns each pack's logprobs at the current weights.
 
-        Raises LearnerError with the trajectory whose loss is not finite, after all processes have run their packs.
+        Raises LearnerError naming a trajectory with a non-finite loss, after all processes have run their packs.
         """
-        statistics, is_first = at.statistics, at.number == 0  # at the first, the weights are those that sampled
+        # at the initial optimizer step, the weights are still the sampling weights
+        statistics, is_first = at.statistics, at.number == 0
         statistics.losses.append(0.0)
         faults: list[str] = []
         logprobs: list[Tensor] = []
         for pack, before, found in zip(update.packs, update.before, self._compute(update), strict=True):
             scores, terms, loss = found
-            if is_first and before is None:  # looking ahead adds it where there is a `before`
+            if is_first and before is None:  # otherwise look_ahead has already added it
                 statistics.add_gap(scores, pack)
             is_bad = ~loss.parts.isfinite()
             if is_bad.any():
@@ -121,19 +120,19 @@ class LossGradient:
             logprobs.append(terms.new.detach())
             at.done()
         for parameter in [] if self.runner.value_head is None else self.runner.value_head.parameters():
-            if parameter.grad is not None:  # every process runs as many packs, so all have one or none has
+            # every process runs the same number of packs, so gradients exist in all processes or in none
+            if parameter.grad is not None:
                 self.runner.ranks.add_up(parameter.grad)
         if faults := [fault for of_rank in self.runner.ranks.gather(faults, list[str]) for fault in of_rank]:
             raise LearnerError(faults[0])
         return logprobs
 
     def _compute(self, update: Update) -> Iterator["_Computed"]:
-        """Yields each pack's numbers, in order, once its gradient is in `.grad`.
+        """Yields each pack's numbers in order, once its gradient is in `.grad`.
 
-        Packs that are computed side by side are still added in the order of the packs: the sum is the same on any
-        number of cores.
+        Packs computed side by side are still added in pack order, so the sum does not depend on the number of cores.
         """
-        # the reference policy is computed without the adapter, which all threads share
+        # the reference policy runs with the adapter disabled, and all threads share the adapter
         has_reference = update.counts[Row.REFERENCE_KL].tokens > 0
         packs = list(zip(update.packs, update.before, strict=True))
         if has_reference or not (self.algorithm.is_pure and self.runner.is_side_by_side(update.packs)):
@@ -155,14 +154,14 @@ class LossGradient:
             yield found
 
     def _lose(self, update: Update, pack: Pack, before: Tensor | None) -> "_Computed":
-        """Returns the pack's loss, with its graph."""
+        """Returns the pack's loss with its autograd graph."""
         reference = self._reference(pack) if update.counts[Row.REFERENCE_KL].tokens else None
         scores = self.runner.run(pack, entropy_gradient=update.entropy_bonus > 0)
         terms = self._terms(pack, scores, update, before, reference)
         return _Computed(scores, terms, pack_loss(self.algorithm, terms))
 
     def _trained(self) -> list[torch.nn.Parameter]:
-        """Returns the parameters that the update's loss moves."""
+        """Returns the parameters trained by the loss."""
         trained = [parameter for parameter in self.runner.model.parameters() if parameter.requires_grad]
         if self.runner.value_head is not None:
             trained += self.runner.value_head.parameters()
@@ -170,10 +169,10 @@ class LossGradient:
 
     @torch.no_grad()
     def divergence(self, update: Update, *, heartbeat: Callable[[], None] = lambda: None) -> float:
-        """Returns KL(before || now) in nats per token, estimator k3, over the update's tokens in policy; NaN over none.
+        """Returns KL(before || now) in nats per policy token, estimator k3; NaN without policy tokens.
 
-        Before is `update.before`, which must be there. The KL is infinite if a logprob is not finite now. `heartbeat`
-        is called after each pack.
+        `update.before` must be set. The KL is infinite if a current logprob is not finite. `heartbeat` is called after
+        every pack.
         """
         sums: Floats = np.zeros(2)
         for pack, of_pack in zip(update.packs, update.before, strict=True):
@@ -181,7 +180,7 @@ class LossGradient:
             scores = self.runner.run(pack)
             is_policy = self._tensor(mask_of(pack.terms.weights, Row.POLICY))
             now = scores.logprobs[self._tensor(pack.terms.edges)]
-            # float64, because in float32 a KL below 1e-7 would be rounding
+            # float64, because float32 rounding exceeds a KL below 1e-7
             values = k3(of_pack.double(), now.double())[is_policy]
             sums += float(values.nan_to_num(nan=math.inf).sum()), len(values)
             heartbeat()
@@ -189,7 +188,7 @@ class LossGradient:
         return float(total / num_tokens) if num_tokens else math.nan
 
     def blame(self, update: Update, optimizer: Optimizer) -> str:
-        """Returns a message that names the sample with a gradient that is not finite. It runs each sample alone."""
+        """Returns a message naming the sample whose gradient is not finite, by running every sample alone."""
         if self.runner.ranks.size > 1:
             return "the gradient of the step is not finite; no weight was changed. learner.processes=1 names the sample"
         for pack, before in zip(update.packs, update.before, strict=True):
@@ -224,8 +223,8 @@ class LossGradient:
         sampled = SampledTerms(new.detach(), before, engine, weights[Row.POLICY], samples)
         return LossTerms(
             new=new,
-            # the engine's logprobs of what it sampled. The learner's own, where the engine's are not comparable or
-            # weights correct for the difference between the two
+            # Normally the engine's logprobs. The learner's logprobs replace them where the engine's are not comparable,
+            # and everywhere if `correction` weights the difference.
             old=torch.where(engine.isnan(), before, engine) if self.correction is None else before,
             samples=samples,
             weights=weights,
@@ -238,7 +237,9 @@ class LossGradient:
         )
 
     def _shares(self, samples: Sequence[Sample], counts: Sequence[UpdateCounts]) -> Floats:
-        """Returns [4, samples] the factor of a sample's tokens in each component's mean; 0 if it has none there."""
+        """Returns [4, samples] the factor for a sample's tokens in each component's mean; 0 where the sample has no
+        tokens.
+        """
         shares = np.zeros((len(COMPONENTS), len(samples)))
         for component in COMPONENTS:
             for index, sample in enumerate(samples):

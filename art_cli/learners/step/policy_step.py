@@ -1,8 +1,8 @@
-"""The policy step that every learner takes, over a seam of calls: forward, backward, apply, finish. No torch.
+"""The policy step that every learner takes, through four calls: forward, backward, apply, finish. No torch.
 
     groups -> samples, in optimizer steps (step_samples.py) -> each: backward -> apply -> finish -> StepMetrics
 
-A learner whose weights are on a server sends `ahead` optimizer steps before it waits for the first.
+A learner on a server sends `ahead` optimizer steps before waiting for a result.
 """
 
 import time
@@ -22,54 +22,55 @@ from art_cli.learners.step.training_record import StepRecord
 from art_cli.runs.trajectory import LearnedTrajectory, ScoredTrajectory
 from art_cli.runtime.errors import DriftError
 
-Update = TypeVar("Update")  # an optimizer step to come
-Sent = TypeVar("Sent")  # an optimizer step whose gradient is computed or on its way
-Applied = TypeVar("Applied")  # an optimizer step that is applied or on its way
+Update = TypeVar("Update")  # a planned optimizer step
+Sent = TypeVar("Sent")  # an optimizer step whose gradient is computed or requested
+Applied = TypeVar("Applied")  # an optimizer step that is applied or requested
 
 
 class Pass(NamedTuple):
-    """The numbers of a step, to which each optimizer step adds."""
+    """Context shared by a step's optimizer steps, which add their numbers to it."""
 
-    number: int  # index of the optimizer step over all epochs
+    number: int  # optimizer step index, counted over all epochs
     statistics: StepStatistics
-    record: StepRecord | None = None  # None if the optimizer step is not recorded
-    done: Callable[[], None] = lambda: None  # called once for each of its passes
-    heartbeat: Callable[[], None] = lambda: None  # called for every other pack, because a silent learner counts as dead
+    record: StepRecord | None = None  # None if this optimizer step is not recorded
+    done: Callable[[], None] = lambda: None  # called after every counted pass
+    # called for every uncounted pack, because a silent learner counts as dead
+    heartbeat: Callable[[], None] = lambda: None
 
 
 class Gradients(Protocol[Update, Sent, Applied]):
-    """Computes gradients and applies them. After an error inside `taking`, no optimizer step of the step is left."""
+    """Computes and applies gradients. If an error occurs inside `taking`, the whole policy step is undone."""
 
     @property
     def ahead(self) -> int:
-        """The number of optimizer steps that are applied before the first of them is finished."""
+        """Number of optimizer steps to apply before waiting for a result."""
 
     def taking(self, plan: PlannedStep) -> AbstractContextManager[float]:
-        """Holds the weights during a step. Yields the learning rate; counts the step at the end."""
+        """Holds the weights during a policy step. Yields the learning rate; counts the step at the end."""
 
     def plan(self, samples: Sequence[Sample], finished: FinishedCounts) -> Update:
-        """Returns the optimizer step on the samples; `finished` is its part of the step's finished trajectories."""
+        """Returns the optimizer step for the samples; `finished` is its part of the step's finished trajectories."""
 
     def count(self, update: Update, statistics: StepStatistics) -> int:
-        """Counts the samples and tokens. Returns the number of passes; each pass is reported as progress."""
+        """Counts samples and tokens. Returns the number of passes, which are reported as progress."""
 
     def forward(self, update: Update, at: Pass, *, is_first: bool) -> Update:
-        """Returns the update with logprobs at the weights before the step, if its loss will need them.
+        """Returns the update with logprobs at the weights before the step, if the loss needs them.
 
-        `is_first` means that it is taken once and before all others, so that `backward` runs at these weights.
+        `is_first` means that the update is applied once, before all others, so `backward` itself runs at these weights.
         """
 
     def backward(self, update: Update, at: Pass) -> Sent:
-        """Adds the update's gradient up. The first one adds the gap between engine and learner, too."""
+        """Accumulates the update's gradient. The initial call also records the gap between engine and learner."""
 
     def apply(self, sent: Sent, at: Pass) -> Applied:
-        """Takes the optimizer step."""
+        """Applies the gradient."""
 
     def finish(self, applied: Applied, at: Pass) -> bool:
-        """Waits until the step is taken and adds its numbers. Returns whether others may follow."""
+        """Waits for the optimizer step and adds its numbers. Returns whether further steps may follow."""
 
     def gather(self, statistics: StepStatistics, record: StepRecord | None) -> tuple[StepStatistics, StepRecord | None]:
-        """Returns the numbers of all processes."""
+        """Returns the combined numbers of all processes."""
 
 
 def take_step(
@@ -81,7 +82,7 @@ def take_step(
     train: TrainConfig,
     progress: Progress | None,
 ) -> tuple[StepMetrics, list[LearnedTrajectory]]:
-    """Takes one policy step. Returns its metrics and, with `train.record_learned`, a line for each trajectory.
+    """Takes one policy step. Returns its metrics and, with `train.record_learned`, one line per trajectory.
 
     Raises LearnerError if the step fails; DriftError if engine and learner hold different weights (contract 2).
     """
@@ -105,7 +106,7 @@ def _take_updates(
     record: StepRecord | None,
     progress: Progress | None,
 ) -> None:
-    """Takes the optimizer steps of all epochs, and stops early after a step that no other may follow."""
+    """Takes the optimizer steps of all epochs. Stops early if `finish` returns False."""
     updates, epochs = [gradients.plan(part, plan.finished) for part in plan.parts], train.epochs_per_step
     done = _Counter(progress, total=epochs * sum(gradients.count(each, StepStatistics()) for each in updates))
     updates = [
@@ -120,7 +121,8 @@ def _take_updates(
         if index < len(updates):
             gradients.count(update, statistics)
         sent = gradients.backward(update, at)
-        if index == 0 and train.max_staleness == 0:  # older policies' tokens may differ; the probe of each load guards
+        # tokens from older policies may differ, so then only the probe at each weight load guards against drift
+        if index == 0 and train.max_staleness == 0:
             _check_drift(gradients.gather(statistics, None)[0], train.max_logprob_gap)
         waiting.append((gradients.apply(sent, at), at))
         if len(waiting) == gradients.ahead and not gradients.finish(*waiting.popleft()):
@@ -141,13 +143,13 @@ def _check_drift(statistics: StepStatistics, bound: float) -> None:
 
 
 def _replayed(groups: Sequence[Sequence[ScoredTrajectory]]) -> frozenset[str]:
-    """Returns the ids of trajectories that were played for an earlier step than the newest ones."""
+    """Returns the ids of trajectories played for earlier steps than the newest one."""
     newest = max((trajectory.step for group in groups for trajectory in group), default=0)
     return frozenset(trajectory.id for group in groups for trajectory in group if trajectory.step < newest)
 
 
 class _Counter:
-    """Calls `progress` with the number of passes done; call it after each."""
+    """Reports the number of completed passes to `progress`; call it after every pass."""
 
     def __init__(self, progress: Progress | None, *, total: int) -> None:
         self.progress, self.total, self.num_done = progress, total, 0

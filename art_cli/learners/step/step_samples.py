@@ -1,8 +1,8 @@
-"""Scored groups made into samples, as an algorithm credits them, with the statistics of their rewards. Numpy only.
+"""Converts scored groups to samples with an algorithm's credit, and computes reward statistics. Numpy only.
 
-PlannedStep divides the samples of a policy step into optimizer steps. Clip-Cov and KL-Cov hold the tokens back that
-would reduce the policy's entropy most: Cui et al. 2025 (arXiv:2505.22617), section 4, shows that the entropy falls by
-about the covariance of log p and advantage.
+PlannedStep divides a policy step's samples into optimizer steps. Clip-Cov and KL-Cov restrain the tokens that would
+reduce the policy's entropy most. Cui et al. 2025 (arXiv:2505.22617), section 4, show that entropy falls by about the
+covariance of log p and advantage.
 """
 
 import math
@@ -37,30 +37,30 @@ from art_cli.runtime.errors import LearnerError
 
 
 def without_covariant(samples: Sequence[Sample], share: float) -> list[Sample]:
-    """Returns the samples of an optimizer step, with advantage 0 for its covariant tokens. They count in the mean.
+    """Returns an optimizer step's samples with advantage 0 for covariant tokens, which still count in the mean.
 
-    Clip-Cov, section 4.2, drops the gradient of tokens with a high covariance. The paper draws these tokens at random
+    Clip-Cov, section 4.2, drops the gradient for tokens with a high covariance. The paper draws these tokens randomly
     between two bounds; here the tokens with the largest covariance are chosen, as in KL-Cov.
     """
     return _with_row(samples, covariant(samples, share), Row.POLICY, 0.0)
 
 
 def near_covariant(samples: Sequence[Sample], share: float, weight: float) -> list[Sample]:
-    """Returns the samples of an optimizer step, with `weight` * KL(old || new) in the loss of its covariant tokens.
+    """Returns an optimizer step's samples with `weight` * KL(old || new) added to the loss of covariant tokens.
 
-    KL-Cov, section 4.2. Three things differ from the released code. The KL is estimated by k3, whose gradient r - 1
-    vanishes smoothly where no probability has moved; the code has |log r|, whose gradient there is the sign of
-    rounding. The loss keeps its own clip, which the code leaves out. And log p is the engine's, not the present one.
+    KL-Cov, section 4.2, with three differences from the released code. The KL is estimated by k3, whose gradient r - 1
+    vanishes smoothly for unchanged probabilities; the code uses |log r|, whose gradient there is the sign of rounding
+    noise. The loss keeps its clip, which the code omits. And log p is the engine's, not the current logprob.
     """
     return _with_row(samples, covariant(samples, share), Row.NEAR_OLD, weight)
 
 
 def covariant(samples: Sequence[Sample], share: float) -> list[Mask]:
-    """Returns [N] of each sample, whether each token is in that share of the optimizer step's tokens (rounded down).
+    """Returns [N] masks selecting this share of the optimizer step's tokens (rounded down).
 
-    The chosen tokens have the largest (log p - mean log p) * (A - mean A) above 0, with means over the step's tokens in
-    policy. log p is the engine's: the choice comes before the first forward pass and is the same for every packing. A
-    token without an engine's logprob is not chosen.
+    The chosen tokens have the largest positive (log p - mean log p) * (A - mean A), with means over the step's policy
+    tokens. log p is the engine's, so the choice precedes any forward pass and is the same for every packing. Tokens
+    without an engine logprob are not chosen.
     """
     logprobs = np.concatenate([np.where(np.isnan(s.logprobs), s.raw_logprobs, s.logprobs) for s in samples])
     advantages = np.concatenate([sample.advantages for sample in samples])
@@ -74,7 +74,7 @@ def covariant(samples: Sequence[Sample], share: float) -> list[Mask]:
 
 
 def _with_row(samples: Sequence[Sample], chosen: Sequence[Mask], row: Row, value: float) -> list[Sample]:
-    """Returns the samples with `value` in that row of their chosen tokens' weights."""
+    """Returns the samples with `value` in this weights row for the chosen tokens."""
     changed = []
     for sample, is_chosen in zip(samples, chosen, strict=True):
         weights = sample.weights.copy()
@@ -84,17 +84,18 @@ def _with_row(samples: Sequence[Sample], chosen: Sequence[Mask], row: Row, value
 
 
 class StepSamples(NamedTuple):
-    """The samples of a policy step, group by group, and the statistics of the rewards."""
+    """A policy step's samples by group, with reward statistics."""
 
-    groups: list[list[Sample]]  # the samples of each group that has some
+    groups: list[list[Sample]]  # samples by group, without empty groups
     num_with_signal: int  # groups with unequal rewards
-    reward_mean: float  # over all trajectories that have a reward; NaN where none has
+    reward_mean: float  # over all trajectories with a reward; NaN without any
     reward_std: float
     num_groups: int
     num_trajectories: int
     num_failed: int
-    finished: FinishedCounts  # counts over the trajectories without an error
-    shared_states: float  # share of replies whose state another reply of the group answered; NaN: not compared
+    finished: FinishedCounts  # counts over trajectories without an error
+    # share of replies whose state was answered by another reply in the same group; NaN: not compared
+    shared_states: float
 
     @property
     def no_signal_share(self) -> float:
@@ -109,11 +110,11 @@ class StepSamples(NamedTuple):
 def make_step_samples(
     groups: Sequence[Sequence[ScoredTrajectory]], algorithm: Algorithm, *, kl: float = 0.0, echo: float = 0.0
 ) -> StepSamples:
-    """Returns the samples of all groups with signal, in an order that does not depend on the order of finishing.
+    """Returns samples from all groups with signal, in an order independent of when attempts finished.
 
-    `kl` is the weight in reference_kl of every token in the policy component, and `echo` the weight in cross_entropy of
-    every token of the environment's answers, unless the algorithm gives a weight. A trajectory with an error is counted
-    and not trained on. Raises LearnerError for a finished trajectory without a reward.
+    `kl` is the reference_kl weight for every policy token, and `echo` the cross_entropy weight for every token in the
+    environment's answers; weights set by the algorithm take precedence. Trajectories with an error are counted but not
+    trained. Raises LearnerError if a finished trajectory has no reward.
     """
     ordered = [sorted(group, key=lambda trajectory: trajectory.index) for group in groups]
     finished = [[trajectory for trajectory in group if trajectory.error is None] for group in ordered]
@@ -138,7 +139,7 @@ def make_step_samples(
 
 
 def split_by_update(groups: Sequence[list[Sample]], parts: int) -> list[list[Sample]]:
-    """Returns the samples of each optimizer step: the groups in order, divided evenly. No step is empty."""
+    """Returns the samples for each optimizer step: the groups in order, divided evenly. No optimizer step is empty."""
     parts = min(parts, len(groups))
     bounds = [len(groups) * part // parts for part in range(parts + 1)] if parts else [0]
     return [
@@ -148,10 +149,10 @@ def split_by_update(groups: Sequence[list[Sample]], parts: int) -> list[list[Sam
 
 
 def count(samples: Sequence[Sample], finished: FinishedCounts | None = None) -> list[UpdateCounts]:
-    """Returns the counts of each component of the loss over the samples of an optimizer step.
+    """Returns the counts for every loss component over an optimizer step's samples.
 
-    `finished` is the optimizer step's part of the counts over the step's finished trajectories; by default the samples
-    are counted.
+    `finished` is the optimizer step's part of the counts over the policy step's finished trajectories (default: count
+    the samples).
     """
     counts = []
     for component in COMPONENTS:
@@ -186,7 +187,7 @@ def _shared_states(groups: Sequence[Sequence[ScoredTrajectory]]) -> float:
 
 
 def _factor(group: Sequence[ScoredTrajectory], *, is_scaled: bool) -> float:
-    """Returns the factor of a group's advantages that the errors of its judge give; 1 if they are unknown."""
+    """Returns the advantage factor that accounts for judge errors; 1 if the errors are unknown."""
     first = group[0]
     if first.reliability is not msgspec.UNSET:
         return first.reliability.factor(is_scaled=is_scaled)
@@ -203,10 +204,10 @@ def _group_samples(
     kl: float,
     echo: float,
 ) -> list[Sample]:
-    """Returns the group's samples. A component whose weights are all zero in the group is left out (contract 4).
+    """Returns the group's samples. A component whose weights are all zero within the group is dropped (contract 4).
 
-    `factor` multiplies the group's advantages, because of its judge's errors. `echo` applies to every group, because
-    the environment's answers are worth learning whatever the rewards are.
+    `factor` multiplies the advantages to account for judge errors. `echo` applies to every group, because the
+    environment's answers are worth learning at any rewards.
     """
     chosen = [
         (trajectory, token_weights(trajectory, credit))
@@ -215,7 +216,7 @@ def _group_samples(
     ]
     for _, weights in chosen:
         weights[Row.POLICY] *= factor
-    # not the critic's: it learns targets of 0, too
+    # not the value component, because the critic also learns targets of 0
     for component in (Row.POLICY, Row.CROSS_ENTROPY, Row.REFERENCE_KL):
         if not any(np.nan_to_num(weights[component]).any() for _, weights in chosen):
             for _, weights in chosen:
@@ -232,11 +233,11 @@ def _group_samples(
 
 
 class PlannedStep(NamedTuple):
-    """The samples of a step, divided."""
+    """A policy step's samples, divided into optimizer steps."""
 
     batch: StepSamples
-    parts: list[list[Sample]]  # the samples of each optimizer step
-    finished: FinishedCounts  # one optimizer step's part of the counts over the step's finished trajectories
+    parts: list[list[Sample]]  # samples for each optimizer step
+    finished: FinishedCounts  # one optimizer step's part of the counts over the policy step's finished trajectories
 
 
 def plan_step(
@@ -247,7 +248,7 @@ def plan_step(
     train: TrainConfig,
     record: StepRecord | None = None,
 ) -> PlannedStep:
-    """Returns the plan of a step on these groups. `record` notes which tokens are masked."""
+    """Plans a policy step on these groups. `record` notes the masked tokens."""
     batch = make_step_samples(groups, algorithm, kl=loss.kl, echo=loss.echo)
     parts = split_by_update(batch.groups, train.updates_per_step)
     if loss.clip_cov is not None:
@@ -258,5 +259,5 @@ def plan_step(
         parts = clipped
     if loss.kl_cov is not None:
         parts = [near_covariant(part, loss.kl_cov, loss.kl_cov_weight) for part in parts]
-    # a step of few groups with signal takes fewer updates, and each is as large as if all groups had signal
+    # a step with few signal groups takes fewer updates, each as large as if all groups had signal
     return PlannedStep(batch, parts, batch.finished.divided(max(1, min(train.updates_per_step, batch.num_groups))))

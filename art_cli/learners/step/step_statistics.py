@@ -1,4 +1,4 @@
-"""StepStatistics: the counts and means that a step reports, added up pack by pack. No torch at import."""
+"""StepStatistics: a step's counts and means, accumulated pack by pack. Importing it does not import torch."""
 
 import math
 from collections.abc import Sequence
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class _Mean(msgspec.Struct):
-    """A mean over the values that were added; NaN over none."""
+    """A running mean; NaN without values."""
 
     sum: float = 0.0
     count: int = 0
@@ -34,7 +34,7 @@ class _Mean(msgspec.Struct):
             self.max = largest if math.isnan(self.max) else max(self.max, largest)
 
     def join(self, other: "_Mean") -> None:
-        """Adds what was added to `other`."""
+        """Adds the values of `other`."""
         if other.count:
             self.sum += other.sum
             self.max = max(self.max, other.max) if self.count else other.max
@@ -46,20 +46,20 @@ class _Mean(msgspec.Struct):
 
 
 class StepStatistics(msgspec.Struct):
-    """The counts and means of one step, over its packs and optimizer steps."""
+    """Counts and means for one step, over its packs and optimizer steps."""
 
-    # ids of trajectories that older policies sampled; their gap does not show drift
+    # ids of trajectories sampled by older policies; their gap does not indicate drift
     replayed: frozenset[str] = frozenset()
     num_samples: int = 0
     tokens_flat: int = 0
     tokens_computed: int = 0
     tokens_trained: int = 0
     tokens_imitated: int = 0
-    losses: list[float] = []  # loss of each optimizer step, the sum over its packs
-    grad_norms: list[float] = []  # norm of each optimizer step's gradient, before clipping
-    grad_clips: list[float] = []  # and after it
-    update_kl: float = math.nan  # KL that the last optimizer step moved the policy by; NaN: not measured
-    update_share: float = math.nan  # share of that step that was kept; NaN: not measured
+    losses: list[float] = []  # each optimizer step's loss, summed over packs
+    grad_norms: list[float] = []  # each optimizer step's gradient norm before clipping
+    grad_clips: list[float] = []  # the same after clipping
+    update_kl: float = math.nan  # policy KL of the last optimizer step; NaN: not measured
+    update_share: float = math.nan  # share of the last optimizer step that was kept; NaN: not measured
     kl: _Mean = msgspec.field(default_factory=_Mean)
     entropy: _Mean = msgspec.field(default_factory=_Mean)
     clipped: _Mean = msgspec.field(default_factory=_Mean)
@@ -72,10 +72,10 @@ class StepStatistics(msgspec.Struct):
 
     @classmethod
     def total(cls, parts: Sequence["StepStatistics"]) -> "StepStatistics":
-        """Returns the statistics of all processes that shared the packs of the same optimizer steps."""
+        """Combines the statistics of all processes that shared these packs."""
         total = cls()
         total.losses = [sum(losses) for losses in zip(*(part.losses for part in parts), strict=True)]
-        # the same in all processes, because they share the summed gradients
+        # equal in all processes, because gradients are summed across processes
         total.grad_norms, total.grad_clips = parts[0].grad_norms, parts[0].grad_clips
         total.update_kl, total.update_share = parts[0].update_kl, parts[0].update_share
         for part in parts:
@@ -86,7 +86,7 @@ class StepStatistics(msgspec.Struct):
         return total
 
     def add_counts(self, samples: Sequence[Sample], *, num_computed: int) -> None:
-        """Counts samples and their tokens, once for all epochs; `num_computed` tokens run."""
+        """Counts samples and tokens, once for all epochs; `num_computed` is the number of tokens run."""
         self.num_samples += len(samples)
         self.tokens_trained += sum(len(sample.targets) for sample in samples)
         self.tokens_imitated += sum(sample.num_in(Row.CROSS_ENTROPY) for sample in samples)
@@ -94,7 +94,7 @@ class StepStatistics(msgspec.Struct):
         self.tokens_computed += num_computed
 
     def add_gap(self, scores: "TokenScores", pack: "Pack") -> None:
-        """Adds the distances between the learner's logprobs and the engine's. Call it at the weights that sampled."""
+        """Adds the differences between learner and engine logprobs. Call it while the sampling weights are in place."""
         terms, is_old = pack.terms, np.array([sample.trajectory_id in self.replayed for sample in pack.samples])
         if is_old.any():
             hidden = np.where(is_old[terms.samples], np.nan, 0.0)
@@ -104,7 +104,7 @@ class StepStatistics(msgspec.Struct):
     def add_pack(
         self, pack: "Pack", scores: "TokenScores", loss: "PackLoss", *, importance: "Tensor | None" = None
     ) -> None:
-        """Adds the numbers of a pack. `importance` is [N] the weights of its terms, if there are any."""
+        """Adds a pack's numbers. `importance` is [N] the off-policy weights of its terms."""
         import torch
 
         in_policy = mask_of(pack.terms.weights, Row.POLICY)
@@ -125,7 +125,7 @@ class StepStatistics(msgspec.Struct):
             self.value_loss.add(loss.value_errors)
 
     def metrics(self, batch: StepSamples, *, learning_rate: float, train_s: float) -> StepMetrics:
-        """Returns the metrics of the step, without those that only one learner has."""
+        """Returns the step's metrics that all learners share."""
         has_updates = bool(self.grad_norms)
         return StepMetrics(
             **batch.reported(),
@@ -156,9 +156,9 @@ class StepStatistics(msgspec.Struct):
 
 
 def logprob_gaps(scores: "TokenScores", terms: "Terms") -> "Tensor":
-    """Returns |engine - learner| in nats of each term that can be compared.
+    """Returns |engine - learner| in nats for every comparable term.
 
-    Where the engine sampled from a cut distribution, the raw logprobs are compared. A term without those is left out.
+    Raw logprobs are compared for truncated sampling. Terms with neither logprob are omitted.
     """
     import torch
 

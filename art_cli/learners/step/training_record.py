@@ -1,7 +1,7 @@
-"""StepRecord: what a step computes of each trained token, collected pack by pack; and the lines of learned.jsonl.
+"""StepRecord: per-token numbers of a step, collected pack by pack, and the lines for learned.jsonl.
 
-It only copies numbers that the step computes anyway: a step trains the same with and without a record. Numbers of
-tokens are float32, as the loss computes with them, each written with the fewest digits that give it back.
+Recording only copies numbers that the step computes anyway, so it does not affect training. Per-token numbers are
+float32, as in the loss, written with the fewest digits that restore the same value.
 """
 
 import math
@@ -25,24 +25,24 @@ if TYPE_CHECKING:
 class _Piece(NamedTuple):
     """The N terms of one sample."""
 
-    places: Ints  # [N] index of each among the trajectory's tokens
-    advantages: Floats  # [N] weights in policy; NaN: not in it
+    places: Ints  # [N] each term's index among the trajectory's tokens
+    advantages: Floats  # [N] policy weights; NaN: not in the policy component
     logprobs: Floats  # [N] nats
-    importance: Floats | None  # [N] weights that loss.off_policy gives, or None if it is not set
-    reference: Floats | None  # [N] nats, under the reference policy, or None if not computed
+    importance: Floats | None  # [N] weights from loss.off_policy; None if unset
+    reference: Floats | None  # [N] nats, under the reference policy; None if not computed
     loss: float
     update: int
 
 
 class StepRecord(msgspec.Struct):
-    """Collects the numbers of one step. Each process of a learner has one, of the packs that it runs."""
+    """Collects one step's numbers. Each learner process has a record for its packs."""
 
-    pieces: dict[str, list[_Piece]] = {}  # trajectory id -> its samples
-    masked: dict[str, dict[str, int]] = {}  # trajectory id -> number of tokens masked before packing, by reason
-    is_stopped: bool = False  # whether train.max_kl ended the step before its last update
+    pieces: dict[str, list[_Piece]] = {}  # trajectory id -> pieces, one per sample
+    masked: dict[str, dict[str, int]] = {}  # trajectory id -> tokens masked before packing, by reason
+    is_stopped: bool = False  # whether train.max_kl ended the step early
 
     def add(self, pack: "Pack", terms: "LossTerms", loss: "PackLoss", *, update: int) -> None:
-        """Adds a pack. Call it once for each, when its optimizer step, the `update`-th, is first computed."""
+        """Adds a pack. Call it when the pack's optimizer step (number `update`) is first computed."""
         logprobs = _array(terms.new)
         importance = None if terms.importance is None else _array(terms.importance)
         reference = None if terms.reference is None else _array(terms.reference)
@@ -61,12 +61,12 @@ class StepRecord(msgspec.Struct):
             self.pieces.setdefault(sample.trajectory_id, []).append(piece)
 
     def note_learned(self, sample: Sample, logprobs: Floats, *, loss: float, update: int) -> None:
-        """Does the same as `add` for one sample that ran elsewhere. `logprobs` are [N] of its targets."""
+        """Like `add`, for one sample that ran elsewhere. `logprobs` are [N], for the sample's targets."""
         piece = _Piece(sample.places, sample.advantages, logprobs.astype(np.float32), None, None, loss, update)
         self.pieces.setdefault(sample.trajectory_id, []).append(piece)
 
     def note_zeroed(self, reason: str, before: Sequence[Sample], after: Sequence[Sample]) -> None:
-        """Counts the tokens whose advantage was set to 0 for that reason."""
+        """Counts tokens whose advantage was set to 0 for this reason."""
         for old, new in zip(before, after, strict=True):
             if num := int(np.count_nonzero((old.advantages != new.advantages) & (new.advantages == 0))):
                 masked = self.masked.setdefault(old.trajectory_id, {})
@@ -74,7 +74,7 @@ class StepRecord(msgspec.Struct):
 
     @classmethod
     def total(cls, parts: Sequence["StepRecord"]) -> "StepRecord":
-        """Returns the record of all processes. All of them masked the same tokens before they divided the packs."""
+        """Combines the records of all processes, which masked the same tokens before dividing the packs."""
         total = cls()
         total.masked, total.is_stopped = parts[0].masked, parts[0].is_stopped
         for part in parts:
@@ -83,7 +83,7 @@ class StepRecord(msgspec.Struct):
         return total
 
     def lines(self, groups: Sequence[Sequence[ScoredTrajectory]]) -> list[LearnedTrajectory]:
-        """Returns a line for each trajectory of the step, in the order of the groups and of the places in them."""
+        """Returns one line per trajectory, ordered by group and index."""
         return [
             self._line(trajectory, group)
             for group in groups
@@ -113,7 +113,7 @@ class StepRecord(msgspec.Struct):
         )
 
     def _masked_tokens(self, trajectory: Trajectory, advantages: Floats, pieces: Sequence[_Piece]) -> dict[str, int]:
-        """Returns the number of sampled tokens that do not move the policy, by reason."""
+        """Counts the sampled tokens that do not move the policy, by reason."""
         masked = Counter(self.masked.get(trajectory.id, {}))
         is_silent = np.isnan(advantages) & sampled_tokens(trajectory)
         is_abandoned = np.concatenate(
@@ -135,12 +135,12 @@ def _array(tensor: "Tensor") -> Floats:
 
 
 def _inside(values: Floats, piece: _Piece) -> Floats:
-    """Returns the values of the terms in the policy component; NaN elsewhere."""
+    """Returns the values in the policy component; NaN elsewhere."""
     return np.where(np.isnan(piece.advantages), np.nan, values)
 
 
 def _left_out(trajectory: ScoredTrajectory, group: Sequence[ScoredTrajectory]) -> LeftOut:
-    """Returns the reason why no token of a trajectory was trained."""
+    """Returns the reason why no token of this trajectory was trained."""
     if trajectory.error is not None:
         return "failed"
     if not trajectory.num_sampled:
@@ -153,7 +153,7 @@ def _left_out(trajectory: ScoredTrajectory, group: Sequence[ScoredTrajectory]) -
 
 
 def _spread(trajectory: Trajectory, parts: Sequence[tuple[Ints, Floats]]) -> Floats:
-    """Returns [M] the values at their places among the trajectory's tokens; NaN elsewhere."""
+    """Returns [M] the values at their token indexes; NaN elsewhere."""
     whole = np.full(sum(len(turn.prompt_ids) + len(turn.sampled_ids) for turn in trajectory.turns), np.nan)
     for places, values in parts:
         whole[places] = values
@@ -161,7 +161,7 @@ def _spread(trajectory: Trajectory, parts: Sequence[tuple[Ints, Floats]]) -> Flo
 
 
 def _by_turn(trajectory: Trajectory, values: Floats) -> list[PerToken]:
-    """Returns the values of each turn's sampled tokens."""
+    """Returns the values for each turn's sampled tokens."""
     by_turn, start = [], 0
     for turn in trajectory.turns:
         start += len(turn.prompt_ids)
@@ -171,7 +171,7 @@ def _by_turn(trajectory: Trajectory, values: Floats) -> list[PerToken]:
 
 
 def _compact(values: Floats) -> PerToken:
-    """Returns one number where all are equal, null where none is known."""
+    """Returns a single number if all values are equal, null where a value is unknown."""
     is_known = ~np.isnan(values)
     if not is_known.any():
         return None
@@ -181,6 +181,6 @@ def _compact(values: Floats) -> PerToken:
 
 
 def short_floats(values: Floats) -> list[float]:
-    """Returns the values rounded to float32, with the fewest decimal digits that are rounded to the same."""
+    """Returns the values rounded to float32, as decimals with the fewest digits that round to the same float32."""
     shortest: list[float] = values.astype(np.float32).astype("U24").astype(np.float64).tolist()
     return shortest
