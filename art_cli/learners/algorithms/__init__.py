@@ -1,13 +1,13 @@
-"""Algorithms: how a scored group becomes a weight for every trained token.
+"""Algorithms turn a scored group into a training weight for every token.
 
-    credit      the trajectories of a group, or of all groups of the step -> the weights of their tokens
+    credit      trajectories of a group or of all the step's groups -> token weights
                                                                                         credit.py, ../samples.py
-    objective   [N] terms -> what each token of the policy component adds to the loss   objectives.py
-    share       how much one token counts in the mean over the whole optimizer step     normalization.py
+    objective   [N] terms -> each policy token's contribution to the loss               objectives.py
+    share       one token's factor in the mean over the whole optimizer step            normalization.py
 
-presets.py has the table of the presets, each a class with paper and equation. An experiment is one file, which has its
-options too (gigpo.py). pack_loss.py adds up what they give, pack by pack.
-Tensors and numbers in, tensors and numbers out; float32 whatever the model's dtype is.
+presets.py lists the presets; each is a class citing paper and equation. An experiment is a single file that also
+defines its config section (gigpo.py). pack_loss.py sums the results, pack by pack. Functions take and return tensors
+and numbers, in float32 for any model dtype.
 """
 
 from collections.abc import Sequence
@@ -27,69 +27,74 @@ if TYPE_CHECKING:
 
 
 class Algorithm:
-    """Credit, objective and share. The methods here are GRPO's; a subclass overrides those that differ.
+    """Credit, objective and share. The defaults are GRPO's; a subclass overrides what differs.
 
-    `credit` sees one group. An algorithm that compares groups, such as one that divides by the standard deviation of
-    the whole step, overrides `credit_step` instead.
+    `credit` sees one group. An algorithm that compares groups, for example to divide by the whole step's standard
+    deviation, overrides `credit_step` instead.
     """
 
     is_scaled = True  # whether advantages are divided by the standard deviation of the group's rewards
-    compares_states = False  # whether credit depends on which replies of a group answered equal states (step_credit.py)
-    reads_policy = False  # whether credit needs the policy that `bind` is called with
-    is_pure = True  # whether objective and value_error change nothing, so that several packs may be computed at a time
+    compares_states = False  # whether credit depends on which replies in a group answered equal states (step_credit.py)
+    reads_policy = False  # whether credit needs the policy passed to `bind`
+    is_pure = True  # whether objective and value_error have no side effects, so packs may be computed in parallel
 
     def bind(self, policy: "Reader", directory: Path) -> None:
-        """Called once by the learner, before the first step. An algorithm whose credit needs a model keeps `policy`.
+        """Called once by the learner before training. An algorithm whose credit needs a model keeps `policy`.
 
-        `policy.logprobs` reads samples with the policy's present weights; in `credit_step` those are the weights before
-        the step's first update. Paths in the knobs are relative to `directory`.
+        `policy.logprobs` reads samples with the policy's current weights. Inside `credit_step` those are the weights
+        before the step's updates. Paths in the knobs are relative to `directory`.
         """
 
     def credit(self, group: Sequence[ScoredTrajectory]) -> Sequence[Credit | float | None]:
-        """Returns [G] the advantage of each trajectory's sampled tokens, or a Credit with weights of its tokens.
+        """Returns [G] each trajectory's advantage for its sampled tokens, or a Credit with token weights.
 
-        None leaves the trajectory out. `group` holds the finished trajectories of one scenario, each with a finite
-        reward. A component whose weights are all zero in the group is not trained and not counted.
+        None drops the trajectory. `group` holds the finished trajectories for one scenario, each with a finite reward.
+        A component whose weights are all zero within the group is neither trained nor counted.
         """
         return advantages(rewards_of(group), scale=True)
 
     def credit_step(self, groups: Sequence[Sequence[ScoredTrajectory]]) -> Sequence[Sequence[Credit | float | None]]:
-        """Returns the `credit` of each group of the step, in the order of `groups`. It is called once per step.
+        """Returns the `credit` of all groups, in the order of `groups`. It is called once per step.
 
-        `groups` holds those groups of the step that have a finished trajectory.
+        `groups` are the step's groups that have a finished trajectory.
         """
         return [self.credit(group) for group in groups]
 
     def numbers(self) -> dict[str, float]:
-        """Returns metrics of the last `credit_step`, by the names that StepMetrics has for them."""
+        """Returns metrics from the last `credit_step`, under their StepMetrics names."""
         return {}
 
     def after_step(self) -> None:
-        """Called once after each step that was taken whole, by all processes of a learner. A step that fails, or one
-        whose groups had no signal, does not count."""
+        """Called in all learner processes after a complete step.
+
+        Failed steps and steps without signal do not count.
+        """
 
     def save(self, directory: Path) -> None:
-        """Writes into a checkpoint directory what the algorithm remembers between steps, so that `load` goes on bit for
-        bit. All processes of a learner call it, and the first one writes. Most algorithms remember nothing."""
+        """Writes the algorithm's state between steps into a checkpoint directory, so that `load` can continue exactly.
+
+        All learner processes call it; rank 0 writes. Most algorithms have no state.
+        """
 
     def load(self, directory: Path) -> None:
-        """Goes on from what `save` wrote there; where nothing was written, begins anew."""
+        """Restores saved state; starts fresh if the checkpoint has no state."""
 
     def objective(self, terms: PolicyTerms) -> Objective:
-        """Returns [N] each term's part of the loss. All terms of a sample are in one call; a pack may have none."""
+        """Returns [N] each term's contribution to the loss. One call covers whole samples; a pack may have no terms."""
         return clip_tokens(terms, 0.2, 0.2)
 
     def share(self, num_tokens: int, update: UpdateCounts) -> float:
-        """Returns the factor of each token in the mean of its component.
+        """Returns the factor for every token in its component's mean.
 
-        `num_tokens` counts the component's tokens in the token's sample, `update` those in the whole optimizer step.
+        `num_tokens` counts the component's tokens in the token's sample, `update` counts them in the whole optimizer
+        step.
         """
         return token_mean(num_tokens, update)
 
     def value_error(self, terms: ValueTerms) -> "Tensor":
-        """Returns [N] the errors of the critic's values, not negative. Only a loss with a critic has such terms."""
+        """Returns [N] non-negative errors for the critic's values. Only losses with a critic have value terms."""
         return clipped_value_error(terms, None)
 
     def value_share(self, update: UpdateCounts) -> float:
-        """Returns the factor of each error of a value: `update.tokens` counts the values in the optimizer step."""
+        """Returns the factor for every value error; `update.tokens` is the number of values in the optimizer step."""
         return 1.0 / update.tokens

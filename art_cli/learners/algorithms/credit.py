@@ -1,4 +1,4 @@
-"""Credit: what a trajectory is worth relative to its group. Numbers in, numbers out."""
+"""Credit: a trajectory's advantage relative to its group. Numbers in, numbers out."""
 
 import math
 from collections.abc import Sequence
@@ -7,13 +7,13 @@ from art_cli.runs.trajectory import EQUAL_REWARDS, ScoredTrajectory, Turn, has_s
 
 
 def advantages(rewards: Sequence[float], *, scale: bool) -> list[float]:
-    """Returns [G] reward minus the group's mean, divided by the group's standard deviation where `scale` is set.
+    """Returns [G] reward minus the group's mean, divided by the group's standard deviation if `scale` is set.
 
     GRPO, Shao et al. 2024 (arXiv:2402.03300), section 4.1.2: A_i = (r_i - mean(r)) / std(r). The deviation is the
     sample's (division by G - 1), as in TRL and verl; without `scale` it is Dr. GRPO's A_i = r_i - mean(r)
-    (arXiv:2503.20783). Nothing is added to the deviation, so that scaled advantages do not depend on the rewards' unit.
+    (arXiv:2503.20783). Nothing is added to the deviation, so scaled advantages do not depend on the rewards' unit.
 
-    An empty group gives []; a group of one, or rewards equal to 1e-8, gives zeros and exactly zeros.
+    An empty group gives []; a group of one, or rewards equal within 1e-8, give exact zeros.
     """
     if not has_signal(rewards):
         return [0.0] * len(rewards)
@@ -26,9 +26,9 @@ def advantages(rewards: Sequence[float], *, scale: bool) -> list[float]:
 
 
 def over_mean(rewards: Sequence[float]) -> list[float]:
-    """Returns [G] (r_i - mean(r)) / mean(r), for rewards of at least 0. MaxRL, Tajwar et al. 2026 (arXiv:2602.02710).
+    """Returns [G] (r_i - mean(r)) / mean(r), for non-negative rewards. MaxRL, Tajwar et al. 2026 (arXiv:2602.02710).
 
-    Rewards 0, 0, 3: mean 1, so -1, -1, 2. Rewards equal to 1e-8, and so all that are 0, give zeros.
+    Rewards 0, 0, 3: mean 1, so -1, -1, 2. Rewards equal within 1e-8, including all zeros, give zeros.
     """
     mean = math.fsum(rewards) / len(rewards) if rewards else 0.0
     return [value / mean for value in advantages(rewards, scale=False)] if mean else [0.0] * len(rewards)
@@ -37,15 +37,15 @@ def over_mean(rewards: Sequence[float]) -> list[float]:
 def leave_one_out(rewards: Sequence[float]) -> list[float]:
     """Returns [G] reward minus the mean of the others' rewards. RLOO, Ahmadian et al. 2024 (arXiv:2402.14740), 3.3.
 
-    It is G / (G - 1) times the difference to the mean of all. Rewards 0, 0, 3: -1.5, -1.5, 3. A group of one, or
-    rewards equal to 1e-8, gives zeros.
+    It equals G / (G - 1) times the difference from the group's mean. Rewards 0, 0, 3: -1.5, -1.5, 3. A group of one, or
+    rewards equal within 1e-8, give zeros.
     """
     others = len(rewards) - 1
     return [value * len(rewards) / others if others else 0.0 for value in advantages(rewards, scale=False)]
 
 
 def scale_over_step(values: Sequence[Sequence[float]]) -> list[list[float]]:
-    """Returns [P][G] (value - mean) / std over the values of a step's P groups. Values at the mean to 1e-8 give zeros.
+    """Returns [P][G] (value - mean) / std over all values in a step's P groups. Values within 1e-8 of the mean give 0.
 
     REINFORCE++, Hu et al. 2025 (arXiv:2501.03262). The deviation is the sample's (division by their number - 1).
     """
@@ -67,12 +67,12 @@ def weighted_sum(parts: Sequence[Sequence[float]], weights: Sequence[float]) -> 
 
 
 def rewards_of(group: Sequence[ScoredTrajectory]) -> list[float]:
-    """Returns [G] the rewards of trajectories that all have one."""
+    """Returns [G] the rewards; every trajectory must have one."""
     return [trajectory.reward for trajectory in group if trajectory.reward is not None]
 
 
 def overlong_penalty(num_tokens: int, *, max_tokens: int, buffer: int) -> float:
-    """Returns what a reply of that length adds to its reward: 0 up to max - buffer, then evenly down to -1 at max.
+    """Returns the reward penalty for a reply's length: 0 up to max - buffer, then linear down to -1 at max.
 
     DAPO, Yu et al. 2025 (arXiv:2503.14476), equation 13. At max 100, buffer 20: 80 tokens 0, 90 tokens -0.5, 100 tokens
     and above -1.

@@ -1,10 +1,10 @@
-"""Distillation: a teacher's opinion of each token that the policy sampled is the token's advantage.
+"""Distillation: a teacher scores every sampled token, and its score is the token's advantage.
 
-    advantage of a token = reward weight * the trajectory's group advantage + the teacher's advantage
+    token advantage = reward weight * the trajectory's group advantage + the teacher's advantage
 
-The second part follows from log teacher - log student: on-policy distillation (Thinking Machines 2025), and SDPO
-(arXiv:2601.20802), whose teacher is the policy with feedback. This arithmetic is numpy only. The teachers are in
-../teachers/; SDPO's is in sdpo.py.
+The teacher's advantage is computed from log teacher - log student: on-policy distillation (Thinking Machines 2025), and
+SDPO (arXiv:2601.20802), where the teacher is the policy given feedback. This module uses numpy only. Teachers are in
+../teachers/; SDPO's teacher is in sdpo.py.
 """
 
 import logging
@@ -27,22 +27,22 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 
-Read = Callable[[Sequence[Sample]], Sequence[Floats]]  # samples -> [N] a model's logprobs of the targets of each
+Read = Callable[[Sequence[Sample]], Sequence[Floats]]  # samples -> [N] per sample: a model's logprobs for the targets
 TaughtKnobs = TypeVar("TaughtKnobs", bound=loss_config.TaughtLossConfig)
 
 
 def sampled_tokens(trajectory: Trajectory) -> list[Sample]:
     """Returns the trajectory's samples with every sampled token as a target.
 
-    A sampled token that no sample holds (the rollout never saw it), and the first token of a sequence, is no target.
+    Two kinds of sampled tokens are not targets: tokens the rollout never saw, and a sequence's initial token.
     """
     return trajectory_samples(trajectory, token_weights(trajectory, 1.0))
 
 
 def student_logprobs(samples: Sequence[Sample], policy: Read) -> list[Floats]:
-    """Returns [N] logprobs of each sample, under the weights and the temperature that sampled.
+    """Returns [N] logprobs per sample, under the weights and temperature used for sampling.
 
-    They are the engine's. A sample that was drawn from a cut distribution is read by the policy itself.
+    They are the engine's logprobs. After truncated sampling, the policy itself reads the sample.
     """
     unknown = [index for index, sample in enumerate(samples) if np.isnan(sample.logprobs).any()]
     found = [sample.logprobs for sample in samples]
@@ -54,8 +54,9 @@ def student_logprobs(samples: Sequence[Sample], policy: Read) -> list[Floats]:
 def prefix_weights(log_ratios: Floats, gamma: float) -> Floats:
     """Returns [N] 1 + gamma * (1 - D_t), where D_t is the share of the sequence's |log ratios| before token t.
 
-    IW-OPD, Xie et al. 2026 (arXiv:2606.22600), algorithm 1: a teacher's logprobs of a text that has left its
-    distribution teach less. The first token has 1 + gamma. Example: ratios 1, -3, 0 and gamma 0.5 give 1.5, 1.375, 1.
+    IW-OPD, Xie et al. 2026 (arXiv:2606.22600), algorithm 1: a teacher's logprobs are less instructive once the text has
+    left the teacher's distribution. The initial weight is 1 + gamma. Example: ratios 1, -3, 0 and gamma 0.5 give 1.5,
+    1.375, 1.
     """
     sizes = np.abs(log_ratios)
     total = sizes.sum()
@@ -66,12 +67,12 @@ def prefix_weights(log_ratios: Floats, gamma: float) -> Floats:
 
 
 def teacher_advantages(log_ratios: Floats, divergence: Literal["reverse_kl", "jensen_shannon"]) -> Floats:
-    """Returns [N] advantages whose policy gradient lowers that divergence of student p and teacher q, of r = log q/p.
+    """Returns [N] advantages whose policy gradient lowers the divergence of student p and teacher q, where r = log q/p.
 
-    reverse_kl       r                     of KL(p || q): unbounded, so that one token may outweigh all others
-    jensen_shannon   log((1 + q/p) / 2)    of 2 JS(p, q): never below -log 2 = -0.69, and r / 2 for small r
+    reverse_kl       r                     for KL(p || q): unbounded, so one token may outweigh all others
+    jensen_shannon   log((1 + q/p) / 2)    for 2 JS(p, q): at least -log 2 = -0.69, and about r / 2 for small r
 
-    Where m = (p + q) / 2, 2 JS = KL(p || m) + KL(q || m), and its derivative by p(y) is log(p(y) / m(y)). Example: the
+    With m = (p + q) / 2, 2 JS = KL(p || m) + KL(q || m), and its derivative by p(y) is log(p(y) / m(y)). Example: the
     ratios -5, 0 and 2 give -5, 0 and 2, or -0.69, 0 and 1.43.
     """
     if divergence == "reverse_kl":
@@ -81,16 +82,16 @@ def teacher_advantages(log_ratios: Floats, divergence: Literal["reverse_kl", "je
 
 
 class Lesson(NamedTuple):
-    """A teacher's opinion of the M tokens of one trajectory."""
+    """A teacher's scores for one trajectory of M tokens."""
 
-    advantages: Floats  # [M] NaN where it was not asked
-    log_ratios: Floats  # [N] log teacher - log student of the tokens it was asked for
+    advantages: Floats  # [M] NaN where the teacher was not asked
+    log_ratios: Floats  # [N] log teacher - log student for the scored tokens
 
 
 def lesson(
     trajectory: Trajectory, samples: Sequence[Sample], advantages: Sequence[Floats], log_ratios: Sequence[Floats]
 ) -> Lesson:
-    """Returns each advantage [N] of the samples' targets at its token; `samples` come from `sampled_tokens`."""
+    """Places the advantages [N] of the samples' targets at their tokens; `samples` come from `sampled_tokens`."""
     row = np.full(sum(len(turn.prompt_ids) + len(turn.sampled_ids) for turn in trajectory.turns), np.nan)
     for sample, values in zip(samples, advantages, strict=True):
         row[sample.places] = values
@@ -98,10 +99,10 @@ def lesson(
 
 
 def taught_credit(trajectory: Trajectory, taught: Floats | None, reward_part: float | None) -> Credit | float | None:
-    """Returns the teacher's advantages [M] plus the part of the rewards, for each token of the trajectory.
+    """Returns every token's teacher advantage [M] plus the reward part.
 
-    Without `taught` there is no lesson, and the rewards alone are learned from. Without `reward_part` only tokens with
-    a lesson are trained, and a trajectory without one is left out.
+    With `taught` None, only the rewards teach. With `reward_part` None, only tokens scored by the teacher are trained,
+    and an unscored trajectory is dropped.
     """
     if taught is None:
         return reward_part
@@ -117,7 +118,7 @@ def taught_credit(trajectory: Trajectory, taught: Floats | None, reward_part: fl
 
 
 def lesson_numbers(lessons: Collection[Lesson], num_trajectories: int) -> dict[str, float]:
-    """Returns the numbers of a step's lessons: the mean distance to the teacher in nats, and the share with one.
+    """Returns the step's distillation metrics: mean distance to the teacher in nats, and share of scored trajectories.
 
     The mean of log student - log teacher over sampled tokens estimates KL(student || teacher) per token.
     """
@@ -131,7 +132,7 @@ def lesson_numbers(lessons: Collection[Lesson], num_trajectories: int) -> dict[s
 
 
 class TaughtPreset(ClippedPreset[TaughtKnobs]):
-    """A preset whose advantages a teacher gives token by token; those of rewards are added with `reward_weight`."""
+    """A preset whose advantages come from a teacher, token by token. `reward_weight` adds reward advantages."""
 
     reads_policy = True
     _policy: "Reader"
@@ -141,8 +142,7 @@ class TaughtPreset(ClippedPreset[TaughtKnobs]):
         self._policy = policy
 
     def credit_step(self, groups: Sequence[Sequence[ScoredTrajectory]]) -> Sequence[Sequence[Credit | float | None]]:
-        """Returns the credits. A trajectory without a lesson has that of its rewards, or None if these count
-        nothing."""
+        """Returns the credits. A trajectory the teacher did not score only gets its reward credit, if rewards count."""
         lessons = self.lessons(groups)
         self._numbers = lesson_numbers(lessons.values(), sum(map(len, groups)))
         taught = {name: each.advantages for name, each in lessons.items()}
@@ -155,11 +155,11 @@ class TaughtPreset(ClippedPreset[TaughtKnobs]):
         ]
 
     def _lesson(self, trajectory: ScoredTrajectory, samples: Sequence[Sample], log_ratios: Sequence[Floats]) -> Lesson:
-        """`log_ratios`: [N] log teacher - log student of the targets of each sample."""
+        """`log_ratios`: [N] log teacher - log student per sample, for the targets."""
         return lesson(trajectory, samples, [self._advantages(ratios) for ratios in log_ratios], log_ratios)
 
     def _advantages(self, log_ratios: Floats) -> Floats:
-        """Returns [N] the advantages of the tokens of one sample."""
+        """Returns [N] the advantages for one sample's tokens."""
         return teacher_advantages(log_ratios, self.knobs.divergence)
 
     def _reward_parts(self, group: Sequence[ScoredTrajectory]) -> Sequence[float | None]:
@@ -169,7 +169,7 @@ class TaughtPreset(ClippedPreset[TaughtKnobs]):
         return [weight * value for value in advantages(rewards_of(group), scale=self.knobs.scale_advantages)]
 
     def lessons(self, groups: Sequence[Sequence[ScoredTrajectory]]) -> dict[str, Lesson]:
-        """By trajectory id."""
+        """Returns the lessons by trajectory id."""
         raise NotImplementedError
 
     def numbers(self) -> dict[str, float]:
@@ -179,10 +179,9 @@ class TaughtPreset(ClippedPreset[TaughtKnobs]):
 class Distill(TaughtPreset[loss_config.DistillConfig]):
     """On-policy distillation: Lu and Thinking Machines Lab 2025, "On-Policy Distillation".
 
-    A_t = log teacher(y_t | y_<t) - log student(y_t | y_<t), detached, both at the temperature that sampled. Its
-    expectation over the student's own tokens is the gradient of -KL(student || teacher), token by token; as there, a
-    token is not charged with what it leads to later. `prefix_weight` multiplies it by IW-OPD's weights, one sequence
-    at a time.
+    A_t = log teacher(y_t | y_<t) - log student(y_t | y_<t), detached, both at the sampling temperature. Its expectation
+    over the student's tokens is the gradient of -KL(student || teacher), token by token. As in the original, a token is
+    not charged for later consequences. `prefix_weight` multiplies it by IW-OPD's weights, sequence by sequence.
     """
 
     _teacher: "Teacher"

@@ -1,4 +1,4 @@
-"""GAGPO, an experiment: an advantage for each turn, from the group's mean returns in equal states."""
+"""GAGPO, an experiment: one advantage per turn, from the group's mean returns in equal states."""
 
 from collections.abc import Sequence
 from typing import ClassVar, Literal
@@ -25,10 +25,10 @@ class GagpoConfig(ScaledLossConfig, ClippedLossConfig):
 
 
 class Gagpo(ClippedPreset[GagpoConfig]):
-    """GAGPO: Zhu et al. 2026 (arXiv:2605.13217). The advantages of `grouped_gae` (step_credit.py), and nothing else.
+    """GAGPO: Zhu et al. 2026 (arXiv:2605.13217), using only the advantages of `grouped_gae` (step_credit.py).
 
-    They are normalized over all steps of the group: minus the mean, divided by the standard deviation. The ratio is
-    each token's; the paper's is the geometric mean over a reply. A group with equal rewards has no signal.
+    Advantages are normalized over all steps in the group: minus the mean, divided by the standard deviation. The ratio
+    is per token; the paper's is the geometric mean over a reply. A group with equal rewards has no signal.
     """
 
     section = GagpoConfig

@@ -41,9 +41,9 @@ class GdpoConfig(ClippedLossConfig):
 class Gdpo(ClippedPreset[GdpoConfig]):
     """GDPO: Liu et al. 2026, Group reward-Decoupled Normalization (arXiv:2601.05242), section 3.
 
-    Each part of the reward is normalized within its group on its own, A_k = (r_k - mean(r_k)) / std(r_k). The weighted
-    sum over the parts is divided by its standard deviation over the step. Its mean over the step is 0 already, because
-    that of every group is. So a part counts by its weight, whatever its unit and however seldom it differs.
+    Every reward part is normalized separately within its group, A_k = (r_k - mean(r_k)) / std(r_k). The weighted sum
+    over parts is divided by its standard deviation over the step; its mean over the step is already 0, because every
+    group's mean is 0. So a part counts by weight, independent of unit and of how often it differs.
     """
 
     section = GdpoConfig
@@ -59,7 +59,7 @@ class Gdpo(ClippedPreset[GdpoConfig]):
 
 
 def _part(trajectory: ScoredTrajectory, name: str) -> float:
-    """Returns a part of the trajectory's reward: the metric of that name, or the reward itself as `reward`."""
+    """Returns one reward part: the metric with this name, or the reward itself for `reward`."""
     value = trajectory.reward if name == "reward" else trajectory.reported(name)
     if value is None:
         there_are = ", ".join(map(repr, trajectory.metrics)) or "none"

@@ -1,4 +1,4 @@
-"""GiGPO, an experiment: the advantage of an attempt, and that of each reply among those to equal states."""
+"""GiGPO, an experiment: the attempt's advantage, plus the reply's advantage among replies to equal states."""
 
 from collections.abc import Iterator, Sequence
 from typing import ClassVar, Literal
@@ -32,10 +32,9 @@ class GigpoConfig(ScaledLossConfig, ClippedLossConfig):
 class Gigpo(ClippedPreset[GigpoConfig]):
     """GiGPO: Feng et al. 2025, Group-in-Group Policy Optimization (arXiv:2505.10978), equations 3 to 9.
 
-    A = A^E + omega A^S (equation 8): the attempt's advantage in its group, and the reply's among those of the group's
-    replies that answered the same state (step_credit.py). The ratio is each token's, as in the authors' code; the
-    paper's is the whole reply's. A group with equal rewards has no signal, though its attempts may have taken more or
-    fewer turns.
+    A = A^E + omega A^S (equation 8): the attempt's advantage in its group, plus the reply's advantage among the group's
+    replies to the same state (step_credit.py). The ratio is per token, as in the authors' code; the paper's covers the
+    whole reply. A group with equal rewards has no signal, even if its attempts took different numbers of turns.
     """
 
     section = GigpoConfig

@@ -1,4 +1,4 @@
-"""GRPO and the presets that differ from it in the clip, the ratio, the mean or the baseline."""
+"""GRPO and presets that differ from it in clip, ratio, mean or baseline."""
 
 from collections.abc import Sequence
 
@@ -20,8 +20,8 @@ from art_cli.runs.trajectory import ScoredTrajectory
 class Grpo(ScaledPreset[loss_config.GrpoConfig]):
     """GRPO: Shao et al. 2024, DeepSeekMath (arXiv:2402.03300), equation 3.
 
-    The mean is over all trained tokens of the step. The paper's is over each sequence first, which favours short right
-    answers and long wrong ones (Dr. GRPO, arXiv:2503.20783, section 3.1).
+    The mean is over all trained tokens in the step. The paper first averages within each sequence, which favors short
+    correct answers and long wrong ones (Dr. GRPO, arXiv:2503.20783, section 3.1).
     """
 
     def objective(self, terms: PolicyTerms) -> Objective:
@@ -31,8 +31,8 @@ class Grpo(ScaledPreset[loss_config.GrpoConfig]):
 class DrGrpo(ClippedPreset[loss_config.DrGrpoConfig]):
     """Dr. GRPO: Liu et al. 2025, Understanding R1-Zero-Like Training (arXiv:2503.20783), section 3.2.
 
-    GRPO without its two biases: advantages are not divided by the group's deviation, and the sum over a trajectory's
-    tokens is divided by a constant, so that a token counts the same in a long and a short one.
+    GRPO without two biases: advantages are not divided by the group's deviation, and the sum over a trajectory's tokens
+    is divided by a constant, so tokens in long and short trajectories count the same.
     """
 
     def credit(self, group: Sequence[ScoredTrajectory]) -> Sequence[float | None]:
@@ -45,13 +45,13 @@ class DrGrpo(ClippedPreset[loss_config.DrGrpoConfig]):
 class Dapo(ScaledPreset[loss_config.DapoConfig]):
     """DAPO: Yu et al. 2025 (arXiv:2503.14476), equations 8 to 13.
 
-    Clip-higher (equation 10), the mean over all tokens (equation 12), and a soft punishment of replies that come near
-    the length limit (equation 13), which changes rewards and so comes before advantages. Its dynamic sampling
-    (equation 11) is `rollout.refill`.
+    Clip-higher (equation 10), the mean over all tokens (equation 12), and a soft penalty for replies close to the
+    length limit (equation 13), which changes rewards before advantages are computed. Its dynamic sampling (equation 11)
+    is `rollout.refill`.
     """
 
     def credit(self, group: Sequence[ScoredTrajectory]) -> Sequence[float | None]:
-        """With overlong=mask, a trajectory that a length limit cut off counts in the group's mean and is left out."""
+        """With overlong=mask, a trajectory cut off by a length limit counts in the group's mean but is not trained."""
         rewards = [reward + self._penalty(each) for reward, each in zip(rewards_of(group), group, strict=True)]
         worth = advantages(rewards, scale=self.knobs.scale_advantages)
         if self.knobs.overlong != "mask":
@@ -62,7 +62,7 @@ class Dapo(ScaledPreset[loss_config.DapoConfig]):
         return clip_tokens(terms, self.knobs.clip, self.knobs.clip_high)
 
     def _penalty(self, trajectory: ScoredTrajectory) -> float:
-        """Returns the soft punishment of the trajectory's longest reply."""
+        """Returns the soft penalty for the trajectory's longest reply."""
         if self.knobs.overlong != "penalty":
             return 0.0
         longest = max((len(turn.sampled_ids) for turn in seen_turns(trajectory)), default=0)
@@ -72,7 +72,7 @@ class Dapo(ScaledPreset[loss_config.DapoConfig]):
 class Gspo(ScaledPreset[loss_config.GspoConfig]):
     """GSPO: Zheng et al. 2025 (arXiv:2507.18071), equations 5 to 7.
 
-    The ratio belongs to a whole sequence, so that clipping takes or leaves a sequence whole. A sequence is a sample.
+    The ratio covers a whole sequence, so clipping keeps or drops sequences as a whole. A sequence is a sample.
     """
 
     def objective(self, terms: PolicyTerms) -> Objective:
@@ -85,7 +85,7 @@ class Gspo(ScaledPreset[loss_config.GspoConfig]):
 class Cispo(ScaledPreset[loss_config.CispoConfig]):
     """CISPO: MiniMax-M1, 2025 (arXiv:2506.13585), equations 4 and 5.
 
-    The importance weight is clipped, not the update: every token keeps its gradient.
+    The importance weight is clipped, not the update, so every token keeps its gradient.
     """
 
     def objective(self, terms: PolicyTerms) -> Objective:
@@ -95,12 +95,11 @@ class Cispo(ScaledPreset[loss_config.CispoConfig]):
 class Rloo(ClippedPreset[loss_config.RlooConfig]):
     """RLOO: Ahmadian et al. 2024, Back to Basics (arXiv:2402.14740), section 3.3.
 
-    The baseline of a trajectory is the mean reward of the others in its group, and a whole trajectory is one action:
-    the gradient at ratio 1 is the mean over trajectories of -A_i times the sum of grad log p over its tokens. The
-    ratio of a sample and its clip are TRL's; the paper has neither, and with one optimizer step per step both are 1.
-    That mean is over all sampled trajectories, those of groups without signal too: `loss.mean_over=all`. `loss.kl` and
-    the other components that count each token on its own are a mean over the tokens of a sample, where the paper's KL,
-    a part of the reward, is their sum.
+    A trajectory's baseline is the mean reward of the group's other trajectories, and a whole trajectory is one action:
+    the gradient at ratio 1 is the mean over trajectories of -A_i times the sum of grad log p over the tokens. The
+    per-sample ratio and clip are TRL's; the paper has neither, and with one optimizer step per policy step the ratio is
+    1. The mean covers all sampled trajectories, including groups without signal: `loss.mean_over=all`. `loss.kl` and
+    the other per-token components use a mean over a sample's tokens; the paper's KL, part of the reward, is a sum.
     """
 
     def credit(self, group: Sequence[ScoredTrajectory]) -> Sequence[float | None]:

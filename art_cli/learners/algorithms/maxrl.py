@@ -1,4 +1,4 @@
-"""MaxRL, an experiment: rewards are compared with the mean of their group by division."""
+"""MaxRL, an experiment: rewards are divided by their group's mean."""
 
 from collections.abc import Sequence
 from typing import Literal
@@ -20,12 +20,12 @@ class MaxrlConfig(ClippedLossConfig):
 class Maxrl(ClippedPreset[MaxrlConfig]):
     """MaxRL: Tajwar et al. 2026, Maximum Likelihood Reinforcement Learning (arXiv:2602.02710).
 
-    A_i = (r_i - mean(r)) / mean(r), and 0 where the mean is 0. For rewards of 0 and 1 its gradient is an unbiased
-    estimate of a lower order of the gradient of log p, with p the probability of success; RL's is that of p. So a
-    scenario counts the more the seldomer it is solved. The paper's rewards are 0 and 1; here any of at least 0.
+    A_i = (r_i - mean(r)) / mean(r), and 0 for mean 0. For rewards of 0 and 1 the gradient is an unbiased estimate of a
+    truncated expansion of grad log p, with p the success probability; RL estimates grad p. Scenarios that are rarely
+    solved therefore count more. The paper's rewards are 0 and 1; here any non-negative reward is allowed.
 
-    The estimate is a mean over all scenarios, those never solved too: `loss.mean_over=all`. It adds up the tokens of an
-    attempt; here the sum over all attempts is divided by the number of their tokens, as GRPO's.
+    The estimate averages over all scenarios, including those never solved: `loss.mean_over=all`. The paper adds up an
+    attempt's tokens; here the sum over all attempts is divided by their token count, as in GRPO.
     """
 
     section = MaxrlConfig

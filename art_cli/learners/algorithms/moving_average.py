@@ -1,6 +1,6 @@
-"""MovingAverage: the average of the policy's weights over its steps, for a loss whose teacher is that average.
+"""MovingAverage: an average of the policy's weights over past steps, for losses that use it as the teacher.
 
-It reads and writes `teacher/` in a checkpoint directory, beside the adapter, which stays as PEFT wrote it.
+It reads and writes `teacher/` in a checkpoint directory, next to the adapter, which stays in PEFT's format.
 """
 
 import contextlib
@@ -21,21 +21,21 @@ STATE_DIRECTORY, AVERAGE_FILE = "teacher", "average.safetensors"
 
 
 class MovingAverage:
-    """average <- (1 - rate) average + rate weights, in float32, after each step. It begins as the policy.
+    """average <- (1 - rate) average + rate weights, in float32, after every step. It starts as the policy.
 
-    Only trained weights have an average; the teacher shares the others with the policy. Each process of a learner keeps
-    the average of its part of the weights.
+    Only trained weights are averaged; the teacher shares all other weights with the policy. Each learner process
+    averages its part of the weights.
     """
 
     def __init__(self, runner: PackRunner, rate: float) -> None:
-        """`rate` is above 0 and at most 1. With 1 the average is the policy itself."""
+        """`rate` is in (0, 1]. At 1 the average is the policy itself."""
         self._weights, self._ranks, self._rate = runner.weights, runner.ranks, rate
         self._parameters = {name: p for name, p in runner.weights.model.named_parameters() if p.requires_grad}
-        self._averages: dict[str, Tensor] | None = None  # made by the first `installed`
+        self._averages: dict[str, Tensor] | None = None  # created by the initial `installed`
 
     @torch.no_grad()
     def follow(self) -> None:
-        """Moves the average toward the weights of now."""
+        """Moves the average toward the current weights."""
         assert self._averages is not None, "the average teaches a step before it follows that step"
         with self._weights.lock:
             for name, average in self._averages.items():
@@ -43,7 +43,7 @@ class MovingAverage:
 
     @contextlib.contextmanager
     def installed(self) -> Iterator[None]:
-        """Inside, the model's weights are the average. Afterwards they are again what they were, bit for bit."""
+        """Uses the average as the model's weights inside the block, then restores the original weights exactly."""
         if self._averages is None:
             self._averages = {name: p.detach().to(torch.float32, copy=True) for name, p in self._parameters.items()}
             yield
@@ -63,7 +63,7 @@ class MovingAverage:
         self._weights.version += 1
 
     def save(self, directory: Path) -> None:
-        """Writes what `load` continues from. All processes must call it; the first one writes."""
+        """Writes the average. All processes must call it; rank 0 writes."""
         if self._averages is None:
             return
         tensors = {name: self._ranks.whole(tensor).cpu().contiguous() for name, tensor in self._averages.items()}
@@ -72,9 +72,9 @@ class MovingAverage:
             save_file(tensors, directory / STATE_DIRECTORY / AVERAGE_FILE)
 
     def load(self, directory: Path) -> None:
-        """Continues bit for bit from what `save` wrote. Without that, the average begins as the checkpoint's weights.
+        """Restores the average exactly. If the checkpoint has none, the average starts as the checkpoint's weights.
 
-        Raises CheckpointError if it is unreadable, or of other weights.
+        Raises CheckpointError if the average is unreadable or belongs to other weights.
         """
         self._averages = None
         path = directory / STATE_DIRECTORY / AVERAGE_FILE

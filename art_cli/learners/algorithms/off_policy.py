@@ -1,9 +1,9 @@
-"""Off-policy corrections: the weight of each token that another policy sampled than the one that learns.
+"""Off-policy corrections: weights for tokens sampled by a policy that differs from the learner's.
 
-The ratio rho = pi_learner / pi_engine is of the learner's probability of a token at the start of the step to the
-probability that the engine reported when it sampled it. The two differ by the engine's rounding, and with
-train.max_staleness by the steps in between. Where the engine's logprob is NaN (it sampled from a cut distribution)
-there is nothing to correct with: the weight is 1. All weights are detached.
+The ratio rho = pi_learner / pi_engine compares the learner's probability for a token at the start of the step with the
+probability reported by the engine at sampling time. They differ by the engine's rounding, and with train.max_staleness
+also by the steps in between. Where the engine's logprob is NaN (truncated sampling), no correction is possible and the
+weight is 1. All weights are detached.
 """
 
 from collections.abc import Callable
@@ -17,20 +17,20 @@ from art_cli.learners.algorithms.objectives import sample_mean
 
 
 class SampledTerms(NamedTuple):
-    """N terms of a pack, as tensors of [N]. `advantages` is NaN where the term is not in the policy component."""
+    """N terms in a pack, as tensors of [N]. `advantages` is NaN for terms outside the policy component."""
 
     new: Tensor  # logprobs under the current weights
     learner: Tensor  # logprobs under the learner's weights at the start of the step
-    engine: Tensor  # logprobs that the engine reported; NaN: not comparable
+    engine: Tensor  # logprobs reported by the engine; NaN: not comparable
     advantages: Tensor
     samples: Tensor  # int64: index of the term's sample in the pack
 
 
-Correction = Callable[[SampledTerms], Tensor]  # [N] weights of the objective; 0: the term is left out
+Correction = Callable[[SampledTerms], Tensor]  # [N] objective weights; 0 drops the term
 
 
 def build_correction(config: loss_config.OffPolicyConfig | None) -> Correction | None:
-    """Returns the correction that a configuration names, or None if it names none."""
+    """Returns the configured correction; None without a configuration."""
     match config:
         case None:
             return None
@@ -54,17 +54,17 @@ def truncated_weights(learner: Tensor, engine: Tensor, *, cap: float) -> Tensor:
 
 
 def icepop_weights(learner: Tensor, engine: Tensor, *, low: float, high: float) -> Tensor:
-    """Returns [N] rho where it lies from `low` to `high`, and 0 elsewhere. IcePop, Ring-1T 2025 (arXiv:2510.18855)."""
+    """Returns [N] rho if between `low` and `high`, otherwise 0. IcePop, Ring-1T 2025 (arXiv:2510.18855)."""
     ratio = (learner - engine).nan_to_num(nan=0.0).exp().detach()
     return torch.where((ratio >= low) & (ratio <= high), ratio, 0.0)
 
 
 def sequence_mask_weights(terms: SampledTerms, *, low: float, high: float, cap: float) -> Tensor:
-    """Returns [N] min(rho, cap) in samples whose geometric mean of rho lies from `low` to `high`, and 0 in all others.
+    """Returns [N] min(rho, cap) for samples whose geometric mean of rho is between `low` and `high`, otherwise 0.
 
-    The mean is over the sample's tokens in the policy component whose engine logprob is comparable. Liu et al. 2025,
-    "When Speed Kills Stability" (geometric rejection sampling); the mean, unlike the product, does not fall or grow
-    with the sample's length.
+    The mean is over the sample's policy tokens with comparable engine logprobs. Liu et al. 2025, "When Speed Kills
+    Stability" (geometric rejection sampling). Unlike the product, the mean does not shrink or grow with the sample's
+    length.
     """
     difference = (terms.learner - terms.engine).detach()
     is_known = ~(difference.isnan() | terms.advantages.isnan())
@@ -76,12 +76,12 @@ def sequence_mask_weights(terms: SampledTerms, *, low: float, high: float, cap: 
 
 
 def dppo_weights(terms: SampledTerms, *, divergence: Literal["tv", "kl"], delta: float, cap: float) -> Tensor:
-    """Returns [N] min(rho, cap), and 0 where the update would move on from a policy that is further than `delta`.
+    """Returns [N] min(rho, cap), or 0 for updates that would move the policy further than `delta` from the engine's.
 
-    DPPO, Qi et al. 2026 (arXiv:2602.04879), the binary approximations: with mu the engine's and p the current
-    probability of the sampled token against all others, the divergence is |p - mu| (tv) or
-    mu log(mu / p) + (1 - mu) log((1 - mu) / (1 - p)) (kl). A token is left out where it is above `delta` and the
-    advantage is positive and p > mu, or negative and p < mu. The paper's ratio is not cut; `cap` is, as in verl, 20.
+    DPPO, Qi et al. 2026 (arXiv:2602.04879), the binary approximations: with the sampled token's probability mu (engine)
+    and p (current), the divergence is |p - mu| (tv) or mu log(mu / p) + (1 - mu) log((1 - mu) / (1 - p)) (kl). A token
+    is dropped if the divergence exceeds `delta` and the advantage pushes p further away from mu (positive with p > mu,
+    or negative with p < mu). The paper does not cap the ratio; verl caps it at 20.
     """
     new, engine = terms.new.detach(), terms.engine
     now, then = new.exp(), engine.exp()

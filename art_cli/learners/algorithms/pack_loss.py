@@ -1,7 +1,7 @@
-"""The loss of one pack: what an algorithm gives for its terms, added up over the components of the loss.
+"""One pack's loss: the algorithm's results for the pack's terms, summed over the loss components.
 
-Each component (../samples.py) is divided by its counts over the whole optimizer step, by the algorithm's share. So
-the sum over any packing is the same loss.
+Each component (../samples.py) is normalized by its counts over the whole optimizer step, through the algorithm's share,
+so that the sum over packs is the same for any packing.
 """
 
 from typing import NamedTuple
@@ -15,38 +15,38 @@ from art_cli.learners.samples import COMPONENTS, Row
 
 
 class LossTerms(NamedTuple):
-    """The N terms of one pack, one per trained token of each of its samples, as float32 tensors."""
+    """One pack's N terms, one per trained token in every sample, as float32 tensors."""
 
     new: Tensor  # [N] logprobs under the current weights; carries the gradient
-    old: Tensor  # [N] logprobs under the weights that sampled
+    old: Tensor  # [N] logprobs under the sampling weights
     samples: Tensor  # [N] int64: index of the term's sample in the pack
     weights: Tensor  # [6, N] by Row; NaN: the term is not in the row
-    shares: Tensor  # [4, N] the factor of each term in the mean of each component
-    importance: Tensor | None = None  # [N] weights of the objective (off_policy.py); 0: the term is left out
-    reference: Tensor | None = None  # [N] logprobs under the reference policy, if a term is in reference_kl
+    shares: Tensor  # [4, N] the terms' factors in the components' means
+    importance: Tensor | None = None  # [N] objective weights (off_policy.py); 0 drops the term
+    reference: Tensor | None = None  # [N] logprobs under the reference policy, if any term is in reference_kl
     entropies: Tensor | None = None  # [N] entropy in nats where the term was sampled, with gradient, for a bonus
-    entropy_bonus: float = 0.0  # reward of a nat of entropy
-    values: Tensor | None = None  # [N] the critic's value before each token, if there is one; carries the gradient
+    entropy_bonus: float = 0.0  # reward per nat of entropy
+    values: Tensor | None = None  # [N] the critic's value before each token; carries the gradient
 
     def terms_in(self, row: Row) -> Tensor:
-        """Returns the indexes of the terms that are in that row of the weights."""
+        """Returns the indexes of the terms in this weights row."""
         return (~self.weights[row].isnan()).nonzero()[:, 0]
 
 
 class PackLoss(NamedTuple):
     loss: Tensor  # scalar: this pack's part of the loss
-    parts: Tensor  # [N] the loss of each term, detached; their sum is `loss`
-    is_clipped: Tensor | None  # one per term in the policy component, if there is a clip
-    kl: Tensor | None  # k3 of each term in reference_kl, detached, if there are any
-    value_errors: Tensor | None = None  # error of each term in value, detached, if there is a critic
-    old_kl: Tensor | None = None  # k3 of each term held near its old probability, detached, if there are any
+    parts: Tensor  # [N] each term's loss, detached; they sum to `loss`
+    is_clipped: Tensor | None  # one per policy term, if the objective clips
+    kl: Tensor | None  # k3 per reference_kl term, detached
+    value_errors: Tensor | None = None  # value error per value term, detached, with a critic
+    old_kl: Tensor | None = None  # k3 per near_old term, detached
 
 
 def pack_loss(algorithm: Algorithm, terms: LossTerms) -> PackLoss:
-    """Sum over terms of
+    """Returns the sum over terms of
 
         share * importance * objective      in policy
-        share * importance * weight * k3    in policy, of the terms that are held near their old probability
+        share * importance * weight * k3    in policy, for terms held near their old probability
         share * -bonus * entropy            in policy
         share * weight * -log p             in cross_entropy
         share * weight * k3                 in reference_kl
@@ -78,8 +78,7 @@ def pack_loss(algorithm: Algorithm, terms: LossTerms) -> PackLoss:
         divergence = k3(terms.new[near], terms.reference[near])
         factors = terms.weights[Row.REFERENCE_KL, near] * terms.shares[Row.REFERENCE_KL, near]
         parts = parts.index_add(0, near, divergence * factors)
-    # these two are computed without terms as well, because a process of several runs a backward pass even for an idle
-    # pack
+    # these two are computed even without terms, because with several processes an idle pack also runs a backward pass
     if terms.values is not None:
         targets, old = terms.weights[Row.VALUE, valued], terms.weights[Row.OLD_VALUE, valued]
         errors = algorithm.value_error(ValueTerms(terms.values[valued], old, targets))
@@ -96,10 +95,11 @@ def _detached(tensor: Tensor | None) -> Tensor | None:
 
 
 def k3(new: Tensor, reference: Tensor) -> Tensor:
-    """Returns [N] exp(d) - d - 1 with d = reference - new: never negative, zero where they agree; nats per token.
+    """Returns [N] exp(d) - d - 1 with d = reference - new, in nats per token: non-negative, and zero for equal
+    logprobs.
 
-    Schulman 2020, "Approximating KL Divergence". Its mean over tokens sampled from the policy is
-    KL(policy || reference); GRPO, arXiv:2402.03300, equation 4.
+    Schulman 2020, "Approximating KL Divergence". Its mean over tokens sampled from the policy is KL(policy ||
+    reference); GRPO, arXiv:2402.03300, equation 4.
     """
     difference = reference - new
     return difference.exp() - difference - 1

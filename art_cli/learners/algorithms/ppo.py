@@ -1,6 +1,6 @@
-"""PPO: a critic gives each turn its advantage, by generalized advantage estimation.
+"""PPO: every turn gets an advantage from a critic, by generalized advantage estimation.
 
-The learner owns the critic (../critic.py). The credit of turns and the measures of the critic are functions of numbers.
+The learner owns the critic (../critic.py). Turn credit and critic metrics are functions on numbers.
 """
 
 import logging
@@ -25,25 +25,26 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 
-EQUAL_ADVANTAGES = 1e-5  # a step's that are this close differ by the rounding of the critic's values, in float32
+EQUAL_ADVANTAGES = 1e-5  # advantages this close are equal up to float32 rounding of the critic's values
 
-Read = Callable[[Sequence[Sample]], Sequence[Floats]]  # samples -> [N] the critic's values before the targets of each
+# samples -> [N] per sample: the critic's values before the targets
+Read = Callable[[Sequence[Sample]], Sequence[Floats]]
 
-# trajectory's id -> [K] the critic's value of the state before each of its turns; NaN: a turn that is not trained,
-# because no later turn goes on from what it sampled and the rollout never saw it, or because it sampled nothing
+# trajectory id -> [K] the critic's value before every turn; NaN for untrained turns: the turn sampled nothing, or its
+# reply was neither seen by the rollout nor continued by a later turn
 TurnValues = Mapping[str, Sequence[float]]
 
 
 def turn_advantages(values: Sequence[float], reward: float, *, gamma: float, gae_lambda: float) -> list[float]:
-    """Returns [K] the advantages of a trajectory's K turns, whose states have these values; the reward ends the last.
+    """Returns [K] advantages for a trajectory's K turns with these state values; the reward follows the last turn.
 
     Generalized advantage estimation, Schulman et al. 2016 (arXiv:1506.02438), equation 16, over turns as in Turn-PPO
     (arXiv:2512.17008): A_t = sum_l (gamma lambda)^l delta_(t+l) with delta_t = r_t + gamma V_(t+1) - V_t. r_t is the
-    reward after the last turn and 0 before, and V is 0 after the last turn. A_t + V_t is the lambda-return, the target
-    of V_t.
+    reward after the last turn and 0 before; V is 0 after the last turn. A_t + V_t is the lambda-return, the target for
+    V_t.
 
-    values 0.2 and 0.5, reward 1, gamma 1, lambda 0.5: deltas 0.3 and 0.5, advantages 0.3 + 0.5 * 0.5 = 0.55 and 0.5.
-    A turn of value NaN is passed over, and its advantage is NaN. No turns give [].
+    values 0.2 and 0.5, reward 1, gamma 1, lambda 0.5: deltas 0.3 and 0.5, advantages 0.3 + 0.5 * 0.5 = 0.55 and 0.5. A
+    turn with value NaN is skipped and gets advantage NaN. Without turns the result is [].
     """
     advantages: list[float] = []
     gained, following, advantage = reward, 0.0, 0.0
@@ -60,11 +61,11 @@ def turn_advantages(values: Sequence[float], reward: float, *, gamma: float, gae
 def credit_by_values(
     groups: Sequence[Sequence[ScoredTrajectory]], values: TurnValues, *, gamma: float, gae_lambda: float
 ) -> list[list[Credit]]:
-    """Policy weights and the critic's targets of each trajectory's tokens, from the critic's values of all turns.
+    """Returns policy weights and critic targets for all tokens, computed from the critic's turn values.
 
-    The advantages of all turns of the step are shifted and scaled to mean 0 and standard deviation 1 together, and each
-    turn's sampled tokens get its own. The target of a value is value + advantage, before the scaling; it is at the
-    turn's first sampled token, because the state before that is the turn's.
+    Advantages are shifted and scaled to mean 0 and standard deviation 1 over all turns in the step, and assigned to the
+    turn's sampled tokens. The value target is value + advantage before scaling. It applies to the turn's initial
+    sampled token, because the state before that token is the turn's state.
     """
     plain = [
         [
@@ -83,7 +84,7 @@ def credit_by_values(
 
 
 def _credit(trajectory: Trajectory, values: Sequence[float], plain: Sequence[float], scaled: Iterator[float]) -> Credit:
-    """`scaled` gives the scaled advantage of each turn that is trained, in order."""
+    """`scaled` yields the scaled advantage of every trained turn, in order."""
     turns = trajectory.turns
     worth = [number if math.isnan(number) else next(scaled) for number in plain]
     return Credit(
@@ -94,7 +95,7 @@ def _credit(trajectory: Trajectory, values: Sequence[float], plain: Sequence[flo
 
 
 def turn_values(trajectories: Sequence[Trajectory], read: Read) -> TurnValues:
-    """Returns the critic's value of each turn. `read` gives its values of the states before the targets of samples."""
+    """Returns the critic's turn values. `read` gives the critic's values for the states before the samples' targets."""
     found = {trajectory.id: [math.nan] * len(trajectory.turns) for trajectory in trajectories}
     samples = [sample for trajectory in trajectories for sample in _states(trajectory)]
     for sample, values in zip(samples, read(samples), strict=True):
@@ -104,13 +105,13 @@ def turn_values(trajectories: Sequence[Trajectory], read: Read) -> TurnValues:
 
 
 def _states(trajectory: Trajectory) -> list[Sample]:
-    """Returns the trajectory's samples; each turn's first sampled token is a target, weighted by the turn's index."""
+    """Returns samples whose targets are the turns' initial sampled tokens, weighted by turn index."""
     credit = Credit(value=_at_first_sampled(trajectory.turns, range(len(trajectory.turns))))
     return trajectory_samples(trajectory, token_weights(trajectory, credit))
 
 
 def critic_numbers(trajectories: Sequence[ScoredTrajectory], values: TurnValues, *, gamma: float) -> dict[str, float]:
-    """Returns what StepMetrics has of the values: `value_mean` and `explained_variance`, over all turns of the step."""
+    """Returns `value_mean` and `explained_variance` for StepMetrics, over all turns in the step."""
     known, returns = [], []
     for trajectory, reward in zip(trajectories, rewards_of(trajectories), strict=True):
         of_turns = values[trajectory.id]
@@ -122,7 +123,7 @@ def critic_numbers(trajectories: Sequence[ScoredTrajectory], values: TurnValues,
 
 
 def discounted_returns(values: Sequence[float], reward: float, *, gamma: float) -> list[float]:
-    """Returns [K] the return from each turn on: gamma^(turns after it) * reward. NaN where the value is NaN."""
+    """Returns [K] discounted returns: gamma^(turns remaining) * reward. NaN where the value is NaN."""
     returns: list[float] = []
     gained = reward
     for value in reversed(values):
@@ -132,9 +133,9 @@ def discounted_returns(values: Sequence[float], reward: float, *, gamma: float) 
 
 
 def explained_variance(values: Sequence[float], returns: Sequence[float]) -> float:
-    """Returns 1 - Var(return - value) / Var(return): 1 foretold exactly, 0 no better than a constant, below 0 worse.
+    """Returns 1 - Var(return - value) / Var(return): 1 is exact, 0 equals a constant prediction, below 0 is worse.
 
-    NaN where all returns are the same (to 1e-8), because there is nothing to explain.
+    NaN if all returns are equal (within 1e-8), because then there is nothing to explain.
     """
     if not returns or max(returns) - min(returns) <= 1e-8:
         return math.nan
@@ -143,7 +144,7 @@ def explained_variance(values: Sequence[float], returns: Sequence[float]) -> flo
 
 
 def _at_first_sampled(turns: Sequence[Turn], numbers: Sequence[float]) -> list[list[float]]:
-    """Returns each turn's weights for its prompt_ids and sampled_ids: the number at the first sampled, else NaN."""
+    """Returns weights for each turn's prompt_ids and sampled_ids: the number at the initial sampled token, else NaN."""
     return [turn_row(turn, number, math.nan) for turn, number in zip(turns, numbers, strict=True)]
 
 
@@ -155,12 +156,12 @@ def _variance(numbers: Sequence[float]) -> float:
 class Ppo(ClippedPreset[loss_config.PpoConfig]):
     """PPO with a critic: Schulman et al. 2017 (arXiv:1707.06347), equations 7 and 9; turns as in arXiv:2512.17008.
 
-    An action is a turn, and its state is the prompt before it. Generalized advantage estimation runs over the turns of
-    each trajectory (`turn_advantages`). The advantages of all turns of the step are shifted and scaled to mean 0 and
-    standard deviation 1 together, and each turn's is given to all its sampled tokens.
+    An action is a turn, and its state is the prompt before it. Generalized advantage estimation runs over every
+    trajectory's turns (`turn_advantages`). Advantages are shifted and scaled to mean 0 and standard deviation 1 over
+    all turns in the step, and assigned to all sampled tokens in the turn.
 
-    A group whose rewards are equal has signal here, because attempts are compared with the critic's values and not with
-    each other. Where all advantages of a step are equal (to 1e-5), the critic alone is trained.
+    Groups with equal rewards have signal here, because attempts are compared with the critic's values rather than with
+    each other. If all advantages in a step are equal (within 1e-5), only the critic is trained.
     """
 
     reads_policy = True

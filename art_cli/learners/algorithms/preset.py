@@ -1,4 +1,4 @@
-"""Preset: an algorithm that a configuration chooses by name, with the knobs of its section."""
+"""Preset: an algorithm selected by name in the configuration, with the knobs from its section."""
 
 from collections.abc import Sequence
 from typing import ClassVar, Generic, TypeVar
@@ -15,7 +15,7 @@ ScaledKnobs = TypeVar("ScaledKnobs", bound=loss_config.ScaledLossConfig)
 
 
 class Preset(Algorithm, Generic[Knobs]):
-    """An algorithm with the knobs of its section. `max_tokens` is the length limit of one reply."""
+    """An algorithm with the knobs from its section. `max_tokens` is the maximum reply length."""
 
     section: ClassVar[type[loss_config.PresetConfig]]  # an experiment's options (loss_config.EXPERIMENTS)
 
@@ -26,14 +26,14 @@ class Preset(Algorithm, Generic[Knobs]):
 
 
 class ScaledPreset(Preset[ScaledKnobs]):
-    """A preset that may divide its advantages by the group's standard deviation."""
+    """A preset that may divide advantages by the group's standard deviation."""
 
     def credit(self, group: Sequence[ScoredTrajectory]) -> Sequence[float | None]:
         return advantages(rewards_of(group), scale=self.knobs.scale_advantages)
 
 
 class ClippedPreset(Preset[ClippedKnobs]):
-    """A preset with PPO's surrogate, whose ratio belongs to a token and is clipped alike on both sides."""
+    """A preset with PPO's per-token surrogate, clipped symmetrically."""
 
     def objective(self, terms: PolicyTerms) -> Objective:
         return clip_tokens(terms, self.knobs.clip, self.knobs.clip)

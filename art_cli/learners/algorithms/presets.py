@@ -1,10 +1,10 @@
-"""The algorithms that a configuration chooses: by name (`loss=dapo`), or as a class in the user's own file.
+"""The configurable algorithms: presets by name (`loss=dapo`), or a class in the user's file.
 
-A new one of ours is one file with its section and its algorithm, with paper and equation, as gigpo.py is, and a line in
-EXPERIMENTS of config/sections/loss_config.py. tests/learners/test_presets.py then holds its gradient and its resume.
-Those of PRESETS have proved themselves; their sections are in loss_config.py.
+To add an experiment, write one file like gigpo.py containing its config section and algorithm (citing paper and
+equation), and add a line to EXPERIMENTS in config/sections/loss_config.py. tests/learners/test_presets.py then checks
+its gradient and resume. PRESETS are established algorithms, with sections in loss_config.py.
 
-UserAlgorithm calls the user's class. It checks the answers, and its errors name file and line.
+UserAlgorithm calls the user's class and checks the answers; its errors name file and line.
 """
 
 import contextlib
@@ -33,13 +33,13 @@ if TYPE_CHECKING:
 
 
 class UserAlgorithm(Algorithm):
-    """Calls the methods of the user's class. They raise LearnerError if it raised, or gave what cannot be used."""
+    """Calls the user's class. Raises LearnerError if a method raises or returns an unusable value."""
 
     # the user's class may keep the policy, and is called for one pack at a time
     is_pure, reads_policy = False, True
 
     def __init__(self, entry: str, options: Mapping[str, Any], directory: Path) -> None:
-        """Raises UsageError if `entry` cannot be loaded, is no Algorithm, or does not take `options`."""
+        """Raises UsageError if `entry` cannot be loaded, is not an Algorithm, or does not accept `options`."""
         self._entry, self._root = entry, directory.resolve()
         kind = resolve(entry, base=directory)
         if not (isinstance(kind, type) and issubclass(kind, Algorithm)):
@@ -48,7 +48,7 @@ class UserAlgorithm(Algorithm):
             self._own = kind(**options)
         except Exception as error:  # the boundary to the user's class
             raise UsageError(f"{entry}: {self._described(error)}") from error
-        self._numbers: dict[str, float] = {}  # checked while a step can still be given up
+        self._numbers: dict[str, float] = {}  # checked while the step can still be canceled
         self.is_scaled, self.compares_states = bool(self._own.is_scaled), bool(self._own.compares_states)
 
     def bind(self, policy: "Reader", directory: Path) -> None:
@@ -139,9 +139,9 @@ PRESETS: dict[str, type[Preset[Any]]] = {
 def build_algorithm(
     config: loss_config.LossConfig | loss_config.AlgorithmConfig, *, max_tokens: int, directory: Path = Path()
 ) -> Algorithm:
-    """Returns the algorithm that a configuration names. `max_tokens` is the length limit of one reply.
+    """Returns the configured algorithm. `max_tokens` is the maximum reply length.
 
-    Raises UsageError if a user's class, whose file is relative to `directory`, cannot be loaded.
+    Raises UsageError if a user's class, whose file path is relative to `directory`, cannot be loaded.
     """
     if isinstance(config, loss_config.AlgorithmConfig):
         return UserAlgorithm(config.entry, config.options, directory)

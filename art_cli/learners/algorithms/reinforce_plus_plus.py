@@ -1,4 +1,4 @@
-"""REINFORCE++, an experiment: rewards are compared with those of the whole step."""
+"""REINFORCE++, an experiment: rewards are normalized over the whole step."""
 
 from collections.abc import Sequence
 from typing import Literal
@@ -22,12 +22,12 @@ class ReinforcePlusPlusConfig(ClippedLossConfig):
 
 
 class ReinforcePlusPlus(ClippedPreset[ReinforcePlusPlusConfig]):
-    """REINFORCE++: Hu et al. 2025 (arXiv:2501.03262), and with `baseline` its variant REINFORCE++ w/ baseline.
+    """REINFORCE++: Hu et al. 2025 (arXiv:2501.03262); `baseline` selects its variant REINFORCE++ w/ baseline.
 
-    A_i = (r_i - mean) / std over all trajectories of the step; with `baseline` r_i minus the mean of its group, divided
-    by the standard deviation of these differences over the step. Two deviations from the paper: a trajectory counts
-    once in the step's mean and deviation, not once per token, and the KL is a component of the loss (`loss.kl`, k3),
-    not a part of the reward.
+    A_i = (r_i - mean) / std over all trajectories in the step. With `baseline`, the group's mean is subtracted from r_i
+    and the difference is divided by the standard deviation of all differences in the step. Two deviations from the
+    paper: a trajectory counts once, not once per token, in the step's mean and deviation; and the KL is a loss
+    component (`loss.kl`, k3) instead of part of the reward.
     """
 
     section = ReinforcePlusPlusConfig

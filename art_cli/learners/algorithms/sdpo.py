@@ -1,12 +1,12 @@
-"""SDPO, an experiment: the policy that has read the judge's explanation of an attempt teaches the one that has not.
+"""SDPO, an experiment: the policy given the judge's explanation teaches the policy without the explanation.
 
-Feedback makes the samples of an attempt as that policy reads them, with the judge's words in their first message.
+Feedback rebuilds an attempt's samples with the judge's explanation in the initial user message.
 
     sample         <system> <user: the task> <assistant: y1> <user: more> <assistant: y2>
-    with feedback  <system> <user: the task, and what the judge said> <assistant: y1> <user: more> <assistant: y2>
+    with feedback  <system> <user: the task, and the explanation> <assistant: y1> <user: more> <assistant: y2>
 
-Only the head is rendered, by the chat template, with and without the words. What differs between the two is put into
-the recorded tokens, which stay as they are everywhere else. So y1 and y2 are the sampled ids.
+The chat template renders only the head, with and without the explanation. The difference is spliced into the recorded
+tokens, which otherwise stay unchanged. So y1 and y2 are the sampled ids.
 """
 
 from collections.abc import Iterator, Sequence
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from art_cli.learners.algorithms.moving_average import MovingAverage
     from art_cli.learners.packs.logprob_reader import Reader
 
-# The words of SDPO's own template (appendix of arXiv:2601.20802), with the score and the rank besides.
+# The text follows SDPO's template (appendix of arXiv:2601.20802), with score and rank added.
 TEMPLATE = """
 
 The following is feedback on your earlier attempt, which was given {score} of 1 (rank {rank} of {attempts}):
@@ -40,9 +40,9 @@ Correctly solve the original task."""
 
 
 class Splice(NamedTuple):
-    """An insertion into sequences that begin with `head`: the tokens from `start` to its end are replaced.
+    """Replaces the tokens from `start` to the end of `head`, in sequences that begin with `head`.
 
-    Example: Splice(head=[1, 2, 3], start=2, put=[8, 9]) makes 1 2 8 9 4 5 of 1 2 3 4 5.
+    Example: Splice(head=[1, 2, 3], start=2, put=[8, 9]) turns 1 2 3 4 5 into 1 2 8 9 4 5.
     """
 
     head: Ints
@@ -50,7 +50,7 @@ class Splice(NamedTuple):
     put: Ints
 
     def apply(self, sample: Sample) -> Sample | None:
-        """Returns the sample with the insertion, or None if it begins otherwise or has a target in the head."""
+        """Returns the spliced sample; None when the sample has a different head or a target inside the head."""
         end = len(self.head)
         if not np.array_equal(sample.token_ids[:end], self.head) or (sample.targets < end).any():
             return None
@@ -59,13 +59,13 @@ class Splice(NamedTuple):
 
 
 class Feedback:
-    """Makes splices by one tokenizer. `template` is the text with {explanation}, {score}, {rank} and {attempts}."""
+    """Builds splices with one tokenizer. `template` has {explanation}, {score}, {rank} and {attempts} placeholders."""
 
     def __init__(self, tokenizer: Any, template: str | None = None) -> None:
         self._controls, self._template = ControlTokens(tokenizer), TEMPLATE if template is None else template
 
     def words(self, trajectory: ScoredTrajectory, group: Sequence[ScoredTrajectory]) -> str | None:
-        """Returns the judge's explanation of the attempt in the template, or None if there is none."""
+        """Returns the template filled with the judge's explanation; None without an explanation."""
         said = [score.explanation for score in trajectory.scores if score.explanation]
         if not said or trajectory.reward is None:
             return None
@@ -74,14 +74,15 @@ class Feedback:
         text = self._template
         for name, value in values.items():
             text = text.replace(f"{{{name}}}", value)
-        return text.replace("{explanation}", "\n".join(said))  # last, because the judge may have written {score}
+        # last, because the explanation itself may contain {score}
+        return text.replace("{explanation}", "\n".join(said))
 
     def told(
         self, trajectory: ScoredTrajectory, samples: Sequence[Sample], group: Sequence[ScoredTrajectory]
     ) -> list[Sample] | None:
-        """Returns the attempt's samples with the judge's words in the first user message.
+        """Returns the attempt's samples with the judge's explanation in the initial user message.
 
-        Returns None if the judge gave no explanation, or a sample begins with the head of none of the conversations.
+        Returns None without an explanation, or if a sample does not begin with the head of any conversation.
         """
         words = self.words(trajectory, group)
         if words is None:
@@ -95,7 +96,7 @@ class Feedback:
         return [made for made in found if made is not None] if None not in found else None
 
     def _splice(self, messages: Sequence[Json], tools: Sequence[Json], words: str) -> Splice | None:
-        """Returns the splice, or None if there is no user message or the template refuses the conversation."""
+        """Returns the splice; None when the user message is missing or the template rejects the conversation."""
         first = next((index for index, message in enumerate(messages) if message.get("role") == "user"), None)
         if first is None:
             return None
@@ -103,7 +104,7 @@ class Feedback:
         longer = [*head[:-1], {**head[-1], "content": prompt_text(head[-1].get("content")) + words}]
         try:
             return _difference(self._render(head, tools), self._render(longer, tools))
-        except Exception:  # the boundary to the model's own template, which fails in any way
+        except Exception:  # boundary to the model's chat template, which may fail in any way
             return None
 
     def _render(self, messages: Sequence[Json], tools: Sequence[Json]) -> Ints:
@@ -111,7 +112,7 @@ class Feedback:
 
 
 def _difference(old: Ints, new: Ints) -> Splice:
-    """Returns the smallest replacement that turns the first sequence into the second."""
+    """Returns the smallest replacement that turns `old` into `new`."""
     most = min(len(old), len(new))
     start = _num_equal(old[:most], new[:most])
     tail = _num_equal(old[::-1][: most - start], new[::-1][: most - start])
@@ -119,7 +120,7 @@ def _difference(old: Ints, new: Ints) -> Splice:
 
 
 def _num_equal(one: Ints, other: Ints) -> int:
-    """Returns the number of leading entries that two arrays of one length have in common."""
+    """Returns the number of equal leading entries in two arrays of the same length."""
     differs = np.flatnonzero(one != other)
     return int(differs[0]) if len(differs) else len(one)
 
@@ -146,10 +147,10 @@ class SdpoConfig(TaughtLossConfig):
 class Sdpo(TaughtPreset[SdpoConfig]):
     """SDPO: self-distillation policy optimization, 2026 (arXiv:2601.20802), on sampled tokens, with a judge's words.
 
-    A_t = log q(y_t | x, feedback, y_<t) - log p(y_t | x, y_<t), detached, where p is the policy that sampled and q, the
-    teacher, is the moving average of the policy over the steps so far. The feedback is the judge's explanation of this
-    very attempt, its score and rank, in the first user message; the paper's is a successful attempt or an environment's
-    message. An attempt without an explanation has no lesson, nor has one whose longer prompt would exceed the context.
+    A_t = log q(y_t | x, feedback, y_<t) - log p(y_t | x, y_<t), detached, where p is the sampling policy and q, the
+    teacher, is the policy's moving average over past steps. The feedback is the judge's explanation for this attempt,
+    with score and rank, in the initial user message; the paper uses a successful attempt or an environment's message.
+    There is no lesson for attempts without an explanation or whose longer prompt would exceed the context.
     """
 
     section = SdpoConfig

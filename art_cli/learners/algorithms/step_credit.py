@@ -1,13 +1,13 @@
-"""Credit per step of an episode: which replies of a group answered equal states, and what each of them is worth.
+"""Per-step credit: finds replies in a group that answered equal states, and computes the value of each.
 
-A step is one turn. Steps come in the order in which their turns were recorded. A reply that the rollout never saw is
-no step, unless a later turn continues it.
+A step is one turn, in recording order. A reply that the rollout never saw is not a step unless a later turn continues
+it.
 
-    state    the key that the rollout gave (policy.state); without a key the whole prompt, token for token
+    state    the rollout's key (policy.state); without a key, the whole prompt's token ids
     reward   r_t: the trajectory's reward at its last step, 0 before
     return   R_t = sum over k >= t of gamma^(k - t) r_k, so gamma^(T - t) times the trajectory's reward
 
-Numbers in, numbers out. Lists per turn follow the turns of a trajectory.
+Numbers in, numbers out. Per-turn lists follow the trajectory's turns.
 """
 
 import hashlib
@@ -23,31 +23,31 @@ from art_cli.learners.algorithms.ppo import turn_advantages
 from art_cli.learners.samples import Credit, Ints, turn_row
 from art_cli.runs.trajectory import EQUAL_REWARDS, ScoredTrajectory, Trajectory, Turn
 
-State = str | bytes  # a rollout's key, or the digest of a prompt
+State = str | bytes  # a rollout's key, or a prompt digest
 
 
 class Step(NamedTuple):
-    """One step of an episode. Example: Step(state="XO3456789", reward=0.0, returned=0.95)"""
+    """One step in an episode. Example: Step(state="XO3456789", reward=0.0, returned=0.95)"""
 
     state: State
     reward: float  # r_t
-    returned: float  # R_t, the discounted sum of the rewards from here on
+    returned: float  # R_t, the discounted sum of rewards from step t on
 
 
-Episode = Sequence[Step | None]  # one entry per turn, or None if the rollout never saw its reply
+Episode = Sequence[Step | None]  # one entry per turn; None: the rollout never saw the reply
 
 
 def episodes_of(group: Sequence[ScoredTrajectory], *, gamma: float) -> list[Episode]:
-    """Returns [G] the steps of each trajectory. A trajectory without turns has none."""
+    """Returns [G] the steps in each trajectory. A trajectory without turns has no steps."""
     return [_episode(each, reward, gamma) for each, reward in zip(group, rewards_of(group), strict=True)]
 
 
 def step_advantages(episodes: Sequence[Episode], *, scale: bool) -> list[list[float]]:
-    """Returns [G][turns] each step's return minus the mean return of the group's steps in the same state.
+    """Returns [G][turns] each step's return minus the group's mean return in the same state.
 
-    GiGPO, Feng et al. 2025 (arXiv:2505.10978), equation 7: A^S(a_t) = (R_t - mean(R)) / F(R), over the steps whose
-    state is that of t (equation 6). F is their standard deviation where `scale` is set, else 1. A state that only one
-    step has, or whose returns are equal to 1e-8, gives 0. So does a turn that is no step.
+    GiGPO, Feng et al. 2025 (arXiv:2505.10978), equation 7: A^S(a_t) = (R_t - mean(R)) / F(R), over the steps in the
+    same state as t (equation 6). F is their standard deviation if `scale` is set, otherwise 1. States with a single
+    step, states with returns equal within 1e-8, and turns that are not steps give 0.
     """
     worth = [[0.0] * len(episode) for episode in episodes]
     for indexes in _indexes_by_state(episodes).values():
@@ -60,14 +60,14 @@ def step_advantages(episodes: Sequence[Episode], *, scale: bool) -> list[list[fl
 def grouped_gae(episodes: Sequence[Episode], *, gamma: float, gae_lambda: float) -> list[list[float]]:
     """Returns [G][turns] generalized advantage estimates over steps, with the group's mean returns as values.
 
-        V(s)    = mean return of the group's steps in state s
+        V(s)    = mean return over the group's steps in state s
         delta_t = r_t + gamma V(s_t+1) - V(s_t), where V is 0 after the last step
         A_t     = delta_t + gamma lambda A_t+1
 
-    GAGPO, Zhu et al. 2026 (arXiv:2605.13217), as summaries of the paper describe it; its own equations were not at
-    hand. The recursion is that of `turn_advantages` (ppo.py). Where no other step of the group acts in the states from
-    t on, their values are the trajectory's own returns, and A_t is 0; up to 1e-8 it is rounding. A turn that is no step
-    gives 0.
+    GAGPO, Zhu et al. 2026 (arXiv:2605.13217), as described in summaries of the paper; the paper's equations were not
+    available. The recursion is `turn_advantages` (ppo.py). If the group has no other steps in the states from t on,
+    their values equal the trajectory's returns and A_t is 0; values up to 1e-8 are treated as rounding. Turns that are
+    not steps give 0.
     """
     values = {
         state: math.fsum(_step(episodes, index).returned for index in indexes) / len(indexes)
@@ -78,25 +78,25 @@ def grouped_gae(episodes: Sequence[Episode], *, gamma: float, gae_lambda: float)
         of_turns = [math.nan if step is None else values[step.state] for step in episode]
         reward = math.fsum(step.reward for step in episode if step is not None)
         found = turn_advantages(of_turns, reward, gamma=gamma, gae_lambda=gae_lambda)
-        worth.append([value if abs(value) > EQUAL_REWARDS else 0.0 for value in found])  # NaN too is given as 0
+        worth.append([value if abs(value) > EQUAL_REWARDS else 0.0 for value in found])  # NaN also becomes 0
     return worth
 
 
 def normalized(worth: Sequence[Sequence[float]], episodes: Sequence[Episode]) -> list[list[float]]:
-    """Returns [G][turns] the steps' values minus their mean over the group, divided by their standard deviation."""
+    """Normalizes step values to mean 0 and standard deviation 1 over the group."""
     is_step = [[step is not None for step in episode] for episode in episodes]
     flat = iter(advantages([*_chosen(worth, is_step)], scale=True))
     return [[next(flat) if here else 0.0 for here in row] for row in is_step]
 
 
 def turn_credit(trajectory: Trajectory, worth: Sequence[float]) -> Credit:
-    """Policy weights: each turn's sampled tokens have the turn's value."""
+    """Returns policy weights that assign each turn's value to the turn's sampled tokens."""
     rows = [turn_row(turn, value, value) for turn, value in zip(trajectory.turns, worth, strict=True)]
     return Credit(policy=rows)
 
 
 def count_shared(group: Sequence[Trajectory]) -> tuple[int, int]:
-    """Returns the numbers of the group's steps, and of those in a state that another of its steps has too."""
+    """Returns the group's step count, and the count of steps whose state occurs in several steps."""
     states = [state for trajectory in group for state in states_of(trajectory) if state is not None]
     counts = dict.fromkeys(states, 0)
     for state in states:
@@ -105,7 +105,7 @@ def count_shared(group: Sequence[Trajectory]) -> tuple[int, int]:
 
 
 def states_of(trajectory: Trajectory) -> list[State | None]:
-    """Returns [turns] the state in which each turn's reply acts, or None if the rollout never saw the reply."""
+    """Returns [turns] the state before each turn's reply; None: the rollout never saw the reply."""
     turns = trajectory.turns
     prompts, continued = _prompts(turns)
     return [
@@ -118,7 +118,7 @@ def states_of(trajectory: Trajectory) -> list[State | None]:
 
 
 def _episode(trajectory: ScoredTrajectory, reward: float, gamma: float) -> Episode:
-    """Returns the steps, from the last to the first: only the last one has a reward."""
+    """Builds the steps from last to first, because only the last step has a reward."""
     steps: list[Step | None] = []
     returned = 0.0
     for state in reversed(states_of(trajectory)):
@@ -133,7 +133,7 @@ def _episode(trajectory: ScoredTrajectory, reward: float, gamma: float) -> Episo
 
 
 def _indexes_by_state(episodes: Sequence[Episode]) -> dict[State, list[tuple[int, int]]]:
-    """For each state the (trajectory, turn) of every step in it."""
+    """Maps each state to the (trajectory, turn) indexes of its steps."""
     indexes: dict[State, list[tuple[int, int]]] = {}
     for row, episode in enumerate(episodes):
         for column, step in enumerate(episode):
@@ -157,7 +157,7 @@ def _chosen(values: Sequence[Sequence[float]], is_chosen: Sequence[Iterable[bool
 
 
 def _prompts(turns: Sequence[Turn]) -> tuple[list[Ints], list[bool]]:
-    """Returns each turn's whole prompt, and whether a later turn's prompt holds something that the turn sampled."""
+    """Returns each turn's whole prompt, and whether a later turn's prompt contains tokens sampled in the turn."""
     prompts: list[Ints] = []
     sequences: list[Ints] = []
     is_continued = [False] * len(turns)
