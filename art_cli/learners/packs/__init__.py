@@ -1,1 +1,1 @@
-"""Packs: rows of tokens in which samples share what they have in common, and the attention over them."""
+"""Packs: token rows in which samples share common tokens, plus the matching attention."""

@@ -1,13 +1,13 @@
-"""Attention over a pack on a GPU: FlexAttention with the tree as its mask. Not the tree itself: see tree_attention.py.
+"""Attention over a pack on a GPU: FlexAttention with the tree as its mask. See tree_attention.py for the tree itself.
 
-The kernel (Dong et al. 2024, arXiv:2412.05496) skips every block of 128 x 128 pairs in which no pair is visible. It
-checks single pairs only in blocks that are partly visible. It is compiled once for each shape and serves every tree of
-that shape, because trees differ only in the values of tensors. Packs are padded to the length of the budget, longer
-ones to a few lengths above it. A padding token sees itself, and no other token sees it.
+The kernel (Dong et al. 2024, arXiv:2412.05496) skips 128 x 128 blocks without visible pairs and checks individual pairs
+only in partly visible blocks. It is compiled once per shape and serves every tree with that shape, because trees differ
+only in tensor values. Packs are padded to the budget's length, longer packs to a few larger lengths. A padding token
+sees only itself and is seen by no other token.
 
-The first pack shows whether compiler and kernel work on this machine, forward and backward. If they fail, a warning
-says so once and the dense mask is used from then on. A wrong mask is caught elsewhere: packing_check.py compares the
-logprobs and the gradient of a run's first packs with plain rows.
+The initial pack tests whether compiler and kernel work on this machine, forward and backward. If they fail, the dense
+mask is used from then on, after one warning. A wrong mask is caught elsewhere: packing_check.py compares the logprobs
+and the gradient for a run's initial packs with plain rows.
 """
 
 import logging
@@ -23,30 +23,30 @@ from art_cli.runtime.allocator import is_out_of_memory
 
 log = logging.getLogger(__name__)
 
-BLOCK = 128  # tokens on each side of a block, torch's default; every kernel's tiles divide it
-# Queries whose blocks are counted at a time. create_block_mask counts all pairs at once, in 10 bytes a pair: 10.7 GB
-# for 32,768 tokens. This many queries take 4 bytes a pair, 134 MB.
+BLOCK = 128  # tokens per block side, torch's default; divisible by all kernels' tile sizes
+# Queries per chunk when counting blocks. create_block_mask counts all pairs together at 10 bytes per pair: 10.7 GB for
+# 32,768 tokens. This chunk size needs 4 bytes per pair, 134 MB.
 QUERIES = 1024
-MOST_LENGTHS = 3  # lengths that fit closely; others are doublings, because torch compiles for eight shapes at most
-REASON = 300  # characters of a compiler's error to show; the rest is a traceback
-ENDLESS = torch.iinfo(torch.int32).max  # horizon of a token that no window hides
+MOST_LENGTHS = 3  # closely fitting lengths; later lengths are doublings, because torch compiles at most eight shapes
+REASON = 300  # characters of a compiler error to show; the rest is a traceback
+ENDLESS = torch.iinfo(torch.int32).max  # horizon for tokens not hidden by a window
 
-Kernel = Callable[..., Tensor]  # called as `flex_attention` is
+Kernel = Callable[..., Tensor]  # same signature as `flex_attention`
 
 
 class FlexAttention:
-    """A learner's attention over padded packs. Call `probe` first, and `attend` only if it `works`."""
+    """A learner's attention over padded packs. Call `probe` before anything else, and `attend` only if it `works`."""
 
     def __init__(self, budget: int, kernel: Kernel | None = None) -> None:
-        """`budget` is the length of common packs in tokens. Without `kernel` it is torch's, compiled."""
+        """`budget` is the usual pack length in tokens. The default `kernel` is torch's, compiled."""
         self.budget, self.kernel = budget, kernel
         self.works: bool | None = None  # None before the probe
-        self._lengths: set[int] = set()  # lengths of the masks so far
+        self._lengths: set[int] = set()  # mask lengths used so far
 
     def mask(self, reaches: Tensor, depths: Tensor, window: int | None = None) -> BlockMask:
         """Returns the padded pack's mask.
 
-        `reaches` [T] are the positions where the descendants of each token's segment end, `depths` [T] its depth.
+        `reaches` [T] is the end position of each token's segment descendants, `depths` [T] each token's depth.
         """
         length = self._length_for(len(depths))
         index = torch.arange(length, dtype=torch.int32, device=depths.device)
@@ -67,7 +67,7 @@ class FlexAttention:
         return BlockMask.from_kv_blocks(*blocks, BLOCK_SIZE=BLOCK, mask_mod=is_visible, seq_lengths=(length, length))
 
     def _length_for(self, num_tokens: int) -> int:
-        """Returns a length that the tokens fit in. There are few of them, because each one is compiled."""
+        """Returns a length that fits the tokens. Few distinct lengths are used, because each one is compiled."""
         length = padded_length(num_tokens, self.budget)
         if length not in self._lengths and len(self._lengths) >= MOST_LENGTHS:
             doubled = BLOCK * 2 ** (length // BLOCK - 1).bit_length()
@@ -76,7 +76,7 @@ class FlexAttention:
         return length
 
     def probe(self, query: Tensor, key: Tensor, value: Tensor, mask: BlockMask, scale: float) -> None:
-        """Sets `works` after a forward and a backward pass on copies of these. Raises nothing but out of memory."""
+        """Sets `works` after a forward and a backward pass on copies of the inputs. Only raises for out of memory."""
         try:
             _check_widths(query, value)
             self.kernel = self.kernel or torch.compile(flex_attention, dynamic=False, fullgraph=True)
@@ -85,21 +85,24 @@ class FlexAttention:
                 out = self.attend(query, key, value, mask, scale)
             torch.autograd.grad(out, (query, key, value), torch.ones_like(out))
             if out.is_cuda:
-                torch.cuda.synchronize()  # a kernel's failure is raised only after it has run
+                torch.cuda.synchronize()  # kernel failures surface only after the kernel has run
             self.works = True
-        except Exception as error:  # the boundary to the compiler, its toolchain and the kernel
+        except Exception as error:  # boundary to the compiler, its toolchain and the kernel
             if is_out_of_memory(error):
-                raise  # a dense mask would need more memory
+                raise  # a dense mask would need even more memory
             self.works = False
             reason = " ".join(f"{type(error).__name__}: {error}".split())[:REASON]
             log.warning("no FlexAttention (%s); attending by a dense mask, slower", reason)
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, mask: BlockMask, scale: float) -> Tensor:
-        """Returns [1, heads, T, D] from query [1, heads, T, D] and key, value [1, kv heads, T, D], T before padding."""
+        """Returns [1, heads, T, D] from query [1, heads, T, D] and key, value [1, kv heads, T, D];
+        T excludes padding.
+        """
         assert self.kernel is not None, "probe() comes first"
         inputs = (query, key, value)
         needs_gradient = torch.is_grad_enabled() and any(states.requires_grad for states in inputs)
-        # all inputs need a gradient in every call, because the kernel is compiled anew for each other combination
+        # all inputs always require a gradient, because every combination of requires_grad would trigger a new
+        # compilation
         with torch.enable_grad():
             padded = [_pad(states, mask.shape[-1]) for states in inputs]
             out = self.kernel(*padded, block_mask=mask, scale=scale, enable_gqa=query.shape[1] != key.shape[1])
@@ -108,19 +111,21 @@ class FlexAttention:
 
 
 def padded_length(num_tokens: int, budget: int) -> int:
-    """Returns the budget in whole blocks, or if the tokens do not fit, the next of eight lengths per doubling."""
+    """Returns the budget in whole blocks, or for more tokens the next of eight lengths per doubling."""
     blocks = -(-budget // BLOCK)
     return BLOCK * (blocks if num_tokens <= blocks * BLOCK else round_up(-(-num_tokens // BLOCK)))
 
 
 def _ordered(blocks: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns [1, 1, Q] the number of blocks in each row of [Q, K], and [1, 1, Q, K] their columns, then the others."""
+    """Returns [1, 1, Q] the block count in each row of [Q, K], and [1, 1, Q, K] columns with the
+    row's blocks up front.
+    """
     columns = blocks.int().argsort(dim=-1, descending=True, stable=True)
     return blocks.sum(-1).int()[None, None], columns.int()[None, None]
 
 
 def _pad(states: Tensor, length: int) -> Tensor:
-    """Returns [1, heads, length, D], contiguous, with a gradient required."""
+    """Returns [1, heads, length, D], contiguous, requiring a gradient."""
     if not states.requires_grad:
         states = states.detach().requires_grad_()
     return F.pad(states, (0, 0, 0, length - states.shape[2])).contiguous()

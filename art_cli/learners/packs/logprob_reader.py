@@ -1,10 +1,10 @@
-"""Reader: a model's logprobs of given tokens, or a critic's values, without a gradient, in the learner's packs.
+"""Reader: a model's logprobs of given tokens, or a critic's values, without gradient, using the learner's packs.
 
-Tokens that samples share are computed once. A reader of the policy itself runs in all processes of the learner
-together; any other model is whole in each process, and `divided` gives each process a part of the samples.
+Shared tokens are computed once. A reader for the policy runs in all learner processes together. Other models are held
+whole in every process, and `divided` assigns each process a part of the samples.
 
-`side_by_side` computes items each in one thread, for models whose products are too small to be divided between cores.
-The results come in the order of the items, so that what is summed from them is the same on any number of cores.
+`side_by_side` computes items in separate threads, for models whose matrix products are too small to divide between
+cores. Results come in item order, so sums over them do not depend on the number of cores.
 """
 
 from collections import deque
@@ -27,16 +27,16 @@ from art_cli.runtime.openmp import compute_alone, num_cores
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 
-MOST_THREADS = 8  # Python's part of the work is done by one thread at a time, so more would wait for each other
+MOST_THREADS = 8  # Python code runs in one thread at a time, so additional threads would wait for each other
 
 
 def side_by_side(
     compute: Callable[[Item], Result], items: Sequence[Item], *, num_threads: int | None = None
 ) -> Iterator[Result]:
-    """Yields the result of `compute` for each item, in order, up to `num_threads` at a time (default: one per core).
+    """Yields `compute(item)` for every item, in order, using up to `num_threads` threads (default: one per core).
 
-    The threads take over no thread-local state of torch's, such as `torch.no_grad`. Raises what `compute` raises, for
-    the first item for which it does; then nothing is computed any more.
+    Thread-local torch state such as `torch.no_grad` is not inherited. If `compute` raises, the earliest item's
+    exception is raised and the remaining items are canceled.
     """
     num_threads = min(len(items), min(MOST_THREADS, num_cores()) if num_threads is None else num_threads)
     if num_threads < 2:
@@ -57,17 +57,17 @@ def side_by_side(
 
 
 class Reader:
-    """Reads with the weights of a runner. `packing` is that runner's check, or None to make one."""
+    """Reads with a runner's weights. `packing` is the runner's check (default: a new check)."""
 
     def __init__(self, runner: PackRunner, packing: PackingCheck | None = None) -> None:
         self.runner, self.packing = runner, packing or PackingCheck(runner)
 
     def logprobs(self, samples: Sequence[Sample]) -> list[Floats]:
-        """Returns [N] of each sample: log p of its targets under softmax(logits / temperature), in nats."""
+        """Returns [N] per sample: log p of its targets under softmax(logits / temperature), in nats."""
         return self._read(samples, lambda scores: scores.logprobs)
 
     def values(self, samples: Sequence[Sample]) -> list[Floats]:
-        """Returns [N] of each sample: the critic's value of the state before each target. The policy's reader only."""
+        """Returns [N] per sample: the critic's value before each target. Only the policy's reader supports this."""
         return self._read(samples, _values)
 
     def _read(self, samples: Sequence[Sample], choose: Callable[[TokenScores], Tensor]) -> list[Floats]:
@@ -100,9 +100,9 @@ def _values(scores: TokenScores) -> Tensor:
 def divided(
     samples: Sequence[Sample], ranks: Ranks, read: Callable[[Sequence[Sample]], Sequence[Floats]]
 ) -> list[Floats]:
-    """Returns the numbers that `read` gives for the samples, of which each process of a learner reads a part.
+    """Returns `read`'s results for all samples; every process of a learner reads only a part.
 
-    Raises LearnerError in all processes if `read` raises an ArtError in one.
+    Raises LearnerError in all processes if `read` raises an ArtError in any process.
     """
     alike = sorted(range(len(samples)), key=lambda index: samples[index].token_ids.tobytes())
     mine = alike[len(alike) * ranks.rank // ranks.size : len(alike) * (ranks.rank + 1) // ranks.size]
@@ -120,7 +120,7 @@ def divided(
 
 
 def _in_order(found: dict[int, Floats], ranks: Ranks, num_samples: int) -> list[Floats]:
-    """Returns the numbers of all processes, by the index of the sample."""
+    """Returns the results from all processes, in sample order."""
     whole: dict[int, Floats] = {}
     for part in ranks.gather(found, dict[int, Floats]):
         whole |= part

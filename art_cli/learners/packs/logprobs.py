@@ -1,8 +1,8 @@
-"""Logprobs and entropies of chosen tokens, without ever holding logits for all of them. float32 whatever the model is.
+"""Logprobs and entropies of chosen tokens, without holding the logits for all tokens. Computed in float32.
 
-E rows, H hidden, V vocabulary. The [E, V] logits exist in chunks of n rows only. With a frozen head, a row's gradient
-is one number times a known vector, so the forward pass keeps that vector, [n, H] for a chunk. With a trained head, the
-backward pass computes the chunk's logits again.
+E rows, H hidden, V vocabulary. The [E, V] logits exist only in chunks of n rows. With a frozen head, a row's gradient
+is one number times a known vector, so the forward pass keeps the vectors, [n, H] per chunk. With a trained head, the
+backward pass recomputes the chunk's logits.
 """
 
 from collections.abc import Callable
@@ -11,20 +11,20 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-# Number of logits in a chunk by device. 16 MiB of them stay in the caches of a CPU. On a GPU 512 MiB, 883 rows of a
-# vocabulary of 152k, because each chunk reads the whole head twice, 1.2 GB where it is 4,096 wide. Memory holds about
-# three times as much: the logits, their exponentials and the slope.
+# Logits per chunk, by device. On a CPU, 16 MiB stay in the caches. On a GPU 512 MiB (883 rows for a 152k vocabulary),
+# because each chunk reads the whole head twice (1.2 GB at width 4,096). Peak memory is about three times as much:
+# logits, exponentials and slope.
 CHUNK_LOGITS = {"cpu": 1 << 22, "cuda": 1 << 27}
-CHUNK_ROWS = 128  # smallest number of rows in a chunk; with fewer, a matmul reads the whole head for too little work
+CHUNK_ROWS = 128  # minimum rows per chunk; with fewer rows, a matmul reads the whole head for too little work
 
-Head = Callable[[Tensor], Tensor]  # [n, H] -> [n, V] logits; any module: linear, tied, with a bias or an adapter
+Head = Callable[[Tensor], Tensor]  # [n, H] -> [n, V] logits; any module: linear, tied, with bias or adapter
 
 
 class TokenScores(NamedTuple):
     logprobs: Tensor  # [E] nats, log p of the targets under softmax(logits / temperature); carries the gradient
-    entropies: Tensor  # [E] nats, entropy of that distribution; detached, unless its gradient is asked for
+    entropies: Tensor  # [E] nats, entropy of the same distribution; detached unless `entropy_gradient` was set
     raw_logprobs: Tensor  # [E] nats, log p of the targets under softmax(logits); detached
-    values: Tensor | None = None  # [E] the critic's value of the state before each target, or None without a critic
+    values: Tensor | None = None  # [E] the critic's value before each target; None without critic
 
 
 def token_scores(
@@ -36,11 +36,11 @@ def token_scores(
     chunk_logits: int | None = None,
     entropy_gradient: bool = False,
 ) -> TokenScores:
-    """Scores of `targets` [E] given `hidden` [E, H]; `temperatures` [E] positive. No rows give empty tensors.
+    """Scores `targets` [E] given `hidden` [E, H] and positive `temperatures` [E]. Zero rows give empty tensors.
 
-    log p(x) = z_x / t - log sum_v exp(z_v / t); its gradient by z_v is (1[v = x] - p_v) / t. The head's own parameters
-    get their gradients too. With `entropy_gradient` each entropy H carries its own: -p_v (log p_v + H) / t.
-    Example: logits 0 and log 3, target 1, t = 1 give log 3/4. Temperatures on the CPU spare a GPU a wait.
+    log p(x) = z_x / t - log sum_v exp(z_v / t), with gradient (1[v = x] - p_v) / t for z_v. The head's parameters also
+    get gradients. With `entropy_gradient`, each entropy H carries the gradient -p_v (log p_v + H) / t. Example: logits
+    0 and log 3, target 1, t = 1 give log 3/4. Pass the temperatures on the CPU to avoid a GPU synchronization.
     """
     wants_gradient = torch.is_grad_enabled() and hidden.requires_grad
     trained = [p for p in head.parameters() if p.requires_grad] if isinstance(head, torch.nn.Module) else []
@@ -53,10 +53,10 @@ def token_scores(
 
 
 class _TrainedHead(torch.autograd.Function):
-    """Computes a chunk's logits again in the backward pass. Serves scores without a gradient as well.
+    """Recomputes a chunk's logits in the backward pass. Also used without gradients.
 
-    The head's trained parameters are inputs, so that autograd returns their gradients as it does all others, instead of
-    finding them in `.grad`, to which several threads would add at the same time.
+    The head's trained parameters are inputs, so autograd returns their gradients like all others. Otherwise several
+    threads would add to `.grad` concurrently.
     """
 
     @staticmethod
@@ -112,7 +112,7 @@ class _TrainedHead(torch.autograd.Function):
 
 
 class _FrozenHead(torch.autograd.Function):
-    """Computes the gradient of each row's logprob in the forward pass; the backward pass only scales it."""
+    """Computes each row's logprob gradient in the forward pass; the backward pass only scales it."""
 
     @staticmethod
     def forward(
@@ -141,22 +141,22 @@ class _FrozenHead(torch.autograd.Function):
 
 
 class _Scores:
-    """The scores of E rows, filled chunk by chunk."""
+    """Scores for E rows, filled chunk by chunk."""
 
     def __init__(self, hidden: Tensor, temperatures: Tensor) -> None:
         self.logprobs, self.entropies, self.raw_logprobs, self.log_sums = torch.empty(
             4, len(hidden), device=hidden.device
         )
-        self.is_tempered = bool((temperatures != 1).any())  # waits for the device that the temperatures are on
+        self.is_tempered = bool((temperatures != 1).any())  # synchronizes with the temperatures' device
         self.temperatures = temperatures.to(hidden.device)
 
     def fill(self, chunk: slice, logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns [n, V] exp(logits / temperature - the row's largest) and [n] its sums. Consumes `logits` [n, V]."""
+        """Returns [n, V] exp(logits / temperature - row maximum) and [n] the row sums. Consumes `logits` [n, V]."""
         if self.is_tempered:
             self.raw_logprobs[chunk] = _pick(logits, targets) - logits.logsumexp(-1)
             logits.div_(self.temperatures[chunk, None])
         largest = logits.amax(-1)
-        logits.sub_(largest[:, None])  # the largest is 0 now
+        logits.sub_(largest[:, None])  # the maximum is now 0
         chosen = _pick(logits, targets)
         exponentials = logits.exp()
         sums = exponentials.sum(-1)
@@ -174,12 +174,12 @@ def _pick(logits: Tensor, targets: Tensor) -> Tensor:
 
 
 def _row_dots(left: Tensor, right: Tensor) -> Tensor:
-    """Returns [n] the dot product of each row with its counterpart, without an [n, V] product in memory."""
+    """Returns [n] row-wise dot products, without an [n, V] product in memory."""
     return torch.bmm(left[:, None, :], right[:, :, None])[:, 0, 0]
 
 
 def _rows_per_chunk(hidden: Tensor, head: Head, chunk_logits: int | None) -> int:
-    """Returns the number of rows whose logits may be in memory at once; the head's output gives their width."""
+    """Returns the number of rows per chunk; the head's output determines their width."""
     width = int(getattr(head, "out_features", None) or head(hidden[:1]).shape[-1])
     if chunk_logits is not None:
         return max(1, chunk_logits // width)

@@ -1,10 +1,10 @@
-"""PackRunner: the logprobs of a pack's edges, with or without gradients; ValueHead: a critic's values beside them.
+"""PackRunner: logprobs for a pack's edges, with or without gradients. ValueHead: the matching critic values.
 
-Two ways give the same numbers. The packed one runs the model's layers once over the row, with tree attention, and its
-head on the predicting positions only; it serves every model that is causal softmax attention and a head. The plain one
-runs the model as it is on one sample at a time. packing_check.py compares the two and decides which one a model gets.
+Two ways compute the same numbers. The packed way runs the model's layers once over the row, with tree attention, and
+the head on predicting positions only; it requires causal softmax attention and a head. The plain way runs the
+unmodified model on one sample at a time. packing_check.py compares both and decides which way a model uses.
 
-The value head is one linear layer that reads a critic's value from the policy's last hidden state, in float32.
+The value head is a linear layer that maps the policy's last hidden state to a critic's value, in float32.
 """
 
 import contextlib
@@ -33,67 +33,66 @@ from art_cli.runtime import openmp
 from art_cli.runtime.errors import LearnerError
 
 log = logging.getLogger(__name__)
-# Tokens of a pack where the config gives none. On a CPU this is the smallest budget: larger packs, up to twice the
-# longest sample, are made where trees would be cut and their stems computed again. Measured with a 24M-parameter Qwen3
-# and 9,728 tokens a step: 8192 takes 17.4 s of CPU time, 2048 12.4 s, 1024 11.7 s, because larger packs do not fit into
-# the caches.
+# Default tokens per pack. On a CPU this is the smallest budget: larger packs, up to twice the longest sample, are used
+# where trees would be cut and their stems computed again. Measured with a 24M-parameter Qwen3 and 9,728 tokens per
+# step: 8192 takes 17.4 s of CPU time, 2048 12.4 s, 1024 11.7 s, because larger packs do not fit into the caches.
 MICRO_BATCH_TOKENS = {"cpu": 1024, "cuda": GPU_TOKENS}
-# Least ratio of the tokens in rows to the tokens in trees at which trees pay, because each shared span costs a second
-# attention. Measured with 1M and 24M parameters: trees are 3 to 12 % slower at 1.01, equal at 1.03, 7 % faster at 1.13.
+# Minimum ratio of row tokens to tree tokens for using trees, because each shared span costs a second attention.
+# Measured with 1M and 24M parameters: trees are 3 to 12 % slower at 1.01, equal at 1.03, 7 % faster at 1.13.
 WORTH = 1.04
-# Number of parameters below which a CPU trains with one thread for each pack, and with several packs side by side: the
-# products are too small to be divided. The demo's warm-up (1.2M, two cores) divided takes 0.9 times as long on an idle
-# machine as with one thread, and 1.5 times as long beside three busy processes (python -m benchmarks.speed.busy); the
-# updates of the demo take 2.9 s with one thread, 3.2 s divided, and 1.7 to 2.3 s with two packs side by side.
+# Below this parameter count, a CPU trains with one thread per pack and several packs side by side, because the matrix
+# products are too small to divide. The demo's warm-up (1.2M parameters, two cores), when divided, takes 0.9 times the
+# one-thread time on an idle machine and 1.5 times next to three busy processes (python -m benchmarks.speed.busy). The
+# demo's updates take 2.9 s with one thread, 3.2 s divided, and 1.7 to 2.3 s with two packs side by side.
 SMALL = 2_000_000
 
 
 class ValueHead(torch.nn.Module):
-    """V(s) = w . h / sqrt(H) + b of a state whose last token has the hidden state h [H], in units of the reward.
+    """V(s) = w . h / sqrt(H) + b for a state whose last token has hidden state h [H], in units of the reward.
 
-    Zero at first. Hidden states have entries of about 1 in a model of any width, so without the division the first
-    updates of a wide model would move its values by much more than those of a narrow one.
+    It starts at zero. Hidden states have entries of about 1 at any width, so without the division early updates would
+    move a wide model's values much further than a narrow model's.
     """
 
     def __init__(self, width: int, *, moves_trunk: bool, device: torch.device) -> None:
-        """`moves_trunk`: whether the gradient of the values goes on into the policy's own weights."""
+        """`moves_trunk`: whether value gradients also flow into the policy's weights."""
         super().__init__()
         self.moves_trunk, self.scale = moves_trunk, width**-0.5
         self.weight = torch.nn.Parameter(torch.zeros(width, device=device))
         self.bias = torch.nn.Parameter(torch.zeros(1, device=device))
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """Returns [E] the values of states whose last tokens have the `hidden` states [E, H], of any dtype."""
+        """Returns [E] values for states whose last tokens have `hidden` states [E, H] in any dtype."""
         seen = hidden if self.moves_trunk else hidden.detach()
         values: Tensor = (seen.float() * self.scale) @ self.weight + self.bias
         return values
 
     @torch.no_grad()
     def reset(self) -> None:
-        """Sets it back to zero."""
+        """Resets the head to zero."""
         for parameter in self.parameters():
             parameter.zero_()
 
 
 class PackRunner:
-    """Scores the edges of packs with the weights it is given. Use inside `running()`."""
+    """Scores pack edges with the current weights. Use inside `running()`."""
 
     def __init__(self, weights: Weights, config: BaseLearnerConfig, ranks: Ranks | None = None) -> None:
-        """`ranks` are the processes that share the packs, or None if this one is alone."""
+        """`ranks` are the processes that share the packs (default: this process only)."""
         self.weights, self.config = weights, config
         self.ranks = ranks or Ranks()
         self.micro_batch_tokens = config.micro_batch_tokens or MICRO_BATCH_TOKENS.get(weights.device.type, 1024)
         self.model = weights.model.get_base_model() if weights.has_adapter else weights.model
         self._is_small = weights.device.type == "cpu" and count_parameters(weights.model).whole < SMALL
         self.can_pack: bool | None = None  # None before packing_check.py has decided
-        self.value_head: ValueHead | None = None  # set by a critic; then scores have values
+        self.value_head: ValueHead | None = None  # set by a critic; scores then include values
         self.flex = FlexAttention(self.micro_batch_tokens) if weights.device.type == "cuda" else None
         if config.gradient_checkpointing not in (False, "auto"):
             _enable_checkpointing(self.model)
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
-        """Holds the weights while inside, and makes the model's layers attend to packs."""
+        """Locks the weights inside the block and switches the model's layers to pack attention."""
         with self.weights.lock, contextlib.ExitStack() as stack:
             if self._is_small:
                 stack.enter_context(openmp.single_threaded())
@@ -102,15 +101,16 @@ class PackRunner:
             yield
 
     def decide(self, can_pack: bool, reason: str) -> None:
-        """Runs packs from now on, or plain rows for that reason."""
+        """Uses packs from now on, or plain rows, logging the reason."""
         self.can_pack = can_pack
         if not can_pack:
             log.warning("%s; training one sample at a time, slower", reason)
 
     def using_packs(self, can_pack: bool) -> "PackRunner":
-        """Returns the same policy packed, or as plain rows that keep as little for the backward pass as they can.
+        """Returns a runner for the same policy, either packed or as plain rows with minimal backward memory.
 
-        A model's own layers keep several times what packs do, and a comparison is not to be a step's peak of memory.
+        A model's unmodified layers keep several times what packs keep, and a comparison must not set a step's peak
+        memory.
         """
         other = copy.copy(self)
         other.can_pack = can_pack
@@ -120,22 +120,22 @@ class PackRunner:
         return other
 
     def pack(self, samples: Sequence[Sample], *, share: bool | None = None) -> list[Pack]:
-        """Returns the samples as packs for `run`. `share` makes packs trees; if None, config and samples decide."""
+        """Returns packs for `run`. `share` builds trees; by default, configuration and samples decide."""
         if share is None:
             share = self._shares(samples)
         return pack_small(samples, budgets=self._budgets(samples), share=share)
 
     def _shares(self, samples: Sequence[Sample]) -> bool:
-        """Returns whether shared tokens of the samples are computed once."""
+        """Returns whether the samples' shared tokens are computed once."""
         assert self.can_pack is not None, "PackingCheck.probe comes first"
         if not self.can_pack or self.config.packing == "rows":
             return False
         return self.config.packing == "tree" or reuse(samples) >= WORTH
 
     def _budgets(self, samples: Sequence[Sample]) -> list[int]:
-        """Sizes that a pack may have, in tokens, ascending."""
+        """Returns allowed pack sizes in tokens, ascending."""
         if self.can_pack is False:
-            return [1]  # one row, because the whole logits of every plain row of a pack are in memory at the same time
+            return [1]  # one row, because all plain rows in a pack have their full logits in memory together
         budgets = [self.micro_batch_tokens]
         if self.config.micro_batch_tokens is None and self.weights.device.type == "cpu":
             longest = max((len(sample.token_ids) for sample in samples), default=0)
@@ -144,21 +144,21 @@ class PackRunner:
         return budgets
 
     def deal(self, samples: Sequence[Sample]) -> list[Pack]:
-        """Returns the packs that this process runs."""
+        """Returns the packs assigned to this process."""
         if self.ranks.size == 1:
             return self.pack(samples)
         share = self._shares(samples)
-        # packs of one plain row also give all processes as many passes
+        # packs with a single plain row also give all processes equal numbers of passes
         packs = pack_evenly(samples, self.ranks.size, budget=self._budgets(samples)[0], share=share)
         return deal(packs, self.ranks.rank, self.ranks.size)
 
     def is_side_by_side(self, packs: Sequence[Pack]) -> bool:
-        """Returns whether these packs can be run in several threads at a time, and should, as the model is small."""
+        """Returns whether these packs can run in several threads, and should, because the model is small."""
         is_apart = self.ranks.size == 1 and self.can_pack is True and not any(map(self._checkpoints, packs))
         return self._is_small and is_apart
 
     def run(self, pack: Pack, *, entropy_gradient: bool = False) -> TokenScores:
-        """Returns [E] scores of the pack's edges. `entropy_gradient`: the entropies carry a gradient too."""
+        """Returns [E] scores for the pack's edges. `entropy_gradient`: the entropies carry a gradient, too."""
         with contextlib.ExitStack() as stack:
             if self._checkpoints(pack):
                 stack.enter_context(_checkpointing_layers(self.model))
@@ -168,7 +168,7 @@ class PackRunner:
             return self.ranks.forward(self.model, run, pack)
 
     def _checkpoints(self, pack: Pack) -> bool:
-        """Returns whether the backward pass computes the pack's activations again instead of keeping them."""
+        """Returns whether the backward pass recomputes the pack's activations instead of keeping them."""
         setting = self.config.gradient_checkpointing
         return isinstance(setting, int) and bool(setting) and len(pack.token_ids) >= setting and torch.is_grad_enabled()
 
@@ -183,7 +183,7 @@ class PackRunner:
             tree=tree,
             use_cache=False,
         )
-        hidden = output.last_hidden_state[0]  # [T, H], or of `tree.rows` only (models/decoder/layers.py)
+        hidden = output.last_hidden_state[0]  # [T, H], or only `tree.rows` (models/decoder/layers.py)
         positions = self._tensor(pack.edges.positions)
         if len(hidden) == len(tree.rows):
             positions = torch.searchsorted(tree.rows, positions)
@@ -199,16 +199,16 @@ class PackRunner:
             for start, end, positions in zip(starts, ends, _split(pack.edges.positions, starts[1:]), strict=True)
         ]
         logits = rows[0][0] if len(rows) == 1 else torch.cat([logits for logits, _ in rows])
-        # the logits are there, so the head only copies them
+        # the inputs are already logits, so the head only copies them
         scores = self._score(logits, torch.clone, pack, entropy_gradient)
         if self.value_head is None:
             return scores
         return scores._replace(values=self.value_head(torch.cat([hidden for _, hidden in rows])))
 
     def _run_row(self, token_ids: Ints, positions: Ints) -> tuple[Tensor, Tensor]:
-        """Logits [len(positions), V] and last hidden states of one sequence, the whole model run as it is.
+        """Runs the whole unmodified model on one sequence. Returns logits [len(positions), V] and last hidden states.
 
-        The hidden states are [len(positions), H] where there is a value head, else empty.
+        The hidden states are [len(positions), H] if there is a value head, otherwise empty.
         """
         first = int(positions.min())
         with contextlib.ExitStack() as stack:
@@ -236,14 +236,14 @@ class PackRunner:
 
 @contextlib.contextmanager
 def _packing(model: Any) -> Iterator[None]:
-    """Has the model's layers compute packs inside the block."""
+    """Makes the model's layers compute packs inside the block."""
     with tree_attention(model), known_layers(model, attend):
         yield
 
 
 @contextlib.contextmanager
 def _head_input(model: Any) -> Iterator[list[Tensor]]:
-    """Collects what the model's output head is called with while inside: the last hidden states [1, n, H]."""
+    """Collects the inputs of the model's output head inside the block: last hidden states [1, n, H]."""
     inputs: list[Tensor] = []
     hook = model.get_output_embeddings().register_forward_pre_hook(lambda head, given: inputs.append(given[0]))
     try:
@@ -253,7 +253,7 @@ def _head_input(model: Any) -> Iterator[list[Tensor]]:
 
 
 def _split(positions: Ints, bounds: list[int]) -> list[Ints]:
-    """Returns ascending positions of a pack, cut where each row after the first begins."""
+    """Splits ascending pack positions at the row boundaries."""
     return np.split(positions, np.searchsorted(positions, bounds))
 
 
@@ -265,7 +265,7 @@ def _enable_checkpointing(model: Any) -> None:
 
 @contextlib.contextmanager
 def _checkpointing_layers(model: Any) -> Iterator[None]:
-    """Puts the layers that checkpoint into training mode, which they need for it, but not the dropouts inside them."""
+    """Puts checkpointing layers into training mode, as checkpointing requires, but not their dropout modules."""
     layers = [module for module in model.modules() if getattr(module, "gradient_checkpointing", False)]
     for layer in layers:
         layer.training = True

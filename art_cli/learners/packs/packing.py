@@ -1,17 +1,17 @@
-"""Packs: rows of tokens in which every token that samples share stands once. Numpy only; no model, no loss.
+"""Packs: token rows in which every shared token is stored once. Numpy only; no model, no loss.
 
-The samples of a pack form a prefix tree. Sorted, each differs from the one before it in a suffix only, and these
-suffixes, one after the other, are the pack:
+A pack's samples form a prefix tree. After sorting, each sample differs from its predecessor only by a suffix, and the
+concatenated suffixes are the pack:
 
     samples          pack             segments (start, end, reach)          attention: token k is seen by token q
     1 2 3 4 5        1 2 3 4 5 6 7 8  [1 2 3] 0 3 8                         exactly when k <= q < reach of k's segment
     1 2 3 6 7                         [4 5]   3 5 5
     1 2 3 6 8                         [6]     5 6 8     [7] 6 7 7   [8] 7 8 8
 
-The tree is laid out depth first, so the descendants of a segment are the tokens from its end to its reach. That is the
+The tree is laid out depth first, so a segment's descendants are the tokens from its end to its reach. This defines the
 whole attention mask.
 
-A trained token is an edge of the tree, from the position that predicts it to its own. Samples may share an edge with
+A trained token is a tree edge, from the predicting position to the token's position. Samples may share an edge with
 different weights: its logprob is computed once and enters the loss in several terms.
 """
 
@@ -23,14 +23,14 @@ import numpy as np
 
 from art_cli.learners.samples import Floats, Ints, Sample
 
-PACK_COST = 256  # time of one more forward and backward pass besides its tokens, counted in tokens
+PACK_COST = 256  # fixed time per forward and backward pass, in token equivalents
 
-SMALLEST = 8  # every padded size of a pack is a multiple of it
-SLACK = 1.1  # largest ratio of computed tokens to the fewest possible that smaller packs may cost
+SMALLEST = 8  # padded pack sizes are multiples of this
+SLACK = 1.1  # largest acceptable ratio of computed tokens to the minimum, when choosing smaller packs
 
 
 def round_up(num: int) -> int:
-    """Returns the next of eight sizes per doubling: 8, 16, ... 128, 144, ... 256, 288, ... 512, 576, ..."""
+    """Rounds up to one of eight sizes per doubling: 8, 16, ... 128, 144, ... 256, 288, ... 512, 576, ..."""
     step = max(SMALLEST, 2 ** ((num - 1).bit_length() - 4)) if num > 1 else SMALLEST
     return -(-num // step) * step
 
@@ -47,27 +47,27 @@ class Segments(NamedTuple):
 class Edges(NamedTuple):
     """The E distinct logprobs to compute."""
 
-    positions: Ints  # [E] positions in the pack whose hidden state predicts the target
-    targets: Ints  # [E] the predicted token's id
+    positions: Ints  # [E] pack positions whose hidden state predicts the target
+    targets: Ints  # [E] target token ids
     temperatures: Floats  # [E]
 
 
 class Terms(NamedTuple):
-    """The N trained tokens of the pack's samples, sample after sample."""
+    """The N trained tokens in the pack's samples, sample by sample."""
 
     edges: Ints  # [N] index of the term's edge
     samples: Ints  # [N] index of the term's sample in the pack
     weights: Floats  # [6, N] by Row (../samples.py); NaN: the term is not in the row
-    logprobs: Floats  # [N] the engine's; NaN: it sampled from a cut distribution, or not at all
-    raw_logprobs: Floats  # [N] the engine's under softmax(logits); NaN: it did not report them
+    logprobs: Floats  # [N] engine logprobs; NaN: truncated sampling, or not sampled
+    raw_logprobs: Floats  # [N] engine logprobs under softmax(logits); NaN: not reported
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Pack:
-    """One row of T tokens for the model, and what is trained in it."""
+    """One row of T tokens for the model, with its trained tokens."""
 
     token_ids: Ints  # [T]
-    depths: Ints  # [T] number of tokens before it in its sample, which is its position id
+    depths: Ints  # [T] depth in the sample, which is the position id
     segments: Segments
     edges: Edges
     terms: Terms
@@ -75,11 +75,11 @@ class Pack:
 
 
 def pack_samples(samples: Sequence[Sample], *, budget: int, share: bool = True) -> list[Pack]:
-    """Returns packs of at most `budget` tokens that hold every sample once; a longer sample gets a separate pack.
+    """Packs all samples, using at most `budget` tokens per pack; longer samples get separate packs.
 
-    With `share`, tokens that samples have in common are laid out once, across turns, trajectories and groups. A tree
-    that does not fit one pack is cut where the cut repeats the fewest tokens. Without `share`, every sample is a
-    separate tree. The order of `samples` does not matter. No samples give no packs.
+    With `share`, common tokens are laid out once, across turns, trajectories and groups. A tree that exceeds one pack
+    is cut where the fewest tokens are repeated. Without `share`, every sample is a separate tree. The order of
+    `samples` does not matter. An empty input gives no packs.
     """
     if share:
         ordered, shared = _sorted(samples)
@@ -94,16 +94,15 @@ def pack_samples(samples: Sequence[Sample], *, budget: int, share: bool = True) 
 
 
 def reuse(samples: Sequence[Sample]) -> float:
-    """Returns the ratio of tokens in one row per sample to tokens in one tree of all; 1 if they share nothing."""
+    """Returns the ratio of tokens in plain rows to tokens in one tree over all samples; 1 if nothing is shared."""
     flat = sum(len(sample.token_ids) for sample in samples)
     return flat / max(1, flat - sum(_sorted(samples)[1]))
 
 
 def pack_small(samples: Sequence[Sample], *, budgets: Sequence[int], share: bool = True) -> list[Pack]:
-    """Returns the packs of the smallest of ascending `budgets` that needs at most SLACK times the largest's tokens.
+    """Packs with the smallest of the ascending `budgets` that needs at most SLACK times the largest budget's tokens.
 
-    A small pack takes less memory and stays in caches. One that is too small for its trees computes shared tokens
-    again.
+    Small packs take less memory and stay in caches. Packs too small for their trees recompute shared tokens.
     """
     if not share:
         return pack_samples(samples, budget=budgets[0], share=False)
@@ -113,13 +112,13 @@ def pack_small(samples: Sequence[Sample], *, budgets: Sequence[int], share: bool
 
 
 def _sorted(samples: Sequence[Sample]) -> tuple[list[Sample], list[int]]:
-    """Returns the samples sorted by their tokens, and how many leading tokens each shares with the one before it."""
+    """Returns the samples sorted by tokens, and the number of leading tokens shared with the predecessor."""
     ordered = sorted(samples, key=lambda sample: sample.token_ids.tobytes())
     return ordered, [0, *map(_common_prefix, ordered[:-1], ordered[1:])]
 
 
 def _common_prefix(left: Sample, right: Sample) -> int:
-    """Returns the number of leading tokens that the two have in common."""
+    """Returns the number of leading tokens in common."""
     length = min(len(left.token_ids), len(right.token_ids))
     differs = left.token_ids[:length] != right.token_ids[:length]
     first = int(differs.argmax()) if length else 0
@@ -127,18 +126,19 @@ def _common_prefix(left: Sample, right: Sample) -> int:
 
 
 def _cut(lengths: Ints, shared: Ints, budget: int) -> list[int]:
-    """Returns the bounds [0, ..., number of samples] of the cheapest division of the samples into packs.
+    """Returns the bounds [0, ..., number of samples] of the cheapest division into packs.
 
-    A pack costs its distinct tokens and PACK_COST; its first sample shares nothing. This is a shortest path over the
+    A pack costs its distinct tokens plus PACK_COST; its initial sample shares nothing. This is a shortest path over the
     samples.
     """
     num_samples = len(lengths)
-    total = np.concatenate([[0], np.cumsum(lengths - shared)])  # number of distinct tokens in the samples before each
+    total = np.concatenate([[0], np.cumsum(lengths - shared)])  # number of distinct tokens before each sample
     if total[-1] <= budget:
         return [0, num_samples] if num_samples else [0]
     floor = total[:-1] - shared  # a pack from a sample up to `end` has total[end] - floor tokens
-    firsts = np.searchsorted(total, total - budget)  # earliest sample at which a pack up to `end` may start
-    entry = np.zeros(num_samples)  # least cost of all packs before a sample, plus that of starting another there
+    firsts = np.searchsorted(total, total - budget)  # earliest possible start for a pack up to `end`
+    # least cost of all packs before a sample, plus the cost of starting another pack there
+    entry = np.zeros(num_samples)
     best = np.zeros(num_samples + 1, dtype=np.int64)  # start of the pack that ends at each bound
     for end in range(1, num_samples + 1):
         first = min(int(firsts[end]), end - 1)
@@ -155,16 +155,16 @@ def _cut(lengths: Ints, shared: Ints, budget: int) -> list[int]:
 
 
 class _Run(NamedTuple):
-    """The suffix that one sample adds: its token at depth d >= `depth` has position d + shift in the pack."""
+    """The suffix added by one sample: its token at depth d >= `depth` has pack position d + shift."""
 
     depth: int
     shift: int
 
 
 def _lay_out(samples: list[Sample], shared: list[int]) -> Pack:
-    """Returns the pack of sorted samples, each of which shares `shared` leading tokens with the one before it."""
-    path: list[_Run] = []  # the runs that the current sample consists of, root first
-    starts, parents = [], []  # each run's first position, and the position that it continues (-1: none)
+    """Lays out sorted samples as a pack; `shared` counts the leading tokens each sample shares with its predecessor."""
+    path: list[_Run] = []  # runs in the current sample, root to leaf
+    starts, parents = [], []  # each run's start position, and the position it continues (-1: none)
     ids, depths, predicted = [], [], []
     size = 0
     for sample, depth in zip(samples, shared, strict=True):
@@ -206,8 +206,8 @@ def _lay_out(samples: list[Sample], shared: list[int]) -> Pack:
 
 
 def _positions(path: list[_Run], depths: Ints) -> Ints:
-    """Returns the positions in the pack of the tokens at `depths` of the sample that `path` leads to."""
-    if not len(depths) or depths[0] >= path[-1].depth:  # all are in the sample's own suffix
+    """Returns pack positions for the tokens at `depths` in the sample that `path` leads to."""
+    if not len(depths) or depths[0] >= path[-1].depth:  # all tokens are in the sample's suffix
         return depths + path[-1].shift
     runs = np.searchsorted([run.depth for run in path], depths, side="right") - 1
     shifts: Ints = np.array([run.shift for run in path])[runs]
@@ -215,12 +215,12 @@ def _positions(path: list[_Run], depths: Ints) -> Ints:
 
 
 def _segments(starts: list[int], parents: list[int], size: int) -> Segments:
-    """Returns the runs as segments, cut wherever another run continues one from its middle."""
+    """Returns the runs as segments, cut wherever another run branches off."""
     grows_from = dict(zip(starts, parents, strict=True))
     cuts = {parent + 1 for parent in parents if parent >= 0}
     bounds = sorted(grows_from.keys() | cuts)
     ends = [*bounds[1:], size]
-    owner = dict(zip(ends, range(len(ends)), strict=True))  # a parent position is always the last of its segment
+    owner = dict(zip(ends, range(len(ends)), strict=True))  # a parent position is always the last in its segment
     segment_parents = []
     for start in bounds:
         parent = grows_from.get(start, start - 1)  # a segment that starts at a cut continues the token before it
@@ -234,7 +234,7 @@ def _segments(starts: list[int], parents: list[int], size: int) -> Segments:
 
 
 def _merge_edges(token_ids: Ints, before: Ints, predicted: Ints, temperatures: Floats) -> tuple[Edges, Ints]:
-    """Returns the distinct edges, and each term's index among them. Edges differ by their end and their temperature."""
+    """Returns the distinct edges, and each term's edge index. Edges differ in end position or temperature."""
     kinds, kind_of = np.unique(temperatures, return_inverse=True)
     _, first, edge_of = np.unique(predicted * len(kinds) + kind_of, return_index=True, return_inverse=True)
     ends = predicted[first]

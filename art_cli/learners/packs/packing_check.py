@@ -1,8 +1,8 @@
-"""Compares packs with plain rows, once on a probe and once on a run's first batch, and has the runner use what holds.
+"""Compares packs with plain rows, on a probe and on a run's initial batch, and makes the runner use what works.
 
-The probe is one sequence and a branch of it. It shows whether a model can run packs at all. The first batch shows
-whether contract 1 holds where it counts: the pack that shares most, as the step would run it, against the model as it
-is on one sample at a time, in logprobs and gradient. It changes no weight.
+The probe is one sequence plus a branch. It tests whether a model can run packs at all. The initial batch tests contract
+1 where it matters: the pack with the most sharing, as the step would run it, against the unmodified model on one sample
+at a time, in logprobs and gradient. Weights do not change.
 """
 
 import logging
@@ -21,20 +21,20 @@ from art_cli.models.decoder.forward import Gap, bound_of, rounded_otherwise
 
 log = logging.getLogger(__name__)
 
-TAIL = 64  # number of trailing tokens of each probe sequence whose logprobs are compared
-MAX_SAMPLES = 4  # samples of the first batch that are compared: enough to branch, few enough to cost less than the step
-MAX_NUMBERS = 1 << 26  # numbers of the gradient that are compared; the smallest tensors come first
+TAIL = 64  # number of trailing tokens per probe sequence whose logprobs are compared
+MAX_SAMPLES = 4  # samples compared from the initial batch: enough to branch, yet cheaper than the step
+MAX_NUMBERS = 1 << 26  # compared gradient numbers; the smallest tensors come before larger ones
 
 
 class PackingCheck:
-    """Decides for one runner. All processes of a learner call it, and run the same passes."""
+    """Decides for one runner. All learner processes call it and run the same passes."""
 
     def __init__(self, runner: PackRunner) -> None:
         self.runner = runner
         self.has_compared = False  # whether a batch was compared
 
     def probe(self, sample: Sample) -> None:
-        """Decides on the first call whether the runner packs."""
+        """Decides whether the runner packs. Later calls do nothing."""
         if self.runner.can_pack is not None:
             return
         packing, name = self.runner.using_packs(True), type(self.runner.model).__name__
@@ -52,7 +52,7 @@ class PackingCheck:
         )
 
     def compare(self, batch: Sequence[Sample]) -> None:
-        """Compares packs with plain rows on the first batch; if they differ, the runner runs rows from then on."""
+        """Compares packs with plain rows on the initial batch; if they differ, the runner uses rows from then on."""
         if self.has_compared or not self.runner.can_pack:
             return
         self.has_compared = True
@@ -66,11 +66,11 @@ class PackingCheck:
 
 
 class PackingGap(NamedTuple):
-    """The distance of packs from plain rows. Example: PackingGap(Gap(2e-7, 1e-6), Gap(1e-4, 1e-3), 128)."""
+    """Difference between packs and plain rows. Example: PackingGap(Gap(2e-7, 1e-6), Gap(1e-4, 1e-3), 128)."""
 
-    found: Gap  # logprob: the mean over tokens
+    found: Gap  # logprob: mean over tokens
     bound: Gap
-    num_tokens: int  # tokens whose logprobs were compared
+    num_tokens: int  # number of tokens whose logprobs were compared
 
     @property
     def is_small(self) -> bool:
@@ -85,14 +85,15 @@ class PackingGap(NamedTuple):
 
 
 def compare_batch(runner: PackRunner, batch: Sequence[Sample]) -> PackingGap:
-    """Returns the gap on the samples of the pack that shares most. It leaves no gradient behind."""
-    share = runner.config.packing != "rows"  # also where this batch's trees would not pay, because a later one's may
+    """Returns the gap for samples from the pack with the most sharing. Gradients are cleared."""
+    # also if trees do not pay off for this batch, because they may for later batches
+    share = runner.config.packing != "rows"
     pack = max(runner.pack(batch, share=share), key=_shared)
     return _compare(runner, runner.pack(pack.samples[:MAX_SAMPLES], share=share))
 
 
 def _compare(runner: PackRunner, packs: Sequence[Pack]) -> PackingGap:
-    """Returns the gap of the packs to plain rows of their samples; of the gradient too where autograd records."""
+    """Returns the gap between packs and their samples' plain rows; includes gradients where autograd records."""
     plain = runner.using_packs(False)
     rows = [row for pack in packs for sample in pack.samples for row in plain.pack([sample])]
     packed = _measure(runner, packs)
@@ -108,8 +109,8 @@ def _compare(runner: PackRunner, packs: Sequence[Pack]) -> PackingGap:
 
 
 class _Numbers(NamedTuple):
-    logprobs: dict[int, Tensor]  # sample's id -> logprobs of its trained tokens
-    gradient: Mapping[str, Tensor]  # parameter's name -> gradient of the sum of the logprobs
+    logprobs: dict[int, Tensor]  # sample id -> logprobs for its trained tokens
+    gradient: Mapping[str, Tensor]  # parameter name -> gradient of the logprob sum
 
 
 def _gap(found: _Numbers, own: _Numbers) -> Gap:
@@ -120,12 +121,12 @@ def _gap(found: _Numbers, own: _Numbers) -> Gap:
 
 
 def _shared(pack: Pack) -> int:
-    """Tokens that the pack computes once for several samples."""
+    """Returns the number of tokens saved by sharing."""
     return sum(len(sample.token_ids) for sample in pack.samples) - len(pack.token_ids)
 
 
 def _probes(token_ids: Ints) -> list[Sample]:
-    """Returns the sequence, and one that leaves it in its middle; their last tokens as targets."""
+    """Returns the sequence and a copy that branches off in the middle; their last tokens are targets."""
     half = len(token_ids) // 2
     other = np.concatenate([token_ids[:half], token_ids[half:][::-1]])
     targets = np.arange(max(1, len(token_ids) - TAIL), len(token_ids))
@@ -152,7 +153,7 @@ def _measure(runner: PackRunner, packs: Sequence[Pack]) -> _Numbers:
 
 
 def _copy_gradient(parameters: Mapping[str, Tensor], ranks: Ranks) -> Mapping[str, Tensor]:
-    """Returns whole tensors, MAX_NUMBERS numbers at most, in float32 on the CPU."""
+    """Copies whole tensors, up to MAX_NUMBERS numbers, to float32 on the CPU."""
     copied: dict[str, Tensor] = {}
     num_numbers = 0
     for name, parameter in sorted(parameters.items(), key=lambda item: item[1].numel()):

@@ -1,9 +1,10 @@
-"""Ranks: the processes that share a learner's work; here one process alone.
+"""Ranks: the processes that share a learner's work. This base class describes a single process.
 
-Every process of a learner holds the whole batch and makes the same plan for it. Each runs its own packs. Every layer of
-every pass is a collective, so all processes must run as many passes. A process without a pack left runs an idle pack.
+Every learner process holds the whole batch and computes the same plan, but runs only its assigned packs. All layers in
+all passes are collectives, so every process must run the same number of passes. A process without a pack left runs an
+idle pack.
 
-processes/group_ranks.py has the ranks of several processes.
+processes/group_ranks.py implements ranks for several processes.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -21,15 +22,15 @@ Value = TypeVar("Value")
 
 
 class Ranks:
-    """The rank of this process among the processes of its learner; here the learner has one process.
+    """This process's rank in its learner; here the learner has only one process.
 
-    All processes call `gather`, `forward`, `add_up` and `whole`, in the same order.
+    All processes must call `gather`, `forward`, `add_up` and `whole` in the same order.
     """
 
     rank, size = 0, 1
 
     def gather(self, value: Value, kind: type[Value]) -> list[Value]:
-        """Returns every process's value, a record of type `kind`, in the order of their ranks."""
+        """Returns all processes' values (records of type `kind`), by rank."""
         return [value]
 
     def forward(self, model: Any, run: Callable[[Pack], TokenScores], pack: Pack) -> TokenScores:
@@ -37,14 +38,14 @@ class Ranks:
         return run(pack)
 
     def add_up(self, tensor: Tensor) -> None:
-        """Replaces a tensor that every process holds by the sum over all processes."""
+        """Replaces a tensor by its sum over all processes."""
 
     def whole(self, tensor: Tensor) -> Tensor:
-        """Returns the whole tensor; this process holds a part of it."""
+        """Returns the whole tensor from this process's part."""
         return tensor
 
     def collect(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Returns the whole tensors in the first process's memory, one gathered after the other; {} in all others."""
+        """Returns whole tensors on rank 0's CPU, gathered one at a time; {} on all other ranks."""
         collected: dict[str, Tensor] = {}
         for name, tensor in tensors.items():
             whole = self.whole(tensor.detach())
@@ -53,12 +54,12 @@ class Ranks:
         return collected
 
     def part(self, tensor: Tensor, like: Tensor) -> Tensor:
-        """Returns this process's part of a whole tensor, on the device of `like` and divided like it."""
+        """Returns this process's part of a whole tensor, with the device and sharding of `like`."""
         return tensor.to(like.device)
 
 
 def pack_evenly(samples: Sequence[Sample], size: int, *, budget: int, share: bool) -> list[Pack]:
-    """Returns packs of at most `budget` tokens, or smaller ones where `size` processes finish those sooner."""
+    """Returns packs of at most `budget` tokens, or smaller packs if `size` processes finish them sooner."""
     packs = pack_samples(samples, budget=budget, share=share)
     if len(packs) % size == 0:
         return packs
@@ -69,9 +70,9 @@ def pack_evenly(samples: Sequence[Sample], size: int, *, budget: int, share: boo
 
 
 def deal(packs: Sequence[Pack], rank: int, size: int) -> list[Pack]:
-    """Returns the packs that process `rank` of `size` runs. Every process runs as many; idle packs make up the number.
+    """Returns the packs for process `rank` of `size`. Idle packs equalize the number of packs per process.
 
-    The processes wait for each other in every pass, so packs of about the same length run in the same pass.
+    Processes wait for each other in every pass, so packs of similar length run in the same pass.
     """
     if size == 1 or not packs:
         return list(packs)
@@ -81,7 +82,7 @@ def deal(packs: Sequence[Pack], rank: int, size: int) -> list[Pack]:
 
 
 def _duration(packs: Sequence[Pack], size: int) -> int:
-    """Returns the duration of an update, in tokens. Each pass takes as long as its longest pack."""
+    """Returns an update's duration in tokens. Each pass takes as long as its longest pack."""
     return sum(len(pack.token_ids) + PACK_COST for pack in _longest_first(packs)[::size])
 
 
@@ -90,7 +91,7 @@ def _longest_first(packs: Sequence[Pack]) -> list[Pack]:
 
 
 def _idle(pack: Pack) -> Pack:
-    """Returns a pack of two tokens with nothing to train, so that its loss and gradient are zero."""
+    """Returns a pack of two tokens without terms, so loss and gradient are zero."""
     [short] = pack_samples([bare_sample(pack.token_ids[:2], np.array([1]), "idle")], budget=2)
     floats, ints, weights = np.empty(0), np.empty(0, dtype=np.int64), np.empty((len(Row), 0))
     nothing = Terms(edges=ints, samples=ints, weights=weights, logprobs=floats, raw_logprobs=floats)

@@ -1,34 +1,35 @@
-"""Attention over a pack: every token sees its ancestors in the prefix tree, and itself. A function for transformers.
+"""Attention over a pack: every token sees itself and its ancestors in the prefix tree. A transformers attention
+function.
 
-It is registered under NAME with transformers' attention interface, so it serves any causal model that uses that
-interface. The model's forward takes the tree as the keyword argument `tree` and its layers pass it on to `attend`.
+It is registered as NAME in transformers' attention interface, so it serves any causal model using the interface. The
+model's forward takes the tree as keyword argument `tree`, which its layers pass to `attend`.
 
     CPU, float32 with long segments      matrix products (ProductAttention)
-    CPU, others                          torch's flash kernel, no block that is masked whole
-    GPU                                  the block mask of FlexAttention (flex_attention.py)
+    CPU, others                          torch's flash kernel, skipping fully masked blocks
+    GPU                                  FlexAttention's block mask (flex_attention.py)
     other devices, CPU sliding windows   a dense mask
 
-Flash kernel. A segment attends to itself causally. All its descendants lie in one stretch behind it and attend to it
-without a mask. Each of these blocks is one call of the kernel. The partial results are merged by their log-sum-exp, as
-in ring attention (Liu et al. 2023, arXiv:2310.01889). In the backward pass each block yields its exact part of the
-gradient, because it is given the merged result.
+Flash kernel. A segment attends to itself causally. Its descendants form one contiguous range after it and attend to it
+without a mask. Each of these blocks is one kernel call. Partial results are merged by log-sum-exp, as in ring attention
+(Liu et al. 2023, arXiv:2310.01889). In the backward pass every block yields its exact part of the gradient, because it
+receives the merged result.
 
-A call of the kernel costs as much as about ten thousand pairs of tokens, and a tree of short turns has hundreds of
-segments. So short segments are laid side by side (`divide`), each in one row. Its queries are its own tokens; its keys,
-gathered from the pack, are its short ancestors and itself. Rows of about the same size are padded to one size and
-computed in one call under a mask. A long segment, and every ancestor of a long one, stays a separate block. Gathered
-for each of its descendants, it would cost more memory than it saves time.
+A kernel call costs about as much as ten thousand token pairs, and a tree of short turns has hundreds of segments. So
+short segments are batched (`divide`), one row per segment. A row's queries are the segment's tokens; its keys, gathered
+from the pack, are its short ancestors and the segment itself. Rows of similar size are padded to one size and computed
+in one masked call. Long segments and all their ancestors stay separate blocks, because gathering them for every
+descendant would cost more memory than it saves time.
 
-Matrix products, for float32 and float64. The flash kernel multiplies in MKL's small pieces. Here each row of queries
-(`cut`, which cuts long segments into rows as well and gathers all ancestors) meets all its keys at once: large rows one
-head at a time, by oneDNN (models/decoder/maths.py), and short rows of all heads in one call of bmm. Query heads that
-share a key head are stacked, so that they share its products. The backward pass computes the probabilities again, and
-the softmax over whole rows needs no log-sum-exp to be kept.
+Matrix products, for float32 and float64. The flash kernel multiplies in small MKL pieces. Here each row of queries
+(`cut`, which also cuts long segments into rows and gathers all ancestors) meets all its keys in one product: large rows
+one head at a time through oneDNN (models/decoder/maths.py), short rows for all heads in one bmm call. Query heads with
+a common key head are stacked to share its products. The backward pass recomputes the probabilities; the softmax over
+whole rows needs no stored log-sum-exp.
 
-    b rows times key heads; R queries of a row, stacked for the query heads of a key head; K keys; D numbers of a head
+    b rows times key heads; R queries per row, stacked over the key head's query heads; K keys; D head width
 
-Packs are padded to few sizes, because a CPU's products write code for each size that they meet. The padding is one more
-tree behind the others. Nothing of it is trained and no sample's token sees it.
+Packs are padded to few sizes, because CPU matrix products generate code for every new size. Padding is an extra tree
+after the others. It is never trained and no sample's token sees it.
 """
 
 import contextlib
@@ -48,16 +49,16 @@ from art_cli.learners.packs.packing import Pack, Segments, round_up
 from art_cli.learners.samples import Ints
 from art_cli.models.decoder.maths import inner_product, join_calls, product
 
-LONG = 128  # smallest number of tokens of a segment that fills a call alone
-PIECE = 384  # largest number of queries of a row that is computed by products; 256 and 512 take 5 % longer
-LARGE = 1 << 16  # pairs from which a row is computed alone, head by head
+LONG = 128  # minimum segment length that fills a kernel call alone
+PIECE = 384  # maximum queries per row for matrix products; 256 and 512 take 5 % longer
+LARGE = 1 << 16  # minimum pairs for computing a row separately, head by head
 NAME = "art_tree"
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
 
 def padded(pack: Pack) -> Pack:
-    """Returns the pack with its last token repeated behind it as one more segment, up to the next size."""
+    """Pads the pack to the next size by repeating its last token as an extra segment."""
     length = len(pack.token_ids)
     num = round_up(length) - length
     if num == 0:
@@ -73,21 +74,21 @@ def padded(pack: Pack) -> Pack:
 
 
 def padded_rows(positions: Ints, length: int) -> Ints:
-    """Returns ascending positions of a pack of `length` tokens, with other ones up to the next size."""
+    """Returns ascending pack positions, padded with other positions up to the next size."""
     num = min(round_up(len(positions)), length) - len(positions)
     others = np.setdiff1d(np.arange(length), positions, assume_unique=True)[:num]
     return np.sort(np.concatenate([positions, others]))
 
 
 class SegmentBatch(NamedTuple):
-    """N rows of at most Q queries and K keys each."""
+    """N rows with at most Q queries and K keys."""
 
-    queries: Tensor  # [N * Q] positions in the pack; a row is padded with its last one
-    keys: Tensor  # [N * K] positions in the pack, padded likewise
+    queries: Tensor  # [N * Q] pack positions; rows are padded with their last query
+    keys: Tensor  # [N * K] pack positions, padded likewise
     is_query: Tensor  # [N * Q] bool: not padding
-    own: Tensor  # [tokens] positions in the pack of the queries that are not padding
-    # [N, 1, Q, M] float32 for the last M keys: 0 where the query sees the key, else -inf. Each query sees all keys
-    # before them. Padding sees what its copy sees.
+    own: Tensor  # [tokens] pack positions of the non-padding queries
+    # [N, 1, Q, M] float32 for the last M keys: 0 where the query sees the key, else -inf. Earlier keys are visible to
+    # all queries. Padding sees what the padded query sees.
     mask: Tensor
 
     @property
@@ -96,7 +97,7 @@ class SegmentBatch(NamedTuple):
 
     @property
     def is_large(self) -> bool:
-        """True for one row that is computed head by head."""
+        """Whether this is a single row to be computed head by head."""
         return len(self.mask) == 1 and self.num_pairs >= LARGE
 
 
@@ -115,14 +116,14 @@ class _Row(NamedTuple):
 
 
 class Division(NamedTuple):
-    """The segments of a tree that are computed as blocks, and those that are computed in batches."""
+    """Segments computed as blocks, and segments computed in batches."""
 
     blocks: list[tuple[int, int, int]]  # (start, end, reach)
     batches: list[SegmentBatch]
 
 
 def divide(segments: Segments) -> Division:
-    """Returns the tree's division; every segment is in exactly one of the two."""
+    """Divides the tree; every segment is either a block or part of a batch."""
     is_block = [end - start >= LONG for start, end in zip(segments.starts, segments.ends, strict=True)]
     for index in range(len(is_block) - 1, -1, -1):
         parent = segments.parents[index]
@@ -143,7 +144,7 @@ def divide(segments: Segments) -> Division:
 
 
 def cut(segments: Segments) -> list[SegmentBatch]:
-    """Returns all tokens of the tree in rows of at most PIECE queries, with all their ancestors as keys."""
+    """Returns all the tree's tokens in rows of at most PIECE queries, with all ancestors as keys."""
     rows: list[_Row] = []
     paths: list[list[int]] = []
     for start, end, _, parent in zip(*segments, strict=True):
@@ -163,12 +164,12 @@ def _span(segments: Segments, index: int) -> range:
 
 
 def _num_pairs(rows: Sequence[_Row]) -> int:
-    """Returns the number of pairs in the rows, each padded to the largest."""
+    """Returns the number of pairs after padding the rows to the largest."""
     return len(rows) * max(row.num_queries for row in rows) * max(row.num_keys for row in rows)
 
 
 def _batch(rows: list[_Row], *, num_queries: int = 0, num_keys: int = 0, has_all_keys: bool = False) -> SegmentBatch:
-    """Returns the rows padded to those numbers at least. `has_all_keys`: the mask is for all keys."""
+    """Pads the rows to at least these sizes. `has_all_keys`: the mask covers all keys."""
     num_queries = max(num_queries, *(row.num_queries for row in rows))
     num_keys = max(num_keys, *(row.num_keys for row in rows))
     first = 0 if has_all_keys else min(len(row.above) for row in rows)
@@ -176,7 +177,7 @@ def _batch(rows: list[_Row], *, num_queries: int = 0, num_keys: int = 0, has_all
     queries = [row.start + np.minimum(place, row.num_queries - 1) for row in rows]
     keys = [_padded_keys(row, num_keys) for row in rows]
     is_query = [place < row.num_queries for row in rows]
-    # [Q, M] for each row: whether the query sees the key
+    # [Q, M] per row: whether the query sees the key
     sees = [column[None, :] <= len(row.above) + np.minimum(place, row.num_queries - 1)[:, None] for row in rows]
     mask = np.where(np.stack(sees)[:, None], np.float32(0), np.float32(-np.inf))
     positions, is_real = np.concatenate(queries), np.concatenate(is_query)
@@ -211,7 +212,7 @@ class ProductAttention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        """With probabilities P and their gradient grad v^T, softmax's backward gives the scores' gradient S.
+        """With probabilities P and gradient grad v^T for P, softmax's backward gives S, the gradient for the scores.
 
         The gradients are S k for the queries, S^T q for the keys and P^T grad for the values.
         """
@@ -242,7 +243,7 @@ class ProductAttention(torch.autograd.Function):
 
 
 class _Rows(NamedTuple):
-    """The way of a batch's rows out of the pack and back. `groups`: query heads of a key head."""
+    """Moves a batch's rows out of the pack and back. `groups`: query heads per key head."""
 
     batch: SegmentBatch
     groups: int
@@ -252,7 +253,7 @@ class _Rows(NamedTuple):
         return len(self.batch.mask)
 
     def queries(self, states: Tensor, *, is_zero_padded: bool = False) -> Tensor:
-        """Returns [b, R, D] of [1, heads, T, D]."""
+        """Returns [b, R, D] from [1, heads, T, D]."""
         rows = _pack_tokens(states).index_select(0, self.batch.queries)
         if is_zero_padded:
             rows.mul_(self.batch.is_query[:, None, None])
@@ -261,7 +262,7 @@ class _Rows(NamedTuple):
         return stacked.view(-1, self.groups * rows.shape[1], rows.shape[4])
 
     def keys(self, states: Tensor) -> Tensor:
-        """Returns [b, K, D] of [1, kv heads, T, D]."""
+        """Returns [b, K, D] from [1, kv heads, T, D]."""
         rows = _pack_tokens(states).index_select(0, self.batch.keys)
         rows = rows.view(self.num, -1, *rows.shape[1:])
         return rows.transpose(1, 2).contiguous().flatten(0, 1)
@@ -275,12 +276,12 @@ class _Rows(NamedTuple):
         return scores.softmax(-1)
 
     def parts(self, num: int) -> Iterator[slice]:
-        """Yields the parts that are computed together: everything, or one head of a large row."""
+        """Yields slices to compute together: everything, or one head at a time for a large row."""
         step = 1 if self.batch.is_large else num
         return (slice(start, start + step) for start in range(0, num, step))
 
     def put(self, tokens: Tensor, rows: Tensor) -> None:
-        """Puts [b, R, D] into `tokens` [T, heads, D], without the padding."""
+        """Writes [b, R, D] into `tokens` [T, heads, D], without padding."""
         length, width = self.batch.mask.shape[2], rows.shape[2]
         rows = rows.view(self.num, -1, self.groups, length, width).permute(0, 3, 1, 2, 4).flatten(2, 3).flatten(0, 1)
         tokens[self.batch.own] = rows[self.batch.is_query]
@@ -297,7 +298,7 @@ def _pack_tokens(states: Tensor) -> Tensor:
 
 
 def _like_tokens(states: Tensor) -> Tensor:
-    """Returns [T, heads, D], not filled."""
+    """Returns an uninitialized [T, heads, D]."""
     return states.new_empty(states.shape[2], states.shape[1], states.shape[3])
 
 
@@ -306,24 +307,24 @@ def _joined(parts: list[Tensor]) -> Tensor:
 
 
 def _products(left: Tensor, right: Tensor) -> Tensor:
-    """Returns [b, x, y] of [b, x, c] and [b, y, c]."""
+    """Returns [b, x, y] from [b, x, c] and [b, y, c]."""
     return product(left[0], right[0])[None] if len(left) == 1 else torch.bmm(left, right.mT)
 
 
 def _inner_products(left: Tensor, right: Tensor) -> Tensor:
-    """Returns [b, x, y] of [b, c, x] and [b, c, y]."""
+    """Returns [b, x, y] from [b, c, x] and [b, c, y]."""
     return inner_product(left[0], right[0])[None] if len(left) == 1 else torch.bmm(left.mT, right)
 
 
 @dataclass(frozen=True, eq=False)
 class Tree:
-    """A pack's prefix tree as attention needs it. S segments, T tokens; see `packing.Segments`."""
+    """A pack's prefix tree in the form used by attention. S segments, T tokens; see `packing.Segments`."""
 
     segments: Segments
     depths: Tensor  # [T]
     max_depth: int
-    rows: Tensor  # positions that predict, ascending, and padding; a layer may compute its output for these only
-    flex: FlexAttention | None = None  # the GPU's attention, or None on another device
+    rows: Tensor  # predicting positions plus padding, ascending; a layer may compute its output for these only
+    flex: FlexAttention | None = None  # the GPU's attention; None on other devices
     masks: dict[int | None, Tensor] = field(default_factory=dict)  # dense masks by window, shared by all layers
     block_masks: dict[int | None, BlockMask] = field(default_factory=dict)  # block masks by window, shared likewise
 
@@ -335,18 +336,20 @@ class Tree:
 
     @cached_property
     def division(self) -> Division:
-        """Returns the segments as blocks and batches, computed once for all layers."""
+        """The segments as blocks and batches, computed once for all layers."""
         return divide(self.segments)
 
     @cached_property
     def rows_by_products(self) -> list[SegmentBatch]:
-        """Returns the same for attention by products; empty if short rows hold most pairs (for the flash kernel)."""
+        """Rows for matrix products; empty if short rows hold most pairs, because the flash kernel is then faster."""
         rows = cut(self.segments)
         in_large = sum(row.num_pairs for row in rows if row.is_large)
         return rows if 2 * in_large > sum(row.num_pairs for row in rows) else []
 
     def mask(self, window: int | None = None) -> Tensor:
-        """Returns [T, T] whether the row's token sees the column's; with `window`, only the nearest `window` tokens."""
+        """Returns [T, T] whether the row's token sees the column's; `window` limits it to the
+        nearest `window` tokens.
+        """
         if window not in self.masks:
             self.masks[window] = self._make_mask(window)
         return self.masks[window]
@@ -358,7 +361,7 @@ class Tree:
         return self.block_masks[window]
 
     def _reaches(self) -> Tensor:
-        """Returns [T] where the last descendant of each token's segment ends."""
+        """Returns [T] the end of the last descendant of each token's segment."""
         starts, ends, reaches, _ = self.segments
         whole = np.repeat(reaches, np.subtract(ends, starts))  # torch's repeat_interleave would wait for the GPU
         return torch.from_numpy(whole).to(self.depths.device)
@@ -373,7 +376,7 @@ class Tree:
 
 @contextlib.contextmanager
 def tree_attention(model: Any) -> Iterator[None]:
-    """Has the model's layers, inside the block, attend by the `tree` given to its forward, for packs only."""
+    """Makes the model's layers attend by the `tree` argument inside the block. Only packs can run then."""
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     ALL_ATTENTION_FUNCTIONS.register(NAME, attend)
@@ -402,7 +405,7 @@ def attend(
 ) -> tuple[Tensor, None]:
     """Returns [1, T, heads, D] from query [1, heads, T, D] and key, value [1, kv heads, T, D], as transformers does.
 
-    Raises NotImplementedError for attention that is not softmax(q k) v: soft caps, sinks, dropout.
+    Raises NotImplementedError for attention other than softmax(q k) v: soft caps, sinks, dropout.
     """
     if softcap is not None or s_aux is not None or dropout > 0:
         raise NotImplementedError("tree attention has no soft cap, no sinks and no dropout")
@@ -412,7 +415,7 @@ def attend(
 
 
 def _attend(query: Tensor, key: Tensor, value: Tensor, tree: Tree, window: int | None, scale: float) -> Tensor:
-    """Returns [1, heads, T, D], computed in the way that wastes the fewest masked pairs on this device."""
+    """Returns [1, heads, T, D], using the method that wastes the fewest masked pairs on this device."""
     flex = tree.flex
     if flex is not None and flex.works is None:
         flex.probe(query, key, value, tree.block_mask(flex, window), scale)
@@ -420,7 +423,7 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, tree: Tree, window: int |
         return flex.attend(query, key, value, tree.block_mask(flex, window), scale)
     if window is None and query.device.type == "cpu" and query.shape[-1] == value.shape[-1]:
         dtype = query.dtype
-        if dtype.itemsize < 4:  # in bfloat16 the kernel is three times slower, on a CPU with AMX too
+        if dtype.itemsize < 4:  # in bfloat16 the kernel is three times slower, even on CPUs with AMX
             query, key, value = query.float(), key.float(), value.float()
         found: Tensor = (
             ProductAttention.apply(query, key, value, tree.rows_by_products, scale)  # type: ignore[no-untyped-call]
@@ -432,15 +435,15 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, tree: Tree, window: int |
 
 
 def masked_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float) -> Tensor:
-    """Returns [1, heads, T, D]: the plain form. It computes all pairs and discards those outside `mask` [T, T]."""
+    """Returns [1, heads, T, D] in the plain form: computes all pairs and discards pairs outside `mask` [T, T]."""
     groups = query.shape[1] // key.shape[1]
-    if groups > 1:  # the only kernel that takes both a mask and grouped heads holds all scores at once
+    if groups > 1:  # the only kernel supporting both a mask and grouped heads keeps all scores in memory
         key, value = key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)
     return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scale)
 
 
 class _BlockAttention(torch.autograd.Function):
-    """Exact attention of a prefix tree, by unmasked or causal blocks and by batches of short segments."""
+    """Exact prefix-tree attention, by unmasked or causal blocks and by batches of short segments."""
 
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, division: Division, scale: float) -> Tensor:
@@ -473,9 +476,9 @@ class _BlockAttention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        """Each block's gradient is its exact part of the whole.
+        """Computes the gradient block by block; each block contributes its exact part.
 
-        It is computed with P = exp(scores - the whole row's log-sum-exp) and D = sum(grad * the whole row's out).
+        It uses P = exp(scores - the whole row's log-sum-exp) and D = sum(grad * the whole row's out).
         """
         query, key, value, out, lse = ctx.saved_tensors
         grads = [torch.zeros_like(tensor, dtype=lse.dtype) for tensor in (query, key, value)]
@@ -521,14 +524,14 @@ def _tokens(states: Tensor) -> Tensor:
 
 
 def _rows(states: Tensor, positions: Tensor, batch: SegmentBatch) -> Tensor:
-    """Returns [N, heads, Q or K, D] the batch's rows, taken from [1, heads, T, D]."""
-    # `flatten` copies nothing, because the model's layers make [T, heads, D]
+    """Returns [N, heads, Q or K, D], the batch's rows taken from [1, heads, T, D]."""
+    # `flatten` copies nothing, because the model's layers produce [T, heads, D]
     rows = _tokens(states).flatten(1).index_select(0, positions)
     return rows.view(len(batch.mask), -1, states.shape[1], states.shape[3]).transpose(1, 2)
 
 
 def _merge(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
-    """Merges the result for one more block of keys into `out` and `lse`, in place: the softmax over all keys so far."""
+    """Merges one more block's result into `out` and `lse`, in place, giving the softmax over all keys so far."""
     union = torch.logaddexp(lse, part_lse)
     out.mul_((lse - union).exp_().unsqueeze(-1)).add_(part * (part_lse - union).exp_().unsqueeze(-1))
     lse.copy_(union)
