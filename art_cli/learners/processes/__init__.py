@@ -1,1 +1,1 @@
-"""A learner in several processes, on one machine or on several nodes."""
+"""A learner across several processes, on one machine or on several nodes."""

@@ -1,8 +1,8 @@
-"""GroupRanks: the processes that share a learner's work, as one group of torch.distributed.
+"""GroupRanks: a learner's processes as a torch.distributed group.
 
-A process that holds the whole model is one of GroupRanks: each runs its own packs, and the gradients are added up over
-all of them once, after the last pack. A divided model (FsdpRanks in worker.py) takes less memory, but cannot carry
-several adapters.
+With plain GroupRanks every process holds the whole model and runs its assigned packs; gradients are summed across
+processes once, after the last pack. A sharded model (FsdpRanks in worker.py) takes less memory but cannot carry several
+adapters.
 """
 
 import os
@@ -19,11 +19,11 @@ from art_cli.runtime.errors import LearnerError
 
 Value = TypeVar("Value")
 
-MAX_BYTES = 2**31  # largest record
+MAX_BYTES = 2**31  # maximum record size
 
 
 class GroupRanks(Ranks):
-    """One process of a process group, which exists already."""
+    """One process in an existing process group."""
 
     def __init__(self) -> None:
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
@@ -36,7 +36,7 @@ class GroupRanks(Ranks):
 
 
 def gather(value: Value, kind: type[Value], size: int) -> list[Value]:
-    """Returns the record of each of the `size` processes, which all call this, in the order of their ranks.
+    """Returns all processes' records, by rank. All `size` processes must call it.
 
     Raises LearnerError if another process sent an invalid record.
     """
@@ -53,21 +53,21 @@ def gather(value: Value, kind: type[Value], size: int) -> list[Value]:
 
 
 def _gather(tensor: Tensor, size: int) -> list[Tensor]:
-    """Returns every process's tensor on the CPU. All have the same shape."""
+    """Returns all processes' tensors on the CPU. The shapes must be equal."""
     tensors = [torch.empty_like(tensor) for _ in range(size)]
     dist.all_gather(tensors, tensor)
     return tensors
 
 
 def join(device: torch.device, deadline_s: float) -> None:
-    """Makes this process one of the group that torchrun started. `deadline_s` is the longest wait in a collective."""
+    """Joins the process group started by torchrun. `deadline_s` is the longest wait in a collective."""
     if not dist.is_initialized():
         backends = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
         dist.init_process_group(backends, timeout=timedelta(seconds=deadline_s))
 
 
 def device_of(name: str) -> torch.device:
-    """Returns the CPU, which all processes share, or this process's GPU. Raises LearnerError if there are too few."""
+    """Returns the CPU (shared by all processes) or this process's GPU. Raises LearnerError if GPUs are missing."""
     if name == "cpu" or (name == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
     size, gpus = int(os.environ["LOCAL_WORLD_SIZE"]), torch.cuda.device_count()

@@ -1,4 +1,4 @@
-"""Job: what a process needs to make its part of a learner, as plain data."""
+"""Job: everything a process needs to build its part of a learner, as plain data."""
 
 from dataclasses import fields
 from pathlib import Path
@@ -17,7 +17,7 @@ from art_cli.learners import LearnerSetup
 
 
 class Job(Section):
-    """Sent to the processes on this machine as JSON. Nothing of it is sent to another machine."""
+    """Sent as JSON to processes on this machine. It never leaves this machine."""
 
     base: str
     """A hub id or directory."""
@@ -25,7 +25,7 @@ class Job(Section):
     train: TrainConfig
     loss: LossConfig | AlgorithmConfig
     directory: Path = Path()
-    """The directory that the path of a user's algorithm is relative to."""
+    """Base directory for a user's algorithm path."""
     learner: TorchLearnerConfig
     sft: SftConfig | None
     sampling_max_tokens: int
@@ -36,7 +36,7 @@ class Job(Section):
 
 
 def make_job(config: RunConfig, base: str, *, directory: Path, dtype: str) -> Job:
-    """Returns the job of a configuration whose learner is torch, on the base at hand there."""
+    """Returns the job for a configuration with a torch learner. `base` is the base model's path on this machine."""
     assert isinstance(config.learner, TorchLearnerConfig), f"a learner with processes of its own, not {config.learner}"
-    model = config.model.model_copy(update={"dtype": dtype})  # the same in all processes
+    model = config.model.model_copy(update={"dtype": dtype})  # the same dtype in all processes
     return Job(base=base, model=model, **vars(LearnerSetup.of(config, directory)))

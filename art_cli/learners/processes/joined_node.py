@@ -1,8 +1,8 @@
-"""Another node of a learner: `art join`. It joins the first one, and passes its calls on to processes here.
+"""An additional node of a learner: `art join`. It joins the first node and forwards its calls to local processes.
 
-Its job is its own: base model, settings and code come from the configuration on this machine. From the network come
-records of scored trajectories, tokens, demos and checkpoints, as JSON and safetensors, and each is checked where it is
-read. What its processes write stays in a temporary directory. It ends with the learner.
+The job is local: base model, settings and code come from the configuration on this machine. The network only delivers
+scored trajectories, tokens, demos and checkpoints, as JSON and safetensors, and all of them are validated when read.
+Local processes only write to a temporary directory. The node ends with the learner.
 """
 
 import asyncio
@@ -42,19 +42,19 @@ from art_cli.runtime.processes.process_server import answer
 log = logging.getLogger(__name__)
 Result = TypeVar("Result")
 
-DIAL_DEADLINE_S = 10.0  # longest wait for one connection
+DIAL_DEADLINE_S = 10.0  # longest wait for one connection attempt
 DIAL_EVERY_S = 0.5
-REMIND_S = 30.0  # interval of the line that nothing answers yet
+REMIND_S = 30.0  # log interval while nothing answers
 ADMISSION_DEADLINE_S = 60.0
 WATCH_EVERY_S = 1.0
 FILE_NAME = re.compile(r"([A-Za-z0-9][\w.-]*/){0,2}[A-Za-z0-9][\w.-]*\.(safetensors|json)", re.ASCII)
 
 
 async def join(job: Job, *, files: Path, logs: Path, wait_s: float) -> None:
-    """Returns when the learner is closed. `files` is a directory for the checkpoints that come.
+    """Joins a learner and returns when it is closed. `files` is a directory for received checkpoints.
 
-    Raises LearnerError if the first node refuses this one or does not answer within `wait_s`, or the learner failed;
-    UsageError without a secret; Interrupted if a signal came.
+    Raises LearnerError if the first node refuses this node, does not answer within `wait_s`, or fails later; UsageError
+    without a secret; Interrupted after a signal.
     """
     assert job.learner.rendezvous is not None, "checked by the configuration"
     address = Address.parse(job.learner.rendezvous)
@@ -87,11 +87,11 @@ class _First(NamedTuple):
     connection: authenticated.Sealed
     dtype: str
     learning_rate: float
-    own_host: str  # this machine's address in that connection
+    own_host: str  # this machine's address on the connection
 
 
 def _as_decided(job: Job, first: _First) -> Job:
-    """Returns the job with the run's dtype, and with its learning rate in place of auto."""
+    """Returns the job with the run's dtype, and with the run's learning rate instead of auto."""
     train = job.train
     if train.learning_rate == "auto":
         train = train.model_copy(update={"learning_rate": first.learning_rate})
@@ -99,7 +99,7 @@ def _as_decided(job: Job, first: _First) -> Job:
 
 
 async def _meet(address: Address, secret: bytes, identity: Identity, wait_s: float) -> _First:
-    """Returns the first node, which has admitted this one. Raises LearnerError if it refuses or does not answer."""
+    """Returns the first node's connection after admission. Raises LearnerError if it refuses or does not answer."""
     loop = asyncio.get_running_loop()
     deadline, reminder = loop.time() + wait_s, loop.time() + REMIND_S
     while True:
@@ -127,7 +127,7 @@ async def _meet(address: Address, secret: bytes, identity: Identity, wait_s: flo
     except authenticated.SecretRefused as error:
         writer.close()
         raise LearnerError(f"the run at {address} has another {VARIABLE} than this machine") from error
-    except (OSError, TimeoutError, ValueError) as error:  # msgspec's errors are ValueErrors
+    except (OSError, TimeoutError, ValueError) as error:  # includes msgspec's errors
         writer.close()
         raise LearnerError(f"what answers at {address} is no learner that waits for nodes: {_words(error)}") from error
     if said.refusal:
@@ -145,17 +145,17 @@ def _words(error: BaseException) -> str:
 
 
 class JoinedNode:
-    """Answers the first node. Its public methods are called with what comes from the network."""
+    """Answers the first node. Its public methods receive network data."""
 
     def __init__(self, job: Job, place: NodePlace, *, files: Path, logs: Path) -> None:
-        # why the learner ended; "" if it was closed, None if the first node has sent nothing
+        # reason why the learner ended; "": it was closed; None: nothing received yet
         self.end: str | None = None
         self._job, self._place, self._files, self._logs = job, place, files, logs
         self._workers: Workers | None = None
         self._is_busy = False  # a call is running, which notices deaths itself
 
     def start(self, node: int, port: int) -> None:
-        """Starts the processes here. This is the learner's node number `node`; torch's store is at `port`."""
+        """Starts the local processes. `node` is this node's number in the learner; torch's store is at `port`."""
         if not 0 < node < self._place.nodes or not 0 < port < 65536 or self._workers is not None:
             raise LearnerError(f"no place for a node: {node}, port {port}")
         place = self._place._replace(node=node, port=port)
@@ -167,7 +167,7 @@ class JoinedNode:
         self._call("open", self._job.model_dump(mode="json"))
 
     def receive(self, name: str, offset: int, data: str) -> None:
-        """Writes a part of a file of the checkpoint that `load` reads. Raises LearnerError if no such file can be."""
+        """Writes part of a checkpoint file for `load`. Raises LearnerError for an invalid file name or offset."""
         if not FILE_NAME.fullmatch(name) or offset < 0:
             raise LearnerError(f"no file of a checkpoint: {printable(name, limit=80)}")
         path = self._files / "loaded" / name
@@ -182,7 +182,7 @@ class JoinedNode:
         return partial(self._answer, LEARNER[name])
 
     def _answer(self, method: RemoteMethod[..., Any], given: str = "", progress: Progress | None = None) -> str:
-        """Passes a call of the learner on. A path is one below `files`; what is written there is dropped."""
+        """Forwards a learner call. Paths are replaced by paths below `files`; files written there are discarded."""
         path = self._files / method.path
         if method.name == "save":
             self._empty(method.path).mkdir()
@@ -194,18 +194,18 @@ class JoinedNode:
         return result
 
     async def finish(self, reason: str) -> None:
-        """Notes that the learner is over, and why."""
+        """Records that the learner is over, with the reason."""
         self.end = printable(reason, limit=2000)
 
     async def watch(self, interrupted: asyncio.Event) -> None:
-        """Raises LearnerError when a process here has died between calls, and Interrupted when a signal came."""
+        """Raises LearnerError if a local process dies between calls, and Interrupted after a signal."""
         while True:
             await _or_interrupt(asyncio.sleep(WATCH_EVERY_S), interrupted)
             if self._workers is not None and not self._is_busy:
                 await asyncio.to_thread(self._workers.check)
 
     def close(self) -> None:
-        """Ends all processes here."""
+        """Ends all local processes."""
         if self._workers is not None:
             self._workers.close()
 
@@ -219,7 +219,7 @@ class JoinedNode:
             self._is_busy = False
 
     def _empty(self, name: str) -> Path:
-        """Returns a place for a directory, where none is."""
+        """Returns the path after removing any existing directory there."""
         shutil.rmtree(self._files / name, ignore_errors=True)
         return self._files / name
 
@@ -236,7 +236,7 @@ def _interrupts() -> Iterator[asyncio.Event]:
 
 
 async def _or_interrupt(work: Awaitable[Result], interrupted: asyncio.Event) -> Result:
-    """Returns the result of `work`. Raises Interrupted if a signal came before it."""
+    """Awaits `work`. Raises Interrupted if a signal arrives before the result."""
     working, waiting = asyncio.ensure_future(work), asyncio.ensure_future(interrupted.wait())
     try:
         await asyncio.wait({working, waiting}, return_when=asyncio.FIRST_COMPLETED)

@@ -1,6 +1,7 @@
-"""torchrun, which leaves the exit statuses of its processes in a file when one of them dies: `launcher FILE ARGUMENTS`.
+"""Runs torchrun, and saves its processes' exit statuses to a file if one of them dies: `launcher FILE ARGUMENTS`.
 
-The file is a JSON list of [rank, exit status], negative for a signal, in the order in which torchrun saw the deaths.
+The file is a JSON list of [rank, exit status] (negative for signals), in the order in which torchrun noticed the
+deaths.
 """
 
 import json

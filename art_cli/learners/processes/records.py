@@ -1,7 +1,6 @@
-"""Records between the processes of a learner, as MessagePack that is read as the type that the reader expects.
+"""Records exchanged between a learner's processes, as MessagePack decoded to the type the reader expects.
 
-torch's own way to send objects (all_gather_object) pickles them, and reading a pickle runs any program that the sender
-put into it.
+torch's all_gather_object would pickle objects, and unpickling runs any program that the sender put in.
 """
 
 from collections.abc import Sequence
@@ -13,7 +12,7 @@ import numpy as np
 
 Value = TypeVar("Value")
 
-# The dtypes that an array may have whose annotation names the type. An array is its dtype's code, shape and bytes.
+# Array dtypes allowed for each annotated number type. An array is encoded as dtype code, shape and bytes.
 NUMBERS: dict[type, dict[bytes, np.dtype[Any]]] = {
     np.float64: {b"d": np.dtype(np.float64), b"f": np.dtype(np.float32)},
     np.int64: {b"q": np.dtype(np.int64)},
@@ -21,12 +20,12 @@ NUMBERS: dict[type, dict[bytes, np.dtype[Any]]] = {
 
 
 def encode(value: object) -> bytes:
-    """Returns the record's bytes. Its arrays have numbers of NUMBERS."""
+    """Encodes a record. Its arrays must use dtypes from NUMBERS."""
     return msgspec.msgpack.encode(value, enc_hook=_as_plain)
 
 
 def decode(data: bytes, kind: type[Value]) -> Value:
-    """Returns the record of that type. Raises ValueError if the bytes hold another type."""
+    """Decodes a record of type `kind`. Raises ValueError if the bytes hold another type."""
     value: Value = msgspec.msgpack.decode(data, type=kind, dec_hook=_from_plain)
     return value
 
@@ -46,7 +45,7 @@ def _as_plain(value: object) -> object:
 
 
 def _from_plain(kind: Any, given: object) -> object:
-    """Returns the value. `kind` is Path, or an array's type with the type of its numbers, as NDArray[np.int64]."""
+    """Decodes Path and NDArray values. `kind` is Path or an array type such as NDArray[np.int64]."""
     if kind is Path and isinstance(given, str):
         return Path(given)
     if get_origin(kind) is not np.ndarray:

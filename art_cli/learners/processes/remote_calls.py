@@ -1,8 +1,8 @@
-"""RemoteMethod: a method that another process answers; and the table of a learner's, which all its processes answer.
+"""RemoteMethod: a method answered by another process; and the table of learner methods that all processes answer.
 
-The proxy that calls, the process that answers and the node that passes a call on are all made from one table. What is
-sent and returned has the types of the method's annotations, and is read as nothing else. It is MessagePack in base64
-(records.py), inside a message of runtime/processes/process_calls.py.
+The calling proxy, the answering process and the forwarding node are all built from one table. Parameters and results
+are decoded strictly by the method's annotations. They are MessagePack in base64 (records.py), inside a message from
+runtime/processes/process_calls.py.
 """
 
 import base64
@@ -18,7 +18,7 @@ from art_cli.learners import Learner, Progress
 from art_cli.learners.processes.records import decode, encode
 from art_cli.runtime.errors import LearnerError
 
-LOST = 71  # exit status of a process that ended because it lost another one
+LOST = 71  # exit status for processes ending because they lost another process
 
 P = ParamSpec("P")
 Result = TypeVar("Result")
@@ -28,14 +28,14 @@ class RemoteObject(Protocol):
     """An object with remote methods."""
 
     def call(self, method: str, given: str, progress: Progress | None) -> str:
-        """Sends a call and returns the result that came back, both encoded."""
+        """Sends an encoded call and returns the encoded result."""
 
 
 class RemoteMethod(Generic[P, Result]):
-    """An attribute of a Caller's class. Example: `save = RemoteMethod(Learner.save, path="saved")`"""
+    """A class attribute of a RemoteObject. Example: `save = RemoteMethod(Learner.save, path="saved")`"""
 
     def __init__(self, function: Callable[Concatenate[Any, P], Result], *, path: str = "") -> None:
-        """`path` is the file or directory of another node that stands for a path of this machine, which is not sent."""
+        """`path` names the file or directory that replaces this machine's path on another node."""
         self.name, self.path = function.__name__, path
         self._signature, types = inspect.signature(function), get_type_hints(function)
         self._reports = types.pop("progress", None) is not None
@@ -57,26 +57,26 @@ class RemoteMethod(Generic[P, Result]):
         return _encode(self._params(**params))
 
     def decode(self, given: str) -> dict[str, Any]:
-        """Returns the parameters by name. Raises LearnerError if they have other types."""
+        """Returns the parameters by name. Raises LearnerError if their types do not match."""
         return msgspec.structs.asdict(cast(msgspec.Struct, _decode(given, self._params, self.name)))
 
     def at(self, path: Path) -> str:
-        """Returns the encoded parameters of a method whose only one is a path."""
+        """Encodes the parameters of a method whose only parameter is a path."""
         return self.encode(dict.fromkeys(self._params.__struct_fields__, path))
 
     def answer(self, target: object, given: str, progress: Progress) -> str:
-        """Calls the target's method of that name. Returns its encoded result."""
+        """Calls the target's method with this name. Returns the encoded result."""
         params = self.decode(given) | ({"progress": progress} if self._reports else {})
         return _encode(getattr(target, self.name)(**params))
 
 
 def remote_methods(owner: type) -> dict[str, RemoteMethod[..., Any]]:
-    """Returns the remote methods of a class by name."""
+    """Returns a class's remote methods by name."""
     return {each.name: each for each in vars(owner).values() if isinstance(each, RemoteMethod)}
 
 
 class RemoteLearner:
-    """The methods of a Learner that its processes answer."""
+    """The Learner methods answered by worker processes."""
 
     step = RemoteMethod(Learner.step)
     rehearse = RemoteMethod(Learner.rehearse)
@@ -100,6 +100,6 @@ def _encode(value: object) -> str:
 def _decode(text: str, kind: Any, method: str) -> object:
     try:
         value: object = decode(base64.b64decode(text, validate=True), kind)
-    except (TypeError, ValueError) as error:  # TypeError: not a text
+    except (TypeError, ValueError) as error:  # TypeError: not a string
         raise LearnerError(f"the learner's processes sent what does not belong to {method}: {error}") from error
     return value

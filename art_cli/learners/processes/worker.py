@@ -1,12 +1,12 @@
-"""One process of a learner that has several, started by torchrun (`worker SOCKET LOGS`); FsdpRanks: its divided model.
+"""One worker process of a learner, started by torchrun (`worker SOCKET LOGS`); FsdpRanks for a sharded model.
 
-It answers the calls that workers.py makes to every process: `open` makes its TorchLearner, sharded over all of them;
-the rest are the Learner's methods. It ends, whatever it is doing, when the process that calls it has ended.
+It answers the calls that workers.py sends to every process: `open` builds the TorchLearner, sharded across all
+processes; the other calls are Learner methods. It exits as soon as the calling process ends.
 
-FSDP2 divides each layer's weights over the processes. They are gathered for the layer's forward and backward pass, and
-its gradients are summed over the processes into the part that each one keeps. They are summed, not averaged, because a
-loss divides by the counts of the whole update already. Over several nodes each one may hold the whole model, divided
-over its own processes; then only gradients go between nodes.
+FSDP2 shards each layer's weights across processes. Weights are gathered for the layer's forward and backward pass, and
+gradients are sum-reduced into the shards. They are summed rather than averaged, because the loss already divides by the
+whole update's counts. With several nodes, each node may hold the whole model, sharded across its processes; then only
+gradients travel between nodes.
 """
 
 import os
@@ -39,14 +39,14 @@ if TYPE_CHECKING:
 
 Json = dict[str, Any]
 
-ADAPTERS = "art_cli.tinker.server.adapter_pool:AdapterLearners"  # what holds the adapters behind `art backend`
-COLLECTIVE_DEADLINE_S = 300.0  # longest wait in a collective; ranks drift apart most while each reads the model
+ADAPTERS = "art_cli.tinker.server.adapter_pool:AdapterLearners"  # holds the adapters for `art backend`
+COLLECTIVE_DEADLINE_S = 300.0  # longest wait in a collective; ranks drift apart most while loading the model
 HEARTBEAT_S = 1.0
-CLOSED = ("Connection closed by peer", "Connection reset by peer", "Broken pipe")  # gloo's words for it
+CLOSED = ("Connection closed by peer", "Connection reset by peer", "Broken pipe")  # gloo's error messages
 
 
 class FsdpRanks(GroupRanks):
-    """One process of a group whose model is divided."""
+    """One process in a group with a sharded model."""
 
     def forward(self, model: Any, run: Callable[[Pack], TokenScores], pack: Pack) -> TokenScores:
         scores: TokenScores = model.run_pack(run, pack)
@@ -58,38 +58,38 @@ class FsdpRanks(GroupRanks):
     def part(self, tensor: Tensor, like: Tensor) -> Tensor:
         if isinstance(tensor, DTensor) or not isinstance(like, DTensor):
             return tensor.to(like.device)
-        # no source rank, because every process has read the whole tensor and nothing need be sent
+        # no source rank, because every process has loaded the whole tensor
         return distribute_tensor(tensor.to(like.device), like.device_mesh, like.placements, src_data_rank=None)
 
 
 def shard(model: Any, mesh: DeviceMesh) -> None:
-    """Divides a causal LM over the processes of the mesh, on their devices: each of its layers, then the rest.
+    """Shards a causal LM across the mesh's processes and devices: every layer, then the remaining modules.
 
-    Layers are the modules that transformers marks as not to be split. Parameters become DTensors, so the caller must
+    Layers are the modules listed in transformers' _no_split_modules. Parameters become DTensors, so the caller must
     collect them afterwards.
     """
     names = set(model._no_split_modules or [])
     for layer in [module for module in model.modules() if type(module).__name__ in names]:
         fully_shard(layer, mesh=mesh)
     model.run_pack = _run_pack
-    # sharded again after every forward, because weights that stay gathered would not see the next update
+    # resharded after every forward pass, because gathered weights would miss the next update
     fully_shard(model, mesh=mesh, reshard_after_forward=True)
     register_fsdp_forward_method(model, "run_pack")
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
-            module.set_force_sum_reduction_for_comms(True)  # the only reduction that gloo has
+            module.set_force_sum_reduction_for_comms(True)  # the only reduction supported by gloo
 
 
 def _run_pack(run: Callable[[Pack], TokenScores], pack: Pack) -> TokenScores:
     scores = run(pack)
-    # FSDP sets hooks on what carries a gradient, and a view might lose them
+    # FSDP attaches hooks to outputs that carry a gradient, and a view might lose them
     values = None if scores.values is None else scores.values.clone()
     return scores._replace(logprobs=scores.logprobs.clone(), values=values)
 
 
 def make_mesh(device: torch.device, *, nodes: int = 1) -> DeviceMesh:
-    """Returns all processes in a row; or a row for each of so many nodes, of which each holds the whole model."""
+    """Returns a one-dimensional mesh, or a mesh [nodes, processes] in which each node holds the whole model."""
     if nodes == 1:
         return init_device_mesh(device.type, (dist.get_world_size(),))
     return init_device_mesh(device.type, (nodes, dist.get_world_size() // nodes), mesh_dim_names=("node", "process"))
@@ -106,33 +106,33 @@ def main() -> None:
 
 
 def _status_of(error: BaseException) -> int:
-    """Returns LOST if the cause is another process, which ended before this one and closed its connections."""
+    """Returns LOST if the error came from another process ending earlier and closing its connections."""
     is_network = type(error).__name__ in ("DistNetworkError", "DistBackendError", "DistStoreError")
     return LOST if is_network or any(words in str(error) for words in CLOSED) else 1
 
 
 def _write_to(path: Path) -> None:
-    """Sends all output of this process to a file from here on, whether Python writes it or C code."""
+    """Redirects all output of this process to a file, for both Python and C code."""
     file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, scratch.FILE)
     for number in (1, 2):
         os.dup2(file, number)
 
 
 class Adapters(Protocol):
-    """The adapters of several clients, all on one base, by the ids that their caller gives them."""
+    """Several clients' adapters on one base, keyed by ids that the caller chooses."""
 
     def add(self, id: str, lora: Json | None, seed: int) -> None:
-        """Adds a fresh adapter; without `lora` a copy of all weights."""
+        """Adds a fresh adapter; if `lora` is None, a copy of all weights."""
 
     def drop(self, id: str) -> None:
         """Removes an adapter."""
 
     def answer(self, id: str, method: str, given: str, progress: "Progress") -> str:
-        """Calls a method of an adapter's learner. Returns its encoded result."""
+        """Calls a method of an adapter's learner. Returns the encoded result."""
 
 
 class ServedLearner:
-    """This process's part of the learner. Its methods are those of a Learner (remote_calls.py), and those below."""
+    """This process's part of the learner. It answers the Learner methods in remote_calls.py and the methods below."""
 
     _learner: "TorchLearner"
     _adapters: Adapters
@@ -146,11 +146,11 @@ class ServedLearner:
         return partial(LEARNER[name].answer, self._learner)
 
     def identify(self) -> tuple[int, int]:
-        """Returns its rank and its process id."""
+        """Returns rank and process id."""
         return self._rank, os.getpid()
 
     def open(self, adapters: Json | None = None, **job: Any) -> None:
-        """Makes the learner of a job, or with `adapters` a holder of several clients' adapters."""
+        """Builds the learner for a job, or with `adapters` a container for several clients' adapters."""
         if adapters is not None:
             self._adapters = resolve_name(ADAPTERS)(adapters, COLLECTIVE_DEADLINE_S)
             return
@@ -175,7 +175,7 @@ def make_learner(job: "Job") -> "TorchLearner":
 
     device = device_of(job.learner.device)
     join(device, COLLECTIVE_DEADLINE_S)
-    # loaded on the CPU, so that a GPU holds no more of the model than one layer and its own share
+    # loaded on the CPU, so the GPU never holds more than one layer plus its shard
     weights = load_weights(job.model, job.base, device="cpu", seed=job.train.seed)
     mesh = make_mesh(device, nodes=job.learner.nodes if job.learner.shard == "node" else 1)
     shard(weights.model.get_base_model() if weights.has_adapter else weights.model, mesh)

@@ -1,18 +1,17 @@
-"""Workers: the processes of a learner that has several, seen from their owner; ParallelLearner: the learner on them.
+"""Workers: a learner's worker processes, as seen by their owner. ParallelLearner: a Learner running on them.
 
-torch's own launcher (torchrun) starts them, once and without restarts, as one child of this process. Each connects to a
-Unix socket in a directory that only this user can enter, and answers calls (runtime/processes/process_calls.py). Every
-call goes to all of them. If the learner has several nodes, it goes once to each of the others as well, which has
-Workers too.
+torchrun starts the processes without restarts, as a single child of this process. They connect to a Unix socket in
+a directory only accessible to this user, and answer calls (runtime/processes/process_calls.py). Every call goes to all
+processes. With several nodes, it also goes once to every other node, which runs Workers as well.
 
-They live and end together. When one dies, or lives and does not go on, all are ended. When this process dies, they end
-with it (runtime/processes/supervisor.py). Watchdog finds a process that does not go on from the messages during one
-call. It ends none. Its clock stands while this process is stopped (a Ctrl-Z), because what came meanwhile must be heard
-first.
+They live and die together: if one dies or hangs, all are ended. They also end if this process dies
+(runtime/processes/supervisor.py). Watchdog detects hanging processes from the messages during one call, but ends
+nothing itself. Its clock stops while this process is stopped (Ctrl-Z), because messages that arrived meanwhile must be
+processed before any timeout.
 
-ParallelLearner, as the training loop sees it, holds no weights. Each method (remote_calls.py) calls all processes,
-which are TorchLearners with one model divided among them (worker.py). A checkpoint has the same format as that of a
-learner in one process, and either continues from the other's.
+ParallelLearner holds no weights. Each method (remote_calls.py) calls all processes, which are TorchLearners sharing one
+sharded model (worker.py). Checkpoints have the same format as a one-process learner's, and both can resume each other's
+checkpoints.
 """
 
 import asyncio
@@ -58,29 +57,32 @@ from art_cli.runtime.threads import LoopThread
 
 log = logging.getLogger(__name__)
 
-POLL_S = 0.2  # how often the watchdog is asked
-PACK_DEADLINE_S = 900.0  # longest wait for the first pack, which has all preparation before it; some calls report none
-FROM_DISK, DISK_S = ("open", "save", "load"), 7200.0  # calls that read or write, also a hub's model, and report no pack
-PACK_FLOOR_S, TIMES_LONGEST = 60.0, 10.0  # later packs may take 10 times as long as the longest so far, at least 60 s
-AGREE_DEADLINE_S = 10.0  # longest time from the first error to the last; all make the same checks on the same data
+POLL_S = 0.2  # polling interval of the watchdog
+PACK_DEADLINE_S = 900.0  # longest wait for the initial pack, including all preparation; some calls report none
+# calls that read or write disks, possibly downloading a model, and report no packs
+FROM_DISK, DISK_S = ("open", "save", "load"), 7200.0
+# later packs may take 10 times as long as the longest so far, but at least 60 s
+PACK_FLOOR_S, TIMES_LONGEST = 60.0, 10.0
+# longest time between the earliest and latest error; all processes run the same checks on the same data
+AGREE_DEADLINE_S = 10.0
 MOST_GIVEN = MAX_LINE_BYTES - 2**16  # characters of a call's parameters
 LAUNCHER, WORKER = (f"art_cli.learners.processes.{name}" for name in ("launcher", "worker"))
-DEATHS_FILE = ".deaths.json"  # in the directory of the logs
-START_DEADLINE_S = 300.0  # longest wait for every process to connect: Python has started, torch is not imported yet
-# Longest silence of a process that works. A heartbeat comes every second, so this is long enough for a machine that
-# swaps. The first call has START_DEADLINE_S, because it imports torch, during which nothing else runs, from a disk that
-# may be slow.
+DEATHS_FILE = ".deaths.json"  # in the log directory
+START_DEADLINE_S = 300.0  # longest wait for all processes to connect: Python has started, torch is not imported yet
+# Longest silence of a working process. A heartbeat comes every second, so this is long enough for a machine that swaps.
+# The opening call has START_DEADLINE_S instead, because it imports torch, possibly from a slow disk, and nothing else
+# runs meanwhile.
 HUNG_S = 60.0
 STOP_DEADLINE_S = 10.0
-SETTLE_S = 8.0  # longest wait for the word of a node, after processes here have lost others
+SETTLE_S = 8.0  # longest wait for a node's report after local processes have lost others
 AGAIN = "nothing is lost: run the same command again to go on"
 AGAIN_ON_NODES = "nothing is lost: run the same commands again, here and on the other nodes, to go on"
 TAIL_LINES = 8
-Calls = Mapping[str, "asyncio.Future[Any]"]  # the name of a process or node -> its answer
+Calls = Mapping[str, "asyncio.Future[Any]"]  # process or node name -> its answer
 
 
 class Watchdog:
-    """One for each call. Example: `hear("process 1", Heartbeat())` until `problem()` returns what is wrong."""
+    """Watches one call. Example: `hear("process 1", Heartbeat())` until `problem()` returns an error."""
 
     def __init__(
         self,
@@ -90,13 +92,13 @@ class Watchdog:
         *,
         quiet_s: float = PACK_DEADLINE_S,
     ) -> None:
-        """`hung_s` is the longest silence of a process that works, `quiet_s` the longest wait for the first pack."""
+        """`hung_s` is the longest silence of a working process, `quiet_s` the longest wait for the initial pack."""
         self._hung_s, self._quiet_s = hung_s, quiet_s
         self._clock, self._last, self._now = clock, clock(), 0.0
-        self._heard = dict.fromkeys(names, 0.0)  # when each process that still works said anything
+        self._heard = dict.fromkeys(names, 0.0)  # last message time for every process still working
         self._advanced = 0.0  # when the newest pack was done
         self._longest: float | None = None  # longest time from one pack to the next
-        self._failed: float | None = None  # when the first error came
+        self._failed: float | None = None  # time of the earliest error
 
     def hear(self, name: str, message: Message) -> None:
         self._tick()
@@ -112,12 +114,12 @@ class Watchdog:
 
     @property
     def has_disagreement(self) -> bool:
-        """True if some processes have failed and the others have not done so in time."""
+        """True if some processes have failed and the others have not failed in time."""
         self._tick()
         return self._failed is not None and self._now - self._failed > AGREE_DEADLINE_S
 
     def problem(self) -> str | None:
-        """Returns which process does not go on, or None while nothing is overdue."""
+        """Returns an error message for a hanging process; None while nothing is overdue."""
         self._tick()
         for name, heard in self._heard.items():
             if self._now - heard > self._hung_s:
@@ -137,7 +139,7 @@ class Watchdog:
 
 
 class Workers:
-    """Started once, closed once. Rank r's log is `learner_<r>.log` in `logs`, the launcher's `learner.log`."""
+    """Started once, closed once. Rank r logs to `learner_<r>.log` in `logs`, the launcher to `learner.log`."""
 
     def __init__(
         self,
@@ -147,13 +149,13 @@ class Workers:
         rendezvous: Rendezvous | None = None,
         place: NodePlace | None = None,
     ) -> None:
-        """`size` is the number of processes here. Without `logs` they go to a temporary directory.
+        """`size` is the number of local processes. Without `logs`, logs go to a temporary directory.
 
-        `rendezvous` is where the first node meets the others; `place` is that of another node.
+        `rendezvous` is where the first node waits for other nodes; `place` describes an additional node.
         """
         place = place or NodePlace(interface=interface_of("127.0.0.1"))
         nodes = rendezvous.meeting.nodes if rendezvous is not None else place.nodes
-        self.size = size * nodes  # number of processes of the whole learner
+        self.size = size * nodes  # total number of processes across all nodes
         self._here, self._rendezvous, self._place = size, rendezvous, place._replace(nodes=nodes)
         self._again = AGAIN if nodes == 1 else AGAIN_ON_NODES
         self._scratch = Scratch("learner") if logs is None else None
@@ -168,7 +170,7 @@ class Workers:
     # --- beginning and end --------------------------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Starts and connects all processes. Raises LearnerError if one ended, or did not start in time."""
+        """Starts and connects all processes. Raises LearnerError if one exits or they do not start in time."""
         assert self._launcher is None, "started twice"
         make_directory(self.logs)
         log.info("learner: processes to start here: %d; their logs: %s", self._here, self.logs / "learner*.log")
@@ -195,7 +197,7 @@ class Workers:
             listener = held.enter_context(socket.socket(socket.AF_UNIX))
             if self._place.node == 0:
                 self._place = self._place._replace(port=held.enter_context(reserved_port()))
-            address = home / "s"  # short, because a socket's path has 108 characters at most
+            address = home / "s"  # short, because socket paths are limited to 108 characters
             listener.bind(str(address))
             listener.listen(self._here)
             listener.setblocking(False)
@@ -216,14 +218,14 @@ class Workers:
                 ended.cancel()
 
     def _log_store(self) -> None:
-        """Logs the address of torch's store, which takes no key."""
+        """Logs the address of torch's store, which requires no key."""
         if self._place.node == 0:
             where = ", ".join(listening_on(self._place.port)) or f"port {self._place.port} of every address"
             log.info("learner: torch's store listens on %s without a key: keep others from it (docs/safety.md)", where)
 
     async def _launch(self, address: Path) -> ChildProcess:
         threads, place = max(1, (os.cpu_count() or 1) // self._here), self._place
-        # each process would start up to 32 more to compile the kernel of FlexAttention
+        # each process would otherwise start up to 32 more to compile FlexAttention's kernel
         environment = {"OMP_NUM_THREADS": str(threads), "TORCHINDUCTOR_COMPILE_THREADS": "1", **child_environment()}
         environment.pop(VARIABLE, None)
         if place.interface:
@@ -233,7 +235,7 @@ class Workers:
         with open(self._log(), "wb", opener=owner_only) as file:
             return await ChildProcess.start(
                 [
-                    # not c10d's rendezvous, whose store holds a pickle and listens to every network
+                    # not c10d's rendezvous, whose store holds a pickle and listens on every network
                     *(sys.executable, "-m", LAUNCHER, str(self._deaths_file()), "--rdzv-backend", "static"),
                     *("--nnodes", str(place.nodes), "--node-rank", str(place.node)),
                     *("--master-addr", place.host, "--master-port", str(place.port)),
@@ -256,7 +258,7 @@ class Workers:
         while len(ends) < self._here:
             connection, _ = await asyncio.get_running_loop().sock_accept(listener)
             end = await _ProcessEnd.open(connection)
-            with contextlib.suppress(ConnectionEnded):  # it died; then the launcher ends as well
+            with contextlib.suppress(ConnectionEnded):  # it died; the launcher then ends as well
                 rank, pid = map(int, await end.call("identify", {}))
                 ends[rank], self.pids[rank] = end, pid
         self._ends |= {f"process {rank}": ends[rank] for rank in sorted(ends)}
@@ -290,7 +292,7 @@ class Workers:
         self._ends = {}
 
     async def _let_nodes_go(self) -> None:
-        """Ends the other nodes, with the reason."""
+        """Tells the other nodes the reason and ends them."""
         reason = "" if self._death is None else str(self._death).split("\n", 1)[0]
         if self._rendezvous is not None:
             await self._rendezvous.close(reason)
@@ -304,15 +306,15 @@ class Workers:
     # --- while they live ----------------------------------------------------------------------------------------------
 
     def check(self) -> None:
-        """Raises LearnerError if one of them is dead."""
+        """Raises LearnerError if any process is dead."""
         for name, end in list(self._ends.items()):
             if end.has_ended:
                 self._loop.run_here(self._on_death(name, {}))
 
     def call(self, method: str, params: dict[str, Any], *, progress: Progress | None = None) -> Any:
-        """Returns what the first process answers when all have. Raises the error that all of them answer with.
+        """Calls all processes and returns rank 0's answer. If all raise, raises the error.
 
-        Raises LearnerError if one died or hangs, or only some failed; then all of them are gone.
+        Raises LearnerError if a process dies or hangs, or only some fail; then all processes are ended.
         """
         return self._loop.run_here(self._call(method, params, progress))
 
@@ -336,7 +338,7 @@ class Workers:
             await asyncio.gather(*calls.values(), return_exceptions=True)
 
     async def _watch(self, calls: "Calls", watchdog: Watchdog) -> None:
-        """Returns when all processes have answered, or some failed and the others have not said so in time."""
+        """Returns when all processes have answered, or some failed and the others have not failed in time."""
         waiting = set(calls.values())
         while waiting and not watchdog.has_disagreement:
             _, waiting = await asyncio.wait(waiting, timeout=POLL_S, return_when=asyncio.FIRST_COMPLETED)
@@ -349,7 +351,7 @@ class Workers:
     # --- how they die -------------------------------------------------------------------------------------------------
 
     async def _on_death(self, name: str, calls: "Calls") -> NoReturn:
-        """Ends the others and raises how the first one died. A call and `check` may notice it at the same time."""
+        """Ends the other processes and raises the root cause. A call and `check` may notice a death concurrently."""
         async with self._dying:
             if self._death is None:
                 self._death = await self._find_cause(name, calls)
@@ -358,7 +360,7 @@ class Workers:
         raise self._death
 
     async def _find_cause(self, name: str, calls: "Calls") -> LearnerError:
-        """Returns the error of the first end. `name` was noticed first, and may have lost another one."""
+        """Returns the root cause. `name` was noticed before the others, but may itself have lost another process."""
         end = self._ends[name]
         if isinstance(end, _ProcessEnd) and end.fault:
             return ProcessDied(f"{self._among(name)} died ({end.fault}); {self._again}")
@@ -376,7 +378,7 @@ class Workers:
         )
 
     async def _find_cause_elsewhere(self, calls: "Calls") -> LearnerError | None:
-        """Returns how a node ended, or a process there, or None if none of them reports it within SETTLE_S."""
+        """Returns how a node or a remote process ended; None without a report within SETTLE_S."""
         nodes = {name: end for name, end in self._ends.items() if isinstance(end, NodeEnd)}
         loop = asyncio.get_running_loop()
         deadline = loop.time() + SETTLE_S
@@ -399,10 +401,11 @@ class Workers:
         raise self._death
 
     async def _first_death(self, name: str) -> tuple[str, int | None]:
-        """Returns the process here that died first, and its exit status; `name` and None if the launcher left none.
+        """Returns the local process that died earliest, with its exit status; (name, None) if the launcher left no
+        record.
 
-        The launcher may see several deaths at once. A killed process comes first then, because the others fail when
-        they lose it; those with the exit status LOST come last.
+        The launcher may notice several deaths together. Killed processes sort before failed ones, because others fail
+        when they lose a killed process; processes with status LOST sort last.
         """
         assert self._launcher is not None
         deaths: list[tuple[int, int]] = []
@@ -421,7 +424,7 @@ class Workers:
         return f"{self._among(name)} died ({how}); {self._again}{self._last_lines(log)}"
 
     def _among(self, name: str) -> str:
-        """Returns the name among all. Example: "learner process 1 of 4"."""
+        """Returns the name with the total. Example: "learner process 1 of 4"."""
         return f"learner {name} of {self.size if name.startswith('process ') else self._place.nodes}"
 
     def _deaths_file(self) -> Path:
@@ -431,20 +434,20 @@ class Workers:
         return self.logs / ("learner.log" if rank is None else f"learner_{rank}.log")
 
     def _last_lines(self, log: Path) -> str:
-        """Returns the end of a message; empty where the log is."""
+        """Formats the last log lines for an error message; "" for an empty log."""
         lines = last_lines(log, count=TAIL_LINES)
         return f"; the last lines of {log}:\n{lines}" if lines else ""
 
 
 class _ProcessEnd(CallingEnd):
-    """The connection to a process here."""
+    """The connection to a local process."""
 
     def listen(self, heard: Callable[[Message], None]) -> None:
         self.heard = heard
 
 
 class ParallelLearner(RemoteLearner, Learner):
-    """The Learner protocol over Workers, which are started by the first call that needs them."""
+    """The Learner protocol over Workers, which are started when needed."""
 
     def __init__(self, job: Job, workers: Workers) -> None:
         self.job, self.workers = job, workers
@@ -474,9 +477,9 @@ class ParallelLearner(RemoteLearner, Learner):
 
 
 def parallel_learner(job: Job, *, logs: Path | None) -> ParallelLearner:
-    """Returns the learner of a job, whose logs go to `logs`, or to a temporary directory if that is None.
+    """Returns a job's learner, with logs in `logs` (default: a temporary directory).
 
-    Raises UsageError if other machines could reach the rendezvous and there is no secret.
+    Raises UsageError if other machines could reach the rendezvous and no secret is set.
     """
     rendezvous = None
     if job.learner.nodes > 1:

@@ -1,9 +1,9 @@
-"""A learner over several machines, its nodes: how they find each other, prove who they are, and are called.
+"""A learner across several machines (nodes): how they meet, authenticate, and are called.
 
-node_address.py   NodePlace: one machine's place among the nodes; addresses and interfaces; the secret
-node_identity.py  what must be the same on all nodes, and how two of them differ
-rendezvous.py     the first node, which runs `art train`: waits for the others and admits them;
-                  NodeEnd: one other node, as the first one calls it
+node_address.py   NodePlace: a machine's position among the nodes; addresses and interfaces; the secret
+node_identity.py  settings and files that must match on all nodes, and how two nodes differ
+rendezvous.py     the first node, which runs `art train`: waits for the other nodes and admits them;
+                  NodeEnd: another node, as called by the first node
 ../joined_node.py another node: `art join`
 
     first node                                other node
@@ -12,7 +12,7 @@ rendezvous.py     the first node, which runs `art train`: waits for the others a
                  ranks       NodeEnd  ----- calls --->   ranks
                    \\________ torch.distributed ____________/
 
-Every node's Workers start their own processes by torchrun's static rendezvous, whose store is on the first node. (Its
-c10d rendezvous reads pickles from a port that is open to all.) A call of the learner goes to the processes of the first
-node and, once, to each other node, whose Workers pass it on to theirs. So ranks are ranks wherever they are.
+Every node's Workers start their processes with torchrun's static rendezvous, whose store is on the first node. (The
+c10d rendezvous reads pickles from a port open to all.) A learner call is sent to the first node's processes and, once,
+to every other node, whose Workers forward it to local processes. Ranks therefore work the same on any node.
 """

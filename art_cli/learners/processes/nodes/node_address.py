@@ -1,6 +1,6 @@
-"""NodePlace: one machine's place among the nodes of a learner; addresses, ports and interfaces; the secret they share.
+"""NodePlace: a machine's position among a learner's nodes; addresses, ports and interfaces; the shared secret.
 
-The secret comes from the environment. It is in no file, log or message.
+The secret comes from the environment. It never appears in files, logs or messages.
 """
 
 import contextlib
@@ -14,10 +14,10 @@ from typing import NamedTuple
 
 from art_cli.runtime.errors import UsageError
 
-SIOCGIFADDR = 0x8915  # the request for an interface's IPv4 address, linux/sockios.h
+SIOCGIFADDR = 0x8915  # ioctl request for an interface's IPv4 address, linux/sockios.h
 LISTENS = "0A"  # TCP_LISTEN in /proc/net/tcp
 VARIABLE = "ART_NODES_SECRET"
-MIN_LENGTH = 16  # characters; who listens on the network could guess a shorter one
+MIN_LENGTH = 16  # characters; an eavesdropper could guess a shorter secret
 CURE = f"set {VARIABLE} to the same value on every node, such as that of `openssl rand -hex 32`"
 
 
@@ -26,7 +26,7 @@ class NodePlace(NamedTuple):
 
     node: int = 0
     nodes: int = 1
-    host: str = "127.0.0.1"  # host name or address of the first node, where torch's store is
+    host: str = "127.0.0.1"  # first node's host name or address, where torch's store is
     port: int = 0  # port of torch's store; 0: not known yet
     interface: str = ""  # this machine's network interface to the other nodes; "": torch chooses
 
@@ -42,21 +42,21 @@ class Address(NamedTuple):
 
     @classmethod
     def parse(cls, text: str) -> "Address":
-        """`text` is HOST:PORT, as the configuration has checked; an IPv6 address stands in brackets."""
+        """Parses HOST:PORT, already validated by the configuration; IPv6 addresses are in brackets."""
         host, _, port = text.rpartition(":")
         return cls(host.strip("[]"), int(port))
 
     def is_loopback(self) -> bool:
-        """Returns whether only this machine can reach it. Raises OSError if there is no such host."""
+        """Returns whether only this machine can reach it. Raises OSError for an unknown host."""
         found = socket.getaddrinfo(self.host, self.port, type=socket.SOCK_STREAM)
         return all(ipaddress.ip_address(str(info[4][0]).split("%")[0]).is_loopback for info in found)
 
 
 @contextlib.contextmanager
 def reserved_port() -> Iterator[int]:
-    """Yields a free port that no other program is given while the block runs.
+    """Yields a port that no other program is assigned during the block.
 
-    torch's store can listen on it all the same, because both sockets have SO_REUSEADDR and this one does not listen.
+    torch's store can still listen on it, because both sockets set SO_REUSEADDR and this socket does not listen.
     """
     with socket.socket() as holder:
         holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -65,7 +65,7 @@ def reserved_port() -> Iterator[int]:
 
 
 def listening_on(port: int) -> list[str]:
-    """Returns the addresses of this machine at which a program listens on the port, as far as the system shows them.
+    """Returns this machine's addresses with a listener on the port, as far as the system shows them.
 
     Example: ["0.0.0.0:41233", "[::]:41233"]
     """
@@ -82,10 +82,10 @@ def listening_on(port: int) -> list[str]:
 
 
 def interface_of(host: str) -> str:
-    """Returns the network interface whose IPv4 address `host` is or names; "" if the system does not report it."""
+    """Returns the network interface with `host`'s IPv4 address; "" if the system does not report it."""
     with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
         wanted = socket.gethostbyname(host)
-        if ipaddress.ip_address(wanted).is_loopback:  # every address of 127.0.0.0/8
+        if ipaddress.ip_address(wanted).is_loopback:  # any address in 127.0.0.0/8
             wanted = "127.0.0.1"
         for _, name in socket.if_nameindex():
             with contextlib.suppress(OSError):
@@ -96,17 +96,17 @@ def interface_of(host: str) -> str:
 
 
 def keep_alive(connection: socket.socket) -> None:
-    """Has the system notice within half a minute that the machine at the other end is gone, also without traffic."""
+    """Enables TCP keepalive: a vanished peer is noticed within half a minute, even without traffic."""
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for option, value in (("TCP_KEEPIDLE", 10), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 4), ("TCP_USER_TIMEOUT", 60_000)):
-        if hasattr(socket, option):  # macOS has other names
+        if hasattr(socket, option):  # macOS uses other names
             connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
 
 
 def read_secret(address: Address) -> bytes:
-    """Returns the secret; empty if none is needed as only this machine reaches the address. Raises UsageError.
+    """Returns the secret; empty if unset and only this machine can reach the address.
 
-    A rendezvous that cannot be resolved is a UsageError too.
+    Raises UsageError if a required secret is missing or too short, or the address cannot be resolved.
     """
     secret = os.environ.get(VARIABLE, "")
     try:

@@ -1,7 +1,7 @@
-"""Identity: what must be the same on all nodes of a learner, so that they take the same step; how two of them differ.
+"""Identity: settings and files that must match on all nodes for identical steps; and how two nodes differ.
 
-A node sends digests of its settings, so that the first one can name what differs, and their values stay where they are.
-Paths may differ. The files that they lead to may not.
+A node sends digests of its settings, so that the first node can name differing settings without seeing their values.
+Paths may differ, but the files behind them may not.
 """
 
 import hashlib
@@ -18,9 +18,9 @@ from art_cli.models.base_files import BASE_FILES, TEMPLATE, find_files
 from art_cli.runs.manifest import hash_file
 from art_cli.runtime.errors import UsageError, printable
 
-Identity = dict[str, str]  # name of a part -> its version or digest
+Identity = dict[str, str]  # part name -> version or digest
 
-# Settings that may differ between nodes: where things are, how they are reached, and what only the first one does.
+# Settings that may differ between nodes: paths, connections, and settings only used by the first node.
 FREE = frozenset(
     {
         *("base", "directory", "model.base", "model.dtype", "model.chat_template"),
@@ -31,14 +31,14 @@ FREE = frozenset(
         "learner.gradient_checkpointing",  # each machine's memory decides; the gradient is the same
     }
 )
-RATE = "setting train.learning_rate"  # left out by a node whose rate is auto: it takes the first node's
+RATE = "setting train.learning_rate"  # omitted by a node with rate auto, because it takes the first node's rate
 KINDS = {"package": "other versions", "setting": "other settings", "model": "another base model"}
 KINDS |= {"teacher": "another teacher", "code": "another algorithm", "device": "another kind of device"}
-MAX_NAMED = 6  # parts that a message names
+MAX_NAMED = 6  # maximum number of parts named in a message
 
 
 def identity_of(job: Job) -> Identity:
-    """Returns the identity of this machine as a node with that job. Raises UsageError if a file cannot be read."""
+    """Returns this machine's identity as a node with this job. Raises UsageError if a file cannot be read."""
     try:
         files = dict(_files(job))
         with ThreadPoolExecutor(4) as pool:
@@ -55,7 +55,7 @@ def identity_of(job: Job) -> Identity:
 
 
 def difference(ours: Mapping[str, str], theirs: Mapping[str, str]) -> str:
-    """Returns the difference of another node from this one, in a line; "" if there is none.
+    """Describes in one line how another node differs from this node; "" without differences.
 
     Example: "other settings (train.learning_rate), other versions (torch 2.12.0 there, 2.13.0 here)".
     """
@@ -81,7 +81,7 @@ def _named(names: list[str]) -> str:
 
 
 def _files(job: Job) -> Iterator[tuple[str, Path]]:
-    """Yields the files whose content decides what a step computes."""
+    """Yields the files whose content affects the step's computation."""
     yield from ((f"model {name}", path) for name, path in _model_files(find_files(job.base)))
     if job.model.chat_template is not None:
         yield "model chat_template", job.model.chat_template
@@ -99,7 +99,7 @@ def _model_files(directory: Path) -> list[tuple[str, Path]]:
 
 
 def _flat(prefix: str, section: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Yields (dotted key, value) of every setting that must be the same."""
+    """Yields (dotted key, value) for every setting that must match."""
     for name, value in section.items():
         key = f"{prefix}.{name}" if prefix else name
         if key in FREE:

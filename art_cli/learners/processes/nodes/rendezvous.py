@@ -1,10 +1,10 @@
-"""Rendezvous: the first node waits here for the others and admits those that are like it; NodeEnd: one of them.
+"""Rendezvous: the first node waits here for the other nodes and admits those with the same identity; NodeEnd.
 
-A connection may come from anybody until it has proven the secret. Until then no more than 64 bytes of it are read, in
-ten seconds at most, and MAX_STRANGERS are heard at once. A refused node gets the reason, and the wait goes on.
+Anybody may connect until the secret is proven. Before that, a connection may send up to 64 bytes within ten seconds,
+and up to MAX_STRANGERS are handled concurrently. A refused node gets the reason, and waiting continues.
 
-The first node calls a NodeEnd like the connection to one of its own processes. No path of this machine is sent. A
-checkpoint that is loaded goes there file by file; nothing is written there.
+The first node calls a NodeEnd like a connection to a local process. Local paths are never sent. To load a checkpoint,
+its files are sent one by one; the node writes nothing permanent.
 """
 
 import asyncio
@@ -34,16 +34,16 @@ from art_cli.runtime.processes.process_calls import (
 
 log = logging.getLogger(__name__)
 
-CHUNK_BYTES = 4 * 2**20  # largest part of a file in one message
-CHUNK_DEADLINE_S = 60.0  # longest wait until the node has written one
+CHUNK_BYTES = 4 * 2**20  # maximum bytes of a file per message
+CHUNK_DEADLINE_S = 60.0  # longest wait for the node to write a chunk
 FINISH_DEADLINE_S = 5.0
-SENT = ("*.safetensors", "*.json")  # the files of a checkpoint that a learner reads
+SENT = ("*.safetensors", "*.json")  # checkpoint files that a learner reads
 MAX_STRANGERS = 16
-REMIND_S = 30.0  # interval of the line that nodes are still missing
+REMIND_S = 30.0  # log interval while nodes are missing
 
 
 class NodeEnd:
-    """Example: `NodeEnd(end, "node 1 (10.0.0.5)")`"""
+    """Another node's connection. Example: `NodeEnd(end, "node 1 (10.0.0.5)")`"""
 
     def __init__(self, end: CallingEnd, name: str) -> None:
         self.name = name
@@ -62,23 +62,23 @@ class NodeEnd:
         return self._end.farewell
 
     def listen(self, heard: Callable[[Message], None]) -> None:
-        """Has `heard` called with each message that comes."""
+        """Calls `heard` for every incoming message."""
         self._end.heard = heard
 
     async def call(self, method: str, params: Json, *, progress: Progress | None = None) -> Any:
-        """Returns what the node's processes answer to a call of the learner. Raises as CallingEnd.call does."""
+        """Calls the learner on the node and returns its answer. Raises like CallingEnd.call."""
         if method == "load":
             await self._send_files(LEARNER[method].decode(params["given"])["directory"])
-        elsewhere = method == "open" or LEARNER[method].path  # the node has its own job and directories
+        elsewhere = method == "open" or LEARNER[method].path  # the node uses its local job and directories
         return await self._end.call(method, {} if elsewhere else params, progress=progress)
 
     async def start(self, node: int, port: int) -> None:
-        """Starts the node's processes, which meet the others. Raises as `call` does."""
+        """Starts the node's processes, which join the others. Raises like `call`."""
         await self._end.call("start", {"node": node, "port": port})
 
     async def _send_files(self, directory: Path) -> None:
-        """Sends the files. Raises LearnerError if the node did not take them in time."""
-        heard, self._end.heard = self._end.heard, lambda message: None  # these calls are not the learner's
+        """Sends checkpoint files. Raises LearnerError if the node does not accept them in time."""
+        heard, self._end.heard = self._end.heard, lambda message: None  # these are not learner calls
         try:
             for name, offset, data in _chunks(directory):
                 params = {"name": name, "offset": offset, "data": base64.b64encode(data).decode()}
@@ -91,7 +91,7 @@ class NodeEnd:
             self._end.heard = heard
 
     async def finish(self, reason: str) -> None:
-        """Sends the node the reason why its work is over: "" for an end that was meant."""
+        """Sends the node the reason for ending; "" for a normal end."""
         with contextlib.suppress(TimeoutError, ConnectionEnded, LearnerError):
             await asyncio.wait_for(self._end.call("finish", {"reason": reason}), FINISH_DEADLINE_S)
 
@@ -103,7 +103,7 @@ class NodeEnd:
 
 
 def _chunks(directory: Path) -> Iterator[tuple[str, int, bytes]]:
-    """Yields (name, offset, bytes) of each part of what a learner reads in a checkpoint."""
+    """Yields (name, offset, bytes) for the checkpoint files read by a learner, in chunks."""
     files = sorted(path for pattern in SENT for path in directory.rglob(pattern) if path.is_file())
     for path in files:
         with path.open("rb") as file:
@@ -114,33 +114,33 @@ def _chunks(directory: Path) -> Iterator[tuple[str, int, bytes]]:
 
 
 class Introduction(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The first message of a node. Example: Introduction({"package torch": "2.13.0", "device": "cpu", ...})"""
+    """A node's opening message. Example: Introduction({"package torch": "2.13.0", "device": "cpu", ...})"""
 
     identity: Identity
 
 
 class Welcome(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The answer to it. Example: Welcome("", "float32", 2e-4), or Welcome(refusal="other settings (loss.kl)")"""
+    """The reply. Example: Welcome("", "float32", 2e-4), or Welcome(refusal="other settings (loss.kl)")"""
 
-    refusal: str = ""  # "": it is admitted
-    dtype: str = ""  # dtype of the base's weights, as the run has decided
-    learning_rate: float = 0.0  # the run's, for a node whose rate is auto
+    refusal: str = ""  # "": admitted
+    dtype: str = ""  # base weights dtype, as decided by the run
+    learning_rate: float = 0.0  # the run's rate, for a node whose rate is auto
 
 
 class Meeting(NamedTuple):
     """The first node's settings. Example: Meeting(Address("10.0.0.4", 29500), 2, b"", {...}, "float32", 2e-4, 60.0)"""
 
     address: Address
-    nodes: int  # this one counted
+    nodes: int  # including the first node
     secret: bytes
-    identity: Callable[[], Identity]  # called once, in a thread, because it reads the base's files
+    identity: Callable[[], Identity]  # called once, in a thread, because it reads the base model's files
     dtype: str
     learning_rate: float
     deadline_s: float  # longest wait for the last node
 
 
 class Rendezvous:
-    """Listens from `open` to `close`. `meet` gives the other nodes."""
+    """Listens from `meet` to `close`."""
 
     def __init__(self, meeting: Meeting) -> None:
         self.meeting = meeting
@@ -152,7 +152,7 @@ class Rendezvous:
         self._strangers = 0
 
     async def meet(self) -> list[NodeEnd]:
-        """Returns the other nodes in the order of their coming. Raises LearnerError if some did not come in time."""
+        """Returns the other nodes in order of arrival. Raises LearnerError if some do not arrive in time."""
         address, missing = self.meeting.address, self.meeting.nodes - 1
         self._identity = await asyncio.to_thread(self.meeting.identity)
         try:
@@ -171,7 +171,7 @@ class Rendezvous:
         return self._met
 
     async def close(self, reason: str = "") -> None:
-        """Lets no more nodes come, and sends those that came the reason of the end; "" is an end that was meant."""
+        """Stops admitting nodes and sends the admitted nodes the reason for ending; "" for a normal end."""
         if self._server is not None:
             self._server.close()
         await asyncio.gather(*(node.finish(reason) for node in self._met))
@@ -194,7 +194,7 @@ class Rendezvous:
     # --- one connection -----------------------------------------------------------------------------------------------
 
     async def _hear(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Answers one connection, which is a node's or a stranger's. It stays open if its node is admitted."""
+        """Handles one connection from a node or stranger. It stays open if the node is admitted."""
         peer = str((writer.get_extra_info("peername") or ["?"])[0])
         if self._strangers >= MAX_STRANGERS:
             writer.close()
