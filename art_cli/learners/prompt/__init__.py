@@ -1,1 +1,1 @@
-"""The learner whose policy is a prompt: prompt_learner.py searches, and reflection.py has a model propose texts."""
+"""The learner whose policy is a prompt: prompt_learner.py searches, and reflection.py asks a model for new texts."""

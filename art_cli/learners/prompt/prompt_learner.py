@@ -1,19 +1,19 @@
-"""PromptLearner: `learner: {name: prompt}`, whose policy is a text. A step is a round of reflective prompt search.
+"""PromptLearner: `learner: {name: prompt}`, whose policy is a text. A step is one round of reflective prompt search.
 
-    groups of a step: some attempts with a kept prompt (the parent), some with a proposed one, judged together
+    a step's groups: some attempts use a kept prompt (the parent), some a proposed prompt; both are judged together
       -> the proposal is kept if it beat its parent on these groups
       -> next parent, from the Pareto front of the kept prompts' rewards by scenario
-      -> reflection.py: a model reads the parent's attempts and proposes a new text for one part of it
+      -> reflection.py: a model reads the parent's attempts and proposes a new text for one part
 
-So a proposal is made at the end of a step and tested in the next one, on scenarios that the model was not shown: a text
-that recites their answers does not pass, and each group has one verdict. The first step has nothing to propose from, so
-that all its attempts are the starting prompt's. GEPA instead tests a proposal on the attempts it was made from, and
-then on a separate set.
+So a proposal is made at the end of one step and tested in the next step, on scenarios that the model was not shown. A
+text that recites answers does not pass, and every group is judged only once. The initial step has no attempts to learn
+from, so it only plays the starting prompt. GEPA instead tests a proposal on the attempts behind it, then on a separate
+set.
 
-A group's rewards are compared within that group alone where it is decided what is kept. The Pareto front and the
-offered prompt compare rewards of different groups, which is rough with a judge that ranks (ruler).
+Acceptance compares rewards only within a group. The Pareto front and the best prompt compare rewards across groups,
+which is rough for judges that rank (ruler).
 
-A checkpoint has prompt.json, the best prompt so far, and optimizer.json, the search: all that a resumed run needs.
+A checkpoint contains prompt.json (the best prompt so far) and optimizer.json (the search state for resuming).
 """
 
 import math
@@ -38,23 +38,25 @@ from art_cli.runs.trajectory import EQUAL_REWARDS, ScoredTrajectory
 from art_cli.runtime.errors import CheckpointError, DataError, LearnerError, UsageError, one_line
 
 STATE_FILE = "optimizer.json"
-NUM_EXAMPLES = 16  # attempts of a prompt that are kept to reflect on; a question shows fewer
+NUM_EXAMPLES = 16  # attempts kept per prompt for reflection; each question shows fewer
 FIRST_PART = "instructions"
 
 Rewarded = list[tuple[float, ScoredTrajectory]]  # attempts with their rewards
 
 
 class KeptPrompt(msgspec.Struct, kw_only=True):
-    """The first prompt, or one that beat its parent. `rewards` is a scenario's id, with sources "source/id", -> (sum of
-    its means there, number)."""
+    """The starting prompt, or a prompt that beat its parent.
+
+    `rewards` maps a scenario id ("source/id" with sources) to (sum of group means, number of groups).
+    """
 
     parts: dict[str, str]
-    parent: int | None  # its index among the kept, or None for the first
+    parent: int | None  # index among the kept prompts; None for the starting prompt
     rewards: dict[str, tuple[float, int]] = {}
-    examples: list[Example] = []  # from its latest attempts: the worst of each group, then others
+    examples: list[Example] = []  # from the latest attempts: each group's worst, then others
 
     def note(self, groups: Sequence[Rewarded]) -> None:
-        """Adds the rewards of its attempts in each group. Empty groups do not count."""
+        """Adds the rewards from this prompt's attempts in each group. Empty groups do not count."""
         for attempts in filter(None, groups):
             first = attempts[0][1]
             name = f"{first.source}/{first.scenario.get('id')}" if first.source else str(first.scenario.get("id"))
@@ -70,8 +72,8 @@ class PromptSearch(msgspec.Struct, kw_only=True):
     """The state of a search."""
 
     kept: list[KeptPrompt]
-    parent: int = 0  # index of the prompt that plays next
-    proposal: dict[str, str] | None = None  # parts of the prompt that plays beside it, or None
+    parent: int = 0  # index of the prompt to play next
+    proposal: dict[str, str] | None = None  # parts of the proposed prompt to play alongside, if any
     tried: list[str] = []  # all proposed texts
     best: int = 0
     num_steps: int = 0
@@ -82,19 +84,19 @@ class PromptMetrics(StepMetrics, kw_only=True):
 
     reward_parent: float
     reward_proposal: float
-    is_accepted: float  # 1 if the proposal is kept, else 0
-    num_prompts: int  # prompts that are kept so far
+    is_accepted: float  # 1 if the proposal was accepted, else 0
+    num_prompts: int  # number of kept prompts so far
     reflection_tokens: int
     reflection_usd: float
 
 
 class PromptLearner(Learner):
-    """A Learner without weights. `arrange` gives each rollout of a step its prompt."""
+    """A Learner without weights. `arrange` assigns a prompt to every rollout in a step."""
 
     payer: Reflection
 
     def __init__(self, config: RunConfig, directory: Path) -> None:
-        """Raises UsageError if a part's text is too long, or the reflecting model needs something that is missing."""
+        """Raises UsageError if a prompt part is too long, or the reflecting model lacks a requirement."""
         learner, group_size = config.learner, config.rollout.group_size
         assert isinstance(learner, PromptLearnerConfig)
         member = reflecting_model(config, learner)
@@ -108,13 +110,17 @@ class PromptLearner(Learner):
     # --- a step -------------------------------------------------------------------------------------------------------
 
     def arrange(self, plans: list[RolloutPlan]) -> list[RolloutPlan]:
-        """Returns the rollouts with their prompts: the parent's, or from some index on the proposal's."""
+        """Returns the rollouts with their prompts: the parent's for the lower indexes, the
+        proposal's for the others.
+        """
         parent, proposal = self._search.kept[self._search.parent].parts, self._search.proposal
         sides = [self._as_prompt(parent), self._as_prompt(proposal or parent)]
         return [msgspec.structs.replace(plan, prompt=sides[plan.index >= self._num_parents]) for plan in plans]
 
     def step(self, groups: Sequence[Sequence[ScoredTrajectory]], *, progress: Progress | None = None) -> PromptMetrics:
-        """Decides on the proposal, and makes the next one. Raises LearnerError if no call can reach the model."""
+        """Accepts or rejects the proposal, and makes the next one. Raises LearnerError if no call
+        can reach the model.
+        """
         begin, before, search = time.perf_counter(), self.payer.usage, self._search
         sides = [self._split(members) for members in groups]
         search.kept[search.parent].note([ours for ours, _ in sides])
@@ -132,7 +138,7 @@ class PromptLearner(Learner):
         return PromptMetrics(
             reward_mean=fmean(rewards),
             reward_std=pstdev(rewards),
-            no_signal_share=math.nan,  # equal rewards teach too, because the model reads what was wrong
+            no_signal_share=math.nan,  # equal rewards also teach, because the model reads what was wrong
             num_groups=len(groups),
             num_samples=0,
             num_trajectories=len(attempts),
@@ -151,8 +157,9 @@ class PromptLearner(Learner):
         )
 
     def _split(self, members: Sequence[ScoredTrajectory]) -> tuple[Rewarded, Rewarded]:
-        """Returns the parent's attempts and the proposal's. A failed one has the reward 0, or the lowest if that is
-        less."""
+        """Returns the parent's attempts and the proposal's attempts. A failed attempt has reward
+        min(0, lowest reward).
+        """
         floor = min([0.0, *(member.reward for member in members if member.reward is not None)])
         sides: tuple[Rewarded, Rewarded] = [], []
         for member in members:
@@ -161,7 +168,7 @@ class PromptLearner(Learner):
         return sides
 
     def _choose_next(self) -> None:
-        """Chooses the best prompt and the next parent, and makes a proposal from it."""
+        """Chooses the best prompt and the next parent, then asks for a proposal."""
         search = self._search
         scores, draw = scores_of(search.kept), random.Random(f"{self._seed}/{search.num_steps}")
         search.best = max(range(len(scores)), key=lambda index: (sum(scores[index].values()), index))
@@ -176,16 +183,16 @@ class PromptLearner(Learner):
     # --- checkpoints --------------------------------------------------------------------------------------------------
 
     def save(self, directory: Path) -> None:
-        """Writes the best prompt, and the search. The caller writes the manifest."""
+        """Writes the best prompt and the search state. The caller writes the manifest."""
         prompt = self._as_prompt(self._search.kept[self._search.best].parts)
         for name, record in ((PROMPT_FILE, prompt), (STATE_FILE, self._search)):
             (directory / name).write_bytes(msgspec.json.format(msgspec.json.encode(record)) + b"\n")
 
     def load(self, directory: Path) -> None:
-        """Continues from what `save` wrote. Raises CheckpointError if it holds no search."""
+        """Restores a saved search. Raises CheckpointError if the checkpoint has no valid search state."""
         try:
             self._search = msgspec.convert(read_object(directory / STATE_FILE, within=directory), PromptSearch)
-        except (DataError, ValueError) as error:  # msgspec's errors are ValueErrors
+        except (DataError, ValueError) as error:  # includes msgspec's errors
             raise CheckpointError(f"{directory}: no search for a prompt: {one_line(error)}") from error
 
     def _as_prompt(self, parts: dict[str, str]) -> SystemPrompt:
@@ -197,22 +204,22 @@ class PromptLearner(Learner):
         raise LearnerError("learner 'prompt' changes no weight")
 
     def _do_nothing(self, *arguments: Any, **settings: Any) -> None:
-        """Trains no token that could be written down, and has no process."""
+        """There are no trained tokens to write, and no worker processes."""
 
     begin_sft = take_sft = end_sft = score = measure = rehearse = _refuse
     write_learned = start = check = close = _do_nothing
 
 
 def scores_of(kept: Sequence[KeptPrompt]) -> list[dict[str, float]]:
-    """Returns the mean reward of each prompt at every scenario that any of them has played.
+    """Returns each prompt's mean reward for every scenario played by any prompt.
 
-    One that has not played a scenario counts there as its nearest ancestor that has, else as the mean of all.
+    For scenarios a prompt has not played, it inherits its nearest ancestor's mean, or else the mean over all prompts.
     """
     means = [{name: total / num for name, (total, num) in prompt.rewards.items()} for prompt in kept]
     names = sorted({name for own in means for name in own})
     anyone = {name: fmean(own[name] for own in means if name in own) for name in names}
     scores: list[dict[str, float]] = []
-    for prompt, own in zip(kept, means, strict=True):  # a parent comes before its children
+    for prompt, own in zip(kept, means, strict=True):  # parents come before their children
         scores.append((anyone if prompt.parent is None else scores[prompt.parent]) | own)
     return scores
 

@@ -1,10 +1,10 @@
-"""Reflection: a language model reads attempts with their rewards, and writes a new text for one part of the prompt.
+"""Reflection: a language model reads attempts with their rewards, and writes a new text for one prompt part.
 
-The method is GEPA's (Agrawal et al. 2025, arXiv:2507.19457), and so are the words of the question, how the new text is
-read out of the answer, and the choice of a parent on the Pareto front: the package `gepa` has these as pure functions.
-Its engine is not used, because it owns its loop and keeps its state as a pickle; ours is prompt_learner.py.
+The method is GEPA (Agrawal et al. 2025, arXiv:2507.19457). The question's wording, the parsing of the answer, and the
+parent selection on the Pareto front are pure functions from the package `gepa`. Its engine is not used, because it runs
+the loop itself and pickles its state; prompt_learner.py replaces it.
 
-The model's answer is hostile text: bounded, and refused where it is empty, too long, or was tried before.
+The model's answer is untrusted text: it is bounded, and refused if empty, too long, or tried before.
 """
 
 import asyncio
@@ -31,17 +31,17 @@ from art_cli.runtime.secrets import find_secrets, load_environment
 
 log = logging.getLogger(__name__)
 
-TIMEOUT_S = 300.0  # longest time for one call, as `judge.timeout_s`
-TRIES = 3  # questions per round until one is answered with a usable text; each shows other attempts
-RETRIES = 6  # after a rate limit, a server error or the deadline of a call, as `judge.retries`
-NUM_SHOWN = 6  # attempts in one question: GEPA shows 3, all of them at random
-NUM_BEST = 1  # number of those that are the best ones, so that the model sees what is right
-MAX_SHOWN = 4_000  # characters of the task, of the answer and of the feedback of one attempt that are shown
+TIMEOUT_S = 300.0  # longest time for one call, as in `judge.timeout_s`
+TRIES = 3  # maximum questions per round; each shows different attempts
+RETRIES = 6  # retries after a rate limit, server error or timeout, as in `judge.retries`
+NUM_SHOWN = 6  # attempts per question: GEPA shows 3, all random
+NUM_BEST = 1  # of those, the number of best attempts, so the model also sees good examples
+MAX_SHOWN = 4_000  # characters shown of an attempt's task, answer and feedback each
 MISSING = "it needs the package gepa: pip install 'art-cli[prompt]'"
 
 
 class Example(msgspec.Struct, frozen=True, kw_only=True):
-    """One attempt as the model is shown it.
+    """An attempt as shown to the model.
 
     Example: Example(task="[user] 2+2?", answer="[assistant] 5", reward=0.0, feedback="reward 0; the sum is wrong")
     """
@@ -53,7 +53,7 @@ class Example(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def read_example(attempt: ScoredTrajectory, reward: float) -> Example:
-    """Returns an attempt's conversation up to the first reply, what came after it, and what was said of it."""
+    """Returns the attempt's task (messages before any reply), the conversation from there on, and the feedback."""
     messages = read_conversation(attempt.messages)
     first = next((index for index, message in enumerate(messages) if message.role == "assistant"), len(messages))
     words = [f"reward {reward:.3g}"]
@@ -75,23 +75,23 @@ def _shown(message: Message) -> str:
 
 
 def _cut(text: str) -> str:
-    """Returns text that can be sent, without its middle if it is long."""
+    """Cleans text for sending, and cuts the middle out of long text."""
     text, half = clean(text), MAX_SHOWN // 2
     return text if len(text) <= MAX_SHOWN else f"{text[:half]}\n[...]\n{text[-half:]}"
 
 
 def choose_examples(examples: Sequence[Example], draw: random.Random) -> list[Example]:
-    """Returns the examples to show: the worst ones, by chance among equals, and the best."""
+    """Returns the examples to show: the worst (ties broken randomly) and the best."""
     shuffled = draw.sample(examples, len(examples))
     ordered = sorted(shuffled, key=lambda example: example.reward)
     return ordered if len(ordered) <= NUM_SHOWN else [*ordered[: NUM_SHOWN - NUM_BEST], *ordered[-NUM_BEST:]]
 
 
 def choose_parent(scores: Sequence[Mapping[str, float]], draw: random.Random) -> int:
-    """Returns the index of the prompt to change next; `scores` has each prompt's reward by scenario, all of the same.
+    """Returns the index of the prompt to change next; `scores` maps scenarios to rewards for each prompt.
 
-    A prompt is drawn by the number of scenarios at which none is better, without those that another one covers
-    (algorithm 2 of the paper).
+    A prompt is drawn in proportion to the number of scenarios where it scores best, after removing prompts covered by
+    others (algorithm 2 in the paper).
     """
     from gepa.gepa_utils import select_program_candidate_from_pareto_front
 
@@ -103,12 +103,12 @@ def choose_parent(scores: Sequence[Mapping[str, float]], draw: random.Random) ->
 
 
 class Reflection:
-    """Asks the model. `usage` counts what this process paid."""
+    """Asks the model. `usage` counts this process's calls."""
 
     spent_usd = 0.0  # earlier processes' cost is in the run's metrics
 
     def __init__(self, member: JudgeModelConfig, directory: Path) -> None:
-        """Raises UsageError: the model's key, the package gepa, or one that the model needs is missing."""
+        """Raises UsageError if the model's key, the package gepa, or a package needed by the model is missing."""
         try:
             import gepa.strategies.instruction_proposal  # noqa: F401
         except ImportError as error:
@@ -121,14 +121,14 @@ class Reflection:
         self.usage = Usage()
         urls, params = [member.base_url or openai_base()], [member.params]
         self._secrets = find_secrets(os.environ, names=[member.api_key_env or ""], urls=urls, params=params)
-        make_provider(member, self._secrets)  # connects to nothing, and may lack litellm
+        make_provider(member, self._secrets)  # connects to nothing, but fails if litellm is missing
 
     def propose(
         self, text: str, examples: Sequence[Example], draw: random.Random, *, tried: Collection[str]
     ) -> str | None:
-        """Returns a new text for a part of the prompt, or None if the model gave none that can be used.
+        """Returns a new text for a prompt part; None when the model gave no usable text.
 
-        Raises LearnerError: no call can succeed, because of the key or the quota.
+        Raises LearnerError if no call can succeed because of key or quota.
         """
         for _ in range(TRIES):
             question = _question(text, choose_examples(examples, draw))
@@ -162,7 +162,7 @@ class Reflection:
         return answer.text
 
     def _read(self, answer: str) -> str:
-        """Returns the text between the answer's fences, or "" if it cannot be a part of a prompt."""
+        """Returns the text between the answer's fences; "" for an unusable text."""
         from gepa.strategies.instruction_proposal import InstructionProposalSignature
 
         found = InstructionProposalSignature.output_extractor(answer)["new_instruction"].strip()

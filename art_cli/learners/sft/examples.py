@@ -1,11 +1,11 @@
-"""Examples: what a supervised warm-up learns from, read from files, divided, and made into samples. No torch.
+"""Examples for a supervised warm-up: read from files, divided, and converted to samples. No torch.
 
-An example is plain JSON: a chat transcript {"messages": [...], "tools": [...]} (transcripts.py), whose assistant tokens
-alone are trained, or an attempt by the policy, with its tokens {"id": ..., "scenario": ..., "turns": [...]}.
+An example is plain JSON: a chat transcript {"messages": [...], "tools": [...]} (transcripts.py), where only assistant
+tokens are trained, or an attempt by the policy, including its tokens {"id": ..., "scenario": ..., "turns": [...]}.
 
-The attempts are the best of scored groups (`best_attempts`): rejection sampling as in RAFT, Dong et al. 2023
-(arXiv:2304.06767), and Llama 2 (arXiv:2307.09288, section 3.2.3). An attempt is learned from with the tokens that the
-policy sampled, never with its messages rendered again.
+Attempts are the best in scored groups (`best_attempts`): rejection sampling as in RAFT, Dong et al. 2023
+(arXiv:2304.06767), and Llama 2 (arXiv:2307.09288, section 3.2.3). Training uses the sampled tokens, never re-rendered
+messages.
 """
 
 import hashlib
@@ -48,11 +48,10 @@ log = logging.getLogger(__name__)
 
 
 def load_demos(spec: str, directory: Path) -> list[Json]:
-    """Returns the transcripts of a JSON-lines file, or those that "file.py:function" returns, in order.
+    """Returns the transcripts from a JSON-lines file, or returned by "file.py:function", in order.
 
-    Paths are relative to `directory`. Raises DataError for a missing file, a line or item that is not a transcript,
-    no transcripts, or attempts, of which only the good ones are worth learning; UsageError if the function cannot be
-    loaded.
+    Paths are relative to `directory`. Raises DataError for a missing file, an invalid transcript, an empty result, or
+    attempts (only the good attempts are worth learning); UsageError if the function cannot be loaded.
     """
     path = directory / spec
     if path.is_file():
@@ -75,7 +74,7 @@ def _call(spec: str, directory: Path) -> list[Transcript]:
         return [_convert(item, f"{spec}, item {number}") for number, item in enumerate(items, 1)]
     except DataError:
         raise
-    except Exception as error:  # the boundary to the user's function
+    except Exception as error:  # boundary to the user's function
         raise DataError(f"it raised {describe(error)}", spec) from error
 
 
@@ -89,19 +88,19 @@ def _convert(item: object, source: str) -> Transcript:
 def demo_samples(
     demo: Json, tokenizer: Any, *, name: str, max_length: int, stops: Collection[int] = ()
 ) -> list[Sample]:
-    """Returns the samples of a transcript `{"messages": [...], "tools": [...]}`. It trains each assistant message once,
-    except a message whose `weight` is 0.
+    """Returns a transcript's samples. Every assistant message is trained once, unless its `weight` is 0.
 
-    A message is rendered as it will be sampled. The prompt is the conversation before it with the template's generation
-    prompt. The reply is what the template then adds for the message, up to the first of `stops`, where the engine ends
-    a reply (models/tokenizer.py; those of the tokenizer if not given). A message whose prompt continues the previous
-    sample joins that sample. A template may render old messages differently (some drop old reasoning); the message
-    then starts another sample.
+    `demo` is `{"messages": [...], "tools": [...]}`. A message is rendered the way it will be sampled. The prompt is the
+    preceding conversation plus the template's generation prompt. The reply is the text that the template then adds, up
+    to the earliest of `stops`, where the engine ends a reply (default: the tokenizer's stop ids; see
+    models/loading.py). A message whose prompt continues the previous sample joins that sample. If the template renders
+    old messages differently (some drop old reasoning), the message starts another sample.
 
-    Markers in the texts are learned as text (control_tokens.py), calls of `tool_calls` as the template writes them.
+    Special markers inside texts are learned as plain text (control_tokens.py); `tool_calls` are learned as the template
+    writes them.
 
-    Raises LearnerError for no assistant message, too many tokens, or a template whose reply does not continue its
-    prompt.
+    Raises LearnerError if assistant messages are missing, a sample is too long, or a rendered reply does not continue
+    its prompt.
     """
     controls, stops = controls_of(tokenizer), stops or stop_ids(tokenizer)
     prepared = _prepare(demo["messages"], name)
@@ -131,7 +130,7 @@ def demo_samples(
 
 
 def _prepare(messages: Sequence[Json], name: str) -> list[Json]:
-    """Returns the messages as sampling gives them to the template."""
+    """Returns the messages in the form that sampling passes to the template."""
     try:
         return [for_template({**message, "weight": None}) for message in messages]
     except ChatError as error:
@@ -151,12 +150,12 @@ def _render_turn(
     stops: Collection[int],
     where: str,
 ) -> tuple[Ints, int]:
-    """Returns the tokens of the conversation up to the last message's stop token, and the index where that begins."""
+    """Returns token ids up to the last message's stop token, and the index where the last message begins."""
     render = controls.tokenizer.apply_chat_template
     try:
         prompt = render(messages[:-1], tools=tools, tokenize=False, add_generation_prompt=True)
         whole = render(messages, tools=tools, tokenize=False)
-    except Exception as error:  # the boundary to the model's own template
+    except Exception as error:  # boundary to the model's chat template
         raise LearnerError(f"{where}: the chat template refuses the conversation: {describe(error)}") from error
     if not whole.startswith(prompt) or whole == prompt:
         raise LearnerError(
@@ -167,33 +166,33 @@ def _render_turn(
         prompt_ids, reply_ids = controls.encode(prompt, guard), controls.encode(whole[len(prompt) :], guard)
     except ValueError as error:
         raise LearnerError(f"{where}: {describe(error)}") from error
-    # The engine never samples what the template adds behind a stop token.
+    # The engine never samples the tokens that the template adds after a stop token.
     end = next((place for place, id in enumerate(reply_ids, 1) if id in stops), None)
     reply_ids = reply_ids[:end]
     return np.asarray(prompt_ids + reply_ids, dtype=np.int64), len(prompt_ids)
 
 
 class ScoredAttempt(msgspec.Struct, frozen=True, kw_only=True):
-    """The part of one attempt to learn from. Example: ScoredAttempt(id="t7", scenario="easy-17", turns=[Turn(...)])"""
+    """The trainable part of an attempt. Example: ScoredAttempt(id="t7", scenario="easy-17", turns=[Turn(...)])"""
 
     id: str
-    scenario: str  # id of its scenario; that of its group, where the record names none
+    scenario: str  # scenario id; the group id if the record has no scenario id
     turns: list[Turn]
 
 
 def scored_files(path: Path) -> list[Path]:
-    """Returns a scored file itself, or all scored files of a run directory, in the order of their steps."""
+    """Returns a scored file itself, or all scored files in a run directory, ordered by step."""
     if not path.is_dir():
         return [path]
     return sorted(path.glob("step_*/scored.jsonl"), key=lambda file: (len(file.parent.name), file.parent.name))
 
 
 def best_attempts(path: Path, num: int, *, min_reward: float | None = None) -> list[Json]:
-    """Returns the best `num` attempts of each group of a scored file or run directory, as examples, group by group.
+    """Returns each group's best `num` attempts from a scored file or run directory, as examples, group by group.
 
-    An attempt must have at least `min_reward`, or if that is None more than the worst attempt of its group, so that a
-    group of equal rewards gives none. Of equal rewards the lower index comes first. Attempts with an error, and those
-    that sampled nothing, are left out. Raises DataError if the file, rewards or tokens are missing.
+    An attempt needs a reward of at least `min_reward`. Without `min_reward` it must beat the group's worst attempt, so
+    a group with equal rewards gives no examples. Ties go to the lower index. Attempts with an error or without sampled
+    tokens are dropped. Raises DataError if the file, rewards or tokens are missing.
     """
     if not path.exists():
         raise DataError("no such file; best_of needs a scored file or the directory of a run", path)
@@ -204,7 +203,7 @@ def best_attempts(path: Path, num: int, *, min_reward: float | None = None) -> l
 
 
 def _groups(path: Path) -> Iterable[Sequence[ScoredTrajectory]]:
-    """Returns each group's attempts in the order of their indexes; of one written twice, the last line counts."""
+    """Returns each group's attempts ordered by index; for duplicates, the last line counts."""
     groups: dict[str, dict[int, ScoredTrajectory]] = {}
     for trajectory in read_lines(path, ScoredTrajectory):
         groups.setdefault(trajectory.group_id, {})[trajectory.index] = trajectory
@@ -220,7 +219,7 @@ def _best(group: Sequence[ScoredTrajectory], num: int, min_reward: float | None,
         if (reward - worst > EQUAL_REWARDS if min_reward is None else reward >= min_reward)
         and count_sampled(trajectory)[0]
     ]
-    chosen.sort(key=lambda pair: -pair[0])  # a stable sort, so equal rewards stay in the order of their indexes
+    chosen.sort(key=lambda pair: -pair[0])  # a stable sort, so equal rewards stay in index order
     return [_example(trajectory) for _, trajectory in chosen[:num]]
 
 
@@ -245,17 +244,17 @@ def _example(trajectory: Trajectory) -> Json:
 
 
 class Examples(NamedTuple):
-    """The examples to train on, and those that the loss is measured on and that are never trained on."""
+    """Examples to train on, and held-out examples for measuring the loss."""
 
     trained: list[Json]
     evaluated: list[Json]
 
 
 def load_examples(config: SftConfig, directory: Path, sources: Sequence[str] = ()) -> Examples:
-    """Returns the examples of an `sft` section, in order. `sources` take the place of its `demos`.
+    """Returns the examples for an `sft` section, in order. `sources` replace its `demos`.
 
-    Raises DataError if some cannot be read, or none is left to train or to evaluate on; UsageError if a function cannot
-    be loaded.
+    Raises DataError if examples cannot be read, or none are left to train or evaluate on; UsageError if a function
+    cannot be loaded.
     """
     trained = _read(sources or [config.demos], config, directory)
     if config.eval_demos is not None:
@@ -288,9 +287,10 @@ def _read(sources: Sequence[str], config: SftConfig, directory: Path) -> list[Js
 
 
 def _content(example: Json) -> str:
-    """Returns the key by which an example is split: its scenario, or the hash of a whole transcript.
+    """Returns the key for splitting examples: the scenario, or a hash of the whole transcript.
 
-    So all attempts at a scenario are on one side, and eval.held_out with the same share holds out the same scenarios.
+    All attempts at a scenario thus stay on one side, and eval.held_out with the same share holds out the same
+    scenarios.
     """
     if "turns" in example:
         return str(example["scenario"])
@@ -300,11 +300,11 @@ def _content(example: Json) -> str:
 def example_samples(
     example: Json, tokenizer: Any, *, name: str, max_length: int, vocabulary: int, stops: Collection[int] = ()
 ) -> list[Sample]:
-    """Returns the samples of an example, with weight 1 in the cross entropy of every token that the policy is to write.
+    """Returns an example's samples, with cross-entropy weight 1 for every token the policy should write.
 
-    `name` is that of a transcript in messages; an attempt has its own. An attempt's tokens are trained at the
-    temperature at which they were sampled, as in a policy step. `vocabulary` is the model's number of tokens. Raises
-    LearnerError: an example that cannot be trained on.
+    `name` identifies a transcript in errors; attempts have ids. An attempt's tokens are trained at their sampling
+    temperature, as in a policy step. `vocabulary` is the model's vocabulary size. Raises LearnerError if the example
+    cannot be trained on.
     """
     if "turns" not in example:
         return demo_samples(example, tokenizer, name=name, max_length=max_length, stops=stops)

@@ -1,6 +1,6 @@
-"""The batches of a supervised warm-up: the examples of each optimizer step; Sums: its progress in numbers.
+"""A supervised warm-up's batches: the examples in each optimizer step; Sums: progress numbers.
 
-Numpy only, no torch. The sums are `sft/sums.json` in a checkpoint.
+Numpy only, no torch. In a checkpoint, the sums are `sft/sums.json`.
 """
 
 from collections.abc import Sequence
@@ -14,24 +14,24 @@ from art_cli.runtime.errors import LearnerError
 
 
 class Sums(msgspec.Struct, kw_only=True):
-    """sft/sums.json. The reported numbers are computed from these."""
+    """sft/sums.json, from which the reported numbers are computed."""
 
     num_updates: int = 0  # optimizer steps taken
-    loss_first: float = 0.0  # loss of the first optimizer step, nats per token
-    loss_epoch: float = 0.0  # sum of the losses of the current epoch's optimizer steps
+    loss_first: float = 0.0  # loss in the initial optimizer step, nats per token
+    loss_epoch: float = 0.0  # sum of losses over the current epoch's optimizer steps
     grad_norm: float = 0.0  # sum over optimizer steps, before clipping
     tokens_trained: int = 0
     tokens_computed: int = 0
     evaluations: list[tuple[int, float]] = []  # (optimizer steps taken before it, loss in nats per token)
     train_s: float = 0.0
     eval_s: float = 0.0
-    # a server's path of the weights of the lowest evaluation loss, or None if not kept; unset without a server
+    # a server's path to the weights with the lowest evaluation loss; None if not kept, unset without a server
     best: str | None | msgspec.UnsetType = msgspec.UNSET
 
     def add_update(
         self, loss: float, norm: float, *, trained: int, computed: int, epoch_updates: int, seconds: float
     ) -> None:
-        """Adds an optimizer step. `trained` and `computed` count tokens, `epoch_updates` the steps of an epoch."""
+        """Adds an optimizer step. `trained` and `computed` count tokens, `epoch_updates` counts steps per epoch."""
         is_first = self.num_updates % epoch_updates == 0
         self.loss_first = self.loss_first if self.num_updates else loss
         self.loss_epoch = loss if is_first else self.loss_epoch + loss
@@ -42,7 +42,7 @@ class Sums(msgspec.Struct, kw_only=True):
         self.train_s += seconds
 
     def add_evaluation(self, loss: float, *, seconds: float) -> bool:
-        """Adds an evaluation's loss. Whether it is the lowest so far."""
+        """Adds an evaluation's loss. Returns whether it is the lowest so far."""
         is_best = all(loss < before for _, before in self.evaluations)
         self.evaluations.append((self.num_updates, loss))
         self.eval_s += seconds
@@ -56,10 +56,10 @@ class Sums(msgspec.Struct, kw_only=True):
         return is_last or len(losses) - 1 - losses.index(min(losses)) >= patience
 
     def numbers(self, *, epoch_updates: int, patience: int | None, is_done: bool) -> dict[str, float]:
-        """Returns the numbers so far. `loss` is the mean over the current epoch, `loss_first` that of the first update.
+        """Returns the numbers so far. `loss` is the current epoch's mean, `loss_first` the initial update's loss.
 
-        `eval_loss` is the newest evaluation's; of a warm-up with `patience` that is done, the best one's, whose weights
-        are kept.
+        `eval_loss` is the newest evaluation's loss. For a finished warm-up with `patience` it is the best loss, because
+        the best weights are kept.
         """
         num = self.num_updates
         if num == 0:
@@ -88,10 +88,10 @@ class Sums(msgspec.Struct, kw_only=True):
 
 
 class SftBatches:
-    """The examples, each a list of samples, dealt into the optimizer steps of all epochs.
+    """Deals the examples (each a list of samples) into optimizer steps for all epochs.
 
-    Every epoch has its own order, drawn from `seed`, and as many steps as the others. So the index of a step is enough
-    to know its examples.
+    Every epoch has the same number of steps and a different order, drawn from `seed`. So the step index alone
+    determines the examples.
     """
 
     def __init__(self, examples: Sequence[list[Sample]], config: SftConfig, *, seed: int) -> None:
@@ -105,7 +105,7 @@ class SftBatches:
         self.num_updates = config.epochs * self.epoch_updates  # optimizer steps in all epochs
 
     def batch(self, index: int) -> list[Sample]:
-        """Returns the samples of the optimizer step with that index."""
+        """Returns the samples for this optimizer step."""
         epoch, place = divmod(index, self.epoch_updates)
         order = np.random.default_rng([self.seed % 2**64, epoch]).permutation(len(self.examples))
         if self._batch_size is not None:
@@ -117,7 +117,7 @@ class SftBatches:
 
 
 def plan_batches(examples: Sequence[list[Sample]], config: SftConfig, *, seed: int) -> SftBatches:
-    """Returns the batches of a warm-up. Raises LearnerError without examples or updates left for the decay."""
+    """Returns a warm-up's batches. Raises LearnerError without examples, or if no updates are left for the decay."""
     if not examples:
         raise LearnerError("sft.demos: no examples")
     batches = SftBatches(examples, config, seed=seed)
@@ -127,7 +127,7 @@ def plan_batches(examples: Sequence[list[Sample]], config: SftConfig, *, seed: i
 
 
 def even_bounds(sizes: Ints, parts: int) -> Ints:
-    """Returns [parts + 1] where to cut a sequence, so that its parts have about the same total size and none is empty.
+    """Returns [parts + 1] bounds that cut a sequence into non-empty parts with about equal total sizes.
 
     Example: even_bounds([5, 1, 1, 1], 2) -> [0, 1, 4]. There must be at least as many sizes as parts.
     """

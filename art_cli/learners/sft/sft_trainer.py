@@ -1,6 +1,6 @@
-"""Supervised training on examples: mean cross entropy, a fresh optimizer, early stop. It can be resumed. No torch.
+"""Supervised training on examples: mean cross entropy, a fresh optimizer, early stopping, resumable. No torch.
 
-It reads samples with weight 1 in the component cross_entropy (../samples.py). It reads and writes `sft/` in a
+It trains samples with weight 1 in the cross_entropy component (../samples.py), and stores state in `sft/` in a
 checkpoint directory.
 """
 
@@ -24,22 +24,22 @@ SUMS_FILE = "sums.json"
 
 
 class Taken(NamedTuple):
-    """The numbers of one optimizer step."""
+    """Numbers from one optimizer step."""
 
     loss: float  # nats per token
-    norm: float  # the gradient's, before it is clipped
+    norm: float  # gradient norm before clipping
     num_trained: int  # tokens in the loss
     num_computed: int
 
 
 class Sft(ABC):
-    """One supervised warm-up, from its first optimizer step to its last. A subclass computes and applies gradients.
+    """One supervised warm-up, from start to end. A subclass computes and applies gradients.
 
-    The loss on `evaluated` is measured before the first update, after every `eval_every` and after the last. With
-    `patience`, the weights of the lowest one, of equals the earliest, are kept and put back at the end.
+    The loss on `evaluated` is measured before training, after every `eval_every` updates, and after the last update.
+    With `patience`, the weights with the lowest loss (ties: the earliest) are kept and restored at the end.
     """
 
-    ahead = 1  # number of optimizer steps that are sent before the first of them is finished
+    ahead = 1  # number of optimizer steps to send before waiting for a result
     writes = True  # whether this process writes checkpoints
 
     def __init__(self, batches: SftBatches, evaluated: Sequence[Sample], config: SftConfig) -> None:
@@ -49,38 +49,38 @@ class Sft(ABC):
 
     @abstractmethod
     def _send(self, samples: Sequence[Sample], index: int) -> Any:
-        """Takes the optimizer step with that index, or sends it."""
+        """Takes or sends the optimizer step with this index."""
 
     @abstractmethod
     def _finish(self, sent: Any) -> Taken:
-        """Returns the numbers of a step once it is taken."""
+        """Returns a step's numbers once it is taken."""
 
     @abstractmethod
     def _mean_loss(self, samples: Sequence[Sample]) -> float:
-        """Returns -log p of the samples' targets in nats, the mean over all of them."""
+        """Returns the mean -log p over all the samples' targets, in nats."""
 
     @abstractmethod
     def _keep(self) -> None:
-        """Keeps the present weights, those of the lowest evaluation loss so far."""
+        """Keeps the current weights, which have the lowest evaluation loss so far."""
 
     @abstractmethod
     def _put_back(self) -> None:
-        """Goes on from the kept weights, if there are any."""
+        """Restores the kept weights, if any."""
 
     def _begin(self) -> None:  # noqa: B027
-        """Prepares the first evaluation and update."""
+        """Prepares for training and evaluation."""
 
     def _save_state(self, directory: Path) -> None:  # noqa: B027
-        """Writes the state that sums.json does not hold."""
+        """Writes state that sums.json does not contain."""
 
     def _load_state(self, directory: Path) -> None:  # noqa: B027
-        """Reads it."""
+        """Restores that state."""
 
     def take(self, num_updates: int) -> SftProgress:
-        """Takes the next `num_updates` optimizer steps, or as many as are left.
+        """Takes the next `num_updates` optimizer steps, or all remaining steps if fewer are left.
 
-        Raises LearnerError if a gradient or an evaluation loss is not finite; the step that had such a gradient changed
-        no weight.
+        Raises LearnerError if a gradient or evaluation loss is not finite. A step with a non-finite gradient changes no
+        weight.
         """
         if not self.sums.num_updates and not self.sums.evaluations:
             self._begin()
@@ -100,7 +100,7 @@ class Sft(ABC):
 
     @property
     def is_done(self) -> bool:
-        """True if all updates are taken, or the evaluation loss stopped it."""
+        """True if all updates are taken, or the evaluation loss stopped the warm-up."""
         return self.sums.is_done(self.batches.num_updates, patience=self.config.patience)
 
     def numbers(self) -> dict[str, float]:
@@ -110,7 +110,7 @@ class Sft(ABC):
         )
 
     def save(self, directory: Path) -> None:
-        """Writes what `load` continues from. All processes must call it; the first one writes."""
+        """Writes the warm-up's state. All processes must call it; rank 0 writes."""
         path = directory / SFT_DIRECTORY
         path.mkdir(exist_ok=True)
         self._save_state(path)
@@ -118,7 +118,7 @@ class Sft(ABC):
             (path / SUMS_FILE).write_bytes(msgspec.json.encode(self.sums))
 
     def load(self, directory: Path) -> None:
-        """Continues bit for bit from what `save` wrote, given the same weights. Raises CheckpointError."""
+        """Restores saved state exactly, given the same weights. Raises CheckpointError."""
         path = directory / SFT_DIRECTORY
         try:
             self.sums = msgspec.json.decode((path / SUMS_FILE).read_bytes(), type=Sums)
@@ -129,7 +129,7 @@ class Sft(ABC):
             raise CheckpointError(f"{path}: {one_line(error)}") from error
 
     def _take_until(self, end: int) -> None:
-        """Takes the optimizer steps before that index."""
+        """Takes the optimizer steps before index `end`."""
         waiting: deque[Any] = deque()
         begin = time.perf_counter()
         for index in range(self.sums.num_updates, end):

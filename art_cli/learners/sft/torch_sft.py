@@ -1,4 +1,4 @@
-"""TorchSft: a supervised warm-up on weights in this process, or divided among several."""
+"""TorchSft: a supervised warm-up on weights in this process, or sharded across processes."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -36,8 +36,8 @@ class TorchSft(Sft):
         super().__init__(batches, evaluated, config)
         self.gradient, self.optimizer = gradient, optimizer
         self.writes = optimizer.ranks.rank == 0
-        self.progress: Progress | None = None  # of the present call
-        self._best: dict[str, Tensor] = {}  # the weights of the best evaluation; empty without `patience`
+        self.progress: Progress | None = None  # progress callback for the current call
+        self._best: dict[str, Tensor] = {}  # weights at the best evaluation; empty without `patience`
 
     def _send(self, samples: Sequence[Sample], index: int) -> Taken:
         statistics = StepStatistics()
@@ -90,7 +90,7 @@ class TorchSft(Sft):
 
 @torch.no_grad()
 def mean_loss(runner: PackRunner, samples: Sequence[Sample], *, heartbeat: Callable[[], None] = lambda: None) -> float:
-    """Returns -log p of the samples' targets in nats, the mean over all of them. `again` is called after each pack."""
+    """Returns the mean -log p over all the samples' targets, in nats. `heartbeat` is called after every pack."""
     sums = np.zeros(2)
     for pack in runner.deal(samples):
         edges = torch.from_numpy(pack.terms.edges).to(runner.weights.device)

@@ -1,11 +1,11 @@
-"""Transcript: one row of a data file as a conversation in OpenAI's form, whichever of these forms the row has.
+"""Transcript: one data file row as a conversation in OpenAI's form, converted from any of these forms.
 
-    {"messages": [...], "tools": [...]}             OpenAI's fine-tuning files; TRL's have the tools as JSON text
-    {"prompt": ..., "completion": ...}              TRL; texts, or lists of messages. The completion alone is trained
+    {"messages": [...], "tools": [...]}             OpenAI's fine-tuning files; TRL stores the tools as JSON text
+    {"prompt": ..., "completion": ...}              TRL; texts or message lists. Only the completion is trained
     {"conversations": [{"from", "value"}, ...]}     ShareGPT
 
-null is the same as absent. Of OpenAI's fields, `weight`, `functions`, `function_call` and `refusal` are followed,
-`parallel_tool_calls` changes no token, and pictures, files and sound are refused. Other keys of a row are ignored.
+null counts as absent. OpenAI's `weight`, `functions`, `function_call` and `refusal` are supported,
+`parallel_tool_calls` affects no token, and pictures, files and sound are refused. Other row keys are ignored.
 """
 
 import json
@@ -26,13 +26,13 @@ SHAREGPT = {
     **{"tool": "tool", "function_response": "tool"},
 }
 FORMS = '"messages", "prompt" and "completion" (TRL), or "conversations" (ShareGPT)'
-PREFERENCES = ("chosen", "preferred_output")  # of TRL's and OpenAI's preference data
+PREFERENCES = ("chosen", "preferred_output")  # columns in TRL's and OpenAI's preference data
 
 
 class Transcript(msgspec.Struct, kw_only=True):
-    """A row, read. `messages` and `tools` are in OpenAI's form, also where the row had another one.
+    """A parsed row. `messages` and `tools` are always in OpenAI's form.
 
-    Raises ValueError, which msgspec reports with the line: the row is no conversation with a reply to learn from.
+    Raises ValueError if the row is not a conversation with a reply to learn from; msgspec then reports the line.
 
     Example: Transcript(messages=[{"role": "user", "content": "2+2"}, {"role": "assistant", "content": "4"}])
     """
@@ -43,10 +43,10 @@ class Transcript(msgspec.Struct, kw_only=True):
     prompt: Any = None
     completion: Any = None
     conversations: Any = None
-    system: Any = None  # ShareGPT's, besides the conversation
+    system: Any = None  # ShareGPT's system prompt, outside the conversation
     chosen: Any = None
     preferred_output: Any = None
-    group_size: Any = None  # an attempt that art played has both; one of another tool may have no turns
+    group_size: Any = None  # an attempt played by art has both; another tool's may have no turns
     turns: Any = None
 
     def __post_init__(self) -> None:
@@ -79,7 +79,7 @@ class Transcript(msgspec.Struct, kw_only=True):
 
 
 def is_learned(message: Json) -> bool:
-    """Returns True for an assistant message that is trained, False for one of weight 0."""
+    """Returns True for an assistant message that is trained, False for weight 0."""
     return message["role"] == "assistant" and message.get("weight") != 0
 
 
@@ -135,7 +135,7 @@ def _unlearned(row: Any) -> Any:
 
 
 def _sharegpt(row: Any) -> Any:
-    """Returns one {"from", "value"} as a message. A row that has a role is one already."""
+    """Converts one {"from", "value"} row to a message. Rows with a role are returned unchanged."""
     if not isinstance(row, dict) or row.get("role") is not None:
         return row
     sender, value = row.get("from"), row.get("value")
@@ -148,7 +148,7 @@ def _sharegpt(row: Any) -> Any:
 
 
 def _list(value: Any, name: str) -> list[Any]:
-    """Returns a list, also from JSON text, in which data sets keep rows of different shapes; none for null."""
+    """Returns a list, also parsed from JSON text (used by datasets for rows of different shapes); [] for null."""
     if isinstance(value, str):
         try:
             value = json.loads(value)

@@ -1,10 +1,9 @@
-"""Teachers: models that give their logprobs of what the policy sampled.
+"""Teachers: models that score the policy's sampled tokens with logprobs.
 
-local_teacher.py   a model in this process: a directory, a hub id, a run or a checkpoint
-teacher_server.py  a vLLM server, asked over HTTP; refuses a teacher that reads other tokens than the policy writes
+local_teacher.py   a model in this process: a directory, hub id, run or checkpoint teacher_server.py  a vLLM server,
+asked over HTTP; teachers with a different vocabulary are refused
 
-The teacher of algorithms/sdpo.py is no other model: the policy itself, after it has read what the judge said of the
-attempt.
+SDPO's teacher (algorithms/sdpo.py) is not a separate model: it is the policy itself, given the judge's explanation.
 """
 
 from collections.abc import Sequence
@@ -16,23 +15,24 @@ from art_cli.config.sections.loss_config import TeacherConfig
 from art_cli.learners.packs.logprob_reader import Reader
 from art_cli.learners.samples import Floats, Sample
 
-TINKER_TEACHER = "art_cli.tinker.tinker_teacher:TinkerTeacher"  # a teacher on a server of the Tinker protocol
+TINKER_TEACHER = "art_cli.tinker.tinker_teacher:TinkerTeacher"  # a teacher on a Tinker protocol server
 
 
 class Teacher(Protocol):
     """A model with the policy's vocabulary."""
 
     def logprobs(self, samples: Sequence[Sample]) -> list[Floats]:
-        """Returns [N] of each sample: log p of its targets, in nats, at the temperatures that they were sampled with.
+        """Returns [N] per sample: log p of its targets, in nats, at the sampling temperatures.
 
-        All processes of a learner call it with the same samples. Raises LearnerError if it cannot be asked.
+        All learner processes call it with the same samples. Raises LearnerError if the teacher cannot be asked.
         """
 
 
 def make_teacher(config: TeacherConfig, policy: Reader, directory: Path) -> Teacher:
-    """Returns the teacher of that section; a model's path is relative to `directory`.
+    """Returns the configured teacher; model paths are relative to `directory`.
 
-    Raises UsageError if it cannot be loaded or its vocabulary is not the policy's; LearnerError if no server answers.
+    Raises UsageError if it cannot be loaded or its vocabulary differs from the policy's; LearnerError if the server
+    does not answer.
     """
     if config.base_url is not None and config.protocol == "tinker":
         made: Teacher = resolve_name(TINKER_TEACHER)(config, directory, ranks=policy.runner.ranks)

@@ -1,4 +1,4 @@
-"""LocalTeacher: a teacher's weights in this process, on the learner's device. It trains nothing and saves nothing."""
+"""LocalTeacher: a teacher's weights in this process, on the learner's device. Nothing is trained or saved."""
 
 import logging
 from collections.abc import Sequence
@@ -20,16 +20,16 @@ log = logging.getLogger(__name__)
 
 class LocalTeacher:
     def __init__(self, model: str, policy: Reader, directory: Path) -> None:
-        """`model` is a directory relative to `directory` (a base, a checkpoint, or a run, whose best evaluated one it
-        takes), or a hub id.
+        """`model` is a hub id or a path relative to `directory` (base, checkpoint, or run with its best evaluated
+        checkpoint).
 
-        Raises UsageError if nothing there can be loaded, or the vocabulary is not the policy's.
+        Raises UsageError if the model cannot be loaded, or its vocabulary differs from the policy's.
         """
         own = policy.runner.weights
         self.name, self._ranks = f"loss.teacher.model {model!r}", policy.runner.ranks
         weights = load_teacher(model, directory, device=str(own.device), name=self.name)
         check_vocabulary(weights.tokenizer, own.tokenizer, self.name)
-        # nothing is kept for a backward pass, so that nothing need be computed again
+        # there is no backward pass, so checkpointing would only cost time
         config = policy.runner.config.model_copy(update={"gradient_checkpointing": False})
         self._reader = Reader(PackRunner(weights, config))
 
@@ -45,7 +45,7 @@ class LocalTeacher:
 
 
 def load_teacher(model: str, directory: Path, *, device: str, name: str) -> Weights:
-    """Returns the weights of `model`, which errors call `name`. Raises UsageError if they cannot be loaded."""
+    """Returns `model`'s weights; errors use `name` for it. Raises UsageError if they cannot be loaded."""
     found = run_checkpoints.find(directory / model)
     if found is None:
         if model.startswith((".", "/", "~")):

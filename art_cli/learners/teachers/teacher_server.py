@@ -1,13 +1,13 @@
-"""ServerTeacher: a teacher behind a vLLM server, asked over HTTP for logprobs of prompts; the check of vocabularies.
+"""ServerTeacher: a teacher behind a vLLM server, asked over HTTP for prompt logprobs. Also compares vocabularies.
 
-    POST BASE_URL/completions   {"prompt": [ids], "prompt_logprobs": 0}    one request per sequence, some at once
+    POST BASE_URL/completions   {"prompt": [ids], "prompt_logprobs": 0}    one request per sequence, some concurrent
     POST ROOT/tokenize          {"prompt": text}                           once, to compare the vocabularies
 
-A server gives the logprobs under softmax(logits), so that tokens sampled at another temperature than 1 cannot be
-taught. Keys are sent and never shown.
+A server returns logprobs under softmax(logits), so tokens sampled at temperatures other than 1 cannot be taught. Keys
+are sent but never shown.
 
-A teacher that reads other tokens than the policy writes is refused, here and in local_teacher.py: equal ids must mean
-equal texts.
+Teachers whose vocabulary differs from the policy's are refused, here and in local_teacher.py, because equal ids must
+mean equal texts.
 """
 
 import asyncio
@@ -34,15 +34,15 @@ from art_cli.runtime.secrets import find_secrets, load_environment
 log = logging.getLogger(__name__)
 
 CURE = "a teacher must have the policy's tokenizer"
-# A text that two tokenizers of different models cut differently: words, numbers, code, spaces, other scripts.
+# A text that different models' tokenizers cut differently: words, numbers, code, spaces, other scripts.
 PROBE = "The unbelievable 1234567 def f(x):\n\treturn   x**2  # naïve Straße 你好 мир 🙂 https://a.b/c?d=e\r\n\n\n"
 Answer = TypeVar("Answer")
-FIRST_DELAY_S, MAX_DELAY_S = 0.5, 30.0  # before a request is made again; it doubles each time
-PASSING = frozenset({408, 409, 425, 429, 500, 502, 503, 504})  # statuses that may pass
+FIRST_DELAY_S, MAX_DELAY_S = 0.5, 30.0  # wait before a retry; it doubles each time
+PASSING = frozenset({408, 409, 425, 429, 500, 502, 503, 504})  # HTTP statuses worth a retry
 
 
 def check_vocabulary(teacher: Any, own: Any, name: str) -> None:
-    """Raises UsageError if the tokenizers give some token different ids, or one has a token that the other lacks."""
+    """Raises UsageError if the vocabularies differ in any token or id."""
     theirs, ours = teacher.get_vocab(), own.get_vocab()
     if theirs == ours:
         return
@@ -58,12 +58,12 @@ def check_vocabulary(teacher: Any, own: Any, name: str) -> None:
 
 
 def probe_text(own: Any) -> str:
-    """Returns a text that shows whether a server's tokenizer is this one, special tokens included."""
+    """Returns a text, including special tokens, that shows whether a server uses the same tokenizer."""
     return PROBE + "".join(map(str, own.all_special_tokens))
 
 
 def check_probe(token_ids: list[int], own: Any, name: str) -> None:
-    """Raises UsageError if a server gave `probe_text` other token ids than the policy's tokenizer."""
+    """Raises UsageError if the server's token ids for `probe_text` differ from the policy tokenizer's."""
     ours = own.encode(probe_text(own), add_special_tokens=False)
     if token_ids == ours:
         return
@@ -96,7 +96,7 @@ class _Tokens(msgspec.Struct):
 
 
 class _Failed(Exception):
-    """A request that failed. `status` is None if no answer came."""
+    """A failed request. `status` is None if no answer came."""
 
     def __init__(self, message: str, status: int | None = None) -> None:
         super().__init__(message)
@@ -106,10 +106,10 @@ class _Failed(Exception):
 
 class ServerTeacher:
     def __init__(self, config: TeacherConfig, tokenizer: Any, directory: Path, *, ranks: Ranks) -> None:
-        """`tokenizer` is the policy's; a .env file is read in `directory`.
+        """`tokenizer` is the policy's; `directory` may contain a .env file.
 
-        Raises UsageError if the key's variable is not set or the server has another tokenizer; LearnerError without an
-        answer.
+        Raises UsageError if the key's variable is not set or the server's tokenizer differs; LearnerError if the server
+        does not answer.
         """
         assert config.base_url is not None, "without a base_url the teacher is in this process"
         load_environment(directory)
@@ -127,7 +127,7 @@ class ServerTeacher:
         return divided(samples, self._ranks, lambda mine: threads.run(self._read(mine)))
 
     async def _read(self, samples: Sequence[Sample]) -> list[Floats]:
-        """Returns [N] of each sample. A sequence that several samples have is asked for once."""
+        """Returns [N] per sample. A sequence shared by several samples is requested once."""
         sequences = {sample.token_ids.tobytes(): sample.token_ids.tolist() for sample in samples}
         slots = asyncio.Semaphore(self._config.concurrency)
         async with open_session(self._url, self._headers) as session:
@@ -143,7 +143,7 @@ class ServerTeacher:
         return [found[sample.token_ids.tobytes()][sample.targets] for sample in samples]
 
     async def _score(self, session: aiohttp.ClientSession, token_ids: list[int]) -> Floats:
-        """Returns [L] the logprob of each token given those before it; NaN for the first."""
+        """Returns [L] every token's logprob given the tokens before it; NaN at index 0."""
         body = {"model": self._config.model, "prompt": token_ids, "max_tokens": 1, "prompt_logprobs": 0}
         answer = await self._ask(session, f"{self._url}/completions", body, _Completion)
         given = answer.choices[0].prompt_logprobs if answer.choices else None
@@ -158,7 +158,7 @@ class ServerTeacher:
         return logprobs
 
     async def _check_vocabulary(self, tokenizer: Any) -> None:
-        """Raises UsageError if the server cuts a text into other tokens. A server that cannot cut texts is trusted."""
+        """Raises UsageError if the server tokenizes a text differently. A server without /tokenize is trusted."""
         root = self._url.removesuffix("/v1")
         body = {"model": self._config.model, "prompt": probe_text(tokenizer), "add_special_tokens": False}
         async with open_session(self._url, self._headers) as session:
@@ -174,9 +174,9 @@ class ServerTeacher:
     async def _ask(
         self, session: aiohttp.ClientSession, url: str, body: Any, kind: type[Answer], *, is_needed: bool = True
     ) -> Answer:
-        """Returns the answer, asked for again while the failure may pass.
+        """Returns the answer, retrying while the failure may be temporary.
 
-        Raises LearnerError if it does not pass; _Failed if the address is unknown and the answer is not `is_needed`.
+        Raises LearnerError when retries are exhausted; _Failed if the URL is unknown and the answer is not `is_needed`.
         """
         for tries in range(self._config.retries + 1):
             try:
@@ -216,7 +216,9 @@ class ServerTeacher:
 
 
 def check_temperatures(samples: Sequence[Sample], name: str) -> None:
-    """Raises LearnerError if a token was sampled at another temperature than 1. It calls the teacher `name`."""
+    """Raises LearnerError if a token was sampled at a temperature other than 1. `name` is the
+    teacher's name in errors.
+    """
     for sample in samples:
         if (sample.temperatures != 1).any():
             raise LearnerError(
