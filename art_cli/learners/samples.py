@@ -146,14 +146,14 @@ def _row(name: str, weights: Weights | None, trajectory: Trajectory, is_sampled:
 class Sample:
     """One token sequence to train on, with L tokens of which N are trained.
 
-    Example: Sample(token_ids=[1 2 3 4 5], targets=[3 4], places=[3 4], logprobs=[-0.1 -0.7],
+    Example: Sample(token_ids=[1 2 3 4 5], targets=[3 4], indexes=[3 4], logprobs=[-0.1 -0.7],
                     raw_logprobs=[-0.1 -0.7], temperatures=[1.0 1.0], weights=[[0.5 0.5] [nan nan] ...],
                     trajectory_id="t7", turn=0)
     """
 
     token_ids: Ints  # [L]
     targets: Ints  # [N] positions of the trained tokens, ascending; never 0, because nothing predicts position 0
-    places: Ints  # [N] each target's index among the trajectory's M tokens
+    indexes: Ints  # [N] each target's index among the trajectory's M tokens
     # [N] engine logprobs under softmax(logits / temperature); NaN: truncated sampling, or a prompt token
     logprobs: Floats
     raw_logprobs: Floats  # [N] engine logprobs under softmax(logits); NaN: not reported
@@ -194,7 +194,7 @@ def trajectory_samples(trajectory: Trajectory, weights: Floats) -> list[Sample]:
         Sample(
             token_ids=token_ids,
             targets=targets,
-            places=chosen,
+            indexes=chosen,
             logprobs=tokens.logprobs[chosen],
             raw_logprobs=tokens.raw_logprobs[chosen],
             temperatures=tokens.temperatures[chosen],
@@ -221,7 +221,7 @@ def bare_sample(token_ids: Ints, targets: Ints, name: str, *, temperature: float
     return Sample(
         token_ids=token_ids,
         targets=targets,
-        places=targets,
+        indexes=targets,
         logprobs=unknown,
         raw_logprobs=unknown,
         temperatures=np.full(len(targets), temperature),

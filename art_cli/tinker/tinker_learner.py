@@ -266,7 +266,7 @@ class TinkerLearner(Learner):
             self.trainer.counters = counters._replace(norms=(*counters.norms, norm)[-WINDOW:])
         at.statistics.grad_norms.append(norm)
         at.statistics.grad_clips.append(min(norm, applied.limit))
-        at.done()
+        at.advance()
         return True
 
     def gather(self, statistics: StepStatistics, record: StepRecord | None) -> tuple[StepStatistics, StepRecord | None]:

@@ -16,7 +16,7 @@ from art_cli.learners.processes import joined_node as node_module
 from art_cli.learners.processes import records as exchange
 from art_cli.learners.processes.job import Job, make_job
 from art_cli.learners.processes.joined_node import JoinedNode, join
-from art_cli.learners.processes.nodes.node_address import Address, NodePlace, interface_of, read_secret, reserved_port
+from art_cli.learners.processes.nodes.node_address import Address, NodeSetup, interface_of, read_secret, reserved_port
 from art_cli.learners.processes.nodes.node_identity import difference, identity_of
 from art_cli.learners.processes.nodes.rendezvous import Meeting, NodeEnd, Rendezvous
 from art_cli.learners.processes.remote_calls import LEARNER
@@ -248,7 +248,7 @@ def test_a_users_algorithm_is_compared_by_its_file(base: Path, tmp_path: Path) -
 
 
 def a_node(tmp_path: Path, base: Path) -> JoinedNode:
-    return JoinedNode(job_of(tmp_path, base), NodePlace(nodes=2), files=tmp_path, logs=tmp_path)
+    return JoinedNode(job_of(tmp_path, base), NodeSetup(nodes=2), files=tmp_path, logs=tmp_path)
 
 
 @pytest.mark.slow
@@ -323,7 +323,7 @@ async def test_a_message_that_a_third_party_changed_ends_the_node_in_words(
         job = job_of(tmp_path, base, f"learner.rendezvous={rendezvous.meeting.address}")
         joining = asyncio.ensure_future(join(job, files=tmp_path, logs=tmp_path, wait_s=30.0))
         [end] = await waiting
-        end._end._writer._writer.write(bytes(7) + b"\x01" + bytes(32) + b"x")
+        end._writer._writer.write(bytes(7) + b"\x01" + bytes(32) + b"x")
         with pytest.raises(LearnerError, match="cannot be trusted: the seal of a message is wrong"):
             await asyncio.wait_for(joining, 30)
         await end.close()

@@ -356,13 +356,13 @@ def test_the_words_stand_in_the_first_user_message_and_nothing_else_moves() -> N
     from art_cli.learners.algorithms.distillation import sampled_tokens
 
     samples = sampled_tokens(bad)
-    [told] = feedback.told(bad, samples, [good, bad]) or []
+    [told] = feedback.insert(bad, samples, [good, bad]) or []
     edited = [dict(message) for message in bad.messages]
     edited[1]["content"] += " [0.25, 2 of 2: not {score}\nof them]"
     expected = render(weights, edited[:-1]) + bad.turns[1].sampled_ids
     assert told.token_ids.tolist() == expected
     assert told.token_ids[told.targets].tolist() == samples[0].token_ids[samples[0].targets].tolist()
-    assert feedback.told(msgspec.structs.replace(bad, messages=[]), samples, [good, bad]) is None
+    assert feedback.insert(msgspec.structs.replace(bad, messages=[]), samples, [good, bad]) is None
 
 
 def sdpo(**knobs: Any) -> SdpoConfig:

@@ -94,7 +94,7 @@ def lesson(
     """Places the advantages [N] of the samples' targets at their tokens; `samples` come from `sampled_tokens`."""
     row = np.full(sum(len(turn.prompt_ids) + len(turn.sampled_ids) for turn in trajectory.turns), np.nan)
     for sample, values in zip(samples, advantages, strict=True):
-        row[sample.places] = values
+        row[sample.indexes] = values
     return Lesson(row, np.concatenate([np.empty(0), *log_ratios]))
 
 

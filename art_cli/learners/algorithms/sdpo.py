@@ -77,7 +77,7 @@ class Feedback:
         # last, because the explanation itself may contain {score}
         return text.replace("{explanation}", "\n".join(said))
 
-    def told(
+    def insert(
         self, trajectory: ScoredTrajectory, samples: Sequence[Sample], group: Sequence[ScoredTrajectory]
     ) -> list[Sample] | None:
         """Returns the attempt's samples with the judge's explanation in the initial user message.
@@ -179,7 +179,7 @@ class Sdpo(TaughtPreset[SdpoConfig]):
         for group in groups:
             for trajectory in group:
                 samples = sampled_tokens(trajectory)
-                told = self._feedback.told(trajectory, samples, group)
+                told = self._feedback.insert(trajectory, samples, group)
                 if samples and told is not None and all(len(each.token_ids) <= most for each in told):
                     found.append((trajectory, samples, told))
         students = iter(

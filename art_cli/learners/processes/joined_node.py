@@ -7,11 +7,10 @@ Local processes only write to a temporary directory. The node ends with the lear
 
 import asyncio
 import base64
-import contextlib
 import logging
 import re
 import shutil
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -23,7 +22,7 @@ from art_cli.learners.processes.job import Job
 from art_cli.learners.processes.nodes.node_address import (
     VARIABLE,
     Address,
-    NodePlace,
+    NodeSetup,
     interface_of,
     keep_alive,
     read_secret,
@@ -59,13 +58,14 @@ async def join(job: Job, *, files: Path, logs: Path, wait_s: float) -> None:
     assert job.learner.rendezvous is not None, "checked by the configuration"
     address = Address.parse(job.learner.rendezvous)
     secret = read_secret(address)
-    with _interrupts() as interrupted:
+    interrupted = asyncio.Event()
+    with threads.calling(interrupted.set):
         identity = await _or_interrupt(asyncio.to_thread(identity_of, job), interrupted)
         first = await _or_interrupt(_meet(address, secret, identity, wait_s), interrupted)
         log.info("learner: this node belongs to the run at %s; it starts when all nodes are there", address)
         job = _as_decided(job, first)
-        place = NodePlace(nodes=job.learner.nodes, host=address.host, interface=interface_of(first.own_host))
-        node = JoinedNode(job, place, files=files, logs=logs)
+        setup = NodeSetup(nodes=job.learner.nodes, host=address.host, interface=interface_of(first.own_host))
+        node = JoinedNode(job, setup, files=files, logs=logs)
         try:
             await answer(*first.connection, node, heartbeat_s=HEARTBEAT_S, watch=lambda: node.watch(interrupted))
         except authenticated.Tampered as error:
@@ -147,19 +147,19 @@ def _words(error: BaseException) -> str:
 class JoinedNode:
     """Answers the first node. Its public methods receive network data."""
 
-    def __init__(self, job: Job, place: NodePlace, *, files: Path, logs: Path) -> None:
+    def __init__(self, job: Job, setup: NodeSetup, *, files: Path, logs: Path) -> None:
         # reason why the learner ended; "": it was closed; None: nothing received yet
         self.end: str | None = None
-        self._job, self._place, self._files, self._logs = job, place, files, logs
+        self._job, self._setup, self._files, self._logs = job, setup, files, logs
         self._workers: Workers | None = None
         self._is_busy = False  # a call is running, which notices deaths itself
 
     def start(self, node: int, port: int) -> None:
         """Starts the local processes. `node` is this node's number in the learner; torch's store is at `port`."""
-        if not 0 < node < self._place.nodes or not 0 < port < 65536 or self._workers is not None:
+        if not 0 < node < self._setup.nodes or not 0 < port < 65536 or self._workers is not None:
             raise LearnerError(f"no place for a node: {node}, port {port}")
-        place = self._place._replace(node=node, port=port)
-        workers = Workers(self._job.learner.processes, logs=self._logs, place=place)
+        setup = self._setup._replace(node=node, port=port)
+        workers = Workers(self._job.learner.processes, logs=self._logs, node=setup)
         workers.start()
         self._workers = workers
 
@@ -225,14 +225,6 @@ class JoinedNode:
 
 
 # --- signals ----------------------------------------------------------------------------------------------------------
-
-
-@contextlib.contextmanager
-def _interrupts() -> Iterator[asyncio.Event]:
-    """Yields an event that is set by Ctrl-C and SIGTERM."""
-    interrupted = asyncio.Event()
-    with threads.calling(interrupted.set):
-        yield interrupted
 
 
 async def _or_interrupt(work: Awaitable[Result], interrupted: asyncio.Event) -> Result:

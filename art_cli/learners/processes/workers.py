@@ -32,7 +32,7 @@ from art_cli.learners.processes.job import Job
 from art_cli.learners.processes.nodes.node_address import (
     VARIABLE,
     Address,
-    NodePlace,
+    NodeSetup,
     interface_of,
     listening_on,
     read_secret,
@@ -147,23 +147,23 @@ class Workers:
         *,
         logs: Path | None,
         rendezvous: Rendezvous | None = None,
-        place: NodePlace | None = None,
+        node: NodeSetup | None = None,
     ) -> None:
         """`size` is the number of local processes. Without `logs`, logs go to a temporary directory.
 
-        `rendezvous` is where the first node waits for other nodes; `place` describes an additional node.
+        `rendezvous` is where the first node waits for other nodes; `node` describes an additional node.
         """
-        place = place or NodePlace(interface=interface_of("127.0.0.1"))
-        nodes = rendezvous.meeting.nodes if rendezvous is not None else place.nodes
+        node = node or NodeSetup(interface=interface_of("127.0.0.1"))
+        nodes = rendezvous.meeting.nodes if rendezvous is not None else node.nodes
         self.size = size * nodes  # total number of processes across all nodes
-        self._here, self._rendezvous, self._place = size, rendezvous, place._replace(nodes=nodes)
+        self._here, self._rendezvous, self._node = size, rendezvous, node._replace(nodes=nodes)
         self._again = AGAIN if nodes == 1 else AGAIN_ON_NODES
         self._scratch = Scratch("learner") if logs is None else None
         self.logs = self._scratch.path if self._scratch is not None else (logs or Path())
         self.pids: dict[int, int] = {}
         self._loop = LoopThread("learner processes")
         self._launcher: ChildProcess | None = None
-        self._ends: dict[str, _ProcessEnd | NodeEnd] = {}  # "process 0" or "node 1 (10.0.0.5)" -> its connection
+        self._ends: dict[str, CallingEnd] = {}  # "process 0" or "node 1 (10.0.0.5)" -> its connection
         self._death: LearnerError | None = None
         self._dying = asyncio.Lock()
 
@@ -191,12 +191,12 @@ class Workers:
         if self._rendezvous is not None:
             nodes = await self._rendezvous.meet()
             meeting = self._rendezvous.meeting
-            self._place = NodePlace(0, meeting.nodes, meeting.address.host, interface=self._rendezvous.interface)
+            self._node = NodeSetup(0, meeting.nodes, meeting.address.host, interface=self._rendezvous.interface)
         with contextlib.ExitStack() as held:
             home = held.enter_context(scratch("socket"))
             listener = held.enter_context(socket.socket(socket.AF_UNIX))
-            if self._place.node == 0:
-                self._place = self._place._replace(port=held.enter_context(reserved_port()))
+            if self._node.node == 0:
+                self._node = self._node._replace(port=held.enter_context(reserved_port()))
             address = home / "s"  # short, because socket paths are limited to 108 characters
             listener.bind(str(address))
             listener.listen(self._here)
@@ -219,27 +219,27 @@ class Workers:
 
     def _log_store(self) -> None:
         """Logs the address of torch's store, which requires no key."""
-        if self._place.node == 0:
-            where = ", ".join(listening_on(self._place.port)) or f"port {self._place.port} of every address"
+        if self._node.node == 0:
+            where = ", ".join(listening_on(self._node.port)) or f"port {self._node.port} of every address"
             log.info("learner: torch's store listens on %s without a key: keep others from it (docs/safety.md)", where)
 
     async def _launch(self, address: Path) -> ChildProcess:
-        threads, place = max(1, (os.cpu_count() or 1) // self._here), self._place
+        threads, node = max(1, (os.cpu_count() or 1) // self._here), self._node
         # each process would otherwise start up to 32 more to compile FlexAttention's kernel
         environment = {"OMP_NUM_THREADS": str(threads), "TORCHINDUCTOR_COMPILE_THREADS": "1", **child_environment()}
         environment.pop(VARIABLE, None)
-        if place.interface:
+        if node.interface:
             for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
-                environment.setdefault(name, place.interface)
+                environment.setdefault(name, node.interface)
         self._deaths_file().unlink(missing_ok=True)
         with open(self._log(), "wb", opener=owner_only) as file:
             return await ChildProcess.start(
                 [
                     # not c10d's rendezvous, whose store holds a pickle and listens on every network
                     *(sys.executable, "-m", LAUNCHER, str(self._deaths_file()), "--rdzv-backend", "static"),
-                    *("--nnodes", str(place.nodes), "--node-rank", str(place.node)),
-                    *("--master-addr", place.host, "--master-port", str(place.port)),
-                    *("--rdzv-conf", f"timeout={START_DEADLINE_S:.0f}", "--local-addr", place.host),
+                    *("--nnodes", str(node.nodes), "--node-rank", str(node.node)),
+                    *("--master-addr", node.host, "--master-port", str(node.port)),
+                    *("--rdzv-conf", f"timeout={START_DEADLINE_S:.0f}", "--local-addr", node.host),
                     *("--max-restarts", "0", "--nproc-per-node", str(self._here)),
                     *("-m", WORKER, str(address), str(self.logs.resolve())),
                 ],
@@ -254,10 +254,10 @@ class Workers:
         self._ends = dict(sorted(self._ends.items(), key=lambda item: isinstance(item[1], NodeEnd)))
 
     async def _accept(self, listener: socket.socket) -> None:
-        ends: dict[int, _ProcessEnd] = {}
+        ends: dict[int, CallingEnd] = {}
         while len(ends) < self._here:
             connection, _ = await asyncio.get_running_loop().sock_accept(listener)
-            end = await _ProcessEnd.open(connection)
+            end = await CallingEnd.open(connection)
             with contextlib.suppress(ConnectionEnded):  # it died; the launcher then ends as well
                 rank, pid = map(int, await end.call("identify", {}))
                 ends[rank], self.pids[rank] = end, pid
@@ -266,7 +266,7 @@ class Workers:
     async def _start_node(self, number: int, node: NodeEnd) -> None:
         self._ends[node.name] = node
         try:
-            await node.start(number, self._place.port)
+            await node.start(number, self._node.port)
         except ConnectionEnded as error:
             raise LearnerError(f"{node.name} is gone: {error.fault or 'its connection ended'}") from error
         except LearnerError as error:
@@ -323,7 +323,7 @@ class Workers:
         watchdog = Watchdog(self._ends, hung_s, quiet_s=DISK_S if method in FROM_DISK else PACK_DEADLINE_S)
         calls = {}
         for name, end in self._ends.items():
-            end.listen(partial(watchdog.hear, name))
+            end.heard = partial(watchdog.hear, name)
             calls[name] = asyncio.ensure_future(end.call(method, params, progress=progress))
         try:
             await self._watch(calls, watchdog)
@@ -362,10 +362,10 @@ class Workers:
     async def _find_cause(self, name: str, calls: "Calls") -> LearnerError:
         """Returns the root cause. `name` was noticed before the others, but may itself have lost another process."""
         end = self._ends[name]
-        if isinstance(end, _ProcessEnd) and end.fault:
+        if not isinstance(end, NodeEnd) and end.fault:
             return ProcessDied(f"{self._among(name)} died ({end.fault}); {self._again}")
         here: tuple[str, int | None] | None = None
-        if any(each.has_ended for each in self._ends.values() if isinstance(each, _ProcessEnd)):
+        if any(each.has_ended for each in self._ends.values() if not isinstance(each, NodeEnd)):
             here = await self._first_death(name)
             if here[1] != LOST:
                 return ProcessDied(self._describe(*here))
@@ -425,7 +425,7 @@ class Workers:
 
     def _among(self, name: str) -> str:
         """Returns the name with the total. Example: "learner process 1 of 4"."""
-        return f"learner {name} of {self.size if name.startswith('process ') else self._place.nodes}"
+        return f"learner {name} of {self.size if name.startswith('process ') else self._node.nodes}"
 
     def _deaths_file(self) -> Path:
         return self.logs / DEATHS_FILE
@@ -437,13 +437,6 @@ class Workers:
         """Formats the last log lines for an error message; "" for an empty log."""
         lines = last_lines(log, count=TAIL_LINES)
         return f"; the last lines of {log}:\n{lines}" if lines else ""
-
-
-class _ProcessEnd(CallingEnd):
-    """The connection to a local process."""
-
-    def listen(self, heard: Callable[[Message], None]) -> None:
-        self.heard = heard
 
 
 class ParallelLearner(RemoteLearner, Learner):

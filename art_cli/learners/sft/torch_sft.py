@@ -44,7 +44,7 @@ class TorchSft(Sft):
         update = self.gradient.plan(samples)
         for pack in update.packs:
             statistics.add_counts(pack.samples, num_computed=len(pack.token_ids))
-        self.gradient.accumulate(update, Pass(0, statistics, done=self._report))
+        self.gradient.accumulate(update, Pass(0, statistics, advance=self._report))
         norm = self.optimizer.clip()
         if not math.isfinite(norm):
             self.optimizer.clear()

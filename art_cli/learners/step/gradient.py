@@ -118,7 +118,7 @@ class LossGradient:
             if at.record is not None:
                 at.record.add(pack, terms, loss, update=at.number)
             logprobs.append(terms.new.detach())
-            at.done()
+            at.advance()
         for parameter in [] if self.runner.value_head is None else self.runner.value_head.parameters():
             # every process runs the same number of packs, so gradients exist in all processes or in none
             if parameter.grad is not None:

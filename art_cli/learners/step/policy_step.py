@@ -33,7 +33,7 @@ class Pass(NamedTuple):
     number: int  # optimizer step index, counted over all epochs
     statistics: StepStatistics
     record: StepRecord | None = None  # None if this optimizer step is not recorded
-    done: Callable[[], None] = lambda: None  # called after every counted pass
+    advance: Callable[[], None] = lambda: None  # called after every counted pass
     # called for every uncounted pack, because a silent learner counts as dead
     heartbeat: Callable[[], None] = lambda: None
 
@@ -108,16 +108,16 @@ def _take_updates(
 ) -> None:
     """Takes the optimizer steps of all epochs. Stops early if `finish` returns False."""
     updates, epochs = [gradients.plan(part, plan.finished) for part in plan.parts], train.epochs_per_step
-    done = _Counter(progress, total=epochs * sum(gradients.count(each, StepStatistics()) for each in updates))
+    passes = _PassCounter(progress, total=epochs * sum(gradients.count(each, StepStatistics()) for each in updates))
     updates = [
         gradients.forward(
-            update, Pass(index, statistics, done=done, heartbeat=done.heartbeat), is_first=index == 0 and epochs == 1
+            update, Pass(index, statistics, None, passes.advance, passes.heartbeat), is_first=index == 0 and epochs == 1
         )
         for index, update in enumerate(updates)
     ]
     waiting: deque[tuple[Applied, Pass]] = deque()
     for index, update in enumerate(updates * epochs):
-        at = Pass(index, statistics, record if index < len(updates) else None, done, done.heartbeat)
+        at = Pass(index, statistics, record if index < len(updates) else None, passes.advance, passes.heartbeat)
         if index < len(updates):
             gradients.count(update, statistics)
         sent = gradients.backward(update, at)
@@ -148,13 +148,13 @@ def _replayed(groups: Sequence[Sequence[ScoredTrajectory]]) -> frozenset[str]:
     return frozenset(trajectory.id for group in groups for trajectory in group if trajectory.step < newest)
 
 
-class _Counter:
-    """Reports the number of completed passes to `progress`; call it after every pass."""
+class _PassCounter:
+    """Reports the number of completed passes to `progress`."""
 
     def __init__(self, progress: Progress | None, *, total: int) -> None:
         self.progress, self.total, self.num_done = progress, total, 0
 
-    def __call__(self) -> None:
+    def advance(self) -> None:
         self.num_done += 1
         self.heartbeat()
 

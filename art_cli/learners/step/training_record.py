@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 class _Piece(NamedTuple):
     """The N terms of one sample."""
 
-    places: Ints  # [N] each term's index among the trajectory's tokens
+    indexes: Ints  # [N] each term's index among the trajectory's tokens
     advantages: Floats  # [N] policy weights; NaN: not in the policy component
     logprobs: Floats  # [N] nats
     importance: Floats | None  # [N] weights from loss.off_policy; None if unset
@@ -50,7 +50,7 @@ class StepRecord(msgspec.Struct):
         ends = np.searchsorted(pack.terms.samples, np.arange(len(pack.samples) + 1))
         for sample, start, end in zip(pack.samples, ends[:-1], ends[1:], strict=True):
             piece = _Piece(
-                places=sample.places,
+                indexes=sample.indexes,
                 advantages=sample.advantages,
                 logprobs=logprobs[start:end],
                 importance=None if importance is None else importance[start:end],
@@ -62,7 +62,7 @@ class StepRecord(msgspec.Struct):
 
     def note_learned(self, sample: Sample, logprobs: Floats, *, loss: float, update: int) -> None:
         """Like `add`, for one sample that ran elsewhere. `logprobs` are [N], for the sample's targets."""
-        piece = _Piece(sample.places, sample.advantages, logprobs.astype(np.float32), None, None, loss, update)
+        piece = _Piece(sample.indexes, sample.advantages, logprobs.astype(np.float32), None, None, loss, update)
         self.pieces.setdefault(sample.trajectory_id, []).append(piece)
 
     def note_zeroed(self, reason: str, before: Sequence[Sample], after: Sequence[Sample]) -> None:
@@ -96,14 +96,16 @@ class StepRecord(msgspec.Struct):
             left_out = _left_out(trajectory, group)
             is_skipped = left_out == "algorithm" and self.is_stopped
             return LearnedTrajectory(id=trajectory.id, left_out="max_kl" if is_skipped else left_out)
-        advantages = _spread(trajectory, [(piece.places, piece.advantages) for piece in pieces])
-        logprobs = _spread(trajectory, [(piece.places, piece.logprobs) for piece in pieces])
-        weights = [(piece.places, _inside(piece.importance, piece)) for piece in pieces if piece.importance is not None]
-        reference = [(piece.places, piece.reference) for piece in pieces if piece.reference is not None]
+        advantages = _spread(trajectory, [(piece.indexes, piece.advantages) for piece in pieces])
+        logprobs = _spread(trajectory, [(piece.indexes, piece.logprobs) for piece in pieces])
+        weights = [
+            (piece.indexes, _inside(piece.importance, piece)) for piece in pieces if piece.importance is not None
+        ]
+        reference = [(piece.indexes, piece.reference) for piece in pieces if piece.reference is not None]
         return LearnedTrajectory(
             id=trajectory.id,
             update=pieces[0].update,
-            num_tokens=sum(len(piece.places) for piece in pieces),
+            num_tokens=sum(len(piece.indexes) for piece in pieces),
             advantages=_by_turn(trajectory, advantages),
             logprobs=_by_turn(trajectory, logprobs),
             reference=_by_turn(trajectory, _spread(trajectory, reference)) if reference else None,
@@ -155,8 +157,8 @@ def _left_out(trajectory: ScoredTrajectory, group: Sequence[ScoredTrajectory]) -
 def _spread(trajectory: Trajectory, parts: Sequence[tuple[Ints, Floats]]) -> Floats:
     """Returns [M] the values at their token indexes; NaN elsewhere."""
     whole = np.full(sum(len(turn.prompt_ids) + len(turn.sampled_ids) for turn in trajectory.turns), np.nan)
-    for places, values in parts:
-        whole[places] = values
+    for indexes, values in parts:
+        whole[indexes] = values
     return whole
 
 

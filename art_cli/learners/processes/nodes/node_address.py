@@ -1,4 +1,4 @@
-"""NodePlace: a machine's position among a learner's nodes; addresses, ports and interfaces; the shared secret.
+"""NodeSetup: a machine's position among a learner's nodes; addresses, ports and interfaces; the shared secret.
 
 The secret comes from the environment. It never appears in files, logs or messages.
 """
@@ -21,8 +21,8 @@ MIN_LENGTH = 16  # characters; an eavesdropper could guess a shorter secret
 CURE = f"set {VARIABLE} to the same value on every node, such as that of `openssl rand -hex 32`"
 
 
-class NodePlace(NamedTuple):
-    """Example: NodePlace(node=1, nodes=2, host="10.0.0.4", port=41203, interface="eth0")"""
+class NodeSetup(NamedTuple):
+    """Example: NodeSetup(node=1, nodes=2, host="10.0.0.4", port=41203, interface="eth0")"""
 
     node: int = 0
     nodes: int = 1

@@ -21,16 +21,9 @@ from art_cli.learners import Progress
 from art_cli.learners.processes.nodes.node_address import VARIABLE, Address, interface_of, keep_alive
 from art_cli.learners.processes.nodes.node_identity import RATE, Identity, difference
 from art_cli.learners.processes.remote_calls import LEARNER
-from art_cli.runtime.errors import ArtError, LearnerError, printable
+from art_cli.runtime.errors import LearnerError, printable
 from art_cli.runtime.processes import authenticated
-from art_cli.runtime.processes.process_calls import (
-    MAX_LINE_BYTES,
-    CallingEnd,
-    ConnectionEnded,
-    Heartbeat,
-    Json,
-    Message,
-)
+from art_cli.runtime.processes.process_calls import MAX_LINE_BYTES, CallingEnd, ConnectionEnded, Heartbeat, Json
 
 log = logging.getLogger(__name__)
 
@@ -42,64 +35,40 @@ MAX_STRANGERS = 16
 REMIND_S = 30.0  # log interval while nodes are missing
 
 
-class NodeEnd:
-    """Another node's connection. Example: `NodeEnd(end, "node 1 (10.0.0.5)")`"""
+class NodeEnd(CallingEnd):
+    """The connection to another node. Its name is the peer's address, then for example "node 1 (10.0.0.5)"."""
 
-    def __init__(self, end: CallingEnd, name: str) -> None:
-        self.name = name
-        self._end = end
-
-    @property
-    def has_ended(self) -> bool:
-        return self._end.has_ended
-
-    @property
-    def fault(self) -> str:
-        return self._end.fault
-
-    @property
-    def farewell(self) -> ArtError | None:
-        return self._end.farewell
-
-    def listen(self, heard: Callable[[Message], None]) -> None:
-        """Calls `heard` for every incoming message."""
-        self._end.heard = heard
+    name = ""
 
     async def call(self, method: str, params: Json, *, progress: Progress | None = None) -> Any:
         """Calls the learner on the node and returns its answer. Raises like CallingEnd.call."""
         if method == "load":
             await self._send_files(LEARNER[method].decode(params["given"])["directory"])
         elsewhere = method == "open" or LEARNER[method].path  # the node uses its local job and directories
-        return await self._end.call(method, {} if elsewhere else params, progress=progress)
+        return await super().call(method, {} if elsewhere else params, progress=progress)
 
     async def start(self, node: int, port: int) -> None:
         """Starts the node's processes, which join the others. Raises like `call`."""
-        await self._end.call("start", {"node": node, "port": port})
+        await super().call("start", {"node": node, "port": port})
 
     async def _send_files(self, directory: Path) -> None:
         """Sends checkpoint files. Raises LearnerError if the node does not accept them in time."""
-        heard, self._end.heard = self._end.heard, lambda message: None  # these are not learner calls
+        heard, self.heard = self.heard, lambda message: None  # these are not learner calls
         try:
             for name, offset, data in _chunks(directory):
                 params = {"name": name, "offset": offset, "data": base64.b64encode(data).decode()}
                 async with asyncio.timeout(CHUNK_DEADLINE_S):
-                    await self._end.call("receive", params)
+                    await super().call("receive", params)
                 heard(Heartbeat())
         except TimeoutError as error:
             raise LearnerError(f"{self.name} has not taken a part of {name} for {CHUNK_DEADLINE_S:.0f} s") from error
         finally:
-            self._end.heard = heard
+            self.heard = heard
 
     async def finish(self, reason: str) -> None:
         """Sends the node the reason for ending; "" for a normal end."""
         with contextlib.suppress(TimeoutError, ConnectionEnded, LearnerError):
-            await asyncio.wait_for(self._end.call("finish", {"reason": reason}), FINISH_DEADLINE_S)
-
-    def hang_up(self) -> None:
-        self._end.hang_up()
-
-    async def close(self) -> None:
-        await self._end.close()
+            await asyncio.wait_for(super().call("finish", {"reason": reason}), FINISH_DEADLINE_S)
 
 
 def _chunks(directory: Path) -> Iterator[tuple[str, int, bytes]]:
@@ -229,7 +198,8 @@ class Rendezvous:
                 await asyncio.wait_for(connection.writer.drain(), authenticated.HANDSHAKE_DEADLINE_S)
             return False
         connection.reader.max_bytes = MAX_LINE_BYTES
-        self._met.append(NodeEnd(CallingEnd(*connection), peer))
+        self._met.append(end := NodeEnd(*connection))
+        end.name = peer
         log.info("learner: a node at %s is here", peer)
         if len(self._met) == self.meeting.nodes - 1:
             self._is_full.set()
