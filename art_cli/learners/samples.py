@@ -87,7 +87,7 @@ def token_weights(trajectory: Trajectory, credit: Credit | float) -> Floats:
     Raises LearnerError if the number of weights is wrong, a weight is infinite, or a prompt token has a policy weight.
     """
     credit = credit if isinstance(credit, Credit) else Credit(policy=credit)
-    is_sampled = sampled_tokens(trajectory)
+    is_sampled = sampled_mask(trajectory)
     rows = np.full((len(Row), len(is_sampled)), np.nan)
     for name, weights in credit._asdict().items():
         rows[Row[name.upper()]] = _row(name, weights, trajectory, is_sampled)
@@ -102,7 +102,24 @@ def turn_row(turn: Turn, first: float, rest: float) -> list[float]:
     return [*[math.nan] * len(turn.prompt_ids), *sampled]
 
 
-def sampled_tokens(trajectory: Trajectory) -> Mask:
+def turn_sizes(trajectory: Trajectory) -> list[int]:
+    """Returns the number of tokens that each turn adds; they sum to M."""
+    return [len(turn.prompt_ids) + len(turn.sampled_ids) for turn in trajectory.turns]
+
+
+def split_by_turn(trajectory: Trajectory, values: Floats) -> list[Floats]:
+    """Splits [M] values into one array per turn."""
+    return np.split(values, np.cumsum(turn_sizes(trajectory), dtype=np.int64))[:-1]
+
+
+def common_prefix(left: Ints, right: Ints) -> int:
+    """Returns the number of leading entries that the two arrays share."""
+    length = min(len(left), len(right))
+    differs = left[:length] != right[:length]
+    return int(differs.argmax()) if differs.any() else length
+
+
+def sampled_mask(trajectory: Trajectory) -> Mask:
     """Returns [M] whether each token was sampled."""
     lengths = [(len(turn.prompt_ids), len(turn.sampled_ids)) for turn in trajectory.turns]
     return np.repeat(np.tile([False, True], len(lengths)), np.array(lengths, dtype=np.int64).ravel())
@@ -129,7 +146,7 @@ def _row(name: str, weights: Weights | None, trajectory: Trajectory, is_sampled:
     if isinstance(weights, float | int | np.number):
         row[is_sampled] = weights
     elif weights is not None:
-        sizes = [len(turn.prompt_ids) + len(turn.sampled_ids) for turn in trajectory.turns]
+        sizes = turn_sizes(trajectory)
         try:
             parts = [np.asarray(part, dtype=np.float64) for part in weights]
         except (TypeError, ValueError) as error:
@@ -208,7 +225,7 @@ def trajectory_samples(trajectory: Trajectory, weights: Floats) -> list[Sample]:
 
 def count_sampled(trajectory: Trajectory) -> tuple[int, int]:
     """Returns the numbers of tokens and samples that would be trained if every sampled token had a weight."""
-    leaves = _trained_leaves(trajectory.turns, sampled_tokens(trajectory))
+    leaves = _trained_leaves(trajectory.turns, sampled_mask(trajectory))
     sizes = [len(targets) for _, _, targets, _ in leaves]
     return sum(sizes), len(sizes)
 

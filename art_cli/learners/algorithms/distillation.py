@@ -17,7 +17,16 @@ import numpy as np
 from art_cli.config.sections import loss_config
 from art_cli.learners.algorithms.credit import advantages, rewards_of
 from art_cli.learners.algorithms.preset import ClippedPreset
-from art_cli.learners.samples import Credit, Floats, Sample, token_weights, trajectory_samples
+from art_cli.learners.samples import (
+    Credit,
+    Floats,
+    Sample,
+    sampled_mask,
+    split_by_turn,
+    token_weights,
+    trajectory_samples,
+    turn_sizes,
+)
 from art_cli.runs.trajectory import ScoredTrajectory, Trajectory
 
 if TYPE_CHECKING:
@@ -88,16 +97,6 @@ class Lesson(NamedTuple):
     log_ratios: Floats  # [N] log teacher - log student for the scored tokens
 
 
-def lesson(
-    trajectory: Trajectory, samples: Sequence[Sample], advantages: Sequence[Floats], log_ratios: Sequence[Floats]
-) -> Lesson:
-    """Places the advantages [N] of the samples' targets at their tokens; `samples` come from `sampled_tokens`."""
-    row = np.full(sum(len(turn.prompt_ids) + len(turn.sampled_ids) for turn in trajectory.turns), np.nan)
-    for sample, values in zip(samples, advantages, strict=True):
-        row[sample.indexes] = values
-    return Lesson(row, np.concatenate([np.empty(0), *log_ratios]))
-
-
 def taught_credit(trajectory: Trajectory, taught: Floats | None, reward_part: float | None) -> Credit | float | None:
     """Returns every token's teacher advantage [M] plus the reward part.
 
@@ -107,14 +106,7 @@ def taught_credit(trajectory: Trajectory, taught: Floats | None, reward_part: fl
     if taught is None:
         return reward_part
     row = taught if reward_part is None else np.where(np.isnan(taught), reward_part, taught + reward_part)
-    sizes = [(len(turn.prompt_ids), len(turn.sampled_ids)) for turn in trajectory.turns]
-    parts, start = [], 0
-    for num_prompt, num_sampled in sizes:
-        part = row[start : start + num_prompt + num_sampled].copy()
-        part[:num_prompt] = np.nan
-        parts.append(part)
-        start += len(part)
-    return Credit(policy=parts)
+    return Credit(policy=split_by_turn(trajectory, np.where(sampled_mask(trajectory), row, np.nan)))
 
 
 def lesson_numbers(lessons: Collection[Lesson], num_trajectories: int) -> dict[str, float]:
@@ -135,11 +127,6 @@ class TaughtPreset(ClippedPreset[TaughtKnobs]):
     """A preset whose advantages come from a teacher, token by token. `reward_weight` adds reward advantages."""
 
     reads_policy = True
-    _policy: "Reader"
-    _numbers: dict[str, float] = {}
-
-    def bind(self, policy: "Reader", directory: Path) -> None:
-        self._policy = policy
 
     def credit_step(self, groups: Sequence[Sequence[ScoredTrajectory]]) -> Sequence[Sequence[Credit | float | None]]:
         """Returns the credits. A trajectory the teacher did not score only gets its reward credit, if rewards count."""
@@ -156,7 +143,10 @@ class TaughtPreset(ClippedPreset[TaughtKnobs]):
 
     def _lesson(self, trajectory: ScoredTrajectory, samples: Sequence[Sample], log_ratios: Sequence[Floats]) -> Lesson:
         """`log_ratios`: [N] log teacher - log student per sample, for the targets."""
-        return lesson(trajectory, samples, [self._advantages(ratios) for ratios in log_ratios], log_ratios)
+        row = np.full(sum(turn_sizes(trajectory)), np.nan)
+        for sample, ratios in zip(samples, log_ratios, strict=True):
+            row[sample.indexes] = self._advantages(ratios)
+        return Lesson(row, np.concatenate([np.empty(0), *log_ratios]))
 
     def _advantages(self, log_ratios: Floats) -> Floats:
         """Returns [N] the advantages for one sample's tokens."""
@@ -171,9 +161,6 @@ class TaughtPreset(ClippedPreset[TaughtKnobs]):
     def lessons(self, groups: Sequence[Sequence[ScoredTrajectory]]) -> dict[str, Lesson]:
         """Returns the lessons by trajectory id."""
         raise NotImplementedError
-
-    def numbers(self) -> dict[str, float]:
-        return self._numbers
 
 
 class Distill(TaughtPreset[loss_config.DistillConfig]):

@@ -6,7 +6,7 @@ The learner owns the critic (../critic.py). Turn credit and critic metrics are f
 import logging
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
+from statistics import pvariance
 from typing import TYPE_CHECKING
 
 from art_cli.config.sections import loss_config
@@ -19,8 +19,6 @@ from art_cli.runs.trajectory import ScoredTrajectory, Trajectory, Turn
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-    from art_cli.learners.packs.logprob_reader import Reader
 
 log = logging.getLogger(__name__)
 
@@ -140,17 +138,12 @@ def explained_variance(values: Sequence[float], returns: Sequence[float]) -> flo
     if not returns or max(returns) - min(returns) <= 1e-8:
         return math.nan
     errors = [each - value for each, value in zip(returns, values, strict=True)]
-    return 1 - _variance(errors) / _variance(returns)
+    return 1 - pvariance(errors) / pvariance(returns)
 
 
 def _at_first_sampled(turns: Sequence[Turn], numbers: Sequence[float]) -> list[list[float]]:
     """Returns weights for each turn's prompt_ids and sampled_ids: the number at the initial sampled token, else NaN."""
     return [turn_row(turn, number, math.nan) for turn, number in zip(turns, numbers, strict=True)]
-
-
-def _variance(numbers: Sequence[float]) -> float:
-    mean = math.fsum(numbers) / len(numbers)
-    return math.fsum((number - mean) ** 2 for number in numbers) / len(numbers)
 
 
 class Ppo(ClippedPreset[loss_config.PpoConfig]):
@@ -165,20 +158,12 @@ class Ppo(ClippedPreset[loss_config.PpoConfig]):
     """
 
     reads_policy = True
-    _policy: "Reader"
-    _numbers: dict[str, float] = {}
-
-    def bind(self, policy: "Reader", directory: Path) -> None:
-        self._policy = policy
 
     def credit_step(self, groups: Sequence[Sequence[ScoredTrajectory]]) -> Sequence[Sequence[Credit]]:
         knobs, trajectories = self.knobs, [trajectory for group in groups for trajectory in group]
         values = turn_values(trajectories, self._policy.values)
         self._numbers = critic_numbers(trajectories, values, gamma=knobs.gamma)
         return credit_by_values(groups, values, gamma=knobs.gamma, gae_lambda=knobs.gae_lambda)
-
-    def numbers(self) -> dict[str, float]:
-        return self._numbers
 
     def value_error(self, terms: ValueTerms) -> "Tensor":
         return clipped_value_error(terms, self.knobs.value_clip)

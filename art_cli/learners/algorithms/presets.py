@@ -48,7 +48,6 @@ class UserAlgorithm(Algorithm):
             self._own = kind(**options)
         except Exception as error:  # the boundary to the user's class
             raise UsageError(f"{entry}: {self._described(error)}") from error
-        self._numbers: dict[str, float] = {}  # checked while the step can still be canceled
         self.is_scaled, self.compares_states = bool(self._own.is_scaled), bool(self._own.compares_states)
 
     def bind(self, policy: "Reader", directory: Path) -> None:
@@ -68,11 +67,9 @@ class UserAlgorithm(Algorithm):
             numbers = dict(self._own.numbers())
         if unknown := sorted(numbers.keys() - set(StepMetrics.__struct_fields__)):
             raise LearnerError(f"{self._entry}: numbers gave {unknown[0]!r:.60}, which StepMetrics does not have")
+        # checked here, while the step can still be canceled
         self._numbers = {name: self._number("numbers", value) for name, value in numbers.items()}
         return [[self._credit(method, value) for value in credits] for credits in answer]
-
-    def numbers(self) -> dict[str, float]:
-        return self._numbers
 
     def after_step(self) -> None:
         with self._calling("after_step"):

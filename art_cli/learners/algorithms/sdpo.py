@@ -22,7 +22,7 @@ from art_cli.chat.requests import prompt_text
 from art_cli.config.sections.base_config import Float
 from art_cli.config.sections.loss_config import TaughtLossConfig
 from art_cli.learners.algorithms.distillation import Lesson, TaughtPreset, sampled_tokens, student_logprobs
-from art_cli.learners.samples import Ints, Sample
+from art_cli.learners.samples import Ints, Sample, common_prefix
 from art_cli.runs.trajectory import Json, ScoredTrajectory
 
 if TYPE_CHECKING:
@@ -113,16 +113,9 @@ class Feedback:
 
 def _difference(old: Ints, new: Ints) -> Splice:
     """Returns the smallest replacement that turns `old` into `new`."""
-    most = min(len(old), len(new))
-    start = _num_equal(old[:most], new[:most])
-    tail = _num_equal(old[::-1][: most - start], new[::-1][: most - start])
+    start = common_prefix(old, new)
+    tail = common_prefix(old[start:][::-1], new[start:][::-1])
     return Splice(old[: len(old) - tail], start, new[start : len(new) - tail])
-
-
-def _num_equal(one: Ints, other: Ints) -> int:
-    """Returns the number of equal leading entries in two arrays of the same length."""
-    differs = np.flatnonzero(one != other)
-    return int(differs[0]) if len(differs) else len(one)
 
 
 class SdpoConfig(TaughtLossConfig):

@@ -12,7 +12,8 @@ Numbers in, numbers out. Per-turn lists follow the trajectory's turns.
 
 import hashlib
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Sequence
 from itertools import chain
 from typing import NamedTuple
 
@@ -50,9 +51,9 @@ def step_advantages(episodes: Sequence[Episode], *, scale: bool) -> list[list[fl
     step, states with returns equal within 1e-8, and turns that are not steps give 0.
     """
     worth = [[0.0] * len(episode) for episode in episodes]
-    for indexes in _indexes_by_state(episodes).values():
-        returns = [_step(episodes, index).returned for index in indexes]
-        for (row, column), value in zip(indexes, advantages(returns, scale=scale), strict=True):
+    for found in _steps_by_state(episodes).values():
+        returns = [step.returned for _, _, step in found]
+        for (row, column, _), value in zip(found, advantages(returns, scale=scale), strict=True):
             worth[row][column] = value
     return worth
 
@@ -70,8 +71,8 @@ def grouped_gae(episodes: Sequence[Episode], *, gamma: float, gae_lambda: float)
     not steps give 0.
     """
     values = {
-        state: math.fsum(_step(episodes, index).returned for index in indexes) / len(indexes)
-        for state, indexes in _indexes_by_state(episodes).items()
+        state: math.fsum(step.returned for _, _, step in found) / len(found)
+        for state, found in _steps_by_state(episodes).items()
     }
     worth = []
     for episode in episodes:
@@ -84,24 +85,20 @@ def grouped_gae(episodes: Sequence[Episode], *, gamma: float, gae_lambda: float)
 
 def normalized(worth: Sequence[Sequence[float]], episodes: Sequence[Episode]) -> list[list[float]]:
     """Normalizes step values to mean 0 and standard deviation 1 over the group."""
-    is_step = [[step is not None for step in episode] for episode in episodes]
-    flat = iter(advantages([*_chosen(worth, is_step)], scale=True))
-    return [[next(flat) if here else 0.0 for here in row] for row in is_step]
+    pairs = zip(chain.from_iterable(worth), chain.from_iterable(episodes), strict=True)
+    flat = iter(advantages([value for value, step in pairs if step is not None], scale=True))
+    return [[0.0 if step is None else next(flat) for step in episode] for episode in episodes]
 
 
 def turn_credit(trajectory: Trajectory, worth: Sequence[float]) -> Credit:
     """Returns policy weights that assign each turn's value to the turn's sampled tokens."""
-    rows = [turn_row(turn, value, value) for turn, value in zip(trajectory.turns, worth, strict=True)]
-    return Credit(policy=rows)
+    return Credit(policy=[turn_row(turn, each, each) for turn, each in zip(trajectory.turns, worth, strict=True)])
 
 
 def count_shared(group: Sequence[Trajectory]) -> tuple[int, int]:
     """Returns the group's step count, and the count of steps whose state occurs in several steps."""
-    states = [state for trajectory in group for state in states_of(trajectory) if state is not None]
-    counts = dict.fromkeys(states, 0)
-    for state in states:
-        counts[state] += 1
-    return len(states), sum(count for count in counts.values() if count > 1)
+    counts = Counter(state for trajectory in group for state in states_of(trajectory) if state is not None)
+    return counts.total(), sum(count for count in counts.values() if count > 1)
 
 
 def states_of(trajectory: Trajectory) -> list[State | None]:
@@ -122,35 +119,23 @@ def _episode(trajectory: ScoredTrajectory, reward: float, gamma: float) -> Episo
     steps: list[Step | None] = []
     returned = 0.0
     for state in reversed(states_of(trajectory)):
-        is_last = not any(steps)
-        if state is not None:
-            here = reward if is_last else 0.0
-            returned = here + gamma * returned
-            steps.append(Step(state, here, returned))
-        else:
+        if state is None:
             steps.append(None)
+            continue
+        here = 0.0 if any(steps) else reward
+        returned = here + gamma * returned
+        steps.append(Step(state, here, returned))
     return steps[::-1]
 
 
-def _indexes_by_state(episodes: Sequence[Episode]) -> dict[State, list[tuple[int, int]]]:
-    """Maps each state to the (trajectory, turn) indexes of its steps."""
-    indexes: dict[State, list[tuple[int, int]]] = {}
+def _steps_by_state(episodes: Sequence[Episode]) -> dict[State, list[tuple[int, int, Step]]]:
+    """Maps each state to its steps, as (trajectory index, turn index, step)."""
+    found: dict[State, list[tuple[int, int, Step]]] = {}
     for row, episode in enumerate(episodes):
         for column, step in enumerate(episode):
             if step is not None:
-                indexes.setdefault(step.state, []).append((row, column))
-    return indexes
-
-
-def _step(episodes: Sequence[Episode], index: tuple[int, int]) -> Step:
-    step = episodes[index[0]][index[1]]
-    assert step is not None, index
-    return step
-
-
-def _chosen(values: Sequence[Sequence[float]], is_chosen: Sequence[Iterable[bool]]) -> Iterator[float]:
-    pairs = chain.from_iterable(zip(row, chosen, strict=True) for row, chosen in zip(values, is_chosen, strict=True))
-    return (value for value, here in pairs if here)
+                found.setdefault(step.state, []).append((row, column, step))
+    return found
 
 
 # --- states -----------------------------------------------------------------------------------------------------------

@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from art_cli.learners.samples import Floats, Ints, Sample
+from art_cli.learners.samples import Floats, Ints, Sample, common_prefix
 
 PACK_COST = 256  # fixed time per forward and backward pass, in token equivalents
 
@@ -114,15 +114,8 @@ def pack_small(samples: Sequence[Sample], *, budgets: Sequence[int], share: bool
 def _sorted(samples: Sequence[Sample]) -> tuple[list[Sample], list[int]]:
     """Returns the samples sorted by tokens, and the number of leading tokens shared with the predecessor."""
     ordered = sorted(samples, key=lambda sample: sample.token_ids.tobytes())
-    return ordered, [0, *map(_common_prefix, ordered[:-1], ordered[1:])]
-
-
-def _common_prefix(left: Sample, right: Sample) -> int:
-    """Returns the number of leading tokens in common."""
-    length = min(len(left.token_ids), len(right.token_ids))
-    differs = left.token_ids[:length] != right.token_ids[:length]
-    first = int(differs.argmax()) if length else 0
-    return first if length and differs[first] else length
+    rows = [sample.token_ids for sample in ordered]
+    return ordered, [0, *map(common_prefix, rows[:-1], rows[1:])]
 
 
 def _cut(lengths: Ints, shared: Ints, budget: int) -> list[int]:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import msgspec
 import numpy as np
 
-from art_cli.learners.samples import Floats, Ints, Sample, sampled_tokens
+from art_cli.learners.samples import Floats, Ints, Sample, sampled_mask, split_by_turn, turn_sizes
 from art_cli.runs.trajectory import LearnedTrajectory, LeftOut, PerToken, ScoredTrajectory, Trajectory, has_signal
 
 if TYPE_CHECKING:
@@ -117,10 +117,8 @@ class StepRecord(msgspec.Struct):
     def _masked_tokens(self, trajectory: Trajectory, advantages: Floats, pieces: Sequence[_Piece]) -> dict[str, int]:
         """Counts the sampled tokens that do not move the policy, by reason."""
         masked = Counter(self.masked.get(trajectory.id, {}))
-        is_silent = np.isnan(advantages) & sampled_tokens(trajectory)
-        is_abandoned = np.concatenate(
-            [np.full(len(turn.prompt_ids) + len(turn.sampled_ids), turn.is_abandoned) for turn in trajectory.turns]
-        )
+        is_silent = np.isnan(advantages) & sampled_mask(trajectory)
+        is_abandoned = np.repeat([turn.is_abandoned for turn in trajectory.turns], turn_sizes(trajectory))
         masked["abandoned"] = int(np.count_nonzero(is_silent & is_abandoned))
         masked["no_advantage"] = int(np.count_nonzero(is_silent & ~is_abandoned))
         masked["off_policy"] = sum(
@@ -156,7 +154,7 @@ def _left_out(trajectory: ScoredTrajectory, group: Sequence[ScoredTrajectory]) -
 
 def _spread(trajectory: Trajectory, parts: Sequence[tuple[Ints, Floats]]) -> Floats:
     """Returns [M] the values at their token indexes; NaN elsewhere."""
-    whole = np.full(sum(len(turn.prompt_ids) + len(turn.sampled_ids) for turn in trajectory.turns), np.nan)
+    whole = np.full(sum(turn_sizes(trajectory)), np.nan)
     for indexes, values in parts:
         whole[indexes] = values
     return whole
@@ -164,12 +162,8 @@ def _spread(trajectory: Trajectory, parts: Sequence[tuple[Ints, Floats]]) -> Flo
 
 def _by_turn(trajectory: Trajectory, values: Floats) -> list[PerToken]:
     """Returns the values for each turn's sampled tokens."""
-    by_turn, start = [], 0
-    for turn in trajectory.turns:
-        start += len(turn.prompt_ids)
-        by_turn.append(_compact(values[start : start + len(turn.sampled_ids)]))
-        start += len(turn.sampled_ids)
-    return by_turn
+    parts = zip(trajectory.turns, split_by_turn(trajectory, values), strict=True)
+    return [_compact(part[len(turn.prompt_ids) :]) for turn, part in parts]
 
 
 def _compact(values: Floats) -> PerToken:
