@@ -220,24 +220,19 @@ def make_learner(
     from art_cli.config.schema import with_base_model
     from art_cli.models.policy_spec import PolicySpec, spec_of
 
-    make = resolve_name(BUILT_INS[config.learner.name])
+    make: Callable[..., Learner] = resolve_name(BUILT_INS[config.learner.name])
     if not config.learner.trains_weights:
-        searching: Learner = make(config, directory)
-        return searching
+        return make(config, directory)
     assert policy is not None, "weights can be trained only if they are here"
     setup = LearnerSetup.of(config, directory)
+    if not has_own_weights(config):
+        return make(policy, setup)
+    spec = policy if isinstance(policy, PolicySpec) else spec_of(policy)
     if config.learner.weights == "server":
-        spec = policy if isinstance(policy, PolicySpec) else spec_of(policy)
-        remote: Learner = make(spec, setup, engine=with_base_model(config), lora=config.model.lora)
-        return remote
-    if has_own_weights(config):
-        make_job = resolve_name("art_cli.learners.processes.job:make_job")
-        parallel = resolve_name("art_cli.learners.processes.workers:parallel_learner")
-        spec = policy if isinstance(policy, PolicySpec) else spec_of(policy)
-        learner: Learner = parallel(make_job(config, spec.base, directory=directory, dtype=spec.dtype), logs=logs)
-        return learner
-    learner = make(policy, setup)
-    return learner
+        return make(spec, setup, engine=with_base_model(config), lora=config.model.lora)
+    make_job = resolve_name("art_cli.learners.processes.job:make_job")
+    make_parallel: Callable[..., Learner] = resolve_name("art_cli.learners.processes.workers:parallel_learner")
+    return make_parallel(make_job(config, spec.base, directory=directory, dtype=spec.dtype), logs=logs)
 
 
 def has_own_weights(config: "RunConfig") -> bool:

@@ -83,18 +83,12 @@ def hold(
     al. 2015 (arXiv:1502.05477), equation 12; the step itself is AdamW's.
     """
     share = 1.0
-    while not _is_within(kl := gradient.divergence(update, heartbeat=heartbeat), max_kl):
-        if share == 0:
-            break
+    # a NaN KL (no tokens) counts as within the bound
+    while (kl := gradient.divergence(update, heartbeat=heartbeat)) > max_kl and share > 0:
         halves = share > 0.5**MAX_HALVINGS
         optimizer.draw_back(before, 0.5 if halves else 1.0)
         share = share / 2 if halves else 0.0
     return Held(kl, share)
-
-
-def _is_within(kl: float, bound: float) -> bool:
-    """Returns whether the KL is within the bound. NaN (no tokens) counts as within."""
-    return math.isnan(kl) or kl <= bound
 
 
 class TorchLearner(Learner):
@@ -203,10 +197,15 @@ class TorchLearner(Learner):
 
     def _sft_samples(self, examples: Sequence[dict[str, Any]], kind: str) -> list[list[Sample]]:
         weights = self.weights
-        limits: dict[str, Any] = {"max_length": weights.max_length, "vocabulary": weights.vocabulary}
-        limits["stops"] = weights.stop_ids
         return [
-            example_samples(example, weights.tokenizer, name=f"{kind} {number}", **limits)
+            example_samples(
+                example,
+                weights.tokenizer,
+                name=f"{kind} {number}",
+                max_length=weights.max_length,
+                vocabulary=weights.vocabulary,
+                stops=weights.stop_ids,
+            )
             for number, example in enumerate(examples, 1)
         ]
 

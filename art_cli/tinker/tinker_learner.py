@@ -245,7 +245,7 @@ class TinkerLearner(Learner):
                 sample = each.sample
                 if sample.trajectory_id not in at.statistics.replayed:
                     gaps = np.abs(np.where(np.isnan(sample.logprobs), sample.raw_logprobs, sample.logprobs) - new)
-                    at.statistics.gap.add(gaps[~np.isnan(gaps)])
+                    at.statistics.logprob_gap.add(gaps[~np.isnan(gaps)])
         return sent
 
     def apply(self, sent: _Sent, at: Pass) -> _Applied:
@@ -280,10 +280,10 @@ class TinkerLearner(Learner):
             if inside.any():
                 found = self.server_loss.values(new[inside], each.old[inside], each.advantages[inside])
                 lost += math.fsum(found.values)
-                at.statistics.clipped.add(found.is_clipped)
+                at.statistics.clip_fraction.add(found.is_clipped)
             if is_imitated.any():
                 lost -= math.fsum(each.imitation[is_imitated] * new[is_imitated])
-                at.statistics.imitated.add(-new[is_imitated])
+                at.statistics.cross_entropy.add(-new[is_imitated])
             total += lost
             if at.record is not None:
                 at.record.note_learned(each.sample, new, loss=lost, update=at.number)

@@ -347,9 +347,12 @@ async def test_nodes_that_wait_for_the_others_in_vain_are_told(tmp_path: Path, b
 
 def test_records_between_processes_are_what_they_were_or_refused() -> None:
     statistics = StepStatistics(frozenset({"t1"}), losses=[0.5, float(np.float64(1) / 3)])
-    statistics.gap.sum, statistics.gap.count = 0.25, 3
+    statistics.logprob_gap.sum, statistics.logprob_gap.count = 0.25, 3
     again = exchange.decode(exchange.encode(statistics), StepStatistics)
-    assert msgspec.structs.asdict(again)["losses"] == statistics.losses and again.gap.mean == statistics.gap.mean
+    assert (
+        msgspec.structs.asdict(again)["losses"] == statistics.losses
+        and again.logprob_gap.mean == statistics.logprob_gap.mean
+    )
     found = {3: np.array([0.1, np.nan]), 0: np.array([])}
     read = exchange.decode(exchange.encode(found), dict[int, Floats])
     assert read.keys() == found.keys() and all(np.array_equal(read[key], found[key], equal_nan=True) for key in found)

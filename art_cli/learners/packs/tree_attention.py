@@ -133,7 +133,8 @@ def divide(segments: Segments) -> Division:
     above: dict[int, list[int]] = {}
     for index, (start, end, _, parent) in enumerate(zip(*segments, strict=True)):
         if not is_block[index]:
-            above[index] = [] if parent < 0 or is_block[parent] else [*above[parent], *_span(segments, parent)]
+            parent_span = range(segments.starts[parent], segments.ends[parent])
+            above[index] = [] if parent < 0 or is_block[parent] else [*above[parent], *parent_span]
             rows.append(_Row(start, end, above[index]))
     by_size = sorted(rows, key=lambda row: (row.num_queries, row.num_keys))
     blocks = zip(segments.starts, segments.ends, segments.reaches, is_block, strict=True)
@@ -157,10 +158,6 @@ def cut(segments: Segments) -> list[SegmentBatch]:
         *(_batch([row], num_queries=round_up(row.num_queries), num_keys=round_up(row.num_keys)) for row in large),
         *(_batch(alike) for alike in join_calls(small, _num_pairs)),
     ]
-
-
-def _span(segments: Segments, index: int) -> range:
-    return range(segments.starts[index], segments.ends[index])
 
 
 def _num_pairs(rows: Sequence[_Row]) -> int:
@@ -254,7 +251,7 @@ class _Rows(NamedTuple):
 
     def queries(self, states: Tensor, *, is_zero_padded: bool = False) -> Tensor:
         """Returns [b, R, D] from [1, heads, T, D]."""
-        rows = _pack_tokens(states).index_select(0, self.batch.queries)
+        rows = _tokens(states).index_select(0, self.batch.queries)
         if is_zero_padded:
             rows.mul_(self.batch.is_query[:, None, None])
         rows = rows.view(self.num, -1, rows.shape[1] // self.groups, self.groups, rows.shape[2])
@@ -263,7 +260,7 @@ class _Rows(NamedTuple):
 
     def keys(self, states: Tensor) -> Tensor:
         """Returns [b, K, D] from [1, kv heads, T, D]."""
-        rows = _pack_tokens(states).index_select(0, self.batch.keys)
+        rows = _tokens(states).index_select(0, self.batch.keys)
         rows = rows.view(self.num, -1, *rows.shape[1:])
         return rows.transpose(1, 2).contiguous().flatten(0, 1)
 
@@ -292,7 +289,7 @@ class _Rows(NamedTuple):
         tokens.flatten(1).index_add_(0, self.batch.keys, rows)  # flat, because torch adds wider indices one by one
 
 
-def _pack_tokens(states: Tensor) -> Tensor:
+def _tokens(states: Tensor) -> Tensor:
     """Returns [T, heads, D], a view of [1, heads, T, D]."""
     return states[0].transpose(0, 1)
 
@@ -351,7 +348,11 @@ class Tree:
         nearest `window` tokens.
         """
         if window not in self.masks:
-            self.masks[window] = self._make_mask(window)
+            index = torch.arange(len(self.depths), device=self.depths.device)
+            visible = (index[None, :] <= index[:, None]) & (index[:, None] < self._reaches()[None, :])
+            if window is not None:
+                visible &= self.depths[:, None] - self.depths[None, :] < window
+            self.masks[window] = visible
         return self.masks[window]
 
     def block_mask(self, flex: FlexAttention, window: int | None = None) -> BlockMask:
@@ -365,13 +366,6 @@ class Tree:
         starts, ends, reaches, _ = self.segments
         whole = np.repeat(reaches, np.subtract(ends, starts))  # torch's repeat_interleave would wait for the GPU
         return torch.from_numpy(whole).to(self.depths.device)
-
-    def _make_mask(self, window: int | None) -> Tensor:
-        index = torch.arange(len(self.depths), device=self.depths.device)
-        visible = (index[None, :] <= index[:, None]) & (index[:, None] < self._reaches()[None, :])
-        if window is not None:
-            visible &= self.depths[:, None] - self.depths[None, :] < window
-        return visible
 
 
 @contextlib.contextmanager
@@ -516,11 +510,6 @@ class _BlockAttention(torch.autograd.Function):
                 for total, where, part in zip(grads, (rows, own, own), parts, strict=True):
                     total[:, :, where] += part
         return *(total.to(query.dtype) for total in grads), None, None
-
-
-def _tokens(states: Tensor) -> Tensor:
-    """Returns [T, heads, D], a view of [1, heads, T, D]."""
-    return states[0].transpose(0, 1)
 
 
 def _rows(states: Tensor, positions: Tensor, batch: SegmentBatch) -> Tensor:

@@ -1,7 +1,7 @@
 """TorchSft: a supervised warm-up on weights in this process, or sharded across processes."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +12,6 @@ from torch import Tensor
 from art_cli.config.schema import SftConfig
 from art_cli.learners import Progress
 from art_cli.learners.optimizer import Optimizer
-from art_cli.learners.packs.pack_runner import PackRunner
 from art_cli.learners.samples import Floats, Sample
 from art_cli.learners.sft.sft_batches import SftBatches
 from art_cli.learners.sft.sft_trainer import Sft, Taken
@@ -61,8 +60,16 @@ class TorchSft(Sft):
     def _finish(self, sent: Taken) -> Taken:
         return sent
 
+    @torch.no_grad()
     def _mean_loss(self, samples: Sequence[Sample]) -> float:
-        return mean_loss(self.gradient.runner, samples, heartbeat=self._report)
+        runner, sums = self.gradient.runner, np.zeros(2)
+        for pack in runner.deal(samples):
+            edges = torch.from_numpy(pack.terms.edges).to(runner.weights.device)
+            logprobs = runner.run(pack).logprobs[edges].double()
+            sums += -float(logprobs.sum()), len(logprobs)
+            self._report()
+        total, num_tokens = np.sum(runner.ranks.gather(sums, Floats), axis=0)
+        return float(total / num_tokens)
 
     def _report(self) -> None:
         if self.progress is not None:
@@ -86,16 +93,3 @@ class TorchSft(Sft):
         self.optimizer.load(directory)
         best, parameters, ranks = load_file(directory / BEST_FILE), self.optimizer.parameters, self.optimizer.ranks
         self._best = {name: ranks.part(tensor, parameters[name].detach()) for name, tensor in best.items()}
-
-
-@torch.no_grad()
-def mean_loss(runner: PackRunner, samples: Sequence[Sample], *, heartbeat: Callable[[], None] = lambda: None) -> float:
-    """Returns the mean -log p over all the samples' targets, in nats. `heartbeat` is called after every pack."""
-    sums = np.zeros(2)
-    for pack in runner.deal(samples):
-        edges = torch.from_numpy(pack.terms.edges).to(runner.weights.device)
-        logprobs = runner.run(pack).logprobs[edges].double()
-        sums += -float(logprobs.sum()), len(logprobs)
-        heartbeat()
-    total, num_tokens = np.sum(runner.ranks.gather(sums, Floats), axis=0)
-    return float(total / num_tokens)

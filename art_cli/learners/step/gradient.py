@@ -113,7 +113,7 @@ class LossGradient:
             if is_bad.any():
                 faults.append(_not_finite("loss", pack.samples[int(terms.samples[is_bad][0])]))
             if not is_first:
-                statistics.change.add((terms.new.detach() - terms.old).abs()[terms.terms_in(Row.POLICY)])
+                statistics.logprob_change.add((terms.new.detach() - terms.old).abs()[terms.terms_in(Row.POLICY)])
             statistics.add_pack(pack, scores, loss, importance=terms.importance)
             if at.record is not None:
                 at.record.add(pack, terms, loss, update=at.number)
@@ -141,7 +141,8 @@ class LossGradient:
                 found.loss.loss.backward()  # type: ignore[no-untyped-call]
                 yield found
             return
-        trained = self._trained()
+        trained = [parameter for parameter in self.runner.model.parameters() if parameter.requires_grad]
+        trained += [] if self.runner.value_head is None else self.runner.value_head.parameters()
 
         def compute(asked: tuple[Pack, Tensor | None]) -> tuple[_Computed, Sequence[Tensor | None]]:
             found = self._lose(update, *asked)
@@ -154,18 +155,32 @@ class LossGradient:
             yield found
 
     def _lose(self, update: Update, pack: Pack, before: Tensor | None) -> "_Computed":
-        """Returns the pack's loss with its autograd graph."""
-        reference = self._reference(pack) if update.counts[Row.REFERENCE_KL].tokens else None
+        """Returns the pack's scores, terms and loss, connected by autograd."""
+        edges, reference = self._tensor(pack.terms.edges), None
+        if update.counts[Row.REFERENCE_KL].tokens:
+            with torch.no_grad(), self.runner.weights.adapter_off():
+                reference = self.runner.run(pack).logprobs[edges]
         scores = self.runner.run(pack, entropy_gradient=update.entropy_bonus > 0)
-        terms = self._terms(pack, scores, update, before, reference)
+        new = scores.logprobs[edges]
+        before = new.detach() if before is None else before
+        engine = self._tensor(pack.terms.logprobs).float()
+        samples, weights = self._tensor(pack.terms.samples), self._tensor(pack.terms.weights).float()
+        sampled = SampledTerms(new.detach(), before, engine, weights[Row.POLICY], samples)
+        terms = LossTerms(
+            new=new,
+            # Normally the engine's logprobs. The learner's logprobs replace them where the engine's are not comparable,
+            # and everywhere if `correction` weights the difference.
+            old=torch.where(engine.isnan(), before, engine) if self.correction is None else before,
+            samples=samples,
+            weights=weights,
+            shares=self._tensor(self._shares(pack.samples, update.counts)[:, pack.terms.samples]).float(),
+            importance=None if self.correction is None else self.correction(sampled),
+            reference=reference,
+            entropies=scores.entropies[edges] if update.entropy_bonus > 0 else None,
+            entropy_bonus=update.entropy_bonus,
+            values=None if scores.values is None else scores.values[edges],
+        )
         return _Computed(scores, terms, pack_loss(self.algorithm, terms))
-
-    def _trained(self) -> list[torch.nn.Parameter]:
-        """Returns the parameters trained by the loss."""
-        trained = [parameter for parameter in self.runner.model.parameters() if parameter.requires_grad]
-        if self.runner.value_head is not None:
-            trained += self.runner.value_head.parameters()
-        return trained
 
     @torch.no_grad()
     def divergence(self, update: Update, *, heartbeat: Callable[[], None] = lambda: None) -> float:
@@ -202,40 +217,6 @@ class LossGradient:
                     return _not_finite("gradient", sample)
         return "the gradient of the step is not finite, though each sample's alone is; no weight was changed"
 
-    def _reference(self, pack: Pack) -> Tensor:
-        """Returns [N] logprobs of the pack's terms under the reference policy, the model without its adapter."""
-        with torch.no_grad(), self.runner.weights.adapter_off():
-            return self.runner.run(pack).logprobs[self._tensor(pack.terms.edges)]
-
-    def _terms(
-        self,
-        pack: Pack,
-        scores: TokenScores,
-        update: Update,
-        before: Tensor | None,
-        reference: Tensor | None,
-    ) -> LossTerms:
-        edges = self._tensor(pack.terms.edges)
-        new = scores.logprobs[edges]
-        before = new.detach() if before is None else before
-        engine = self._tensor(pack.terms.logprobs).float()
-        samples, weights = self._tensor(pack.terms.samples), self._tensor(pack.terms.weights).float()
-        sampled = SampledTerms(new.detach(), before, engine, weights[Row.POLICY], samples)
-        return LossTerms(
-            new=new,
-            # Normally the engine's logprobs. The learner's logprobs replace them where the engine's are not comparable,
-            # and everywhere if `correction` weights the difference.
-            old=torch.where(engine.isnan(), before, engine) if self.correction is None else before,
-            samples=samples,
-            weights=weights,
-            shares=self._tensor(self._shares(pack.samples, update.counts)[:, pack.terms.samples]).float(),
-            importance=None if self.correction is None else self.correction(sampled),
-            reference=reference,
-            entropies=scores.entropies[self._tensor(pack.terms.edges)] if update.entropy_bonus > 0 else None,
-            entropy_bonus=update.entropy_bonus,
-            values=None if scores.values is None else scores.values[edges],
-        )
-
     def _shares(self, samples: Sequence[Sample], counts: Sequence[UpdateCounts]) -> Floats:
         """Returns [4, samples] the factor for a sample's tokens in each component's mean; 0 where the sample has no
         tokens.
@@ -244,13 +225,13 @@ class LossGradient:
         for component in COMPONENTS:
             for index, sample in enumerate(samples):
                 if num_tokens := sample.num_in(component):
-                    shares[component, index] = self._share(component, num_tokens, counts[component])
+                    update = counts[component]
+                    shares[component, index] = (
+                        self.algorithm.value_share(update)
+                        if component is Row.VALUE
+                        else self.algorithm.share(num_tokens, update.over(self.mean_over))
+                    )
         return shares
-
-    def _share(self, component: Row, num_tokens: int, update: UpdateCounts) -> float:
-        if component is Row.VALUE:
-            return self.algorithm.value_share(update)
-        return self.algorithm.share(num_tokens, update.over(self.mean_over))
 
     def _tensor(self, array: np.ndarray[Any, Any]) -> Tensor:
         return torch.from_numpy(array).to(self.runner.weights.device)

@@ -134,7 +134,7 @@ def _take_updates(
 
 
 def _check_drift(statistics: StepStatistics, bound: float) -> None:
-    gap = statistics.gap
+    gap = statistics.logprob_gap
     if gap.mean > bound:
         raise DriftError(
             f"engine and learner differ by {gap.mean:.3g} nats per token on average (at most {gap.max:.3g}), over "

@@ -19,6 +19,14 @@ if TYPE_CHECKING:
     from art_cli.learners.packs.packing import Pack, Terms
 
 
+# fields of StepStatistics that are added up, and fields that are averaged, under their StepMetrics names
+COUNTS = ("num_samples", "tokens_trained", "tokens_imitated", "tokens_flat", "tokens_computed")
+MEANS = (
+    *("cross_entropy", "kl", "kl_cov", "entropy", "clip_fraction", "logprob_change", "off_policy_masked"),
+    *("logprob_gap", "value_loss"),
+)
+
+
 class _Mean(msgspec.Struct):
     """A running mean; NaN without values."""
 
@@ -60,15 +68,15 @@ class StepStatistics(msgspec.Struct):
     grad_clips: list[float] = []  # the same after clipping
     update_kl: float = math.nan  # policy KL of the last optimizer step; NaN: not measured
     update_share: float = math.nan  # share of the last optimizer step that was kept; NaN: not measured
+    cross_entropy: _Mean = msgspec.field(default_factory=_Mean)
     kl: _Mean = msgspec.field(default_factory=_Mean)
+    kl_cov: _Mean = msgspec.field(default_factory=_Mean)
     entropy: _Mean = msgspec.field(default_factory=_Mean)
-    clipped: _Mean = msgspec.field(default_factory=_Mean)
-    masked: _Mean = msgspec.field(default_factory=_Mean)
-    gap: _Mean = msgspec.field(default_factory=_Mean)
-    change: _Mean = msgspec.field(default_factory=_Mean)
-    imitated: _Mean = msgspec.field(default_factory=_Mean)
+    clip_fraction: _Mean = msgspec.field(default_factory=_Mean)
+    logprob_change: _Mean = msgspec.field(default_factory=_Mean)
+    off_policy_masked: _Mean = msgspec.field(default_factory=_Mean)
+    logprob_gap: _Mean = msgspec.field(default_factory=_Mean)
     value_loss: _Mean = msgspec.field(default_factory=_Mean)
-    old_kl: _Mean = msgspec.field(default_factory=_Mean)
 
     @classmethod
     def total(cls, parts: Sequence["StepStatistics"]) -> "StepStatistics":
@@ -79,9 +87,9 @@ class StepStatistics(msgspec.Struct):
         total.grad_norms, total.grad_clips = parts[0].grad_norms, parts[0].grad_clips
         total.update_kl, total.update_share = parts[0].update_kl, parts[0].update_share
         for part in parts:
-            for name in ("num_samples", "tokens_trained", "tokens_imitated", "tokens_flat", "tokens_computed"):
+            for name in COUNTS:
                 setattr(total, name, getattr(total, name) + getattr(part, name))
-            for name in ("kl", "entropy", "clipped", "masked", "gap", "change", "imitated", "value_loss", "old_kl"):
+            for name in MEANS:
                 getattr(total, name).join(getattr(part, name))
         return total
 
@@ -99,7 +107,7 @@ class StepStatistics(msgspec.Struct):
         if is_old.any():
             hidden = np.where(is_old[terms.samples], np.nan, 0.0)
             terms = terms._replace(logprobs=terms.logprobs + hidden, raw_logprobs=terms.raw_logprobs + hidden)
-        self.gap.add(logprob_gaps(scores, terms))
+        self.logprob_gap.add(logprob_gaps(scores, terms))
 
     def add_pack(
         self, pack: "Pack", scores: "TokenScores", loss: "PackLoss", *, importance: "Tensor | None" = None
@@ -112,47 +120,38 @@ class StepStatistics(msgspec.Struct):
         self.losses[-1] += float(loss.loss.detach())
         self.entropy.add(scores.entropies.detach()[torch.from_numpy(sampled).to(scores.entropies.device)])
         imitated = pack.terms.edges[mask_of(pack.terms.weights, Row.CROSS_ENTROPY)]
-        self.imitated.add(-scores.logprobs.detach()[torch.from_numpy(imitated).to(scores.logprobs.device)])
+        self.cross_entropy.add(-scores.logprobs.detach()[torch.from_numpy(imitated).to(scores.logprobs.device)])
         if loss.is_clipped is not None:
-            self.clipped.add(loss.is_clipped)
+            self.clip_fraction.add(loss.is_clipped)
         if importance is not None:
-            self.masked.add(importance[torch.from_numpy(in_policy).to(importance.device)] == 0)
+            self.off_policy_masked.add(importance[torch.from_numpy(in_policy).to(importance.device)] == 0)
         if loss.kl is not None:
             self.kl.add(loss.kl)
         if loss.old_kl is not None:
-            self.old_kl.add(loss.old_kl)
+            self.kl_cov.add(loss.old_kl)
         if loss.value_errors is not None:
             self.value_loss.add(loss.value_errors)
 
     def metrics(self, batch: StepSamples, *, learning_rate: float, train_s: float) -> StepMetrics:
         """Returns the step's metrics that all learners share."""
-        has_updates = bool(self.grad_norms)
         return StepMetrics(
             **batch.reported(),
-            num_samples=self.num_samples,
+            **{name: getattr(self, name) for name in COUNTS},
+            **{name: getattr(self, name).mean for name in MEANS},
             num_updates=len(self.grad_norms),
-            tokens_trained=self.tokens_trained,
-            tokens_imitated=self.tokens_imitated,
-            tokens_flat=self.tokens_flat,
-            tokens_computed=self.tokens_computed,
-            loss=sum(self.losses) / len(self.losses) if has_updates else math.nan,
-            cross_entropy=self.imitated.mean,
-            kl=self.kl.mean,
-            kl_cov=self.old_kl.mean,
-            entropy=self.entropy.mean,
-            clip_fraction=self.clipped.mean,
-            logprob_change=self.change.mean,
-            off_policy_masked=self.masked.mean,
-            grad_norm=sum(self.grad_norms) / len(self.grad_norms) if has_updates else math.nan,
-            grad_clip=sum(self.grad_clips) / len(self.grad_clips) if has_updates else math.nan,
-            learning_rate=learning_rate if has_updates else math.nan,
+            loss=_mean_of(self.losses),
+            grad_norm=_mean_of(self.grad_norms),
+            grad_clip=_mean_of(self.grad_clips),
+            learning_rate=learning_rate if self.grad_norms else math.nan,
             update_kl=self.update_kl,
             update_share=self.update_share,
-            logprob_gap=self.gap.mean,
-            logprob_gap_max=self.gap.max,
-            value_loss=self.value_loss.mean,
+            logprob_gap_max=self.logprob_gap.max,
             train_s=train_s,
         )
+
+
+def _mean_of(values: Sequence[float]) -> float:
+    return sum(values) / len(values) if values else math.nan
 
 
 def logprob_gaps(scores: "TokenScores", terms: "Terms") -> "Tensor":
