@@ -53,13 +53,13 @@ class StepMetrics(msgspec.Struct, kw_only=True):
     reward_std: float
     no_signal_share: float  # share of groups whose rewards differ by 1e-8 or less
     num_groups: int
-    num_samples: int
+    num_samples: int = 0
     num_trajectories: int
     num_failed: int  # trajectories with an error; they are not trained
     num_updates: int  # optimizer steps taken
-    tokens_trained: int  # tokens with a loss weight
-    tokens_flat: int  # token count with one row per sample
-    tokens_computed: int  # token count in the packs, where shared tokens appear once
+    tokens_trained: int = 0  # tokens with a loss weight
+    tokens_flat: int = 0  # token count with one row per sample
+    tokens_computed: int = 0  # token count in the packs, where shared tokens appear once
     tokens_imitated: int = 0  # trained tokens in cross_entropy: with loss.echo, the environment's answers
     # share of replies whose state was answered by another reply in the same group; NaN: states are not compared
     shared_states: float = float("nan")

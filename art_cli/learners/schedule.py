@@ -9,6 +9,14 @@ from art_cli.config.schema import SftConfig, TrainConfig
 
 EPS = 1e-8  # torch's default for AdamW
 WINDOW = 32  # past norms in the clipping median: long enough to outlast a burst, short enough to follow the trend
+SHARED_SETTINGS = (
+    "learning_rate",
+    "warmup_steps",
+    "decay",
+    "decay_to",
+    "weight_decay",
+    "max_grad_norm",
+)  # of sft and train
 MIN_NORMS = 4  # minimum number of past norms for a reliable median
 
 
@@ -25,15 +33,7 @@ def rate_of_step(config: TrainConfig, done: int) -> float:
 
 def warm_up_settings(config: SftConfig, num_updates: int) -> TrainConfig:
     """Returns the optimizer settings for a warm-up with `num_updates` steps. The rest keeps `train`'s defaults."""
-    return TrainConfig(
-        steps=num_updates,
-        learning_rate=config.learning_rate,
-        warmup_steps=config.warmup_steps,
-        decay=config.decay,
-        decay_to=config.decay_to,
-        weight_decay=config.weight_decay,
-        max_grad_norm=config.max_grad_norm,
-    )
+    return TrainConfig(steps=num_updates, **{name: getattr(config, name) for name in SHARED_SETTINGS})
 
 
 def clip_limit(config: TrainConfig, norms: Sequence[float]) -> float:

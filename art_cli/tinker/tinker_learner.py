@@ -30,8 +30,8 @@ from art_cli.learners.algorithms.presets import build_algorithm
 from art_cli.learners.samples import Floats, Sample, bare_sample
 from art_cli.learners.schedule import WINDOW, clip_limit, rate_of_step, warm_up_settings
 from art_cli.learners.sft.examples import example_samples
-from art_cli.learners.sft.sft_batches import plan_batches
-from art_cli.learners.sft.sft_trainer import Sft, Taken
+from art_cli.learners.sft.sft_batches import Taken, plan_batches
+from art_cli.learners.sft.sft_trainer import Sft
 from art_cli.learners.step.policy_step import Pass, take_step
 from art_cli.learners.step.step_samples import PlannedStep
 from art_cli.learners.step.step_statistics import StepStatistics

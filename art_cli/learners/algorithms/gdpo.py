@@ -49,13 +49,11 @@ class Gdpo(ClippedPreset[GdpoConfig]):
     section = GdpoConfig
 
     def credit_step(self, groups: Sequence[Sequence[ScoredTrajectory]]) -> Sequence[Sequence[float | None]]:
-        return scale_over_step([self._sum_of_parts(group) for group in groups])
-
-    def _sum_of_parts(self, group: Sequence[ScoredTrajectory]) -> list[float]:
-        """Returns [G] the weighted sum of the parts, each normalized within the group."""
-        weights = self.knobs.reward_parts
-        parts = [advantages([_part(trajectory, name) for trajectory in group], scale=True) for name in weights]
-        return weighted_sum(parts, list(weights.values()))
+        weights, sums = self.knobs.reward_parts, []
+        for group in groups:
+            parts = [advantages([_part(trajectory, name) for trajectory in group], scale=True) for name in weights]
+            sums.append(weighted_sum(parts, list(weights.values())))
+        return scale_over_step(sums)
 
 
 def _part(trajectory: ScoredTrajectory, name: str) -> float:

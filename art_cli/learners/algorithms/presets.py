@@ -32,6 +32,18 @@ if TYPE_CHECKING:
     from art_cli.learners.packs.logprob_reader import Reader
 
 
+PRESETS: dict[str, type[Preset[Any]]] = {
+    "grpo": Grpo,
+    "dr_grpo": DrGrpo,
+    "dapo": Dapo,
+    "gspo": Gspo,
+    "cispo": Cispo,
+    "rloo": Rloo,
+    "distill": Distill,
+    "ppo": Ppo,
+}
+
+
 class UserAlgorithm(Algorithm):
     """Calls the user's class. Raises LearnerError if a method raises or returns an unusable value."""
 
@@ -119,18 +131,6 @@ class UserAlgorithm(Algorithm):
         if not isinstance(value, Real) or not math.isfinite(value):
             raise LearnerError(f"{self._entry}: {method} gave {value!r:.60}, not a finite number")
         return float(value)
-
-
-PRESETS: dict[str, type[Preset[Any]]] = {
-    "grpo": Grpo,
-    "dr_grpo": DrGrpo,
-    "dapo": Dapo,
-    "gspo": Gspo,
-    "cispo": Cispo,
-    "rloo": Rloo,
-    "distill": Distill,
-    "ppo": Ppo,
-}
 
 
 def build_algorithm(

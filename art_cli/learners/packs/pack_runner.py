@@ -97,7 +97,8 @@ class PackRunner:
             if self._is_small:
                 stack.enter_context(openmp.single_threaded())
             if self.can_pack:
-                stack.enter_context(_packing(self.model))
+                stack.enter_context(tree_attention(self.model))
+                stack.enter_context(known_layers(self.model, attend))
             yield
 
     def decide(self, can_pack: bool, reason: str) -> None:
@@ -194,9 +195,11 @@ class PackRunner:
     def _run_plain(self, pack: Pack, entropy_gradient: bool) -> TokenScores:
         starts, ends, _, parents = pack.segments
         assert all(parent < 0 for parent in parents), "a shared pack cannot be run one sample at a time"
+        # the ascending positions, split at the row boundaries
+        by_row = np.split(pack.edges.positions, np.searchsorted(pack.edges.positions, starts[1:]))
         rows = [
             self._run_row(pack.token_ids[start:end], positions - start)
-            for start, end, positions in zip(starts, ends, _split(pack.edges.positions, starts[1:]), strict=True)
+            for start, end, positions in zip(starts, ends, by_row, strict=True)
         ]
         logits = rows[0][0] if len(rows) == 1 else torch.cat([logits for logits, _ in rows])
         # the inputs are already logits, so the head only copies them
@@ -235,13 +238,6 @@ class PackRunner:
 
 
 @contextlib.contextmanager
-def _packing(model: Any) -> Iterator[None]:
-    """Makes the model's layers compute packs inside the block."""
-    with tree_attention(model), known_layers(model, attend):
-        yield
-
-
-@contextlib.contextmanager
 def _head_input(model: Any) -> Iterator[list[Tensor]]:
     """Collects the inputs of the model's output head inside the block: last hidden states [1, n, H]."""
     inputs: list[Tensor] = []
@@ -250,11 +246,6 @@ def _head_input(model: Any) -> Iterator[list[Tensor]]:
         yield inputs
     finally:
         hook.remove()
-
-
-def _split(positions: Ints, bounds: list[int]) -> list[Ints]:
-    """Splits ascending pack positions at the row boundaries."""
-    return np.split(positions, np.searchsorted(positions, bounds))
 
 
 def _enable_checkpointing(model: Any) -> None:

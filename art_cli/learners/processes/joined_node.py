@@ -129,16 +129,13 @@ async def _meet(address: Address, secret: bytes, identity: Identity, wait_s: flo
         raise LearnerError(f"the run at {address} has another {VARIABLE} than this machine") from error
     except (OSError, TimeoutError, ValueError) as error:  # includes msgspec's errors
         writer.close()
-        raise LearnerError(f"what answers at {address} is no learner that waits for nodes: {_words(error)}") from error
+        reason = printable(error, limit=200) or "too slow"
+        raise LearnerError(f"what answers at {address} is no learner that waits for nodes: {reason}") from error
     if said.refusal:
         writer.close()
         raise LearnerError(f"the run at {address} refuses this node: {printable(said.refusal, limit=1000)}")
     connection.reader.max_bytes = MAX_LINE_BYTES
     return _First(connection, said.dtype, said.learning_rate, str(writer.get_extra_info("sockname")[0]))
-
-
-def _words(error: BaseException) -> str:
-    return printable(error, limit=200) or "too slow"
 
 
 # --- its calls --------------------------------------------------------------------------------------------------------

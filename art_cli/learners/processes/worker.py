@@ -16,7 +16,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from pkgutil import resolve_name
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -118,24 +118,11 @@ def _write_to(path: Path) -> None:
         os.dup2(file, number)
 
 
-class Adapters(Protocol):
-    """Several clients' adapters on one base, keyed by ids that the caller chooses."""
-
-    def add(self, id: str, lora: Json | None, seed: int) -> None:
-        """Adds a fresh adapter; if `lora` is None, a copy of all weights."""
-
-    def drop(self, id: str) -> None:
-        """Removes an adapter."""
-
-    def answer(self, id: str, method: str, given: str, progress: "Progress") -> str:
-        """Calls a method of an adapter's learner. Returns the encoded result."""
-
-
 class ServedLearner:
     """This process's part of the learner. It answers the Learner methods in remote_calls.py and the methods below."""
 
     _learner: "TorchLearner"
-    _adapters: Adapters
+    _adapters: Any  # AdapterLearners (tinker/server/adapter_pool.py), keyed by ids that the caller chooses
 
     def __init__(self, rank: int) -> None:
         self._rank = rank
@@ -165,7 +152,8 @@ class ServedLearner:
         self._adapters.drop(id)
 
     def on_adapter(self, id: str, method: str, given: str, progress: "Progress") -> str:
-        return self._adapters.answer(id, method, given, progress)
+        result: str = self._adapters.answer(id, method, given, progress)
+        return result
 
 
 def make_learner(job: "Job") -> "TorchLearner":

@@ -160,6 +160,7 @@ class Workers:
         self._again = AGAIN if nodes == 1 else AGAIN_ON_NODES
         self._scratch = Scratch("learner") if logs is None else None
         self.logs = self._scratch.path if self._scratch is not None else (logs or Path())
+        self._deaths_file = self.logs / DEATHS_FILE
         self.pids: dict[int, int] = {}
         self._loop = LoopThread("learner processes")
         self._launcher: ChildProcess | None = None
@@ -177,9 +178,8 @@ class Workers:
         try:
             self._loop.run_here(self._start())
         except BaseException as error:
-            self._death = (
-                error if isinstance(error, LearnerError) else LearnerError("it was interrupted while starting")
-            )
+            interrupted = LearnerError("it was interrupted while starting")
+            self._death = error if isinstance(error, LearnerError) else interrupted
             self._loop.run_here(self._let_nodes_go())
             self._loop.run_here(self._kill())
             if self._scratch is not None:  # the error names a log
@@ -231,12 +231,12 @@ class Workers:
         if node.interface:
             for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
                 environment.setdefault(name, node.interface)
-        self._deaths_file().unlink(missing_ok=True)
+        self._deaths_file.unlink(missing_ok=True)
         with open(self._log(), "wb", opener=owner_only) as file:
             return await ChildProcess.start(
                 [
                     # not c10d's rendezvous, whose store holds a pickle and listens on every network
-                    *(sys.executable, "-m", LAUNCHER, str(self._deaths_file()), "--rdzv-backend", "static"),
+                    *(sys.executable, "-m", LAUNCHER, str(self._deaths_file), "--rdzv-backend", "static"),
                     *("--nnodes", str(node.nodes), "--node-rank", str(node.node)),
                     *("--master-addr", node.host, "--master-port", str(node.port)),
                     *("--rdzv-conf", f"timeout={START_DEADLINE_S:.0f}", "--local-addr", node.host),
@@ -371,11 +371,9 @@ class Workers:
                 return ProcessDied(self._describe(*here))
         if (elsewhere := await self._find_cause_elsewhere(calls)) is not None:
             return elsewhere
-        return (
-            ProcessDied(f"{self._among(name)} died; {self._again}")
-            if here is None
-            else PeersLost(self._describe(*here))
-        )
+        if here is not None:
+            return PeersLost(self._describe(*here))
+        return ProcessDied(f"{self._among(name)} died; {self._again}")
 
     async def _find_cause_elsewhere(self, calls: "Calls") -> LearnerError | None:
         """Returns how a node or a remote process ended; None without a report within SETTLE_S."""
@@ -412,7 +410,7 @@ class Workers:
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._launcher.wait(), STOP_DEADLINE_S / 2)
         with contextlib.suppress(OSError, ValueError):
-            deaths = [(int(rank), int(status)) for rank, status in json.loads(self._deaths_file().read_bytes())]
+            deaths = [(int(rank), int(status)) for rank, status in json.loads(self._deaths_file.read_bytes())]
         deaths.sort(key=lambda death: (death[1] >= 0, death[1] == LOST))
         return (f"process {deaths[0][0]}", deaths[0][1]) if deaths else (name, None)
 
@@ -426,9 +424,6 @@ class Workers:
     def _among(self, name: str) -> str:
         """Returns the name with the total. Example: "learner process 1 of 4"."""
         return f"learner {name} of {self.size if name.startswith('process ') else self._node.nodes}"
-
-    def _deaths_file(self) -> Path:
-        return self.logs / DEATHS_FILE
 
     def _log(self, rank: str | None = None) -> Path:
         return self.logs / ("learner.log" if rank is None else f"learner_{rank}.log")

@@ -140,13 +140,9 @@ class PromptLearner(Learner):
             reward_std=pstdev(rewards),
             no_signal_share=math.nan,  # equal rewards also teach, because the model reads what was wrong
             num_groups=len(groups),
-            num_samples=0,
             num_trajectories=len(attempts),
             num_failed=sum(attempt.error is not None for _, attempt in attempts),
             num_updates=min(1, len(groups)),
-            tokens_trained=0,
-            tokens_flat=0,
-            tokens_computed=0,
             train_s=time.perf_counter() - begin,
             reward_parent=fmean([_mean(ours) for ours, _ in sides if ours] or [0.0]),
             reward_proposal=fmean(theirs for _, theirs in tested) if tested else math.nan,

@@ -4,6 +4,7 @@ Numpy only, no torch. In a checkpoint, the sums are `sft/sums.json`.
 """
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import msgspec
 import numpy as np
@@ -11,6 +12,15 @@ import numpy as np
 from art_cli.config.schema import SftConfig
 from art_cli.learners.samples import Ints, Sample
 from art_cli.runtime.errors import LearnerError
+
+
+class Taken(NamedTuple):
+    """Numbers from one optimizer step."""
+
+    loss: float  # nats per token
+    norm: float  # gradient norm before clipping
+    num_trained: int  # tokens in the loss
+    num_computed: int
 
 
 class Sums(msgspec.Struct, kw_only=True):
@@ -28,16 +38,14 @@ class Sums(msgspec.Struct, kw_only=True):
     # a server's path to the weights with the lowest evaluation loss; None if not kept, unset without a server
     best: str | None | msgspec.UnsetType = msgspec.UNSET
 
-    def add_update(
-        self, loss: float, norm: float, *, trained: int, computed: int, epoch_updates: int, seconds: float
-    ) -> None:
-        """Adds an optimizer step. `trained` and `computed` count tokens, `epoch_updates` counts steps per epoch."""
+    def add_update(self, taken: Taken, *, epoch_updates: int, seconds: float) -> None:
+        """Adds an optimizer step. `epoch_updates` counts steps per epoch."""
         is_first = self.num_updates % epoch_updates == 0
-        self.loss_first = self.loss_first if self.num_updates else loss
-        self.loss_epoch = loss if is_first else self.loss_epoch + loss
-        self.grad_norm += norm
-        self.tokens_trained += trained
-        self.tokens_computed += computed
+        self.loss_first = self.loss_first if self.num_updates else taken.loss
+        self.loss_epoch = taken.loss if is_first else self.loss_epoch + taken.loss
+        self.grad_norm += taken.norm
+        self.tokens_trained += taken.num_trained
+        self.tokens_computed += taken.num_computed
         self.num_updates += 1
         self.train_s += seconds
 

@@ -10,26 +10,17 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 
 from art_cli.config.schema import SftConfig
 from art_cli.learners import SFT_DIRECTORY, SftProgress
 from art_cli.learners.samples import Sample
-from art_cli.learners.sft.sft_batches import SftBatches, Sums
+from art_cli.learners.sft.sft_batches import SftBatches, Sums, Taken
 from art_cli.runtime.errors import CheckpointError, LearnerError, one_line
 
 SUMS_FILE = "sums.json"
-
-
-class Taken(NamedTuple):
-    """Numbers from one optimizer step."""
-
-    loss: float  # nats per token
-    norm: float  # gradient norm before clipping
-    num_trained: int  # tokens in the loss
-    num_computed: int
 
 
 class Sft(ABC):
@@ -96,18 +87,15 @@ class Sft(ABC):
                 self._evaluate()
         if self.is_done:
             self._put_back()
-        return SftProgress(num_updates=self.sums.num_updates, is_done=self.is_done, numbers=self.numbers())
+        numbers = self.sums.numbers(
+            epoch_updates=self.batches.epoch_updates, patience=self.config.patience, is_done=self.is_done
+        )
+        return SftProgress(num_updates=self.sums.num_updates, is_done=self.is_done, numbers=numbers)
 
     @property
     def is_done(self) -> bool:
         """True if all updates are taken, or the evaluation loss stopped the warm-up."""
         return self.sums.is_done(self.batches.num_updates, patience=self.config.patience)
-
-    def numbers(self) -> dict[str, float]:
-        """Returns the numbers so far, computed from the sums."""
-        return self.sums.numbers(
-            epoch_updates=self.batches.epoch_updates, patience=self.config.patience, is_done=self.is_done
-        )
 
     def save(self, directory: Path) -> None:
         """Writes the warm-up's state. All processes must call it; rank 0 writes."""
@@ -136,14 +124,7 @@ class Sft(ABC):
             waiting.append(self._send(self.batches.batch(index), index))
             while len(waiting) == self.ahead or (waiting and index == end - 1):
                 taken, now = self._finish(waiting.popleft()), time.perf_counter()
-                self.sums.add_update(
-                    taken.loss,
-                    taken.norm,
-                    trained=taken.num_trained,
-                    computed=taken.num_computed,
-                    epoch_updates=self.batches.epoch_updates,
-                    seconds=now - begin,
-                )
+                self.sums.add_update(taken, epoch_updates=self.batches.epoch_updates, seconds=now - begin)
                 begin = now
 
     def _evaluate(self) -> None:

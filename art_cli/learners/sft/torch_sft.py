@@ -13,8 +13,8 @@ from art_cli.config.schema import SftConfig
 from art_cli.learners import Progress
 from art_cli.learners.optimizer import Optimizer
 from art_cli.learners.samples import Floats, Sample
-from art_cli.learners.sft.sft_batches import SftBatches
-from art_cli.learners.sft.sft_trainer import Sft, Taken
+from art_cli.learners.sft.sft_batches import SftBatches, Taken
+from art_cli.learners.sft.sft_trainer import Sft
 from art_cli.learners.step.gradient import LossGradient
 from art_cli.learners.step.policy_step import Pass
 from art_cli.learners.step.step_statistics import StepStatistics

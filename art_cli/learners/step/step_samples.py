@@ -133,7 +133,7 @@ def make_step_samples(
         num_groups=len(groups),
         num_trajectories=sum(map(len, groups)),
         num_failed=sum(map(len, groups)) - len(rewards),
-        finished=_count_finished([trajectory for group in finished for trajectory in group]),
+        finished=_count_finished(finished),
         shared_states=_shared_states(finished) if algorithm.compares_states else math.nan,
     )
 
@@ -164,8 +164,8 @@ def count(samples: Sequence[Sample], finished: FinishedCounts | None = None) -> 
     return counts
 
 
-def _count_finished(trajectories: Sequence[ScoredTrajectory]) -> FinishedCounts:
-    counts = [count_sampled(trajectory) for trajectory in trajectories]
+def _count_finished(groups: Sequence[Sequence[ScoredTrajectory]]) -> FinishedCounts:
+    counts = [count_sampled(trajectory) for group in groups for trajectory in group]
     tokens, samples = (sum(values) for values in zip((0, 0), *counts, strict=True))
     return FinishedCounts(tokens, samples, sum(tokens > 0 for tokens, _ in counts))
 

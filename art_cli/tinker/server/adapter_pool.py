@@ -112,7 +112,7 @@ class ReplicatedAdapter:
 
 
 class AdapterLearners:
-    """The adapters inside a process. The worker calls them as `Adapters` (learners/processes/worker.py)."""
+    """The adapters in one of the processes. The worker calls them (learners/processes/worker.py)."""
 
     methods = remote_methods(ReplicatedAdapter)
 
