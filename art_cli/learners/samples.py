@@ -255,7 +255,7 @@ def check_fits(samples: Iterable[Sample], *, max_length: int, vocabulary: int) -
         if len(sample.token_ids) > max_length:
             raise LearnerError(f"{where}: {len(sample.token_ids)} tokens, over the model's {max_length}; leave it out")
         if not 0 <= int(np.min(sample.token_ids)) <= int(np.max(sample.token_ids)) < vocabulary:
-            raise LearnerError(f"{where}: a token that the model does not have; it was sampled from another model")
+            raise LearnerError(f"{where}: a token outside the model's vocabulary; another model sampled it")
 
 
 def _check(turn: Turn, there: int, where: str) -> None:
@@ -265,14 +265,14 @@ def _check(turn: Turn, there: int, where: str) -> None:
     if not all(0 <= id <= MAX_TOKEN_ID for id in (*turn.prompt_ids, *turn.sampled_ids)):
         raise LearnerError(f"{where}: a token id below 0 or above {MAX_TOKEN_ID}; no model has it")
     if not 0 <= turn.temperature <= MAX_NUMBER:
-        raise LearnerError(f"{where}: its temperature is {turn.temperature}")
+        raise LearnerError(f"{where}: invalid temperature {turn.temperature}")
     for name, values in (("logprobs", turn.logprobs), ("raw_logprobs", turn.raw_logprobs)):
         if values is None:
             continue
         if len(values) != len(turn.sampled_ids):
             raise LearnerError(f"{where}: {len(turn.sampled_ids)} sampled tokens but {len(values)} {name}")
         if not np.isfinite(np.asarray(values, dtype=np.float64)).all():
-            raise LearnerError(f"{where}: {name} that are not finite; the engine that sampled it is at fault")
+            raise LearnerError(f"{where}: {name} that are not finite, from the sampling engine")
 
 
 class _Tokens:

@@ -171,8 +171,8 @@ class TorchLearner(Learner):
                 return peak(self.weights)
         except OutOfMemory as error:
             raise OutOfMemory(
-                f"{error}; or lower model.max_length (a row of {num_tokens:,} tokens, as long as the limits allow, "
-                "was tried before the first attempt)"
+                f"{error}; or lower model.max_length (tried before the first attempt with the longest possible "
+                f"row, {num_tokens:,} tokens)"
             ) from error
         finally:
             _set_rng_state(random_state)

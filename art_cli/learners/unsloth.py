@@ -159,8 +159,8 @@ def _check(model: Any, config: ModelConfig, place: torch.device) -> None:
     found = next(model.parameters()).device
     if found.type != place.type:
         raise LearnerError(
-            f"Unsloth {version('unsloth')} put the model on {found.type}, and learner.device is {place.type}: "
-            "leave learner.device at auto, or set learner=torch"
+            f"Unsloth {version('unsloth')} put the model on {found.type}, not {place.type}: "
+            "set learner.device=auto, or learner=torch"
         )
 
 

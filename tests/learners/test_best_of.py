@@ -65,7 +65,7 @@ def test_trains_exactly_the_sampled_tokens_and_no_abandoned_reply(tmp_path: Path
     assert first.temperatures.tolist() == [0.7, 0.7, 1.0]
     assert second.token_ids[second.targets].tolist() == [8]
     assert np.isnan(first.weights[[0, 2]]).all() and (first.weights[1] == 1).all()
-    with pytest.raises(LearnerError, match="trajectory g/0.*sampled from another model"):
+    with pytest.raises(LearnerError, match="trajectory g/0.*another model sampled it"):
         samples(example, vocabulary=6)
 
 

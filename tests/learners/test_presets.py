@@ -90,7 +90,7 @@ def test_maxrl_divides_by_the_mean_reward_so_that_a_rare_success_counts_more() -
 
 
 def test_maxrl_refuses_a_negative_reward_and_names_its_trajectory() -> None:
-    with pytest.raises(LearnerError, match="trajectory a/1: its reward is -0.5; loss 'maxrl' divides by the mean"):
+    with pytest.raises(LearnerError, match="trajectory a/1: loss 'maxrl' needs rewards of at least 0, not -0.5"):
         credit_of(played([1.0, -0.5]), "maxrl")
 
 

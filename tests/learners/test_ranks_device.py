@@ -26,7 +26,7 @@ def test_processes_have_the_gpus_from_the_named_one_on(monkeypatch: pytest.Monke
     assert gpus_of(monkeypatch, "auto", processes=4, gpus=8) == [0, 1, 2, 3]
     assert gpus_of(monkeypatch, "cuda", processes=2, gpus=2) == [0, 1]
     assert gpus_of(monkeypatch, "cuda:4", processes=4, gpus=8) == [4, 5, 6, 7]
-    with pytest.raises(LearnerError, match="learner.processes is 4, and there are 3 GPUs from cuda:5 on"):
+    with pytest.raises(LearnerError, match="learner.processes is 4, but there are only 3 GPUs from cuda:5 on"):
         gpus_of(monkeypatch, "cuda:5", processes=4, gpus=8)
-    with pytest.raises(LearnerError, match="learner.processes is 4, and there are 2 GPUs: each"):
+    with pytest.raises(LearnerError, match="learner.processes is 4, but there are only 2 GPUs, one per"):
         gpus_of(monkeypatch, "auto", processes=4, gpus=2)

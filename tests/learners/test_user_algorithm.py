@@ -254,5 +254,5 @@ def test_an_error_after_the_step_takes_its_update_back(tmp_path: Path) -> None:
 
 def test_a_reference_that_is_not_there_is_refused_in_words(tmp_path: Path) -> None:
     weights = tiny_weights(lora_rank=None)
-    with pytest.raises(LearnerError, match="reference_kl, and the reference is the model without its adapter"):
+    with pytest.raises(LearnerError, match="reference_kl needs a reference, the model without its adapter"):
         learner(tmp_path, ASKS_FOR_A_REFERENCE, weights).step([two_answers(weights)])

@@ -35,8 +35,7 @@ class Maxrl(ClippedPreset[MaxrlConfig]):
         for trajectory, reward in zip(group, rewards, strict=True):
             if reward < 0:
                 raise LearnerError(
-                    f"trajectory {trajectory.id}: its reward is {reward:g}; loss 'maxrl' divides by the mean reward of "
-                    "a group and takes no negative ones: add a constant to the rewards and remove "
-                    f"step_{trajectory.step:04d} of the run, or choose another loss"
+                    f"trajectory {trajectory.id}: loss 'maxrl' needs rewards of at least 0, not {reward:g}: add a "
+                    f"constant to the rewards and remove step_{trajectory.step:04d} of the run, or choose another loss"
                 )
         return over_mean(rewards)

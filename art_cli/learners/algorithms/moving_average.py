@@ -85,7 +85,7 @@ class MovingAverage:
             tensors = load_file(path)
             shapes = {name: tensor.shape for name, tensor in tensors.items()}
             if shapes != {name: p.shape for name, p in self._parameters.items()}:
-                raise ValueError("the average is of other weights than this model trains")
+                raise ValueError("the average belongs to other weights")
         except Exception as error:
             raise CheckpointError(f"{path}: {one_line(error)}") from error
         parameters = self._parameters

@@ -225,7 +225,7 @@ class PackRunner:
             return logits, logits[:, :0]
         if len(hidden) != 1 or hidden[0].shape[:2] != output.logits.shape[:2]:
             name = type(self.model).__name__
-            raise LearnerError(f"{name} does not show the hidden states that a value head reads: choose another loss")
+            raise LearnerError(f"{name} hides the hidden states that a value head needs: choose another loss")
         return logits, hidden[0][0, chosen]
 
     def _score(self, hidden: Tensor, head: Any, pack: Pack, entropy_gradient: bool) -> TokenScores:

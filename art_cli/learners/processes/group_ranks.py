@@ -75,7 +75,7 @@ def device_of(name: str) -> torch.device:
     if gpus < first + size:
         start = f" from {name} on" if first else ""
         raise LearnerError(
-            f"learner.processes is {size}, and there are {gpus - first} GPUs{start}: each process needs one of its own"
+            f"learner.processes is {size}, but there are only {gpus - first} GPUs{start}, one per process"
         )
     device = torch.device("cuda", first + int(os.environ["LOCAL_RANK"]))
     torch.cuda.set_device(device)

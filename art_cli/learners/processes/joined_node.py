@@ -130,7 +130,7 @@ async def _meet(address: Address, secret: bytes, identity: Identity, wait_s: flo
     except (OSError, TimeoutError, ValueError) as error:  # includes msgspec's errors
         writer.close()
         reason = printable(error, limit=200) or "too slow"
-        raise LearnerError(f"what answers at {address} is no learner that waits for nodes: {reason}") from error
+        raise LearnerError(f"{address} is not a learner waiting for nodes: {reason}") from error
     if said.refusal:
         writer.close()
         raise LearnerError(f"the run at {address} refuses this node: {printable(said.refusal, limit=1000)}")
@@ -208,7 +208,7 @@ class JoinedNode:
 
     def _call(self, method: str, params: Json, progress: Progress | None = None) -> Any:
         if self._workers is None:
-            raise LearnerError(f"{method} came before the processes were started")
+            raise LearnerError(f"{method} was called before the processes were started")
         self._is_busy = True
         try:
             return self._workers.call(method, params, progress=progress)
@@ -230,9 +230,7 @@ async def _or_interrupt(work: Awaitable[Result], interrupted: asyncio.Event) -> 
     try:
         await asyncio.wait({working, waiting}, return_when=asyncio.FIRST_COMPLETED)
         if not working.done():
-            raise Interrupted(
-                "interrupted; the run on the first node stops as well, and goes on with the same commands"
-            )
+            raise Interrupted("interrupted; the run on the first node stops as well; the same commands resume it")
         return working.result()
     finally:
         for task in (working, waiting):

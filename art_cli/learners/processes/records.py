@@ -41,7 +41,7 @@ def _as_plain(value: object) -> object:
         return str(value.resolve())
     if isinstance(value, Sequence):
         return list(value)
-    raise NotImplementedError(f"no form for a {type(value).__name__}")
+    raise NotImplementedError(f"cannot encode a {type(value).__name__}")
 
 
 def _from_plain(kind: Any, given: object) -> object:
@@ -49,7 +49,7 @@ def _from_plain(kind: Any, given: object) -> object:
     if kind is Path and isinstance(given, str):
         return Path(given)
     if get_origin(kind) is not np.ndarray:
-        raise ValueError(f"no form for {kind}")
+        raise ValueError(f"cannot decode {kind}")
     code, shape, numbers = msgspec.convert(given, tuple[bytes, tuple[Annotated[int, msgspec.Meta(ge=0)], ...], bytes])
     [wanted] = get_args(get_args(kind)[1])
     if (dtype := NUMBERS[wanted].get(code)) is None:

@@ -101,5 +101,5 @@ def _decode(text: str, kind: Any, method: str) -> object:
     try:
         value: object = decode(base64.b64decode(text, validate=True), kind)
     except (TypeError, ValueError) as error:  # TypeError: not a string
-        raise LearnerError(f"the learner's processes sent what does not belong to {method}: {error}") from error
+        raise LearnerError(f"a learner process sent invalid data for {method}: {error}") from error
     return value

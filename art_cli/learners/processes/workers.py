@@ -448,7 +448,7 @@ class ParallelLearner(RemoteLearner, Learner):
             self._is_open = True
         if len(given) > MOST_GIVEN:
             size, most = (f"{num * 3 / 4 / 1e9:.1f} GB" for num in (len(given), MOST_GIVEN))
-            message = f"{size} of attempts or examples, and the learner's processes take {most} at once"
+            message = f"{size} of attempts or examples, over the {most} that the learner's processes accept"
             raise LearnerError(f"{method}: {message}")
         result: str = self.workers.call(method, {"given": given}, progress=progress)
         return result

@@ -159,8 +159,8 @@ def _render_turn(
         raise LearnerError(f"{where}: the chat template refuses the conversation: {describe(error)}") from error
     if not whole.startswith(prompt) or whole == prompt:
         raise LearnerError(
-            f"{where}: the chat template's rendering of this reply does not go on from its prompt; "
-            "set model.chat_template to one that does"
+            f"{where}: the chat template does not render this reply as a continuation of its prompt; "
+            "set another model.chat_template"
         )
     try:
         prompt_ids, reply_ids = controls.encode(prompt, guard), controls.encode(whole[len(prompt) :], guard)

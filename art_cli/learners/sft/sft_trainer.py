@@ -132,7 +132,7 @@ class Sft(ABC):
         loss = self._mean_loss(self.evaluated)
         if not math.isfinite(loss):
             raise LearnerError(
-                f"sft: the evaluation loss after update {self.sums.num_updates} is {loss}; lower sft.learning_rate"
+                f"sft: evaluation loss {loss} at update {self.sums.num_updates}; lower sft.learning_rate"
             )
         is_best = self.sums.add_evaluation(loss, seconds=time.perf_counter() - begin)
         if self.config.patience is not None and is_best:

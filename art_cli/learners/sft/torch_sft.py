@@ -48,9 +48,7 @@ class TorchSft(Sft):
         if not math.isfinite(norm):
             self.optimizer.clear()
             names = sorted({sample.trajectory_id for sample in samples})
-            raise LearnerError(
-                f"sft: the gradient is not finite, in one of {', '.join(names)}; lower sft.learning_rate"
-            )
+            raise LearnerError(f"sft: no finite gradient for one of {', '.join(names)}; lower sft.learning_rate")
         self.optimizer.update()
         self.optimizer.counts.num_steps += 1
         statistics = StepStatistics.total(self.optimizer.ranks.gather(statistics, StepStatistics))

@@ -90,7 +90,7 @@ def _message(row: Any, place: int) -> Json:
         if isinstance(row, dict) and row.get("function_call") is not None:
             row = {**row, "function_call": None, "tool_calls": [{"function": row["function_call"]}]}
         if isinstance(row, dict) and row.get("arguments") is not None:
-            raise ValueError("it has arguments, but they belong into its tool_calls")
+            raise ValueError("it has arguments, which belong in its tool_calls")
         message = plain_message(row)
         if isinstance(message.get("content"), list):
             _check_parts(message["content"])

@@ -71,11 +71,9 @@ class LossGradient:
         """
         packs, counts = self.runner.deal(samples), count(samples, finished)
         if counts[Row.VALUE].tokens and self.runner.value_head is None:
-            raise LearnerError("credit: targets for a critic's values, and only loss=ppo has a critic")
+            raise LearnerError("credit: value targets need a critic, which only loss=ppo has")
         if counts[Row.REFERENCE_KL].tokens and not self.runner.weights.has_adapter:
-            raise LearnerError(
-                "credit: reference_kl, and the reference is the model without its adapter: set model.lora"
-            )
+            raise LearnerError("credit: reference_kl needs a reference, the model without its adapter: set model.lora")
         has_unknown = any(np.isnan(sample.logprobs[~np.isnan(sample.advantages)]).any() for sample in samples)
         return Update(packs, counts, [None] * len(packs), has_unknown, entropy_bonus)
 

@@ -174,9 +174,7 @@ def _reward(trajectory: ScoredTrajectory) -> float:
     if trajectory.reward is None or not math.isfinite(trajectory.reward):
         raise LearnerError(f"trajectory {trajectory.id}: its reward is {trajectory.reward}; judge it first")
     if abs(trajectory.reward) > MAX_NUMBER:
-        raise LearnerError(
-            f"trajectory {trajectory.id}: its reward is {trajectory.reward:g}; scale it below {MAX_NUMBER:g}"
-        )
+        raise LearnerError(f"trajectory {trajectory.id}: scale its reward {trajectory.reward:g} below {MAX_NUMBER:g}")
     return trajectory.reward
 
 

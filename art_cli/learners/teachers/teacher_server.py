@@ -165,9 +165,7 @@ class ServerTeacher:
             try:
                 answer = await self._ask(session, f"{root}/tokenize", body, _Tokens, is_needed=False)
             except _Failed:
-                log.warning(
-                    "%s: has no /tokenize, so its vocabulary could not be compared with the policy's", self.name
-                )
+                log.warning("%s: no /tokenize, so the vocabulary could not be compared with the policy's", self.name)
                 return
         check_probe(answer.tokens, tokenizer, self.name)
 
@@ -223,6 +221,6 @@ def check_temperatures(samples: Sequence[Sample], name: str) -> None:
         if (sample.temperatures != 1).any():
             raise LearnerError(
                 f"{name}: trajectory {sample.trajectory_id}, turn {sample.turn}: sampled at another temperature than "
-                "1, for which a server gives no logprobs; set rollout.sampling.temperature=1 and force=true, or name "
-                "the teacher's directory"
+                "1, which a server cannot score; set rollout.sampling.temperature=1 and force=true, or name the "
+                "teacher's directory"
             )
