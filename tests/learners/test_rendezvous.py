@@ -162,7 +162,7 @@ async def test_a_wait_for_nodes_and_a_wait_for_the_first_one_end(monkeypatch: py
     with pytest.raises(LearnerError, match="nothing listens at 127.0.0.1.* after 0 s"):
         await node_module._meet(free_address(), SECRET, IDENTITY, 0.3)
     monkeypatch.setattr(sealed, "HANDSHAKE_DEADLINE_S", 0.2)
-    with socket.create_server(("127.0.0.1", 0)) as mute, pytest.raises(LearnerError, match="no learner.*too slow"):
+    with socket.create_server(("127.0.0.1", 0)) as mute, pytest.raises(LearnerError, match="not a learner.*too slow"):
         await node_module._meet(Address(*mute.getsockname()), SECRET, IDENTITY, 30.0)
 
 

@@ -109,18 +109,14 @@ def taught_credit(trajectory: Trajectory, taught: Floats | None, reward_part: fl
     return Credit(policy=split_by_turn(trajectory, np.where(sampled_mask(trajectory), row, np.nan)))
 
 
-def lesson_numbers(lessons: Collection[Lesson], num_trajectories: int) -> dict[str, float]:
+def _lesson_numbers(lessons: Collection[Lesson], num_trajectories: int) -> dict[str, float]:
     """Returns the step's distillation metrics: mean distance to the teacher in nats, and share of scored trajectories.
 
     The mean of log student - log teacher over sampled tokens estimates KL(student || teacher) per token.
     """
-    if not num_trajectories:
-        return {}
-    numbers = {"taught_share": len(lessons) / num_trajectories}
     values = np.concatenate([np.empty(0), *(each.log_ratios for each in lessons)])
-    if len(values):
-        numbers["teacher_kl"] = -float(values.mean())
-    return numbers
+    shares = {"taught_share": len(lessons) / num_trajectories} if num_trajectories else {}
+    return shares | ({"teacher_kl": -float(values.mean())} if len(values) else {})
 
 
 class TaughtPreset(ClippedPreset[TaughtKnobs]):
@@ -131,7 +127,7 @@ class TaughtPreset(ClippedPreset[TaughtKnobs]):
     def credit_step(self, groups: Sequence[Sequence[ScoredTrajectory]]) -> Sequence[Sequence[Credit | float | None]]:
         """Returns the credits. A trajectory the teacher did not score only gets its reward credit, if rewards count."""
         lessons = self.lessons(groups)
-        self._numbers = lesson_numbers(lessons.values(), sum(map(len, groups)))
+        self._numbers = _lesson_numbers(lessons.values(), sum(map(len, groups)))
         taught = {name: each.advantages for name, each in lessons.items()}
         return [
             [

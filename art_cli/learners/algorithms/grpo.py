@@ -56,7 +56,8 @@ class Dapo(ScaledPreset[loss_config.DapoConfig]):
         worth = advantages(rewards, scale=self.knobs.scale_advantages)
         if self.knobs.overlong != "mask":
             return worth
-        return [None if _is_cut_off(each) else value for each, value in zip(group, worth, strict=True)]
+        is_cut_off = [any(turn.finish_reason == "length" for turn in seen_turns(each)) for each in group]
+        return [None if cut_off else value for cut_off, value in zip(is_cut_off, worth, strict=True)]
 
     def objective(self, terms: PolicyTerms) -> Objective:
         return clip_tokens(terms, self.knobs.clip, self.knobs.clip_high)
@@ -110,7 +111,3 @@ class Rloo(ClippedPreset[loss_config.RlooConfig]):
 
     def share(self, num_tokens: int, update: UpdateCounts) -> float:
         return trajectory_mean(num_tokens, update)
-
-
-def _is_cut_off(trajectory: ScoredTrajectory) -> bool:
-    return any(turn.finish_reason == "length" for turn in seen_turns(trajectory))

@@ -87,11 +87,8 @@ class Feedback:
         words = self.words(trajectory, group)
         if words is None:
             return None
-        splices = [
-            splice
-            for messages in (trajectory.messages, *trajectory.branches)
-            if (splice := self._splice(messages, trajectory.tools, words)) is not None
-        ]
+        conversations = (trajectory.messages, *trajectory.branches)
+        splices = [splice for each in conversations if (splice := self._splice(each, trajectory.tools, words))]
         found = [next((made for splice in splices if (made := splice.apply(sample))), None) for sample in samples]
         return [made for made in found if made is not None] if None not in found else None
 

@@ -78,7 +78,9 @@ class FlexAttention:
     def probe(self, query: Tensor, key: Tensor, value: Tensor, mask: BlockMask, scale: float) -> None:
         """Sets `works` after a forward and a backward pass on copies of the inputs. Only raises for out of memory."""
         try:
-            _check_widths(query, value)
+            for width in {query.shape[-1], value.shape[-1]}:
+                if width < 16 or width & (width - 1):
+                    raise NotImplementedError(f"heads are {width} wide, not a power of two of at least 16")
             self.kernel = self.kernel or torch.compile(flex_attention, dynamic=False, fullgraph=True)
             query, key, value = (states.detach().requires_grad_() for states in (query, key, value))
             with torch.enable_grad():
@@ -129,9 +131,3 @@ def _pad(states: Tensor, length: int) -> Tensor:
     if not states.requires_grad:
         states = states.detach().requires_grad_()
     return F.pad(states, (0, 0, 0, length - states.shape[2])).contiguous()
-
-
-def _check_widths(*inputs: Tensor) -> None:
-    for width in {states.shape[-1] for states in inputs}:
-        if width < 16 or width & (width - 1):
-            raise NotImplementedError(f"heads are {width} wide, not a power of two of at least 16")

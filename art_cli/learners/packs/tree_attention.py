@@ -172,7 +172,8 @@ def _batch(rows: list[_Row], *, num_queries: int = 0, num_keys: int = 0, has_all
     first = 0 if has_all_keys else min(len(row.above) for row in rows)
     place, column = np.arange(num_queries), np.arange(first, num_keys)
     queries = [row.start + np.minimum(place, row.num_queries - 1) for row in rows]
-    keys = [_padded_keys(row, num_keys) for row in rows]
+    own_keys = [np.array([*row.above, *range(row.start, row.end)], dtype=np.int64) for row in rows]
+    keys = [np.pad(each, (0, num_keys - len(each)), mode="edge") for each in own_keys]
     is_query = [place < row.num_queries for row in rows]
     # [Q, M] per row: whether the query sees the key
     sees = [column[None, :] <= len(row.above) + np.minimum(place, row.num_queries - 1)[:, None] for row in rows]
@@ -180,11 +181,6 @@ def _batch(rows: list[_Row], *, num_queries: int = 0, num_keys: int = 0, has_all
     positions, is_real = np.concatenate(queries), np.concatenate(is_query)
     arrays = (positions, np.concatenate(keys), is_real, positions[is_real], mask)
     return SegmentBatch(*map(torch.from_numpy, arrays))
-
-
-def _padded_keys(row: _Row, length: int) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
-    keys = np.array([*row.above, *range(row.start, row.end)], dtype=np.int64)
-    return np.pad(keys, (0, length - len(keys)), mode="edge")
 
 
 class ProductAttention(torch.autograd.Function):

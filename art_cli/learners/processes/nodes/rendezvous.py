@@ -134,7 +134,11 @@ class Rendezvous:
             async with asyncio.timeout(self.meeting.deadline_s):
                 await self._wait()
         except TimeoutError as error:
-            raise LearnerError(self._too_late()) from error
+            here, deadline_s = 1 + len(self._met), self.meeting.deadline_s
+            raise LearnerError(
+                f"{here} of {self.meeting.nodes} nodes came to {address} within {deadline_s:.0f} s; run `art "
+                "join CONFIG` on the others, then the same command again here (learner.join_timeout_s waits longer)"
+            ) from error
         for number, node in enumerate(self._met, 1):
             node.name = f"node {number} ({node.name})"
         return self._met
@@ -152,13 +156,6 @@ class Rendezvous:
                 return
             here = 1 + len(self._met)
             log.info("learner: %d of %d nodes are at %s", here, self.meeting.nodes, self.meeting.address)
-
-    def _too_late(self) -> str:
-        meeting, here = self.meeting, 1 + len(self._met)
-        return (
-            f"{here} of {meeting.nodes} nodes came to {meeting.address} within {meeting.deadline_s:.0f} s; run "
-            "`art join CONFIG` on the others, then the same command again here (learner.join_timeout_s waits longer)"
-        )
 
     # --- one connection -----------------------------------------------------------------------------------------------
 
