@@ -25,7 +25,7 @@ class PlainEngineConfig(EngineSection):
     """The largest number of tokens of a reply to a call that sets none."""
 '''
 OWNERS = ("config/", "engines/", "learners/", "tinker/")
-COMMANDS = ("cli/preflight.py", "cli/backend.py")  # settings of vLLM and of a Tinker server that only these two check
+COMMANDS = ("cli/preflight/", "cli/backend.py")  # settings of vLLM and of a Tinker server that only these two check
 
 
 def insert(path: Path, before: str, text: str) -> None:

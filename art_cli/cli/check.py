@@ -50,7 +50,7 @@ def run(
         if as_json:
             print_findings([Finding("config", False, str(error))], as_json)
         raise
-    from art_cli.cli.preflight import Preflight  # seconds of imports, so the first finding comes before it
+    from art_cli.cli.preflight.preflight import Preflight  # seconds of imports, so the first finding comes before it
 
     with scratch("check") as directory:
         preflight = Preflight(loaded, directory, asks_judge)
@@ -64,7 +64,7 @@ def run(
                 print_findings(findings, as_json)
             preflight.close()
         if has_conversations:
-            played = [each for part in preflight.sources.values() for each in part.played]
+            played = [each for part in preflight.parts.values() for each in part.played]
             sys.stdout.write(printable_lines("".join(f"\n{whole_text(each)}" for each in played)))
         bad = [finding.name for finding in findings if not finding.is_good]
         if bad:  # raised inside the block, so that a log file which a finding names is kept

@@ -9,7 +9,9 @@ from typing import Any
 
 import pytest
 
-from art_cli.cli.preflight import Preflight, _sampling_note
+from art_cli.cli.preflight.model_checks import check_tokens
+from art_cli.cli.preflight.opened import Opened, Part
+from art_cli.cli.preflight.rollout_checks import _sampling_note
 from art_cli.config.compose import load_config
 from art_cli.loop import trial_update
 from art_cli.loop.trial_update import Cost, estimate, second_length
@@ -28,12 +30,12 @@ def names(out: str) -> list[str]:
     return [line.split()[1] for line in out.splitlines() if line.startswith(("ok ", "! "))]
 
 
-def interrupt(preflight: Preflight) -> None:
+def interrupt(opened: Opened) -> None:
     raise KeyboardInterrupt
 
 
 def test_an_interrupted_check_keeps_the_findings_that_were_made(art: Art, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Preflight, "check_model", interrupt)
+    monkeypatch.setattr("art_cli.cli.preflight.model_checks.open_model", interrupt)
     code, out, err = art("check", CONFIG)
     assert (code, names(out), err.splitlines()[-1]) == (130, CHEAP, "interrupted")
     code, out, _ = art("check", CONFIG, "--json")
@@ -45,11 +47,11 @@ def test_a_finding_is_printed_before_the_next_check_begins(
 ) -> None:
     printed = []
 
-    def look(preflight: Preflight) -> None:
+    def look(opened: Opened) -> None:
         printed.append(capsys.readouterr().out)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(Preflight, "check_model", look)
+    monkeypatch.setattr("art_cli.cli.preflight.model_checks.open_model", look)
     art("check", CONFIG)
     assert names(printed[0]) == CHEAP
 
@@ -167,13 +169,13 @@ class Apart:
 @pytest.mark.parametrize(("num_apart", "passes"), [(1, True), (60, False)])
 def test_the_engines_tokens_are_held_to_the_mean_that_training_is(tmp_path: Path, num_apart: int, passes: bool) -> None:
     """`train.max_logprob_gap` (0.1) is the largest mean; tokens are 0.2 nats apart, one of a hundred as in bfloat16."""
-    preflight = Preflight(load_config(LETTERS / "config.yaml"), tmp_path)
+    loaded = load_config(LETTERS / "config.yaml")
     sampled = Turn(parent=None, kept=0, prompt_ids=[1], sampled_ids=[2] * 100, logprobs=[-1.0] * 100,
                    raw_logprobs=[-1.0] * 100, step=0, temperature=1.0, finish_reason="stop")  # fmt: skip
-    preflight.policy, preflight.tokenizer = tiny_weights(), tiny_tokenizer()
-    preflight.learner = Apart([-1.2] * num_apart + [-1.0] * (100 - num_apart))  # type: ignore[assignment]
-    preflight.played = [Trajectory(id="t", group_id="g", group_size=1, index=0, turns=[sampled])]
-    found = preflight.check_tokens()
+    learner: Any = Apart([-1.2] * num_apart + [-1.0] * (100 - num_apart))
+    opened = Opened(loaded, tmp_path, policy=tiny_weights(), tokenizer=tiny_tokenizer(), learner=learner)
+    played = [Trajectory(id="t", group_id="g", group_size=1, index=0, turns=[sampled])]
+    found = check_tokens(opened, Part("", loaded, played=played))
     assert found.is_good == passes and "2.0e-01 at most" in found.message
 
 

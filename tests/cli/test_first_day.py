@@ -261,7 +261,7 @@ def test_check_finds_a_clash_with_the_run_of_that_name(art: Art, project: Path) 
     assert art("train", config, *SMALL, "train.steps=1", "eval=null")[0] == 0
     code, out, _ = art("check", config, *SMALL, "train.steps=2", "eval=null", "--json")
     assert (code, findings(out)["run"]["is_good"]) == (0, True), out
-    assert "goes on from step 1" in str(findings(out)["run"]["message"])
+    assert "resumes from step 1" in str(findings(out)["run"]["message"])
     clashing = [config, *SMALL, "loss=dapo", "eval=null"]
     code, out, _ = art("check", *clashing, "--json")
     assert (code, findings(out)["run"]["is_good"]) == (1, False)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from art_cli.cli import NAMES, Finding, print_findings
-from art_cli.cli.preflight import _is_odd
+from art_cli.cli.preflight.rollout_checks import _is_odd
 from art_cli.rollouts.rollout_runner import Progress
 from art_cli.runs.history import Failures, find_fault
 from art_cli.runs.run_dir import RunDir

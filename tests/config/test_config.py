@@ -327,7 +327,7 @@ def test_a_secret_under_a_wrong_key_is_not_repeated() -> None:
         ("- a\n- b\n", "config.yaml:1: expected 'key: value' lines, not a list"),
         (
             "defaults: oops\n",
-            "config.yaml:1: defaults: Invalid defaults list in 'the configuration file', defaults must be a list",
+            "config.yaml:1: defaults: expected a list, such as [base, {loss: dapo}]",
         ),
         ("defaults: [{engine: tpu}]\n", "config.yaml:1: defaults: no engine 'tpu'; there are: "),
         ("defaults: [nowhere]\n", "config.yaml:1: defaults: no nowhere.yaml in "),

@@ -9,7 +9,6 @@ from types import SimpleNamespace
 
 import pytest
 
-from art_cli.cli.preflight import Preflight
 from art_cli.config.compose import load_config
 from art_cli.config.schema import JudgeModelConfig, RulerJudgeConfig
 from art_cli.config.sections.judge_config import DEFAULT_JUDGE, DEFAULT_PRICE
@@ -171,12 +170,12 @@ def test_a_judge_that_ends_soon_is_logged_before_it_is_asked(
 def test_check_refuses_a_model_that_is_shut_down_and_says_so_before(
     table: None, art: Art, monkeypatch: pytest.MonkeyPatch, model: str, today: date, code: int, line: str
 ) -> None:
-    def interrupt(preflight: Preflight) -> None:
+    def interrupt(*arguments: object) -> None:
         raise KeyboardInterrupt
 
     monkeypatch.delenv("OPENAI_BASE_URL", raising=False)
     set_today(monkeypatch, today)
-    monkeypatch.setattr(Preflight, "check_scenarios", interrupt)  # it comes next
+    monkeypatch.setattr("art_cli.cli.preflight.rollout_checks.training_scenarios", interrupt)  # it comes next
     found, out, _ = art("check", LETTERS / "config.yaml", "judge=ruler", f"judge.model={model}")
     assert found == code
     assert " ".join(line.split()) in [" ".join(each.split()).partition(" (0.")[0] for each in out.splitlines()]

@@ -10,7 +10,8 @@ import msgspec
 import numpy as np
 import pytest
 
-from art_cli.cli.preflight import Preflight
+from art_cli.cli.preflight.opened import Opened, Part
+from art_cli.cli.preflight.setup_checks import check_nodes
 from art_cli.config.compose import load_config
 from art_cli.learners.processes import joined_node as node_module
 from art_cli.learners.processes import records as exchange
@@ -382,11 +383,12 @@ def test_addresses_ports_and_interfaces() -> None:
 
 def test_a_check_says_the_number_of_ranks_or_why_they_cannot_meet(tmp_path: Path) -> None:
     overrides = ["learner=torch", "learner.nodes=2", "learner.processes=3", f"learner.rendezvous={free_address()}"]
-    preflight = Preflight(load_config(LETTERS / "config.yaml", overrides), tmp_path)
-    found = preflight.check_nodes()
+    loaded = load_config(LETTERS / "config.yaml", overrides)
+    opened, part = Opened(loaded, tmp_path), Part("", loaded)
+    found = check_nodes(opened, part)
     assert found is not None and found.is_good and found.message.startswith("2 nodes x 3 processes = 6 ranks")
     with socket.create_server(Address.parse(overrides[-1].partition("=")[2])):
-        found = preflight.check_nodes()
+        found = check_nodes(opened, part)
     assert found is not None and not found.is_good and "cannot listen at" in found.message and found.cure
 
 

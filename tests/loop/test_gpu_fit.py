@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from art_cli.cli import Finding
-from art_cli.cli.preflight import Preflight
+from art_cli.cli.preflight.model_checks import open_model
+from art_cli.cli.preflight.opened import Opened
 from art_cli.config.compose import LoadedConfig, load_config
 from art_cli.config.schema import BaseLearnerConfig, RunConfig, VllmEngineConfig
 from art_cli.loop.decide import decide_by_base
@@ -189,11 +190,10 @@ def test_check_refuses_before_anything_is_loaded(project: Path, monkeypatch: pyt
 
     def check() -> tuple[Finding, bool]:
         loaded = load_config(project / "config.yaml", ("engine=embedded", "learner=torch", "model.dtype=float32"))
-        preflight = Preflight(loaded, project / "scratch")
-        finding = preflight.check_model()
-        is_loaded = preflight.weights is not None
-        preflight.close()
-        return finding, is_loaded
+        opened, finding = open_model(Opened(loaded, project / "scratch"))
+        if opened.learner is not None:
+            opened.learner.close()
+        return finding, opened.weights is not None
 
     finding, is_loaded = check()
     assert not finding.is_good and "of a GPU of 1.0 GiB" in finding.message and not is_loaded

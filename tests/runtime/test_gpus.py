@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from art_cli.cli import doctor
-from art_cli.cli.preflight import Preflight
+from art_cli.cli.preflight.preflight import Preflight
 from art_cli.config.compose import load_config
 from art_cli.models.device import pick_device
 from art_cli.runtime import gpus

@@ -1,0 +1,1 @@
+"""The preflight of `art check`: every requirement of a run, tried once."""

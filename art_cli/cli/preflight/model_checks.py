@@ -1,0 +1,177 @@
+"""Checks of the model: loading it, engine and learner on the same tokens, one update, disk space."""
+
+import json
+import logging
+import os
+import shutil
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from art_cli.cli import Finding
+from art_cli.cli.preflight.opened import Opened, Part
+from art_cli.config.schema import TinkerEngineConfig
+from art_cli.learners import Learner, has_own_weights, load_policy, make_learner
+from art_cli.loop import trial_update
+from art_cli.loop.decide import decide_by_base, read_sizes
+from art_cli.loop.engine_choice import Machine
+from art_cli.loop.gpu_fit import describe_use, find_misfit, gpu_use
+from art_cli.models.device_memory import memory_there
+from art_cli.models.loading import count_parameters, find_base, load_tokenizer, read_shape
+from art_cli.models.policy_spec import read_spec, spec_of
+from art_cli.runs.trajectory import Turn, prompt, sequence
+
+log = logging.getLogger(__name__)
+
+LONG_ROW_S = 60.0  # a longer estimate gets a cure
+FIRST_STEP = 10  # time of the first step in forward passes: 3 for the step, the rest for the check of packed rows
+
+
+def open_model(opened: Opened) -> tuple[Opened, Finding]:
+    """Loads the weights and makes the learner; returns both with the finding."""
+    loaded, directory = opened.loaded, opened.loaded.directory
+    name = loaded.config.model.base
+    if not loaded.config.engine.can_train:
+        learner = make_learner(loaded.config, None, directory=directory)
+        return replace(opened, learner=learner), Finding("model", True, f"{name}, whose prompt is searched for")
+    base = find_base(name, directory=directory, built=opened.scratch / "base")
+    loaded = decide_by_base(loaded, base)
+    opened, config = replace(opened, loaded=loaded), loaded.config
+    if isinstance(config.engine, TinkerEngineConfig):
+        return _open_remote(opened, config.engine, base)
+    note = ""
+    if (sized := read_sizes(config, read_shape(base), Machine())) is not None:
+        if (misfit := find_misfit(config, *sized, os.environ)) is not None:
+            cure = misfit.cure or "take a smaller model, or more GPUs"
+            return opened, Finding("model", False, misfit.problem, cure)
+        note = describe_use(gpu_use(config, *sized, os.environ), sized[0])
+    log.info("model: importing torch and transformers, about 10 s, then loading %s%s", base, _size(base))
+    weights = load_policy(config, base)
+    # A second epoch or a second node would show nothing new.
+    once = config.train.model_copy(update={"epochs_per_step": 1})
+    alone = config.learner.model_copy(update={"nodes": 1}) if config.learner.nodes > 1 else config.learner
+    config = config.model_copy(update={"train": once, "learner": alone})
+    learner = make_learner(config, weights, directory=directory)
+    size = count_parameters(weights.model)
+    message = (
+        f"{name}: {size.whole / 1e6:.1f}M parameters, {size.trained / 1e6:.2f}M trained, "
+        f"{weights.max_length} tokens of context, on {weights.device}{note}"
+    )
+    model = {"weights": weights, "policy": spec_of(weights), "tokenizer": weights.tokenizer, "learner": learner}
+    return replace(opened, **model), Finding("model", True, message)
+
+
+def _open_remote(opened: Opened, engine: TinkerEngineConfig, base: str) -> tuple[Opened, Finding]:
+    """Looks for the model on the server. Locally, only its configuration and tokenizer are read."""
+    from art_cli.tinker.client.remote_server import find_server, load_sdk
+
+    config = opened.loaded.config
+    policy, tokenizer = read_spec(config.model, base, is_remote=True), load_tokenizer(base)
+    if policy.chat_template is not None:
+        tokenizer.chat_template = policy.chat_template
+    version = load_sdk().__version__
+    server, name = find_server(engine), engine.base_model or config.model.base
+    most = server.find_model(name).max_context_length
+    if most is not None and policy.max_length > most:
+        message = f"{name} at {server.url}: {most} tokens of context, and model.max_length is more"
+        return opened, Finding("model", False, message, f"set model.max_length={most}")
+    learner = make_learner(config, policy, directory=opened.loaded.directory)
+    message = f"{name} at {server.url}, {policy.max_length} tokens of context, tinker {version} here"
+    message += "; the server sets the scale of an adapter, not model.lora.alpha"
+    return replace(opened, policy=policy, tokenizer=tokenizer, learner=learner), Finding("model", True, message)
+
+
+def check_tokens(opened: Opened, part: Part) -> Finding:
+    """Compares the logprobs of engine and learner, and the recorded tokens with the re-encoded text."""
+    assert opened.policy and opened.learner
+    turns = part.played[0].turns
+    took = part.played[0].duration_s
+    log.info("tokens: the learner scores the first attempt again, in less than the %.0f s that it took", took + 1)
+    tokenizer: Any = opened.tokenizer
+    last = prompt(turns, len(turns) - 1)
+    is_same = tokenizer.encode(tokenizer.decode(last), add_special_tokens=False) == last
+    gaps = [gap for index in range(len(turns)) for gap in _gaps(opened.learner, turns, index)] or [0.0]
+    num_branches = sum(turn.parent is None or turn.kept < len(sequence(turns, turn.parent)) for turn in turns) - 1
+    mean = fmean(gaps)
+    message = f"engine and learner differ by {mean:.1e} nats, {max(gaps):.1e} at most, {num_branches} branches"
+    if mean > part.loaded.config.train.max_logprob_gap:
+        return Finding("tokens", False, message, "engine and learner do not compute the same model")
+    cure = "" if is_same else "text and tokens do not map one to one here; recorded tokens are trained on as they are"
+    if num_branches:
+        cure = "a prompt does not extend the turn before it (edited history, or its template): slower, still right"
+    return Finding("tokens", True, message, cure)
+
+
+def _gaps(learner: Learner, turns: Sequence[Turn], index: int) -> list[float]:
+    """Returns |engine - learner| in nats for each sampled token of a turn; [] for a turn with top_p or top_k."""
+    turn = turns[index]
+    if turn.is_truncated_sampling or not turn.sampled_ids:
+        return []
+    scores = learner.score(sequence(turns, index), temperature=turn.temperature)
+    return [abs(a - b) for a, b in zip(scores[-len(turn.logprobs) :], turn.logprobs, strict=True)]
+
+
+def check_update(opened: Opened, part: Part) -> Finding:
+    """Takes a training step on one row of made-up tokens, as long as the longest played sequence.
+
+    If the limits allow longer rows, estimates the time and memory of the longest one.
+    """
+    assert opened.policy and opened.learner
+    played = max(len(sequence(attempt.turns, index)) for attempt in part.played for index in range(len(attempt.turns)))
+    own_prompt = len(prompt(part.played[0].turns, 0))
+    longest = min(opened.policy.max_length, own_prompt + part.loaded.config.rollout.longest_answer)
+    length = min(played, longest, trial_update.MAX_TOKENS)
+    log.info("update: a step on a row of %d tokens, %s", length, _update_takes(opened, length))
+    learns_by = part.loaded.config.learns_by
+    metrics = trial_update.step(opened.learner, length, vocabulary=opened.policy.vocabulary, parts=learns_by.parts)
+    if metrics.num_updates == 0:
+        return Finding("update", True, "not tried: this loss learns nothing from made-up attempts")
+    message = f"a row of {length} tokens forward and backward in {metrics.train_s:.1f} s"
+    if longest <= length or opened.weights is None or has_own_weights(part.loaded.config):
+        return Finding("update", True, message)
+    second = trial_update.second_length(length, longest)
+    most_s = metrics.train_s * (1 + second / length)
+    log.info("update: rows of %d and %d tokens, to estimate longer ones: %.0f s at most", length, second, most_s)
+    whole = trial_update.forecast(opened.learner, opened.weights, length, longest, parts=learns_by.parts)
+    message += f"; the longest row that the limits allow has {longest:,} tokens and would take {whole}"
+    is_large = whole.seconds > LONG_ROW_S or (whole.gigabytes or 0.0) > memory_there(opened.weights)
+    cure = f"model.max_length makes it shorter: the longest attempt here had {played:,} tokens" if is_large else ""
+    return Finding("update", True, message, cure)
+
+
+def _update_takes(opened: Opened, length: int) -> str:
+    """Estimates the time of the first step on a row of `length` tokens from one forward pass over such a row."""
+    assert opened.policy and opened.learner
+    begin = time.perf_counter()
+    opened.learner.score([index % opened.policy.vocabulary for index in range(length)])
+    return f"about {FIRST_STEP * (time.perf_counter() - begin):.0f} s"
+
+
+def check_disk(opened: Opened, part: Part) -> Finding:
+    """Compares the free disk space with the size of the kept checkpoints and of all trajectories."""
+    assert opened.learner
+    config = part.loaded.config
+    checkpoint = opened.scratch / "checkpoint"
+    checkpoint.mkdir()
+    if opened.weights is not None:  # otherwise a server stores the checkpoints
+        opened.learner.save(checkpoint)
+    one = sum(path.stat().st_size for path in checkpoint.rglob("*") if path.is_file())
+    first = part.played[0]
+    line = len(json.dumps(first.messages)) + 40 * first.num_sampled + 6 * len(sequence(first.turns, 0))
+    num_groups = config.rollout.groups_per_step + config.rollout.num_spare
+    lines = 2 * line * config.rollout.group_size * num_groups * config.train.steps
+    num_checkpoints = config.train.keep_checkpoints + 3  # also step 0, the best one, and the one being written
+    needed = one * num_checkpoints + lines
+    existing = next(path for path in [config.runs, *config.runs.parents] if path.exists())
+    free = shutil.disk_usage(existing).free
+    message = f"about {needed / 1e9:.2f} GB needed under {config.runs}, {free / 1e9:.1f} GB free"
+    return Finding("disk", needed < free, message, "" if needed < free else "free some, or set `runs` elsewhere")
+
+
+def _size(base: str) -> str:
+    """Returns the size of a directory's weights as text; "" for a model on the hub."""
+    size = sum(path.stat().st_size for path in Path(base).glob("*.safetensors"))
+    return f" ({size / 1e9:.1f} GB)" if size else ""

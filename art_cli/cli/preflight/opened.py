@@ -1,0 +1,38 @@
+"""Opened: the run and its model, which all checks read; Part: one source, with the results of its checks."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from art_cli.config.compose import LoadedConfig
+from art_cli.judges import Judge
+from art_cli.learners import Learner
+from art_cli.models.loading import Weights
+from art_cli.models.policy_spec import PolicySpec
+from art_cli.runs.trajectory import Json, Trajectory
+
+
+@dataclass(frozen=True)
+class Opened:
+    """The run and, after the model check, its model. The learner is also open for a search for a prompt."""
+
+    loaded: LoadedConfig
+    scratch: Path
+    asks_judge: bool = True  # False with --no-judge
+    asked: set[str] = field(default_factory=set)  # judges that were asked; sources may share a judge
+    weights: Weights | None = None  # None if a server has them
+    policy: PolicySpec | None = None
+    tokenizer: Any = None
+    learner: Learner | None = None
+
+
+@dataclass
+class Part:
+    """One source of the run ("" for the whole run), with the check results that later checks read."""
+
+    source: str
+    loaded: LoadedConfig
+    scenarios: list[Json] = field(default_factory=list)
+    judge: Judge | None = None
+    played: list[Trajectory] = field(default_factory=list)  # two attempts at the first scenario; all for the whole run
+    slowness: str = ""  # why these attempts took longer than they need
